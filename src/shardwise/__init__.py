@@ -1,0 +1,43 @@
+"""shardwise: any PyTorch module, any parallelism, proven equal to one process.
+
+Names are loaded when first used, so `import shardwise` does not import torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+_HOME = {
+    "Task": "shardwise.task",
+    "Source": "shardwise.task",
+    "Plan": "shardwise.layout.plan",
+    "Engine": "shardwise.engine.engine",
+    "parallelize": "shardwise.engine.engine",
+    "train": "shardwise.training.run",
+    "verify": "shardwise.proof.parity",
+    "ShardwiseError": "shardwise.errors",
+    "InputError": "shardwise.errors",
+    "RefusedPlan": "shardwise.errors",
+    "RunError": "shardwise.errors",
+}
+__all__ = sorted(_HOME)
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from shardwise.engine.engine import Engine, parallelize
+    from shardwise.errors import InputError, RefusedPlan, RunError, ShardwiseError
+    from shardwise.layout.plan import Plan
+    from shardwise.proof.parity import verify
+    from shardwise.task import Source, Task
+    from shardwise.training.run import train
+
+
+def __getattr__(name: str):
+    if name not in _HOME:
+        raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,36 @@
+"""Every error a user can meet. A message says what happened, where, why, and what to do.
+
+The exit codes of the command line are properties of the errors: 1 the run failed, 2 bad input, 3 refused plan.
+"""
+
+from __future__ import annotations
+
+
+class ShardwiseError(Exception):
+    """Base of all errors raised on purpose. `exit_code` is what the command line returns."""
+
+    exit_code = 1
+
+
+class InputError(ShardwiseError):
+    """The user's input is wrong: a misspelt key, a missing file, a module that fails on one process too."""
+
+    exit_code = 2
+
+
+class RefusedPlan(ShardwiseError):
+    """The plan (or the plan on this task) would not equal one process, or its room is not built."""
+
+    exit_code = 3
+
+
+class RunError(ShardwiseError):
+    """The run failed after it began: a rank died, a loss became non-finite, a wait passed its deadline."""
+
+
+def did_you_mean(word: str, known: list[str]) -> str:
+    """`; did you mean 'x'?` for the nearest known word, or an empty string."""
+    import difflib
+
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    return f"; did you mean '{near[0]}'?" if near else ""

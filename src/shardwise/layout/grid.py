@@ -1,0 +1,59 @@
+"""The rank grid: which coordinates a rank has on each axis, and which ranks share an axis group.
+
+The axes run from outermost (slowest links) to innermost (fastest):
+
+    dp_replicate . pp . dp_shard . domain . cp . cp_ulysses . tp
+
+so rank = ((dp_replicate * P_pp + pp) * P_dp_shard + dp_shard) ... in mixed radix. For dp_replicate=2, dp_shard=2:
+
+    rank          0      1      2      3
+    dp_replicate  0      0      1      1
+    dp_shard      0      1      0      1
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from shardwise.layout.plan import Plan
+
+AXES = ("dp_replicate", "pp", "dp_shard", "domain", "cp", "cp_ulysses", "tp")  # outermost first
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Rank arithmetic of one plan. Pure: no process group is needed."""
+
+    plan: Plan
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Degree of each axis, in the order of `AXES`."""
+        return tuple(math.prod(self.plan.domain) if a == "domain" else getattr(self.plan, a) for a in AXES)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """The rank's coordinate on each axis."""
+        found = {}
+        for axis, degree in zip(reversed(AXES), reversed(self.shape), strict=True):
+            rank, found[axis] = divmod(rank, degree)
+        return {axis: found[axis] for axis in AXES}
+
+    def rank(self, coordinates: dict[str, int]) -> int:
+        """The rank at these coordinates (absent axes are 0)."""
+        rank = 0
+        for axis, degree in zip(AXES, self.shape, strict=True):
+            rank = rank * degree + coordinates.get(axis, 0)
+        return rank
+
+    def group(self, rank: int, axes: tuple[str, ...]) -> list[int]:
+        """The ranks that differ from `rank` on `axes` alone, `rank` among them, in rank order."""
+        mine = self.coordinates(rank)
+        rest = [axis for axis in AXES if axis not in axes]
+        everyone = range(math.prod(self.shape))
+        return [r for r in everyone if all(self.coordinates(r)[a] == mine[a] for a in rest)]
+
+    def data_index(self, rank: int) -> int:
+        """Which of the plan's data ranks this rank is: its place in dp_replicate x dp_shard."""
+        at = self.coordinates(rank)
+        return at["dp_replicate"] * self.plan.dp_shard + at["dp_shard"]

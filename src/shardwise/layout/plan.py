@@ -1,0 +1,198 @@
+"""`Plan`: how a task is spread over ranks. Pure data, no torch import.
+
+Text form, the same everywhere: `dp_shard=4,zero=3,precision=bf16`. A value that ends in `.toml` is a file with the
+same keys. World size = dp_replicate * dp_shard * tp * pp * cp * cp_ulysses * prod(domain); `ep` adds no ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import InputError, did_you_mean
+
+PRECISIONS = ("fp32", "fp64", "bf16", "bf16-full", "fp16")
+PRECISION_ALIASES = {"bf16-mixed": "bf16", "fp16-mixed": "fp16", "bf16-true": "bf16-full"}
+REDUCE_DTYPES = ("auto", "fp32", "bf16", "fp16", "fp64")
+REMATS = ("none", "selective", "full")
+SCHEDULES = ("gpipe", "1f1b", "interleaved1f1b", "zbh1", "zbh2", "interleavedzb", "zbv", "dualpipev")
+OFFLOADS = ("none", "optimizer", "parameters", "activations")
+CHOICES = {
+    "precision": PRECISIONS,
+    "reduce_dtype": REDUCE_DTYPES,
+    "remat": REMATS,
+    "schedule": ("none", *SCHEDULES),
+    "offload": OFFLOADS,
+}
+DEGREES = ("dp_replicate", "dp_shard", "tp", "pp", "cp", "cp_ulysses", "ep", "microbatches", "accumulate")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to spread a task: one degree for each mesh axis, plus precision, recompute and the like.
+
+    dp_replicate  replicas of the model (DDP); the outermost axis
+    dp_shard      ranks over which `zero` shards; both together are HYBRID_SHARD
+    zero          what dp_shard shards: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters
+    accumulate    micro-batches in one optimizer step
+    precision     fp32, fp64, bf16 (mixed, fp32 master), bf16-full, fp16 (mixed, with a loss scaler)
+    reduce_dtype  dtype in which gradients are summed over ranks; auto: fp32, or fp64 under fp64
+    remat         recompute in backward: none, selective (keep matrix products), full (keep block inputs)
+    compile       torch.compile for each block
+    wrap          units of zero=3: class names or module paths (`*` matches one name), `|` between them;
+                  empty: repeated blocks are found
+    """
+
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    zero: int = -1  # -1: the default, 3 where dp_shard > 1, else 0; never left after __post_init__
+    tp: int = 1
+    sp: bool = False
+    pp: int = 1
+    schedule: str = "none"
+    microbatches: int = 1
+    accumulate: int = 1
+    cp: int = 1
+    cp_ulysses: int = 1
+    ep: int = 1
+    domain: tuple[int, ...] = (1,)
+    precision: str = "fp32"
+    reduce_dtype: str = "auto"
+    remat: str = "none"
+    offload: str = "none"
+    compile: bool = False
+    wrap: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in DEGREES:
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise InputError(f"plan: {name} must be a whole number of at least 1, got {value!r}")
+        if isinstance(self.domain, int):
+            object.__setattr__(self, "domain", (self.domain,))
+        if not all(isinstance(tiles, int) and tiles >= 1 for tiles in self.domain):
+            raise InputError(f"plan: domain must be tiles per spatial dim such as 1x2, got {self.domain!r}")
+        object.__setattr__(self, "precision", PRECISION_ALIASES.get(self.precision, self.precision))
+        for name, choices in CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices:
+                hint = did_you_mean(str(value), list(choices))
+                raise InputError(f"plan: {name}={value} is not one of {', '.join(choices)}{hint}")
+        if isinstance(self.wrap, str):
+            object.__setattr__(self, "wrap", tuple(filter(None, self.wrap.split("|"))))
+        if self.zero == -1:
+            object.__setattr__(self, "zero", 3 if self.dp_shard > 1 else 0)
+        if self.zero not in (0, 1, 2, 3):
+            raise InputError(f"plan: zero must be 0, 1, 2 or 3, got {self.zero!r}")
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that the plan needs."""
+        return (
+            self.dp_replicate * self.dp_shard * self.tp * self.pp * self.cp * self.cp_ulysses
+            * math.prod(self.domain)
+        )  # fmt: skip
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks over which the samples of a micro-batch are dealt."""
+        return self.dp_replicate * self.dp_shard
+
+    @classmethod
+    def parse(cls, text: str | Plan) -> Plan:
+        """Read `"dp_shard=2,zero=3"`, a path ending in `.toml`, or "" / "single" for one process."""
+        if isinstance(text, Plan):
+            return text
+        text = text.strip()
+        if text.endswith(".toml"):
+            return cls.from_toml(Path(text))
+        if text in ("", "single"):
+            return cls()
+        values: dict[str, Any] = {}
+        for part in text.split(","):
+            key, equals, value = (piece.strip() for piece in part.partition("="))
+            if not equals or not value:
+                raise InputError(f"plan: expected key=value, got {part.strip()!r} in {text!r}")
+            if key in values:
+                raise InputError(f"plan: {key} is given twice in {text!r}")
+            values[key] = _from_text(key, value)
+        return cls.from_dict(values)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Plan:
+        """Build from keys and values; an unknown key raises `InputError` with the nearest known one."""
+        known = {f.name for f in fields(cls)}
+        unknown = [key for key in values if key not in known]
+        if unknown:
+            raise InputError(
+                "; ".join(f"plan: unknown key {k!r}{did_you_mean(k, sorted(known))}" for k in unknown)
+                + f" (known: {', '.join(f.name for f in fields(cls))})"
+            )
+        values = {key: tuple(v) if isinstance(v, list) else v for key, v in values.items()}
+        for key, value in values.items():
+            if isinstance(value, str) and key in ("domain", "zero", "sp", "compile", *DEGREES):
+                values[key] = _from_text(key, value)
+        return cls(**values)
+
+    @classmethod
+    def from_toml(cls, path: Path) -> Plan:
+        """Read a TOML file whose keys are the plan's fields, at top level or under `[plan]`."""
+        try:
+            data = tomllib.loads(Path(path).read_text())
+        except FileNotFoundError:
+            raise InputError(f"plan: no file {path}") from None
+        except tomllib.TOMLDecodeError as error:
+            raise InputError(f"plan: {path} is not TOML: {error}") from None
+        return cls.from_dict(data.get("plan", data))
+
+    def as_dict(self, *, defaults: bool = False) -> dict[str, Any]:
+        """Fields and values, those at their default left out unless `defaults`."""
+        base = Plan(dp_shard=self.dp_shard)
+        items = {f.name: getattr(self, f.name) for f in fields(self)}
+        if not defaults:
+            items = {k: v for k, v in items.items() if v != getattr(base, k) or (k == "dp_shard" and v > 1)}
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in items.items()}
+
+    def to_toml(self) -> str:
+        """The TOML form, every field written out."""
+        import tomli_w
+
+        return tomli_w.dumps({"plan": self.as_dict(defaults=True)})
+
+    def with_(self, **changes: Any) -> Plan:
+        """A copy with some fields replaced; `zero` follows `dp_shard` unless it is given or was chosen."""
+        if "dp_shard" in changes and "zero" not in changes and changes["dp_shard"] == 1:
+            changes["zero"] = 0
+        return replace(self, **changes)
+
+    def __str__(self) -> str:
+        return ",".join(f"{k}={_to_text(k, v)}" for k, v in self.as_dict().items()) or "single"
+
+
+def _from_text(key: str, value: str) -> Any:
+    if key in (*DEGREES, "zero"):
+        try:
+            return int(value)
+        except ValueError:
+            raise InputError(f"plan: {key} must be a whole number, got {value!r}") from None
+    if key in ("sp", "compile"):
+        if value.lower() not in ("true", "false"):
+            raise InputError(f"plan: {key} must be true or false, got {value!r}")
+        return value.lower() == "true"
+    if key == "domain":
+        try:
+            return tuple(int(part) for part in value.split("x"))
+        except ValueError:
+            raise InputError(f"plan: domain must be tiles per spatial dim such as 1x2, got {value!r}") from None
+    return value
+
+
+def _to_text(key: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return ("x" if key == "domain" else "|").join(map(str, value))
+    return str(value)

@@ -1,0 +1,79 @@
+"""The one table of what cannot combine, and why. The engine refuses by it and the documentation is generated from it.
+
+A rule names the fields it looks at, tells when it applies, and gives the reason in one sentence. `kind` is
+"not built" for a field whose room does not exist yet, "illegal" for what cannot be right.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shardwise.errors import RefusedPlan
+from shardwise.layout.plan import Plan
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One line of the compatibility table: `when(plan)` true means the plan is refused for `reason`."""
+
+    combination: str
+    kind: str  # "not built" | "illegal"
+    reason: str
+    when: Callable[[Plan], bool]
+
+
+def _unbuilt(field: str, what: str, when: Callable[[Plan], bool]) -> Rule:
+    return Rule(field, "not built", f"{what} is not built yet", when)
+
+
+RULES: tuple[Rule, ...] = (
+    _unbuilt("tp > 1", "tensor parallelism", lambda p: p.tp > 1),
+    _unbuilt("sp = true", "Megatron sequence parallelism", lambda p: p.sp),
+    _unbuilt("pp > 1", "pipeline parallelism", lambda p: p.pp > 1),
+    _unbuilt("schedule", "a pipeline schedule", lambda p: p.schedule != "none"),
+    _unbuilt("microbatches > 1", "splitting a batch over pipeline stages", lambda p: p.microbatches > 1),
+    _unbuilt("cp > 1", "ring context parallelism", lambda p: p.cp > 1),
+    _unbuilt("cp_ulysses > 1", "Ulysses sequence parallelism", lambda p: p.cp_ulysses > 1),
+    _unbuilt("ep > 1", "expert parallelism", lambda p: p.ep > 1),
+    _unbuilt("domain > 1", "spatial domain parallelism", lambda p: math.prod(p.domain) > 1),
+    _unbuilt("offload", "offload to host memory", lambda p: p.offload != "none"),
+    Rule(
+        "zero >= 1 with dp_shard = 1",
+        "illegal",
+        "zero shards over the dp_shard axis, which has one rank: give dp_shard its degree",
+        lambda p: p.zero >= 1 and p.dp_shard == 1,
+    ),
+    Rule(
+        "wrap with zero < 3",
+        "illegal",
+        "wrap names the units whose parameters zero=3 gathers; other stages gather none",
+        lambda p: bool(p.wrap) and p.zero < 3,
+    ),
+    Rule(
+        "reduce_dtype narrower than fp64 with precision = fp64",
+        "illegal",
+        "float64 gradients would be rounded on the wire: leave reduce_dtype at auto",
+        lambda p: p.precision == "fp64" and p.reduce_dtype not in ("auto", "fp64"),
+    ),
+    Rule(
+        "reduce_dtype = fp16 without precision = fp16",
+        "illegal",
+        "sums of gradients overflow in fp16 without a loss scaler",
+        lambda p: p.reduce_dtype == "fp16" and p.precision != "fp16",
+    ),
+)  # fmt: skip
+
+
+def check(plan: Plan) -> None:
+    """Raise `RefusedPlan` with every reason that applies, or return."""
+    reasons = [f"{rule.combination}: {rule.reason}" for rule in RULES if rule.when(plan)]
+    if reasons:
+        raise RefusedPlan(f"plan {plan} is refused: " + "; ".join(reasons))
+
+
+def as_markdown() -> str:
+    """The table as Markdown, for the documentation."""
+    rows = "\n".join(f"| {r.combination} | {r.kind} | {r.reason} |" for r in RULES)
+    return f"| combination | kind | reason |\n|---|---|---|\n{rows}\n"

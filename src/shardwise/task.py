@@ -1,0 +1,100 @@
+"""What to train: a model, its data, its loss and its optimizer, in ordinary PyTorch.
+
+A `Task` holds callables and no distributed code. The loss is a *sum and a weight*, so that it can be added over
+samples, ranks and micro-batches and divided once, by the global weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+
+from shardwise.errors import InputError
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+
+@runtime_checkable
+class Source(Protocol):
+    """Large data: a rank reads only its samples.
+
+    `read(indices, region)` returns a batch (a pytree, batch dim first) of the samples at `indices`; `region` is
+    None unless space is split over ranks.
+    """
+
+    def __len__(self) -> int: ...
+
+    def read(self, indices: list[int], region: Any = None) -> Any: ...
+
+
+def default_inputs(batch: Any) -> tuple[tuple, dict]:
+    """A mapping becomes keyword arguments, a tuple or list positional ones, anything else the one argument."""
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    if isinstance(batch, tuple | list):
+        return tuple(batch), {}
+    return (batch,), {}
+
+
+def default_optimizer(groups: list[dict]) -> Optimizer:
+    """AdamW (Loshchilov and Hutter 2019) at torch's defaults with a learning rate of 1e-3."""
+    import torch
+
+    return torch.optim.AdamW(groups, lr=1e-3)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What to train. Every field is plain Python and PyTorch and runs unmodified under every plan.
+
+    model      builds the module; also called with large tensors deferred, so it should not read their values
+    loss       (output, batch) -> (sum, weight) or (sum, weight, {name: extra}); an extra is a sum that shares
+               the weight, or a (sum, weight) pair of its own
+    batch      step -> one GLOBAL batch on the CPU, deterministic: a pytree whose tensors have the batch dim first
+    data       a `Source`, for data too large to build on every rank
+    inputs     batch -> (args, kwargs) of the model
+    optimizer  named parameter groups -> optimizer
+    eval_data  held-out samples
+    loss_scope "sample": the loss adds up over samples (checked at start). "global": it does not (a contrastive
+               loss); the outputs and the batch are gathered on every rank, at a printed cost
+    branches   "same": every rank must use the same parameters in a micro-batch, and one that does not is named.
+               "per_sample": which parameters are used is decided sample by sample (routed experts), so ranks may
+               differ and the sum is still that of one process
+    """
+
+    model: Callable[[], nn.Module]
+    loss: Callable[[Any, Any], tuple]
+    batch: Callable[[int], Any] | None = None
+    data: Source | None = None
+    inputs: Callable[[Any], tuple[tuple, dict]] = default_inputs
+    optimizer: Callable[[list[dict]], Optimizer] = default_optimizer
+    metrics: Callable | None = None
+    eval_data: Source | None = None
+    spatial: Any = None
+    loss_scope: Literal["sample", "global"] = "sample"
+    branches: Literal["same", "per_sample"] = "same"
+    name: str = "task"
+
+    def __post_init__(self) -> None:
+        for field in ("model", "loss", "inputs", "optimizer"):
+            if not callable(getattr(self, field)):
+                raise InputError(f"Task.{field} must be callable, got {type(getattr(self, field)).__name__}")
+        if self.batch is None and self.data is None:
+            raise InputError("Task has no data: give `batch` (step -> global batch) or `data` (a Source)")
+        if self.batch is not None and self.data is not None:
+            raise InputError("Task has both `batch` and `data`: give one of them")
+        if self.loss_scope not in ("sample", "global"):
+            raise InputError(f"Task.loss_scope is 'sample' or 'global', got {self.loss_scope!r}")
+        if self.branches not in ("same", "per_sample"):
+            raise InputError(f"Task.branches is 'same' or 'per_sample', got {self.branches!r}")
+        if self.metrics is not None:
+            raise InputError("Task.metrics: metrics are not built yet; remove the field")
+        if self.spatial is not None:
+            raise InputError("Task.spatial: spatial domains are not built yet; remove the field")
+
+    def with_(self, **changes: Any) -> Task:
+        """A copy with some fields replaced."""
+        return replace(self, **changes)
