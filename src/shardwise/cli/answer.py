@@ -1,0 +1,116 @@
+"""How a command ends: on stdout what was asked for, on stderr all else, and an exit code.
+
+0 done, 1 failed or no parity, 2 bad input, 3 refused plan, 130 interrupted. With `--json`, stdout holds exactly one
+JSON object whatever happens: while a command runs, all that anything writes to stdout goes to stderr.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import click
+
+from shardwise.errors import RefusedPlan, ShardwiseError
+
+COMMON: dict[str, Any] = {"refused": None, "error": None, "world_size": None, "plan": None}
+FIELDS: dict[str, dict[str, Any]] = {
+    "verify": {
+        "parity": False,
+        "loss_error": None,
+        "gradient_error": {},
+        "parameter_error": {},
+        "buffer_error": {},
+        **COMMON,
+    },
+    "train": {"folder": None, "steps": None, "loss": None, "eval_loss": None, **COMMON},
+    "config": {"config": None, "sources": None, **COMMON},
+}
+
+
+class Answer:
+    """What a command has found out so far; its fields are the JSON object."""
+
+    def __init__(self, args: list[str]) -> None:
+        self.as_json = "--json" in args
+        self.show_traceback = "--traceback" in args
+        command = next((arg for arg in args if arg in FIELDS), "")
+        self.fields: dict[str, Any] = dict(FIELDS.get(command, COMMON))
+        self.text = ""
+        self.code = 0
+
+    def fail(self, error: BaseException) -> None:
+        """Set code and message from what ended the command, and tell it on stderr."""
+        self.code, message = _told(error)
+        if isinstance(error, RefusedPlan) and "refused" in self.fields:
+            self.fields["refused"] = message
+        else:
+            self.fields["error"] = message
+        if isinstance(error, click.UsageError) and error.ctx is not None:
+            click.echo(error.ctx.get_usage(), err=True)
+        click.echo(f"shardwise: {message}", err=True)
+        if self.show_traceback:
+            click.echo(_whole(error), err=True)
+
+    def output(self) -> str:
+        """What goes to stdout."""
+        return json.dumps(self.fields, allow_nan=False, default=str) if self.as_json else self.text
+
+
+def _told(error: BaseException) -> tuple[int, str]:
+    """Exit code and message."""
+    if isinstance(error, KeyboardInterrupt | click.Abort):
+        return 130, "interrupted"
+    if isinstance(error, click.ClickException):
+        return error.exit_code, error.format_message()
+    log = getattr(error, "log", None)
+    if isinstance(error, ShardwiseError):
+        message = str(error)
+        if getattr(error, "remote_traceback", "") and error.exit_code == 1:
+            message = message.splitlines()[0]
+        return error.exit_code, message + (f"\nthe details are in {log}" if log else "")
+    from shardwise.training.resolve import where
+
+    return 1, f"failed: {where(error)}\nthe details are in {log or _written(error)} (or add --traceback)"
+
+
+def _written(error: BaseException) -> str:
+    handle, path = tempfile.mkstemp(prefix="shardwise-error-", suffix=".log")
+    os.close(handle)
+    Path(path).write_text(_whole(error), encoding="utf-8")
+    return path
+
+
+def _whole(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error)).rstrip()
+
+
+@contextmanager
+def quiet_stdout(active: bool) -> Iterator[None]:
+    """Send what is written to stdout, by Python and by everything below it, to stderr meanwhile."""
+    if not active:
+        yield
+        return
+    sys.stdout.flush()
+    try:
+        number = sys.stdout.fileno()
+    except (io.UnsupportedOperation, AttributeError):
+        number = None
+    kept = os.dup(number) if number is not None else None
+    try:
+        if number is not None:
+            os.dup2(2, number)
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        if number is not None and kept is not None:
+            os.dup2(kept, number)
+            os.close(kept)

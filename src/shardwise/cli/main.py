@@ -1,0 +1,178 @@
+"""The command `shardwise`: train, verify, config. Each command only reads its words and calls a room.
+
+Importing this module does not import torch, so that help and mistakes are quick.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+import shardwise
+from shardwise.cli.answer import Answer, quiet_stdout
+
+PLAN_HELP = "How to spread it: dp_shard=2,zero=3, or a .toml file with the same keys."
+SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
+
+
+def common(function: Callable) -> Callable:
+    """The options that every command has; `Answer` reads them from the words, so they work in bad ones too."""
+    for name, text in (
+        ("--traceback", "Show the whole traceback of a failure."),
+        ("--json", "Write exactly one JSON object to stdout, whatever happens; all else goes to stderr."),
+    ):
+        function = click.option(name, is_flag=True, expose_value=False, help=text)(function)
+    return function
+
+
+@click.group(context_settings=SETTINGS)
+@click.version_option(shardwise.__version__, prog_name="shardwise")
+def main() -> None:
+    """Train any PyTorch module under any parallelism, and prove that it equals one process.
+
+    \b
+    shardwise train                              a small decoder on text, here and now
+    shardwise train my.py:task --plan dp_shard=2 your own task on two ranks
+    shardwise verify my.py:task --plan dp_shard=2,zero=3
+    shardwise config --starter > my.toml
+
+    Exit codes: 0 done, 1 failed or no parity, 2 bad input, 3 refused plan.
+    """
+
+
+@main.command()
+@click.argument("target", required=False, metavar="[CONFIG.toml | MODULE:TASK | text | digits]")
+@click.option("--plan", help=PLAN_HELP)
+@click.option("--nproc", type=click.IntRange(min=1), help="Ranks to start; by default as many as the plan needs.")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Set a configuration key; repeatable.")
+@click.option("--steps", type=click.IntRange(min=1), help="Optimizer steps: short for --set train.steps=N.")
+@common
+@click.pass_obj
+def train(
+    answer: Answer,
+    target: str | None,
+    plan: str | None,
+    nproc: int | None,
+    overrides: tuple[str, ...],
+    steps: int | None,
+) -> None:
+    """Train a task and write a run folder.
+
+    The target is a configuration file, a function of your own that returns a Task (a module on the Python path or
+    in this folder, or the path of a .py file), or a built-in task: "text" (the default) or "digits". Under
+    torchrun, this process joins the run as one rank; otherwise it starts the ranks that the plan needs.
+    """
+    from shardwise.training import execute
+
+    effective = _effective(target, overrides, plan, steps)
+    answer.fields.update(plan=str(effective.plan), world_size=effective.plan.world_size)
+    run = execute(effective, nproc=nproc)
+    answer.fields.update(run.summary)
+    answer.text = str(run)
+
+
+@main.command()
+@click.argument("task", metavar="MODULE:TASK | text | digits")
+@click.option("--plan", required=True, help=PLAN_HELP)
+@click.option("--steps", type=click.IntRange(min=1), default=2, show_default=True, help="Optimizer steps to compare.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of weights and data.")
+@click.option("--shrink", is_flag=True, help="On failure, look for the smallest plan and batch that still fail.")
+@common
+@click.pass_obj
+def verify(answer: Answer, task: str, plan: str, steps: int, seed: int, shrink: bool) -> None:
+    """Compare a task under a plan with one process: loss, gradients, parameters, buffers.
+
+    Exit code 0 when they agree, 1 when they do not, 3 when the plan is refused.
+    """
+    from shardwise.layout import Plan, check
+
+    parsed = Plan.parse(plan)
+    answer.fields.update(plan=str(parsed), world_size=parsed.world_size)
+    check(parsed)
+    from shardwise.proof.parity import verify as prove
+    from shardwise.training import resolve_task
+
+    resolve_task(task)  # a mistake in the name is told before any rank starts
+    parity = prove(task, parsed, steps=steps, seed=seed, shrink=shrink)
+    answer.fields.update(_plain(parity.as_dict()))
+    answer.text = parity.text()
+    answer.code = 0 if parity.parity else 1
+
+
+@main.command()
+@click.argument("path", required=False, metavar="[CONFIG.toml]")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Set a configuration key; repeatable.")
+@click.option("--starter", is_flag=True, help="Write a commented file with every key and its default.")
+@common
+@click.pass_obj
+def config(answer: Answer, path: str | None, overrides: tuple[str, ...], starter: bool) -> None:
+    """Show the effective configuration, and where each value came from.
+
+    The output is TOML that `shardwise train` reads.
+    """
+    from shardwise import config as room
+
+    if starter:
+        if path or overrides:
+            raise click.UsageError("--starter takes no file and no --set")
+        answer.text = answer.fields["config"] = room.starter()
+        return
+    effective = _effective(path, overrides, None, None)
+    answer.text = room.show(effective)
+    answer.fields.update(
+        config={**effective.config.model_dump(), "plan": effective.plan.as_dict(defaults=True)},
+        sources=effective.sources,
+        plan=str(effective.plan),
+        world_size=effective.plan.world_size,
+    )
+    for note in effective.notes:
+        click.echo(note, err=True)
+
+
+def _effective(target: str | None, overrides: tuple[str, ...], plan: str | None, steps: int | None) -> Any:
+    """The configuration that the words of a command line ask for."""
+    from shardwise.config import Given, load
+
+    values = []
+    path = target if target is not None and target.endswith(".toml") else None
+    if target is not None and path is None:
+        values.append(Given("task.name", target, "the task argument"))
+    if plan is not None:
+        values.append(Given("plan", plan, "--plan"))
+    if steps is not None:
+        values.append(Given("train.steps", steps, "--steps"))
+    return load(path, overrides, values)
+
+
+def _plain(fields: dict[str, Any]) -> dict[str, Any]:
+    from shardwise.observe.metrics import finite
+
+    return finite(fields)
+
+
+def call(args: list[str]) -> int:
+    """Run one command line; stdout and stderr are written, the exit code is returned."""
+    answer = Answer(args)
+    with quiet_stdout(answer.as_json):
+        try:
+            code = main.main(args or ["--help"], prog_name="shardwise", standalone_mode=False, obj=answer)
+            if answer.as_json and isinstance(code, int):  # --help or --version ended it
+                answer.fields["error"] = "nothing was run: only help or the version was asked for"
+        except (Exception, KeyboardInterrupt, SystemExit) as error:
+            answer.fail(error)
+    if answer.as_json or (answer.text and os.environ.get("RANK", "0") == "0"):
+        click.echo(answer.output())
+    return answer.code
+
+
+def run() -> None:
+    """The console script."""
+    code = call(sys.argv[1:])
+    sys.stdout.flush()
+    if "--json" in sys.argv:
+        os.dup2(2, 1)  # what is written at the interpreter's exit is not part of the answer
+    sys.exit(code)

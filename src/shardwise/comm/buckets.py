@@ -1,0 +1,149 @@
+"""Gradients gathered into flat buckets as backward makes them, each bucket sent off once it is whole.
+
+    backward:  g4 -> |g4|g3|  full: launch ~~~~~~~~> reduced, while backward goes on with g2, g1
+                         |g2|g1|  full: launch ~~~>
+
+Buckets are launched in their order on every rank, and what backward did not reach is launched (as zeros) when it has
+ended. So ranks always meet the same collectives, whether or not they used the same parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from shardwise.errors import RunError
+from shardwise.layout.buckets import BucketLayout, lay_out
+
+BUCKET_BYTES = 25 * 2**20
+FIRST_BUCKET_BYTES = 2**20
+
+
+class Bucket:
+    """One bucket's buffer and how much of it this micro-batch has filled."""
+
+    def __init__(self, layout: BucketLayout, params: list[nn.Parameter], dtype: torch.dtype):
+        self.layout = layout
+        self.dtype = dtype
+        self.params = params
+        self.buffer: torch.Tensor | None = None
+        self.filled: set[int] = set()  # entries that hold a gradient since the buffer was made
+        self.arrived = 0  # gradients of this micro-batch
+        self.launched = False
+
+    def ensure(self) -> torch.Tensor:
+        """The buffer, made when first needed."""
+        if self.buffer is None:
+            self.buffer = torch.empty(self.layout.size, dtype=self.dtype, device=self.params[0].device)
+            self.buffer[self.layout.entries[-1].stop :].zero_()
+            self.filled.clear()
+        return self.buffer
+
+    def view(self, place: int) -> torch.Tensor:
+        """The part of the buffer that is this entry's gradient, in the parameter's shape."""
+        entry = self.layout.entries[place]
+        return self.ensure()[entry.start : entry.stop].view(self.params[place].shape)
+
+    def complete(self) -> torch.Tensor:
+        """The buffer with zeros where no gradient came."""
+        for place in set(range(len(self.params))) - self.filled:
+            self.view(place).zero_()
+        return self.ensure()
+
+
+class GradientBuckets:
+    """Hooks the parameters; `launch(bucket)` is called for each bucket, in order, when it may be reduced.
+
+    keep    buffers outlive the reduction and are the parameters' gradients (accumulation happens in them);
+            otherwise `launch` takes the buffer away and each micro-batch makes a new one
+    """
+
+    def __init__(
+        self,
+        named: list[tuple[str, nn.Parameter]],
+        *,
+        dtype: torch.dtype,
+        ranks: int,
+        keep: bool,
+        launch: Callable[[Bucket], None],
+    ):
+        self.names = [name for name, _ in named]
+        params = [param for _, param in named]
+        width = torch.empty((), dtype=dtype).element_size()
+        layouts = lay_out([p.numel() for p in params], BUCKET_BYTES // width, ranks, FIRST_BUCKET_BYTES // width)
+        self.buckets = [Bucket(layout, [params[e.index] for e in layout.entries], dtype) for layout in layouts]
+        self.keep = keep
+        self.launch = launch
+        self.sync = False
+        self.used: set[int] = set()  # parameters that got a gradient in this step
+        self.used_now: set[int] = set()  # and in this micro-batch
+        self._next = 0
+        for bucket in self.buckets:
+            for place, param in enumerate(bucket.params):
+                param.register_post_accumulate_grad_hook(self._hook(bucket, place))
+
+    def start_step(self) -> None:
+        """Forget the last step's gradients."""
+        self.used.clear()
+        for bucket in self.buckets:
+            bucket.filled.clear()
+            for param in bucket.params:
+                param.grad = None
+
+    def start_micro_batch(self, *, sync: bool) -> None:
+        """Before a forward; `sync`: this micro-batch's backward launches reductions."""
+        self.sync = sync
+        self.used_now = set()
+        self._next = 0
+        for bucket in self.buckets:
+            bucket.arrived = 0
+            bucket.launched = False
+
+    def finish_micro_batch(self) -> None:
+        """After backward: launch what it did not complete."""
+        self.used |= self.used_now
+        if self.sync:
+            while self._next < len(self.buckets):
+                self._launch_next()
+
+    def _hook(self, bucket: Bucket, place: int) -> Callable[[nn.Parameter], None]:
+        def on_gradient(param: nn.Parameter) -> None:
+            if bucket.launched:
+                raise RunError(
+                    f"the gradient of '{self.names[bucket.layout.entries[place].index]}' came in several pieces: a "
+                    "reentrant checkpoint or a second backward; use torch.utils.checkpoint(use_reentrant=False)"
+                )
+            self._take(bucket, place, param)
+            bucket.arrived += 1
+            if self.sync:
+                while self._next < len(self.buckets) and self._whole(self.buckets[self._next]):
+                    self._launch_next()
+
+        return on_gradient
+
+    @torch.no_grad()
+    def _take(self, bucket: Bucket, place: int, param: nn.Parameter) -> None:
+        index = bucket.layout.entries[place].index
+        view = bucket.view(place)
+        assert param.grad is not None
+        if place not in bucket.filled:
+            view.copy_(param.grad)
+        elif param.grad.data_ptr() != view.data_ptr():
+            view.add_(param.grad)
+        bucket.filled.add(place)
+        self.used_now.add(index)
+        # autograd then accumulates the next micro-batch in the bucket itself, where the dtype allows
+        param.grad = view if self.keep and view.dtype == param.dtype else None
+
+    @staticmethod
+    def _whole(bucket: Bucket) -> bool:
+        return bucket.arrived == len(bucket.params)
+
+    def _launch_next(self) -> None:
+        bucket = self.buckets[self._next]
+        self._next += 1
+        bucket.complete()
+        bucket.launched = True
+        self.launch(bucket)

@@ -1,0 +1,169 @@
+"""Our collectives, each tagged with its call site. The only place in the package that issues any.
+
+An `Axis` is this rank's group along a mesh axis. With one rank in it every collective is the identity and no
+process group is touched.
+
+`sum_over` is the differentiable one: an all-reduce whose adjoint is an all-reduce (the objective is the sum of the
+ranks' local losses).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from shardwise.comm.observe import tagged
+
+# torch 2.13 renamed these two; earlier versions know the old names alone
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(frozen=True)
+class Axis:
+    """This rank's group along one mesh axis: its name, its ranks, and where this rank stands."""
+
+    name: str
+    size: int
+    index: int
+    group: dist.ProcessGroup | None
+    ranks: tuple[int, ...]  # global ranks, in the group's order
+
+    @classmethod
+    def alone(cls, name: str, rank: int = 0) -> Axis:
+        """An axis of one rank."""
+        return cls(name, 1, 0, None, (rank,))
+
+
+class Pending:
+    """An issued collective; `wait` returns when its result may be read."""
+
+    def __init__(self, work: dist.Work | None):
+        self.work = work
+
+    def wait(self) -> None:
+        """Block (or, on a stream, order) until the result is there."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+
+
+def all_reduce(tensor: torch.Tensor, axis: Axis, tag: str, *, wait: bool = True) -> Pending:
+    """Sum `tensor` over the axis, in place."""
+    if axis.size == 1:
+        return Pending(None)
+    with tagged(tag):
+        pending = Pending(dist.all_reduce(tensor, group=axis.group, async_op=True))
+    if wait:
+        pending.wait()
+    return pending
+
+
+def reduce_scatter(shard: torch.Tensor, full: torch.Tensor, axis: Axis, tag: str, *, wait: bool = True) -> Pending:
+    """Sum `full` (p*n,) over the axis and leave this rank's slice in `shard` (n,)."""
+    if axis.size == 1:
+        shard.copy_(full)
+        return Pending(None)
+    with tagged(tag):
+        pending = Pending(_reduce_scatter(shard, full, group=axis.group, async_op=True))
+    if wait:
+        pending.wait()
+    return pending
+
+
+def all_gather(full: torch.Tensor, shard: torch.Tensor, axis: Axis, tag: str, *, wait: bool = True) -> Pending:
+    """Leave every rank's `shard` (n,) side by side in `full` (p*n,)."""
+    if axis.size == 1:
+        if full.data_ptr() != shard.data_ptr():
+            full.copy_(shard)
+        return Pending(None)
+    with tagged(tag):
+        pending = Pending(_all_gather(full, shard, group=axis.group, async_op=True))
+    if wait:
+        pending.wait()
+    return pending
+
+
+def all_to_all(
+    received: torch.Tensor, sent: torch.Tensor, received_sizes: list[int], sent_sizes: list[int], axis: Axis, tag: str
+) -> None:
+    """Send `sent_sizes[j]` items of `sent` to the j-th rank of the axis and receive likewise."""
+    if axis.size == 1:
+        received.copy_(sent)
+        return
+    with tagged(tag):
+        dist.all_to_all_single(received, sent, received_sizes, sent_sizes, group=axis.group)
+
+
+def broadcast(tensor: torch.Tensor, axis: Axis, source_index: int, tag: str) -> None:
+    """Copy the tensor of the axis's `source_index`-th rank to all of them."""
+    if axis.size > 1:
+        with tagged(tag):
+            dist.broadcast(tensor, src=axis.ranks[source_index], group=axis.group)
+
+
+def gather_rows(row: torch.Tensor, axis: Axis, tag: str = "control") -> torch.Tensor:
+    """Every rank's `row` (k,) as a table (p, k), the same on all ranks."""
+    table = row.new_empty((axis.size, row.numel()))
+    all_gather(table.view(-1), row.contiguous(), axis, tag)
+    return table
+
+
+def barrier(axis: Axis) -> None:
+    """Return when every rank of the axis is here."""
+    if axis.size > 1:
+        with tagged("control"):
+            dist.barrier(group=axis.group)
+
+
+class _SumOver(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor: torch.Tensor, axis: Axis, tag: str) -> torch.Tensor:
+        ctx.axis, ctx.tag = axis, tag
+        total = tensor.clone(memory_format=torch.contiguous_format)
+        all_reduce(total, axis, tag)
+        return total
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor):
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        all_reduce(total, ctx.axis, ctx.tag)
+        return total, None, None
+
+
+def sum_over(tensor: torch.Tensor, axis: Axis, tag: str) -> torch.Tensor:
+    """Differentiable sum over the axis; the adjoint of an all-reduce is an all-reduce."""
+    return tensor if axis.size == 1 else _SumOver.apply(tensor, axis, tag)
+
+
+class _GatherSamples(torch.autograd.Function):
+    """All ranks' samples along dim 0, ranks holding unequal numbers; backward keeps this rank's rows.
+
+    Every rank computes the same objective from the gathered rows, so its gradient for this rank's rows is already
+    complete: nothing is summed, and the caller counts the objective once.
+    """
+
+    @staticmethod
+    def forward(ctx, local: torch.Tensor, counts: tuple[int, ...], axis: Axis, tag: str) -> torch.Tensor:
+        ctx.start, ctx.count = sum(counts[: axis.index]), counts[axis.index]
+        ctx.rows = local.shape[0]
+        most = max(counts)
+        padded = local.new_zeros((most, *local.shape[1:]))
+        padded[: ctx.count] = local[: ctx.count]
+        table = local.new_empty((axis.size * most, *local.shape[1:]))
+        all_gather(table.view(-1), padded.view(-1), axis, tag)
+        parts = [table[i * most : i * most + n] for i, n in enumerate(counts)]
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor):
+        mine = gradient.new_zeros((ctx.rows, *gradient.shape[1:]))
+        mine[: ctx.count] = gradient[ctx.start : ctx.start + ctx.count]
+        return mine, None, None, None
+
+
+def gather_samples(local: torch.Tensor, counts: tuple[int, ...], axis: Axis, tag: str) -> torch.Tensor:
+    """Rows of every rank along dim 0: (count_r, ...) on rank r -> (sum of counts, ...) on all."""
+    return _GatherSamples.apply(local, counts, axis, tag)

@@ -1,0 +1,60 @@
+"""The ledger: what went over the wire, by tag, op and axis, in bytes received by this rank.
+
+all-reduce 2n(p-1)/p; all-gather, reduce-scatter and all-to-all n(p-1)/p with n the full tensor; broadcast and point
+to point n. Control traffic (a few numbers a step) stands under its own tag.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+FACTORS = {
+    "all_reduce": lambda p: 2 * (p - 1) / p,
+    "all_gather": lambda p: (p - 1) / p,
+    "reduce_scatter": lambda p: (p - 1) / p,
+    "all_to_all": lambda p: (p - 1) / p,
+    "broadcast": lambda p: 1.0,
+    "point_to_point": lambda p: 1.0,
+    "barrier": lambda p: 0.0,
+}
+
+
+@dataclass
+class Entry:
+    """Calls and bytes received of one (tag, op, axis)."""
+
+    calls: int = 0
+    received_bytes: float = 0.0
+
+
+@dataclass
+class Ledger:
+    """Sums by (tag, op, axis) since the last `clear`."""
+
+    entries: dict[tuple[str, str, str], Entry] = field(default_factory=lambda: defaultdict(Entry))
+
+    def record(self, tag: str, op: str, axis: str, full_bytes: int, ranks: int) -> None:
+        """Add one collective over `ranks` ranks whose full tensor has `full_bytes`."""
+        entry = self.entries[tag, op, axis]
+        entry.calls += 1
+        entry.received_bytes += full_bytes * FACTORS[op](ranks)
+
+    def received(self, *, axis: str | None = None, control: bool = False) -> float:
+        """Bytes received, of one axis or all, with or without control traffic."""
+        return sum(
+            entry.received_bytes
+            for (tag, _, on), entry in self.entries.items()
+            if (axis is None or on == axis) and (control or tag != "control")
+        )
+
+    def rows(self) -> list[dict]:
+        """One dict for each (tag, op, axis), for a table or a file."""
+        return [
+            {"tag": t, "op": o, "axis": a, "calls": e.calls, "received_bytes": round(e.received_bytes)}
+            for (t, o, a), e in sorted(self.entries.items())
+        ]
+
+    def clear(self) -> None:
+        """Start again from nothing."""
+        self.entries.clear()

@@ -1,0 +1,110 @@
+"""Observation of every collective that this rank issues, PyTorch's engines' and our own alike.
+
+A dispatch mode sees `c10d.*` (process groups, FSDP2) and `_c10d_functional.*` (DTensor) as ops. Ours carry the tag
+of their call site; what carries none was issued by a PyTorch engine and stands under "torch".
+
+What this does not do: see collectives inside a compiled graph, or under a mode that was entered after this one
+ended.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwise.comm.ledger import Ledger
+
+_local = threading.local()
+
+
+@contextmanager
+def tagged(tag: str):
+    """Collectives issued inside carry this tag."""
+    before = getattr(_local, "tag", None)
+    _local.tag = tag
+    try:
+        yield
+    finally:
+        _local.tag = before
+
+
+# op name -> (kind, index of the argument that is the full tensor)
+_C10D = {
+    "allreduce_": ("all_reduce", 0),
+    "allreduce_coalesced_": ("all_reduce", 0),
+    "_allgather_base_": ("all_gather", 0),
+    "allgather_": ("all_gather", 0),
+    "allgather_into_tensor_coalesced_": ("all_gather", 0),
+    "_reduce_scatter_base_": ("reduce_scatter", 1),
+    "reduce_scatter_": ("reduce_scatter", 1),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
+    "alltoall_base_": ("all_to_all", 1),
+    "alltoall_": ("all_to_all", 1),
+    "broadcast_": ("broadcast", 0),
+    "send": ("point_to_point", None),
+    "recv_": ("point_to_point", 0),
+    "barrier": ("barrier", None),
+}
+_FUNCTIONAL = {
+    "all_reduce": "all_reduce",
+    "all_reduce_": "all_reduce",
+    "all_reduce_coalesced": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_into_tensor_coalesced": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+    "broadcast": "broadcast",
+}
+
+
+def _bytes(value) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.element_size()
+    if isinstance(value, list | tuple):
+        return sum(_bytes(item) for item in value)
+    return 0
+
+
+class Observer(TorchDispatchMode):
+    """Writes every collective into `ledger`; `axes` maps a process group's name to its mesh axis."""
+
+    def __init__(self, ledger: Ledger, axes: dict[str, str]):
+        super().__init__()
+        self.ledger = ledger
+        self.axes = axes
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        space, _, name = func.name().partition("::")
+        if space == "c10d" and name.split(".")[0] in _C10D:
+            self._record_c10d(name.split(".")[0], args)
+        elif space == "_c10d_functional" and name.split(".")[0] in _FUNCTIONAL:
+            self._record_functional(name.split(".")[0], args)
+        return func(*args, **(kwargs or {}))
+
+    def _record(self, kind: str, full_bytes: int, group: dist.ProcessGroup) -> None:
+        tag = getattr(_local, "tag", None) or "torch"
+        axis = self.axes.get(group.group_name, "other")
+        self.ledger.record(tag, kind, axis, full_bytes, group.size())
+
+    def _record_c10d(self, name: str, args: tuple) -> None:
+        kind, full = _C10D[name]
+        group = next(
+            dist.ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject) and _is_group(arg)
+        )
+        self._record(kind, 0 if full is None else _bytes(args[full]), group)
+
+    def _record_functional(self, name: str, args: tuple) -> None:
+        from torch.distributed.distributed_c10d import _resolve_process_group
+
+        group = _resolve_process_group(next(arg for arg in reversed(args) if isinstance(arg, str)))
+        kind = _FUNCTIONAL[name]
+        size = _bytes(args[0]) * (group.size() if kind == "all_gather" else 1)
+        self._record(kind, size, group)
+
+
+def _is_group(value: torch.ScriptObject) -> bool:
+    return "ProcessGroup" in str(value._type())

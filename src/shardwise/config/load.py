@@ -1,0 +1,263 @@
+"""`load`: files, `--set` and the doors' own values become one checked `Effective` configuration.
+
+Weakest first: defaults, the file it extends, the file, the doors' own options (`--plan`, `--steps`), `--set`.
+All mistakes are raised together in one `InputError`, each with its source, key, value and what was expected.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from shardwise.config import plans
+from shardwise.config.schema import BUILTIN_DEFAULTS, BUILTINS, Config, ModelSizes, without_effect
+from shardwise.config.sources import Given, from_file, from_overrides, from_table, problem
+from shardwise.errors import InputError, did_you_mean
+from shardwise.layout.plan import Plan
+
+DEFAULT = "default"
+EXPECTED = {
+    "optimizer.betas": "expected two numbers, each at least 0 and below 1",
+    "train.name": "expected letters, digits, '.', '_' or '-', for it becomes part of a folder's name",
+}
+WORDS = {
+    "a valid integer": "a whole number",
+    "a valid string": "text",
+    "a valid boolean": "true or false",
+    "a valid number": "a number",
+    "expected greater": "expected a number greater",
+    "expected less": "expected a number less",
+}
+
+
+@dataclass(frozen=True)
+class Effective:
+    """The configuration in force. `sources` tells where each key that was set came from."""
+
+    config: Config
+    plan: Plan
+    sources: dict[str, str]
+    notes: tuple[str, ...] = ()  # keys that a stronger source left without effect
+
+    @property
+    def builtin(self) -> bool:
+        """Whether the task is one of shardwise's own."""
+        return self.config.task.name in BUILTINS
+
+    @property
+    def own_optimizer(self) -> bool:
+        """Whether the task's own optimizer runs: it is the user's task and `[optimizer]` is not set."""
+        return not self.builtin and not any(key.startswith("optimizer.") for key in self.sources)
+
+    def source(self, key: str) -> str:
+        """Where the key's value came from: a file, an option, or `default`."""
+        return self.sources.get(key, DEFAULT)
+
+    def given(self, key: str) -> bool:
+        """Whether the key was set anywhere."""
+        return key in self.sources
+
+
+def load(path: str | Path | None = None, overrides: Sequence[str] = (), values: Sequence[Given] = ()) -> Effective:
+    """Read and check a configuration; `InputError` holds every mistake.
+
+    path       a TOML file, or None
+    overrides  `key=value` texts of `--set`
+    values     what the door was told by options of its own
+    """
+    problems: list[str] = []
+    given = from_file(Path(path), problems) if path is not None else []
+    broken_file = bool(problems)
+    given += values
+    given += _not_twice(values, from_overrides(overrides, problems), problems)
+    if broken_file:
+        _raise(problems)
+    plan, plan_sources = plans.merge([g for g in given if _in_plan(g)], problems)
+    given = [g for g in given if not _in_plan(g)]
+    config, notes, given = _validate(given, problems)
+    _raise(problems)
+    assert config is not None
+    return Effective(config, plan, _sources(given) | plan_sources, tuple(notes))
+
+
+def _in_plan(given: Given) -> bool:
+    return given.key == "plan" or given.key.startswith("plan.")
+
+
+def _not_twice(values: Sequence[Given], overrides: list[Given], problems: list[str]) -> list[Given]:
+    """A key told by two options of one command line is a mistake, not a matter of strength."""
+    told = {value.key: value.source for value in values}
+    for item in overrides:
+        if item.key in told:
+            problems.append(problem("--set", item.key, item.value, f"is given by {told[item.key]} too"))
+    return overrides
+
+
+def _raise(problems: list[str]) -> None:
+    if problems:
+        unique = list(dict.fromkeys(problems))
+        title = "1 mistake" if len(unique) == 1 else f"{len(unique)} mistakes"
+        raise InputError(f"{title} in the configuration:\n  " + "\n  ".join(unique))
+
+
+def _sources(given: list[Given]) -> dict[str, str]:
+    return {item.key: item.source for item in given}
+
+
+def _validate(given: list[Given], problems: list[str]) -> tuple[Config | None, list[str], list[Given]]:
+    """The checked sections, notes for the user, and the values but those that a stronger source made idle."""
+    config = _parse(given, problems)
+    notes: list[str] = []
+    while config is not None and (idle := _overruled(config, given)):
+        notes += idle.values()
+        given = [item for item in given if item.key not in idle]
+        config = _parse(given, problems)
+    if config is None:
+        return None, notes, given
+    sources = _sources(given)
+    unused = without_effect(config, set(sources))
+    for key, item in {item.key: item for item in given}.items():
+        if key in unused:
+            text = f"would have no effect: {unused[key].reason}"
+            problems.append(problem(item.source, key, item.value, text))
+    for key, text in _inconsistent(config):
+        value, source = _at(config, key), sources.get(key, DEFAULT)
+        problems.append(f"{key} {text}" if value is None else problem(source, key, value, text))
+    return config, notes, given
+
+
+def _parse(given: list[Given], problems: list[str]) -> Config | None:
+    sources = _sources(given)
+    name = {item.key: item.value for item in given}.get("task.name", BUILTINS[0])
+    try:
+        return Config.model_validate(_tree([*_builtin_defaults(name, sources), *given], problems))
+    except ValidationError as error:
+        for mistake in error.errors():
+            key = ".".join(part for part in mistake["loc"] if isinstance(part, str))
+            source = _source_below(key, sources)
+            problems.append(problem(source, key, mistake["input"], _expected(key, dict(mistake))))
+        return None
+
+
+def _overruled(config: Config, given: list[Given]) -> dict[str, str]:
+    """Keys left without effect by a stronger source (`--set schedule.name=constant` over a file's decay)."""
+    sources = _sources(given)
+    strength = {source: place for place, source in enumerate(dict.fromkeys(item.source for item in given))}
+    found = {}
+    for key, (reason, decided_by) in without_effect(config, set(sources)).items():
+        mine, other = sources.get(key), sources.get(decided_by)
+        if mine and other and strength[other] > strength[mine]:
+            found[key] = f"{mine}: {key} has no effect: {reason} ({decided_by} from {other})"
+    return found
+
+
+def _builtin_defaults(name: Any, sources: dict[str, str]) -> list[Given]:
+    defaults = BUILTIN_DEFAULTS.get(name, {}) if isinstance(name, str) else {}
+    found = from_table(defaults, DEFAULT)
+    return [d for d in found if d.key != "train.batch_samples" or "train.batch_tokens" not in sources]
+
+
+def _tree(given: list[Given], problems: list[str]) -> dict[str, Any]:
+    """The values as nested tables."""
+    tree: dict[str, Any] = {}
+    for item in given:
+        *tables, leaf = item.key.split(".")
+        at = tree
+        for table in tables:
+            below = at.setdefault(table, {})
+            if not isinstance(below, dict):
+                text = f"{table} is a value, not a table"
+                problems.append(problem(item.source, item.key, item.value, text))
+                break
+            at = below
+        else:
+            at[leaf] = item.value
+    return tree
+
+
+def _source_below(key: str, sources: dict[str, str]) -> str:
+    """The source of a key, or of the first key in the table of that name."""
+    below = [source for known, source in sources.items() if known == key or known.startswith(key + ".")]
+    return below[-1] if below else DEFAULT
+
+
+def _expected(key: str, mistake: dict[str, Any]) -> str:
+    if mistake["type"] == "extra_forbidden":
+        return "unknown key" + _nearest(key)
+    if mistake["type"] == "model_type":
+        return "expected a table of keys and values"
+    if key in EXPECTED:
+        return EXPECTED[key]
+    text = str(mistake["msg"]).removeprefix("Value error, ").replace("Input should be", "expected")
+    for theirs, ours in WORDS.items():
+        text = text.replace(theirs, ours)
+    if mistake["type"] == "literal_error":
+        text += did_you_mean(str(mistake["input"]), re.findall(r"'([^']+)'", text))
+    return text
+
+
+def _nearest(key: str) -> str:
+    """The key that was meant: a like one in the same table, else the same or a like one in another."""
+    table, _, leaf = key.rpartition(".")
+    by_leaf: dict[str, str] = {}
+    for known in keys():
+        its_table, _, its_leaf = known.rpartition(".")
+        if its_leaf not in by_leaf or its_table == table:
+            by_leaf[its_leaf] = known
+    siblings = [known for known, full in by_leaf.items() if full.rpartition(".")[0] == table]
+    candidates = siblings if not by_leaf.get(leaf) else [leaf]
+    near = difflib.get_close_matches(leaf, candidates, n=1) or difflib.get_close_matches(leaf, by_leaf, n=1)
+    if near:
+        return f"; did you mean '{by_leaf[near[0]]}'?"
+    return f" (known: {', '.join(siblings)})" if siblings else ""
+
+
+def keys(model: type[BaseModel] = Config, prefix: str = "") -> list[str]:
+    """Every dotted key of the configuration and of the plan, tables among them."""
+    found = [] if prefix else ["extends", "plan", *(f"plan.{name}" for name in plans.KNOWN)]
+    for name, field in model.model_fields.items():
+        found.append(prefix + name)
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            found += keys(field.annotation, f"{prefix}{name}.")
+    return found
+
+
+def _at(config: Config, key: str) -> Any:
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _inconsistent(config: Config) -> list[tuple[str, str]]:
+    """(key, what is wrong) for values that are right alone and wrong together."""
+    task, optimizer, train = config.task, config.optimizer, config.train
+    found = _inconsistent_model(task.name, task.model)
+    if ":" not in task.name and task.name not in BUILTINS:
+        near = did_you_mean(task.name, list(BUILTINS))
+        found.append(("task.name", f'expected "text", "digits" or "module:callable"{near}'))
+    if train.batch_tokens and task.seq_len and train.batch_tokens % task.seq_len:
+        found.append(("train.batch_tokens", f"expected a multiple of task.seq_len = {task.seq_len}"))
+    if optimizer.scale_lr != "none" and optimizer.base_batch is None:
+        text = f"is not set: optimizer.scale_lr = {optimizer.scale_lr} needs the batch that lr was chosen for"
+        found.append(("optimizer.base_batch", text))
+    return found
+
+
+def _inconsistent_model(task: str, model: ModelSizes) -> list[tuple[str, str]]:
+    found = []
+    if model.hidden and model.heads and model.hidden % model.heads:
+        found.append(("task.model.hidden", f"expected a multiple of task.model.heads = {model.heads}"))
+    elif task == "text" and model.hidden and model.heads and model.hidden // model.heads % 2:
+        found.append(("task.model.hidden", f"expected an even width for each of {model.heads} heads"))
+    if model.kv_heads and model.heads and model.heads % model.kv_heads:
+        found.append(("task.model.kv_heads", f"expected a divisor of task.model.heads = {model.heads}"))
+    if model.patch and 8 % model.patch:
+        found.append(("task.model.patch", "expected a divisor of 8, the width of the digits"))
+    return found

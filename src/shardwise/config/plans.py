@@ -1,0 +1,109 @@
+"""The `[plan]` section: a table or a text, from several sources, checked key by key, every mistake told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from shardwise.config.sources import Given, from_file, problem
+from shardwise.errors import InputError, did_you_mean
+from shardwise.layout.plan import CHOICES, DEGREES, Plan
+
+KNOWN = tuple(field.name for field in fields(Plan))
+
+
+def merge(given: Sequence[Given], problems: list[str]) -> tuple[Plan, dict[str, str]]:
+    """The plan and the source of each key; a text replaces all that came before, a table adds to it."""
+    values: dict[str, Given] = {}
+    for item in given:
+        if item.key == "plan":
+            values = {found.key: found for found in _from_text(item, problems)}
+        else:
+            values[item.key] = item
+    good = {}
+    for item in values.values():
+        complaint = _complaint(item.key.removeprefix("plan."), item.value)
+        if complaint:
+            problems.append(problem(item.source, item.key, item.value, complaint))
+        else:
+            good[item.key.removeprefix("plan.")] = item.value
+    return Plan.from_dict(good), {key: item.source for key, item in values.items()}
+
+
+def _from_text(item: Given, problems: list[str]) -> Iterator[Given]:
+    """The keys of `dp_shard=2,zero=3`, of a plan file, or of a `Plan`."""
+    text = item.value
+    if isinstance(text, Plan):
+        for key, value in text.as_dict().items():
+            yield Given(f"plan.{key}", value, item.source)
+    elif not isinstance(text, str):
+        expected = "expected a table, or text such as dp_shard=2,zero=3"
+        problems.append(problem(item.source, "plan", text, expected))
+    elif text.strip().endswith(".toml"):
+        yield from _from_plan_file(item.folder / text.strip(), problems)
+    elif text.strip() not in ("", "single"):
+        yield from _from_pairs(text, item.source, problems)
+
+
+def _from_plan_file(path: Path, problems: list[str]) -> Iterator[Given]:
+    found = from_file(path, problems)
+    if any(item.key.startswith("plan.") for item in found):
+        found = [item for item in found if item.key.startswith("plan.")]
+    else:
+        found = [item._replace(key=f"plan.{item.key}") for item in found]
+    yield from found
+
+
+def _from_pairs(text: str, source: str, problems: list[str]) -> Iterator[Given]:
+    seen = set()
+    for part in text.split(","):
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals or not value:
+            problems.append(problem(source, "plan", text, f"expected key=value, got {part.strip()!r}"))
+        elif key in seen:
+            problems.append(problem(source, "plan", text, f"{key} is given twice"))
+        else:
+            seen.add(key)
+            yield Given(f"plan.{key}", _typed(key, value), source)
+
+
+def _typed(key: str, text: str) -> Any:
+    """The value that the text stands for; the text itself where that fails, for `_complaint` to tell."""
+    try:
+        return getattr(Plan.parse(f"{key}={text}"), key)
+    except InputError:
+        return text
+
+
+def _complaint(key: str, value: Any) -> str | None:
+    if key not in KNOWN:
+        return f"unknown key{did_you_mean(key, list(KNOWN))} (known: {', '.join(KNOWN)})"
+    expected = _expected(key, value)
+    if expected is None:
+        try:
+            Plan.from_dict({key: value})
+        except InputError as error:
+            return str(error).removeprefix("plan: ")
+    return expected
+
+
+def _expected(key: str, value: Any) -> str | None:
+    """What the key's value should have been, or None where its type is right."""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if key in DEGREES and not (whole and value >= 1):
+        return "expected a whole number of at least 1"
+    if key == "zero" and not (whole and 0 <= value <= 3):
+        return "expected 0, 1, 2 or 3"
+    if key in ("sp", "compile") and not isinstance(value, bool):
+        return "expected true or false"
+    if key in CHOICES and not isinstance(value, str):
+        return f"expected one of {', '.join(CHOICES[key])}"
+    if key == "wrap" and not _texts(value):
+        return "expected class names or module paths: a text with | between them, or a list of texts"
+    return None
+
+
+def _texts(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, list | tuple) and all(isinstance(name, str) for name in value))

@@ -1,0 +1,220 @@
+"""The sections of a configuration, one pydantic model each: strict types, no unknown keys, all described.
+
+`without_effect` is the other half of the schema: the keys that a given configuration would not use, with the
+reason. A key that is set and has no effect is an error, so nothing is read and ignored.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+BUILTINS = ("text", "digits")
+UNITS = {"k": 1024, "M": 1024**2}
+
+# what each optimizer reads besides lr
+_ADAM = ("weight_decay", "betas", "eps")
+OPTIMIZER_OPTIONS: dict[str, tuple[str, ...]] = {
+    "adamw": _ADAM,
+    "adam": _ADAM,
+    "nadam": _ADAM,
+    "radam": _ADAM,
+    "adamax": _ADAM,
+    "adagrad": ("weight_decay", "eps"),
+    "rmsprop": ("weight_decay", "eps", "momentum"),
+    "sgd": ("weight_decay", "momentum"),
+}
+
+# the defaults of a builtin task, in place of the schema's
+BUILTIN_DEFAULTS: dict[str, dict[str, Any]] = {
+    "text": {
+        "task": {"seq_len": 256, "model": {"layers": 4, "hidden": 128, "heads": 4}},
+        "train": {"batch_samples": 16, "generate": 200},
+    },
+    "digits": {
+        "task": {"model": {"layers": 2, "hidden": 64, "heads": 4, "patch": 2}},
+        "train": {"batch_samples": 64},
+    },
+}
+
+
+def count(value: Any) -> Any:
+    """A whole number, or text with a suffix: "64k" is 64 * 1024, "2M" is 2 * 1024 * 1024."""
+    if not isinstance(value, str):
+        return value
+    found = re.fullmatch(r"(\d+) ?([kM])", value.strip())
+    if not found:
+        raise ValueError('Input should be a whole number, or text such as "64k" (1024) or "2M" (1024 * 1024)')
+    return int(found[1]) * UNITS[found[2]]
+
+
+Count = Annotated[int, BeforeValidator(count)]
+
+
+class Section(BaseModel):
+    """Base of the sections: an unknown key or a value of another type is an error."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class ModelSizes(Section):
+    """[task.model]: the sizes of a builtin task's model."""
+
+    layers: int | None = Field(default=None, ge=1, description="blocks of the model")
+    hidden: int | None = Field(default=None, ge=1, description="width of each token; a multiple of heads")
+    heads: int | None = Field(default=None, ge=1, description="attention heads")
+    kv_heads: int | None = Field(
+        default=None, ge=1, description="key-value heads, a divisor of heads (text); not set: as heads"
+    )
+    intermediate: int | None = Field(
+        default=None, ge=1, description="width of the feed-forward network; not set: 4 * hidden"
+    )
+    dropout: float = Field(default=0.0, ge=0, lt=1, description="chance that a feature is dropped")
+    patch: int | None = Field(default=None, ge=1, description="pixels on a patch's side (digits; divides 8)")
+
+
+class TaskSection(Section):
+    """[task]: what is trained."""
+
+    name: str = Field(
+        default="text", description='"text" | "digits" | "module:callable", your own function that returns a Task'
+    )
+    seq_len: int | None = Field(default=None, ge=2, description="bytes of one sample (text)")
+    model: ModelSizes = Field(default=ModelSizes(), description="sizes of a builtin task's model")
+
+
+class OptimizerSection(Section):
+    """[optimizer]: for a task of your own in force once a key is set; else the task's own optimizer runs."""
+
+    name: Literal["adamw", "adam", "nadam", "radam", "adamax", "adagrad", "rmsprop", "sgd"] = Field(
+        default="adamw", description="adamw | adam | nadam | radam | adamax | adagrad | rmsprop | sgd"
+    )
+    lr: float = Field(default=1e-3, gt=0, description="learning rate before the schedule's factor")
+    weight_decay: float | None = Field(
+        default=None, ge=0, description="of matrices (norms and biases have none); not set: torch's default"
+    )
+    betas: list[Annotated[float, Field(ge=0, lt=1)]] | None = Field(
+        default=None, min_length=2, max_length=2, description="two decay rates (the adam family)"
+    )
+    eps: float | None = Field(default=None, ge=0, description="added to the denominator (all but sgd)")
+    momentum: float | None = Field(default=None, ge=0, description="of sgd and rmsprop")
+    scale_lr: Literal["none", "linear", "sqrt"] = Field(
+        default="none", description="none | linear | sqrt: lr is multiplied by (batch / base_batch), or by its root"
+    )
+    base_batch: Count | None = Field(
+        default=None, ge=1, description="batch for which lr was chosen: samples, or tokens where batch_tokens is set"
+    )
+
+
+class ScheduleSection(Section):
+    """[schedule]: the factor on the learning rate at each optimizer step."""
+
+    name: Literal["constant", "cosine", "linear", "wsd"] = Field(
+        default="constant",
+        description="constant | cosine | linear | wsd (warm-up, stable, decay), all after the warm-up",
+    )
+    warmup_steps: int = Field(default=0, ge=0, description="optimizer steps in which the factor rises linearly to 1")
+    decay_fraction: float = Field(default=0.2, gt=0, le=1, description="part of all steps that decays at the end (wsd)")
+    decay_steps: int | None = Field(default=None, ge=1, description="the same, as a number of steps (wsd)")
+    final_factor: float = Field(
+        default=0.0, ge=0, le=1, description="what it decays to, reached after the last step (cosine, linear, wsd)"
+    )
+
+
+class TrainSection(Section):
+    """[train]: how long, how much at once, and what is written."""
+
+    steps: int | None = Field(default=None, ge=1, description="optimizer steps; 100 when epochs is not set either")
+    epochs: float | None = Field(default=None, gt=0, description="passes over the data, instead of steps")
+    batch_samples: Count | None = Field(default=None, ge=1, description="samples of one optimizer step, over all ranks")
+    batch_tokens: Count | None = Field(
+        default=None, ge=1, description='the same in tokens (text): a multiple of seq_len; "64k" is 64 * 1024'
+    )
+    seed: int = Field(default=0, ge=0, description="of the initial weights, dropout and the order of the data")
+    randomness: Literal["fast", "global"] = Field(
+        default="fast", description="fast | global: global draws the same random numbers under every plan, at a cost"
+    )
+    clip_norm: float | None = Field(default=None, gt=0, description="largest norm of the gradient over all ranks")
+    on_nonfinite: Literal["raise", "skip"] = Field(
+        default="raise", description="raise | skip: what a loss or gradient that is not finite does to the run"
+    )
+    eval_every: int | None = Field(
+        default=None,
+        ge=0,
+        description="steps between evaluations on held-out data; not set: at the end only; 0: never",
+    )
+    eval_samples: int = Field(default=256, ge=0, description="held-out samples of one evaluation; 0: all of them")
+    log_every: int = Field(default=10, ge=1, description="steps between printed lines where there is no live display")
+    out: str = Field(default="runs", min_length=1, description="folder of the run folders")
+    name: str | None = Field(
+        default=None,
+        pattern=r"^[\w][\w.-]*$",
+        description="the run's name in its folder's name; the task's when not set",
+    )
+    generate: int = Field(default=0, ge=0, description="bytes that the model writes at the end (text)")
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto | cpu | cuda; auto: cuda if there")
+
+
+class Config(Section):
+    """A whole configuration but for `[plan]`, which is `shardwise.Plan`."""
+
+    task: TaskSection = Field(default=TaskSection())
+    optimizer: OptimizerSection = Field(default=OptimizerSection())
+    schedule: ScheduleSection = Field(default=ScheduleSection())
+    train: TrainSection = Field(default=TrainSection())
+
+
+class Unused(NamedTuple):
+    """Why a key has no effect, and the key that decided so."""
+
+    reason: str
+    decided_by: str
+
+
+def without_effect(config: Config, given: set[str]) -> dict[str, Unused]:
+    """The keys that this configuration would not use; `given` are the keys that were set."""
+    by_task = _task_without_effect(config.task.name)
+    found = {key: Unused(reason, "task.name") for key, reason in by_task.items()}
+    optimizer, schedule, train = config.optimizer, config.schedule, config.train
+    for key in {option for options in OPTIMIZER_OPTIONS.values() for option in options}:
+        if key not in OPTIMIZER_OPTIONS[optimizer.name]:
+            found[f"optimizer.{key}"] = Unused(f"{optimizer.name} does not read it", "optimizer.name")
+    if optimizer.scale_lr == "none":
+        found["optimizer.base_batch"] = Unused("optimizer.scale_lr is none", "optimizer.scale_lr")
+    for key in _DECAY if schedule.name == "constant" else ():
+        found[key] = Unused("the constant schedule does not decay", "schedule.name")
+    for key in _DECAY[1:] if schedule.name in ("cosine", "linear") else ():
+        found[key] = Unused(f"{schedule.name} decays over all steps after the warm-up", "schedule.name")
+    if train.eval_every == 0:
+        found["train.eval_samples"] = Unused("train.eval_every is 0", "train.eval_every")
+    for key, other in EXCLUSIVE:
+        if {key, other} <= given:
+            found[key] = Unused(f"{other} is set too: give one of them", other)
+            found[other] = Unused(f"{key} is set too: give one of them", key)
+        elif other in given:
+            found[key] = Unused(f"{other} is set", other)
+    return found
+
+
+EXCLUSIVE = (
+    ("train.steps", "train.epochs"),
+    ("train.batch_samples", "train.batch_tokens"),
+    ("schedule.decay_fraction", "schedule.decay_steps"),
+)
+_DECAY = ("schedule.final_factor", "schedule.decay_fraction", "schedule.decay_steps")
+
+
+def _task_without_effect(name: str) -> dict[str, str]:
+    if name == "text":
+        return {"task.model.patch": "the text model has no patches"}
+    only_text = {
+        "task.seq_len": "only the text task reads it",
+        "train.batch_tokens": "only the text task counts tokens: give train.batch_samples",
+        "train.generate": "only the text task writes text",
+    }
+    if name == "digits":
+        return only_text | {"task.model.kv_heads": "only the text model groups its heads"}
+    own = "the model of your own task has its sizes in its code"
+    return only_text | {f"task.model.{key}": own for key in ModelSizes.model_fields}

@@ -1,0 +1,119 @@
+"""Configurations as text: a commented starter file, and the effective values with where each came from.
+
+Both are TOML that `load` reads again; what has no effect is commented out, since `load` refuses it when set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any
+
+from pydantic import BaseModel
+
+from shardwise.config.load import Effective
+from shardwise.config.schema import BUILTIN_DEFAULTS, Config, Section, without_effect
+from shardwise.config.sources import to_toml
+from shardwise.layout.plan import Plan
+
+STARTER_HEAD = """\
+# A shardwise configuration. A line `# key = value` shows a default: remove its first `#` to change it.
+# Run it:            shardwise train this-file.toml
+# Change one value:  shardwise train this-file.toml --set optimizer.lr=3e-4
+# Build on another:  put  extends = "base.toml"  at the top; a key here wins over the same key there.
+"""
+
+PLAN_HELP = {
+    "dp_replicate": "replicas of the model (DDP)",
+    "dp_shard": "ranks over which zero shards",
+    "zero": "what dp_shard shards: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters",
+    "accumulate": "micro-batches in one optimizer step",
+    "precision": "fp32 | fp64 | bf16 | bf16-full | fp16",
+    "reduce_dtype": "dtype in which gradients are summed over ranks; auto: fp32, or fp64 under fp64",
+    "remat": "none | selective | full: what backward computes again",
+    "compile": "torch.compile for each block",
+    "wrap": "units of zero = 3: class names or module paths; empty: repeated blocks are found",
+}
+
+
+def starter() -> str:
+    """A commented file with every section, key, meaning and default."""
+    lines = [STARTER_HEAD]
+    config = _with_defaults("text")
+    for name, section in config:
+        lines += _starter_section(name, section)
+        if name == "task":
+            lines += _starter_plan()
+    return "\n".join(lines)
+
+
+def _with_defaults(builtin: str) -> Config:
+    return Config.model_validate(BUILTIN_DEFAULTS[builtin])
+
+
+def _starter_section(name: str, section: BaseModel) -> list[str]:
+    lines = [f"[{name}]"]
+    tables = []
+    for key, field in type(section).model_fields.items():
+        value = getattr(section, key)
+        if isinstance(value, Section):
+            tables.append((f"{name}.{key}", value))
+            continue
+        text = f"{key} =" + (f" {to_toml(value)}" if value is not None else "")
+        lines.append(_line(text if f"{name}.{key}" == "task.name" else f"# {text}", field.description or ""))
+    lines.append("")
+    for table, value in tables:
+        lines += _starter_section(table, value)
+    return lines
+
+
+def _starter_plan() -> list[str]:
+    """The plan's keys that can be chosen today; a plan may also be one text at the top of the file."""
+    lines = [_line("[plan]", "how it is spread; the world size is dp_replicate * dp_shard")]
+    values = Plan().as_dict(defaults=True)
+    lines += [_line(f"# {key} = {to_toml(values[key])}", text) for key, text in PLAN_HELP.items()]
+    return [*lines, ""]
+
+
+def show(effective: Effective) -> str:
+    """The effective configuration as TOML, each line ending with its source."""
+    idle = without_effect(effective.config, set(effective.sources))
+    unused = {key: why.reason for key, why in idle.items()}
+    if effective.own_optimizer:
+        own = "the task's own optimizer runs; set any key of [optimizer] to replace it"
+        unused |= {f"optimizer.{key}": own for key in type(effective.config.optimizer).model_fields}
+    lines = []
+    for name, section in effective.config:
+        lines += [*_section(name, section, effective, unused), ""]
+        if name == "task":
+            lines += [*_plan(effective), ""]
+    return "\n".join(lines)
+
+
+def _section(name: str, section: BaseModel, effective: Effective, unused: dict[str, str]) -> Iterator[str]:
+    tables = []
+    yield f"[{name}]"
+    for key in type(section).model_fields:
+        dotted, value = f"{name}.{key}", getattr(section, key)
+        if isinstance(value, Section):
+            tables.append((dotted, value))
+        elif dotted in unused:
+            yield _line(f"# {key} =", f"no effect: {unused[dotted]}")
+        elif value is None:
+            yield _line(f"# {key} =", "not set")
+        else:
+            yield _line(f"{key} = {to_toml(value)}", effective.source(dotted))
+    for table, value in tables:
+        yield ""
+        yield from _section(table, value, effective, unused)
+
+
+def _plan(effective: Effective) -> Iterator[str]:
+    yield _line("[plan]", f"{effective.plan.world_size} rank(s)")
+    values: dict[str, Any] = effective.plan.as_dict(defaults=True)
+    for field in fields(effective.plan):
+        yield _line(f"{field.name} = {to_toml(values[field.name])}", effective.source(f"plan.{field.name}"))
+
+
+def _line(text: str, comment: str) -> str:
+    return f"{text:<32} # {comment}"

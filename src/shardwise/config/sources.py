@@ -1,0 +1,143 @@
+"""Where values come from: TOML files with `extends`, `--set key=value`, options of the doors.
+
+Everything becomes a list of `Given` (dotted key, value, source), weakest first; mistakes go to a list of
+problems, one line each, so that all of them can be told at once.
+"""
+
+from __future__ import annotations
+
+import datetime
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from shardwise.config.schema import Config
+from shardwise.errors import did_you_mean
+
+SECTIONS = (*Config.model_fields, "plan")
+TABLES = (*SECTIONS, "task.model")
+
+
+class Given(NamedTuple):
+    """One value that was set: its dotted key, and where."""
+
+    key: str
+    value: Any
+    source: str
+    folder: Path = Path()  # what a path in the value is relative to
+
+
+def problem(source: str, key: str, value: Any, text: str) -> str:
+    """`base.toml: train.steps = "ten": expected a whole number`."""
+    return f"{source}: {key} = {shorten(to_toml(value))}: {text}"
+
+
+def to_toml(value: Any) -> str:
+    """A value as TOML on one line."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{k} = {to_toml(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(to_toml, value)) + "]"
+    import tomli_w
+
+    try:
+        return tomli_w.dumps({"x": value})[len("x = ") :].strip()
+    except TypeError:
+        return repr(value)
+
+
+def shorten(text: str, width: int = 60) -> str:
+    """The text, its middle left out where it is longer than `width`."""
+    return text if len(text) <= width else text[: width - 20] + " ... " + text[-15:]
+
+
+def from_file(path: Path, problems: list[str], seen: tuple[Path, ...] = ()) -> list[Given]:
+    """The values of a TOML file, those of the file it extends first."""
+    data = _read(path, problems, seen)
+    base = data.pop("extends", None)
+    inherited: list[Given] = []
+    if isinstance(base, str):
+        inherited = from_file(path.parent / base, problems, (*seen, path))
+    elif base is not None:
+        problems.append(problem(str(path), "extends", base, "expected the path of another file, as text"))
+    return inherited + from_table(data, str(path), path.parent)
+
+
+def _read(path: Path, problems: list[str], seen: tuple[Path, ...]) -> dict[str, Any]:
+    extended_by = f", which {seen[-1]} extends" if seen else ""
+    if path.resolve() in [p.resolve() for p in seen]:
+        chain = " -> ".join(str(p) for p in (*seen, path))
+        problems.append(f"{seen[-1]}: extends goes in a circle: {chain}")
+        return {}
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        problems.append(f"{path}: there is no such file{extended_by}{_nearby(path)}")
+    except OSError as error:
+        problems.append(f"{path}: cannot be read{extended_by}: {error.strerror}")
+    except UnicodeDecodeError:
+        problems.append(f"{path}: is not UTF-8 text{extended_by}")
+    except tomllib.TOMLDecodeError as error:
+        problems.append(f"{path}: is not TOML{extended_by}: {error}")
+    return {}
+
+
+def _nearby(path: Path) -> str:
+    try:
+        return did_you_mean(path.name, sorted(p.name for p in path.parent.glob("*.toml")))
+    except OSError:
+        return ""
+
+
+def from_table(table: Mapping[str, Any], source: str, folder: Path = Path()) -> list[Given]:
+    """The values of nested tables, one `Given` for each leaf."""
+    return [Given(key, value, source, folder) for key, value in _leaves(table)]
+
+
+def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        dotted = f"{prefix}{key}"
+        if isinstance(value, Mapping) and (value or dotted in TABLES):
+            yield from _leaves(value, dotted + ".")
+        else:
+            yield dotted, value
+
+
+def from_overrides(overrides: Sequence[str], problems: list[str]) -> list[Given]:
+    """`--set key=value`, each value read as TOML, or as text where it is one bare word."""
+    found: list[Given] = []
+    for text in overrides:
+        key, equals, value = (piece.strip() for piece in text.partition("="))
+        if not key or not equals or not value:
+            problems.append(f"--set {shorten(text)}: expected key=value, such as optimizer.lr=3e-4")
+        elif not all(key.split(".")):
+            problems.append(f"--set {shorten(text)}: {key!r} has an empty part between its dots")
+        elif key in [given.key for given in found]:
+            problems.append(f"--set {shorten(text)}: {key} is set twice")
+        else:
+            _append_override(found, problems, key, value)
+    return found
+
+
+def _append_override(found: list[Given], problems: list[str], key: str, text: str) -> None:
+    try:
+        value = _value(text)
+    except ValueError as error:
+        problems.append(f"--set {key}={shorten(text)}: {error}")
+        return
+    table = {key: value} if not isinstance(value, Mapping) else {f"{key}.{k}": v for k, v in value.items()}
+    found.extend(from_table(table, "--set"))
+
+
+def _value(text: str) -> Any:
+    """The TOML value, or the text itself where it does not look like TOML that went wrong."""
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError as error:
+        if text[0] in "\"'[{":
+            raise ValueError(f"is not a TOML value: {error}") from None
+        return text
+    value = parsed["value"]
+    dates = datetime.date | datetime.time
+    return text if len(parsed) != 1 or "\n" in text or isinstance(value, dates) else value

@@ -1,0 +1,57 @@
+"""The handwritten digits that come with scikit-learn: 1797 images of 8 x 8 pixels, nothing to download.
+
+How: the pixels, 0 to 16 in the original, are scaled to [0, 1] and held in memory (half a megabyte). The split
+is drawn by the keyed order, so it is the same on every rank and machine.
+
+What it does not do: augment. A sample is a function of its index.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from shardwise.data.order import Order
+from shardwise.errors import InputError
+
+SPLIT_SEED = 0
+
+
+class DigitsSource:
+    """{"image": float32 (B, 1, 8, 8) in [0, 1], "label": int64 (B,)} of the samples `rows`, or of all."""
+
+    def __init__(self, rows: list[int] | None = None) -> None:
+        images, labels = _load()
+        chosen = torch.arange(len(labels)) if rows is None else torch.as_tensor(rows, dtype=torch.int64)
+        self.images = images[chosen]
+        self.labels = labels[chosen]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def read(self, indices: list[int], region: Any = None) -> dict[str, torch.Tensor]:
+        chosen = torch.as_tensor(indices, dtype=torch.int64)
+        return {"image": self.images[chosen], "label": self.labels[chosen]}
+
+
+def digits_split(held_out: float = 0.2) -> tuple[DigitsSource, DigitsSource]:
+    """(train, held out): the same samples every time."""
+    count = len(_load()[1])
+    held = round(count * held_out)
+    if not 0 < held < count:
+        raise InputError(f"held_out={held_out} leaves no sample on one side of the {count} digits")
+    rows = Order(count, seed=SPLIT_SEED).indices(0, count).tolist()
+    return DigitsSource(rows[held:]), DigitsSource(rows[:held])
+
+
+@lru_cache(maxsize=1)
+def _load() -> tuple[torch.Tensor, torch.Tensor]:
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise InputError(f"the digits need scikit-learn ({error}): pip install 'shardwise[images]'") from error
+    data = load_digits()
+    images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
+    return images, torch.tensor(data.target, dtype=torch.int64)

@@ -1,0 +1,163 @@
+"""The loader: an endless or counted run of steps over a source, each a list of this rank's parts.
+
+How: the only state is a position, the samples of the global order handed out so far. A step takes the next
+`batch_size` positions, at most to the end of the epoch, and `steps.Steps` reads this rank's share of them.
+The position says nothing of ranks, so a state saved on one number of ranks loads on any other.
+
+The last batch of an epoch may be shorter. It is kept, as uneven parts (a rank without a sample runs a
+stand-in that counts 0), or dropped with `drop_last`. A batch of fewer samples than `accumulate` has one
+sample in each micro-batch and so fewer micro-batches, the same number on every rank.
+
+What it does not do: use worker processes. One thread reads ahead, which hides reads that release the
+interpreter lock (files, decoding, numpy, torch).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardwise.data.order import Order
+from shardwise.data.prefetch import Prefetch
+from shardwise.data.steps import Steps, length_of
+from shardwise.errors import InputError
+from shardwise.layout.dealing import Part
+from shardwise.task import Source
+
+
+class Loader:
+    """Iterates the steps of a source, each a `list[Part]`, one part for each micro-batch.
+
+    source           what is read; only this rank's samples are
+    order            an `Order`, or a seed for one
+    batch_size       samples of a GLOBAL batch
+    accumulate       micro-batches of a batch
+    start            position to begin at, in samples of the global order
+    epochs           whole epochs counted from position 0, or None for no end
+    drop_last        drop the short last batch of an epoch
+    prefetch         steps read ahead by a background thread; 0 reads in the caller
+    read_timeout_s   how long a step may take to read before the run is ended with an error
+
+    A loader is its own iterator: a loop left early goes on at the next step. `close` ends the thread.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        order: Order | int,
+        batch_size: int,
+        *,
+        accumulate: int = 1,
+        data_rank: int = 0,
+        data_ranks: int = 1,
+        start: int = 0,
+        drop_last: bool = False,
+        epochs: int | None = None,
+        prefetch: int = 2,
+        read_timeout_s: float = 600.0,
+    ) -> None:
+        length = length_of(source)
+        self.order = order if isinstance(order, Order) else Order(length, seed=order)
+        self._steps = Steps(source, self.order, batch_size, accumulate, data_rank, data_ranks, drop_last)
+        _check(self._steps, length, start, epochs, prefetch)
+        self._end = None if epochs is None else epochs * length
+        self._position = start
+        self._prefetch = prefetch
+        self._read_timeout_s = read_timeout_s
+        self._ahead: Prefetch[tuple[list[Part], int]] | None = None
+
+    @property
+    def position(self) -> int:
+        """Samples of the global order handed out so far, over all ranks (dropped ones included)."""
+        return self._position
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next step reads from."""
+        return self._steps.span(self._position)[0] // self.order.length
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps of a whole epoch."""
+        whole, rest = divmod(self.order.length, self._steps.batch_size)
+        return whole + (1 if rest and not self._steps.drop_last else 0)
+
+    def __iter__(self) -> Loader:
+        return self
+
+    def __next__(self) -> list[Part]:
+        try:
+            parts, self._position = self._next()
+        except BaseException:
+            self.close()
+            raise
+        return parts
+
+    def _next(self) -> tuple[list[Part], int]:
+        if self._prefetch == 0:
+            return next(self._steps.walk(self._position, self._end))
+        if self._ahead is None:
+            self._ahead = Prefetch(
+                self._steps.walk(self._position, self._end),
+                self._prefetch,
+                timeout_s=self._read_timeout_s,
+                what=f"{type(self._steps.source).__name__}.read",
+            )
+        return next(self._ahead)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position and what it is a position in; the same on every rank."""
+        return {
+            "position": self._position,
+            "length": self.order.length,
+            "seed": self.order.seed,
+            "shuffle": self.order.shuffle,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was saved, on any number of ranks; another data order is refused."""
+        own = self.state_dict()
+        missing = [key for key in own if key not in state]
+        if missing:
+            raise InputError(f"the saved loader state has no {', '.join(missing)}: it is not one of a Loader")
+        for key in ("length", "seed", "shuffle"):
+            if state[key] != own[key]:
+                raise InputError(
+                    f"the saved run read its data with {key}={state[key]}, this one has {key}={own[key]}: "
+                    "continue with the same data and seed, or start anew"
+                )
+        self.close()
+        self._position = int(state["position"])
+
+    def close(self) -> None:
+        """End the background thread; a later step starts it again where the loader stands."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead.close()
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _check(steps: Steps, length: int, start: int, epochs: int | None, prefetch: int) -> None:
+    if steps.order.length != length:
+        raise InputError(f"the order is over {steps.order.length} samples but the source has {length}")
+    if steps.batch_size < steps.accumulate:
+        raise InputError(
+            f"batch_size {steps.batch_size} is smaller than accumulate {steps.accumulate}: every micro-batch "
+            f"needs a sample; give batch_size {steps.accumulate} or more, or lower accumulate"
+        )
+    whole = min(steps.batch_size, length)
+    if whole < steps.data_ranks:
+        raise InputError(
+            f"a whole batch has {whole} samples for {steps.data_ranks} data ranks, so some would never have "
+            f"one: give batch_size {steps.data_ranks} or more (and as many samples), or use fewer ranks"
+        )
+    if steps.drop_last and length < steps.batch_size:
+        raise InputError(
+            f"drop_last leaves no batch at all: the source has {length} samples and batch_size is {steps.batch_size}"
+        )
+    if start < 0 or prefetch < 0 or (epochs is not None and epochs < 0):
+        raise InputError(f"start, prefetch and epochs cannot be negative, got {start}, {prefetch} and {epochs}")

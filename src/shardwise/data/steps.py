@@ -1,0 +1,87 @@
+"""One step's samples: which positions a step covers, and this rank's parts of them, read from a source.
+
+How: a step starts at a position and takes a batch from there, at most to the end of the epoch. The batch is
+dealt by `layout.dealing` over micro-batches and ranks; each part is one `source.read` of this rank's samples
+only.
+
+What it does not do: hold a place in the data (`loader`) or read ahead (`prefetch`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.data.order import Order
+from shardwise.engine.batching import check_ranks, check_samples
+from shardwise.errors import InputError
+from shardwise.layout.dealing import Part, deal
+from shardwise.task import Source
+
+
+@dataclass(frozen=True)
+class Steps:
+    """How positions become parts; immutable, so that a background thread may share it."""
+
+    source: Source
+    order: Order
+    batch_size: int
+    accumulate: int = 1
+    data_rank: int = 0
+    data_ranks: int = 1
+    drop_last: bool = False
+
+    def __post_init__(self) -> None:
+        check_ranks(self.data_rank, self.data_ranks)
+        if self.batch_size < 1 or self.accumulate < 1:
+            raise InputError(
+                f"batch_size and accumulate must be at least 1, got {self.batch_size} and {self.accumulate}"
+            )
+
+    def span(self, position: int) -> tuple[int, int]:
+        """[start, stop) of the step at or after `position`; never across the border of two epochs."""
+        length = self.order.length
+        end = (position // length + 1) * length
+        if self.drop_last and end - position < self.batch_size:
+            position, end = end, end + length
+        return position, min(position + self.batch_size, end)
+
+    def walk(self, position: int, end: int | None) -> Iterator[tuple[list[Part], int]]:
+        """(parts, position after them) of each step from `position`, up to `end`."""
+        start, stop = self.span(position)
+        while end is None or stop <= end:
+            yield self.parts(start, stop), stop
+            start, stop = self.span(stop)
+
+    def parts(self, start: int, stop: int) -> list[Part]:
+        """This rank's parts of the batch at positions [start, stop), each read with one call."""
+        samples = stop - start
+        indices = self.order.indices(start, stop)
+        parts = []
+        for first, last, offset, total in deal(samples, min(self.accumulate, samples), self.data_ranks, self.data_rank):
+            low, high = (first, last) if last > first else (first - offset, first - offset + 1)
+            batch = read(self.source, indices[low:high].tolist())
+            parts.append(Part(batch=batch, count=last - first, start=offset, total=total))
+        return parts
+
+
+def read(source: Source, indices: list[int]) -> Any:
+    """`source.read`, with the shape of its answer checked."""
+    batch = source.read(indices)
+    check_samples(batch, len(indices), name=f"{type(source).__name__}.read(...)")
+    return batch
+
+
+def length_of(source: Source) -> int:
+    """`len(source)`, or an `InputError` where the source is empty or is no source at all."""
+    name = type(source).__name__
+    if not isinstance(source, Source):
+        raise InputError(
+            f"{name} is not a source: a source has __len__() and read(indices) -> batch; "
+            "for a torch Dataset use shardwise.data.as_source(dataset)"
+        )
+    length = len(source)
+    if length < 1:
+        raise InputError(f"{name} is empty: there are no samples to read")
+    return length

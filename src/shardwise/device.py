@@ -1,0 +1,50 @@
+"""The device room: everything that asks which kind of device this is.
+
+Other rooms call these functions instead of branching on `cuda`.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from shardwise.errors import InputError
+
+
+def pick_device(requested: str | torch.device | None = None) -> torch.device:
+    """This rank's device: as requested, else the CUDA device of the local rank, else the CPU."""
+    if requested is not None:
+        device = torch.device(requested)
+    elif torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    else:
+        device = torch.device("cpu")
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise InputError(f"device {device} was asked for, but torch sees no CUDA device")
+        torch.cuda.set_device(device)
+    return device
+
+
+def peak_bytes(device: torch.device) -> int | None:
+    """Peak of allocated bytes on the device since the last reset; None where the device does not count them."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all work queued so far."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seed_generators(seed: int) -> None:
+    """Seed the generators that torch draws from on every device."""
+    torch.manual_seed(seed & (2**63 - 1))
+
+
+def math_attention_only():
+    """A context in which attention takes the composite path, whose dropout is an op that can be met."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    return sdpa_kernel(SDPBackend.MATH)

@@ -1,0 +1,141 @@
+"""From a global batch to this rank's parts: every tensor in the batch is cut along its first dimension.
+
+How: the batch is flattened as a pytree (dicts, lists, tuples, named tuples, dataclasses registered with
+torch), its tensors and numpy arrays are sliced by the dealing of `layout.dealing`, and the tree is put
+together again. Slices are views, nothing is copied. Plain values (numbers, strings, None, dtypes, 0-dim
+tensors) have no samples in them and go to every rank whole; so does each string of a list of strings.
+
+What it does not do: guess. A leaf of any other kind might hide tensors that every rank would then use whole,
+so it is refused by name; so are tensors whose first dimensions differ.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils import _pytree as pytree
+
+from shardwise.errors import InputError
+from shardwise.layout.dealing import Part, deal
+
+PLAIN = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    slice,
+    enum.Enum,
+    np.generic,
+    np.dtype,
+    torch.dtype,
+    torch.device,
+)
+
+
+def samples_in(batch: Any, *, name: str = "batch") -> int:
+    """How many samples a batch holds; `InputError` where its tensors disagree or none has a batch dim.
+
+    `name` is what the messages call the batch: a leaf is named by it and its path, as in "batch['tokens']".
+    """
+    paths, leaves, _ = _flatten(batch, name)
+    return _common_size(paths, leaves, name)[1]
+
+
+def check_samples(batch: Any, expected: int, *, name: str = "batch") -> None:
+    """`InputError`, naming the leaf, unless the batch holds exactly `expected` samples."""
+    paths, leaves, _ = _flatten(batch, name)
+    path, size = _common_size(paths, leaves, name)
+    if size != expected:
+        raise InputError(
+            f"{path} has {size} samples where {expected} were asked for: the first dimension of every tensor "
+            "must count the samples, one for each index"
+        )
+
+
+def parts_of(batch: Any, *, accumulate: int = 1, data_rank: int = 0, data_ranks: int = 1) -> list[Part]:
+    """This rank's `Part` of each micro-batch of a GLOBAL batch.
+
+    A rank with no sample in a micro-batch gets the micro-batch's first sample as a stand-in, with count 0.
+    The parts of all ranks that count, joined in rank order, are the batch again.
+    """
+    check_ranks(data_rank, data_ranks)
+    if accumulate < 1:
+        raise InputError(f"accumulate must be at least 1, got {accumulate}")
+    paths, leaves, spec = _flatten(batch, "batch")
+    _, samples = _common_size(paths, leaves, "batch")
+    parts = []
+    for first, last, start, total in deal(samples, accumulate, data_ranks, data_rank):
+        low, high = (first, last) if last > first else (first - start, first - start + 1)
+        cut = pytree.tree_unflatten([_slice(leaf, low, high) for leaf in leaves], spec)
+        parts.append(Part(batch=cut, count=last - first, start=start, total=total))
+    return parts
+
+
+def check_ranks(data_rank: int, data_ranks: int) -> None:
+    """`InputError` unless 0 <= data_rank < data_ranks."""
+    if data_ranks < 1 or not 0 <= data_rank < data_ranks:
+        raise InputError(f"data_rank must be in [0, {data_ranks}), got {data_rank} (data_ranks={data_ranks})")
+
+
+def _flatten(batch: Any, name: str) -> tuple[list[str], list[Any], Any]:
+    """Names, leaves and structure; every leaf is a tensor, an array or a plain value."""
+    keyed, spec = pytree.tree_flatten_with_path(batch, is_leaf=lambda node: isinstance(node, PackedSequence))
+    paths = [name + pytree.keystr(path) for path, _ in keyed]
+    leaves = [leaf for _, leaf in keyed]
+    for path, leaf in zip(paths, leaves, strict=True):
+        _check_leaf(path, leaf)
+    return paths, leaves, spec
+
+
+def _check_leaf(path: str, leaf: Any) -> None:
+    if isinstance(leaf, torch.Tensor):
+        if leaf.layout is not torch.strided:
+            raise InputError(
+                f"{path} is a tensor of layout {leaf.layout}: only dense (strided) tensors are cut over "
+                "samples; pad it or call .to_dense() where the batch is made"
+            )
+        return
+    if isinstance(leaf, (np.ndarray, *PLAIN)):
+        return
+    raise InputError(
+        f"{path} is a {type(leaf).__module__}.{type(leaf).__qualname__}, which cannot be cut over samples: "
+        "give the batch as dicts, lists or tuples of tensors (dict(x) for a mapping), or register its class "
+        "as a pytree (torch.export.register_dataclass for a dataclass)"
+    )
+
+
+def _has_samples(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor | np.ndarray) and leaf.ndim > 0
+
+
+def _common_size(paths: list[str], leaves: list[Any], name: str) -> tuple[str, int]:
+    """The path of the first leaf with samples, and the size that all of them share."""
+    pairs = zip(paths, leaves, strict=True)
+    sized = [(path, int(leaf.shape[0])) for path, leaf in pairs if _has_samples(leaf)]
+    if not sized:
+        raise InputError(f"{name} needs a tensor whose first dimension counts samples; it has none")
+    path, size = sized[0]
+    for other, other_size in sized[1:]:
+        if other_size != size:
+            raise InputError(
+                f"{path} has {size} samples but {other} has {other_size}: the first dimension of every "
+                "tensor counts samples; expand a tensor shared by all samples, or make it part of the model"
+            )
+    return path, size
+
+
+def _slice(leaf: Any, low: int, high: int) -> Any:
+    return leaf[low:high] if _has_samples(leaf) else leaf
+
+
+def slice_samples(batch: Any, low: int, high: int) -> Any:
+    """Samples [low, high) of a batch: every tensor cut along its first dimension."""
+    _, leaves, spec = _flatten(batch, "batch")
+    return pytree.tree_unflatten([_slice(leaf, low, high) for leaf in leaves], spec)

@@ -1,0 +1,535 @@
+"""`parallelize(task, plan)`: the order of application, and the step.
+
+    build       the module without weights
+    blocks      recompute, then compile, each block
+    shard       replicas, flat pieces (ZeRO-1, 2) or FSDP2 units (ZeRO-3); weights put in place
+    look        a few samples: the loss must add up; batch norms are found and joined over ranks
+    optimizer   over whole parameters or pieces
+
+A step: each micro-batch's sum is differentiated as it is; ranks' gradients are summed; one control row from each
+rank tells the global weight, and gradients are divided by it once, together with clipping.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwise.comm import Ledger, Observer, barrier
+from shardwise.device import math_attention_only, peak_bytes, pick_device, seed_generators
+from shardwise.engine.batching import parts_of, samples_in
+from shardwise.engine.check import Findings, look, wrong_model
+from shardwise.engine.control import Agreement, Tally, agree, gather_reached
+from shardwise.engine.forward import Forward
+from shardwise.engine.loss import Loss
+from shardwise.engine.materialise import build_everywhere, empty_parameters, fill_buffers, fill_parameters
+from shardwise.engine.optimizer import make_optimizer
+from shardwise.engine.result import StepResult
+from shardwise.engine.scaler import LossScale
+from shardwise.errors import InputError, RunError, ShardwiseError
+from shardwise.layout import Plan, check
+from shardwise.layout.dealing import Part
+from shardwise.memory.live import storage_bytes
+from shardwise.memory.recompute import recompute_block
+from shardwise.mesh import Mesh, build_mesh
+from shardwise.parallel.batchnorm import sync_module
+from shardwise.parallel.flat import Flat
+from shardwise.parallel.full import FullShard
+from shardwise.parallel.replicate import Replicate
+from shardwise.parallel.slots import DataParallel, Phase, ValueOf
+from shardwise.precision import Precision
+from shardwise.random import BatchDims, GlobalRandom, Samples
+from shardwise.task import Task
+from shardwise.trace.blocks import Blocks, choose_blocks, find_blocks
+from shardwise.trace.deferred import seed_of
+
+
+def parallelize(
+    task: Task,
+    plan: Plan | str = "single",
+    *,
+    seed: int = 0,
+    randomness: Literal["fast", "global"] = "fast",
+    clip_norm: float | None = None,
+    schedule: Callable[[int], float] | None = None,
+    on_nonfinite: Literal["raise", "skip"] = "raise",
+    device: str | torch.device | None = None,
+    check_loss: bool = True,
+) -> Engine:
+    """Spread a task over the ranks of the running process group, as the plan says. Collective.
+
+    seed          initial weights and masks; they depend on it alone, not on the plan
+    randomness    "fast": torch's generators, distinct by data rank; "global": masks equal to one process's
+    clip_norm     largest global norm of the gradient
+    schedule      optimizer step (from 0) -> factor on each group's learning rate
+    on_nonfinite  a non-finite loss or gradient raises, or skips the update and counts it
+    check_loss    look at a few samples before the first step
+
+    Raises `InputError` for a wrong task or world size, `RefusedPlan` for what would not equal one process.
+    """
+    plan = Plan.parse(plan)
+    check(plan)
+    if on_nonfinite not in ("raise", "skip"):
+        raise InputError(f"on_nonfinite is 'raise' or 'skip', got {on_nonfinite!r}")
+    if randomness not in ("fast", "global"):
+        raise InputError(f"randomness is 'fast' or 'global', got {randomness!r}")
+    if clip_norm is not None and not clip_norm > 0:
+        raise InputError(f"clip_norm must be positive, got {clip_norm}")
+    engine = Engine(task, plan, build_mesh(plan, pick_device(device)), seed)
+    engine.clip_norm, engine.schedule, engine.on_nonfinite = clip_norm, schedule, on_nonfinite
+    findings = engine._look(strict=check_loss)
+    for module in findings.batch_norms if engine.data_ranks > 1 or plan.remat != "none" else ():
+        sync_module(module, engine.mesh.data, engine.phase)
+    if randomness == "global":
+        engine.global_random = GlobalRandom(findings.dims)
+    return engine
+
+
+class Engine:
+    """One rank's share of a training run. Made by `parallelize`."""
+
+    def __init__(self, task: Task, plan: Plan, mesh: Mesh, seed: int):
+        self.task, self.plan, self.mesh, self.seed = task, plan, mesh, seed
+        self.precision = Precision.of(plan)
+        self.phase = Phase()
+        self.notices: list[str] = []
+        self.clip_norm: float | None = None
+        self.schedule: Callable[[int], float] | None = None
+        self.on_nonfinite = "raise"
+        self.global_random: GlobalRandom | None = None
+        self.steps_done = 0
+        self.skipped_steps = 0
+        self.module, self.technique = self._apply()
+        self.names = [name for name, param in self.module.named_parameters() if param.requires_grad]
+        self.forward = Forward(task, self.module, self.precision, mesh.device, mesh.data)
+        shapes = [param.shape for _, param in self.module.named_parameters() if param.requires_grad]
+        index_of = {name: index for index, name in enumerate(self.names)}
+        self.optimizer, self.optimizer_nature = make_optimizer(
+            task.optimizer, self.technique.slots, shapes, index_of, plan.zero if plan.dp_shard > 1 else 0
+        )
+        if self.optimizer_nature.narrow is not None:
+            self.notices.append(f"the optimizer's own arithmetic runs in {self.optimizer_nature.narrow}")
+        self.base_lrs = [group.get("lr") for group in self.optimizer.param_groups]
+        self.scale = LossScale() if self.precision.scaled else None
+
+    # --- the recipe ---
+
+    def _apply(self) -> tuple[nn.Module, DataParallel]:
+        """Build, prepare blocks, shard, and put the weights in place."""
+        mesh, plan, precision = self.mesh, self.plan, self.precision
+        built, value_of = build_everywhere(self.task, self.seed, mesh.data, mesh.device)
+        if built.notice:
+            self.notices.append(built.notice)
+        module = built.module
+        if not any(param.requires_grad for param in module.parameters()):
+            raise InputError("the model has no parameter that requires a gradient: there is nothing to train")
+        blocks = choose_blocks(module, plan.wrap) if plan.wrap else find_blocks(module)
+        self._prepare(module, blocks)
+        technique: DataParallel
+        if plan.dp_shard > 1 and plan.zero == 3:
+            self.notices += blocks.warnings
+            technique = self._full_shard(module, blocks, value_of)
+        else:
+            fill_parameters(module, value_of, precision.compute, mesh.device)
+            technique = self._whole_module(module)
+            if precision.mixed:
+                for index, (name, _) in enumerate(_trainable(module)):
+                    technique.load_masters(index, value_of(name).to(mesh.device))
+        fill_buffers(module, value_of, precision, mesh.device)
+        module.train()
+        return module, technique
+
+    def _prepare(self, module: nn.Module, blocks: Blocks) -> None:
+        for block in {id(b): b for b in map(module.get_submodule, blocks.paths)}.values():
+            if self.plan.remat != "none":
+                recompute_block(block, self.plan.remat)
+            if self.plan.compile:
+                block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
+        for wanted in ("remat", "compile"):
+            if getattr(self.plan, wanted) not in ("none", False) and not blocks.paths:
+                self.notices.append(f"{wanted} has no effect: no repeated blocks were found in the module")
+
+    def _full_shard(self, module: nn.Module, blocks: Blocks, value_of: ValueOf) -> FullShard:
+        mesh = self.mesh
+        empty_parameters(module, self.precision.master)
+        units = [module.get_submodule(path) for path in blocks.paths]
+        technique = FullShard(module, units, mesh, self.precision)
+        technique.materialise(value_of, mesh.device)
+        technique.make_slots()
+        return technique
+
+    def _whole_module(self, module: nn.Module) -> Replicate | Flat:
+        named = _trainable(module)
+        if self.plan.dp_shard > 1 and self.plan.zero in (1, 2):
+            return Flat(named, self.mesh.shard, self.mesh.replicate, self.precision, stage=self.plan.zero)
+        return Replicate(named, self.mesh.data, self.precision)
+
+    # --- the look at a few samples ---
+
+    def _look(self, *, strict: bool) -> Findings:
+        sample = self._few_samples() if strict else None
+        if sample is None:
+            return Findings(_known_batch_norms(self.module), BatchDims())
+        from shardwise.engine.check import SAMPLES
+
+        n = min(samples_in(sample), SAMPLES)
+        whole = _take(sample, 0, n)
+        parts = (_take(sample, 0, 1), _take(sample, 1, n)) if n > 1 else None
+        local = self.task.loss_scope == "sample"
+        try:
+            findings = look(
+                self.module, self.forward.local, whole, parts, (n, 1, n - 1), local=local,
+                dtype=self.precision.compute, strict=self.data_ranks > 1,
+            )  # fmt: skip
+        except ShardwiseError:
+            raise
+        except Exception as error:
+            raise wrong_model(error, n) from error
+        self.notices += findings.notices
+        return findings
+
+    def _few_samples(self) -> Any:
+        from shardwise.engine.check import SAMPLES
+
+        if self.task.batch is not None:
+            return self.task.batch(0)
+        assert self.task.data is not None
+        count = min(len(self.task.data), SAMPLES)
+        if count == 0:
+            raise InputError("Task.data is empty")
+        return self.task.data.read(list(range(count)))
+
+    # --- the step ---
+
+    def step(self, batch: Any) -> StepResult:
+        """One optimizer step on a GLOBAL batch (a pytree), or on this rank's parts of one (`list[Part]`)."""
+        parts = self._parts(batch)
+        self._set_learning_rate()
+        if self.optimizer_nature.needs_closure:
+            return self._step_with_closure(parts)
+        result, gradients_ok = self._gradients(parts)
+        if gradients_ok:
+            self.optimizer.step()
+            self.technique.publish()
+        return self._done(result, gradients_ok)
+
+    def _step_with_closure(self, parts: list[Part]) -> StepResult:
+        results: list[StepResult] = []
+
+        def closure() -> float:
+            self.technique.publish()
+            result, _ = self._gradients(parts)
+            results.append(result)
+            return result.loss
+
+        self.optimizer.step(closure)  # type: ignore[arg-type]
+        self.technique.publish()
+        return self._done(results[0], True)
+
+    def _done(self, result: StepResult, updated: bool) -> StepResult:
+        self.steps_done += 1
+        self.skipped_steps += not updated
+        return result
+
+    def _parts(self, batch: Any) -> list[Part]:
+        if isinstance(batch, list) and batch and all(isinstance(part, Part) for part in batch):
+            return batch
+        return parts_of(
+            batch, accumulate=self.plan.accumulate, data_rank=self.data_rank, data_ranks=self.data_ranks
+        )
+
+    def _set_learning_rate(self) -> None:
+        if self.schedule is None:
+            return
+        factor = self.schedule(self.steps_done)
+        for group, base in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
+            if base is not None:
+                group["lr"] = base * factor
+
+    def _gradients(self, parts: list[Part]) -> tuple[StepResult, bool]:
+        """Forward and backward over the micro-batches; gradients end up summed, divided and clipped."""
+        self.technique.start_step()
+        tally = Tally()
+        for index, part in enumerate(parts):
+            self._micro_batch(index, part, tally, last=index == len(parts) - 1)
+        used = self._finish(tally)
+        agreed = agree(tally, self._square_norm(), self.mesh.data, self.device)
+        if not agreed.same_branches and self.data_ranks > 1:
+            refuse = self.task.branches == "same"
+            used = gather_reached(tally, self.names, self.mesh.data, self.device, refuse=refuse)
+            self.technique.finish_step(used)
+            agreed = agree(tally, self._square_norm(), self.mesh.data, self.device)
+        return self._normalise(agreed)
+
+    def _finish(self, tally: Tally) -> set[int]:
+        self.technique.finish_step(tally.reached)
+        return tally.reached
+
+    def _micro_batch(self, index: int, part: Part, tally: Tally, *, last: bool) -> None:
+        self.phase.stand_in = part.count == 0
+        tally.stood_in |= part.count == 0
+        self._seed(index, part)
+        self.technique.start_micro_batch(last=last)
+        with self._random_context():
+            loss = self.forward(part)
+            objective, extras = self._objective(loss)
+            if not objective.requires_grad:
+                raise InputError("Task.loss returned a sum that does not depend on any trainable parameter")
+            self.phase.in_backward = True
+            try:
+                objective.backward()
+            finally:
+                self.phase.in_backward = False
+        tally.used.append(self.technique.finish_micro_batch())
+        tally.add(loss, part.count, extras)
+
+    def _objective(self, loss: Loss) -> tuple[torch.Tensor, dict[str, float]]:
+        """What is differentiated: the sum, plus extra terms brought to the main weight, times the loss scale.
+
+        An extra (E, V) of its own weight enters as E w / V with the micro-batch's global weights w and V, so that
+        the step's loss is sum_i (S_i + w_i E_i / V_i) / W.
+        """
+        objective = loss.total
+        extras: dict[str, float] = {}
+        factors = self._extra_factors(loss)
+        for name, extra in loss.extras.items():
+            term = extra.total * factors[name]
+            objective = objective + term
+            extras[name] = float(term.detach())
+        if self.scale is not None:
+            objective = objective * self.scale.factor(loss.weight, self.mesh.data, self.device)
+        return objective, extras
+
+    def _extra_factors(self, loss: Loss) -> dict[str, float]:
+        from shardwise.comm import gather_rows
+
+        own = [name for name, extra in sorted(loss.extras.items()) if extra.weight is not None]
+        factors = dict.fromkeys(loss.extras, 1.0)
+        if own:
+            row = [loss.weight] + [loss.extras[name].weight or 0.0 for name in own]
+            table = gather_rows(torch.tensor(row, dtype=torch.float64, device=self.device), self.mesh.data)
+            totals = table.sum(dim=0).tolist()
+            factors |= {name: totals[0] / total if total else 0.0 for name, total in zip(own, totals[1:], strict=True)}
+        return factors
+
+    def _masters(self) -> list[nn.Parameter]:
+        return [slot.master for slot in self.technique.slots if slot.master.grad is not None]
+
+    def _square_norm(self) -> float:
+        gradients = [m.grad for m in self._masters() if m.grad is not None and m.grad.numel()]
+        if not gradients:
+            return 0.0
+        norms = torch.stack(torch._foreach_norm(gradients)).double()
+        return float(norms.square().sum())
+
+    def _normalise(self, agreed: Agreement) -> tuple[StepResult, bool]:
+        """Divide by the global weight and clip; decide, alike on all ranks, whether the update is finite."""
+        weight = agreed.weight
+        divisor = weight * (self.scale.value if self.scale is not None else 1.0)
+        rows = agreed.square_norms[: self.plan.dp_shard] if self._sharded else agreed.square_norms[:1]
+        norm = math.sqrt(sum(rows)) / divisor if divisor else math.nan
+        loss = (agreed.total + sum(agreed.extras.values())) / weight if weight else math.nan
+        finite = math.isfinite(loss) and math.isfinite(norm)
+        result = StepResult(
+            step=self.steps_done,
+            loss=loss,
+            weight=weight,
+            grad_norm=norm,
+            lr=float(self.optimizer.param_groups[0].get("lr", math.nan)),
+            samples=agreed.samples,
+            skipped=not finite,
+            extras={name: value / weight if weight else math.nan for name, value in agreed.extras.items()},
+        )
+        if self.scale is not None:
+            self.scale.update(overflow=math.isfinite(loss) and not math.isfinite(norm))
+        if not finite:
+            self._not_finite(result)
+            return result, False
+        clip = min(1.0, self.clip_norm / (norm + 1e-6)) if self.clip_norm is not None else 1.0
+        if clip / divisor != 1.0:
+            torch._foreach_mul_([m.grad for m in self._masters()], clip / divisor)
+        return result, True
+
+    @property
+    def _sharded(self) -> bool:
+        return not isinstance(self.technique, Replicate)
+
+    def _not_finite(self, result: StepResult) -> None:
+        """Raise, unless skipping was asked for or the loss scaler expects this."""
+        if self.on_nonfinite == "skip" or (self.scale is not None and math.isfinite(result.loss)):
+            return
+        what = f"loss {result.loss}" if not math.isfinite(result.loss) else f"gradient norm {result.grad_norm}"
+        if result.weight == 0:
+            what = "global weight 0 (no sample or token counts), so the loss"
+        bad = self._first_bad_gradient()
+        where = f"; the first bad gradient is that of '{bad}'" if bad else ""
+        raise RunError(
+            f"{what} is not finite in step {self.steps_done}{where}. Lower the learning rate, set clip_norm, or go on "
+            'without such updates by on_nonfinite="skip"'
+        )
+
+    def _first_bad_gradient(self) -> str | None:
+        from shardwise.comm import gather_rows
+
+        index_of = {name: index for index, name in enumerate(self.names)}
+        bad = [
+            index_of[slot.name]
+            for slot in self.technique.slots
+            if slot.master.grad is not None and not bool(torch.isfinite(slot.master.grad).all())
+        ]
+        first = float(min(bad, default=len(self.names)))
+        table = gather_rows(torch.tensor([first], dtype=torch.float64, device=self.device), self.mesh.data)
+        found = int(table.min())
+        return self.names[found] if found < len(self.names) else None
+
+    # --- randomness ---
+
+    def _seed(self, micro_batch: int, part: Part) -> None:
+        if self.global_random is not None:
+            samples = Samples(part.start, part.count, part.total)
+            self.global_random.begin(self.seed, self.steps_done, micro_batch, samples)
+        else:
+            seed_generators(seed_of("fast", self.seed, self.steps_done, micro_batch, self.data_rank))
+
+    @contextmanager
+    def _random_context(self) -> Iterator[None]:
+        if self.global_random is None:
+            yield
+            return
+        attention = math_attention_only() if self.device.type != "cpu" else nullcontext()
+        with attention, self.global_random.watching(self.module):
+            yield
+
+    # --- beside the step ---
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Any]) -> tuple[float, float]:
+        """(sum, weight) of the loss over batches (global pytrees or `list[Part]`), in eval mode. Collective."""
+        self.module.eval()
+        tally = Tally()
+        try:
+            for batch in batches:
+                for part in self._parts(batch):
+                    tally.add(self.forward(part), part.count, {})
+        finally:
+            self.module.train()
+        agreed = agree(tally, 0.0, self.mesh.data, self.device)
+        return agreed.total, agreed.weight
+
+    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, whole tensor) of every parameter, frozen ones included, master weights first. Collective."""
+        for index, name in enumerate(self.names):
+            yield name, self.technique.full_parameter(index)
+        for name, param in self.module.named_parameters():
+            if not param.requires_grad:
+                yield name, (param.full_tensor() if hasattr(param, "full_tensor") else param).detach()
+
+    def full_gradients(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """(name, whole gradient, None where unused) of the step just done. Collective."""
+        for index, name in enumerate(self.names):
+            yield name, self.technique.full_gradient(index)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Whole parameters and persistent buffers on the CPU, under the module's own names. Collective."""
+        tensors = {name: tensor.cpu().clone() for name, tensor in self.full_parameters()}
+        by_identity = {id(p): name for name, p in self.module.named_parameters()}
+        state = {}
+        for name, value in self.module.state_dict(keep_vars=True).items():
+            if not isinstance(value, torch.Tensor):
+                continue
+            known = by_identity.get(id(value))
+            state[name] = tensors[known] if known is not None else value.detach().cpu().clone()
+        return state
+
+    def save_weights(self, path: str | Path) -> None:
+        """Whole weights and buffers as one safetensors file, written by rank 0. Collective."""
+        state = self.state_dict()
+        if self.rank == 0:
+            from safetensors.torch import save_file
+
+            unshared = {name: tensor.clone().contiguous() for name, tensor in state.items()}
+            partial = Path(f"{path}.partial")
+            save_file(unshared, str(partial), metadata={"format": "pt"})
+            partial.replace(path)
+        barrier(self.mesh.data)
+
+    def memory(self) -> dict[str, int | None]:
+        """Bytes held by this rank now: parameters (masters too), gradients, optimizer state; peak on a GPU."""
+        masters = [slot.master for slot in self.technique.slots]
+        parameters = [*self.module.parameters(), *masters]
+        gradients = [p.grad for p in parameters] + self._gradient_buffers()
+        state = [v for s in self.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+        return {
+            "parameters": storage_bytes(parameters),
+            "gradients": storage_bytes(gradients),
+            "optimizer": storage_bytes(state),
+            "peak": peak_bytes(self.device),
+        }
+
+    def _gradient_buffers(self) -> list[torch.Tensor | None]:
+        if isinstance(self.technique, FullShard):
+            return []
+        buffers = [bucket.buffer for bucket in self.technique.buckets.buckets]
+        if isinstance(self.technique, Flat):
+            buffers += [part.gradient for part in self.technique.shards]
+        return buffers
+
+    @contextmanager
+    def observe(self) -> Iterator[Ledger]:
+        """A ledger of every collective issued inside, by tag, op and mesh axis."""
+        ledger = Ledger()
+        with Observer(ledger, self.mesh.group_axes):
+            yield ledger
+
+    def close(self) -> None:
+        """Wait for all ranks; the process group stays with whoever made it."""
+        if dist.is_initialized():
+            barrier(self.mesh.data)
+
+    @property
+    def device(self) -> torch.device:
+        """This rank's device."""
+        return self.mesh.device
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self.mesh.rank
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in the run."""
+        return self.plan.world_size
+
+    @property
+    def data_rank(self) -> int:
+        """Which part of each micro-batch this rank takes."""
+        return self.mesh.data.index
+
+    @property
+    def data_ranks(self) -> int:
+        """Parts that each micro-batch is dealt into."""
+        return self.mesh.data.size
+
+
+def _trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, param) for name, param in module.named_parameters() if param.requires_grad]
+
+
+def _known_batch_norms(module: nn.Module) -> list[nn.Module]:
+    from shardwise.parallel.batchnorm import batch_norm_modules
+
+    return batch_norm_modules(module)
+
+
+def _take(batch: Any, first: int, last: int) -> Any:
+    from shardwise.engine.batching import slice_samples
+
+    return slice_samples(batch, first, last)

@@ -1,0 +1,77 @@
+"""What `Task.loss` returned: a sum, a weight and named extra terms, checked and added up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from shardwise.errors import InputError
+
+Number = torch.Tensor | float | int
+
+_SHAPE = "Task.loss must return (sum, weight) or (sum, weight, {name: extra})"
+
+
+@dataclass
+class Extra:
+    """A named extra term: its sum, and its own weight (None: the main loss's weight)."""
+
+    total: torch.Tensor
+    weight: float | None
+
+
+@dataclass
+class Loss:
+    """One evaluation of the loss: the sum still attached to the graph, the weight as a number."""
+
+    total: torch.Tensor
+    weight: float
+    extras: dict[str, Extra] = field(default_factory=dict)
+
+    def numbers(self) -> dict[str, float]:
+        """Every sum and weight by name, for comparison."""
+        found = {"sum": float(self.total.detach()), "weight": self.weight}
+        for name, extra in self.extras.items():
+            found[f"extra '{name}'"] = float(extra.total.detach())
+            if extra.weight is not None:
+                found[f"weight of extra '{name}'"] = extra.weight
+        return found
+
+
+def read_loss(returned: Any) -> Loss:
+    """Check what the task's loss returned. Raises `InputError` that says what was expected."""
+    if isinstance(returned, torch.Tensor):
+        raise InputError(f"{_SHAPE}, got one tensor: a mean hides the weight that parts of a batch must share")
+    if not isinstance(returned, tuple | list) or len(returned) not in (2, 3):
+        raise InputError(f"{_SHAPE}, got {_describe(returned)}")
+    total, weight = returned[0], returned[1]
+    if not isinstance(total, torch.Tensor) or total.numel() != 1:
+        raise InputError(f"{_SHAPE}: the sum must be a tensor with one element, got {_describe(total)}")
+    extras = returned[2] if len(returned) == 3 else {}
+    if not isinstance(extras, dict):
+        raise InputError(f"{_SHAPE}: the extra terms must be a dict, got {_describe(extras)}")
+    return Loss(total.reshape(()), _number(weight, "weight"), {k: _extra(k, v) for k, v in extras.items()})
+
+
+def _extra(name: str, value: Any) -> Extra:
+    if isinstance(value, tuple | list) and len(value) == 2:
+        value, weight = value[0], _number(value[1], f"weight of extra '{name}'")
+    else:
+        weight = None
+    if not isinstance(value, torch.Tensor) or value.numel() != 1:
+        raise InputError(f"{_SHAPE}: extra '{name}' must be a tensor with one element, got {_describe(value)}")
+    return Extra(value.reshape(()), weight)
+
+
+def _number(value: Number, what: str) -> float:
+    if isinstance(value, torch.Tensor) and value.numel() == 1 or isinstance(value, int | float):
+        return float(value)
+    raise InputError(f"{_SHAPE}: the {what} must be one number, got {_describe(value)}")
+
+
+def _describe(value: Any) -> str:
+    shape = f" of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
+    length = f" of length {len(value)}" if isinstance(value, tuple | list) else ""
+    return f"{type(value).__name__}{shape}{length}"

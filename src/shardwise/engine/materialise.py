@@ -1,0 +1,91 @@
+"""Weights into the module: each full value is made (or received), rounded and put in its place, one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from shardwise.comm import Axis, broadcast, gather_rows
+from shardwise.parallel.slots import ValueOf
+from shardwise.precision import Precision
+from shardwise.task import Task
+from shardwise.trace.deferred import Built, build, build_for_real, named_tensors
+
+
+def build_everywhere(task: Task, seed: int, data: Axis, device: torch.device) -> tuple[Built, ValueOf]:
+    """Build the module, and a function name -> initial value that gives the same on every rank.
+
+    Where the constructor cannot be replayed, or captured values that differ between ranks, rank 0's values are sent
+    to all; the function is then collective and must be called for the same names in the same order.
+    """
+    built = build(task.model, seed)
+    mine = torch.tensor([float(built.fingerprint() % 2**50), float(bool(built.notice))], dtype=torch.float64)
+    table = gather_rows(mine.to(device), data)
+    if bool((table == table[0]).all()) and not built.notice:
+        return built, built.value
+    if not built.notice:
+        built = build_for_real(task.model, seed, "its constructor takes values that differ between ranks")
+
+    def received(name: str) -> torch.Tensor:
+        value = built.value(name).detach().to(device).contiguous()
+        broadcast(value, data, 0, "initial values")
+        return value
+
+    return built, received
+
+
+def _replace(module: nn.Module, make: Callable[[str, torch.Tensor], torch.Tensor], kinds: tuple[str, ...]) -> None:
+    """Replace each tensor of the given kinds, once, wherever it is held."""
+    names = {id(tensor): (name, tensor) for name, tensor in named_tensors(module)}
+    made: dict[int, torch.Tensor] = {}
+    for child in module.modules():
+        plain = {k: v for k, v in vars(child).items() if isinstance(v, torch.Tensor)}
+        for kind, table in (("parameter", child._parameters), ("buffer", child._buffers), ("plain", plain)):
+            for leaf, tensor in list(table.items()):
+                if tensor is None or kind not in kinds:
+                    continue
+                if id(tensor) not in made:
+                    made[id(tensor)] = make(*names[id(tensor)])
+                if kind == "plain":
+                    child.__dict__[leaf] = made[id(tensor)]
+                else:
+                    table[leaf] = made[id(tensor)]  # type: ignore[assignment]
+
+
+def _parameter(old: torch.Tensor, value: torch.Tensor) -> nn.Parameter:
+    new = nn.Parameter(value, requires_grad=old.requires_grad)
+    new.__dict__.update(old.__dict__)  # marks that users or libraries left on it
+    return new
+
+
+def fill_parameters(module: nn.Module, value_of: ValueOf, dtype: torch.dtype, device: torch.device) -> None:
+    """Whole parameters on the device, floating-point ones in `dtype`."""
+
+    def make(name: str, old: torch.Tensor) -> torch.Tensor:
+        value = value_of(name)
+        return _parameter(old, value.to(device, dtype if value.is_floating_point() else None, copy=True))
+
+    _replace(module, make, ("parameter",))
+
+
+def empty_parameters(module: nn.Module, dtype: torch.dtype) -> None:
+    """Parameters on the meta device: shapes alone."""
+
+    def make(name: str, old: torch.Tensor) -> torch.Tensor:
+        kind = dtype if old.is_floating_point() else old.dtype
+        return _parameter(old, torch.empty(old.shape, dtype=kind, device="meta"))
+
+    _replace(module, make, ("parameter",))
+
+
+def fill_buffers(module: nn.Module, value_of: ValueOf, precision: Precision, device: torch.device) -> None:
+    """Buffers and plain tensor attributes made anew on the device."""
+
+    def make(name: str, old: torch.Tensor) -> torch.Tensor:
+        value = value_of(name)
+        dtype = precision.buffers if value.is_floating_point() else value.dtype
+        return value.to(device, dtype, copy=True)
+
+    _replace(module, make, ("buffer", "plain"))

@@ -1,0 +1,187 @@
+"""The optimizer over whole parameters or over pieces of them, and finding out by trial which pieces it bears.
+
+`Task.optimizer` always sees parameters in their full shapes, so that it may choose by shape. Under ZeRO its groups
+are then pointed at this rank's pieces. That equals one process only if each element's update depends on that
+element's history alone, which is tried on small tensors before the first step: whole against pieces, in float64.
+
+    elementwise   AdamW, SGD, Adagrad, Lion, ...     pieces of any kind
+    per tensor    Adafactor, Muon, LAMB, ...         whole tensors: replicas only
+    joint         LBFGS                              all tensors at once, with a closure: replicas only
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from shardwise.engine.groups import named_groups
+from shardwise.errors import InputError, RefusedPlan
+from shardwise.parallel.slots import Slot
+
+OptimizerFn = Callable[[list[dict]], Optimizer]
+_TRIAL_STEPS = 4
+_TRIAL_TOLERANCE = 1e-10
+
+
+@dataclass(frozen=True)
+class Nature:
+    """What the trial found: "elementwise", "per tensor" or "joint", and the narrowest dtype it computes in."""
+
+    kind: str
+    narrow: torch.dtype | None
+    needs_closure: bool
+
+
+class _NarrowDtypes(TorchDispatchMode):
+    """Notes results of fewer bits than float64 that float64 inputs were turned into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        wide = any(isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float64 for leaf in tree_flatten(args)[0])
+        for leaf in tree_flatten(output)[0]:
+            if wide and isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.dtype != torch.float64:
+                self.seen.add(leaf.dtype)
+        return output
+
+
+def construct(make: OptimizerFn, params: Sequence[torch.Tensor]) -> Optimizer:
+    """Call the task's optimizer function; raises `InputError` for what it should not return."""
+    optimizer = make(named_groups(params))
+    if not isinstance(optimizer, Optimizer):
+        raise InputError(f"Task.optimizer must return a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    return optimizer
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Whether `step` cannot be called without a closure (LBFGS)."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def over_pieces(make: OptimizerFn, shapes: Sequence[torch.Size], pieces: dict[int, list[nn.Parameter]]) -> Optimizer:
+    """An optimizer made for full shapes, updating pieces: `pieces[i]` belong to the i-th parameter."""
+    dtype = next((p.dtype for held in pieces.values() for p in held), torch.float32)
+    full = [nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")) for shape in shapes]
+    optimizer = construct(make, full)
+    held = {id(param): pieces.get(index, []) for index, param in enumerate(full)}
+    for group in optimizer.param_groups:
+        group["params"] = [piece for param in group["params"] for piece in held[id(param)]]
+    if optimizer.state:
+        return _remade(optimizer)
+    return optimizer
+
+
+def _remade(optimizer: Optimizer) -> Optimizer:
+    """The same class and settings over the pieces, for classes that make state when they are built (Adagrad)."""
+    accepted = inspect.signature(type(optimizer).__init__).parameters
+    settings = {key: value for key, value in optimizer.defaults.items() if key in accepted}
+    return type(optimizer)(optimizer.param_groups, **settings)  # type: ignore[call-arg]
+
+
+def try_out(make: OptimizerFn, shapes: Sequence[torch.Size]) -> Nature:
+    """Run the optimizer on small tensors of the same kinds of shape: whole, one at a time, and in pieces."""
+    small = _small_shapes(shapes)
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(shape, dtype=torch.float64, generator=generator) for shape in small]
+    gradients = [
+        [torch.randn(shape, dtype=torch.float64, generator=generator) for shape in small] for _ in range(_TRIAL_STEPS)
+    ]
+    whole = [nn.Parameter(value.clone()) for value in values]
+    optimizer = construct(make, whole)
+    if needs_closure(optimizer):
+        return Nature("joint", None, True)
+    narrow = _NarrowDtypes()
+    with narrow:
+        _run(optimizer, whole, gradients)
+    dtype = min(narrow.seen, key=lambda d: torch.finfo(d).bits, default=None)
+    bar = _TRIAL_TOLERANCE if dtype is None else 1e-2
+    if _same(whole, _trial(lambda: _in_pieces(make, values, gradients, _halves)), bar):
+        return Nature("elementwise", dtype, False)
+    if _same(whole, _trial(lambda: _one_at_a_time(make, values, gradients)), bar):
+        return Nature("per tensor", dtype, False)
+    return Nature("joint", dtype, False)
+
+
+def _small_shapes(shapes: Sequence[torch.Size]) -> list[torch.Size]:
+    kinds: dict[int, torch.Size] = {}
+    for shape in shapes:
+        kinds.setdefault(len(shape), torch.Size(min(size, 5 + place) for place, size in enumerate(shape)))
+    return [shape for shape in kinds.values() for _ in range(2)]
+
+
+def _run(optimizer: Optimizer, params: Sequence[torch.Tensor], gradients: list[list[torch.Tensor]]) -> None:
+    for step in gradients:
+        for param, gradient in zip(params, step, strict=True):
+            param.grad = gradient.clone()
+        optimizer.step()
+
+
+def _trial(attempt: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor] | None:
+    """The attempt's result; None when the optimizer rejects pieces (Muon takes matrices only)."""
+    try:
+        return attempt()
+    except (ValueError, RuntimeError, IndexError, TypeError):
+        return None
+
+
+def _same(whole: Sequence[torch.Tensor], other: list[torch.Tensor] | None, bar: float) -> bool:
+    return other is not None and all(
+        float((a.detach() - b.detach().view(a.shape)).abs().max()) <= bar for a, b in zip(whole, other, strict=True) if a.numel()
+    )
+
+
+def _halves(count: int) -> list[tuple[int, int]]:
+    cut = max(1, count // 3)
+    return [(0, cut), (cut, count)]
+
+
+def _in_pieces(make: OptimizerFn, values, gradients, cut) -> list[torch.Tensor]:
+    flats = [value.clone().view(-1) for value in values]
+    shapes = [value.shape for value in values]
+    for rank in range(2):
+        spans = [cut(flat.numel())[rank] for flat in flats]
+        pieces = {i: [nn.Parameter(flats[i][low:high])] for i, (low, high) in enumerate(spans) if low < high}
+        optimizer = over_pieces(make, shapes, pieces)
+        order = sorted(pieces)
+        mine = [[step[i].view(-1)[slice(*spans[i])] for i in order] for step in gradients]
+        _run(optimizer, [pieces[i][0] for i in order], mine)
+    return flats
+
+
+def _one_at_a_time(make: OptimizerFn, values, gradients) -> list[torch.Tensor]:
+    done = []
+    for index, value in enumerate(values):
+        param = nn.Parameter(value.clone())
+        _run(construct(make, [param]), [param], [[step[index]] for step in gradients])
+        done.append(param.detach())
+    return done
+
+
+def make_optimizer(make: OptimizerFn, slots: list[Slot], shapes: Sequence[torch.Size], index_of: dict[str, int],
+                   zero: int) -> tuple[Optimizer, Nature]:  # fmt: skip
+    """The optimizer for this rank's slots. Raises `RefusedPlan` when it does not bear the pieces that they are."""
+    nature = try_out(make, shapes)
+    if all(slot.whole for slot in slots) and zero == 0:
+        return construct(make, [slot.master for slot in slots]), nature
+    if nature.kind != "elementwise":
+        raise RefusedPlan(
+            f"zero={zero} gives the optimizer pieces of parameters, and on a trial its updates of pieces differ from "
+            f"those of whole parameters ({nature.kind} optimizer): use zero=0 (dp_replicate), or an elementwise "
+            "optimizer such as AdamW"
+        )
+    pieces: dict[int, list[nn.Parameter]] = {}
+    for slot in slots:
+        if slot.master.numel():
+            pieces.setdefault(index_of[slot.name], []).append(slot.master)
+    return over_pieces(make, shapes, pieces), nature

@@ -1,0 +1,37 @@
+"""Dynamic loss scale for fp16: powers of two, so that scaling itself rounds nothing.
+
+Source: Micikevicius et al., "Mixed Precision Training" (ICLR 2018), section 3.2.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from shardwise.comm import Axis, gather_rows
+
+GROW_AFTER = 2000
+
+
+class LossScale:
+    """`value` multiplies the sum of losses; it halves on overflow and doubles after many steps without one."""
+
+    def __init__(self) -> None:
+        self.value = 0.0
+        self._good_steps = 0
+
+    def factor(self, weight: float, axis: Axis, device: torch.device) -> float:
+        """The scale; the first call chooses 2^15 over the global weight, since sums grow with it."""
+        if not self.value:
+            table = gather_rows(torch.tensor([weight], dtype=torch.float64, device=device), axis)
+            self.value = 2.0 ** (15 - round(math.log2(max(float(table.sum()), 1.0))))
+        return self.value
+
+    def update(self, *, overflow: bool) -> None:
+        """After each step."""
+        self._good_steps = 0 if overflow else self._good_steps + 1
+        if overflow:
+            self.value /= 2
+        elif self._good_steps % GROW_AFTER == 0:
+            self.value *= 2

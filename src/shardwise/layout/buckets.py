@@ -1,0 +1,62 @@
+"""Flat buckets: parameters laid end to end, in the order in which backward is expected to finish them.
+
+    bucket 0 |  w4  | b4 |pad|      each bucket is a multiple of the shard degree, so shards are equal:
+    bucket 1 |   w3     | b3 |      rank r holds [r*size/N, (r+1)*size/N) of every bucket
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One parameter in a bucket: its index in the list given, and its place [start, stop)."""
+
+    index: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """Entries end to end, then padding up to `size`."""
+
+    entries: tuple[Entry, ...]
+    size: int
+
+    def shard(self, ranks: int, rank: int) -> tuple[int, int]:
+        """[start, stop) of the bucket that this rank holds."""
+        each = self.size // ranks
+        return each * rank, each * (rank + 1)
+
+    def pieces(self, ranks: int, rank: int) -> list[tuple[Entry, int, int]]:
+        """(entry, first, last) for each parameter that overlaps this rank's shard, in bucket coordinates."""
+        low, high = self.shard(ranks, rank)
+        overlaps = ((e, max(e.start, low), min(e.stop, high)) for e in self.entries)
+        return [(entry, first, last) for entry, first, last in overlaps if first < last]
+
+
+def lay_out(sizes: list[int], cap: int, ranks: int, first_cap: int | None = None) -> list[BucketLayout]:
+    """Buckets of at most `cap` elements (one larger parameter fills its own), last parameter first.
+
+    `first_cap` bounds the first bucket, so that communication starts early in backward.
+    """
+    buckets: list[BucketLayout] = []
+    entries: list[Entry] = []
+    filled = 0
+
+    def close() -> None:
+        nonlocal entries, filled
+        if entries:
+            buckets.append(BucketLayout(tuple(entries), -(-filled // ranks) * ranks))
+        entries, filled = [], 0
+
+    for index in reversed(range(len(sizes))):
+        limit = first_cap if first_cap is not None and not buckets else cap
+        if entries and filled + sizes[index] > limit:
+            close()
+        entries.append(Entry(index, filled, filled + sizes[index]))
+        filled += sizes[index]
+    close()
+    return buckets

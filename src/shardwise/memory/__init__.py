@@ -1,0 +1,1 @@
+"""Memory: recompute in backward, and counting the bytes that are live."""

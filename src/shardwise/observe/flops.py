@@ -1,0 +1,91 @@
+"""How many floating-point operations a sample costs, and how many the device could do.
+
+Two conventions, and each number is shown with the one it follows:
+
+language tasks  6 for each token and parameter (Kaplan et al. 2020, section 2.1): 2 forward, 4 backward. The
+                rows of embedding tables that are only looked up are not parameters here, and the products of
+                attention scores are not counted.
+all others      matrix products, convolutions and attention of one forward pass of one sample, times 3. Counted
+                by torch's `FlopCounterMode` on meta tensors: shapes only, so nothing is computed or allocated.
+
+What is computed again under `remat`, and the stand-ins of ranks without a sample, are left out, as is usual
+for MFU (Chowdhery et al. 2022, appendix B).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+BY_PARAMETERS = "6 per token and parameter; looked-up embeddings and attention scores not counted"
+BY_COUNTING = "3 x the products, convolutions and attention of one forward pass"
+
+# dense peaks in TFLOP/s by part of the device's name: (16-bit, tf32, fp32); from the vendors' data sheets
+PEAKS: tuple[tuple[str, float, float, float], ...] = (
+    ("H200", 989, 494, 67),
+    ("GH200", 989, 494, 67),
+    ("H100 PCIe", 756, 378, 51),
+    ("H100 NVL", 835, 417, 60),
+    ("H100", 989, 494, 67),
+    ("A100", 312, 156, 19.5),
+    ("L40S", 362, 183, 91.6),
+)
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Operations of one sample, forward and backward; None where they could not be counted."""
+
+    per_sample: float | None
+    convention: str
+
+
+def count_flops(model: Callable[[], nn.Module], sample: Any, inputs: Callable, tokens_per_sample: int | None) -> Flops:
+    """The FLOPs of one sample; `sample` is a batch of one. Never fails: the convention says why there are none."""
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            built = model().eval()
+        if tokens_per_sample is not None:
+            return Flops(6.0 * tokens_per_sample * _multiplied(built), BY_PARAMETERS)
+        return Flops(3.0 * _forward(built, sample, inputs), BY_COUNTING)
+    except Exception as error:  # any model may refuse meta tensors; a run needs no FLOPs
+        return Flops(None, f"FLOPs not counted: the model does not run on shapes alone ({type(error).__name__})")
+
+
+def _multiplied(model: nn.Module) -> int:
+    """Parameters that take part in products: all but the embedding tables that nothing else uses."""
+    users: dict[int, set[type]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            users.setdefault(id(parameter), set()).add(type(module))
+    looked_up = {key for key, kinds in users.items() if kinds == {nn.Embedding}}
+    return sum(p.numel() for p in model.parameters() if id(p) not in looked_up)
+
+
+def _forward(model: nn.Module, sample: Any, inputs: Callable) -> int:
+    from torch.utils import _pytree as pytree
+    from torch.utils.flop_counter import FlopCounterMode
+
+    moved = pytree.tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, sample)
+    args, kwargs = inputs(moved)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(*args, **kwargs)
+    return counter.get_total_flops()
+
+
+def peak_flops(device: torch.device, precision: str) -> float | None:
+    """Dense peak FLOP/s of the device at this precision, or None where it is not known."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    for part, half, tf32, single in PEAKS:
+        if part in name:
+            if precision in ("bf16", "bf16-full", "fp16"):
+                return half * 1e12
+            if precision == "fp32":
+                return (tf32 if torch.backends.cuda.matmul.allow_tf32 else single) * 1e12
+    return None

@@ -1,0 +1,66 @@
+"""The run folder `runs/<timestamp>-<name>/`: what was asked for, what came of it, and with which versions.
+
+config.toml        the effective configuration, each value with its source; `shardwise train` reads it again
+plan.toml          the plan, every field written out
+versions.json      python, torch, shardwise, platform, device
+metrics.jsonl      one line for each step and each evaluation
+model.safetensors  the weights at the end
+summary.json       the final table
+ranks/             what the other ranks wrote
+
+One process makes it: the one that launches the ranks, or rank 0 under torchrun.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+from pathlib import Path
+from typing import Any
+
+import shardwise
+from shardwise.config import Effective, show
+from shardwise.errors import InputError
+from shardwise.observe.metrics import finite
+
+
+def make_folder(out: str | Path, name: str) -> Path:
+    """A new folder below `out`; a second run in the same second gets a number."""
+    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    for number in range(1, 1000):
+        folder = Path(out) / (f"{stamp}-{name}" + (f"-{number}" if number > 1 else ""))
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            if not Path(out).is_dir():
+                raise InputError(f"train.out = {str(out)!r} is not a folder") from None
+        except OSError as error:
+            raise InputError(f"train.out: {folder} cannot be made: {error.strerror}") from None
+    raise InputError(f"train.out: {out} holds 999 runs named {stamp}-{name}")
+
+
+def write_inputs(folder: Path, effective: Effective, device: str) -> None:
+    """What the run was asked for: configuration, plan and versions."""
+    (folder / "config.toml").write_text(show(effective), encoding="utf-8")
+    (folder / "plan.toml").write_text(effective.plan.to_toml(), encoding="utf-8")
+    write_json(folder / "versions.json", versions(device))
+
+
+def versions(device: str) -> dict[str, str]:
+    """What the run ran on."""
+    import torch
+
+    return {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "shardwise": shardwise.__version__,
+        "platform": platform.platform(),
+        "device": device,
+    }
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """The value as indented JSON."""
+    path.write_text(json.dumps(finite(value), indent=2, allow_nan=False) + "\n", encoding="utf-8")

@@ -1,0 +1,32 @@
+"""The metrics file: one JSON object on each line, written and flushed at once, so a run that dies keeps them."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+
+class MetricsFile:
+    """Appends records to `metrics.jsonl`."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, record: dict[str, Any]) -> None:
+        """One line. A number that is not finite becomes null, for JSON has no name for it."""
+        self._file.write(json.dumps(finite(record), allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def finite(value: Any) -> Any:
+    """The value with every number that is not finite replaced by None, in dicts and lists too."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

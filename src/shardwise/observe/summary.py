@@ -1,0 +1,57 @@
+"""The final table of a run, as text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardwise.observe.progress import short, size
+
+
+def summary_text(summary: dict[str, Any]) -> str:
+    """`summary.json` for a reader: loss, speed, memory of each rank, where things lie, what the model wrote."""
+    rows = [("run", summary["folder"]), ("task", summary["task"]), ("plan", _plan(summary))]
+    rows += [("steps", _steps(summary)), ("loss", _loss(summary)), ("speed", _speed(summary))]
+    rows += _memory(summary["memory"])
+    rows.append(("weights", summary["weights"]))
+    lines = [f"{name:<8}  {value}" for name, value in rows]
+    if summary.get("text"):
+        lines += ["", "what the model wrote:", *(f"  | {line}" for line in summary["text"].splitlines())]
+    return "\n".join(lines)
+
+
+def _plan(summary: dict[str, Any]) -> str:
+    return f"{summary['plan']} ({summary['world_size']} rank{'s' if summary['world_size'] > 1 else ''})"
+
+
+def _steps(summary: dict[str, Any]) -> str:
+    skipped = f", {summary['skipped']} skipped" if summary["skipped"] else ""
+    return f"{summary['steps']} in {summary['seconds']:.1f} s{skipped}"
+
+
+def _loss(summary: dict[str, Any]) -> str:
+    text = f"{_number(summary['first_loss'])} -> {_number(summary['loss'])}"
+    if summary["eval_loss"] is not None:
+        text += f", on held-out data {_number(summary['eval_loss'])}"
+    return text
+
+
+def _number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4f}"
+
+
+def _speed(summary: dict[str, Any]) -> str:
+    unit = summary["unit"]
+    text = f"{short(summary[f'{unit}_per_s'])} {unit}/s"
+    if "mfu" in summary:
+        text += f", MFU {100 * summary['mfu']:.1f} % ({summary['flops_convention']})"
+    elif "flops_per_s_per_rank" in summary:
+        text += f", {short(summary['flops_per_s_per_rank'])}FLOP/s per rank ({summary['flops_convention']})"
+    return text
+
+
+def _memory(ranks: list[dict[str, int]]) -> list[tuple[str, str]]:
+    rows = []
+    for rank, memory in enumerate(ranks):
+        parts = [f"{name} {size(count)}" for name, count in memory.items() if count is not None]
+        rows.append(("memory" if rank == 0 else "", f"rank {rank}: {', '.join(parts)}"))
+    return rows

@@ -1,0 +1,71 @@
+"""What every data-parallel technique offers to the engine.
+
+A `Slot` is one trainable parameter as the optimizer sees it on this rank: the whole of it, or a piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+
+
+@dataclass
+class Slot:
+    """One trainable parameter on this rank.
+
+    name    its path in the module
+    shape   its full shape
+    master  what the optimizer updates: the whole tensor, or this rank's flat or dim-0 piece
+    whole   `master` is the whole parameter
+    """
+
+    name: str
+    shape: torch.Size
+    master: nn.Parameter
+    whole: bool
+
+
+@dataclass
+class Phase:
+    """Where the engine is in a step, for what must know it inside the module."""
+
+    in_backward: bool = False
+    stand_in: bool = False  # this rank runs a sample that counts nothing
+
+
+ValueOf = Callable[[str], torch.Tensor]  # name -> full initial tensor on the CPU
+
+
+class DataParallel(Protocol):
+    """A technique: owns the parameters' storage, reduces gradients, publishes updated weights."""
+
+    slots: list[Slot]
+    reduced_over: int  # ranks whose gradients are summed
+
+    def start_step(self) -> None:
+        """Forget the last step's gradients."""
+
+    def start_micro_batch(self, *, last: bool) -> None:
+        """Before each forward."""
+
+    def finish_micro_batch(self) -> set[int]:
+        """After each backward; returns which parameters (by index) this rank's backward reached."""
+        ...
+
+    def finish_step(self, used: set[int]) -> None:
+        """Wait for reductions and set `slot.master.grad`: the sum over ranks, None where no rank used it."""
+
+    def publish(self) -> None:
+        """After the optimizer: bring the module's weights up to the masters."""
+
+    def full_parameter(self, index: int) -> torch.Tensor:
+        """The whole master weight, on every rank. Collective."""
+        ...
+
+    def full_gradient(self, index: int) -> torch.Tensor | None:
+        """The whole gradient, on every rank, None where unused. Collective."""
+        ...

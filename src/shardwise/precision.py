@@ -1,0 +1,65 @@
+"""Which dtype holds what, from the plan's `precision` and `reduce_dtype`.
+
+| precision | compute | master and optimizer state | gradients summed in |
+|---|---|---|---|
+| fp32 | float32 | float32 | float32 |
+| fp64 | float64 | float64 | float64 |
+| bf16 | bfloat16 | float32 | float32 |
+| bf16-full | bfloat16 | bfloat16 | float32 |
+| fp16 | float16, with a loss scaler | float32 | float32 |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from shardwise.layout import Plan
+
+_DTYPES = {
+    "fp32": (torch.float32, torch.float32),
+    "fp64": (torch.float64, torch.float64),
+    "bf16": (torch.bfloat16, torch.float32),
+    "bf16-full": (torch.bfloat16, torch.bfloat16),
+    "fp16": (torch.float16, torch.float32),
+}
+_REDUCE = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Dtypes of one plan. `mixed` where the module computes in another dtype than its master weights."""
+
+    compute: torch.dtype
+    master: torch.dtype
+    reduce: torch.dtype
+    scaled: bool  # the loss is scaled against underflow, and an overflow skips the step
+
+    @classmethod
+    def of(cls, plan: Plan) -> Precision:
+        """The dtypes that a plan asks for."""
+        compute, master = _DTYPES[plan.precision]
+        auto = torch.float64 if plan.precision == "fp64" else torch.float32
+        reduce = auto if plan.reduce_dtype == "auto" else _REDUCE[plan.reduce_dtype]
+        return cls(compute, master, reduce, plan.precision == "fp16")
+
+    @property
+    def mixed(self) -> bool:
+        """Whether a master copy exists beside the module's weights."""
+        return self.compute != self.master
+
+    @property
+    def buffers(self) -> torch.dtype:
+        """Floating-point buffers keep this dtype: statistics and tables lose too much in 16 bits."""
+        return torch.float64 if self.compute == torch.float64 else torch.float32
+
+    def cast_inputs(self, tree):
+        """Floating-point tensors of a pytree in the compute dtype."""
+        return tree_map_only(torch.Tensor, lambda t: t.to(self.compute) if t.is_floating_point() else t, tree)
+
+    def cast_outputs(self, tree):
+        """Floating-point outputs in at least float32, so that the loss is summed in it."""
+        wide = torch.promote_types(self.compute, torch.float32)
+        return tree_map_only(torch.Tensor, lambda t: t.to(wide) if t.is_floating_point() else t, tree)

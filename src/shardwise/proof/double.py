@@ -1,0 +1,38 @@
+"""Keep float64 arithmetic float64 inside modules that ask for float32.
+
+Many modules compute norms, rotary tables or softmax in float32 whatever their input. In a float64 proof that would
+round differently wherever two runs differ in the last bit. While this mode is active, turning float64 into a narrower
+floating-point dtype leaves it float64.
+
+What this does not do: change tensors that were float32 from the start, or kernels that have no float64.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_NARROW = (torch.float32, torch.bfloat16, torch.float16)
+_aten = torch.ops.aten
+
+
+class KeepDouble(TorchDispatchMode):
+    """Casts from float64 to narrower floats are left out; `met` tells whether there were any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.met = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if func is _aten._to_copy.default and args[0].dtype == torch.float64 and kwargs.get("dtype") in _NARROW:
+            self.met = True
+            kwargs["dtype"] = torch.float64
+        elif kwargs.get("dtype") in _NARROW and _has_double(args):
+            self.met = True
+            kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)
+
+
+def _has_double(args: tuple) -> bool:
+    return any(isinstance(a, torch.Tensor) and a.dtype == torch.float64 for a in args)

@@ -1,0 +1,110 @@
+"""The oracle: a plain loop in one process, written without the engine.
+
+For each micro-batch: forward, backward of the sum. Then every gradient is divided by the total weight, clipped, and
+the optimizer steps. Masks are drawn by global index, as the engine's `global` mode does.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.engine.batching import samples_in, slice_samples
+from shardwise.engine.groups import named_groups
+from shardwise.engine.loss import read_loss
+from shardwise.errors import InputError
+from shardwise.layout.dealing import micro_batches
+from shardwise.proof.double import KeepDouble
+from shardwise.proof.record import Record, kept
+from shardwise.proof.settings import Settings, global_batch, raise_eps
+from shardwise.random import BatchDims, GlobalRandom, Samples
+from shardwise.task import Task
+from shardwise.trace.deferred import build, named_tensors
+
+
+def run_oracle(task: Task, settings: Settings) -> Record:
+    """Train `settings.steps` steps in this process in float64 and record everything."""
+    module = _module(task, settings.seed, settings.dtype)
+    named = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
+    optimizer = task.optimizer(named_groups([param for _, param in named]))
+    raise_eps(optimizer)
+    record = Record(lr=max(float(group.get("lr", 0.0)) for group in optimizer.param_groups))
+    record.initial = {name: kept(param) for name, param in module.named_parameters()}
+    random = GlobalRandom(BatchDims())
+    for step in range(settings.steps):
+        batch = _cast(global_batch(task, settings, step), settings.dtype)
+
+        def gradients(batch: Any = batch, step: int = step) -> float:
+            return _gradients(task, module, named, batch, step, settings, random)
+
+        if _needs_closure(optimizer):
+            losses: list[float] = []
+
+            def closure(losses: list[float] = losses, gradients=gradients) -> float:
+                losses.append(gradients())
+                return losses[-1]
+
+            optimizer.step(closure)
+            record.losses.append(losses[0])
+        else:
+            record.losses.append(gradients())
+            optimizer.step()
+        record.gradients.append({name: None if p.grad is None else kept(p.grad) for name, p in named})
+        record.parameters.append({name: kept(param) for name, param in module.named_parameters()})
+        record.buffers.append({name: kept(buffer) for name, buffer in module.named_buffers()})
+    return record
+
+
+def _gradients(task, module, named, batch, step, settings: Settings, random: GlobalRandom) -> float:
+    for _, param in named:
+        param.grad = None
+    total, weight = 0.0, 0.0
+    for index, (low, high) in enumerate(micro_batches(samples_in(batch), settings.accumulate)):
+        part = slice_samples(batch, low, high)
+        count = high - low
+        random.begin(settings.seed, step, index, Samples(0, count, count))
+        with random.watching(module), KeepDouble():
+            args, kwargs = task.inputs(part)
+            loss = read_loss(task.loss(module(*args, **kwargs), part))
+            objective = loss.total
+            for extra in loss.extras.values():
+                factor = 1.0 if extra.weight is None else (loss.weight / extra.weight if extra.weight else 0.0)
+                objective = objective + extra.total * factor
+            objective.backward()
+        total += float(objective.detach())
+        weight += loss.weight
+    if weight == 0:
+        raise InputError("the global weight of a batch is 0: no sample or token counts")
+    gradients = [param.grad for _, param in named if param.grad is not None]
+    for gradient in gradients:
+        gradient.div_(weight)
+    if settings.clip_norm is not None:
+        nn.utils.clip_grad_norm_([p for _, p in named if p.grad is not None], settings.clip_norm)
+    return total / weight
+
+
+def _module(task: Task, seed: int, dtype: torch.dtype) -> nn.Module:
+    """The module with its replayed initial values, in the proof's dtype."""
+    built = build(task.model, seed)
+    module = built.module
+    values = {id(tensor): built.value(name).clone() for name, tensor in named_tensors(module)}
+    with torch.no_grad():
+        for _, tensor in named_tensors(module):
+            tensor.data = values[id(tensor)]
+            if tensor.is_floating_point():
+                tensor.data = tensor.data.to(dtype)
+    return module.train()
+
+
+def _cast(batch: Any, dtype: torch.dtype) -> Any:
+    from torch.utils._pytree import tree_map_only
+
+    return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
+
+
+def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty

@@ -1,0 +1,198 @@
+"""`verify(task, plan)`: is the plan, on this task, equal to one process?
+
+One process in float64 and N ranks under the plan take the same optimizer steps on the same global batches. Compared
+by name: the loss, every gradient, every updated parameter and buffer.
+
+    error of a tensor = max|a - b| / max(max|b|, floor)      b: one process
+    floor             gradient: 1e-4 of the model's largest; parameter: the learning rate; buffer: 1
+
+The floors keep a true gradient of zero (a bias before batch norm) from failing or hiding a run by its rounding.
+
+What this does not prove: the plan's own precision (both sides run in float64), its speed, or other batch shapes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import InputError, RefusedPlan, ShardwiseError, did_you_mean
+from shardwise.layout import Plan, check
+from shardwise.task import Task
+
+LOSS_BAR = 1e-10
+PARAMETER_BAR = 1e-10
+BUFFER_BAR = 1e-10
+GRADIENT_BAR = 1e-9
+GRADIENT_FLOOR = 1e-4
+
+
+@dataclass
+class Parity:
+    """The outcome of one proof; errors are relative, the largest over the steps, by tensor name."""
+
+    plan: str
+    world_size: int
+    loss_error: float | None = None
+    gradient_error: dict[str, float] = field(default_factory=dict)
+    parameter_error: dict[str, float] = field(default_factory=dict)
+    buffer_error: dict[str, float] = field(default_factory=dict)
+    bars: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    differences: list[str] = field(default_factory=list)  # what no number expresses: a gradient on one side only
+    refused: str | None = None
+    error: str | None = None
+
+    @property
+    def parity(self) -> bool:
+        """Whether everything compared is within its bar."""
+        if self.refused or self.error or self.differences or self.loss_error is None:
+            return False
+        within = [self.loss_error <= self.bars["loss"]]
+        within += [error <= self.bars["gradient"] for error in self.gradient_error.values()]
+        within += [error <= self.bars["parameter"] for error in self.parameter_error.values()]
+        within += [error <= self.bars["buffer"] for error in self.buffer_error.values()]
+        return all(within)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "parity": self.parity,
+            "loss_error": self.loss_error,
+            "gradient_error": self.gradient_error,
+            "parameter_error": self.parameter_error,
+            "buffer_error": self.buffer_error,
+            "bars": self.bars,
+            "refused": self.refused,
+            "error": self.error,
+            "differences": self.differences,
+            "world_size": self.world_size,
+            "plan": self.plan,
+            "notes": self.notes,
+        }
+
+    def text(self) -> str:
+        """A few lines for a person."""
+        if self.refused:
+            return f"refused: {self.refused}"
+        if self.error:
+            return f"error: {self.error}"
+        lines = [f"plan {self.plan} on {self.world_size} ranks against one process, float64"]
+        lines.append(f"  loss        {self.loss_error:.1e}   (bar {self.bars['loss']:.0e})")
+        for kind in ("gradient", "parameter", "buffer"):
+            errors: dict[str, float] = getattr(self, f"{kind}_error")
+            if errors:
+                worst = max(errors, key=lambda name: errors[name])
+                lines.append(
+                    f"  {kind + 's':11s} {errors[worst]:.1e}   (bar {self.bars[kind]:.0e}; "
+                    f"largest of {len(errors)}: {worst})"
+                )
+        lines += [f"  different: {what}" for what in self.differences]
+        lines += [f"  note: {note}" for note in self.notes]
+        lines.append("EQUAL to one process" if self.parity else "NOT EQUAL to one process")
+        return "\n".join(lines)
+
+
+def resolve(task: Task | str | Callable[[], Task]) -> Task:
+    """A `Task`, from itself, from a zero-argument callable, or from `module:name`."""
+    if isinstance(task, Task):
+        return task
+    made = _imported(task) if isinstance(task, str) else task
+    value = made() if callable(made) and not isinstance(made, Task) else made
+    if not isinstance(value, Task):
+        raise InputError(f"{task} must return a shardwise.Task, got {type(value).__name__}")
+    return value
+
+
+def _imported(name: str) -> Any:
+    module_name, colon, attribute = name.partition(":")
+    if not colon or not attribute:
+        raise InputError(f"a task is given as module:name, got {name!r}")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise InputError(f"task {name}: no module '{error.name}' on the Python path or in {os.getcwd()}") from None
+    if not hasattr(module, attribute):
+        hint = did_you_mean(attribute, dir(module))
+        raise InputError(f"task {name}: module '{module_name}' has no '{attribute}'{hint}")
+    return getattr(module, attribute)
+
+
+def verify(
+    task: Task | str | Callable[[], Task],
+    plan: Plan | str,
+    *,
+    steps: int = 2,
+    seed: int = 0,
+    clip_norm: float | None = None,
+    pool: Any = None,
+    timeout_s: float = 600.0,
+) -> Parity:
+    """Prove a plan on a task. Returns a `Parity`; a refused plan is told in its `refused`.
+
+    pool   a `RankPool` to run in; one is made (and closed) where none is given
+    Raises `InputError` for a task that fails in one process too.
+    """
+    from shardwise.proof.compare import compare
+    from shardwise.proof.oracle import run_oracle
+    from shardwise.proof.settings import Settings
+
+    if steps < 1:
+        raise InputError(f"verify needs at least 1 step, got {steps}")
+    plan = Plan.parse(plan)
+    parity = Parity(str(plan), plan.world_size)
+    try:
+        check(plan)
+    except RefusedPlan as refusal:
+        parity.refused = str(refusal)
+        return parity
+    settings = Settings(steps=steps, seed=seed, accumulate=plan.accumulate, clip_norm=clip_norm)
+    resolved = resolve(task)
+    try:
+        oracle = run_oracle(resolved, settings)
+    except ShardwiseError:
+        raise
+    except Exception as error:
+        raise InputError(f"the task fails in one process too: {_where(error)}") from error
+    parity.notes += _notes(plan)
+    try:
+        record = _run_ranks(task, plan, settings, pool, timeout_s)
+    except RefusedPlan as refusal:
+        parity.refused = str(refusal)
+        return parity
+    compare(parity, oracle, record)
+    return parity
+
+
+def _notes(plan: Plan) -> list[str]:
+    notes = []
+    if plan.precision != "fp64":
+        notes.append(f"precision={plan.precision} is proven in float64: the layout, not the rounding")
+    if plan.compile:
+        notes.append("compile=true is left out of the proof: masks by global index need eager ops")
+    return notes
+
+
+def _where(error: Exception) -> str:
+    frames = inspect.getinnerframes(error.__traceback__) if error.__traceback__ else []
+    site = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{site}"
+
+
+def _run_ranks(task: Any, plan: Plan, settings: Any, pool: Any, timeout_s: float) -> Any:
+    from shardwise.proof.rank import run_rank
+    from shardwise.ranks import RankPool
+
+    exact = plan.with_(precision="fp64", reduce_dtype="auto", compile=False)
+    if pool is not None:
+        return pool.run(run_rank, plan.world_size, task, exact, settings, timeout_s=timeout_s)[0]
+    with RankPool() as own:
+        return own.run(run_rank, plan.world_size, task, exact, settings, timeout_s=timeout_s)[0]

@@ -1,0 +1,45 @@
+"""What both sides of a proof share: the batches, the seed, the dtype and the optimizer's eps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardwise.task import Task
+
+LEAST_EPS = 1e-4  # below it, Adam-family updates turn rounding of near-zero gradients into sign flips
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of one proof. `batch_samples` applies to tasks with a `Source`."""
+
+    steps: int = 2
+    seed: int = 0
+    accumulate: int = 1
+    clip_norm: float | None = None
+    dtype: torch.dtype = torch.float64
+    batch_samples: int = 8
+
+
+def global_batch(task: Task, settings: Settings, step: int) -> Any:
+    """The global batch of a step, the same on both sides."""
+    if task.batch is not None:
+        return task.batch(step)
+    assert task.data is not None
+    length = len(task.data)
+    count = min(settings.batch_samples, length)
+    return task.data.read([(step * count + i) % length for i in range(count)])
+
+
+def raise_eps(optimizer: torch.optim.Optimizer) -> list[float]:
+    """Raise each group's eps to `LEAST_EPS`; returns the values that were below it."""
+    raised = []
+    for group in optimizer.param_groups:
+        eps = group.get("eps")
+        if isinstance(eps, float) and eps < LEAST_EPS:
+            raised.append(eps)
+            group["eps"] = LEAST_EPS
+    return raised

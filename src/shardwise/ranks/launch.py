@@ -1,0 +1,175 @@
+"""`launch`: fresh, supervised processes for one real run. The first failure ends them all."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import InputError
+from shardwise.ranks.messages import RELEASE, pack_call
+from shardwise.ranks.process import START_LIMIT_S, RankProcess
+from shardwise.ranks.supervise import Outcome, make_job, start_error, unpack, watch
+
+GRACE_S = 2.0  # after a first failure: time for the true cause to show, before the others are ended
+
+
+@dataclass(frozen=True)
+class RankEvent:
+    """Something happened to a rank: `started`, `finished` or `failed`. `text` is the failure in one line."""
+
+    kind: str
+    rank: int
+    pid: int
+    text: str = ""
+
+
+def launch(
+    function: Callable[..., Any],
+    world_size: int,
+    args: Sequence[Any] = (),
+    *,
+    timeout_s: float | None = None,
+    log_dir: str | os.PathLike[str] | None = None,
+    on_event: Callable[[RankEvent], None] | None = None,
+    stop_wait_s: float = 5.0,
+) -> list[Any]:
+    """Call `function(*args)` on `world_size` new processes of this machine and return the results in rank order.
+
+    Rank 0 writes to this process's stdout and stderr; so do the others, unless `log_dir` is given: then rank N
+    writes to `log_dir/rankN.log`. A failing rank ends the run: the others get SIGTERM, and SIGKILL `stop_wait_s`
+    later. Ctrl-C and SIGTERM to this process end the ranks the same way before they take effect here.
+    """
+    if world_size < 1:
+        raise InputError(f"world_size is {world_size}; a run needs at least one rank")
+    call = pack_call(function, tuple(args))
+    name = getattr(function, "__qualname__", repr(function))
+    logs = _open_logs(world_size, log_dir)
+    ranks: dict[int, RankProcess] = {}
+    try:
+        with _sigterm_as_exception():
+            try:
+                _start_all(ranks, world_size, logs, on_event)
+                outcome = _supervise(ranks, call, timeout_s, on_event)
+            finally:
+                _end_all(ranks, stop_wait_s)
+    finally:
+        for fd in logs.values():
+            os.close(fd)
+    try:
+        return unpack(outcome, world_size, name, timeout_s)
+    except Exception as error:
+        rank = getattr(error, "rank", 0)
+        if rank in logs and log_dir is not None:
+            error.add_note(f"the output of rank {rank} is in {Path(log_dir) / f'rank{rank}.log'}")
+        raise
+
+
+def _open_logs(world_size: int, log_dir: str | os.PathLike[str] | None) -> dict[int, int]:
+    """File descriptors for the logs of ranks 1 and up; a log that exists is continued."""
+    if log_dir is None:
+        return {}
+    folder = Path(log_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    mode = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    return {rank: os.open(folder / f"rank{rank}.log", mode, 0o644) for rank in range(1, world_size)}
+
+
+def _start_all(
+    ranks: dict[int, RankProcess],
+    world_size: int,
+    logs: dict[int, int],
+    on_event: Callable[[RankEvent], None] | None,
+) -> None:
+    """Fill `ranks`, in place: whatever goes wrong on the way, the caller can end those already started."""
+    for rank in range(world_size):
+        ranks[rank] = RankProcess(f"shardwise-rank-{rank}", logs.get(rank, 1), logs.get(rank, 2))
+    until = time.monotonic() + START_LIMIT_S
+    for rank, process in ranks.items():
+        if not process.wait_ready(until):
+            raise start_error(rank, process.exit_code(wait_s=1.0))
+        if on_event:
+            on_event(RankEvent("started", rank, process.pid))
+
+
+def _supervise(
+    ranks: dict[int, RankProcess],
+    call: bytes,
+    timeout_s: float | None,
+    on_event: Callable[[RankEvent], None] | None,
+) -> Outcome:
+    def notice(kind: str, rank: int, text: str) -> None:
+        if on_event:
+            on_event(RankEvent(kind, rank, ranks[rank].pid, text))
+
+    choices = {"backend": None, "threads": _threads(len(ranks)), "group_timeout_s": timeout_s, "once": True}
+    with tempfile.TemporaryDirectory(prefix="shardwise-", ignore_cleanup_errors=True) as folder:
+        for rank, process in ranks.items():
+            process.send_job(make_job(rank, len(ranks), call, os.path.join(folder, "store"), **choices))
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        outcome = watch(ranks, deadline, GRACE_S, notice)
+        for process in ranks.values():
+            process.say(RELEASE)
+    return outcome
+
+
+def _threads(world_size: int) -> int:
+    """The user's OMP_NUM_THREADS, else an equal share of the CPUs this process may use."""
+    wished = os.environ.get("OMP_NUM_THREADS", "")
+    if wished.isdecimal() and int(wished) > 0:
+        return int(wished)
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, usable // world_size)
+
+
+def _end_all(ranks: dict[int, RankProcess], stop_wait_s: float) -> None:
+    """Wait for ranks that are leaving, ask the rest to, and leave no process behind whatever happens meanwhile."""
+    try:
+        until = time.monotonic() + 0.2
+        for process in ranks.values():
+            process.exit_code(wait_s=max(0.0, until - time.monotonic()))
+        for process in ranks.values():
+            process.terminate()
+        until = time.monotonic() + stop_wait_s
+        for process in ranks.values():
+            process.exit_code(wait_s=max(0.0, until - time.monotonic()))
+    finally:
+        for process in ranks.values():
+            process.kill()
+
+
+class _Terminated(BaseException):
+    """SIGTERM arrived."""
+
+
+@contextmanager
+def _sigterm_as_exception() -> Iterator[None]:
+    """Let SIGTERM unwind the body, so that it ends the ranks; then deliver it to whoever handled it before."""
+    before = signal.getsignal(signal.SIGTERM)
+    if threading.current_thread() is not threading.main_thread() or before in (signal.SIG_IGN, None):
+        yield
+        return
+    arrived = False
+
+    def handle(number: int, frame: Any) -> None:
+        nonlocal arrived
+        if not arrived:  # a second one must not interrupt the ending of the ranks
+            arrived = True
+            raise _Terminated
+
+    signal.signal(signal.SIGTERM, handle)
+    with suppress(_Terminated):
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
+    if arrived:
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise SystemExit(128 + signal.SIGTERM)  # the earlier handler chose to go on; this run is over

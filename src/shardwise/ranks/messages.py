@@ -1,0 +1,97 @@
+"""What travels between the calling process and its ranks: jobs one way, reports the other, always by value."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.errors import InputError
+
+READY = b"ready"  # rank -> caller: the process is up
+IDLE = b"idle"  # rank -> caller: the process group is gone, give me the next job
+RELEASE = b"release"  # caller -> rank: every rank has reported, the process group may go
+
+
+@dataclass(frozen=True)
+class Job:
+    """One function call on one rank, with all that makes the rank look like the caller."""
+
+    rank: int
+    world_size: int
+    store: str  # path of the FileStore
+    backend: str | None  # None: choose by the devices of this machine
+    threads: int
+    group_timeout_s: float | None
+    search_path: list[str]
+    directory: str
+    environment: dict[str, str]
+    call: bytes  # pickled (function, args)
+    once: bool = False  # the process ends with this job
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One rank's end without a result: an exception, or the death of its process."""
+
+    rank: int
+    at: float  # seconds of the monotonic clock, which all processes of a machine share
+    headline: str
+    message: str
+    traceback: str = ""
+    own_class: bytes | None = None  # the pickled class, when it is one of shardwise's errors
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a rank sends when its function has ended: a pickled result, or a failure."""
+
+    result: bytes | None
+    failure: Failure | None
+    spent: bool = False  # the process is in no state for another job
+
+
+class _ByValue(pickle.Pickler):
+    """Copies tensors: only the elements in view, and onto the CPU, so no memory or device is shared."""
+
+    def reducer_override(self, value: Any) -> Any:
+        torch = sys.modules.get("torch")
+        if torch is None or type(value) not in (torch.Tensor, torch.nn.Parameter):
+            return NotImplemented
+        if value.layout != torch.strided or value.device.type == "meta":
+            return NotImplemented
+        whole = value.untyped_storage().nbytes() == value.numel() * value.element_size()
+        if value.device.type == "cpu" and whole and value.is_leaf:
+            return NotImplemented
+        copy = value.detach().cpu().clone()
+        if isinstance(value, torch.nn.Parameter):
+            copy = torch.nn.Parameter(copy, requires_grad=value.requires_grad)
+        return copy.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+
+
+def dumps(value: Any) -> bytes:
+    """Pickle by value. torch.multiprocessing's own way shares file descriptors, which die with the rank."""
+    stream = io.BytesIO()
+    _ByValue(stream, pickle.HIGHEST_PROTOCOL).dump(value)
+    return stream.getvalue()
+
+
+def pack_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    """The call as bytes; a function that the ranks could not find by name is refused here, before they start."""
+    main = sys.modules.get("__main__")
+    if getattr(function, "__module__", None) == "__main__" and not hasattr(main, "__file__"):
+        raise InputError(
+            f"`{function.__qualname__}` is defined in an interactive session or in `python -c`, which ranks cannot "
+            "import; put it in a file"
+        )
+    try:
+        return dumps((function, args))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        name = getattr(function, "__qualname__", repr(function))
+        raise InputError(
+            f"`{name}` and its arguments cannot be sent to the ranks: {error}. Ranks find a function by its module "
+            "and name, so define it at the top level of a module (no lambda, no nested function)."
+        ) from error

@@ -1,0 +1,144 @@
+"""`RankPool`: rank processes that are started once and serve many short runs."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import tempfile
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from shardwise.errors import InputError
+from shardwise.ranks.messages import RELEASE, pack_call
+from shardwise.ranks.process import START_LIMIT_S, RankProcess
+from shardwise.ranks.supervise import Outcome, make_job, start_error, unpack, watch
+
+GRACE_S = 5.0  # what the other ranks get after a first failure
+CLEAN_LIMIT_S = 10.0
+
+
+class RankPool:
+    """Runs functions on ranks. Processes grow on demand and are reused; each run has a process group of its own.
+
+        with RankPool() as pool:
+            sums = pool.run(add_ranks, 4)
+
+    `threads` is each rank's number of torch threads. `quiet` throws the ranks' output away.
+    """
+
+    def __init__(self, threads: int = 1, *, quiet: bool = False):
+        self.threads = threads
+        self.quiet = quiet
+        self._idle: list[RankProcess] = []
+        self._started = 0
+        self._closed = False
+        atexit.register(_close, weakref.ref(self))
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the ranks that wait for work, in rank order of the next run."""
+        return [process.pid for process in self._idle]
+
+    def run(self, function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60.0) -> list[Any]:
+        """Call `function(*args)` on every rank and return the results in rank order.
+
+        The function is found by name in the ranks, so it must stand at the top level of a module. An error on a rank
+        is raised here: shardwise's own errors as they are, all others as RunError; both carry `rank` and
+        `remote_traceback`. The clock of `timeout_s` starts when all ranks are up.
+        """
+        if self._closed:
+            raise InputError("this RankPool is closed; make a new one")
+        if world_size < 1:
+            raise InputError(f"world_size is {world_size}; a run needs at least one rank")
+        call = pack_call(function, args)
+        name = getattr(function, "__qualname__", repr(function))
+        self._grow(world_size)
+        ranks, self._idle = dict(enumerate(self._idle[:world_size])), self._idle[world_size:]
+        try:
+            outcome = self._supervise(ranks, call, timeout_s)
+        except BaseException:
+            for process in ranks.values():
+                process.kill()
+            raise
+        return unpack(outcome, world_size, name, timeout_s)
+
+    def _supervise(self, ranks: dict[int, RankProcess], call: bytes, timeout_s: float) -> Outcome:
+        with tempfile.TemporaryDirectory(prefix="shardwise-", ignore_cleanup_errors=True) as folder:
+            store = os.path.join(folder, "store")
+            choices = {
+                "backend": "gloo",
+                "threads": self.threads,
+                "group_timeout_s": max(timeout_s - min(5.0, timeout_s / 10), 0.1),
+            }
+            for rank, process in ranks.items():
+                process.send_job(make_job(rank, len(ranks), call, store, **choices))
+            outcome = watch(ranks, time.monotonic() + timeout_s, GRACE_S)
+            self._take_back(ranks, outcome)
+        return outcome
+
+    def _take_back(self, ranks: dict[int, RankProcess], outcome: Outcome) -> None:
+        """Keep the ranks that reported and cleaned up; end the others, the next run starts new ones."""
+        for rank in outcome.results:
+            ranks[rank].say(RELEASE)
+        for rank in outcome.stacks:
+            ranks[rank].kill()
+        until = time.monotonic() + CLEAN_LIMIT_S
+        kept = []
+        for rank, process in ranks.items():
+            if rank in outcome.stacks:
+                continue
+            if process.wait_idle(until):
+                kept.append(process)
+            else:
+                process.kill()
+        self._idle = kept + self._idle
+
+    def _grow(self, world_size: int) -> None:
+        """Replace what has died since the last run and start what is missing."""
+        for process in [process for process in self._idle if not process.is_usable()]:
+            process.kill()
+            self._idle.remove(process)
+        fresh = [self._start() for _ in range(world_size - len(self._idle))]
+        until = time.monotonic() + START_LIMIT_S
+        for rank, process in enumerate(fresh, start=len(self._idle)):
+            if not process.wait_ready(until):
+                error = start_error(rank, process.exit_code(wait_s=1.0))
+                for other in fresh:
+                    other.kill()
+                raise error
+        self._idle += fresh
+
+    def _start(self) -> RankProcess:
+        self._started += 1
+        name = f"shardwise-rank-{self._started}"
+        if not self.quiet:
+            return RankProcess(name)
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        try:
+            return RankProcess(name, nowhere, nowhere)
+        finally:
+            os.close(nowhere)
+
+    def close(self) -> None:
+        """End the ranks. Safe to call twice."""
+        self._closed = True
+        leaving, self._idle = self._idle, []
+        for process in leaving:
+            process.dispose()
+        for process in leaving:
+            if process.exit_code(wait_s=2.0) is None:
+                process.kill()
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _close(reference: weakref.ref[RankPool]) -> None:
+    pool = reference()
+    if pool is not None:
+        pool.close()

@@ -1,0 +1,151 @@
+"""The caller's handle on one rank's process: start it, talk to it, ask for its stack, end it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from shardwise.errors import InputError
+from shardwise.ranks.messages import IDLE, READY, Job, Report
+from shardwise.ranks.worker import HandedFd, serve
+
+# Imported once in the fork server, shared by every rank. None of these runs a tensor operation on import,
+# which matters: a process forked after one would hang in its own.
+PRELOAD = [
+    "torch",
+    "torch.distributed.tensor.parallel",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint",
+    "torch._dynamo",
+    "shardwise.ranks.worker",
+]
+START_LIMIT_S = 120.0
+_WORKER_FILE = str(Path(serve.__code__.co_filename))
+
+
+class RankProcess:
+    """One process that runs jobs. `output` and `errors` are file descriptors for its stdout and stderr."""
+
+    def __init__(self, name: str, output: int = 1, errors: int = 2):
+        refuse_where_impossible()
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
+        self.channel, theirs = context.Pipe()
+        self._stacks = tempfile.TemporaryFile(prefix="shardwise-stacks-")  # noqa: SIM115
+        handed = [HandedFd(fd) for fd in (self._stacks.fileno(), output, errors)]
+        self.process = context.Process(target=serve, args=(theirs, *handed), name=name, daemon=False)
+        self.process.start()
+        theirs.close()
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+    @property
+    def sentinel(self) -> int:
+        return self.process.sentinel
+
+    @property
+    def connection(self) -> Connection:
+        return self.channel
+
+    def is_usable(self) -> bool:
+        """Alive and silent: an idle process has nothing to say, so a readable channel is its end."""
+        return not self.channel.poll() and self.process.exitcode is None
+
+    def wait_ready(self, until: float) -> bool:
+        """True when the process is up and says so, False when it died or took too long."""
+        return self._expect(READY, until)
+
+    def wait_idle(self, until: float) -> bool:
+        """True when the last job is cleaned away, False when the process is of no more use."""
+        return self._expect(IDLE, until)
+
+    def _expect(self, word: bytes, until: float) -> bool:
+        try:
+            return self.channel.poll(max(0.0, until - time.monotonic())) and self.channel.recv_bytes() == word
+        except (EOFError, OSError):
+            return False
+
+    def send_job(self, job: Job) -> None:
+        self.say(pickle.dumps(job))
+
+    def say(self, message: bytes) -> None:
+        """Send; a rank that is gone is noticed by whoever waits for its answer."""
+        try:
+            self.channel.send_bytes(message)
+        except (BrokenPipeError, ConnectionResetError):
+            return
+
+    def read_report(self) -> Report | None:
+        """The report that is waiting in the channel, None when the process ended instead of sending one."""
+        try:
+            return pickle.loads(self.channel.recv_bytes())
+        except (EOFError, ConnectionResetError):
+            return None
+
+    def exit_code(self, wait_s: float = 0.0) -> int | None:
+        """Exit code, negative for a signal, None while alive."""
+        self.process.join(wait_s)
+        return self.process.exitcode
+
+    def ask_stack(self) -> None:
+        """Have every thread's Python stack written down; answered in C, so a hung interpreter answers too."""
+        self._signal(signal.SIGUSR1)
+
+    def stack(self) -> str:
+        """What `ask_stack` brought, without the frames of this room."""
+        size = os.fstat(self._stacks.fileno()).st_size
+        return _readable(os.pread(self._stacks.fileno(), size, 0).decode(errors="replace"))
+
+    def terminate(self) -> None:
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End the process by its pid and close what belongs to it."""
+        self._signal(signal.SIGKILL)
+        self.process.join(10)
+        self.dispose()
+
+    def dispose(self) -> None:
+        """Close the caller's ends; an idle process takes this as the end of its service."""
+        self.channel.close()
+        self._stacks.close()
+
+    def _signal(self, number: int) -> None:
+        if self.process.exitcode is None:
+            try:
+                os.kill(self.pid, number)
+            except ProcessLookupError:
+                return
+
+
+def refuse_where_impossible() -> None:
+    """Say plainly where ranks cannot be started: in a rank that imports its script, and without a fork server."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise InputError(
+            "this script starts ranks while a rank is importing it; put the call under "
+            "`if __name__ == '__main__':` so that ranks can import the script without running it"
+        )
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        raise InputError(f"ranks are started by a fork server, which Python does not offer on {sys.platform}")
+
+
+def _readable(dump: str) -> str:
+    """faulthandler's threads, the rank's own watcher left out and this room's outer frames cut off."""
+    kept = []
+    for block in dump.strip().split("\n\n"):
+        lines = block.splitlines()
+        if any("in _end_with_caller" in line for line in lines):
+            continue
+        ours = [index for index, line in enumerate(lines) if _WORKER_FILE in line]
+        kept.append("\n".join(lines[: ours[0]] if ours and ours[0] > 1 else lines))
+    return "\n\n".join(kept)

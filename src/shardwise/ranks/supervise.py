@@ -1,0 +1,181 @@
+"""Watch the ranks of one run until each has reported, died, or outlived its time; then say what went wrong."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
+from typing import Any
+
+from shardwise.errors import RunError, ShardwiseError
+from shardwise.ranks.messages import Failure, Job
+from shardwise.ranks.process import RankProcess
+
+# what a collective says on a rank whose peer has gone or never came
+_ECHO = re.compile(
+    r"connection (closed|reset) by peer|broken pipe|timed out waiting|socket (timeout|closed)|"
+    r"wait timeout|connection refused|DistNetworkError|DistStoreError",
+    re.IGNORECASE,
+)
+_STACK_WAIT_S = 0.3
+Notice = Callable[[str, int, str], None]
+
+
+@dataclass
+class Outcome:
+    """How a run ended: results by rank, failures in the order they came, stacks of ranks that had not ended."""
+
+    results: dict[int, bytes] = field(default_factory=dict)
+    failures: list[Failure] = field(default_factory=list)
+    stacks: dict[int, str] = field(default_factory=dict)
+
+
+def make_job(rank: int, world_size: int, call: bytes, store: str, **choices: Any) -> Job:
+    """A job that carries the caller's directory, search path and environment."""
+    path = [os.path.abspath(entry or os.getcwd()) for entry in sys.path]
+    return Job(
+        rank, world_size, store, search_path=path, directory=os.getcwd(),
+        environment=dict(os.environ), call=call, **choices,
+    )  # fmt: skip
+
+
+def watch(
+    ranks: Mapping[int, RankProcess], deadline: float | None, grace_s: float, notice: Notice | None = None
+) -> Outcome:
+    """Collect reports. After a first failure the others get `grace_s`; whoever is left then is stacked and named."""
+    outcome, pending, limit = Outcome(), dict(ranks), deadline
+    while pending and (limit is None or time.monotonic() < limit):
+        left = None if limit is None else max(0.0, limit - time.monotonic())
+        handles = [handle for rank in pending.values() for handle in (rank.connection, rank.sentinel)]
+        wait(handles, left)
+        for rank in [rank for rank in pending if _ended(rank, pending[rank], outcome, notice)]:
+            del pending[rank]
+        if outcome.failures:
+            soon = outcome.failures[0].at + grace_s
+            limit = soon if deadline is None else min(soon, max(deadline, outcome.failures[0].at + 1.0))
+    _take_stacks(pending, outcome)
+    return outcome
+
+
+def _ended(number: int, process: RankProcess, outcome: Outcome, notice: Notice | None) -> bool:
+    """Take in this rank's report or death, if there is one."""
+    if process.connection.poll():
+        report = process.read_report()
+        failure = _death(number, process) if report is None else report.failure
+    elif process.exit_code() is not None:
+        report, failure = None, _death(number, process)
+    else:
+        return False
+    if failure is not None:
+        outcome.failures.append(failure)
+    elif report is not None and report.result is not None:
+        outcome.results[number] = report.result
+    if notice:
+        notice("failed" if failure else "finished", number, failure.headline if failure else "")
+    return True
+
+
+def _death(number: int, process: RankProcess) -> Failure:
+    text = describe_exit(process.exit_code(wait_s=5.0))
+    return Failure(number, time.monotonic(), text, f"rank {number} {text}")
+
+
+def describe_exit(code: int | None) -> str:
+    """`died of SIGKILL (...)`, `left with exit code 3`."""
+    if code is None:
+        return "closed its channel without a report"
+    if code >= 0:
+        return f"left with exit code {code} before it reported"
+    name = signal.Signals(-code).name
+    hint = {
+        "SIGKILL": " (the system may have run out of memory)",
+        "SIGABRT": " (a collective whose ranks disagree on shapes aborts; TORCH_DISTRIBUTED_DEBUG=DETAIL tells)",
+        "SIGBUS": " (shared memory may be full)",
+    }.get(name, "")
+    return f"died of {name}{hint}"
+
+
+def start_error(number: int, code: int | None) -> RunError:
+    """The error for a rank that ended, or said nothing, before it could take a job."""
+    why = f"it {describe_exit(code)}" if code is not None else "it was not ready in time"
+    if code == 1:
+        why += "; its error is printed above. Most often the program's main module cannot be imported by a rank"
+    error: Any = RunError(f"rank {number} did not start: {why}")
+    error.rank, error.remote_traceback = number, ""
+    return error
+
+
+def _take_stacks(pending: Mapping[int, RankProcess], outcome: Outcome) -> None:
+    for process in pending.values():
+        process.ask_stack()
+    until = time.monotonic() + _STACK_WAIT_S
+    while pending and time.monotonic() < until:
+        time.sleep(0.05)
+    for number, process in pending.items():
+        outcome.stacks[number] = process.stack() or "(no Python stack: the rank did not answer)"
+
+
+def unpack(outcome: Outcome, world_size: int, what: str, timeout_s: float | None) -> list[Any]:
+    """Results in rank order, or the one error that tells what happened."""
+    if outcome.failures or outcome.stacks:
+        raise make_error(outcome, world_size, what, timeout_s)
+    results = []
+    for number in range(world_size):
+        try:
+            results.append(pickle.loads(outcome.results[number]))
+        except Exception as error:
+            raise RunError(f"rank {number}: the result of `{what}` cannot be read by the caller: {error}") from error
+    return results
+
+
+def make_error(outcome: Outcome, world_size: int, what: str, timeout_s: float | None) -> ShardwiseError:
+    """The first cause: the earliest failure that is not merely an echo of a peer's end."""
+    if not outcome.failures:
+        head = f"`{what}` on {world_size} ranks passed its deadline of {timeout_s:g} s; {_names(outcome.stacks)}"
+        return _finish(RunError(f"{head} had not finished\n{_stack_text(outcome)}"), min(outcome.stacks), outcome)
+    first = min(outcome.failures, key=lambda failure: (_is_echo(failure), failure.at))
+    kind = _class_of(first)
+    if kind is not None:
+        error = kind.__new__(kind)  # without __init__, whose arguments are the rank's business
+        error.args = (first.message,)
+        error.add_note(f"raised on rank {first.rank} of {world_size}:\n{first.traceback}")
+        return _finish(error, first.rank, outcome, first)
+    text = f"rank {first.rank}: {first.headline}\n{first.traceback}".rstrip()
+    guilty = first.rank
+    if outcome.stacks and _is_echo(first):
+        # nobody failed by itself: what matters is where the ranks are that the others waited for
+        guilty = min(outcome.stacks)
+        text = f"{_names(outcome.stacks)} had not finished\n{_stack_text(outcome)}\n{text}"
+    return _finish(RunError(f"`{what}` failed on {world_size} ranks. {text}"), guilty, outcome, first)
+
+
+def _class_of(failure: Failure) -> type[ShardwiseError] | None:
+    try:
+        return pickle.loads(failure.own_class) if failure.own_class else None
+    except (ImportError, AttributeError):
+        return None  # the rank knows a class that the caller does not
+
+
+def _finish(error: Any, rank: int, outcome: Outcome, first: Failure | None = None) -> Any:
+    error.rank = rank
+    error.remote_traceback = first.traceback if first else _stack_text(outcome)
+    return error
+
+
+def _is_echo(failure: Failure) -> bool:
+    return bool(_ECHO.search(failure.traceback))
+
+
+def _names(numbers: Mapping[int, Any]) -> str:
+    listed = ", ".join(str(number) for number in sorted(numbers))
+    return f"rank {listed}" if len(numbers) == 1 else f"ranks {listed}"
+
+
+def _stack_text(outcome: Outcome) -> str:
+    return "\n".join(f"rank {number} was here:\n{text}" for number, text in sorted(outcome.stacks.items()))

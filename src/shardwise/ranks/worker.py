@@ -1,0 +1,223 @@
+"""The rank's side: a process that waits for jobs, runs each inside a process group, and reports.
+
+It leaves by `os._exit`: tearing down gloo's threads in a regular interpreter exit can abort.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import multiprocessing
+import os
+import pickle
+import random
+import signal
+import sys
+import threading
+import time
+import traceback
+from datetime import timedelta
+from multiprocessing import reduction
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from shardwise.errors import ShardwiseError
+from shardwise.ranks.messages import IDLE, READY, Failure, Job, Report, dumps
+
+
+class HandedFd:
+    """A file descriptor that survives the trip into a new process."""
+
+    def __init__(self, fd: int):
+        self.fd = fd
+
+    def __reduce__(self) -> Any:
+        return _receive_fd, (reduction.DupFd(self.fd),)
+
+
+def _receive_fd(handle: Any) -> HandedFd:
+    return HandedFd(handle.detach())
+
+
+def serve(channel: Connection, stacks: HandedFd, output: HandedFd, errors: HandedFd) -> None:
+    """Body of a rank's process: settle, say ready, then one job after another until told to leave."""
+    code = 1
+    try:
+        _settle(stacks.fd, output.fd, errors.fd)
+        channel.send_bytes(READY)
+        while _serve_one(channel):
+            pass
+        code = 0
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        code = 0  # the caller is gone or has closed the pool
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        _flush()
+        os._exit(code)
+
+
+def _settle(stacks: int, output: int, errors: int) -> None:
+    """Make the new process safe to own: it ends with its caller, leaves Ctrl-C to it, and can show its stack."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    os.dup2(output, 1)
+    os.dup2(errors, 2)
+    threading.Thread(target=_end_with_caller, name="end-with-caller", daemon=True).start()
+    # what the fork server imported is never garbage: later collections need not walk it
+    gc.freeze()
+
+
+def _end_with_caller() -> None:
+    """Wait for the calling process to end, by whatever means, and end too: no rank outlives its run."""
+    caller = multiprocessing.parent_process()
+    if caller is not None:
+        wait([caller.sentinel])
+        os._exit(1)
+
+
+def _serve_one(channel: Connection) -> bool:
+    """Run one job; False when it was the last. The group goes only when every rank has reported.
+
+    A rank that failed drops its group at once: its peers notice the closed connections instead of waiting.
+    """
+    job: Job = pickle.loads(channel.recv_bytes())
+    report = _perform(job)
+    _flush()
+    channel.send_bytes(pickle.dumps(report))
+    if report.failure is None:
+        channel.recv_bytes()  # RELEASE
+    if job.once or report.spent or not _clean():
+        return False
+    channel.send_bytes(IDLE)
+    return True
+
+
+def _perform(job: Job) -> Report:
+    opened = False
+    try:
+        _look_like_caller(job)
+        function, args = pickle.loads(job.call)
+        _reset_torch(job.threads)
+        _open_group(job)
+        opened = True
+        return Report(_pack_result(function(*args)), None)
+    except BaseException as error:
+        # a half-made group leaves torch counting groups from another number than its peers
+        return Report(None, _describe(job.rank, error), spent=not opened)
+
+
+def _pack_result(result: Any) -> bytes:
+    try:
+        return dumps(result)
+    except Exception as error:
+        raise TypeError(f"a result of type {type(result).__name__} cannot be sent to the caller: {error}") from error
+
+
+def _look_like_caller(job: Job) -> None:
+    """The caller's directory, module search path and environment, plus the variables every launcher sets."""
+    os.chdir(job.directory)
+    sys.path[:] = job.search_path
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    os.environ.clear()
+    os.environ.update(job.environment)
+    os.environ.update(RANK=str(job.rank), LOCAL_RANK=str(job.rank), GLOO_SOCKET_IFNAME=loopback)
+    os.environ.update(WORLD_SIZE=str(job.world_size), LOCAL_WORLD_SIZE=str(job.world_size))
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)  # a torchrun above us is not our rendezvous
+
+
+def _open_group(job: Job) -> None:
+    import torch.distributed as dist
+
+    dist.set_debug_level_from_env()  # read at import otherwise, and the fork server imported long ago
+    store = dist.FileStore(job.store, job.world_size)
+    options = {}
+    if job.group_timeout_s is not None:
+        options["timeout"] = timedelta(seconds=job.group_timeout_s)
+    dist.init_process_group(
+        job.backend or _backend_for(job), store=store, rank=job.rank, world_size=job.world_size, **options
+    )
+
+
+def _backend_for(job: Job) -> str:
+    """gloo, joined by NCCL where each rank can have a CUDA device of its own."""
+    import torch
+
+    if torch.cuda.is_available() and torch.cuda.device_count() >= job.world_size:
+        torch.cuda.set_device(job.rank)
+        return "cpu:gloo,cuda:nccl"
+    return "gloo"
+
+
+def _clean() -> bool:
+    """Leave nothing of a job behind that the next one could notice; False when this torch does not let us."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    try:
+        _forget_meshes()
+    except (ImportError, AttributeError):
+        return False
+    gc.collect()
+    return True
+
+
+def _forget_meshes() -> None:
+    """Empty DTensor's caches: equal meshes of two runs hash alike, so a cached answer would name dead groups."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    import torch
+    from torch.distributed.tensor import _random, _redistribute, debug
+
+    _random._rng_tracker = None
+    debug._clear_sharding_prop_cache()
+    _redistribute._gen_transform_infos.cache_clear()
+    # else the recompile limit counts the compilations of earlier jobs, and silently ends compilation
+    torch._dynamo.reset()
+
+
+def _reset_torch(threads: int) -> None:
+    """torch's global switches at their defaults, seeds at zero."""
+    import torch
+
+    torch.set_num_threads(threads)
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+    torch.set_grad_enabled(True)
+    torch.use_deterministic_algorithms(False)
+    torch.manual_seed(0)
+    random.seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+
+
+def _describe(rank: int, error: BaseException) -> Failure:
+    at = time.monotonic()
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next  # this file's frames say nothing about the failure
+    text = "".join(traceback.format_exception(type(error), error, trace or error.__traceback__))
+    kind, message = type(error).__qualname__, str(error)
+    headline = f"{kind}: {message}" if message else kind
+    return Failure(rank, at, headline, message, text, _own_class(error))
+
+
+def _own_class(error: BaseException) -> bytes | None:
+    """The class of one of shardwise's errors, for the caller to raise again; None for all other errors."""
+    if not isinstance(error, ShardwiseError):
+        return None
+    try:
+        return pickle.dumps(type(error))
+    except (pickle.PicklingError, AttributeError):
+        return None
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError, AttributeError):
+            continue

@@ -1,0 +1,122 @@
+"""Find the repeated blocks of a module: the units that sharding gathers, recompute replays and the compiler compiles.
+
+A block is a child of the outermost container (or module) that has several children of one class with parameters:
+the layers of a decoder, the stages of a U-Net, the linear layers of a plain `nn.Sequential`. Where such a child holds
+a large share of the model and has repeated children of its own (the stages of a Swin), those are the blocks.
+
+No names are used. What this does not do: see a block that is written out inline in a forward.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from shardwise.errors import InputError, did_you_mean
+
+COARSE = 0.5  # a unit with more than this share of the model is too coarse to be worth sharding
+DESCEND = 0.25  # a repeated child with more than this share is opened, if it has repeated children itself
+FINE_ELEMENTS = 1000  # units smaller than this on average cost more in latency than they save
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Paths of the blocks in module order, and what the user should know about them."""
+
+    paths: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
+
+
+def _elements(module: nn.Module) -> int:
+    return sum(param.numel() for param in module.parameters())
+
+
+def _repeated(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Children with parameters, if at least two of them share a class."""
+    children = [(name, child) for name, child in module.named_children() if next(child.parameters(), None) is not None]
+    counts = Counter(type(child) for _, child in children)
+    if not counts or max(counts.values()) < 2:
+        return []
+    is_list = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+    return [(name, child) for name, child in children if is_list or counts[type(child)] > 1]
+
+
+def _is_leaf(module: nn.Module) -> bool:
+    return next(module.children(), None) is None
+
+
+def _walk(path: str, module: nn.Module, total: int) -> list[str]:
+    """Blocks at or below `module`, outermost first."""
+    children = [(f"{path}.{name}" if path else name, child) for name, child in module.named_children()]
+    repeated = {id(child) for _, child in _repeated(module)}
+    is_list = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+    found: list[str] = []
+    for name, child in children:
+        here = id(child) in repeated and not isinstance(child, nn.ModuleList | nn.ModuleDict)
+        # loose leaves beside each other (q, k, v) are not blocks; leaves of a list are
+        if here and (is_list or not _is_leaf(child)):
+            inner = _walk(name, child, total) if _elements(child) > DESCEND * total else []
+            found += inner if len(inner) > 1 else [name]
+        else:
+            found += _walk(name, child, total)
+    return found
+
+
+def find_blocks(module: nn.Module) -> Blocks:
+    """The repeated blocks of a module, by structure alone."""
+    total = _elements(module)
+    owners = Counter(id(param) for child in module.modules() for param in child._parameters.values() if param is not None)
+    seen: set[int] = set()
+    paths = []
+    for path in _walk("", module, total):
+        child = module.get_submodule(path)
+        if id(child) not in seen and not _shares_outside(module, child, owners):
+            seen.add(id(child))
+            paths.append(path)
+    return Blocks(tuple(paths), tuple(_warnings(module, paths, total)))
+
+
+def _shares_outside(module: nn.Module, block: nn.Module, owners: Counter) -> bool:
+    """Whether a parameter of the block is also held by a module outside it (a tied weight)."""
+    inside = Counter(id(param) for child in block.modules() for param in child._parameters.values() if param is not None)
+    return any(owners[param] > count for param, count in inside.items())
+
+
+def choose_blocks(module: nn.Module, patterns: tuple[str, ...]) -> Blocks:
+    """The blocks that the user named: class names, or module paths in which `*` matches.
+
+    Raises `InputError` for a pattern that matches nothing.
+    """
+    paths: list[str] = []
+    for pattern in patterns:
+        hits = [
+            path
+            for path, child in module.named_modules()
+            if path and (type(child).__name__ == pattern or fnmatchcase(path, pattern))
+        ]
+        if not hits:
+            known = sorted({type(child).__name__ for child in module.modules()} | {p for p, _ in module.named_modules()})
+            raise InputError(f"wrap: nothing in the module matches '{pattern}'{did_you_mean(pattern, known)}")
+        paths += [path for path in hits if path not in paths]
+    order = [path for path, _ in module.named_modules()]
+    paths.sort(key=order.index)
+    return Blocks(tuple(paths), tuple(_warnings(module, paths, _elements(module))))
+
+
+def _warnings(module: nn.Module, paths: list[str], total: int) -> list[str]:
+    sizes = {path: _elements(module.get_submodule(path)) for path in paths}
+    if not paths:
+        return ["no repeated blocks were found, so the whole module is gathered at once: name units with wrap="]
+    warnings = []
+    largest = max(paths, key=lambda path: sizes[path])
+    rest = total - sum(sizes[p] for p in paths if not any(p.startswith(q + ".") for q in paths if q != p))
+    if sizes[largest] > COARSE * total and len(paths) > 1:
+        warnings.append(f"unit '{largest}' holds {sizes[largest] / total:.0%} of the model: wrap= can split it")
+    if rest > COARSE * total and total > FINE_ELEMENTS:
+        warnings.append(f"{rest / total:.0%} of the model lies outside the units and is gathered at once: see wrap=")
+    if sum(sizes.values()) / len(paths) < FINE_ELEMENTS < total:
+        warnings.append(f"{len(paths)} units of about {sum(sizes.values()) // len(paths)} elements: too fine to pay")
+    return warnings

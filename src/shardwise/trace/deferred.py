@@ -1,0 +1,434 @@
+"""Build a module without its weights, and make each weight later from (seed, name), one at a time.
+
+While the module's own constructor runs, a dispatch mode gives large new tensors address space but no values (their
+pages are never touched) and writes every op that makes or changes a tensor onto a tape. Small tensors stay real, so
+constructors that read values (`linspace(...).tolist()`) work. Afterwards `value(name)` replays the ops that one
+tensor depends on, at full size, each random draw seeded by (seed, name of the first tensor that uses it, its place),
+so values depend neither on the layout nor on the order in which they are asked for.
+
+    constructor --ops--> tape: empty(4096,4096) . uniform_(-.01,.01) . empty(16) . fill_(1) ...
+    value("fc.weight")   replays the two ops that wrote that storage
+
+What this does not do: follow a constructor that reads the values of a large tensor, or data that never passes
+through an op. `build` then makes the whole module for real and says so.
+
+The idea is that of deferred initialisation in torchdistX.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from shardwise.errors import InputError
+
+LARGE = 4096  # elements from which a new tensor gets no values
+
+
+def seed_of(*parts: object) -> int:
+    """A 63-bit seed from any printable parts; the same on every machine and Python."""
+    digest = hashlib.blake2b("\x1f".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+class NotReplayable(Exception):
+    """The tape cannot make this tensor; the module must be built for real."""
+
+
+@dataclass(frozen=True)
+class _Ref:
+    """A tensor on the tape: where it lies in which storage."""
+
+    storage: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+
+@dataclass
+class _Op:
+    func: Any
+    args: tuple
+    kwargs: dict
+    outputs: list[_Ref]
+    reads: set[int]
+    writes: set[int]
+    random: bool
+
+
+@dataclass
+class _Tape:
+    ops: list[_Op] = field(default_factory=list)
+    writers: dict[int, list[int]] = field(default_factory=dict)  # storage -> ops that write it
+    constants: dict[int, torch.Tensor] = field(default_factory=dict)  # storage -> bytes it held when first met
+    lost: set[int] = field(default_factory=set)  # meta storages that no op made
+    deferred: set[int] = field(default_factory=set)  # storages whose values exist only on the tape
+    alive: list[Any] = field(default_factory=list)  # storages, so that their addresses are not used again
+
+    def add(self, op: _Op) -> None:
+        """Write one op."""
+        self.ops.append(op)
+        for key in op.writes:
+            self.writers.setdefault(key, []).append(len(self.ops) - 1)
+
+    def slice(self, storage: int) -> list[int]:
+        """Ops, in order, that the content of a storage depends on."""
+        needed: set[int] = set()
+        queue = [(storage, len(self.ops))]
+        horizon: dict[int, int] = {}
+        while queue:
+            key, before = queue.pop()
+            if horizon.get(key, -1) >= before:
+                continue
+            horizon[key] = before
+            for op in self.writers.get(key, ()):
+                if op < before and op not in needed:
+                    needed.add(op)
+                    queue.extend((read, op) for read in self.ops[op].reads)
+        return sorted(needed)
+
+    def refuse_reading(self, tensor: torch.Tensor, how: str) -> None:
+        """Control flow that looks at a value which replay will draw anew (or that is not there) cannot be followed."""
+        key = _storage_key(tensor)
+        if key in self.deferred or any(self.ops[op].random for op in self.slice(key)):
+            raise NotReplayable(f"the constructor reads a random or large tensor's values through {how}")
+
+
+def _storage_key(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _ref(tensor: torch.Tensor) -> _Ref:
+    return _Ref(
+        _storage_key(tensor), tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset(), tensor.dtype
+    )
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, tape: _Tape):
+        super().__init__()
+        self.tape = tape
+        self.paused = False
+
+    def initialise(self, function: Callable, args: tuple, kwargs: dict) -> Any:
+        """Record a call of one of `torch.nn.init`'s functions as a single op.
+
+        Some of them loop until a random draw is accepted; op by op, such a loop cannot be replayed.
+        """
+        first = next((tensor for tensor in _tensors((args, kwargs))), None)
+        if self.paused or first is None:
+            return function(*args, **kwargs)
+        self._meet(first)
+        result: Any = first
+        if _storage_key(first) not in self.tape.deferred:
+            self.paused = True
+            try:
+                result = function(*args, **kwargs)
+            finally:
+                self.paused = False
+        key = _storage_key(first)
+        refs, named = tree_map_only(torch.Tensor, _ref, (args, kwargs))
+        self.tape.add(_Op(function, refs, named, [], {key}, {key}, random=True))
+        return result
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if self.paused:
+            return func(*args, **kwargs)
+        inputs = _tensors((args, kwargs))
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self.tape.refuse_reading(args[0], "item()")
+        for tensor in inputs:
+            self._meet(tensor)
+        output = self._execute(func, args, kwargs, inputs)
+        self._record(func, args, kwargs, inputs, output)
+        return output
+
+    def _meet(self, tensor: torch.Tensor) -> None:
+        key = _storage_key(tensor)
+        tape = self.tape
+        if key in tape.writers or key in tape.constants or key in tape.lost:
+            return
+        tape.alive.append(tensor.untyped_storage())
+        if tensor.device.type == "meta":
+            tape.lost.add(key)
+        else:
+            tape.constants[key] = _bytes_of(tensor)
+
+    def _execute(self, func, args, kwargs, inputs):
+        if "device" in _argument_names(func) and torch.device(kwargs.get("device") or "cpu").type != "meta":
+            kwargs = {**kwargs, "device": torch.device("cpu"), **_unpinned(kwargs)}
+        if any(_storage_key(tensor) in self.tape.deferred for tensor in inputs):
+            return self._defer(func, args, kwargs)
+        if inputs or "device" not in _argument_names(func):
+            return func(*args, **kwargs)
+        shape = func(*args, **{**kwargs, "device": torch.device("meta")})
+        if isinstance(shape, torch.Tensor) and shape.numel() >= LARGE:
+            return self._unfilled(shape)
+        return func(*args, **kwargs)
+
+    def _defer(self, func, args, kwargs):
+        """The op on tensors without values: a view for real, a write not at all, anything else by shape."""
+        returned = func._schema.returns
+        if returned and all(r.alias_info is not None and not r.alias_info.is_write for r in returned):
+            return func(*args, **kwargs)
+        if func._schema.is_mutable:
+            for tensor in _written(func, args, kwargs):
+                self.tape.deferred.add(_storage_key(tensor))
+            written = tuple(_written(func, args, kwargs))
+            return written[0] if len(returned) == 1 else written if returned else None
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": torch.device("meta")}
+        args, kwargs = tree_map_only(torch.Tensor, _as_meta, (args, kwargs))
+        return tree_map_only(torch.Tensor, self._unfilled, func(*args, **kwargs))
+
+    def _unfilled(self, shape: torch.Tensor) -> torch.Tensor:
+        """Address space without values: the pages are never touched, so they take no memory."""
+        tensor = torch.empty_strided(shape.shape, shape.stride(), dtype=shape.dtype)
+        self.tape.deferred.add(_storage_key(tensor))
+        return tensor
+
+    def _record(self, func, args, kwargs, inputs, output) -> None:
+        outputs = _tensors(output)
+        before = {_storage_key(tensor) for tensor in inputs}
+        made = {_storage_key(tensor) for tensor in outputs} - before
+        written = set(made)
+        written |= {_storage_key(tensor) for tensor in _written(func, args, kwargs)}
+        if not written:
+            return  # a view or a read: views are found again by size, stride and offset
+        if func in (torch.ops.aten.resize_.default, torch.ops.aten.set_.source_Storage_storage_offset):
+            raise NotReplayable(f"the constructor swaps storages ({func})")
+        tape = self.tape
+        tape.alive.extend(tensor.untyped_storage() for tensor in outputs)
+        args, kwargs = tree_map_only(torch.Tensor, _ref, (args, kwargs))
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        tape.add(_Op(func, args, kwargs, [_ref(t) for t in outputs], before, written, is_random))
+
+
+def _argument_names(func) -> set[str]:
+    return {argument.name for argument in func._schema.arguments}
+
+
+def _written(func, args: tuple, kwargs: dict) -> list[torch.Tensor]:
+    """Tensors that the op's schema says it writes."""
+    found: list[torch.Tensor] = []
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            found.extend(_tensors(value))
+    return found
+
+
+def _as_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+_VALUE_READERS = {"numpy", "__array__", "tolist", "__dlpack__", "__reduce_ex__"}
+
+
+class _Guard(TorchFunctionMode):
+    """Refuses what reads a tensor's memory without passing through an op."""
+
+    def __init__(self, tape: _Tape):
+        super().__init__()
+        self.tape = tape
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        name = getattr(func, "__name__", "")
+        if name in _VALUE_READERS:
+            for tensor in _tensors(args):
+                self.tape.refuse_reading(tensor, f"{name}()")
+        return func(*args, **(kwargs or {}))
+
+
+def _unpinned(kwargs: dict) -> dict:
+    return {"pin_memory": False} if kwargs.get("pin_memory") else {}
+
+
+class Built:
+    """A module together with the way to make its values.
+
+    `module` may hold tensors without values; `value(name)` gives the full tensor of a parameter, buffer or tensor
+    attribute on the CPU. `notice` says why, where the module had to be built for real.
+    """
+
+    def __init__(self, module: nn.Module, seed: int, tape: _Tape | None, notice: str = ""):
+        self.module = module
+        self.seed = seed
+        self.notice = notice
+        self._tape = tape
+        self._targets = dict(named_tensors(module))
+        self._refs = {name: _ref(tensor) for name, tensor in self._targets.items()} if tape else {}
+        self._seeds: dict[int, int] = {}
+        if tape is not None:
+            self._check()
+            self._assign_seeds()
+
+    def value(self, name: str) -> torch.Tensor:
+        """The full tensor on the CPU, newly made (a reference to the real one when nothing was deferred)."""
+        if self._tape is None:
+            return self._targets[name].detach()
+        return self._replay(self._refs[name])
+
+    def fingerprint(self) -> int:
+        """A number that is equal where names, shapes and captured constants are equal."""
+        digest = hashlib.blake2b(digest_size=6)
+        for name, tensor in self._targets.items():
+            digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+            if self._tape is None:
+                continue
+            for op in self._tape.slice(self._refs[name].storage):
+                for key in sorted(self._tape.ops[op].reads & self._tape.constants.keys()):
+                    digest.update(self._tape.constants[key].numpy().tobytes())
+        return int.from_bytes(digest.digest(), "little")
+
+    def _check(self) -> None:
+        tape = self._tape
+        assert tape is not None
+        for name, ref in self._refs.items():
+            if ref.storage in tape.writers or ref.storage in tape.constants:
+                needed = {ref.storage}.union(*(tape.ops[op].reads for op in tape.slice(ref.storage)))
+                if not needed & tape.lost:
+                    continue
+            elif self._targets[name].device.type != "meta":
+                tape.constants[ref.storage] = _bytes_of(self._targets[name])
+                continue
+            raise NotReplayable(f"'{name}' was not made by recorded operations")
+
+    def _assign_seeds(self) -> None:
+        assert self._tape is not None
+        for name, ref in self._refs.items():
+            drawn = [op for op in self._tape.slice(ref.storage) if self._tape.ops[op].random]
+            for place, op in enumerate(drawn):
+                self._seeds.setdefault(op, seed_of("init", self.seed, name, place))
+
+    @torch.no_grad()
+    def _replay(self, target: _Ref) -> torch.Tensor:
+        tape = self._tape
+        assert tape is not None
+        storages: dict[int, torch.UntypedStorage] = {}
+
+        def tensor_of(ref: _Ref) -> torch.Tensor:
+            if ref.storage not in storages:
+                storages[ref.storage] = tape.constants[ref.storage].clone().untyped_storage()
+            empty = torch.empty(0, dtype=ref.dtype)
+            return empty.set_(storages[ref.storage], ref.offset, ref.size, ref.stride)
+
+        with torch.random.fork_rng(devices=[]):
+            for index in tape.slice(target.storage):
+                op = tape.ops[index]
+                if op.random:
+                    torch.manual_seed(self._seeds[index])
+                args, kwargs = tree_map_only(_Ref, tensor_of, (op.args, op.kwargs))
+                if "device" in kwargs:
+                    kwargs["device"] = torch.device("cpu")
+                if "generator" in kwargs:
+                    kwargs.pop("generator")
+                output = op.func(*args, **kwargs)
+                for ref, result in zip(op.outputs, _tensors(output) if op.outputs else (), strict=True):
+                    storages.setdefault(ref.storage, result.untyped_storage())
+        return tensor_of(target)
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.detach().untyped_storage().cpu()).clone()
+
+
+def named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters, buffers and plain tensor attributes, each object once, by its path."""
+    seen: set[int] = set()
+    for path, child in module.named_modules():
+        plain = {k: v for k, v in vars(child).items() if isinstance(v, torch.Tensor)}
+        for table in (child._parameters, child._buffers, plain):
+            for leaf, tensor in table.items():
+                if tensor is not None and id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    yield (f"{path}.{leaf}" if path else leaf), tensor
+
+
+@contextmanager
+def _initialisers(recorder: _Recorder) -> Iterator[None]:
+    """Every in-place function of `torch.nn.init`, private helpers included, goes through the recorder."""
+    originals = {
+        name: function
+        for name, function in vars(torch.nn.init).items()
+        if name.endswith("_") and not name.endswith("__") and callable(function)
+    }
+
+    def recorded(function: Callable) -> Callable:
+        return lambda *args, **kwargs: recorder.initialise(function, args, kwargs)
+
+    try:
+        for name, function in originals.items():
+            setattr(torch.nn.init, name, recorded(function))
+        yield
+    finally:
+        for name, function in originals.items():
+            setattr(torch.nn.init, name, function)
+
+
+def _seed_everything(seed: int) -> None:
+    import numpy
+
+    torch.manual_seed(seed_of("build", seed))
+    random.seed(seed_of("build", seed))
+    numpy.random.seed(seed_of("build", seed) % 2**32)
+
+
+def build(model: Callable[[], nn.Module], seed: int) -> Built:
+    """Run the constructor with large tensors deferred; for real, with a notice, when it cannot be replayed.
+
+    Raises `InputError` when the constructor fails by itself, in one process without shardwise.
+    """
+    tape = _Tape()
+    try:
+        _seed_everything(seed)
+        recorder = _Recorder(tape)
+        with _Guard(tape), recorder, _initialisers(recorder):
+            module = model()
+        return Built(_checked(module), seed, tape)
+    except InputError:
+        raise
+    except Exception as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return build_for_real(model, seed, reason)
+
+
+def build_for_real(model: Callable[[], nn.Module], seed: int, reason: str) -> Built:
+    """Build every weight here; the engine then hands rank 0's to all ranks, one by one."""
+    _seed_everything(seed)
+    try:
+        module = _checked(model())
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(
+            f"the model's constructor fails in one process too, before anything is split: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    notice = (
+        f"the module's initialisation cannot be replayed ({reason}): it is built whole on every rank and "
+        "rank 0's weights are handed out one by one"
+    )
+    return Built(module, seed, None, notice)
+
+
+def _checked(module: Any) -> nn.Module:
+    if not isinstance(module, nn.Module):
+        raise InputError(f"Task.model must return an nn.Module, got {type(module).__name__}")
+    return module

@@ -1,0 +1,103 @@
+"""The built-in tasks, made from a `[task]` section: a decoder on text, a vision transformer on digits.
+
+text    the next byte of Python's standard library, 5 % of it held out
+digits  scikit-learn's handwritten digits, a fifth of them held out
+
+Everything in a task is a top-level function or a partial of one, so a task can be sent to the ranks.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from shardwise.config.schema import BUILTIN_DEFAULTS, TaskSection
+from shardwise.task import Task
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def builtin_task(section: TaskSection | None = None, name: str = "text") -> Task:
+    """The task that `section` describes; without one, `name` at its default sizes."""
+    section = section or TaskSection.model_validate({"name": name, **BUILTIN_DEFAULTS[name]["task"]})
+    return text_task(section) if section.name == "text" else digits_task(section)
+
+
+def text_task(section: TaskSection) -> Task:
+    """A decoder that predicts the next byte."""
+    from shardwise.data import split, standard_library_corpus
+    from shardwise.models import Decoder, DecoderConfig
+
+    sizes = _sizes(section)
+    assert section.seq_len is not None
+    config = DecoderConfig(
+        vocab=256,
+        context=section.seq_len,
+        kv_heads=section.model.kv_heads or sizes["heads"],
+        **sizes,
+    )
+    data, held_out = split(standard_library_corpus(), section.seq_len)
+    return Task(
+        model=partial(Decoder, config),
+        loss=next_byte_loss,
+        data=data,
+        eval_data=held_out,
+        inputs=all_but_last_byte,
+        name="text",
+    )
+
+
+def digits_task(section: TaskSection) -> Task:
+    """A vision transformer that names digits."""
+    from shardwise.data import digits_split
+    from shardwise.models import ViT, ViTConfig
+
+    config = ViTConfig(image=8, channels=1, classes=10, patch=section.model.patch or 2, **_sizes(section))
+    data, held_out = digits_split()
+    return Task(
+        model=partial(ViT, config),
+        loss=digit_loss,
+        data=data,
+        eval_data=held_out,
+        inputs=image_only,
+        name="digits",
+    )
+
+
+def _sizes(section: TaskSection) -> dict[str, Any]:
+    """The sizes that both models have."""
+    model = section.model
+    assert model.layers and model.hidden and model.heads
+    return {
+        "layers": model.layers,
+        "hidden": model.hidden,
+        "heads": model.heads,
+        "intermediate": model.intermediate or 4 * model.hidden,
+        "dropout": model.dropout,
+    }
+
+
+def all_but_last_byte(batch: dict[str, Tensor]) -> tuple[tuple, dict]:
+    """The model sees each window without its last byte."""
+    return (batch["tokens"][:, :-1],), {}
+
+
+def next_byte_loss(logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+    """Cross entropy of each next byte, summed, and the number of bytes."""
+    from torch.nn.functional import cross_entropy
+
+    targets = batch["tokens"][:, 1:]  # (B, S)
+    return cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum"), targets.numel()
+
+
+def image_only(batch: dict[str, Tensor]) -> tuple[tuple, dict]:
+    """The model sees the images."""
+    return (batch["image"],), {}
+
+
+def digit_loss(logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+    """Cross entropy of each image, summed, and the number of images."""
+    from torch.nn.functional import cross_entropy
+
+    return cross_entropy(logits, batch["label"], reduction="sum"), len(batch["label"])

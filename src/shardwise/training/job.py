@@ -1,0 +1,145 @@
+"""From a configuration and its task to a `Job`: how many steps, of how many samples, at which learning rate.
+
+What only the task can tell is checked here, before any process is started: options that this task would not use
+are refused, as `config` refuses those that no task would.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from shardwise.config import Effective
+from shardwise.errors import InputError, ShardwiseError
+from shardwise.layout.dealing import micro_batches
+from shardwise.task import Task
+from shardwise.training.optimizers import make_optimizer
+from shardwise.training.resolve import call_task, resolve_task, where
+from shardwise.training.schedules import make_schedule, scaled_lr
+
+STEPS = 100
+BATCH_SAMPLES = 32
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every rank of a run is told; can be pickled when the task can."""
+
+    effective: Effective
+    task: Task | Callable[[], Task] | None  # None: found by its name on each rank
+    name: str
+    steps: int
+    batch_samples: int
+    tokens_per_sample: int | None
+    lr: float | None  # None: the task's own optimizer
+    launched: bool = False  # the ranks are ours, their output goes to files
+    folder: Path = Path()
+
+    def build_task(self) -> Task:
+        """The task, with the optimizer that the configuration asks for."""
+        task = find_task(self.effective, self.task)
+        if self.lr is None:
+            return task
+        return task.with_(optimizer=make_optimizer(self.effective.config.optimizer, self.lr))
+
+    def with_(self, **changes: Any) -> Job:
+        """A copy with some fields replaced."""
+        return replace(self, **changes)
+
+
+def find_task(effective: Effective, given: Task | Callable[[], Task] | None) -> Task:
+    """The task that was given, or the one that the configuration names."""
+    section = effective.config.task
+    return resolve_task(section.name, section) if given is None else call_task(section.name, given)
+
+
+def make_job(effective: Effective, given: Task | Callable[[], Task] | None = None) -> Job:
+    """Settle what the run does; `InputError` where the configuration does not fit the task."""
+    task = find_task(effective, given)
+    _check_device(effective.config.train.device)
+    _check_options(effective, task)
+    batch = _batch_samples(effective, task)
+    steps = _steps(effective, task, batch)
+    micro_batches(batch, effective.plan.accumulate)
+    make_schedule(effective.config.schedule, steps)
+    tokens = effective.config.task.seq_len if effective.config.task.name == "text" else None
+    return Job(
+        effective=effective,
+        task=given,
+        name=effective.config.train.name or task.name,
+        steps=steps,
+        batch_samples=batch,
+        tokens_per_sample=tokens,
+        lr=_lr(effective, batch),
+    )
+
+
+def _check_device(device: str) -> None:
+    if device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise InputError('train.device = "cuda", but torch sees no CUDA device: use "auto" or "cpu"')
+
+
+def _check_options(effective: Effective, task: Task) -> None:
+    problems = []
+    if task.batch is not None:
+        for key, why in (
+            ("train.batch_samples", "it makes its own batches (`batch`)"),
+            ("train.epochs", "it has no end (`batch`): give train.steps"),
+        ):
+            if effective.given(key):
+                problems.append(f"{effective.source(key)}: {key} would have no effect on this task: {why}")
+    if task.eval_data is None:
+        for key in ("train.eval_every", "train.eval_samples"):
+            if effective.given(key):
+                problems.append(f"{effective.source(key)}: {key} would have no effect: the task has no `eval_data`")
+    if problems:
+        raise InputError("\n".join(problems))
+
+
+def _batch_samples(effective: Effective, task: Task) -> int:
+    """Samples of a global batch."""
+    train = effective.config.train
+    if task.batch is not None:
+        from shardwise.engine.batching import samples_in
+
+        return samples_in(first_batch(task))
+    if train.batch_tokens is not None:
+        assert effective.config.task.seq_len is not None
+        return train.batch_tokens // effective.config.task.seq_len
+    return train.batch_samples or BATCH_SAMPLES
+
+
+def first_batch(task: Task) -> Any:
+    """The task's batch of step 0; what the user's code raises is told in one line."""
+    assert task.batch is not None
+    try:
+        return task.batch(0)
+    except ShardwiseError:
+        raise
+    except Exception as error:
+        raise InputError(f"the task's batch(0) failed: {where(error)}") from error
+
+
+def _steps(effective: Effective, task: Task, batch: int) -> int:
+    train = effective.config.train
+    if train.epochs is None:
+        return train.steps or STEPS
+    from shardwise.data import Loader
+
+    assert task.data is not None
+    loader = Loader(task.data, train.seed, batch, accumulate=effective.plan.accumulate, prefetch=0)
+    return max(1, math.ceil(train.epochs * loader.steps_per_epoch))
+
+
+def _lr(effective: Effective, batch: int) -> float | None:
+    """The base learning rate of the configured optimizer."""
+    if effective.own_optimizer:
+        return None
+    optimizer, tokens = effective.config.optimizer, effective.config.train.batch_tokens
+    return scaled_lr(optimizer.lr, tokens or batch, optimizer.base_batch or 1, optimizer.scale_lr)

@@ -1,0 +1,226 @@
+"""One rank's run from the first step to the final table.
+
+for each optimizer step:  parts or a global batch -> engine.step -> one metrics line, one step of the display
+at times and at the end:  held-out data -> engine.evaluate
+at the end:               weights, memory of every rank, a few lines that the text model wrote
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.data import Loader, evaluation_parts, parts_of, samples_in
+from shardwise.device import pick_device
+from shardwise.engine.engine import Engine, parallelize
+from shardwise.observe import Flops, MetricsFile, count_flops, finite, peak_flops, write_inputs, write_json
+from shardwise.observe.memory import memory_of
+from shardwise.observe.progress import Display, Speed
+from shardwise.task import Task
+from shardwise.training.held_out import Spread
+from shardwise.training.job import Job
+from shardwise.training.schedules import make_schedule
+from shardwise.training.writing import written_text
+
+WEIGHTS = "model.safetensors"
+
+
+def run_rank(job: Job) -> dict[str, Any]:
+    """This rank's part of the run; the summary, the same on every rank."""
+    task = job.build_task()
+    config = job.effective.config.train
+    device = pick_device("cpu" if config.device == "cpu" else None)
+    flops = _flops(job, task) if _rank() == 0 else Flops(None, "")
+    engine = parallelize(
+        task,
+        job.effective.plan,
+        seed=config.seed,
+        randomness=config.randomness,
+        clip_norm=config.clip_norm,
+        schedule=make_schedule(job.effective.config.schedule, job.steps),
+        on_nonfinite=config.on_nonfinite,
+        device=device,
+    )
+    with ExitStack() as stack:
+        summary = _Rank(job, task, engine, flops, stack).run()
+    engine.close()  # waits for all ranks, so never on the way out of an error
+    return summary
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _flops(job: Job, task: Task) -> Flops:
+    """Counted before the engine exists, on shapes alone."""
+    if task.batch is not None:
+        batch = task.batch(0)
+        sample = parts_of(batch, data_ranks=samples_in(batch))[0].batch
+    else:
+        assert task.data is not None
+        sample = task.data.read([0])
+    return count_flops(task.model, sample, task.inputs, job.tokens_per_sample)
+
+
+class _Rank:
+    """What one rank holds during a run."""
+
+    def __init__(self, job: Job, task: Task, engine: Engine, flops: Flops, stack: ExitStack) -> None:
+        self.job, self.task, self.engine, self.flops = job, task, engine, flops
+        self.unit = "tokens" if job.tokens_per_sample else "samples"
+        config, plan = job.effective.config.train, job.effective.plan
+        peak = peak_flops(torch.device(engine.device), plan.precision)
+        self.speed = Speed(self.unit, job.tokens_per_sample or 1, flops, peak, plan.world_size)
+        self.metrics: MetricsFile | None = None
+        if engine.rank == 0:
+            write_inputs(job.folder, job.effective, str(engine.device))
+            self.metrics = stack.enter_context(closing(MetricsFile(job.folder / "metrics.jsonl")))
+        self.display: Display | None = None
+        if engine.rank == 0 or job.launched:
+            live = None if engine.rank == 0 else False
+            self.display = stack.enter_context(closing(Display(job.steps, self.speed, config.log_every, live)))
+        self.batches = self._batches(stack)
+        self.losses: list[float] = []
+        self.skipped = 0
+        self.peak_bytes = 0
+        self.timed = [0, 0.0]  # samples and seconds after the first step
+        self.eval_loss: float | None = None
+
+    def run(self) -> dict[str, Any]:
+        """Every step, then the end."""
+        started = time.monotonic()
+        self._announce()
+        for step in range(self.job.steps):
+            self._step(step)
+            if self._evaluates_after(step):
+                self._evaluate(step)
+        seconds = time.monotonic() - started
+        self.engine.save_weights(self.job.folder / WEIGHTS)
+        text = written_text(self.engine, self.task, self.job.effective.config.train)
+        summary = self._summary(seconds, text)
+        if self.engine.rank == 0:
+            write_json(self.job.folder / "summary.json", summary)
+        return summary
+
+    def _announce(self) -> None:
+        if self.display is None:
+            return
+        if self.engine.rank == 0:
+            for note in (*self.job.effective.notes, *self.engine.notices):
+                self.display.say(note)
+            self.display.say(f"run {self.job.folder}: {self.job.name}, plan {self.job.effective.plan}")
+            self.display.say(f"{self.job.steps} steps of {self.job.batch_samples} samples; FLOPs: {self._convention()}")
+
+    def _convention(self) -> str:
+        per_sample = self.flops.per_sample
+        if per_sample is None or self.speed.peak is not None:
+            return self.flops.convention
+        return f"{self.flops.convention} (no MFU: this device's peak is not known)"
+
+    def _batches(self, stack: ExitStack) -> Iterator[Any]:
+        """The global batch of each step, or this rank's parts of it."""
+        if self.task.batch is not None:
+            return map(self.task.batch, range(self.job.steps))
+        assert self.task.data is not None
+        loader = Loader(
+            self.task.data,
+            self.job.effective.config.train.seed,
+            self.job.batch_samples,
+            accumulate=self.job.effective.plan.accumulate,
+            data_rank=self.engine.data_rank,
+            data_ranks=self.engine.data_ranks,
+        )
+        return iter(stack.enter_context(loader))
+
+    def _step(self, step: int) -> None:
+        started = time.perf_counter()
+        result = self.engine.step(next(self.batches))
+        seconds = time.perf_counter() - started
+        self.losses.append(float(result.loss))
+        self.skipped += bool(result.skipped)
+        if step > 0:
+            self.timed[0] += result.samples
+            self.timed[1] += seconds
+        if step == 0 or (step + 1) % self.job.effective.config.train.log_every == 0:
+            self.peak_bytes = self.engine.memory().get("peak") or 0
+        record = {
+            "step": step,
+            "loss": float(result.loss),
+            "weight": float(result.weight),
+            "lr": result.lr,
+            "grad_norm": result.grad_norm,
+            "skipped": bool(result.skipped),
+            "samples": result.samples,
+            "seconds": seconds,
+            "peak_bytes": self.peak_bytes,
+            **self.speed.of(result.samples, seconds),
+            **{f"extra/{name}": float(value) for name, value in (result.extras or {}).items()},
+        }
+        if self.metrics is not None:
+            self.metrics.write(record)
+        if self.display is not None:
+            self.display.step(record)
+
+    def _evaluates_after(self, step: int) -> bool:
+        every = self.job.effective.config.train.eval_every
+        if self.task.eval_data is None or every == 0:
+            return False
+        return step + 1 == self.job.steps or (every is not None and (step + 1) % every == 0)
+
+    def _evaluate(self, step: int) -> None:
+        """The mean loss on held-out data, in batches as large as a micro-batch."""
+        assert self.task.eval_data is not None
+        source = Spread(self.task.eval_data, self.job.effective.config.train.eval_samples)
+        ranks = self.engine.data_ranks
+        batch = max(self.job.batch_samples // self.job.effective.plan.accumulate, ranks)
+        total, weight = self.engine.evaluate(evaluation_parts(source, batch, self.engine.data_rank, ranks))
+        self.eval_loss = float(total) / float(weight)
+        if self.metrics is not None:
+            self.metrics.write({"step": step, "eval_loss": self.eval_loss, "eval_weight": float(weight)})
+        if self.display is not None and self.engine.rank == 0:
+            self.display.say(f"step {step + 1}/{self.job.steps}  held-out loss {self.eval_loss:.4f}")
+
+    def _summary(self, seconds: float, text: str | None) -> dict[str, Any]:
+        plan = self.job.effective.plan
+        samples, timed = self.timed if self.timed[0] else (self.job.batch_samples, seconds)
+        summary = {
+            "folder": str(self.job.folder),
+            "task": self.job.name,
+            "plan": str(plan),
+            "world_size": plan.world_size,
+            "steps": self.job.steps,
+            "skipped": self.skipped,
+            "seconds": seconds,
+            "first_loss": self.losses[0],
+            "loss": self.losses[-1],
+            "eval_loss": self.eval_loss,
+            "unit": self.unit,
+            **self.speed.of(int(samples), timed),
+            "flops_convention": self._convention(),
+            "memory": _of_all_ranks(memory_of(self.engine)),
+            "weights": str(self.job.folder / WEIGHTS),
+            "notices": [*self.job.effective.notes, *self.engine.notices],
+            "text": text,
+        }
+        return _of_rank_0(finite(summary))
+
+
+def _of_all_ranks(value: Any) -> list[Any]:
+    if not dist.is_initialized():
+        return [value]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def _of_rank_0(value: Any) -> Any:
+    if not dist.is_initialized():
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]

@@ -1,0 +1,39 @@
+"""From an `[optimizer]` section to the function that a `Task` wants: named parameter groups -> optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from shardwise.config.schema import OPTIMIZER_OPTIONS, OptimizerSection
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+CLASSES = {
+    "adamw": "AdamW",
+    "adam": "Adam",
+    "nadam": "NAdam",
+    "radam": "RAdam",
+    "adamax": "Adamax",
+    "adagrad": "Adagrad",
+    "rmsprop": "RMSprop",
+    "sgd": "SGD",
+}
+
+
+def make_optimizer(section: OptimizerSection, lr: float) -> Callable[[list[dict]], Optimizer]:
+    """What `Task.optimizer` should be; an option that is not set has torch's default."""
+    options: dict[str, Any] = {}
+    for key in OPTIMIZER_OPTIONS[section.name]:
+        value = getattr(section, key)
+        if value is not None:
+            options[key] = tuple(value) if isinstance(value, list) else value
+    return partial(_build, CLASSES[section.name], {"lr": lr, **options})
+
+
+def _build(name: str, options: dict[str, Any], groups: list[dict]) -> Optimizer:
+    import torch
+
+    return getattr(torch.optim, name)(groups, **options)

@@ -1,0 +1,127 @@
+"""From a name to a `Task`: a builtin, or `module:name` from the Python path or the current folder.
+
+The module may also be the path of a file, as in `examples/moons.py:task`. What goes wrong in the user's module is
+told in one line with its file and line.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import sys
+import sysconfig
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from shardwise.config.schema import BUILTINS, TaskSection
+from shardwise.errors import InputError, ShardwiseError, did_you_mean
+from shardwise.task import Task
+from shardwise.training.builtin import builtin_task
+
+
+def resolve_task(name: str, section: TaskSection | None = None) -> Task:
+    """The task of this name; `section` holds the sizes of a builtin one."""
+    if name in BUILTINS:
+        return builtin_task(section, name)
+    module_name, colon, attribute = name.rpartition(":")
+    if not colon or not module_name or not attribute:
+        hint = did_you_mean(name, list(BUILTINS))
+        raise InputError(f"task {name!r}: expected {', '.join(BUILTINS)} or module:callable{hint}")
+    module = _import(name, module_name)
+    made = call_task(name, _attribute(name, module, attribute))
+    return made.with_(name=attribute.rpartition(".")[2]) if made.name == "task" else made
+
+
+def _import(task: str, name: str) -> ModuleType:
+    folder = Path.cwd()
+    if name.endswith(".py"):
+        path = Path(name)
+        if not path.is_file():
+            near = did_you_mean(path.name, sorted(p.name for p in path.parent.glob("*.py")))
+            raise InputError(f"task {task!r}: there is no file {name}{near}")
+        folder, name = path.resolve().parent, path.stem
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        missing = error.name or name
+        if name == missing or name.startswith(missing + "."):
+            raise InputError(f"task {task!r}: there is no module {missing!r}{_like_modules(missing)}") from None
+        raise InputError(f"task {task!r}: {where(error)}") from error
+    except (Exception, SystemExit) as error:
+        raise _told(task, "importing it failed", error) from error
+
+
+def _like_modules(name: str) -> str:
+    known = sorted({module.name for module in pkgutil.iter_modules([str(Path.cwd())])})
+    near = did_you_mean(name, known)
+    return near or f" on the Python path or in {Path.cwd()}"
+
+
+def _attribute(task: str, module: ModuleType, path: str) -> Any:
+    found: Any = module
+    for name in path.split("."):
+        try:
+            found = getattr(found, name)
+        except AttributeError:
+            near = did_you_mean(name, [known for known in dir(found) if not known.startswith("_")])
+            raise InputError(f"task {task!r}: {module.__name__} has no {name!r}{near}") from None
+    return found
+
+
+def call_task(task: str, found: Any) -> Task:
+    """The task itself, or what the function returns; `task` is its name in messages."""
+    if isinstance(found, Task):
+        return found
+    if not callable(found):
+        raise InputError(
+            f"task {task!r}: is a {type(found).__name__}; expected a Task, or a function that takes nothing and "
+            "returns one"
+        )
+    needs = _arguments(found)
+    if needs:
+        raise InputError(f"task {task!r}: takes {', '.join(needs)}; it is called with nothing: give them defaults")
+    try:
+        made = found()
+    except (Exception, SystemExit) as error:
+        raise _told(task, "calling it failed", error) from error
+    if not isinstance(made, Task):
+        raise InputError(f"task {task!r}: returned a {type(made).__name__}, not a shardwise.Task")
+    return made
+
+
+def _arguments(function: Any) -> list[str]:
+    """The arguments that a call could not do without."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in optional]
+
+
+def _told(task: str, what: str, error: BaseException) -> ShardwiseError:
+    """Our own errors keep their class; any other becomes one line."""
+    if isinstance(error, ShardwiseError):
+        return type(error)(f"task {task!r}: {error}")
+    return InputError(f"task {task!r}: {what}: {where(error)}")
+
+
+def where(error: BaseException) -> str:
+    """`tasks.py:12: ValueError: message`: the innermost line of the user's own code, else the innermost of all."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}: {type(error).__name__}: {error.msg}"
+    message = " ".join(str(error).split()) or "(no message)"
+    told = f"{type(error).__name__}: {message}"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not _is_library(frame.filename)] or list(frames)
+    return f"{own[-1].filename}:{own[-1].lineno}: {told}" if own else told
+
+
+def _is_library(file: str) -> bool:
+    ours = str(Path(__file__).parents[1])
+    return file.startswith((sysconfig.get_path("stdlib"), ours, "<")) or "site-packages" in file

@@ -1,0 +1,182 @@
+"""`train`: the door to a run from Python. It settles the job, starts the ranks and brings back their summary."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwise.config import Config, Effective, Given, from_table, load
+from shardwise.config.schema import TrainSection
+from shardwise.errors import InputError, RefusedPlan
+from shardwise.layout import Plan, check
+from shardwise.task import Task
+from shardwise.training.job import Job, make_job
+
+LOGS = "ranks"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run: its folder, and its summary (what `summary.json` holds)."""
+
+    folder: Path
+    summary: dict[str, Any]
+
+    @property
+    def loss(self) -> float | None:
+        """The last step's loss; None where it was not finite."""
+        return self.summary["loss"]
+
+    @property
+    def eval_loss(self) -> float | None:
+        """The loss on held-out data at the end, where the task has some."""
+        return self.summary["eval_loss"]
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The records of `metrics.jsonl`, one for each step and each evaluation."""
+        lines = (self.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        return [json.loads(line) for line in lines]
+
+    def __str__(self) -> str:
+        from shardwise.observe import summary_text
+
+        return summary_text(self.summary)
+
+
+def train(
+    task: str | Task | Callable[[], Task] = "text",
+    plan: str | Plan | None = None,
+    *,
+    config: str | Path | Mapping[str, Any] | None = None,
+    nproc: int | None = None,
+    **overrides: Any,
+) -> Run:
+    """Train a task under a plan and return the finished `Run`.
+
+    task       a builtin ("text", "digits"), "module:callable", a `Task`, or a function that returns one
+    plan       a `Plan` or its text; None: the configuration's, else one process
+    config     a TOML file, or the same as nested dicts
+    nproc      ranks to start; by default, and at most usefully, the plan's world size
+    overrides  fields of [train] by name (`steps=100`), sections as dicts (`optimizer={"lr": 3e-4}`)
+
+    With more than one rank, a `Task` is sent to the ranks by pickle: one with lambdas is better given by name.
+    """
+    given = task if not isinstance(task, str) else None
+    values = [*_from_config(config), Given("task.name", _name_of(task), "the task")]
+    if plan is not None:
+        values.append(Given("plan", plan, "the plan"))
+    values += _from_overrides(overrides)
+    path = config if isinstance(config, str | Path) else None
+    return execute(load(path, values=values), given, nproc)
+
+
+def _name_of(task: Any) -> str:
+    if isinstance(task, str):
+        return task
+    if isinstance(task, Task):
+        return f"Task:{task.name}"
+    if not callable(task):
+        raise InputError(f"train: the task is a {type(task).__name__}; expected a name, a Task, or a function")
+    return f"{getattr(task, '__module__', '')}:{getattr(task, '__qualname__', type(task).__name__)}"
+
+
+def _from_config(config: Any) -> list[Given]:
+    return from_table(config, "config") if isinstance(config, Mapping) else []
+
+
+def _from_overrides(overrides: Mapping[str, Any]) -> list[Given]:
+    """Keywords as values: a section's dict, a dotted key, or a field of [train]."""
+    nested: dict[str, Any] = {}
+    for key, value in overrides.items():
+        in_train = key in TrainSection.model_fields and key not in Config.model_fields
+        nested[f"train.{key}" if in_train else key] = value
+    return from_table(nested, "train()")
+
+
+def execute(effective: Effective, task: Task | Callable[[], Task] | None = None, nproc: int | None = None) -> Run:
+    """Run a configuration: in this process for one rank, in processes of its own for more, or as a torchrun rank."""
+    world = effective.plan.world_size
+    joined = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    _check_ranks(effective, nproc, joined)
+    check(effective.plan)
+    job = make_job(effective, task)
+    if joined:
+        return _joined(job)
+    job = job.with_(folder=_new_folder(job), launched=world > 1)
+    with _kept_errors(job.folder, "error.log"):
+        summary = _launched(job, world) if world > 1 else _here(job)
+    return Run(job.folder, summary)
+
+
+def _check_ranks(effective: Effective, nproc: int | None, joined: bool) -> None:
+    plan = effective.plan
+    if nproc is not None and nproc != plan.world_size:
+        raise InputError(
+            f"nproc is {nproc}, but plan {plan} needs {plan.world_size} rank(s): leave nproc out, or change the plan"
+        )
+    if joined and int(os.environ["WORLD_SIZE"]) != plan.world_size:
+        raise InputError(
+            f"torchrun started {os.environ['WORLD_SIZE']} rank(s), but plan {plan} needs {plan.world_size}"
+        )
+
+
+def _new_folder(job: Job) -> Path:
+    from shardwise.observe import make_folder
+
+    return make_folder(job.effective.config.train.out, job.name)
+
+
+def _here(job: Job) -> dict[str, Any]:
+    from shardwise.training.loop import run_rank
+
+    return run_rank(job)
+
+
+def _launched(job: Job, world: int) -> dict[str, Any]:
+    from shardwise.ranks import launch
+
+    results: Sequence[Any] = launch(_rank_entry, world, (job,), log_dir=job.folder / LOGS)
+    return results[0]
+
+
+def _rank_entry(job: Job) -> dict[str, Any]:
+    """What each launched rank calls."""
+    return _here(job)
+
+
+def _joined(job: Job) -> Run:
+    """One rank of a world that torchrun started: rank 0 makes the folder and tells the others."""
+    import torch.distributed as dist
+
+    from shardwise.ranks import join
+
+    join()
+    box = [_new_folder(job) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(box, src=0)
+    assert box[0] is not None
+    with _kept_errors(box[0], f"error-rank{dist.get_rank()}.log"):
+        return Run(box[0], _here(job.with_(folder=box[0])))
+
+
+@contextmanager
+def _kept_errors(folder: Path, name: str) -> Iterator[None]:
+    """Write what ends a run into its folder. A run that was refused before its first step leaves no folder."""
+    try:
+        yield
+    except Exception as error:
+        metrics = folder / "metrics.jsonl"
+        begun = metrics.exists() and metrics.stat().st_size > 0
+        if isinstance(error, InputError | RefusedPlan) and not begun:
+            shutil.rmtree(folder, ignore_errors=True)
+        else:
+            (folder / name).write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+            setattr(error, "log", folder / name)  # noqa: B010, for the command line to tell
+        raise

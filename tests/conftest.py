@@ -1,0 +1,36 @@
+"""Fixtures and settings that every test shares."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import settings
+
+from shardwise.ranks import RankPool
+
+# the same examples on every machine, and no time limit for one example: a loaded machine is not a failure
+settings.register_profile("steady", derandomize=True, deadline=None)
+# for hunting by hand: HYPOTHESIS_PROFILE=search
+settings.register_profile("search", deadline=None, max_examples=1000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[RankPool]:
+    """Ranks for the whole session: `pool.run(function, world_size, *args)`."""
+    with RankPool() as ranks:
+        yield ranks
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU, in sight, where there is none."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and this machine has none"))

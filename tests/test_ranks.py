@@ -1,0 +1,391 @@
+"""The ranks: order, reuse, errors, deadlines, deaths, and that no process is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwise.errors import InputError, RefusedPlan, RunError
+from shardwise.ranks import RankEvent, RankPool, join, launch
+
+# --- what the ranks do
+
+
+def tell_rank(label: str) -> tuple[str, int, int, str]:
+    return label, dist.get_rank(), dist.get_world_size(), os.environ["RANK"]
+
+
+def tell_pid() -> int:
+    return os.getpid()
+
+
+def add_ranks() -> torch.Tensor:
+    total = torch.full((2, 3), float(dist.get_rank()))
+    dist.all_reduce(total)
+    return total
+
+
+def give_view() -> torch.Tensor:
+    return torch.arange(1_000_000.0)[7:9]
+
+
+def disturb() -> None:
+    torch.set_default_dtype(torch.float64)
+    torch.use_deterministic_algorithms(True)
+    torch.set_grad_enabled(False)
+    torch.manual_seed(dist.get_rank() + 99)
+    os.environ["LEFT_BEHIND"] = "yes"
+
+
+def tell_state() -> tuple[object, ...]:
+    flags = torch.are_deterministic_algorithms_enabled(), torch.is_grad_enabled(), "LEFT_BEHIND" in os.environ
+    return torch.ones(1).dtype, torch.rand(1).item(), *flags
+
+
+def refuse() -> None:
+    raise RefusedPlan("rank says no")
+
+
+def fail_on(culprit: int) -> None:
+    if dist.get_rank() == culprit:
+        raise ValueError(f"made to fail on {culprit}")
+    dist.barrier()
+
+
+def fail_late_elsewhere() -> None:
+    time.sleep(0.4 * (2 - dist.get_rank()))  # rank 2 first, then 1, then 0
+    raise ValueError(f"failed on {dist.get_rank()}")
+
+
+def sleep_on(*sleepers: int) -> int:
+    if dist.get_rank() in sleepers:
+        time.sleep(600)
+    return dist.get_rank()
+
+
+def wait_for(sleeper: int) -> None:
+    if dist.get_rank() == sleeper:
+        time.sleep(600)
+    dist.barrier()
+
+
+def die_on(culprit: int, how: str) -> None:
+    if dist.get_rank() == culprit:
+        if how == "exit":
+            os._exit(7)
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def say_and_tell() -> int:
+    os.write(1, f"hello from {dist.get_rank()}\n".encode())
+    return dist.get_rank()
+
+
+def mesh_of_result(extra_groups: int) -> bool:
+    """Whether a DTensor operation answers on the mesh it was given, and not on one of an earlier run."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+
+    for _ in range(extra_groups):
+        dist.new_group([0, 1])
+    mesh = init_device_mesh("cpu", (2,))
+    product = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]) @ torch_eye(mesh)
+    whole = product.redistribute(mesh, [Replicate()])
+    return product.device_mesh is mesh and whole.device_mesh is mesh and bool((whole.to_local() == 1).all())
+
+
+def torch_eye(mesh: object) -> torch.Tensor:
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    return distribute_tensor(torch.eye(4), mesh, [Replicate()])
+
+
+def join_twice() -> tuple[int, int]:
+    return join()
+
+
+# --- whether processes are there
+
+
+def gone(pid: int) -> bool:
+    """No such process, or one that has ended and waits to be reaped."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def all_gone_within(pids: list[int], seconds: float) -> bool:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until and not all(map(gone, pids)):
+        time.sleep(0.05)
+    return all(map(gone, pids))
+
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks processes up in /proc")
+
+
+# --- the pool
+
+
+def test_results_come_in_rank_order(pool: RankPool) -> None:
+    assert pool.run(tell_rank, 3, "x") == [("x", 0, 3, "0"), ("x", 1, 3, "1"), ("x", 2, 3, "2")]
+    assert pool.run(tell_rank, 1, "alone") == [("alone", 0, 1, "0")]
+
+
+def test_processes_are_reused(pool: RankPool) -> None:
+    first = pool.run(tell_pid, 3)
+    assert len(set(first)) == 3
+    assert pool.run(tell_pid, 3) == first
+    assert pool.run(tell_pid, 2) == first[:2]
+
+
+def test_all_reduce_and_tensors_by_value(pool: RankPool) -> None:
+    for total in pool.run(add_ranks, 3):
+        assert torch.equal(total, torch.full((2, 3), 3.0))
+    (view,) = pool.run(give_view, 1)
+    assert view.tolist() == [7.0, 8.0]
+    assert view.untyped_storage().nbytes() == 8  # the million elements stayed behind
+
+
+def test_nothing_of_a_run_reaches_the_next(pool: RankPool) -> None:
+    before = pool.run(tell_state, 2)
+    pool.run(disturb, 2)
+    assert pool.run(tell_state, 2) == before
+    assert before[0] == before[1]
+    assert before[0][0] == torch.float32
+
+
+def test_dtensor_caches_do_not_outlive_a_run(pool: RankPool) -> None:
+    for extra_groups in (0, 2, 1):
+        assert pool.run(mesh_of_result, 2, extra_groups) == [True, True]
+
+
+def test_environment_and_directory_are_the_callers(
+    pool: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHARDWISE_TEST_WORD", "seen")
+    monkeypatch.chdir(tmp_path)
+    assert pool.run(os.getenv, 1, "SHARDWISE_TEST_WORD") == ["seen"]
+    assert pool.run(os.getcwd, 1) == [os.getcwd()]
+
+
+# --- errors
+
+
+def test_own_errors_keep_their_class(pool: RankPool) -> None:
+    with pytest.raises(RefusedPlan) as caught:
+        pool.run(refuse, 2)
+    assert str(caught.value) == "rank says no"
+    assert caught.value.rank in (0, 1)
+    assert "in refuse" in caught.value.remote_traceback
+
+
+def test_failing_rank_is_named_and_not_its_echo(pool: RankPool) -> None:
+    pids = pool.run(tell_pid, 3)
+    with pytest.raises(RunError, match="rank 1: ValueError: made to fail on 1") as caught:
+        pool.run(fail_on, 3, 1)
+    assert caught.value.rank == 1
+    assert "in fail_on" in caught.value.remote_traceback
+    assert pool.run(tell_pid, 3) == pids  # an error costs no process
+
+
+def test_first_failure_is_shown(pool: RankPool) -> None:
+    with pytest.raises(RunError, match="rank 2: ValueError: failed on 2"):
+        pool.run(fail_late_elsewhere, 3)
+
+
+def test_deadline_shows_where_each_rank_was(pool: RankPool) -> None:
+    pool.run(tell_pid, 3)
+    began = time.monotonic()
+    with pytest.raises(RunError, match="passed its deadline of 1 s; ranks 0, 2 had not finished") as caught:
+        pool.run(sleep_on, 3, 0, 2, timeout_s=1)
+    assert time.monotonic() - began < 5
+    assert str(caught.value).count("in sleep_on") == 2
+    assert "_end_with_caller" not in str(caught.value)
+    assert pool.run(sleep_on, 3) == [0, 1, 2]
+
+
+def test_rank_that_others_wait_for_is_named(pool: RankPool) -> None:
+    with pytest.raises(RunError, match="rank 1 had not finished") as caught:
+        pool.run(wait_for, 2, 1, timeout_s=1.5)
+    assert caught.value.rank == 1
+    assert "in wait_for" in str(caught.value)
+    assert "rank 0: " in str(caught.value)
+
+
+@pytest.mark.parametrize(("how", "text"), [("kill", "died of SIGKILL"), ("exit", "left with exit code 7")])
+def test_dead_rank_is_named_and_replaced(pool: RankPool, how: str, text: str) -> None:
+    with pytest.raises(RunError, match=f"rank 1: {text}") as caught:
+        pool.run(die_on, 2, 1, how)
+    assert caught.value.rank == 1
+    assert [rank for _, rank, *_ in pool.run(tell_rank, 2, "after")] == [0, 1]
+
+
+@needs_proc
+def test_death_between_runs_is_mended(pool: RankPool) -> None:
+    pids = pool.run(tell_pid, 2)
+    os.kill(pids[1], signal.SIGKILL)
+    until = time.monotonic() + 5
+    while Path(f"/proc/{pids[1]}").exists() and time.monotonic() < until:
+        time.sleep(0.01)  # until it is reaped: a zombie's threads may still hold its channel open
+    assert pids[1] not in pool.run(tell_pid, 2)
+
+
+def test_function_that_ranks_cannot_find_is_refused(pool: RankPool) -> None:
+    with pytest.raises(InputError, match="top level of a module"):
+        pool.run(lambda: 1, 1)
+    with pytest.raises(InputError, match="at least one rank"):
+        pool.run(tell_pid, 0)
+
+
+# --- launch
+
+
+def test_launch_returns_results_and_tells_events(tmp_path: Path) -> None:
+    events: list[RankEvent] = []
+    assert launch(say_and_tell, 3, log_dir=tmp_path, on_event=events.append, timeout_s=30) == [0, 1, 2]
+    assert (tmp_path / "rank2.log").read_text() == "hello from 2\n"
+    assert not (tmp_path / "rank0.log").exists()
+    assert [event.kind for event in events[:3]] == ["started"] * 3
+    assert sorted(event.rank for event in events[3:] if event.kind == "finished") == [0, 1, 2]
+    assert all(gone(event.pid) for event in events)
+
+
+def test_launch_failure_ends_the_others(tmp_path: Path) -> None:
+    events: list[RankEvent] = []
+    began = time.monotonic()
+    with pytest.raises(RunError, match="rank 1: ValueError") as caught:
+        launch(fail_while_others_sleep, 3, log_dir=tmp_path, on_event=events.append)
+    assert time.monotonic() - began < 15
+    assert "rank1.log" in caught.value.__notes__[0]
+    assert all(gone(event.pid) for event in events)
+
+
+def fail_while_others_sleep() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("ends the run")
+    time.sleep(600)
+
+
+def test_launch_passes_own_errors() -> None:
+    with pytest.raises(RefusedPlan, match="rank says no"):
+        launch(refuse, 1)
+
+
+def test_script_without_guard_is_told_so(tmp_path: Path) -> None:
+    script = tmp_path / "unguarded.py"
+    script.write_text("from shardwise.ranks import launch\nlaunch(print, 1)\n")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
+    assert "rank 0 did not start: it left with exit code 1" in done.stderr
+    assert "put the call under `if __name__ == '__main__':`" in done.stderr
+    typed = "from shardwise.ranks import launch\ndef mine(): pass\nlaunch(mine, 1)\n"
+    done = subprocess.run([sys.executable, "-c", typed], capture_output=True, text=True, timeout=60)
+    assert "`mine` is defined in an interactive session" in done.stderr
+
+
+def test_import_brings_no_torch() -> None:
+    check = "import sys, shardwise.ranks, shardwise.testing; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", check], check=True, timeout=60)
+
+
+# --- join
+
+
+@pytest.fixture
+def bare_environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+def test_join_refuses_half_an_environment(bare_environment: pytest.MonkeyPatch) -> None:
+    bare_environment.setenv("RANK", "0")
+    bare_environment.setenv("MASTER_ADDR", "127.0.0.1")
+    with pytest.raises(InputError, match="not WORLD_SIZE, MASTER_PORT"):
+        join()
+
+
+def test_join_refuses_numbers_that_are_none(bare_environment: pytest.MonkeyPatch) -> None:
+    values = {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in values.items():
+        bare_environment.setenv(name, value)
+    with pytest.raises(InputError, match="RANK=2"):
+        join()
+    bare_environment.setenv("RANK", "one")
+    with pytest.raises(InputError, match="RANK is 'one'"):
+        join()
+
+
+def test_join_keeps_a_group_that_is_there(pool: RankPool) -> None:
+    assert pool.run(join_twice, 2) == [(0, 2), (1, 2)]
+
+
+ALONE = """
+from shardwise.ranks import join
+import torch, torch.distributed as dist
+assert join() == (0, 1) == join()
+dist.all_reduce(torch.ones(1)); dist.new_group([0]); dist.destroy_process_group()
+"""
+
+
+def test_join_alone(bare_environment: pytest.MonkeyPatch) -> None:
+    subprocess.run([sys.executable, "-c", ALONE], check=True, timeout=60)
+
+
+# --- no process is left
+
+OWNER = """
+import os, sys, time
+from shardwise.ranks import RankPool, launch
+
+def hold(sleepers):
+    if int(os.environ["RANK"]) in sleepers:
+        time.sleep(600)
+    return os.getpid()
+
+if __name__ == "__main__":
+    if sys.argv[1] == "launch":
+        launch(hold, 2, [(0, 1)], on_event=lambda event: print(event.pid, flush=True))
+    pool = RankPool()
+    print(*pool.run(hold, 2, ()), sep=chr(10), flush=True)
+    pool.run(hold, 2, (0,))
+"""
+
+
+@needs_proc
+@pytest.mark.parametrize(
+    ("door", "number"), [("pool", signal.SIGKILL), ("launch", signal.SIGTERM), ("launch", signal.SIGINT)]
+)
+def test_ranks_end_with_their_caller(tmp_path: Path, door: str, number: signal.Signals) -> None:
+    script = tmp_path / "owner.py"
+    script.write_text(OWNER)
+    command = [sys.executable, str(script), door]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as owner:
+        assert owner.stdout is not None
+        pids = [int(owner.stdout.readline()) for _ in range(2)]
+        assert not any(map(gone, pids))
+        time.sleep(0.3)
+        owner.send_signal(number)
+        assert all_gone_within(pids, 10)
+        owner.wait(10)
+    if number == signal.SIGTERM:
+        assert owner.returncode == -signal.SIGTERM
+
+
+@needs_proc
+def test_close_leaves_no_process() -> None:
+    with RankPool(quiet=True) as own:
+        pids = own.run(tell_pid, 2)
+    assert all_gone_within(pids, 5)
+    with pytest.raises(InputError, match="closed"):
+        own.run(tell_pid, 1)
+    own.close()
