@@ -170,7 +170,7 @@ class GlobalRandom(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
-        if not _is_random(func) or kwargs.get("generator") is not None or _inert_dropout(func, args):
+        if not _is_random(func) or kwargs.get("generator") is not None or _inert_dropout(func, args, kwargs):
             return func(*args, **kwargs)
         key, path = self.paths.draw()
         if func in _DRAWS:
@@ -197,8 +197,15 @@ class GlobalRandom(TorchDispatchMode):
         return output
 
 
-def _inert_dropout(func, args) -> bool:
-    return func is _aten.native_dropout.default and args[2] is False
+def _inert_dropout(func, args, kwargs) -> bool:
+    """Whether an op that can draw (fused attention, recurrent layers) has its dropout off."""
+    if func is _aten.native_dropout.default:
+        return args[2] is False
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name in ("dropout_p", "dropout"):
+            rate = args[place] if place < len(args) else kwargs.get(argument.name, argument.default_value)
+            return not rate
+    return False
 
 
 def _global_index(shape: tuple[int, ...], dim: int, samples: Samples, device) -> torch.Tensor:
@@ -359,7 +366,7 @@ class ConstantRandom(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
-        if not _is_random(func) or _inert_dropout(func, args):
+        if not _is_random(func) or _inert_dropout(func, args, kwargs):
             return func(*args, **kwargs)
         path = self.paths.stack[-1][0] if self.paths.stack else ""
 

@@ -71,14 +71,15 @@ def _told(error: BaseException) -> tuple[int, str]:
         return 130, "interrupted"
     if isinstance(error, click.ClickException):
         return error.exit_code, error.format_message()
+    from shardwise.training.resolve import where, where_in_text
+
     log = getattr(error, "log", None)
     if isinstance(error, ShardwiseError):
-        message = str(error)
-        if getattr(error, "remote_traceback", "") and error.exit_code == 1:
-            message = message.splitlines()[0]
+        message, trace = str(error), getattr(error, "remote_traceback", "")
+        if trace and "\nTraceback " in message:  # a rank's exception: its traceback is in the log
+            place = where_in_text(trace)
+            message = message.splitlines()[0] + (f" ({place})" if place else "")
         return error.exit_code, message + (f"\nthe details are in {log}" if log else "")
-    from shardwise.training.resolve import where
-
     return 1, f"failed: {where(error)}\nthe details are in {log or _written(error)} (or add --traceback)"
 
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import click
 
 import shardwise
 from shardwise.cli.answer import Answer, quiet_stdout
+from shardwise.errors import RefusedPlan
 
 PLAN_HELP = "How to spread it: dp_shard=2,zero=3, or a .toml file with the same keys."
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
@@ -97,8 +99,11 @@ def verify(answer: Answer, task: str, plan: str, steps: int, seed: int, shrink: 
     from shardwise.training import resolve_task
 
     resolve_task(task)  # a mistake in the name is told before any rank starts
-    parity = prove(task, parsed, steps=steps, seed=seed, shrink=shrink)
+    extra = {"shrink": True} if shrink else {}
+    parity = prove(partial(resolve_task, task), parsed, steps=steps, seed=seed, **extra)
     answer.fields.update(_plain(parity.as_dict()))
+    if parity.refused:
+        raise RefusedPlan(parity.refused)
     answer.text = parity.text()
     answer.code = 0 if parity.parity else 1
 

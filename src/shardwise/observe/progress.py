@@ -78,7 +78,7 @@ class Display:
         if "mfu" in record:
             parts.append(f"MFU {100 * record['mfu']:.1f} %")
         elif "flops_per_s_per_rank" in record:
-            parts.append(f"{short(record['flops_per_s_per_rank'])}FLOP/s per rank")
+            parts.append(f"{short(record['flops_per_s_per_rank'], ' ')}FLOP/s per rank")
         if record.get("peak_bytes"):
             parts.append(f"peak {size(record['peak_bytes'])}")
         return "  ".join([*parts, f"{self._left(record['step'] + 1)} left"])
@@ -94,12 +94,12 @@ class Display:
             self._bar.stop()
 
 
-def short(number: float) -> str:
-    """`51.2k`, `1.30M`, `12.4G`, three digits."""
+def short(number: float, space: str = "") -> str:
+    """`51.2k`, `1.3M`, `12.4G`: three digits; `space` goes before the unit that follows."""
     for factor, suffix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(number) >= factor:
-            return f"{number / factor:.3g}{suffix}"
-    return f"{number:.3g}"
+            return f"{number / factor:.3g}{space}{suffix}"
+    return f"{number:.3g}{space}"
 
 
 def size(count: float) -> str:

@@ -45,7 +45,7 @@ def _speed(summary: dict[str, Any]) -> str:
     if "mfu" in summary:
         text += f", MFU {100 * summary['mfu']:.1f} % ({summary['flops_convention']})"
     elif "flops_per_s_per_rank" in summary:
-        text += f", {short(summary['flops_per_s_per_rank'])}FLOP/s per rank ({summary['flops_convention']})"
+        text += f", {short(summary['flops_per_s_per_rank'], ' ')}FLOP/s per rank ({summary['flops_convention']})"
     return text
 
 

@@ -120,7 +120,7 @@ class _Rank:
         per_sample = self.flops.per_sample
         if per_sample is None or self.speed.peak is not None:
             return self.flops.convention
-        return f"{self.flops.convention} (no MFU: this device's peak is not known)"
+        return f"{self.flops.convention}; no MFU, for this device's peak is not known"
 
     def _batches(self, stack: ExitStack) -> Iterator[Any]:
         """The global batch of each step, or this rank's parts of it."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
+import re
 import sys
 import sysconfig
 import traceback
@@ -120,6 +121,13 @@ def where(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not _is_library(frame.filename)] or list(frames)
     return f"{own[-1].filename}:{own[-1].lineno}: {told}" if own else told
+
+
+def where_in_text(trace: str) -> str:
+    """`tasks.py:12`, the same place in a traceback that came as text from another process; empty without one."""
+    places = re.findall(r'File "([^"]+)", line (\d+)', trace)
+    own = [place for place in places if not _is_library(place[0])] or places
+    return ":".join(own[-1]) if own else ""
 
 
 def _is_library(file: str) -> bool:

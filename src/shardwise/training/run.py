@@ -143,11 +143,11 @@ def _here(job: Job) -> dict[str, Any]:
 def _launched(job: Job, world: int) -> dict[str, Any]:
     from shardwise.ranks import launch
 
-    results: Sequence[Any] = launch(_rank_entry, world, (job,), log_dir=job.folder / LOGS)
+    results: Sequence[Any] = launch(train_rank, world, (job,), log_dir=job.folder / LOGS)
     return results[0]
 
 
-def _rank_entry(job: Job) -> dict[str, Any]:
+def train_rank(job: Job) -> dict[str, Any]:
     """What each launched rank calls."""
     return _here(job)
 
