@@ -1,7 +1,7 @@
 """From a plan's rank grid to this rank's process groups.
 
-    plan dp_replicate=2,dp_shard=2 -> DeviceMesh [[0, 1], [2, 3]], axes dp_replicate (columns), dp_shard (rows),
-    and `data`, both together: the ranks over which a micro-batch's samples are dealt.
+plan dp_replicate=2,dp_shard=2 -> DeviceMesh [[0, 1], [2, 3]], axes dp_replicate (columns), dp_shard (rows),
+and `data`, both together: the ranks over which a micro-batch's samples are dealt.
 """
 
 from __future__ import annotations

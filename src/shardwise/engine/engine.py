@@ -106,13 +106,13 @@ class Engine:
         self.global_random: GlobalRandom | None = None
         self.steps_done = 0
         self.skipped_steps = 0
+        self._used: set[int] = set()  # parameters that any rank reached in the last step
         self.module, self.technique = self._apply()
         self.names = [name for name, param in self.module.named_parameters() if param.requires_grad]
         self.forward = Forward(task, self.module, self.precision, mesh.device, mesh.data)
         shapes = [param.shape for _, param in self.module.named_parameters() if param.requires_grad]
-        index_of = {name: index for index, name in enumerate(self.names)}
-        self.optimizer, self.optimizer_nature = make_optimizer(
-            task.optimizer, self.technique.slots, shapes, index_of, plan.zero if plan.dp_shard > 1 else 0
+        self.optimizer, self.optimizer_nature, self.owners = make_optimizer(
+            task.optimizer, self.technique, self.names, shapes, mesh.shard, zero=plan.zero if plan.dp_shard > 1 else 0
         )
         if self.optimizer_nature.narrow is not None:
             self.notices.append(f"the optimizer's own arithmetic runs in {self.optimizer_nature.narrow}")
@@ -151,7 +151,7 @@ class Engine:
             if self.plan.remat != "none":
                 recompute_block(block, self.plan.remat)
             if self.plan.compile:
-                block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
+                block.forward = torch.compile(block.forward)
         for wanted in ("remat", "compile"):
             if getattr(self.plan, wanted) not in ("none", False) and not blocks.paths:
                 self.notices.append(f"{wanted} has no effect: no repeated blocks were found in the module")
@@ -216,9 +216,16 @@ class Engine:
             return self._step_with_closure(parts)
         result, gradients_ok = self._gradients(parts)
         if gradients_ok:
-            self.optimizer.step()
-            self.technique.publish()
+            self._update()
         return self._done(result, gradients_ok)
+
+    def _update(self) -> None:
+        if self.owners is not None:
+            self.owners.collect_gradients(self._used)
+        self.optimizer.step()
+        if self.owners is not None:
+            self.owners.hand_out(self._used)
+        self.technique.publish()
 
     def _step_with_closure(self, parts: list[Part]) -> StepResult:
         results: list[StepResult] = []
@@ -229,7 +236,7 @@ class Engine:
             results.append(result)
             return result.loss
 
-        self.optimizer.step(closure)  # type: ignore[arg-type]
+        self.optimizer.step(closure)
         self.technique.publish()
         return self._done(results[0], True)
 
@@ -241,9 +248,7 @@ class Engine:
     def _parts(self, batch: Any) -> list[Part]:
         if isinstance(batch, list) and batch and all(isinstance(part, Part) for part in batch):
             return batch
-        return parts_of(
-            batch, accumulate=self.plan.accumulate, data_rank=self.data_rank, data_ranks=self.data_ranks
-        )
+        return parts_of(batch, accumulate=self.plan.accumulate, data_rank=self.data_rank, data_ranks=self.data_ranks)
 
     def _set_learning_rate(self) -> None:
         if self.schedule is None:
@@ -260,11 +265,13 @@ class Engine:
         for index, part in enumerate(parts):
             self._micro_batch(index, part, tally, last=index == len(parts) - 1)
         used = self._finish(tally)
+        self._used = used
         agreed = agree(tally, self._square_norm(), self.mesh.data, self.device)
         if not agreed.same_branches and self.data_ranks > 1:
             refuse = self.task.branches == "same"
             used = gather_reached(tally, self.names, self.mesh.data, self.device, refuse=refuse)
             self.technique.finish_step(used)
+            self._used = used
             agreed = agree(tally, self._square_norm(), self.mesh.data, self.device)
         return self._normalise(agreed)
 
@@ -333,7 +340,7 @@ class Engine:
         """Divide by the global weight and clip; decide, alike on all ranks, whether the update is finite."""
         weight = agreed.weight
         divisor = weight * (self.scale.value if self.scale is not None else 1.0)
-        rows = agreed.square_norms[: self.plan.dp_shard] if self._sharded else agreed.square_norms[:1]
+        rows = agreed.square_norms[: self.plan.dp_shard] if self.technique.in_pieces else agreed.square_norms[:1]
         norm = math.sqrt(sum(rows)) / divisor if divisor else math.nan
         loss = (agreed.total + sum(agreed.extras.values())) / weight if weight else math.nan
         finite = math.isfinite(loss) and math.isfinite(norm)
@@ -356,10 +363,6 @@ class Engine:
         if clip / divisor != 1.0:
             torch._foreach_mul_([m.grad for m in self._masters()], clip / divisor)
         return result, True
-
-    @property
-    def _sharded(self) -> bool:
-        return not isinstance(self.technique, Replicate)
 
     def _not_finite(self, result: StepResult) -> None:
         """Raise, unless skipping was asked for or the loss scaler expects this."""
@@ -463,8 +466,9 @@ class Engine:
     def memory(self) -> dict[str, int | None]:
         """Bytes held by this rank now: parameters (masters too), gradients, optimizer state; peak on a GPU."""
         masters = [slot.master for slot in self.technique.slots]
+        masters += list(self.owners.masters.values()) if self.owners is not None else []
         parameters = [*self.module.parameters(), *masters]
-        gradients = [p.grad for p in parameters] + self._gradient_buffers()
+        gradients = [p.grad for p in parameters] + self.technique.gradient_buffers()
         state = [v for s in self.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
         return {
             "parameters": storage_bytes(parameters),
@@ -472,14 +476,6 @@ class Engine:
             "optimizer": storage_bytes(state),
             "peak": peak_bytes(self.device),
         }
-
-    def _gradient_buffers(self) -> list[torch.Tensor | None]:
-        if isinstance(self.technique, FullShard):
-            return []
-        buffers = [bucket.buffer for bucket in self.technique.buckets.buckets]
-        if isinstance(self.technique, Flat):
-            buffers += [part.gradient for part in self.technique.shards]
-        return buffers
 
     @contextmanager
     def observe(self) -> Iterator[Ledger]:

@@ -66,7 +66,7 @@ def _extra(name: str, value: Any) -> Extra:
 
 
 def _number(value: Number, what: str) -> float:
-    if isinstance(value, torch.Tensor) and value.numel() == 1 or isinstance(value, int | float):
+    if (isinstance(value, torch.Tensor) and value.numel() == 1) or isinstance(value, int | float):
         return float(value)
     raise InputError(f"{_SHAPE}: the {what} must be one number, got {_describe(value)}")
 

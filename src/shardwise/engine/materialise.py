@@ -51,7 +51,7 @@ def _replace(module: nn.Module, make: Callable[[str, torch.Tensor], torch.Tensor
                 if kind == "plain":
                     child.__dict__[leaf] = made[id(tensor)]
                 else:
-                    table[leaf] = made[id(tensor)]  # type: ignore[assignment]
+                    table[leaf] = made[id(tensor)]
 
 
 def _parameter(old: torch.Tensor, value: torch.Tensor) -> nn.Parameter:

@@ -5,7 +5,7 @@ are then pointed at this rank's pieces. That equals one process only if each ele
 element's history alone, which is tried on small tensors before the first step: whole against pieces, in float64.
 
     elementwise   AdamW, SGD, Adagrad, Lion, ...     pieces of any kind
-    per tensor    Adafactor, Muon, LAMB, ...         whole tensors: replicas only
+    per tensor    Adafactor, Muon, LAMB, ...         whole tensors: each updated by the rank that owns it
     joint         LBFGS                              all tensors at once, with a closure: replicas only
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import nn
@@ -21,13 +22,16 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
+from shardwise.comm import Axis
 from shardwise.engine.groups import named_groups
+from shardwise.engine.owners import Owners, Pieces
 from shardwise.errors import InputError, RefusedPlan
-from shardwise.parallel.slots import Slot
+from shardwise.parallel.slots import DataParallel
+from shardwise.trace.double import KeepDouble
 
 OptimizerFn = Callable[[list[dict]], Optimizer]
 _TRIAL_STEPS = 4
-_TRIAL_TOLERANCE = 1e-10
+_TRIAL_TOLERANCE = 1e-9  # of the largest update
 
 
 @dataclass(frozen=True)
@@ -86,30 +90,35 @@ def _remade(optimizer: Optimizer) -> Optimizer:
     """The same class and settings over the pieces, for classes that make state when they are built (Adagrad)."""
     accepted = inspect.signature(type(optimizer).__init__).parameters
     settings = {key: value for key, value in optimizer.defaults.items() if key in accepted}
-    return type(optimizer)(optimizer.param_groups, **settings)  # type: ignore[call-arg]
+    return type(optimizer)(optimizer.param_groups, **settings)
 
 
 def try_out(make: OptimizerFn, shapes: Sequence[torch.Size]) -> Nature:
-    """Run the optimizer on small tensors of the same kinds of shape: whole, one at a time, and in pieces."""
+    """Run the optimizer on small tensors of the same kinds of shape: whole, one at a time, and in pieces.
+
+    Results are compared relative to the size of the updates, with all arithmetic kept in float64.
+    """
     small = _small_shapes(shapes)
     generator = torch.Generator().manual_seed(0)
     values = [torch.randn(shape, dtype=torch.float64, generator=generator) for shape in small]
-    gradients = [
+    gradients: list[list[torch.Tensor | None]] = [
         [torch.randn(shape, dtype=torch.float64, generator=generator) for shape in small] for _ in range(_TRIAL_STEPS)
     ]
-    whole = [nn.Parameter(value.clone()) for value in values]
-    optimizer = construct(make, whole)
-    if needs_closure(optimizer):
+    if needs_closure(construct(make, [nn.Parameter(value.clone()) for value in values])):
         return Nature("joint", None, True)
     narrow = _NarrowDtypes()
     with narrow:
-        _run(optimizer, whole, gradients)
+        _whole(make, values, gradients)
     dtype = min(narrow.seen, key=lambda d: torch.finfo(d).bits, default=None)
-    bar = _TRIAL_TOLERANCE if dtype is None else 1e-2
-    if _same(whole, _trial(lambda: _in_pieces(make, values, gradients, _halves)), bar):
-        return Nature("elementwise", dtype, False)
-    if _same(whole, _trial(lambda: _one_at_a_time(make, values, gradients)), bar):
-        return Nature("per tensor", dtype, False)
+    with KeepDouble():
+        whole = _whole(make, values, gradients)
+        bar = _TRIAL_TOLERANCE * max(
+            float((a - b).abs().max()) for a, b in zip(whole, values, strict=True) if a.numel()
+        )
+        if _same(whole, _trial(lambda: _in_pieces(make, values, gradients)), bar):
+            return Nature("elementwise", dtype, False)
+        if _same(whole, _trial(lambda: _one_at_a_time(make, values, gradients)), bar):
+            return Nature("per tensor", dtype, False)
     return Nature("joint", dtype, False)
 
 
@@ -120,10 +129,13 @@ def _small_shapes(shapes: Sequence[torch.Size]) -> list[torch.Size]:
     return [shape for shape in kinds.values() for _ in range(2)]
 
 
-def _run(optimizer: Optimizer, params: Sequence[torch.Tensor], gradients: list[list[torch.Tensor]]) -> None:
+def _run(optimizer: Optimizer, params: Sequence[torch.Tensor], gradients) -> None:
+    for group in optimizer.param_groups:
+        if not group.get("lr", 1.0):
+            group["lr"] = 1e-3  # a rate that starts at zero would make every trial agree
     for step in gradients:
         for param, gradient in zip(params, step, strict=True):
-            param.grad = gradient.clone()
+            param.grad = None if gradient is None else gradient.clone()
         optimizer.step()
 
 
@@ -135,22 +147,25 @@ def _trial(attempt: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor] | No
         return None
 
 
-def _same(whole: Sequence[torch.Tensor], other: list[torch.Tensor] | None, bar: float) -> bool:
+def _same(whole: list[torch.Tensor], other: list[torch.Tensor] | None, bar: float) -> bool:
     return other is not None and all(
-        float((a.detach() - b.detach().view(a.shape)).abs().max()) <= bar for a, b in zip(whole, other, strict=True) if a.numel()
+        float((a - b.view(a.shape)).abs().max()) <= bar for a, b in zip(whole, other, strict=True) if a.numel()
     )
 
 
-def _halves(count: int) -> list[tuple[int, int]]:
-    cut = max(1, count // 3)
-    return [(0, cut), (cut, count)]
+def _whole(make: OptimizerFn, values, gradients) -> list[torch.Tensor]:
+    params = [nn.Parameter(value.clone()) for value in values]
+    _run(construct(make, params), params, gradients)
+    return [param.detach() for param in params]
 
 
-def _in_pieces(make: OptimizerFn, values, gradients, cut) -> list[torch.Tensor]:
+def _in_pieces(make: OptimizerFn, values, gradients) -> list[torch.Tensor]:
+    """Two ranks in turn, each with its piece of every tensor."""
     flats = [value.clone().view(-1) for value in values]
     shapes = [value.shape for value in values]
     for rank in range(2):
-        spans = [cut(flat.numel())[rank] for flat in flats]
+        cuts = [max(1, flat.numel() // 3) for flat in flats]
+        spans = [((0, cut), (cut, flat.numel()))[rank] for cut, flat in zip(cuts, flats, strict=True)]
         pieces = {i: [nn.Parameter(flats[i][low:high])] for i, (low, high) in enumerate(spans) if low < high}
         optimizer = over_pieces(make, shapes, pieces)
         order = sorted(pieces)
@@ -160,28 +175,39 @@ def _in_pieces(make: OptimizerFn, values, gradients, cut) -> list[torch.Tensor]:
 
 
 def _one_at_a_time(make: OptimizerFn, values, gradients) -> list[torch.Tensor]:
+    """Each tensor updated while the others have no gradient."""
     done = []
-    for index, value in enumerate(values):
-        param = nn.Parameter(value.clone())
-        _run(construct(make, [param]), [param], [[step[index]] for step in gradients])
-        done.append(param.detach())
+    for index in range(len(values)):
+        params = [nn.Parameter(value.clone()) for value in values]
+        alone = [[g if i == index else None for i, g in enumerate(step)] for step in gradients]
+        _run(construct(make, params), params, alone)
+        done.append(params[index].detach())
     return done
 
 
-def make_optimizer(make: OptimizerFn, slots: list[Slot], shapes: Sequence[torch.Size], index_of: dict[str, int],
-                   zero: int) -> tuple[Optimizer, Nature]:  # fmt: skip
-    """The optimizer for this rank's slots. Raises `RefusedPlan` when it does not bear the pieces that they are."""
+def make_optimizer(
+    make: OptimizerFn, technique: DataParallel, names: list[str], shapes: list[torch.Size], shard: Axis, *, zero: int
+) -> tuple[Optimizer, Nature, Owners | None]:
+    """The optimizer for this rank, what the trial found, and the owners where whole tensors are needed.
+
+    Raises `RefusedPlan` when the optimizer bears neither pieces nor single tensors.
+    """
     nature = try_out(make, shapes)
+    slots = technique.slots
     if all(slot.whole for slot in slots) and zero == 0:
-        return construct(make, [slot.master for slot in slots]), nature
-    if nature.kind != "elementwise":
+        return construct(make, [slot.master for slot in slots]), nature, None
+    if nature.kind == "joint":
         raise RefusedPlan(
-            f"zero={zero} gives the optimizer pieces of parameters, and on a trial its updates of pieces differ from "
-            f"those of whole parameters ({nature.kind} optimizer): use zero=0 (dp_replicate), or an elementwise "
-            "optimizer such as AdamW"
+            f"zero={zero} spreads parameters over ranks, and on a trial the optimizer's update of one tensor depends "
+            "on the others (or it needs a closure): use zero=0 (dp_replicate), or an optimizer that treats tensors "
+            "one by one"
         )
+    if nature.kind == "per tensor":
+        owners = Owners(cast(Pieces, technique), names, shapes, shard)
+        return over_pieces(make, shapes, {i: [m] for i, m in owners.masters.items()}), nature, owners
+    index_of = {name: index for index, name in enumerate(names)}
     pieces: dict[int, list[nn.Parameter]] = {}
     for slot in slots:
         if slot.master.numel():
             pieces.setdefault(index_of[slot.name], []).append(slot.master)
-    return over_pieces(make, shapes, pieces), nature
+    return over_pieces(make, shapes, pieces), nature, None

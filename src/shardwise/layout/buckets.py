@@ -1,7 +1,7 @@
 """Flat buckets: parameters laid end to end, in the order in which backward is expected to finish them.
 
-    bucket 0 |  w4  | b4 |pad|      each bucket is a multiple of the shard degree, so shards are equal:
-    bucket 1 |   w3     | b3 |      rank r holds [r*size/N, (r+1)*size/N) of every bucket
+bucket 0 |  w4  | b4 |pad|      each bucket is a multiple of the shard degree, so shards are equal:
+bucket 1 |   w3     | b3 |      rank r holds [r*size/N, (r+1)*size/N) of every bucket
 """
 
 from __future__ import annotations

@@ -24,12 +24,12 @@ from torch import nn
 BY_PARAMETERS = "6 per token and parameter; looked-up embeddings and attention scores not counted"
 BY_COUNTING = "3 x the products, convolutions and attention of one forward pass"
 
-# dense peaks in TFLOP/s by part of the device's name: (16-bit, tf32, fp32); from the vendors' data sheets
+# dense peaks in TFLOP/s by part of the device's name: (16-bit, tf32, fp32); from the vendor's data sheets
 PEAKS: tuple[tuple[str, float, float, float], ...] = (
+    ("H200 NVL", 835, 417, 60),
     ("H200", 989, 494, 67),
-    ("GH200", 989, 494, 67),
-    ("H100 PCIe", 756, 378, 51),
     ("H100 NVL", 835, 417, 60),
+    ("H100 PCIe", 756, 378, 51),
     ("H100", 989, 494, 67),
     ("A100", 312, 156, 19.5),
     ("L40S", 362, 183, 91.6),
@@ -87,5 +87,5 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
             if precision in ("bf16", "bf16-full", "fp16"):
                 return half * 1e12
             if precision == "fp32":
-                return (tf32 if torch.backends.cuda.matmul.allow_tf32 else single) * 1e12
+                return (single if torch.get_float32_matmul_precision() == "highest" else tf32) * 1e12
     return None

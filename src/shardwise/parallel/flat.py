@@ -52,6 +52,8 @@ class _Shard:
 class Flat:
     """Pieces of parameters for the optimizer, whole parameters for the module."""
 
+    in_pieces = True
+
     def __init__(
         self, named: list[tuple[str, nn.Parameter]], shard: Axis, replicate: Axis, precision: Precision, *, stage: int
     ):
@@ -59,7 +61,6 @@ class Flat:
         self.replicate = replicate
         self.precision = precision
         self.stage = stage
-        self.reduced_over = shard.size * replicate.size
         self.names = [name for name, _ in named]
         self.shapes = [param.shape for _, param in named]
         self.buckets = GradientBuckets(
@@ -155,6 +156,10 @@ class Flat:
         for work in pending:
             work.wait()
 
+    def gradient_buffers(self) -> list[torch.Tensor | None]:
+        """Buckets (zero=1) and this rank's shards."""
+        return [bucket.buffer for bucket in self.buckets.buckets] + [part.gradient for part in self.shards]
+
     def full_parameter(self, index: int) -> torch.Tensor:
         """The whole master weight, gathered."""
         part, entry = self._find(index)
@@ -166,6 +171,13 @@ class Flat:
         if part.gradient is None or index not in self._used:
             return None
         return self._whole(part, part.gradient, entry, index)
+
+    def select(self, index: int, whole: torch.Tensor, shard_rank: int) -> torch.Tensor:
+        """The view of a whole parameter that is the piece of a rank of dp_shard."""
+        part, entry = self._find(index)
+        low, high = part.bucket.layout.shard(self.axis.size, shard_rank)
+        first, last = max(entry.start, low), min(entry.stop, high)
+        return whole.view(-1)[first - entry.start : max(first, last) - entry.start]
 
     def _find(self, index: int):
         for part in self.shards:

@@ -31,10 +31,12 @@ from shardwise.precision import Precision
 class FullShard:
     """Shards of parameters for optimizer and module alike; units gather theirs while they compute."""
 
+    in_pieces = True
+
     def __init__(self, module: nn.Module, units: list[nn.Module], mesh: Mesh, precision: Precision):
         self.module = module
         self.precision = precision
-        self.reduced_over = mesh.data.size
+        self.ranks = mesh.shard.size
         self._replicas = mesh.replicate.size
         self._units = self._shard(module, units, mesh)
         self.slots: list[Slot] = []
@@ -109,10 +111,25 @@ class FullShard:
         """Point each master's gradient at the reduced shard."""
         for index, (param, slot) in enumerate(zip(self.params, self.slots, strict=True)):
             if index in used and param.grad is not None:
-                slot.master.grad = param.grad.to_local()  # type: ignore[attr-defined]
+                slot.master.grad = param.grad.to_local()
 
     def publish(self) -> None:
         """Nothing to do: masters share storage with the module's shards."""
+
+    def load_masters(self, index: int, value: torch.Tensor) -> None:
+        """Nothing to do: the shards are the masters."""
+
+    def gradient_buffers(self) -> list[torch.Tensor | None]:
+        """None beside the parameters' own."""
+        return []
+
+    def select(self, index: int, whole: torch.Tensor, shard_rank: int) -> torch.Tensor:
+        """The view of a whole parameter that is the piece of a rank of dp_shard (`torch.chunk`'s cut)."""
+        placement = self.params[index].placements[-1]
+        dim = placement.dim
+        each = -(-whole.shape[dim] // self.ranks)
+        low = min(shard_rank * each, whole.shape[dim])
+        return whole.narrow(dim, low, min(each, whole.shape[dim] - low))
 
     def full_parameter(self, index: int) -> torch.Tensor:
         """The whole weight, gathered."""
@@ -121,4 +138,4 @@ class FullShard:
     def full_gradient(self, index: int) -> torch.Tensor | None:
         """The whole gradient, gathered."""
         gradient = self.params[index].grad
-        return None if gradient is None else gradient.full_tensor()  # type: ignore[attr-defined]
+        return None if gradient is None else gradient.full_tensor()

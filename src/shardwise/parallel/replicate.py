@@ -30,12 +30,13 @@ from shardwise.precision import Precision
 class Replicate:
     """One replica: whole parameters, whole gradients, whole optimizer state."""
 
+    in_pieces = False
+
     def __init__(self, named: list[tuple[str, nn.Parameter]], axis: Axis, precision: Precision):
         self.axis = axis
         self.precision = precision
         self.params = [param for _, param in named]
         self.slots = [Slot(name, param.shape, self._master(param), whole=True) for name, param in named]
-        self.reduced_over = axis.size
         self._pending: list[Pending] = []
         self.buckets = GradientBuckets(named, dtype=precision.reduce, ranks=1, keep=True, launch=self._reduce)
 
@@ -86,6 +87,10 @@ class Replicate:
         """Round the masters into the module's weights, where they differ."""
         if self.precision.mixed:
             torch._foreach_copy_(self.params, [slot.master for slot in self.slots])
+
+    def gradient_buffers(self) -> list[torch.Tensor | None]:
+        """The buckets."""
+        return [bucket.buffer for bucket in self.buckets.buckets]
 
     def full_parameter(self, index: int) -> torch.Tensor:
         """The master weight; every rank has it."""

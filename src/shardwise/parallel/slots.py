@@ -44,7 +44,7 @@ class DataParallel(Protocol):
     """A technique: owns the parameters' storage, reduces gradients, publishes updated weights."""
 
     slots: list[Slot]
-    reduced_over: int  # ranks whose gradients are summed
+    in_pieces: bool  # each rank of dp_shard holds a part of every gradient, so their square norms add up
 
     def start_step(self) -> None:
         """Forget the last step's gradients."""
@@ -61,6 +61,13 @@ class DataParallel(Protocol):
 
     def publish(self) -> None:
         """After the optimizer: bring the module's weights up to the masters."""
+
+    def gradient_buffers(self) -> list[torch.Tensor | None]:
+        """Storage of gradients beside the `.grad` of parameters and masters."""
+        ...
+
+    def load_masters(self, index: int, value: torch.Tensor) -> None:
+        """Where masters are wider than the module's weights: set one (or this rank's piece) from its full value."""
 
     def full_parameter(self, index: int) -> torch.Tensor:
         """The whole master weight, on every rank. Collective."""

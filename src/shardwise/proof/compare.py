@@ -28,7 +28,7 @@ def tensor_error(a: torch.Tensor, b: torch.Tensor, floor: float) -> float:
 
 def compare(parity: Parity, one: Record, many: Record) -> None:
     """Write the errors of `many` ranks against `one` process into `parity`."""
-    parity.notes += many.notices
+    parity.notes += one.notices + many.notices
     parity.bars = {
         "loss": LOSS_BAR, "gradient": GRADIENT_BAR, "parameter": PARAMETER_BAR, "buffer": BUFFER_BAR
     }  # fmt: skip
@@ -39,9 +39,7 @@ def compare(parity: Parity, one: Record, many: Record) -> None:
         largest = max((float(g.abs().max()) for g in expected.values() if g is not None and g.numel()), default=0.0)
         floor = GRADIENT_FLOOR * largest
         _compare_named(parity, "gradient", expected, many.gradients[step], parity.gradient_error, floor)
-        _compare_named(
-            parity, "parameter", one.parameters[step], many.parameters[step], parity.parameter_error, one.lr
-        )
+        _compare_named(parity, "parameter", one.parameters[step], many.parameters[step], parity.parameter_error, one.lr)
         _compare_named(parity, "buffer", one.buffers[step], many.buffers[step], parity.buffer_error, 1.0)
 
 

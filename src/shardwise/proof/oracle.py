@@ -17,12 +17,12 @@ from shardwise.engine.groups import named_groups
 from shardwise.engine.loss import read_loss
 from shardwise.errors import InputError
 from shardwise.layout.dealing import micro_batches
-from shardwise.proof.double import KeepDouble
 from shardwise.proof.record import Record, kept
 from shardwise.proof.settings import Settings, global_batch, raise_eps
 from shardwise.random import BatchDims, GlobalRandom, Samples
 from shardwise.task import Task
 from shardwise.trace.deferred import build, named_tensors
+from shardwise.trace.double import KeepDouble
 
 
 def run_oracle(task: Task, settings: Settings) -> Record:
@@ -34,6 +34,7 @@ def run_oracle(task: Task, settings: Settings) -> Record:
     record = Record(lr=max(float(group.get("lr", 0.0)) for group in optimizer.param_groups))
     record.initial = {name: kept(param) for name, param in module.named_parameters()}
     random = GlobalRandom(BatchDims())
+    arithmetic = KeepDouble()
     for step in range(settings.steps):
         batch = _cast(global_batch(task, settings, step), settings.dtype)
 
@@ -47,14 +48,18 @@ def run_oracle(task: Task, settings: Settings) -> Record:
                 losses.append(gradients())
                 return losses[-1]
 
-            optimizer.step(closure)
+            with arithmetic:
+                optimizer.step(closure)
             record.losses.append(losses[0])
         else:
             record.losses.append(gradients())
-            optimizer.step()
+            with arithmetic:
+                optimizer.step()
         record.gradients.append({name: None if p.grad is None else kept(p.grad) for name, p in named})
         record.parameters.append({name: kept(param) for name, param in module.named_parameters()})
         record.buffers.append({name: kept(buffer) for name, buffer in module.named_buffers()})
+    if arithmetic.met:
+        record.notices.append("the optimizer computes in less than float64 by itself; both sides kept it in float64")
     return record
 
 

@@ -9,10 +9,10 @@ import torch
 
 from shardwise.engine.engine import Engine, parallelize
 from shardwise.layout import Plan
-from shardwise.proof.double import KeepDouble
 from shardwise.proof.parity import resolve
 from shardwise.proof.record import Record, kept
 from shardwise.proof.settings import Settings, global_batch, raise_eps
+from shardwise.trace.double import KeepDouble
 
 
 def run_rank(task: Any, plan: Plan, settings: Settings) -> Record | None:
@@ -26,8 +26,6 @@ def run_rank(task: Any, plan: Plan, settings: Settings) -> Record | None:
     record = Record(notices=list(engine.notices))
     if raised:
         record.notices.append(f"Adam-family eps raised from {min(raised):g} to 1e-4 on both sides")
-    narrow = engine.optimizer_nature.narrow
-    record.narrow_optimizer = None if narrow is None else str(narrow)
     record.initial = _parameters(engine)
     for step in range(settings.steps):
         last = step == settings.steps - 1

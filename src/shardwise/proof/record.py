@@ -18,7 +18,6 @@ class Record:
     initial: dict[str, torch.Tensor] = field(default_factory=dict)
     lr: float = 0.0
     notices: list[str] = field(default_factory=list)
-    narrow_optimizer: str | None = None
     ledger: list[dict] = field(default_factory=list)
 
 

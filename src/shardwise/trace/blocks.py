@@ -68,7 +68,9 @@ def _walk(path: str, module: nn.Module, total: int) -> list[str]:
 def find_blocks(module: nn.Module) -> Blocks:
     """The repeated blocks of a module, by structure alone."""
     total = _elements(module)
-    owners = Counter(id(param) for child in module.modules() for param in child._parameters.values() if param is not None)
+    owners = Counter(
+        id(param) for child in module.modules() for param in child._parameters.values() if param is not None
+    )
     seen: set[int] = set()
     paths = []
     for path in _walk("", module, total):
@@ -81,7 +83,9 @@ def find_blocks(module: nn.Module) -> Blocks:
 
 def _shares_outside(module: nn.Module, block: nn.Module, owners: Counter) -> bool:
     """Whether a parameter of the block is also held by a module outside it (a tied weight)."""
-    inside = Counter(id(param) for child in block.modules() for param in child._parameters.values() if param is not None)
+    inside = Counter(
+        id(param) for child in block.modules() for param in child._parameters.values() if param is not None
+    )
     return any(owners[param] > count for param, count in inside.items())
 
 
@@ -98,7 +102,9 @@ def choose_blocks(module: nn.Module, patterns: tuple[str, ...]) -> Blocks:
             if path and (type(child).__name__ == pattern or fnmatchcase(path, pattern))
         ]
         if not hits:
-            known = sorted({type(child).__name__ for child in module.modules()} | {p for p, _ in module.named_modules()})
+            known = sorted(
+                {type(child).__name__ for child in module.modules()} | {p for p, _ in module.named_modules()}
+            )
             raise InputError(f"wrap: nothing in the module matches '{pattern}'{did_you_mean(pattern, known)}")
         paths += [path for path in hits if path not in paths]
     order = [path for path, _ in module.named_modules()]

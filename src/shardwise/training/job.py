@@ -56,8 +56,11 @@ def find_task(effective: Effective, given: Task | Callable[[], Task] | None) -> 
     return resolve_task(section.name, section) if given is None else call_task(section.name, given)
 
 
-def make_job(effective: Effective, given: Task | Callable[[], Task] | None = None) -> Job:
-    """Settle what the run does; `InputError` where the configuration does not fit the task."""
+def make_job(effective: Effective, given: Task | Callable[[], Task] | None = None, *, keep: bool = False) -> Job:
+    """Settle what the run does; `InputError` where the configuration does not fit the task.
+
+    keep   the ranks run in this process, so the task that was built here is theirs
+    """
     task = find_task(effective, given)
     _check_device(effective.config.train.device)
     _check_options(effective, task)
@@ -68,7 +71,7 @@ def make_job(effective: Effective, given: Task | Callable[[], Task] | None = Non
     tokens = effective.config.task.seq_len if effective.config.task.name == "text" else None
     return Job(
         effective=effective,
-        task=given,
+        task=task if keep else given,
         name=effective.config.train.name or task.name,
         steps=steps,
         batch_samples=batch,

@@ -32,8 +32,7 @@ def resolve_task(name: str, section: TaskSection | None = None) -> Task:
         hint = did_you_mean(name, list(BUILTINS))
         raise InputError(f"task {name!r}: expected {', '.join(BUILTINS)} or module:callable{hint}")
     module = _import(name, module_name)
-    made = call_task(name, _attribute(name, module, attribute))
-    return made.with_(name=attribute.rpartition(".")[2]) if made.name == "task" else made
+    return call_task(name, _attribute(name, module, attribute))
 
 
 def _import(task: str, name: str) -> ModuleType:
@@ -75,13 +74,13 @@ def _attribute(task: str, module: ModuleType, path: str) -> Any:
 
 
 def call_task(task: str, found: Any) -> Task:
-    """The task itself, or what the function returns; `task` is its name in messages."""
+    """The task itself, or what the function returns, named after it; `task` is its name in messages."""
     if isinstance(found, Task):
         return found
     if not callable(found):
         raise InputError(
-            f"task {task!r}: is a {type(found).__name__}; expected a Task, or a function that takes nothing and "
-            "returns one"
+            f"task {task!r}: is of type {type(found).__name__}; expected a Task, or a function that takes "
+            "nothing and returns one"
         )
     needs = _arguments(found)
     if needs:
@@ -91,8 +90,9 @@ def call_task(task: str, found: Any) -> Task:
     except (Exception, SystemExit) as error:
         raise _told(task, "calling it failed", error) from error
     if not isinstance(made, Task):
-        raise InputError(f"task {task!r}: returned a {type(made).__name__}, not a shardwise.Task")
-    return made
+        raise InputError(f"task {task!r}: returned {type(made).__name__}, not a shardwise.Task")
+    name = getattr(found, "__name__", "task")
+    return made.with_(name=name) if made.name == "task" and name.isidentifier() else made
 
 
 def _arguments(function: Any) -> list[str]:

@@ -84,7 +84,7 @@ def _name_of(task: Any) -> str:
     if isinstance(task, Task):
         return f"Task:{task.name}"
     if not callable(task):
-        raise InputError(f"train: the task is a {type(task).__name__}; expected a name, a Task, or a function")
+        raise InputError(f"train: the task is of type {type(task).__name__}; expected a name, a Task, or a function")
     return f"{getattr(task, '__module__', '')}:{getattr(task, '__qualname__', type(task).__name__)}"
 
 
@@ -107,7 +107,7 @@ def execute(effective: Effective, task: Task | Callable[[], Task] | None = None,
     joined = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     _check_ranks(effective, nproc, joined)
     check(effective.plan)
-    job = make_job(effective, task)
+    job = make_job(effective, task, keep=joined or world == 1)
     if joined:
         return _joined(job)
     job = job.with_(folder=_new_folder(job), launched=world > 1)

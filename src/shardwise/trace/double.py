@@ -25,10 +25,9 @@ class KeepDouble(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
-        if func is _aten._to_copy.default and args[0].dtype == torch.float64 and kwargs.get("dtype") in _NARROW:
-            self.met = True
-            kwargs["dtype"] = torch.float64
-        elif kwargs.get("dtype") in _NARROW and _has_double(args):
+        if (func is _aten._to_copy.default and args[0].dtype == torch.float64 and kwargs.get("dtype") in _NARROW) or (
+            kwargs.get("dtype") in _NARROW and _has_double(args)
+        ):
             self.met = True
             kwargs["dtype"] = torch.float64
         return func(*args, **kwargs)

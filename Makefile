@@ -1,0 +1,40 @@
+# make train   create the environment, install, and run the main job
+# make test    lint, types and tests
+# make test-long   the full counts of random and property tests
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+NPROC ?= 2
+PLAN ?= dp_shard=$(NPROC),zero=3
+
+.PHONY: train test test-long lint types tests docs clean
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check "torch>=2.11,<2.14" $(TORCH_INDEX)
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+train: $(VENV)/.installed
+	$(BIN)/shardwise train text --plan "$(PLAN)" --nproc $(NPROC)
+
+test: lint types tests
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.installed
+	$(BIN)/mypy
+
+tests: $(VENV)/.installed
+	$(BIN)/python -m pytest -m "not long"
+
+test-long: $(VENV)/.installed
+	HYPOTHESIS_PROFILE=search $(BIN)/python -m pytest
+
+docs: $(VENV)/.installed
+	$(BIN)/python docs/generate.py
+
+clean:
+	rm -rf $(VENV) build dist

@@ -1,0 +1,124 @@
+"""Optimizers that need whole tensors (Adafactor, Muon, LAMB), under ZeRO: each parameter has one rank that updates it.
+
+    pieces of g_i on every rank --all-to-all--> whole g_i on its owner
+    owner: optimizer state and master of its parameters alone, about 1/N of them all
+    whole w_i on its owner --all-to-all--> pieces of w_i on every rank
+
+Owners are chosen largest first, each to the rank that has least so far, over dp_shard; replicas do the same twice.
+Bytes on the wire: 2 (N-1)/N P for each optimizer step, beside those of the stage.
+
+What this does not do: balance better than whole parameters allow, or serve an optimizer that looks at all tensors
+at once.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from shardwise.comm import Axis, all_to_all
+from shardwise.parallel.slots import Slot
+
+
+class Pieces(Protocol):
+    """A technique whose slots are pieces, told where each rank's piece lies in the whole."""
+
+    slots: list[Slot]
+
+    def select(self, index: int, whole: torch.Tensor, shard_rank: int) -> torch.Tensor:
+        """The view of `whole` (the index-th parameter) that is the piece of a rank of dp_shard; may be empty."""
+        ...
+
+    def full_parameter(self, index: int) -> torch.Tensor:
+        """The whole weight, gathered."""
+        ...
+
+
+def choose_owners(sizes: list[int], ranks: int) -> list[int]:
+    """The owner of each parameter: largest first, to the rank with the fewest elements so far."""
+    load = [0] * ranks
+    owners = [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        owners[index] = min(range(ranks), key=lambda r: (load[r], r))
+        load[owners[index]] += sizes[index]
+    return owners
+
+
+class Owners:
+    """Whole masters of the parameters that this rank owns, and the exchange with everybody's pieces."""
+
+    def __init__(self, technique: Pieces, names: list[str], shapes: list[torch.Size], axis: Axis):
+        self.technique = technique
+        self.axis = axis
+        self.shapes = shapes
+        self.owner_of = choose_owners([shape.numel() for shape in shapes], axis.size)
+        index_of = {name: index for index, name in enumerate(names)}
+        self._slot = {index_of[slot.name]: slot for slot in technique.slots}
+        self.masters: dict[int, nn.Parameter] = {}
+        for index, owner in enumerate(self.owner_of):
+            whole = technique.full_parameter(index)  # collective: asked for by every rank
+            if owner == axis.index:
+                self.masters[index] = nn.Parameter(whole.detach().clone())
+
+    def _owned_by(self, rank: int, used: set[int]) -> list[int]:
+        return [index for index, owner in enumerate(self.owner_of) if owner == rank and index in used]
+
+    def _size(self, index: int, rank: int) -> int:
+        shape = torch.empty(self.shapes[index], device="meta")
+        return self.technique.select(index, shape, rank).numel()
+
+    def _like(self) -> torch.Tensor:
+        return next(iter(self._slot.values())).master
+
+    @torch.no_grad()
+    def collect_gradients(self, used: set[int]) -> None:
+        """Whole gradients of the owned parameters, from everybody's pieces."""
+        ranks, me = self.axis.size, self.axis.index
+        sent = [
+            self._slot[i].master.grad.reshape(-1)
+            for rank in range(ranks)
+            for i in self._owned_by(rank, used)
+            if self._size(i, me)
+        ]
+        sent_sizes = [sum(self._size(i, me) for i in self._owned_by(rank, used)) for rank in range(ranks)]
+        mine = self._owned_by(me, used)
+        received_sizes = [sum(self._size(i, rank) for i in mine) for rank in range(ranks)]
+        received = self._exchange(sent, sent_sizes, received_sizes, "gradients")
+        wholes = {i: received.new_empty(self.shapes[i]) for i in mine}
+        at = 0
+        for rank in range(ranks):
+            for i in mine:
+                piece = self.technique.select(i, wholes[i], rank)
+                piece.copy_(received[at : at + piece.numel()].view(piece.shape))
+                at += piece.numel()
+        for i, master in self.masters.items():
+            master.grad = wholes.get(i)
+
+    @torch.no_grad()
+    def hand_out(self, used: set[int]) -> None:
+        """Everybody's pieces, from the owners' updated masters."""
+        ranks, me = self.axis.size, self.axis.index
+        mine = self._owned_by(me, used)
+        sent = [self.technique.select(i, self.masters[i], r).reshape(-1) for r in range(ranks) for i in mine]
+        sent_sizes = [sum(self._size(i, rank) for i in mine) for rank in range(ranks)]
+        received_sizes = [sum(self._size(i, me) for i in self._owned_by(rank, used)) for rank in range(ranks)]
+        received = self._exchange(sent, sent_sizes, received_sizes, "parameters")
+        at = 0
+        for rank in range(ranks):
+            for i in self._owned_by(rank, used):
+                size = self._size(i, me)
+                if size:
+                    master = self._slot[i].master
+                    master.copy_(received[at : at + size].view(master.shape))
+                at += size
+        for master in self.masters.values():
+            master.grad = None
+
+    def _exchange(self, sent: list[torch.Tensor], sent_sizes, received_sizes, tag: str) -> torch.Tensor:
+        like = self._like()
+        outgoing = torch.cat(sent) if sent else like.new_empty(0)
+        received = like.new_empty(sum(received_sizes))
+        all_to_all(received, outgoing.detach(), received_sizes, sent_sizes, self.axis, tag)
+        return received

@@ -1,0 +1,173 @@
+"""The floors of the house: a room imports from lower floors only. See docs/design.md."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import shardwise
+
+SOURCE = Path(shardwise.__file__).parent
+
+# room -> floor; a room is a module or a package, and `parallel` has one room for each technique
+FLOORS = {
+    "errors": 0, "task": 0, "layout": 0, "config": 0,
+    "device": 1, "precision": 1, "mesh": 1, "comm": 1, "trace": 1, "random": 1, "ranks": 1,
+    "parallel.slots": 3, "parallel.replicate": 3, "parallel.flat": 3, "parallel.full": 3, "parallel.batchnorm": 3,
+    "memory": 3,
+    "engine": 4,
+    "data": 6, "observe": 6, "training": 6, "proof": 6,
+    "cli": 7, "testing": 7,
+}  # fmt: skip
+
+# imports within one floor, each with its reason
+WITHIN = {
+    ("task", "errors"): "every room raises the same errors",
+    ("layout", "errors"): "every room raises the same errors",
+    ("config", "errors"): "every room raises the same errors",
+    ("config", "layout"): "a configuration holds a plan",
+    ("mesh", "comm"): "a mesh is made of the axes that collectives run over",
+    ("random", "trace"): "one function makes every seed",
+    ("observe", "data"): "floor 6 has an order: data, observe, training, proof",
+    ("training", "data"): "floor 6 has an order: data, observe, training, proof",
+    ("training", "observe"): "floor 6 has an order: data, observe, training, proof",
+    ("proof", "data"): "floor 6 has an order: data, observe, training, proof",
+    ("proof", "observe"): "floor 6 has an order: data, observe, training, proof",
+    ("proof", "training"): "floor 6 has an order: data, observe, training, proof",
+}
+SHARED = "parallel.slots"  # what every technique offers; the only room its siblings may import
+BESIDE = "models"  # reference models: import only task and errors
+MAY_IMPORT_MODELS = {"training", "cli", "testing"}
+DOORSTEP = {"__init__", "__main__"}  # the lazy public names, and `python -m shardwise`
+
+
+def room_of(dotted: str) -> str:
+    """The room of a module path below `shardwise`, "" for the package itself."""
+    parts = dotted.split(".")
+    if parts[0] == "parallel":
+        return ".".join(parts[:2])
+    return parts[0]
+
+
+def imported(tree: ast.AST, module: str) -> Iterator[tuple[str, int]]:
+    """(module path below `shardwise`, line) of every import, those inside functions too."""
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}:{node.lineno} uses a relative import"
+            assert node.module is not None
+            names = [node.module]
+            if node.module in ("shardwise", "shardwise.parallel"):  # from shardwise import comm
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+        for name in names:
+            if name.split(".")[0] == "shardwise":
+                yield name.removeprefix("shardwise").removeprefix("."), node.lineno
+
+
+def all_imports() -> Iterator[tuple[str, str, str]]:
+    """(importing room, imported room, where) for each import between rooms of the package."""
+    known = {path.stem if path.is_file() else path.name for path in SOURCE.iterdir()}
+    for path in sorted(SOURCE.rglob("*.py")):
+        module = ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__")
+        if module in DOORSTEP:
+            continue
+        for target, line in imported(ast.parse(path.read_text()), module):
+            if target.split(".")[0] not in known:  # a public name such as shardwise.__version__
+                target = ""
+            source, goal = room_of(module), room_of(target)
+            if goal and goal != source:
+                yield source, goal, f"{path.relative_to(SOURCE)}:{line}"
+
+
+def complaint(source: str, goal: str) -> str | None:
+    """Why room `source` may not import room `goal`; None where it may."""
+    if source == BESIDE:
+        return None if goal in ("task", "errors") else "models import only task and errors"
+    if goal == BESIDE:
+        return None if source in MAY_IMPORT_MODELS else "only the rooms on top use the reference models"
+    if source == "parallel" or goal == "parallel":
+        return "import a technique's own room, not the package"
+    if FLOORS[goal] < FLOORS[source] or (source, goal) in WITHIN:
+        return None
+    if source.startswith("parallel.") and goal == SHARED:
+        return None
+    side = "same" if FLOORS[goal] == FLOORS[source] else "higher"
+    return f"{goal} is on floor {FLOORS[goal]}, the {side} one seen from {source} on floor {FLOORS[source]}"
+
+
+def test_every_room_has_a_floor() -> None:
+    modules = {path.stem for path in SOURCE.glob("*.py")} | {p.parent.name for p in SOURCE.glob("*/__init__.py")}
+    techniques = {f"parallel.{path.stem}" for path in SOURCE.glob("parallel/*.py")} - {"parallel.__init__"}
+    rooms = (modules - DOORSTEP - {"parallel", BESIDE}) | techniques
+    assert not rooms - FLOORS.keys(), "give the new room a floor here and in docs/design.md"
+
+
+def test_a_room_imports_from_lower_floors_only() -> None:
+    found = [(where, why) for source, goal, where in all_imports() if (why := complaint(source, goal))]
+    assert not found, "\n".join(f"{where}: {why}" for where, why in found)
+
+
+def test_the_check_can_fail() -> None:
+    assert complaint("parallel.flat", "parallel.full")
+    assert complaint("parallel.flat", "engine")
+    assert complaint("layout", "comm")
+    assert complaint("comm", "mesh")
+    assert complaint("data", "training")
+    assert complaint("engine", "models")
+    assert complaint("models", "layout")
+    assert list(imported(ast.parse("def f():\n    from shardwise.engine import engine"), "x")) == [("engine", 2)]
+    assert list(imported(ast.parse("from shardwise import comm"), "x")) == [("comm", 1)]
+
+
+def test_allowances_within_a_floor_are_all_in_use_or_in_order() -> None:
+    used = {(source, goal) for source, goal, _ in all_imports()}
+    unused = {pair for pair in WITHIN if pair not in used and FLOORS[pair[0]] != 6}
+    assert not unused, f"drop what no room needs any more: {unused}"
+
+
+@pytest.mark.parametrize("room", ["errors", "task", "layout", "config"])
+def test_floor_zero_knows_no_process_group(room: str) -> None:
+    paths = [SOURCE / f"{room}.py"] if (SOURCE / f"{room}.py").exists() else sorted((SOURCE / room).rglob("*.py"))
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not any(name.startswith("torch.distributed") for name in names), path.name
+
+
+# --- the door
+
+
+def seconds_to_import() -> float:
+    """What `-X importtime` counts for `import shardwise` in a fresh interpreter."""
+    ran = subprocess.run(
+        [sys.executable, "-X", "importtime", "-c", "import shardwise"], capture_output=True, text=True, check=True
+    )
+    lines = [line.split("|") for line in ran.stderr.splitlines() if line.startswith("import time:")]
+    return next(int(columns[1]) for columns in reversed(lines) if columns[2].strip() == "shardwise") / 1e6
+
+
+def test_import_is_quick() -> None:
+    assert min(seconds_to_import() for _ in range(3)) < 0.1
+
+
+def test_import_and_plans_do_without_torch() -> None:
+    program = (
+        "import sys, shardwise; from shardwise import Plan, Task, Source, InputError; from shardwise.ranks import RankPool;"
+        "Plan.parse('dp_shard=2'); assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_public_names_are_few_and_exist() -> None:
+    assert len(shardwise.__all__) <= 25
+    assert all(getattr(shardwise, name) is not None for name in shardwise.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        _ = shardwise.trian
