@@ -437,7 +437,7 @@ def main() -> None:
     parser.add_argument("--strategy", choices=("ddp", "zero3", "zero1", "zero2", "all"), default="all")
     parser.add_argument("--peer", choices=(*PEERS, "all"), default="all")
     parser.add_argument("--reading", choices=(*READINGS, "both"), default="both",
-                        help="whether the peer's loop reads loss and gradient norm (default: a row for each)")  # fmt: skip
+                        help="whether the peer's loop reads loss and gradient norm (default: both)")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     parser.add_argument("--write", action="store_true", help=f"write {TABLE.name} in docs/tables")
     options = parser.parse_args()

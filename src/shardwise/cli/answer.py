@@ -79,6 +79,7 @@ def _told(error: BaseException) -> tuple[int, str]:
         if trace and "\nTraceback " in message:  # a rank's exception: its traceback is in the log
             place = where_in_text(trace)
             message = message.splitlines()[0] + (f" ({place})" if place else "")
+            log = log or _written(error)
         return error.exit_code, message + (f"\nthe details are in {log}" if log else "")
     return 1, f"failed: {where(error)}\nthe details are in {log or _written(error)} (or add --traceback)"
 

@@ -15,12 +15,14 @@ from shardwise.comm.collectives import (
 )
 from shardwise.comm.ledger import Ledger
 from shardwise.comm.observe import Observer, tagged
+from shardwise.comm.trail import Trail
 
 __all__ = [
     "Axis",
     "Ledger",
     "Observer",
     "Pending",
+    "Trail",
     "all_gather",
     "all_reduce",
     "all_to_all",

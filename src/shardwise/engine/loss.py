@@ -9,8 +9,6 @@ import torch
 
 from shardwise.errors import InputError
 
-Number = torch.Tensor | float | int
-
 _SHAPE = "Task.loss must return (sum, weight) or (sum, weight, {name: extra})"
 
 
@@ -65,7 +63,7 @@ def _extra(name: str, value: Any) -> Extra:
     return Extra(value.reshape(()), weight)
 
 
-def _number(value: Number, what: str) -> float:
+def _number(value: Any, what: str) -> float:
     if (isinstance(value, torch.Tensor) and value.numel() == 1) or isinstance(value, int | float):
         return float(value)
     raise InputError(f"{_SHAPE}: the {what} must be one number, got {_describe(value)}")

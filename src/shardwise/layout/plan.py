@@ -69,11 +69,12 @@ class Plan:
     def __post_init__(self) -> None:
         for name in DEGREES:
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            if not _is_whole(value) or value < 1:
                 raise InputError(f"plan: {name} must be a whole number of at least 1, got {value!r}")
         if isinstance(self.domain, int):
             object.__setattr__(self, "domain", (self.domain,))
-        if not all(isinstance(tiles, int) and tiles >= 1 for tiles in self.domain):
+        tiles_right = isinstance(self.domain, tuple) and all(_is_whole(tiles) and tiles >= 1 for tiles in self.domain)
+        if not tiles_right or not self.domain:
             raise InputError(f"plan: domain must be tiles per spatial dim such as 1x2, got {self.domain!r}")
         object.__setattr__(self, "precision", PRECISION_ALIASES.get(self.precision, self.precision))
         for name, choices in CHOICES.items():
@@ -83,9 +84,14 @@ class Plan:
                 raise InputError(f"plan: {name}={value} is not one of {', '.join(choices)}{hint}")
         if isinstance(self.wrap, str):
             object.__setattr__(self, "wrap", tuple(filter(None, self.wrap.split("|"))))
+        if not isinstance(self.wrap, tuple) or not all(isinstance(pattern, str) for pattern in self.wrap):
+            raise InputError(f"plan: wrap must be class names or module paths, got {self.wrap!r}")
+        for name in ("sp", "compile"):
+            if not isinstance(getattr(self, name), bool):
+                raise InputError(f"plan: {name} must be true or false, got {getattr(self, name)!r}")
         if self.zero == -1:
             object.__setattr__(self, "zero", 3 if self.dp_shard > 1 else 0)
-        if self.zero not in (0, 1, 2, 3):
+        if not _is_whole(self.zero) or self.zero not in (0, 1, 2, 3):
             raise InputError(f"plan: zero must be 0, 1, 2 or 3, got {self.zero!r}")
 
     @property
@@ -170,6 +176,10 @@ class Plan:
 
     def __str__(self) -> str:
         return ",".join(f"{k}={_to_text(k, v)}" for k, v in self.as_dict().items()) or "single"
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _from_text(key: str, value: str) -> Any:

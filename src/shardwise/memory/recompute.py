@@ -49,4 +49,4 @@ def recompute_block(block: nn.Module, policy: str) -> None:
             return forward(*args, **kwargs)
         return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
 
-    block.forward = recomputed  # type: ignore[method-assign]
+    block.forward = recomputed

@@ -127,7 +127,7 @@ def sync_module(module: nn.Module, axis: Axis, phase: Phase) -> None:
             buffer.copy_(value)
         return output
 
-    module.forward = synced  # type: ignore[method-assign]
+    module.forward = synced
 
 
 def batch_norm_modules(module: nn.Module) -> list[nn.Module]:

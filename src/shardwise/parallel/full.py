@@ -23,9 +23,12 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from shardwise.comm import Trail
 from shardwise.mesh import Mesh
 from shardwise.parallel.slots import Slot, ValueOf
 from shardwise.precision import Precision
+
+_END = "the end of the forward"
 
 
 class FullShard:
@@ -38,11 +41,17 @@ class FullShard:
         self.precision = precision
         self.ranks = mesh.shard.size
         self._replicas = mesh.replicate.size
-        self._units = self._shard(module, units, mesh)
+        self.units = [*units, module]
+        self._used_now: set[int] = set()
+        self._used: set[int] = set()
+        paths = {id(child): path for path, child in module.named_modules()}
+        self._names = [f"unit '{paths[id(unit)]}'" if paths[id(unit)] else "the root unit" for unit in self.units]
+        self._trail = Trail(mesh.data, [*self._names, _END], mesh.device)
+        self._shard(module, units, mesh)
         self.slots: list[Slot] = []
         self.params: list[DTensor] = []
 
-    def _shard(self, module: nn.Module, units: list[nn.Module], mesh: Mesh) -> list[FSDPModule]:
+    def _shard(self, module: nn.Module, units: list[nn.Module], mesh: Mesh) -> None:
         assert mesh.device_mesh is not None
         device_mesh = mesh.device_mesh if self._replicas > 1 else mesh.device_mesh["dp_shard"]
         ranks = mesh.shard.size
@@ -67,7 +76,11 @@ class FullShard:
         for shard in shards:
             shard.set_gradient_divide_factor(1.0)
             shard.set_force_sum_reduction_for_comms(True)
-        return shards
+        if hasattr(module, "set_reduce_scatter_unused_params"):  # torch 2.13: ranks may differ inside a unit
+            module.set_reduce_scatter_unused_params(True)
+        for unit, name in zip(self.units, self._names, strict=True):
+            unit.register_forward_pre_hook(lambda m, a, name=name: self._trail.mark(name), prepend=True)
+        module.register_forward_hook(lambda m, a, o: self._trail.mark(_END))
 
     def materialise(self, value_of: ValueOf, device: torch.device) -> None:
         """Give every shard its slice of the full initial value, one parameter at a time."""
@@ -89,6 +102,31 @@ class FullShard:
                 assert isinstance(param, DTensor)
                 self.params.append(param)
                 self.slots.append(Slot(name, param.shape, nn.Parameter(param.to_local().detach()), whole=False))
+        self._watch_use()
+
+    def _watch_use(self) -> None:
+        """Note which parameters backward reaches, on the gathered parameters that a unit holds while it runs."""
+        index_of = {slot.name: index for index, slot in enumerate(self.slots)}
+        for unit in self.units:
+            inside = set(unit.modules())
+            nested = [other for other in self.units if other is not unit and other in inside]
+            own = inside.difference(*(set(other.modules()) for other in nested))
+            held = [
+                (child, leaf, index_of[name])
+                for path, child in self.module.named_modules()
+                if child in own
+                for leaf in child._parameters
+                if (name := f"{path}.{leaf}" if path else leaf) in index_of
+            ]
+            unit.register_forward_pre_hook(lambda m, a, held=held: self._hook_gathered(held))
+
+    def _hook_gathered(self, held: list[tuple[nn.Module, str, int]]) -> None:
+        for child, leaf, index in held:
+            param = child._parameters[leaf]
+            if param is None or isinstance(param, DTensor) or hasattr(param, "_use_is_watched"):
+                continue
+            param._use_is_watched = True  # FSDP2 keeps the object and gives it its storage back each time
+            param.register_post_accumulate_grad_hook(lambda p, index=index: self._used_now.add(index))
 
     def start_step(self) -> None:
         """Forget the last step's gradients."""
@@ -99,16 +137,18 @@ class FullShard:
     def start_micro_batch(self, *, last: bool) -> None:
         """Every micro-batch is reduced over dp_shard, the last one over dp_replicate too."""
         assert isinstance(self.module, FSDPModule)
+        self._used_now = set()
         self.module.set_is_last_backward(last)
         if self._replicas > 1:
             self.module.set_requires_all_reduce(last)
 
     def finish_micro_batch(self) -> set[int]:
-        """Which parameters have a gradient."""
-        return {index for index, param in enumerate(self.params) if param.grad is not None}
+        """Which parameters this rank's backward reached."""
+        return self._used_now
 
     def finish_step(self, used: set[int]) -> None:
         """Point each master's gradient at the reduced shard."""
+        self._used = used
         for index, (param, slot) in enumerate(zip(self.params, self.slots, strict=True)):
             if index in used and param.grad is not None:
                 slot.master.grad = param.grad.to_local()
@@ -138,4 +178,4 @@ class FullShard:
     def full_gradient(self, index: int) -> torch.Tensor | None:
         """The whole gradient, gathered."""
         gradient = self.params[index].grad
-        return None if gradient is None else gradient.full_tensor()
+        return None if gradient is None or index not in self._used else gradient.full_tensor()

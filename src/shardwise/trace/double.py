@@ -13,7 +13,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
-_aten = torch.ops.aten
 
 
 class KeepDouble(TorchDispatchMode):
@@ -25,9 +24,7 @@ class KeepDouble(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
-        if (func is _aten._to_copy.default and args[0].dtype == torch.float64 and kwargs.get("dtype") in _NARROW) or (
-            kwargs.get("dtype") in _NARROW and _has_double(args)
-        ):
+        if kwargs.get("dtype") in _NARROW and _has_double(args):
             self.met = True
             kwargs["dtype"] = torch.float64
         return func(*args, **kwargs)

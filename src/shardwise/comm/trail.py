@@ -1,0 +1,86 @@
+"""The trail: ranks of one host tell each other what they are about to do, so that different branches are named.
+
+Each rank writes (position, event) into memory that all ranks of the host have mapped, and looks whether another rank
+wrote a different event at the same position. Nobody waits: of two ranks that differ, the later one sees it, before it
+enters a collective that would hang, abort, or silently mix two blocks of one size.
+
+    rank 0   0 embed   1 block.0   2 block.1   ...
+    rank 1   0 embed   1 block.1  <- "rank 1 runs block.1 where rank 0 runs block.0"
+
+What this does not do: compare ranks of different hosts; there the step's control row tells, or the deadline.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import socket
+import tempfile
+import zlib
+from pathlib import Path
+
+import torch
+
+from shardwise.comm.collectives import Axis, barrier, gather_rows
+from shardwise.errors import RunError
+
+_RING = 4096  # positions kept; ranks are never so far apart
+_CONTROL_BITS = 40
+
+
+class Trail:
+    """This rank's trail and its host's. Made collectively; `events` are the names that may be passed to `mark`."""
+
+    def __init__(self, axis: Axis, events: list[str], device: torch.device):
+        self.axis = axis
+        self.number = {name: index for index, name in enumerate(events)}
+        self.events = events
+        self.position = 0
+        self._others: list[int] = []
+        self._table: memoryview | None = None
+        if axis.size > 1:
+            self._share(device)
+
+    def _share(self, device: torch.device) -> None:
+        """Map one file for the ranks of this host; its name goes away as soon as all have it open."""
+        host = float(zlib.crc32(socket.gethostname().encode()))
+        mine = torch.tensor([host, float(secrets.randbits(_CONTROL_BITS))], dtype=torch.float64, device=device)
+        rows = gather_rows(mine, self.axis).cpu().tolist()
+        together = [index for index, row in enumerate(rows) if row[0] == host]
+        self._others = [index for index in together if index != self.axis.index]
+        path = Path(tempfile.gettempdir()) / f"shardwise-trail-{int(rows[together[0]][1]):x}"
+        size = self.axis.size * _RING * 16
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            os.ftruncate(handle, size)
+            self._table = memoryview(mmap.mmap(handle, size)).cast("q")
+        finally:
+            os.close(handle)
+        barrier(self.axis)
+        if self.axis.index == together[0]:
+            path.unlink()
+        barrier(self.axis)
+
+    def mark(self, event: str) -> None:
+        """Write the event down; raises `RunError` where another rank of the host did something else here."""
+        if self._table is None:
+            return
+        self.position += 1
+        place, number = self.position % _RING, self.number[event]
+        at = 2 * (self.axis.index * _RING + place)
+        self._table[at + 1] = number
+        self._table[at] = self.position
+        for other in self._others:
+            at = 2 * (other * _RING + place)
+            if self._table[at] == self.position and self._table[at + 1] != number:
+                self._refuse(event, other, self.events[self._table[at + 1]])
+
+    def _refuse(self, event: str, other: int, theirs: str) -> None:
+        raise RunError(
+            f"a branch differs between ranks: rank {self.axis.ranks[self.axis.index]} comes to {event} where rank "
+            f"{self.axis.ranks[other]} came to {theirs}. Under zero=3 every rank must run the same units in the same "
+            "order, since each unit is gathered from all of them; one process would take one branch for all samples. "
+            'If the choice is made sample by sample, use zero=2 with Task(branches="per_sample"), or larger units '
+            '(wrap=); if it is random, use randomness="global"'
+        )
