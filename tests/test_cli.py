@@ -64,7 +64,7 @@ BAD = [
     (["train", "--plan", "dp_shard=2,zero=x"], 2, "expected 0, 1, 2 or 3"),
     (["train", "--plan", "nowhere.toml"], 2, "there is no such file"),
     (["train", "--plan", "tp=2"], 3, "tensor parallelism is not built yet"),
-    (["train", "--plan", "dp_shard=2", "--nproc", "3"], 2, "nproc is 3, but plan dp_shard=2 needs 2"),
+    (["train", "--plan", "dp_shard=2", "--nproc", "3"], 2, "nproc is 3, but plan dp_shard=2,zero=3 needs 2"),
     (["train", "--nproc", "2"], 2, "nproc is 2, but plan single needs 1"),
     (["train", "--plan", "accumulate=5", "--set", "train.batch_samples=4"], 2, "cannot be split into accumulate=5"),
     (["train", "--plan", "dp_shard=3", "--set", "task.model.hidden=30"], 2, "a multiple of task.model.heads"),

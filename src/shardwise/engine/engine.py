@@ -179,6 +179,7 @@ class Engine:
             return Findings(_known_batch_norms(self.module), BatchDims())
         from shardwise.engine.check import SAMPLES
 
+        self._check_samples(samples_in(sample))
         n = min(samples_in(sample), SAMPLES)
         whole = _take(sample, 0, n)
         parts = (_take(sample, 0, 1), _take(sample, 1, n)) if n > 1 else None
@@ -194,6 +195,15 @@ class Engine:
             raise wrong_model(error, n) from error
         self.notices += findings.notices
         return findings
+
+    def _check_samples(self, samples: int) -> None:
+        if self.task.data is not None:
+            samples = len(self.task.data)
+        if samples < self.data_ranks:
+            raise InputError(
+                f"more ranks than samples: plan {self.plan} deals each micro-batch over {self.data_ranks} ranks, but "
+                f"there are {samples} samples: use fewer data ranks or larger batches"
+            )
 
     def _few_samples(self) -> Any:
         from shardwise.engine.check import SAMPLES

@@ -159,7 +159,8 @@ class Plan:
         base = Plan(dp_shard=self.dp_shard)
         items = {f.name: getattr(self, f.name) for f in fields(self)}
         if not defaults:
-            items = {k: v for k, v in items.items() if v != getattr(base, k) or (k == "dp_shard" and v > 1)}
+            always = ("dp_shard", "zero") if self.dp_shard > 1 else ()
+            items = {k: v for k, v in items.items() if k in always or v != getattr(base, k)}
         return {k: list(v) if isinstance(v, tuple) else v for k, v in items.items()}
 
     def to_toml(self) -> str:
@@ -170,8 +171,9 @@ class Plan:
 
     def with_(self, **changes: Any) -> Plan:
         """A copy with some fields replaced; `zero` follows `dp_shard` unless it is given or was chosen."""
-        if "dp_shard" in changes and "zero" not in changes and changes["dp_shard"] == 1:
-            changes["zero"] = 0
+        by_default = self.zero == (3 if self.dp_shard > 1 else 0)
+        if "dp_shard" in changes and "zero" not in changes and (by_default or changes["dp_shard"] == 1):
+            changes["zero"] = -1
         return replace(self, **changes)
 
     def __str__(self) -> str:

@@ -29,9 +29,8 @@ def tensor_error(a: torch.Tensor, b: torch.Tensor, floor: float) -> float:
 def compare(parity: Parity, one: Record, many: Record) -> None:
     """Write the errors of `many` ranks against `one` process into `parity`."""
     parity.notes += one.notices + many.notices
-    parity.bars = {
-        "loss": LOSS_BAR, "gradient": GRADIENT_BAR, "parameter": PARAMETER_BAR, "buffer": BUFFER_BAR
-    }  # fmt: skip
+    float64 = {"loss": LOSS_BAR, "gradient": GRADIENT_BAR, "parameter": PARAMETER_BAR, "buffer": BUFFER_BAR}
+    parity.bars = parity.bars or float64
     _compare_named(parity, "initial value", one.initial, many.initial, {}, one.lr)
     losses = zip(many.losses, one.losses, strict=True)
     parity.loss_error = max(abs(a - b) / max(abs(b), 1e-12) for a, b in losses)
@@ -60,6 +59,6 @@ def _compare_named(
                 parity.differences.append(message)
         elif a is not None and b is not None:
             error = tensor_error(a, b, max(floor, 1e-300))
-            if kind == "initial value" and error > PARAMETER_BAR:
+            if kind == "initial value" and error > parity.bars["parameter"]:
                 parity.differences.append(f"{kind} of '{name}' differs by {error:.1e}")
             errors[name] = max(errors.get(name, 0.0), error)

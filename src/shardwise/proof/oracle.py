@@ -67,10 +67,9 @@ def _gradients(task, module, named, batch, step, settings: Settings, random: Glo
     for _, param in named:
         param.grad = None
     total, weight = 0.0, 0.0
-    for index, (low, high) in enumerate(micro_batches(samples_in(batch), settings.accumulate)):
+    for index, low, high, samples in _cuts(samples_in(batch), settings):
         part = slice_samples(batch, low, high)
-        count = high - low
-        random.begin(settings.seed, step, index, Samples(0, count, count))
+        random.begin(settings.seed, step, index, samples)
         with random.watching(module), KeepDouble():
             args, kwargs = task.inputs(part)
             loss = read_loss(task.loss(module(*args, **kwargs), part))
@@ -89,6 +88,15 @@ def _gradients(task, module, named, batch, step, settings: Settings, random: Glo
     if settings.clip_norm is not None:
         nn.utils.clip_grad_norm_([p for _, p in named if p.grad is not None], settings.clip_norm)
     return total / weight
+
+
+def _cuts(samples: int, settings: Settings):
+    """(micro-batch, first, last, samples) of each forward: one for a micro-batch, or two halves of it."""
+    for index, (low, high) in enumerate(micro_batches(samples, settings.accumulate)):
+        middle = low + (high - low) // 2 if settings.halves else high
+        for first, last in ((low, middle), (middle, high)):
+            if last > first:
+                yield index, first, last, Samples(first - low, last - first, high - low)
 
 
 def _module(task: Task, seed: int, dtype: torch.dtype) -> nn.Module:

@@ -48,6 +48,7 @@ class Parity:
     differences: list[str] = field(default_factory=list)  # what no number expresses: a gradient on one side only
     refused: str | None = None
     error: str | None = None
+    float64: bool = True  # False: float32, since a kernel of the task has no float64
 
     @property
     def parity(self) -> bool:
@@ -83,7 +84,8 @@ class Parity:
             return f"refused: {self.refused}"
         if self.error:
             return f"error: {self.error}"
-        lines = [f"plan {self.plan} on {self.world_size} ranks against one process, float64"]
+        dtype = "float64" if self.float64 else "float32"
+        lines = [f"plan {self.plan} on {self.world_size} ranks against one process, {dtype}"]
         lines.append(f"  loss        {self.loss_error:.1e}   (bar {self.bars['loss']:.0e})")
         for kind in ("gradient", "parameter", "buffer"):
             errors: dict[str, float] = getattr(self, f"{kind}_error")
@@ -133,38 +135,45 @@ def verify(
     steps: int = 2,
     seed: int = 0,
     clip_norm: float | None = None,
+    shrink: bool = False,
     pool: Any = None,
     timeout_s: float = 600.0,
 ) -> Parity:
     """Prove a plan on a task. Returns a `Parity`; a refused plan is told in its `refused`.
 
+    shrink a small proof of a large plan: least degrees, blocks and samples that keep its structure
+
     pool   a `RankPool` to run in; one is made (and closed) where none is given
     Raises `InputError` for a task that fails in one process too.
     """
     from shardwise.proof.compare import compare
-    from shardwise.proof.oracle import run_oracle
     from shardwise.proof.settings import Settings
 
     if steps < 1:
         raise InputError(f"verify needs at least 1 step, got {steps}")
-    plan = Plan.parse(plan)
-    parity = Parity(str(plan), plan.world_size)
+    chosen = Plan.parse(plan)
+    parity = Parity(str(chosen), chosen.world_size)
     try:
-        check(plan)
+        check(chosen)
     except RefusedPlan as refusal:
         parity.refused = str(refusal)
         return parity
-    settings = Settings(steps=steps, seed=seed, accumulate=plan.accumulate, clip_norm=clip_norm)
     resolved = resolve(task)
+    if shrink:
+        small = _shrunk(task, resolved, chosen)
+        task, chosen, resolved = small.task, small.plan, small.task()
+        parity.notes += small.notes
+        parity.world_size = chosen.world_size
+    settings = Settings(steps=steps, seed=seed, accumulate=chosen.accumulate, clip_norm=clip_norm)
     try:
-        oracle = run_oracle(resolved, settings)
+        oracle, settings = _one_process(resolved, settings, parity)
     except ShardwiseError:
         raise
     except Exception as error:
         raise InputError(f"the task fails in one process too: {_where(error)}") from error
-    parity.notes += _notes(plan)
+    parity.notes += _notes(chosen, parity.float64)
     try:
-        record = _run_ranks(task, plan, settings, pool, timeout_s)
+        record = _run_ranks(task, chosen, settings, parity, pool, timeout_s)
     except RefusedPlan as refusal:
         parity.refused = str(refusal)
         return parity
@@ -172,9 +181,35 @@ def verify(
     return parity
 
 
-def _notes(plan: Plan) -> list[str]:
+def _shrunk(reference: Any, task: Task, plan: Plan) -> Any:
+    from shardwise.proof.shrink import shrink
+
+    return shrink(reference, task, plan)
+
+
+def _one_process(task: Task, settings: Any, parity: Parity) -> Any:
+    """The oracle's record and the settings it ran in: float64, or float32 where a kernel has no float64."""
+    from dataclasses import replace
+
+    from shardwise.proof.narrow import float32_oracle
+    from shardwise.proof.oracle import run_oracle
+
+    try:
+        return run_oracle(task, settings), settings
+    except ShardwiseError:
+        raise
+    except Exception as failure:
+        record, bars, note = float32_oracle(task, settings, failure)
+        parity.bars, parity.float64 = bars, False
+        parity.notes.append(note)
+        import torch
+
+        return record, replace(settings, dtype=torch.float32)
+
+
+def _notes(plan: Plan, float64: bool) -> list[str]:
     notes = []
-    if plan.precision != "fp64":
+    if float64 and plan.precision != "fp64":
         notes.append(f"precision={plan.precision} is proven in float64: the layout, not the rounding")
     if plan.compile:
         notes.append("compile=true is left out of the proof: masks by global index need eager ops")
@@ -187,11 +222,12 @@ def _where(error: Exception) -> str:
     return f"{type(error).__name__}: {error}{site}"
 
 
-def _run_ranks(task: Any, plan: Plan, settings: Any, pool: Any, timeout_s: float) -> Any:
+def _run_ranks(task: Any, plan: Plan, settings: Any, parity: Parity, pool: Any, timeout_s: float) -> Any:
     from shardwise.proof.rank import run_rank
     from shardwise.ranks import RankPool
 
-    exact = plan.with_(precision="fp64", reduce_dtype="auto", compile=False)
+    precision = "fp64" if parity.float64 else "fp32"
+    exact = plan.with_(precision=precision, reduce_dtype="auto", compile=False)
     if pool is not None:
         return pool.run(run_rank, plan.world_size, task, exact, settings, timeout_s=timeout_s)[0]
     with RankPool() as own:

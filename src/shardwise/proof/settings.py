@@ -22,6 +22,7 @@ class Settings:
     clip_norm: float | None = None
     dtype: torch.dtype = torch.float64
     batch_samples: int = 8
+    halves: bool = False  # accumulate each micro-batch in two parts: the same sum in another order
 
 
 def global_batch(task: Task, settings: Settings, step: int) -> Any:
