@@ -207,7 +207,7 @@ def test_verify_tells_parity(parity, code, folder, proof, capfd):
     assert call([*ARGS, "--json"]) == code
     fields = json.loads(capfd.readouterr().out)
     assert fields["parity"] is parity and fields["loss_error"] is None
-    assert (fields["plan"], fields["world_size"], fields["buffer_error"]) == ("dp_shard=2", 2, {})
+    assert (fields["plan"], fields["world_size"], fields["buffer_error"]) == ("dp_shard=2,zero=3", 2, {})
 
 
 def test_a_refusal_found_during_the_proof(folder, proof, capfd):

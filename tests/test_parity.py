@@ -41,6 +41,25 @@ COVER: list[Case] = [
 ]
 
 
+
+
+def known_bug(case: Case) -> list[pytest.MarkDecorator]:
+    """Strict: mended code turns these into failures, so that the mark goes."""
+    plan, name, accumulate = case
+    reasons = []
+    if "dp_replicate=2,dp_shard=2" in plan and plan[-1] in "12" and accumulate == 3:
+        reasons.append("ranks with a stand-in make finish_step run twice: shards are summed over replicas twice")
+    if (plan, name) == ("dp_shard=4,zero=1", "mlp_frozen_unused") or (plan, name, accumulate) == (
+        "dp_shard=4,zero=2", "mlp_frozen_unused", 1,
+    ):  # fmt: skip
+        reasons.append("a rank whose pieces are all of unused parameters: _foreach_mul_ of an empty list")
+    return [pytest.mark.xfail(strict=True, reason=reason) for reason in reasons]
+
+
+def cases(chosen: list[Case]) -> list[Any]:
+    return [pytest.param(case, marks=known_bug(case), id=f"{case[1]}-{case[0]}-x{case[2]}") for case in chosen]
+
+
 def prove(case: Case, pool: RankPool) -> None:
     plan, name, accumulate = case
     parity = verify(f"shardwise.models.tasks:{name}", f"{plan},accumulate={accumulate}", pool=pool, timeout_s=120)
@@ -48,13 +67,13 @@ def prove(case: Case, pool: RankPool) -> None:
     assert parity.gradient_error and parity.parameter_error
 
 
-@pytest.mark.parametrize("case", COVER, ids=lambda case: f"{case[1]}-{case[0]}-x{case[2]}")
+@pytest.mark.parametrize("case", cases(COVER))
 def test_equal_to_one_process(case: Case, pool: RankPool) -> None:
     prove(case, pool)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", [c for c in PRODUCT if c not in COVER], ids=lambda c: f"{c[1]}-{c[0]}-x{c[2]}")
+@pytest.mark.parametrize("case", cases([case for case in PRODUCT if case not in COVER]))
 def test_equal_to_one_process_in_full(case: Case, pool: RankPool) -> None:
     prove(case, pool)
 
@@ -89,18 +108,19 @@ def test_more_steps_and_another_seed(plan: str, pool: RankPool) -> None:
 
 
 def few_samples() -> Task:
-    """Three samples: on four ranks one of them has none."""
-    base = tasks.mlp()
-    return base.with_(batch=three_features, name="few_samples")
+    """Five samples: cut into three micro-batches over four ranks, some ranks have none and run a stand-in."""
+    return tasks.decoder_dropout().with_(batch=five_sequences, name="few_samples")
 
 
-def three_features(step: int) -> tuple[Tensor, Tensor]:
-    return tasks.feature_batch(step, samples=3)
+def five_sequences(step: int) -> dict[str, Tensor]:
+    return tasks.token_batch(step, samples=5, length=10)
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    "plan", [pytest.param(plan, marks=known_bug((plan, "", 3)), id=plan) for plan in PLANS if "4" in plan or "," in plan]
+)
 def test_ranks_without_a_sample(plan: str, pool: RankPool) -> None:
-    parity = verify("test_parity:few_samples", plan, pool=pool)
+    parity = verify("test_parity:few_samples", f"{plan},accumulate=3", pool=pool)
     assert parity.parity, parity.text()
 
 
@@ -121,11 +141,22 @@ def on_a_rank() -> bool:
 
 def lying_loss(output: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, float]:
     total, weight = tasks.feature_loss(output, batch)
-    return total, weight + (1e-6 if on_a_rank() else 0.0)
+    return total, weight + (1e-3 if on_a_rank() else 0.0)
 
 
 def lying_weight() -> Task:
+    """Its weight does not add up over samples."""
     return tasks.mlp().with_(loss=lying_loss)
+
+
+def heavy_loss(output: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, float]:
+    total, weight = tasks.feature_loss(output, batch)
+    return total, weight * (1 + 1e-6 if on_a_rank() else 1.0)
+
+
+def heavy_weight() -> Task:
+    """Its weight adds up, but to something else than in one process."""
+    return tasks.mlp().with_(loss=heavy_loss)
 
 
 class Meddled(torch.optim.SGD):
@@ -207,6 +238,11 @@ def other_start() -> Task:
 class TestTheProofCanFail:
     def test_a_weight_that_lies(self, plan: str, pool: RankPool) -> None:
         parity = verify("test_parity:lying_weight", plan, pool=pool)
+        assert not parity.parity
+        assert "does not add up over samples: its weight" in (parity.refused or "")
+
+    def test_a_weight_off_by_a_millionth(self, plan: str, pool: RankPool) -> None:
+        parity = verify("test_parity:heavy_weight", plan, steps=1, pool=pool)
         assert not parity.parity
         assert parity.loss_error is not None and parity.loss_error > LOSS_BAR
 

@@ -370,8 +370,9 @@ class Engine:
             self._not_finite(result)
             return result, False
         clip = min(1.0, self.clip_norm / (norm + 1e-6)) if self.clip_norm is not None else 1.0
-        if clip / divisor != 1.0:
-            torch._foreach_mul_([m.grad for m in self._masters()], clip / divisor)
+        gradients = [m.grad for m in self._masters()]
+        if gradients and clip / divisor != 1.0:
+            torch._foreach_mul_(gradients, clip / divisor)
         return result, True
 
     def _not_finite(self, result: StepResult) -> None:

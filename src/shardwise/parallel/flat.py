@@ -115,7 +115,10 @@ class Flat:
     def _reduce(self, bucket: Bucket) -> None:
         part = self.shards[self.buckets.buckets.index(bucket)]
         assert bucket.buffer is not None
-        reduced = bucket.buffer.new_empty(part.high - part.low)
+        if self.stage == 1:
+            reduced = bucket.buffer[part.low : part.high]  # in place: the rest of the bucket is not read again
+        else:
+            reduced = bucket.buffer.new_empty(part.high - part.low)
         pending = reduce_scatter(reduced, bucket.buffer, self.axis, "gradients", wait=False)
         self._pending.append((pending, part, reduced))
         if self.stage == 2:
@@ -157,7 +160,7 @@ class Flat:
             work.wait()
 
     def gradient_buffers(self) -> list[torch.Tensor | None]:
-        """Buckets (zero=1) and this rank's shards."""
+        """Buckets (zero=1, whose slices the shards are) or this rank's shards (zero=2)."""
         return [bucket.buffer for bucket in self.buckets.buckets] + [part.gradient for part in self.shards]
 
     def full_parameter(self, index: int) -> torch.Tensor:
