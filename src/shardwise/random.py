@@ -12,8 +12,10 @@ library's) restores that generator, and so meets the same masks.
 
 In `fast` mode torch's own generators are used, seeded by (seed, step, micro-batch, data rank).
 
-What this does not do: follow random ops inside a compiled graph, or ops whose output mixes samples (`randperm` over
-the batch), which are refused.
+Python's and numpy's generators are seeded by (seed, step, micro-batch), the same on all ranks.
+
+What this does not do: follow random ops inside a compiled graph, or ops whose draws do not lie along a batch dim
+(`randperm` over the batch, dropout on the rows that a mask selects), which are refused.
 
 The hash is splitmix64's finaliser (Steele, Lea and Flood, OOPSLA 2014).
 """
@@ -21,6 +23,8 @@ The hash is splitmix64's finaliser (Steele, Lea and Flood, OOPSLA 2014).
 from __future__ import annotations
 
 import math
+import random
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -70,35 +74,71 @@ class Samples:
     total: int = 1
 
 
+_UNCLEAR = -2
+
+
 @dataclass
 class BatchDims:
-    """Which dim of a random tensor is the batch, by (module path, op, number of dims); -1: none of them.
+    """Which dim of a random tensor is the batch; -1: none of them; -2: it follows the samples in another way.
 
-    Learnt at start by running a few samples and fewer, and looking at which dim changed.
+    Learnt at start by running a few samples and fewer, and looking at which dim changed. `known` has the shapes and
+    dims met, by (module path, op, number of dims).
     """
 
-    known: dict[tuple[str, str, int], int] = field(default_factory=dict)
+    known: dict[tuple[str, str, int], list[tuple[tuple[int, ...], int]]] = field(default_factory=dict)
 
     def learn(self, whole: list[tuple], part: list[tuple], whole_count: int, part_count: int) -> None:
         """Compare the random ops of two runs, each a list of (path, op, shape)."""
-        if len(whole) != len(part):
-            return
-        for (path, op, shape), (_, _, other) in zip(whole, part, strict=True):
-            if len(shape) == len(other):
-                differ = [d for d in range(len(shape)) if shape[d] != other[d]]
-                fits = [d for d in differ if shape[d] * part_count == other[d] * whole_count]
-                if len(differ) == len(fits) <= 1:
-                    self.known[path, op, len(shape)] = fits[0] if fits else -1
+        for key in sorted({_op_key(call) for call in (*whole, *part)}):
+            shapes = [shape for path, op, shape in whole if _op_key((path, op, shape)) == key]
+            others = [shape for path, op, shape in part if _op_key((path, op, shape)) == key]
+            if len(shapes) == len(others):
+                pairs = zip(shapes, others, strict=True)
+                met = [(shape, _batch_dim(shape, other, whole_count, part_count)) for shape, other in pairs]
+            else:  # which ops run depends on the samples
+                met = [(shape, _UNCLEAR) for shape in shapes or others]
+            self.known[key] = list(dict.fromkeys(self.known.get(key, []) + met))
 
     def find(self, path: str, op: str, shape: tuple[int, ...], local_samples: int) -> int:
-        """The batch dim of this tensor; where nothing was learnt, the first dim if the samples divide it."""
-        key = (path, op, len(shape))
-        if key in self.known:
-            return self.known[key]
-        alike = {dim for (_, _, ndim), dim in self.known.items() if ndim == len(shape)}
-        if len(alike) == 1:
-            return alike.pop()
-        return 0 if shape and local_samples and shape[0] % local_samples == 0 else -1
+        """The batch dim of this tensor; where nothing at all was learnt, the first dim if the samples divide it."""
+        if not self.known:
+            return 0 if shape and local_samples and shape[0] % local_samples == 0 else -1
+        entries = self.known.get((path, op, len(shape)))
+        if entries is not None and len({dim for _, dim in entries}) == 1:
+            found = {entries[0][1]}
+        else:
+            if entries is None:  # a module that was not reached at start: others where the same op has this shape
+                entries = [e for (_, o, ndim), es in self.known.items() if o == op and ndim == len(shape) for e in es]
+            found = {dim for met, dim in entries if _alike(shape, met, dim, local_samples)}
+        dim = found.pop() if len(found) == 1 else _UNCLEAR
+        return _UNCLEAR if dim >= 0 and local_samples and shape[dim] % local_samples else dim
+
+    def unclear(self) -> list[str]:
+        """The ops, with their modules, whose draws cannot be dealt over samples."""
+        return [
+            f"{op} in module '{path}'"
+            for (path, op, _), entries in self.known.items()
+            if any(dim == _UNCLEAR for _, dim in entries)
+        ]
+
+
+def _op_key(call: tuple) -> tuple[str, str, int]:
+    path, op, shape = call
+    return path, op, len(shape)
+
+
+def _batch_dim(shape: tuple[int, ...], other: tuple[int, ...], count: int, other_count: int) -> int:
+    differ = [d for d in range(len(shape)) if shape[d] != other[d]]
+    if not differ:
+        return -1
+    fits = len(differ) == 1 and shape[differ[0]] * other_count == other[differ[0]] * count
+    return differ[0] if fits else _UNCLEAR
+
+
+def _alike(shape: tuple[int, ...], met: tuple[int, ...], dim: int, local_samples: int) -> bool:
+    """Whether a tensor may be the same op's as one met, with another number of samples."""
+    same = all(a == b for place, (a, b) in enumerate(zip(shape, met, strict=True)) if place != dim)
+    return same and (dim < 0 or not local_samples or shape[dim] % local_samples == 0)
 
 
 class _Paths:
@@ -161,6 +201,7 @@ class GlobalRandom(TorchDispatchMode):
         self.paths.stack.clear()
         self.paths.path_of.clear()
         torch.default_generator.manual_seed(seed_of("mask", seed, step, micro_batch))
+        _seed_python(seed_of("mask", seed, step, micro_batch))
 
     @contextmanager
     def watching(self, module: nn.Module) -> Iterator[None]:
@@ -179,22 +220,53 @@ class GlobalRandom(TorchDispatchMode):
 
     def _bits(self, key: int, path: str, func, shape, device) -> torch.Tensor:
         shape = tuple(shape)
+        return hashed(key, _global_index(shape, self._batch_dim(path, func, shape), self.samples, device))
+
+    def _batch_dim(self, path: str, func, shape: tuple[int, ...]) -> int:
+        if self.samples.count == self.samples.total:
+            return -1  # all samples are here
         dim = self.dims.find(path, str(func), shape, max(self.samples.count, 1))
-        return hashed(key, _global_index(shape, dim, self.samples, device))
+        if dim == _UNCLEAR:
+            raise RefusedPlan(_not_dealt(f"{func} in module '{path}' (shape {shape})"))
+        return dim
 
     def _same_everywhere(self, key: int, path: str, func, args, kwargs):
         output = func(*args, **kwargs)
         tensors = [t for t in (output if isinstance(output, tuple) else (output,)) if isinstance(t, torch.Tensor)]
-        local = max(self.samples.count, 1)
-        if any(self.dims.find(path, str(func), tuple(t.shape), local) != -1 for t in tensors):
-            raise RefusedPlan(
-                f"random op {func} in module '{path}' draws for whole samples in a way that cannot be dealt over "
-                "ranks; use randomness='fast', or draw with dropout, rand, randn, randint or bernoulli"
-            )
+        if any(self._batch_dim(path, func, tuple(t.shape)) != -1 for t in tensors):
+            raise RefusedPlan(_not_dealt(f"{func} in module '{path}'"))
         torch.default_generator.manual_seed(key & (2**63 - 1))
         output = func(*args, **kwargs)
         torch.default_generator.manual_seed(_mix(key))
         return output
+
+
+def _not_dealt(what: str) -> str:
+    return (
+        f"random op {what} draws for samples in a way that cannot be dealt over ranks, so its masks would differ from "
+        "one process's; use randomness='fast', or draw tensors with a batch dim by dropout, rand, randn, randint, "
+        "bernoulli or multinomial"
+    )
+
+
+def _seed_python(seed: int) -> None:
+    """Python's and numpy's generators, the same on all ranks: what they draw cannot be dealt over samples."""
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
+
+
+@contextmanager
+def _python_restored() -> Iterator[None]:
+    kept = random.getstate()
+    numpy = sys.modules.get("numpy")
+    kept_numpy = numpy.random.get_state() if numpy is not None else None
+    try:
+        yield
+    finally:
+        random.setstate(kept)
+        if numpy is not None:
+            numpy.random.set_state(kept_numpy)
 
 
 def _inert_dropout(func, args, kwargs) -> bool:
@@ -297,6 +369,23 @@ def _draw_bernoulli(bits, args, kwargs):
     return _uniform(bits) < _argument(args, kwargs, 0, "p", 0.5)
 
 
+def _normal_of_floats(bits, args, kwargs):
+    mean, std, size = args[:3]
+    new = torch.empty(size, **_factory(kwargs))
+    return new.copy_(_normal(bits(new.shape, new.device)) * std + mean)
+
+
+def _multinomial(bits, args, kwargs):
+    """With replacement by inverting the cumulative sum; without, by a race of exponentials, as torch does it."""
+    weights, count = args[0], args[1]
+    if _argument(args, kwargs, 2, "replacement", False) and count > 1:
+        cumulative = weights.double().cumsum(-1)
+        u = _uniform(bits((*weights.shape[:-1], count), weights.device)) * cumulative[..., -1:]
+        return torch.searchsorted(cumulative, u, right=True).clamp_(max=weights.shape[-1] - 1)
+    waits = -torch.log1p(-_uniform(bits(weights.shape, weights.device)))
+    return (weights.double() / waits.clamp_min(1e-300)).topk(count, dim=-1).indices
+
+
 def _draw_exponential(bits, args, kwargs):
     return -torch.log1p(-_uniform(bits)) / _argument(args, kwargs, 0, "lambd", 1.0)
 
@@ -342,6 +431,8 @@ _DRAWS = {
     _aten.randint.low: _new(_draw_range, 2),
     _aten.randint_like.default: _like(_draw_below),
     _aten.randint_like.low_dtype: _like(_draw_range),
+    _aten.normal.float_float: _normal_of_floats,
+    _aten.multinomial.default: _multinomial,
 }
 
 
@@ -361,7 +452,8 @@ class ConstantRandom(TorchDispatchMode):
     def watching(self, module: nn.Module) -> Iterator[None]:
         """Active around a forward of `module`."""
         torch.default_generator.manual_seed(0)
-        with _watched(module, self.paths), self:
+        with _python_restored(), _watched(module, self.paths), self:
+            _seed_python(0)
             yield
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):

@@ -29,6 +29,7 @@ class Bucket:
         self.dtype = dtype
         self.params = params
         self.buffer: torch.Tensor | None = None
+        self._views: list[torch.Tensor] = []  # the buffer's parts, by entry
         self.filled: set[int] = set()  # entries that hold a gradient since the buffer was made
         self.arrived = 0  # gradients of this micro-batch
         self.launched = False
@@ -38,18 +39,27 @@ class Bucket:
         if self.buffer is None:
             self.buffer = torch.empty(self.layout.size, dtype=self.dtype, device=self.params[0].device)
             self.buffer[self.layout.entries[-1].stop :].zero_()
+            self._views = [
+                self.buffer[entry.start : entry.stop].view(param.shape)
+                for entry, param in zip(self.layout.entries, self.params, strict=True)
+            ]
             self.filled.clear()
         return self.buffer
 
     def view(self, place: int) -> torch.Tensor:
         """The part of the buffer that is this entry's gradient, in the parameter's shape."""
-        entry = self.layout.entries[place]
-        return self.ensure()[entry.start : entry.stop].view(self.params[place].shape)
+        self.ensure()
+        return self._views[place]
+
+    def forget_views(self) -> None:
+        """After the buffer was taken away: they would keep it alive."""
+        self._views = []
 
     def complete(self) -> torch.Tensor:
         """The buffer with zeros where no gradient came."""
-        for place in set(range(len(self.params))) - self.filled:
-            self.view(place).zero_()
+        if len(self.filled) < len(self.params):
+            for place in set(range(len(self.params))) - self.filled:
+                self.view(place).zero_()
         return self.ensure()
 
 
@@ -109,37 +119,37 @@ class GradientBuckets:
                 self._launch_next()
 
     def _hook(self, bucket: Bucket, place: int) -> Callable[[nn.Parameter], None]:
-        def on_gradient(param: nn.Parameter) -> None:
+        index = bucket.layout.entries[place].index
+        kept = self.keep and bucket.dtype == bucket.params[place].dtype
+
+        def on_gradient(param: nn.Parameter) -> None:  # once for each parameter and micro-batch: kept lean
             if bucket.launched:
                 raise RunError(
-                    f"the gradient of '{self.names[bucket.layout.entries[place].index]}' came in several pieces: a "
-                    "reentrant checkpoint or a second backward; use torch.utils.checkpoint(use_reentrant=False)"
+                    f"the gradient of '{self.names[index]}' came in several pieces: a reentrant checkpoint or a "
+                    "second backward; use torch.utils.checkpoint(use_reentrant=False)"
                 )
-            self._take(bucket, place, param)
+            view, gradient = bucket.view(place), param.grad
+            assert gradient is not None
+            if place not in bucket.filled:
+                view.copy_(gradient)
+                bucket.filled.add(place)
+            elif gradient.data_ptr() != view.data_ptr():
+                view.add_(gradient)
+            self.used_now.add(index)
+            # autograd then accumulates the next micro-batch in the bucket itself, where the dtype allows
+            param.grad = view if kept else None
             bucket.arrived += 1
-            if self.sync:
-                while self._next < len(self.buckets) and self._whole(self.buckets[self._next]):
-                    self._launch_next()
+            if self.sync and bucket.arrived == len(bucket.params):
+                self._launch_whole()
 
         return on_gradient
 
-    @torch.no_grad()
-    def _take(self, bucket: Bucket, place: int, param: nn.Parameter) -> None:
-        index = bucket.layout.entries[place].index
-        view = bucket.view(place)
-        assert param.grad is not None
-        if place not in bucket.filled:
-            view.copy_(param.grad)
-        elif param.grad.data_ptr() != view.data_ptr():
-            view.add_(param.grad)
-        bucket.filled.add(place)
-        self.used_now.add(index)
-        # autograd then accumulates the next micro-batch in the bucket itself, where the dtype allows
-        param.grad = view if self.keep and view.dtype == param.dtype else None
-
-    @staticmethod
-    def _whole(bucket: Bucket) -> bool:
-        return bucket.arrived == len(bucket.params)
+    def _launch_whole(self) -> None:
+        while self._next < len(self.buckets):
+            bucket = self.buckets[self._next]
+            if bucket.arrived < len(bucket.params):
+                return
+            self._launch_next()
 
     def _launch_next(self) -> None:
         bucket = self.buckets[self._next]
@@ -147,3 +157,5 @@ class GradientBuckets:
         bucket.complete()
         bucket.launched = True
         self.launch(bucket)
+        if bucket.buffer is None:
+            bucket.forget_views()

@@ -26,13 +26,24 @@ def storage_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts live bytes while it is active: `now`, and `peak` since the start or the last `reset_peak`."""
+    """Counts live bytes while it is active: `now`, and `peak` since the start or the last `reset_peak`.
+
+    A storage that was resized without an op (FSDP2 gives gathered parameters back so) counts with its present size:
+    sizes are read again whenever `now` is asked for or a new peak would be noted.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = 0
         self.peak = 0
+        self._total = 0
         self._sizes: dict[int, int] = {}
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    @property
+    def now(self) -> int:
+        """Live bytes at this moment."""
+        self._read_again()
+        return self._total
 
     def reset_peak(self) -> None:
         """Let the peak begin again at what is live now."""
@@ -46,13 +57,26 @@ class LiveBytes(TorchDispatchMode):
         return output
 
     def _meet(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        known = self._sizes.get(key)
-        if known is None:
+        key = storage._cdata
+        if key not in self._sizes:
+            self._sizes[key] = 0
+            self._storages[key] = weakref.ref(storage)
             weakref.finalize(storage, self._free, key)
+        self._count(key, storage.nbytes())
+        if self._total > self.peak:
+            self._read_again()
+            self.peak = max(self.peak, self._total)
+
+    def _count(self, key: int, size: int) -> None:
+        self._total += size - self._sizes[key]
         self._sizes[key] = size
-        self.now += size - (known or 0)
-        self.peak = max(self.peak, self.now)
+
+    def _read_again(self) -> None:
+        for key, reference in list(self._storages.items()):
+            storage = reference()
+            if storage is not None:
+                self._count(key, storage.nbytes())
 
     def _free(self, key: int) -> None:
-        self.now -= self._sizes.pop(key, 0)
+        self._total -= self._sizes.pop(key, 0)
+        self._storages.pop(key, None)

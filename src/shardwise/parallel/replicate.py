@@ -53,8 +53,9 @@ class Replicate:
     def start_step(self) -> None:
         """Forget the last step's gradients."""
         self.buckets.start_step()
-        for slot in self.slots:
-            slot.master.grad = None
+        if self.precision.mixed:  # else the masters are the buckets' parameters
+            for slot in self.slots:
+                slot.master.grad = None
 
     def start_micro_batch(self, *, last: bool) -> None:
         """Gradients are summed over ranks once, with the last micro-batch."""
@@ -80,7 +81,8 @@ class Replicate:
                 master = self.slots[entry.index].master
                 if gradient is not None and gradient.dtype != master.dtype:
                     gradient = gradient.to(master.dtype)
-                master.grad = gradient
+                if master.grad is not gradient:
+                    master.grad = gradient
 
     @torch.no_grad()
     def publish(self) -> None:

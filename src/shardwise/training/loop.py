@@ -18,6 +18,7 @@ import torch.distributed as dist
 from shardwise.data import Loader, evaluation_parts, parts_of, samples_in
 from shardwise.device import pick_device
 from shardwise.engine.engine import Engine, parallelize
+from shardwise.engine.result import StepResult
 from shardwise.observe import Flops, MetricsFile, count_flops, finite, peak_flops, write_inputs, write_json
 from shardwise.observe.memory import memory_of
 from shardwise.observe.progress import Display, Speed
@@ -28,6 +29,7 @@ from shardwise.training.schedules import make_schedule
 from shardwise.training.writing import written_text
 
 WEIGHTS = "model.safetensors"
+OBSERVED = 1  # the step whose communication is counted; the first one differs (buffers are made, shapes learnt)
 
 
 def run_rank(job: Job) -> dict[str, Any]:
@@ -138,12 +140,13 @@ class _Rank:
         return iter(stack.enter_context(loader))
 
     def _step(self, step: int) -> None:
+        batch = next(self.batches)
         started = time.perf_counter()
-        result = self.engine.step(next(self.batches))
+        result = self._observed_step(batch) if step == OBSERVED else self.engine.step(batch)
         seconds = time.perf_counter() - started
         self.losses.append(float(result.loss))
         self.skipped += bool(result.skipped)
-        if step > 0:
+        if step > OBSERVED or (step > 0 and self.job.steps <= OBSERVED + 1):
             self.timed[0] += result.samples
             self.timed[1] += seconds
         if step == 0 or (step + 1) % self.job.effective.config.train.log_every == 0:
@@ -165,6 +168,16 @@ class _Rank:
             self.metrics.write(record)
         if self.display is not None:
             self.display.step(record)
+
+    def _observed_step(self, batch: Any) -> StepResult:
+        """One step with every collective counted, into the run folder; slower, so it is left out of the speed."""
+        if self.job.effective.plan.compile:  # collectives inside a compiled graph are not seen
+            return self.engine.step(batch)
+        with self.engine.observe() as ledger:
+            result = self.engine.step(batch)
+        if self.engine.rank == 0:
+            write_json(self.job.folder / "ledger.json", {"step": OBSERVED, "rank": 0, "collectives": ledger.rows()})
+        return result
 
     def _evaluates_after(self, step: int) -> bool:
         every = self.job.effective.config.train.eval_every
