@@ -4,7 +4,8 @@ Two ranks with one thread each train two copies of the same decoder, from the sa
 the same processes and process group: one copy by `engine.step`, the other by the peer's loop. Steps alternate, and
 which copy goes first alternates too. A pair's ratio is t_peer / t_shardwise, each the slower rank's time; above 1,
 shardwise is faster. The median stands with its 95% bootstrap interval. It is "short" if that interval's upper end is
-below 0.98.
+below 0.98, "faster" if its lower end is above 1, and "holds" otherwise. Beside it stands the same ratio of the
+processor time that the ranks spent, which other programs on the machine hardly disturb.
 
 Both sides: fp32, AdamW at torch's defaults, clipping by global norm, the loss a sum over tokens divided by the global
 weight, DDP or FSDP2 (each block and the root) at torch's defaults. The peers know that ranks' weights are equal;
@@ -255,6 +256,8 @@ class Times:
 
     ours: list[float] = field(default_factory=list)
     peer: list[float] = field(default_factory=list)
+    ours_cpu: list[float] = field(default_factory=list)  # of all threads
+    peer_cpu: list[float] = field(default_factory=list)
     difference: float = 0.0  # largest relative difference of global loss or gradient norm during the warm-up
     parameters: int = 0
     why_not: str = ""  # the peer does not offer this
@@ -291,20 +294,22 @@ def on_rank(strategy: str, peer: str, reading: str, pairs: int) -> Times:
         local = {name: tensor[mine].clone() for name, tensor in batch.items()}
         sides = [(ours, batch), (theirs, local)]
         timed = [_timed(*side) for side in (sides if pair % 2 == 0 else sides[::-1])]
-        (t_ours, of_ours), (t_peer, of_theirs) = timed if pair % 2 == 0 else timed[::-1]
+        (t_ours, c_ours, of_ours), (t_peer, c_peer, of_theirs) = timed if pair % 2 == 0 else timed[::-1]
         if pair < WARM_UP:
             times.difference = max(times.difference, _difference(of_ours, of_theirs))
         else:
             times.ours.append(t_ours)
             times.peer.append(t_peer)
+            times.ours_cpu.append(c_ours)
+            times.peer_cpu.append(c_peer)
     return times
 
 
-def _timed(step: Callable[[Batch], Any], batch: Batch) -> tuple[float, Any]:
+def _timed(step: Callable[[Batch], Any], batch: Batch) -> tuple[float, float, Any]:
     dist.barrier()
-    start = time.perf_counter()
+    cpu, start = time.process_time(), time.perf_counter()
     numbers = step(batch)
-    return time.perf_counter() - start, numbers
+    return time.perf_counter() - start, time.process_time() - cpu, numbers
 
 
 def _whole(norm: torch.Tensor) -> torch.Tensor:
@@ -342,6 +347,9 @@ class Row:
     ratio: float = math.nan
     low: float = math.nan
     high: float = math.nan
+    cpu_ratio: float = math.nan
+    cpu_low: float = math.nan
+    cpu_high: float = math.nan
     peer_ms: float = math.nan
     shardwise_ms: float = math.nan
     difference: float = math.nan
@@ -367,29 +375,43 @@ def compare(strategy: str, peer: str, reading: str, pairs: int) -> Row:
     theirs = np.max([times.peer for times in ranks], axis=0)
     row.ratio = float(np.median(theirs / ours))
     row.low, row.high = bootstrap(theirs / ours)
+    cpu = np.sum([times.peer_cpu for times in ranks], axis=0) / np.sum([times.ours_cpu for times in ranks], axis=0)
+    row.cpu_ratio = float(np.median(cpu))
+    row.cpu_low, row.cpu_high = bootstrap(cpu)
     row.peer_ms, row.shardwise_ms = float(np.median(theirs)) * 1e3, float(np.median(ours)) * 1e3
     row.difference = max(times.difference for times in ranks)
     row.parameters = ranks[0].parameters
-    row.verdict = "short" if row.high < SHORT else "level" if row.low <= 1 else "faster"
+    row.verdict = "short" if row.high < SHORT else "holds" if row.low <= 1 else "faster"
     return row
 
 
 def as_table(rows: list[Row]) -> str:
     """Markdown."""
     lines = [
-        "| strategy | peer | numbers read | peer ms | shardwise ms | t_peer / t_shardwise | 95% | pairs | verdict |",
-        "|---|---|---|---:|---:|---:|---|---:|---|",
+        "| strategy | peer | numbers read | peer ms | shardwise ms | t_peer / t_shardwise | 95% "
+        "| of CPU time | 95% | pairs | verdict |",
+        "|---|---|---|---:|---:|---:|---|---:|---|---:|---|",
     ]
     for row in rows:
         peer = PEERS[row.peer] + (" (DDP + ZeroRedundancyOptimizer)" if row.strategy in ("zero1", "zero2") else "")
         if math.isnan(row.ratio):
-            lines.append(f"| {row.strategy} | {peer} | {row.reading} | | | | | | {row.verdict} |")
+            lines.append(f"| {row.strategy} | {peer} | {row.reading} | | | | | | | | {row.verdict} |")
             continue
         lines.append(
             f"| {row.strategy} | {peer} | {row.reading} | {row.peer_ms:.1f} | {row.shardwise_ms:.1f} | "
-            f"{row.ratio:.3f} | {row.low:.3f} to {row.high:.3f} | {row.pairs} | {row.verdict} |"
+            f"{row.ratio:.3f} | {row.low:.3f} to {row.high:.3f} | {row.cpu_ratio:.3f} | "
+            f"{row.cpu_low:.3f} to {row.cpu_high:.3f} | {row.pairs} | {row.verdict} |"
         )
     return "\n".join(lines)
+
+
+def as_json(rows: list[Row]) -> str:
+    """A list of objects; null where nothing was measured."""
+
+    def plain(value: Any) -> Any:
+        return None if isinstance(value, float) and math.isnan(value) else value
+
+    return json.dumps([{name: plain(value) for name, value in asdict(row).items()} for row in rows], indent=1)
 
 
 def as_page(rows: list[Row]) -> str:
@@ -399,7 +421,7 @@ def as_page(rows: list[Row]) -> str:
     setting = (
         f"{done[0].parameters / 1e6:.1f} M parameters, {SAMPLES} samples of {LENGTH} tokens, {RANKS} ranks with one "
         f"thread each on {os.cpu_count()} {platform.machine()} cores, gloo, torch {torch.__version__}, "
-        f"{', '.join(_versions())}"
+        f"{', '.join(_versions())}; the machine is shared, its load average at the end {os.getloadavg()[0]:.0f}"
     )
     return "\n".join(
         [
@@ -455,7 +477,7 @@ def main() -> None:
     for one in wanted:
         rows.append(compare(*one, options.pairs))
         print(f"{len(rows)}/{len(wanted)} {' '.join(one)}: {rows[-1].ratio:.3f}", file=sys.stderr)
-    print(json.dumps([asdict(row) for row in rows], indent=1) if options.json else as_table(rows))
+    print(as_json(rows) if options.json else as_table(rows))
     if options.write:
         TABLE.parent.mkdir(parents=True, exist_ok=True)
         TABLE.write_text(as_page(rows))

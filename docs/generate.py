@@ -1,13 +1,27 @@
-"""Write the generated pages of the documentation: `python docs/generate.py`, or `--check` that they are up to date."""
+"""Write the generated pages of the documentation: `python docs/generate.py`, or `--check` that they are up to date.
+
+compatibility.md   the rules by which plans are refused (src/shardwise/layout/rules.py)
+config.md          every key of a configuration (src/shardwise/config/schema.py) and of a plan
+cli.md             `--help` of every command (src/shardwise/cli/main.py)
+"""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from shardwise.layout import rules
+import click
+
+from shardwise.cli.main import main as cli
+from shardwise.config.schema import BUILTIN_DEFAULTS, OPTIMIZER_OPTIONS, Config, Section
+from shardwise.config.show import PLAN_HELP
+from shardwise.config.sources import to_toml
+from shardwise.layout import Plan, rules
 
 HERE = Path(__file__).parent
+WIDTH = 100
 
 
 def compatibility() -> str:
@@ -21,22 +35,154 @@ def compatibility() -> str:
     )
 
 
-PAGES = {"compatibility.md": compatibility}
+# --- the command line
+
+
+def command_line() -> str:
+    """docs/cli.md, from the commands themselves."""
+    pages = [
+        "# The command line\n\n"
+        "Generated from `--help` by `docs/generate.py`.\n\n"
+        "What is asked for goes to stdout, progress and messages go to stderr. With `--json`, stdout holds exactly one "
+        "JSON object, whatever happened.\n\n"
+        "| exit code | meaning |\n|---|---|\n"
+        "| 0 | done; for `verify`, equal to one process |\n"
+        "| 1 | the run failed, or no parity |\n"
+        "| 2 | bad input: a misspelt key, a missing file, a task that fails in one process too |\n"
+        "| 3 | the plan, or the plan on this task, is refused |\n"
+        "| 130 | interrupted |\n"
+    ]
+    pages += [f"## `{name}`\n\n```text\n{text}\n```\n" for name, text in _help_texts()]
+    return "\n".join(pages)
+
+
+def _help_texts() -> Iterator[tuple[str, str]]:
+    yield "shardwise", _help_of(cli, "shardwise")
+    for name in sorted(cli.commands):
+        yield f"shardwise {name}", _help_of(cli.commands[name], f"shardwise {name}")
+
+
+def _help_of(command: click.Command, name: str) -> str:
+    # the terminal's width would otherwise change the page
+    with click.Context(command, info_name=name, terminal_width=WIDTH, max_content_width=WIDTH) as context:
+        context.help_option_names = ["-h", "--help"]
+        return "\n".join(line.rstrip() for line in command.get_help(context).splitlines())
+
+
+# --- the configuration
+
+
+def configuration() -> str:
+    """docs/config.md, from the pydantic models and the plan's fields."""
+    sections = "\n".join(_sections(Config, ""))
+    plan = "\n".join(_plan_rows())
+    options = "\n".join(f"| `{name}` | {_codes(keys)} |" for name, keys in OPTIMIZER_OPTIONS.items())
+    return (
+        "# Configuration\n\n"
+        "Generated from `src/shardwise/config/schema.py` by `docs/generate.py`; change it there.\n\n"
+        "A configuration is a TOML file. `shardwise config --starter` writes one with every key commented out, "
+        "`shardwise config my.toml` shows what is in force and where each value came from, and "
+        "`shardwise train my.toml` runs it.\n\n"
+        "Weakest first: the defaults, the file named by `extends`, the file, `--plan` and `--steps`, `--set`. "
+        "An unknown key, a value of the wrong type, and a key that would have no effect are errors; all mistakes are "
+        "told at once.\n\n"
+        f"{sections}\n"
+        "## [plan]\n\n"
+        'A table, or one text at the top of the file: `plan = "dp_shard=2,zero=3"`. '
+        "The world size is dp_replicate · dp_shard. Fields of techniques that are not built are left out here; "
+        "[compatibility.md](compatibility.md) lists them.\n\n"
+        f"| key | default | meaning |\n|---|---|---|\n{plan}\n\n"
+        "## Which optimizer reads what\n\n"
+        "`lr` is read by all.\n\n"
+        f"| name | further keys |\n|---|---|\n{options}\n\n"
+        "## Defaults of the built-in tasks\n\n"
+        "In place of the defaults above.\n\n"
+        f"| key | {' | '.join(BUILTIN_DEFAULTS)} |\n|---|{'---|' * len(BUILTIN_DEFAULTS)}\n"
+        + "\n".join(_builtin_rows())
+        + "\n"
+    )
+
+
+def _sections(model: type[Section], prefix: str) -> Iterator[str]:
+    tables = []
+    rows = []
+    schema = model.model_json_schema()
+    for name, field in model.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, Section):
+            tables.append((f"{prefix}{name}", kind))
+            continue
+        default = "not set" if field.default is None else f"`{to_toml(field.default)}`"
+        rows.append(f"| `{name}` | {_type(schema['properties'][name])} | {default} | {_cell(field.description)} |")
+    if rows:
+        head = f"## [{prefix.removesuffix('.')}]\n\n| key | type | default | meaning |\n|---|---|---|---|\n"
+        yield head + "\n".join(rows) + "\n"
+    for name, kind in tables:
+        yield from _sections(kind, f"{name}.")
+
+
+NAMES = {"integer": "whole number", "number": "number", "string": "text", "boolean": "true or false", "array": "list"}
+LIMITS = {"minimum": "≥ ", "exclusiveMinimum": "> ", "maximum": "≤ ", "exclusiveMaximum": "< "}
+
+
+def _type(schema: dict[str, Any]) -> str:
+    if "anyOf" in schema:
+        return " or ".join(_type(one) for one in schema["anyOf"] if one.get("type") != "null")
+    if "enum" in schema:
+        return "one of " + _codes(schema["enum"])
+    limits = ", ".join(f"{sign}{schema[key]:g}" for key, sign in LIMITS.items() if key in schema)
+    text = NAMES[schema["type"]] + (f" {limits}" if limits else "")
+    if schema["type"] == "array":
+        text = f"list of {schema['minItems']} {NAMES[schema['items']['type']]}s"
+    return text
+
+
+def _plan_rows() -> Iterator[str]:
+    values = Plan().as_dict(defaults=True)
+    for key, text in PLAN_HELP.items():
+        default = "3 where dp_shard > 1, else 0" if key == "zero" else f"`{to_toml(values[key])}`"
+        yield f"| `{key}` | {default} | {_cell(text)} |"
+
+
+def _builtin_rows() -> Iterator[str]:
+    flat = {name: dict(_leaves(defaults)) for name, defaults in BUILTIN_DEFAULTS.items()}
+    for key in dict.fromkeys(key for values in flat.values() for key in values):
+        cells = [to_toml(values[key]) if key in values else "" for values in flat.values()]
+        yield f"| `{key}` | {' | '.join(cells)} |"
+
+
+def _leaves(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _codes(words: Any) -> str:
+    return ", ".join(f"`{word}`" for word in words)
+
+
+def _cell(text: str | None) -> str:
+    return (text or "").replace("|", "\\|")
+
+
+PAGES = {"compatibility.md": compatibility, "config.md": configuration, "cli.md": command_line}
 
 
 def main() -> int:
     """Write the pages, or tell which are stale."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where a page is stale")
     check = parser.parse_args().check
     stale = []
     for name, make in PAGES.items():
         path, text = HERE / name, make()
-        if path.exists() and path.read_text() == text:
+        if path.exists() and path.read_text(encoding="utf-8") == text:
             continue
         stale.append(name)
         if not check:
-            path.write_text(text)
+            path.write_text(text, encoding="utf-8")
             print(f"wrote {name}")
     if check and stale:
         print(f"stale: {', '.join(stale)}; run python docs/generate.py")

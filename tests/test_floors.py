@@ -160,7 +160,7 @@ def test_import_is_quick() -> None:
 
 def test_import_and_plans_do_without_torch() -> None:
     program = (
-        "import sys, shardwise; from shardwise import Plan, Task, Source, InputError; from shardwise.ranks import RankPool;"
+        "import sys; from shardwise import Plan, Task, Source, InputError; from shardwise.ranks import RankPool;"
         "Plan.parse('dp_shard=2'); assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

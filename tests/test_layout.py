@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 from dataclasses import fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +143,7 @@ def test_bad_values_are_named(values: dict[str, Any]) -> None:
 
 
 def test_every_unknown_key_is_told() -> None:
-    with pytest.raises(InputError, match="'dp_shrd'.*dp_shard.*'zoro'.*zero"):
+    with pytest.raises(InputError, match=r"'dp_shrd'.*dp_shard.*'zoro'.*zero"):
         Plan.from_dict({"dp_shrd": 2, "zoro": 1})
 
 
@@ -238,7 +239,7 @@ def test_micro_batches_do_not_depend_on_the_ranks(samples: int, accumulate: int)
 def test_pieces_meet(length: int, pieces: int) -> None:
     ends = [cut(length, pieces, index) for index in range(pieces)]
     assert ends[0][0] == 0 and ends[-1][1] == length
-    assert all(a[1] == b[0] for a, b in zip(ends, ends[1:], strict=False))
+    assert all(a[1] == b[0] for a, b in pairwise(ends))
 
 
 def test_too_few_samples_for_the_micro_batches() -> None:
@@ -263,7 +264,7 @@ def test_buckets_hold_every_element_once(sizes: list[int], cap: int, ranks: int,
         assert [e.stop - e.start for e in bucket.entries] == [sizes[e.index] for e in bucket.entries]
         filled = bucket.entries[-1].stop
         assert bucket.entries[0].start == 0
-        assert all(a.stop == b.start for a, b in zip(bucket.entries, bucket.entries[1:], strict=False))
+        assert all(a.stop == b.start for a, b in pairwise(bucket.entries))
         assert bucket.size % ranks == 0 and 0 <= bucket.size - filled < ranks
         pieces = [piece for rank in range(ranks) for piece in bucket.pieces(ranks, rank)]
         assert sum(last - first for _, first, last in pieces) == filled

@@ -1,4 +1,4 @@
-"""Bytes on the wire, measured against the formulas that each technique states. Rank's own count, second step, 2 and 4 ranks.
+"""Bytes on the wire in the second step, on 2 and 4 ranks, against the formulas that each technique states.
 
 P is the bytes of the trainable parameters in the dtype that travels, N the ranks of dp_shard, R of dp_replicate:
 

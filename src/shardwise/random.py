@@ -443,9 +443,11 @@ class ConstantRandom(TorchDispatchMode):
     on, and two runs of unequal size show which dim of each random tensor is the batch.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, level: float = 0.5) -> None:
         super().__init__()
+        self.bits = int(level * 2**53)
         self.calls: list[tuple[str, str, tuple[int, ...]]] = []
+        self.reads_values = False  # whether control flow may depend on a tensor's value
         self.paths = _Paths()
 
     @contextmanager
@@ -458,13 +460,14 @@ class ConstantRandom(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
+        self.reads_values |= func is _aten._local_scalar_dense.default
         if not _is_random(func) or _inert_dropout(func, args, kwargs):
             return func(*args, **kwargs)
         path = self.paths.stack[-1][0] if self.paths.stack else ""
 
         def middling(shape, device) -> torch.Tensor:
             self.calls.append((path, str(func), tuple(shape)))
-            return torch.full(tuple(shape), 2**52, dtype=torch.int64, device=device)
+            return torch.full(tuple(shape), self.bits, dtype=torch.int64, device=device)
 
         if func in _DRAWS:
             return _DRAWS[func](middling, args, kwargs)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import zlib
+from array import array
 from dataclasses import dataclass, field
 
 import torch
 
-from shardwise.comm import Axis, gather_rows
+from shardwise.comm import Axis, all_gather, gather_rows
 from shardwise.engine.loss import Loss
 from shardwise.errors import RunError
 
@@ -38,8 +39,10 @@ class Tally:
 
     def fingerprint(self) -> float:
         """A number that differs (almost surely) where ranks used other parameters in a micro-batch."""
-        text = ";".join(",".join(map(str, sorted(used))) for used in self.used)
-        return float(zlib.crc32(text.encode()))
+        check = 0
+        for used in self.used:
+            check = zlib.crc32(array("q", [len(used), *sorted(used)]).tobytes(), check)
+        return float(check)
 
 
 @dataclass(frozen=True)
@@ -54,22 +57,34 @@ class Agreement:
     square_norms: list[float]  # by data rank
 
 
+class Asked:
+    """A row on its way to every data rank; `answer` waits for theirs."""
+
+    def __init__(self, tally: Tally, square_norm: float, axis: Axis, device: torch.device):
+        self.names = sorted(tally.extras)
+        head = [tally.total, tally.weight, tally.samples, tally.fingerprint(), tally.stood_in, square_norm]
+        extras = [tally.extras[name] for name in self.names]
+        row = torch.tensor(head + extras, dtype=torch.float64, device=device)
+        self._table = row.new_empty((axis.size, row.numel()))
+        self._pending = all_gather(self._table.view(-1), row, axis, "control", wait=False)
+
+    def answer(self) -> Agreement:
+        """What the rows of all ranks come to."""
+        self._pending.wait()
+        rows = self._table.tolist()
+        return Agreement(
+            total=sum(row[0] for row in rows),
+            weight=sum(row[1] for row in rows),
+            samples=int(sum(row[2] for row in rows)),
+            extras={name: sum(row[6 + i] for row in rows) for i, name in enumerate(self.names)},
+            same_branches=all(row[3] == rows[0][3] and not row[4] for row in rows),
+            square_norms=[row[5] for row in rows],
+        )
+
+
 def agree(tally: Tally, square_norm: float, axis: Axis, device: torch.device) -> Agreement:
     """Gather every data rank's row. One small collective."""
-    names = sorted(tally.extras)
-    row = [tally.total, tally.weight, float(tally.samples), tally.fingerprint(), float(tally.stood_in), square_norm]
-    table = gather_rows(
-        torch.tensor(row + [tally.extras[name] for name in names], dtype=torch.float64, device=device), axis
-    ).cpu()
-    real = table[table[:, 4] == 0]
-    return Agreement(
-        total=float(table[:, 0].sum()),
-        weight=float(table[:, 1].sum()),
-        samples=int(table[:, 2].sum()),
-        extras={name: float(table[:, 6 + i].sum()) for i, name in enumerate(names)},
-        same_branches=bool((real[:, 3] == real[0, 3]).all()) and len(real) == len(table) if len(real) else False,
-        square_norms=table[:, 5].tolist(),
-    )
+    return Asked(tally, square_norm, axis, device).answer()
 
 
 def gather_reached(tally: Tally, names: list[str], axis: Axis, device: torch.device, *, refuse: bool) -> set[int]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,14 +27,14 @@ from shardwise.comm import Ledger, Observer, barrier
 from shardwise.device import math_attention_only, peak_bytes, pick_device, seed_generators
 from shardwise.engine.batching import parts_of, samples_in
 from shardwise.engine.check import Findings, look, wrong_model
-from shardwise.engine.control import Agreement, Tally, agree, gather_reached
+from shardwise.engine.control import Agreement, Asked, Tally, agree, gather_reached
 from shardwise.engine.forward import Forward
 from shardwise.engine.loss import Loss
 from shardwise.engine.materialise import build_everywhere, empty_parameters, fill_buffers, fill_parameters
 from shardwise.engine.optimizer import make_optimizer
 from shardwise.engine.result import StepResult
 from shardwise.engine.scaler import LossScale
-from shardwise.errors import InputError, RunError, ShardwiseError
+from shardwise.errors import InputError, RefusedPlan, RunError, ShardwiseError
 from shardwise.layout import Plan, check
 from shardwise.layout.dealing import Part
 from shardwise.memory.live import storage_bytes
@@ -84,7 +85,7 @@ def parallelize(
         raise InputError(f"clip_norm must be positive, got {clip_norm}")
     engine = Engine(task, plan, build_mesh(plan, pick_device(device)), seed)
     engine.clip_norm, engine.schedule, engine.on_nonfinite = clip_norm, schedule, on_nonfinite
-    findings = engine._look(strict=check_loss)
+    findings = engine._look(strict=check_loss, masks=randomness == "global")
     for module in findings.batch_norms if engine.data_ranks > 1 or plan.remat != "none" else ():
         sync_module(module, engine.mesh.data, engine.phase)
     if randomness == "global":
@@ -130,7 +131,10 @@ class Engine:
         module = built.module
         if not any(param.requires_grad for param in module.parameters()):
             raise InputError("the model has no parameter that requires a gradient: there is nothing to train")
-        blocks = choose_blocks(module, plan.wrap) if plan.wrap else find_blocks(module)
+        _refuse_complex(module)
+        _refuse_shared_memory(module)
+        _make_gradients_dense(module)
+        blocks = choose_blocks(module, plan.wrap) if plan.wrap else self._blocks(module)
         self._prepare(module, blocks)
         technique: DataParallel
         if plan.dp_shard > 1 and plan.zero == 3:
@@ -145,6 +149,9 @@ class Engine:
         fill_buffers(module, value_of, precision, mesh.device)
         module.train()
         return module, technique
+
+    def _blocks(self, module: nn.Module) -> Blocks:
+        return find_blocks(module, nested=self.task.branches == "same")
 
     def _prepare(self, module: nn.Module, blocks: Blocks) -> None:
         for block in {id(b): b for b in map(module.get_submodule, blocks.paths)}.values():
@@ -173,7 +180,7 @@ class Engine:
 
     # --- the look at a few samples ---
 
-    def _look(self, *, strict: bool) -> Findings:
+    def _look(self, *, strict: bool, masks: bool) -> Findings:
         sample = self._few_samples() if strict else None
         if sample is None:
             return Findings(_known_batch_norms(self.module), BatchDims())
@@ -183,11 +190,11 @@ class Engine:
         n = min(samples_in(sample), SAMPLES)
         whole = _take(sample, 0, n)
         parts = (_take(sample, 0, 1), _take(sample, 1, n)) if n > 1 else None
-        local = self.task.loss_scope == "sample"
+        joined = None if self.task.loss_scope == "sample" else self.forward.joined
         try:
             findings = look(
-                self.module, self.forward.local, whole, parts, (n, 1, n - 1), local=local,
-                dtype=self.precision.compute, strict=self.data_ranks > 1,
+                self.module, self.forward.local, whole, parts, (n, 1, n - 1), joined=joined,
+                dtype=self.precision.compute, strict=self.data_ranks > 1, masks=masks,
             )  # fmt: skip
         except ShardwiseError:
             raise
@@ -274,20 +281,26 @@ class Engine:
         tally = Tally()
         for index, part in enumerate(parts):
             self._micro_batch(index, part, tally, last=index == len(parts) - 1)
-        used = self._finish(tally)
-        self._used = used
-        agreed = agree(tally, self._square_norm(), self.mesh.data, self.device)
+        agreed = self._finish(tally, tally.reached)
         if not agreed.same_branches and self.data_ranks > 1:
             refuse = self.task.branches == "same"
             used = gather_reached(tally, self.names, self.mesh.data, self.device, refuse=refuse)
-            self.technique.finish_step(used)
-            self._used = used
-            agreed = agree(tally, self._square_norm(), self.mesh.data, self.device)
+            agreed = self._finish(tally, used)
         return self._normalise(agreed)
 
-    def _finish(self, tally: Tally) -> set[int]:
-        self.technique.finish_step(tally.reached)
-        return tally.reached
+    def _finish(self, tally: Tally, used: set[int]) -> Agreement:
+        """Complete the gradients and exchange control rows.
+
+        Replicas hold the same sums, bit by bit, and so the same norm: their row need not wait for it, and travels
+        beside the gradients.
+        """
+        self._used = used
+        if self.technique.in_pieces:
+            self.technique.finish_step(used)
+            return agree(tally, self._square_norm(), self.mesh.data, self.device)
+        asked = Asked(tally, 0.0, self.mesh.data, self.device)
+        self.technique.finish_step(used)
+        return replace(asked.answer(), square_norms=[self._square_norm()])
 
     def _micro_batch(self, index: int, part: Part, tally: Tally, *, last: bool) -> None:
         self.phase.stand_in = part.count == 0
@@ -299,11 +312,7 @@ class Engine:
             objective, extras = self._objective(loss)
             if not objective.requires_grad:
                 raise InputError("Task.loss returned a sum that does not depend on any trainable parameter")
-            self.phase.in_backward = True
-            try:
-                objective.backward()
-            finally:
-                self.phase.in_backward = False
+            objective.backward()
         tally.used.append(self.technique.finish_micro_batch())
         tally.add(loss, part.count, extras)
 
@@ -336,11 +345,12 @@ class Engine:
             factors |= {name: totals[0] / total if total else 0.0 for name, total in zip(own, totals[1:], strict=True)}
         return factors
 
-    def _masters(self) -> list[nn.Parameter]:
-        return [slot.master for slot in self.technique.slots if slot.master.grad is not None]
+    def _held_gradients(self) -> list[torch.Tensor]:
+        gradients = (slot.master.grad for slot in self.technique.slots)
+        return [gradient for gradient in gradients if gradient is not None]
 
     def _square_norm(self) -> float:
-        gradients = [m.grad for m in self._masters() if m.grad is not None and m.grad.numel()]
+        gradients = [gradient for gradient in self._held_gradients() if gradient.numel()]
         if not gradients:
             return 0.0
         norms = torch.stack(torch._foreach_norm(gradients)).double()
@@ -370,7 +380,7 @@ class Engine:
             self._not_finite(result)
             return result, False
         clip = min(1.0, self.clip_norm / (norm + 1e-6)) if self.clip_norm is not None else 1.0
-        gradients = [m.grad for m in self._masters()]
+        gradients = self._held_gradients()
         if gradients and clip / divisor != 1.0:
             torch._foreach_mul_(gradients, clip / divisor)
         return result, True
@@ -528,6 +538,41 @@ class Engine:
 
 def _trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, param) for name, param in module.named_parameters() if param.requires_grad]
+
+
+def _refuse_complex(module: nn.Module) -> None:
+    for name, param in module.named_parameters():
+        if param.is_complex():
+            raise RefusedPlan(
+                f"parameter '{name}' is complex, and masters, buckets and shards are real: hold it as a real tensor "
+                "with a last dim of 2 and use torch.view_as_complex in the forward"
+            )
+
+
+def _refuse_shared_memory(module: nn.Module) -> None:
+    """Two tensors on one memory are one in one process, and would be two once each is put in its place."""
+    spans: dict[int, list[tuple[int, int, str, bool]]] = {}
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.layout is torch.strided and tensor.device.type != "meta" and tensor.numel():
+            start = tensor.storage_offset() * tensor.element_size()
+            length = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+            span = (start, start + length * tensor.element_size(), name, tensor.requires_grad)
+            spans.setdefault(tensor.untyped_storage()._cdata, []).append(span)
+    for shared in spans.values():
+        for place, (start, stop, name, trained) in enumerate(shared):
+            for other_start, other_stop, other, other_trained in shared[:place]:
+                if start < other_stop and other_start < stop and (trained or other_trained):
+                    raise RefusedPlan(
+                        f"'{name}' shares memory with '{other}' without being the same tensor, so that training one "
+                        "changes the other: tie by assigning the same Parameter, or take the view in the forward"
+                    )
+
+
+def _make_gradients_dense(module: nn.Module) -> None:
+    """Embeddings whose gradients would be sparse make dense ones of the same values: buckets and shards are dense."""
+    for child in module.modules():
+        if isinstance(child, nn.Embedding | nn.EmbeddingBag):
+            child.sparse = False
 
 
 def _known_batch_norms(module: nn.Module) -> list[nn.Module]:

@@ -9,7 +9,9 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only, tree_unflatten
 
 from shardwise.comm import Axis, gather_rows, gather_samples
+from shardwise.engine.batching import samples_in
 from shardwise.engine.loss import Loss, read_loss
+from shardwise.errors import RefusedPlan
 from shardwise.layout.dealing import Part
 from shardwise.precision import Precision
 from shardwise.task import Task
@@ -25,7 +27,7 @@ class Forward:
         self.device = device
         self.data = data
         self.gathered_bytes = 0  # received for loss_scope="global" since the start
-        self._batched: list[bool] | None = None  # which output leaves have the batch dim
+        self._batched: list[bool] | None = None  # which output leaves have the batch dim, once it was looked at
 
     def to_device(self, batch: Any) -> Any:
         """The batch on this rank's device; float64 runs see float64 data."""
@@ -50,6 +52,18 @@ class Forward:
         loss = read_loss(self.task.loss(output, batch))
         return loss if part.count else _nothing(loss)
 
+    def joined(self, whole_and_parts: tuple[Any, tuple[Any, Any]]) -> Loss:
+        """The loss on the outputs for two parts put together; learns which outputs have the batch dim."""
+        whole, parts = whole_and_parts
+        batches = [self.to_device(batch) for batch in (whole, *parts)]
+        (leaves, spec), (first, _), (second, _) = [tree_flatten(self._output(batch)) for batch in batches]
+        counts = [samples_in(batch) for batch in batches]
+        triples = list(zip(leaves, first, second, strict=True))
+        self._batched = [_has_samples(triple, counts) for triple in triples]
+        pairs = zip(triples, self._batched, strict=True)
+        put = [torch.cat([a, b]) if batched else a for (_, a, b), batched in pairs]
+        return read_loss(self.task.loss(tree_unflatten(put, spec), batches[0]))
+
     def _output(self, batch: Any) -> Any:
         args, kwargs = self.task.inputs(batch)
         if self.precision.mixed or self.precision.compute != torch.float32:
@@ -66,24 +80,50 @@ class Forward:
             int(n) for n in gather_rows(torch.tensor([float(part.count)], dtype=torch.float64, device=self.device),
                                         self.data).view(-1).tolist()
         )  # fmt: skip
-        rows = max(part.count, 1)
         ranks = self.data.size
 
-        def gather(leaf: Any) -> Any:
+        def gather(leaf: Any, batched: bool = True) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
-            if leaf.dim() and leaf.shape[0] == rows:
+            if batched and leaf.dim():
                 full = gather_samples(leaf, counts, self.data, "loss inputs")
                 self.gathered_bytes += (full.numel() - leaf.numel()) * full.element_size()
                 return full
             return _ShareOfGradient.apply(leaf, ranks) if leaf.requires_grad else leaf
 
         leaves, spec = tree_flatten(output)
-        output = tree_unflatten([gather(leaf) for leaf in leaves], spec)
+        batched = self._batched
+        if batched is None or len(batched) != len(leaves):  # nothing was looked at: by size
+            rows = max(part.count, 1)
+            batched = [isinstance(leaf, torch.Tensor) and leaf.shape[:1] == (rows,) for leaf in leaves]
+        output = tree_unflatten([gather(*pair) for pair in zip(leaves, batched, strict=True)], spec)
         loss = read_loss(self.task.loss(output, tree_map(gather, batch)))
         if self.data.index == 0:
             return loss
         return Loss(_uncounted(loss.total), 0.0, {k: _uncounted_extra(v) for k, v in loss.extras.items()})
+
+
+def _has_samples(leaves: tuple, counts: list[int]) -> bool:
+    """Whether an output, given for three numbers of samples, follows them along its first dim."""
+    leaf = leaves[0]
+    if not isinstance(leaf, torch.Tensor):
+        if leaf is None or isinstance(leaf, bool | int | float | str):
+            return False
+        raise RefusedPlan(
+            f'loss_scope="global" gathers the outputs of the model, and cannot look into a {type(leaf).__name__}: '
+            "return tensors, tuples or dicts, or register the class as a pytree"
+        )
+    shapes = [each.shape for each in leaves]
+    if len(set(shapes)) == 1:
+        return False
+    first = [shape[:1] for shape in shapes]
+    if first == [(count,) for count in counts] and len({shape[1:] for shape in shapes}) == 1:
+        return True
+    raise RefusedPlan(
+        f'loss_scope="global" gathers the outputs of the model along their first dim, but one of shape '
+        f"{tuple(leaf.shape)} for {counts[0]} samples has the shape {tuple(shapes[1])} for {counts[1]}: return what "
+        "belongs to each sample (embeddings), samples first, and compute what compares samples (logits) in the loss"
+    )
 
 
 class _ShareOfGradient(torch.autograd.Function):

@@ -107,8 +107,11 @@ def try_out(make: OptimizerFn, shapes: Sequence[torch.Size]) -> Nature:
     if needs_closure(construct(make, [nn.Parameter(value.clone()) for value in values])):
         return Nature("joint", None, True)
     narrow = _NarrowDtypes()
-    with narrow:
-        _whole(make, values, gradients)
+    try:
+        with narrow:
+            _whole(make, values, gradients)
+    except RuntimeError as error:
+        raise RefusedPlan(f"the optimizer fails on dense gradients, which every plan makes: {error}") from error
     dtype = min(narrow.seen, key=lambda d: torch.finfo(d).bits, default=None)
     with KeepDouble():
         whole = _whole(make, values, gradients)

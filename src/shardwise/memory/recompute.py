@@ -8,16 +8,21 @@ forward; selective, that of norms, activations and elementwise ops.
 Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016); selective: Korthikanti et al. (2022),
 section 5. The mechanism is `torch.utils.checkpoint`, non-reentrant.
 
+Counters and running statistics advance once: the second forward meets them as the first did.
+
 What this does not do: recompute what lies outside the blocks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from shardwise.trace.state import ModuleState
 
 _KEPT = {
     torch.ops.aten.mm.default,
@@ -43,10 +48,31 @@ def recompute_block(block: nn.Module, policy: str) -> None:
     """
     options = {} if policy == "full" else {"context_fn": partial(create_selective_checkpoint_contexts, _policy)}
     forward = block.forward
+    changing: list[tuple[dict, str]] | None = None  # counters and statistics that the forward advances, once known
 
     def recomputed(*args, **kwargs):
+        nonlocal changing
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
+        before = ModuleState(block, changing)
+        output = checkpoint(_again(forward, before), *args, use_reentrant=False, **options, **kwargs)
+        if changing is None:
+            changing = before.changed()
+        return output
 
     block.forward = recomputed
+
+
+def _again(forward: Callable, before: ModuleState) -> Callable:
+    """The forward; from its second call on, it meets the state that the first met and leaves what it found."""
+    calls = 0
+
+    def run(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            return forward(*args, **kwargs)
+        with before.standing_in():
+            return forward(*args, **kwargs)
+
+    return run

@@ -58,7 +58,7 @@ def synced_batch_norm(
     var = sum_over(centred.square().sum(dims) * share, axis, _TAG) / n
     if float(n) <= 1:
         raise ValueError(f"batch norm needs more than one value per channel over all ranks, got {int(n)}")
-    if not phase.in_backward and running_mean is not None and running_var is not None:
+    if running_mean is not None and running_var is not None:
         with torch.no_grad():
             running_mean.lerp_(mean.to(running_mean.dtype), momentum)
             running_var.lerp_((var * n / (n - 1)).to(running_var.dtype), momentum)
@@ -94,7 +94,10 @@ class _Synced(TorchFunctionMode):
 
 
 class FindBatchNorm(TorchFunctionMode):
-    """While active, notes each call of batch norm in training: `found` has the modules that called it."""
+    """While active, batch norm in training keeps no statistics and uses mean 0 and variance 1, sample by sample.
+
+    `found` has the modules that called it.
+    """
 
     def __init__(self, running: list[nn.Module]):
         super().__init__()
@@ -103,29 +106,33 @@ class FindBatchNorm(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func in (functional.batch_norm, torch.batch_norm):
-            place = 5
-            training = kwargs.get("training", args[place] if len(args) > place else False)
-            if training and self.running and self.running[-1] not in self.found:
-                self.found.append(self.running[-1])
+        if func is functional.batch_norm:
+            return self._batch_norm(*args, **kwargs)
+        if func is torch.batch_norm:
+            x, weight, bias, mean, var, training, momentum, eps = args[:8]
+            return self._batch_norm(x, mean, var, weight, bias, training, momentum, eps)
         return func(*args, **kwargs)
+
+    def _batch_norm(
+        self, x, running_mean=None, running_var=None, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5
+    ):
+        if training:
+            if self.running and self.running[-1] not in self.found:
+                self.found.append(self.running[-1])
+            running_mean, running_var = x.new_zeros(x.shape[1]), x.new_ones(x.shape[1])
+        return functional.batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
 
 
 def sync_module(module: nn.Module, axis: Axis, phase: Phase) -> None:
-    """Make this module's forward use statistics over all ranks, and count nothing twice when recomputed."""
+    """Make this module's forward use statistics over all ranks."""
     if isinstance(module, SyncBatchNorm):
         forward = types.MethodType(_BatchNorm.forward, module)
     else:
         forward = module.forward
 
     def synced(*args, **kwargs):
-        # counters that forward itself advances (num_batches_tracked) stay put when it runs again in backward
-        kept = [b.clone() for b in module.buffers(recurse=False)] if phase.in_backward else []
         with _Synced(axis, phase):
-            output = forward(*args, **kwargs)
-        for buffer, value in zip(module.buffers(recurse=False), kept, strict=False):
-            buffer.copy_(value)
-        return output
+            return forward(*args, **kwargs)
 
     module.forward = synced
 

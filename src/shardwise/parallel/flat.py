@@ -72,6 +72,7 @@ class Flat:
         for part in self.shards:
             self._add_slots(part)
         self._pending: list[tuple[Pending, _Shard, torch.Tensor]] = []
+        self._summed = False  # over replicas, in this step
         self._used: set[int] = set()
 
     def _add_slots(self, part: _Shard) -> None:
@@ -93,6 +94,7 @@ class Flat:
 
     def start_step(self) -> None:
         """Forget the last step's gradients."""
+        self._summed = False
         self.buckets.start_step()
         for part in self.shards:
             part.gradient = None
@@ -131,16 +133,18 @@ class Flat:
         self._pending.clear()
 
     def finish_step(self, used: set[int]) -> None:
-        """Wait, sum over replicas, and give each piece its gradient."""
+        """Wait, sum over replicas (once, however often it is called), and give each piece its gradient."""
         self._collect()
         self._used = used
-        over_replicas = [
-            all_reduce(part.gradient, self.replicate, "gradients", wait=False)
-            for part in self.shards
-            if part.gradient is not None
-        ]
-        for pending in over_replicas:
-            pending.wait()
+        if not self._summed:
+            self._summed = True
+            over_replicas = [
+                all_reduce(part.gradient, self.replicate, "gradients", wait=False)
+                for part in self.shards
+                if part.gradient is not None
+            ]
+            for pending in over_replicas:
+                pending.wait()
         for part in self.shards:
             if part.gradient is not None and part.gradient.dtype != self.precision.master:
                 part.gradient = part.gradient.to(self.precision.master)

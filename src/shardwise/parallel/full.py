@@ -10,20 +10,25 @@ Bytes at rest: 1/N of everything; in flight, the block that computes and the one
 Source: Rajbhandari et al., "ZeRO" (SC 2020), section 5.3; Zhao et al., "PyTorch FSDP" (VLDB 2023).
 
 Each parameter is cut along its first dim that the ranks divide, so that ranks are balanced; along dim 0, unevenly,
-where there is none. FSDP2's own division by the ranks is switched off: the engine divides once.
+where there is none. A parameter without dims or elements is not cut: all ranks hold it, the first of dp_shard updates
+it. FSDP2's own division by the ranks is switched off: the engine divides once.
 
 What this does not do: hold a parameter that two units share in one of them (it stays with the root unit).
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils._pytree import tree_map_only
 
-from shardwise.comm import Trail
+from shardwise.comm import Trail, all_reduce, broadcast
+from shardwise.errors import RefusedPlan
 from shardwise.mesh import Mesh
 from shardwise.parallel.slots import Slot, ValueOf
 from shardwise.precision import Precision
@@ -42,6 +47,9 @@ class FullShard:
         self.ranks = mesh.shard.size
         self._replicas = mesh.replicate.size
         self.units = [*units, module]
+        self._data, self._shards = mesh.data, mesh.shard
+        self._whole = {id(param) for param in module.parameters() if param.dim() == 0 or param.numel() == 0}
+        self._whole_gradients: dict[int, torch.Tensor] = {}
         self._used_now: set[int] = set()
         self._used: set[int] = set()
         paths = {id(child): path for path, child in module.named_modules()}
@@ -49,7 +57,7 @@ class FullShard:
         self._trail = Trail(mesh.data, [*self._names, _END], mesh.device)
         self._shard(module, units, mesh)
         self.slots: list[Slot] = []
-        self.params: list[DTensor] = []
+        self.params: list[Any] = []  # DTensors, and the few whole ones
 
     def _shard(self, module: nn.Module, units: list[nn.Module], mesh: Mesh) -> None:
         assert mesh.device_mesh is not None
@@ -68,7 +76,9 @@ class FullShard:
                 cast_forward_inputs=False,
             )
 
+        whole = {param for param in module.parameters() if id(param) in self._whole}
         options = {"mesh": device_mesh, "reshard_after_forward": True, "shard_placement_fn": placement}
+        options["ignored_params"] = whole
         for unit in reversed(units):  # inner units before the outer ones that contain them
             fully_shard(unit, mp_policy=policy(False), **options)
         fully_shard(module, mp_policy=policy(True), **options)
@@ -81,13 +91,33 @@ class FullShard:
         for unit, name in zip(self.units, self._names, strict=True):
             unit.register_forward_pre_hook(lambda m, a, name=name: self._trail.mark(name), prepend=True)
         module.register_forward_hook(lambda m, a, o: self._trail.mark(_END))
+        module.register_forward_hook(lambda m, a, o: self._outlive(o), prepend=True)
+
+    def _outlive(self, output: Any) -> Any:
+        """Outputs that are parameters (a learned temperature) as copies: the gathered ones are about to be freed."""
+        gathered = {
+            param.untyped_storage()._cdata for param in self.module.parameters() if not isinstance(param, DTensor)
+        }
+
+        def keep(leaf: torch.Tensor) -> torch.Tensor:
+            if isinstance(leaf, DTensor):
+                raise RefusedPlan(
+                    "the model's output is computed from parameters outside the forward of the unit that holds them, "
+                    "where zero=3 has only pieces of them: name units with wrap= so that a unit's parameters are used "
+                    "inside its forward, or use zero=2"
+                )
+            return leaf.clone() if leaf.untyped_storage()._cdata in gathered else leaf
+
+        return tree_map_only(torch.Tensor, keep, output)
 
     def materialise(self, value_of: ValueOf, device: torch.device) -> None:
         """Give every shard its slice of the full initial value, one parameter at a time."""
         self.module.to_empty(device=device)
         for name, param in list(self.module.named_parameters()):
-            assert isinstance(param, DTensor), name
-            full = value_of(name).to(self.precision.master)
+            full = value_of(name).to(self.precision.master if param.is_floating_point() else None)
+            if not isinstance(param, DTensor):
+                param.detach().copy_(full)
+                continue
             shape, offset = compute_local_shape_and_global_offset(full.shape, param.device_mesh, param.placements)
             slices = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
             with torch.no_grad():
@@ -99,10 +129,17 @@ class FullShard:
         """After materialising: what the optimizer updates, sharing storage with the module's shards."""
         for name, param in self.module.named_parameters():
             if param.requires_grad:
-                assert isinstance(param, DTensor)
+                piece = param.to_local() if isinstance(param, DTensor) else self._held(param)
                 self.params.append(param)
-                self.slots.append(Slot(name, param.shape, nn.Parameter(param.to_local().detach()), whole=False))
+                self.slots.append(Slot(name, param.shape, nn.Parameter(piece.detach()), whole=False))
         self._watch_use()
+
+    def _held(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's piece of a parameter that cannot be cut: all of it on the first rank of dp_shard."""
+        return whole.view(-1)[: whole.numel() if self._shards.index == 0 else 0]
+
+    def _uncut(self) -> list[int]:
+        return [index for index, param in enumerate(self.params) if not isinstance(param, DTensor)]
 
     def _watch_use(self) -> None:
         """Note which parameters backward reaches, on the gathered parameters that a unit holds while it runs."""
@@ -133,6 +170,7 @@ class FullShard:
         for param, slot in zip(self.params, self.slots, strict=True):
             param.grad = None
             slot.master.grad = None
+        self._whole_gradients.clear()
 
     def start_micro_batch(self, *, last: bool) -> None:
         """Every micro-batch is reduced over dp_shard, the last one over dp_replicate too."""
@@ -149,12 +187,25 @@ class FullShard:
     def finish_step(self, used: set[int]) -> None:
         """Point each master's gradient at the reduced shard."""
         self._used = used
+        if not self._whole_gradients:
+            for index in self._uncut():
+                param = self.params[index]
+                gradient = torch.zeros_like(param).detach() if param.grad is None else param.grad.detach()
+                if gradient.numel():
+                    all_reduce(gradient, self._data, "gradients")
+                self._whole_gradients[index] = gradient
         for index, (param, slot) in enumerate(zip(self.params, self.slots, strict=True)):
-            if index in used and param.grad is not None:
+            if index in self._whole_gradients:
+                slot.master.grad = self._held(self._whole_gradients[index]) if index in used else None
+            elif index in used and param.grad is not None:
                 slot.master.grad = param.grad.to_local()
 
+    @torch.no_grad()
     def publish(self) -> None:
-        """Nothing to do: masters share storage with the module's shards."""
+        """Masters share storage with the module's shards; what is not cut comes from the rank that updates it."""
+        for index in self._uncut():
+            if self.params[index].numel():
+                broadcast(self.params[index].detach(), self._shards, 0, "parameters")
 
     def load_masters(self, index: int, value: torch.Tensor) -> None:
         """Nothing to do: the shards are the masters."""
@@ -165,6 +216,8 @@ class FullShard:
 
     def select(self, index: int, whole: torch.Tensor, shard_rank: int) -> torch.Tensor:
         """The view of a whole parameter that is the piece of a rank of dp_shard (`torch.chunk`'s cut)."""
+        if not isinstance(self.params[index], DTensor):
+            return whole.view(-1)[: whole.numel() if shard_rank == 0 else 0]
         placement = self.params[index].placements[-1]
         dim = placement.dim
         each = -(-whole.shape[dim] // self.ranks)
@@ -173,9 +226,15 @@ class FullShard:
 
     def full_parameter(self, index: int) -> torch.Tensor:
         """The whole weight, gathered."""
-        return self.params[index].full_tensor().detach()
+        param = self.params[index]
+        return (param.full_tensor() if isinstance(param, DTensor) else param).detach()
 
     def full_gradient(self, index: int) -> torch.Tensor | None:
         """The whole gradient, gathered."""
+        if index in self._whole_gradients:
+            gradient = self._whole_gradients[index].clone()
+            if gradient.numel():
+                broadcast(gradient, self._shards, 0, "control")
+            return gradient if index in self._used else None
         gradient = self.params[index].grad
         return None if gradient is None or index not in self._used else gradient.full_tensor()

@@ -33,7 +33,6 @@ class Slot:
 class Phase:
     """Where the engine is in a step, for what must know it inside the module."""
 
-    in_backward: bool = False
     stand_in: bool = False  # this rank runs a sample that counts nothing
 
 

@@ -22,7 +22,7 @@ from shardwise.proof.settings import Settings, global_batch, raise_eps
 from shardwise.random import BatchDims, GlobalRandom, Samples
 from shardwise.task import Task
 from shardwise.trace.deferred import build, named_tensors
-from shardwise.trace.double import KeepDouble
+from shardwise.trace.double import KeepDouble, default_dtype
 
 
 def run_oracle(task: Task, settings: Settings) -> Record:
@@ -70,7 +70,7 @@ def _gradients(task, module, named, batch, step, settings: Settings, random: Glo
     for index, low, high, samples in _cuts(samples_in(batch), settings):
         part = slice_samples(batch, low, high)
         random.begin(settings.seed, step, index, samples)
-        with random.watching(module), KeepDouble():
+        with random.watching(module), KeepDouble(), default_dtype(settings.dtype):
             args, kwargs = task.inputs(part)
             loss = read_loss(task.loss(module(*args, **kwargs), part))
             objective = loss.total
@@ -109,6 +109,8 @@ def _module(task: Task, seed: int, dtype: torch.dtype) -> nn.Module:
             tensor.data = values[id(tensor)]
             if tensor.is_floating_point():
                 tensor.data = tensor.data.to(dtype)
+            elif tensor.is_complex():
+                tensor.data = tensor.data.to(dtype.to_complex())
     return module.train()
 
 

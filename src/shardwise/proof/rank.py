@@ -12,7 +12,7 @@ from shardwise.layout import Plan
 from shardwise.proof.parity import resolve
 from shardwise.proof.record import Record, kept
 from shardwise.proof.settings import Settings, global_batch, raise_eps
-from shardwise.trace.double import KeepDouble
+from shardwise.trace.double import KeepDouble, default_dtype
 
 
 def run_rank(task: Any, plan: Plan, settings: Settings) -> Record | None:
@@ -29,8 +29,9 @@ def run_rank(task: Any, plan: Plan, settings: Settings) -> Record | None:
     record.initial = _parameters(engine)
     for step in range(settings.steps):
         last = step == settings.steps - 1
-        with engine.observe() if last else nullcontext() as ledger, KeepDouble():
-            result = engine.step(global_batch(resolved, settings, step))
+        batch = global_batch(resolved, settings, step)
+        with engine.observe() if last else nullcontext() as ledger, KeepDouble(), default_dtype(settings.dtype):
+            result = engine.step(batch)
         record.ledger = ledger.rows() if ledger is not None else []
         record.losses.append(result.loss)
         record.gradients.append({n: None if g is None else kept(g) for n, g in engine.full_gradients()})

@@ -24,4 +24,6 @@ class Record:
 def kept(tensor: torch.Tensor) -> torch.Tensor:
     """A copy in float64 (integers as they are) on the CPU."""
     tensor = tensor.detach().cpu()
+    if tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
     return tensor.to(torch.float64, copy=True) if tensor.is_floating_point() else tensor.clone()

@@ -48,8 +48,8 @@ def _is_leaf(module: nn.Module) -> bool:
     return next(module.children(), None) is None
 
 
-def _walk(path: str, module: nn.Module, total: int) -> list[str]:
-    """Blocks at or below `module`, outermost first."""
+def _walk(path: str, module: nn.Module, total: int, *, nested: bool) -> list[str]:
+    """Blocks at or below `module`, outermost first; `nested`: large ones are opened."""
     children = [(f"{path}.{name}" if path else name, child) for name, child in module.named_children()]
     repeated = {id(child) for _, child in _repeated(module)}
     is_list = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
@@ -58,22 +58,26 @@ def _walk(path: str, module: nn.Module, total: int) -> list[str]:
         here = id(child) in repeated and not isinstance(child, nn.ModuleList | nn.ModuleDict)
         # loose leaves beside each other (q, k, v) are not blocks; leaves of a list are
         if here and (is_list or not _is_leaf(child)):
-            inner = _walk(name, child, total) if _elements(child) > DESCEND * total else []
+            inner = _walk(name, child, total, nested=nested) if nested and _elements(child) > DESCEND * total else []
             found += inner if len(inner) > 1 else [name]
         else:
-            found += _walk(name, child, total)
+            found += _walk(name, child, total, nested=nested)
     return found
 
 
-def find_blocks(module: nn.Module) -> Blocks:
-    """The repeated blocks of a module, by structure alone."""
+def find_blocks(module: nn.Module, *, nested: bool = True) -> Blocks:
+    """The repeated blocks of a module, by structure alone.
+
+    `nested`: a large block that has repeated children is opened. Not so where ranks may run different children of
+    it (routed experts), since under zero=3 all ranks must run the same units.
+    """
     total = _elements(module)
     owners = Counter(
         id(param) for child in module.modules() for param in child._parameters.values() if param is not None
     )
     seen: set[int] = set()
     paths = []
-    for path in _walk("", module, total):
+    for path in _walk("", module, total, nested=nested):
         child = module.get_submodule(path)
         if id(child) not in seen and not _shares_outside(module, child, owners):
             seen.add(id(child))

@@ -188,9 +188,9 @@ class _Recorder(TorchDispatchMode):
         if returned and all(r.alias_info is not None and not r.alias_info.is_write for r in returned):
             return func(*args, **kwargs)
         if func._schema.is_mutable:
-            for tensor in _written(func, args, kwargs):
+            for tensor in written_tensors(func, args, kwargs):
                 self.tape.deferred.add(_storage_key(tensor))
-            written = tuple(_written(func, args, kwargs))
+            written = tuple(written_tensors(func, args, kwargs))
             return written[0] if len(returned) == 1 else written if returned else None
         if "device" in kwargs:
             kwargs = {**kwargs, "device": torch.device("meta")}
@@ -208,7 +208,7 @@ class _Recorder(TorchDispatchMode):
         before = {_storage_key(tensor) for tensor in inputs}
         made = {_storage_key(tensor) for tensor in outputs} - before
         written = set(made)
-        written |= {_storage_key(tensor) for tensor in _written(func, args, kwargs)}
+        written |= {_storage_key(tensor) for tensor in written_tensors(func, args, kwargs)}
         if not written:
             return  # a view or a read: views are found again by size, stride and offset
         if func in (torch.ops.aten.resize_.default, torch.ops.aten.set_.source_Storage_storage_offset):
@@ -224,7 +224,7 @@ def _argument_names(func) -> set[str]:
     return {argument.name for argument in func._schema.arguments}
 
 
-def _written(func, args: tuple, kwargs: dict) -> list[torch.Tensor]:
+def written_tensors(func, args: tuple, kwargs: dict) -> list[torch.Tensor]:
     """Tensors that the op's schema says it writes."""
     found: list[torch.Tensor] = []
     for place, argument in enumerate(func._schema.arguments):

@@ -9,6 +9,9 @@ What this does not do: change tensors that were float32 from the start, or kerne
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -32,3 +35,14 @@ class KeepDouble(TorchDispatchMode):
 
 def _has_double(args: tuple) -> bool:
     return any(isinstance(a, torch.Tensor) and a.dtype == torch.float64 for a in args)
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """New tensors whose dtype nobody gives (random weights in a loss, say) are of this one."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

@@ -1,0 +1,118 @@
+"""What a forward leaves behind in a module: buffers and plain attributes, kept so that they can be put back.
+
+A forward that runs more often than one process would run it (a look at a few samples, recompute in backward) must
+leave counters, running statistics and lists as if it had not.
+
+What this does not do: follow objects below the first level of a list, dict or set, or state outside the module.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+_OWN = frozenset(vars(nn.Module()))
+_CONTAINERS = (list, dict, set, deque)
+_PLAIN = (type(None), bool, int, float, complex, str, tuple, torch.Tensor, *_CONTAINERS)
+
+
+def _tables(module: nn.Module) -> list[tuple[nn.Module, dict[str, Any]]]:
+    """Each module's own buffers and attributes, without what `nn.Module` itself keeps."""
+    found: list[tuple[nn.Module, dict[str, Any]]] = []
+    for child in module.modules():
+        found += [(child, child._buffers), (child, vars(child))]
+    return found
+
+
+def _keys(child: nn.Module, table: dict[str, Any]) -> list[str]:
+    if table is child._buffers:
+        return list(table)
+    return [key for key, value in table.items() if key not in _OWN and isinstance(value, _PLAIN)]
+
+
+class ModuleState:
+    """Buffers and plain attributes as they are now. `only` limits it to what `changed` returned earlier."""
+
+    def __init__(self, module: nn.Module, only: list[tuple[dict[str, Any], str]] | None = None):
+        self.tables = _tables(module) if only is None else []
+        places = [(table, key) for child, table in self.tables for key in _keys(child, table)] if only is None else only
+        self._keys = [set(table) for _, table in self.tables]
+        self._kept = [(table, key, table[key], _copied(table[key])) for table, key in places if key in table]
+        self._absent = [(table, key) for table, key in places if key not in table]
+
+    def changed(self) -> list[tuple[dict[str, Any], str]]:
+        """What is not as it was: (table, key)."""
+        found = [(table, key) for table, key, value, copied in self._kept if _differs(table.get(key), value, copied)]
+        for (child, table), before in zip(self.tables, self._keys, strict=True):
+            found += [(table, key) for key in _keys(child, table) if key not in before]
+        return found
+
+    @contextmanager
+    def standing_in(self) -> Iterator[None]:
+        """While active, what has changed is as it was, in other objects; afterwards it is as it was before."""
+        places = self.changed() + [(table, key) for table, key in self._absent if key in table]
+        now = [(table, key, table[key]) for table, key in places if key in table]
+        kept = {(id(table), key): (value, copied) for table, key, value, copied in self._kept}
+        for table, key in places:
+            if (id(table), key) in kept:
+                table[key] = _standing_in(*kept[id(table), key])
+            else:
+                del table[key]
+        try:
+            yield
+        finally:
+            for table, key in places:
+                table.pop(key, None)
+            for table, key, value in now:
+                table[key] = value
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put everything back: the same objects, with the values they had."""
+        for (child, table), before in zip(self.tables, self._keys, strict=True):
+            for key in _keys(child, table):
+                if key not in before:
+                    del table[key]
+        for table, key in self._absent:
+            table.pop(key, None)
+        for table, key, value, copied in self._kept:
+            table[key] = value
+            if isinstance(value, torch.Tensor) and copied is not None:
+                if value._version != copied[1]:
+                    value.copy_(copied[0])
+            elif isinstance(value, list | deque):
+                value.clear()
+                value.extend(copied)
+            elif isinstance(value, dict | set):
+                value.clear()
+                value.update(copied)
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone(), value._version
+    return copy.copy(value) if isinstance(value, _CONTAINERS) else None
+
+
+def _standing_in(value: Any, copied: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value if value._version == copied[1] else copied[0].clone()
+    return copy.copy(copied) if isinstance(value, _CONTAINERS) else value
+
+
+def _differs(now: Any, value: Any, copied: Any) -> bool:
+    if now is not value:
+        return True
+    if isinstance(value, torch.Tensor):
+        return value._version != copied[1]
+    if isinstance(value, dict):
+        return list(value) != list(copied) or any(value[key] is not copied[key] for key in value)
+    if isinstance(value, list | deque):
+        return len(value) != len(copied) or any(a is not b for a, b in zip(value, copied, strict=True))
+    return isinstance(value, set) and value != copied

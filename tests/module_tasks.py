@@ -1,0 +1,423 @@
+"""Modules that nobody prepared for distribution: each function takes nothing and returns a `Task`."""
+
+from __future__ import annotations
+
+import random
+from copy import deepcopy
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+from torch.utils.checkpoint import checkpoint
+
+from shardwise import Task
+
+WIDTH = 6
+OUT = 3
+
+
+def vectors(step: int, samples: int = 7) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(step + 100)
+    return {"x": torch.randn(samples, WIDTH, generator=g), "y": torch.randn(samples, OUT, generator=g)}
+
+
+def sequences(step: int, samples: int = 7, length: int = 4) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(step + 100)
+    return {"x": torch.randn(samples, length, WIDTH, generator=g), "y": torch.randn(samples, OUT, generator=g)}
+
+
+def images(step: int, samples: int = 7) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(step + 100)
+    return {"x": torch.randn(samples, 3, 6, 6, generator=g), "y": torch.randn(samples, OUT, generator=g)}
+
+
+def tokens(step: int, samples: int = 7) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(step + 100)
+    return {"x": torch.randint(20, (samples, 5), generator=g), "y": torch.randn(samples, OUT, generator=g)}
+
+
+def squares(output: Tensor, batch: Any) -> tuple[Tensor, int]:
+    return (output - batch["y"]).square().sum(), len(batch["y"])
+
+
+def sgd(groups: list[dict]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+
+
+def task(model: Any, batch: Any = vectors, **changes: Any) -> Task:
+    fields = {"loss": squares, "inputs": lambda b: ((b["x"],), {}), "optimizer": sgd}
+    return Task(model=model, batch=batch, **{**fields, **changes})
+
+
+class Blocks(nn.Module):
+    """Residual blocks of any kind; `step(block, x)` is what is done with each."""
+
+    def __init__(self, make: Any = None, step: Any = None):
+        super().__init__()
+        self.blocks = nn.ModuleList([make() if make else nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+        self.head = nn.Linear(WIDTH, OUT)
+        self.step = step or (lambda block, x: torch.tanh(block(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = self.step(block, x)
+        return self.head(x)
+
+
+# --- randomness ---
+
+
+def _two_draws(block, x):
+    """Two draws of one op and one number of dims, along different dims."""
+    return torch.tanh(block(x + torch.randn(x.shape[0], 1) + torch.randn(1, x.shape[1])))
+
+
+def _layer_drop(block, x):
+    return x + torch.tanh(block(x)) if torch.rand(1) > 0.6 else x
+
+
+def _layer_drop_python(block, x):
+    return x + torch.tanh(block(x)) if random.random() > 0.4 and np.random.rand() > 0.2 else x
+
+
+def _categorical(block, x):
+    drawn = torch.multinomial(x.softmax(-1), 2)
+    return x + block(F.one_hot(drawn, WIDTH).sum(1).to(x)) + torch.normal(0.0, 0.1, x.shape)
+
+
+def _masked_rows(block, x):
+    """Dropout on the rows that a mask selects: no dim of it is the batch."""
+    return x.index_put((x[:, 0] > 0,), F.dropout(block(x[x[:, 0] > 0]), 0.4))
+
+
+def _time_before_samples(block, x):
+    """A dim that holds (row, sample), samples last: it grows with the samples, but they do not lie in order."""
+    rows = torch.stack([x, 2 * x]).flatten(0, 1)
+    return torch.tanh(block(F.dropout(rows, 0.4).view(2, *x.shape).sum(0)))
+
+
+def two_draws() -> Task:
+    return task(lambda: Blocks(step=_two_draws))
+
+
+def layer_drop() -> Task:
+    return task(lambda: Blocks(step=_layer_drop))
+
+
+def layer_drop_python() -> Task:
+    return task(lambda: Blocks(step=_layer_drop_python))
+
+
+def categorical() -> Task:
+    return task(lambda: Blocks(step=_categorical))
+
+
+def masked_rows() -> Task:
+    return task(lambda: Blocks(step=_masked_rows))
+
+
+def time_before_samples() -> Task:
+    return task(lambda: Blocks(step=_time_before_samples))
+
+
+class TimeFirst(nn.Module):
+    """Layers with the batch in dim 1, some of them dropped by chance, where time and samples are as many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout=0.2) for _ in range(2)])
+        self.head = nn.Linear(WIDTH, OUT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.transpose(0, 1)
+        for layer in self.layers:
+            if torch.rand([]).item() > 0.6:
+                x = layer(x)
+        return self.head(x.mean(0))
+
+
+def time_first() -> Task:
+    return task(TimeFirst, lambda step: sequences(step, 8, 8))
+
+
+def random_loss() -> Task:
+    """Diffusion-like: the loss itself draws times, weights and noise."""
+
+    def loss(output: Tensor, batch: Any):
+        times = torch.randint(0, 10, (len(output),))
+        weights = torch.rand(len(output))
+        error = (output - torch.randn_like(output)).square().mean(-1)
+        return (error * weights * (times + 1)).sum(), weights.sum()
+
+    return task(Blocks, loss=loss)
+
+
+# --- batch norm and state ---
+
+
+class Normed(nn.Module):
+    def __init__(self, *, checkpointed: bool = False, **options: Any):
+        super().__init__()
+        self.checkpointed = checkpointed
+        self.blocks = nn.ModuleList(
+            [nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3, **options), nn.ReLU()) for _ in range(2)]
+        )
+        self.last = nn.BatchNorm1d(3, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        return self.last(x.mean((2, 3)))
+
+
+def norm_without_statistics() -> Task:
+    return task(lambda: Normed(track_running_stats=False), images)
+
+
+def norm_cumulative() -> Task:
+    return task(lambda: Normed(momentum=None), images)
+
+
+def norm_in_checkpoint() -> Task:
+    """One process counts such a batch norm twice: forward, and again in backward."""
+    return task(lambda: Normed(checkpointed=True), images)
+
+
+class FunctionalNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("var", torch.ones(4))
+        self.head = nn.Linear(64, OUT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.batch_norm(self.conv(x), self.mean, self.var, training=self.training).flatten(1))
+
+
+def norm_functional() -> Task:
+    return task(FunctionalNorm, images)
+
+
+def instance_norm_statistics() -> Task:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.InstanceNorm2d(3, track_running_stats=True), nn.Flatten(), nn.Linear(108, OUT))
+
+    return task(model, images)
+
+
+class Counting(nn.Module):
+    """Counts its forwards in a buffer, an attribute and a list, and computes with the counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("calls", torch.zeros(()))
+        self.number = 0
+        self.history: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.number += 1
+        self.history.append(self.number)
+        return torch.tanh(self.linear(x)) * (1 + 0.1 * (self.calls.item() + self.number + len(self.history)))
+
+
+def counting() -> Task:
+    return task(lambda: Blocks(Counting))
+
+
+def spectral() -> Task:
+    return task(lambda: Blocks(lambda: nn.Sequential(spectral_norm(nn.Linear(WIDTH, WIDTH)), nn.Tanh())))
+
+
+def spectral_by_hooks() -> Task:
+    return task(lambda: Blocks(lambda: nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH))))
+
+
+def weight_normed() -> Task:
+    return task(lambda: Blocks(lambda: weight_norm(nn.Linear(WIDTH, WIDTH))))
+
+
+class Teacher(nn.Module):
+    """A student, and a teacher that follows it inside forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, OUT))
+        self.teacher = deepcopy(self.student).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for theirs, ours in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                theirs.data.mul_(0.9).add_(ours.data * 1.1, alpha=0.1)
+            target = self.teacher(x)
+        return self.student(x) + 0.5 * target
+
+
+def teacher() -> Task:
+    return task(Teacher)
+
+
+# --- parameters of unusual kinds ---
+
+
+class Odd(nn.Module):
+    """A parameter without dims, one without elements, integers, and one held in an unusual order of dims."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, OUT)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.empty = nn.Parameter(torch.empty(0, OUT))
+        self.index = nn.Parameter(torch.tensor([2, 0, 1]), requires_grad=False)
+        self.turned = nn.Parameter(torch.randn(OUT, OUT).t())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)[:, self.index] @ self.turned * self.scale + self.empty.sum()
+
+
+def odd_parameters() -> Task:
+    return task(Odd)
+
+
+class Viewed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.whole = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.part = nn.Parameter(self.whole.data[:OUT])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.whole @ self.part.t()
+
+
+def shared_memory() -> Task:
+    return task(Viewed)
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, OUT, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.to(self.weight.dtype) @ self.weight).abs()
+
+
+def complex_parameter() -> Task:
+    return task(Complex)
+
+
+class Rows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(20, WIDTH, sparse=True)
+        self.head = nn.Linear(WIDTH, OUT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.rows(x).mean(1))
+
+
+def sparse_gradients() -> Task:
+    return task(Rows, tokens, optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1))
+
+
+def sparse_adam() -> Task:
+    def optimizer(groups: list[dict]) -> torch.optim.Optimizer:
+        return torch.optim.SparseAdam([param for group in groups for param in group["params"]], lr=0.01)
+
+    return task(lambda: nn.EmbeddingBag(20, OUT, sparse=True), tokens, optimizer=optimizer)
+
+
+# --- structure ---
+
+
+class Crossing(Blocks):
+    """The root uses a weight of one of its blocks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x @ self.blocks[0].weight)
+
+
+def weight_used_outside() -> Task:
+    return task(Crossing)
+
+
+def reentrant_twice() -> Task:
+    """One block, run three times under a reentrant checkpoint."""
+    shared: list[nn.Module] = []
+
+    def step(block: nn.Module, x: Tensor) -> Tensor:
+        return torch.tanh(checkpoint(shared[0], x.requires_grad_(), use_reentrant=True))
+
+    def model() -> nn.Module:
+        made = Blocks(step=step)
+        shared[:] = [made.blocks[0]]
+        return made
+
+    return task(model)
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 4)
+        self.experts = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares = self.gate(x).softmax(-1)
+        chosen = shares.argmax(-1)
+        y = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            mine = chosen == number
+            if mine.any():
+                y[mine] = expert(x[mine]) * shares[mine, number, None]
+        return x + y
+
+
+def routed_experts() -> Task:
+    return task(lambda: Blocks(Experts), branches="per_sample")
+
+
+# --- contrastive ---
+
+
+class Pairs(nn.Module):
+    def __init__(self, returned: str, dims: tuple[int, ...]):
+        super().__init__()
+        self.left, self.right = nn.Linear(WIDTH, 4), nn.Linear(OUT, 4)
+        self.scale = nn.Parameter(torch.full(dims, 1.2))
+        self.returned = returned
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        left, right = F.normalize(self.left(x), dim=-1), F.normalize(self.right(y), dim=-1)
+        if self.returned == "logits":
+            return left @ right.t() * self.scale
+        return left, right, self.scale
+
+
+def _contrast(logits: Tensor) -> tuple[Tensor, int]:
+    return F.cross_entropy(logits, torch.arange(len(logits)), reduction="sum"), len(logits)
+
+
+def _pairs(returned: str, dims: tuple[int, ...]) -> Task:
+    def loss(output: Any, batch: Any):
+        return _contrast(output if returned == "logits" else output[0] @ output[1].t() * output[2].exp().sum())
+
+    return task(lambda: Pairs(returned, dims), loss=loss, loss_scope="global", inputs=lambda b: ((b["x"], b["y"]), {}))
+
+
+def pairs() -> Task:
+    return _pairs("embeddings", ())
+
+
+def pairs_with_as_many_scales() -> Task:
+    """A parameter in the output whose size is the number of samples on some rank."""
+    return _pairs("embeddings", (3,))
+
+
+def pairs_of_logits() -> Task:
+    return _pairs("logits", ())

@@ -1,0 +1,117 @@
+"""Modules that nobody prepared: each equals one process under a plan, or is refused with the mechanism's name."""
+
+from __future__ import annotations
+
+import module_tasks
+import pytest
+import torch
+
+from shardwise import parallelize, verify
+from shardwise.memory.recompute import recompute_block
+from shardwise.random import BatchDims
+from shardwise.ranks import RankPool
+from shardwise.trace.state import ModuleState
+
+REPLICAS = "dp_replicate=2"
+FLAT = "dp_shard=3,zero=2,accumulate=2"
+FULL = "dp_shard=2,zero=3,accumulate=2"
+HYBRID = "dp_replicate=2,dp_shard=2,zero=3"
+REMAT = "dp_replicate=2,remat=full"
+
+EQUAL = [
+    ("two_draws", REPLICAS), ("two_draws", FULL),
+    ("layer_drop", FLAT), ("layer_drop", FULL),
+    ("layer_drop_python", FLAT), ("layer_drop_python", FULL),
+    ("categorical", REPLICAS), ("categorical", FLAT),
+    ("time_first", REPLICAS), ("time_first", FLAT),
+    ("random_loss", REPLICAS), ("random_loss", FULL),
+    ("norm_without_statistics", REPLICAS), ("norm_without_statistics", FULL),
+    ("norm_cumulative", FLAT), ("norm_cumulative", REMAT),
+    ("norm_in_checkpoint", REPLICAS), ("norm_in_checkpoint", FULL),
+    ("norm_functional", FLAT), ("norm_functional", REMAT),
+    ("counting", REPLICAS), ("counting", FULL), ("counting", REMAT),
+    ("spectral", FULL), ("spectral", REMAT), ("spectral_by_hooks", FLAT), ("spectral_by_hooks", REMAT),
+    ("weight_normed", FULL), ("weight_normed", REMAT),
+    ("teacher", REPLICAS), ("teacher", FLAT),
+    ("odd_parameters", REPLICAS), ("odd_parameters", FLAT), ("odd_parameters", FULL), ("odd_parameters", HYBRID),
+    ("sparse_gradients", REPLICAS), ("sparse_gradients", FULL),
+    ("weight_used_outside", FLAT),
+    ("reentrant_twice", REPLICAS), ("reentrant_twice", FLAT),
+    ("routed_experts", REPLICAS), ("routed_experts", FLAT), ("routed_experts", FULL), ("routed_experts", HYBRID),
+    ("pairs", REPLICAS), ("pairs", FULL), ("pairs", HYBRID),
+    ("pairs_with_as_many_scales", REPLICAS), ("pairs_with_as_many_scales", FLAT), ("pairs_with_as_many_scales", FULL),
+]  # fmt: skip
+
+REFUSED = [
+    ("masked_rows", REPLICAS, "random op aten.bernoulli_"),
+    ("time_before_samples", REPLICAS, "masks dealt by global index"),
+    ("instance_norm_statistics", FLAT, "by other means than batch norm"),
+    ("teacher", FULL, "the forward writes into parameter 'teacher"),
+    ("shared_memory", REPLICAS, "'part' shares memory with 'whole'"),
+    ("complex_parameter", FULL, "parameter 'weight' is complex"),
+    ("sparse_adam", REPLICAS, "dense gradients"),
+    ("weight_used_outside", FULL, "outside the forward of the unit"),
+    ("reentrant_twice", FULL, "more than once under a reentrant checkpoint"),
+    ("pairs_of_logits", REPLICAS, "compute what compares samples"),
+]
+
+
+@pytest.mark.parametrize(("name", "plan"), EQUAL)
+def test_module_equals_one_process(pool: RankPool, name: str, plan: str) -> None:
+    result = verify(f"module_tasks:{name}", plan, pool=pool, timeout_s=60)
+    assert result.parity, result.text()
+
+
+@pytest.mark.parametrize(("name", "plan", "reason"), REFUSED)
+def test_module_is_refused_by_its_mechanism(pool: RankPool, name: str, plan: str, reason: str) -> None:
+    result = verify(f"module_tasks:{name}", plan, pool=pool, timeout_s=60)
+    assert result.refused, result.text()
+    assert reason in result.refused
+
+
+def _state_after_look() -> tuple[int, float]:
+    engine = parallelize(module_tasks.counting(), "single")
+    first = engine.module.blocks[0]
+    return first.number, float(first.calls)
+
+
+def test_look_leaves_counters_alone(pool: RankPool) -> None:
+    assert pool.run(_state_after_look, 1) == [(0, 0.0)]
+
+
+def test_recompute_meets_the_state_that_forward_met() -> None:
+    block = module_tasks.Counting()
+    plain = block(x := torch.ones(2, module_tasks.WIDTH, requires_grad=True)).sum()
+    (expected,) = torch.autograd.grad(plain, x)
+    again = module_tasks.Counting()
+    again.load_state_dict({**block.state_dict(), "calls": torch.zeros(())})
+    recompute_block(again, "full")
+    for place in range(2):  # the second time, only what is known to change is kept
+        loss = again(x).sum()
+        (found,) = torch.autograd.grad(loss, x)
+        assert again.number == len(again.history) == int(again.calls) == place + 1
+        if place == 0:
+            assert torch.equal(found, expected)
+
+
+def test_state_names_what_changed_and_restores_it() -> None:
+    module = module_tasks.Counting()
+    state = ModuleState(module)
+    module(torch.ones(1, module_tasks.WIDTH))
+    module.made_late = 3
+    assert sorted(key for _, key in state.changed()) == ["calls", "history", "made_late", "number"]
+    state.restore()
+    assert (module.number, module.history, float(module.calls), hasattr(module, "made_late")) == (0, [], 0.0, False)
+
+
+def test_batch_dims_tell_draws_of_one_op_apart() -> None:
+    dims = BatchDims()
+    whole = [("m", "randn", (5, 1)), ("m", "randn", (1, 6)), ("m", "drop", (7, 6)), ("m", "turned", (8, 5))]
+    part = [("m", "randn", (4, 1)), ("m", "randn", (1, 6)), ("m", "drop", (5, 6)), ("m", "turned", (8, 4))]
+    dims.learn(whole, part, 5, 4)
+    assert dims.find("m", "randn", (3, 1), 3) == 0
+    assert dims.find("m", "randn", (1, 6), 3) == -1
+    assert dims.find("m", "turned", (8, 3), 3) == 1
+    assert dims.find("other", "turned", (8, 3), 3) == 1
+    assert dims.find("m", "drop", (3, 6), 3) == -2  # its size follows the samples, but not in proportion
+    assert dims.unclear() == ["drop in module 'm'"]
