@@ -1,4 +1,4 @@
-"""Tokens/s, MFU and peak memory of a decoder on the device at hand: by default 1B parameters, bf16, 4096 tokens, compiled.
+"""Tokens/s, MFU and peak memory of a decoder: by default 1B parameters, bf16, 4096 tokens, compiled, on CUDA.
 
     python benchmarks/decoder_speed.py                                        # on a CUDA device
     python benchmarks/decoder_speed.py --preset nano --seq 64 --device cpu    # the same code anywhere
@@ -73,7 +73,7 @@ def main() -> None:
     used = engine.memory()["peak"]
     print(f"{options.preset} on {engine.device}, plan {engine.plan}, {options.samples} x {options.seq} tokens a step")
     print(f"{rate:,.0f} tokens/s, {flops / 1e12:.2f} TFLOP/s (6P + 6Lhs causal, model FLOPs)", end="")
-    print(f", MFU {flops / peak:.1%} of {peak / 1e12:.0f} TFLOP/s" if peak else ", no MFU: peak of the device not known")
+    print(f", MFU {flops / peak:.1%} of {peak / 1e12:.0f} TFLOP/s" if peak else ", no MFU: the peak is not known")
     print(f"peak memory {used / 2**30:.1f} GiB (allocated)" if used else "peak memory: not counted on this device")
 
 

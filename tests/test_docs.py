@@ -67,19 +67,18 @@ def test_every_page_can_be_reached() -> None:
     for page in PAGES:
         targets = re.findall(r"\]\(([^)#\s]+)", without_code(page.read_text()))
         linked |= {(page.parent / target).resolve() for target in targets if ":" not in target}
-    assert not [page.name for page in PAGES if page.resolve() not in linked]
+    tables = ROOT / "docs" / "tables"  # written by benchmarks, linked when there is something to say
+    assert not [page.name for page in PAGES if page.parent != tables and page.resolve() not in linked]
 
 
-@pytest.mark.parametrize(("where", "code"), python_blocks(), ids=[where for where, _ in python_blocks()])
+@pytest.mark.parametrize(("where", "code"), [pytest.param(*block, id=block[0]) for block in python_blocks()])
 def test_code_compiles(where: str, code: str) -> None:
     compile(code, where, "exec")
 
 
 @every_page
 def test_plans_in_commands_are_plans(page: Path) -> None:
-    for text in re.findall(r"--plan[ =]'?([\w=,.*|-]+)", page.read_text()):
-        if text.endswith(".toml"):
-            continue
+    for text in re.findall(r"--plan[ =]'?(\w+=[\w=,.*|-]+)", page.read_text()):
         plan = Plan.parse(text)
         if text not in REFUSED_ON_PURPOSE:
             check(plan)

@@ -70,6 +70,8 @@ def test_toml_may_leave_out_the_table_and_the_defaults(tmp_path: Path) -> None:
 def test_text_says_no_more_than_it_must(plan: Plan) -> None:
     text = str(plan)
     for part in text.split(",") if text != "single" else []:
+        if part == "zero=3":
+            continue  # the default of dp_shard > 1, written out for the reader
         rest = ",".join(p for p in text.split(",") if p != part) or "single"
         assert Plan.parse(rest) != plan, f"{part} could be left out of {text}"
 

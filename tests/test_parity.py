@@ -39,17 +39,8 @@ PRODUCT: list[Case] = list(product(PLANS, TASKS, ACCUMULATE))
 COVER: list[Case] = [(PLANS[i % len(PLANS)], TASKS[i % len(TASKS)], ACCUMULATE[i % len(ACCUMULATE)]) for i in range(33)]
 
 
-def known_bug(case: Case) -> list[pytest.MarkDecorator]:
-    """Strict: mended code turns these into failures, so that the mark goes."""
-    plan, _, accumulate = case
-    reasons = []
-    if "dp_replicate=2,dp_shard=2" in plan and plan[-1] in "12" and accumulate == 3:
-        reasons.append("ranks with a stand-in make finish_step run twice: shards are summed over replicas twice")
-    return [pytest.mark.xfail(strict=True, reason=reason) for reason in reasons]
-
-
 def cases(chosen: list[Case]) -> list[Any]:
-    return [pytest.param(case, marks=known_bug(case), id=f"{case[1]}-{case[0]}-x{case[2]}") for case in chosen]
+    return [pytest.param(case, id=f"{case[1]}-{case[0]}-x{case[2]}") for case in chosen]
 
 
 def prove(case: Case, pool: RankPool) -> None:
@@ -108,10 +99,7 @@ def five_sequences(step: int) -> dict[str, Tensor]:
     return tasks.token_batch(step, samples=5, length=10)
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [pytest.param(plan, marks=known_bug((plan, "", 3)), id=plan) for plan in PLANS if "4" in plan or "," in plan],
-)
+@pytest.mark.parametrize("plan", [plan for plan in PLANS if Plan.parse(plan).world_size == 4])
 def test_ranks_without_a_sample(plan: str, pool: RankPool) -> None:
     parity = verify("test_parity:few_samples", f"{plan},accumulate=3", pool=pool)
     assert parity.parity, parity.text()

@@ -3,8 +3,8 @@
 A dispatch mode sees `c10d.*` (process groups, FSDP2) and `_c10d_functional.*` (DTensor) as ops. Ours carry the tag
 of their call site; what carries none was issued by a PyTorch engine and stands under "torch".
 
-What this does not do: see collectives inside a compiled graph, or under a mode that was entered after this one
-ended.
+What this does not do: count `reduce`, `gather` and `scatter` to or from one rank, which no engine here issues; see
+collectives inside a compiled graph, or under a mode that was entered after this one ended.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import CheckpointError
 
 from shardwise.comm import Ledger, Observer, barrier
 from shardwise.device import math_attention_only, peak_bytes, pick_device, seed_generators
@@ -312,23 +313,30 @@ class Engine:
             objective, extras = self._objective(loss)
             if not objective.requires_grad:
                 raise InputError("Task.loss returned a sum that does not depend on any trainable parameter")
-            objective.backward()
+            try:
+                objective.backward()
+            except CheckpointError as error:
+                raise RefusedPlan(
+                    "a block run again in backward did something else than in forward: a block that changes what it "
+                    "is given (a key-value cache: use_cache=False) or keeps state outside the module cannot be "
+                    f"recomputed; use remat=none ({str(error).splitlines()[0]})"
+                ) from error
         tally.used.append(self.technique.finish_micro_batch())
         tally.add(loss, part.count, extras)
 
-    def _objective(self, loss: Loss) -> tuple[torch.Tensor, dict[str, float]]:
+    def _objective(self, loss: Loss) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """What is differentiated: the sum, plus extra terms brought to the main weight, times the loss scale.
 
         An extra (E, V) of its own weight enters as E w / V with the micro-batch's global weights w and V, so that
         the step's loss is sum_i (S_i + w_i E_i / V_i) / W.
         """
         objective = loss.total
-        extras: dict[str, float] = {}
+        extras: dict[str, torch.Tensor] = {}
         factors = self._extra_factors(loss)
         for name, extra in loss.extras.items():
             term = extra.total * factors[name]
             objective = objective + term
-            extras[name] = float(term.detach())
+            extras[name] = term.detach()
         if self.scale is not None:
             objective = objective * self.scale.factor(loss.weight, self.mesh.data, self.device)
         return objective, extras
@@ -339,7 +347,7 @@ class Engine:
         own = [name for name, extra in sorted(loss.extras.items()) if extra.weight is not None]
         factors = dict.fromkeys(loss.extras, 1.0)
         if own:
-            row = [loss.weight] + [loss.extras[name].weight or 0.0 for name in own]
+            row = [float(loss.weight)] + [float(loss.extras[name].weight or 0.0) for name in own]
             table = gather_rows(torch.tensor(row, dtype=torch.float64, device=self.device), self.mesh.data)
             totals = table.sum(dim=0).tolist()
             factors |= {name: totals[0] / total if total else 0.0 for name, total in zip(own, totals[1:], strict=True)}

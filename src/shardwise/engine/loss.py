@@ -17,24 +17,27 @@ class Extra:
     """A named extra term: its sum, and its own weight (None: the main loss's weight)."""
 
     total: torch.Tensor
-    weight: float | None
+    weight: torch.Tensor | float | None
 
 
 @dataclass
 class Loss:
-    """One evaluation of the loss: the sum still attached to the graph, the weight as a number."""
+    """One evaluation of the loss: the sum still attached to the graph, the weight as it was returned.
+
+    A weight may be a tensor on the device; reading its value would make the host wait for the forward.
+    """
 
     total: torch.Tensor
-    weight: float
+    weight: torch.Tensor | float
     extras: dict[str, Extra] = field(default_factory=dict)
 
     def numbers(self) -> dict[str, float]:
         """Every sum and weight by name, for comparison."""
-        found = {"sum": float(self.total.detach()), "weight": self.weight}
+        found = {"sum": float(self.total.detach()), "weight": float(self.weight)}
         for name, extra in self.extras.items():
             found[f"extra '{name}'"] = float(extra.total.detach())
             if extra.weight is not None:
-                found[f"weight of extra '{name}'"] = extra.weight
+                found[f"weight of extra '{name}'"] = float(extra.weight)
         return found
 
 
@@ -63,8 +66,10 @@ def _extra(name: str, value: Any) -> Extra:
     return Extra(value.reshape(()), weight)
 
 
-def _number(value: Any, what: str) -> float:
-    if (isinstance(value, torch.Tensor) and value.numel() == 1) or isinstance(value, int | float):
+def _number(value: Any, what: str) -> torch.Tensor | float:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.detach().reshape(())
+    if isinstance(value, int | float):
         return float(value)
     raise InputError(f"{_SHAPE}: the {what} must be one number, got {_describe(value)}")
 

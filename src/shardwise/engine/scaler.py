@@ -21,10 +21,10 @@ class LossScale:
         self.value = 0.0
         self._good_steps = 0
 
-    def factor(self, weight: float, axis: Axis, device: torch.device) -> float:
+    def factor(self, weight: torch.Tensor | float, axis: Axis, device: torch.device) -> float:
         """The scale; the first call chooses 2^15 over the global weight, since sums grow with it."""
         if not self.value:
-            table = gather_rows(torch.tensor([weight], dtype=torch.float64, device=device), axis)
+            table = gather_rows(torch.tensor([float(weight)], dtype=torch.float64, device=device), axis)
             self.value = 2.0 ** (15 - round(math.log2(max(float(table.sum()), 1.0))))
         return self.value
 

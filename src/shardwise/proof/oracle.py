@@ -48,12 +48,12 @@ def run_oracle(task: Task, settings: Settings) -> Record:
                 losses.append(gradients())
                 return losses[-1]
 
-            with arithmetic:
+            with arithmetic, default_dtype(settings.dtype):
                 optimizer.step(closure)
             record.losses.append(losses[0])
         else:
             record.losses.append(gradients())
-            with arithmetic:
+            with arithmetic, default_dtype(settings.dtype):  # scalars of an optimizer's state follow the default
                 optimizer.step()
         record.gradients.append({name: None if p.grad is None else kept(p.grad) for name, p in named})
         record.parameters.append({name: kept(param) for name, param in module.named_parameters()})
@@ -75,11 +75,11 @@ def _gradients(task, module, named, batch, step, settings: Settings, random: Glo
             loss = read_loss(task.loss(module(*args, **kwargs), part))
             objective = loss.total
             for extra in loss.extras.values():
-                factor = 1.0 if extra.weight is None else (loss.weight / extra.weight if extra.weight else 0.0)
+                factor = 1.0 if extra.weight is None else _ratio(float(loss.weight), float(extra.weight))
                 objective = objective + extra.total * factor
             objective.backward()
         total += float(objective.detach())
-        weight += loss.weight
+        weight += float(loss.weight)
     if weight == 0:
         raise InputError("the global weight of a batch is 0: no sample or token counts")
     gradients = [param.grad for _, param in named if param.grad is not None]
@@ -88,6 +88,10 @@ def _gradients(task, module, named, batch, step, settings: Settings, random: Glo
     if settings.clip_norm is not None:
         nn.utils.clip_grad_norm_([p for _, p in named if p.grad is not None], settings.clip_norm)
     return total / weight
+
+
+def _ratio(a: float, b: float) -> float:
+    return a / b if b else 0.0
 
 
 def _cuts(samples: int, settings: Settings):

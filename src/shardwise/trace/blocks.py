@@ -9,9 +9,9 @@ No names are used. What this does not do: see a block that is written out inline
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 from torch import nn
 
@@ -35,34 +35,44 @@ def _elements(module: nn.Module) -> int:
 
 
 def _repeated(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Children with parameters, if at least two of them share a class."""
+    """Children that may be blocks: they have parameters, and at least two of them share a class.
+
+    Leaves count only where a list holds nothing else: a chain of linear layers is a list of blocks, but neither
+    loose leaves beside each other (q, k, v) nor a mixed chain (convolution, norm, convolution, norm) are.
+    """
     children = [(name, child) for name, child in module.named_children() if next(child.parameters(), None) is not None]
+    is_list = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
     counts = Counter(type(child) for _, child in children)
+    if not is_list or len(counts) > 1:
+        children = [(name, child) for name, child in children if next(child.children(), None) is not None]
+        counts = Counter(type(child) for _, child in children)
     if not counts or max(counts.values()) < 2:
         return []
-    is_list = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
     return [(name, child) for name, child in children if is_list or counts[type(child)] > 1]
-
-
-def _is_leaf(module: nn.Module) -> bool:
-    return next(module.children(), None) is None
 
 
 def _walk(path: str, module: nn.Module, total: int, *, nested: bool) -> list[str]:
     """Blocks at or below `module`, outermost first; `nested`: large ones are opened."""
     children = [(f"{path}.{name}" if path else name, child) for name, child in module.named_children()]
     repeated = {id(child) for _, child in _repeated(module)}
-    is_list = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
     found: list[str] = []
     for name, child in children:
-        here = id(child) in repeated and not isinstance(child, nn.ModuleList | nn.ModuleDict)
-        # loose leaves beside each other (q, k, v) are not blocks; leaves of a list are
-        if here and (is_list or not _is_leaf(child)):
+        if id(child) in repeated and not isinstance(child, nn.ModuleList | nn.ModuleDict):
             inner = _walk(name, child, total, nested=nested) if nested and _elements(child) > DESCEND * total else []
             found += inner if len(inner) > 1 else [name]
         else:
             found += _walk(name, child, total, nested=nested)
     return found
+
+
+def _large_leaves(module: nn.Module, total: int) -> list[str]:
+    """Where a module is one chain of different leaves: those that hold more than the average of its children."""
+    found = []
+    for path, child in module.named_modules():
+        if isinstance(child, nn.Sequential):
+            leaves = [(f"{path}.{name}" if path else name, leaf) for name, leaf in child.named_children()]
+            found += [name for name, leaf in leaves if _elements(leaf) * len(leaves) > total]
+    return found if len(found) > 1 else []
 
 
 def find_blocks(module: nn.Module, *, nested: bool = True) -> Blocks:
@@ -72,12 +82,10 @@ def find_blocks(module: nn.Module, *, nested: bool = True) -> Blocks:
     it (routed experts), since under zero=3 all ranks must run the same units.
     """
     total = _elements(module)
-    owners = Counter(
-        id(param) for child in module.modules() for param in child._parameters.values() if param is not None
-    )
+    owners = _owners(module)
     seen: set[int] = set()
     paths = []
-    for path in _walk("", module, total, nested=nested):
+    for path in _walk("", module, total, nested=nested) or _large_leaves(module, total):
         child = module.get_submodule(path)
         if id(child) not in seen and not _shares_outside(module, child, owners):
             seen.add(id(child))
@@ -87,14 +95,21 @@ def find_blocks(module: nn.Module, *, nested: bool = True) -> Blocks:
 
 def _shares_outside(module: nn.Module, block: nn.Module, owners: Counter) -> bool:
     """Whether a parameter of the block is also held by a module outside it (a tied weight)."""
-    inside = Counter(
-        id(param) for child in block.modules() for param in child._parameters.values() if param is not None
-    )
-    return any(owners[param] > count for param, count in inside.items())
+    return any(owners[param] > count for param, count in _owners(block).items())
+
+
+def _owners(module: nn.Module) -> Counter:
+    """In how many places each parameter is held."""
+    return Counter(id(p) for child in module.modules() for p in child._parameters.values() if p is not None)
+
+
+def _matches(path: str, pattern: str) -> bool:
+    """Whether a module path fits a pattern in which `*` stands for (part of) one name."""
+    return re.fullmatch(re.escape(pattern).replace(r"\*", "[^.]*"), path) is not None
 
 
 def choose_blocks(module: nn.Module, patterns: tuple[str, ...]) -> Blocks:
-    """The blocks that the user named: class names, or module paths in which `*` matches.
+    """The blocks that the user named: class names, or module paths in which `*` matches one name.
 
     Raises `InputError` for a pattern that matches nothing.
     """
@@ -103,7 +118,7 @@ def choose_blocks(module: nn.Module, patterns: tuple[str, ...]) -> Blocks:
         hits = [
             path
             for path, child in module.named_modules()
-            if path and (type(child).__name__ == pattern or fnmatchcase(path, pattern))
+            if path and (type(child).__name__ == pattern or _matches(path, pattern))
         ]
         if not hits:
             known = sorted(
