@@ -82,6 +82,11 @@ class Task:
         for field in ("model", "loss", "inputs", "optimizer"):
             if not callable(getattr(self, field)):
                 raise InputError(f"Task.{field} must be callable, got {type(getattr(self, field)).__name__}")
+        if not isinstance(self.model, type) and hasattr(self.model, "named_parameters"):
+            raise InputError(
+                "Task.model is a module: give its class or a function that builds it (model=Net, not model=Net()), so "
+                "that each rank can build it without its weights"
+            )
         if self.batch is None and self.data is None:
             raise InputError("Task has no data: give `batch` (step -> global batch) or `data` (a Source)")
         if self.batch is not None and self.data is not None:

@@ -6,6 +6,7 @@ JSON object whatever happens: while a command runs, all that anything writes to 
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import os
@@ -29,6 +30,9 @@ FIELDS: dict[str, dict[str, Any]] = {
         "gradient_error": {},
         "parameter_error": {},
         "buffer_error": {},
+        "bars": {},
+        "differences": [],
+        "notes": [],
         **COMMON,
     },
     "train": {"folder": None, "steps": None, "loss": None, "eval_loss": None, **COMMON},
@@ -43,7 +47,7 @@ class Answer:
         self.as_json = "--json" in args
         self.show_traceback = "--traceback" in args
         command = next((arg for arg in args if arg in FIELDS), "")
-        self.fields: dict[str, Any] = dict(FIELDS.get(command, COMMON))
+        self.fields: dict[str, Any] = copy.deepcopy(FIELDS.get(command, COMMON))
         self.text = ""
         self.code = 0
 

@@ -82,7 +82,11 @@ def train(
 @click.option("--plan", required=True, help=PLAN_HELP)
 @click.option("--steps", type=click.IntRange(min=1), default=2, show_default=True, help="Optimizer steps to compare.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of weights and data.")
-@click.option("--shrink", is_flag=True, help="On failure, look for the smallest plan and batch that still fail.")
+@click.option(
+    "--shrink",
+    is_flag=True,
+    help="A small proof of a large plan: the least ranks, blocks and samples that keep its structure.",
+)
 @common
 @click.pass_obj
 def verify(answer: Answer, task: str, plan: str, steps: int, seed: int, shrink: bool) -> None:

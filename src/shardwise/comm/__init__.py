@@ -15,6 +15,7 @@ from shardwise.comm.collectives import (
 )
 from shardwise.comm.ledger import Ledger
 from shardwise.comm.observe import Observer, tagged
+from shardwise.comm.text import everybody, gather_json
 from shardwise.comm.trail import Trail
 
 __all__ = [
@@ -28,6 +29,8 @@ __all__ = [
     "all_to_all",
     "barrier",
     "broadcast",
+    "everybody",
+    "gather_json",
     "gather_rows",
     "gather_samples",
     "reduce_scatter",

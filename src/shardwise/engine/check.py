@@ -27,7 +27,6 @@ from shardwise.random import BatchDims, ConstantRandom, GlobalRandom, Samples
 from shardwise.trace.deferred import written_tensors
 from shardwise.trace.state import ModuleState
 
-SAMPLES = 5  # looked at, where the batch has as many
 Evaluate = Callable[[Any], Loss]
 
 
@@ -239,11 +238,13 @@ def _sums_differ(whole: Loss, first: Loss, second: Loss, sizes: tuple[int, int, 
     if apart is None:
         return []
     (name, value, parts), (n, a, b) = apart, sizes
+    found = f"its {name} on {n} samples and on {a} and {b} of them is {value:.6g} against {parts:.6g} in parts"
+    if name.startswith("weight"):
+        return [f"the loss does not add up over samples: {found}. The weight must be counted from the samples at hand"]
     return [
-        f"the loss does not add up over samples: its {name} on {n} samples and on {a} and {b} of them is {value:.6g} "
-        f"against {parts:.6g} in parts. Return (sum, weight), not a mean; a loss over pairs of samples (contrastive) "
-        'declares loss_scope="global"; a module that mixes samples other than by batch norm is not supported, nor is '
-        "a branch or a draw of numpy's or Python's that depends on which samples are together"
+        f"the loss does not add up over samples: {found}. Return (sum, weight), not a mean; a loss over pairs of "
+        'samples (contrastive) declares loss_scope="global"; a module that mixes samples other than by batch norm is '
+        "not supported, nor is a branch or a draw of numpy's or Python's that depends on which samples are together"
     ]
 
 
@@ -292,6 +293,9 @@ def wrong_model(error: Exception, samples: int) -> InputError | RefusedPlan:
             "a parameter is used outside the forward of the unit that holds it, where zero=3 has only pieces of it: "
             "name units with wrap= so that a unit's parameters are used inside its forward, or use zero=2"
         )
+    hint = ""
+    if isinstance(error, TypeError) and "argument" in str(error):
+        hint = ". If the batch holds more than the model's arguments, give Task.inputs (batch -> args, kwargs)"
     return InputError(
-        f"the task fails on {samples} samples, which one process would meet too: {type(error).__name__}: {error}"
+        f"the task fails on {samples} samples, which one process would meet too: {type(error).__name__}: {error}{hint}"
     )

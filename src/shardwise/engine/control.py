@@ -15,22 +15,39 @@ from shardwise.errors import RunError
 
 @dataclass
 class Tally:
-    """What this rank adds up over the micro-batches of a step."""
+    """What this rank adds up over the micro-batches of a step; sums stay on the device until the control row."""
 
-    total: float = 0.0
-    weight: float = 0.0
+    device: torch.device
+    totals: list[torch.Tensor] = field(default_factory=list)
+    weights: list[torch.Tensor | float] = field(default_factory=list)
     samples: int = 0
-    extras: dict[str, float] = field(default_factory=dict)
+    extras: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     used: list[set[int]] = field(default_factory=list)  # parameters reached, by micro-batch
     stood_in: bool = False
 
-    def add(self, loss: Loss, count: int, extras: dict[str, float]) -> None:
+    def add(self, loss: Loss, count: int, extras: dict[str, torch.Tensor]) -> None:
         """Add one micro-batch."""
-        self.total += float(loss.total.detach())
-        self.weight += loss.weight
+        self.totals.append(loss.total.detach())
+        self.weights.append(loss.weight)
         self.samples += count
         for name, value in extras.items():
-            self.extras[name] = self.extras.get(name, 0.0) + value
+            self.extras.setdefault(name, []).append(value)
+
+    def row(self, square_norm: float) -> torch.Tensor:
+        """This rank's control row (6 + extras,) in float64 on the device."""
+        told = torch.tensor(
+            [float(self.samples), self.fingerprint(), float(self.stood_in), square_norm],
+            dtype=torch.float64, device=self.device,
+        )  # fmt: skip
+        sums = [self._sum(self.totals), self._sum(self.weights)]
+        extras = [self._sum(self.extras[name]) for name in sorted(self.extras)]
+        return torch.cat([torch.stack(sums), told, *([torch.stack(extras)] if extras else [])])
+
+    def _sum(self, values: list) -> torch.Tensor:
+        plain = sum(value for value in values if not isinstance(value, torch.Tensor))
+        tensors = [value.double().to(self.device) for value in values if isinstance(value, torch.Tensor)]
+        total = torch.tensor(float(plain), dtype=torch.float64, device=self.device)
+        return total + torch.stack(tensors).sum() if tensors else total
 
     @property
     def reached(self) -> set[int]:
@@ -60,11 +77,9 @@ class Agreement:
 class Asked:
     """A row on its way to every data rank; `answer` waits for theirs."""
 
-    def __init__(self, tally: Tally, square_norm: float, axis: Axis, device: torch.device):
+    def __init__(self, tally: Tally, square_norm: float, axis: Axis):
         self.names = sorted(tally.extras)
-        head = [tally.total, tally.weight, tally.samples, tally.fingerprint(), tally.stood_in, square_norm]
-        extras = [tally.extras[name] for name in self.names]
-        row = torch.tensor(head + extras, dtype=torch.float64, device=device)
+        row = tally.row(square_norm)
         self._table = row.new_empty((axis.size, row.numel()))
         self._pending = all_gather(self._table.view(-1), row, axis, "control", wait=False)
 
@@ -82,9 +97,9 @@ class Asked:
         )
 
 
-def agree(tally: Tally, square_norm: float, axis: Axis, device: torch.device) -> Agreement:
+def agree(tally: Tally, square_norm: float, axis: Axis) -> Agreement:
     """Gather every data rank's row. One small collective."""
-    return Asked(tally, square_norm, axis, device).answer()
+    return Asked(tally, square_norm, axis).answer()
 
 
 def gather_reached(tally: Tally, names: list[str], axis: Axis, device: torch.device, *, refuse: bool) -> set[int]:

@@ -1,10 +1,10 @@
 """`parallelize(task, plan)`: the order of application, and the step.
 
-    build       the module without weights
+    build       the module without weights                                                        recipe.py
     blocks      recompute, then compile, each block
     shard       replicas, flat pieces (ZeRO-1, 2) or FSDP2 units (ZeRO-3); weights put in place
-    look        a few samples: the loss must add up; batch norms are found and joined over ranks
-    optimizer   over whole parameters or pieces
+    optimizer   over whole parameters or pieces, as a trial of it allows                           optimizer.py
+    look        a few samples: the loss must add up; batch norms are found and joined over ranks   check.py
 
 A step: each micro-batch's sum is differentiated as it is; ranks' gradients are summed; one control row from each
 rank tells the global weight, and gradients are divided by it once, together with clipping.
@@ -13,6 +13,7 @@ rank tells the global weight, and gradients are divided by it once, together wit
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -21,35 +22,31 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.utils.checkpoint import CheckpointError
 
-from shardwise.comm import Ledger, Observer, barrier
-from shardwise.device import math_attention_only, peak_bytes, pick_device, seed_generators
-from shardwise.engine.batching import parts_of, samples_in
+from shardwise.comm import Ledger, Observer, barrier, gather_rows
+from shardwise.device import math_attention_only, pick_device, seed_generators
+from shardwise.engine import export
+from shardwise.engine.batching import parts_of, samples_in, slice_samples
 from shardwise.engine.check import Findings, look, wrong_model
 from shardwise.engine.control import Agreement, Asked, Tally, agree, gather_reached
 from shardwise.engine.forward import Forward
 from shardwise.engine.loss import Loss
-from shardwise.engine.materialise import build_everywhere, empty_parameters, fill_buffers, fill_parameters
 from shardwise.engine.optimizer import make_optimizer
+from shardwise.engine.recipe import apply_plan, trainable
 from shardwise.engine.result import StepResult
+from shardwise.engine.samples import SAMPLES, few_samples
 from shardwise.engine.scaler import LossScale
 from shardwise.errors import InputError, RefusedPlan, RunError, ShardwiseError
 from shardwise.layout import Plan, check
 from shardwise.layout.dealing import Part
-from shardwise.memory.live import storage_bytes
-from shardwise.memory.recompute import recompute_block
 from shardwise.mesh import Mesh, build_mesh
-from shardwise.parallel.batchnorm import sync_module
-from shardwise.parallel.flat import Flat
-from shardwise.parallel.full import FullShard
-from shardwise.parallel.replicate import Replicate
-from shardwise.parallel.slots import DataParallel, Phase, ValueOf
+from shardwise.parallel.batchnorm import batch_norm_modules, sync_module
+from shardwise.parallel.slots import Phase
 from shardwise.precision import Precision
 from shardwise.random import BatchDims, GlobalRandom, Samples
+from shardwise.ranks import join
 from shardwise.task import Task
-from shardwise.trace.blocks import Blocks, choose_blocks, find_blocks
 from shardwise.trace.deferred import seed_of
 
 
@@ -84,9 +81,14 @@ def parallelize(
         raise InputError(f"randomness is 'fast' or 'global', got {randomness!r}")
     if clip_norm is not None and not clip_norm > 0:
         raise InputError(f"clip_norm must be positive, got {clip_norm}")
+    if not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        join()  # a launcher (torchrun) started this process
     engine = Engine(task, plan, build_mesh(plan, pick_device(device)), seed)
     engine.clip_norm, engine.schedule, engine.on_nonfinite = clip_norm, schedule, on_nonfinite
-    findings = engine._look(strict=check_loss, masks=randomness == "global")
+    if check_loss:
+        findings = engine.look(masks=randomness == "global")
+    else:
+        findings = Findings(batch_norm_modules(engine.module), BatchDims())
     for module in findings.batch_norms if engine.data_ranks > 1 or plan.remat != "none" else ():
         sync_module(module, engine.mesh.data, engine.phase)
     if randomness == "global":
@@ -109,10 +111,12 @@ class Engine:
         self.steps_done = 0
         self.skipped_steps = 0
         self._used: set[int] = set()  # parameters that any rank reached in the last step
-        self.module, self.technique = self._apply()
-        self.names = [name for name, param in self.module.named_parameters() if param.requires_grad]
+        applied = apply_plan(task, plan, mesh, self.precision, seed)
+        self.module, self.technique = applied.module, applied.technique
+        self.notices += applied.notices
+        self.names = [name for name, _ in trainable(self.module)]
         self.forward = Forward(task, self.module, self.precision, mesh.device, mesh.data)
-        shapes = [param.shape for _, param in self.module.named_parameters() if param.requires_grad]
+        shapes = [param.shape for _, param in trainable(self.module)]
         self.optimizer, self.optimizer_nature, self.owners = make_optimizer(
             task.optimizer, self.technique, self.names, shapes, mesh.shard, zero=plan.zero if plan.dp_shard > 1 else 0
         )
@@ -121,76 +125,12 @@ class Engine:
         self.base_lrs = [group.get("lr") for group in self.optimizer.param_groups]
         self.scale = LossScale() if self.precision.scaled else None
 
-    # --- the recipe ---
-
-    def _apply(self) -> tuple[nn.Module, DataParallel]:
-        """Build, prepare blocks, shard, and put the weights in place."""
-        mesh, plan, precision = self.mesh, self.plan, self.precision
-        built, value_of = build_everywhere(self.task, self.seed, mesh.data, mesh.device)
-        if built.notice:
-            self.notices.append(built.notice)
-        module = built.module
-        if not any(param.requires_grad for param in module.parameters()):
-            raise InputError("the model has no parameter that requires a gradient: there is nothing to train")
-        _refuse_complex(module)
-        _refuse_shared_memory(module)
-        _make_gradients_dense(module)
-        blocks = choose_blocks(module, plan.wrap) if plan.wrap else self._blocks(module)
-        self._prepare(module, blocks)
-        technique: DataParallel
-        if plan.dp_shard > 1 and plan.zero == 3:
-            self.notices += blocks.warnings
-            technique = self._full_shard(module, blocks, value_of)
-        else:
-            fill_parameters(module, value_of, precision.compute, mesh.device)
-            technique = self._whole_module(module)
-            if precision.mixed:
-                for index, (name, _) in enumerate(_trainable(module)):
-                    technique.load_masters(index, value_of(name).to(mesh.device))
-        fill_buffers(module, value_of, precision, mesh.device)
-        module.train()
-        return module, technique
-
-    def _blocks(self, module: nn.Module) -> Blocks:
-        return find_blocks(module, nested=self.task.branches == "same")
-
-    def _prepare(self, module: nn.Module, blocks: Blocks) -> None:
-        for block in {id(b): b for b in map(module.get_submodule, blocks.paths)}.values():
-            if self.plan.remat != "none":
-                recompute_block(block, self.plan.remat)
-            if self.plan.compile:
-                block.forward = torch.compile(block.forward)
-        for wanted in ("remat", "compile"):
-            if getattr(self.plan, wanted) not in ("none", False) and not blocks.paths:
-                self.notices.append(f"{wanted} has no effect: no repeated blocks were found in the module")
-
-    def _full_shard(self, module: nn.Module, blocks: Blocks, value_of: ValueOf) -> FullShard:
-        mesh = self.mesh
-        empty_parameters(module, self.precision.master)
-        units = [module.get_submodule(path) for path in blocks.paths]
-        technique = FullShard(module, units, mesh, self.precision)
-        technique.materialise(value_of, mesh.device)
-        technique.make_slots()
-        return technique
-
-    def _whole_module(self, module: nn.Module) -> Replicate | Flat:
-        named = _trainable(module)
-        if self.plan.dp_shard > 1 and self.plan.zero in (1, 2):
-            return Flat(named, self.mesh.shard, self.mesh.replicate, self.precision, stage=self.plan.zero)
-        return Replicate(named, self.mesh.data, self.precision)
-
-    # --- the look at a few samples ---
-
-    def _look(self, *, strict: bool, masks: bool) -> Findings:
-        sample = self._few_samples() if strict else None
-        if sample is None:
-            return Findings(_known_batch_norms(self.module), BatchDims())
-        from shardwise.engine.check import SAMPLES
-
-        self._check_samples(samples_in(sample))
+    def look(self, *, masks: bool) -> Findings:
+        """Run a few samples before the first step. Collective. Raises what would not equal one process."""
+        sample = few_samples(self.task, self.plan, self.mesh.data, self.device)
         n = min(samples_in(sample), SAMPLES)
-        whole = _take(sample, 0, n)
-        parts = (_take(sample, 0, 1), _take(sample, 1, n)) if n > 1 else None
+        whole = slice_samples(sample, 0, n)
+        parts = (slice_samples(sample, 0, 1), slice_samples(sample, 1, n)) if n > 1 else None
         joined = None if self.task.loss_scope == "sample" else self.forward.joined
         try:
             findings = look(
@@ -203,26 +143,6 @@ class Engine:
             raise wrong_model(error, n) from error
         self.notices += findings.notices
         return findings
-
-    def _check_samples(self, samples: int) -> None:
-        if self.task.data is not None:
-            samples = len(self.task.data)
-        if samples < self.data_ranks:
-            raise InputError(
-                f"more ranks than samples: plan {self.plan} deals each micro-batch over {self.data_ranks} ranks, but "
-                f"there are {samples} samples: use fewer data ranks or larger batches"
-            )
-
-    def _few_samples(self) -> Any:
-        from shardwise.engine.check import SAMPLES
-
-        if self.task.batch is not None:
-            return self.task.batch(0)
-        assert self.task.data is not None
-        count = min(len(self.task.data), SAMPLES)
-        if count == 0:
-            raise InputError("Task.data is empty")
-        return self.task.data.read(list(range(count)))
 
     # --- the step ---
 
@@ -279,7 +199,7 @@ class Engine:
     def _gradients(self, parts: list[Part]) -> tuple[StepResult, bool]:
         """Forward and backward over the micro-batches; gradients end up summed, divided and clipped."""
         self.technique.start_step()
-        tally = Tally()
+        tally = Tally(self.device)
         for index, part in enumerate(parts):
             self._micro_batch(index, part, tally, last=index == len(parts) - 1)
         agreed = self._finish(tally, tally.reached)
@@ -298,8 +218,8 @@ class Engine:
         self._used = used
         if self.technique.in_pieces:
             self.technique.finish_step(used)
-            return agree(tally, self._square_norm(), self.mesh.data, self.device)
-        asked = Asked(tally, 0.0, self.mesh.data, self.device)
+            return agree(tally, self._square_norm(), self.mesh.data)
+        asked = Asked(tally, 0.0, self.mesh.data)
         self.technique.finish_step(used)
         return replace(asked.answer(), square_norms=[self._square_norm()])
 
@@ -342,8 +262,6 @@ class Engine:
         return objective, extras
 
     def _extra_factors(self, loss: Loss) -> dict[str, float]:
-        from shardwise.comm import gather_rows
-
         own = [name for name, extra in sorted(loss.extras.items()) if extra.weight is not None]
         factors = dict.fromkeys(loss.extras, 1.0)
         if own:
@@ -408,8 +326,6 @@ class Engine:
         )
 
     def _first_bad_gradient(self) -> str | None:
-        from shardwise.comm import gather_rows
-
         index_of = {name: index for index, name in enumerate(self.names)}
         bad = [
             index_of[slot.name]
@@ -445,14 +361,14 @@ class Engine:
     def evaluate(self, batches: Iterable[Any]) -> tuple[float, float]:
         """(sum, weight) of the loss over batches (global pytrees or `list[Part]`), in eval mode. Collective."""
         self.module.eval()
-        tally = Tally()
+        tally = Tally(self.device)
         try:
             for batch in batches:
                 for part in self._parts(batch):
                     tally.add(self.forward(part), part.count, {})
         finally:
             self.module.train()
-        agreed = agree(tally, 0.0, self.mesh.data, self.device)
+        agreed = agree(tally, 0.0, self.mesh.data)
         return agreed.total, agreed.weight
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -470,41 +386,15 @@ class Engine:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Whole parameters and persistent buffers on the CPU, under the module's own names. Collective."""
-        tensors = {name: tensor.cpu().clone() for name, tensor in self.full_parameters()}
-        by_identity = {id(p): name for name, p in self.module.named_parameters()}
-        state = {}
-        for name, value in self.module.state_dict(keep_vars=True).items():
-            if not isinstance(value, torch.Tensor):
-                continue
-            known = by_identity.get(id(value))
-            state[name] = tensors[known] if known is not None else value.detach().cpu().clone()
-        return state
+        return export.state_dict(self)
 
     def save_weights(self, path: str | Path) -> None:
         """Whole weights and buffers as one safetensors file, written by rank 0. Collective."""
-        state = self.state_dict()
-        if self.rank == 0:
-            from safetensors.torch import save_file
-
-            unshared = {name: tensor.clone().contiguous() for name, tensor in state.items()}
-            partial = Path(f"{path}.partial")
-            save_file(unshared, str(partial), metadata={"format": "pt"})
-            partial.replace(path)
-        barrier(self.mesh.data)
+        export.save_weights(self, path)
 
     def memory(self) -> dict[str, int | None]:
         """Bytes held by this rank now: parameters (masters too), gradients, optimizer state; peak on a GPU."""
-        masters = [slot.master for slot in self.technique.slots]
-        masters += list(self.owners.masters.values()) if self.owners is not None else []
-        parameters = [*self.module.parameters(), *masters]
-        gradients = [p.grad for p in parameters] + self.technique.gradient_buffers()
-        state = [v for s in self.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
-        return {
-            "parameters": storage_bytes(parameters),
-            "gradients": storage_bytes(gradients),
-            "optimizer": storage_bytes(state),
-            "peak": peak_bytes(self.device),
-        }
+        return export.memory(self)
 
     @contextmanager
     def observe(self) -> Iterator[Ledger]:
@@ -542,54 +432,3 @@ class Engine:
     def data_ranks(self) -> int:
         """Parts that each micro-batch is dealt into."""
         return self.mesh.data.size
-
-
-def _trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return [(name, param) for name, param in module.named_parameters() if param.requires_grad]
-
-
-def _refuse_complex(module: nn.Module) -> None:
-    for name, param in module.named_parameters():
-        if param.is_complex():
-            raise RefusedPlan(
-                f"parameter '{name}' is complex, and masters, buckets and shards are real: hold it as a real tensor "
-                "with a last dim of 2 and use torch.view_as_complex in the forward"
-            )
-
-
-def _refuse_shared_memory(module: nn.Module) -> None:
-    """Two tensors on one memory are one in one process, and would be two once each is put in its place."""
-    spans: dict[int, list[tuple[int, int, str, bool]]] = {}
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if tensor.layout is torch.strided and tensor.device.type != "meta" and tensor.numel():
-            start = tensor.storage_offset() * tensor.element_size()
-            length = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-            span = (start, start + length * tensor.element_size(), name, tensor.requires_grad)
-            spans.setdefault(tensor.untyped_storage()._cdata, []).append(span)
-    for shared in spans.values():
-        for place, (start, stop, name, trained) in enumerate(shared):
-            for other_start, other_stop, other, other_trained in shared[:place]:
-                if start < other_stop and other_start < stop and (trained or other_trained):
-                    raise RefusedPlan(
-                        f"'{name}' shares memory with '{other}' without being the same tensor, so that training one "
-                        "changes the other: tie by assigning the same Parameter, or take the view in the forward"
-                    )
-
-
-def _make_gradients_dense(module: nn.Module) -> None:
-    """Embeddings whose gradients would be sparse make dense ones of the same values: buckets and shards are dense."""
-    for child in module.modules():
-        if isinstance(child, nn.Embedding | nn.EmbeddingBag):
-            child.sparse = False
-
-
-def _known_batch_norms(module: nn.Module) -> list[nn.Module]:
-    from shardwise.parallel.batchnorm import batch_norm_modules
-
-    return batch_norm_modules(module)
-
-
-def _take(batch: Any, first: int, last: int) -> Any:
-    from shardwise.engine.batching import slice_samples
-
-    return slice_samples(batch, first, last)

@@ -137,9 +137,7 @@ def adamw_decay_matrices(groups: list[dict], lr: float = 3e-3) -> torch.optim.Op
 
 # --- the tasks ---
 
-TINY_DECODER = DecoderConfig(
-    vocab=VOCAB, hidden=32, layers=4, heads=4, kv_heads=2, intermediate=48, context=16
-)
+TINY_DECODER = DecoderConfig(vocab=VOCAB, hidden=32, layers=4, heads=4, kv_heads=2, intermediate=48, context=16)
 
 
 def _decoder(name: str, samples: int, config: DecoderConfig) -> Task:

@@ -50,7 +50,7 @@ def _compare_named(
     errors: dict[str, float],
     floor: float,
 ) -> None:
-    for name in expected.keys() | found.keys():
+    for name in sorted(expected.keys() | found.keys()):
         a, b = found.get(name), expected.get(name)
         if (a is None) != (b is None):
             side = "one process" if a is None else "the plan"

@@ -14,9 +14,9 @@ What this does not prove: the plan's own precision (both sides run in float64), 
 from __future__ import annotations
 
 import importlib
-import inspect
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,6 +46,7 @@ class Parity:
     bars: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     differences: list[str] = field(default_factory=list)  # what no number expresses: a gradient on one side only
+    proven: str = ""  # the small plan that was run, where the proof was shrunk
     refused: str | None = None
     error: str | None = None
     float64: bool = True  # False: float32, since a kernel of the task has no float64
@@ -85,7 +86,7 @@ class Parity:
         if self.error:
             return f"error: {self.error}"
         dtype = "float64" if self.float64 else "float32"
-        lines = [f"plan {self.plan} on {self.world_size} ranks against one process, {dtype}"]
+        lines = [f"plan {self.proven or self.plan} on {self.world_size} ranks against one process, {dtype}"]
         lines.append(f"  loss        {self.loss_error:.1e}   (bar {self.bars['loss']:.0e})")
         for kind in ("gradient", "parameter", "buffer"):
             errors: dict[str, float] = getattr(self, f"{kind}_error")
@@ -163,6 +164,7 @@ def verify(
         small = _shrunk(task, resolved, chosen)
         task, chosen, resolved = small.task, small.plan, small.task()
         parity.notes += small.notes
+        parity.proven = str(chosen)
         parity.world_size = chosen.world_size
     settings = Settings(steps=steps, seed=seed, accumulate=chosen.accumulate, clip_norm=clip_norm)
     try:
@@ -217,9 +219,15 @@ def _notes(plan: Plan, float64: bool) -> list[str]:
 
 
 def _where(error: Exception) -> str:
-    frames = inspect.getinnerframes(error.__traceback__) if error.__traceback__ else []
-    site = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{site}"
+    """The error, and the innermost line that is neither torch's nor ours."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = str(Path(__file__).parents[1])
+    own = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith(ours)] or list(frames)
+    site = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+    hint = ""
+    if isinstance(error, TypeError) and "argument" in str(error):
+        hint = ". If the batch holds more than the model's arguments, give Task.inputs (batch -> args, kwargs)"
+    return f"{type(error).__name__}: {error}{site}{hint}"
 
 
 def _run_ranks(task: Any, plan: Plan, settings: Any, parity: Parity, pool: Any, timeout_s: float) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise.comm import everybody, gather_json
 from shardwise.data import Loader, evaluation_parts, parts_of, samples_in
 from shardwise.device import pick_device
 from shardwise.engine.engine import Engine, parallelize
@@ -215,25 +216,9 @@ class _Rank:
             "unit": self.unit,
             **self.speed.of(int(samples), timed),
             "flops_convention": self._convention(),
-            "memory": _of_all_ranks(memory_of(self.engine)),
+            "memory": gather_json(memory_of(self.engine), everybody(), self.engine.device),
             "weights": str(self.job.folder / WEIGHTS),
             "notices": [*self.job.effective.notes, *self.engine.notices],
             "text": text,
         }
-        return _of_rank_0(finite(summary))
-
-
-def _of_all_ranks(value: Any) -> list[Any]:
-    if not dist.is_initialized():
-        return [value]
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
-
-
-def _of_rank_0(value: Any) -> Any:
-    if not dist.is_initialized():
-        return value
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
+        return gather_json(finite(summary), everybody(), self.engine.device)[0]

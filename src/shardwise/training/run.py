@@ -120,7 +120,8 @@ def _check_ranks(effective: Effective, nproc: int | None, joined: bool) -> None:
     plan = effective.plan
     if nproc is not None and nproc != plan.world_size:
         raise InputError(
-            f"nproc is {nproc}, but plan {plan} needs {plan.world_size} rank(s): leave nproc out, or change the plan"
+            f"nproc is {nproc}, but plan {plan} needs {plan.world_size} rank(s): leave nproc out, or change the plan, "
+            f"for example to dp_replicate={nproc}"
         )
     if joined and int(os.environ["WORLD_SIZE"]) != plan.world_size:
         raise InputError(
@@ -154,16 +155,16 @@ def train_rank(job: Job) -> dict[str, Any]:
 
 def _joined(job: Job) -> Run:
     """One rank of a world that torchrun started: rank 0 makes the folder and tells the others."""
-    import torch.distributed as dist
-
+    from shardwise.comm import everybody, gather_json
+    from shardwise.device import pick_device
     from shardwise.ranks import join
 
-    join()
-    box = [_new_folder(job) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(box, src=0)
-    assert box[0] is not None
-    with _kept_errors(box[0], f"error-rank{dist.get_rank()}.log"):
-        return Run(box[0], _here(job.with_(folder=box[0])))
+    rank, _ = join()
+    device = pick_device("cpu" if job.effective.config.train.device == "cpu" else None)
+    mine = str(_new_folder(job)) if rank == 0 else ""
+    folder = Path(gather_json(mine, everybody(), device)[0])
+    with _kept_errors(folder, f"error-rank{rank}.log"):
+        return Run(folder, _here(job.with_(folder=folder)))
 
 
 @contextmanager

@@ -1,0 +1,133 @@
+"""The order of application: build, prepare blocks, shard, and put the weights in place. Reads top to bottom."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from shardwise.engine.materialise import build_everywhere, empty_parameters, fill_buffers, fill_parameters
+from shardwise.errors import InputError, RefusedPlan
+from shardwise.layout import Plan
+from shardwise.memory.recompute import recompute_block
+from shardwise.mesh import Mesh
+from shardwise.parallel.flat import Flat
+from shardwise.parallel.full import FullShard
+from shardwise.parallel.replicate import Replicate
+from shardwise.parallel.slots import DataParallel, ValueOf
+from shardwise.precision import Precision
+from shardwise.task import Task
+from shardwise.trace.blocks import Blocks, choose_blocks, find_blocks
+
+
+@dataclass
+class Applied:
+    """A module with its weights in place, and the technique that owns them."""
+
+    module: nn.Module
+    technique: DataParallel
+    notices: list[str] = field(default_factory=list)
+
+
+def apply_plan(task: Task, plan: Plan, mesh: Mesh, precision: Precision, seed: int) -> Applied:
+    """Spread the task's module as the plan says. Collective.
+
+    Raises `InputError` for a module that cannot be trained at all, `RefusedPlan` for one that this cannot hold.
+    """
+    built, value_of = build_everywhere(task, seed, mesh.data, mesh.device)
+    module = built.module
+    notices = [built.notice] if built.notice else []
+    _refuse(module)
+    _make_gradients_dense(module)
+    nested = task.branches == "same"  # else ranks may run different children, and must still run the same units
+    blocks = choose_blocks(module, plan.wrap) if plan.wrap else find_blocks(module, nested=nested)
+    notices += _prepare(module, blocks, plan)
+    technique: DataParallel
+    if plan.dp_shard > 1 and plan.zero == 3:
+        notices += blocks.warnings
+        technique = _full_shard(module, blocks, value_of, mesh, precision)
+    else:
+        fill_parameters(module, value_of, precision.compute, mesh.device)
+        technique = _whole_module(module, plan, mesh, precision)
+        if precision.mixed:
+            for index, (name, _) in enumerate(trainable(module)):
+                technique.load_masters(index, value_of(name).to(mesh.device))
+    fill_buffers(module, value_of, precision, mesh.device)
+    return Applied(module.train(), technique, notices)
+
+
+def trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """(name, parameter) of each parameter that gets a gradient, once."""
+    return [(name, param) for name, param in module.named_parameters() if param.requires_grad]
+
+
+def _prepare(module: nn.Module, blocks: Blocks, plan: Plan) -> list[str]:
+    """Recompute, then compile, each block; what had no effect is told."""
+    for block in {id(b): b for b in map(module.get_submodule, blocks.paths)}.values():
+        if plan.remat != "none":
+            recompute_block(block, plan.remat)
+        if plan.compile:
+            block.forward = torch.compile(block.forward)
+    asked = {"remat": plan.remat != "none", "compile": plan.compile}
+    return [
+        f"{name} has no effect: no repeated blocks were found in the module"
+        for name, wanted in asked.items()
+        if wanted and not blocks.paths
+    ]
+
+
+def _full_shard(module: nn.Module, blocks: Blocks, value_of: ValueOf, mesh: Mesh, precision: Precision) -> FullShard:
+    empty_parameters(module, precision.master)
+    technique = FullShard(module, [module.get_submodule(path) for path in blocks.paths], mesh, precision)
+    technique.materialise(value_of, mesh.device)
+    technique.make_slots()
+    return technique
+
+
+def _whole_module(module: nn.Module, plan: Plan, mesh: Mesh, precision: Precision) -> Replicate | Flat:
+    if plan.dp_shard > 1 and plan.zero in (1, 2):
+        return Flat(trainable(module), mesh.shard, mesh.replicate, precision, stage=plan.zero)
+    return Replicate(trainable(module), mesh.data, precision)
+
+
+def _refuse(module: nn.Module) -> None:
+    if not any(param.requires_grad for param in module.parameters()):
+        raise InputError("the model has no parameter that requires a gradient: there is nothing to train")
+    _refuse_complex(module)
+    _refuse_shared_memory(module)
+
+
+def _refuse_complex(module: nn.Module) -> None:
+    for name, param in module.named_parameters():
+        if param.is_complex():
+            raise RefusedPlan(
+                f"parameter '{name}' is complex, and masters, buckets and shards are real: hold it as a real tensor "
+                "with a last dim of 2 and use torch.view_as_complex in the forward"
+            )
+
+
+def _refuse_shared_memory(module: nn.Module) -> None:
+    """Two tensors on one memory are one in one process, and would be two once each is put in its place."""
+    spans: dict[int, list[tuple[int, int, str, bool]]] = {}
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.layout is torch.strided and tensor.device.type != "meta" and tensor.numel():
+            start = tensor.storage_offset() * tensor.element_size()
+            length = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+            span = (start, start + length * tensor.element_size(), name, tensor.requires_grad)
+            spans.setdefault(tensor.untyped_storage()._cdata, []).append(span)
+    for shared in spans.values():
+        for place, (start, stop, name, trained) in enumerate(shared):
+            for other_start, other_stop, other, other_trained in shared[:place]:
+                if start < other_stop and other_start < stop and (trained or other_trained):
+                    raise RefusedPlan(
+                        f"'{name}' shares memory with '{other}' without being the same tensor, so that training one "
+                        "changes the other: tie by assigning the same Parameter, or take the view in the forward"
+                    )
+
+
+def _make_gradients_dense(module: nn.Module) -> None:
+    """Embeddings whose gradients would be sparse make dense ones of the same values: buckets and shards are dense."""
+    for child in module.modules():
+        if isinstance(child, nn.Embedding | nn.EmbeddingBag):
+            child.sparse = False

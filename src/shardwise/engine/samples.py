@@ -1,0 +1,61 @@
+"""Which samples the look before the first step takes, and whether every rank is given the same ones."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten
+
+from shardwise.comm import Axis, gather_rows
+from shardwise.engine.batching import samples_in
+from shardwise.errors import InputError
+from shardwise.layout import Plan
+from shardwise.task import Task
+
+SAMPLES = 5  # looked at, where the batch has as many
+
+
+def few_samples(task: Task, plan: Plan, data: Axis, device: torch.device) -> Any:
+    """A batch to look at, the same on all ranks. Collective.
+
+    Raises `InputError` where there are fewer samples than data ranks, or where `Task.batch` is not a function of
+    the step alone.
+    """
+    if task.batch is not None:
+        batch = task.batch(0)
+        _check_same(batch, task.batch(0), data, device)
+        count = samples_in(batch)
+    else:
+        assert task.data is not None
+        count = len(task.data)
+        if count == 0:
+            raise InputError("Task.data is empty")
+        batch = task.data.read(list(range(min(count, SAMPLES))))
+    if count < data.size:
+        raise InputError(
+            f"more ranks than samples: plan {plan} deals each micro-batch over {data.size} ranks, but there are "
+            f"{count} samples: use fewer data ranks or larger batches"
+        )
+    return batch
+
+
+def _checksum(batch: Any) -> float:
+    check = 0
+    for leaf in tree_flatten(batch)[0]:
+        if isinstance(leaf, torch.Tensor):
+            data = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            check = zlib.crc32(data.numpy(), check)
+    return float(check)
+
+
+def _check_same(batch: Any, again: Any, data: Axis, device: torch.device) -> None:
+    sums = [_checksum(batch), _checksum(again)]
+    table = gather_rows(torch.tensor(sums, dtype=torch.float64, device=device), data)
+    if not bool((table == table[0, 0]).all()):
+        where = "on one rank" if bool((table[:, 0] != table[:, 1]).any()) else "from rank to rank"
+        raise InputError(
+            f"Task.batch(0) differs from call to call {where}: every rank must make the same global batch from the "
+            "step alone; draw from torch.Generator().manual_seed(step)"
+        )
