@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from shardwise.engine.groups import named_groups
 from shardwise.errors import InputError
 from shardwise.layout.dealing import cut
 from shardwise.models import (
@@ -259,8 +260,7 @@ def test_the_loss_adds_up_over_unequal_parts(make):
 @every_task
 def test_a_few_steps_lower_the_loss(make):
     task, model = build(make)
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    optimizer = task.optimizer([{"params": named}])
+    optimizer = task.optimizer(named_groups([p for p in model.parameters() if p.requires_grad]))
     batch = task.batch(0)
     model.eval()
     before = run(task, model, batch)[0].item()
@@ -281,7 +281,7 @@ def test_samples_of_tokens_differ_in_weight():
 
 def test_gpt2_decays_matrices_only():
     task = tasks.gpt2()
-    optimizer = task.optimizer([{"params": list(task.model().named_parameters())}])
+    optimizer = task.optimizer(named_groups(list(task.model().parameters())))
     decayed, spared = optimizer.param_groups
     assert (decayed["weight_decay"], spared["weight_decay"]) == (0.1, 0.0)
     assert all(p.dim() == 2 for p in decayed["params"])

@@ -49,8 +49,16 @@ def test_a_text_run_on_two_ranks_writes_the_run_folder_completely(here, capfd):
     summary = json.loads(out)
     (folder,) = (here / "runs").iterdir()
     assert folder.name.endswith("-tiny") and summary["folder"] == str(Path("runs") / folder.name)
-    names = {"config.toml", "plan.toml", "versions.json", "metrics.jsonl", "model.safetensors", "summary.json", "ranks",
-             "ledger.json"}
+    names = {
+        "config.toml",
+        "plan.toml",
+        "versions.json",
+        "metrics.jsonl",
+        "model.safetensors",
+        "summary.json",
+        "ranks",
+        "ledger.json",
+    }
     assert {path.name for path in folder.iterdir()} == names
     assert "step 3/3" in err and "step 3/3" in (folder / "ranks" / "rank1.log").read_text()
 
