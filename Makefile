@@ -16,7 +16,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 train: $(VENV)/.installed
-	$(BIN)/shardwise train text --plan "$(PLAN)" --nproc $(NPROC)
+	$(BIN)/shardwise train examples/text.toml --plan "$(PLAN)" --nproc $(NPROC)
 
 test: lint types tests
 

@@ -41,11 +41,12 @@ def _number(value: float | None) -> str:
 
 def _speed(summary: dict[str, Any]) -> str:
     unit = summary["unit"]
+    convention = summary.get("flops_convention", "").split(";")[0]  # whole in the first lines and in summary.json
     text = f"{short(summary[f'{unit}_per_s'])} {unit}/s"
     if "mfu" in summary:
-        text += f", MFU {100 * summary['mfu']:.1f} % ({summary['flops_convention']})"
+        text += f", MFU {100 * summary['mfu']:.1f} % ({convention})"
     elif "flops_per_s_per_rank" in summary:
-        text += f", {short(summary['flops_per_s_per_rank'], ' ')}FLOP/s per rank ({summary['flops_convention']})"
+        text += f", {short(summary['flops_per_s_per_rank'], ' ')}FLOP/s per rank ({convention})"
     return text
 
 
