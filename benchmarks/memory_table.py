@@ -12,8 +12,10 @@ from __future__ import annotations
 import argparse
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from shardwise import Plan, Task, parallelize
+from shardwise.engine.engine import Engine
 from shardwise.models import Decoder, DecoderConfig
 from shardwise.models.tasks import adamw, next_token_loss, token_batch, tokens_only
 from shardwise.ranks import RankPool
@@ -27,6 +29,7 @@ STAGES = {
 }  # fmt: skip
 PRECISIONS = ("fp32", "bf16", "bf16-full")
 KINDS = ("parameters", "gradients", "optimizer")
+IN_FLIGHT = ("parameters after forward", "gradients after backward")
 Bytes = dict[str, float]
 
 
@@ -45,12 +48,34 @@ def hold(plans: list[str]) -> list[Bytes]:
     assert work.batch is not None
     for plan in plans:
         engine = parallelize(work, plan)
-        for step in range(2):
-            engine.step(work.batch(step))
+        engine.step(work.batch(0))
+        in_flight = watched_step(engine, work.batch(1))
         counted = engine.memory()
         elements = sum(parameter.numel() for parameter in engine.module.parameters())
-        found.append({kind: float(counted[kind] or 0) for kind in KINDS} | {"elements": float(elements)})
+        at_rest = {kind: float(counted[kind] or 0) for kind in KINDS}
+        found.append(at_rest | in_flight | {"elements": float(elements)})
     return found
+
+
+def watched_step(engine: Engine, batch: Any) -> Bytes:
+    """One step; the most that is held right after a forward, and right after a backward that is not the last."""
+    after_forward: list[int] = []
+    after_backward: list[int] = []
+    finish = engine.technique.finish_micro_batch
+
+    def on_finish() -> set[int]:
+        used = finish()
+        after_backward.append(engine.memory()["gradients"] or 0)
+        return used
+
+    handle = engine.module.register_forward_hook(
+        lambda *_: after_forward.append(engine.memory()["parameters"] or 0)  # type: ignore[func-returns-value]
+    )
+    engine.technique.finish_micro_batch = on_finish  # type: ignore[method-assign]
+    engine.step(batch)
+    handle.remove()
+    del engine.technique.finish_micro_batch
+    return dict(zip(IN_FLIGHT, (float(max(after_forward)), float(max(after_backward[:-1]))), strict=True))
 
 
 def formula(plan: Plan, elements: float) -> Bytes:
@@ -70,7 +95,9 @@ def formula(plan: Plan, elements: float) -> Bytes:
         gradients = 4.0
     else:  # the buckets, in which sums are float32, and the copy that the optimizer reads
         gradients = 4 + master / shards
+    accumulated = 4.0 if plan.zero < 2 else (master if plan.zero == 3 else 4) / shards
     kinds = {"parameters": parameters, "gradients": gradients, "optimizer": 2 * master / shards}
+    kinds |= dict(zip(IN_FLIGHT, (parameters, accumulated), strict=True))
     return {kind: size * elements for kind, size in kinds.items()}
 
 
@@ -95,14 +122,18 @@ def table() -> str:
                     totals = [sum(rank[kind] for kind in KINDS) for rank in found]
                     worst = max(found, key=lambda rank: sum(rank[kind] for kind in KINDS))
                     cells = [cell(worst[kind], expected[kind]) for kind in KINDS]
-                    cells += [cell(max(totals), sum(expected.values())), f"{max(totals) * ranks / sum(totals):.3f}"]
+                    at_rest = sum(expected[kind] for kind in KINDS)
+                    cells += [cell(max(totals), at_rest), f"{max(totals) * ranks / sum(totals):.3f}"]
+                    cells += [cell(max(rank[kind] for rank in found), expected[kind]) for kind in IN_FLIGHT]
                     lines.append(f"| `{stage}` | {precision} | " + " | ".join(cells) + " |")
     return (
         "# Bytes held by a rank\n\n"
         f"Written by `benchmarks/memory_table.py`. A decoder of P = {elements:,.0f} parameters under AdamW, after two "
         f"steps of {ACCUMULATE} micro-batches. MB (10^6 bytes) on the rank that holds most, measured / by formula. "
-        "*Balance* is the largest rank over the mean.\n\n"
-        "| plan | precision | parameters | gradients | optimizer | all | balance |\n|---|---|---|---|---|---|---|\n"
+        "*Balance* is the largest rank over the mean. The first columns are what a rank holds at rest, between steps; "
+        "the last two what it holds right after a forward, and right after a backward that is not the step's last.\n\n"
+        "| plan | precision | parameters | gradients | optimizer | all | balance | parameters after forward "
+        "| gradients after backward |\n|---|---|---|---|---|---|---|---|---|\n"
         + "\n".join(lines)
         + "\n\nBytes by formula, N ranks of dp_shard: fp32 | bf16 (float32 masters) | bf16-full\n\n"
         "| stage | parameters | gradients | optimizer |\n|---|---|---|---|\n"

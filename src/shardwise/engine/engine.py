@@ -179,6 +179,12 @@ class Engine:
         return self._done(results[0], True)
 
     def _done(self, result: StepResult, updated: bool) -> StepResult:
+        if self.steps_done == 0 and self.forward.gathered_bytes:
+            received_mb = self.forward.gathered_bytes / 1e6
+            self.notices.append(
+                f'loss_scope="global": in each step this rank receives {received_mb:.3g} MB of other ranks\' outputs '
+                "and batches for the loss"
+            )
         self.steps_done += 1
         self.skipped_steps += not updated
         return result

@@ -89,6 +89,7 @@ class _Rank:
             self.display = stack.enter_context(closing(Display(job.steps, self.speed, config.log_every, live)))
         self.batches = self._batches(stack)
         self.losses: list[float] = []
+        self.told = len(engine.notices)  # notices that were shown at the start
         self.skipped = 0
         self.peak_bytes = 0
         self.timed = [0, 0.0]  # samples and seconds after the first step
@@ -169,6 +170,9 @@ class _Rank:
             self.metrics.write(record)
         if self.display is not None:
             self.display.step(record)
+            for note in self.engine.notices[self.told :] if self.engine.rank == 0 else ():
+                self.display.say(note)
+            self.told = len(self.engine.notices)
 
     def _observed_step(self, batch: Any) -> StepResult:
         """One step with every collective counted, into the run folder; slower, so it is left out of the speed."""
