@@ -70,11 +70,8 @@ def synced_batch_norm(
     return y.to(x.dtype)
 
 
-class _Synced(TorchFunctionMode):
-    def __init__(self, axis: Axis, phase: Phase):
-        super().__init__()
-        self.axis = axis
-        self.phase = phase
+class _MeetsBatchNorm(TorchFunctionMode):
+    """Sends both spellings of batch norm to `_batch_norm`."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -88,12 +85,24 @@ class _Synced(TorchFunctionMode):
     def _batch_norm(
         self, x, running_mean=None, running_var=None, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5
     ):
+        raise NotImplementedError
+
+
+class _Synced(_MeetsBatchNorm):
+    def __init__(self, axis: Axis, phase: Phase):
+        super().__init__()
+        self.axis = axis
+        self.phase = phase
+
+    def _batch_norm(
+        self, x, running_mean=None, running_var=None, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5
+    ):
         if not training:
             return functional.batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
         return synced_batch_norm(x, running_mean, running_var, weight, bias, momentum, eps, self.axis, self.phase)
 
 
-class FindBatchNorm(TorchFunctionMode):
+class FindBatchNorm(_MeetsBatchNorm):
     """While active, batch norm in training keeps no statistics and uses mean 0 and variance 1, sample by sample.
 
     `found` has the modules that called it.
@@ -103,15 +112,6 @@ class FindBatchNorm(TorchFunctionMode):
         super().__init__()
         self.running = running  # the modules whose forwards are running, outermost first
         self.found: list[nn.Module] = []
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func is functional.batch_norm:
-            return self._batch_norm(*args, **kwargs)
-        if func is torch.batch_norm:
-            x, weight, bias, mean, var, training, momentum, eps = args[:8]
-            return self._batch_norm(x, mean, var, weight, bias, training, momentum, eps)
-        return func(*args, **kwargs)
 
     def _batch_norm(
         self, x, running_mean=None, running_var=None, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5
