@@ -462,3 +462,11 @@ def test_a_reentrant_checkpoint_used_twice_is_named(plan: str, pool: RankPool) -
         assert "came in several pieces" in str(error) and "'layer." in str(error)
     else:
         assert all(map(math.isfinite, losses[0]))
+
+
+def test_parameters_of_another_dtype_are_told() -> None:
+    task = tasks.mlp()
+    double = task.with_(model=lambda: task.model().double())
+    assert any("built in torch.float64 are held in torch.float32" in n for n in parallelize(double, "single").notices)
+    assert not any("built in" in n for n in parallelize(task, "single").notices)
+    assert not any("built in" in n for n in parallelize(double, "precision=fp64").notices)

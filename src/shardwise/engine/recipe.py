@@ -39,6 +39,7 @@ def apply_plan(task: Task, plan: Plan, mesh: Mesh, precision: Precision, seed: i
     module = built.module
     notices = [built.notice] if built.notice else []
     _refuse(module)
+    notices += _other_dtypes(module, plan, precision)
     _make_gradients_dense(module)
     nested = task.branches == "same"  # else ranks may run different children, and must still run the same units
     blocks = choose_blocks(module, plan.wrap) if plan.wrap else find_blocks(module, nested=nested)
@@ -60,6 +61,15 @@ def apply_plan(task: Task, plan: Plan, mesh: Mesh, precision: Precision, seed: i
 def trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """(name, parameter) of each parameter that gets a gradient, once."""
     return [(name, param) for name, param in module.named_parameters() if param.requires_grad]
+
+
+def _other_dtypes(module: nn.Module, plan: Plan, precision: Precision) -> list[str]:
+    """Say so where the module was built in a dtype of its author's choice that the plan does not hold it in."""
+    built = {param.dtype for param in module.parameters() if param.is_floating_point()}
+    return [
+        f"parameters built in {dtype} are held in {precision.master}, as precision={plan.precision} says"
+        for dtype in sorted(built - {precision.master, torch.float32}, key=str)
+    ]
 
 
 def _prepare(module: nn.Module, blocks: Blocks, plan: Plan) -> list[str]:
