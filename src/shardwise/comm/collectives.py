@@ -30,11 +30,17 @@ class Axis:
     index: int
     group: dist.ProcessGroup | None
     ranks: tuple[int, ...]  # global ranks, in the group's order
+    rehearsal: bool = False  # shapes alone are looked at: nothing is sent, results have no meaning
 
     @classmethod
     def alone(cls, name: str, rank: int = 0) -> Axis:
         """An axis of one rank."""
         return cls(name, 1, 0, None, (rank,))
+
+    @property
+    def silent(self) -> bool:
+        """Whether collectives send nothing."""
+        return self.size == 1 or self.rehearsal
 
 
 class Pending:
@@ -50,12 +56,15 @@ class Pending:
             self.work = None
 
 
-def all_reduce(tensor: torch.Tensor, axis: Axis, tag: str, *, wait: bool = True) -> Pending:
-    """Sum `tensor` over the axis, in place."""
-    if axis.size == 1:
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+def all_reduce(tensor: torch.Tensor, axis: Axis, tag: str, *, wait: bool = True, op: str = "sum") -> Pending:
+    """Sum `tensor` over the axis (or take the "max" or "min"), in place."""
+    if axis.silent:
         return Pending(None)
     with tagged(tag):
-        pending = Pending(dist.all_reduce(tensor, group=axis.group, async_op=True))
+        pending = Pending(dist.all_reduce(tensor, op=_OPS[op], group=axis.group, async_op=True))
     if wait:
         pending.wait()
     return pending
@@ -63,6 +72,9 @@ def all_reduce(tensor: torch.Tensor, axis: Axis, tag: str, *, wait: bool = True)
 
 def reduce_scatter(shard: torch.Tensor, full: torch.Tensor, axis: Axis, tag: str, *, wait: bool = True) -> Pending:
     """Sum `full` (p*n,) over the axis and leave this rank's slice in `shard` (n,)."""
+    if axis.rehearsal:
+        shard.zero_()
+        return Pending(None)
     if axis.size == 1:
         shard.copy_(full)
         return Pending(None)
@@ -75,6 +87,9 @@ def reduce_scatter(shard: torch.Tensor, full: torch.Tensor, axis: Axis, tag: str
 
 def all_gather(full: torch.Tensor, shard: torch.Tensor, axis: Axis, tag: str, *, wait: bool = True) -> Pending:
     """Leave every rank's `shard` (n,) side by side in `full` (p*n,)."""
+    if axis.rehearsal:
+        full.zero_()
+        return Pending(None)
     if axis.size == 1:
         if full.data_ptr() != shard.data_ptr():
             full.copy_(shard)

@@ -78,6 +78,8 @@ class Observer(TorchDispatchMode):
         self.axes = axes
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(getattr(kind, "observes_inside", False) for kind in types):
+            return NotImplemented  # the tensor's own rule runs next, with this mode still active
         space, _, name = func.name().partition("::")
         if space == "c10d" and name.split(".")[0] in _C10D:
             self._record_c10d(name.split(".")[0], args)

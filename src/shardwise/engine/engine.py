@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import CheckpointError
 
-from shardwise.comm import Ledger, Observer, barrier, gather_rows
+from shardwise.comm import Ledger, Observer, all_reduce, barrier, gather_rows
 from shardwise.device import math_attention_only, pick_device, seed_generators
 from shardwise.engine import export
 from shardwise.engine.batching import parts_of, samples_in, slice_samples
@@ -42,7 +42,7 @@ from shardwise.layout import Plan, check
 from shardwise.layout.dealing import Part
 from shardwise.mesh import Mesh, build_mesh
 from shardwise.parallel.batchnorm import batch_norm_modules, sync_module
-from shardwise.parallel.slots import Phase
+from shardwise.parallel.slots import Phase, Slot
 from shardwise.precision import Precision
 from shardwise.random import BatchDims, GlobalRandom, Samples
 from shardwise.ranks import join
@@ -112,13 +112,16 @@ class Engine:
         self.skipped_steps = 0
         self._used: set[int] = set()  # parameters that any rank reached in the last step
         applied = apply_plan(task, plan, mesh, self.precision, seed)
-        self.module, self.technique = applied.module, applied.technique
+        self.module, self.technique, self.tensor = applied.module, applied.technique, applied.tensor
         self.notices += applied.notices
         self.names = [name for name, _ in trainable(self.module)]
         self.forward = Forward(task, self.module, self.precision, mesh.device, mesh.data)
         shapes = [param.shape for _, param in trainable(self.module)]
+        if self.tensor is not None:
+            shapes = [self.tensor.full_shape(name, shape) for name, shape in zip(self.names, shapes, strict=True)]
+        zero = plan.zero if plan.dp_shard > 1 else 0
         self.optimizer, self.optimizer_nature, self.owners = make_optimizer(
-            task.optimizer, self.technique, self.names, shapes, mesh.shard, zero=plan.zero if plan.dp_shard > 1 else 0
+            task.optimizer, self.technique, self.names, shapes, mesh.shard, zero=zero, tp=plan.tp
         )
         if self.optimizer_nature.narrow is not None:
             self.notices.append(f"the optimizer's own arithmetic runs in {self.optimizer_nature.narrow}")
@@ -282,11 +285,21 @@ class Engine:
         return [gradient for gradient in gradients if gradient is not None]
 
     def _square_norm(self) -> float:
-        gradients = [gradient for gradient in self._held_gradients() if gradient.numel()]
+        """Of this rank's gradients, and of the shares of other ranks of tp; what is whole there counts once."""
+        if self.tensor is None:
+            return float(self._sum_of_squares(self.technique.slots))
+        cut = [slot for slot in self.technique.slots if slot.name in self.tensor.cuts]
+        total = self._sum_of_squares(cut)
+        if self.mesh.tp.index == 0:
+            total = total + self._sum_of_squares([s for s in self.technique.slots if s.name not in self.tensor.cuts])
+        all_reduce(total, self.mesh.tp, "control")
+        return float(total)
+
+    def _sum_of_squares(self, slots: list[Slot]) -> torch.Tensor:
+        gradients = [slot.master.grad for slot in slots if slot.master.grad is not None and slot.master.grad.numel()]
         if not gradients:
-            return 0.0
-        norms = torch.stack(torch._foreach_norm(gradients)).double()
-        return float(norms.square().sum())
+            return torch.zeros((), dtype=torch.float64, device=self.device)
+        return torch.stack(torch._foreach_norm(gradients)).double().square().sum()
 
     def _normalise(self, agreed: Agreement) -> tuple[StepResult, bool]:
         """Divide by the global weight and clip; decide, alike on all ranks, whether the update is finite."""
@@ -380,15 +393,19 @@ class Engine:
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, whole tensor) of every parameter, frozen ones included, master weights first. Collective."""
         for index, name in enumerate(self.names):
-            yield name, self.technique.full_parameter(index)
+            yield name, self._whole(name, self.technique.full_parameter(index))
         for name, param in self.module.named_parameters():
             if not param.requires_grad:
-                yield name, (param.full_tensor() if hasattr(param, "full_tensor") else param).detach()
+                held = param.full_tensor() if hasattr(param, "full_tensor") else param
+                yield name, self._whole(name, held.detach())
 
     def full_gradients(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         """(name, whole gradient, None where unused) of the step just done. Collective."""
         for index, name in enumerate(self.names):
-            yield name, self.technique.full_gradient(index)
+            yield name, self._whole(name, self.technique.full_gradient(index))
+
+    def _whole(self, name: str, share: Any) -> Any:
+        return share if self.tensor is None else self.tensor.whole(name, share)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Whole parameters and persistent buffers on the CPU, under the module's own names. Collective."""

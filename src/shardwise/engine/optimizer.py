@@ -189,7 +189,14 @@ def _one_at_a_time(make: OptimizerFn, values, gradients) -> list[torch.Tensor]:
 
 
 def make_optimizer(
-    make: OptimizerFn, technique: DataParallel, names: list[str], shapes: list[torch.Size], shard: Axis, *, zero: int
+    make: OptimizerFn,
+    technique: DataParallel,
+    names: list[str],
+    shapes: list[torch.Size],
+    shard: Axis,
+    *,
+    zero: int,
+    tp: int = 1,
 ) -> tuple[Optimizer, Nature, Owners | None]:
     """The optimizer for this rank, what the trial found, and the owners where whole tensors are needed.
 
@@ -197,7 +204,12 @@ def make_optimizer(
     """
     nature = try_out(make, shapes)
     slots = technique.slots
-    if all(slot.whole for slot in slots) and zero == 0:
+    if tp > 1 and nature.kind != "elementwise":
+        raise RefusedPlan(
+            f"tp={tp} leaves each rank a share of a weight, and on a trial the optimizer's update of an element depends "
+            "on the rest of its tensor: use tp=1, or an optimizer that treats elements one by one (Adam, SGD)"
+        )
+    if all(slot.whole for slot in slots) and zero == 0 and tp == 1:
         return construct(make, [slot.master for slot in slots]), nature, None
     if nature.kind == "joint":
         raise RefusedPlan(

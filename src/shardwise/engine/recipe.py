@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from shardwise.engine.cutting import cut_tensors
 from shardwise.engine.materialise import build_everywhere, empty_parameters, fill_buffers, fill_parameters
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
@@ -16,6 +17,7 @@ from shardwise.parallel.flat import Flat
 from shardwise.parallel.full import FullShard
 from shardwise.parallel.replicate import Replicate
 from shardwise.parallel.slots import DataParallel, ValueOf
+from shardwise.parallel.tensor import TensorParallel, install
 from shardwise.precision import Precision
 from shardwise.task import Task
 from shardwise.trace.blocks import Blocks, choose_blocks, find_blocks
@@ -27,6 +29,7 @@ class Applied:
 
     module: nn.Module
     technique: DataParallel
+    tensor: TensorParallel | None = None
     notices: list[str] = field(default_factory=list)
 
 
@@ -41,8 +44,15 @@ def apply_plan(task: Task, plan: Plan, mesh: Mesh, precision: Precision, seed: i
     _refuse(module)
     notices += _other_dtypes(module, plan, precision)
     _make_gradients_dense(module)
+    tensor = None
+    if plan.tp > 1:
+        tensor = cut_tensors(task, plan, mesh, precision, built)
+        notices += tensor.notices()
+        value_of = tensor.local_values(value_of)
     nested = task.branches == "same"  # else ranks may run different children, and must still run the same units
     blocks = choose_blocks(module, plan.wrap) if plan.wrap else find_blocks(module, nested=nested)
+    if tensor is not None:
+        install(module, tensor)
     notices += _prepare(module, blocks, plan)
     technique: DataParallel
     if plan.dp_shard > 1 and plan.zero == 3:
@@ -55,7 +65,7 @@ def apply_plan(task: Task, plan: Plan, mesh: Mesh, precision: Precision, seed: i
             for index, (name, _) in enumerate(trainable(module)):
                 technique.load_masters(index, value_of(name).to(mesh.device))
     fill_buffers(module, value_of, precision, mesh.device)
-    return Applied(module.train(), technique, notices)
+    return Applied(module.train(), technique, tensor, notices)
 
 
 def trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -1,0 +1,30 @@
+"""Which dims a view splits and merges. Pure arithmetic on shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class NoView(ValueError):
+    """The shapes do not hold the same number of elements."""
+
+
+def groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[range, range]]:
+    """Smallest runs of dims of equal product, in a view from one shape to the other."""
+    found, i, j = [], 0, 0
+    while i < len(before) or j < len(after):
+        start_i, start_j = i, j
+        a = before[i] if i < len(before) else 1
+        b = after[j] if j < len(after) else 1
+        i, j = min(i + 1, len(before)), min(j + 1, len(after))
+        while a != b:
+            if a < b and i < len(before):
+                a *= before[i]
+                i += 1
+            elif a > b and j < len(after):
+                b *= after[j]
+                j += 1
+            else:
+                raise NoView(f"no view from {tuple(before)} to {tuple(after)}")
+        found.append((range(start_i, i), range(start_j, j)))
+    return found

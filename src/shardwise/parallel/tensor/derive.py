@@ -1,0 +1,188 @@
+"""Which weights are cut, along which dim, and who holds which index.
+
+The labels of `trace/axes` say which indices of which weights must lie together. A *family* is a set of weight dims
+that share classes: the rows of Wq, Wk, Wv and the columns of Wo, or gate, up and down of an MLP. A family can be cut
+when it has at least as many classes as there are ranks, gives and takes (so that one sum closes it), and no weight of
+it is cut otherwise.
+
+    q, k, v: rows | o: columns        family of heads         one all-reduce after o
+    up, gate: rows | down: columns    family of the width     one all-reduce after down
+    embedding: rows | head: rows      family of the words     one all-reduce after the embedding; the loss by parts
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from shardwise.part import Owners
+from shardwise.trace.axes import Found, Use
+
+SHARE = 0.01  # of the model's elements, below which a lone table or head is not worth its collectives
+
+
+@dataclass
+class Cut:
+    """One parameter's cut."""
+
+    name: str
+    dim: int
+    owners: Owners
+    role: str  # "output" | "input" | "rows" | "beside" (a bias, a per-head scale)
+    family: int
+
+
+@dataclass
+class Derived:
+    """The cuts of a module, and why other parameters stay whole."""
+
+    cuts: dict[str, Cut] = field(default_factory=dict)
+    whole: dict[str, str] = field(default_factory=dict)
+    uses: list[Use] = field(default_factory=list)
+    frozen: set[str] = field(default_factory=set)
+
+
+@dataclass
+class Family:
+    """Weight dims whose classes are linked."""
+
+    nodes: list[tuple[str, int]]
+    classes: np.ndarray
+    lead: np.ndarray  # classes along the node with the most of them
+
+    def order(self) -> np.ndarray:
+        """Its classes in the order in which the lead holds them."""
+        _, first = np.unique(self.lead, return_index=True)
+        ordered = self.lead[np.sort(first)]
+        return np.concatenate([ordered, np.setdiff1d(self.classes, ordered)])
+
+
+def families(found: Found) -> list[Family]:
+    """Linked weight dims, in the order of the parameters; dims with a whole index are left out with their family."""
+    nodes = list(found.classes)
+    root = list(range(len(nodes)))
+
+    def find(i: int) -> int:
+        while root[i] != i:
+            root[i] = root[root[i]]
+            i = root[i]
+        return i
+
+    uniques = [np.unique(found.classes[node]) for node in nodes]
+    top = max((int(u.max()) for u in uniques if len(u)), default=0)
+    first_node = np.full(top + 1, -1)
+    for i, classes in enumerate(uniques):
+        classes = classes[classes != 0]
+        for j in np.unique(first_node[classes]):
+            if j >= 0:
+                root[find(i)] = find(int(j))
+        first_node[classes] = i
+    members: dict[int, list[int]] = {}
+    for i, classes in enumerate(uniques):
+        if len(classes):
+            members.setdefault(find(i), []).append(i)
+    result = []
+    for group in members.values():
+        if any((uniques[i] == 0).any() for i in group):
+            continue
+        lead = max(group, key=lambda i: len(uniques[i]))
+        every = np.unique(np.concatenate([uniques[i] for i in group]))
+        result.append(Family([nodes[i] for i in group], every, found.classes[nodes[lead]]))
+    return result
+
+
+def derive(found: Found, elements: dict[str, int], ranks: int, blocked: dict[str, str] | None = None) -> Derived:
+    """Choose the families to cut over `ranks`; those with a `blocked` parameter stay whole, for its reason."""
+    roles = _roles(found.uses)
+    derived = Derived(whole=dict(found.whole_because), uses=found.uses)
+    total = sum(elements.values())
+    ordered = sorted(families(found), key=lambda f: min(_first_use(found.uses, name) for name, _ in f.nodes))
+    for number, family in enumerate(ordered):
+        barred = next((blocked[name] for name, _ in family.nodes if name in (blocked or {})), "") if blocked else ""
+        reason = barred or _unfit(family, roles, elements, total, ranks, derived)
+        if reason:
+            for name, _ in family.nodes:
+                if name not in derived.cuts and (len(family.classes) > 1 or name not in derived.whole):
+                    derived.whole[name] = reason
+            continue
+        order = family.order()
+        owner = Owners.blocks(len(order), ranks).array
+        rank_of = np.zeros(int(order.max()) + 1, dtype=np.int16)
+        rank_of[order] = owner
+        for name, dim in family.nodes:
+            owners = Owners.of(rank_of[found.classes[name, dim]], ranks)
+            role = {"inner": "input", "outer": "output", "rows": "rows"}.get(
+                _main(roles.get((name, dim), set())), "beside"
+            )
+            derived.cuts[name] = Cut(name, dim, owners, role, number)
+            derived.whole.pop(name, None)
+    return derived
+
+
+def _roles(uses: list[Use]) -> dict[tuple[str, int], set[str]]:
+    roles: dict[tuple[str, int], set[str]] = {}
+    for use in uses:
+        roles.setdefault((use.name, use.inner), set()).add("rows" if use.kind == "rows" else "inner")
+        roles.setdefault((use.name, use.outer), set()).add("outer")
+    return roles
+
+
+def _main(roles: set[str]) -> str:
+    return next((role for role in ("inner", "rows", "outer") if role in roles), "")
+
+
+def _first_use(uses: list[Use], name: str) -> int:
+    return next((place for place, use in enumerate(uses) if use.name == name), len(uses))
+
+
+def _unfit(
+    family: Family, roles: dict, elements: dict[str, int], total: int, ranks: int, derived: Derived
+) -> str:  # fmt: skip
+    """Why the family is not cut; empty where it is."""
+    held = set().union(*(roles.get(node, set()) for node in family.nodes)) if family.nodes else set()
+    if not held:
+        return "it belongs to no product that is cut"
+    names = [name for name, _ in family.nodes]
+    if len(family.classes) < ranks:
+        return f"its indices fall into {len(family.classes)} groups that must lie together, fewer than {ranks} ranks"
+    if len(set(names)) < len(names):
+        return "both of its dims would have to be cut alike"
+    taken = [name for name in names if name in derived.cuts]
+    if taken:
+        return f"'{taken[0]}', which it is joined with, is cut along its other dim"
+    closed = {"inner", "outer"} <= held or {"rows", "outer"} <= held
+    if not closed and sum(elements[name] for name in names) < SHARE * total:
+        return "cutting it would save less than it costs"
+    if held == {"inner"}:
+        return "nothing before it is cut"
+    return ""
+
+
+def starved(found: Found, ranks: int) -> list[str]:
+    """Weights whose few outputs hold a family below the ranks: with them whole, the rest may be cut (grouped queries).
+
+    Of each family that gives and takes but has too few classes, the output weights smaller than the largest.
+    """
+    roles = _roles(found.uses)
+    names: list[str] = []
+    for family in families(found):
+        if len(family.classes) >= ranks:
+            continue
+        outer = [(len(found.classes[node]), node[0]) for node in family.nodes if roles.get(node) == {"outer"}]
+        inner = [len(found.classes[node]) for node in family.nodes if "inner" in roles.get(node, set())]
+        if outer and inner and len(family.nodes) <= 2 * len(outer) + len(inner) + 2:
+            largest = max(max(n for n, _ in outer), max(inner))
+            names += [name for n, name in outer if n < largest]
+    return names
+
+
+def matching(names: list[str], patterns: tuple[str, ...]) -> set[str]:
+    """Parameters that a pattern names, by their path or their module's."""
+    return {
+        name
+        for name in names
+        for pattern in patterns
+        if fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name.rpartition(".")[0], pattern)
+    }

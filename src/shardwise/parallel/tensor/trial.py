@@ -1,0 +1,156 @@
+"""One forward on tensors without values, from which the cuts are derived."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
+
+from shardwise.comm import Axis
+from shardwise.parallel.tensor.apply import TensorParallel, see_parts
+from shardwise.parallel.tensor.derive import Derived, derive, matching, starved
+from shardwise.part import Uncut
+from shardwise.trace.axes import Axes, Found
+from shardwise.trace.deferred import Built, named_tensors
+from shardwise.trace.state import ModuleState
+
+Run = Callable[[nn.Module, Any], Any]  # (module, batch) -> loss, as the engine computes it
+
+
+DtypeOf = Callable[[torch.Tensor], torch.dtype]
+Make = Callable[[str, torch.Tensor], torch.Tensor]  # (name, tensor) -> what stands in for it
+
+
+@contextmanager
+def standing_in(module: nn.Module, make: Make) -> Iterator[dict[str, torch.Tensor]]:
+    """The module's tensors replaced for a while; yields the parameters by name."""
+    names = {id(tensor): name for name, tensor in named_tensors(module)}
+    made: dict[int, torch.Tensor] = {}
+    kept: list[tuple[dict, str, Any]] = []
+
+    def other(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in made:
+            value = make(names[id(tensor)], tensor)
+            made[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+        return made[id(tensor)]
+
+    for child in module.modules():
+        plain = {k: v for k, v in vars(child).items() if isinstance(v, torch.Tensor)}
+        for table in (child._parameters, child._buffers, plain):
+            for leaf, tensor in list(table.items()):
+                if tensor is not None:
+                    home = child.__dict__ if table is plain else table
+                    kept.append((home, leaf, tensor))
+                    home[leaf] = other(tensor)
+    try:
+        yield dict(module.named_parameters())
+    finally:
+        for home, leaf, tensor in kept:
+            home[leaf] = tensor
+
+
+class Stage:
+    """The module on tensors without values; where its forward reads values (routed experts), on real ones."""
+
+    def __init__(self, built: Built, batch: Any, run: Run, dtype_of: DtypeOf):
+        self.built, self.batch, self.run, self.dtype_of = built, batch, run, dtype_of
+        self.fake: FakeTensorMode | None = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def make(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """What stands in for a parameter or buffer."""
+        if self.fake is None:
+            return self.built.value(name).to(self.dtype_of(tensor), copy=True)
+        with self.fake:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=self.dtype_of(tensor), device="cpu")
+
+    @contextmanager
+    def playing(self, make: Make) -> Iterator[tuple[dict[str, torch.Tensor], Any]]:
+        """The module with other tensors, in training mode; yields its parameters and the batch."""
+        module = self.built.module
+        state = ModuleState(module)
+        training = {child: child.training for child in module.modules()}
+        module.train()
+        batch = self.batch if self.fake is None else tree_map_only(torch.Tensor, self.fake.from_tensor, self.batch)
+        try:
+            with standing_in(module, make) as named, torch.random.fork_rng(devices=[]), self.fake or nullcontext():
+                yield named, batch
+        finally:
+            for child, was in training.items():
+                child.training = was
+            state.restore()
+
+    def follow(self, whole: set[str]) -> Found:
+        """Follow labels through one forward and loss."""
+        try:
+            return self._follow(whole)
+        except Exception:  # whatever the module does that tensors without values cannot: real ones decide
+            if self.fake is None:
+                raise
+            self.fake = None
+            return self._follow(whole)
+
+    def _follow(self, whole: set[str]) -> Found:
+        with self.playing(self.make) as (named, batch):
+            axes = Axes(named, whole)
+            with axes.watching(self.built.module):
+                self.run(self.built.module, batch)
+            return axes.found()
+
+    def rehearse(self, derived: Derived, ranks: int) -> Uncut | None:
+        """Forward and backward with shares and parts, nothing sent: the first operation that cannot be done."""
+        axis = Axis("tp", ranks, 0, None, tuple(range(ranks)), rehearsal=True)
+        tensor = TensorParallel(derived, axis)
+        with self.playing(lambda name, whole: tensor.share(name, self.make(name, whole)).contiguous()) as (_, batch):
+            undo = see_parts(self.built.module, tensor)
+            try:
+                self.run(self.built.module, batch).total.backward()
+            except Uncut as error:
+                return error
+            finally:
+                undo()
+        return None
+
+
+def find_cuts(
+    built: Built, batch: Any, run: Run, ranks: int, keep: tuple[str, ...] = (), *, dtype_of: DtypeOf
+) -> Derived:  # fmt: skip
+    """Derive the cuts over `ranks`; parameters that match a pattern of `keep` stay whole."""
+    elements = {name: param.numel() for name, param in built.module.named_parameters()}
+    stage = Stage(built, batch, run, dtype_of)
+    asked = matching(list(elements), keep)
+    found = stage.follow(asked)
+    best, best_found, frozen = derive(found, elements, ranks), found, set[str]()
+    for _ in range(4):  # weights that starve their family stay whole, as long as that lets more be cut
+        more = set(starved(found, ranks)) - frozen
+        if not more:
+            break
+        frozen |= more
+        found = stage.follow(asked | frozen)
+        tried = derive(found, elements, ranks)
+        if sum(elements[n] for n in tried.cuts) > sum(elements[n] for n in best.cuts):
+            best, best_found, best.frozen = tried, found, set(frozen)
+    return _rehearsed(stage, best, best_found, elements, ranks)
+
+
+def _rehearsed(stage: Stage, derived: Derived, found: Found, elements: dict[str, int], ranks: int) -> Derived:
+    """Drop families until a rehearsal goes through."""
+    blocked: dict[str, str] = {}
+    frozen = derived.frozen
+    while derived.cuts:
+        stopped = stage.rehearse(derived, ranks)
+        if stopped is None:
+            break
+        families = {derived.cuts[name].family for name in stopped.origins if name in derived.cuts}
+        if not families:
+            raise stopped
+        blocked |= {name: str(stopped) for name, cut in derived.cuts.items() if cut.family in families}
+        derived = derive(found, elements, ranks, blocked)
+    for name in frozen:
+        derived.whole[name] = f"it has fewer groups of outputs than {ranks} ranks, and the others are cut without it"
+    derived.frozen = frozen
+    return derived

@@ -1,0 +1,7 @@
+"""Tensors of which each rank holds a share, and what every operation does on them."""
+
+from shardwise.part import attention, creation, loss, pointwise, products, reductions, views  # noqa: F401 - the rules
+from shardwise.part.cuts import Owners, Uncut
+from shardwise.part.tensor import Part, gather, to_part
+
+__all__ = ["Owners", "Part", "Uncut", "gather", "to_part"]

@@ -1,0 +1,102 @@
+"""Fused attention: heads are independent, so it is local where heads are cut."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardwise.part.cuts import Uncut, repeated
+from shardwise.part.tensor import Part, no_rule, parts_in, reduced, rule
+
+_FORWARD = (
+    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable", "_scaled_dot_product_attention_math",
+)  # fmt: skip
+
+
+class _Heads:
+    """Queries (B, H, S, D), keys and values (B, H / g, S, D): cut along heads (or samples), or whole beside cut queries.
+
+    Whole keys are those of more ranks than key heads: each rank picks the heads that its queries read.
+    """
+
+    def __init__(self, func: Any, args: tuple, names: dict[str, Any]):
+        query, self.key, self.value = names["query"], names["key"], names["value"]
+        parts = parts_in([query, self.key, self.value])
+        if not isinstance(query, Part) or query.dim_cut not in (0, 1):
+            raise Uncut(f"attention over cut positions ({no_rule(func, parts_in(args))})")
+        self.func, self.part, self.dim = func, query, query.dim_cut
+        self.each = query.shape[1] // self.key.shape[1] if self.dim == 1 else 1
+        for part in parts[1:]:
+            if part.dim_cut != self.dim or repeated(part.owners, self.each) is not query.owners:
+                raise Uncut(f"attention of queries and keys whose heads are cut differently ({no_rule(func, parts)})")
+        if isinstance(self.key, Part) != isinstance(self.value, Part):
+            raise Uncut(f"attention of cut keys and whole values ({no_rule(func, parts)})")
+
+    @property
+    def read(self) -> torch.Tensor:
+        """The key head that each of this rank's queries reads."""
+        mine = torch.from_numpy(self.part.owners.indices(self.part.axis.index)).to(self.part.device)
+        return mine // self.each
+
+    def local(self, tensor: Any) -> Any:
+        """The share of an input; masks that are the same for all heads stay."""
+        if isinstance(tensor, Part):
+            return tensor.local
+        if tensor is self.key or tensor is self.value:
+            if self.dim == 1:
+                return tensor.index_select(1, self.read)
+            return self.part.share(tensor, self.dim)
+        if (
+            isinstance(tensor, torch.Tensor)
+            and tensor.dim() >= 3
+            and tensor.shape[self.dim] == self.part.shape[self.dim]
+        ):
+            return self.part.share(tensor, self.dim)
+        return tensor
+
+    def output(self, local: Any) -> Any:
+        """A result that has heads, as a part."""
+        if not isinstance(local, torch.Tensor) or local.dim() < 3:
+            return local
+        return self.part.with_local(local, self.dim)
+
+    def gradient(self, of: torch.Tensor, local: Any) -> Any:
+        """The gradient of an input."""
+        if local is None:
+            return None
+        if isinstance(of, Part):
+            return of.with_local(local, self.dim)
+        if self.dim != 1:
+            return self.part.with_local(local, self.dim)
+        whole = local.new_zeros((local.shape[0], of.shape[1], *local.shape[2:]))
+        return reduced(whole.index_add_(1, self.read, local), self.part)
+
+
+def _names(func: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
+    return dict(zip([a.name for a in func._schema.arguments], args, strict=False)) | kwargs
+
+
+@rule(*_FORWARD)
+def forward(func: Any, args: tuple, kwargs: dict) -> tuple:
+    """Output and log-sum-exp are cut along heads; generator states are the same on all ranks."""
+    names = _names(func, args, kwargs)
+    if names.get("dropout_p"):
+        raise Uncut("dropout inside a fused attention kernel draws for a rank's heads alone")
+    heads = _Heads(func, args, names)
+    output = func(*map(heads.local, args), **{k: heads.local(v) for k, v in kwargs.items()})
+    return tuple(heads.output(each) for each in output)
+
+
+@rule(*(f"{name}_backward" for name in _FORWARD))
+def backward(func: Any, args: tuple, kwargs: dict) -> tuple:
+    """Gradients of queries, keys and values, cut along heads."""
+    heads = _Heads(func, args, _names(func, args, kwargs))
+    output = func(*map(heads.local, args), **{k: heads.local(v) for k, v in kwargs.items()})
+    inputs = (heads.part, heads.key, heads.value)
+    gradients = [heads.gradient(of, each) for of, each in zip(inputs, output, strict=False)]
+    if any(each is not None and each.numel() for each in output[3:]):
+        raise Uncut("a trained attention bias beside cut heads inside a fused kernel")
+    return (*gradients, *output[3:])

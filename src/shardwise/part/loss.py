@@ -1,0 +1,96 @@
+"""Losses over classes that are cut: the target's entry lies on one rank, and nobody gathers the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardwise.part.cuts import Uncut
+from shardwise.part.tensor import Part, no_rule, parts_in, reduced, rule
+
+
+def _place_of(part: Part, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(whether this rank holds the index, where among its own)."""
+    mine = torch.from_numpy(part.owners.indices(part.axis.index)).to(index.device)
+    if not len(mine):
+        return torch.zeros_like(index, dtype=torch.bool), torch.zeros_like(index)
+    place = torch.searchsorted(mine, index.contiguous()).clamp_(max=len(mine) - 1)
+    held = mine[place] == index
+    return held, torch.where(held, place, torch.zeros_like(place))
+
+
+@rule("nll_loss_forward", "nll_loss2d_forward")
+def nll_loss(func: Any, args: tuple, kwargs: dict) -> tuple[torch.Tensor, torch.Tensor]:
+    """Loss and total weight of x (N, C, ...) log-probabilities, cut along C or along N."""
+    x, target, weight, reduction, ignored = args
+    classes = 0 if x.dim() == 1 else 1
+    if isinstance(x, Part) and x.dim_cut != classes and not parts_in([target, weight]):
+        if reduction == 1:
+            raise Uncut("a mean over samples that lie on different ranks: return a sum and a weight")
+        value, total = func(x.local, x.share(target, 0), weight, reduction, ignored)
+        if reduction == 0:
+            return x.with_local(value), total
+        return reduced(value, x), reduced(total, x)
+    if not isinstance(x, Part) or parts_in([target, weight]):
+        raise Uncut(no_rule(func, parts_in(args)))
+    counts = target != ignored
+    held, place = _place_of(x, target)
+    row = x.local.gather(classes, place.unsqueeze(classes)).squeeze(classes) if x.local.shape[classes] else None
+    mine = torch.zeros(target.shape, dtype=x.dtype, device=x.device) if row is None else row * (held & counts)
+    each = weight[target.clamp(min=0)] if weight is not None else torch.ones_like(mine)
+    each = each * counts
+    losses = -reduced(mine, x) * each
+    total = each.sum()
+    if reduction == 0:
+        return losses, total.new_zeros(())
+    return (losses.sum() / total if reduction == 1 else losses.sum()), total
+
+
+@rule("nll_loss_backward", "nll_loss2d_backward")
+def nll_loss_backward(func: Any, args: tuple, kwargs: dict) -> Part:
+    """-weight of the target's class, at its place."""
+    gradient, x, target, weight, reduction, ignored, total = args
+    classes = 0 if x.dim() == 1 else 1
+    if isinstance(x, Part) and x.dim_cut != classes:
+        local = gradient.local if isinstance(gradient, Part) else gradient
+        if reduction == 0 and not isinstance(gradient, Part):
+            local = x.share(gradient, 0)
+        return x.with_local(func(local, x.local, x.share(target, 0), weight, reduction, ignored, total))
+    if not isinstance(x, Part) or isinstance(gradient, Part):
+        raise Uncut(no_rule(func, parts_in(args)))
+    held, place = _place_of(x, target)
+    held = held & (target != ignored)
+    each = (
+        weight[target.clamp(min=0)] if weight is not None else torch.ones(target.shape, dtype=x.dtype, device=x.device)
+    )
+    scale = -(gradient * each) / (total if reduction == 1 else 1)
+    dx = torch.zeros_like(x.local)
+    if dx.shape[classes]:
+        dx.scatter_(classes, place.unsqueeze(classes), (scale * held).to(dx.dtype).unsqueeze(classes))
+    return x.with_local(dx)
+
+
+@rule("embedding")
+def embedding(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
+    """Rows of w (V, H): cut by rows, a sum of which all but one rank add zero; cut by columns, local."""
+    weight, index = args[:2]
+    if not isinstance(weight, Part) or isinstance(index, Part):
+        raise Uncut(no_rule(func, parts_in(args)))
+    if weight.dim_cut == 1:
+        return weight.with_local(func(weight.local, index), index.dim())
+    held, place = _place_of(weight, index)
+    if not weight.local.shape[0]:
+        rows = weight.local.new_zeros((*index.shape, weight.shape[1]))
+    else:
+        rows = weight.local[place] * held.unsqueeze(-1)
+    return reduced(rows, weight)
+
+
+@rule("embedding_dense_backward")
+def embedding_dense_backward(func: Any, args: tuple, kwargs: dict) -> Part:
+    """The gradient of a table cut by columns (of one cut by rows: see `tensor._ToPart`)."""
+    gradient, index = args[:2]
+    if not isinstance(gradient, Part) or gradient.dim_cut != gradient.dim() - 1:
+        raise Uncut(no_rule(func, parts_in(args)))
+    return gradient.with_local(func(gradient.local, *args[1:], **kwargs), 1)

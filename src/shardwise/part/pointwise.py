@@ -1,0 +1,116 @@
+"""Operations that treat each element alike: local, once everybody's shares lie beside each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from shardwise.part.cuts import Owners, Uncut
+from shardwise.part.tensor import Part, gather, no_rule, parts_in, rule
+
+# elementwise by their definition, though ATen does not tag them so; `add` stands for every operation with the tag
+ELEMENTWISE = (
+    "add", "_to_copy", "to_copy", "copy_", "detach", "detach_", "alias", "fill_", "zero_", "masked_fill_", "lift_fresh",
+    "zeros_like", "ones_like", "full_like", "empty_like", "hardswish", "hardswish_backward", "softplus_backward",
+    "leaky_relu_backward", "hardtanh_backward", "hardsigmoid_backward", "elu_backward", "mish_backward",
+    "log_sigmoid_backward", "_prelu_kernel", "contiguous", "nan_to_num_", "relu_", "clamp_", "bernoulli_p",
+)  # fmt: skip
+
+
+class Agreement:
+    """Where and how all parts of an elementwise operation are cut, in the dims of its result."""
+
+    def __init__(self, func: Any, tensors: list[torch.Tensor]):
+        self.ndim = max(tensor.dim() for tensor in tensors)
+        parts = [tensor for tensor in tensors if isinstance(tensor, Part)]
+        firm = [part for part in parts if not part.soft] or parts
+        lead = max(firm, key=lambda part: part.dim())
+        self.lead, self.dim, self.owners = lead, self.place(lead), lead.owners
+        for part in firm:
+            if self.place(part) != self.dim or not part.beside(lead):
+                if all(p.soft for p in parts):
+                    continue
+                raise Uncut(f"{func} meets tensors that are cut differently: {no_rule(func, [part, lead])}")
+
+    def place(self, tensor: Part) -> int:
+        """The part's cut dim, counted in the result."""
+        return tensor.dim_cut + self.ndim - tensor.dim()
+
+    def local(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's share of one input."""
+        if isinstance(tensor, Part):
+            if self.place(tensor) == self.dim and tensor.beside(self.lead):
+                return tensor.local
+            tensor = gather(tensor)  # soft, or it would have been refused
+        place = self.dim - (self.ndim - tensor.dim())
+        if place < 0 or (tensor.shape[place] == 1 and self.owners.size != 1):
+            return tensor
+        return self.lead.share(tensor, place)
+
+
+@rule(*ELEMENTWISE)
+def pointwise(func: Any, args: tuple, kwargs: dict) -> Any:
+    """`func` on shares."""
+    tensors = [leaf for leaf in _tensors((args, kwargs))]
+    agreement = Agreement(func, tensors)
+    changed = args[0] if func._schema.is_mutable else None
+    if changed is not None:
+        _refuse_changing(func, changed, agreement)
+    args, kwargs = tree_map_only(torch.Tensor, agreement.local, (args, kwargs))
+    output = func(*args, **kwargs)
+    if changed is not None:
+        return changed
+    return tree_map_only(torch.Tensor, lambda t: agreement.lead.with_local(t, agreement.dim, agreement.owners), output)
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    from torch.utils._pytree import tree_flatten
+
+    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
+
+
+def _refuse_changing(func: Any, changed: Any, agreement: Agreement) -> None:
+    """An in-place operation can change a share, but not put shares into a whole tensor."""
+    fits = isinstance(changed, Part) and agreement.place(changed) == agreement.dim and changed.beside(agreement.lead)
+    if not fits:
+        raise Uncut(f"{func} writes a cut tensor into one that is not cut alike")
+
+
+@rule("native_dropout")
+def native_dropout(func: Any, args: tuple, kwargs: dict) -> Any:
+    """The mask of the whole tensor, of which this rank keeps its share."""
+    part = args[0]
+    scale, mask = func(torch.ones(part.shape, dtype=part.dtype, device=part.device), *args[1:], **kwargs)
+    scale, mask = part.share(scale, part.dim_cut), part.share(mask, part.dim_cut)
+    return part.with_local(part.local * scale), part.with_local(mask)
+
+
+@rule("bernoulli", "bernoulli_", "uniform_", "normal_", "rand_like", "randn_like", "exponential_", "random_")
+def random(func: Any, args: tuple, kwargs: dict) -> Any:
+    """Drawn for the whole tensor, alike on all ranks, of which this rank keeps its share."""
+    part = args[0]
+    if not isinstance(part, Part) or len(parts_in((args, kwargs))) > 1:
+        whole = tree_map_only(Part, gather, (args[1:], kwargs))
+        args, kwargs = (args[0], *whole[0]), whole[1]
+    if not isinstance(part, Part):
+        return func(*args, **kwargs)
+    reads = func._schema.name == "aten::bernoulli"
+    whole = gather(part) if reads else torch.empty(part.shape, dtype=part.dtype, device=part.device)
+    drawn = part.share(func(whole, *args[1:], **kwargs), part.dim_cut)
+    if func._schema.is_mutable:
+        part.local.copy_(drawn)
+        return part
+    return part.with_local(drawn.contiguous())
+
+
+@rule("_local_scalar_dense", "equal", "is_nonzero", "_is_all_true", "_is_any_true")
+def value(func: Any, args: tuple, kwargs: dict) -> Any:
+    """What Python reads is read from the whole tensor."""
+    return func(*tree_map_only(Part, gather, args), **kwargs)
+
+
+def owners_after(part: Part, dim: int) -> Owners | None:
+    """The part's owners where `dim` is the one that is cut."""
+    return part.owners if part.dim_cut == dim % part.dim() else None

@@ -1,0 +1,146 @@
+"""Matrix products and convolutions: local along outer dims, a sum over ranks along contracted ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardwise.part.cuts import Uncut, repeated
+from shardwise.part.tensor import Part, gather, no_rule, parts_in, reduced, rule
+
+
+def _product(func: Any, a: torch.Tensor, b: torch.Tensor, batch: int) -> torch.Tensor:
+    """a (..., m, k) @ b (..., k, n) with `batch` batch dims; the result plain where k is cut."""
+    if isinstance(a, Part) and isinstance(b, Part):
+        a, b = _settled(func, a, b, batch)
+    kind_a = a.dim_cut - batch if isinstance(a, Part) else None  # 0 m, 1 k, negative batch
+    kind_b = b.dim_cut - batch if isinstance(b, Part) else None  # 0 k, 1 n
+    lead = a if isinstance(a, Part) else b
+    if not isinstance(lead, Part):
+        return func(a, b)
+    if (kind_a is not None and kind_a < 0) or (kind_b is not None and kind_b < 0):
+        dim = lead.dim_cut
+        return lead.with_local(func(_share(a, lead, dim), _share(b, lead, dim)), dim)
+    if kind_a == 1 or kind_b == 0:
+        return reduced(func(_share(a, lead, batch + 1), _share(b, lead, batch)), lead)
+    if kind_a == 0:
+        return a.with_local(func(a.local, b), batch)
+    return b.with_local(func(a, b.local), batch + 1)
+
+
+def _share(tensor: torch.Tensor, lead: Part, dim: int) -> torch.Tensor:
+    return tensor.local if isinstance(tensor, Part) else lead.share(tensor, dim)
+
+
+def _settled(func: Any, a: Part, b: Part, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two parts as they can be multiplied: a soft one that is in the way is gathered."""
+    same_batch = a.dim_cut == b.dim_cut < batch
+    contracted = a.dim_cut == batch + 1 and b.dim_cut == batch
+    if (same_batch or contracted) and a.beside(b):
+        return a, b
+    if a.soft:
+        return gather(a), b
+    if b.soft:
+        return a, gather(b)
+    raise Uncut(f"a product of tensors cut along different dims ({no_rule(func, [a, b])})")
+
+
+@rule("mm")
+def mm(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
+    """(m, k) @ (k, n)."""
+    return _product(func, *args, batch=0)
+
+
+@rule("bmm")
+def bmm(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
+    """(b, m, k) @ (b, k, n)."""
+    return _product(func, *args, batch=1)
+
+
+@rule("mv", "dot")
+def vectors(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
+    """Products with vectors, as matrices of one column."""
+    a, b = args
+    if func._schema.name == "aten::dot":
+        return torch.mm(a.unsqueeze(0), b.unsqueeze(1)).view(())
+    return torch.mm(a, b.unsqueeze(1)).squeeze(1)
+
+
+@rule("addmm", "baddbmm", "addmm_", "baddbmm_", "addbmm")
+def addmm(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
+    """beta * c + alpha * a @ b; a bias is added after the sum over ranks, once."""
+    if func._schema.is_mutable or func._schema.name == "aten::addbmm":
+        raise Uncut(no_rule(func, parts_in(args)))
+    c, a, b = args[:3]
+    product = torch.mm(a, b) if a.dim() == 2 else torch.bmm(a, b)
+    alpha, beta = kwargs.get("alpha", 1), kwargs.get("beta", 1)
+    if alpha != 1:
+        product = product * alpha
+    if beta == 0:
+        return product
+    return product + (c if beta == 1 else c * beta)
+
+
+@rule("linear")
+def linear(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
+    """Reached only where a mode keeps it whole."""
+    x, weight, bias = (*args, *([None] * (3 - len(args))))
+    out = torch.matmul(x, weight.t())
+    return out if bias is None else out + bias
+
+
+@rule("convolution")
+def convolution(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
+    """x (N, C, ...), w (O, C/g, ...): cut by output channels, by input channels, or by both where groups are."""
+    x, w, b, stride, padding, dilation, transposed, output_padding, g = args
+    rest = (stride, padding, dilation, transposed, output_padding)
+    _refuse_transposed(func, args)
+    x_cut = x.dim_cut if isinstance(x, Part) else None
+    w_cut = w.dim_cut if isinstance(w, Part) else None
+    if x_cut == 0 and w_cut is None:
+        return x.with_local(func(x.local, w, b, *rest, g), 0)
+    if g == 1 and x_cut is None and w_cut == 0:
+        bias = b.local if isinstance(b, Part) else None if b is None else w.share(b, 0)
+        return w.with_local(func(x, w.local, bias, *rest, 1), 1)
+    if g == 1 and w_cut in (1, None) and x_cut in (1, None) and (w_cut is None or x_cut is None or x.beside(w)):
+        lead = w if isinstance(w, Part) else x
+        total = reduced(func(_share(x, lead, 1), _share(w, lead, 1), None, *rest, 1), lead)
+        return total if b is None else total + b.view(-1, *([1] * (total.dim() - 2)))
+    if g > 1 and x_cut == 1 and w_cut == 0 and x.shape[1] == g and w.owners is repeated(x.owners, w.shape[0] // g):
+        bias = b.local if isinstance(b, Part) else None if b is None else w.share(b, 0)
+        return w.with_local(func(x.local, w.local, bias, *rest, x.local.shape[1]), 1)
+    raise Uncut(no_rule(func, parts_in(args)))
+
+
+@rule("convolution_backward")
+def convolution_backward(func: Any, args: tuple, kwargs: dict) -> tuple:
+    """Gradients of the three kinds of cut above."""
+    dy, x, w, bias_sizes, stride, padding, dilation, transposed, output_padding, g, mask = args
+    rest = (stride, padding, dilation, transposed, output_padding)
+    lead = parts_in([w]) or parts_in([x]) or parts_in([dy])
+    part = lead[0]
+    w_cut = w.dim_cut if isinstance(w, Part) else None
+    if w_cut == 0 and g == 1:  # by output channels: dx is a sum over ranks
+        local = None if bias_sizes is None else [w.local.shape[0]]
+        dx, dw, db = func(_share(dy, w, 1), x, w.local, local, *rest, 1, mask)
+        dx = reduced(dx, w) if dx is not None and mask[0] else None
+        return dx, *(None if each is None else w.with_local(each, 0) for each in (dw, db))
+    if w_cut == 0:  # depthwise
+        local = None if bias_sizes is None else [w.local.shape[0]]
+        dx, dw, db = func(_share(dy, w, 1), x.local, w.local, local, *rest, x.local.shape[1], mask)
+        dx = x.with_local(dx, 1) if mask[0] else None
+        return dx, *(None if each is None else w.with_local(each, 0) for each in (dw, db))
+    if g == 1 and not isinstance(dy, Part) and (w_cut == 1 or (isinstance(x, Part) and x.dim_cut == 1)):
+        dx, dw, db = func(dy, _share(x, part, 1), _share(w, part, 1), bias_sizes, *rest, 1, mask)
+        return *(part.with_local(e, 1) if m else None for e, m in zip((dx, dw), mask, strict=False)), db
+    if isinstance(dy, Part) and dy.dim_cut == 0:  # by samples
+        dx, dw, db = func(dy.local, _share(x, dy, 0), w, bias_sizes, *rest, g, mask)
+        dx = dy.with_local(dx, 0) if mask[0] else None
+        return dx, *(reduced(each, dy) if m else None for each, m in zip((dw, db), mask[1:], strict=True))
+    raise Uncut(no_rule(func, parts_in(args)))
+
+
+def _refuse_transposed(func: Any, args: tuple) -> None:
+    if args[6]:
+        raise Uncut(no_rule(func, parts_in(args)))

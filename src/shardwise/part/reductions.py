@@ -1,0 +1,197 @@
+"""Operations over whole dims: local along others, and over the cut dim a reduction of what each rank found."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardwise.part.cuts import Uncut
+from shardwise.part.tensor import Part, gather, no_rule, parts_in, reduced, rule
+
+
+def _dims(part: Part, dim: Any) -> set[int]:
+    if dim is None or (isinstance(dim, list | tuple) and not dim):
+        return set(range(part.dim()))
+    return {d % part.dim() for d in (dim if isinstance(dim, list | tuple) else [dim])}
+
+
+def _bound(func: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
+    names = [argument.name for argument in func._schema.arguments]
+    found = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
+    return found | dict(zip(names, args, strict=False)) | kwargs
+
+
+def _after(part: Part, local: Any, dims: set[int], keepdim: bool) -> Part:
+    """A result whose reduced dims are gone, or of size one."""
+    return part.with_local(local, part.dim_cut if keepdim else part.dim_cut - sum(d < part.dim_cut for d in dims))
+
+
+@rule("sum", "mean", "amax", "amin", "max", "min", "any", "all", "prod", "linalg_vector_norm", "norm", "logsumexp",
+      "argmax", "argmin", "var", "std", "var_mean", "std_mean", "count_nonzero", "median")  # fmt: skip
+def reduce(func: Any, args: tuple, kwargs: dict) -> Any:
+    """`op(x, dim, keepdim)`."""
+    part = args[0]
+    name = func._schema.name.partition("::")[2]
+    bound = _bound(func, args, kwargs)
+    if not isinstance(part, Part):
+        raise Uncut(no_rule(func, parts_in((args, kwargs))))
+    if isinstance(bound.get("dim"), torch.Tensor) or "other" in bound:
+        raise Uncut(no_rule(func, parts_in((args, kwargs))))
+    dims, keepdim = _dims(part, bound.get("dim")), bool(bound.get("keepdim", False))
+    if part.dim_cut not in dims:
+        output = func(part.local, *args[1:], **kwargs)
+        if isinstance(output, tuple):
+            return type(output)(_after(part, each, dims, keepdim) for each in output)
+        return _after(part, output, dims, keepdim)
+    combine = _COMBINE.get(name)
+    if combine is None:
+        return func(gather(part), *args[1:], **kwargs)
+    return combine(func, part, dims, keepdim, bound)
+
+
+def _sum(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> torch.Tensor:
+    return reduced(part.local.sum(sorted(dims), keepdim, dtype=bound.get("dtype")), part)
+
+
+def _mean(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> torch.Tensor:
+    count = 1
+    for d in dims:
+        count *= part.shape[d]
+    return reduced(part.local.sum(sorted(dims), keepdim, dtype=bound.get("dtype")) / count, part)
+
+
+def _extreme(op: str):
+    def run(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> Any:
+        if len(func._schema.returns) > 1 or not all(part.owners.counts):  # an index is asked for, or a rank has none
+            rest = {k: v for k, v in bound.items() if k in ("dim", "keepdim")}
+            rest = {k: v for k, v in rest.items() if v is not None and v != []}
+            return func(gather(part), **rest)
+        local = getattr(part.local, f"a{op}")(sorted(dims), keepdim)
+        return reduced(local, part, op)
+
+    return run
+
+
+def _all(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> torch.Tensor:
+    return _count(part, part.local == 0, dims, keepdim) == 0
+
+
+def _any(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> torch.Tensor:
+    return _count(part, part.local != 0, dims, keepdim) > 0
+
+
+def _count(part: Part, found: torch.Tensor, dims: set[int], keepdim: bool) -> torch.Tensor:
+    return reduced(found.sum(sorted(dims), keepdim), part)
+
+
+def _norm(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> torch.Tensor:
+    order = bound.get("ord", bound.get("p", 2))
+    if float(order) != 2.0:
+        raise Uncut(no_rule(func, [part]))
+    return reduced(part.local.square().sum(sorted(dims), keepdim, dtype=bound.get("dtype")), part).sqrt()
+
+
+_COMBINE = {
+    "sum": _sum, "mean": _mean, "amax": _extreme("max"), "amin": _extreme("min"), "max": _extreme("max"),
+    "min": _extreme("min"), "all": _all, "any": _any, "linalg_vector_norm": _norm, "norm": _norm,
+}  # fmt: skip
+
+
+@rule("_softmax", "_log_softmax", "_safe_softmax")
+def softmax(func: Any, args: tuple, kwargs: dict) -> Part:
+    """Along the cut dim: two small reductions, and nothing is gathered."""
+    part, dim = args[0], args[1] % args[0].dim()
+    if dim != part.dim_cut:
+        return part.with_local(func(part.local, *args[1:], **kwargs))
+    x = part.local.float() if len(args) > 2 and args[2] is True else part.local
+    logarithm = func._schema.name == "aten::_log_softmax"
+    top = x.amax(dim, True) if x.shape[dim] else x.new_full(_ones(x, dim), -torch.inf)
+    top = reduced(top, part, "max")
+    shifted = x - torch.where(top.isinf(), torch.zeros_like(top), top)
+    exponents = shifted.exp()
+    total = reduced(exponents.sum(dim, True), part)
+    if logarithm:
+        return part.with_local(shifted - total.log())
+    output = exponents / total
+    if func._schema.name == "aten::_safe_softmax":
+        output = output.masked_fill(total == 0, 0.0)
+    return part.with_local(output)
+
+
+def _ones(x: torch.Tensor, dim: int) -> list[int]:
+    return [1 if d == dim else n for d, n in enumerate(x.shape)]
+
+
+@rule("_softmax_backward_data", "_log_softmax_backward_data")
+def softmax_backward(func: Any, args: tuple, kwargs: dict) -> Part:
+    """dx = y (dy - sum y dy), or dy - exp(y) sum dy."""
+    gradient, output, dim = args[:3]
+    part = output if isinstance(output, Part) else gradient
+    dim %= part.dim()
+    dy = gradient.local if isinstance(gradient, Part) else part.share(gradient, part.dim_cut)
+    y = output.local if isinstance(output, Part) else part.share(output, part.dim_cut)
+    if isinstance(gradient, Part) and isinstance(output, Part) and not gradient.beside(output):
+        raise Uncut(no_rule(func, [gradient, output]))
+    if dim != part.dim_cut:
+        return part.with_local(func(dy, y, *args[2:], **kwargs))
+    if func._schema.name.endswith("_log_softmax_backward_data"):
+        total = reduced(dy.sum(dim, True), part)
+        dx = dy - y.exp() * total
+    else:
+        dx = y * (dy - reduced((dy * y).sum(dim, True), part))
+    return part.with_local(dx if len(args) < 4 else dx.to(args[3]))
+
+
+@rule("native_layer_norm", "_fused_rms_norm")
+def layer_norm(func: Any, args: tuple, kwargs: dict) -> tuple:
+    """Norms over last dims that are not cut."""
+    part, shape = args[0], args[1]
+    if not isinstance(part, Part) or parts_in(args[2:]) or part.dim_cut >= part.dim() - len(shape):
+        raise Uncut(f"a norm's statistics run over a cut dim ({no_rule(func, parts_in(args))})")
+    return tuple(part.with_local(each) for each in func(part.local, *args[1:], **kwargs))
+
+
+@rule("native_layer_norm_backward", "_fused_rms_norm_backward")
+def layer_norm_backward(func: Any, args: tuple, kwargs: dict) -> tuple:
+    """dx is cut like x; gradients of weight and bias are sums over ranks."""
+    part = parts_in(args[:2])[0]
+    local = [part.share(a, part.dim_cut) if isinstance(a, torch.Tensor) and not isinstance(a, Part) else a
+             for a in args[:2]]  # fmt: skip
+    args = tuple(a.local if isinstance(a, Part) else a for a in (*local, *args[2:]))
+    dx, *others = func(*args, **kwargs)
+    return (None if dx is None else part.with_local(dx), *(None if o is None else reduced(o, part) for o in others))
+
+
+@rule("native_group_norm")
+def group_norm(func: Any, args: tuple, kwargs: dict) -> tuple:
+    """Whole groups on each rank: x (N, C, ...) cut along C. The statistics (N, groups) are cut alike."""
+    x, w, b, n, channels, area, count, eps = args
+    groups = _group_owners(func, x, channels, count, args)
+    rank = x.axis.index
+    wl, bl = (None if t is None else t.local if isinstance(t, Part) else x.share(t, 0) for t in (w, b))
+    y, mean, rstd = func(x.local.contiguous(), wl, bl, n, x.owners.counts[rank], area, groups.counts[rank], eps)
+    return x.with_local(y), x.with_local(mean, 1, groups), x.with_local(rstd, 1, groups)
+
+
+def _group_owners(func: Any, x: Any, channels: int, count: int, args: tuple):
+    from shardwise.part.cuts import repeated
+
+    if isinstance(x, Part) and x.dim_cut == 1:
+        groups = x.owners.sliced(0, channels, channels // count)
+        if repeated(groups, channels // count) is x.owners and all(groups.counts):
+            return groups
+    raise Uncut(f"a group norm's groups lie across ranks ({no_rule(func, parts_in(args))})")
+
+
+@rule("native_group_norm_backward")
+def group_norm_backward(func: Any, args: tuple, kwargs: dict) -> tuple:
+    """Everything is cut along channels."""
+    dy, x, mean, rstd, w, n, channels, area, count, mask = args
+    groups = _group_owners(func, x, channels, count, args)
+    rank = x.axis.index
+    dy = dy.local if isinstance(dy, Part) else x.share(dy, 1)
+    wl = None if w is None else w.local if isinstance(w, Part) else x.share(w, 0)
+    dx, dw, db = func(dy.contiguous(), x.local.contiguous(), mean.local, rstd.local, wl, n, x.owners.counts[rank], area,
+                      groups.counts[rank], mask)  # fmt: skip
+    return tuple(None if each is None else x.with_local(each, d) for each, d in ((dx, 1), (dw, 0), (db, 0)))

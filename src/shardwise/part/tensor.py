@@ -1,0 +1,187 @@
+"""`Part`: a tensor of which this rank holds some indices of one dim.
+
+Its shape is the whole tensor's; its storage holds this rank's share. An operation on parts is answered by a rule that
+gives exactly what the whole tensors would: local where indices stay apart, with a collective where they meet. Since
+autograd runs above the rules, backward is made of the same operations and needs no bookkeeping of its own:
+
+    x (plain)  @ W' cut by columns      -> cut by columns              no communication
+    y (cut)    @ W' cut by rows         -> plain                       all-reduce
+    backward   dy (cut) @ W (cut)       -> dx plain                    all-reduce
+
+A plain tensor is the same on all ranks of the axis. What has no rule raises `Uncut`, naming the operation, on all
+ranks alike, since rules look at global metadata alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from shardwise.comm import Axis, all_gather, all_reduce
+from shardwise.part.cuts import Owners, Uncut
+
+Rule = Callable[[Any, tuple, dict], Any]
+RULES: dict[str, Rule] = {}  # name of an ATen operation -> how it is done on parts
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Register the function as the rule of these operations."""
+
+    def register(function: Rule) -> Rule:
+        for name in names:
+            RULES[name] = function
+        return function
+
+    return register
+
+
+class Part(torch.Tensor):
+    """This rank's share of a tensor: `local` along `dim`, whose indices `owners` deals over `axis`.
+
+    soft    gathering it is part of the plan (sequence parallelism), so an operation without a rule may
+    origin  the weight whose cut it goes back to
+    """
+
+    local: torch.Tensor
+    dim_cut: int
+    owners: Owners
+    axis: Axis
+    soft: bool
+    origin: str
+
+    observes_inside = True  # modes that count collectives look at what the rules do, not at the operation itself
+
+    @staticmethod
+    def __new__(
+        cls, local: torch.Tensor, dim: int, owners: Owners, axis: Axis, soft: bool = False, origin: str = ""
+    ) -> Part:
+        shape = list(local.shape)
+        shape[dim] = owners.size
+        part = torch.Tensor._make_wrapper_subclass(
+            cls, shape, strides=_strides(local, shape), dtype=local.dtype, device=local.device, requires_grad=False
+        )
+        part.local, part.dim_cut, part.owners, part.axis, part.soft = local, dim, owners, axis, soft
+        part.origin = origin
+        return part
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return (
+            f"Part(shape={tuple(self.shape)}, dim {self.dim_cut} over {self.axis.name}: {self.owners.counts}, "
+            f"dtype={self.dtype})"
+        )
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        try:
+            return _answer(func, args, kwargs or {})
+        except Uncut as error:
+            error.origins |= {part.origin for part in parts_in((args, kwargs)) if part.origin}
+            raise
+
+    def with_local(self, local: torch.Tensor, dim: int | None = None, owners: Owners | None = None) -> Part:
+        """Another tensor dealt alike."""
+        dim, owners = self.dim_cut if dim is None else dim, self.owners if owners is None else owners
+        return Part(local, dim, owners, self.axis, self.soft, self.origin)
+
+    def share(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
+        """The share of a plain tensor that lies beside this part, along `dim`."""
+        return self.owners.take(whole, dim, self.axis.index)
+
+    def beside(self, other: Part) -> bool:
+        """Whether the other's indices are dealt in the same way."""
+        return self.owners is other.owners and self.axis is other.axis
+
+
+def _answer(func: Any, args: tuple, kwargs: dict) -> Any:
+    found = RULES.get(func._schema.name.partition("::")[2])
+    if found is None and torch.Tag.pointwise in func.tags:
+        found = RULES["add"]
+    if found is not None:
+        return found(func, args, kwargs)
+    if all(part.soft for part in parts_in((args, kwargs))):
+        return func(*tree_map_only(Part, gather, args), **tree_map_only(Part, gather, kwargs))
+    raise Uncut(no_rule(func, parts_in((args, kwargs))))
+
+
+def _strides(local: torch.Tensor, shape: list[int]) -> list[int]:
+    """Strides of the whole tensor in the memory order of the share."""
+    strides, step = [0] * len(shape), 1
+    order = sorted(range(len(shape)), key=lambda d: (local.stride(d), -d))
+    for d in order:
+        if local.stride(d) or local.shape[d] <= 1:
+            strides[d] = step
+            step *= max(shape[d], 1)
+    return strides
+
+
+def parts_in(tree: Any) -> list[Part]:
+    """All parts in a pytree."""
+    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Part)]
+
+
+def no_rule(func: Any, parts: list[Part]) -> str:
+    """The message for an operation that cannot be done on parts."""
+    first = parts[0]
+    shapes = ", ".join(f"{tuple(p.shape)} cut along dim {p.dim_cut}" for p in parts)
+    return f"{func} is not known to be right on tensors cut over {first.axis.name} (here {shapes})"
+
+
+def gather(part: Part) -> torch.Tensor:
+    """The whole tensor, on every rank. Collective."""
+    dim, owners, axis = part.dim_cut, part.owners, part.axis
+    most = max(owners.counts)
+    front = part.local.movedim(dim, 0)
+    padded = front.new_zeros((most, *front.shape[1:]))
+    padded[: front.shape[0]] = front
+    kind = padded.dtype
+    flat = padded.view(torch.uint8) if kind is torch.bool else padded
+    table = flat.new_empty((axis.size * most, *front.shape[1:]))
+    all_gather(table.view(-1), flat.view(-1), axis, tag_of(part))
+    table = table.view(kind) if kind is torch.bool else table
+    if any(count != most for count in owners.counts):
+        table = torch.cat([table[r * most : r * most + n] for r, n in enumerate(owners.counts)])
+    if owners.order is not None:
+        table = table.index_select(0, owners.order.to(table.device))
+    return table.movedim(0, dim).contiguous()
+
+
+def reduced(local: torch.Tensor, part: Part, op: str = "sum") -> torch.Tensor:
+    """The sum (max, min) over the ranks of what each has; plain. Collective."""
+    total = local.clone(memory_format=torch.contiguous_format)
+    all_reduce(total, part.axis, tag_of(part), op=op)
+    return total
+
+
+def tag_of(part: Part) -> str:
+    """How the ledger names the part's collectives."""
+    return "sequence" if part.soft else "activations"
+
+
+class _ToPart(torch.autograd.Function):
+    """A plain tensor that is this rank's share, as a part. Backward takes the share of the gradient."""
+
+    @staticmethod
+    def forward(ctx, local: torch.Tensor, dim: int, owners: Owners, axis: Axis, origin: str) -> Part:
+        ctx.cut = dim, owners, axis
+        return Part(local.detach(), dim, owners, axis, origin=origin)
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor):
+        dim, owners, axis = ctx.cut
+        if not isinstance(gradient, Part):
+            return owners.take(gradient, dim, axis.index), None, None, None, None
+        if gradient.dim_cut != dim or gradient.owners is not owners:
+            return owners.take(gather(gradient), dim, axis.index), None, None, None, None
+        return gradient.local, None, None, None, None
+
+
+def to_part(local: torch.Tensor, dim: int, owners: Owners, axis: Axis, origin: str = "") -> Part:
+    """Differentiable: this rank's share (a parameter) as a part of the whole."""
+    if not local.requires_grad or not torch.is_grad_enabled():
+        return Part(local.detach(), dim, owners, axis, origin=origin)
+    return _ToPart.apply(local, dim, owners, axis, origin)

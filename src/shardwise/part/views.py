@@ -1,0 +1,272 @@
+"""Operations that rearrange: the owners of the cut dim are rearranged alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardwise.part.cuts import Owners, Uncut, joined, regrouped
+from shardwise.part.tensor import Part, gather, no_rule, parts_in, rule
+
+# (owners after a slice, slice) -> owners before it, for the backward of slices
+_BEFORE: dict[tuple, Owners] = {}
+
+
+@rule("view", "_unsafe_view", "reshape", "_reshape_alias", "view_copy", "_reshape_copy")
+def view(func: Any, args: tuple, kwargs: dict) -> Part:
+    """`view(x, shape)`."""
+    part, shape = args[0], list(args[1])
+    if not isinstance(shape[0] if shape else 0, int):
+        return part.with_local(func(part.local, args[1]))  # view(dtype)
+    if -1 in shape:
+        known = 1
+        for size in shape:
+            known *= size if size != -1 else 1
+        shape[shape.index(-1)] = part.numel() // max(known, 1)
+    try:
+        dim, owners = regrouped(tuple(part.shape), part.dim_cut, part.owners, tuple(shape))
+    except Uncut:
+        if not part.soft:
+            raise
+        return gather(part).reshape(shape)
+    local = list(shape)
+    local[dim] = owners.counts[part.axis.index]
+    return part.with_local(part.local.reshape(local), dim, owners)
+
+
+@rule("transpose", "transpose_")
+def transpose(func: Any, args: tuple, kwargs: dict) -> Part:
+    """`transpose(x, a, b)`."""
+    part = args[0]
+    a, b = (d % part.dim() for d in args[1:3])
+    swapped = {a: b, b: a}
+    return part.with_local(part.local.transpose(a, b), swapped.get(part.dim_cut, part.dim_cut))
+
+
+@rule("t", "numpy_T")
+def t(func: Any, args: tuple, kwargs: dict) -> Part:
+    """A matrix's transpose."""
+    part = args[0]
+    return part if part.dim() < 2 else part.with_local(part.local.t(), 1 - part.dim_cut)
+
+
+@rule("permute")
+def permute(func: Any, args: tuple, kwargs: dict) -> Part:
+    """`permute(x, dims)`."""
+    part = args[0]
+    dims = [d % part.dim() for d in args[1]]
+    return part.with_local(part.local.permute(dims), dims.index(part.dim_cut))
+
+
+@rule("unsqueeze", "unsqueeze_")
+def unsqueeze(func: Any, args: tuple, kwargs: dict) -> Part:
+    """`unsqueeze(x, dim)`."""
+    part = args[0]
+    dim = args[1] % (part.dim() + 1)
+    return part.with_local(part.local.unsqueeze(dim), part.dim_cut + (dim <= part.dim_cut))
+
+
+@rule("squeeze")
+def squeeze(func: Any, args: tuple, kwargs: dict) -> Part:
+    """`squeeze(x)`, `squeeze(x, dim)`, `squeeze(x, dims)`: by the whole tensor's sizes."""
+    part = args[0]
+    asked = range(part.dim()) if len(args) < 2 else [args[1]] if isinstance(args[1], int) else args[1]
+    gone = sorted({d % part.dim() for d in asked if part.shape[d] == 1}, reverse=True)
+    if part.dim_cut in gone:
+        raise Uncut(no_rule(func, [part]))
+    local = part.local
+    for d in gone:
+        local = local.squeeze(d)
+    return part.with_local(local, part.dim_cut - sum(d < part.dim_cut for d in gone))
+
+
+@rule("expand", "expand_copy")
+def expand(func: Any, args: tuple, kwargs: dict) -> Part:
+    """`expand(x, sizes)`: a dim of one index is repeated, a cut one stays."""
+    part, sizes = args[0], list(args[1])
+    dim = part.dim_cut + len(sizes) - part.dim()
+    if sizes[dim] not in (-1, part.owners.size):
+        raise Uncut(no_rule(func, [part]))
+    sizes[dim] = -1
+    return part.with_local(part.local.expand(sizes), dim)
+
+
+@rule("repeat")
+def repeat(func: Any, args: tuple, kwargs: dict) -> Part:
+    """`repeat(x, times)` where the cut dim is not repeated."""
+    part, times = args[0], list(args[1])
+    dim = part.dim_cut + len(times) - part.dim()
+    owners = joined((part.owners,) * times[dim])
+    return part.with_local(part.local.repeat(times), dim, owners)
+
+
+@rule("slice")
+def slice_(func: Any, args: tuple, kwargs: dict) -> Part:
+    """`slice(x, dim, start, end, step)`."""
+    part, dim, start, end, step = _slice_arguments(*args, **kwargs)
+    if dim != part.dim_cut:
+        return part.with_local(torch.ops.aten.slice.Tensor(part.local, dim, start, end, step))
+    start, end, step = slice(start, end, step).indices(part.shape[dim])
+    owners = part.owners.sliced(start, end, step)
+    _BEFORE[owners, part.shape[dim], start, end, step] = part.owners
+    return part.with_local(_kept(part, dim, start, end, step), dim, owners)
+
+
+def _slice_arguments(part: Part, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1):
+    dim %= part.dim()
+    return part, dim, 0 if start is None else start, part.shape[dim] if end is None else end, step
+
+
+def _kept(part: Part, dim: int, start: int, end: int, step: int) -> torch.Tensor:
+    places = part.owners.local_slice(part.axis.index, start, end, step)
+    if not places:
+        return part.local.narrow(dim, 0, 0)
+    if places[-1] - places[0] + 1 == len(places):
+        return part.local.narrow(dim, places[0], len(places))
+    return part.local.index_select(dim, torch.tensor(places, device=part.device))
+
+
+@rule("slice_backward")
+def slice_backward(func: Any, args: tuple, kwargs: dict) -> Part:
+    """The gradient of a slice, zero elsewhere."""
+    part, sizes, dim, start, end, step = args
+    dim %= len(sizes)
+    local_sizes = list(sizes)
+    if dim != part.dim_cut:
+        local_sizes[part.dim_cut] = part.local.shape[part.dim_cut]
+        return part.with_local(func(part.local, local_sizes, dim, start, end, step))
+    start, end, step = slice(start, end, step).indices(sizes[dim])
+    owners = _BEFORE.get((part.owners, sizes[dim], start, end, step))
+    if owners is None:
+        raise Uncut(no_rule(func, [part]))
+    rank = part.axis.index
+    local_sizes[dim] = owners.counts[rank]
+    places = torch.tensor(owners.local_slice(rank, start, end, step), dtype=torch.int64, device=part.device)
+    whole = part.local.new_zeros(local_sizes).index_copy_(dim, places, part.local)
+    return part.with_local(whole, dim, owners)
+
+
+@rule("select")
+def select(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
+    """`select(x, dim, index)` along a dim that is not cut."""
+    part, dim, index = args
+    dim %= part.dim()
+    if dim == part.dim_cut:
+        if part.soft:
+            return gather(part).select(dim, index)
+        raise Uncut(f"one index is taken out of a dim whose indices lie on different ranks ({no_rule(func, [part])})")
+    return part.with_local(part.local.select(dim, index), part.dim_cut - (dim < part.dim_cut))
+
+
+@rule("select_backward")
+def select_backward(func: Any, args: tuple, kwargs: dict) -> Part:
+    """The gradient of a select, zero elsewhere."""
+    part, sizes, dim, index = args
+    dim %= len(sizes)
+    cut = part.dim_cut + (dim <= part.dim_cut)
+    sizes = list(sizes)
+    sizes[cut] = part.local.shape[part.dim_cut]
+    return part.with_local(func(part.local, sizes, dim, index), cut)
+
+
+@rule("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", "split_copy")
+def split(func: Any, args: tuple, kwargs: dict) -> list[Part]:
+    """Pieces along a dim."""
+    part, size = args[0], args[1]
+    dim = (args[2] if len(args) > 2 else kwargs.get("dim", 0)) % part.dim()
+    n = part.shape[dim]
+    sizes = [min(size, n - low) for low in range(0, n, size)] if isinstance(size, int) else list(size)
+    pieces, low = [], 0
+    for each in sizes:
+        pieces.append(slice_(None, (part, dim, low, low + each, 1), {}))
+        low += each
+    return pieces
+
+
+@rule("unbind")
+def unbind(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
+    """Every index of a dim that is not cut."""
+    part = args[0]
+    dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % part.dim()
+    return [select(func, (part, dim, index), {}) for index in range(part.shape[dim])]
+
+
+@rule("cat", "stack")
+def cat(func: Any, args: tuple, kwargs: dict) -> Part:
+    """Side by side, along the cut dim or another."""
+    tensors = [t for t in args[0] if not (t.dim() == 1 and t.numel() == 0)]
+    dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+    if func._schema.name == "aten::stack":
+        tensors = [t.unsqueeze(dim) for t in tensors]
+    dim %= tensors[0].dim()
+    parts = parts_in(tensors)
+    lead = parts[0]
+    if lead.dim_cut != dim:
+        if any(p.dim_cut != lead.dim_cut or not p.beside(lead) for p in parts):
+            raise Uncut(f"tensors that are cut differently are put together ({no_rule(func, parts)})")
+        local = [t.local if isinstance(t, Part) else lead.share(t, lead.dim_cut) for t in tensors]
+        return lead.with_local(torch.cat(local, dim))
+    if len(parts) != len(tensors) or any(p.dim_cut != dim for p in parts):
+        if all(p.soft for p in parts):
+            return torch.cat([gather(t) if isinstance(t, Part) else t for t in tensors], dim)
+        if all(p.dim_cut == dim for p in parts) and _like_its_neighbour(tensors, lead, dim):
+            tensors = [t if isinstance(t, Part) else lead.with_local(lead.share(t, dim)) for t in tensors]
+        else:
+            raise Uncut(f"cut and whole tensors are put together along the cut dim ({no_rule(func, parts)})")
+    return lead.with_local(torch.cat([p.local for p in tensors], dim), dim, joined(tuple(p.owners for p in tensors)))
+
+
+def _like_its_neighbour(tensors: list[torch.Tensor], lead: Part, dim: int) -> bool:
+    """Undefined gradients of a split arrive as whole zeros: they are dealt as their neighbours are."""
+    return all(isinstance(t, Part) or t.shape[dim] == lead.shape[dim] for t in tensors)
+
+
+@rule("flip", "roll", "cumsum", "cumprod", "tril", "triu", "constant_pad_nd", "index_select", "topk", "sort", "argsort",
+      "gather", "unfold", "diagonal", "cummax", "logcumsumexp", "_weight_norm_interface")  # fmt: skip
+def along(func: Any, args: tuple, kwargs: dict) -> Any:
+    """Operations along dims that are not cut, whose result has the same dims."""
+    part = args[0]
+    touched = _touched(func, part, args, kwargs)
+    if not isinstance(part, Part) or part.dim_cut in touched:
+        raise Uncut(no_rule(func, parts_in((args, kwargs))))
+    if func._schema.name == "aten::gather":
+        index = args[2].local if isinstance(args[2], Part) else part.share(args[2], part.dim_cut)
+        return part.with_local(func(part.local, args[1], index))
+    output = func(part.local, *args[1:], **kwargs)
+    if isinstance(output, tuple):
+        return tuple(part.with_local(each) for each in output)
+    return part.with_local(output)
+
+
+def _touched(func: Any, part: Any, args: tuple, kwargs: dict) -> set[int]:
+    n = part.dim() if isinstance(part, torch.Tensor) else 0
+    name = func._schema.name.partition("::")[2]
+    if name in ("tril", "triu"):
+        return {n - 1, n - 2}
+    if name == "constant_pad_nd":
+        return {n - 1 - place // 2 for place, width in enumerate(args[1]) if width}
+    if name in ("topk", "sort", "argsort"):
+        given = args[2] if len(args) > 2 and name == "topk" else args[1] if len(args) > 1 else kwargs.get("dim", -1)
+        return {int(given) % n}
+    if name == "roll":
+        dims = args[2] if len(args) > 2 else kwargs.get("dims", ())
+        return {d % n for d in dims} if dims else set(range(n))
+    if name in ("flip", "cumsum", "cumprod", "index_select", "gather", "cummax", "logcumsumexp"):
+        dims = args[1]
+        return {d % n for d in ([dims] if isinstance(dims, int) else dims)}
+    return set(range(n))
+
+
+@rule("index")
+def index(func: Any, args: tuple, kwargs: dict) -> Part:
+    """`x[i, j, ...]` by plain indices along dims that are not cut, where the cut dim keeps its place after them."""
+    part, indices = args[0], list(args[1])
+    used = [d for d, i in enumerate(indices) if i is not None]
+    whole = isinstance(part, Part) and not parts_in(indices) and part.dim_cut not in used
+    contiguous = used == list(range(used[0], used[-1] + 1)) if used else False
+    if not whole or not contiguous or any(indices[d].dtype is torch.bool for d in used):
+        raise Uncut(no_rule(func, parts_in((args, kwargs))))
+    added = torch.broadcast_shapes(*(indices[d].shape for d in used))
+    dim = part.dim_cut if part.dim_cut < used[0] else part.dim_cut - len(used) + len(added)
+    return part.with_local(func(part.local, indices), dim)

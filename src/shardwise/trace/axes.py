@@ -1,0 +1,215 @@
+"""Which indices of a module's weights must lie together, derived from one forward. No names, no shapes by heart.
+
+Every index of every weight's dims gets a label. One forward runs on tensors without values while each operation says
+which labels meet: elementwise operations unite them one by one, a contraction unites an activation's labels with those
+of the weight's input dim and gives fresh ones (of its output dim), reductions and norms unite all that they run over,
+and what is not known unites them with label 0, *whole*. Views rearrange the label array as they rearrange the tensor.
+
+    q = Wq x   labels q0..q7 -> view(heads=4, 2) . scores = q k^T unites q0 q1 k0 k1, q2 q3 k2 k3, ...
+    Wo takes them as its input dim         -> four classes, each {2 rows of Wq, 2 of Wk, 2 of Wv, 2 columns of Wo}
+
+Classes that touch no *whole* label can be dealt over ranks: by heads, grouped or fused, and by the width of an MLP,
+in whatever order the weights hold them. Method: union-find over the equalities; the idea of following dims through a
+trace is that of GSPMD (Xu et al. 2021, section 3) turned around, from constraints to cuts.
+
+What this does not do: follow labels through views of written tensors, or data-dependent indexing (they become whole).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+WHOLE = 0
+
+
+@dataclass(frozen=True)
+class Use:
+    """One contraction (or look-up) of a parameter: along `inner`, giving `outer`."""
+
+    name: str
+    kind: str  # "product" | "rows" (an embedding) | "channels"
+    inner: int
+    outer: int
+    module: str
+    output_shape: tuple[int, ...]
+
+
+@dataclass
+class Found:
+    """What a forward showed: class of each index of each parameter's dims, 0 where it must be whole."""
+
+    classes: dict[tuple[str, int], np.ndarray]
+    uses: list[Use] = field(default_factory=list)
+    whole_because: dict[str, str] = field(default_factory=dict)  # parameter -> the operation that keeps it whole
+
+
+class Axes(TorchDispatchMode):
+    """Follows labels through the operations of a forward. `in_loss` is set once the model has returned."""
+
+    def __init__(self, named: dict[str, torch.Tensor], whole: set[str] = frozenset()):
+        super().__init__()
+        self.count = 1
+        self.edges: list[tuple[np.ndarray, np.ndarray]] = []
+        self.seeds: dict[tuple[str, int], np.ndarray] = {}
+        self.uses: list[Use] = []
+        self.because: dict[int, str] = {}  # label -> the operation that united it with WHOLE
+        self.in_loss = False
+        self.modules: list[str] = []
+        self.frozen = whole
+        for name, tensor in named.items():
+            tensor._axes_of = (name, tuple(range(tensor.dim())))  # type: ignore[attr-defined]
+            for dim, size in enumerate(tensor.shape):
+                self.seeds[name, dim] = np.arange(self.count, self.count + size)
+                self.count += size
+            if name in whole:
+                for dim in range(tensor.dim()):
+                    self.keep_whole(self.seeds[name, dim], "asked for")
+
+    # --- what rules use ---
+
+    def unite(self, a: np.ndarray, b: np.ndarray) -> None:
+        """Labels of the two arrays, broadcast, lie together."""
+        a, b = np.broadcast_arrays(a, b)
+        a, b = a.ravel(), b.ravel()
+        differ = a != b
+        if differ.any():
+            self.edges.append((a[differ], b[differ]))
+
+    def unite_along(self, labels: np.ndarray, dims: Any) -> np.ndarray:
+        """All labels along these dims lie together; returns them with size one there."""
+        for dim in dims:
+            first = np.take(labels, [0], axis=dim)
+            self.unite(first, labels)
+            labels = first
+        return labels
+
+    def keep_whole(self, labels: np.ndarray, reason: str) -> None:
+        """These must be on every rank."""
+        where = f" in '{self.modules[-1]}'" if self.modules and self.modules[-1] else ""
+        for label in np.unique(labels)[:1]:
+            self.because.setdefault(int(label), reason + where)
+        self.unite(np.array([WHOLE]), labels)
+
+    def labels(self, tensor: Any) -> np.ndarray | None:
+        """A tensor's labels; a parameter met outside a contraction has those of its one dim, or must be whole."""
+        if not isinstance(tensor, torch.Tensor):
+            return None
+        known = getattr(tensor, "_axis_labels", None)
+        if known is not None:
+            return known
+        param = param_of(tensor)
+        if param is None:
+            return None
+        name, dims = param
+        if name in self.frozen:
+            return None
+        long = [d for d, size in enumerate(tensor.shape) if size > 1]
+        if len(long) == 1 and dims[long[0]] is not None:
+            shape = [-1 if d == long[0] else 1 for d in range(tensor.dim())]
+            return self.seeds[name, dims[long[0]]].reshape(shape)
+        for dim in dims:
+            if dim is not None:
+                self.keep_whole(self.seeds[name, dim], "its weight is used outside a product")
+        return None
+
+    def chosen(self, labels: np.ndarray, dim: int) -> None:
+        """One index was taken out of `dim`; where only that dim has labels, the one would have to reach all ranks."""
+        if all(size == 1 for d, size in enumerate(labels.shape) if d != dim):
+            self.keep_whole(labels, "one of its indices is taken alone")
+
+    def give(self, tensor: Any, labels: np.ndarray | None) -> None:
+        """Set a result's labels."""
+        if isinstance(tensor, torch.Tensor) and labels is not None and labels.size > 1:
+            tensor._axis_labels = labels  # type: ignore[attr-defined]
+
+    # --- the mode ---
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        if func.namespace == "aten":
+            tensors = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
+            if any(hasattr(t, "_axis_labels") or hasattr(t, "_axes_of") for t in tensors):
+                self._follow(func, args, kwargs, tensors, output)
+        return output
+
+    def _follow(self, func: Any, args: tuple, kwargs: dict, tensors: list, output: Any) -> None:
+        from shardwise.trace.axis_rules import RULES, elementwise
+
+        name = func._schema.name.partition("::")[2]
+        rule: Callable | None = RULES.get(name)
+        if rule is None and torch.Tag.pointwise in func.tags:
+            rule = elementwise
+        if rule is None or not rule(self, func, args, kwargs, output):
+            for tensor in tensors:
+                labels = self.labels(tensor)
+                if labels is not None:
+                    self.keep_whole(labels, f"{name} does not keep indices apart")
+
+    @contextmanager
+    def watching(self, module: nn.Module) -> Iterator[None]:
+        """Active around a forward and a loss."""
+        handles = []
+        for path, child in module.named_modules():
+            handles.append(child.register_forward_pre_hook(lambda m, a, p=path: self.modules.append(p)))
+            handles.append(child.register_forward_hook(lambda m, a, o: self._leave(m is module), always_call=True))
+        try:
+            with torch.no_grad(), self:
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _leave(self, root: bool) -> None:
+        self.modules.pop()
+        if root:
+            self.in_loss = True
+
+    def found(self) -> Found:
+        """The classes, once the forward is over."""
+        root = components(self.count, self.edges)
+        classes = {key: np.where(root[labels] == root[WHOLE], 0, root[labels]) for key, labels in self.seeds.items()}
+        reasons: dict[str, str] = {}
+        by_root: dict[int, str] = {}
+        for label, reason in self.because.items():
+            by_root.setdefault(int(root[label]), reason)
+        for (name, _), labels in self.seeds.items():
+            for label in labels[:1]:
+                if root[label] == root[WHOLE]:
+                    own = self.because.get(int(label))
+                    reasons.setdefault(name, own or by_root.get(int(root[label]), ""))
+        return Found(classes, self.uses, reasons)
+
+
+def param_of(tensor: Any) -> tuple[str, tuple[int | None, ...]] | None:
+    """(parameter, which of its dims each dim of the tensor is) where the tensor is a parameter or a view of one."""
+    return getattr(tensor, "_axes_of", None)
+
+
+def components(count: int, edges: list[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
+    """The smallest label connected with each label."""
+    root = np.arange(count)
+    if not edges:
+        return root
+    a = np.concatenate([pair[0] for pair in edges])
+    b = np.concatenate([pair[1] for pair in edges])
+    while True:
+        low = np.minimum(root[a], root[b])
+        np.minimum.at(root, root[a], low)
+        np.minimum.at(root, root[b], low)
+        while True:  # point straight at the root
+            shorter = root[root]
+            if (shorter == root).all():
+                break
+            root = shorter
+        if (root[a] == root[b]).all():
+            return root
