@@ -67,6 +67,33 @@ def vectors(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     return torch.mm(a, b.unsqueeze(1)).squeeze(1)
 
 
+@rule("_grouped_mm")
+def grouped_mm(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
+    """Groups of rows times their matrices: (T, K) @ (G, K, N) by offsets, or (K, T) @ (T, N) -> (G, K, N)."""
+    a, b, *rest = args
+    lead = parts_in([a, b])[0]
+    k_a, k_b = a.dim() - 1, b.dim() - 2
+    cut_a = a.dim_cut if isinstance(a, Part) else None
+    cut_b = b.dim_cut if isinstance(b, Part) else None
+    by_offsets = a.dim() == 2 and b.dim() == 2  # the contracted dim is the one that offsets divide
+    together = cut_a is None or cut_b is None or a.beside(b)
+    if parts_in(rest) or parts_in(list(kwargs.values())):
+        raise Uncut(no_rule(func, parts_in((args, kwargs))))
+    if not by_offsets and cut_a in (k_a, None) and cut_b in (k_b, None) and together:
+        return reduced(func(_packed(_share(a, lead, k_a)), _packed(_share(b, lead, k_b)), *rest, **kwargs), lead)
+    if cut_a is None and cut_b == b.dim() - 1:
+        out = func(a, _packed(b.local), *rest, **kwargs)
+        return b.with_local(out, out.dim() - 1)
+    if by_offsets and cut_b is None and cut_a == 0:
+        return a.with_local(func(_packed(a.local), b, *rest, **kwargs), 1)
+    raise Uncut(no_rule(func, parts_in(args)))
+
+
+def _packed(matrix: torch.Tensor) -> torch.Tensor:
+    """One of the last two dims at stride 1, as the kernel asks."""
+    return matrix if 1 in matrix.stride()[-2:] else matrix.contiguous()
+
+
 @rule("addmm", "baddbmm", "addmm_", "baddbmm_", "addbmm")
 def addmm(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     """beta * c + alpha * a @ b; a bias is added after the sum over ranks, once."""

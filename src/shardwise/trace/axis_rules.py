@@ -35,24 +35,35 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 )  # fmt: skip
 def elementwise(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
     """Labels of all inputs meet element by element."""
-    if len(args) and param_of(args[0]) and func._schema.name in ("aten::_to_copy", "aten::detach", "aten::alias"):
-        output._axes_of = args[0]._axes_of
-        return True
     tensors = _tensors((args, kwargs))
+    if len(tensors) == 1 and param_of(tensors[0]) and not func._schema.is_mutable:
+        for each in _tensors(output):  # a weight made of one weight: 1 + w, exp(w), w in another dtype
+            each._axes_of = tensors[0]._axes_of  # type: ignore[attr-defined]
+        return True
     ndim = max(t.dim() for t in tensors)
+    matrices = [t for t in tensors if param_of(t) and sum(n > 1 for n in t.shape) > 1]
+    tensors = [t for t in tensors if not any(t is m for m in matrices)]
+    labelled = [t for t in tensors if axes.labels(t) is not None]
+    free = all(map(is_free, labelled)) and not matrices
+    if labelled and all(map(is_free, labelled)) and any(t.numel() > 1 and not is_free(t) for t in tensors):
+        for tensor in labelled:  # a scale beside a whole tensor
+            axes.keep_whole(axes.labels(tensor), "it is applied to a whole tensor")
+        tensors = []
     joint: np.ndarray | None = None
-    for tensor in sorted(tensors, key=lambda t: param_of(t) is not None):  # parameters last
+    for tensor in sorted(tensors, key=is_free):  # what comes from parameters alone last
         labels = axes.labels(tensor)
         if labels is None:
             continue
         labels = labels.reshape([1] * (ndim - labels.ndim) + list(labels.shape))
         if joint is None:
             joint = labels
-        elif param_of(tensor) is not None and np.broadcast_shapes(joint.shape, labels.shape) != labels.shape:
+        elif is_free(tensor) and np.broadcast_shapes(joint.shape, labels.shape) != labels.shape:
             axes.keep_whole(labels, "it is applied inside each of several cut indices")
         else:
             axes.unite(joint, labels)
             joint = np.broadcast_arrays(joint, labels)[0]
+    for matrix in matrices:
+        _meet(axes, matrix, joint, ndim)
     if joint is None:
         return True
     if func._schema.is_mutable and isinstance(args[0], torch.Tensor) and axes.labels(args[0]) is None:
@@ -60,7 +71,28 @@ def elementwise(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -
     for each in _tensors(output):
         if each.dim() == joint.ndim:
             axes.give(each, joint)
+            each._axes_free = free  # type: ignore[attr-defined]
     return True
+
+
+def _meet(axes: Axes, matrix: torch.Tensor, joint: np.ndarray | None, ndim: int) -> None:
+    """A parameter of several dims, element by element: along a dim with labels it is dealt alike, others stay whole."""
+    name, dims = param_of(matrix)  # type: ignore[misc]
+    for d, dim in enumerate(dims):
+        if dim is None:
+            continue
+        place = d + ndim - matrix.dim()
+        seeds = axes.seeds[name, dim]
+        alone = joint is not None and joint.size == joint.shape[place] == len(seeds) > 1
+        if alone and name not in axes.frozen:
+            axes.unite(joint.ravel(), seeds)  # type: ignore[union-attr]
+        elif len(seeds) > 1:
+            axes.keep_whole(seeds, "it is applied to a whole dim")
+
+
+def is_free(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a parameter or made of parameters alone: it can be whole beside anything."""
+    return param_of(tensor) is not None or getattr(tensor, "_axes_free", False)
 
 
 # --- views ---
@@ -316,11 +348,15 @@ def reduce(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> boo
 
 @rule("_softmax", "_log_softmax", "_safe_softmax")
 def softmax(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
-    """Along cut classes, two small reductions: nothing has to lie together. Inside the model, what it runs over does."""
+    """Along cut classes, two small reductions: nothing has to lie together.
+
+    A softmax inside the model that is no loss (routing, attention over labelled keys) keeps what it runs over together.
+    """
     labels = axes.labels(args[0])
     if labels is not None:
         dim = args[1] % args[0].dim()
-        if not axes.in_loss and labels.shape[dim] > 1:
+        is_loss = axes.in_loss or func._schema.name == "aten::_log_softmax"
+        if not is_loss and labels.shape[dim] > 1:
             axes.unite_along(labels, [dim])
         axes.give(output, labels)
     return True
@@ -459,6 +495,15 @@ def addmm(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool
     return done
 
 
+@rule("_grouped_mm")
+def grouped(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
+    """Rows times the matrix of their group: x (T, K) @ w (G, K, N)."""
+    x, w = args[:2]
+    if _weight(w) is None or w.dim() != 3 or x.dim() != 2:
+        return False
+    return _weighted(axes, x, w, output, k_of_x=-1, k_of_w=-2)
+
+
 @rule("embedding")
 def embedding(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
     """Rows are found on their rank; columns are the result's last dim."""
@@ -479,14 +524,14 @@ def convolution(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -
     x, w, b = args[:3]
     transposed, groups = args[6], args[8]
     labels, param = axes.labels(x), param_of(w)
-    if transposed or param is None or None in param[1][:2]:
+    if transposed or param is None or param[1][0] is None or (param[1][1] is None and groups == 1):
         return False
     if labels is not None and any(n > 1 for d, n in enumerate(labels.shape) if d != 1):
         return False
     name, dims = param
     if name in axes.frozen:
         return labels is None
-    seeds = axes.seeds[name, dims[0]], axes.seeds[name, dims[1]]
+    seeds = axes.seeds[name, dims[0]], axes.seeds[name, dims[1] or 0]
     of_bias = axes.labels(b)
     if groups == 1:
         if labels is not None:

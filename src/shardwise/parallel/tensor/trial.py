@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -54,6 +55,17 @@ def standing_in(module: nn.Module, make: Make) -> Iterator[dict[str, torch.Tenso
             home[leaf] = tensor
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's report of an operation that has no rule for tensors without values: it is tried with real ones."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    was, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = was
+
+
 class Stage:
     """The module on tensors without values; where its forward reads values (routed experts), on real ones."""
 
@@ -86,13 +98,13 @@ class Stage:
 
     def follow(self, whole: set[str]) -> Found:
         """Follow labels through one forward and loss."""
-        try:
-            return self._follow(whole)
-        except Exception:  # whatever the module does that tensors without values cannot: real ones decide
-            if self.fake is None:
-                raise
-            self.fake = None
-            return self._follow(whole)
+        if self.fake is not None:
+            try:
+                with _quiet():
+                    return self._follow(whole)
+            except Exception:  # whatever the module does that tensors without values cannot: real ones decide
+                self.fake = None
+        return self._follow(whole)
 
     def _follow(self, whole: set[str]) -> Found:
         with self.playing(self.make) as (named, batch):
