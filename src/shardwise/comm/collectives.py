@@ -30,6 +30,7 @@ class Axis:
     index: int
     group: dist.ProcessGroup | None
     ranks: tuple[int, ...]  # global ranks, in the group's order
+    sequence: bool = False  # sums over it leave every rank a share of the sequence
     rehearsal: bool = False  # shapes alone are looked at: nothing is sent, results have no meaning
 
     @classmethod

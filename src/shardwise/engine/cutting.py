@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,8 +38,8 @@ def cut_tensors(task: Task, plan: Plan, mesh: Mesh, precision: Precision, built:
             return tensor.dtype
         return precision.compute if isinstance(tensor, nn.Parameter) else precision.buffers
 
-    derived = find_cuts(built, batch, run, plan.tp, dtype_of=dtype_of)
-    tensor = TensorParallel(derived, mesh.tp)
+    derived = find_cuts(built, batch, run, plan.tp, plan.tp_whole, sequence=plan.sp, dtype_of=dtype_of)
+    tensor = TensorParallel(derived, replace(mesh.tp, sequence=plan.sp))
     if not tensor.cuts:
         reasons = sorted({reason for reason in derived.whole.values() if reason})
         raise RefusedPlan(

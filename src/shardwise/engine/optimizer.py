@@ -206,7 +206,7 @@ def make_optimizer(
     slots = technique.slots
     if tp > 1 and nature.kind != "elementwise":
         raise RefusedPlan(
-            f"tp={tp} leaves each rank a share of a weight, and on a trial the optimizer's update of an element depends "
+            f"tp={tp} leaves each rank a share of a weight, and on a trial the optimizer's update of an element hangs "
             "on the rest of its tensor: use tp=1, or an optimizer that treats elements one by one (Adam, SGD)"
         )
     if all(slot.whole for slot in slots) and zero == 0 and tp == 1:

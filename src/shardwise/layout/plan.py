@@ -44,6 +44,9 @@ class Plan:
     compile       torch.compile for each block
     wrap          units of zero=3: class names or module paths (`*` matches one name), `|` between them;
                   empty: repeated blocks are found
+    tp            ranks over which weights are cut, as derived from the module (`shardwise show tp`)
+    sp            between cut weights, activations are cut along the sequence, on the tp axis
+    tp_whole      parameters or modules that tp leaves whole: paths with wildcards, `|` between them
     """
 
     dp_replicate: int = 1
@@ -65,6 +68,7 @@ class Plan:
     offload: str = "none"
     compile: bool = False
     wrap: tuple[str, ...] = ()
+    tp_whole: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in DEGREES:
@@ -82,10 +86,13 @@ class Plan:
             if value not in choices:
                 hint = did_you_mean(str(value), list(choices))
                 raise InputError(f"plan: {name}={value} is not one of {', '.join(choices)}{hint}")
-        if isinstance(self.wrap, str):
-            object.__setattr__(self, "wrap", tuple(filter(None, self.wrap.split("|"))))
-        if not isinstance(self.wrap, tuple) or not all(isinstance(pattern, str) for pattern in self.wrap):
-            raise InputError(f"plan: wrap must be class names or module paths, got {self.wrap!r}")
+        for name in ("wrap", "tp_whole"):
+            value = getattr(self, name)
+            if isinstance(value, str):
+                value = tuple(filter(None, value.split("|")))
+                object.__setattr__(self, name, value)
+            if not isinstance(value, tuple) or not all(isinstance(pattern, str) for pattern in value):
+                raise InputError(f"plan: {name} must be names or module paths, got {value!r}")
         for name in ("sp", "compile"):
             if not isinstance(getattr(self, name), bool):
                 raise InputError(f"plan: {name} must be true or false, got {getattr(self, name)!r}")

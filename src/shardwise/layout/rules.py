@@ -29,7 +29,6 @@ def _unbuilt(field: str, what: str, when: Callable[[Plan], bool]) -> Rule:
 
 
 RULES: tuple[Rule, ...] = (
-    _unbuilt("sp = true", "Megatron sequence parallelism", lambda p: p.sp),
     _unbuilt("pp > 1", "pipeline parallelism", lambda p: p.pp > 1),
     _unbuilt("schedule", "a pipeline schedule", lambda p: p.schedule != "none"),
     _unbuilt("microbatches > 1", "splitting a batch over pipeline stages", lambda p: p.microbatches > 1),
@@ -43,6 +42,12 @@ RULES: tuple[Rule, ...] = (
         "not built",
         "a compiled block would be traced through the parts of cut weights, which is not proven yet",
         lambda p: p.compile and p.tp > 1,
+    ),
+    Rule(
+        "sp or tp_whole with tp = 1",
+        "illegal",
+        "they say how tp cuts, and there is nothing to cut over: give tp its degree",
+        lambda p: p.tp == 1 and (p.sp or bool(p.tp_whole)),
     ),
     Rule(
         "zero >= 1 with dp_shard = 1",

@@ -17,7 +17,7 @@ _FORWARD = (
 
 
 class _Heads:
-    """Queries (B, H, S, D), keys and values (B, H / g, S, D): cut along heads (or samples), or whole beside cut queries.
+    """Queries (B, H, S, D), keys and values (B, H / g, S, D), cut along heads (or samples); keys may be whole.
 
     Whole keys are those of more ranks than key heads: each rank picks the heads that its queries read.
     """
@@ -54,7 +54,7 @@ class _Heads:
             and tensor.dim() >= 3
             and tensor.shape[self.dim] == self.part.shape[self.dim]
         ):
-            return self.part.share(tensor, self.dim)
+            return self.part.share(tensor, self.dim).contiguous()
         return tensor
 
     def output(self, local: Any) -> Any:

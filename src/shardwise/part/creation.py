@@ -1,4 +1,4 @@
-"""New tensors made after a part's kind: whole and plain, since only their dtype and device are the part's."""
+"""New tensors made after a part's kind."""
 
 from __future__ import annotations
 
@@ -6,11 +6,21 @@ from typing import Any
 
 import torch
 
+from shardwise.part.pointwise import pointwise
 from shardwise.part.tensor import rule
 
 
 @rule("new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided")
 def new(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """`x.new_zeros(shape)`."""
+    """`x.new_zeros(shape)`: whole and plain, since only dtype and device are the part's."""
     plain = torch.empty((), dtype=args[0].dtype, device=args[0].device)
     return func(plain, *args[1:], **kwargs)
+
+
+@rule("zeros_like", "ones_like", "full_like", "empty_like")
+def like(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
+    """`zeros_like(x)`: cut alike; whole where `x` may be gathered, since anything may be written into it."""
+    part = args[0]
+    if not part.soft:
+        return pointwise(func, args, kwargs)
+    return func(torch.empty(part.shape, dtype=part.dtype, device=part.device), *args[1:], **kwargs)

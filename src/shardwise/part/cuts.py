@@ -9,8 +9,8 @@ on that vector, whatever the layout: heads, heads inside a fused (3, heads, head
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ class Uncut(RefusedPlan):
 class Owners:
     """The owner of each index of a dim. Interned: equal vectors are the same object."""
 
-    _known: dict[tuple[int, bytes], Owners] = {}
+    _known: ClassVar[dict[tuple[int, bytes], Owners]] = {}
 
     array: np.ndarray  # (n,) int16
     ranks: int
@@ -60,12 +60,12 @@ class Owners:
         """Indices of each rank."""
         return tuple(np.bincount(self.array, minlength=self.ranks).tolist())
 
-    @lru_cache(maxsize=None)  # noqa: B019 - owners live as long as the process
+    @cache  # noqa: B019 - owners live as long as the process
     def indices(self, rank: int) -> np.ndarray:
         """This rank's indices, ascending."""
         return np.flatnonzero(self.array == rank)
 
-    @lru_cache(maxsize=None)  # noqa: B019
+    @cache  # noqa: B019
     def span(self, rank: int) -> tuple[int, int] | None:
         """(first, count) where the rank's indices are contiguous."""
         mine = self.indices(rank)
@@ -74,12 +74,12 @@ class Owners:
         return (int(mine[0]), len(mine)) if mine[-1] - mine[0] + 1 == len(mine) else None
 
     @cached_property
-    def order(self) -> torch.Tensor | None:
+    def order(self) -> np.ndarray | None:
         """Where each index lies when the ranks' pieces are put side by side; None where that is its own place."""
         beside = np.argsort(self.array, kind="stable")
         if (beside == np.arange(self.size)).all():
             return None
-        return torch.from_numpy(np.argsort(beside, kind="stable"))
+        return np.argsort(beside, kind="stable")
 
     def take(self, tensor: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
         """The rank's share of a whole tensor: a view where contiguous."""
@@ -88,12 +88,12 @@ class Owners:
             return tensor.narrow(dim, *span)
         return tensor.index_select(dim, torch.from_numpy(self.indices(rank)).to(tensor.device))
 
-    @lru_cache(maxsize=None)  # noqa: B019
+    @cache  # noqa: B019
     def sliced(self, start: int, stop: int, step: int = 1) -> Owners:
         """Owners of the dim after `[start:stop:step]`."""
         return Owners.of(self.array[start:stop:step], self.ranks)
 
-    @lru_cache(maxsize=None)  # noqa: B019
+    @cache  # noqa: B019
     def local_slice(self, rank: int, start: int, stop: int, step: int = 1) -> tuple[int, ...]:
         """Places, among the rank's own indices, of those that the slice keeps."""
         mine = self.indices(rank)
@@ -101,19 +101,19 @@ class Owners:
         return tuple(np.flatnonzero(kept).tolist())
 
 
-@lru_cache(maxsize=None)
+@cache
 def joined(parts: tuple[Owners, ...]) -> Owners:
     """Owners of dims put one behind the other."""
     return Owners.of(np.concatenate([part.array for part in parts]), parts[0].ranks)
 
 
-@lru_cache(maxsize=None)
+@cache
 def repeated(owners: Owners, each: int) -> Owners:
     """Every index `each` times in a row."""
     return Owners.of(np.repeat(owners.array, each), owners.ranks)
 
 
-@lru_cache(maxsize=None)
+@cache
 def regrouped(before: tuple[int, ...], dim: int, owners: Owners, after: tuple[int, ...]) -> tuple[int, Owners]:
     """Which dim of the view's result is cut, and by whom.
 

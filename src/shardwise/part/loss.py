@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from shardwise.part.cuts import Uncut
+from shardwise.part.sums import Sum
 from shardwise.part.tensor import Part, no_rule, parts_in, reduced, rule
 
 
@@ -84,13 +85,13 @@ def embedding(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
         rows = weight.local.new_zeros((*index.shape, weight.shape[1]))
     else:
         rows = weight.local[place] * held.unsqueeze(-1)
-    return reduced(rows, weight)
+    return Sum(rows, weight.axis, weight.origin)
 
 
 @rule("embedding_dense_backward")
 def embedding_dense_backward(func: Any, args: tuple, kwargs: dict) -> Part:
     """The gradient of a table cut by columns (of one cut by rows: see `tensor._ToPart`)."""
-    gradient, index = args[:2]
+    gradient, _index = args[:2]
     if not isinstance(gradient, Part) or gradient.dim_cut != gradient.dim() - 1:
         raise Uncut(no_rule(func, parts_in(args)))
     return gradient.with_local(func(gradient.local, *args[1:], **kwargs), 1)

@@ -13,7 +13,7 @@ from shardwise.part.tensor import Part, gather, no_rule, parts_in, rule
 # elementwise by their definition, though ATen does not tag them so; `add` stands for every operation with the tag
 ELEMENTWISE = (
     "add", "_to_copy", "to_copy", "copy_", "detach", "detach_", "alias", "fill_", "zero_", "masked_fill_", "lift_fresh",
-    "zeros_like", "ones_like", "full_like", "empty_like", "hardswish", "hardswish_backward", "softplus_backward",
+    "hardswish", "hardswish_backward", "softplus_backward",
     "leaky_relu_backward", "hardtanh_backward", "hardsigmoid_backward", "elu_backward", "mish_backward",
     "log_sigmoid_backward", "_prelu_kernel", "contiguous", "nan_to_num_", "relu_", "clamp_", "bernoulli_p",
 )  # fmt: skip
@@ -53,7 +53,7 @@ class Agreement:
 @rule(*ELEMENTWISE)
 def pointwise(func: Any, args: tuple, kwargs: dict) -> Any:
     """`func` on shares."""
-    tensors = [leaf for leaf in _tensors((args, kwargs))]
+    tensors = list(_tensors((args, kwargs)))
     agreement = Agreement(func, tensors)
     changed = args[0] if func._schema.is_mutable else None
     if changed is not None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from shardwise.part.cuts import Uncut, repeated
+from shardwise.part.sums import Sum
 from shardwise.part.tensor import Part, gather, no_rule, parts_in, reduced, rule
 
 
@@ -23,14 +24,19 @@ def _product(func: Any, a: torch.Tensor, b: torch.Tensor, batch: int) -> torch.T
         dim = lead.dim_cut
         return lead.with_local(func(_share(a, lead, dim), _share(b, lead, dim)), dim)
     if kind_a == 1 or kind_b == 0:
-        return reduced(func(_share(a, lead, batch + 1), _share(b, lead, batch)), lead)
+        return Sum(func(_share(a, lead, batch + 1), _share(b, lead, batch)), lead.axis, lead.origin)
     if kind_a == 0:
         return a.with_local(func(a.local, b), batch)
     return b.with_local(func(a, b.local), batch + 1)
 
 
 def _share(tensor: torch.Tensor, lead: Part, dim: int) -> torch.Tensor:
-    return tensor.local if isinstance(tensor, Part) else lead.share(tensor, dim)
+    """This rank's share of an input along `dim`, dealt like `lead`."""
+    if not isinstance(tensor, Part):
+        return lead.share(tensor, dim)
+    if tensor.dim_cut != dim or not tensor.beside(lead):
+        raise Uncut(f"a product of tensors that are cut differently ({tensor!r}, {lead!r})")
+    return tensor.local
 
 
 def _settled(func: Any, a: Part, b: Part, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -49,13 +55,13 @@ def _settled(func: Any, a: Part, b: Part, batch: int) -> tuple[torch.Tensor, tor
 @rule("mm")
 def mm(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     """(m, k) @ (k, n)."""
-    return _product(func, *args, batch=0)
+    return _product(func, args[0], args[1], 0)
 
 
 @rule("bmm")
 def bmm(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     """(b, m, k) @ (b, k, n)."""
-    return _product(func, *args, batch=1)
+    return _product(func, args[0], args[1], 1)
 
 
 @rule("mv", "dot")
@@ -80,7 +86,8 @@ def grouped_mm(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     if parts_in(rest) or parts_in(list(kwargs.values())):
         raise Uncut(no_rule(func, parts_in((args, kwargs))))
     if not by_offsets and cut_a in (k_a, None) and cut_b in (k_b, None) and together:
-        return reduced(func(_packed(_share(a, lead, k_a)), _packed(_share(b, lead, k_b)), *rest, **kwargs), lead)
+        local = func(_packed(_share(a, lead, k_a)), _packed(_share(b, lead, k_b)), *rest, **kwargs)
+        return Sum(local, lead.axis, lead.origin)
     if cut_a is None and cut_b == b.dim() - 1:
         out = func(a, _packed(b.local), *rest, **kwargs)
         return b.with_local(out, out.dim() - 1)
@@ -109,14 +116,6 @@ def addmm(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     return product + (c if beta == 1 else c * beta)
 
 
-@rule("linear")
-def linear(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """Reached only where a mode keeps it whole."""
-    x, weight, bias = (*args, *([None] * (3 - len(args))))
-    out = torch.matmul(x, weight.t())
-    return out if bias is None else out + bias
-
-
 @rule("convolution")
 def convolution(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     """x (N, C, ...), w (O, C/g, ...): cut by output channels, by input channels, or by both where groups are."""
@@ -132,7 +131,7 @@ def convolution(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
         return w.with_local(func(x, w.local, bias, *rest, 1), 1)
     if g == 1 and w_cut in (1, None) and x_cut in (1, None) and (w_cut is None or x_cut is None or x.beside(w)):
         lead = w if isinstance(w, Part) else x
-        total = reduced(func(_share(x, lead, 1), _share(w, lead, 1), None, *rest, 1), lead)
+        total = Sum(func(_share(x, lead, 1), _share(w, lead, 1), None, *rest, 1), lead.axis, lead.origin, spread=False)
         return total if b is None else total + b.view(-1, *([1] * (total.dim() - 2)))
     if g > 1 and x_cut == 1 and w_cut == 0 and x.shape[1] == g and w.owners is repeated(x.owners, w.shape[0] // g):
         bias = b.local if isinstance(b, Part) else None if b is None else w.share(b, 0)
@@ -151,7 +150,7 @@ def convolution_backward(func: Any, args: tuple, kwargs: dict) -> tuple:
     if w_cut == 0 and g == 1:  # by output channels: dx is a sum over ranks
         local = None if bias_sizes is None else [w.local.shape[0]]
         dx, dw, db = func(_share(dy, w, 1), x, w.local, local, *rest, 1, mask)
-        dx = reduced(dx, w) if dx is not None and mask[0] else None
+        dx = Sum(dx, w.axis, w.origin, spread=False) if dx is not None and mask[0] else None
         return dx, *(None if each is None else w.with_local(each, 0) for each in (dw, db))
     if w_cut == 0:  # depthwise
         local = None if bias_sizes is None else [w.local.shape[0]]
@@ -160,11 +159,12 @@ def convolution_backward(func: Any, args: tuple, kwargs: dict) -> tuple:
         return dx, *(None if each is None else w.with_local(each, 0) for each in (dw, db))
     if g == 1 and not isinstance(dy, Part) and (w_cut == 1 or (isinstance(x, Part) and x.dim_cut == 1)):
         dx, dw, db = func(dy, _share(x, part, 1), _share(w, part, 1), bias_sizes, *rest, 1, mask)
-        return *(part.with_local(e, 1) if m else None for e, m in zip((dx, dw), mask, strict=False)), db
-    if isinstance(dy, Part) and dy.dim_cut == 0:  # by samples
-        dx, dw, db = func(dy.local, _share(x, dy, 0), w, bias_sizes, *rest, g, mask)
-        dx = dy.with_local(dx, 0) if mask[0] else None
-        return dx, *(reduced(each, dy) if m else None for each, m in zip((dw, db), mask[1:], strict=True))
+        cut = [part.with_local(each, 1) if wanted else None for each, wanted in zip((dx, dw), mask, strict=False)]
+        return cut[0], cut[1], db
+    if w_cut is None and part.dim_cut == 0:  # by samples
+        dx, dw, db = func(_share(dy, part, 0), _share(x, part, 0), w, bias_sizes, *rest, g, mask)
+        dx = part.with_local(dx, 0) if mask[0] else None
+        return dx, *(reduced(each, part) if m else None for each, m in zip((dw, db), mask[1:], strict=True))
     raise Uncut(no_rule(func, parts_in(args)))
 
 

@@ -131,8 +131,7 @@ def softmax_backward(func: Any, args: tuple, kwargs: dict) -> Part:
     dim %= part.dim()
     dy = gradient.local if isinstance(gradient, Part) else part.share(gradient, part.dim_cut)
     y = output.local if isinstance(output, Part) else part.share(output, part.dim_cut)
-    if isinstance(gradient, Part) and isinstance(output, Part) and not gradient.beside(output):
-        raise Uncut(no_rule(func, [gradient, output]))
+    _alike(func, [gradient, output])
     if dim != part.dim_cut:
         return part.with_local(func(dy, y, *args[2:], **kwargs))
     if func._schema.name.endswith("_log_softmax_backward_data"):
@@ -141,6 +140,14 @@ def softmax_backward(func: Any, args: tuple, kwargs: dict) -> Part:
     else:
         dx = y * (dy - reduced((dy * y).sum(dim, True), part))
     return part.with_local(dx if len(args) < 4 else dx.to(args[3]))
+
+
+def _alike(func: Any, inputs: Any) -> Part:
+    """The first of the parts, all of which must be cut alike."""
+    parts = parts_in(inputs)
+    if any(part.dim_cut != parts[0].dim_cut or not part.beside(parts[0]) for part in parts):
+        raise Uncut(f"tensors that are cut differently ({no_rule(func, parts)})")
+    return parts[0]
 
 
 @rule("native_layer_norm", "_fused_rms_norm")
@@ -155,10 +162,18 @@ def layer_norm(func: Any, args: tuple, kwargs: dict) -> tuple:
 @rule("native_layer_norm_backward", "_fused_rms_norm_backward")
 def layer_norm_backward(func: Any, args: tuple, kwargs: dict) -> tuple:
     """dx is cut like x; gradients of weight and bias are sums over ranks."""
-    part = parts_in(args[:2])[0]
-    local = [part.share(a, part.dim_cut) if isinstance(a, torch.Tensor) and not isinstance(a, Part) else a
-             for a in args[:2]]  # fmt: skip
-    args = tuple(a.local if isinstance(a, Part) else a for a in (*local, *args[2:]))
+    part = _alike(func, args)
+    if part.dim_cut >= part.dim() - len(args[2]):
+        raise Uncut(no_rule(func, parts_in(args)))
+
+    def local(each: Any) -> Any:
+        if isinstance(each, Part):
+            return each.local.contiguous()
+        statistics = isinstance(each, torch.Tensor) and each.dim() == part.dim()
+        # the kernel reads mean and rstd as if they were contiguous
+        return part.share(each, part.dim_cut).contiguous() if statistics else each
+
+    args = tuple(map(local, args))
     dx, *others = func(*args, **kwargs)
     return (None if dx is None else part.with_local(dx), *(None if o is None else reduced(o, part) for o in others))
 
@@ -190,8 +205,19 @@ def group_norm_backward(func: Any, args: tuple, kwargs: dict) -> tuple:
     dy, x, mean, rstd, w, n, channels, area, count, mask = args
     groups = _group_owners(func, x, channels, count, args)
     rank = x.axis.index
+    _alike(func, [dy, x])
     dy = dy.local if isinstance(dy, Part) else x.share(dy, 1)
     wl = None if w is None else w.local if isinstance(w, Part) else x.share(w, 0)
-    dx, dw, db = func(dy.contiguous(), x.local.contiguous(), mean.local, rstd.local, wl, n, x.owners.counts[rank], area,
-                      groups.counts[rank], mask)  # fmt: skip
+    statistics = mean.local.contiguous(), rstd.local.contiguous()  # the kernel reads them as if they were
+    dx, dw, db = func(
+        dy.contiguous(),
+        x.local.contiguous(),
+        *statistics,
+        wl,
+        n,
+        x.owners.counts[rank],
+        area,
+        groups.counts[rank],
+        mask,
+    )
     return tuple(None if each is None else x.with_local(each, d) for each, d in ((dx, 1), (dw, 0), (db, 0)))

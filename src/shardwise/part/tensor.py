@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from shardwise.comm import Axis, all_gather, all_reduce
+from shardwise.comm import Axis, all_gather, all_reduce, reduce_scatter
 from shardwise.part.cuts import Owners, Uncut
 
 Rule = Callable[[Any, tuple, dict], Any]
@@ -51,6 +51,7 @@ class Part(torch.Tensor):
     axis: Axis
     soft: bool
     origin: str
+    copied: bool  # a view that does not share its memory with what it is a view of
 
     observes_inside = True  # modes that count collectives look at what the rules do, not at the operation itself
 
@@ -61,10 +62,10 @@ class Part(torch.Tensor):
         shape = list(local.shape)
         shape[dim] = owners.size
         part = torch.Tensor._make_wrapper_subclass(
-            cls, shape, strides=_strides(local, shape), dtype=local.dtype, device=local.device, requires_grad=False
+            cls, shape, strides=strides_of(local, shape), dtype=local.dtype, device=local.device, requires_grad=False
         )
         part.local, part.dim_cut, part.owners, part.axis, part.soft = local, dim, owners, axis, soft
-        part.origin = origin
+        part.origin, part.copied = origin, False
         return part
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
@@ -78,7 +79,7 @@ class Part(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         try:
-            return _answer(func, args, kwargs or {})
+            return answer(func, args, kwargs or {})
         except Uncut as error:
             error.origins |= {part.origin for part in parts_in((args, kwargs)) if part.origin}
             raise
@@ -97,18 +98,54 @@ class Part(torch.Tensor):
         return self.owners is other.owners and self.axis is other.axis
 
 
-def _answer(func: Any, args: tuple, kwargs: dict) -> Any:
+def answer(func: Any, args: tuple, kwargs: dict) -> Any:
+    """`func` on parts, by its rule."""
+    from shardwise.part.sums import Sum, with_sums
+
+    if any(isinstance(leaf, Sum) for leaf in tree_flatten((args, kwargs))[0]):
+        return with_sums(func, args, kwargs)
+    if func._schema.is_mutable and isinstance(args[0], Part) and args[0].copied:
+        raise Uncut(f"{func} writes into a view that is a copy here ({args[0]!r})")
     found = RULES.get(func._schema.name.partition("::")[2])
     if found is None and torch.Tag.pointwise in func.tags:
         found = RULES["add"]
-    if found is not None:
-        return found(func, args, kwargs)
-    if all(part.soft for part in parts_in((args, kwargs))):
-        return func(*tree_map_only(Part, gather, args), **tree_map_only(Part, gather, kwargs))
-    raise Uncut(no_rule(func, parts_in((args, kwargs))))
+    try:
+        if found is None:
+            raise Uncut(no_rule(func, parts_in((args, kwargs))))
+        output = found(func, args, kwargs)
+    except Uncut:
+        return _on_gathered(func, args, kwargs)
+    if is_view(func):
+        for part in parts_in([output]):
+            part.copied = args[0].copied or not _same_memory(part.local, args[0].local)
+    return output
 
 
-def _strides(local: torch.Tensor, shape: list[int]) -> list[int]:
+def _on_gathered(func: Any, args: tuple, kwargs: dict) -> Any:
+    """The operation on whole tensors, where the parts in its way are soft. Called while an `Uncut` is handled."""
+    from shardwise.part.sums import Sum
+
+    writes = func._schema.is_mutable and isinstance(args[0], Part)
+    if writes or not any(part.soft for part in parts_in((args, kwargs))):
+        raise  # what is being handled
+    args, kwargs = tree_map_only(Part, lambda p: gather(p) if p.soft else p, (args, kwargs))
+    output = func(*args, **kwargs)
+    if is_view(func):  # of a copy: reading it is right, writing into it would be lost
+        return tree_map_only(torch.Tensor, Sum.read_only, output)
+    return output
+
+
+def is_view(func: Any) -> bool:
+    """Whether the operation's result shares memory with its input."""
+    returned = func._schema.returns
+    return bool(returned) and returned[0].alias_info is not None and not func._schema.is_mutable
+
+
+def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
+
+
+def strides_of(local: torch.Tensor, shape: list[int]) -> list[int]:
     """Strides of the whole tensor in the memory order of the share."""
     strides, step = [0] * len(shape), 1
     order = sorted(range(len(shape)), key=lambda d: (local.stride(d), -d))
@@ -131,35 +168,76 @@ def no_rule(func: Any, parts: list[Part]) -> str:
     return f"{func} is not known to be right on tensors cut over {first.axis.name} (here {shapes})"
 
 
+class _Last:
+    """The soft part that was gathered last, and the result: queries, keys and values read the same input."""
+
+    key: tuple | None = None
+    held: tuple[torch.Tensor, torch.Tensor] | None = None
+
+
+def forget() -> None:
+    """Let go of the last gathered tensor."""
+    _Last.key = _Last.held = None
+
+
 def gather(part: Part) -> torch.Tensor:
-    """The whole tensor, on every rank. Collective."""
+    """The whole tensor, on every rank, to read: of a soft part, the same object as the last time. Collective."""
+    if not part.soft:
+        return gathered(part)
+    local = part.local
+    key = (local.untyped_storage()._cdata, local.storage_offset(), local.shape, local.stride(), local._version,
+           part.dim_cut, part.owners)  # fmt: skip
+    if _Last.key != key or _Last.held is None:
+        _Last.key, _Last.held = key, (local, gathered(part))
+    return _Last.held[1]
+
+
+def gathered(part: Part) -> torch.Tensor:
+    """The whole tensor, newly made. Collective."""
     dim, owners, axis = part.dim_cut, part.owners, part.axis
     most = max(owners.counts)
     front = part.local.movedim(dim, 0)
-    padded = front.new_zeros((most, *front.shape[1:]))
-    padded[: front.shape[0]] = front
+    padded = front
+    if front.shape[0] != most:
+        padded = front.new_zeros((most, *front.shape[1:]))
+        padded[: front.shape[0]] = front
     kind = padded.dtype
-    flat = padded.view(torch.uint8) if kind is torch.bool else padded
+    flat = padded.contiguous().view(torch.uint8) if kind is torch.bool else padded.contiguous()
     table = flat.new_empty((axis.size * most, *front.shape[1:]))
-    all_gather(table.view(-1), flat.view(-1), axis, tag_of(part))
+    all_gather(table.view(-1), flat.view(-1), axis, "activations")
     table = table.view(kind) if kind is torch.bool else table
     if any(count != most for count in owners.counts):
         table = torch.cat([table[r * most : r * most + n] for r, n in enumerate(owners.counts)])
     if owners.order is not None:
-        table = table.index_select(0, owners.order.to(table.device))
+        table = table.index_select(0, torch.from_numpy(owners.order).to(table.device))
     return table.movedim(0, dim).contiguous()
 
 
 def reduced(local: torch.Tensor, part: Part, op: str = "sum") -> torch.Tensor:
     """The sum (max, min) over the ranks of what each has; plain. Collective."""
+    return all_sum(local, part.axis, op)
+
+
+def all_sum(local: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
+    """The sum (max, min) of every rank's tensor. Collective."""
     total = local.clone(memory_format=torch.contiguous_format)
-    all_reduce(total, part.axis, tag_of(part), op=op)
+    all_reduce(total, axis, "activations", op=op)
     return total
 
 
-def tag_of(part: Part) -> str:
-    """How the ledger names the part's collectives."""
-    return "sequence" if part.soft else "activations"
+def scatter_sum(local: torch.Tensor, dim: int, owners: Owners, axis: Axis) -> torch.Tensor:
+    """This rank's share, along `dim`, of the sum of every rank's tensor. Collective."""
+    front = local.movedim(dim, 0)
+    most = max(owners.counts)
+    if owners.order is None and all(count == most for count in owners.counts):
+        padded = front.contiguous()
+    else:
+        padded = front.new_zeros((axis.size * most, *front.shape[1:]))
+        for rank, count in enumerate(owners.counts):
+            padded[rank * most : rank * most + count] = owners.take(front, 0, rank)
+    share = padded.new_empty((most, *front.shape[1:]))
+    reduce_scatter(share.view(-1), padded.view(-1), axis, "activations")
+    return share[: owners.counts[axis.index]].movedim(0, dim).contiguous()
 
 
 class _ToPart(torch.autograd.Function):
@@ -172,7 +250,11 @@ class _ToPart(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor):
+        from shardwise.part.sums import Sum
+
         dim, owners, axis = ctx.cut
+        if isinstance(gradient, Sum):
+            gradient = gradient.value()
         if not isinstance(gradient, Part):
             return owners.take(gradient, dim, axis.index), None, None, None, None
         if gradient.dim_cut != dim or gradient.owners is not owners:

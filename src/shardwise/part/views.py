@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from shardwise.part.cuts import Owners, Uncut, joined, regrouped
-from shardwise.part.tensor import Part, gather, no_rule, parts_in, rule
+from shardwise.part.tensor import Part, no_rule, parts_in, rule
 
 # (owners after a slice, slice) -> owners before it, for the backward of slices
 _BEFORE: dict[tuple, Owners] = {}
@@ -24,12 +24,7 @@ def view(func: Any, args: tuple, kwargs: dict) -> Part:
         for size in shape:
             known *= size if size != -1 else 1
         shape[shape.index(-1)] = part.numel() // max(known, 1)
-    try:
-        dim, owners = regrouped(tuple(part.shape), part.dim_cut, part.owners, tuple(shape))
-    except Uncut:
-        if not part.soft:
-            raise
-        return gather(part).reshape(shape)
+    dim, owners = regrouped(tuple(part.shape), part.dim_cut, part.owners, tuple(shape))
     local = list(shape)
     local[dim] = owners.counts[part.axis.index]
     return part.with_local(part.local.reshape(local), dim, owners)
@@ -153,8 +148,6 @@ def select(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     part, dim, index = args
     dim %= part.dim()
     if dim == part.dim_cut:
-        if part.soft:
-            return gather(part).select(dim, index)
         raise Uncut(f"one index is taken out of a dim whose indices lie on different ranks ({no_rule(func, [part])})")
     return part.with_local(part.local.select(dim, index), part.dim_cut - (dim < part.dim_cut))
 
@@ -208,8 +201,6 @@ def cat(func: Any, args: tuple, kwargs: dict) -> Part:
         local = [t.local if isinstance(t, Part) else lead.share(t, lead.dim_cut) for t in tensors]
         return lead.with_local(torch.cat(local, dim))
     if len(parts) != len(tensors) or any(p.dim_cut != dim for p in parts):
-        if all(p.soft for p in parts):
-            return torch.cat([gather(t) if isinstance(t, Part) else t for t in tensors], dim)
         if all(p.dim_cut == dim for p in parts) and _like_its_neighbour(tensors, lead, dim):
             tensors = [t if isinstance(t, Part) else lead.with_local(lead.share(t, dim)) for t in tensors]
         else:

@@ -17,7 +17,7 @@ What this does not do: follow labels through views of written tensors, or data-d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,7 +55,7 @@ class Found:
 class Axes(TorchDispatchMode):
     """Follows labels through the operations of a forward. `in_loss` is set once the model has returned."""
 
-    def __init__(self, named: dict[str, torch.Tensor], whole: set[str] = frozenset()):
+    def __init__(self, named: dict[str, torch.Tensor], whole: Collection[str] = ()):
         super().__init__()
         self.count = 1
         self.edges: list[tuple[np.ndarray, np.ndarray]] = []
@@ -66,7 +66,7 @@ class Axes(TorchDispatchMode):
         self.modules: list[str] = []
         self.frozen = whole
         for name, tensor in named.items():
-            tensor._axes_of = (name, tuple(range(tensor.dim())))  # type: ignore[attr-defined]
+            tensor._axes_of = (name, tuple(range(tensor.dim())))
             for dim, size in enumerate(tensor.shape):
                 self.seeds[name, dim] = np.arange(self.count, self.count + size)
                 self.count += size
@@ -129,7 +129,7 @@ class Axes(TorchDispatchMode):
     def give(self, tensor: Any, labels: np.ndarray | None) -> None:
         """Set a result's labels."""
         if isinstance(tensor, torch.Tensor) and labels is not None and labels.size > 1:
-            tensor._axis_labels = labels  # type: ignore[attr-defined]
+            tensor._axis_labels = labels
 
     # --- the mode ---
 
@@ -190,7 +190,7 @@ class Axes(TorchDispatchMode):
         return Found(classes, self.uses, reasons)
 
 
-def param_of(tensor: Any) -> tuple[str, tuple[int | None, ...]] | None:
+def param_of(tensor: Any) -> tuple[str, tuple[Any, ...]] | None:
     """(parameter, which of its dims each dim of the tensor is) where the tensor is a parameter or a view of one."""
     return getattr(tensor, "_axes_of", None)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -38,7 +39,7 @@ def elementwise(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -
     tensors = _tensors((args, kwargs))
     if len(tensors) == 1 and param_of(tensors[0]) and not func._schema.is_mutable:
         for each in _tensors(output):  # a weight made of one weight: 1 + w, exp(w), w in another dtype
-            each._axes_of = tensors[0]._axes_of  # type: ignore[attr-defined]
+            each._axes_of = tensors[0]._axes_of
         return True
     ndim = max(t.dim() for t in tensors)
     matrices = [t for t in tensors if param_of(t) and sum(n > 1 for n in t.shape) > 1]
@@ -46,8 +47,9 @@ def elementwise(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -
     labelled = [t for t in tensors if axes.labels(t) is not None]
     free = all(map(is_free, labelled)) and not matrices
     if labelled and all(map(is_free, labelled)) and any(t.numel() > 1 and not is_free(t) for t in tensors):
-        for tensor in labelled:  # a scale beside a whole tensor
-            axes.keep_whole(axes.labels(tensor), "it is applied to a whole tensor")
+        for of_scale in map(axes.labels, labelled):
+            assert of_scale is not None
+            axes.keep_whole(of_scale, "it is applied to a whole tensor")
         tensors = []
     joint: np.ndarray | None = None
     for tensor in sorted(tensors, key=is_free):  # what comes from parameters alone last
@@ -71,7 +73,7 @@ def elementwise(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -
     for each in _tensors(output):
         if each.dim() == joint.ndim:
             axes.give(each, joint)
-            each._axes_free = free  # type: ignore[attr-defined]
+            each._axes_free = free
     return True
 
 
@@ -242,7 +244,7 @@ def slice_(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> boo
 
 def _ranged(axes: Axes, x: torch.Tensor, output: torch.Tensor, dim: int, which: slice) -> bool:
     if param_of(x) is not None and x.dim() > 1 and output.shape == x.shape:
-        output._axes_of = x._axes_of  # type: ignore[attr-defined]
+        output._axes_of = x._axes_of
         return True
     labels = axes.labels(x)
     if labels is not None:
@@ -278,7 +280,7 @@ def cat(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
     known = [e for e in every if e is not None]
     shape = list(np.broadcast_shapes(*(tuple(1 if d == dim else n for d, n in enumerate(e.shape)) for e in known)))
     if not any(e.shape[dim] > 1 for e in known):  # pieces side by side along another dim than the labels'
-        for a, b in zip(known, known[1:], strict=False):
+        for a, b in itertools.pairwise(known):
             axes.unite(a, b)
         axes.give(output, known[0])
         return True
@@ -430,7 +432,7 @@ def _product(axes: Axes, a: torch.Tensor, b: torch.Tensor, output: torch.Tensor)
     return True
 
 
-def _weight(tensor: torch.Tensor) -> tuple[str, tuple] | None:
+def _weight(tensor: torch.Tensor) -> tuple[str, tuple[Any, ...]] | None:
     """A parameter that is a matrix here."""
     param = param_of(tensor)
     if param is None or tensor.dim() < 2 or None in param[1][-2:]:

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.comm import Axis
 from shardwise.parallel.slots import ValueOf
 from shardwise.parallel.tensor.derive import Cut, Derived
-from shardwise.part import Part, gather, to_part
+from shardwise.part import Part, plain, to_part, whole_gradient
 
 _CLASSES: dict[tuple[type, tuple[str, ...]], type] = {}
 
@@ -67,7 +67,7 @@ class TensorParallel:
         cut = self.cuts.get(name)
         if cut is None or share is None:
             return share
-        return gather(Part(share.detach(), cut.dim, cut.owners, self.axis))
+        return plain(Part(share.detach(), cut.dim, cut.owners, self.axis))
 
     def full_shape(self, name: str, share: torch.Size) -> torch.Size:
         """The whole parameter's shape."""
@@ -98,7 +98,7 @@ def see_parts(module: nn.Module, tensor: TensorParallel) -> Callable[[], None]:
     before: list[tuple[nn.Module, type]] = []
     for child in list(module.modules()):
         held = {leaf: names[id(param)] for leaf, param in child._parameters.items() if param is not None}
-        cuts = {leaf: tensor.cuts[name] for leaf, name in held.items() if name in tensor.cuts}
+        cuts = {leaf: tensor.cuts.get(name) for leaf, name in held.items()}  # whole ones too: see `whole_gradient`
         if cuts:
             before.append((child, type(child)))
             child.__dict__["_tensor_cuts"] = (cuts, tensor.axis)
@@ -139,6 +139,8 @@ def _reader(leaf: str):
             return held  # sharded by zero=3 and not gathered now: for its dtype or device
         cuts, axis = self.__dict__["_tensor_cuts"]
         cut = cuts[leaf]
+        if cut is None:
+            return whole_gradient(held)
         return to_part(held, cut.dim, cut.owners, axis, cut.name)
 
     return read

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from shardwise.errors import InputError, did_you_mean
 from shardwise.part import Owners
 from shardwise.trace.axes import Found, Use
 
@@ -179,10 +180,20 @@ def starved(found: Found, ranks: int) -> list[str]:
 
 
 def matching(names: list[str], patterns: tuple[str, ...]) -> set[str]:
-    """Parameters that a pattern names, by their path or their module's."""
-    return {
-        name
-        for name in names
-        for pattern in patterns
-        if fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name.rpartition(".")[0], pattern)
-    }
+    """Parameters that a pattern names, by their path or that of a module around them.
+
+    Raises `InputError` for a pattern that matches nothing.
+    """
+    chosen: set[str] = set()
+    for pattern in patterns:
+        hits = {name for name in names if any(fnmatch.fnmatchcase(path, pattern) for path in _around(name))}
+        if not hits:
+            known = sorted({path for name in names for path in _around(name)})
+            raise InputError(f"tp_whole: no parameter or module matches '{pattern}'{did_you_mean(pattern, known)}")
+        chosen |= hits
+    return chosen
+
+
+def _around(name: str) -> list[str]:
+    pieces = name.split(".")
+    return [".".join(pieces[:end]) for end in range(1, len(pieces) + 1)]

@@ -57,7 +57,7 @@ def standing_in(module: nn.Module, make: Make) -> Iterator[dict[str, torch.Tenso
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without torch's report of an operation that has no rule for tensors without values: it is tried with real ones."""
+    """Without torch's report of an operation that has no rule for tensors without values: real ones come next."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     was, log.disabled = log.disabled, True
     try:
@@ -113,11 +113,14 @@ class Stage:
                 self.run(self.built.module, batch)
             return axes.found()
 
-    def rehearse(self, derived: Derived, ranks: int) -> Uncut | None:
+    def rehearse(self, derived: Derived, ranks: int, sequence: bool) -> Uncut | None:
         """Forward and backward with shares and parts, nothing sent: the first operation that cannot be done."""
-        axis = Axis("tp", ranks, 0, None, tuple(range(ranks)), rehearsal=True)
+        axis = Axis("tp", ranks, 0, None, tuple(range(ranks)), sequence=sequence, rehearsal=True)
         tensor = TensorParallel(derived, axis)
-        with self.playing(lambda name, whole: tensor.share(name, self.make(name, whole)).contiguous()) as (_, batch):
+        with self.playing(lambda name, whole: tensor.share(name, self.make(name, whole)).contiguous()) as (
+            named,
+            batch,
+        ):
             undo = see_parts(self.built.module, tensor)
             try:
                 self.run(self.built.module, batch).total.backward()
@@ -129,9 +132,13 @@ class Stage:
 
 
 def find_cuts(
-    built: Built, batch: Any, run: Run, ranks: int, keep: tuple[str, ...] = (), *, dtype_of: DtypeOf
+    built: Built, batch: Any, run: Run, ranks: int, keep: tuple[str, ...] = (), *, sequence: bool = False,
+    dtype_of: DtypeOf,
 ) -> Derived:  # fmt: skip
-    """Derive the cuts over `ranks`; parameters that match a pattern of `keep` stay whole."""
+    """Derive the cuts over `ranks`; parameters that match a pattern of `keep` stay whole.
+
+    sequence  between the pairs, activations will be cut along the sequence
+    """
     elements = {name: param.numel() for name, param in built.module.named_parameters()}
     stage = Stage(built, batch, run, dtype_of)
     asked = matching(list(elements), keep)
@@ -146,15 +153,17 @@ def find_cuts(
         tried = derive(found, elements, ranks)
         if sum(elements[n] for n in tried.cuts) > sum(elements[n] for n in best.cuts):
             best, best_found, best.frozen = tried, found, set(frozen)
-    return _rehearsed(stage, best, best_found, elements, ranks)
+    return _rehearsed(stage, best, best_found, elements, ranks, sequence)
 
 
-def _rehearsed(stage: Stage, derived: Derived, found: Found, elements: dict[str, int], ranks: int) -> Derived:
+def _rehearsed(
+    stage: Stage, derived: Derived, found: Found, elements: dict[str, int], ranks: int, sequence: bool
+) -> Derived:  # fmt: skip
     """Drop families until a rehearsal goes through."""
     blocked: dict[str, str] = {}
     frozen = derived.frozen
     while derived.cuts:
-        stopped = stage.rehearse(derived, ranks)
+        stopped = stage.rehearse(derived, ranks, sequence)
         if stopped is None:
             break
         families = {derived.cuts[name].family for name in stopped.origins if name in derived.cuts}

@@ -1,0 +1,145 @@
+"""`Sum`: a whole tensor of which every rank holds one summand. The sum over ranks is taken when it is needed.
+
+    y = Sum(x_r @ W_r)        views and additions of sums stay sums: dx_q + dx_k + dx_v is one collective, not three
+    y + residual              anything else takes the sum first, once for all who read it
+
+With sequence parallelism the sum of a (B, S, H) tensor leaves every rank its share of S (a reduce-scatter in place of
+an all-reduce).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from shardwise.comm import Axis
+from shardwise.part.cuts import Owners, Uncut
+from shardwise.part.tensor import Part, all_sum, gathered, is_view, scatter_sum, strides_of
+
+_REARRANGE = frozenset({
+    "view", "_unsafe_view", "reshape", "_reshape_alias", "transpose", "t", "permute", "unsqueeze", "squeeze", "detach",
+    "alias", "neg",
+})  # fmt: skip
+_ROWS = frozenset({"view", "_unsafe_view", "reshape", "_reshape_alias", "detach", "alias"})  # may keep the last dim
+_ADD = frozenset({"add", "sub"})
+
+
+class Sum(torch.Tensor):
+    """The sum over `axis` of every rank's `local`, and `added` (a bias of the last dim); `total` once taken."""
+
+    local: torch.Tensor
+    axis: Axis
+    origin: str
+    added: torch.Tensor | None
+    read_only_copy: bool  # `total` is a copy: writing into it would be lost
+    spread: bool  # the sum of a (B, S, H) tensor may be left in shares of S, where the axis asks for that
+    total: torch.Tensor | None
+
+    observes_inside = True
+
+    @staticmethod
+    def __new__(
+        cls, local: torch.Tensor, axis: Axis, origin: str = "", added: torch.Tensor | None = None, spread: bool = True
+    ) -> Sum:  # fmt: skip
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, local.shape, strides=strides_of(local, list(local.shape)), dtype=local.dtype, device=local.device
+        )
+        made.local, made.axis, made.origin, made.added, made.total = local, axis, origin, added, None
+        made.spread, made.read_only_copy = spread, False
+        return made
+
+    @classmethod
+    def read_only(cls, copy: torch.Tensor) -> Sum:
+        """A view of something gathered, into which nothing may be written."""
+        made = cls(copy, Axis.alone("tp"))
+        made.total, made.read_only_copy = copy, True
+        return made
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"Sum(shape={tuple(self.shape)}, over {self.axis.name}, dtype={self.dtype})"
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return with_sums(func, args, kwargs or {})
+
+    def value(self) -> torch.Tensor:
+        """The sum: plain, or a share of it along the sequence. Collective, the first time."""
+        if self.total is None:
+            if self.spread and self.axis.sequence and self.dim() == 3 and self.shape[1] >= self.axis.size:
+                owners = Owners.blocks(self.shape[1], self.axis.size)
+                self.total = Part(scatter_sum(self.local, 1, owners, self.axis), 1, owners, self.axis, soft=True)
+            else:
+                self.total = all_sum(self.local, self.axis)
+            if self.added is not None:
+                self.total = self.total + self.added
+            del self.local, self.added
+        return self.total
+
+
+def with_sums(func: Any, args: tuple, kwargs: dict) -> Any:
+    """An operation of which some inputs are sums."""
+    name = func._schema.name.partition("::")[2]
+    first = args[0] if args else None
+    if isinstance(first, Sum) and first.total is None:
+        kept = _kept(name, func, first, args, kwargs)
+        if kept is not None:
+            return kept
+    changed = first if func._schema.is_mutable and isinstance(first, Sum) else None
+    copied = isinstance(first, Sum) and first.read_only_copy
+    if changed is not None and copied:
+        raise Uncut(f"{func} writes into a view of a tensor that is cut along the sequence")
+    args, kwargs = tree_map_only(Sum, Sum.value, (args, kwargs))
+    output = func(*args, **kwargs)
+    if copied and is_view(func):
+        return tree_map_only(torch.Tensor, Sum.read_only, output)
+    return output if changed is None else changed
+
+
+def _kept(name: str, func: Any, first: Sum, args: tuple, kwargs: dict) -> Sum | None:
+    """The result where it is a sum again."""
+    if name in _REARRANGE and (first.added is None or name in _ROWS):
+        local = func(first.local, *args[1:], **kwargs)
+        if first.added is None or local.shape[-1:] == first.local.shape[-1:]:
+            return Sum(local, first.axis, first.origin, first.added, first.spread)
+    if name not in _ADD or kwargs or len(args) != 2:
+        return None
+    second = args[1]
+    if isinstance(second, Sum) and second.total is None and first.shape == second.shape:
+        added = first.added if second.added is None else second.added
+        if first.added is None or second.added is None:
+            if name == "sub" and second.added is not None:
+                added = -second.added
+            return Sum(func(first.local, second.local), first.axis, first.origin, added, first.spread)
+    bias = isinstance(second, torch.Tensor) and not isinstance(second, Part | Sum) and second.dim() == 1
+    if bias and name == "add" and first.added is None and second.shape == first.shape[-1:]:
+        return Sum(first.local, first.axis, first.origin, second, first.spread)
+    return None
+
+
+def plain(tensor: Any) -> Any:
+    """A tensor as every rank holds it whole. Collective where it is a part or a sum."""
+    if isinstance(tensor, Sum):
+        tensor = tensor.value()
+    return gathered(tensor) if isinstance(tensor, Part) else tensor
+
+
+class _WholeGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor):
+        return plain(gradient)
+
+
+def whole_gradient(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, whose gradient arrives whole however it was dealt."""
+    return _WholeGradient.apply(tensor) if tensor.requires_grad and torch.is_grad_enabled() else tensor
+
+
+__all__ = ["Sum", "plain", "whole_gradient", "with_sums"]
