@@ -116,7 +116,8 @@ def _kept(name: str, func: Any, first: Sum, args: tuple, kwargs: dict) -> Sum | 
             return Sum(func(first.local, second.local), first.axis, first.origin, added, first.spread)
     bias = isinstance(second, torch.Tensor) and not isinstance(second, Part | Sum) and second.dim() == 1
     if bias and name == "add" and first.added is None and second.shape == first.shape[-1:]:
-        return Sum(first.local, first.axis, first.origin, second, first.spread)
+        # a copy: zero=3 frees the bias when its module has run, and the sum may be taken later
+        return Sum(first.local, first.axis, first.origin, second.clone(), first.spread)
     return None
 
 

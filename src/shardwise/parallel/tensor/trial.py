@@ -118,7 +118,7 @@ class Stage:
         axis = Axis("tp", ranks, 0, None, tuple(range(ranks)), sequence=sequence, rehearsal=True)
         tensor = TensorParallel(derived, axis)
         with self.playing(lambda name, whole: tensor.share(name, self.make(name, whole)).contiguous()) as (
-            named,
+            _,
             batch,
         ):
             undo = see_parts(self.built.module, tensor)
