@@ -138,9 +138,9 @@ def test_splitting_the_backward_of_interleaved_stages_helps(p: int, rounds: int)
         ("pp=4,schedule=dualpipev,microbatches=7", "microbatches of at least 2 pp = 8, got 7"),
         ("pp=4,schedule=interleaved1f1b,microbatches=6", "rounds of pp=4: microbatches=6"),
         ("pp=2,schedule=interleavedzb,microbatches=3", "rounds of pp=2: microbatches=3"),
-        ("pp=2,stages=1|1|1|1", "has one stage on each rank, not 2: use interleaved1f1b"),
-        ("pp=2,schedule=interleaved1f1b,stages=2|2", "needs two stages or more on each rank"),
-        ("pp=2,schedule=zbv,stages=1|1|1|1|1|1", "has two stages on each rank, not 3"),
+        ("pp=2,stages=a|b|c", "has one stage on each rank, not 2: use interleaved1f1b"),
+        ("pp=2,schedule=interleaved1f1b,stages=a", "needs two stages or more on each rank"),
+        ("pp=2,schedule=zbv,stages=a|b|c|d|e", "has two stages on each rank, not 3"),
         ("dp_shard=2", "has no pipeline: pp is 1"),
     ],
 )

@@ -42,7 +42,7 @@ class Plan:
     pp            stages of ranks that the module is cut into, one after the other
     schedule      order of the pipeline's forwards and backwards; 1f1b by default
     microbatches  pieces in flight in the pipeline; by default as many as stages
-    stages        places to cut: how many of the possible pieces each stage gets (`3|5|4`); empty: balanced by cost
+    stages        modules at which the stages after the first begin (`layers.3|layers.6`); empty: balanced by cost
     precision     fp32, fp64, bf16 (mixed, fp32 master), bf16-full, fp16 (mixed, with a loss scaler)
     reduce_dtype  dtype in which gradients are summed over ranks; auto: fp32, or fp64 under fp64
     remat         recompute in backward: none, selective (keep matrix products), full (keep block inputs)
@@ -59,7 +59,7 @@ class Plan:
     pp: int = 1
     schedule: str = "none"  # "none": the default, 1f1b where pp > 1; never left with pp > 1
     microbatches: int = -1  # -1: the default, the number of stages where pp > 1, else 1; never left
-    stages: tuple[int, ...] = ()
+    stages: tuple[str, ...] = ()
     accumulate: int = 1
     cp: int = 1
     cp_ulysses: int = 1
@@ -105,20 +105,25 @@ class Plan:
         """Defaults of schedule and micro-batches, and the form of `stages`."""
         if not _is_whole(self.pp) or self.pp < 1:
             raise InputError(f"plan: pp must be a whole number of at least 1, got {self.pp!r}")
-        counts: Any = (self.stages,) if _is_whole(self.stages) else self.stages
-        if not isinstance(counts, tuple) or not all(_is_whole(count) and count >= 1 for count in counts):
-            raise InputError(f"plan: stages must be whole numbers of at least 1, such as 3|5|4, got {self.stages!r}")
-        object.__setattr__(self, "stages", counts)
+        if isinstance(self.stages, str):
+            object.__setattr__(self, "stages", tuple(filter(None, self.stages.split("|"))))
+        if not isinstance(self.stages, tuple) or not all(isinstance(path, str) and path for path in self.stages):
+            raise InputError(f"plan: stages must be module paths, such as layers.3|layers.6, got {self.stages!r}")
         if self.pp > 1 and self.schedule == "none":
             object.__setattr__(self, "schedule", "1f1b")
         if self.microbatches == -1:
             object.__setattr__(self, "microbatches", self.pp * self.stages_per_rank if self.pp > 1 else 1)
 
     @property
+    def step_microbatches(self) -> int:
+        """Micro-batches in one optimizer step: pipelined ones times accumulated ones."""
+        return self.accumulate * self.microbatches
+
+    @property
     def stages_per_rank(self) -> int:
         """Stages that each rank of the pipeline runs."""
         if self.stages:
-            return max(1, len(self.stages) // self.pp)
+            return max(1, (len(self.stages) + 1) // self.pp)
         return 2 if self.schedule in TWO_STAGES else 1
 
     @property
@@ -166,7 +171,7 @@ class Plan:
             )
         values = {key: tuple(v) if isinstance(v, list) else v for key, v in values.items()}
         for key, value in values.items():
-            if isinstance(value, str) and key in ("domain", "zero", "sp", "compile", "stages", *DEGREES):
+            if isinstance(value, str) and key in ("domain", "zero", "sp", "compile", *DEGREES):
                 values[key] = _from_text(key, value)
         return cls(**values)
 
@@ -229,11 +234,6 @@ def _from_text(key: str, value: str) -> Any:
         if value.lower() not in ("true", "false"):
             raise InputError(f"plan: {key} must be true or false, got {value!r}")
         return value.lower() == "true"
-    if key == "stages":
-        try:
-            return tuple(int(part) for part in value.split("|"))
-        except ValueError:
-            raise InputError(f"plan: stages must be whole numbers such as 3|5|4, got {value!r}") from None
     if key == "domain":
         try:
             return tuple(int(part) for part in value.split("x"))

@@ -364,6 +364,18 @@ def make_schedule(name: str, ranks: int, microbatches: int, per_rank: int = 1) -
     return schedule
 
 
+def plain_schedule(owner: tuple[int, ...], microbatches: int) -> Schedule:
+    """For any number of micro-batches, on stages that lie anywhere: all forwards, then all backwards."""
+    rows = []
+    for rank in range(max(owner) + 1):
+        mine = [stage for stage, at in enumerate(owner) if at == rank]
+        forwards = [Op("F", stage, i) for stage in mine for i in range(microbatches)]
+        rows.append((*forwards, *(Op("B", stage, i) for stage in reversed(mine) for i in range(microbatches))))
+    schedule = Schedule("plain", microbatches, owner, tuple(rows))
+    schedule.validate()
+    return schedule
+
+
 def schedule_of(plan: Plan) -> Schedule:
     """The table that a plan asks for."""
     if plan.pp == 1:
