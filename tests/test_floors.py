@@ -17,8 +17,10 @@ SOURCE = Path(shardwise.__file__).parent
 # room -> floor; a room is a module or a package, and `parallel` has one room for each technique
 FLOORS = {
     "errors": 0, "task": 0, "layout": 0, "config": 0,
-    "device": 1, "precision": 1, "mesh": 1, "comm": 1, "trace": 1, "random": 1, "ranks": 1,
+    "device": 1, "precision": 1, "mesh": 1, "comm": 1, "part": 1, "trace": 1, "random": 1, "ranks": 1,
     "parallel.slots": 3, "parallel.replicate": 3, "parallel.flat": 3, "parallel.full": 3, "parallel.batchnorm": 3,
+    "parallel.tensor": 3,
+    "parallel.pipeline": 3,
     "memory": 3,
     "engine": 4,
     "data": 6, "observe": 6, "training": 6, "proof": 6,
@@ -31,6 +33,7 @@ WITHIN = {
     ("layout", "errors"): "every room raises the same errors",
     ("config", "errors"): "every room raises the same errors",
     ("config", "layout"): "a configuration holds a plan",
+    ("part", "comm"): "parts meet in collectives",
     ("mesh", "comm"): "a mesh is made of the axes that collectives run over",
     ("random", "trace"): "one function makes every seed",
     ("observe", "data"): "floor 6 has an order: data, observe, training, proof",
@@ -105,6 +108,7 @@ def complaint(source: str, goal: str) -> str | None:
 def test_every_room_has_a_floor() -> None:
     modules = {path.stem for path in SOURCE.glob("*.py")} | {p.parent.name for p in SOURCE.glob("*/__init__.py")}
     techniques = {f"parallel.{path.stem}" for path in SOURCE.glob("parallel/*.py")} - {"parallel.__init__"}
+    techniques |= {f"parallel.{path.parent.name}" for path in SOURCE.glob("parallel/*/__init__.py")}
     rooms = (modules - DOORSTEP - {"parallel", BESIDE}) | techniques
     assert not rooms - FLOORS.keys(), "give the new room a floor here and in docs/design.md"
 

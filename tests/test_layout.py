@@ -27,6 +27,7 @@ ANY_PLAN = st.builds(
     Plan,
     dp_replicate=degree, dp_shard=degree, zero=st.integers(0, 3), tp=degree, sp=st.booleans(), pp=degree,
     schedule=st.sampled_from(["none", *SCHEDULES]), microbatches=degree, accumulate=degree, cp=degree,
+    stages=PATTERNS.map(tuple),
     cp_ulysses=degree, ep=degree, domain=st.lists(degree, min_size=1, max_size=3).map(tuple),
     precision=st.sampled_from(PRECISIONS), reduce_dtype=st.sampled_from(REDUCE_DTYPES),
     remat=st.sampled_from(REMATS), offload=st.sampled_from(OFFLOADS), compile=st.booleans(),
@@ -86,12 +87,19 @@ def test_short_forms() -> None:
     assert Plan.parse("dp_shard=2,wrap=Block|head").wrap == ("Block", "head")
     assert Plan.parse("domain=1x2").domain == (1, 2)
     assert Plan(domain=2).domain == (2,)  # type: ignore[arg-type]
+    assert Plan.parse("pp=4") == Plan(pp=4, schedule="1f1b", microbatches=4)
+    assert Plan.parse("pp=2,schedule=zbv").microbatches == 4
+    assert Plan.parse("pp=2,stages=layers.3|head").stages == ("layers.3", "head")
+    assert str(Plan.parse("pp=2,schedule=1f1b,microbatches=2")) == "pp=2"
 
 
 def test_a_changed_copy_keeps_what_was_chosen() -> None:
     assert Plan(dp_shard=4, zero=1).with_(accumulate=2) == Plan(dp_shard=4, zero=1, accumulate=2)
     assert Plan(dp_shard=4, zero=1).with_(dp_shard=1).zero == 0
     assert Plan(dp_shard=4, zero=1).with_(dp_shard=2).zero == 1
+    assert Plan(pp=4).with_(pp=2).microbatches == 2
+    assert Plan(pp=4, microbatches=7).with_(pp=2).microbatches == 7
+    assert Plan(pp=4, schedule="zbv").with_(pp=1) == Plan()
 
 
 @given(ANY_PLAN)
@@ -157,7 +165,18 @@ def test_bad_toml_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "plan", [{"zero": True}, {"zero": 2.0}, {"domain": ()}, {"domain": (True,)}, {"sp": 1}, {"wrap": 3}], ids=str
+    "plan",
+    [
+        {"zero": True},
+        {"zero": 2.0},
+        {"domain": ()},
+        {"domain": (True,)},
+        {"sp": 1},
+        {"wrap": 3},
+        {"stages": 3},
+        {"stages": (3,)},
+    ],
+    ids=str,
 )
 def test_values_of_the_wrong_kind_are_refused(plan: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=next(iter(plan))):
@@ -282,9 +301,19 @@ def test_buckets_hold_every_element_once(sizes: list[int], cap: int, ranks: int,
 TRIGGERS: dict[str, list[str]] = {
     "tp > 1": ["tp=2"],
     "sp = true": ["sp=true"],
-    "pp > 1": ["pp=2"],
-    "schedule": ["schedule=1f1b"],
-    "microbatches > 1": ["microbatches=2"],
+    "schedule with pp = 1": ["schedule=1f1b"],
+    "microbatches > 1 with pp = 1": ["microbatches=2"],
+    "stages with pp = 1": ["stages=layers.3"],
+    "stages that pp does not divide": ["pp=2,stages=a|b"],
+    "schedule does not fit pp, microbatches or stages": [
+        "pp=4,schedule=dualpipev,microbatches=7",
+        "pp=4,schedule=interleaved1f1b,microbatches=6",
+        "pp=2,stages=a|b|c",
+        "pp=2,schedule=zbv,stages=a",
+        "pp=2,schedule=interleavedzb,stages=a",
+    ],
+    "remat with a schedule that splits backwards": ["pp=2,schedule=zbh1,remat=full"],
+    "zero = 3 with a schedule that splits backwards": ["pp=2,dp_shard=2,schedule=zbv"],
     "cp > 1": ["cp=2"],
     "cp_ulysses > 1": ["cp_ulysses=2"],
     "ep > 1": ["ep=2"],
@@ -300,6 +329,8 @@ ACCEPTED = [
     "dp_replicate=2,dp_shard=2", "dp_replicate=2,dp_shard=2,zero=1", "dp_shard=2,wrap=Block", "precision=fp64",
     "precision=fp16,reduce_dtype=fp16", "precision=bf16", "precision=bf16,reduce_dtype=bf16", "precision=bf16-full",
     "accumulate=3", "remat=full", "remat=selective", "compile=true",
+    "pp=2", "pp=4,schedule=zbv", "pp=2,stages=head", "pp=2,dp_shard=2", "pp=2,dp_shard=2,zero=2,schedule=zbh2",
+    "pp=3,schedule=interleaved1f1b,remat=full", "pp=2,dp_shard=2,schedule=interleaved1f1b",
 ]  # fmt: skip
 
 
@@ -338,7 +369,18 @@ def test_exactly_the_refused_plans_trigger_a_rule(plan: Plan) -> None:
 
 
 def test_every_field_is_built_or_has_a_rule() -> None:
-    built = {"dp_replicate", "dp_shard", "zero", "accumulate", "precision", "reduce_dtype", "remat", "compile", "wrap"}
+    built = {
+        "dp_replicate",
+        "dp_shard",
+        "zero",
+        "pp",
+        "accumulate",
+        "precision",
+        "reduce_dtype",
+        "remat",
+        "compile",
+        "wrap",
+    }
     for field in fields(Plan):
         ruled = any(field.name in rule.combination.split() for rule in RULES)
         assert field.name in built or ruled, f"{field.name} is neither built nor refused"

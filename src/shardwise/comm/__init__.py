@@ -10,7 +10,9 @@ from shardwise.comm.collectives import (
     broadcast,
     gather_rows,
     gather_samples,
+    receive,
     reduce_scatter,
+    send,
     sum_over,
 )
 from shardwise.comm.ledger import Ledger
@@ -33,7 +35,9 @@ __all__ = [
     "gather_json",
     "gather_rows",
     "gather_samples",
+    "receive",
     "reduce_scatter",
+    "send",
     "sum_over",
     "tagged",
 ]

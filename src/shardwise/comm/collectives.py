@@ -120,6 +120,21 @@ def broadcast(tensor: torch.Tensor, axis: Axis, source_index: int, tag: str) -> 
             dist.broadcast(tensor, src=axis.ranks[source_index], group=axis.group)
 
 
+def send(tensor: torch.Tensor, axis: Axis, to_index: int, tag: str, number: int) -> Pending:
+    """Send a contiguous tensor to the axis's `to_index`-th rank; it may not change until `wait`.
+
+    `number` tells apart messages that are under way between the same two ranks.
+    """
+    with tagged(tag):
+        return Pending(dist.isend(tensor, dst=axis.ranks[to_index], group=axis.group, tag=number))
+
+
+def receive(tensor: torch.Tensor, axis: Axis, from_index: int, tag: str, number: int) -> Pending:
+    """Receive into a contiguous tensor what the axis's `from_index`-th rank sends under this number."""
+    with tagged(tag):
+        return Pending(dist.irecv(tensor, src=axis.ranks[from_index], group=axis.group, tag=number))
+
+
 def gather_rows(row: torch.Tensor, axis: Axis, tag: str = "control") -> torch.Tensor:
     """Every rank's `row` (k,) as a table (p, k), the same on all ranks."""
     table = row.new_empty((axis.size, row.numel()))

@@ -41,14 +41,19 @@ class Findings:
 
 def look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, Any] | None,
          sizes: tuple[int, int, int], *, joined: Callable[[Any], Loss] | None, dtype: torch.dtype, strict: bool,
-         masks: bool) -> Findings:  # fmt: skip
+         masks: bool, share: Callable[[list[str]], list[str]] = list) -> Findings:  # fmt: skip
     """Evaluate `whole` and its two `parts` (sizes gives their samples) and compare.
 
     joined   for a loss declared not to add up over samples: (whole, parts) -> the loss on the parts' outputs put
              together
     strict   the plan splits samples, so what does not add up is refused; otherwise it is a notice
     masks    masks will be dealt by global index: try that too
+    share    what any rank that runs a part of the forward found, so that all go the same way from there
     """
+
+    def anywhere(here: object) -> bool:
+        return bool(share(["here"] if here else []))
+
     findings = Findings([], BatchDims())
     seen = _Seen(module)
     with torch.no_grad(), torch.random.fork_rng(devices=[]), seen.watching():
@@ -56,22 +61,22 @@ def look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, An
         findings.batch_norms = batch_norm_modules(module)
         of_whole, calls, _ = run(whole)
         findings.batch_norms += [found for found in seen.batch_norms if found not in findings.batch_norms]
-        problems = seen.problems()
+        problems = share(seen.problems())
         if parts is None:
             findings.notices.append("a batch of one sample cannot be split: the loss was not checked to add up")
         elif not problems:
             first, _, changed_by_first = run(parts[0])
             second, part_calls, changed_by_second = run(parts[1])
             findings.dims.learn(calls, part_calls, sizes[0], sizes[2])
-            if seen.reads_values and (calls or part_calls):
+            if anywhere(seen.reads_values and (calls or part_calls)):
                 for level in (0.02, 0.98):  # the other sides of branches that chance decides
                     findings.dims.learn(run(whole, level)[1], run(parts[1], level)[1], sizes[0], sizes[2])
-            problems += _statistics_differ(changed_by_first, changed_by_second)
+            problems += share(_statistics_differ(changed_by_first, changed_by_second))
             if joined is None:
                 problems += _sums_differ(of_whole, first, second, sizes, dtype)
             elif strict:
                 problems += _joined_differs(of_whole, _Runner(module, joined, seen)((whole, parts))[0], dtype)
-            if masks and strict and joined is None and findings.dims.known and not problems:
+            if masks and strict and joined is None and anywhere(findings.dims.known) and not problems:
                 problems += _masks_differ(run, findings.dims, whole, parts, sizes, dtype)
     if problems and strict:
         raise RefusedPlan("; ".join(problems))

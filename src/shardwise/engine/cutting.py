@@ -1,48 +1,215 @@
-"""Tensor parallelism in the recipe: derive the cuts from one forward on tensors without values, on every rank alike."""
+"""Which stage holds what: the forward is looked at, cut, and every parameter and buffer finds its stages.
+
+A parameter belongs to each stage whose part of the forward uses it. One that was not used in the look (an expert that
+got no token) belongs where the module that holds it ran.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
-from shardwise.comm import Axis
+from shardwise.comm import gather_rows
 from shardwise.engine.batching import samples_in, slice_samples
-from shardwise.engine.forward import Forward
-from shardwise.engine.samples import SAMPLES, few_samples
-from shardwise.errors import RefusedPlan
+from shardwise.engine.samples import few_samples
+from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
+from shardwise.layout.schedules import Schedule, schedule_of
 from shardwise.mesh import Mesh
-from shardwise.parallel.tensor import TensorParallel, find_cuts
-from shardwise.precision import Precision
+from shardwise.parallel.pipeline.cuts import Place, Stage, choose, make_stages
+from shardwise.parallel.slots import ValueOf
 from shardwise.task import Task
-from shardwise.trace.deferred import Built
+from shardwise.trace.blocks import Blocks
+from shardwise.trace.deferred import Built, named_tensors, seed_of
+from shardwise.trace.flow import Flow, trace_forward
+
+UNEVEN = 1.5  # times the mean, from which a stage's share is worth a notice
 
 
-def cut_tensors(task: Task, plan: Plan, mesh: Mesh, precision: Precision, built: Built) -> TensorParallel:
-    """The cuts of the plan's tp axis. Collective (a few samples are read).
+@dataclass
+class Cut:
+    """The stages, and where on the pipeline's axis each parameter and buffer is held (ranks in order, first first)."""
 
-    Raises `RefusedPlan` where nothing can be cut, with the reasons.
-    """
+    schedule: Schedule
+    stages: list[Stage]
+    holders: dict[str, tuple[int, ...]]
+    buffers: dict[str, int]
+    rank: int
+    shared_draws: bool
+    notices: list[str] = field(default_factory=list)
+
+    @property
+    def mine(self) -> list[Stage]:
+        """The stages of this rank."""
+        return [stage for stage in self.stages if self.schedule.owner[stage.index] == self.rank]
+
+    @property
+    def absent(self) -> set[str]:
+        """Parameters that no stage of this rank holds."""
+        return {name for name, ranks in self.holders.items() if self.rank not in ranks}
+
+    def here(self, module: nn.Module, blocks: Blocks) -> Blocks:
+        """The blocks whose parameters this rank holds."""
+        absent = {id(param) for name, param in module.named_parameters() if name in self.absent}
+        held = [
+            path for path in blocks.paths if not any(id(p) in absent for p in module.get_submodule(path).parameters())
+        ]
+        return Blocks(tuple(held), blocks.warnings)
+
+    def values(self, built: Built, value_of: ValueOf) -> ValueOf:
+        """`value_of`, asked for this rank's names alone; where asking is collective, everybody asks for all."""
+        if not built.notice:
+            return value_of
+        kept = {}
+        for name, _ in list(named_tensors(built.module)):
+            value = value_of(name)
+            if name not in self.absent:
+                kept[name] = value.cpu()
+        return kept.__getitem__
+
+
+def cut_module(task: Task, plan: Plan, mesh: Mesh, module: nn.Module, blocks: Blocks) -> Cut:
+    """Look at the forward and cut it. Collective. Raises `RefusedPlan` for what cannot be cut, naming why."""
+    schedule = schedule_of(plan)
     sample = few_samples(task, plan, mesh.data, mesh.device)
-    batch = slice_samples(sample, 0, min(samples_in(sample), SAMPLES))
-    alone = Axis.alone("data")
+    available = samples_in(sample)
+    counts = (min(2, available), min(3, available))
+    flow, notice = _traced(task, module, slice_samples(sample, 0, counts[0]), 0)
+    other, _ = _traced(task, module, slice_samples(sample, 0, counts[1]), 1)
+    whole = plan.remat != "none" or plan.compile or plan.zero == 3
+    places = _places(flow, module, schedule.stages, plan, blocks, whole)
+    stages = make_stages(flow, other, counts, places)
+    _refuse_writes(flow, module)
+    holders, buffers = _holders(flow, module, stages, schedule)
+    cut = Cut(schedule, stages, holders, buffers, mesh.pp.index, _shares_draws(flow, stages))
+    _agree(cut, mesh)
+    cut.notices = _told(cut, module, notice)
+    return cut
 
-    def run(module: nn.Module, inputs: Any) -> Any:
-        return Forward(task, module, precision, torch.device("cpu"), alone).local(inputs)
 
-    def dtype_of(tensor: torch.Tensor) -> torch.dtype:
-        if not tensor.is_floating_point():
-            return tensor.dtype
-        return precision.compute if isinstance(tensor, nn.Parameter) else precision.buffers
+def _traced(task: Task, module: nn.Module, sample, seed: int) -> tuple[Flow, str]:
+    from shardwise.engine.check import wrong_model
 
-    derived = find_cuts(built, batch, run, plan.tp, plan.tp_whole, sequence=plan.sp, dtype_of=dtype_of)
-    tensor = TensorParallel(derived, replace(mesh.tp, sequence=plan.sp))
-    if not tensor.cuts:
-        reasons = sorted({reason for reason in derived.whole.values() if reason})
-        raise RefusedPlan(
-            f"tp={plan.tp}: no weight of the module can be cut: " + "; ".join(reasons[:3] or ["it has no products"])
+    module.train()
+    try:
+        return trace_forward(module, task.inputs, sample, seed)
+    except Exception as error:
+        raise wrong_model(error, samples_in(sample)) from error
+
+
+def _places(flow: Flow, module: nn.Module, count: int, plan: Plan, blocks: Blocks, whole: bool) -> list[Place]:
+    """Between blocks where there are enough of them; inside too where nothing needs them whole."""
+    if plan.stages or whole:
+        return choose(flow, module, count, plan.stages, blocks.paths if whole else ())
+    try:
+        return choose(flow, module, count, (), blocks.paths)
+    except RefusedPlan:
+        return choose(flow, module, count, (), ())
+
+
+def _refuse_writes(flow: Flow, module: nn.Module) -> None:
+    names = {id(param): name for name, param in module.named_parameters()}
+    for number, param in flow.parameters.items():
+        if flow.made[number] >= 0:
+            raise RefusedPlan(
+                f"the forward writes into parameter '{names[param]}', which only one pipeline stage may hold: update "
+                "it outside the forward, or keep it in a buffer"
+            )
+
+
+def _holders(
+    flow: Flow, module: nn.Module, stages: list[Stage], schedule: Schedule
+) -> tuple[dict[str, tuple[int, ...]], dict[str, int]]:
+    """Ranks that hold each parameter, and the rank whose copy of each buffer counts."""
+
+    def ranks(indices: list[int]) -> tuple[int, ...]:
+        return tuple(sorted({schedule.owner[index] for index in indices}))
+
+    holders = {}
+    where = _Where(flow, stages)
+    for name, param in module.named_parameters():
+        used = [stage.index for stage in stages if id(param) in stage.parameters]
+        holders[name] = ranks(used or where.of(module, param))
+    _check_union(module, holders, stages, schedule)
+    buffers = {}
+    for name, buffer in module.named_buffers():
+        used = [stage.index for stage in stages if id(buffer) in stage.buffers]
+        buffers[name] = schedule.owner[max(used or where.of(module, buffer))]
+    return holders, buffers
+
+
+class _Where:
+    """The stages in which the module that holds a tensor runs."""
+
+    def __init__(self, flow: Flow, stages: list[Stage]):
+        self.stages = stages
+        self.spans: dict[str, list[tuple[int, int]]] = {}
+        for call in flow.calls():
+            self.spans.setdefault(call.path, []).append((call.enter, call.exit))
+
+    def of(self, module: nn.Module, tensor: torch.Tensor) -> list[int]:
+        """Indices of stages; the first one for a tensor of the outermost module or of one that never runs."""
+        for path, child in module.named_modules():
+            if any(tensor is held for held in (*child._parameters.values(), *child._buffers.values())):
+                while path and path not in self.spans:
+                    path = path.rpartition(".")[0]
+                spans = self.spans.get(path, [])
+                found = [s.index for s in self.stages for enter, leave in spans if s.start < leave and enter < s.stop]
+                return sorted(set(found)) or [0]
+        return [0]
+
+
+def _check_union(
+    module: nn.Module, holders: dict[str, tuple[int, ...]], stages: list[Stage], schedule: Schedule
+) -> None:
+    """No parameter is lost, and no stage is empty."""
+    lost = [name for name, _ in module.named_parameters() if not holders.get(name)]
+    if lost:
+        raise RefusedPlan(f"parameters {lost[:3]} are on no pipeline stage")
+    trained = {id(param) for param in module.parameters() if param.requires_grad}
+    for stage in stages:
+        if not stage.parameters & trained:
+            begins = f"at '{stage.entry.call.path}'" if stage.entry is not None else "at the start"
+            raise RefusedPlan(
+                f"stage {stage.index}, which begins {begins}, has no parameter to train: use fewer stages, or name "
+                "others with stages="
+            )
+
+
+def _shares_draws(flow: Flow, stages: list[Stage]) -> bool:
+    """Whether random numbers drawn before a stage are used in it without coming from the stage before."""
+    starts = [stage.start for stage in stages[1:]]
+    return any(
+        drawn and any(made < start < last for start in starts)
+        for drawn, made, last in zip(flow.drawn, flow.made, flow.last_use, strict=True)
+    )
+
+
+def _agree(cut: Cut, mesh: Mesh) -> None:
+    """All ranks cut alike."""
+    text = "|".join(f"{stage.start},{stage.stop},{stage.entry and stage.entry.call.path}" for stage in cut.stages)
+    mine = torch.tensor([float(seed_of(text) % 2**50)], dtype=torch.float64, device=mesh.device)
+    table = gather_rows(mine, mesh.world)
+    if not bool((table == table[0]).all()):
+        raise InputError(
+            "the forward differs from rank to rank, so that they would cut it at different places: the model and "
+            "Task.inputs must do the same everywhere"
         )
-    return tensor
+
+
+def _told(cut: Cut, module: nn.Module, notice: str) -> list[str]:
+    total = sum(stage.cost for stage in cut.stages)
+    shares = [stage.cost / total for stage in cut.stages]
+    begins = [stage.entry.call.path for stage in cut.stages if stage.entry is not None]
+    told = [
+        f"pipeline of {len(cut.stages)} stages on {cut.schedule.ranks} ranks, schedule {cut.schedule.name}; stages "
+        f"begin at {', '.join(begins)}; shares of the work {', '.join(f'{share:.0%}' for share in shares)}"
+    ]
+    if max(shares) > UNEVEN / len(shares):
+        told.append(
+            f"stage {shares.index(max(shares))} has {max(shares) * len(shares):.1f} times the mean work, for which the "
+            "others wait: there is no better place to cut, unless stages= names one"
+        )
+    return told + ([notice] if notice else [])

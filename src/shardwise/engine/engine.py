@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import CheckpointError
 
-from shardwise.comm import Ledger, Observer, all_reduce, barrier, gather_rows
+from shardwise.comm import Ledger, Observer, all_reduce, barrier, gather_json, gather_rows
 from shardwise.device import math_attention_only, pick_device, seed_generators
 from shardwise.engine import export
 from shardwise.engine.batching import parts_of, samples_in, slice_samples
@@ -33,6 +33,7 @@ from shardwise.engine.control import Agreement, Asked, Tally, agree, gather_reac
 from shardwise.engine.forward import Forward
 from shardwise.engine.loss import Loss
 from shardwise.engine.optimizer import make_optimizer
+from shardwise.engine.pipelined import Pipeline, StagedForward
 from shardwise.engine.recipe import apply_plan, trainable
 from shardwise.engine.result import StepResult
 from shardwise.engine.samples import SAMPLES, few_samples
@@ -93,6 +94,11 @@ def parallelize(
         sync_module(module, engine.mesh.data, engine.phase)
     if randomness == "global":
         engine.global_random = GlobalRandom(findings.dims)
+    elif engine.pipeline is not None and engine.pipeline.cut.shared_draws:
+        raise RefusedPlan(
+            "random numbers that are drawn in the outermost forward are used by several pipeline stages, which would "
+            "each draw their own: use randomness='global', where masks depend on their place alone"
+        )
     return engine
 
 
@@ -115,7 +121,14 @@ class Engine:
         self.module, self.technique, self.tensor = applied.module, applied.technique, applied.tensor
         self.notices += applied.notices
         self.names = [name for name, _ in trainable(self.module)]
+        self.all_names, self.frozen_names = applied.trained, applied.frozen
+        absent = applied.cut.absent if applied.cut is not None else set()
+        self.held_frozen = set(self.frozen_names) - absent
         self.forward = Forward(task, self.module, self.precision, mesh.device, mesh.data)
+        self.pipeline: Pipeline | None = None
+        if applied.cut is not None and applied.staged is not None:
+            self.forward = staged = StagedForward(self.forward, applied.staged, applied.cut, mesh.pp)
+            self.pipeline = Pipeline(self, applied.cut, staged)
         shapes = [param.shape for _, param in trainable(self.module)]
         if self.tensor is not None:
             shapes = [self.tensor.full_shape(name, shape) for name, shape in zip(self.names, shapes, strict=True)]
@@ -123,6 +136,11 @@ class Engine:
         self.optimizer, self.optimizer_nature, self.owners = make_optimizer(
             task.optimizer, self.technique, self.names, shapes, mesh.shard, zero=zero, tp=plan.tp
         )
+        if self.pipeline is not None and self.optimizer_nature.kind == "joint":
+            raise RefusedPlan(
+                "on a trial the optimizer's update of one tensor depends on the others, and pipeline stages hold "
+                "different ones: use an optimizer that updates each tensor by itself"
+            )
         if self.optimizer_nature.narrow is not None:
             self.notices.append(f"the optimizer's own arithmetic runs in {self.optimizer_nature.narrow}")
         self.base_lrs = [group.get("lr") for group in self.optimizer.param_groups]
@@ -138,7 +156,7 @@ class Engine:
         try:
             findings = look(
                 self.module, self.forward.local, whole, parts, (n, 1, n - 1), joined=joined,
-                dtype=self.precision.compute, strict=self.data_ranks > 1, masks=masks,
+                dtype=self.precision.compute, strict=self.data_ranks > 1, masks=masks, share=self._share,
             )  # fmt: skip
         except ShardwiseError:
             raise
@@ -146,6 +164,13 @@ class Engine:
             raise wrong_model(error, n) from error
         self.notices += findings.notices
         return findings
+
+    def _share(self, mine: list[str]) -> list[str]:
+        """What any stage of the pipeline found, on every stage."""
+        if self.pipeline is None:
+            return mine
+        found = gather_json(mine, self.mesh.pp, self.device)
+        return list(dict.fromkeys(one for stage in found for one in stage))
 
     # --- the step ---
 
@@ -195,7 +220,8 @@ class Engine:
     def _parts(self, batch: Any) -> list[Part]:
         if isinstance(batch, list) and batch and all(isinstance(part, Part) for part in batch):
             return batch
-        return parts_of(batch, accumulate=self.plan.accumulate, data_rank=self.data_rank, data_ranks=self.data_ranks)
+        pieces = self.plan.step_microbatches
+        return parts_of(batch, accumulate=pieces, data_rank=self.data_rank, data_ranks=self.data_ranks)
 
     def _set_learning_rate(self) -> None:
         if self.schedule is None:
@@ -209,7 +235,9 @@ class Engine:
         """Forward and backward over the micro-batches; gradients end up summed, divided and clipped."""
         self.technique.start_step()
         tally = Tally(self.device)
-        for index, part in enumerate(parts):
+        if self.pipeline is not None:
+            self.pipeline.run(parts, tally)
+        for index, part in enumerate(parts if self.pipeline is None else ()):
             self._micro_batch(index, part, tally, last=index == len(parts) - 1)
         agreed = self._finish(tally, tally.reached)
         if not agreed.same_branches and self.data_ranks > 1:
@@ -225,21 +253,23 @@ class Engine:
         beside the gradients.
         """
         self._used = used
+        if self.pipeline is not None:
+            return self.pipeline.finish(tally, used)
         if self.technique.in_pieces:
             self.technique.finish_step(used)
-            return agree(tally, self._square_norm(), self.mesh.data)
+            return agree(tally, self.square_norm(), self.mesh.data)
         asked = Asked(tally, 0.0, self.mesh.data)
         self.technique.finish_step(used)
-        return replace(asked.answer(), square_norms=[self._square_norm()])
+        return replace(asked.answer(), square_norms=[self.square_norm()])
 
     def _micro_batch(self, index: int, part: Part, tally: Tally, *, last: bool) -> None:
         self.phase.stand_in = part.count == 0
         tally.stood_in |= part.count == 0
-        self._seed(index, part)
+        self.seed_masks(index, part)
         self.technique.start_micro_batch(last=last)
-        with self._random_context():
+        with self.random_context():
             loss = self.forward(part)
-            objective, extras = self._objective(loss)
+            objective, extras = self.objective(loss)
             if not objective.requires_grad:
                 raise InputError("Task.loss returned a sum that does not depend on any trainable parameter")
             try:
@@ -253,7 +283,7 @@ class Engine:
         tally.used.append(self.technique.finish_micro_batch())
         tally.add(loss, part.count, extras)
 
-    def _objective(self, loss: Loss) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def objective(self, loss: Loss) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """What is differentiated: the sum, plus extra terms brought to the main weight, times the loss scale.
 
         An extra (E, V) of its own weight enters as E w / V with the micro-batch's global weights w and V, so that
@@ -284,14 +314,21 @@ class Engine:
         gradients = (slot.master.grad for slot in self.technique.slots)
         return [gradient for gradient in gradients if gradient is not None]
 
-    def _square_norm(self) -> float:
-        """Of this rank's gradients, and of the shares of other ranks of tp; what is whole there counts once."""
+    def _counted_slots(self) -> list[Slot]:
+        """Without those that another pipeline stage holds too, and counts."""
+        slots = self.technique.slots
+        if self.pipeline is None:
+            return slots
+        return [slot for slot in slots if self.pipeline.counts_here(slot.name)]
+
+    def square_norm(self) -> float:
+        """Of the gradients that this rank counts, and of the shares of other ranks of tp; what is whole counts once."""
+        slots = self._counted_slots()
         if self.tensor is None:
-            return float(self._sum_of_squares(self.technique.slots))
-        cut = [slot for slot in self.technique.slots if slot.name in self.tensor.cuts]
-        total = self._sum_of_squares(cut)
+            return float(self._sum_of_squares(slots))
+        total = self._sum_of_squares([slot for slot in slots if slot.name in self.tensor.cuts])
         if self.mesh.tp.index == 0:
-            total = total + self._sum_of_squares([s for s in self.technique.slots if s.name not in self.tensor.cuts])
+            total = total + self._sum_of_squares([slot for slot in slots if slot.name not in self.tensor.cuts])
         all_reduce(total, self.mesh.tp, "control")
         return float(total)
 
@@ -358,15 +395,18 @@ class Engine:
 
     # --- randomness ---
 
-    def _seed(self, micro_batch: int, part: Part) -> None:
+    def seed_masks(self, micro_batch: int, part: Part, *, alone: bool = True) -> None:
+        """Seed the masks of a micro-batch; `alone`: no other one waits for its backward."""
         if self.global_random is not None:
             samples = Samples(part.start, part.count, part.total)
-            self.global_random.begin(self.seed, self.steps_done, micro_batch, samples)
+            alone = alone or micro_batch == 0
+            self.global_random.begin(self.seed, self.steps_done, micro_batch, samples, alone=alone)
         else:
             seed_generators(seed_of("fast", self.seed, self.steps_done, micro_batch, self.data_rank))
 
     @contextmanager
-    def _random_context(self) -> Iterator[None]:
+    def random_context(self) -> Iterator[None]:
+        """Around forwards and backwards: masks by global index, where they were asked for."""
         if self.global_random is None:
             yield
             return
@@ -387,20 +427,34 @@ class Engine:
                     tally.add(self.forward(part), part.count, {})
         finally:
             self.module.train()
-        agreed = agree(tally, 0.0, self.mesh.data)
+        agreed = agree(tally, 0.0, self.mesh.data) if self.pipeline is None else self.pipeline.agree(tally, 0.0)
         return agreed.total, agreed.weight
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, whole tensor) of every parameter, frozen ones included, master weights first. Collective."""
+        if self.pipeline is None:
+            return self._held_parameters()
+        return self.pipeline.spread(self._held_parameters(), self.all_names + self.frozen_names)
+
+    def _held_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         for index, name in enumerate(self.names):
             yield name, self._whole(name, self.technique.full_parameter(index))
         for name, param in self.module.named_parameters():
-            if not param.requires_grad:
+            if not param.requires_grad and name in self.held_frozen:
                 held = param.full_tensor() if hasattr(param, "full_tensor") else param
                 yield name, self._whole(name, held.detach())
 
     def full_gradients(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         """(name, whole gradient, None where unused) of the step just done. Collective."""
+        if self.pipeline is None:
+            return self._held_gradients_by_name()
+        return self.pipeline.spread(self._held_gradients_by_name(), self.all_names)
+
+    def full_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, tensor) of every buffer. Collective under a pipeline."""
+        return self.module.named_buffers() if self.pipeline is None else self.pipeline.buffers()
+
+    def _held_gradients_by_name(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         for index, name in enumerate(self.names):
             yield name, self._whole(name, self.technique.full_gradient(index))
 

@@ -25,9 +25,13 @@ def state_dict(engine: Engine, *, rank_0_only: bool = False) -> dict[str, torch.
     for name, tensor in engine.full_parameters():  # collective, one parameter at a time
         if keep:
             whole[name] = tensor.cpu().clone()
+    for name, buffer in engine.full_buffers():
+        if keep:
+            whole[name] = buffer.detach().cpu().clone()
     if not keep:
         return {}
     by_identity = {id(param): name for name, param in engine.module.named_parameters()}
+    by_identity |= {id(buffer): name for name, buffer in engine.module.named_buffers()}
     state = {}
     for name, value in engine.module.state_dict(keep_vars=True).items():
         if isinstance(value, torch.Tensor):

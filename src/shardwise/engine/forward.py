@@ -41,12 +41,19 @@ class Forward:
     def local(self, batch: Any) -> Loss:
         """The loss of these samples alone. `batch` is on the CPU or the device."""
         batch = self.to_device(batch)
-        return read_loss(self.task.loss(self._output(batch), batch))
+        return self.read(self._output(batch), batch)
+
+    def read(self, output: Any, batch: Any) -> Loss:
+        """The loss of an output, for a batch on the device."""
+        return read_loss(self.task.loss(output, batch))
 
     def __call__(self, part: Part) -> Loss:
         """The loss that this rank contributes for a part (a stand-in contributes nothing)."""
         batch = self.to_device(part.batch)
-        output = self._output(batch)
+        return self.loss_of(self._output(batch), batch, part)
+
+    def loss_of(self, output: Any, batch: Any, part: Part) -> Loss:
+        """The loss that this rank contributes, given the model's output; `batch` is on the device."""
         if self.task.loss_scope == "global" and self.data.size > 1:
             return self._gathered(output, batch, part)
         loss = read_loss(self.task.loss(output, batch))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 import torch
 from torch import nn
@@ -60,20 +60,33 @@ def _parameter(old: torch.Tensor, value: torch.Tensor) -> nn.Parameter:
     return new
 
 
-def fill_parameters(module: nn.Module, value_of: ValueOf, dtype: torch.dtype, device: torch.device) -> None:
-    """Whole parameters on the device, floating-point ones in `dtype`."""
+def _not_here(old: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A parameter that another pipeline stage holds: its shape without memory, NaN in every value."""
+    kind = dtype if old.is_floating_point() else old.dtype
+    value = torch.full((), float("nan") if kind.is_floating_point else 0, dtype=kind, device=device)
+    return nn.Parameter(value.expand(old.shape), requires_grad=False)
+
+
+def fill_parameters(
+    module: nn.Module, value_of: ValueOf, dtype: torch.dtype, device: torch.device, absent: Container[str] = ()
+) -> None:
+    """Whole parameters on the device, floating-point ones in `dtype`; the `absent` ones are other ranks'."""
 
     def make(name: str, old: torch.Tensor) -> torch.Tensor:
+        if name in absent:
+            return _not_here(old, dtype, device)
         value = value_of(name)
         return _parameter(old, value.to(device, dtype if value.is_floating_point() else None, copy=True))
 
     _replace(module, make, ("parameter",))
 
 
-def empty_parameters(module: nn.Module, dtype: torch.dtype) -> None:
-    """Parameters on the meta device: shapes alone."""
+def empty_parameters(module: nn.Module, dtype: torch.dtype, device: torch.device, absent: Container[str] = ()) -> None:
+    """Parameters on the meta device: shapes alone; the `absent` ones are other ranks'."""
 
     def make(name: str, old: torch.Tensor) -> torch.Tensor:
+        if name in absent:
+            return _not_here(old, dtype, device)
         kind = dtype if old.is_floating_point() else old.dtype
         return _parameter(old, torch.empty(old.shape, dtype=kind, device="meta"))
 

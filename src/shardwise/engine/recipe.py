@@ -7,14 +7,16 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from shardwise.engine.cutting import cut_tensors
+from shardwise.engine.cutting import Cut, cut_module
 from shardwise.engine.materialise import build_everywhere, empty_parameters, fill_buffers, fill_parameters
+from shardwise.engine.tensor import cut_tensors
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
 from shardwise.memory.recompute import recompute_block
 from shardwise.mesh import Mesh
 from shardwise.parallel.flat import Flat
 from shardwise.parallel.full import FullShard
+from shardwise.parallel.pipeline.stage import StagedModule
 from shardwise.parallel.replicate import Replicate
 from shardwise.parallel.slots import DataParallel, ValueOf
 from shardwise.parallel.tensor import TensorParallel, install
@@ -31,6 +33,10 @@ class Applied:
     technique: DataParallel
     tensor: TensorParallel | None = None
     notices: list[str] = field(default_factory=list)
+    cut: Cut | None = None  # where the plan has pipeline stages
+    staged: StagedModule | None = None
+    trained: list[str] = field(default_factory=list)  # names of all parameters that get a gradient, on any stage
+    frozen: list[str] = field(default_factory=list)
 
 
 def apply_plan(task: Task, plan: Plan, mesh: Mesh, precision: Precision, seed: int) -> Applied:
@@ -51,21 +57,29 @@ def apply_plan(task: Task, plan: Plan, mesh: Mesh, precision: Precision, seed: i
         value_of = tensor.local_values(value_of)
     nested = task.branches == "same"  # else ranks may run different children, and must still run the same units
     blocks = choose_blocks(module, plan.wrap) if plan.wrap else find_blocks(module, nested=nested)
+    trained = [name for name, _ in trainable(module)]
+    frozen = [name for name, param in module.named_parameters() if not param.requires_grad]
+    cut = cut_module(task, plan, mesh, module, blocks) if plan.pp > 1 else None
+    absent: set[str] = set()
+    if cut is not None:
+        absent, blocks, value_of = cut.absent, cut.here(module, blocks), cut.values(built, value_of)
+        notices += cut.notices
     if tensor is not None:
-        install(module, tensor)
+        install(module, tensor, absent)
     notices += _prepare(module, blocks, plan)
     technique: DataParallel
     if plan.dp_shard > 1 and plan.zero == 3:
         notices += blocks.warnings
-        technique = _full_shard(module, blocks, value_of, mesh, precision)
+        technique = _full_shard(module, blocks, value_of, mesh, precision, absent)
     else:
-        fill_parameters(module, value_of, precision.compute, mesh.device)
+        fill_parameters(module, value_of, precision.compute, mesh.device, absent)
         technique = _whole_module(module, plan, mesh, precision)
         if precision.mixed:
             for index, (name, _) in enumerate(trainable(module)):
                 technique.load_masters(index, value_of(name).to(mesh.device))
     fill_buffers(module, value_of, precision, mesh.device)
-    return Applied(module.train(), technique, tensor, notices)
+    staged = StagedModule(module, cut.mine, precision.compute) if cut is not None else None
+    return Applied(module.train(), technique, tensor, notices, cut, staged, trained, frozen)
 
 
 def trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -97,9 +111,12 @@ def _prepare(module: nn.Module, blocks: Blocks, plan: Plan) -> list[str]:
     ]
 
 
-def _full_shard(module: nn.Module, blocks: Blocks, value_of: ValueOf, mesh: Mesh, precision: Precision) -> FullShard:
-    empty_parameters(module, precision.master)
-    technique = FullShard(module, [module.get_submodule(path) for path in blocks.paths], mesh, precision)
+def _full_shard(
+    module: nn.Module, blocks: Blocks, value_of: ValueOf, mesh: Mesh, precision: Precision, absent: set[str]
+) -> FullShard:
+    empty_parameters(module, precision.master, mesh.device, absent)
+    units = [module.get_submodule(path) for path in blocks.paths]
+    technique = FullShard(module, units, mesh, precision, absent)
     technique.materialise(value_of, mesh.device)
     technique.make_slots()
     return technique

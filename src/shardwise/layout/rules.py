@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from shardwise.errors import RefusedPlan
 from shardwise.layout.plan import Plan
+from shardwise.layout.schedules import SPLIT, schedule_of
 
 
 @dataclass(frozen=True)
@@ -28,10 +29,17 @@ def _unbuilt(field: str, what: str, when: Callable[[Plan], bool]) -> Rule:
     return Rule(field, "not built", f"{what} is not built yet", when)
 
 
+def _no_schedule(plan: Plan) -> bool:
+    if plan.pp == 1 or (plan.stages and (len(plan.stages) + 1) % plan.pp):
+        return False
+    try:
+        schedule_of(plan)
+    except RefusedPlan:
+        return True
+    return False
+
+
 RULES: tuple[Rule, ...] = (
-    _unbuilt("pp > 1", "pipeline parallelism", lambda p: p.pp > 1),
-    _unbuilt("schedule", "a pipeline schedule", lambda p: p.schedule != "none"),
-    _unbuilt("microbatches > 1", "splitting a batch over pipeline stages", lambda p: p.microbatches > 1),
     _unbuilt("cp > 1", "ring context parallelism", lambda p: p.cp > 1),
     _unbuilt("cp_ulysses > 1", "Ulysses sequence parallelism", lambda p: p.cp_ulysses > 1),
     _unbuilt("ep > 1", "expert parallelism", lambda p: p.ep > 1),
@@ -48,6 +56,50 @@ RULES: tuple[Rule, ...] = (
         "illegal",
         "they say how tp cuts, and there is nothing to cut over: give tp its degree",
         lambda p: p.tp == 1 and (p.sp or bool(p.tp_whole)),
+    ),
+    Rule(
+        "schedule with pp = 1",
+        "illegal",
+        "a schedule orders the work of pipeline stages, and there is one: give pp its degree",
+        lambda p: p.pp == 1 and p.schedule != "none",
+    ),
+    Rule(
+        "microbatches > 1 with pp = 1",
+        "illegal",
+        "microbatches are in flight between pipeline stages, and there is one: accumulate cuts a batch without stages",
+        lambda p: p.pp == 1 and p.microbatches > 1,
+    ),
+    Rule(
+        "stages with pp = 1",
+        "illegal",
+        "stages says where a pipeline is cut, and there is none: give pp its degree",
+        lambda p: p.pp == 1 and bool(p.stages),
+    ),
+    Rule(
+        "stages that pp does not divide",
+        "illegal",
+        "every rank of the pipeline runs as many stages: stages names all but the first",
+        lambda p: p.pp > 1 and bool(p.stages) and (len(p.stages) + 1) % p.pp != 0,
+    ),
+    Rule(
+        "schedule does not fit pp, microbatches or stages",
+        "illegal",
+        "no order of its forwards and backwards exists for these numbers; shardwise show schedule says why",
+        _no_schedule,
+    ),
+    Rule(
+        "remat with a schedule that splits backwards",
+        "illegal",
+        "zbh1, zbh2, interleavedzb, zbv and dualpipev run a backward in two parts, and a recomputed block would run "
+        "again for each weight in the second: use 1f1b or interleaved1f1b",
+        lambda p: p.pp > 1 and p.remat != "none" and p.schedule in SPLIT,
+    ),
+    Rule(
+        "zero = 3 with a schedule that splits backwards",
+        "illegal",
+        "fully_shard frees a block's weights and reduces its gradients once, after the first part of the backward, "
+        "before the second has made them: use zero=2, or 1f1b or interleaved1f1b",
+        lambda p: p.pp > 1 and p.zero == 3 and p.schedule in SPLIT,
     ),
     Rule(
         "zero >= 1 with dp_shard = 1",

@@ -18,6 +18,8 @@ What this does not do: hold a parameter that two units share in one of them (it 
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -41,14 +43,23 @@ class FullShard:
 
     in_pieces = True
 
-    def __init__(self, module: nn.Module, units: list[nn.Module], mesh: Mesh, precision: Precision):
+    def __init__(
+        self,
+        module: nn.Module,
+        units: list[nn.Module],
+        mesh: Mesh,
+        precision: Precision,
+        absent: Collection[str] = (),
+    ):
         self.module = module
+        self._absent = {param for name, param in module.named_parameters() if name in absent}  # other stages'
         self.precision = precision
         self.ranks = mesh.shard.size
         self._replicas = mesh.replicate.size
         self.units = [*units, module]
         self._data, self._shards = mesh.data, mesh.shard
-        self._whole = {id(param) for param in module.parameters() if param.dim() == 0 or param.numel() == 0}
+        held = [param for param in module.parameters() if param not in self._absent]
+        self._whole = {id(param) for param in held if param.dim() == 0 or param.numel() == 0}
         self._whole_gradients: dict[int, torch.Tensor] = {}
         self._used_now: set[int] = set()
         self._used: set[int] = set()
@@ -78,7 +89,7 @@ class FullShard:
 
         whole = {param for param in module.parameters() if id(param) in self._whole}
         options = {"mesh": device_mesh, "reshard_after_forward": True, "shard_placement_fn": placement}
-        options["ignored_params"] = whole
+        options["ignored_params"] = whole | self._absent
         for unit in reversed(units):  # inner units before the outer ones that contain them
             fully_shard(unit, mp_policy=policy(False), **options)
         fully_shard(module, mp_policy=policy(True), **options)
@@ -112,8 +123,10 @@ class FullShard:
 
     def materialise(self, value_of: ValueOf, device: torch.device) -> None:
         """Give every shard its slice of the full initial value, one parameter at a time."""
-        self.module.to_empty(device=device)
-        for name, param in list(self.module.named_parameters()):
+        with self._without_absent():
+            self.module.to_empty(device=device)
+            named = list(self.module.named_parameters())
+        for name, param in named:
             full = value_of(name).to(self.precision.master if param.is_floating_point() else None)
             if not isinstance(param, DTensor):
                 param.detach().copy_(full)
@@ -124,6 +137,23 @@ class FullShard:
                 local = param.to_local()
                 if local.numel():
                     local.copy_(full[slices].view(local.shape).to(device))
+
+    @contextmanager
+    def _without_absent(self) -> Iterator[None]:
+        """What other stages hold, out of the module for a while: it needs no memory here."""
+        taken = [
+            (child, leaf, param)
+            for child in self.module.modules()
+            for leaf, param in list(child._parameters.items())
+            if param in self._absent
+        ]
+        for child, leaf, _ in taken:
+            child._parameters[leaf] = None
+        try:
+            yield
+        finally:
+            for child, leaf, param in taken:
+                child._parameters[leaf] = param
 
     def make_slots(self) -> None:
         """After materialising: what the optimizer updates, sharing storage with the module's shards."""

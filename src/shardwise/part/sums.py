@@ -128,6 +128,21 @@ def plain(tensor: Any) -> Any:
     return gathered(tensor) if isinstance(tensor, Part) else tensor
 
 
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor: torch.Tensor) -> torch.Tensor:
+        return plain(tensor.detach())
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor):
+        return gradient
+
+
+def whole(tensor: Any) -> Any:
+    """Differentiable: what every rank holds whole. Collective where the tensor is a part or a sum."""
+    return _Whole.apply(tensor) if isinstance(tensor, Part | Sum) else tensor
+
+
 class _WholeGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx, tensor: torch.Tensor) -> torch.Tensor:
@@ -143,4 +158,4 @@ def whole_gradient(tensor: torch.Tensor) -> torch.Tensor:
     return _WholeGradient.apply(tensor) if tensor.requires_grad and torch.is_grad_enabled() else tensor
 
 
-__all__ = ["Sum", "plain", "whole_gradient", "with_sums"]
+__all__ = ["Sum", "plain", "whole", "whole_gradient", "with_sums"]

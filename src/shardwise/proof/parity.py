@@ -166,7 +166,7 @@ def verify(
         parity.notes += small.notes
         parity.proven = str(chosen)
         parity.world_size = chosen.world_size
-    settings = Settings(steps=steps, seed=seed, accumulate=chosen.accumulate, clip_norm=clip_norm)
+    settings = Settings(steps=steps, seed=seed, accumulate=chosen.step_microbatches, clip_norm=clip_norm)
     try:
         oracle, settings = _one_process(resolved, settings, parity)
     except ShardwiseError:

@@ -36,7 +36,7 @@ def run_rank(task: Any, plan: Plan, settings: Settings) -> Record | None:
         record.losses.append(result.loss)
         record.gradients.append({n: None if g is None else kept(g) for n, g in engine.full_gradients()})
         record.parameters.append(_parameters(engine))
-        record.buffers.append({name: kept(buffer) for name, buffer in engine.module.named_buffers()})
+        record.buffers.append({name: kept(buffer) for name, buffer in engine.full_buffers()})
     return record if engine.rank == 0 else None
 
 

@@ -167,11 +167,12 @@ class GlobalRandom(TorchDispatchMode):
         self.samples = Samples()
         self.paths = _Paths()
 
-    def begin(self, seed: int, step: int, micro_batch: int, samples: Samples) -> None:
-        """Start a micro-batch."""
+    def begin(self, seed: int, step: int, micro_batch: int, samples: Samples, *, alone: bool = True) -> None:
+        """Start a micro-batch; `alone`: the backward of every other one is over."""
         self.samples = samples
         self.paths.stack.clear()
-        self.paths.path_of.clear()
+        if alone:
+            self.paths.path_of.clear()
         torch.default_generator.manual_seed(seed_of("mask", seed, step, micro_batch))
         _seed_python(seed_of("mask", seed, step, micro_batch))
 

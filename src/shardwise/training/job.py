@@ -66,7 +66,7 @@ def make_job(effective: Effective, given: Task | Callable[[], Task] | None = Non
     _check_options(effective, task)
     batch = _batch_samples(effective, task)
     steps = _steps(effective, task, batch)
-    micro_batches(batch, effective.plan.accumulate)
+    micro_batches(batch, effective.plan.step_microbatches)
     make_schedule(effective.config.schedule, steps)
     tokens = effective.config.task.seq_len if effective.config.task.name == "text" else None
     return Job(
@@ -136,7 +136,7 @@ def _steps(effective: Effective, task: Task, batch: int) -> int:
     from shardwise.data import Loader
 
     assert task.data is not None
-    loader = Loader(task.data, train.seed, batch, accumulate=effective.plan.accumulate, prefetch=0)
+    loader = Loader(task.data, train.seed, batch, accumulate=effective.plan.step_microbatches, prefetch=0)
     return max(1, math.ceil(train.epochs * loader.steps_per_epoch))
 
 

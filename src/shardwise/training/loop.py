@@ -135,7 +135,7 @@ class _Rank:
             self.task.data,
             self.job.effective.config.train.seed,
             self.job.batch_samples,
-            accumulate=self.job.effective.plan.accumulate,
+            accumulate=self.job.effective.plan.step_microbatches,
             data_rank=self.engine.data_rank,
             data_ranks=self.engine.data_ranks,
         )
@@ -195,7 +195,7 @@ class _Rank:
         assert self.task.eval_data is not None
         source = Spread(self.task.eval_data, self.job.effective.config.train.eval_samples)
         ranks = self.engine.data_ranks
-        batch = max(self.job.batch_samples // self.job.effective.plan.accumulate, ranks)
+        batch = max(self.job.batch_samples // self.job.effective.plan.step_microbatches, ranks)
         total, weight = self.engine.evaluate(evaluation_parts(source, batch, self.engine.data_rank, ranks))
         self.eval_loss = float(total) / float(weight)
         if self.metrics is not None:

@@ -18,7 +18,7 @@ What this does not do: reduce the number of all-reduces of a block whose branche
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,27 +77,31 @@ class TensorParallel:
         return torch.Size(cut.owners.size if dim == cut.dim else size for dim, size in enumerate(share))
 
 
-def install(module: nn.Module, tensor: TensorParallel) -> None:
-    """Put shares (without values yet) in the place of the cut parameters, and let the module see parts of the whole."""
+def install(module: nn.Module, tensor: TensorParallel, absent: Collection[str] = ()) -> None:
+    """Put shares (without values yet) in the place of the cut parameters, and let the module see parts of the whole.
+
+    absent  parameters that no pipeline stage of this rank holds: they stay as they are
+    """
     names = {id(param): name for name, param in module.named_parameters()}
     shares: dict[str, nn.Parameter] = {}
     for child in list(module.modules()):
         for leaf, param in child._parameters.items():
             name = names.get(id(param)) if param is not None else None
-            if param is None or name not in tensor.cuts:
+            if param is None or name not in tensor.cuts or name in absent:
                 continue
             if name not in shares:
                 shares[name] = _share(param, tensor.cuts[name], tensor.axis)
             child._parameters[leaf] = shares[name]
-    see_parts(module, tensor)
+    see_parts(module, tensor, absent)
 
 
-def see_parts(module: nn.Module, tensor: TensorParallel) -> Callable[[], None]:
+def see_parts(module: nn.Module, tensor: TensorParallel, absent: Collection[str] = ()) -> Callable[[], None]:
     """Let the module, whose parameters are shares, read them as parts of the whole. Returns what undoes it."""
     names = {id(param): name for name, param in module.named_parameters()}
     before: list[tuple[nn.Module, type]] = []
     for child in list(module.modules()):
         held = {leaf: names[id(param)] for leaf, param in child._parameters.items() if param is not None}
+        held = {leaf: name for leaf, name in held.items() if name not in absent}
         cuts = {leaf: tensor.cuts.get(name) for leaf, name in held.items()}  # whole ones too: see `whole_gradient`
         if cuts:
             before.append((child, type(child)))

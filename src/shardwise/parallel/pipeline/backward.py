@@ -1,0 +1,175 @@
+"""A backward in two parts: I, the gradient of a stage's input, and W, the gradients of its weights.
+
+    I   output gradient -> ... -> N -> ... -> input gradient     at each N with a weight's branch M: what N was given
+    W   at each N:  what it was given -> M -> weight gradient
+
+In the graph of a stage, take the nodes N that lead to the input and have an edge to a node M that leads to weights
+alone (of a linear layer, N is the matrix product and M the transposed weight). I runs the paths to the input and
+keeps the gradient with which each N was entered. W starts at each N with that gradient and goes by M to its weights.
+Nodes that share a weight go together, each held to the gradient that I gave it. No product is computed twice, but
+for the way between two uses of one weight in one stage.
+
+Source: Qi et al., "Zero Bubble Pipeline Parallelism" (ICLR 2024), section 2; the way through the graph is that of
+torch.distributed.pipelining.
+
+What this does not do: split a graph that is computed again in backward (recompute), which each W would repeat.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch.autograd.graph import GradientEdge, Node
+
+
+@dataclass
+class Later:
+    """What W needs: for each N the gradients it was entered with, and the weights below its M."""
+
+    roots: list[tuple[torch.Tensor, torch.Tensor | None]] = field(default_factory=list)  # a stage without an input
+    given: dict[Node, tuple] = field(default_factory=dict)
+    weights: dict[Node, list[Node]] = field(default_factory=dict)  # the nodes that accumulate them
+    apart: dict[Node, list[tuple[int, torch.Tensor | None]]] = field(default_factory=dict)
+    kept: list[torch.Tensor] = field(default_factory=list)
+
+
+def whole(outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
+    """B: everything at once, into `.grad` of inputs and weights."""
+    pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if o.requires_grad]
+    if pairs:
+        torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+
+
+def of_input(
+    outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None], inputs: Sequence[torch.Tensor]
+) -> Later:
+    """I: set `.grad` of the inputs (leaves); what W needs is returned."""
+    pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if o.requires_grad]
+    if not inputs or not pairs:
+        return Later(roots=pairs)
+    roots = [_node(output) for output, _ in pairs]
+    targets = {_node(leaf) for leaf in inputs}
+    weights, apart = _weights(roots, targets)
+    later = Later(weights=weights, kept=[output for output, _ in pairs])
+    for output, gradient in pairs:  # outputs that come from weights alone: their whole way back is W's
+        if _node(output) in apart:
+            later.apart.setdefault(_node(output), []).append((output.output_nr, gradient))
+    handles = [
+        node.register_prehook(lambda given, node=node: later.given.__setitem__(node, given))
+        for node in later.weights
+        if node not in apart
+    ]
+    try:
+        found = torch.autograd.grad(
+            [o for o, _ in pairs], list(inputs), [g for _, g in pairs], retain_graph=True, allow_unused=True
+        )
+    finally:
+        for handle in handles:
+            handle.remove()
+    for leaf, gradient in zip(inputs, found, strict=True):
+        if gradient is not None:
+            leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
+    return later
+
+
+def of_weights(later: Later) -> None:
+    """W: add to `.grad` of the weights."""
+    if later.roots:
+        whole([o for o, _ in later.roots], [g for _, g in later.roots])
+        return
+    sums: dict[Node, torch.Tensor] = {}
+    for group in _groups(later):
+        starts = [(node, place, g) for node in group for place, g in _starts(later, node) if g is not None]
+        goals = list(dict.fromkeys(weight for node in group for weight in later.weights[node]))
+        if not starts:
+            continue
+        # a node of the group may lie below another: it is given what I gave it, however it is reached
+        held = [node for node in group if node in later.given] if len(group) > 1 else []
+        handles = [node.register_prehook(lambda _, given=later.given[node]: given) for node in held]
+        try:
+            found = torch.autograd.grad(
+                [GradientEdge(node, place) for node, place, _ in starts],
+                [GradientEdge(weight, 0) for weight in goals],
+                [g for _, _, g in starts],
+                retain_graph=True,
+                allow_unused=True,
+            )
+        finally:
+            for handle in handles:
+                handle.remove()
+        sums |= {weight: gradient for weight, gradient in zip(goals, found, strict=True) if gradient is not None}
+    later.given.clear()
+    if sums:
+        torch.autograd.backward([GradientEdge(weight, 0) for weight in sums], list(sums.values()))
+
+
+def _starts(later: Later, node: Node) -> list[tuple[int, torch.Tensor | None]]:
+    return list(enumerate(later.given[node])) if node in later.given else later.apart[node]
+
+
+def _node(tensor: torch.Tensor) -> Node:
+    """The node that a gradient of this tensor enters: that of a leaf accumulates."""
+    if tensor.grad_fn is not None:
+        return tensor.grad_fn
+    viewed = tensor.view_as(tensor).grad_fn
+    assert viewed is not None
+    node = viewed.next_functions[0][0]
+    assert node is not None
+    return node
+
+
+def _weights(roots: list[Node], targets: set[Node]) -> tuple[dict[Node, list[Node]], set[Node]]:
+    """For each node that leads to a target: the weights below those of its edges that lead to none.
+
+    Also for each root that leads to no target; the set has these roots.
+    """
+    below: dict[Node, tuple[Node, ...]] = dict.fromkeys(targets, ())
+    reaches: dict[Node, bool] = {}
+    order: list[Node] = []  # children before parents
+    queue: list[tuple[Node, bool]] = [(root, False) for root in roots]
+    while queue:
+        node, done = queue.pop()
+        children = [child for child, _ in node.next_functions if child is not None]
+        if done:
+            order.append(node)
+            reaches[node] = node in targets or any(reaches[child] for child in children)
+            own = _accumulating(node) if node not in targets else ()
+            below[node] = (
+                () if reaches[node] else tuple(dict.fromkeys([*own, *(w for c in children for w in below[c])]))
+            )
+        elif node not in reaches:
+            reaches[node] = False  # until its children are known; a graph has no circles
+            queue.append((node, True))
+            queue += [(child, False) for child in children if child not in reaches]
+    found = {}
+    for node in order:
+        if reaches[node] and node not in targets:
+            weights = [w for child, _ in node.next_functions if child is not None for w in below[child]]
+            if weights:
+                found[node] = list(dict.fromkeys(weights))
+    apart = {root for root in roots if not reaches[root] and below[root]}
+    return found | {root: list(below[root]) for root in apart}, apart
+
+
+def _accumulating(node: Node) -> tuple[Node, ...]:
+    """The node itself where it accumulates a leaf's gradient."""
+    return (node,) if hasattr(node, "variable") else ()
+
+
+def _groups(later: Later) -> list[list[Node]]:
+    """Nodes that share a weight go together, so that its gradient is whole."""
+    by_weight: dict[Node, list[Node]] = defaultdict(list)
+    for node in later.weights:
+        if node in later.given or node in later.apart:
+            for weight in later.weights[node]:
+                by_weight[weight].append(node)
+    group_of: dict[Node, list[Node]] = {}
+    for nodes in by_weight.values():
+        merged = list(dict.fromkeys(member for node in nodes for member in group_of.get(node, [node])))
+        for member in merged:
+            group_of[member] = merged
+    unique = {id(group): group for group in group_of.values()}
+    return list(unique.values())

@@ -1,0 +1,319 @@
+"""Where a forward can be cut into stages, and where it is best cut.
+
+A place to cut is the entry of a submodule, if everything that depends on parameters and crosses that moment is among
+the submodule's arguments: it can then be sent to the next stage. What does not depend on parameters (masks,
+positions, rotary tables) every stage computes for itself, by the model's own code.
+
+    embed . block 0 . block 1 | block 2 . block 3 | norm . head
+                               ^ sent: the arguments of block 2 that depend on parameters
+
+A skip connection of a U-Net, or the residual stream seen from inside a block, crosses without being an argument: no
+place to cut. An encoder's output that every decoder block is given is an argument, and travels along.
+
+Of the places, those are taken that make the slowest stage fastest (floating-point operations and elements moved, from
+a forward on fake tensors; embedding and head count) and, within 5% of that, the largest stage smallest.
+
+What this does not do: cut inside a submodule that no other submodule is entered in.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from shardwise.errors import InputError, RefusedPlan, did_you_mean
+from shardwise.trace.flow import Call, Flow
+
+SLACK = 1.05  # of the best time, within which stages are balanced by their parameters
+LARGE = 0.01  # of the forward's cost, from which a module that a stage does without is not run on zeros
+
+
+@dataclass(frozen=True)
+class Skip:
+    """A call that a stage leaves out: it stands before the stage's part, and its results do not reach it."""
+
+    path: str
+    place: int
+    like: tuple[int | None, ...]  # for each leaf of the result: the argument leaf of the same shape
+    call: Call
+    other: Call  # the same call with another number of samples
+    samples: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A place to cut: the entry of a call, and which of its argument leaves are sent."""
+
+    call: Call
+    sent: tuple[int, ...]
+
+
+@dataclass
+class Stage:
+    """One stage's part of the forward: from the entry of one call (or the start) to that of another (or the end)."""
+
+    index: int
+    entry: Place | None
+    exit: Place | None
+    start: int
+    stop: int
+    parameters: set[int]  # ids of the parameters that it uses
+    buffers: set[int]
+    cost: float
+    skips: list[Skip] = field(default_factory=list)
+
+
+def find_places(flow: Flow) -> tuple[list[Place], list[tuple[Call, int]]]:
+    """The places to cut, in order, and for every other call a tensor that crosses without being an argument."""
+    places, others = [], []
+    for call in flow.calls():
+        crossing = flow.crossing(call.enter)
+        arguments = [number for number in call.arguments if number is not None]
+        missing = [number for number in crossing if number not in arguments]
+        if missing:
+            others.append((call, missing[0]))
+        elif crossing:
+            places.append(Place(call, tuple(call.arguments.index(number) for number in crossing)))
+    return _usable(flow, places), others
+
+
+def _usable(flow: Flow, places: list[Place]) -> list[Place]:
+    """One place for each moment, the outermost; none where code around it decided by values that a stage lacks."""
+    decided = _decisions(flow)
+    costs = _Prefix([op.time for op in flow.ops], [op.cost for op in flow.ops])
+    uses = _Prefix(*_uses(flow))
+    kept: list[Place] = []
+    for place in places:
+        moment = place.call.enter
+        before = kept[-1].call.enter if kept else 0
+        new = costs.between(before, moment) > 0 and uses.between(0, moment) > 0
+        if new and not any(owner.enter <= time < moment < owner.exit for time, owner in decided):
+            kept.append(place)
+    return kept
+
+
+def _decisions(flow: Flow) -> list[tuple[int, Call]]:
+    """When code reads a value that depends on parameters or on chance, and the innermost call that does."""
+    found = []
+    for op in flow.ops:
+        if op.reads_value and any(flow.depends[n] or flow.drawn[n] for n in op.reads):
+            owner = flow.root
+            while inner := [c for c in owner.inside if c.enter <= op.time <= c.exit]:
+                owner = inner[0]
+            found.append((op.time, owner))
+    return found
+
+
+def _uses(flow: Flow) -> tuple[list[int], list[float]]:
+    """When parameters are used."""
+    times = [op.time for op in flow.ops if any(number in flow.parameters for number in op.reads)]
+    return times, [1.0] * len(times)
+
+
+class _Prefix:
+    """Sums over spans of time."""
+
+    def __init__(self, times: list[int], values: list[float]):
+        self.times = times
+        self.sums = [0.0]
+        for value in values:
+            self.sums.append(self.sums[-1] + value)
+
+    def between(self, start: int, stop: int) -> float:
+        """The sum over start <= time < stop."""
+        return self.sums[bisect.bisect_left(self.times, stop)] - self.sums[bisect.bisect_left(self.times, start)]
+
+
+def choose(flow: Flow, module: nn.Module, count: int, named: Sequence[str], units: Sequence[str]) -> list[Place]:
+    """The places at which `count` stages begin, all but the first.
+
+    named   the user's choice: paths of modules, in order
+    units   modules that must not be cut inside (sharded, recomputed or compiled as one)
+    Raises `RefusedPlan` where there are too few places, `InputError` for a name that is none.
+    """
+    places, others = find_places(flow)
+    places = [place for place in places if not any(place.call.path.startswith(f"{unit}.") for unit in units)]
+    if named:
+        return _named(flow, module, places, others, named)
+    if len(places) < count - 1:
+        raise RefusedPlan(_too_few(flow, places, others, count))
+    return _balanced(flow, module, places, count)
+
+
+def _too_few(flow: Flow, places: list[Place], others: list[tuple[Call, int]], count: int) -> str:
+    known = ", ".join(f"'{place.call.path}'" for place in places) or "none"
+    why = ""
+    last = places[-1].call.enter if places else 0
+    blocked = [(call, number) for call, number in others if call.enter > last] or others
+    if blocked:
+        call, number = blocked[-1]
+        maker = flow.maker(number)
+        source = f"a tensor made in '{maker}'" if maker else "a tensor made in the outermost forward"
+        why = (
+            f". Elsewhere more is alive than the next module is given (a skip connection, or an output that the model "
+            f"returns besides): at '{call.path}', {source} is used again later"
+        )
+    if any(owner is flow.root for _, owner in _decisions(flow)):
+        why = (
+            ". The outermost forward decides by a value that depends on parameters or on chance: stages cannot share it"
+        )
+    return f"{count} stages need {count - 1} places to cut the forward, and it has {len(places)}: {known}{why}"
+
+
+def _named(
+    flow: Flow, module: nn.Module, places: list[Place], others: list[tuple[Call, int]], named: Sequence[str]
+) -> list[Place]:
+    known = {path for path, _ in module.named_modules() if path}
+    by_path: dict[str, Place] = {}
+    for place in places:
+        by_path.setdefault(place.call.path, place)
+    chosen = []
+    for name in named:
+        if name not in known:
+            raise InputError(f"plan: stages names '{name}', which is no module{did_you_mean(name, sorted(known))}")
+        if name not in by_path:
+            blocked = next(((c, n) for c, n in others if c.path == name), None)
+            why = "it does not begin a part of the forward with parameters before it and after it"
+            if blocked is not None:
+                maker = flow.maker(blocked[1]) or "the outermost forward"
+                why = f"a tensor made in '{maker}' is used after it without being its argument"
+            raise RefusedPlan(f"plan: no stage can begin at '{name}': {why}; places: {', '.join(by_path)}")
+        chosen.append(by_path[name])
+    if [p.call.enter for p in chosen] != sorted({p.call.enter for p in chosen}):
+        raise InputError(f"plan: stages={'|'.join(named)} must name modules in the order in which they run, each once")
+    return chosen
+
+
+def _balanced(flow: Flow, module: nn.Module, places: list[Place], count: int) -> list[Place]:
+    """The fastest slowest stage, then within some slack the smallest largest one. Dynamic programming."""
+    edges = [0, *[place.call.enter for place in places], flow.end]
+    costs = _Prefix([op.time for op in flow.ops], [op.cost for op in flow.ops])
+    trained = {id(p): p.numel() for p in module.parameters() if p.requires_grad}
+    uses = [
+        (op.time, float(trained[flow.parameters[n]]))
+        for op in flow.ops
+        for n in op.reads
+        if n in flow.parameters and flow.parameters[n] in trained
+    ]
+    sizes = _Prefix([t for t, _ in uses], [v for _, v in uses])
+
+    def time_of(i: int, j: int) -> float:
+        return costs.between(edges[i], edges[j]) if sizes.between(edges[i], edges[j]) > 0 else float("inf")
+
+    def size_of(i: int, j: int) -> float:
+        return sizes.between(edges[i], edges[j]) if time_of(i, j) <= bound else float("inf")
+
+    best, _ = _minimax(len(edges), count, time_of)
+    if best == float("inf"):
+        raise RefusedPlan(
+            f"{count} stages leave one without a trainable parameter, wherever the forward is cut: use fewer stages"
+        )
+    bound = best * SLACK
+    _, cuts = _minimax(len(edges), count, size_of)
+    return [places[cut - 1] for cut in cuts]
+
+
+def _minimax(edges: int, count: int, value) -> tuple[float, list[int]]:
+    """Cut [0, edges) at `count` - 1 edges so that the largest value(i, j) of a piece is least."""
+    best = [0.0, *[float("inf")] * (edges - 1)]
+    choice: list[list[int]] = []
+    for _ in range(count):
+        new, come = [float("inf")] * edges, [0] * edges
+        for j in range(1, edges):
+            for i in range(j - 1, -1, -1):
+                if best[i] == float("inf"):
+                    continue
+                worst = max(best[i], value(i, j))
+                if worst < new[j]:
+                    new[j], come[j] = worst, i
+        best = new
+        choice.append(come)
+    cuts, at = [], edges - 1
+    for come in reversed(choice):
+        at = come[at]
+        cuts.append(at)
+    return best[-1], list(reversed(cuts[:-1]))
+
+
+def make_stages(flow: Flow, other: Flow, samples: tuple[int, int], places: list[Place]) -> list[Stage]:
+    """The stages between the places. `other` is the same forward on another number of samples."""
+    same = [(a.path, a.place) for a in flow.calls()] == [(b.path, b.place) for b in other.calls()]
+    if not same:
+        raise RefusedPlan(
+            "the forward runs other modules from one time to the next (layers dropped by chance, or by the number of "
+            "samples), so that stages would not meet: a pipeline needs one order of modules"
+        )
+    edges: list[Place | None] = [None, *places, None]
+    times = [0, *[place.call.enter for place in places], flow.end]
+    stages = []
+    for index in range(len(times) - 1):
+        start, stop = times[index], times[index + 1]
+        ops = [op for op in flow.ops if start <= op.time < stop]
+        stage = Stage(
+            index,
+            edges[index],
+            edges[index + 1],
+            start,
+            stop,
+            {flow.parameters[n] for op in ops for n in op.reads if n in flow.parameters},
+            {flow.buffers[n] for op in ops for n in op.reads if n in flow.buffers},
+            sum(op.cost for op in ops),
+        )
+        stage.skips = _skips(flow, other, samples, stage)
+        stages.append(stage)
+    return stages
+
+
+def _skips(flow: Flow, other: Flow, samples: tuple[int, int], stage: Stage) -> list[Skip]:
+    """The outermost calls before the stage that can be left out."""
+    if stage.entry is None:
+        return []
+    twin = dict(zip(map(id, flow.calls()), other.calls(), strict=True))
+    total = sum(op.cost for op in flow.ops)
+    entry = stage.entry.call
+    found: list[Skip] = []
+
+    def walk(call: Call) -> None:
+        for inner in call.inside:
+            if inner.enter >= entry.enter:
+                return
+            if inner.exit > entry.enter:
+                walk(inner)
+                continue
+            skip = _skip(flow, inner, twin[id(inner)], samples, total)
+            if skip is not None:
+                found.append(skip)
+            else:
+                walk(inner)
+
+    walk(flow.root)
+    return found
+
+
+def _skip(flow: Flow, call: Call, other: Call, samples: tuple[int, int], total: float) -> Skip | None:
+    """How to leave a call out; None where it must run: something shared comes out of it, or shapes are not known."""
+    returned = {leaf.tensor for leaf in call.leaves}
+    for leaf in call.leaves:
+        if leaf.tensor is None and not isinstance(leaf.value, type(None) | bool | int | float | str):
+            return None
+        if leaf.tensor is not None and not flow.depends[leaf.tensor]:
+            return None
+    for number, made in enumerate(flow.made):  # something from inside is used by other ways than its result
+        if call.enter <= made <= call.exit and flow.last_use[number] > call.exit and number not in returned:
+            return None
+    like = []
+    for leaf, twin in zip(call.leaves, other.leaves, strict=True):
+        same = [
+            place
+            for place, (a, b) in enumerate(zip(call.shapes, other.shapes, strict=True))
+            if a is not None and a == leaf.shape and b == twin.shape
+        ]
+        like.append(same[0] if same and leaf.tensor is not None else None)
+    known = all(place is not None or leaf.tensor is None for place, leaf in zip(like, call.leaves, strict=True))
+    cost = sum(op.cost for op in flow.ops if call.enter <= op.time <= call.exit)
+    if not known and cost < LARGE * total:
+        return None
+    return Skip(call.path, call.place, tuple(like), call, other, samples)

@@ -1,0 +1,152 @@
+"""Hidden states to the next stage and their gradients back, between the ranks that hold the stages.
+
+    stage s    F: hidden states ------------------------------> stage s + 1
+               B: gradients of those that need one <-----------
+
+Sends never wait, receives do, so that ranks meet in any order in which the schedule itself can run. What shapes arrive
+is told once for each shape of the batch, in a small message of its own; after that, shapes must stay.
+Bytes on the wire, for each boundary and micro-batch: the hidden states once forward, and those that need a gradient
+once backward. Two stages on one rank hand tensors over without a message.
+
+What this does not do: cut a message into pieces, or send it before its op is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shardwise.comm import Axis, Pending, receive, send
+from shardwise.errors import RefusedPlan
+
+DTYPES = (
+    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.bool,
+)  # fmt: skip
+MOST_TENSORS, MOST_DIMS = 24, 8
+TELLING = MOST_TENSORS - 1  # the place of the small message among a boundary's tensors
+
+
+@dataclass(frozen=True)
+class Told:
+    """What one tensor of a message is like."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    needs_gradient: bool
+
+
+class Mail:
+    """The messages of one rank. `owner` gives the rank (on the axis) of each stage."""
+
+    def __init__(self, axis: Axis, owner: Sequence[int], device: torch.device):
+        self.axis = axis
+        self.owner = tuple(owner)
+        self.device = device
+        self._known: dict[tuple[int, Hashable], list[Told]] = {}
+        self._under_way: list[tuple[Pending, torch.Tensor]] = []
+        self._at_home: dict[tuple[str, int, int], list[torch.Tensor]] = {}
+
+    def send_forward(self, stage: int, batch: int, key: Hashable, tensors: Sequence[torch.Tensor]) -> None:
+        """Hidden states that stage `stage` made, to the next."""
+        told = [Told(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors]
+        before = self._known.setdefault((stage, key), told)
+        if before != told:
+            raise RefusedPlan(
+                f"stage {stage} sends {_listed(told)} where it sent {_listed(before)} for a batch of the same shape: "
+                "a forward whose shapes depend on values cannot be cut there; name other places with stages="
+            )
+        if before is told and self.owner[stage] != self.owner[stage + 1]:
+            self._tell(stage, batch, told)
+        self._send("hidden states", stage, stage + 1, batch, tensors)
+
+    def receive_forward(self, stage: int, batch: int, key: Hashable) -> list[tuple[torch.Tensor, bool]]:
+        """What the stage before made, and whether each needs a gradient."""
+        boundary = stage - 1
+        if (boundary, key) not in self._known:
+            self._known[boundary, key] = self._hear(boundary, batch)
+        told = self._known[boundary, key]
+        tensors = self._receive("hidden states", boundary, boundary, stage, batch, told)
+        return [(tensor, one.needs_gradient) for tensor, one in zip(tensors, told, strict=True)]
+
+    def send_backward(self, stage: int, batch: int, gradients: Sequence[torch.Tensor]) -> None:
+        """Gradients of what stage `stage` was sent, to the one before."""
+        self._send("gradients of hidden states", stage, stage - 1, batch, gradients)
+
+    def receive_backward(self, stage: int, batch: int, key: Hashable) -> list[torch.Tensor | None]:
+        """Gradients of what stage `stage` sent, None for what needs none."""
+        told = self._known[stage, key]
+        wanted = [one for one in told if one.needs_gradient]
+        found = iter(self._receive("gradients of hidden states", stage, stage + 1, stage, batch, wanted))
+        return [next(found) if one.needs_gradient else None for one in told]
+
+    def flush(self) -> None:
+        """Wait until everything that was sent has left."""
+        for pending, _ in self._under_way:
+            pending.wait()
+        self._under_way.clear()
+
+    def _number(self, source: int, goal: int, batch: int, place: int) -> int:
+        boundary = 2 * min(source, goal) + (goal < source)
+        return (batch * 2 * len(self.owner) + boundary) * MOST_TENSORS + place
+
+    def _send(self, tag: str, source: int, goal: int, batch: int, tensors: Sequence[torch.Tensor]) -> None:
+        if len(tensors) >= TELLING:
+            raise RefusedPlan(f"stage {source} would send {len(tensors)} tensors at once; {TELLING - 1} are the most")
+        if self.owner[source] == self.owner[goal]:
+            self._at_home[tag, goal, batch] = [tensor.detach() for tensor in tensors]
+            return
+        self._under_way = [(p, t) for p, t in self._under_way if p.work is not None and not p.work.is_completed()]
+        for place, tensor in enumerate(tensors):
+            ready = _bytes(tensor.detach().contiguous())
+            number = self._number(source, goal, batch, place)
+            self._under_way.append((send(ready, self.axis, self.owner[goal], tag, number), ready))
+
+    def _receive(
+        self, tag: str, boundary: int, source: int, goal: int, batch: int, told: Sequence[Told]
+    ) -> list[torch.Tensor]:
+        if self.owner[source] == self.owner[goal]:
+            return self._at_home.pop((tag, goal, batch))
+        arriving = []
+        for place, one in enumerate(told):
+            tensor = torch.empty(one.shape, dtype=one.dtype, device=self.device)
+            number = self._number(source, goal, batch, place)
+            arriving.append((receive(_bytes(tensor), self.axis, self.owner[source], tag, number), tensor))
+        for pending, _ in arriving:
+            pending.wait()
+        return [tensor for _, tensor in arriving]
+
+    def _tell(self, stage: int, batch: int, told: list[Told]) -> None:
+        row = torch.zeros(1 + MOST_TENSORS * (3 + MOST_DIMS), dtype=torch.int64)
+        row[0] = len(told)
+        for place, one in enumerate(told[:MOST_TENSORS]):
+            if one.dtype not in DTYPES or len(one.shape) > MOST_DIMS:
+                raise RefusedPlan(f"stage {stage} would send {_listed([one])}, which messages cannot describe")
+            numbers = [DTYPES.index(one.dtype), int(one.needs_gradient), len(one.shape), *one.shape]
+            start = 1 + place * (3 + MOST_DIMS)
+            row[start : start + len(numbers)] = torch.tensor(numbers)
+        ready = row.to(self.device)
+        number = self._number(stage, stage + 1, batch, TELLING)
+        self._under_way.append((send(ready, self.axis, self.owner[stage + 1], "control", number), ready))
+
+    def _hear(self, boundary: int, batch: int) -> list[Told]:
+        row = torch.zeros(1 + MOST_TENSORS * (3 + MOST_DIMS), dtype=torch.int64, device=self.device)
+        number = self._number(boundary, boundary + 1, batch, TELLING)
+        receive(row, self.axis, self.owner[boundary], "control", number).wait()
+        numbers = row.tolist()
+        told = []
+        for place in range(numbers[0]):
+            kind, needs, dims, *shape = numbers[1 + place * (3 + MOST_DIMS) :][: 3 + MOST_DIMS]
+            told.append(Told(tuple(shape[:dims]), DTYPES[kind], bool(needs)))
+        return told
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Booleans as bytes, which every backend carries."""
+    return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
+
+
+def _listed(told: Sequence[Told]) -> str:
+    return ", ".join(f"{one.dtype} {list(one.shape)}" for one in told)

@@ -1,0 +1,214 @@
+"""The module that runs one stage's part of its own forward.
+
+Every rank keeps the whole module object, with the parameters of its own stages alone. Its outermost forward runs as
+it was written; on the way
+
+    a call before the stage      is left out: its result is made up, not a number (NaN) anywhere
+    the stage's first call       takes what was received in place of its arguments; gradients are kept from here
+    the next stage's first call  is not entered: its arguments are the stage's result
+
+    def forward(self, tokens):               stage 1 of 2
+        x = self.embedding(tokens)           runs on absent weights: NaN
+        mask = make_mask(tokens)             runs: the same on every stage
+        x = self.blocks[0](x, mask)          left out
+        x = self.blocks[1](x, mask)          x becomes what stage 0 sent
+        return self.head(x)
+
+What was received is put into the very tensor that the caller holds, so that a caller that uses it again
+(`x = x + block(x)`) computes with it. Absent weights are NaN without memory: whatever should have been sent and was
+not would show in the loss.
+
+What this does not do: help a forward whose caller looks at values of what a stage does not have; `cuts` refuses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from shardwise.errors import RefusedPlan
+from shardwise.parallel.pipeline.cuts import Skip, Stage
+from shardwise.part import whole
+
+
+class StageExit(Exception):
+    """The stage is over: carries what the next one is sent."""
+
+    def __init__(self, leaves: list[torch.Tensor]):
+        super().__init__("the end of a pipeline stage")
+        self.leaves = leaves
+
+
+Action = Callable[[tuple, dict], Any]
+
+
+class StagedModule:
+    """Gives `module` the forwards of this rank's stages. `run` runs one of them."""
+
+    def __init__(self, module: nn.Module, stages: list[Stage], dtype: torch.dtype):
+        self.module = module
+        self.dtype = dtype  # of what is computed
+        self.stages = {stage.index: stage for stage in stages}
+        self._actions: dict[int, dict[tuple[int, int], Action]] = {}
+        self._stage: Stage | None = None
+        self._running = False
+        self._entered = False
+        self._grad = True
+        self._counts: dict[int, int] = {}
+        self._inbox: list[tuple[torch.Tensor, bool]] = []
+        self.taken: list[torch.Tensor] = []  # by the last run: the leaves whose gradients go back, in order
+        self.on_enter: Callable[[], None] | None = None  # called where the stage's own part begins
+        touched: dict[int, nn.Module] = {}
+        for stage in stages:
+            self._actions[stage.index] = self._actions_of(stage, touched)
+        for child in touched.values():
+            self._wrap(child)
+        self._wrap_root()
+
+    def _actions_of(self, stage: Stage, touched: dict[int, nn.Module]) -> dict[tuple[int, int], Action]:
+        actions: dict[tuple[int, int], Action] = {}
+
+        def add(path: str, place: int, action: Action) -> None:
+            child = self.module.get_submodule(path)
+            touched[id(child)] = child
+            actions[id(child), place] = action
+
+        for skip in stage.skips:
+            add(skip.path, skip.place, partial(_made_up, skip, self.dtype))
+        if stage.entry is not None:
+            add(stage.entry.call.path, stage.entry.call.place, self._enter)
+        if stage.exit is not None:
+            add(stage.exit.call.path, stage.exit.call.place, self._exit)
+        return actions
+
+    def _wrap(self, child: nn.Module) -> None:
+        inner = child.forward
+
+        def forward(*args, **kwargs):
+            if not self._running or self._stage is None:  # run again in backward, or outside the pipeline
+                return inner(*args, **kwargs)
+            place = self._counts.get(id(child), 0)
+            self._counts[id(child)] = place + 1
+            action = self._actions[self._stage.index].get((id(child), place))
+            made = action(args, kwargs) if action is not None else None
+            return inner(*args, **kwargs) if made is None else made[0]
+
+        child.forward = forward
+
+    def _wrap_root(self) -> None:
+        inner = self.module.forward
+
+        def forward(*args, **kwargs):
+            stage = self._stage
+            if stage is None:
+                raise RefusedPlan("the module is cut into pipeline stages: run it by Engine.step or Engine.evaluate")
+            self._grad = torch.is_grad_enabled()
+            self._counts.clear()
+            self._entered, self._running = stage.entry is None, True
+            try:
+                torch.set_grad_enabled(self._grad and self._entered)
+                output = inner(*args, **kwargs)
+                left = False
+            except StageExit as over:
+                output, left = tuple(over.leaves), True
+            finally:
+                torch.set_grad_enabled(self._grad)
+                self._running = False
+            self._check(stage, left)
+            return output
+
+        self.module.forward = forward
+
+    def _check(self, stage: Stage, left: bool) -> None:
+        missed = stage.entry if not self._entered else stage.exit if not left else None
+        if missed is not None:
+            raise RefusedPlan(
+                f"the forward did not come to '{missed.call.path}', where a pipeline stage begins, though it did when "
+                "it was looked at: a forward that takes different ways cannot be cut into stages"
+            )
+
+    def run(self, index: int, inbox: list[tuple[torch.Tensor, bool]], forward: Callable[[], Any]) -> Any:
+        """The result of `forward` (which calls the module) on one stage.
+
+        inbox   what was received, and whether each needs a gradient: `taken` then has the leaves that hold it
+        """
+        self._stage, self._inbox, self.taken = self.stages[index], inbox, []
+        try:
+            return forward()
+        finally:
+            self._stage, self._inbox = None, []
+
+    def _exit(self, args: tuple, kwargs: dict) -> Any:
+        assert self._stage is not None and self._stage.exit is not None
+        leaves, _ = tree_flatten((args, kwargs))
+        raise StageExit([whole(leaves[place]) for place in self._stage.exit.sent])
+
+    def _enter(self, args: tuple, kwargs: dict) -> None:
+        """What was received takes the place of what the caller holds."""
+        stage = self._stage
+        assert stage is not None and stage.entry is not None
+        leaves, _ = tree_flatten((args, kwargs))
+        torch.set_grad_enabled(self._grad)
+        if self.on_enter is not None:
+            self.on_enter()
+        for place, (received, needs_gradient) in zip(stage.entry.sent, self._inbox, strict=True):
+            self._put(leaves[place], received, needs_gradient and self._grad)
+        self._entered = True
+
+    def _put(self, held: torch.Tensor, received: torch.Tensor, needs_gradient: bool) -> None:
+        assert self._stage is not None and self._stage.entry is not None
+        if held.shape != received.shape:
+            raise RefusedPlan(
+                f"at '{self._stage.entry.call.path}' a tensor of shape {tuple(received.shape)} arrives, where this "
+                f"stage's own forward has {tuple(held.shape)}: a module before it gives a shape that cannot be told "
+                "from the shapes of its arguments, so the stages would disagree about masks and positions"
+            )
+        is_view = held._base is not None
+        held.data = received.detach()
+        if not needs_gradient:
+            return
+        if is_view:  # torch allows no graph under a view that was made without one: let it be the leaf itself
+            self.taken.append(held.requires_grad_(True))
+        else:
+            self.taken.append(received.requires_grad_(True))
+            held.copy_(received)  # onto itself: a step in the graph, so that the caller may write into it
+
+
+def _made_up(skip: Skip, compute: torch.dtype, args: tuple, kwargs: dict) -> tuple[Any]:
+    """The result of a call that was left out: right in shape and kind, NaN in every value."""
+    leaves, _ = tree_flatten((args, kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    made = []
+    for place, (leaf, other) in enumerate(zip(skip.call.leaves, skip.other.leaves, strict=True)):
+        like = skip.like[place]
+        if leaf.tensor is None:
+            made.append(leaf.value)
+            continue
+        assert leaf.dtype is not None
+        dtype = compute if leaf.dtype.is_floating_point else leaf.dtype
+        if like is not None and leaves[like].is_floating_point() and leaf.dtype.is_floating_point:
+            dtype = leaves[like].dtype
+        shape = leaves[like].shape if like is not None else _shape(skip, leaf.shape, other.shape, leaves)
+        fill = float("nan") if dtype.is_floating_point else 0
+        device = tensors[0].device if tensors else None
+        made.append(torch.full(tuple(shape), fill, dtype=dtype, device=device))
+    assert skip.call.spec is not None
+    return (tree_unflatten(made, skip.call.spec),)
+
+
+def _shape(skip: Skip, shape: tuple[int, ...], other: tuple[int, ...], leaves: list[Any]) -> list[int]:
+    """A shape from two that were met: dims that follow an argument's, dims that follow the samples, and fixed ones."""
+    found = []
+    for dim, (a, b) in enumerate(zip(shape, other, strict=True)):
+        like = [
+            place
+            for place, (x, y) in enumerate(zip(skip.call.shapes, skip.other.shapes, strict=True))
+            if x is not None and y is not None and len(x) > dim and (x[dim], y[dim]) == (a, b)
+        ]
+        found.append(leaves[like[0]].shape[dim] if like else a)
+    return found

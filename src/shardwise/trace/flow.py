@@ -1,0 +1,357 @@
+"""Which tensor flows where in one forward: every op, every call of a submodule, and what depends on parameters.
+
+The forward runs once on fake tensors (shapes without values) under a dispatch mode that writes down, for each op,
+the tensors it reads and makes, and for each module call what goes in and comes out. From it follows
+
+    shared     what does not depend on any parameter (masks, positions, rotary tables): anybody can compute it again
+    crossing   at a moment e: what depends on parameters, was made before e and is used after e
+
+so that it can be told whether the forward can be cut where a module is entered: whatever crosses must be among the
+module's arguments. No names are used, and no class is known.
+
+What this does not do: follow a value that leaves PyTorch (`.item()`, numpy) and comes back.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import flop_counter
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only
+
+from shardwise.trace.deferred import written_tensors
+from shardwise.trace.state import ModuleState
+
+_aten = torch.ops.aten
+ELEMENT_COST = 50.0  # floating-point operations in the time that one element of an op's result takes in memory
+
+
+@dataclass
+class Leaf:
+    """One leaf of what a module returned: a tensor by its shape, or a plain value."""
+
+    tensor: int | None  # its number
+    value: Any = None
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype | None = None
+
+
+@dataclass
+class Call:
+    """One call of a submodule. Times count ops and calls."""
+
+    path: str
+    place: int  # the n-th call of this module in the forward, from 0
+    enter: int
+    arguments: list[int | None]  # the number of each tensor leaf of (args, kwargs)
+    shapes: list[tuple[int, ...] | None]
+    exit: int = -1
+    leaves: list[Leaf] = field(default_factory=list)
+    spec: TreeSpec | None = None
+    inside: list[Call] = field(default_factory=list)
+
+
+@dataclass
+class Op:
+    """One op: what it reads and makes, and what it costs."""
+
+    time: int
+    reads: tuple[int, ...]
+    makes: tuple[int, ...]
+    cost: float
+    draws: bool
+    reads_value: bool
+
+
+@dataclass
+class Flow:
+    """One forward, written down. Tensors are numbered."""
+
+    root: Call
+    ops: list[Op]
+    made: list[int]  # when each tensor was made; -1: it was there before
+    depends: list[bool]  # on a parameter
+    drawn: list[bool]  # depends on a random number, and on no parameter
+    last_use: list[int]
+    parameters: dict[int, int]  # number -> id of the parameter object
+    buffers: dict[int, int]
+    end: int
+
+    def calls(self) -> Iterator[Call]:
+        """Every call below the root, in the order they were entered."""
+        queue = list(reversed(self.root.inside))
+        while queue:
+            call = queue.pop()
+            yield call
+            queue.extend(reversed(call.inside))
+
+    def crossing(self, moment: int) -> list[int]:
+        """Tensors that depend on parameters, were made before `moment` and are used after it."""
+        return [
+            number
+            for number, made in enumerate(self.made)
+            if made < moment and self.last_use[number] > moment and self.depends[number]
+            and number not in self.parameters
+        ]  # fmt: skip
+
+    def maker(self, number: int) -> str:
+        """The path of the innermost module that made a tensor."""
+        path, call = "", self.root
+        while True:
+            inner = [c for c in call.inside if c.enter <= self.made[number] <= c.exit]
+            if not inner:
+                return path
+            call = inner[0]
+            path = call.path
+
+
+class _Recorder(TorchDispatchMode):
+    """Numbers tensors and writes ops down."""
+
+    def __init__(self, parameters: dict[int, int], buffers: dict[int, int]):
+        super().__init__()
+        self.time = 0
+        self.ops: list[Op] = []
+        self.made: list[int] = []
+        self.depends: list[bool] = []
+        self.drawn: list[bool] = []
+        self.last_use: list[int] = []
+        self.number_of: dict[int, int] = {}  # id of a tensor -> number
+        self.on_storage: dict[int, list[int]] = {}  # storage -> ids of tensors on it
+        self.alive: list[Any] = []
+        self.is_parameter, self.is_buffer = parameters, buffers
+        self.parameters: dict[int, int] = {}
+        self.buffers: dict[int, int] = {}
+
+    def number(self, tensor: torch.Tensor) -> int:
+        """The tensor's number; one not met before was there all along, unless it lies on a known storage."""
+        found = self.number_of.get(id(tensor))
+        if found is not None:
+            return found
+        others = self.on_storage.get(_storage(tensor))
+        if others:
+            self.number_of[id(tensor)] = self.number_of[others[-1]]
+            self._keep(tensor)
+            return self.number_of[id(tensor)]
+        return self._new(tensor, made=-1, depends=id(tensor) in self.is_parameter, drawn=False)
+
+    def _new(self, tensor: torch.Tensor, *, made: int, depends: bool, drawn: bool) -> int:
+        number = len(self.made)
+        self.made.append(made)
+        self.depends.append(depends)
+        self.drawn.append(drawn)
+        self.last_use.append(-1)
+        self.number_of[id(tensor)] = number
+        self._keep(tensor)
+        if id(tensor) in self.is_parameter:
+            self.parameters[number] = id(tensor)
+        if id(tensor) in self.is_buffer:
+            self.buffers[number] = id(tensor)
+        return number
+
+    def _keep(self, tensor: torch.Tensor) -> None:
+        self.alive.append(tensor)
+        self.on_storage.setdefault(_storage(tensor), []).append(id(tensor))
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        inputs = _tensors((args, kwargs))
+        reads = [self.number(tensor) for tensor in inputs]
+        output = func(*args, **kwargs)
+        self.time += 1
+        for number in reads:
+            self.last_use[number] = self.time
+        outputs = _tensors(output)
+        depends = any(self.depends[number] for number in reads)
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        drawn = not depends and (draws or any(self.drawn[number] for number in reads))
+        makes = []
+        for tensor in written_tensors(func, args, kwargs) if func._schema.is_mutable else ():
+            makes += self._written(tensor, depends, drawn)
+        for tensor in outputs:
+            if not any(tensor is known for known in inputs):
+                made = self._new(tensor, made=self.time, depends=depends, drawn=drawn)
+                makes.append(made)
+        cost = _cost(func, args, kwargs, output, outputs)
+        reads_value = func is _aten._local_scalar_dense.default
+        self.ops.append(Op(self.time, tuple(reads), tuple(makes), cost, draws, reads_value))
+        return output
+
+    def _written(self, tensor: torch.Tensor, depends: bool, drawn: bool) -> list[int]:
+        """New numbers for everything on a storage that was written to: its content is another."""
+        fresh = []
+        renumbered: dict[int, int] = {}
+        for other in self.on_storage.get(_storage(tensor), []):
+            old = self.number_of[other]
+            if old not in renumbered:
+                renumbered[old] = len(self.made)
+                fresh.append(len(self.made))
+                self.made.append(self.time)
+                self.depends.append(depends or self.depends[old])
+                self.drawn.append((drawn or self.drawn[old]) and not (depends or self.depends[old]))
+                self.last_use.append(-1)
+                for table in (self.parameters, self.buffers):
+                    if old in table:
+                        table[renumbered[old]] = table[old]
+            self.number_of[other] = renumbered[old]
+        return fresh
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
+
+
+def _cost(func, args, kwargs, output, outputs: list[torch.Tensor]) -> float:
+    """Floating-point operations, and elements of the result as `ELEMENT_COST` each."""
+    elements = sum(t.numel() for t in outputs) if not _is_view(func) else 0
+    flops = 0.0
+    if func is _aten._scaled_dot_product_flash_attention_for_cpu.default:
+        flops = flop_counter.sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape)
+    elif func._overloadpacket in flop_counter.flop_registry:
+        flops = flop_counter.flop_registry[func._overloadpacket](*args, **kwargs, out_val=output)
+    return float(flops) + ELEMENT_COST * elements
+
+
+def _is_view(func) -> bool:
+    returned = func._schema.returns
+    return bool(returned) and all(r.alias_info is not None and not r.alias_info.is_write for r in returned)
+
+
+@contextmanager
+def _calls(module: nn.Module, recorder: _Recorder, root: Call) -> Iterator[None]:
+    """Write down every call of a submodule."""
+    stack = [root]
+    counts: dict[int, int] = {}
+    handles = []
+
+    def enter(child: nn.Module, args: tuple, kwargs: dict, path: str) -> None:
+        recorder.time += 1
+        leaves, _ = tree_flatten((args, kwargs))
+        numbers = [recorder.number(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
+        place = counts.get(id(child), 0)
+        counts[id(child)] = place + 1
+        shapes = [tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
+        call = Call(path, place, recorder.time, numbers, shapes)
+        stack[-1].inside.append(call)
+        stack.append(call)
+
+    def leave(child: nn.Module, args: tuple, output: Any) -> None:
+        recorder.time += 1
+        call = stack.pop()
+        call.exit = recorder.time
+        leaves, call.spec = tree_flatten(output)
+        call.leaves = [_leaf(leaf, recorder) for leaf in leaves]
+
+    seen: set[int] = set()
+    for path, child in module.named_modules():
+        if child is module or id(child) in seen:
+            continue
+        seen.add(id(child))
+        handles.append(
+            child.register_forward_pre_hook(lambda m, a, k, path=path: enter(m, a, k, path), with_kwargs=True)
+        )
+        handles.append(child.register_forward_hook(leave))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _leaf(leaf: Any, recorder: _Recorder) -> Leaf:
+    if isinstance(leaf, torch.Tensor):
+        return Leaf(recorder.number(leaf), None, tuple(leaf.shape), leaf.dtype)
+    return Leaf(None, leaf)
+
+
+def _run(module: nn.Module, run: Callable[[], Any]) -> Flow:
+    recorder = _Recorder({id(p): 1 for p in module.parameters()}, {id(b): 1 for b in module.buffers()})
+    root = Call("", 0, 0, [], [])
+    with torch.no_grad(), recorder, _calls(module, recorder, root):
+        output = run()
+    recorder.time += 1
+    root.exit = end = recorder.time
+    for leaf in _tensors(output):
+        recorder.last_use[recorder.number(leaf)] = end
+    return Flow(
+        root, recorder.ops, recorder.made, recorder.depends, recorder.drawn, recorder.last_use, recorder.parameters,
+        recorder.buffers, end,
+    )  # fmt: skip
+
+
+def trace_forward(
+    module: nn.Module, inputs: Callable[[Any], tuple[tuple, dict]], batch: Any, seed: int = 0
+) -> tuple[Flow, str]:
+    """The flow of one forward of `module` on `inputs(batch)`, and a notice where fake tensors did not do.
+
+    The module may hold tensors without values. It is left as it was. What the forward itself raises is raised.
+    """
+    state = ModuleState(module)
+    kept = random.getstate()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            random.seed(seed)
+            try:
+                return _fake(module, inputs, batch), ""
+            except Exception as error:
+                state.restore()
+                first = str(error).splitlines()[0] if str(error) else ""
+                notice = f"traced on real tensors, with all weights zero, since shapes alone do not do: {first}"
+                return _real(module, inputs, batch), notice
+    finally:
+        random.setstate(kept)
+        state.restore()
+
+
+def _fake(module: nn.Module, inputs: Callable[[Any], tuple[tuple, dict]], batch: Any) -> Flow:
+    with _quiet(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = tree_map_only(torch.Tensor, mode.from_tensor, batch)
+
+        def run() -> Any:
+            args, kwargs = inputs(fake)
+            return module(*args, **kwargs)
+
+        return _run(module, run)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """What fake tensors cannot do is told by an exception; torch logs it beside."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def _real(module: nn.Module, inputs: Callable[[Any], tuple[tuple, dict]], batch: Any) -> Flow:
+    """On real tensors, with zeros for weights, whose pages are never written to."""
+    kept = [(param, param.data) for param in module.parameters()]
+    try:
+        for param, _ in kept:
+            param.data = torch.zeros(param.shape, dtype=param.dtype)
+
+        def run() -> Any:
+            args, kwargs = inputs(batch)
+            return module(*args, **kwargs)
+
+        return _run(module, run)
+    finally:
+        for param, value in kept:
+            param.data = value

@@ -1,0 +1,394 @@
+"""Tasks for pipelines, transformers' modules among them: each function takes nothing and returns a `Task`."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise import Task
+from shardwise.models import tasks
+
+WIDTH, OUT, VOCAB = 6, 3, tasks.VOCAB
+
+
+def vectors(step: int, samples: int = 7) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(step + 100)
+    return {"x": torch.randn(samples, WIDTH, generator=g), "y": torch.randn(samples, OUT, generator=g)}
+
+
+def sequences(step: int, samples: int = 7, length: int = 4) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(step + 100)
+    return {"x": torch.randn(samples, length, WIDTH, generator=g), "y": torch.randn(samples, OUT, generator=g)}
+
+
+def squares(output: Tensor, batch: Any) -> tuple[Tensor, int]:
+    return (output - batch["y"]).square().sum(), len(batch["y"])
+
+
+def x_only(batch: Any) -> tuple[tuple, dict]:
+    return (batch["x"],), {}
+
+
+def sgd(groups: list[dict]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+
+
+def task(model: Any, batch: Any = vectors, **changes: Any) -> Task:
+    fields = {"loss": squares, "inputs": x_only, "optimizer": sgd}
+    return Task(model=model, batch=batch, **{**fields, **changes})
+
+
+# --- modules of torch alone
+
+
+def sequential() -> Task:
+    """A plain chain, with an activation that writes into what it is given right after each layer."""
+
+    def model() -> nn.Module:
+        layers = [layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True))]
+        return nn.Sequential(*layers, nn.Linear(WIDTH, OUT))
+
+    return task(model)
+
+
+def widths() -> Task:
+    """A chain whose layers change the width."""
+    sizes = [WIDTH, 11, 17, 13, 9, OUT]
+
+    def model() -> nn.Module:
+        return nn.Sequential(*[nn.Linear(a, b) for a, b in pairwise(sizes)])
+
+    return task(model)
+
+
+class Encoder(nn.Module):
+    """torch's own encoder over sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout=0.2, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 4)
+        self.head = nn.Linear(WIDTH, OUT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encoder(x).mean(1))
+
+
+def encoder() -> Task:
+    return task(Encoder, sequences)
+
+
+class Residual(nn.Module):
+    """The caller adds: what a block is given is used again after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)])
+        self.head = nn.Linear(WIDTH, OUT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 1.0
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def residual() -> Task:
+    return task(Residual)
+
+
+class Reused(nn.Module):
+    """One layer that runs three times, on several stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.between = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+        self.head = nn.Linear(WIDTH, OUT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for between in self.between:
+            x = torch.tanh(between(torch.tanh(self.layer(x))))
+        return self.head(x)
+
+
+def reused() -> Task:
+    return task(Reused)
+
+
+class Conditioned(nn.Module):
+    """An embedding of the input that every block is given beside the hidden state; blocks return pairs."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+            self.gate = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor, *, condition: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+            return x + torch.tanh(self.layer(x)) * self.gate(condition) * scale, x
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(WIDTH, WIDTH)
+        self.condition = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList([Conditioned.Block() for _ in range(4)])
+        self.head = nn.Linear(WIDTH, OUT)
+        self.register_buffer("scale", torch.full((WIDTH,), 0.7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        condition = F.silu(self.condition(x))
+        x = self.enter(x)
+        for block in self.blocks:
+            x, _ = block(x, condition=condition, scale=self.scale)
+        return self.head(x + condition)
+
+
+def conditioned() -> Task:
+    return task(Conditioned)
+
+
+class Normed(nn.Module):
+    """Batch norm in every block: statistics of each micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(
+            *[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh()) for _ in range(4)]
+        )
+        self.head = nn.Linear(WIDTH, OUT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(x))
+
+
+def normed() -> Task:
+    return task(Normed, partial(vectors, samples=12))
+
+
+class Skips(nn.Module):
+    """Every layer's output is used at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+        self.head = nn.Linear(5 * WIDTH, OUT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = [self.layers[0](x)]
+        for layer in self.layers:
+            kept.append(torch.tanh(layer(kept[-1])))
+        return self.head(torch.cat(kept, -1))
+
+
+def skips() -> Task:
+    return task(Skips)
+
+
+def two_layers() -> Task:
+    return task(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, OUT)))
+
+
+def no_parameters_late() -> Task:
+    """The last places begin nothing that has parameters."""
+    return task(lambda: nn.Sequential(nn.Linear(WIDTH, OUT), nn.Tanh(), nn.Tanh(), nn.Tanh()))
+
+
+class Decides(nn.Module):
+    """The outermost forward looks at values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+        self.head = nn.Linear(WIDTH, OUT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+            if x.abs().max() > 100:
+                break
+        return self.head(x)
+
+
+def decides() -> Task:
+    return task(Decides)
+
+
+class DrawsAtRoot(nn.Module):
+    """Noise drawn once, used by every block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+        self.head = nn.Linear(WIDTH, OUT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.randn_like(x)
+        for block in self.blocks:
+            x = F.dropout(torch.tanh(block(x)) + 0.1 * noise, 0.1)
+        return self.head(x)
+
+
+def draws_at_root() -> Task:
+    return task(DrawsAtRoot)
+
+
+class WritesParameter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+        self.head = nn.Linear(WIDTH, OUT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.head.weight.clamp_(-1, 1)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x)
+
+
+def writes_parameter() -> Task:
+    return task(WritesParameter)
+
+
+# --- transformers
+
+
+def _tokens(model: Any, samples: int = 6) -> Task:
+    return Task(
+        model=model, loss=tasks.next_token_loss, inputs=tasks.hf_tokens, optimizer=tasks.adamw,
+        batch=partial(tasks.token_batch, samples=samples, length=10),
+    )  # fmt: skip
+
+
+def _plain_tokens(batch: dict[str, Tensor]) -> tuple[tuple, dict]:
+    return (), {"input_ids": batch["tokens"]}
+
+
+SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
+SPECIAL = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+WIDE = {"intermediate_size": 48, "max_position_embeddings": 32}
+
+
+def _causal(kind: str, **options: Any) -> Task:
+    def model() -> nn.Module:
+        import transformers
+
+        config = getattr(transformers, f"{kind}Config")(**SPECIAL, **options)
+        return getattr(transformers, f"{kind}ForCausalLM" if kind != "GPT2" else "GPT2LMHeadModel")(config)
+
+    return _tokens(model)
+
+
+def hf_llama() -> Task:
+    return _causal("Llama", **SIZES, **WIDE, num_key_value_heads=2)
+
+
+def hf_mistral() -> Task:
+    return _causal("Mistral", **SIZES, **WIDE, num_key_value_heads=2, sliding_window=4)
+
+
+def hf_qwen3() -> Task:
+    return _causal("Qwen3", **SIZES, **WIDE, num_key_value_heads=2, head_dim=8, tie_word_embeddings=True)
+
+
+def hf_gemma() -> Task:
+    return _causal("Gemma", **SIZES, **WIDE, num_key_value_heads=2, head_dim=8)
+
+
+def hf_gpt2() -> Task:
+    return _causal("GPT2", vocab_size=VOCAB, n_embd=32, n_layer=4, n_head=4, n_positions=16)
+
+
+def hf_neox() -> Task:
+    return _causal("GPTNeoX", **SIZES, **WIDE)
+
+
+def hf_opt() -> Task:
+    return _causal("OPT", **SIZES, ffn_dim=48, word_embed_proj_dim=32, max_position_embeddings=32)
+
+
+def hf_phi() -> Task:
+    return _causal("Phi", **SIZES, **WIDE)
+
+
+def hf_mixtral() -> Task:
+    made = _causal("Mixtral", **SIZES, **WIDE, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2)
+    return made.with_(branches="per_sample")
+
+
+def hf_bert() -> Task:
+    def model() -> nn.Module:
+        import transformers
+
+        config = transformers.BertConfig(**SIZES, **WIDE, pad_token_id=0)
+        return transformers.BertForMaskedLM(config)
+
+    return _tokens(model).with_(inputs=_plain_tokens)
+
+
+def hf_vit() -> Task:
+    def model() -> nn.Module:
+        import transformers
+
+        config = transformers.ViTConfig(
+            image_size=tasks.IMAGE, patch_size=4, num_labels=tasks.CLASSES, hidden_size=24, intermediate_size=48,
+            num_hidden_layers=4, num_attention_heads=2,
+        )  # fmt: skip
+        return transformers.ViTForImageClassification(config)
+
+    return tasks.hf_vit().with_(model=model)
+
+
+def _encoder_decoder(batch: dict[str, Tensor]) -> tuple[tuple, dict]:
+    given = {"input_ids": batch["tokens"], "decoder_input_ids": batch["tokens"].flip(1), "use_cache": False}
+    return (), given
+
+
+def hf_t5() -> Task:
+    def model() -> nn.Module:
+        import transformers
+
+        config = transformers.T5Config(
+            vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=48, num_layers=3, num_heads=4, decoder_start_token_id=0,
+            pad_token_id=0, eos_token_id=1,
+        )  # fmt: skip
+        return transformers.T5ForConditionalGeneration(config)
+
+    return _tokens(model).with_(inputs=_encoder_decoder)
+
+
+class Viewed(nn.Module):
+    """Blocks are given a view of a larger tensor, and write nothing."""
+
+    def __init__(self, base_later: bool) -> None:
+        super().__init__()
+        self.base_later = base_later
+        self.enter = nn.Linear(WIDTH, 2 * WIDTH)
+        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
+        self.head = nn.Linear(WIDTH, OUT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        base = self.enter(x)
+        part = base[:, :WIDTH]
+        x = part + torch.tanh(self.blocks[0](part))
+        x = x + torch.tanh(self.blocks[1](x))
+        return self.head(x + base[:, WIDTH:] if self.base_later else x)
+
+
+def viewed() -> Task:
+    return task(lambda: Viewed(False))
+
+
+def viewed_with_base() -> Task:
+    return task(lambda: Viewed(True))
+
+
+def few_samples() -> Task:
+    """Five samples: dealt over micro-batches and data ranks, some ranks have none and run a stand-in."""
+    return tasks.decoder_dropout().with_(batch=partial(tasks.token_batch, samples=5, length=10), name="few_samples")

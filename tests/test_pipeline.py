@@ -1,0 +1,348 @@
+"""Pipelines: every schedule, on modules of many kinds, equals one process; what cannot be cut is refused by name."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pipeline_tasks
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardwise import Plan, Task, parallelize, verify
+from shardwise.engine.batching import slice_samples
+from shardwise.errors import InputError, RefusedPlan
+from shardwise.layout.plan import SCHEDULES
+from shardwise.layout.schedules import schedule_of
+from shardwise.models import tasks
+from shardwise.parallel.pipeline import backward
+from shardwise.parallel.pipeline.cuts import choose, find_places, make_stages
+from shardwise.ranks import RankPool
+from shardwise.trace.deferred import build
+from shardwise.trace.flow import trace_forward
+
+OURS = "shardwise.models.tasks"
+HERE = "pipeline_tasks"
+
+
+def prove(name: str, plan: str, pool: RankPool, **options: Any) -> None:
+    """Equal to one process."""
+    if name.startswith("hf_"):
+        pytest.importorskip("transformers")
+    room = HERE if hasattr(pipeline_tasks, name) else OURS
+    parity = verify(f"{room}:{name}", plan, pool=pool, timeout_s=180, **options)
+    assert parity.parity, parity.text()
+    assert parity.gradient_error and parity.parameter_error
+
+
+# --- every schedule
+
+COVER = [
+    ("decoder", "pp=2,schedule=gpipe"), ("gpt2", "pp=2"), ("decoder", "pp=4,schedule=1f1b,microbatches=6"),
+    ("decoder", "pp=2,schedule=interleaved1f1b"), ("gpt2", "pp=2,schedule=zbh1,microbatches=3"),
+    ("decoder", "pp=4,schedule=zbh2"), ("gpt2", "pp=2,schedule=interleavedzb"), ("gpt2", "pp=2,schedule=zbv"),
+    ("decoder", "pp=2,schedule=dualpipev"),
+]  # fmt: skip
+WHOLE = [(name, f"pp={p},schedule={s}") for name, p, s in product(("decoder", "gpt2"), (2, 4), SCHEDULES)]
+
+
+@pytest.mark.parametrize(("name", "plan"), COVER)
+def test_schedules(name: str, plan: str, pool: RankPool) -> None:
+    prove(name, plan, pool)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "plan"), WHOLE)
+def test_every_schedule_on_two_and_four_ranks(name: str, plan: str, pool: RankPool) -> None:
+    task = getattr(tasks, name)().with_(batch=sixteen_sequences)
+    plan = f"{plan},microbatches={max(Plan.parse(plan).microbatches, 8)}"
+    prove_task(task, plan, pool)
+
+
+def sixteen_sequences(step: int) -> dict[str, Tensor]:
+    return tasks.token_batch(step, samples=17, length=9)
+
+
+def prove_task(task: Task, plan: str, pool: RankPool) -> None:
+    parity = verify(task, plan, pool=pool, timeout_s=180)
+    assert parity.parity, parity.text()
+
+
+def test_all_schedules_are_covered() -> None:
+    assert {Plan.parse(plan).schedule for _, plan in COVER} == set(SCHEDULES)
+
+
+# --- with data parallelism, accumulation, clipping, recompute
+
+TOGETHER = [
+    ("decoder_tied", "pp=2,dp_replicate=2"), ("decoder_tied", "pp=2,dp_shard=2,zero=1,schedule=zbh1"),
+    ("decoder_tied", "pp=2,dp_shard=2,zero=2,accumulate=2,microbatches=3"), ("decoder_tied", "pp=2,dp_shard=2,zero=3"),
+    ("gpt2", "pp=2,dp_shard=2,zero=2,schedule=zbv"),
+    ("gpt2", "pp=2,dp_shard=2,zero=3,schedule=interleaved1f1b"),
+    ("decoder", "pp=2,dp_shard=2,zero=3,microbatches=3,remat=full"),
+    ("decoder_dropout", "pp=2,schedule=interleaved1f1b,remat=selective,stages=blocks.0|blocks.1|head"),
+    ("normed", "pp=2,dp_replicate=2,schedule=zbh1,microbatches=3"), ("mlp_frozen_unused", "pp=2,microbatches=3"),
+    ("few_samples", "pp=2,dp_replicate=2,microbatches=3"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "plan"), TOGETHER)
+def test_together(name: str, plan: str, pool: RankPool) -> None:
+    prove(name, plan, pool)
+
+
+@pytest.mark.parametrize("plan", ["pp=2,microbatches=3,accumulate=2", "pp=2,dp_shard=2,zero=2"])
+def test_clipping_counts_tied_parameters_once(plan: str, pool: RankPool) -> None:
+    prove("decoder_tied", plan, pool, clip_norm=0.05, seed=3)
+
+
+# --- modules that nobody prepared
+
+MODULES = [
+    ("sequential", "pp=4,schedule=zbh1"), ("sequential", "pp=2,schedule=zbv"), ("widths", "pp=2,schedule=dualpipev"),
+    ("encoder", "pp=2"), ("residual", "pp=4"), ("residual", "pp=2,schedule=zbv"), ("reused", "pp=3,schedule=zbh2"),
+    ("conditioned", "pp=4"), ("conditioned", "pp=2,schedule=dualpipev"), ("draws_at_root", "pp=2"),
+    ("viewed", "pp=2,schedule=zbh1,stages=blocks.0"), ("viewed", "pp=2,stages=blocks.0"), ("skips", "pp=2"),
+    ("unet_group", "pp=2,schedule=zbh1"),
+    ("hf_llama", "pp=2"), ("hf_t5", "pp=2,schedule=zbv"),
+]  # fmt: skip
+ARCHITECTURES = [name for name in vars(pipeline_tasks) if name.startswith("hf_")]
+
+
+@pytest.mark.parametrize(("name", "plan"), MODULES)
+def test_modules(name: str, plan: str, pool: RankPool) -> None:
+    prove(name, plan, pool)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("plan", ["pp=2", "pp=4", "pp=2,schedule=zbv", "pp=2,dp_shard=2", "pp=4,schedule=zbh1"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_architectures(name: str, plan: str, pool: RankPool) -> None:
+    prove(name, plan, pool)
+
+
+# --- what cannot be cut
+
+REFUSED = [
+    ("two_layers", "pp=4", "4 stages need 3 places to cut the forward, and it has 1: '1'"),
+    ("no_parameters_late", "pp=2", "leave one without a trainable parameter"),
+    ("decides", "pp=2", "decides by a value that depends on parameters"),
+    ("writes_parameter", "pp=2", "the forward writes into parameter 'head.weight'"),
+    ("skips", "pp=4,schedule=gpipe", "(a skip connection, or an output that the model returns besides)"),
+    ("residual", "pp=2,stages=blocks.9", "stages names 'blocks.9', which is no module; did you mean 'blocks.3'?"),
+    ("residual", "pp=2,stages=blocks.2.1", "no stage can begin at 'blocks.2.1': a tensor made in"),
+    ("viewed_with_base", "pp=2,stages=blocks.0", "no stage can begin at 'blocks.0'"),
+    ("conditioned", "pp=3,stages=blocks.2|blocks.1", "in the order in which they run"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "plan", "told"), REFUSED)
+def test_refusals(name: str, plan: str, told: str, pool: RankPool) -> None:
+    try:
+        parity = verify(f"{HERE}:{name}", plan, pool=pool)
+    except InputError as error:
+        assert told in str(error)
+        return
+    assert parity.refused is not None and told in parity.refused, parity.text()
+
+
+def fast_draws(task: str) -> str:
+    try:
+        parallelize(getattr(pipeline_tasks, task)(), "pp=2")
+    except RefusedPlan as refusal:
+        return str(refusal)
+    return ""
+
+
+def test_shared_noise_needs_masks_by_place(pool: RankPool) -> None:
+    assert "use randomness='global'" in pool.run(fast_draws, 2, "draws_at_root")[0]
+    assert pool.run(fast_draws, 2, "encoder")[0] == ""
+
+
+def joint(groups: list[dict]) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS([p for g in groups for p in g["params"]])
+
+
+def lbfgs() -> Task:
+    return pipeline_tasks.residual().with_(optimizer=joint)
+
+
+def test_an_optimizer_over_all_tensors_is_refused(pool: RankPool) -> None:
+    refused = verify("test_pipeline:lbfgs", "pp=2", pool=pool).refused
+    assert refused is not None and "pipeline stages hold different ones" in refused
+
+
+# --- the look at a forward
+
+
+def places_of(name: str) -> list[str]:
+    task = getattr(pipeline_tasks, name)()
+    module = build(task.model, 0).module.train()
+    flow, _ = trace_forward(module, task.inputs, slice_samples(task.batch(0), 0, 2))
+    return [place.call.path for place in find_places(flow)[0]]
+
+
+def test_places() -> None:
+    assert {"blocks.1", "blocks.2", "blocks.3", "head"} <= set(places_of("residual"))
+    inside = {path for path in places_of("residual") if path.count(".") == 2}
+    assert inside == {"blocks.0.1"}, "the first block is given what depends on no parameter; past the others x goes by"
+    assert {"blocks.1", "blocks.3"} <= set(places_of("conditioned"))
+    assert places_of("decides") == []
+
+
+def test_stages_share_the_work_and_lose_no_parameter() -> None:
+    task = tasks.decoder()
+    module = build(task.model, 0).module.train()
+    batch = task.batch(0)
+    flow, notice = trace_forward(module, task.inputs, slice_samples(batch, 0, 2))
+    other, _ = trace_forward(module, task.inputs, slice_samples(batch, 0, 3))
+    stages = make_stages(flow, other, (2, 3), choose(flow, module, 4, (), [f"blocks.{i}" for i in range(4)]))
+    assert notice == ""
+    assert set().union(*(s.parameters for s in stages)) == {id(p) for p in module.parameters()}
+    total = sum(s.cost for s in stages)
+    assert max(s.cost for s in stages) < 1.3 * total / 4
+    assert [skip.path for skip in stages[3].skips][-1] == "blocks.2"
+
+
+def test_tracing_leaves_the_module_as_it_was() -> None:
+    task = pipeline_tasks.normed()
+    module = build(task.model, 0).module.train()
+    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    trace_forward(module, task.inputs, slice_samples(task.batch(0), 0, 3))
+    assert all(torch.equal(before[name], buffer) for name, buffer in module.named_buffers())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
+
+
+# --- the backward in two parts
+
+
+class Mixed(nn.Module):
+    """Weights used twice, scalars, an output that comes from weights alone, one that is the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0) for _ in range(2)])
+        self.shared, self.gain, self.scale = nn.Linear(8, 8), nn.Parameter(torch.randn(8)), nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        y = self.shared(x) * self.gain.exp()
+        for layer in self.layers:
+            y = layer(y)
+        y = self.shared(torch.tanh(y)) + self.gain * y * self.scale
+        return y, self.gain.exp() * self.scale, x * 1.0
+
+
+@pytest.mark.parametrize("needs_input", [True, False])
+def test_two_parts_are_the_whole(needs_input: bool) -> None:
+    torch.manual_seed(0)
+    module = Mixed().double()
+    fired: list[str] = []
+    for name, param in module.named_parameters():
+        param.register_post_accumulate_grad_hook(lambda p, name=name: fired.append(name))
+    x = torch.randn(3, 5, 8, dtype=torch.float64)
+    whole, split = (x.clone().requires_grad_(needs_input) for _ in range(2))
+
+    def outputs(x: Tensor) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+        made = module(x)
+        return made, [torch.linspace(0.5, 1.5, o.numel(), dtype=o.dtype).view(o.shape) for o in made]
+
+    backward.whole(*outputs(whole))
+    expected = {name: param.grad.clone() for name, param in module.named_parameters()}
+    module.zero_grad()
+    fired.clear()
+    later = backward.of_input(*outputs(split), [split] if needs_input else [])
+    assert not fired and all(param.grad is None for param in module.parameters())
+    backward.of_weights(later)
+    assert sorted(fired) == sorted(expected), "each weight's hook fires once"
+    for name, param in module.named_parameters():
+        torch.testing.assert_close(param.grad, expected[name], rtol=1e-13, atol=1e-13)
+    if needs_input:
+        torch.testing.assert_close(split.grad, whole.grad, rtol=1e-13, atol=1e-13)
+
+
+def test_no_product_is_computed_twice() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    module = nn.Sequential(*[nn.Linear(16, 16) for _ in range(3)])
+    x = torch.randn(5, 16, requires_grad=True)
+    output = [module(x)]
+    product_flops = 2 * 5 * 16 * 16 * 3
+    with FlopCounterMode(display=False) as first:
+        later = backward.of_input(output, [torch.ones_like(output[0])], [x])
+    with FlopCounterMode(display=False) as second:
+        backward.of_weights(later)
+    assert first.get_total_flops() == second.get_total_flops() == product_flops
+
+
+# --- what the engine offers
+
+
+def surfaces(plan: str, steps: int) -> dict[str, Any]:
+    task = tasks.decoder_tied()
+    engine = parallelize(task, plan, seed=4)
+    start = {name: tensor.clone() for name, tensor in engine.full_parameters()}
+    held_out = engine.evaluate([task.batch(50), task.batch(51)])
+    results = [engine.step(task.batch(step)) for step in range(steps)]
+    state = engine.state_dict()
+    own = {name: p.detach().clone() for name, p in engine.module.named_parameters() if p.requires_grad}
+    norms = [result.grad_norm for result in results]
+    losses = [result.loss for result in results]
+    samples = [result.samples for result in results]
+    return {"start": start, "eval": held_out, "losses": losses, "norms": norms, "state": state, "own": own,
+            "samples": samples, "notices": engine.notices}  # fmt: skip
+
+
+def test_every_rank_has_the_results_and_whole_weights(pool: RankPool) -> None:
+    one = pool.run(surfaces, 1, "accumulate=2,precision=fp64", 20)[0]
+    ranks = pool.run(surfaces, 2, "pp=2,precision=fp64", 20)
+    for rank in ranks:
+        assert rank["start"].keys() == one["start"].keys()
+        assert all(torch.equal(rank["start"][name], one["start"][name]) for name in one["start"])
+        assert rank["eval"] == pytest.approx(one["eval"], rel=1e-12)
+        assert rank["losses"] == pytest.approx(one["losses"], rel=1e-8)
+        assert rank["norms"] == pytest.approx(one["norms"], rel=1e-6)
+        assert rank["samples"] == one["samples"]
+        assert rank["state"].keys() == one["state"].keys()
+        for name in one["state"]:
+            torch.testing.assert_close(rank["state"][name], one["state"][name], rtol=1e-6, atol=1e-8)
+    first, last = (rank["own"] for rank in ranks)
+    tied = set(first) & set(last)
+    assert tied == {"embedding.weight"}, "every other weight is on one stage"
+    assert torch.equal(first["embedding.weight"], last["embedding.weight"]), "both ends, bit for bit, after 20 steps"
+    assert any("pipeline of 2 stages on 2 ranks, schedule 1f1b" in notice for notice in ranks[0]["notices"])
+
+
+def message_bytes(plan: str) -> list[dict[str, float]]:
+    task = tasks.decoder()
+    engine = parallelize(task, plan)
+    engine.step(task.batch(0))
+    with engine.observe() as ledger:
+        engine.step(task.batch(1))
+    return [row for row in ledger.rows() if row["axis"] == "pp" and row["tag"] != "control"]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbh1"])
+def test_bytes_are_the_hidden_states_and_their_gradients(schedule: str, pool: RankPool) -> None:
+    first, last = pool.run(message_bytes, 2, f"pp=2,schedule={schedule},microbatches=3")
+    hidden = 7 * 10 * 32 * 4  # (samples, positions, width) in fp32, over the micro-batches together
+    assert [(row["tag"], row["received_bytes"]) for row in first if row["received_bytes"]] == [
+        ("gradients of hidden states", hidden)
+    ]
+    assert [(row["tag"], row["received_bytes"]) for row in last if row["received_bytes"]] == [("hidden states", hidden)]
+
+
+def uneven_epoch(plan: str) -> list[int]:
+    task = tasks.decoder()
+    engine = parallelize(task, plan)
+    parts = engine._parts(task.batch(0))
+    return [engine.step(parts).samples, engine.step(parts[:3]).samples, engine.step(parts[:1]).samples]
+
+
+def test_the_end_of_an_epoch_may_have_fewer_micro_batches(pool: RankPool) -> None:
+    sizes = pool.run(uneven_epoch, 2, "pp=2,schedule=zbv,microbatches=4")
+    assert sizes[0] == sizes[1] and sizes[0][0] == 7 and sizes[0][2] < sizes[0][1] < 7
+
+
+def test_the_schedule_is_the_plans() -> None:
+    assert schedule_of(Plan.parse("pp=2,schedule=zbv")).stages == 4
