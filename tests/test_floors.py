@@ -33,6 +33,7 @@ WITHIN = {
     ("config", "layout"): "a configuration holds a plan",
     ("mesh", "comm"): "a mesh is made of the axes that collectives run over",
     ("random", "trace"): "one function makes every seed",
+    ("device", "ranks"): "the rank on its host says which device is its own",
     ("observe", "data"): "floor 6 has an order: data, observe, training, proof",
     ("training", "data"): "floor 6 has an order: data, observe, training, proof",
     ("training", "observe"): "floor 6 has an order: data, observe, training, proof",

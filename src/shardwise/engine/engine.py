@@ -13,7 +13,6 @@ rank tells the global weight, and gradients are divided by it once, together wit
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -45,7 +44,7 @@ from shardwise.parallel.batchnorm import batch_norm_modules, sync_module
 from shardwise.parallel.slots import Phase
 from shardwise.precision import Precision
 from shardwise.random import BatchDims, GlobalRandom, Samples
-from shardwise.ranks import join
+from shardwise.ranks import here, join
 from shardwise.task import Task
 from shardwise.trace.deferred import seed_of
 
@@ -81,8 +80,8 @@ def parallelize(
         raise InputError(f"randomness is 'fast' or 'global', got {randomness!r}")
     if clip_norm is not None and not clip_norm > 0:
         raise InputError(f"clip_norm must be positive, got {clip_norm}")
-    if not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        join()  # a launcher (torchrun) started this process
+    if not dist.is_initialized() and here() is not None:
+        join()  # a launcher started this process
     engine = Engine(task, plan, build_mesh(plan, pick_device(device)), seed)
     engine.clip_norm, engine.schedule, engine.on_nonfinite = clip_norm, schedule, on_nonfinite
     if check_loss:

@@ -8,7 +8,7 @@ model.safetensors  the weights at the end
 summary.json       the final table
 ranks/             what the other ranks wrote
 
-One process makes it: the one that launches the ranks, or rank 0 under torchrun.
+One process makes it: the one that launches the ranks, or rank 0 under a launcher.
 """
 
 from __future__ import annotations
