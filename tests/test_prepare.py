@@ -423,7 +423,7 @@ def test_held_out_data_is_cut_and_summed(pool: RankPool) -> None:
     model = net()
     x, y = samples(5).tensors
     for total, weight in pool.run(held_out, 2):
-        assert weight == 5 and total == pytest.approx(float((model(x) - y).square().sum()), rel=1e-12)
+        assert weight == 5 and total == pytest.approx((model(x) - y).square().sum().item(), rel=1e-12)
 
 
 def other_precisions(plan: str) -> tuple[float, float]:

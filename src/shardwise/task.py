@@ -91,6 +91,13 @@ class Task:
             raise InputError("Task has no data: give `batch` (step -> global batch) or `data` (a Source)")
         if self.batch is not None and self.data is not None:
             raise InputError("Task has both `batch` and `data`: give one of them")
+        for field in ("data", "eval_data"):
+            given = getattr(self, field)
+            if given is not None and not isinstance(given, Source):
+                raise InputError(
+                    f"Task.{field} is of type {type(given).__name__}, which has no read(indices) -> batch: a map-style "
+                    f"torch Dataset becomes a source by shardwise.data.as_source(dataset)"
+                )
         if self.loss_scope not in ("sample", "global"):
             raise InputError(f"Task.loss_scope is 'sample' or 'global', got {self.loss_scope!r}")
         if self.branches not in ("same", "per_sample"):

@@ -140,6 +140,9 @@ class TrainSection(Section):
     on_nonfinite: Literal["raise", "skip"] = Field(
         default="raise", description="raise | skip: what a loss or gradient that is not finite does to the run"
     )
+    workers: int = Field(
+        default=0, ge=0, description="processes on each rank that read its samples; 0: a thread of the rank itself"
+    )
     eval_every: int | None = Field(
         default=None,
         ge=0,

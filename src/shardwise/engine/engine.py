@@ -34,7 +34,7 @@ from shardwise.engine.loss import Loss
 from shardwise.engine.optimizer import make_optimizer
 from shardwise.engine.recipe import apply_plan, trainable
 from shardwise.engine.result import StepResult
-from shardwise.engine.samples import SAMPLES, few_samples
+from shardwise.engine.samples import SAMPLES, costly, few_samples
 from shardwise.engine.scaler import LossScale
 from shardwise.errors import InputError, RefusedPlan, RunError, ShardwiseError
 from shardwise.layout import Plan, check
@@ -127,6 +127,7 @@ class Engine:
     def look(self, *, masks: bool) -> Findings:
         """Run a few samples before the first step. Collective. Raises what would not equal one process."""
         sample = few_samples(self.task, self.plan, self.mesh.data, self.device)
+        self.notices += [] if self.task.batch is None else costly(sample)
         n = min(samples_in(sample), SAMPLES)
         whole = slice_samples(sample, 0, n)
         parts = (slice_samples(sample, 0, 1), slice_samples(sample, 1, n)) if n > 1 else None

@@ -94,6 +94,7 @@ def _check_options(effective: Effective, task: Task) -> None:
         for key, why in (
             ("train.batch_samples", "it makes its own batches (`batch`)"),
             ("train.epochs", "it has no end (`batch`): give train.steps"),
+            ("train.workers", "its batches are made by `batch`, in the rank itself"),
         ):
             if effective.given(key):
                 problems.append(f"{effective.source(key)}: {key} would have no effect on this task: {why}")

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.comm import everybody, gather_json
+from shardwise.comm import everybody, gather_json, gather_rows
 from shardwise.data import Loader, evaluation_parts, parts_of, samples_in
 from shardwise.device import pick_device
 from shardwise.engine.engine import Engine, parallelize
 from shardwise.engine.result import StepResult
-from shardwise.observe import Flops, MetricsFile, count_flops, finite, peak_flops, write_inputs, write_json
+from shardwise.observe import Flops, InputWatch, MetricsFile, count_flops, finite, peak_flops, write_inputs, write_json
 from shardwise.observe.memory import memory_of
 from shardwise.observe.progress import Display, Speed
 from shardwise.task import Task
@@ -88,6 +88,7 @@ class _Rank:
             live = None if engine.rank == 0 else False
             self.display = stack.enter_context(closing(Display(job.steps, self.speed, config.log_every, live)))
         self.batches = self._batches(stack)
+        self.watch = InputWatch(self._of_all_ranks, self._input_advice())
         self.losses: list[float] = []
         self.told = len(engine.notices)  # notices that were shown at the start
         self.skipped = 0
@@ -138,10 +139,23 @@ class _Rank:
             accumulate=self.job.effective.plan.accumulate,
             data_rank=self.engine.data_rank,
             data_ranks=self.engine.data_ranks,
+            workers=self.job.effective.config.train.workers,
         )
         return iter(stack.enter_context(loader))
 
+    def _of_all_ranks(self, share: float) -> list[float]:
+        row = torch.tensor([share], dtype=torch.float64, device=self.engine.device)
+        return gather_rows(row, everybody()).view(-1).tolist()
+
+    def _input_advice(self) -> str:
+        if self.task.batch is not None:
+            return "make Task.batch cheaper, or give Task.data (a Source), which is read ahead"
+        workers = self.job.effective.config.train.workers
+        name = type(self.task.data).__name__
+        return f"set train.workers to {max(2, 2 * workers)} (now {workers}), or make {name}.read cheaper"
+
     def _step(self, step: int) -> None:
+        asked = time.perf_counter()
         batch = next(self.batches)
         started = time.perf_counter()
         result = self._observed_step(batch) if step == OBSERVED else self.engine.step(batch)
@@ -162,12 +176,16 @@ class _Rank:
             "skipped": bool(result.skipped),
             "samples": result.samples,
             "seconds": seconds,
+            "input_seconds": started - asked,
             "peak_bytes": self.peak_bytes,
             **self.speed.of(result.samples, seconds),
             **{f"extra/{name}": float(value) for name, value in (result.extras or {}).items()},
         }
         if self.metrics is not None:
             self.metrics.write(record)
+        word = self.watch.add(started - asked, seconds)
+        if word is not None:
+            self.engine.notices.append(word)
         if self.display is not None:
             self.display.step(record)
             for note in self.engine.notices[self.told :] if self.engine.rank == 0 else ():
