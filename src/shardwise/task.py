@@ -57,6 +57,8 @@ class Task:
     data       a `Source`, for data too large to build on every rank
     inputs     batch -> (args, kwargs) of the model
     optimizer  named parameter groups -> optimizer
+    metrics    (output, batch) -> {name: (sum, weight)}, divided over all samples like the loss; a third item ("sqrt",
+               "exp", a function) is applied to the quotient
     eval_data  held-out samples
     loss_scope "sample": the loss adds up over samples (checked at start). "global": it does not (a contrastive
                loss); the outputs and the batch are gathered on every rank, at a printed cost
@@ -102,8 +104,8 @@ class Task:
             raise InputError(f"Task.loss_scope is 'sample' or 'global', got {self.loss_scope!r}")
         if self.branches not in ("same", "per_sample"):
             raise InputError(f"Task.branches is 'same' or 'per_sample', got {self.branches!r}")
-        if self.metrics is not None:
-            raise InputError("Task.metrics: metrics are not built yet; remove the field")
+        if self.metrics is not None and not callable(self.metrics):
+            raise InputError(f"Task.metrics must be callable, got {type(self.metrics).__name__}")
         if self.spatial is not None:
             raise InputError("Task.spatial: spatial domains are not built yet; remove the field")
 

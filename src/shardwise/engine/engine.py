@@ -187,7 +187,7 @@ class Engine:
             )
         self.steps_done += 1
         self.skipped_steps += not updated
-        return result
+        return replace(result, metrics=self.metrics()) if self.forward.metrics is not None else result
 
     def _parts(self, batch: Any) -> list[Part]:
         if isinstance(batch, list) and batch and all(isinstance(part, Part) for part in batch):
@@ -376,6 +376,10 @@ class Engine:
             self.module.train()
         agreed = agree(tally, 0.0, self.mesh.data)
         return agreed.total, agreed.weight
+
+    def metrics(self) -> dict[str, float]:
+        """Task.metrics over all samples since the last step (after `evaluate`: its own). Collective."""
+        return self.forward.metrics.collect(self.mesh.data) if self.forward.metrics is not None else {}
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, whole tensor) of every parameter, frozen ones included, master weights first. Collective."""

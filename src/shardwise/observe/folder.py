@@ -5,6 +5,7 @@ plan.toml          the plan, every field written out
 versions.json      python, torch, shardwise, platform, device
 metrics.jsonl      one line for each step and each evaluation
 model.safetensors  the weights at the end
+ema.safetensors    their moving average, where train.ema_decay is set
 summary.json       the final table
 ranks/             what the other ranks wrote
 

@@ -18,11 +18,13 @@ import torch.distributed as dist
 from shardwise.comm import everybody, gather_json, gather_rows
 from shardwise.data import Loader, evaluation_parts, parts_of, samples_in
 from shardwise.device import pick_device
+from shardwise.engine.ema import Ema
 from shardwise.engine.engine import Engine, parallelize
 from shardwise.engine.result import StepResult
 from shardwise.observe import Flops, InputWatch, MetricsFile, count_flops, finite, peak_flops, write_inputs, write_json
 from shardwise.observe.memory import memory_of
 from shardwise.observe.progress import Display, Speed
+from shardwise.observe.sinks import open_sinks
 from shardwise.task import Task
 from shardwise.training.held_out import Spread
 from shardwise.training.job import Job
@@ -30,6 +32,7 @@ from shardwise.training.schedules import make_schedule
 from shardwise.training.writing import written_text
 
 WEIGHTS = "model.safetensors"
+EMA_WEIGHTS = "ema.safetensors"
 OBSERVED = 1  # the step whose communication is counted; the first one differs (buffers are made, shapes learnt)
 
 
@@ -82,7 +85,8 @@ class _Rank:
         self.metrics: MetricsFile | None = None
         if engine.rank == 0:
             write_inputs(job.folder, job.effective, str(engine.device))
-            self.metrics = stack.enter_context(closing(MetricsFile(job.folder / "metrics.jsonl")))
+            sinks = open_sinks(list(config.sinks), job.folder, {"plan": str(plan), "task": job.name})
+            self.metrics = stack.enter_context(closing(MetricsFile(job.folder / "metrics.jsonl", sinks)))
         self.display: Display | None = None
         if engine.rank == 0 or job.launched:
             live = None if engine.rank == 0 else False
@@ -95,6 +99,8 @@ class _Rank:
         self.peak_bytes = 0
         self.timed = [0, 0.0]  # samples and seconds after the first step
         self.eval_loss: float | None = None
+        self.eval_metrics: dict[str, float] = {}
+        self.ema = Ema(engine, config.ema_decay) if config.ema_decay is not None else None
 
     def run(self) -> dict[str, Any]:
         """Every step, then the end."""
@@ -106,6 +112,9 @@ class _Rank:
                 self._evaluate(step)
         seconds = time.monotonic() - started
         self.engine.save_weights(self.job.folder / WEIGHTS)
+        if self.ema is not None:
+            with self.ema.applied():
+                self.engine.save_weights(self.job.folder / EMA_WEIGHTS)
         text = written_text(self.engine, self.task, self.job.effective.config.train)
         summary = self._summary(seconds, text)
         if self.engine.rank == 0:
@@ -159,6 +168,8 @@ class _Rank:
         batch = next(self.batches)
         started = time.perf_counter()
         result = self._observed_step(batch) if step == OBSERVED else self.engine.step(batch)
+        if self.ema is not None and not result.skipped:
+            self.ema.update()
         seconds = time.perf_counter() - started
         self.losses.append(float(result.loss))
         self.skipped += bool(result.skipped)
@@ -180,6 +191,7 @@ class _Rank:
             "peak_bytes": self.peak_bytes,
             **self.speed.of(result.samples, seconds),
             **{f"extra/{name}": float(value) for name, value in (result.extras or {}).items()},
+            **{f"metric/{name}": value for name, value in result.metrics.items()},
         }
         if self.metrics is not None:
             self.metrics.write(record)
@@ -214,12 +226,23 @@ class _Rank:
         source = Spread(self.task.eval_data, self.job.effective.config.train.eval_samples)
         ranks = self.engine.data_ranks
         batch = max(self.job.batch_samples // self.job.effective.plan.accumulate, ranks)
-        total, weight = self.engine.evaluate(evaluation_parts(source, batch, self.engine.data_rank, ranks))
-        self.eval_loss = float(total) / float(weight)
+
+        def measured() -> tuple[float, float, dict[str, float]]:
+            parts = evaluation_parts(source, batch, self.engine.data_rank, ranks)
+            total, weight = self.engine.evaluate(parts)
+            return float(total) / float(weight), float(weight), self.engine.metrics()
+
+        self.eval_loss, weight, self.eval_metrics = measured()
+        own = {f"eval_metric/{name}": value for name, value in self.eval_metrics.items()}
+        if self.ema is not None:
+            with self.ema.applied():
+                own["ema_eval_loss"], _, of_average = measured()
+            own |= {f"ema_eval_metric/{name}": value for name, value in of_average.items()}
         if self.metrics is not None:
-            self.metrics.write({"step": step, "eval_loss": self.eval_loss, "eval_weight": float(weight)})
+            self.metrics.write({"step": step, "eval_loss": self.eval_loss, "eval_weight": weight, **own})
         if self.display is not None and self.engine.rank == 0:
-            self.display.say(f"step {step + 1}/{self.job.steps}  held-out loss {self.eval_loss:.4f}")
+            told = "".join(f"  {name} {value:.4g}" for name, value in self.eval_metrics.items())
+            self.display.say(f"step {step + 1}/{self.job.steps}  held-out loss {self.eval_loss:.4f}{told}")
 
     def _summary(self, seconds: float, text: str | None) -> dict[str, Any]:
         plan = self.job.effective.plan
@@ -235,6 +258,7 @@ class _Rank:
             "first_loss": self.losses[0],
             "loss": self.losses[-1],
             "eval_loss": self.eval_loss,
+            "eval_metrics": self.eval_metrics,
             "unit": self.unit,
             **self.speed.of(int(samples), timed),
             "flops_convention": self._convention(),
