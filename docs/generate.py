@@ -136,7 +136,9 @@ def _type(schema: dict[str, Any]) -> str:
     limits = ", ".join(f"{sign}{schema[key]:g}" for key, sign in LIMITS.items() if key in schema)
     text = NAMES[schema["type"]] + (f" {limits}" if limits else "")
     if schema["type"] == "array":
-        text = f"list of {schema['minItems']} {NAMES[schema['items']['type']]}s"
+        items, count = schema["items"], f"{schema['minItems']} " if "minItems" in schema else ""
+        of = _codes(items["enum"]) if "enum" in items else f"{NAMES[items['type']]}s"
+        text = f"list of {count}{of}"
     return text
 
 

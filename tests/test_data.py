@@ -642,7 +642,9 @@ def test_datasets_become_sources():
         assert as_source(source) is source
         parts = next(Loader(source, 0, 4, prefetch=0))
         assert samples_in(parts[0].batch) == 4
-    with pytest.raises(InputError, match=r"2 samples of Ragged cannot be joined.*collate="):
+    with pytest.raises(
+        InputError, match=r"Ragged: sample 1: field .* float32 \(2,\), but float32 \(1,\) in sample 0.*collate="
+    ):
         as_source(Ragged()).read([0, 1])
     padded = as_source(Ragged(), collate=lambda s: torch.nn.utils.rnn.pad_sequence(s, batch_first=True))
     assert padded.read([0, 2]).shape == (2, 3)

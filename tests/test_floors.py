@@ -24,7 +24,7 @@ FLOORS = {
     "memory": 3,
     "engine": 4,
     "data": 6, "observe": 6, "training": 6, "proof": 6,
-    "cli": 7, "testing": 7,
+    "cli": 7, "testing": 7, "scripts": 7,
 }  # fmt: skip
 
 # imports within one floor, each with its reason
@@ -36,6 +36,7 @@ WITHIN = {
     ("part", "comm"): "parts meet in collectives",
     ("mesh", "comm"): "a mesh is made of the axes that collectives run over",
     ("random", "trace"): "one function makes every seed",
+    ("device", "ranks"): "the rank on its host says which device is its own",
     ("observe", "data"): "floor 6 has an order: data, observe, training, proof",
     ("training", "data"): "floor 6 has an order: data, observe, training, proof",
     ("training", "observe"): "floor 6 has an order: data, observe, training, proof",

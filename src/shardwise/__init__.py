@@ -15,6 +15,7 @@ _HOME = {
     "Engine": "shardwise.engine.engine",
     "parallelize": "shardwise.engine.engine",
     "train": "shardwise.training.run",
+    "prepare": "shardwise.scripts.prepared",
     "verify": "shardwise.proof.parity",
     "ShardwiseError": "shardwise.errors",
     "InputError": "shardwise.errors",
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from shardwise.errors import InputError, RefusedPlan, RunError, ShardwiseError
     from shardwise.layout.plan import Plan
     from shardwise.proof.parity import verify
+    from shardwise.scripts.prepared import prepare
     from shardwise.task import Source, Task
     from shardwise.training.run import train
 

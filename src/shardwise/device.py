@@ -10,6 +10,7 @@ import os
 import torch
 
 from shardwise.errors import InputError
+from shardwise.ranks.launchers import local_rank
 
 
 def pick_device(requested: str | torch.device | None = None) -> torch.device:
@@ -17,7 +18,9 @@ def pick_device(requested: str | torch.device | None = None) -> torch.device:
     if requested is not None:
         device = torch.device(requested)
     elif torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        place = local_rank(os.environ)  # None: `join` has chosen, or this process is alone
+        chosen = torch.cuda.current_device() if place is None else place % torch.cuda.device_count()
+        device = torch.device("cuda", chosen)
     else:
         device = torch.device("cpu")
     if device.type == "cuda":

@@ -57,6 +57,8 @@ class Task:
     data       a `Source`, for data too large to build on every rank
     inputs     batch -> (args, kwargs) of the model
     optimizer  named parameter groups -> optimizer
+    metrics    (output, batch) -> {name: (sum, weight)}, divided over all samples like the loss; a third item ("sqrt",
+               "exp", a function) is applied to the quotient
     eval_data  held-out samples
     loss_scope "sample": the loss adds up over samples (checked at start). "global": it does not (a contrastive
                loss); the outputs and the batch are gathered on every rank, at a printed cost
@@ -91,12 +93,19 @@ class Task:
             raise InputError("Task has no data: give `batch` (step -> global batch) or `data` (a Source)")
         if self.batch is not None and self.data is not None:
             raise InputError("Task has both `batch` and `data`: give one of them")
+        for field in ("data", "eval_data"):
+            given = getattr(self, field)
+            if given is not None and not isinstance(given, Source):
+                raise InputError(
+                    f"Task.{field} is of type {type(given).__name__}, which has no read(indices) -> batch: a map-style "
+                    f"torch Dataset becomes a source by shardwise.data.as_source(dataset)"
+                )
         if self.loss_scope not in ("sample", "global"):
             raise InputError(f"Task.loss_scope is 'sample' or 'global', got {self.loss_scope!r}")
         if self.branches not in ("same", "per_sample"):
             raise InputError(f"Task.branches is 'same' or 'per_sample', got {self.branches!r}")
-        if self.metrics is not None:
-            raise InputError("Task.metrics: metrics are not built yet; remove the field")
+        if self.metrics is not None and not callable(self.metrics):
+            raise InputError(f"Task.metrics must be callable, got {type(self.metrics).__name__}")
         if self.spatial is not None:
             raise InputError("Task.spatial: spatial domains are not built yet; remove the field")
 

@@ -15,7 +15,7 @@ import click
 
 import shardwise
 from shardwise.cli.answer import Answer, quiet_stdout
-from shardwise.errors import RefusedPlan
+from shardwise.errors import RefusedPlan, ShardwiseError
 
 PLAN_HELP = "How to spread it: dp_shard=2,zero=3, or a .toml file with the same keys."
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
@@ -67,7 +67,8 @@ def train(
 
     The target is a configuration file, a function of your own that returns a Task (a module on the Python path or
     in this folder, or the path of a .py file), or a built-in task: "text" (the default) or "digits". Under
-    torchrun, this process joins the run as one rank; otherwise it starts the ranks that the plan needs.
+    torchrun, srun or mpirun, this process joins the run as one rank; otherwise it starts the ranks that the plan
+    needs.
     """
     from shardwise.training import execute
 
@@ -217,15 +218,28 @@ def call(args: list[str]) -> int:
                 answer.fields["error"] = "nothing was run: only help or the version was asked for"
         except (Exception, KeyboardInterrupt, SystemExit) as error:
             answer.fail(error)
-    if answer.as_json or (answer.text and os.environ.get("RANK", "0") == "0"):
+    if (answer.as_json or answer.text) and _speaks():
         click.echo(answer.output())
     return answer.code
 
 
+def _speaks() -> bool:
+    """Of the ranks that a launcher started, the first writes the answer."""
+    from shardwise.ranks import here
+
+    try:
+        place = here()
+    except ShardwiseError:  # an environment that contradicts itself: each process says so
+        return True
+    return place is None or place.rank == 0
+
+
 def run() -> None:
     """The console script."""
+    from shardwise.ranks import leave
+
     code = call(sys.argv[1:])
     sys.stdout.flush()
     if "--json" in sys.argv:
         os.dup2(2, 1)  # what is written at the interpreter's exit is not part of the answer
-    sys.exit(code)
+    leave(code)

@@ -140,12 +140,24 @@ class TrainSection(Section):
     on_nonfinite: Literal["raise", "skip"] = Field(
         default="raise", description="raise | skip: what a loss or gradient that is not finite does to the run"
     )
+    workers: int = Field(
+        default=0, ge=0, description="processes on each rank that read its samples; 0: a thread of the rank itself"
+    )
     eval_every: int | None = Field(
         default=None,
         ge=0,
         description="steps between evaluations on held-out data; not set: at the end only; 0: never",
     )
     eval_samples: int = Field(default=256, ge=0, description="held-out samples of one evaluation; 0: all of them")
+    ema_decay: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="of a moving average of the weights, evaluated beside them and written as ema.safetensors",
+    )
+    sinks: list[Literal["tensorboard", "mlflow", "wandb"]] = Field(
+        default=[], description='other writers of the metrics: any of "tensorboard", "mlflow", "wandb"'
+    )
     log_every: int = Field(default=10, ge=1, description="steps between printed lines where there is no live display")
     out: str = Field(default="runs", min_length=1, description="folder of the run folders")
     name: str | None = Field(

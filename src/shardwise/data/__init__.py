@@ -1,19 +1,27 @@
-"""Data: from positions to samples to this rank's parts, and two small data sets that need no download."""
+"""Data: from positions to samples to this rank's parts, sources of the usual kinds, and two small data sets."""
 
+from shardwise.data.arrays import ArraySource
+from shardwise.data.blend import Blend
 from shardwise.data.corpus import BytesSource, Corpus, split, standard_library_corpus, write_corpus
 from shardwise.data.digits import DigitsSource, digits_split
 from shardwise.data.evaluation import evaluation_parts
+from shardwise.data.jsonl import JsonlSource
 from shardwise.data.loader import Loader
 from shardwise.data.order import Order
+from shardwise.data.tokens import TokenSource
 from shardwise.data.wrap import as_source
 from shardwise.engine.batching import parts_of, samples_in
 
 __all__ = [
+    "ArraySource",
+    "Blend",
     "BytesSource",
     "Corpus",
     "DigitsSource",
+    "JsonlSource",
     "Loader",
     "Order",
+    "TokenSource",
     "as_source",
     "digits_split",
     "evaluation_parts",

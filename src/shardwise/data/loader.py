@@ -8,17 +8,21 @@ The last batch of an epoch may be shorter. It is kept, as uneven parts (a rank w
 stand-in that counts 0), or dropped with `drop_last`. A batch of fewer samples than `accumulate` has one
 sample in each micro-batch and so fewer micro-batches, the same number on every rank.
 
-What it does not do: use worker processes. One thread reads ahead, which hides reads that release the
-interpreter lock (files, decoding, numpy, torch).
+Without workers one thread reads ahead, which hides reads that release the interpreter lock (files, decoding,
+numpy, torch). With `workers` processes read, in turn, and what they draw is theirs (`workers`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
+from shardwise.data.blend import BlendOrder
 from shardwise.data.order import Order
 from shardwise.data.prefetch import Prefetch
 from shardwise.data.steps import Steps, length_of
+from shardwise.data.workers import read_in_workers
 from shardwise.errors import InputError
 from shardwise.layout.dealing import Part
 from shardwise.task import Source
@@ -34,7 +38,8 @@ class Loader:
     start            position to begin at, in samples of the global order
     epochs           whole epochs counted from position 0, or None for no end
     drop_last        drop the short last batch of an epoch
-    prefetch         steps read ahead by a background thread; 0 reads in the caller
+    workers          processes that read; 0: a thread of this one
+    prefetch         steps read ahead, by the thread or by each worker; 0 reads in the caller
     read_timeout_s   how long a step may take to read before the run is ended with an error
 
     A loader is its own iterator: a loop left early goes on at the next step. `close` ends the thread.
@@ -53,12 +58,14 @@ class Loader:
         drop_last: bool = False,
         epochs: int | None = None,
         prefetch: int = 2,
+        workers: int = 0,
         read_timeout_s: float = 600.0,
     ) -> None:
         length = length_of(source)
-        self.order = order if isinstance(order, Order) else Order(length, seed=order)
+        self.order = order if isinstance(order, Order) else order_of(source, order)
         self._steps = Steps(source, self.order, batch_size, accumulate, data_rank, data_ranks, drop_last)
-        _check(self._steps, length, start, epochs, prefetch)
+        _check(self._steps, length, start, epochs, prefetch, workers)
+        self._workers = workers
         self._end = None if epochs is None else epochs * length
         self._position = start
         self._prefetch = prefetch
@@ -93,29 +100,39 @@ class Loader:
         return parts
 
     def _next(self) -> tuple[list[Part], int]:
-        if self._prefetch == 0:
+        if self._prefetch == 0 and self._workers == 0:
             return next(self._steps.walk(self._position, self._end))
         if self._ahead is None:
             self._ahead = Prefetch(
-                self._steps.walk(self._position, self._end),
-                self._prefetch,
+                self._reading(),
+                max(1, self._prefetch),
                 timeout_s=self._read_timeout_s,
                 what=f"{type(self._steps.source).__name__}.read",
             )
         return next(self._ahead)
 
+    def _reading(self) -> Iterator[tuple[list[Part], int]]:
+        if self._workers == 0:
+            return self._steps.walk(self._position, self._end)
+        return read_in_workers(
+            self._steps, self._position, self._end,
+            workers=self._workers, ahead=self._prefetch, timeout_s=self._read_timeout_s,
+        )  # fmt: skip
+
     def state_dict(self) -> dict[str, Any]:
-        """The position and what it is a position in; the same on every rank."""
-        return {
+        """The position and what it is a position in; the same on every rank. A blend's has its sources' positions."""
+        state = {
             "position": self._position,
             "length": self.order.length,
             "seed": self.order.seed,
             "shuffle": self.order.shuffle,
         }
+        return state | ({"blend": self.order.state(self._position)} if isinstance(self.order, BlendOrder) else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was saved, on any number of ranks; another data order is refused."""
         own = self.state_dict()
+        own.pop("blend", None)
         missing = [key for key in own if key not in state]
         if missing:
             raise InputError(f"the saved loader state has no {', '.join(missing)}: it is not one of a Loader")
@@ -127,6 +144,9 @@ class Loader:
                 )
         self.close()
         self._position = int(state["position"])
+        if isinstance(self.order, BlendOrder):
+            self.order = self.order.continued(state.get("blend"), self._position)
+            self._steps = replace(self._steps, order=self.order)
 
     def close(self) -> None:
         """End the background thread; a later step starts it again where the loader stands."""
@@ -141,7 +161,14 @@ class Loader:
         self.close()
 
 
-def _check(steps: Steps, length: int, start: int, epochs: int | None, prefetch: int) -> None:
+def order_of(source: Source, seed: int) -> Order:
+    """The order that a source asks for (a blend's), or a shuffle of its samples."""
+    ask = getattr(source, "order", None)
+    own = ask(seed) if callable(ask) else None
+    return own if isinstance(own, Order) else Order(length_of(source), seed=seed)
+
+
+def _check(steps: Steps, length: int, start: int, epochs: int | None, prefetch: int, workers: int) -> None:
     if steps.order.length != length:
         raise InputError(f"the order is over {steps.order.length} samples but the source has {length}")
     if steps.batch_size < steps.accumulate:
@@ -159,5 +186,7 @@ def _check(steps: Steps, length: int, start: int, epochs: int | None, prefetch: 
         raise InputError(
             f"drop_last leaves no batch at all: the source has {length} samples and batch_size is {steps.batch_size}"
         )
-    if start < 0 or prefetch < 0 or (epochs is not None and epochs < 0):
-        raise InputError(f"start, prefetch and epochs cannot be negative, got {start}, {prefetch} and {epochs}")
+    if min(start, prefetch, workers, epochs or 0) < 0:
+        raise InputError(
+            f"start, prefetch, workers and epochs cannot be negative, got {start}, {prefetch}, {workers} and {epochs}"
+        )

@@ -57,6 +57,12 @@ class Steps:
     def parts(self, start: int, stop: int) -> list[Part]:
         """This rank's parts of the batch at positions [start, stop), each read with one call."""
         samples = stop - start
+        now = len(self.source)
+        if now != self.order.length:
+            raise InputError(
+                f"{type(self.source).__name__} had {self.order.length} samples when the run began and has {now} now: a "
+                "source must not change while it is read; start anew with the data as it is"
+            )
         indices = self.order.indices(start, stop)
         parts = []
         for first, last, offset, total in deal(samples, min(self.accumulate, samples), self.data_ranks, self.data_rank):

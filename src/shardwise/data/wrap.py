@@ -1,22 +1,27 @@
 """A map-style torch `Dataset` as a `Source`.
 
 How: the samples asked for are fetched one by one (or together, where the dataset has `__getitems__`) and
-joined by torch's `default_collate`, or by a function of the user's.
+joined by torch's `default_collate`, or by a function of the user's. In worker processes every sample is fetched
+with generators seeded by (seed, epoch, index), so that what a dataset draws does not depend on who fetches it.
 
-What it does not do: tame randomness. A dataset that draws random numbers in `__getitem__` gives a sample that
-depends on more than its index, and the run is then no longer equal to that of one process: draw from a
-generator seeded by the index. Iterable-style datasets have no indices and cannot be wrapped.
+What it does not do: tame randomness without workers. A dataset that draws random numbers in `__getitem__` gives
+a sample that depends on more than its index, and the run is then no longer equal to that of one process: use
+workers, or draw from a generator seeded by the index. Iterable-style datasets have no indices and cannot be wrapped.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
+from torch.utils import _pytree as pytree
 from torch.utils.data import IterableDataset, default_collate
 
 from shardwise.errors import InputError
 from shardwise.task import Source
+
+READING: ContextVar[tuple[int, int] | None] = ContextVar("READING", default=None)  # (seed, epoch), in a worker
 
 
 class DatasetSource:
@@ -25,12 +30,15 @@ class DatasetSource:
     def __init__(self, dataset: Any, collate: Callable[[list], Any] = default_collate) -> None:
         self.dataset = dataset
         self.collate = collate
+        self._first: tuple[int, dict[str, str]] | None = None  # a sample's index, and its fields' shapes and dtypes
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def read(self, indices: list[int], region: Any = None) -> Any:
         samples = self._fetch(indices)
+        if self.collate is default_collate:
+            self._compare(indices, samples)
         try:
             return self.collate(samples)
         except (TypeError, RuntimeError, ValueError, KeyError) as error:
@@ -43,7 +51,46 @@ class DatasetSource:
         together = getattr(self.dataset, "__getitems__", None)
         if callable(together):
             return list(together(indices))
-        return [self.dataset[index] for index in indices]
+        return [self._sample(index) for index in indices]
+
+    def _sample(self, index: int) -> Any:
+        reading = READING.get()
+        if reading is not None:
+            _seed_for(*reading, index)
+        return self.dataset[index]
+
+    def _compare(self, indices: list[int], samples: list) -> None:
+        """Name the sample and the field that are of another shape or dtype than the first sample read."""
+        for index, sample in zip(indices, samples, strict=True):
+            fields = _fields(sample)
+            if self._first is None:
+                self._first = index, fields
+            first, expected = self._first
+            for name in (fields.keys() | expected.keys()) if fields != expected else ():
+                here, there = fields.get(name, "absent"), expected.get(name, "absent")
+                if here != there:
+                    raise InputError(
+                        f"{type(self.dataset).__name__}: sample {index}: field {name or '(the sample)'} is {here}, but "
+                        f"{there} in sample {first}: mend the dataset, or give as_source(dataset, collate=...) a "
+                        "function that joins unequal samples"
+                    )
+
+
+def _seed_for(seed: int, epoch: int, index: int) -> None:
+    from shardwise.data.workers import seed_here
+    from shardwise.trace.deferred import seed_of
+
+    seed_here(seed_of("sample", seed, epoch, index))
+
+
+def _fields(sample: Any) -> dict[str, str]:
+    """Path -> dtype and shape of each tensor or array; the type of anything else."""
+    found = {}
+    for path, leaf in pytree.tree_flatten_with_path(sample)[0]:
+        shaped = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+        dtype = str(getattr(leaf, "dtype", "")).removeprefix("torch.")
+        found[pytree.keystr(path)] = f"{dtype} {tuple(leaf.shape)}" if shaped else type(leaf).__name__
+    return found
 
 
 def as_source(dataset: Any, collate: Callable[[list], Any] = default_collate) -> Source:

@@ -13,7 +13,6 @@ rank tells the global weight, and gradients are divided by it once, together wit
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -36,7 +35,7 @@ from shardwise.engine.optimizer import make_optimizer
 from shardwise.engine.pipelined import Pipeline, StagedForward
 from shardwise.engine.recipe import apply_plan, trainable
 from shardwise.engine.result import StepResult
-from shardwise.engine.samples import SAMPLES, few_samples
+from shardwise.engine.samples import SAMPLES, costly, few_samples
 from shardwise.engine.scaler import LossScale
 from shardwise.errors import InputError, RefusedPlan, RunError, ShardwiseError
 from shardwise.layout import Plan, check
@@ -46,7 +45,7 @@ from shardwise.parallel.batchnorm import batch_norm_modules, sync_module
 from shardwise.parallel.slots import Phase, Slot
 from shardwise.precision import Precision
 from shardwise.random import BatchDims, GlobalRandom, Samples
-from shardwise.ranks import join
+from shardwise.ranks import here, join
 from shardwise.task import Task
 from shardwise.trace.deferred import seed_of
 
@@ -82,8 +81,8 @@ def parallelize(
         raise InputError(f"randomness is 'fast' or 'global', got {randomness!r}")
     if clip_norm is not None and not clip_norm > 0:
         raise InputError(f"clip_norm must be positive, got {clip_norm}")
-    if not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        join()  # a launcher (torchrun) started this process
+    if not dist.is_initialized() and here() is not None:
+        join()  # a launcher started this process
     engine = Engine(task, plan, build_mesh(plan, pick_device(device)), seed)
     engine.clip_norm, engine.schedule, engine.on_nonfinite = clip_norm, schedule, on_nonfinite
     if check_loss:
@@ -149,6 +148,7 @@ class Engine:
     def look(self, *, masks: bool) -> Findings:
         """Run a few samples before the first step. Collective. Raises what would not equal one process."""
         sample = few_samples(self.task, self.plan, self.mesh.data, self.device)
+        self.notices += [] if self.task.batch is None else costly(sample)
         n = min(samples_in(sample), SAMPLES)
         whole = slice_samples(sample, 0, n)
         parts = (slice_samples(sample, 0, 1), slice_samples(sample, 1, n)) if n > 1 else None
@@ -215,7 +215,7 @@ class Engine:
             )
         self.steps_done += 1
         self.skipped_steps += not updated
-        return result
+        return replace(result, metrics=self.metrics()) if self.forward.metrics is not None else result
 
     def _parts(self, batch: Any) -> list[Part]:
         if isinstance(batch, list) and batch and all(isinstance(part, Part) for part in batch):
@@ -429,6 +429,15 @@ class Engine:
             self.module.train()
         agreed = agree(tally, 0.0, self.mesh.data) if self.pipeline is None else self.pipeline.agree(tally, 0.0)
         return agreed.total, agreed.weight
+
+    def metrics(self) -> dict[str, float]:
+        """Task.metrics over all samples since the last step (after `evaluate`: its own). Collective."""
+        if self.forward.metrics is None:
+            return {}
+        found = self.forward.metrics.collect(self.mesh.data)
+        if isinstance(self.forward, StagedForward):  # the last stage has them
+            found = gather_json(found, self.mesh.pp, self.device)[self.forward.last_owner]
+        return found
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, whole tensor) of every parameter, frozen ones included, master weights first. Collective."""

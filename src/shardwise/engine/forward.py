@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_map_only, tree_unfl
 from shardwise.comm import Axis, gather_rows, gather_samples
 from shardwise.engine.batching import samples_in
 from shardwise.engine.loss import Loss, read_loss
+from shardwise.engine.metrics import MetricTally
 from shardwise.errors import RefusedPlan
 from shardwise.layout.dealing import Part
 from shardwise.precision import Precision
@@ -27,6 +28,7 @@ class Forward:
         self.device = device
         self.data = data
         self.gathered_bytes = 0  # received for loss_scope="global" since the start
+        self.metrics = MetricTally(task.metrics, device) if task.metrics is not None else None
         self._batched: list[bool] | None = None  # which output leaves have the batch dim, once it was looked at
 
     def to_device(self, batch: Any) -> Any:
@@ -45,7 +47,8 @@ class Forward:
 
     def read(self, output: Any, batch: Any) -> Loss:
         """The loss of an output, for a batch on the device."""
-        return read_loss(self.task.loss(output, batch))
+        loss = read_loss(self.task.loss(output, batch))
+        return loss if self.metrics is None else loss.with_extras(self.metrics.as_extras(output, batch))
 
     def __call__(self, part: Part) -> Loss:
         """The loss that this rank contributes for a part (a stand-in contributes nothing)."""
@@ -54,6 +57,8 @@ class Forward:
 
     def loss_of(self, output: Any, batch: Any, part: Part) -> Loss:
         """The loss that this rank contributes, given the model's output; `batch` is on the device."""
+        if self.metrics is not None:
+            self.metrics.add(output, batch, part.count)
         if self.task.loss_scope == "global" and self.data.size > 1:
             return self._gathered(output, batch, part)
         loss = read_loss(self.task.loss(output, batch))

@@ -31,6 +31,10 @@ class Loss:
     weight: torch.Tensor | float
     extras: dict[str, Extra] = field(default_factory=dict)
 
+    def with_extras(self, extras: dict[str, Extra]) -> Loss:
+        """A copy with more extra terms."""
+        return Loss(self.total, self.weight, {**self.extras, **extras})
+
     def numbers(self) -> dict[str, float]:
         """Every sum and weight by name, for comparison."""
         found = {"sum": float(self.total.detach()), "weight": float(self.weight)}

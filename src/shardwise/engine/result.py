@@ -16,6 +16,7 @@ class StepResult:
     lr         learning rate of the first parameter group in this step
     skipped    the update was left out because a value was not finite
     samples    samples that counted, over all ranks
+    metrics    those of Task.metrics over the step's samples
     """
 
     step: int
@@ -26,3 +27,4 @@ class StepResult:
     samples: int
     skipped: bool = False
     extras: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)

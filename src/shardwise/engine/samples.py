@@ -14,6 +14,7 @@ from shardwise.errors import InputError
 from shardwise.layout import Plan
 from shardwise.task import Task
 
+COSTLY_BYTES = 2**30
 SAMPLES = 5  # looked at, where the batch has as many
 
 
@@ -39,6 +40,17 @@ def few_samples(task: Task, plan: Plan, data: Axis, device: torch.device) -> Any
             f"{count} samples: use fewer data ranks or larger batches"
         )
     return batch
+
+
+def costly(batch: Any) -> list[str]:
+    """What to say of a global batch that is large to make whole on every rank."""
+    size_bytes = sum(leaf.nbytes for leaf in tree_flatten(batch)[0] if hasattr(leaf, "nbytes"))
+    if size_bytes <= COSTLY_BYTES:
+        return []
+    return [
+        f"Task.batch makes {size_bytes / 2**30:.2g} GiB on every rank in each step, of which a rank uses its part: "
+        "give Task.data (a Source, whose read(indices) a rank calls with its own samples)"
+    ]
 
 
 def _checksum(batch: Any) -> float:

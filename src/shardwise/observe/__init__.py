@@ -5,10 +5,12 @@ from shardwise.observe.folder import make_folder, write_inputs, write_json
 from shardwise.observe.metrics import MetricsFile, finite
 from shardwise.observe.progress import Display
 from shardwise.observe.summary import summary_text
+from shardwise.observe.waiting import InputWatch
 
 __all__ = [
     "Display",
     "Flops",
+    "InputWatch",
     "MetricsFile",
     "count_flops",
     "finite",

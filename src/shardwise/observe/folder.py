@@ -5,10 +5,11 @@ plan.toml          the plan, every field written out
 versions.json      python, torch, shardwise, platform, device
 metrics.jsonl      one line for each step and each evaluation
 model.safetensors  the weights at the end
+ema.safetensors    their moving average, where train.ema_decay is set
 summary.json       the final table
 ranks/             what the other ranks wrote
 
-One process makes it: the one that launches the ranks, or rank 0 under torchrun.
+One process makes it: the one that launches the ranks, or rank 0 under a launcher.
 """
 
 from __future__ import annotations

@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from shardwise.observe.sinks import Sink, numbers_of
+
 
 class MetricsFile:
-    """Appends records to `metrics.jsonl`."""
+    """Appends records to `metrics.jsonl`, and hands their numbers to the sinks."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, sinks: Sequence[Sink] = ()) -> None:
         self._file = path.open("a", encoding="utf-8")
+        self._sinks = sinks
 
     def write(self, record: dict[str, Any]) -> None:
         """One line. A number that is not finite becomes null, for JSON has no name for it."""
         self._file.write(json.dumps(finite(record), allow_nan=False) + "\n")
         self._file.flush()
+        for sink in self._sinks:
+            sink.write(int(record["step"]), numbers_of(record))
 
     def close(self) -> None:
         self._file.close()
+        for sink in self._sinks:
+            sink.close()
 
 
 def finite(value: Any) -> Any:

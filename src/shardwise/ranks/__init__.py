@@ -1,12 +1,14 @@
-"""Ranks: the processes of a run. `RankPool` for many small runs, `launch` for one real run, `join` under torchrun.
+"""Ranks: the processes of a run. `RankPool` for many small runs, `launch` for one real run, `join` under a launcher.
 
 Nothing here imports torch into the calling process; only the ranks need it.
 """
 
 from __future__ import annotations
 
-from shardwise.ranks.join import join
+from shardwise.ranks.join import join, leave
 from shardwise.ranks.launch import RankEvent, launch
+from shardwise.ranks.launchers import Place
+from shardwise.ranks.mpi import here
 from shardwise.ranks.pool import RankPool
 
-__all__ = ["RankEvent", "RankPool", "join", "launch"]
+__all__ = ["Place", "RankEvent", "RankPool", "here", "join", "launch", "leave"]

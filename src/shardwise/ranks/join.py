@@ -1,4 +1,8 @@
-"""`join`: take this process's place in a run that somebody else started (torchrun), or be a run of one."""
+"""`join`: take this process's place in a run that somebody else started, or be a run of one.
+
+torchrun, srun, OpenMPI's and MPICH's mpirun, PALS and mpi4py are recognised (`launchers`, `mpi`); ranks without a
+master address agree on one (`meet`).
+"""
 
 from __future__ import annotations
 
@@ -7,65 +11,84 @@ import sys
 from datetime import timedelta
 from typing import Any
 
-from shardwise.errors import InputError
+from shardwise.ranks.launchers import Place
+from shardwise.ranks.meet import MEET_S, meet
+from shardwise.ranks.mpi import here
 
-_NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
-
-def join(timeout_s: float | None = None) -> tuple[int, int]:
+def join(timeout_s: float | None = None, *, meet_s: float = MEET_S) -> tuple[int, int]:
     """Have a process group and return (rank, world size).
 
-    An initialised group is kept. Otherwise RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT decide, as torchrun sets
-    them: gloo for CPU tensors, and NCCL for CUDA tensors where there is a CUDA device. With none of them set this
-    process is the only rank. Some but not all of them means a broken launcher, and is refused.
+    An initialised group is kept. Otherwise the launcher's environment decides: gloo for CPU tensors, and NCCL for
+    CUDA tensors where there is a CUDA device. Without a launcher this process is the only rank.
+
+    timeout_s   of collectives; None: torch's own
+    meet_s      how long ranks wait for each other at the start
+
+    Raises `InputError` for an environment that is partial or contradicts itself, `RunError` naming the ranks that
+    did not come.
     """
     import torch.distributed as dist
 
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
-    missing = [name for name in _NAMES if not os.environ.get(name)]
-    if missing and len(missing) < len(_NAMES):
-        present = ", ".join(name for name in _NAMES if name not in missing)
-        raise InputError(
-            f"the environment sets {present} but not {', '.join(missing)}; set all of {', '.join(_NAMES)} "
-            "(torchrun does) to join a run, or none of them to run as one process"
-        )
+    place = here()
     options: dict[str, Any] = {} if timeout_s is None else {"timeout": timedelta(seconds=timeout_s)}
-    if missing:
+    if place is None:
         _be_alone(options)
+    elif place.launcher == "torchrun":  # its agent holds the store, and sets threads and local ranks
+        local_rank = place.rank if place.local_rank is None else place.local_rank
+        options |= {"rank": place.rank, "world_size": place.world_size}
+        dist.init_process_group(_backend(local_rank), init_method="env://", **options)
     else:
-        rank, world_size = _place()
-        dist.init_process_group(_backend(rank), init_method="env://", rank=rank, world_size=world_size, **options)
+        _meet(place, options, meet_s)
     return dist.get_rank(), dist.get_world_size()
+
+
+def _meet(place: Place, options: dict[str, Any], meet_s: float) -> None:
+    import torch
+    import torch.distributed as dist
+
+    met = meet(place, meet_s)
+    if not os.environ.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(met.threads)  # each rank would otherwise take all CPUs
+    if place.one_host:
+        _stay_home()
+    store = dist.PrefixStore("group", met.store)
+    options |= {"store": store, "rank": place.rank, "world_size": place.world_size}
+    dist.init_process_group(_backend(met.local_rank), **options)
 
 
 def _be_alone(options: dict[str, Any]) -> None:
     """A group of one rank, for which no other process needs to find a store, a file or a port."""
     import torch.distributed as dist
 
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    _stay_home()
     dist.init_process_group(_backend(0), store=dist.HashStore(), rank=0, world_size=1, **options)
 
 
-def _place() -> tuple[int, int]:
-    """RANK and WORLD_SIZE as numbers that make sense together."""
-    numbers = []
-    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
-        text = os.environ[name]
-        if not text.isdecimal():
-            raise InputError(f"the environment variable {name} is '{text}', not a whole number")
-        numbers.append(int(text))
-    rank, world_size = numbers[:2]
-    if rank >= world_size:
-        raise InputError(f"the environment sets RANK={rank}, which a WORLD_SIZE of {world_size} does not have")
-    return rank, world_size
+def _stay_home() -> None:
+    """gloo listens on loopback unless the user chose an interface."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
 
 
-def _backend(rank: int) -> str:
+def _backend(local_rank: int) -> str:
     """gloo, and NCCL beside it for CUDA tensors; each rank takes the CUDA device of its local rank."""
     import torch
 
     if not torch.cuda.is_available():
         return "gloo"
-    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK") or rank) % torch.cuda.device_count())
+    torch.cuda.set_device(local_rank % torch.cuda.device_count())
     return "cpu:gloo,cuda:nccl"
+
+
+def leave(code: int) -> None:
+    """End this process after its last word: gloo's threads can abort a regular exit, and a launcher would call the
+    run failed. Where MPI runs in this process it must be finalised, so the exit is the regular one.
+    """
+    dist = sys.modules.get("torch.distributed")
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    if dist is not None and dist.is_available() and dist.is_initialized() and "mpi4py.MPI" not in sys.modules:
+        os._exit(code)
+    sys.exit(code)

@@ -15,6 +15,7 @@ from typing import Any
 from shardwise.config import Effective
 from shardwise.errors import InputError, ShardwiseError
 from shardwise.layout.dealing import micro_batches
+from shardwise.observe.sinks import check_sinks
 from shardwise.task import Task
 from shardwise.training.optimizers import make_optimizer
 from shardwise.training.resolve import call_task, resolve_task, where
@@ -64,6 +65,7 @@ def make_job(effective: Effective, given: Task | Callable[[], Task] | None = Non
     task = find_task(effective, given)
     _check_device(effective.config.train.device)
     _check_options(effective, task)
+    check_sinks(list(effective.config.train.sinks))
     batch = _batch_samples(effective, task)
     steps = _steps(effective, task, batch)
     micro_batches(batch, effective.plan.step_microbatches)
@@ -94,6 +96,7 @@ def _check_options(effective: Effective, task: Task) -> None:
         for key, why in (
             ("train.batch_samples", "it makes its own batches (`batch`)"),
             ("train.epochs", "it has no end (`batch`): give train.steps"),
+            ("train.workers", "its batches are made by `batch`, in the rank itself"),
         ):
             if effective.given(key):
                 problems.append(f"{effective.source(key)}: {key} would have no effect on this task: {why}")

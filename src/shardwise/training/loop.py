@@ -15,14 +15,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.comm import everybody, gather_json
+from shardwise.comm import everybody, gather_json, gather_rows
 from shardwise.data import Loader, evaluation_parts, parts_of, samples_in
 from shardwise.device import pick_device
+from shardwise.engine.ema import Ema
 from shardwise.engine.engine import Engine, parallelize
 from shardwise.engine.result import StepResult
-from shardwise.observe import Flops, MetricsFile, count_flops, finite, peak_flops, write_inputs, write_json
+from shardwise.observe import Flops, InputWatch, MetricsFile, count_flops, finite, peak_flops, write_inputs, write_json
 from shardwise.observe.memory import memory_of
 from shardwise.observe.progress import Display, Speed
+from shardwise.observe.sinks import open_sinks
 from shardwise.task import Task
 from shardwise.training.held_out import Spread
 from shardwise.training.job import Job
@@ -30,6 +32,7 @@ from shardwise.training.schedules import make_schedule
 from shardwise.training.writing import written_text
 
 WEIGHTS = "model.safetensors"
+EMA_WEIGHTS = "ema.safetensors"
 OBSERVED = 1  # the step whose communication is counted; the first one differs (buffers are made, shapes learnt)
 
 
@@ -82,18 +85,22 @@ class _Rank:
         self.metrics: MetricsFile | None = None
         if engine.rank == 0:
             write_inputs(job.folder, job.effective, str(engine.device))
-            self.metrics = stack.enter_context(closing(MetricsFile(job.folder / "metrics.jsonl")))
+            sinks = open_sinks(list(config.sinks), job.folder, {"plan": str(plan), "task": job.name})
+            self.metrics = stack.enter_context(closing(MetricsFile(job.folder / "metrics.jsonl", sinks)))
         self.display: Display | None = None
         if engine.rank == 0 or job.launched:
             live = None if engine.rank == 0 else False
             self.display = stack.enter_context(closing(Display(job.steps, self.speed, config.log_every, live)))
         self.batches = self._batches(stack)
+        self.watch = InputWatch(self._of_all_ranks, self._input_advice())
         self.losses: list[float] = []
         self.told = len(engine.notices)  # notices that were shown at the start
         self.skipped = 0
         self.peak_bytes = 0
         self.timed = [0, 0.0]  # samples and seconds after the first step
         self.eval_loss: float | None = None
+        self.eval_metrics: dict[str, float] = {}
+        self.ema = Ema(engine, config.ema_decay) if config.ema_decay is not None else None
 
     def run(self) -> dict[str, Any]:
         """Every step, then the end."""
@@ -105,6 +112,9 @@ class _Rank:
                 self._evaluate(step)
         seconds = time.monotonic() - started
         self.engine.save_weights(self.job.folder / WEIGHTS)
+        if self.ema is not None:
+            with self.ema.applied():
+                self.engine.save_weights(self.job.folder / EMA_WEIGHTS)
         text = written_text(self.engine, self.task, self.job.effective.config.train)
         summary = self._summary(seconds, text)
         if self.engine.rank == 0:
@@ -138,13 +148,28 @@ class _Rank:
             accumulate=self.job.effective.plan.step_microbatches,
             data_rank=self.engine.data_rank,
             data_ranks=self.engine.data_ranks,
+            workers=self.job.effective.config.train.workers,
         )
         return iter(stack.enter_context(loader))
 
+    def _of_all_ranks(self, share: float) -> list[float]:
+        row = torch.tensor([share], dtype=torch.float64, device=self.engine.device)
+        return gather_rows(row, everybody()).view(-1).tolist()
+
+    def _input_advice(self) -> str:
+        if self.task.batch is not None:
+            return "make Task.batch cheaper, or give Task.data (a Source), which is read ahead"
+        workers = self.job.effective.config.train.workers
+        name = type(self.task.data).__name__
+        return f"set train.workers to {max(2, 2 * workers)} (now {workers}), or make {name}.read cheaper"
+
     def _step(self, step: int) -> None:
+        asked = time.perf_counter()
         batch = next(self.batches)
         started = time.perf_counter()
         result = self._observed_step(batch) if step == OBSERVED else self.engine.step(batch)
+        if self.ema is not None and not result.skipped:
+            self.ema.update()
         seconds = time.perf_counter() - started
         self.losses.append(float(result.loss))
         self.skipped += bool(result.skipped)
@@ -162,12 +187,17 @@ class _Rank:
             "skipped": bool(result.skipped),
             "samples": result.samples,
             "seconds": seconds,
+            "input_seconds": started - asked,
             "peak_bytes": self.peak_bytes,
             **self.speed.of(result.samples, seconds),
             **{f"extra/{name}": float(value) for name, value in (result.extras or {}).items()},
+            **{f"metric/{name}": value for name, value in result.metrics.items()},
         }
         if self.metrics is not None:
             self.metrics.write(record)
+        word = self.watch.add(started - asked, seconds)
+        if word is not None:
+            self.engine.notices.append(word)
         if self.display is not None:
             self.display.step(record)
             for note in self.engine.notices[self.told :] if self.engine.rank == 0 else ():
@@ -196,12 +226,23 @@ class _Rank:
         source = Spread(self.task.eval_data, self.job.effective.config.train.eval_samples)
         ranks = self.engine.data_ranks
         batch = max(self.job.batch_samples // self.job.effective.plan.step_microbatches, ranks)
-        total, weight = self.engine.evaluate(evaluation_parts(source, batch, self.engine.data_rank, ranks))
-        self.eval_loss = float(total) / float(weight)
+
+        def measured() -> tuple[float, float, dict[str, float]]:
+            parts = evaluation_parts(source, batch, self.engine.data_rank, ranks)
+            total, weight = self.engine.evaluate(parts)
+            return float(total) / float(weight), float(weight), self.engine.metrics()
+
+        self.eval_loss, weight, self.eval_metrics = measured()
+        own = {f"eval_metric/{name}": value for name, value in self.eval_metrics.items()}
+        if self.ema is not None:
+            with self.ema.applied():
+                own["ema_eval_loss"], _, of_average = measured()
+            own |= {f"ema_eval_metric/{name}": value for name, value in of_average.items()}
         if self.metrics is not None:
-            self.metrics.write({"step": step, "eval_loss": self.eval_loss, "eval_weight": float(weight)})
+            self.metrics.write({"step": step, "eval_loss": self.eval_loss, "eval_weight": weight, **own})
         if self.display is not None and self.engine.rank == 0:
-            self.display.say(f"step {step + 1}/{self.job.steps}  held-out loss {self.eval_loss:.4f}")
+            told = "".join(f"  {name} {value:.4g}" for name, value in self.eval_metrics.items())
+            self.display.say(f"step {step + 1}/{self.job.steps}  held-out loss {self.eval_loss:.4f}{told}")
 
     def _summary(self, seconds: float, text: str | None) -> dict[str, Any]:
         plan = self.job.effective.plan
@@ -217,6 +258,7 @@ class _Rank:
             "first_loss": self.losses[0],
             "loss": self.losses[-1],
             "eval_loss": self.eval_loss,
+            "eval_metrics": self.eval_metrics,
             "unit": self.unit,
             **self.speed.of(int(samples), timed),
             "flops_convention": self._convention(),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from shardwise.config import Config, Effective, Given, from_table, load
 from shardwise.config.schema import TrainSection
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan, check
+from shardwise.ranks import Place, here
 from shardwise.task import Task
 from shardwise.training.job import Job, make_job
 
@@ -102,13 +102,13 @@ def _from_overrides(overrides: Mapping[str, Any]) -> list[Given]:
 
 
 def execute(effective: Effective, task: Task | Callable[[], Task] | None = None, nproc: int | None = None) -> Run:
-    """Run a configuration: in this process for one rank, in processes of its own for more, or as a torchrun rank."""
+    """Run a configuration: in this process for one rank, in processes of its own for more, or as a launcher's rank."""
     world = effective.plan.world_size
-    joined = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    _check_ranks(effective, nproc, joined)
+    place = here()
+    _check_ranks(effective, nproc, place)
     check(effective.plan)
-    job = make_job(effective, task, keep=joined or world == 1)
-    if joined:
+    job = make_job(effective, task, keep=place is not None or world == 1)
+    if place is not None:
         return _joined(job)
     job = job.with_(folder=_new_folder(job), launched=world > 1)
     with _kept_errors(job.folder, "error.log"):
@@ -116,16 +116,16 @@ def execute(effective: Effective, task: Task | Callable[[], Task] | None = None,
     return Run(job.folder, summary)
 
 
-def _check_ranks(effective: Effective, nproc: int | None, joined: bool) -> None:
+def _check_ranks(effective: Effective, nproc: int | None, place: Place | None) -> None:
     plan = effective.plan
     if nproc is not None and nproc != plan.world_size:
         raise InputError(
             f"nproc is {nproc}, but plan {plan} needs {plan.world_size} rank(s): leave nproc out, or change the plan, "
             f"for example to dp_replicate={nproc}"
         )
-    if joined and int(os.environ["WORLD_SIZE"]) != plan.world_size:
+    if place is not None and place.world_size != plan.world_size:
         raise InputError(
-            f"torchrun started {os.environ['WORLD_SIZE']} rank(s), but plan {plan} needs {plan.world_size}"
+            f"{place.launcher} started {place.world_size} rank(s), but plan {plan} needs {plan.world_size}"
         )
 
 
@@ -154,7 +154,7 @@ def train_rank(job: Job) -> dict[str, Any]:
 
 
 def _joined(job: Job) -> Run:
-    """One rank of a world that torchrun started: rank 0 makes the folder and tells the others."""
+    """One rank of a world that a launcher started: rank 0 makes the folder and tells the others."""
     from shardwise.comm import everybody, gather_json
     from shardwise.device import pick_device
     from shardwise.ranks import join

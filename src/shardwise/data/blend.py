@@ -1,0 +1,192 @@
+"""Several sources in given proportions, each with a position of its own.
+
+Positions are dealt in blocks of 4096. In each block every source has its share of places (weights are rounded to
+1/4096), which places is a keyed permutation; a source's own samples are then taken in its own order:
+
+    position   0 1 2 3 4 5 6 7 ...        weights 3 : 1
+    source     a a b a a b a a            a's 0th, 1st sample, b's 0th, a's 2nd, ...
+
+How many samples of each source stand before a position follows from the position alone, so a run continues on any
+number of ranks and workers, and, since those counts are saved, with other weights too.
+
+What this does not do: change weights during a run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+
+from shardwise.data.order import Order, epoch_keys, permuted
+from shardwise.errors import InputError
+from shardwise.task import Source
+
+BLOCK = 4096
+
+
+class Blend:
+    """Samples of several sources as one `Source`; their batches must have the same fields.
+
+    parts   name -> (source, weight); weights are relative
+
+    Its length is that of all sources together; what an epoch of the blend holds follows the weights.
+    """
+
+    def __init__(self, parts: Mapping[str, tuple[Source, float]]) -> None:
+        if not parts:
+            raise InputError("a blend needs at least one source")
+        self.names = tuple(parts)
+        self.sources = tuple(source for source, _ in parts.values())
+        self.weights = tuple(float(weight) for _, weight in parts.values())
+        self.lengths = tuple(len(source) for source in self.sources)
+        for name, weight, length in zip(self.names, self.weights, self.lengths, strict=True):
+            if not weight > 0 or length < 1:
+                raise InputError(f"blend: source '{name}' has weight {weight:g} and {length} samples; both must be > 0")
+        shares(self.weights)
+        self._starts = np.cumsum((0, *self.lengths))
+
+    def __len__(self) -> int:
+        return sum(self.lengths)
+
+    def order(self, seed: int) -> BlendOrder:
+        """The order in which a loader reads this blend."""
+        return BlendOrder(len(self), seed, weights=self.weights, lengths=self.lengths, names=self.names)
+
+    def read(self, indices: list[int], region: Any = None) -> Any:
+        owner = np.searchsorted(self._starts, indices, side="right") - 1
+        rows: dict[int, list[int]] = {}
+        for place, source in enumerate(owner.tolist()):
+            rows.setdefault(source, []).append(place)
+        batches = [
+            self.sources[source].read([indices[place] - int(self._starts[source]) for place in places], region)
+            for source, places in rows.items()
+        ]
+        return _joined(batches, [place for places in rows.values() for place in places], [self.names[s] for s in rows])
+
+
+def _joined(batches: list[Any], places: list[int], names: list[str]) -> Any:
+    """Batches of several sources as one, each row in its place."""
+    if len(batches) == 1:
+        return batches[0]
+    flat = [pytree.tree_flatten_with_path(batch) for batch in batches]
+    specs = [spec for _, spec in flat]
+    if any(spec != specs[0] for spec in specs):
+        raise InputError(f"blend: the batches of {', '.join(names)} have other fields than each other")
+    back = torch.empty(len(places), dtype=torch.int64)
+    back[torch.tensor(places)] = torch.arange(len(places))
+    leaves = []
+    for column in zip(*(keyed for keyed, _ in flat), strict=True):
+        path, tensors = pytree.keystr(column[0][0]), [torch.as_tensor(leaf) for _, leaf in column]
+        kinds = {(tensor.dtype, tuple(tensor.shape[1:])) for tensor in tensors}
+        if len(kinds) > 1:
+            told = ", ".join(f"{t.dtype} {tuple(t.shape[1:])} in '{n}'" for t, n in zip(tensors, names, strict=True))
+            raise InputError(f"blend: field {path} is {told}: sources of a blend give the same shapes and dtypes")
+        leaves.append(torch.cat(tensors)[back])
+    return pytree.tree_unflatten(leaves, specs[0])
+
+
+def shares(weights: Sequence[float]) -> tuple[int, ...]:
+    """Places of each source in a block: the largest remainders are rounded up, and every source has one at least."""
+    exact = np.asarray(weights, dtype=np.float64) / sum(weights) * BLOCK
+    counts = np.maximum(np.floor(exact).astype(int), 1)
+    for index in np.argsort(-(exact - np.floor(exact)), kind="stable"):
+        if counts.sum() < BLOCK:
+            counts[index] += 1
+    while counts.sum() > BLOCK:
+        counts[int(np.argmax(counts))] -= 1
+    if counts.min() < 1:
+        raise InputError(f"a blend deals places in blocks of {BLOCK}, too few for {len(counts)} sources")
+    return tuple(int(count) for count in counts)
+
+
+@lru_cache(maxsize=16)
+def _dealt(seed: int, block: int, counts: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """For each place of a block: its source, and how many of that source's places lie before it in the block."""
+    places = permuted(np.arange(BLOCK, dtype=np.uint64), BLOCK, epoch_keys(seed, block)).astype(np.int64)
+    source = np.searchsorted(np.cumsum(counts), places, side="right")
+    before = np.empty(BLOCK, dtype=np.int64)
+    for index in range(len(counts)):
+        mine = np.flatnonzero(source == index)
+        before[mine] = np.arange(len(mine))
+    return source, before
+
+
+@dataclass(frozen=True)
+class BlendOrder(Order):
+    """The order of a blend. `drawn` are the samples of each source that were read before position `origin`."""
+
+    weights: tuple[float, ...] = ()
+    lengths: tuple[int, ...] = ()
+    names: tuple[str, ...] = ()
+    drawn: tuple[int, ...] = field(default=())
+    origin: int = 0
+
+    def indices(self, start: int, stop: int) -> np.ndarray:
+        """The samples at positions [start, stop): numbers in all sources, one after another."""
+        if start < self.origin:
+            raise InputError(f"this blend continues from position {self.origin}, {start} lies before it")
+        offsets = np.cumsum((0, *self.lengths))
+        positions = np.arange(start, stop, dtype=np.int64)
+        source, number = self._own(positions)
+        out = np.empty(len(positions), dtype=np.int64)
+        for index, length in enumerate(self.lengths):
+            mine = np.flatnonzero(source == index)
+            if mine.size:
+                out[mine] = offsets[index] + self._samples(index, length, number[mine])
+        return out
+
+    def _own(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Source of each position, and which of that source's samples (counted from 0, over epochs) stands there."""
+        counts = shares(self.weights)
+        source, number = np.empty_like(positions), np.empty_like(positions)
+        blocks, places = np.divmod(positions - self.origin, BLOCK)
+        base = self.drawn or (0,) * len(counts)
+        for block in np.unique(blocks):
+            here = np.flatnonzero(blocks == block)
+            dealt, before = _dealt(self.seed, int(block) + self.origin, counts)
+            source[here] = dealt[places[here]]
+            whole = np.asarray(base) + int(block) * np.asarray(counts)
+            number[here] = whole[source[here]] + before[places[here]]
+        return source, number
+
+    def _samples(self, index: int, length: int, numbers: np.ndarray) -> np.ndarray:
+        """The source's own order; its positions within a read are consecutive."""
+        own = Order(length, seed=hash_of(self.seed, self.names[index]), shuffle=self.shuffle)
+        low = int(numbers.min())
+        return own.indices(low, int(numbers.max()) + 1)[numbers - low]
+
+    def state(self, position: int) -> dict[str, Any]:
+        """What a run needs to continue from `position`, with these weights or with others."""
+        drawn = dict(zip(self.names, self.drawn or (0,) * len(self.names), strict=True))
+        own = {"weights": dict(zip(self.names, self.weights, strict=True)), "drawn": drawn, "origin": self.origin}
+        return own | {"positions": self.positions(position)}
+
+    def continued(self, state: dict[str, Any] | None, position: int) -> BlendOrder:
+        """This order from `position` on, each source where the saved run left it."""
+        if state is None or set(state["positions"]) != set(self.names):
+            saved = ", ".join(state["positions"]) if state else "no blend"
+            raise InputError(f"the saved run read {saved}, this one {', '.join(self.names)}: blend the same sources")
+        same = all(state["weights"][name] == weight for name, weight in zip(self.names, self.weights, strict=True))
+        counts = state["drawn"] if same else state["positions"]
+        origin = int(state["origin"]) if same else position
+        return replace(self, drawn=tuple(int(counts[name]) for name in self.names), origin=origin)
+
+    def positions(self, position: int) -> dict[str, int]:
+        """Samples of each source that stand before `position`."""
+        counts, base = shares(self.weights), self.drawn or (0,) * len(self.lengths)
+        block, place = divmod(position - self.origin, BLOCK)
+        dealt, _ = _dealt(self.seed, block + self.origin, counts)
+        inside = np.bincount(dealt[:place], minlength=len(counts))
+        return {name: int(base[i] + block * counts[i] + inside[i]) for i, name in enumerate(self.names)}
+
+
+def hash_of(seed: int, name: str) -> int:
+    """A source's own seed."""
+    return int.from_bytes(hashlib.blake2b(f"blend/{seed}/{name}".encode(), digest_size=7).digest(), "little")

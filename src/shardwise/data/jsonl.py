@@ -1,0 +1,192 @@
+"""Text for fine-tuning from JSON lines, tokenized, prompts masked, whole documents packed into rows.
+
+A line is {"prompt": ..., "completion": ...}, {"messages": [{"role": ..., "content": ...}, ...]} or {"text": ...}.
+What the model should learn are completions, what the assistant says, or all of a text; the rest has the label -100.
+
+    documents      aaaaa bbb cccc            row of 9: aaaaa bbb _     (packing: in the order of the file)
+    position_ids   0 1 2 3 4 0 1 2 0         they start again with each document
+    labels         - - a a a - b b -         a document's first token is nobody's target
+
+transformers' models take positions that start again as documents that do not see each other; pass
+`attention_mask=None` (a batch here has none).
+
+What this does not do: stream. Tokens are held in memory, four bytes each, on every rank; larger text is better
+tokenized once into a file (`TokenSource`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardwise.errors import InputError
+
+IGNORED = -100
+Encode = Callable[[str], list[int]]
+
+
+class JsonlSource:
+    """{"input_ids", "labels", "position_ids"}: int64 (B, seq_len) each, of packed documents.
+
+    paths      files of JSON lines
+    tokenizer  a folder with tokenizer.json, such a file, an object with `encode`, or a function; None: UTF-8 bytes
+    seq_len    tokens of a row; a longer document is cut, and told in `notices`
+    end        token that ends a document; None: the tokenizer's own end-of-text token, where it has one
+    pad        token that fills a row up; its label is -100
+    pack       several documents in a row; False: one
+    """
+
+    def __init__(
+        self, paths: str | Path | Iterable[str | Path], seq_len: int, *, tokenizer: Any = None, end: int | None = None,
+        pad: int = 0, pack: bool = True,
+    ) -> None:  # fmt: skip
+        if seq_len < 2:
+            raise InputError(f"seq_len must be at least 2, got {seq_len}")
+        self.paths = [Path(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
+        self.seq_len, self.pad = seq_len, pad
+        self.notices: list[str] = []
+        encode, own_end = encoder(tokenizer)
+        documents = [
+            self._document(where, line, encode, own_end if end is None else end) for where, line in self._lines()
+        ]
+        if not documents:
+            raise InputError(f"{', '.join(map(str, self.paths))}: there is no line to learn from")
+        cut = sum(len(tokens) > seq_len for tokens, _ in documents)
+        if cut:
+            self.notices.append(f"{cut} of {len(documents)} documents are longer than {seq_len} tokens and were cut")
+        self._tokens = [tokens[:seq_len] for tokens, _ in documents]
+        self._learn = [learn[:seq_len] for _, learn in documents]
+        self.rows = (
+            packed([len(tokens) for tokens in self._tokens], seq_len) if pack else [[i] for i in range(len(documents))]
+        )
+
+    def _lines(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        for path in self.paths:
+            try:
+                text = path.read_bytes()
+            except OSError as error:
+                raise InputError(f"{path} cannot be read: {error}") from error
+            for number, line in enumerate(text.splitlines(), 1):
+                if line.strip():
+                    yield f"{path}:{number}", _object(f"{path}:{number}", line)
+
+    def _document(self, where: str, line: dict, encode: Encode, end: int | None) -> tuple[np.ndarray, np.ndarray]:
+        tokens: list[int] = []
+        learn: list[bool] = []
+        for text, counts in _pieces(where, line):
+            ids = encode(text)
+            tokens += ids
+            learn += [counts] * len(ids)
+        if end is not None:
+            tokens.append(end)
+            learn.append(True)
+        if not any(learn[1:]):
+            raise InputError(f"{where}: nothing to learn: no token after the prompt")
+        return np.asarray(tokens, dtype=np.int32), np.asarray(learn, dtype=bool)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def read(self, indices: list[int], region: Any = None) -> dict[str, torch.Tensor]:
+        shape = (len(indices), self.seq_len)
+        tokens = np.full(shape, self.pad, dtype=np.int64)
+        labels = np.full(shape, IGNORED, dtype=np.int64)
+        positions = np.zeros(shape, dtype=np.int64)
+        for row, index in enumerate(indices):
+            at = 0
+            for document in self.rows[index]:
+                ids, learn = self._tokens[document], self._learn[document]
+                place = slice(at, at + len(ids))
+                tokens[row, place] = ids
+                labels[row, place] = np.where(learn, ids, IGNORED)
+                labels[row, at] = IGNORED  # it would be predicted from the document before
+                positions[row, place] = np.arange(len(ids))
+                at += len(ids)
+            positions[row, at:] = np.arange(self.seq_len - at)  # the rest is a document that nobody learns
+        batch = {"input_ids": tokens, "labels": labels, "position_ids": positions}
+        return {name: torch.from_numpy(value) for name, value in batch.items()}
+
+
+def packed(lengths: list[int], room: int) -> list[list[int]]:
+    """Documents of each row, in order: a row takes the next while they fit."""
+    rows: list[list[int]] = []
+    left = -1
+    for document, length in enumerate(lengths):
+        if length > left:
+            rows.append([])
+            left = room
+        rows[-1].append(document)
+        left -= length
+    return rows
+
+
+def encoder(tokenizer: Any) -> tuple[Encode, int | None]:
+    """text -> tokens, and the token that ends a text where the tokenizer has one."""
+    if tokenizer is None:
+        return lambda text: list(text.encode()), None
+    if isinstance(tokenizer, str | Path):
+        tokenizer = _from_folder(Path(tokenizer))
+    end = getattr(tokenizer, "eos_token_id", None)
+    if hasattr(tokenizer, "token_to_id") and end is None:
+        known = (tokenizer.token_to_id(name) for name in ("</s>", "<|endoftext|>", "<eos>", "<|im_end|>", "[SEP]"))
+        end = next((token for token in known if token is not None), None)
+    call = tokenizer.encode if hasattr(tokenizer, "encode") else tokenizer
+    if not callable(call):
+        raise InputError(f"tokenizer: expected a folder, a function, or an object with encode, got {type(tokenizer)}")
+
+    def encode(text: str) -> list[int]:
+        try:
+            found = call(text, add_special_tokens=False)
+        except TypeError:  # a plain function, or an encode of another kind
+            found = call(text)
+        return list(getattr(found, "ids", found))
+
+    return encode, end
+
+
+def _from_folder(path: Path) -> Any:
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.exists():
+        raise InputError(f"tokenizer: there is no {file}")
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise InputError(f"reading {file} needs tokenizers ({error}): pip install 'shardwise[text]'") from error
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises plain Exception
+        raise InputError(f"{file} is not a tokenizer: {error}") from error
+
+
+def _object(where: str, line: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except ValueError as error:
+        raise InputError(f"{where}: not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise InputError(
+            f"{where}: a {type(found).__name__}, expected an object with prompt and completion, messages, or text"
+        )
+    return found
+
+
+def _pieces(where: str, line: dict[str, Any]) -> list[tuple[str, bool]]:
+    """(text, whether it is learnt) of a line."""
+    if "completion" in line:
+        found = [(line.get("prompt", ""), False), (line["completion"], True)]
+    elif "messages" in line and isinstance(line["messages"], list):
+        turns = [turn if isinstance(turn, dict) else {} for turn in line["messages"]]
+        found = [(turn.get("content"), turn.get("role") == "assistant") for turn in turns]
+    elif "text" in line:
+        found = [(line["text"], True)]
+    else:
+        keys = ", ".join(line) or "nothing"
+        raise InputError(f"{where}: has {keys}; expected prompt and completion, messages, or text")
+    if not all(isinstance(text, str) for text, _ in found):
+        raise InputError(f"{where}: a field that should be text is of another type")
+    return found

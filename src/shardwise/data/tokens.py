@@ -1,0 +1,94 @@
+"""Token files, memory-mapped: what a tokenizer wrote once, read by window.
+
+A file is `.npy` (a vector of whole numbers) or raw numbers of a dtype that is given (`.bin`). Window i holds the
+tokens [i L, i L + L]: L inputs and, one further, L targets, so every token but the first is a target once.
+
+    tokens   t0 t1 t2 t3 t4 t5 t6 ...
+    L = 3    [t0 t1 t2 t3] [t3 t4 t5 t6] ...
+
+What this does not do: mark the borders of documents (`JsonlSource` packs whole documents).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardwise.errors import InputError
+
+
+class TokenSource:
+    """Windows of `seq_len` + 1 tokens of one or several files: {"tokens": int64 (B, seq_len + 1)}.
+
+    paths    files, read one after another; a window never crosses from one to the next
+    dtype    of raw files; `.npy` files tell theirs
+    vocab    if given, a token at or beyond it is an `InputError` that names file and place
+    """
+
+    def __init__(
+        self, paths: str | Path | Iterable[str | Path], seq_len: int, *, dtype: str = "uint16", vocab: int | None = None
+    ) -> None:
+        if seq_len < 1:
+            raise InputError(f"seq_len must be at least 1, got {seq_len}")
+        self.paths = [Path(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
+        self.seq_len, self.dtype, self.vocab = seq_len, dtype, vocab
+        self._open()
+
+    def _open(self) -> None:
+        self.files = [_mapped(path, self.dtype) for path in self.paths]
+        windows = [max(0, (len(tokens) - 1) // self.seq_len) for tokens in self.files]
+        for path, tokens, count in zip(self.paths, self.files, windows, strict=True):
+            if count == 0:
+                raise InputError(f"{path} has {len(tokens)} tokens, too few for one window of {self.seq_len} + 1")
+        self._ends = np.cumsum(windows)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def read(self, indices: list[int], region: Any = None) -> dict[str, torch.Tensor]:
+        rows = np.empty((len(indices), self.seq_len + 1), dtype=np.int64)
+        for row, index in enumerate(indices):
+            if not 0 <= index < len(self):
+                raise IndexError(f"window {index} is not in a source of {len(self)}")
+            file = int(np.searchsorted(self._ends, index, side="right"))
+            start = (index - (int(self._ends[file - 1]) if file else 0)) * self.seq_len
+            rows[row] = self.files[file][start : start + self.seq_len + 1]
+            self._check(rows[row], file, start)
+        return {"tokens": torch.from_numpy(rows)}
+
+    def _check(self, row: np.ndarray, file: int, start: int) -> None:
+        if self.vocab is None:
+            return
+        beyond = np.flatnonzero((row >= self.vocab) | (row < 0))
+        if beyond.size:
+            raise InputError(
+                f"{self.paths[file]}: token {start + int(beyond[0])} is {int(row[beyond[0]])}, beyond the vocabulary "
+                f"of {self.vocab}: the file was written with another tokenizer, or as another dtype than {self.dtype}"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("paths", "seq_len", "dtype", "vocab")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._open()
+
+
+def _mapped(path: Path, dtype: str) -> np.ndarray:
+    try:
+        if path.suffix == ".npy":
+            tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+        else:
+            width = np.dtype(dtype).itemsize
+            if path.stat().st_size % width or not path.stat().st_size:
+                raise InputError(f"{path} has {path.stat().st_size} bytes, which are no whole number of {dtype} tokens")
+            tokens = np.memmap(path, dtype=dtype, mode="r")
+    except (OSError, ValueError, TypeError) as error:
+        raise InputError(f"{path} cannot be read as tokens: {error}") from error
+    if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
+        raise InputError(f"{path} holds {tokens.dtype} of shape {tokens.shape}, not a vector of whole numbers")
+    return tokens

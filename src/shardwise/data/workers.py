@@ -1,0 +1,112 @@
+"""Reading in worker processes: torch's `DataLoader` runs them, and knows nothing but which steps to read.
+
+    loader      steps 7, 8, 9, 10, ...  ->  worker 0 reads 7, worker 1 reads 8, worker 2 reads 9, worker 0 ...
+    consumer    7, 8, 9, 10, in order, whichever was read first
+
+A step is a function of its positions, so order and place in the data do not depend on the number of workers. Random
+draws in a worker do not either: its generators are seeded for each sample (of a `Dataset`) or read (of a `Source`).
+
+What this does not do: share memory with the workers; parts come as bytes, since /dev/shm is small in many containers.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from shardwise.data.steps import Steps
+from shardwise.data.wrap import READING
+from shardwise.errors import RunError, ShardwiseError
+from shardwise.layout.dealing import Part
+from shardwise.ranks.messages import dumps
+from shardwise.trace.deferred import seed_of
+
+PRELOAD = ["torch", "shardwise.data.workers"]
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """What a worker holds: reads the step that stands at [start, stop)."""
+
+    steps: Steps
+
+    def __len__(self) -> int:
+        return self.steps.order.length
+
+    def __getitem__(self, span: tuple[int, int]) -> bytes:
+        start, stop = span
+        seed, epoch = self.steps.order.seed, start // self.steps.order.length
+        seed_here(seed_of("read", seed, start, self.steps.data_rank))
+        token = READING.set((seed, epoch))
+        try:
+            return dumps((self.steps.parts(start, stop), stop, None))
+        except ShardwiseError as error:  # as itself, not as a worker's traceback
+            return dumps((None, stop, error))
+        finally:
+            READING.reset(token)
+
+
+class _Spans:
+    """The steps from a position on, one after another."""
+
+    def __init__(self, steps: Steps, position: int, end: int | None) -> None:
+        self.steps, self.position, self.end = steps, position, end
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        start, stop = self.steps.span(self.position)
+        while self.end is None or stop <= self.end:
+            yield start, stop
+            start, stop = self.steps.span(stop)
+
+
+def seed_here(seed: int) -> None:
+    """Seed every generator that reading may draw from."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+def read_in_workers(
+    steps: Steps, position: int, end: int | None, *, workers: int, ahead: int, timeout_s: float
+) -> Iterator[tuple[list[Part], int]]:
+    """(parts, position after them) of each step from `position`, read by `workers` processes."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    loader: Any = DataLoader(
+        _Reader(steps),
+        sampler=_Spans(steps, position, end),
+        batch_size=None,
+        num_workers=workers,
+        prefetch_factor=max(1, ahead),
+        multiprocessing_context=context,
+        timeout=timeout_s,
+        generator=torch.Generator().manual_seed(0),  # the script's own generator is left alone
+        collate_fn=_as_it_is,
+    )
+    batches = iter(loader)
+    try:
+        while True:
+            try:
+                packed = next(batches)
+            except StopIteration:
+                return
+            except RuntimeError as error:
+                raise RunError(f"a worker that reads {type(steps.source).__name__} failed: {error}") from error
+            parts, stop, problem = pickle.loads(packed)
+            if problem is not None:
+                raise problem
+            yield parts, stop
+    finally:
+        batches._shutdown_workers()
+
+
+def _as_it_is(packed: bytes) -> bytes:
+    return packed

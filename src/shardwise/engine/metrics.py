@@ -1,0 +1,105 @@
+"""Metrics as sums and weights, divided once over all ranks, like the loss.
+
+    Task.metrics(output, batch) -> {"accuracy": (right, count), "rmse": (squares (V,), count, "sqrt")}
+
+accuracy = sum over ranks and micro-batches of right / the same of count. A third item is applied after the division:
+"sqrt", "exp", or a function of one number. A vector is reported by place, as rmse/0, rmse/1, ...
+
+What this does not do: metrics that are no quotient of sums (a median, an area under a curve).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from shardwise.comm import Axis, gather_rows
+from shardwise.engine.loss import Extra
+from shardwise.errors import InputError
+from shardwise.part import plain
+
+_FINISH: dict[str, Callable[[float], float]] = {"sqrt": math.sqrt, "exp": math.exp}
+_SHAPE = "Task.metrics must return {name: (sum, weight)} or {name: (sum, weight, 'sqrt' | 'exp' | function)}"
+
+
+class MetricTally:
+    """Adds metrics up over micro-batches; `collect` divides them over all ranks and starts anew."""
+
+    def __init__(self, metrics: Callable[[Any, Any], dict], device: torch.device) -> None:
+        self.metrics = metrics
+        self.device = device
+        self.sums: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._finish: dict[str, Callable[[float], float] | None] = {}
+
+    @torch.no_grad()
+    def add(self, output: Any, batch: Any, count: int) -> None:
+        """One micro-batch on this rank; a stand-in (`count` 0) adds nothing but tells the names."""
+        for name, total, weight, finish in self._read(self.metrics(output, batch)):
+            self._finish[name] = finish
+            total, weight = (total, weight) if count else (torch.zeros_like(total), torch.zeros_like(weight))
+            before = self.sums.get(name)
+            self.sums[name] = (total, weight) if before is None else (before[0] + total, before[1] + weight)
+
+    def _read(self, returned: Any) -> list[tuple[str, torch.Tensor, torch.Tensor, Callable[[float], float] | None]]:
+        if not isinstance(returned, dict):
+            raise InputError(f"{_SHAPE}, got {type(returned).__name__}")
+        found = []
+        for name, value in returned.items():
+            if not isinstance(value, tuple | list) or len(value) not in (2, 3):
+                raise InputError(f"{_SHAPE}: '{name}' is not a sum and a weight; a mean has no weight to share")
+            total, weight = (torch.as_tensor(plain(v), device=self.device).detach().double() for v in value[:2])
+            if total.dim() > 1 or weight.dim() > total.dim():
+                raise InputError(
+                    f"{_SHAPE}: '{name}' has a sum of shape {tuple(total.shape)}: give numbers or a vector"
+                )
+            found.append((str(name), total, weight.expand(total.shape), _finish(name, value[2:])))
+        return found
+
+    def as_extras(self, output: Any, batch: Any) -> dict[str, Extra]:
+        """As extra terms of a loss, so that the look at a few samples finds a metric that does not add up."""
+        extras = {}
+        with torch.no_grad():
+            for name, total, weight, _ in self._read(self.metrics(output, batch)):
+                for place, (s, w) in enumerate(zip(total.view(-1), weight.reshape(-1), strict=True)):
+                    extras[f"metrics/{name}/{place}" if total.dim() else f"metrics/{name}"] = Extra(s, w)
+        return extras
+
+    def collect(self, axis: Axis) -> dict[str, float]:
+        """Each metric over all ranks since the last time. One small collective."""
+        names = sorted(self.sums)
+        if not names:
+            return {}
+        row = torch.cat([part.reshape(-1) for name in names for part in self.sums[name]])
+        table = gather_rows(row, axis).sum(dim=0).tolist()
+        found, at = {}, 0
+        for name in names:
+            size = self.sums[name][0].numel()
+            totals, weights = table[at : at + size], table[at + size : at + 2 * size]
+            at += 2 * size
+            for place, (total, weight) in enumerate(zip(totals, weights, strict=True)):
+                key = f"{name}/{place}" if self.sums[name][0].dim() else name
+                found[key] = self._value(name, total, weight)
+        self.sums.clear()
+        return found
+
+    def _value(self, name: str, total: float, weight: float) -> float:
+        if not weight:
+            return math.nan
+        finish = self._finish[name]
+        try:
+            return total / weight if finish is None else finish(total / weight)
+        except (ValueError, OverflowError):  # the root of a negative number, the exponential of a large one
+            return math.nan
+
+
+def _finish(name: str, given: Any) -> Callable[[float], float] | None:
+    if not given:
+        return None
+    if callable(given[0]):
+        return given[0]
+    if given[0] not in _FINISH:
+        raise InputError(f"{_SHAPE}: '{name}' ends with {given[0]!r}")
+    return _FINISH[given[0]]

@@ -1,0 +1,49 @@
+"""Does a run wait for its input? The share of each step that ranks spent waiting for the next batch.
+
+share = waiting / (waiting + step), over the steps since the last look, of the rank that waited most: with gradients
+summed over ranks, the others then wait for it.
+
+What this does not do: count reading that was hidden behind a step; it costs the run nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+BOUND = 0.2  # of a step, from which on waiting is worth a word
+LEAST_S = 2e-3  # less than that in a step is the price of handing a batch over
+FIRST_LOOK, BETWEEN_LOOKS = 8, 50  # steps
+SKIPPED = 2  # the first steps wait for whatever starts
+
+
+class InputWatch:
+    """Adds up waiting and working; `word` is what to say, once."""
+
+    def __init__(self, share_of_all: Callable[[float], list[float]], advice: str) -> None:
+        self._share_of_all = share_of_all  # this rank's share -> every rank's; collective
+        self._advice = advice
+        self._steps = 0
+        self._waited_s = self._worked_s = 0.0
+        self._told = False
+
+    def add(self, waited_s: float, worked_s: float) -> str | None:
+        """After each step, on every rank alike: something to say, or None."""
+        self._steps += 1
+        if self._told or self._steps <= SKIPPED:
+            return None
+        self._waited_s += waited_s
+        self._worked_s += worked_s
+        if (self._steps - FIRST_LOOK) % BETWEEN_LOOKS:
+            return None
+        shares = self._share_of_all(self._waited_s / max(self._waited_s + self._worked_s, 1e-9))
+        steps = min(self._steps - SKIPPED, BETWEEN_LOOKS)
+        mean_s = (self._waited_s + self._worked_s) / steps
+        self._waited_s = self._worked_s = 0.0
+        share = max(shares)
+        if share < BOUND or share * mean_s < LEAST_S:
+            return None
+        self._told = True
+        return (
+            f"input-bound: rank {shares.index(share)} spent {share:.0%} of each step ({mean_s * 1e3:.3g} ms) waiting "
+            f"for its batch: {self._advice}"
+        )

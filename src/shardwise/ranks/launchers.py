@@ -1,0 +1,307 @@
+"""Which launcher started this process, and which of its ranks this is: read from the environment, without torch.
+
+    torchrun      RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT
+    OpenMPI       OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE
+    PMI, PALS     PMI_RANK, PMI_SIZE, PALS_RANKID, PALS_LOCAL_RANKID, MPI_LOCALRANKID, ...   (MPICH, Intel MPI, Cray)
+    Slurm         SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID, inside a step that srun made
+
+Launchers nest (torchrun under srun, mpirun in a batch script), so the innermost that is complete decides: torchrun
+where it left its run id, then MPI, then Slurm. Names of one launcher must agree with each other, and RANK and
+WORLD_SIZE that somebody set by hand must agree with the launcher.
+
+What this does not do: believe half a set. A rank without a size, or two names that differ, are refused by name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from shardwise.errors import InputError
+
+MASTER = ("MASTER_ADDR", "MASTER_PORT")
+TORCHRUN = ("RANK", "WORLD_SIZE", *MASTER)
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0  # batch scripts and interactive shells have step ids from here on
+
+
+@dataclass(frozen=True)
+class Family:
+    """A launcher's names for four numbers, the most telling first, and for what identifies its job."""
+
+    launcher: str
+    rank: tuple[str, ...]
+    size: tuple[str, ...]
+    local_rank: tuple[str, ...]
+    local_size: tuple[str, ...]
+    job: tuple[str, ...]  # the first that is set identifies the job among those that are alive
+
+
+OPENMPI = Family(
+    "OpenMPI",
+    rank=("OMPI_COMM_WORLD_RANK", "PMIX_RANK"),
+    size=("OMPI_COMM_WORLD_SIZE",),
+    local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
+    local_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
+    job=("OMPI_MCA_orte_hnp_uri", "PMIX_NAMESPACE"),
+)
+PMI = Family(
+    "PMI",
+    rank=("PMI_RANK", "PALS_RANKID"),
+    size=("PMI_SIZE",),
+    local_rank=("PALS_LOCAL_RANKID", "PMI_LOCAL_RANK", "MPI_LOCALRANKID"),
+    local_size=("PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE", "MPI_LOCALNRANKS"),
+    job=("PALS_APID",),
+)
+SLURM = Family(
+    "Slurm",
+    rank=("SLURM_PROCID",),
+    size=("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+    local_rank=("SLURM_LOCALID",),
+    local_size=(),
+    job=("SLURM_JOB_ID",),
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process's place in a run that a launcher started.
+
+    local_rank, local_size   on this host; None where the launcher does not say
+    job                      identifies the run among those alive; None where the launcher gives no name
+    one_host                 True where all ranks are known to be on one host
+    master                   (address, port) where the environment gives them
+    names                    the variables that rank and size came from, for messages
+    """
+
+    launcher: str
+    rank: int
+    world_size: int
+    local_rank: int | None = None
+    local_size: int | None = None
+    job: str | None = None
+    one_host: bool = False
+    master: tuple[str, int] | None = None
+    names: tuple[str, str] = ("RANK", "WORLD_SIZE")
+
+
+def find(environ: Mapping[str, str]) -> Place | None:
+    """This process's place, or None where it was started alone (or as the only rank of an MPI or Slurm launch).
+
+    Raises `InputError`, naming the variables, where the environment holds part of a set or contradicts itself.
+    """
+    by_hand = [name for name in TORCHRUN if environ.get(name)]
+    if len(by_hand) == len(TORCHRUN) and environ.get("TORCHELASTIC_RUN_ID"):
+        return _torchrun(environ)
+    place = _of_launcher(environ)
+    if place is None:
+        return _torchrun(environ) if by_hand else None
+    _check_by_hand(environ, place)
+    place = replace(place, master=_master(environ))
+    return place if place.world_size > 1 else None
+
+
+def local_rank(environ: Mapping[str, str]) -> int | None:
+    """This process's rank on its host, as a launcher or shardwise itself set it; None where nothing tells."""
+    if environ.get("LOCAL_RANK"):
+        return _number(environ, "LOCAL_RANK")
+    if rank_without_size(environ):
+        return None
+    place = find(environ)
+    return None if place is None else place.local_rank
+
+
+def _torchrun(environ: Mapping[str, str]) -> Place:
+    missing = [name for name in TORCHRUN if not environ.get(name)]
+    if missing:
+        present = ", ".join(name for name in TORCHRUN if name not in missing)
+        raise InputError(
+            f"the environment sets {present} but not {', '.join(missing)}; set all of {', '.join(TORCHRUN)} "
+            "(torchrun does) to join a run, or none of them to run as one process"
+        )
+    place = Place(
+        "torchrun",
+        _number(environ, "RANK"),
+        _number(environ, "WORLD_SIZE"),
+        local_rank=_number(environ, "LOCAL_RANK") if environ.get("LOCAL_RANK") else None,
+        local_size=_number(environ, "LOCAL_WORLD_SIZE") if environ.get("LOCAL_WORLD_SIZE") else None,
+        master=_master(environ),
+    )
+    _check(place)
+    return place
+
+
+def _of_launcher(environ: Mapping[str, str]) -> Place | None:
+    """MPI's place, else Slurm's: mpirun starts its helpers as Slurm steps, whose names its ranks inherit."""
+    open_mpi, pmi, slurm = _of_family(OPENMPI, environ), _of_family(PMI, environ), _of_slurm(environ)
+    if open_mpi is not None and pmi is not None:
+        _same(open_mpi, pmi)
+    mpi = open_mpi or pmi
+    if mpi is None and slurm is None and rank_without_size(environ):
+        raise InputError(
+            f"the environment sets PMIX_RANK={environ['PMIX_RANK']}, but PMIx tells the number of ranks through its "
+            "library alone: install mpi4py, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+        )
+    if mpi is not None and slurm is not None and (mpi.rank, mpi.world_size) == (slurm.rank, slurm.world_size):
+        return slurm  # srun itself serves PMI; it knows the hosts too
+    return mpi or slurm
+
+
+def rank_without_size(environ: Mapping[str, str]) -> bool:
+    """PMIx alone: a rank is named, the number of ranks is not."""
+    others = (*OPENMPI.size, *PMI.rank, *PMI.size, *SLURM.rank, *TORCHRUN[:2])
+    return bool(environ.get("PMIX_RANK")) and not any(environ.get(name) for name in others)
+
+
+def _of_slurm(environ: Mapping[str, str]) -> Place | None:
+    """Only inside a step of srun: a batch script has the same names, and is one process."""
+    step = environ.get("SLURM_STEP_ID", "")
+    if not step:
+        return None
+    if _number(environ, "SLURM_STEP_ID") >= _FIRST_SPECIAL_STEP:
+        return None
+    place = _of_family(SLURM, environ)
+    if place is None:
+        raise InputError(
+            f"the environment sets SLURM_STEP_ID={step} but not SLURM_PROCID: start the ranks with srun, or unset "
+            "SLURM_STEP_ID to run as one process"
+        )
+    one_host = environ.get("SLURM_STEP_NUM_NODES", environ.get("SLURM_NNODES")) == "1"
+    local_size = place.world_size if one_host else _tasks_here(environ)
+    place = replace(place, local_size=local_size, one_host=one_host, job=_slurm_job(environ))
+    _check(place)
+    return place
+
+
+def _slurm_job(environ: Mapping[str, str]) -> str | None:
+    if not environ.get("SLURM_JOB_ID"):
+        return None
+    names = ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+    return "/".join(environ.get(name, "") for name in names)
+
+
+def _tasks_here(environ: Mapping[str, str]) -> int | None:
+    """This node's part of SLURM_STEP_TASKS_PER_NODE, such as 4(x3),2."""
+    counts: list[int] = []
+    for piece in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
+        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", piece)
+        if found is None:
+            return None
+        counts += [int(found[1])] * int(found[2] or 1)
+    node = environ.get("SLURM_NODEID", "")
+    return counts[int(node)] if node.isdecimal() and int(node) < len(counts) else None
+
+
+def _of_family(family: Family, environ: Mapping[str, str]) -> Place | None:
+    """The place that these names give; None where none of them is set."""
+    kinds = {kind: getattr(family, kind) for kind in ("rank", "size", "local_rank", "local_size")}
+    given = {kind: [name for name in names if environ.get(name)] for kind, names in kinds.items()}
+    if family is OPENMPI and given["rank"] == ["PMIX_RANK"] and not given["size"]:
+        return None  # PMIx alone names no size; whoever else set it (srun) does, or the caller refuses
+    if family is SLURM and not given["rank"]:
+        return None
+    if not any(given.values()):
+        return None
+    for kind in ("rank", "size"):
+        if not given[kind]:
+            present = ", ".join(name for names in given.values() for name in names)
+            raise InputError(
+                f"the environment sets {present} but none of {', '.join(kinds[kind])}: this is part of what "
+                f"{family.launcher} sets; start the ranks with its launcher, or unset them to run as one process"
+            )
+    numbers = {kind: _agreed(environ, names) for kind, names in given.items() if family is not SLURM or kind != "size"}
+    if family is SLURM:  # the step's own number; SLURM_NTASKS may be that of the allocation
+        numbers["size"] = _number(environ, given["size"][0])
+    rank, size = numbers["rank"], numbers["size"]
+    assert rank is not None and size is not None
+    place = Place(
+        launcher=family.launcher,
+        rank=rank,
+        world_size=size,
+        local_rank=numbers["local_rank"],
+        local_size=numbers["local_size"],
+        job=_job(family, environ),
+        one_host=numbers["local_size"] == size,
+        names=(given["rank"][0], given["size"][0]),
+    )
+    _check(place)
+    return place
+
+
+def _job(family: Family, environ: Mapping[str, str]) -> str | None:
+    found = next((environ[name] for name in family.job if environ.get(name)), None)
+    return found or (_slurm_job(environ) if family is PMI else None)
+
+
+def _agreed(environ: Mapping[str, str], names: list[str]) -> int | None:
+    """The number that all of these give."""
+    if not names:
+        return None
+    first = _number(environ, names[0])
+    for name in names[1:]:
+        if _number(environ, name) != first:
+            raise InputError(
+                f"the environment contradicts itself: {names[0]}={first} but {name}={environ[name]}; unset the one "
+                "that is left over from another launch"
+            )
+    return first
+
+
+def _same(one: Place, other: Place) -> None:
+    if (one.rank, one.world_size) != (other.rank, other.world_size):
+        raise InputError(
+            f"the environment contradicts itself: {_told(one)} but {_told(other)}; one of them is left over from "
+            "another launch: unset it"
+        )
+
+
+def _told(place: Place) -> str:
+    rank, size = place.names
+    return f"{rank}={place.rank}, {size}={place.world_size}"
+
+
+def _check_by_hand(environ: Mapping[str, str], place: Place) -> None:
+    """RANK and WORLD_SIZE beside a launcher that is not torchrun: exported for other programs, or left over."""
+    for name, own, told in zip(("RANK", "WORLD_SIZE"), (place.rank, place.world_size), place.names, strict=True):
+        if environ.get(name) and _number(environ, name) != own:
+            raise InputError(
+                f"the environment contradicts itself: {name}={environ[name]} but {told}={own} ({place.launcher}); "
+                f"unset {name}, which {place.launcher} does not need"
+            )
+
+
+def _master(environ: Mapping[str, str]) -> tuple[str, int] | None:
+    address, port = (environ.get(name, "") for name in MASTER)
+    if not address and not port:
+        return None
+    if not address or not port:
+        present, missing = MASTER if address else MASTER[::-1]
+        raise InputError(
+            f"the environment sets {present} but not {missing}: set both, or neither, and the ranks agree on an "
+            "address by themselves"
+        )
+    return address, _number(environ, "MASTER_PORT")
+
+
+def _check(place: Place) -> None:
+    rank, size = place.names
+    if place.rank >= place.world_size:
+        raise InputError(
+            f"the environment sets {rank}={place.rank}, which a {size} of {place.world_size} does not have"
+        )
+    if place.local_size is not None and place.local_size > place.world_size:
+        raise InputError(
+            f"the environment contradicts itself: {place.local_size} ranks on this host, but {size}={place.world_size}"
+        )
+    if place.local_rank is not None and place.local_size is not None and place.local_rank >= place.local_size:
+        raise InputError(
+            f"the environment contradicts itself: local rank {place.local_rank} of {place.local_size} ranks on this "
+            f"host ({place.launcher})"
+        )
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    text = environ[name]
+    if not text.isdecimal():
+        raise InputError(f"the environment variable {name} is '{text}', not a whole number")
+    return int(text)

@@ -1,0 +1,283 @@
+"""How ranks that somebody else started find each other without a fixed port.
+
+    rank 0    listens on a port that the system chooses ---> (addresses, port, token)
+              hands that on: mpi4py's broadcast | PMI's key-value space | a file that all ranks see
+    rank r    reads it, connects, compares the token, says hello
+    rank 0    has heard all: "ready"; the file is gone
+
+The file lies in a private folder of the host where all ranks are on one, else in the working directory, which a
+cluster shares. Its name holds the launcher's id of the job, and the token makes sure that who answers is this job's
+rank 0, so a file left behind by a killed job is passed over.
+
+Every wait is bounded and names who is missing. What this does not do: encrypt; between hosts the port is open to the
+network, as torchrun's is.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import secrets
+import socket
+import stat
+import tempfile
+import time
+import zlib
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import InputError, RunError
+from shardwise.ranks import pmi
+from shardwise.ranks.launchers import Place
+from shardwise.ranks.mpi import world_communicator
+
+MEET_S = 300.0  # ranks of a large job start minutes apart
+_POLL_S = 0.05
+_CONNECT_S = 5.0
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where rank 0 listens: candidates, tried in order, and a token that its store must show."""
+
+    hosts: tuple[str, ...]
+    port: int
+    token: str
+
+    def pack(self) -> str:
+        """One word of printable characters."""
+        return base64.urlsafe_b64encode(
+            zlib.compress(json.dumps([self.hosts, self.port, self.token]).encode())
+        ).decode()
+
+    @classmethod
+    def unpack(cls, word: str) -> Address:
+        """The address; `ValueError` where this is not one."""
+        hosts, port, token = json.loads(zlib.decompress(base64.urlsafe_b64decode(word)))
+        return cls(tuple(hosts), int(port), str(token))
+
+
+@dataclass(frozen=True)
+class Met:
+    """The store that all ranks share, and what each said of itself."""
+
+    store: Any
+    local_rank: int
+    threads: int  # this rank's share of the CPUs that it may use
+
+
+def meet(place: Place, timeout_s: float = MEET_S) -> Met:
+    """Find the other ranks. Collective; `RunError` names the ranks that did not come within `timeout_s`."""
+    until = time.monotonic() + timeout_s
+    if place.master is not None:
+        store = _at_master(place, until)
+    elif (world := world_communicator()) is not None and world.Get_size() == place.world_size:
+        store = _exchanged(place, until, lambda mine: world.bcast(mine, root=0))
+    elif place.launcher == "PMI" and place.job is None and pmi.served(os.environ.get("PMI_FD", "")):
+        store = _exchanged(
+            place, until, lambda mine: pmi.exchange(os.environ["PMI_FD"], place.rank, mine, until - time.monotonic())
+        )
+    else:
+        store = _through_file(place, until)
+    return _everybody(place, store, until)
+
+
+def _left(until: float) -> timedelta:
+    return timedelta(seconds=max(0.1, until - time.monotonic()))
+
+
+def _at_master(place: Place, until: float) -> Any:
+    import torch.distributed as dist
+
+    assert place.master is not None
+    host, port = place.master
+    options: dict[str, Any] = {"wait_for_workers": False, "timeout": _left(until)}
+    try:
+        return dist.TCPStore(host, port, place.world_size, place.rank == 0, **options)
+    except (dist.DistError, RuntimeError) as error:
+        what = "listen on" if place.rank == 0 else "reach"
+        raise RunError(
+            f"rank {place.rank} cannot {what} MASTER_ADDR={host} MASTER_PORT={port}: {_first_line(error)}. Unset both, "
+            "and the ranks agree on a free port by themselves"
+        ) from error
+
+
+def _exchanged(place: Place, until: float, exchange: Callable[[str], str]) -> Any:
+    store, address = _listen(place, until) if place.rank == 0 else (None, None)
+    given = Address.unpack(exchange(address.pack() if address is not None else ""))
+    return store if store is not None else _connect_until(given, place, until)
+
+
+def _listen(place: Place, until: float) -> tuple[Any, Address]:
+    """Rank 0's store on a free port: on loopback where all ranks are on this host, else on every interface."""
+    import torch.distributed as dist
+
+    listener = socket.create_server(("127.0.0.1" if place.one_host else "0.0.0.0", 0), backlog=1024)
+    port = listener.getsockname()[1]
+    store = dist.TCPStore(
+        "127.0.0.1", port, None, True, timeout=_left(until), wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+    address = Address(("127.0.0.1",) if place.one_host else _own_addresses(), port, secrets.token_hex(8))
+    store.set("token", address.token)
+    return store, address
+
+
+def _own_addresses() -> tuple[str, ...]:
+    """What other hosts may know this one by: its name, the numbers behind it, and that of the default route."""
+    name = socket.gethostname()
+    found = [name]
+    with suppress(OSError):  # a host that does not know its own name
+        found += [str(info[4][0]) for info in socket.getaddrinfo(name, None, socket.AF_INET)]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):  # no route out of this host
+        probe.connect(("192.0.2.1", 9))  # documentation's own network: nothing is sent
+        found.append(probe.getsockname()[0])
+    return tuple(dict.fromkeys([*(host for host in found if not host.startswith("127.")), "127.0.0.1"]))
+
+
+def _connect(address: Address, until: float) -> Any | None:
+    """Rank 0's store, or None where nobody, or somebody else, listens there now."""
+    import torch.distributed as dist
+
+    for host in address.hosts:
+        try:
+            socket.create_connection((host, address.port), timeout=_CONNECT_S).close()
+            store = dist.TCPStore(host, address.port, None, False, timeout=timedelta(seconds=_CONNECT_S))
+            if store.get("token").decode() == address.token:
+                store.set_timeout(_left(until))
+                return store
+        except (OSError, RuntimeError):  # torch's own errors are RuntimeErrors
+            continue
+    return None
+
+
+def _connect_until(address: Address, place: Place, until: float) -> Any:
+    while (store := _connect(address, until)) is None:
+        if time.monotonic() >= until:
+            raise RunError(
+                f"rank {place.rank} on {socket.gethostname()} cannot reach rank 0 at {', '.join(address.hosts)}, port "
+                f"{address.port}: a firewall between the hosts, or rank 0 has ended"
+            )
+        time.sleep(_POLL_S)
+    return store
+
+
+def _through_file(place: Place, until: float) -> Any:
+    path = _file(place)
+    if place.rank > 0:
+        return _read(path, place, until)
+    store, address = _listen(place, until)
+    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        draft.write_text(address.pack())
+        draft.replace(path)
+        _hear(place, store, until)
+    except OSError as error:
+        raise RunError(f"rank 0 cannot write {path}, where the other ranks look for its address: {error}") from error
+    finally:
+        draft.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
+    return store
+
+
+def _file(place: Place) -> Path:
+    if place.job is None:
+        raise InputError(
+            f"{place.launcher} gives the ranks no id of their job, so they cannot find each other by themselves: set "
+            "MASTER_ADDR and MASTER_PORT for all of them, or import mpi4py before shardwise joins"
+        )
+    key = hashlib.sha256(f"{place.launcher}/{place.job}".encode()).hexdigest()[:16]
+    return (_private_folder() if place.one_host else Path.cwd()) / f".shardwise-{place.launcher.lower()}-{key}"
+
+
+def _private_folder() -> Path:
+    """A folder of this user's alone, below the host's folder for temporary files."""
+    folder = Path(tempfile.gettempdir()) / f"shardwise-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    info = folder.lstat()
+    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
+        raise InputError(f"{folder} is not a private folder of yours: remove it, or set TMPDIR to another place")
+    return folder
+
+
+def _read(path: Path, place: Place, until: float) -> Any:
+    while True:
+        try:
+            os.listdir(path.parent)  # a network file system then looks again instead of remembering an absence
+            store = _connect(Address.unpack(path.read_text()), until)
+        except (OSError, ValueError, zlib.error):
+            store = None  # not there yet
+        if store is not None:
+            _say_hello(place, store)
+            return store
+        if time.monotonic() >= until:
+            left = "" if not path.exists() else "; the file that is there belongs to a job that has ended"
+            raise RunError(
+                f"rank {place.rank} on {socket.gethostname()} found no address of rank 0 in {path}{left}. Rank 0 has "
+                "not started, or this host sees another folder: start in a folder that all hosts share, or set "
+                "MASTER_ADDR and MASTER_PORT"
+            )
+        time.sleep(_POLL_S)
+
+
+def _hello(rank: int) -> str:
+    return f"hello/{rank}"
+
+
+def _say_hello(place: Place, store: Any) -> None:
+    cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    if store.add(f"taken/{place.rank}", 1) != 1:
+        raise InputError(
+            f"two processes say that they are rank {place.rank} of {place.world_size} ({place.names[0]}, "
+            f"{place.launcher}): start each rank once"
+        )
+    store.set(_hello(place.rank), json.dumps([socket.gethostname(), cpus]))
+
+
+def _hear(place: Place, store: Any, until: float) -> None:
+    """Rank 0: say hello, wait for everybody's, and tell them whether all came."""
+    _say_hello(place, store)
+    waiting = list(range(place.world_size))
+    while waiting and time.monotonic() < until:
+        waiting = [rank for rank in waiting if not store.check([_hello(rank)])]
+        if waiting:
+            time.sleep(_POLL_S)
+    if not waiting:
+        store.set("ready", "")
+        return
+    shown = ", ".join(map(str, waiting[:8])) + ("..." if len(waiting) > 8 else "")
+    text = (
+        f"rank {shown} of {place.world_size} did not come to the meeting of ranks ({place.launcher}): look for why it "
+        "did not start, or ended, in its own output"
+    )
+    store.set("ready", text)
+    time.sleep(1.0)  # the store ends with this process; let the others read why
+    raise RunError(text)
+
+
+def _everybody(place: Place, store: Any, until: float) -> Met:
+    """Wait for the last rank, then see from what all said who shares this host and these CPUs."""
+    if not store.check([_hello(place.rank)]):
+        _hear(place, store, until) if place.rank == 0 else _say_hello(place, store)
+    try:
+        store.set_timeout(_left(until) + timedelta(seconds=5))
+        refusal = store.get("ready").decode()
+    except RuntimeError as error:
+        raise RunError(f"rank {place.rank} lost rank 0 while the others were joining: {_first_line(error)}") from error
+    if refusal:
+        raise RunError(refusal)
+    told = [json.loads(value) for value in store.multi_get([_hello(rank) for rank in range(place.world_size)])]
+    mine = told[place.rank]
+    below = [rank for rank in range(place.rank) if told[rank][0] == mine[0]]
+    sharing = sum(1 for each in told if each == mine)
+    local_rank = len(below) if place.local_rank is None else place.local_rank
+    return Met(store, local_rank, max(1, len(mine[1]) // sharing))
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,42 @@
+"""mpi4py, where the user's script has it running, or where the environment names a rank but not how many there are."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from typing import Any
+
+from shardwise.errors import InputError
+from shardwise.ranks.launchers import Place, find, rank_without_size
+
+
+def here() -> Place | None:
+    """This process's place by mpi4py and the environment, which must agree; None where it was started alone."""
+    world = world_communicator()
+    if world is None:
+        return find(os.environ)
+    found = None if rank_without_size(os.environ) else find(os.environ)
+    rank, size = world.Get_rank(), world.Get_size()
+    if found is None:
+        return Place("mpi4py", rank, size, names=("the rank in COMM_WORLD", "size of COMM_WORLD")) if size > 1 else None
+    if (rank, size) == (found.rank, found.world_size):
+        return found
+    if size == 1 and found.launcher in ("torchrun", "Slurm"):
+        return found  # a process that its launcher gave no MPI: alone in a world of its own
+    raise InputError(
+        f"mpi4py says rank {rank} of {size}, but the environment sets {found.names[0]}={found.rank} and "
+        f"{found.names[1]}={found.world_size}: mpi4py runs on another MPI than the launcher's; install the one that "
+        "belongs to it (pip install --no-binary mpi4py mpi4py), or do not import mpi4py"
+    )
+
+
+def world_communicator() -> Any | None:
+    """mpi4py's COMM_WORLD, where MPI is running in this process (or must be asked); else None."""
+    if "mpi4py.MPI" not in sys.modules:
+        if not rank_without_size(os.environ) or importlib.util.find_spec("mpi4py") is None:
+            return None
+        importlib.import_module("mpi4py.MPI")
+    mpi = sys.modules["mpi4py.MPI"]
+    return mpi.COMM_WORLD if mpi.Is_initialized() and not mpi.Is_finalized() else None

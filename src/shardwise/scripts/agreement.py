@@ -1,0 +1,59 @@
+"""What ranks must agree on in a step before its gradients are divided: their samples, their draws, their means."""
+
+from __future__ import annotations
+
+import zlib
+
+import torch
+
+from shardwise.comm import gather_rows
+from shardwise.engine.engine import Engine
+from shardwise.errors import InputError, RunError
+from shardwise.scripts.divisor import Divisor
+
+_KINDS = {"mean": 1.0, "sum": 2.0, "unknown": 3.0}
+
+
+def compare(engine: Engine, forms: list[Divisor], samples: int, checksum: int, *, generators: bool) -> None:
+    """Raise what would differ from one process. One small collective.
+
+    forms       what the losses without a weight were divided by, by micro-batch
+    samples     that this rank counted
+    checksum    of the batches that its loader drew, the same on ranks that drew the same
+    generators  draws are those of one process, so torch's generators must stand alike
+    """
+    kind = max((_KINDS[form.kind] for form in forms), default=0.0)
+    first = forms[0].numbers[0] if forms and forms[0].numbers else 0.0
+    numbers = zlib.crc32(repr([form.numbers for form in forms]).encode())
+    generator = zlib.crc32(torch.get_rng_state().numpy().tobytes()) if generators else 0
+    row = torch.tensor([kind, numbers, first, float(samples), checksum, generator], dtype=torch.float64)
+    table = gather_rows(row.to(engine.device), engine.mesh.data).cpu()
+    kinds_apart, numbers_apart, _, samples_apart, batches_apart, generators_apart = (
+        (table != table[0]).any(dim=0).tolist()
+    )
+    if batches_apart:
+        raise RunError(
+            f"the ranks' loaders drew other samples in step {engine.steps_done}: the sampler draws from a generator "
+            "that differs between ranks: seed it alike on every rank"
+        )
+    if generators_apart:
+        raise RunError(
+            f"the ranks' random generators stand apart in step {engine.steps_done}: something drew more on one than on "
+            "another, such as a dataset that draws while it reads (give the loader num_workers=1, or the dataset a "
+            'generator of its own), or use prepare(..., randomness="fast")'
+        )
+    unknown = float(table[:, 0].max()) == _KINDS["unknown"]
+    if kind and (kinds_apart or numbers_apart or samples_apart or unknown):
+        raise InputError(_unequal(table, unknown))
+
+
+def _unequal(table: torch.Tensor, unknown: bool) -> str:
+    told = (
+        "one process divides by the number over all ranks. Give the sum and its weight: prepared.backward(loss * n, "
+        "n), n being what this rank's mean is over"
+    )
+    if unknown:
+        return f"prepared.backward(loss) without a weight: what the loss is a mean over cannot be seen, and {told}"
+    samples = ", ".join(f"{int(row[3])} samples on rank {rank}" for rank, row in enumerate(table))
+    means = ", ".join(f"{row[2]:g} on rank {rank}" for rank, row in enumerate(table))
+    return f"prepared.backward(loss) without a weight: the loss is a mean over {means} ({samples}), and {told}"

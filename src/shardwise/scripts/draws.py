@@ -1,0 +1,105 @@
+"""Random numbers of a script's loop, the same for each sample as in one process.
+
+Between a batch and its backward, an op that draws for this rank's samples (its first dim counts them) draws for all
+samples of the batch and keeps this rank's rows:
+
+    one process   randn(8, 3)                      rows 0..7
+    rank 1 of 2   randn(4, 3) -> randn(8, 3)[4:]   rows 4..7, and the generator stands where one process's stands
+
+So noise, time steps and dropout masks are those of one process, and so is every later draw. A draw of another shape
+is made alike on every rank; inside the model that could be a mask whose samples lie elsewhere, and is refused.
+
+The cost: every rank draws the whole batch's numbers, and every op passes through Python.
+
+What this does not do: follow a draw whose first dim has the size of the part by chance.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map, tree_map_only
+
+from shardwise.errors import RefusedPlan
+from shardwise.layout.dealing import Part
+
+_INERT = ("dropout_p", "dropout", "p")  # arguments that switch a random op off at 0
+
+
+class SampleDraws(TorchDispatchMode):
+    """Active while `part` is set. `inside` is true while the model's own forward runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part: Part | None = None
+        self.inside = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if self.part is None or torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        return self._draw(func, args, kwargs, self.part)
+
+    def _draw(self, func: Any, args: tuple, kwargs: dict, part: Part) -> Any:
+        rows, total = max(part.count, 1), part.total
+        low = part.start if part.count else 0
+        found = False
+
+        def size(value: Any) -> Any:
+            nonlocal found
+            if isinstance(value, list | tuple) and value and value[0] == rows:
+                found = True
+                return [total, *value[1:]]
+            return value
+
+        def whole(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal found
+            if tensor.dim() == 0 or tensor.shape[0] != rows:
+                return tensor
+            found = True
+            wide = tensor[:1].expand(total, *tensor.shape[1:]).clone()
+            wide[low : low + rows] = tensor
+            return wide
+
+        names = [argument.name for argument in func._schema.arguments]
+        sized = {name for name in ("size", "shape") if name in names}
+        given = dict(zip(names, args, strict=False)) | kwargs
+        if all(given.get(name, 1) == 0 for name in _INERT if name in given) and any(n in given for n in _INERT):
+            return func(*args, **kwargs)
+        wide_args = [size(value) if name in sized else value for name, value in zip(names, args, strict=False)]
+        wide_args, wide_kwargs = tree_map_only(torch.Tensor, whole, (wide_args, dict(kwargs)))
+        if not found:
+            if self.inside and not _is_scalar(given, sized):
+                raise RefusedPlan(self._told(func, given, sized, rows))
+            return func(*args, **kwargs)
+        output = func(*wide_args, **wide_kwargs)
+        if func._schema.is_mutable:
+            args[0].copy_(wide_args[0][low : low + rows])
+            return args[0]
+
+        def mine(value: Any) -> Any:
+            if isinstance(value, torch.Tensor) and value.dim() and value.shape[0] == total:
+                return value[low : low + rows].clone()
+            return value
+
+        return tree_map(mine, output)
+
+    def _told(self, func: Any, given: dict, sized: set[str], rows: int) -> str:
+        shape = next((tuple(given[name]) for name in sized), None) or next(
+            (tuple(value.shape) for value in given.values() if isinstance(value, torch.Tensor)), ()
+        )
+        return (
+            f"the model draws random numbers of shape {shape} ({func}), whose first dim does not count the {rows} "
+            "samples of this rank, so which of one process's numbers belong to them is not known: draw with samples "
+            'first, switch the dropout off, or use prepare(..., randomness="fast")'
+        )
+
+
+def _is_scalar(given: dict, sized: set[str]) -> bool:
+    """A draw of one number: alike on every rank, as in one process."""
+    for name in sized:
+        return list(given[name]) in ([], [1])
+    tensor = next((value for value in given.values() if isinstance(value, torch.Tensor)), None)
+    return tensor is not None and tensor.numel() == 1

@@ -1,0 +1,95 @@
+"""What a script must not read from its model under a plan: gradients and weights of which this rank holds pieces.
+
+Under zero=1 and 2 (and with masters of their own) a parameter has no gradient that a script could use, and torch's
+`clip_grad_norm_` would find none and do nothing. Reading `param.grad` therefore says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.errors import RefusedPlan
+from shardwise.parallel.flat import Flat
+
+
+class Gate:
+    """Open while the engine itself reads."""
+
+    def __init__(self) -> None:
+        self._opened = 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether reading is the engine's."""
+        return self._opened > 0
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Open inside."""
+        self._opened += 1
+        try:
+            yield
+        finally:
+            self._opened -= 1
+
+
+def guard_gradients(model: nn.Module, technique: Any, *, mixed: bool) -> Gate:
+    """Make `param.grad` raise while the gate is closed, where gradients are elsewhere than in the parameters."""
+    gate = Gate()
+    if not isinstance(technique, Flat) and not mixed:
+        return gate
+    own = torch.Tensor.grad
+
+    class InPieces(nn.Parameter):
+        @property
+        def grad(self) -> torch.Tensor | None:
+            if not gate.is_open:
+                raise RefusedPlan(
+                    "param.grad: under this plan gradients are in pieces, not in the model's parameters: clip with "
+                    "prepared.clip_grad_norm_(max_norm); for anything else on gradients use dp_replicate"
+                )
+            return own.__get__(self)
+
+        @grad.setter
+        def grad(self, value: torch.Tensor | None) -> None:
+            own.__set__(self, value)
+
+        @grad.deleter
+        def grad(self) -> None:
+            own.__delete__(self)
+
+    for param in model.parameters():
+        if param.requires_grad and type(param) is nn.Parameter:
+            param.__class__ = InPieces
+    return gate
+
+
+def guard_state_dict(model: nn.Module, *, in_pieces: bool) -> Gate:
+    """Make `model.state_dict()` raise while the gate is closed, where this rank holds pieces of the weights."""
+    gate = Gate()
+
+    def refuse(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if not gate.is_open:
+            raise RefusedPlan(
+                "model.state_dict(): under zero=3 this rank holds pieces of the weights: use prepared.state_dict() or "
+                "prepared.save_weights(path), on all ranks"
+            )
+
+    if in_pieces:
+        model.register_state_dict_pre_hook(refuse)
+    return gate
+
+
+class RefusedScaler:
+    """Stands where `torch.amp.GradScaler` looks before it steps: it would skip steps on one rank alone."""
+
+    def __bool__(self) -> bool:
+        raise RefusedPlan(
+            "GradScaler looks at this rank's gradients alone, so ranks would skip different steps: drop the scaler and "
+            "autocast, and give precision=fp16 or precision=bf16 in the plan"
+        )

@@ -1,0 +1,134 @@
+"""A script's optimizer, made anew from its class and groups over this rank's pieces, in the same object.
+
+Schedulers and logging hold the object and its groups, so both stay; what the groups hold becomes the pieces that the
+plan gives this rank. Which pieces the optimizer bears is found by trial, as for a task (`engine/optimizer`).
+
+What this does not do: carry over state from steps that were done before.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from shardwise.comm import Axis
+from shardwise.engine.optimizer import Nature, try_out
+from shardwise.engine.owners import Owners, Pieces
+from shardwise.errors import InputError, RefusedPlan
+from shardwise.parallel.slots import DataParallel
+
+_ORDER = ("elementwise", "per tensor", "joint")
+_OWN = ("param_groups", "state", "defaults")
+
+
+def names_in_groups(optimizer: Optimizer, module: nn.Module) -> list[list[str]]:
+    """The names of each group's parameters that get gradients; `InputError` for one that the model does not hold."""
+    names = {id(param): name for name, param in module.named_parameters()}
+    groups = []
+    for place, group in enumerate(optimizer.param_groups):
+        unknown = [param for param in group["params"] if id(param) not in names]
+        if unknown:
+            raise InputError(
+                f"prepare: group {place} of the optimizer holds a tensor of shape {tuple(unknown[0].shape)} that is no "
+                "parameter of the model: make the optimizer from this model's parameters, or prepare the module that "
+                "holds them all"
+            )
+        groups.append([names[id(param)] for param in group["params"] if param.requires_grad])
+    return groups
+
+
+def refuse_used(optimizer: Optimizer) -> None:
+    """Steps that were done on one process's tensors have left state that no piece has."""
+    fresh = _made(optimizer, [{**_settings(group), "params": group["params"]} for group in optimizer.param_groups])
+    if len(optimizer.state) > len(fresh.state):
+        raise InputError(
+            "prepare: the optimizer has done steps already, and its state belongs to whole parameters: prepare a new "
+            "one before the first step"
+        )
+    _refuse_lost(optimizer, fresh)
+
+
+def _refuse_lost(optimizer: Optimizer, fresh: Optimizer) -> None:
+    """Settings that the constructor took and that neither groups nor defaults remember."""
+    plain = (bool, int, float, str, tuple, type(None))
+    for name, value in vars(optimizer).items():
+        other = vars(fresh).get(name)
+        if name not in _OWN and isinstance(value, plain) and isinstance(other, plain) and value != other:
+            raise InputError(
+                f"prepare: {type(optimizer).__name__} cannot be made anew from its class and groups: its '{name}' is "
+                f"{value!r}, and would be {other!r}; keep the setting in the optimizer's defaults"
+            )
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _made(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
+    """A new optimizer of the same class and settings."""
+    kind = type(optimizer)
+    accepted = inspect.signature(kind.__init__).parameters
+    settings = {key: value for key, value in optimizer.defaults.items() if key in accepted}
+    try:
+        return kind(groups, **settings)
+    except TypeError as error:
+        raise InputError(
+            f"prepare: {kind.__name__} cannot be made anew from its class and groups ({error}): keep every setting in "
+            "the optimizer's defaults"
+        ) from error
+
+
+def nature_of(optimizer: Optimizer, shapes: Sequence[Sequence[torch.Size]]) -> Nature:
+    """What a trial with each group's settings finds, the most demanding of them."""
+    found = []
+    for group, of_group in zip(optimizer.param_groups, shapes, strict=True):
+        if of_group:
+            found.append(try_out(_flat(optimizer, _settings(group)), of_group))
+    if not found:
+        raise InputError("prepare: the optimizer holds no parameter of the model that requires a gradient")
+    return max(found, key=lambda nature: _ORDER.index(nature.kind))
+
+
+def _flat(optimizer: Optimizer, settings: dict[str, Any]) -> Callable[[list[dict]], Optimizer]:
+    def make(groups: list[dict]) -> Optimizer:
+        return _made(optimizer, [{**settings, "params": [param for group in groups for param in group["params"]]}])
+
+    return make
+
+
+def adopt(
+    optimizer: Optimizer, groups: list[list[str]], technique: DataParallel, names: list[str],
+    shapes: dict[str, torch.Size], shard: Axis, nature: Nature, *, zero: int,
+) -> Owners | None:  # fmt: skip
+    """Point the optimizer at this rank's pieces, in place. Raises `RefusedPlan` for one that bears none."""
+    owners = None
+    held: dict[str, list[nn.Parameter]] = {}
+    if zero == 0 or nature.kind == "elementwise":
+        for slot in technique.slots:
+            if slot.master.numel() or slot.whole:
+                held.setdefault(slot.name, []).append(slot.master)
+    elif nature.kind == "per tensor":
+        owners = Owners(cast(Pieces, technique), names, [shapes[name] for name in names], shard)
+        held = {names[index]: [master] for index, master in owners.masters.items()}
+    else:
+        raise RefusedPlan(
+            f"zero={zero} spreads parameters over ranks, and on a trial {type(optimizer).__name__}'s update of one "
+            "tensor depends on the others (or it needs a closure): use dp_replicate, or another optimizer"
+        )
+    pieces = [[piece for name in group for piece in held.get(name, [])] for group in groups]
+    filled = [{**_settings(g), "params": p} for g, p in zip(optimizer.param_groups, pieces, strict=True) if p]
+    made = _made(optimizer, filled) if filled else None
+    for group, params in zip(optimizer.param_groups, pieces, strict=True):
+        group["params"] = params
+        group.pop("param_names", None)
+    optimizer.state.clear()
+    if made is not None:
+        optimizer.state.update(made.state)
+        kept = {key: value for key, value in vars(made).items() if key not in _OWN and "hook" not in key}
+        vars(optimizer).update(kept)
+    return owners

@@ -1,0 +1,421 @@
+"""`prepare(model, optimizer, loader, plan=...)`: a script keeps its loop, and its gradients become those of all ranks.
+
+    batch of the script, cut        forward, loss: the script's own         prepared.backward(loss, weight)
+    rank 0   samples 0..3  ------>  S_0, w_0  --------------------->  sum over ranks of dS_r, divided once by
+    rank 1   samples 4..7  ------>  S_1, w_1  --------------------->  the sum of the w_r; then optimizer.step()
+
+Everything below the loop is the engine: techniques, normalisation, the trial of the optimizer, batch norm over ranks.
+
+What this does not do: see the loss. That it adds up over samples is checked for the model (on the first batch), not
+for what the script computes from its outputs: a contrastive loss needs a `Task` with loss_scope="global".
+"""
+
+from __future__ import annotations
+
+import types
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from shardwise.comm import broadcast, gather_rows
+from shardwise.device import pick_device, seed_generators
+from shardwise.engine.control import Tally, gather_reached
+from shardwise.engine.loss import Loss
+from shardwise.engine.recipe import trainable
+from shardwise.errors import InputError, RefusedPlan
+from shardwise.layout import Plan
+from shardwise.layout.dealing import Part
+from shardwise.parallel.batchnorm import sync_module
+from shardwise.parallel.full import FullShard
+from shardwise.ranks import here, join
+from shardwise.scripts import optimizer as optimizers
+from shardwise.scripts.agreement import compare
+from shardwise.scripts.divisor import Divisor, divisor_of
+from shardwise.scripts.draws import SampleDraws
+from shardwise.scripts.guard import RefusedScaler, guard_gradients, guard_state_dict
+from shardwise.scripts.loader import Events, PartLoader
+from shardwise.scripts.lookout import look_at_model
+from shardwise.scripts.start import check_given, generators_kept, make_engine, with_dtype
+from shardwise.trace.deferred import seed_of
+
+Randomness = Literal["global", "fast"]
+
+
+def prepare(
+    model: nn.Module,
+    optimizer: Optimizer,
+    loader: Any,
+    *,
+    plan: Plan | str = "single",
+    randomness: Randomness = "global",
+    branches: Literal["same", "per_sample"] = "same",
+    seed: int = 0,
+    device: str | torch.device | None = None,
+) -> Prepared:
+    """Spread a script's model, optimizer and loader over the ranks of this run, as the plan says. Collective.
+
+    model       built, with its weights; rank 0's are handed out where ranks differ. Changed in place
+    optimizer   made from the model's parameters, before its first step. Changed in place
+    loader      the one that one process would use; a batch of it is a global micro-batch
+    plan        dp_replicate, dp_shard, zero, accumulate (calls of `backward` in one step), remat, precision
+    randomness  "global": noise and masks drawn for samples are those of one process; "fast": each rank draws its own
+    branches    as in `Task`
+    seed        of "fast" draws
+
+    Returns a `Prepared`, which unpacks into model, optimizer and loader:
+
+        prepared = model, optimizer, loader = shardwise.prepare(model, optimizer, loader, plan="dp_shard=8,zero=3")
+
+    Raises `InputError` for what cannot be prepared or a wrong number of ranks, `RefusedPlan` for a plan that a
+    script's own loop cannot follow.
+    """
+    plan = Plan.parse(plan)
+    check_given(model, optimizer, plan, randomness)
+    if not dist.is_initialized() and here() is not None:
+        join()
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if world == 1 and plan.world_size > 1:
+        raise InputError(
+            f"plan {plan} needs {plan.world_size} ranks, but this script was started as one process: start it with "
+            f"torchrun --nproc-per-node {plan.world_size} (or srun or mpirun -n {plan.world_size})"
+        )
+    return Prepared(model, optimizer, loader, plan, randomness, branches, seed, pick_device(device))
+
+
+class _Loop(Events):
+    """Tells a `Prepared` where its script's loop stands."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        self.prepared = prepared
+
+    def before_epoch(self) -> None:
+        self.prepared._share_generator()
+
+    def before_batch(self, part: Part, checksum: int) -> None:
+        self.prepared._begin_batch(part, checksum)
+
+    def after_batch(self) -> None:
+        self.prepared._end_batch()
+
+    def after_epoch(self) -> None:
+        self.prepared._end_batch()
+
+
+class Prepared:
+    """A script's model, optimizer and loader on this rank. Made by `prepare`; unpacks into the three."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, loader: Any, plan: Plan, randomness: str, branches: Any,
+        seed: int, device: torch.device,
+    ) -> None:  # fmt: skip
+        plan = with_dtype(plan, model)
+        optimizers.refuse_used(optimizer)
+        groups = optimizers.names_in_groups(optimizer, model)
+        shapes = {name: param.shape for name, param in trainable(model)}
+        training = {child: child.training for child in model.modules()}
+        with generators_kept():
+            self.engine = make_engine(model, plan, branches, seed, device)
+            nature = optimizers.nature_of(optimizer, [[shapes[name] for name in group] for group in groups])
+            self.engine.owners = optimizers.adopt(
+                optimizer, groups, self.engine.technique, self.engine.names, shapes, self.engine.mesh.shard, nature,
+                zero=plan.zero if plan.dp_shard > 1 else 0,
+            )  # fmt: skip
+        for child, mode in training.items():
+            child.training = mode
+        self.engine.optimizer, self.engine.optimizer_nature = optimizer, nature
+        self.model, self.optimizer = model, optimizer
+        ranks = self.engine.data_ranks
+        if plan.remat != "none" and self.engine.device.type != "cpu" and randomness == "global" and ranks > 1:
+            raise RefusedPlan('prepare: recompute on a GPU cannot repeat one process\'s draws: use randomness="fast"')
+        self.loader = PartLoader(loader, self.engine.data_rank, ranks, _Loop(self))
+        self.notices = self.engine.notices
+        self.seed, self.randomness = seed, randomness
+        self.draws = SampleDraws() if randomness == "global" and ranks > 1 else None
+        self._draws_on = False
+        self._looked = ranks == 1
+        self._forwards = 0
+        self._tally: Tally | None = None  # of the step under way
+        self._micro = 0  # calls of backward in it
+        self._finished = False  # its gradients are whole
+        self._stepped = False  # and were used, without zero_grad since
+        self._forms: list[Divisor] = []
+        self._given: str | None = None
+        self._checksum = 0
+        self._part: Part | None = None
+        self.loss = torch.tensor(float("nan"))  # of the last whole step, over all ranks
+        self._gate = guard_gradients(model, self.engine.technique, mixed=self.engine.precision.mixed)
+        self._state_gate = guard_state_dict(model, in_pieces=isinstance(self.engine.technique, FullShard))
+        self._hook_model()
+        self._hook_optimizer()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.model, self.optimizer, self.loader))
+
+    # --- what a script calls
+
+    def backward(self, loss: torch.Tensor, weight: torch.Tensor | float | None = None) -> torch.Tensor:
+        """Stands for `loss.backward()`. Collective.
+
+        loss    this rank's loss: a sum over its samples, with `weight`; or a mean without
+        weight  what the sum is to be divided by, of this rank's samples (how many, how many tokens): one process
+                would divide by the sum of all ranks' weights
+
+        With the plan's last micro-batch, gradients are summed over ranks and divided. Returns this micro-batch's loss
+        over all ranks. Raises `InputError` for a mean that ranks took over unequal numbers.
+        """
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise InputError("prepared.backward: the loss must be one number that depends on the model's parameters")
+        self._open_step()
+        assert self._tally is not None
+        stands_in = self._part is not None and self._part.count == 0
+        counted = self._weight(loss, weight)
+        total = loss.reshape(()) * 0 if stands_in else loss.reshape(())
+        engine = self.engine
+        last = self._micro + 1 == engine.plan.accumulate or isinstance(engine.technique, FullShard)
+        with self._gate.open():
+            engine.technique.start_micro_batch(last=last)
+            scale = engine.scale.factor(counted, engine.mesh.data, engine.device) if engine.scale is not None else 1.0
+            (total * scale if scale != 1.0 else total).backward()
+            self._tally.used.append(engine.technique.finish_micro_batch())
+        samples = 0 if stands_in else (self._part.count if self._part is not None else 1)
+        self._tally.stood_in |= stands_in
+        self._tally.add(Loss(total.detach(), 0.0 if stands_in else counted), samples, {})
+        self._micro += 1
+        self._end_batch()
+        if self._micro == engine.plan.accumulate:
+            self._finish()
+        return self.loss if engine.plan.accumulate == 1 else self._loss_of(total, weight, stands_in)
+
+    def _loss_of(self, total: torch.Tensor, weight: torch.Tensor | float | None, stands_in: bool) -> torch.Tensor:
+        """One micro-batch's loss over all ranks."""
+        counted = {"sum": 1.0 / self.engine.data_ranks}.get(str(self._given), 1.0) if weight is None else float(weight)
+        whole, divisor = self.sum(total.detach(), 0.0 if stands_in else counted)
+        return torch.tensor(whole / divisor if divisor else float("nan"), dtype=torch.float64)
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Stands for `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)`: the norm over all ranks."""
+        self._flush()
+        if self._tally is None:
+            raise InputError("prepared.clip_grad_norm_: there are no gradients yet: call prepared.backward first")
+        factor = min(1.0, max_norm / (self.grad_norm + 1e-6))
+        gradients = self.engine._held_gradients()
+        if gradients and factor < 1.0:
+            torch._foreach_mul_(gradients, factor)
+        return torch.tensor(self.grad_norm)
+
+    def split(self, loader: Any) -> PartLoader:
+        """Another loader (held-out data), cut like the main one. A rank without a sample gets a stand-in: its
+        `part.count` is 0, and must then not be counted.
+        """
+        return PartLoader(loader, self.engine.data_rank, self.engine.data_ranks)
+
+    def sum(self, *values: torch.Tensor | float) -> list[float]:
+        """Each number's sum over the ranks that hold different samples. Collective."""
+        row = torch.tensor([float(value) for value in values], dtype=torch.float64, device=self.engine.device)
+        return gather_rows(row, self.engine.mesh.data).sum(dim=0).tolist()
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The model's whole weights and buffers, on the CPU of every rank. Collective."""
+        with self._state_gate.open():
+            return self.engine.state_dict()
+
+    def save_weights(self, path: str | Path) -> None:
+        """Whole weights and buffers as one safetensors file, written by rank 0. Collective."""
+        with self._state_gate.open():
+            self.engine.save_weights(path)
+
+    def memory(self) -> dict[str, int | None]:
+        """Bytes on this rank, as `Engine.memory`."""
+        with self._gate.open():
+            return self.engine.memory()
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self.engine.rank
+
+    # --- a step
+
+    def _open_step(self) -> None:
+        if self._finished and not self._stepped:
+            k = self.engine.plan.accumulate
+            raise InputError(
+                f"prepared.backward was called {k + 1} times before optimizer.step(): say in the plan how many there "
+                f"are in a step (accumulate={k + 1}); an earlier step() is fine, a later one is not"
+            )
+        if self._stepped:
+            raise InputError(
+                "prepared.backward after optimizer.step() without optimizer.zero_grad(): one process would add the "
+                "new gradients to the old ones; call zero_grad in every step"
+            )
+        if self._tally is None:
+            with self._gate.open():
+                self.engine.technique.start_step()
+            self._tally = Tally(self.engine.device)
+
+    def _weight(self, loss: torch.Tensor, weight: torch.Tensor | float | None) -> torch.Tensor | float:
+        """The weight that is counted; without one, means share one weight for the whole step."""
+        if weight is not None:
+            form = "given"
+        else:
+            divisor = divisor_of(loss) if self.engine.data_ranks > 1 else Divisor("mean")
+            self._forms.append(divisor)
+            form = divisor.kind
+        if self._given not in (None, form):
+            raise InputError("prepared.backward: give the weight with every micro-batch of a step, or with none")
+        self._given = form
+        if weight is not None:
+            return weight.detach().reshape(()) if isinstance(weight, torch.Tensor) else float(weight)
+        if self._micro > 0:
+            return 0.0
+        return 1.0 / self.engine.data_ranks if form == "sum" else 1.0
+
+    def _flush(self) -> None:
+        """A step with fewer micro-batches than the plan's: reduce what was held back for the last."""
+        if self._tally is None or self._finished:
+            return
+        buckets = getattr(self.engine.technique, "buckets", None)
+        if buckets is not None and not buckets.sync:
+            with self._gate.open():
+                buckets.sync = True
+                buckets.finish_micro_batch()
+        self._finish()
+
+    def _finish(self) -> None:
+        """Gradients of all ranks, divided; what ranks must agree on is compared first."""
+        assert self._tally is not None
+        engine, tally = self.engine, self._tally
+        if engine.data_ranks > 1:
+            compare(engine, self._forms, tally.samples, self._checksum, generators=self.draws is not None)
+        with self._gate.open():
+            agreed = engine._finish(tally, tally.reached)
+            if not agreed.same_branches and engine.data_ranks > 1:
+                refuse = engine.task.branches == "same"
+                used = gather_reached(tally, engine.names, engine.mesh.data, engine.device, refuse=refuse)
+                agreed = engine._finish(tally, used)
+            result, self._usable = engine._normalise(agreed)
+        self._finished = True
+        self.grad_norm = result.grad_norm
+        self.loss = torch.tensor(result.loss, dtype=torch.float64)
+
+    # --- the optimizer's calls
+
+    def _hook_optimizer(self) -> None:
+        inner = self.optimizer.step
+        prepared = self
+
+        def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            return prepared._step(inner, closure)
+
+        def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
+            prepared._discard()
+
+        vars(self.optimizer).update(
+            step=types.MethodType(step, self.optimizer),
+            zero_grad=types.MethodType(zero_grad, self.optimizer),
+            _step_supports_amp_scaling=RefusedScaler(),  # what GradScaler asks an optimizer first
+        )
+        self.model.zero_grad = types.MethodType(lambda module, set_to_none=True: prepared._discard(), self.model)
+
+    def _step(self, inner: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
+        engine = self.engine
+        if closure is not None:
+            if engine.owners is not None:
+                raise RefusedPlan("a closure with an optimizer that needs whole tensors: use dp_replicate")
+            result = inner(lambda: self._closed(closure))
+        else:
+            self._flush()
+            if engine.owners is not None:
+                engine.owners.collect_gradients(engine._used)
+            result = inner() if self._tally is None or self._usable else None
+            if engine.owners is not None:
+                engine.owners.hand_out(engine._used)
+        engine.technique.publish()
+        engine.steps_done += 1
+        self._stepped = self._tally is not None
+        return result
+
+    def _closed(self, closure: Callable[[], Any]) -> torch.Tensor:
+        """What a closure comes to over all ranks; a line search must see the same on each."""
+        self.engine.technique.publish()
+        with torch.enable_grad():
+            closure()
+        self._flush()
+        return self.loss
+
+    def _discard(self) -> None:
+        """zero_grad: whatever was added up is forgotten."""
+        if self._tally is not None and not self._finished:
+            self._flush()  # what was launched is waited for
+        with self._gate.open():
+            self.engine.technique.start_step()
+        self._tally, self._micro, self._finished, self._stepped = None, 0, False, False
+        self._forms, self._given = [], None
+
+    # --- the loop and the model's forward
+
+    def _share_generator(self) -> None:
+        """Every rank continues from rank 0's generator, so that samplers draw alike."""
+        if self.engine.data_ranks > 1:
+            state = torch.get_rng_state().to(self.engine.device)
+            broadcast(state, self.engine.mesh.data, 0, "control")
+            torch.set_rng_state(state.cpu())
+
+    def _begin_batch(self, part: Part, checksum: int) -> None:
+        self._part = part
+        self._checksum = zlib.crc32(str(checksum).encode(), self._checksum)
+        self.engine.phase.stand_in = part.count == 0
+        self._resume_draws()
+
+    def _resume_draws(self) -> None:
+        if self.draws is not None and self._part is not None and not self._draws_on:
+            self.draws.part = self._part
+            self.draws.__enter__()
+            self._draws_on = True
+
+    def _end_batch(self) -> None:
+        """Draws after backward are the script's own business, alike on every rank."""
+        if self.draws is not None and self._draws_on:
+            self.draws.part = None
+            self.draws.__exit__(None, None, None)
+            self._draws_on = False
+
+    def _hook_model(self) -> None:
+        def enter(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+            precision = self.engine.precision
+            if precision.mixed:
+                args, kwargs = precision.cast_inputs((args, kwargs))
+            if not (module.training and torch.is_grad_enabled()):
+                return args, kwargs
+            if not self._looked:
+                self._looked = True
+                self._look(args, kwargs)
+            if self.draws is not None:
+                self.draws.inside = True
+            elif self.randomness == "fast" and self.engine.data_ranks > 1:
+                self._forwards += 1
+                seed_generators(seed_of("fast", self.seed, self._forwards, self.engine.data_rank))
+            return args, kwargs
+
+        def leave(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
+            if self.draws is not None:
+                self.draws.inside = False
+            return self.engine.precision.cast_outputs(output) if self.engine.precision.mixed else None
+
+        self.model.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)  # before units gather
+        self.model.register_forward_hook(leave, with_kwargs=True)
+
+    def _look(self, args: tuple, kwargs: dict) -> None:
+        """On the first batch: does each sample's output depend on that sample alone?"""
+        self._end_batch()
+        batch_norms, notices = look_at_model(self.engine, args, kwargs)
+        for module in batch_norms:
+            sync_module(module, self.engine.mesh.data, self.engine.phase)
+        self.notices += notices
+        self._resume_draws()

@@ -1,0 +1,81 @@
+"""Before a script is prepared: what cannot be is refused, and the engine is made over the model that exists."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from shardwise.engine.engine import Engine
+from shardwise.errors import InputError, RefusedPlan
+from shardwise.layout import Plan, check
+from shardwise.mesh import build_mesh
+from shardwise.task import Task
+
+
+def check_given(model: Any, optimizer: Any, plan: Plan, randomness: str) -> None:
+    """Raise `InputError` or `RefusedPlan` for what cannot be prepared."""
+    if not isinstance(model, nn.Module):
+        raise InputError(f"prepare: the model is of type {type(model).__name__}, expected a torch.nn.Module")
+    if not isinstance(optimizer, Optimizer):
+        raise InputError(f"prepare: the optimizer is of type {type(optimizer).__name__}, expected a torch Optimizer")
+    if randomness not in ("global", "fast"):
+        raise InputError(f"prepare: randomness is 'global' or 'fast', got {randomness!r}")
+    if plan.pp > 1:
+        raise RefusedPlan(
+            f"plan {plan}: pp > 1 in prepare: a pipeline calls parts of the model forward and backward in an order of "
+            "its own, which a script's loop cannot follow: describe the run as a Task and call "
+            "shardwise.parallelize(task, plan).step(batch)"
+        )
+    check(plan)
+    if plan.world_size != plan.data_ranks:
+        raise RefusedPlan(
+            f"plan {plan}: prepare spreads samples alone (dp_replicate, dp_shard, zero): for the other axes describe "
+            "the run as a Task and call shardwise.parallelize(task, plan)"
+        )
+    meta = [name for name, param in model.named_parameters() if param.device.type == "meta"]
+    if meta:
+        raise InputError(f"prepare: parameter '{meta[0]}' is on the meta device: give the model with its weights")
+
+
+def with_dtype(plan: Plan, model: nn.Module) -> Plan:
+    """The plan at the model's own precision, where it does not ask for one."""
+    dtypes = {param.dtype for param in model.parameters() if param.is_floating_point()}
+    if len(dtypes) > 1:
+        raise RefusedPlan(
+            f"prepare: the model's parameters are of {len(dtypes)} dtypes ({', '.join(sorted(map(str, dtypes)))}), and "
+            "buckets and shards have one: convert the model (model.float()), and give the precision in the plan"
+        )
+    own = {torch.float64: "fp64", torch.bfloat16: "bf16-full"}.get(next(iter(dtypes), torch.float32))
+    if torch.float16 in dtypes:
+        raise RefusedPlan("prepare: the model is in float16: give it in float32 and precision=fp16 in the plan")
+    return plan.with_(precision=own) if own and plan.precision == "fp32" else plan
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """What is drawn inside does not move the script's generators."""
+    state, plain = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng():
+        yield
+    random.setstate(state)
+    np.random.set_state(plain)
+
+
+def make_engine(model: nn.Module, plan: Plan, branches: Any, seed: int, device: torch.device) -> Engine:
+    """The engine over a module that exists: its weights are constants of its construction."""
+    task = Task(
+        model=lambda: model,
+        loss=lambda output, batch: (output, 1),
+        batch=lambda step: None,
+        optimizer=lambda groups: torch.optim.SGD(groups, lr=1.0),  # replaced by the script's own
+        branches=branches,
+        name="script",
+    )
+    return Engine(task, plan, build_mesh(plan, device), seed)

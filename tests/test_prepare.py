@@ -1,0 +1,474 @@
+"""Existing scripts with at most four changed lines: losses and weights equal to the untouched script in one process."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+
+import shardwise
+from shardwise.errors import InputError, RefusedPlan, RunError
+from shardwise.ranks import RankPool
+from shardwise.scripts.divisor import divisor_of
+from shardwise.trace.double import KeepDouble
+
+SCRIPTS = Path(__file__).parent / "scripts"
+BAR = 1e-10
+CALL = "prepared = model, optimizer, {loader} = shardwise.prepare(model, optimizer, {loader}, plan={plan!r})"
+
+# script -> the loader's name, and the lines that change: (as it was, as it is)
+CHANGES: dict[str, tuple[str, list[tuple[str, str]]]] = {
+    "char_gpt": ("loader", [
+        ("    loss.backward()", "    loss = prepared.backward(loss)"),
+        ("    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)", "    prepared.clip_grad_norm_(0.5)"),
+    ]),
+    "causal_lm": ("loader", [
+        ("        loss.backward()",
+         "        n = (batch['labels'][:, 1:] != -100).sum(); loss = prepared.backward(loss * n, n)"),
+        ("        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)", "        prepared.clip_grad_norm_(1.0)"),
+    ]),
+    "image_classifier": ("train_loader", [
+        ("        loss.backward()", "        loss = prepared.backward(loss * len(y), len(y))"),
+    ]),
+    "unet": ("loader", [("        loss.backward()", "        loss = prepared.backward(loss)")]),
+    "diffusion": ("loader", [("        loss.backward()", "        loss = prepared.backward(loss)")]),
+}  # fmt: skip
+FIRST_LINE_OF_LOOP = "losses = []"
+EXTRA = {"unet": ",accumulate=2"}
+
+
+def changed(name: str, plan: str) -> str:
+    """The script with its few changed lines; the count is the test's promise."""
+    text = (SCRIPTS / f"{name}.py").read_text()
+    loader, lines = CHANGES[name]
+    assert len(lines) + 2 <= 4  # these, the import and the call
+    for before, after in lines:
+        assert text.count(f"{before}\n") == 1
+        text = text.replace(f"{before}\n", f"{after}\n")
+    call = CALL.format(loader=loader, plan=plan + EXTRA.get(name, ""))
+    return text.replace("import torch\n", "import shardwise\nimport torch\n", 1).replace(
+        FIRST_LINE_OF_LOOP, f"{call}\n{FIRST_LINE_OF_LOOP}"
+    )
+
+
+def run_script(path: str) -> dict[str, Any]:
+    """What a script came to: run by itself where nothing was prepared, else over the ranks of the pool."""
+    torch.set_default_dtype(torch.float32)
+    with KeepDouble():  # transformers computes its loss in float32; both sides keep float64
+        names = runpy.run_path(path, run_name="__main__")
+    torch.set_default_dtype(torch.float32)
+    prepared = names.get("prepared")
+    weights = prepared.state_dict() if prepared is not None else names["model"].state_dict()
+    told = {key: names[key] for key in ("sample", "generated", "correct", "made") if key in names}
+    return {"losses": names["losses"], "weights": weights, "told": told}
+
+
+@pytest.fixture(scope="module")
+def alone(pool: RankPool) -> dict[str, dict[str, Any]]:
+    """Each untouched script in one process."""
+    return {name: pool.run(run_script, 1, str(SCRIPTS / f"{name}.py"))[0] for name in CHANGES}
+
+
+def same(run: dict[str, Any], alone: dict[str, Any]) -> None:
+    apart = [abs(a - b) / abs(b) for a, b in zip(run["losses"], alone["losses"], strict=True)]
+    assert max(apart) < BAR, apart
+    assert run["weights"].keys() == alone["weights"].keys()
+    for name, weight in alone["weights"].items():
+        bar = BAR * max(1.0, float(weight.abs().max()))
+        assert float((run["weights"][name] - weight).abs().max()) < bar, name
+
+
+PLANS_2 = ("dp_replicate=2", "dp_shard=2,zero=1", "dp_shard=2,zero=2", "dp_shard=2,zero=3")
+SHORT = [("char_gpt", PLANS_2[3]), ("char_gpt", PLANS_2[1]), ("causal_lm", PLANS_2[3]), ("causal_lm", PLANS_2[0]),
+         ("image_classifier", PLANS_2[2]), ("image_classifier", PLANS_2[3]), ("unet", PLANS_2[0]),
+         ("unet", PLANS_2[1]), ("diffusion", PLANS_2[2]), ("diffusion", PLANS_2[3]),
+         ("image_classifier", "dp_shard=4,zero=3"), ("diffusion", "dp_replicate=2,dp_shard=2,zero=3"),
+         ("unet", "dp_replicate=2,dp_shard=2,zero=3")]  # fmt: skip
+PLANS_4 = ("dp_replicate=4", "dp_shard=4,zero=1", "dp_shard=4,zero=2", "dp_shard=4,zero=3",
+           "dp_replicate=2,dp_shard=2,zero=2")  # fmt: skip
+REST = [(name, plan) for name in CHANGES for plan in (*PLANS_2, *PLANS_4) if (name, plan) not in SHORT]
+
+
+def check(name: str, plan: str, alone: dict, pool: RankPool, tmp_path: Path) -> None:
+    path = tmp_path / f"{name}.py"
+    path.write_text(changed(name, plan))
+    for run in pool.run(run_script, shardwise.Plan.parse(plan).world_size, str(path), timeout_s=120):
+        same(run, alone[name])
+        for key, value in alone[name]["told"].items():
+            told = run["told"][key]
+            if not isinstance(value, torch.Tensor):
+                assert told == value
+            else:
+                torch.testing.assert_close(told, value, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize(("name", "plan"), SHORT)
+def test_scripts_equal_one_process(name: str, plan: str, alone: dict, pool: RankPool, tmp_path: Path) -> None:
+    check(name, plan, alone, pool, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "plan"), REST)
+def test_scripts_under_every_plan(name: str, plan: str, alone: dict, pool: RankPool, tmp_path: Path) -> None:
+    check(name, plan, alone, pool, tmp_path)
+
+
+# --- smaller scripts: one loop for all of them, run untouched in one process and prepared on ranks
+
+
+class Net(nn.Module):
+    def __init__(self, mixes: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
+        self.head = nn.Linear(8, 2)
+        self.mixes = mixes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers(x)
+        return self.head(x - x.mean(0) if self.mixes else x)
+
+
+def net(**options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return Net(**options).double()
+
+
+def samples(count: int) -> TensorDataset:
+    g = torch.Generator().manual_seed(1)
+    x = torch.randn(count, 6, generator=g, dtype=torch.float64)
+    return TensorDataset(x, x[:, :2].sin())
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+
+
+def loop(plan: str | None, optimizer_of: Any = adamw, count: int = 14, batch: int = 4, every: int = 1,
+         clip: str = "", weighted: bool = True, loader_of: Any = None, frozen: bool = False, epochs: int = 1,
+         **options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:  # fmt: skip
+    """Losses and weights of a plain training loop; prepared where a plan is given. `every` batches make a step."""
+    model = net()
+    if frozen:
+        model.layers[0].requires_grad_(False)
+    optimizer = optimizer_of(model)
+    loader = (loader_of or DataLoader)(samples(count), batch_size=batch, shuffle=loader_of is None)
+    prepared = shardwise.prepare(model, optimizer, loader, plan=plan, **options) if plan else None
+    if prepared:
+        model, optimizer, loader = prepared
+    torch.manual_seed(7)
+    losses, total, weight = [], 0.0, 0
+    for _ in range(epochs):
+        for number, (x, y) in enumerate(loader):
+            loss = (model(x) - y).square().sum()
+            if prepared:
+                mean = loss / y.numel()
+                prepared.backward(loss, y.numel()) if weighted else prepared.backward(mean)
+            else:
+                loss.backward()
+                total, weight = total + loss.item(), weight + y.numel()
+            if (number + 1) % every and number + 1 < len(loader):
+                continue
+            if not prepared:
+                for param in model.parameters():
+                    if param.grad is not None:
+                        param.grad /= weight
+            if clip == "torch" or (clip and not prepared):
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+            elif clip:
+                prepared.clip_grad_norm_(0.3)
+            optimizer.step()
+            losses.append(float(prepared.loss) if prepared else total / weight)
+            optimizer.zero_grad()
+            total, weight = 0.0, 0
+    return losses, prepared.state_dict() if prepared else model.state_dict()
+
+
+def equal(pool: RankPool, plan: str, prepared_only: dict | None = None, **options: Any) -> None:
+    expected = loop(None, **options)
+    for losses, weights in pool.run(ranks_loop, shardwise.Plan.parse(plan).world_size, plan, options,
+                                    prepared_only or {}, timeout_s=60):  # fmt: skip
+        assert losses == pytest.approx(expected[0], rel=BAR)
+        for name, weight in expected[1].items():
+            assert float((weights[name] - weight).abs().max()) < BAR, name
+
+
+def ranks_loop(plan: str, options: dict, prepared_only: dict) -> tuple:
+    return loop(plan, **options, **prepared_only)
+
+
+def muon(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(model.parameters(), lr=1e-2)
+
+
+def momentum(model: nn.Module) -> torch.optim.Optimizer:
+    groups = [{"params": model.layers.parameters(), "lr": 0.02}, {"params": model.head.parameters(), "momentum": 0.5}]
+    return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+
+
+def as_batches(dataset: TensorDataset, batch_size: int, shuffle: bool) -> list:
+    x, y = dataset.tensors
+    return list(zip(x.split(batch_size), y.split(batch_size), strict=True))
+
+
+class Stream(IterableDataset):
+    def __init__(self, dataset: TensorDataset) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __iter__(self):
+        return iter(self.dataset)
+
+
+def streamed(dataset: TensorDataset, batch_size: int, shuffle: bool) -> DataLoader:
+    return DataLoader(Stream(dataset), batch_size=batch_size)
+
+
+def with_workers(dataset: TensorDataset, batch_size: int, shuffle: bool) -> DataLoader:
+    return DataLoader(dataset, batch_size=batch_size, shuffle=True, num_workers=1)
+
+
+@pytest.mark.parametrize(
+    ("plan", "options"),
+    [
+        ("dp_shard=3,zero=3", {"count": 13}),  # the last batch has one sample for three ranks
+        ("dp_replicate=3", {"count": 13}),
+        ("dp_shard=2,zero=2,accumulate=2", {"every": 2}),
+        ("dp_replicate=2,accumulate=3", {"every": 3}),  # 4 batches: the last step has one, and is flushed
+        ("dp_shard=2,zero=1,accumulate=3", {"every": 3}),
+        ("dp_shard=2,zero=3,accumulate=3", {"every": 3, "epochs": 2}),
+        ("dp_shard=2,zero=3", {"clip": "torch"}),
+        ("dp_replicate=2", {"clip": "torch"}),
+        ("dp_shard=2,zero=1", {"clip": "ours"}),
+        ("dp_shard=2,zero=2", {"optimizer_of": muon}),
+        ("dp_shard=2,zero=3", {"optimizer_of": muon}),
+        ("dp_shard=2,zero=2", {"optimizer_of": momentum}),
+        ("dp_shard=2,zero=3", {"frozen": True}),
+        ("dp_shard=2,zero=2", {"loader_of": as_batches}),
+        ("dp_shard=2,zero=3", {"loader_of": streamed}),
+        ("single", {}),
+    ],
+)
+def test_loops_equal_one_process(plan: str, options: dict, pool: RankPool) -> None:
+    equal(pool, plan, **options)
+
+
+@pytest.mark.parametrize("count", [12])
+def test_a_mean_without_weight_where_parts_are_equal(count: int, pool: RankPool) -> None:
+    equal(pool, "dp_shard=2,zero=2", count=count, prepared_only={"weighted": False})
+
+
+@pytest.mark.long
+def test_workers_change_nothing(pool: RankPool) -> None:
+    equal(pool, "dp_replicate=2", loader_of=with_workers)
+
+
+# --- what would differ is refused, by what it is and what to do
+
+
+def once(plan: str, case: str) -> None:
+    """One mistake of a script, on ranks."""
+    model = net(mixes=case == "mixes")
+    if case == "draws inside":
+        model.layers[1].forward = lambda x: x + torch.rand(3, 8, dtype=x.dtype).mean()
+    optimizer = torch.optim.LBFGS(model.parameters()) if case == "joint" else adamw(model)
+    count = 13 if case == "uneven" else 12
+    loader: Any = DataLoader(samples(count), batch_size=4)
+    if case == "distributed sampler":
+        loader = DataLoader(samples(12), batch_size=4, sampler=DistributedSampler(samples(12), 2, 0))
+    if case == "own order":
+        g = torch.Generator().manual_seed(torch.distributed.get_rank())
+        loader = DataLoader(samples(12), batch_size=4, shuffle=True, generator=g)
+    if case == "own draws":
+        loader = DataLoader(Drawing(*samples(12).tensors), batch_size=4)
+    prepared = model, optimizer, loader = shardwise.prepare(model, optimizer, loader, plan=plan)
+    for x, y in loader:
+        loss = (model(x) - y).square().mean()
+        if case == "unseen":
+            loss = loss.exp()
+        if case == "scaler":
+            scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+            prepared.backward(scaler.scale(loss))
+            scaler.step(optimizer)
+        prepared.backward(loss)
+        if case == "twice":
+            prepared.backward((model(x) - y).square().mean())
+        if case == "torch's clip":
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if case != "no zero_grad":
+            optimizer.zero_grad()
+    if case == "state_dict":
+        model.state_dict()
+
+
+class Drawing(TensorDataset):
+    """Draws from torch's own generator while it reads, more for some samples than for others."""
+
+    def __getitem__(self, index: int):
+        x, y = super().__getitem__(index)
+        return x + torch.rand(1 + index // 2 % 2, dtype=x.dtype).sum() * 0, y
+
+
+@pytest.mark.parametrize(
+    ("case", "plan", "kind", "words"),
+    [
+        ("uneven", "dp_shard=2,zero=2", InputError, r"mean over 2 on rank 0, 2 on rank 1 \(0 samples on rank 0, 1"),
+        ("unseen", "dp_replicate=2", InputError, "cannot be seen.*Give the sum and its weight"),
+        ("twice", "dp_replicate=2", InputError, r"2 times before optimizer.step\(\).*accumulate=2"),
+        ("no zero_grad", "dp_replicate=2", InputError, "without optimizer.zero_grad"),
+        ("torch's clip", "dp_shard=2,zero=1", RefusedPlan, r"prepared.clip_grad_norm_"),
+        ("torch's clip", "dp_shard=2,zero=2", RefusedPlan, r"prepared.clip_grad_norm_"),
+        ("state_dict", "dp_shard=2,zero=3", RefusedPlan, r"prepared.state_dict\(\)"),
+        ("distributed sampler", "dp_replicate=2", InputError, "DistributedSampler"),
+        ("own order", "dp_replicate=2", RunError, "drew other samples in step 0"),
+        ("own draws", "dp_replicate=2", RunError, "generators stand apart.*num_workers=1"),
+        ("draws inside", "dp_replicate=2", RefusedPlan, r"shape \(3, 8\).*randomness=\"fast\""),
+        ("mixes", "dp_shard=2,zero=3", RefusedPlan, "mixes samples"),
+        ("joint", "dp_shard=2,zero=1", RefusedPlan, "LBFGS's update of one tensor depends on the others"),
+        ("scaler", "dp_replicate=2", RefusedPlan, "GradScaler"),
+        ("pipeline", "pp=2", RefusedPlan, r"pp > 1 in prepare.*shardwise.parallelize\(task, plan\).step"),
+        ("other axes", "tp=2", RefusedPlan, "tp"),
+    ],
+)
+def test_refused(case: str, plan: str, kind: type[Exception], words: str, pool: RankPool) -> None:
+    with pytest.raises(kind, match=words):
+        pool.run(once, 2, plan, case, timeout_s=60)
+
+
+def test_more_ranks_than_this_run_has() -> None:
+    model = net()
+    with pytest.raises(InputError, match="torchrun --nproc-per-node 2"):
+        shardwise.prepare(model, adamw(model), [], plan="dp_shard=2")
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (
+            lambda model: torch.optim.SGD([*model.parameters(), nn.Parameter(torch.zeros(3))], 0.1),
+            r"shape \(3,\).*no pa",
+        ),
+        (lambda model: stepped(model), "has done steps already"),
+        (lambda model: Forgetful(model.parameters(), power=3), "'power' is 3, and would be 2"),
+        (lambda model: "sgd", "of type str"),
+    ],
+)
+def test_optimizers_that_cannot_be_made_anew(make: Any, words: str) -> None:
+    model = net()
+    with pytest.raises(InputError, match=words):
+        shardwise.prepare(model, make(model), [])
+
+
+def stepped(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = adamw(model)
+    model(torch.zeros(1, 6, dtype=torch.float64)).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+class Forgetful(torch.optim.SGD):
+    def __init__(self, params: Any, lr: float = 0.1, power: int = 2) -> None:
+        super().__init__(params, lr=lr)
+        self.power = power
+
+
+def with_closure() -> tuple[float, dict]:
+    model = net()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.3, max_iter=4)
+    loader = DataLoader(samples(8), batch_size=8)
+    import torch.distributed as dist
+
+    ranks = dist.get_world_size()
+    prepared = shardwise.prepare(model, optimizer, loader, plan=f"dp_replicate={ranks}")
+    model, optimizer, loader = prepared
+    for x, y in loader:
+
+        def closure(x=x, y=y):
+            optimizer.zero_grad()
+            return prepared.backward((model(x) - y).square().mean())
+
+        optimizer.step(closure)
+    return float(prepared.loss), prepared.state_dict()
+
+
+def test_a_closure_sees_the_loss_of_all_ranks(pool: RankPool) -> None:
+    ((loss, weights),) = pool.run(with_closure, 1)
+    for other, theirs in pool.run(with_closure, 2):
+        assert other == pytest.approx(loss, rel=BAR)
+        assert all(float((theirs[name] - weight).abs().max()) < BAR for name, weight in weights.items())
+
+
+def held_out() -> list[float]:
+    model = net()
+    prepared = shardwise.prepare(model, adamw(model), [], plan="dp_shard=2,zero=3")
+    total = weight = 0.0
+    loader = prepared.split(DataLoader(samples(5), batch_size=3))
+    model.eval()
+    with torch.no_grad():
+        for x, y in loader:
+            output = model(x)
+            if loader.part.count:
+                total, weight = total + float((output - y).square().sum()), weight + len(y)
+    return prepared.sum(total, weight)
+
+
+def test_held_out_data_is_cut_and_summed(pool: RankPool) -> None:
+    model = net()
+    x, y = samples(5).tensors
+    for total, weight in pool.run(held_out, 2):
+        assert weight == 5 and total == pytest.approx((model(x) - y).square().sum().item(), rel=1e-12)
+
+
+def other_precisions(plan: str) -> tuple[float, float]:
+    model = net().float()
+    with torch.no_grad():
+        before = float((model(samples(12).tensors[0].float()) - samples(12).tensors[1]).square().mean())
+    loader = DataLoader(samples(12), batch_size=4)
+    prepared = model, optimizer, loader = shardwise.prepare(model, adamw(model), loader, plan=plan, randomness="fast")
+    for _ in range(10):
+        for x, y in loader:
+            prepared.backward((model(x.float()) - y.float()).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    assert next(iter(prepared.state_dict().values())).dtype == torch.float32
+    return before, float(prepared.loss)
+
+
+@pytest.mark.parametrize("plan", ["dp_replicate=2,precision=bf16", "dp_shard=2,zero=3,precision=bf16"])
+def test_mixed_precision_learns(plan: str, pool: RankPool) -> None:
+    for before, after in pool.run(other_precisions, 2, plan):
+        assert after < 0.7 * before
+
+
+# --- what a mean was taken over
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "numbers"),
+    [
+        (lambda x, y: nn.functional.cross_entropy(x, y), "mean", (3.0,)),  # one of the four is ignored
+        (lambda x, y: nn.functional.cross_entropy(x.view(4, 5, 1), y.view(4, 1)), "mean", (3.0,)),
+        (lambda x, y: nn.functional.mse_loss(x, x.detach() * 0), "mean", (20.0,)),
+        (lambda x, y: nn.functional.l1_loss(x, x.detach() * 0), "mean", (20.0,)),
+        (lambda x, y: nn.functional.binary_cross_entropy_with_logits(x, x.detach() * 0), "mean", (20.0,)),
+        (lambda x, y: x.pow(2).sum(1).mean(), "mean", (4.0,)),
+        (lambda x, y: x.pow(2).sum() / torch.tensor(7), "mean", (7.0,)),
+        (lambda x, y: x.pow(2).sum() / 7 / 2, "mean", (7.0, 2.0)),
+        (lambda x, y: 0.5 * nn.functional.cross_entropy(x, y) + x.pow(2).mean(), "mean", (20.0, 3.0)),
+        (lambda x, y: nn.functional.cross_entropy(x, y, reduction="sum"), "sum", ()),
+        (lambda x, y: x.pow(2).sum(), "sum", ()),
+        (lambda x, y: x.pow(2).sum() + x.mean(), "unknown", ()),
+        (lambda x, y: x.logsumexp((0, 1)), "unknown", ()),
+        (lambda x, y: x.pow(2).mean() / x.pow(2).mean(), "unknown", ()),
+    ],
+)
+def test_what_a_loss_is_a_mean_over(make: Any, kind: str, numbers: tuple) -> None:
+    found = divisor_of(make(torch.randn(4, 5, requires_grad=True), torch.tensor([0, 1, -100, 2])))
+    assert (found.kind, found.numbers) == (kind, numbers)

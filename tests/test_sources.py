@@ -1,0 +1,360 @@
+"""Sources of the usual kinds: what they give, in which order on any number of ranks and workers, and bad input."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise import Task, train
+from shardwise.data import ArraySource, Blend, JsonlSource, Loader, TokenSource, as_source
+from shardwise.data.blend import BLOCK, shares
+from shardwise.data.jsonl import packed
+from shardwise.engine import samples
+from shardwise.errors import InputError
+from shardwise.observe import InputWatch
+
+
+def tokens_file(folder: Path, name: str, count: int, base: int = 0) -> Path:
+    path = folder / name
+    values = (np.arange(count) + base).astype(np.uint16)
+    np.save(path, values) if path.suffix == ".npy" else values.tofile(path)
+    return path
+
+
+def lines_file(folder: Path, lines: list[Any]) -> Path:
+    path = folder / "lines.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+# --- what each gives
+
+
+@pytest.mark.parametrize("name", ["t.bin", "t.npy"])
+def test_windows_of_tokens_overlap_by_one(name: str, tmp_path: Path) -> None:
+    source = TokenSource([tokens_file(tmp_path, name, 11), tokens_file(tmp_path, f"b{name}", 8, base=100)], 3)
+    assert len(source) == 3 + 2
+    assert source.read([0, 2, 3])["tokens"].tolist() == [[0, 1, 2, 3], [6, 7, 8, 9], [100, 101, 102, 103]]
+    assert pickle.loads(pickle.dumps(source)).read([4])["tokens"].tolist() == [[103, 104, 105, 106]]
+
+
+def test_arrays_from_files_and_memory(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.arange(12.0).reshape(6, 2))
+    source = ArraySource({"x": tmp_path / "x.npy", "y": np.arange(6)})
+    batch = source.read([4, 1])
+    assert batch["x"].tolist() == [[8, 9], [2, 3]] and batch["y"].tolist() == [4, 1]
+
+
+def test_documents_are_packed_masked_and_numbered(tmp_path: Path) -> None:
+    path = lines_file(tmp_path, [{"prompt": "ab", "completion": "c"}, {"text": "de"},
+                                 {"messages": [{"role": "user", "content": "f"},
+                                               {"role": "assistant", "content": "gh"}]}])  # fmt: skip
+    source = JsonlSource(path, 8, end=0)
+    a, b, c, d, e, f, g, h = range(97, 105)
+    assert len(source) == 2
+    batch = source.read([0, 1])
+    assert batch["input_ids"].tolist() == [[a, b, c, 0, d, e, 0, 0], [f, g, h, 0, 0, 0, 0, 0]]
+    assert batch["labels"].tolist() == [[-100, -100, c, 0, -100, e, 0, -100], [-100, g, h, 0, *[-100] * 4]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 0, 1, 2, 0], [0, 1, 2, 3, 0, 1, 2, 3]]
+    assert len(JsonlSource(path, 8, end=0, pack=False)) == 3
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=40))
+def test_packing_keeps_every_document_once_in_order(lengths: list[int]) -> None:
+    rows = packed(lengths, 9)
+    assert [document for row in rows for document in row] == list(range(len(lengths)))
+    assert all(sum(lengths[d] for d in row) <= 9 for row in rows)
+
+
+def test_packed_documents_do_not_see_each_other(tmp_path: Path) -> None:
+    """A transformers model gives packed documents the losses that it gives them alone."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(vocab_size=256, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+                                      num_attention_heads=2, num_key_value_heads=2)  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).double().eval()
+    path = lines_file(tmp_path, [{"prompt": "one ", "completion": "two three"}, {"text": "four five"}, {"text": "six"}])
+
+    def total(source: JsonlSource) -> float:
+        batch = source.read(list(range(len(source))))
+        labels = batch.pop("labels")
+        with torch.no_grad():
+            logits = model(**batch, use_cache=False).logits[:, :-1]
+        return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), reduction="sum"))
+
+    together, apart = JsonlSource(path, 32), JsonlSource(path, 32, pack=False)
+    assert (len(together), len(apart)) == (1, 3)
+    assert total(together) == pytest.approx(total(apart), rel=1e-12)
+
+
+def test_a_tokenizer_from_a_folder(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "a": 1, "b": 2, "</s>": 3}, "[UNK]"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.save(str(tmp_path / "tokenizer.json"))
+    source = JsonlSource(lines_file(tmp_path, [{"text": "a b c"}]), 6, tokenizer=tmp_path)
+    assert source.read([0])["input_ids"].tolist() == [[1, 2, 0, 3, 0, 0]]
+
+
+# --- blends
+
+
+def blend(weights: tuple[float, float] = (3, 1), lengths: tuple[int, int] = (10, 7)) -> Blend:
+    a = ArraySource({"x": np.arange(lengths[0])})
+    b = ArraySource({"x": np.arange(1000, 1000 + lengths[1])})
+    return Blend({"a": (a, weights[0]), "b": (b, weights[1])})
+
+
+@settings(max_examples=20)
+@given(st.floats(0.01, 0.99), st.integers(0, 2 * BLOCK), st.integers(1, 300))
+def test_shares_and_positions_of_a_blend(weight: float, start: int, count: int) -> None:
+    mixed = blend((weight, 1 - weight), (200, 170))
+    order = mixed.order(5)
+    before, after = order.positions(start), order.positions(start + count)
+    drawn = order.indices(start, start + count)
+    assert (drawn < 200).sum() == after["a"] - before["a"]
+    assert sum(after.values()) == start + count
+    assert abs(after["a"] - weight * (start + count)) <= BLOCK / 4 + (start + count) / BLOCK
+    assert sum(shares((weight, 1 - weight))) == BLOCK
+    # each source goes through its own samples once an epoch, whatever stands between
+    whole = order.indices(0, BLOCK + 500)
+    of_a = whole[whole < 200]
+    assert all(sorted(of_a[i : i + 200]) == list(range(200)) for i in range(0, len(of_a) - 200, 200))
+
+
+def test_a_blend_continues_with_other_weights() -> None:
+    first = Loader(blend((3, 1), (500, 400)), 0, 16, prefetch=0)
+    seen = [x for _ in range(20) for x in next(first)[0].batch["x"].tolist()]
+    state = json.loads(json.dumps(first.state_dict()))
+    second = Loader(blend((1, 1), (500, 400)), 0, 16, prefetch=0)
+    second.load_state_dict(state)
+    more = [x for _ in range(20) for x in next(second)[0].batch["x"].tolist()]
+    assert not set(seen) & set(more)  # no source starts over
+    same = Loader(blend((3, 1), (500, 400)), 0, 16, prefetch=0)
+    same.load_state_dict(state)
+    assert next(same)[0].batch["x"].tolist() == next(first)[0].batch["x"].tolist()
+    again = Loader(blend((1, 1), (500, 400)), 0, 16, prefetch=0)
+    again.load_state_dict(json.loads(json.dumps(second.state_dict())))
+    assert next(again)[0].batch["x"].tolist() == next(second)[0].batch["x"].tolist()
+    with pytest.raises(InputError, match="the saved run read a, b, this one a, c"):
+        other = Blend({"a": (ArraySource({"x": np.arange(500)}), 1), "c": (ArraySource({"x": np.arange(400)}), 1)})
+        Loader(other, 0, 16).load_state_dict(state)
+
+
+# --- order
+
+
+class Augmented:
+    """A dataset that draws while it reads."""
+
+    def __len__(self) -> int:
+        return 23
+
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
+        return index, torch.rand(2)
+
+
+def source_of(kind: str, folder: str) -> Any:
+    if kind == "blend":
+        paths = [Path(folder) / name for name in ("one.bin", "two.npy")]
+        return Blend({path.stem: (TokenSource(path, 4), weight) for path, weight in zip(paths, (5, 2), strict=True)})
+    return JsonlSource(Path(folder) / "lines.jsonl", 12) if kind == "packed" else as_source(Augmented())
+
+
+def sequence(kind: str, folder: str, ranks: int, workers: int, steps: int = 7) -> list[str]:
+    """Global batches, put together from all ranks' parts."""
+    loaders = [Loader(source_of(kind, folder), 3, 5, accumulate=2, data_rank=rank, data_ranks=ranks, workers=workers)
+               for rank in range(ranks)]  # fmt: skip
+    try:
+        found = []
+        for _ in range(steps):
+            parts = [next(loader) for loader in loaders]
+            rows = [leaf[: part.count] for micro in zip(*parts, strict=True) for part in micro
+                    for leaf in torch.utils._pytree.tree_leaves(part.batch)[:1]]  # fmt: skip
+            found.append(str(torch.cat(rows).tolist()))
+        return found
+    finally:
+        for loader in loaders:
+            loader.close()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    tokens_file(tmp_path, "one.bin", 200)
+    tokens_file(tmp_path, "two.npy", 90, base=1000)
+    lines_file(tmp_path, [{"text": "ab" * (1 + i % 5)} for i in range(30)])
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["blend", "packed"])
+def test_the_order_does_not_depend_on_ranks(kind: str, folder: str) -> None:
+    alone = sequence(kind, folder, 1, 0)
+    assert len(set(alone)) == len(alone)
+    for ranks in (2, 3, 4):
+        assert sequence(kind, folder, ranks, 0) == alone
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "workers"),
+    [("blend", 1, 3), *(pytest.param(kind, ranks, workers, marks=pytest.mark.long)
+                        for kind in ("blend", "packed") for ranks in (1, 2, 3, 4) for workers in (1, 3))],
+)  # fmt: skip
+def test_nor_on_workers(kind: str, ranks: int, workers: int, folder: str) -> None:
+    assert sequence(kind, folder, ranks, workers) == sequence(kind, folder, 1, 0)
+
+
+def drawn(ranks: int, workers: int) -> list[float]:
+    loaders = [Loader(as_source(Augmented()), 3, 6, data_rank=rank, data_ranks=ranks, workers=workers)
+               for rank in range(ranks)]  # fmt: skip
+    try:
+        steps = [[next(loader)[0] for loader in loaders] for _ in range(5)]
+        return [x for parts in steps for part in parts for x in part.batch[1][: part.count].flatten().tolist()]
+    finally:
+        for loader in loaders:
+            loader.close()
+
+
+def test_what_a_dataset_draws_does_not_depend_on_who_reads_it() -> None:
+    first = drawn(1, 1)
+    assert len(set(first)) == len(first)  # the second epoch draws anew
+    assert drawn(2, 2) == first
+
+
+def test_a_worker_that_fails_is_told_as_itself(tmp_path: Path) -> None:
+    source = TokenSource(tokens_file(tmp_path, "t.bin", 100), 3, vocab=50)
+    with (
+        Loader(source, 0, 8, workers=1) as loader,
+        pytest.raises(InputError, match=r"t\.bin: token \d+ is \d+, beyond"),
+    ):
+        for _ in range(4):
+            next(loader)
+
+
+# --- bad input
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ('{"text": "a b"}\n{"text": \n', r"lines.jsonl:2: not JSON"),
+        ('{"text": "a b"}\n\n[1]\n', r"lines.jsonl:3: a list, expected an object"),
+        ('{"txt": "a"}\n', r"lines.jsonl:1: has txt; expected prompt and completion"),
+        ('{"text": 3}\n', r"lines.jsonl:1: a field that should be text"),
+        ('{"prompt": "a b", "completion": ""}\n', r"lines.jsonl:1: nothing to learn"),
+        ("", "there is no line to learn from"),
+    ],
+)
+def test_bad_lines_are_named_by_file_and_line(lines: str, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_text(lines)
+    with pytest.raises(InputError, match=words):
+        JsonlSource(path, 16)
+
+
+def test_token_files_that_are_none(tmp_path: Path) -> None:
+    (tmp_path / "odd.bin").write_bytes(b"abc")
+    np.save(tmp_path / "real.npy", np.zeros(9))
+    for name, words in (("odd.bin", "3 bytes"), ("real.npy", "float64"), ("no.bin", "no.bin"), ("t.bin", "too few")):
+        tokens_file(tmp_path, "t.bin", 3)
+        with pytest.raises(InputError, match=words):
+            TokenSource(tmp_path / name, 4)
+    with pytest.raises(InputError, match=r"long.bin: token 6 is 6, beyond the vocabulary of 6"):
+        TokenSource(tokens_file(tmp_path, "long.bin", 30), 4, vocab=6).read([1])
+
+
+class Ragged:
+    def __init__(self, bad: Any) -> None:
+        self.bad = bad
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"image": torch.zeros(2, 3)} if index != 5 else self.bad
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        ({"image": torch.zeros(2, 4)}, r"sample 5: field \['image'\] is float32 \(2, 4\), but float32 \(2, 3\) in"),
+        ({"image": torch.zeros(2, 3).double()}, r"sample 5: field \['image'\] is float64 \(2, 3\)"),
+        ({"picture": torch.zeros(2, 3)}, r"sample 5: field \['(image|picture)'\] is"),
+    ],
+)
+def test_a_sample_of_another_shape_is_named(bad: Any, words: str) -> None:
+    loader = Loader(as_source(Ragged(bad)), 0, 4, prefetch=0)
+    with pytest.raises(InputError, match=words):
+        next(loader), next(loader)
+
+
+class Growing(list):
+    def read(self, indices: list[int], region: Any = None) -> dict[str, torch.Tensor]:
+        return {"x": torch.tensor([self[i] for i in indices])}
+
+
+def test_a_source_that_changes_its_length_is_told() -> None:
+    source = Growing(range(10))
+    loader = Loader(source, 0, 4, prefetch=0)
+    next(loader)
+    source.append(10)
+    with pytest.raises(InputError, match="Growing had 10 samples when the run began and has 11 now"):
+        next(loader)
+
+
+def test_sources_of_a_blend_must_fit() -> None:
+    mixed = Blend({"a": (ArraySource({"x": np.zeros((3, 2))}), 1), "b": (ArraySource({"x": np.zeros((3, 4))}), 1)})
+    with pytest.raises(InputError, match=r"field \['x'\] is .* in 'a', .* in 'b'"):
+        mixed.read([0, 4])
+
+
+def test_a_batch_of_a_gibibyte_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert samples.costly({"x": torch.zeros(3)}) == []
+    monkeypatch.setattr(samples, "COSTLY_BYTES", 10)
+    (word,) = samples.costly({"x": torch.zeros(3)})
+    assert "on every rank in each step" in word and "Task.data" in word
+
+
+# --- a run that waits for its input
+
+
+class Slow:
+    def __init__(self, wait_s: float) -> None:
+        self.wait_s = wait_s
+
+    def __len__(self) -> int:
+        return 64
+
+    def read(self, indices: list[int], region: Any = None) -> torch.Tensor:
+        time.sleep(self.wait_s)
+        return torch.ones(len(indices), 4)
+
+
+def slow_task(wait_s: float) -> Task:
+    return Task(model=lambda: torch.nn.Linear(4, 4), data=Slow(wait_s),
+                loss=lambda output, batch: (output.square().sum(), len(output)))  # fmt: skip
+
+
+@pytest.mark.parametrize(("wait_s", "told"), [(0.03, True), (0.0, False)])
+def test_a_slow_source_is_named_once_and_a_fast_one_is_not(wait_s: float, told: bool, tmp_path: Path) -> None:
+    run = train(slow_task(wait_s), steps=70, out=str(tmp_path))
+    words = [note for note in run.summary["notices"] if "input-bound" in note]
+    assert len(words) == told
+    assert not told or "train.workers to 2 (now 0), or make Slow.read cheaper" in words[0]
+    assert all("input_seconds" in record for record in run.metrics if "loss" in record)
+
+
+def test_the_rank_that_waits_is_named() -> None:
+    watch = InputWatch(lambda share: [0.01, share, 0.02], "read faster")
+    words = [watch.add(0.004, 0.006) for _ in range(70)]
+    assert [word for word in words if word] == [
+        "input-bound: rank 1 spent 40% of each step (10 ms) waiting for its batch: read faster"
+    ]
