@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shardwise.comm import Axis
+from shardwise.comm import Axis, Ledger
 from shardwise.layout import Plan
 from shardwise.layout.views import groups
 from shardwise.mesh import build_mesh
@@ -205,7 +205,7 @@ def test_sums_are_taken_when_needed_and_equal_the_whole(pool, ranks: int) -> Non
 
 def _rehearsed(shape: tuple[int, ...], dim: int, soft: bool) -> Part:
     """A part of two ranks of which one is here and nothing is sent."""
-    axis = Axis("tp", 2, 0, None, (0, 1), rehearsal=True)
+    axis = Axis("tp", 2, 0, None, (0, 1), rehearsal=Ledger())
     owners = Owners.blocks(shape[dim], 2)
     return Part(owners.take(torch.ones(shape), dim, 0), dim, owners, axis, soft=soft)
 

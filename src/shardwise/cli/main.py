@@ -41,6 +41,7 @@ def main() -> None:
     shardwise train my.py:task --plan dp_shard=2 your own task on two ranks
     shardwise verify my.py:task --plan dp_shard=2,zero=3
     shardwise show schedule pp=4,schedule=zbv    what a pipeline's ranks do when
+    shardwise show tp my.py:task --plan tp=4     which weights are cut
     shardwise config --starter > my.toml
 
     Exit codes: 0 done, 1 failed or no parity, 2 bad input, 3 refused plan.
@@ -185,6 +186,49 @@ def schedule(answer: Answer, plan: str, output: str | None) -> None:
     except OSError as error:
         raise InputError(f"cannot write {output}: {error.strerror}") from None
     answer.text = "\n".join([*summary(table), f"drawn in {output}"])
+
+
+@show.command()
+@click.argument("task", metavar="MODULE:TASK | text | digits")
+@click.option("--plan", required=True, help=PLAN_HELP)
+@common
+@click.pass_obj
+def tp(answer: Answer, task: str, plan: str) -> None:
+    """Which weights tensor parallelism cuts, who holds how much of each, and what goes over the wire.
+
+    The cuts are derived from one forward on tensors without values; `tp_whole=...` in the plan keeps weights whole.
+    """
+    from shardwise.cli.tables import cuts_table
+    from shardwise.engine.tensor import describe
+    from shardwise.layout import Plan, check
+    from shardwise.training import resolve_task
+
+    parsed = Plan.parse(plan)
+    answer.fields.update(plan=str(parsed), world_size=parsed.world_size)
+    check(parsed)
+    rows, totals = describe(resolve_task(task), parsed)
+    answer.fields.update(rows=rows, totals=totals)
+    answer.text = cuts_table(parsed.tp, rows, totals)
+
+
+@show.command()
+@click.argument("plan", metavar="PLAN")
+@click.option("--devices", type=click.IntRange(min=1), default=8, show_default=True, help="Devices in each node.")
+@common
+@click.pass_obj
+def ranks(answer: Answer, plan: str, devices: int) -> None:
+    """Where each rank of a plan lies: its node and device, and its coordinate on each axis.
+
+    Axes that talk most are innermost: tp, cp_ulysses, cp, domain, dp_shard, pp, dp_replicate.
+    """
+    from shardwise.cli.tables import ranks_table
+    from shardwise.layout import Plan
+    from shardwise.layout.grid import placement
+
+    parsed = Plan.parse(plan)
+    rows, leaving = placement(parsed, devices)
+    answer.fields.update(plan=str(parsed), world_size=parsed.world_size, rows=rows, leaving=leaving)
+    answer.text = ranks_table(rows, leaving)
 
 
 def _effective(target: str | None, overrides: tuple[str, ...], plan: str | None, steps: int | None) -> Any:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from shardwise.comm.ledger import Ledger
 from shardwise.comm.observe import tagged
 
 # torch 2.13 renamed these two; earlier versions know the old names alone
@@ -31,7 +32,7 @@ class Axis:
     group: dist.ProcessGroup | None
     ranks: tuple[int, ...]  # global ranks, in the group's order
     sequence: bool = False  # sums over it leave every rank a share of the sequence
-    rehearsal: bool = False  # shapes alone are looked at: nothing is sent, results have no meaning
+    rehearsal: Ledger | None = None  # shapes alone are looked at: nothing is sent but noted here, results mean nothing
 
     @classmethod
     def alone(cls, name: str, rank: int = 0) -> Axis:
@@ -41,7 +42,12 @@ class Axis:
     @property
     def silent(self) -> bool:
         """Whether collectives send nothing."""
-        return self.size == 1 or self.rehearsal
+        return self.size == 1 or self.rehearsal is not None
+
+    def note(self, tag: str, op: str, full: torch.Tensor) -> None:
+        """In a rehearsal: what would have been sent."""
+        if self.rehearsal is not None:
+            self.rehearsal.record(tag, op, self.name, full.numel() * full.element_size(), self.size)
 
 
 class Pending:
@@ -63,6 +69,7 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 def all_reduce(tensor: torch.Tensor, axis: Axis, tag: str, *, wait: bool = True, op: str = "sum") -> Pending:
     """Sum `tensor` over the axis (or take the "max" or "min"), in place."""
     if axis.silent:
+        axis.note(tag, "all_reduce", tensor)
         return Pending(None)
     with tagged(tag):
         pending = Pending(dist.all_reduce(tensor, op=_OPS[op], group=axis.group, async_op=True))
@@ -73,7 +80,8 @@ def all_reduce(tensor: torch.Tensor, axis: Axis, tag: str, *, wait: bool = True,
 
 def reduce_scatter(shard: torch.Tensor, full: torch.Tensor, axis: Axis, tag: str, *, wait: bool = True) -> Pending:
     """Sum `full` (p*n,) over the axis and leave this rank's slice in `shard` (n,)."""
-    if axis.rehearsal:
+    if axis.rehearsal is not None:
+        axis.note(tag, "reduce_scatter", full)
         shard.zero_()
         return Pending(None)
     if axis.size == 1:
@@ -88,7 +96,8 @@ def reduce_scatter(shard: torch.Tensor, full: torch.Tensor, axis: Axis, tag: str
 
 def all_gather(full: torch.Tensor, shard: torch.Tensor, axis: Axis, tag: str, *, wait: bool = True) -> Pending:
     """Leave every rank's `shard` (n,) side by side in `full` (p*n,)."""
-    if axis.rehearsal:
+    if axis.rehearsal is not None:
+        axis.note(tag, "all_gather", full)
         full.zero_()
         return Pending(None)
     if axis.size == 1:

@@ -43,6 +43,7 @@ from shardwise.layout.dealing import Part
 from shardwise.mesh import Mesh, build_mesh
 from shardwise.parallel.batchnorm import batch_norm_modules, sync_module
 from shardwise.parallel.slots import Phase, Slot
+from shardwise.part import forget
 from shardwise.precision import Precision
 from shardwise.random import BatchDims, GlobalRandom, Samples
 from shardwise.ranks import here, join
@@ -213,6 +214,8 @@ class Engine:
                 f'loss_scope="global": in each step this rank receives {received_mb:.3g} MB of other ranks\' outputs '
                 "and batches for the loss"
             )
+        if self.tensor is not None:
+            forget()
         self.steps_done += 1
         self.skipped_steps += not updated
         return replace(result, metrics=self.metrics()) if self.forward.metrics is not None else result

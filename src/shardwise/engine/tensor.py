@@ -12,13 +12,13 @@ from shardwise.comm import Axis
 from shardwise.engine.batching import samples_in, slice_samples
 from shardwise.engine.forward import Forward
 from shardwise.engine.samples import SAMPLES, few_samples
-from shardwise.errors import RefusedPlan
+from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
 from shardwise.mesh import Mesh
-from shardwise.parallel.tensor import TensorParallel, find_cuts
+from shardwise.parallel.tensor import Derived, TensorParallel, find_cuts
 from shardwise.precision import Precision
 from shardwise.task import Task
-from shardwise.trace.deferred import Built
+from shardwise.trace.deferred import Built, build
 
 
 def cut_tensors(task: Task, plan: Plan, mesh: Mesh, precision: Precision, built: Built) -> TensorParallel:
@@ -27,6 +27,11 @@ def cut_tensors(task: Task, plan: Plan, mesh: Mesh, precision: Precision, built:
     Raises `RefusedPlan` where nothing can be cut, with the reasons.
     """
     sample = few_samples(task, plan, mesh.data, mesh.device)
+    return TensorParallel(derive_cuts(task, plan, precision, built, sample), replace(mesh.tp, sequence=plan.sp))
+
+
+def derive_cuts(task: Task, plan: Plan, precision: Precision, built: Built, sample: Any) -> Derived:
+    """What `plan.tp` ranks hold of each parameter. Needs no process group."""
     batch = slice_samples(sample, 0, min(samples_in(sample), SAMPLES))
     alone = Axis.alone("data")
 
@@ -39,10 +44,41 @@ def cut_tensors(task: Task, plan: Plan, mesh: Mesh, precision: Precision, built:
         return precision.compute if isinstance(tensor, nn.Parameter) else precision.buffers
 
     derived = find_cuts(built, batch, run, plan.tp, plan.tp_whole, sequence=plan.sp, dtype_of=dtype_of)
-    tensor = TensorParallel(derived, replace(mesh.tp, sequence=plan.sp))
-    if not tensor.cuts:
+    if not derived.cuts:
         reasons = sorted({reason for reason in derived.whole.values() if reason})
         raise RefusedPlan(
             f"tp={plan.tp}: no weight of the module can be cut: " + "; ".join(reasons[:3] or ["it has no products"])
         )
-    return tensor
+    return derived
+
+
+def describe(task: Task, plan: Plan, seed: int = 0) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """(a row for each parameter, totals) of the cuts of a plan, without ranks: for people to look at."""
+    if plan.tp == 1:
+        raise InputError(f"plan {plan} cuts no weights: give tp its degree")
+    sample = few_samples(task, plan, Axis.alone("data"), torch.device("cpu"))
+    built = build(task.model, seed)
+    derived = derive_cuts(task, plan, Precision.of(plan), built, sample)
+    rows = []
+    for name, param in built.module.named_parameters():
+        cut = derived.cuts.get(name)
+        rows.append({
+            "parameter": name,
+            "shape": list(param.shape),
+            "cut": None if cut is None else cut.role,
+            "dim": None if cut is None else cut.dim,
+            "ranks": None if cut is None else list(cut.owners.counts),
+            "family": None if cut is None else cut.family,
+            "whole_because": derived.whole.get(name, "") if cut is None else "",
+        })  # fmt: skip
+    elements = {name: param.numel() for name, param in built.module.named_parameters()}
+    samples = min(samples_in(sample), SAMPLES)
+    assert derived.ledger is not None
+    totals = {
+        "elements": sum(elements.values()),
+        "cut_elements": sum(elements[name] for name in derived.cuts),
+        "samples": samples,
+        "collectives": derived.ledger.rows(),
+        "received_bytes_per_sample": derived.ledger.received() / samples,
+    }
+    return rows, totals

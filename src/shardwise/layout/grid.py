@@ -57,3 +57,18 @@ class Grid:
         """Which of the plan's data ranks this rank is: its place in dp_replicate x dp_shard."""
         at = self.coordinates(rank)
         return at["dp_replicate"] * self.plan.dp_shard + at["dp_shard"]
+
+
+def placement(plan: Plan, devices: int) -> tuple[list[dict[str, int]], list[str]]:
+    """(rank, node, device and coordinates of each rank; axes whose groups lie on several nodes)."""
+    grid = Grid(plan)
+    ranks = range(math.prod(grid.shape))
+    rows = [{"rank": r, "node": r // devices, "device": r % devices, **grid.coordinates(r)} for r in ranks]
+    leaving, stride = [], 1
+    for axis, degree in zip(reversed(AXES), reversed(grid.shape), strict=True):
+        # a group of the axis: `degree` ranks, `stride` apart
+        spans = stride * (degree - 1) + 1
+        if degree > 1 and (spans > devices or (devices % (stride * degree) and len(ranks) > devices)):
+            leaving.append(axis)
+        stride *= degree
+    return rows, leaving

@@ -3,6 +3,6 @@
 from shardwise.part import attention, creation, loss, pointwise, products, reductions, views  # noqa: F401 - the rules
 from shardwise.part.cuts import Owners, Uncut
 from shardwise.part.sums import Sum, plain, whole, whole_gradient
-from shardwise.part.tensor import Part, gather, to_part
+from shardwise.part.tensor import Part, forget, gather, to_part
 
-__all__ = ["Owners", "Part", "Sum", "Uncut", "gather", "plain", "to_part", "whole", "whole_gradient"]
+__all__ = ["Owners", "Part", "Sum", "Uncut", "forget", "gather", "plain", "to_part", "whole", "whole_gradient"]

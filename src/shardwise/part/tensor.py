@@ -184,6 +184,8 @@ def gather(part: Part) -> torch.Tensor:
     """The whole tensor, on every rank, to read: of a soft part, the same object as the last time. Collective."""
     if not part.soft:
         return gathered(part)
+    if part.dim() == 2 and part.local.stride(0) == 1 < part.local.stride(1):  # the transpose of what others gather
+        return gather(Part(part.local.t(), 1 - part.dim_cut, part.owners, part.axis, True, part.origin)).t()
     local = part.local
     key = (local.untyped_storage()._cdata, local.storage_offset(), local.shape, local.stride(), local._version,
            part.dim_cut, part.owners)  # fmt: skip

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from shardwise.comm import Ledger
 from shardwise.errors import InputError, did_you_mean
 from shardwise.part import Owners
 from shardwise.trace.axes import Found, Use
@@ -43,6 +44,7 @@ class Derived:
     whole: dict[str, str] = field(default_factory=dict)
     uses: list[Use] = field(default_factory=list)
     frozen: set[str] = field(default_factory=set)
+    ledger: Ledger | None = None  # what the rehearsal of a forward and backward would have sent
 
 
 @dataclass

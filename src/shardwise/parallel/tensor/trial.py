@@ -12,7 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-from shardwise.comm import Axis
+from shardwise.comm import Axis, Ledger
 from shardwise.parallel.tensor.apply import TensorParallel, see_parts
 from shardwise.parallel.tensor.derive import Derived, derive, matching, starved
 from shardwise.part import Uncut
@@ -115,7 +115,7 @@ class Stage:
 
     def rehearse(self, derived: Derived, ranks: int, sequence: bool) -> Uncut | None:
         """Forward and backward with shares and parts, nothing sent: the first operation that cannot be done."""
-        axis = Axis("tp", ranks, 0, None, tuple(range(ranks)), sequence=sequence, rehearsal=True)
+        axis = Axis("tp", ranks, 0, None, tuple(range(ranks)), sequence=sequence, rehearsal=Ledger())
         tensor = TensorParallel(derived, axis)
         with self.playing(lambda name, whole: tensor.share(name, self.make(name, whole)).contiguous()) as (
             _,
@@ -128,6 +128,7 @@ class Stage:
                 return error
             finally:
                 undo()
+        derived.ledger = axis.rehearsal
         return None
 
 

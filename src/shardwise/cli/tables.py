@@ -1,0 +1,50 @@
+"""What `shardwise show` prints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+MEANING = {
+    "output": "by outputs",
+    "input": "by inputs",
+    "rows": "by rows",
+    "beside": "with its weight",
+}
+
+
+def cuts_table(ranks: int, rows: list[dict[str, Any]], totals: dict[str, Any]) -> str:
+    """The cuts of tensor parallelism, as a table and a summary."""
+    width = max(len(row["parameter"]) for row in rows)
+    lines = [f"{'parameter':<{width}}  {'shape':<16}  {'cut':<15}  {'dim':>3}  on each rank"]
+    for row in rows:
+        shape = "x".join(map(str, row["shape"])) or "scalar"
+        if row["cut"] is None:
+            why = f" ({row['whole_because']})" if row["whole_because"] else ""
+            lines.append(f"{row['parameter']:<{width}}  {shape:<16}  whole{why}")
+            continue
+        held = f"{row['ranks'][0]} each" if len(set(row["ranks"])) == 1 else ", ".join(map(str, row["ranks"]))
+        lines.append(f"{row['parameter']:<{width}}  {shape:<16}  {MEANING[row['cut']]:<15}  {row['dim']:>3}  {held}")
+    share = totals["cut_elements"] / totals["elements"]
+    lines.append("")
+    lines.append(f"{share:.1%} of {totals['elements']:,} elements are cut over {ranks} ranks")
+    for entry in totals["collectives"]:
+        each = entry["received_bytes"] / totals["samples"]
+        lines.append(
+            f"{entry['op']:<15} {entry['calls']:>4} calls  {each:>14,.0f} bytes for each sample and micro-batch"
+        )
+    lines.append("forward and backward; bytes are what one rank receives")
+    return "\n".join(lines)
+
+
+def ranks_table(rows: list[dict[str, Any]], leaving: list[str], most: int = 64) -> str:
+    """Ranks, nodes, devices and coordinates; the first `most` ranks."""
+    axes = [key for key in rows[0] if key not in ("rank", "node", "device")]
+    used = [axis for axis in axes if any(row[axis] for row in rows)] or axes[-1:]
+    columns = ["rank", "node", "device", *used]
+    lines = ["  ".join(f"{name:>{max(6, len(name))}}" for name in columns)]
+    for row in rows[:most]:
+        lines.append("  ".join(f"{row[name]:>{max(6, len(name))}}" for name in columns))
+    if len(rows) > most:
+        lines.append(f"... and {len(rows) - most} more ranks (--json lists all)")
+    lines += [f"note: {axis} leaves its node: its collectives cross the slower link" for axis in leaving]
+    return "\n".join(lines)
