@@ -92,7 +92,7 @@ def configuration() -> str:
         f"{sections}\n"
         "## [plan]\n\n"
         'A table, or one text at the top of the file: `plan = "dp_shard=2,zero=3"`. '
-        "The world size is dp_replicate · dp_shard. Fields of techniques that are not built are left out here; "
+        "The world size is dp_replicate · dp_shard · pp. Fields of techniques that are not built are left out here; "
         "[compatibility.md](compatibility.md) lists them.\n\n"
         f"| key | default | meaning |\n|---|---|---|\n{plan}\n\n"
         "## Which optimizer reads what\n\n"
@@ -143,7 +143,12 @@ def _type(schema: dict[str, Any]) -> str:
 def _plan_rows() -> Iterator[str]:
     values = Plan().as_dict(defaults=True)
     for key, text in PLAN_HELP.items():
-        default = "3 where dp_shard > 1, else 0" if key == "zero" else f"`{to_toml(values[key])}`"
+        told = {
+            "zero": "3 where dp_shard > 1, else 0",
+            "schedule": "`1f1b` where pp > 1",
+            "microbatches": "the number of stages",
+        }
+        default = told.get(key, f"`{to_toml(values[key])}`")
         yield f"| `{key}` | {default} | {_cell(text)} |"
 
 
