@@ -2,6 +2,7 @@
 
 compatibility.md   the rules by which plans are refused (src/shardwise/layout/rules.py)
 config.md          every key of a configuration (src/shardwise/config/schema.py) and of a plan
+tables/schedules.md  what pipeline schedules wait and hold (src/shardwise/layout/schedules.py)
 cli.md             `--help` of every command (src/shardwise/cli/main.py)
 """
 
@@ -18,7 +19,10 @@ from shardwise.cli.main import main as cli
 from shardwise.config.schema import BUILTIN_DEFAULTS, OPTIMIZER_OPTIONS, Config, Section
 from shardwise.config.show import PLAN_HELP
 from shardwise.config.sources import to_toml
+from shardwise.errors import RefusedPlan
 from shardwise.layout import Plan, rules
+from shardwise.layout.plan import SCHEDULES
+from shardwise.layout.schedules import schedule_of
 
 HERE = Path(__file__).parent
 WIDTH = 100
@@ -92,7 +96,7 @@ def configuration() -> str:
         f"{sections}\n"
         "## [plan]\n\n"
         'A table, or one text at the top of the file: `plan = "dp_shard=2,zero=3"`. '
-        "The world size is dp_replicate · dp_shard. Fields of techniques that are not built are left out here; "
+        "The world size is dp_replicate · dp_shard · pp. Fields of techniques that are not built are left out here; "
         "[compatibility.md](compatibility.md) lists them.\n\n"
         f"| key | default | meaning |\n|---|---|---|\n{plan}\n\n"
         "## Which optimizer reads what\n\n"
@@ -145,7 +149,12 @@ def _type(schema: dict[str, Any]) -> str:
 def _plan_rows() -> Iterator[str]:
     values = Plan().as_dict(defaults=True)
     for key, text in PLAN_HELP.items():
-        default = "3 where dp_shard > 1, else 0" if key == "zero" else f"`{to_toml(values[key])}`"
+        told = {
+            "zero": "3 where dp_shard > 1, else 0",
+            "schedule": "`1f1b` where pp > 1",
+            "microbatches": "the number of stages",
+        }
+        default = told.get(key, f"`{to_toml(values[key])}`")
         yield f"| `{key}` | {default} | {_cell(text)} |"
 
 
@@ -172,7 +181,39 @@ def _cell(text: str | None) -> str:
     return (text or "").replace("|", "\\|")
 
 
-PAGES = {"compatibility.md": compatibility, "config.md": configuration, "cli.md": command_line}
+def schedules_table() -> str:
+    """docs/tables/schedules.md, counted from the tables of layout/schedules.py."""
+    ranks, counts = 4, (4, 8, 16, 32)
+    lines = []
+    for name in SCHEDULES:
+        cells = []
+        for count in counts:
+            plan = Plan(pp=ranks, schedule=name, microbatches=count)
+            try:
+                schedule = schedule_of(plan)
+            except RefusedPlan:
+                cells.append("")
+                continue
+            held = max(schedule.live()) / plan.stages_per_rank
+            cells.append(f"{schedule.bubble():.1%}, {held:g}")
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    return (
+        "# Pipeline schedules, counted\n\n"
+        "Generated from `src/shardwise/layout/schedules.py` by `docs/generate.py`. For "
+        f"{ranks} ranks with equal stages, F, I and W taking as long and messages no time: the share of the ranks' "
+        "time in which they wait, and the most micro-batches whose activations a rank holds at once, in layers of a "
+        "whole rank.\n\n"
+        f"| schedule | {' | '.join(f'{count} micro-batches' for count in counts)} |\n"
+        f"|---|{'---|' * len(counts)}\n" + "\n".join(lines) + "\n"
+    )
+
+
+PAGES = {
+    "compatibility.md": compatibility,
+    "config.md": configuration,
+    "cli.md": command_line,
+    "tables/schedules.md": schedules_table,
+}
 
 
 def main() -> int:

@@ -332,6 +332,32 @@ def test_bytes_are_the_hidden_states_and_their_gradients(schedule: str, pool: Ra
     assert [(row["tag"], row["received_bytes"]) for row in last if row["received_bytes"]] == [("hidden states", hidden)]
 
 
+def without_tags(plan: str) -> list[float]:
+    """Losses where messages between two ranks cannot be told apart but by their order."""
+    from shardwise.parallel.pipeline import messages
+
+    number = messages.Mail._number
+    messages.Mail._number = lambda self, source, goal, *_: int(goal < source)  # type: ignore[method-assign]
+    try:
+        task = tasks.decoder()
+        engine = parallelize(task, plan)
+        return [engine.step(task.batch(step)).loss for step in range(3)]
+    finally:
+        messages.Mail._number = number  # type: ignore[method-assign]
+
+
+def losses(plan: str) -> list[float]:
+    task = tasks.decoder()
+    engine = parallelize(task, plan)
+    return [engine.step(task.batch(step)).loss for step in range(3)]
+
+
+def test_messages_arrive_in_their_order_without_tags(pool: RankPool) -> None:
+    one = pool.run(losses, 1, "accumulate=4")[0]
+    for plan in ("pp=2,schedule=zbv", "pp=2,schedule=dualpipev", "pp=2,schedule=interleavedzb"):
+        assert pool.run(without_tags, 2, plan)[1] == pytest.approx(one, rel=1e-5), plan
+
+
 def uneven_epoch(plan: str) -> list[int]:
     task = tasks.decoder()
     engine = parallelize(task, plan)

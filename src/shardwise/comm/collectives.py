@@ -9,7 +9,7 @@ ranks' local losses).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -129,17 +129,63 @@ def broadcast(tensor: torch.Tensor, axis: Axis, source_index: int, tag: str) -> 
             dist.broadcast(tensor, src=axis.ranks[source_index], group=axis.group)
 
 
+def copies_of(axis: Axis, count: int) -> list[Axis]:
+    """The axis `count` times, with groups of their own where one group's messages would wait for each other (NCCL).
+
+    Collective over the world there: every rank's axis of this name lies in one list of groups.
+    """
+    if axis.group is None or dist.get_backend(axis.group) != "nccl":
+        return [axis] * count
+    row = torch.tensor([float(rank) for rank in axis.ranks], dtype=torch.float64, device="cuda")
+    table = torch.empty((dist.get_world_size(), axis.size), dtype=row.dtype, device=row.device)
+    with tagged("control"):
+        _all_gather(table.view(-1), row)
+    everyone = sorted({tuple(int(rank) for rank in ranks) for ranks in table.tolist()})
+    copies = []
+    for _ in range(count):
+        group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in everyone])
+        copies.append(replace(axis, group=group))
+    return copies
+
+
+class _Staged(Pending):
+    """A message that goes through host memory, for a backend that sends nothing else."""
+
+    def __init__(self, work: dist.Work | None, host: torch.Tensor, goal: torch.Tensor | None):
+        super().__init__(work)
+        self.host, self.goal = host, goal
+
+    def wait(self) -> None:
+        """Block until it is there, and bring it to its device."""
+        if self.work is not None:
+            super().wait()
+            if self.goal is not None:
+                self.goal.copy_(self.host)
+
+
+def _needs_host(tensor: torch.Tensor, axis: Axis) -> bool:
+    return tensor.device.type != "cpu" and dist.get_backend(axis.group) == "gloo"
+
+
 def send(tensor: torch.Tensor, axis: Axis, to_index: int, tag: str, number: int) -> Pending:
     """Send a contiguous tensor to the axis's `to_index`-th rank; it may not change until `wait`.
 
     `number` tells apart messages that are under way between the same two ranks.
     """
+    if _needs_host(tensor, axis):
+        host = tensor.cpu()
+        with tagged(tag):
+            return _Staged(dist.isend(host, dst=axis.ranks[to_index], group=axis.group, tag=number), host, None)
     with tagged(tag):
         return Pending(dist.isend(tensor, dst=axis.ranks[to_index], group=axis.group, tag=number))
 
 
 def receive(tensor: torch.Tensor, axis: Axis, from_index: int, tag: str, number: int) -> Pending:
     """Receive into a contiguous tensor what the axis's `from_index`-th rank sends under this number."""
+    if _needs_host(tensor, axis):
+        host = torch.empty_like(tensor, device="cpu")
+        with tagged(tag):
+            return _Staged(dist.irecv(host, src=axis.ranks[from_index], group=axis.group, tag=number), host, tensor)
     with tagged(tag):
         return Pending(dist.irecv(tensor, src=axis.ranks[from_index], group=axis.group, tag=number))
 

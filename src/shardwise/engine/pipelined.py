@@ -160,6 +160,7 @@ class Pipeline:
             if len(parts) - done < schedule.microbatches:  # the end of an epoch
                 schedule = plain_schedule(schedule.owner, len(parts) - done)
             final = schedule.last_backward(self.axis.index)
+            self.mail.expect(schedule, done, lambda index: self.forward.key(parts[index].batch))
             ends = done + schedule.microbatches == len(parts)
             for place, op in enumerate(schedule.rows[self.axis.index]):
                 index = done + op.microbatch

@@ -2,7 +2,8 @@
 
     dp_replicate, dp_shard above 1   2; dp_shard 3 where the plan's cuts are uneven and 2 would be even
     accumulate above 1               2
-    repeated blocks of one shape     the first two
+    pp above 2                       2, with as many stages on each rank and as many micro-batches as stages
+    repeated blocks of one shape     the first two, or one for each pipeline stage; all where stages= names some
     samples                          two for each rank and micro-batch, and one more where the plan's batch is uneven
 
 What it does not cover is printed with it.
@@ -40,13 +41,13 @@ class _SmallTask:
 
     reference: Any
     samples: int
-    cut_depth: bool
+    kept_blocks: int  # 0: all
 
     def __call__(self) -> Task:
         from shardwise.proof.parity import resolve
 
         task = resolve(self.reference)
-        model = _Shallow(task.model) if self.cut_depth else task.model
+        model = _Shallow(task.model, self.kept_blocks) if self.kept_blocks else task.model
         return task.with_(model=model, batch=_FirstSamples(task, self.samples), data=None)
 
 
@@ -63,25 +64,26 @@ class _FirstSamples:
 @dataclass(frozen=True)
 class _Shallow:
     model: Any
+    kept_blocks: int
 
     def __call__(self) -> nn.Module:
         module = self.model()
-        cut_depth(module)
+        cut_depth(module, self.kept_blocks)
         return module
 
 
-def cut_depth(module: nn.Module) -> list[str]:
+def cut_depth(module: nn.Module, kept_blocks: int = KEPT_BLOCKS) -> list[str]:
     """Keep the first blocks of each list of equal ones; returns what was cut, in words."""
     cut = []
     parents = dict.fromkeys(path.rpartition(".")[0] for path in find_blocks(module).paths)
     for parent in parents:
         container = module.get_submodule(parent)
-        if not isinstance(container, nn.ModuleList | nn.Sequential) or len(container) <= KEPT_BLOCKS:
+        if not isinstance(container, nn.ModuleList | nn.Sequential) or len(container) <= kept_blocks:
             continue
         kinds = {(type(b), tuple((n, p.shape) for n, p in b.named_parameters())) for b in container}
         if len(kinds) == 1:
-            cut.append(f"{parent}: {len(container)} blocks -> {KEPT_BLOCKS}")
-            for index in reversed(range(KEPT_BLOCKS, len(container))):
+            cut.append(f"{parent}: {len(container)} blocks -> {kept_blocks}")
+            for index in reversed(range(kept_blocks, len(container))):
                 del container[index]
     return cut
 
@@ -106,15 +108,19 @@ def shrink(reference: Any, task: Task, plan: Plan) -> Shrunk:
 
     module = build(task.model, 0).module
     batch = global_batch(task, Settings(), 0)
-    uneven_batch = samples_in(batch) % (plan.data_ranks * plan.accumulate) != 0
+    uneven_batch = samples_in(batch) % (plan.data_ranks * plan.step_microbatches) != 0
     small = plan.with_(
         dp_replicate=_small_degree(plan, "dp_replicate", False),
         dp_shard=_small_degree(plan, "dp_shard", _has_uneven_cut(module, plan)),
         accumulate=min(plan.accumulate, 2),
         zero=plan.zero,
     )
-    samples = min(2 * small.data_ranks * small.accumulate + uneven_batch, samples_in(batch))
-    cut = cut_depth(module)
+    if plan.pp > 1 and not plan.stages:
+        pp = min(plan.pp, 2)
+        small = small.with_(pp=pp, microbatches=pp * plan.stages_per_rank)
+    samples = min(2 * small.data_ranks * small.step_microbatches + uneven_batch, samples_in(batch))
+    kept_blocks = max(KEPT_BLOCKS, small.pp * small.stages_per_rank) if not plan.stages else 0
+    cut = cut_depth(module, kept_blocks) if kept_blocks else []
     works = bool(cut) and _runs(module, task, slice_samples(batch, 0, 1))
     notes = [f"shrunk: plan {plan} -> {small}; {samples} samples{' (uneven, as in the plan)' if uneven_batch else ''}"]
     if works:
@@ -123,9 +129,9 @@ def shrink(reference: Any, task: Task, plan: Plan) -> Shrunk:
         notes.append("depth was kept: the module does not run with fewer blocks")
     notes.append(
         "covered: every kind of block, cut, collective and its order, at the small degrees. Not covered: blocks beyond "
-        "the first two of a list, cuts that only the large degrees make uneven, rounding, memory and speed"
+        "the first ones of a list, cuts that only the large degrees make uneven, rounding, memory and speed"
     )
-    return Shrunk(small, _SmallTask(reference, samples, works), tuple(notes))
+    return Shrunk(small, _SmallTask(reference, samples, kept_blocks if works else 0), tuple(notes))
 
 
 def _runs(module: nn.Module, task: Task, batch: Any) -> bool:

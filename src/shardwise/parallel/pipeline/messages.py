@@ -3,8 +3,11 @@
     stage s    F: hidden states ------------------------------> stage s + 1
                B: gradients of those that need one <-----------
 
-Sends never wait, receives do, so that ranks meet in any order in which the schedule itself can run. What shapes arrive
-is told once for each shape of the batch, in a small message of its own; after that, shapes must stay.
+Sends never wait, receives do, so that ranks meet in any order in which the schedule itself can run. Messages of one
+kind from one rank to another are received in the order in which they were sent, whatever the order in which they are
+needed, since a backend may know no tags; each kind and direction has a process group of its own where the backend
+works through a group's messages one by one (NCCL). What shapes arrive is told once for each shape of the batch, in a
+small message of its own; after that, shapes must stay.
 Bytes on the wire, for each boundary and micro-batch: the hidden states once forward, and those that need a gradient
 once backward. Two stages on one rank hand tensors over without a message.
 
@@ -13,18 +16,21 @@ What this does not do: cut a message into pieces, or send it before its op is ov
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from shardwise.comm import Axis, Pending, receive, send
+from shardwise.comm import Axis, Pending, copies_of, receive, send
 from shardwise.errors import RefusedPlan
+from shardwise.layout.schedules import Schedule
 
 DTYPES = (
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8,
     torch.uint8, torch.bool,
 )  # fmt: skip
+FORWARD, BACKWARD = "hidden states", "gradients of hidden states"
 MOST_TENSORS, MOST_DIMS = 24, 8
 TELLING = MOST_TENSORS - 1  # the place of the small message among a boundary's tensors
 
@@ -45,9 +51,26 @@ class Mail:
         self.axis = axis
         self.owner = tuple(owner)
         self.device = device
+        self._axes = _directions(axis)
+        self._coming: dict[tuple[str, int], deque[tuple[int, int, int]]] = {}
+        self._early: dict[tuple[str, int, int], list[torch.Tensor]] = {}
+        self._key_of: Callable[[int], Hashable] = lambda batch: None
         self._known: dict[tuple[int, Hashable], list[Told]] = {}
         self._under_way: list[tuple[Pending, torch.Tensor]] = []
         self._at_home: dict[tuple[str, int, int], list[torch.Tensor]] = {}
+
+    def expect(self, schedule: Schedule, first: int, key_of: Callable[[int], Hashable]) -> None:
+        """Before a schedule runs: `first` is the number of its micro-batch 0, `key_of` gives a micro-batch's key."""
+        me = self.axis.index
+        self._key_of = key_of
+        self._coming = {}
+        for rank, row in enumerate(schedule.rows):
+            for op in row:
+                goal = op.stage + 1 if op.kind == "F" else op.stage - 1
+                if op.kind == "W" or rank == me or not 0 <= goal < len(self.owner) or self.owner[goal] != me:
+                    continue
+                tag = FORWARD if op.kind == "F" else BACKWARD
+                self._coming.setdefault((tag, rank), deque()).append((op.stage, goal, first + op.microbatch))
 
     def send_forward(self, stage: int, batch: int, key: Hashable, tensors: Sequence[torch.Tensor]) -> None:
         """Hidden states that stage `stage` made, to the next."""
@@ -60,27 +83,23 @@ class Mail:
             )
         if before is told and self.owner[stage] != self.owner[stage + 1]:
             self._tell(stage, batch, told)
-        self._send("hidden states", stage, stage + 1, batch, tensors)
+        self._send(FORWARD, stage, stage + 1, batch, tensors)
 
     def receive_forward(self, stage: int, batch: int, key: Hashable) -> list[tuple[torch.Tensor, bool]]:
         """What the stage before made, and whether each needs a gradient."""
         boundary = stage - 1
-        if (boundary, key) not in self._known:
-            self._known[boundary, key] = self._hear(boundary, batch)
+        tensors = self._fetch(FORWARD, boundary, stage, batch, key)
         told = self._known[boundary, key]
-        tensors = self._receive("hidden states", boundary, boundary, stage, batch, told)
         return [(tensor, one.needs_gradient) for tensor, one in zip(tensors, told, strict=True)]
 
     def send_backward(self, stage: int, batch: int, gradients: Sequence[torch.Tensor]) -> None:
         """Gradients of what stage `stage` was sent, to the one before."""
-        self._send("gradients of hidden states", stage, stage - 1, batch, gradients)
+        self._send(BACKWARD, stage, stage - 1, batch, gradients)
 
     def receive_backward(self, stage: int, batch: int, key: Hashable) -> list[torch.Tensor | None]:
         """Gradients of what stage `stage` sent, None for what needs none."""
-        told = self._known[stage, key]
-        wanted = [one for one in told if one.needs_gradient]
-        found = iter(self._receive("gradients of hidden states", stage, stage + 1, stage, batch, wanted))
-        return [next(found) if one.needs_gradient else None for one in told]
+        found = iter(self._fetch(BACKWARD, stage + 1, stage, batch, key))
+        return [next(found) if one.needs_gradient else None for one in self._known[stage, key]]
 
     def flush(self) -> None:
         """Wait until everything that was sent has left."""
@@ -99,21 +118,35 @@ class Mail:
             self._at_home[tag, goal, batch] = [tensor.detach() for tensor in tensors]
             return
         self._under_way = [(p, t) for p, t in self._under_way if p.work is not None and not p.work.is_completed()]
+        axis = self._axes[tag, self.owner[source] < self.owner[goal]]
         for place, tensor in enumerate(tensors):
             ready = _bytes(tensor.detach().contiguous())
             number = self._number(source, goal, batch, place)
-            self._under_way.append((send(ready, self.axis, self.owner[goal], tag, number), ready))
+            self._under_way.append((send(ready, axis, self.owner[goal], tag, number), ready))
 
-    def _receive(
-        self, tag: str, boundary: int, source: int, goal: int, batch: int, told: Sequence[Told]
-    ) -> list[torch.Tensor]:
+    def _fetch(self, tag: str, source: int, goal: int, batch: int, key: Hashable) -> list[torch.Tensor]:
+        """The tensors of one message, those that were sent before it by the way."""
         if self.owner[source] == self.owner[goal]:
             return self._at_home.pop((tag, goal, batch))
+        coming = self._coming.get((tag, self.owner[source]))
+        while coming and (tag, goal, batch) not in self._early:
+            start, end, number = coming.popleft()
+            self._early[tag, end, number] = self._receive(tag, start, end, number, self._key_of(number))
+        if (tag, goal, batch) in self._early:
+            return self._early.pop((tag, goal, batch))
+        return self._receive(tag, source, goal, batch, key)  # outside a schedule
+
+    def _receive(self, tag: str, source: int, goal: int, batch: int, key: Hashable) -> list[torch.Tensor]:
+        boundary = min(source, goal)
+        if (boundary, key) not in self._known:
+            self._known[boundary, key] = self._hear(boundary, batch)
+        told = [one for one in self._known[boundary, key] if tag == FORWARD or one.needs_gradient]
+        axis = self._axes[tag, self.owner[source] < self.owner[goal]]
         arriving = []
         for place, one in enumerate(told):
             tensor = torch.empty(one.shape, dtype=one.dtype, device=self.device)
             number = self._number(source, goal, batch, place)
-            arriving.append((receive(_bytes(tensor), self.axis, self.owner[source], tag, number), tensor))
+            arriving.append((receive(_bytes(tensor), axis, self.owner[source], tag, number), tensor))
         for pending, _ in arriving:
             pending.wait()
         return [tensor for _, tensor in arriving]
@@ -129,18 +162,26 @@ class Mail:
             row[start : start + len(numbers)] = torch.tensor(numbers)
         ready = row.to(self.device)
         number = self._number(stage, stage + 1, batch, TELLING)
-        self._under_way.append((send(ready, self.axis, self.owner[stage + 1], "control", number), ready))
+        axis = self._axes[FORWARD, self.owner[stage] < self.owner[stage + 1]]
+        self._under_way.append((send(ready, axis, self.owner[stage + 1], "control", number), ready))
 
     def _hear(self, boundary: int, batch: int) -> list[Told]:
         row = torch.zeros(1 + MOST_TENSORS * (3 + MOST_DIMS), dtype=torch.int64, device=self.device)
         number = self._number(boundary, boundary + 1, batch, TELLING)
-        receive(row, self.axis, self.owner[boundary], "control", number).wait()
+        axis = self._axes[FORWARD, self.owner[boundary] < self.owner[boundary + 1]]
+        receive(row, axis, self.owner[boundary], "control", number).wait()
         numbers = row.tolist()
         told = []
         for place in range(numbers[0]):
             kind, needs, dims, *shape = numbers[1 + place * (3 + MOST_DIMS) :][: 3 + MOST_DIMS]
             told.append(Told(tuple(shape[:dims]), DTYPES[kind], bool(needs)))
         return told
+
+
+def _directions(axis: Axis) -> dict[tuple[str, bool], Axis]:
+    """The axis for each kind of message and each direction over ranks."""
+    ways = [(tag, down) for tag in (FORWARD, BACKWARD) for down in (True, False)]
+    return dict(zip(ways, copies_of(axis, len(ways)), strict=True))
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
