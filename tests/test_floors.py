@@ -24,7 +24,7 @@ FLOORS = {
     "memory": 3,
     "engine": 4,
     "data": 6, "observe": 6, "training": 6, "proof": 6,
-    "cli": 7, "testing": 7, "scripts": 7,
+    "cli": 7, "testing": 7, "scripts": 7, "hf": 7,
 }  # fmt: skip
 
 # imports within one floor, each with its reason

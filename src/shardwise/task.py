@@ -57,6 +57,7 @@ class Task:
     data       a `Source`, for data too large to build on every rank
     inputs     batch -> (args, kwargs) of the model
     optimizer  named parameter groups -> optimizer
+    weights    parameter or buffer name -> its initial value, whole, on the CPU; None: as the constructor makes it
     metrics    (output, batch) -> {name: (sum, weight)}, divided over all samples like the loss; a third item ("sqrt",
                "exp", a function) is applied to the quotient
     eval_data  held-out samples
@@ -73,6 +74,7 @@ class Task:
     data: Source | None = None
     inputs: Callable[[Any], tuple[tuple, dict]] = default_inputs
     optimizer: Callable[[list[dict]], Optimizer] = default_optimizer
+    weights: Callable[[str], Any] | None = None
     metrics: Callable | None = None
     eval_data: Source | None = None
     spatial: Any = None

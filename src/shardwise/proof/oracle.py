@@ -107,6 +107,7 @@ def _module(task: Task, seed: int, dtype: torch.dtype) -> nn.Module:
     """The module with its replayed initial values, in the proof's dtype."""
     built = build(task.model, seed)
     module = built.module
+    built.given = task.weights
     values = {id(tensor): built.value(name).clone() for name, tensor in named_tensors(module)}
     with torch.no_grad():
         for _, tensor in named_tensors(module):

@@ -275,12 +275,21 @@ class Built:
         self._targets = dict(named_tensors(module))
         self._refs = {name: _ref(tensor) for name, tensor in self._targets.items()} if tape else {}
         self._seeds: dict[int, int] = {}
+        self.given: Callable[[str], torch.Tensor | None] | None = None  # values from elsewhere (a checkpoint)
         if tape is not None:
             self._check()
             self._assign_seeds()
 
     def value(self, name: str) -> torch.Tensor:
         """The full tensor on the CPU, newly made (a reference to the real one when nothing was deferred)."""
+        found = self.given(name) if self.given is not None else None
+        if found is not None:
+            if found.shape != self._targets[name].shape:
+                raise InputError(
+                    f"the value given for '{name}' has shape {tuple(found.shape)}, but the model's has "
+                    f"{tuple(self._targets[name].shape)}: it is another model's, or another configuration's"
+                )
+            return found
         if self._tape is None:
             return self._targets[name].detach()
         return self._replay(self._refs[name])

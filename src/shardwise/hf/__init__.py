@@ -1,0 +1,12 @@
+"""Hugging Face models: a task from a configuration or a checkpoint folder, and a folder that `from_pretrained` reads.
+
+Importing this room does not import transformers; the extra `hf` brings it.
+"""
+
+from __future__ import annotations
+
+from shardwise.hf.checkpoint import Checkpoint
+from shardwise.hf.export import export
+from shardwise.hf.task import HEADS, task
+
+__all__ = ["HEADS", "Checkpoint", "export", "task"]

@@ -1,0 +1,179 @@
+"""`export(weights, folder, source)`: a folder that `from_pretrained` and inference servers read.
+
+Whole weights arrive one by one (collective, from an engine's shards) and rank 0 writes them in files of at most
+`file_bytes`, with an index where there are several, under the names that `save_pretrained` would give. A tied weight is
+written once, under its first name. The folder is written under another name and renamed when it is whole.
+
+What this does not do: stream a model whose tensors transformers merges or cuts between disk and memory; rank 0 then
+holds them all.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.engine.engine import Engine
+from shardwise.errors import InputError
+from shardwise.hf.checkpoint import INDEX, SINGLE
+from shardwise.hf.names import as_on_disk, is_renamed
+from shardwise.hf.task import read_config
+
+FILE_BYTES = 5 * 10**9
+_NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".index.json", ".msgpack", ".h5", ".onnx")
+
+
+def export(
+    weights: Engine | str | Path, folder: str | Path, source: Any, *, dtype: torch.dtype | None = None,
+    file_bytes: int = FILE_BYTES,
+) -> Path:  # fmt: skip
+    """Write a model as Hugging Face keeps it. With an engine this is collective, and rank 0 writes.
+
+    weights   an engine, or the `model.safetensors` of a run
+    folder    to be made; must not exist
+    source    the checkpoint folder or configuration that the task was made of; a folder's other files (tokenizer,
+              generation settings) are copied
+    dtype     of floating-point weights; None: as they are
+    """
+    folder = Path(folder)
+    writes = not isinstance(weights, Engine) or weights.rank == 0
+    config = read_config(source)
+    if folder.exists():
+        raise InputError(f"{folder} exists: export writes a new folder")
+    partial = folder.with_name(f".{folder.name}.partial")
+    if writes:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    tensors = _of_engine(weights) if isinstance(weights, Engine) else _of_file(Path(weights))
+    named = _named(tensors, weights, config, writes)
+    files = _Files(partial, file_bytes) if writes else None
+    for name, tensor in named:
+        if files is not None:
+            wide = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+            files.add(name, tensor.detach().to("cpu", wide).contiguous().clone())
+    if files is not None:
+        _save_config(config, partial, _class_of(weights, config), dtype or files.dtype)
+        _copy_others(source, partial)
+        files.finish()
+        partial.replace(folder)
+    if isinstance(weights, Engine):
+        weights.close()  # waits: no rank goes on before the folder is there
+    return folder
+
+
+def _of_engine(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from engine.full_parameters()
+    kept = set(engine.module.state_dict())
+    for name, buffer in engine.module.named_buffers():
+        if name in kept:
+            yield name, buffer
+
+
+def _of_file(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    from safetensors import safe_open
+
+    from shardwise.hf.checkpoint import Checkpoint
+
+    checkpoint = Checkpoint(path.parent) if path.name in (SINGLE, INDEX) else None
+    if checkpoint is not None:
+        for name in checkpoint.files:
+            yield name, checkpoint.read(name)
+        return
+    with safe_open(str(path), framework="pt", device="cpu") as file:
+        for name in file.keys():  # noqa: SIM118 - not a dict
+            yield name, file.get_tensor(name)
+
+
+def _named(
+    tensors: Iterator[tuple[str, torch.Tensor]], weights: Any, config: Any, writes: bool
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors under the names on disk; where transformers merges or cuts some, rank 0 holds them all at once."""
+    kind = _class_of(weights, config)
+    if kind is None:
+        yield from tensors
+        return
+    with torch.device("meta"):
+        model = kind(config)
+    if not is_renamed(model):
+        yield from tensors
+        return
+    whole = {}
+    for name, tensor in tensors:  # collective: every rank takes part
+        if writes:
+            whole[name] = tensor.detach().to("cpu")
+    yield from as_on_disk(model, whole).items()
+
+
+def _class_of(weights: Any, config: Any) -> Any:
+    """The model's class: the engine's, or what the configuration names."""
+    if isinstance(weights, Engine):
+        return next((kind for kind in type(weights.module).__mro__ if "FSDP" not in kind.__name__), None)
+    import transformers
+
+    names = getattr(config, "architectures", None) or []
+    return getattr(transformers, names[0], None) if names else None
+
+
+class _Files:
+    """Tensors into files of at most so many bytes, named when their number is known."""
+
+    def __init__(self, folder: Path, file_bytes: int) -> None:
+        self.folder, self.file_bytes = folder, file_bytes
+        self.held: dict[str, torch.Tensor] = {}
+        self.held_bytes = self.total_bytes = 0
+        self.names: list[list[str]] = []  # of each file
+        self.dtype: torch.dtype | None = None
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        if self.held and self.held_bytes + tensor.nbytes > self.file_bytes:
+            self._write()
+        self.held[name] = tensor
+        self.held_bytes += tensor.nbytes
+        if self.dtype is None and tensor.is_floating_point():
+            self.dtype = tensor.dtype
+
+    def _write(self) -> None:
+        from safetensors.torch import save_file
+
+        save_file(self.held, str(self.folder / f"part-{len(self.names)}"), metadata={"format": "pt"})
+        self.names.append(list(self.held))
+        self.total_bytes += self.held_bytes
+        self.held, self.held_bytes = {}, 0
+
+    def finish(self) -> None:
+        if self.held:
+            self._write()
+        count = len(self.names)
+        weight_map: dict[str, str] = {}
+        for place, names in enumerate(self.names):
+            file = SINGLE if count == 1 else f"model-{place + 1:05d}-of-{count:05d}.safetensors"
+            (self.folder / f"part-{place}").rename(self.folder / file)
+            weight_map |= dict.fromkeys(names, file)
+        if count > 1:
+            index = {"metadata": {"total_size": self.total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+            (self.folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _save_config(config: Any, folder: Path, architecture: Any, dtype: torch.dtype | None) -> None:
+    config.save_pretrained(str(folder))
+    path = folder / "config.json"
+    fields = json.loads(path.read_text(encoding="utf-8"))
+    if architecture is not None:
+        fields["architectures"] = [architecture.__name__]
+    if dtype is not None:
+        fields["dtype"] = str(dtype).removeprefix("torch.")
+    fields.pop("use_cache", None)  # switched off for training only
+    path.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _copy_others(source: Any, folder: Path) -> None:
+    if not isinstance(source, str | Path):
+        return
+    for path in Path(source).iterdir():
+        if path.is_file() and path.name != "config.json" and not path.name.endswith(_NOT_COPIED):
+            shutil.copy2(path, folder / path.name)

@@ -1,0 +1,81 @@
+"""From the tensors of a checkpoint to the parameters of a model: transformers' own renamings and conversions.
+
+transformers keeps, for each kind of model, how names on disk become names of parameters, and which tensors are merged
+or cut on the way (experts into one, a fused projection into three). Its tables and functions are used as they are; a
+conversion runs once for each parameter, on the few tensors that it needs.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardwise.errors import InputError
+from shardwise.hf.checkpoint import Checkpoint
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How one tensor is made: `sources` are (name on disk, pattern), and `converter` turns them into `target`."""
+
+    target: str
+    sources: tuple[tuple[str, str | None], ...]
+    converter: Any = None
+
+    def make(self, checkpoint: Checkpoint, name: str, model: Any) -> torch.Tensor:
+        """The tensor that the model calls `name`."""
+        if self.converter is None:
+            return checkpoint.read(self.sources[0][0])
+        return self.convert({key: checkpoint.read(key) for key, _ in self.sources}, model)[name]
+
+    def convert(self, tensors: dict[str, torch.Tensor], model: Any) -> dict[str, torch.Tensor]:
+        """Every tensor that these sources make."""
+        converter = copy.deepcopy(self.converter)
+        for key, pattern in self.sources:
+            converter.add_tensor(self.target, key, pattern, tensors[key])
+        made = converter.convert(self.target, model=model, config=model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+def recipes_of(model: Any, checkpoint: Checkpoint) -> dict[str, Recipe]:
+    """Name in the model -> its recipe, for every tensor of the checkpoint. `model` is on the meta device."""
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+    except ImportError as error:
+        raise InputError(f"this transformers does not tell how it names tensors ({error}): version 5 does") from error
+    transforms = get_model_conversion_mapping(model)
+    renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
+    converters = [one for one in transforms if isinstance(one, WeightConverter)]
+    by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+    shapes, prefix = model.state_dict(), model.base_model_prefix
+    groups: dict[str, list[tuple[str, str | None]]] = {}
+    for key in sorted(checkpoint.files, key=dot_natural_key):
+        target, pattern = rename_source_key(key, renamings, converters, prefix, shapes)
+        groups.setdefault(target, []).append((key, pattern))
+    found: dict[str, Recipe] = {}
+    for target, sources in groups.items():
+        pattern = sources[0][1]
+        recipe = Recipe(target, tuple(sources), by_pattern[pattern] if pattern is not None else None)
+        names = [target]
+        if recipe.converter is not None:
+            names = list(recipe.convert({key: checkpoint.outline(key) for key, _ in sources}, model))
+        found |= dict.fromkeys(names, recipe)
+    return found
+
+
+def as_on_disk(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The names and tensors that `save_pretrained` would write."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return revert_weight_conversion(model, tensors)
+
+
+def is_renamed(model: Any) -> bool:
+    """Whether names or tensors on disk are others than in the model."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    return bool(get_model_conversion_mapping(model, add_legacy=False))
