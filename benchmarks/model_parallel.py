@@ -274,11 +274,12 @@ def as_page(rows: list[dict[str, Any]]) -> str:
         "",
         "Made by `benchmarks/model_parallel.py --write`; how it is measured stands there.",
         "",
-        f"{rows[0]['parameters'] / 1e6:.1f} M parameters, {SAMPLES} samples of {LENGTH} tokens, {RANKS} ranks with "
-        f"one thread each on {os.cpu_count()} {platform.machine()} cores, gloo, torch {torch.__version__}; the machine is "
-        f"shared, its load average at the end {os.getloadavg()[0]:.0f}. Intervals: {RESAMPLES:,} bootstrap resamples of "
-        f"the median, seed {SEED}. Above 1, shardwise is faster; \"short\" is an upper end below {SHORT}. In the first "
-        f"{WARM_UP} steps, losses and gradient norms of the two sides differed by at most {worst:.0e} relative.",
+        f"{rows[0]['parameters'] / 1e6:.1f} M parameters, {SAMPLES} samples of {LENGTH} tokens, {RANKS} ranks with one "
+        f"thread each on {os.cpu_count()} {platform.machine()} cores, gloo, torch {torch.__version__}; "
+        f"the machine is shared, its load average at the end {os.getloadavg()[0]:.0f}. Intervals: {RESAMPLES:,} "
+        f"bootstrap resamples of the median, seed {SEED}. Above 1, shardwise is faster; \"short\" is an upper end "
+        f"below {SHORT}. In the first {WARM_UP} steps, losses and gradient norms of the two sides differed by at most "
+        f"{worst:.0e} relative.",
         "",
         *lines,
         "",

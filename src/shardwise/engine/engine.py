@@ -40,6 +40,7 @@ from shardwise.engine.scaler import LossScale
 from shardwise.errors import InputError, RefusedPlan, RunError, ShardwiseError
 from shardwise.layout import Plan, check
 from shardwise.layout.dealing import Part
+from shardwise.layout.grid import placement
 from shardwise.mesh import Mesh, build_mesh
 from shardwise.parallel.batchnorm import batch_norm_modules, sync_module
 from shardwise.parallel.slots import Phase, Slot
@@ -102,6 +103,17 @@ def parallelize(
     return engine
 
 
+def _leaves_node(plan: Plan) -> list[str]:
+    """A warning where a group of tp lies on several hosts, as the launcher tells."""
+    place = here()
+    if plan.tp == 1 or place is None or not place.local_size or "tp" not in placement(plan, place.local_size)[1]:
+        return []
+    return [
+        f"tp={plan.tp} leaves its node of {place.local_size} ranks: every layer waits for the link between nodes; let "
+        "tp divide the ranks of a node, and give the rest to dp_shard or pp"
+    ]
+
+
 class Engine:
     """One rank's share of a training run. Made by `parallelize`."""
 
@@ -119,7 +131,7 @@ class Engine:
         self._used: set[int] = set()  # parameters that any rank reached in the last step
         applied = apply_plan(task, plan, mesh, self.precision, seed)
         self.module, self.technique, self.tensor = applied.module, applied.technique, applied.tensor
-        self.notices += applied.notices
+        self.notices += applied.notices + _leaves_node(plan)
         self.names = [name for name, _ in trainable(self.module)]
         self.all_names, self.frozen_names = applied.trained, applied.frozen
         absent = applied.cut.absent if applied.cut is not None else set()
