@@ -344,13 +344,16 @@ def test_ranks_are_laid_innermost_first() -> None:
     assert placement(Plan.parse("tp=3,dp_shard=4"), devices=8)[1] == ["tp", "dp_shard"]
 
 
+_TOLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
 def _told(plan: str, local: int) -> list[str]:
     import os
 
-    kept = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+    kept = {name: os.environ.get(name) for name in _TOLD}
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    told = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank % local, "LOCAL_WORLD_SIZE": local}
-    os.environ.update({name: str(value) for name, value in told.items()})
+    told = (rank, size, rank % local, local, "127.0.0.1", 29500)  # the group is up: nobody connects
+    os.environ.update({name: str(value) for name, value in zip(_TOLD, told, strict=True)})
     try:
         return parallelize(even_decoder(), plan).notices
     finally:
