@@ -13,6 +13,7 @@ rank tells the global weight, and gradients are divided by it once, together wit
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -47,7 +48,7 @@ from shardwise.parallel.slots import Phase, Slot
 from shardwise.part import forget
 from shardwise.precision import Precision
 from shardwise.random import BatchDims, GlobalRandom, Samples
-from shardwise.ranks import here, join
+from shardwise.ranks import here, join, local_size
 from shardwise.task import Task
 from shardwise.trace.deferred import seed_of
 
@@ -105,11 +106,11 @@ def parallelize(
 
 def _leaves_node(plan: Plan) -> list[str]:
     """A warning where a group of tp lies on several hosts, as the launcher tells."""
-    place = here()
-    if plan.tp == 1 or place is None or not place.local_size or "tp" not in placement(plan, place.local_size)[1]:
+    local = local_size(os.environ) if plan.tp > 1 else None
+    if not local or "tp" not in placement(plan, local)[1]:
         return []
     return [
-        f"tp={plan.tp} leaves its node of {place.local_size} ranks: every layer waits for the link between nodes; let "
+        f"tp={plan.tp} leaves its node of {local} ranks: every layer waits for the link between nodes; let "
         "tp divide the ranks of a node, and give the rest to dp_shard or pp"
     ]
 

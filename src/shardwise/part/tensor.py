@@ -27,6 +27,7 @@ from shardwise.part.leaves import replaced, tensors_in
 
 Rule = Callable[[Any, tuple, dict], Any]
 RULES: dict[str, Rule] = {}  # name of an ATen operation -> how it is done on parts
+FUNCTIONS: dict[Callable, Callable] = {}  # functions above autograd whose backward would otherwise not see the part
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
@@ -76,7 +77,11 @@ class Part(torch.Tensor):
             f"dtype={self.dtype})"
         )
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        override = FUNCTIONS.get(func)
+        with torch._C.DisableTorchFunctionSubclass():
+            return (override or func)(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
