@@ -392,3 +392,23 @@ def viewed_with_base() -> Task:
 def few_samples() -> Task:
     """Five samples: dealt over micro-batches and data ranks, some ranks have none and run a stand-in."""
     return tasks.decoder_dropout().with_(batch=partial(tasks.token_batch, samples=5, length=10), name="few_samples")
+
+
+class KeptToItself(nn.Module):
+    """The caller computes a value from a parameter that no module is given, and uses it at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(WIDTH))
+        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+        self.head = nn.Linear(WIDTH, OUT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gain = self.gain.exp()
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x * gain)
+
+
+def kept_to_itself() -> Task:
+    return task(KeptToItself)
