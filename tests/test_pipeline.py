@@ -83,7 +83,8 @@ TOGETHER = [
     ("decoder", "pp=2,dp_shard=2,zero=3,microbatches=3,remat=full"),
     ("decoder_dropout", "pp=2,schedule=interleaved1f1b,remat=selective,stages=blocks.0|blocks.1|head"),
     ("normed", "pp=2,dp_replicate=2,schedule=zbh1,microbatches=3"), ("mlp_frozen_unused", "pp=2,microbatches=3"),
-    ("few_samples", "pp=2,dp_replicate=2,microbatches=3"),
+    ("few_samples", "pp=2,dp_replicate=2,microbatches=3"), ("reads_its_weights", "pp=2,dp_shard=2,zero=1"),
+    ("pairs", "pp=2,dp_replicate=2"), ("extra_terms", "pp=2,dp_replicate=2,schedule=zbh1"),
 ]  # fmt: skip
 
 
@@ -133,6 +134,7 @@ REFUSED = [
     ("writes_parameter", "pp=2", "the forward writes into parameter 'head.weight'"),
     ("kept_to_itself", "pp=3,schedule=gpipe", "at 'blocks.3', a tensor made in the outermost forward is used again"),
     ("kept_to_itself", "pp=2,stages=blocks.1", "begin at 'blocks.1': a tensor made in the outermost forward"),
+    ("through_numpy", "pp=2", "the loss on a few samples is NaN"),
     ("residual", "pp=2,stages=blocks.9", "stages names 'blocks.9', which is no module; did you mean 'blocks.3'?"),
     ("conditioned", "pp=3,stages=blocks.2|blocks.1", "in the order in which they run"),
 ]  # fmt: skip
@@ -346,6 +348,18 @@ def without_tags(plan: str) -> list[float]:
         messages.Mail._number = number  # type: ignore[method-assign]
 
 
+def through_host_memory(plan: str) -> list[float]:
+    """Losses where every message is staged in host memory, as for a device under gloo."""
+    from shardwise.comm import collectives
+
+    needs_host = collectives._needs_host
+    collectives._needs_host = lambda tensor, axis: True
+    try:
+        return losses(plan)
+    finally:
+        collectives._needs_host = needs_host
+
+
 def losses(plan: str) -> list[float]:
     task = tasks.decoder()
     engine = parallelize(task, plan)
@@ -356,6 +370,7 @@ def test_messages_arrive_in_their_order_without_tags(pool: RankPool) -> None:
     one = pool.run(losses, 1, "accumulate=4")[0]
     for plan in ("pp=2,schedule=zbv", "pp=2,schedule=dualpipev", "pp=2,schedule=interleavedzb"):
         assert pool.run(without_tags, 2, plan)[1] == pytest.approx(one, rel=1e-5), plan
+    assert pool.run(through_host_memory, 2, plan)[0] == pytest.approx(one, rel=1e-5)
 
 
 def uneven_epoch(plan: str) -> list[int]:

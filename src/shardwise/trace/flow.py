@@ -86,6 +86,7 @@ class Flow:
     overwritten: dict[int, int]  # when a tensor was written to, and so got another number
     parameters: dict[int, int]  # number -> id of the parameter object
     buffers: dict[int, int]
+    returned: list[int]  # the tensors of the output
     end: int
 
     def calls(self) -> Iterator[Call]:
@@ -312,11 +313,12 @@ def _run(module: nn.Module, run: Callable[[], Any]) -> Flow:
         output = run()
     recorder.time += 1
     root.exit = end = recorder.time
-    for leaf in _tensors(output):
-        recorder.last_use[recorder.number(leaf)] = end
+    returned = [recorder.number(leaf) for leaf in _tensors(output)]
+    for number in returned:
+        recorder.last_use[number] = end
     return Flow(
         root, recorder.ops, recorder.made, recorder.depends, recorder.drawn, recorder.last_use,
-        recorder.overwritten, recorder.parameters,        recorder.buffers, end,
+        recorder.overwritten, recorder.parameters, recorder.buffers, returned, end,
     )  # fmt: skip
 
 

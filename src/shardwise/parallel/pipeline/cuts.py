@@ -310,6 +310,8 @@ def make_stages(flow: Flow, other: Flow, samples: tuple[int, int], places: list[
             {flow.buffers[n] for op in ops for n in op.reads if n in flow.buffers},
             sum(op.cost for op in ops),
         )
+        if stage.exit is None:  # parameters that the model returns as they are (a learned temperature)
+            stage.parameters |= {flow.parameters[n] for n in flow.returned if n in flow.parameters}
         stage.skips = _skips(flow, other, samples, stage)
         stage.received = _holders(flow, stage, stage.entry)
         stage.sent = _holders(flow, stage, stage.exit)
