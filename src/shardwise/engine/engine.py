@@ -415,7 +415,6 @@ class Engine:
         """Seed the masks of a micro-batch; `alone`: no other one waits for its backward."""
         if self.global_random is not None:
             samples = Samples(part.start, part.count, part.total)
-            alone = alone or micro_batch == 0
             self.global_random.begin(self.seed, self.steps_done, micro_batch, samples, alone=alone)
         else:
             seed_generators(seed_of("fast", self.seed, self.steps_done, micro_batch, self.data_rank))
