@@ -52,6 +52,7 @@ def main() -> None:
 @click.option("--nproc", type=click.IntRange(min=1), help="Ranks to start; by default as many as the plan needs.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Set a configuration key; repeatable.")
 @click.option("--steps", type=click.IntRange(min=1), help="Optimizer steps: short for --set train.steps=N.")
+@click.option("--profile-steps", metavar="10:12", help="Trace these steps: short for --set train.profile_steps=10:12.")
 @common
 @click.pass_obj
 def train(
@@ -61,6 +62,7 @@ def train(
     nproc: int | None,
     overrides: tuple[str, ...],
     steps: int | None,
+    profile_steps: str | None,
 ) -> None:
     """Train a task and write a run folder.
 
@@ -71,7 +73,7 @@ def train(
     """
     from shardwise.training import execute
 
-    effective = _effective(target, overrides, plan, steps)
+    effective = _effective(target, overrides, plan, steps, profile_steps)
     answer.fields.update(plan=str(effective.plan), world_size=effective.plan.world_size)
     run = execute(effective, nproc=nproc)
     answer.fields.update(run.summary)
@@ -143,7 +145,13 @@ def config(answer: Answer, path: str | None, overrides: tuple[str, ...], starter
         click.echo(note, err=True)
 
 
-def _effective(target: str | None, overrides: tuple[str, ...], plan: str | None, steps: int | None) -> Any:
+def _effective(
+    target: str | None,
+    overrides: tuple[str, ...],
+    plan: str | None,
+    steps: int | None,
+    profile_steps: str | None = None,
+) -> Any:
     """The configuration that the words of a command line ask for."""
     from shardwise.config import Given, load
 
@@ -155,6 +163,8 @@ def _effective(target: str | None, overrides: tuple[str, ...], plan: str | None,
         values.append(Given("plan", plan, "--plan"))
     if steps is not None:
         values.append(Given("train.steps", steps, "--steps"))
+    if profile_steps is not None:
+        values.append(Given("train.profile_steps", profile_steps, "--profile-steps"))
     return load(path, overrides, values)
 
 
