@@ -19,22 +19,25 @@ from shardwise.observe.profile_steps import read_steps
 
 
 @pytest.mark.parametrize(
-    ("plan", "axes"),
+    ("name", "plan", "axes"),
     [
-        pytest.param("dp_shard=2,zero=3", {"dp_shard"}, marks=pytest.mark.long),
-        ("dp_replicate=2,dp_shard=2,zero=1", {"dp_shard", "dp_replicate", "data"}),
+        ("mlp", "dp_shard=2,zero=3", {"dp_shard"}),
+        pytest.param("decoder", "dp_shard=2,zero=3", {"dp_shard"}, marks=pytest.mark.long),
+        pytest.param(
+            "decoder", "dp_replicate=2,dp_shard=2,zero=1", {"dp_shard", "dp_replicate", "data"}, marks=pytest.mark.long
+        ),
     ],
 )
-def test_the_parts_of_a_profile_add_up(plan: str, axes: set[str], tmp_path: Path) -> None:
-    run = train(tasks.decoder, plan, steps=6, profile_steps="3:5", out=str(tmp_path))
+def test_the_parts_of_a_profile_add_up(name: str, plan: str, axes: set[str], tmp_path: Path) -> None:
+    run = train(getattr(tasks, name), plan, steps=6, profile_steps="3:5", out=str(tmp_path))
     found = json.loads((run.folder / "profile" / "table.json").read_text())
     assert found["steps"] == [3, 4]
     for rank, table in enumerate(found["ranks"]):
-        parts = {name: value for name, value in table.items() if name != "measured" and not name.startswith("hidden")}
+        parts = {key: value for key, value in table.items() if key != "measured" and not key.startswith("hidden")}
         assert sum(parts.values()) == pytest.approx(table["measured"], rel=0.02)
         assert all(value >= 0 for value in table.values())
         assert table["compute"] > 0 and table["optimizer"] > 0
-        assert {name.split(", ")[1] for name in table if name.startswith("hidden")} == axes
+        assert {key.split(", ")[1] for key in table if key.startswith("hidden")} == axes
         trace = json.loads((run.folder / "profile" / f"rank{rank}.json").read_text())
         assert sum(event.get("name") == "shardwise.step" and event["ph"] == "X" for event in trace["traceEvents"]) == 2
 
@@ -58,11 +61,19 @@ def test_a_table_by_hand() -> None:
         event("gloo:all_reduce", 4200, 6200, thread=7, annotation=True),  # the reduce_scatter, by gloo's name for it
         event("gloo:all_reduce", 6200, 8000, thread=8, annotation=True),
     ]
-    assert table_of(events, 1, 0.01) == {
-        "input": 1.0, "compute": 5.0, "exposed comm, dp_replicate": pytest.approx(1.4), "exposed comm, dp_shard": pytest.approx(0.4),
-        "exposed comm, waiting for others": pytest.approx(0.3), "optimizer": 1.0, "idle": pytest.approx(0.9),
-        "hidden comm, dp_replicate": pytest.approx(0.4), "hidden comm, dp_shard": pytest.approx(1.6), "measured": 10.0,
-    }  # fmt: skip
+    expected = {
+        "input": 1.0,
+        "compute": 5.0,
+        "exposed comm, dp_replicate": 1.4,
+        "exposed comm, dp_shard": 0.4,
+        "exposed comm, waiting for others": 0.3,
+        "optimizer": 1.0,
+        "idle": 0.9,
+        "hidden comm, dp_replicate": 0.4,
+        "hidden comm, dp_shard": 1.6,
+        "measured": 10.0,
+    }
+    assert table_of(events, 1, 0.01) == pytest.approx(expected)
     assert "hidden comm, dp_shard" in as_text([table_of(events, 1, 0.01)], range(3, 4)).splitlines()[-2]
 
 
