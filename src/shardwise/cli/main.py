@@ -73,7 +73,9 @@ def train(
     """
     from shardwise.training import execute
 
-    effective = _effective(target, overrides, plan, steps, profile_steps)
+    if profile_steps is not None:
+        overrides = (*overrides, f'train.profile_steps="{profile_steps}"')
+    effective = _effective(target, overrides, plan, steps)
     answer.fields.update(plan=str(effective.plan), world_size=effective.plan.world_size)
     run = execute(effective, nproc=nproc)
     answer.fields.update(run.summary)
@@ -145,13 +147,7 @@ def config(answer: Answer, path: str | None, overrides: tuple[str, ...], starter
         click.echo(note, err=True)
 
 
-def _effective(
-    target: str | None,
-    overrides: tuple[str, ...],
-    plan: str | None,
-    steps: int | None,
-    profile_steps: str | None = None,
-) -> Any:
+def _effective(target: str | None, overrides: tuple[str, ...], plan: str | None, steps: int | None) -> Any:
     """The configuration that the words of a command line ask for."""
     from shardwise.config import Given, load
 
@@ -163,8 +159,6 @@ def _effective(
         values.append(Given("plan", plan, "--plan"))
     if steps is not None:
         values.append(Given("train.steps", steps, "--steps"))
-    if profile_steps is not None:
-        values.append(Given("train.profile_steps", profile_steps, "--profile-steps"))
     return load(path, overrides, values)
 
 
