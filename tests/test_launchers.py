@@ -250,6 +250,7 @@ def test_under_openmpi(plain: str, tmp_path: Path) -> None:
     assert train(tmp_path, [mpirun, "--oversubscribe", "-n", "2"]) == plain
 
 
+@pytest.mark.long
 def test_under_mpich(plain: str, tmp_path: Path) -> None:
     mpirun = one_of("mpirun.mpich", "mpiexec.hydra")
     assert train(tmp_path, [mpirun, "-n", "2"]) == plain
@@ -273,6 +274,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.long
 def test_mpi4py_carries_the_address(tmp_path: Path) -> None:
     mpirun = needs("mpirun.openmpi")
     pytest.importorskip("mpi4py", reason="needs mpi4py, which is not installed here")
@@ -350,6 +352,7 @@ def test_under_srun_that_serves_pmi(plain: str, slurm: dict[str, str], tmp_path:
     assert train(tmp_path, ["srun", "--overcommit", "--mpi=pmi2", "-n", "2"], slurm) == plain
 
 
+@pytest.mark.long
 def test_another_number_of_ranks_than_the_plan_needs(tmp_path: Path) -> None:
     mpirun = one_of("mpirun.mpich", "mpiexec.hydra")
     ran = subprocess.run([mpirun, "-n", "3", *RUN], env=clean_environment(), capture_output=True, text=True, timeout=90,

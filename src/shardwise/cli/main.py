@@ -54,6 +54,7 @@ def main() -> None:
 @click.option("--nproc", type=click.IntRange(min=1), help="Ranks to start; by default as many as the plan needs.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Set a configuration key; repeatable.")
 @click.option("--steps", type=click.IntRange(min=1), help="Optimizer steps: short for --set train.steps=N.")
+@click.option("--profile-steps", metavar="10:12", help="Trace these steps: short for --set train.profile_steps=10:12.")
 @common
 @click.pass_obj
 def train(
@@ -63,6 +64,7 @@ def train(
     nproc: int | None,
     overrides: tuple[str, ...],
     steps: int | None,
+    profile_steps: str | None,
 ) -> None:
     """Train a task and write a run folder.
 
@@ -73,6 +75,8 @@ def train(
     """
     from shardwise.training import execute
 
+    if profile_steps is not None:
+        overrides = (*overrides, f'train.profile_steps="{profile_steps}"')
     effective = _effective(target, overrides, plan, steps)
     answer.fields.update(plan=str(effective.plan), world_size=effective.plan.world_size)
     run = execute(effective, nproc=nproc)
