@@ -59,7 +59,10 @@ def command_line() -> str:
 def _help_texts() -> Iterator[tuple[str, str]]:
     yield "shardwise", _help_of(cli, "shardwise")
     for name in sorted(cli.commands):
-        yield f"shardwise {name}", _help_of(cli.commands[name], f"shardwise {name}")
+        command = cli.commands[name]
+        yield f"shardwise {name}", _help_of(command, f"shardwise {name}")
+        for inner in sorted(command.commands) if isinstance(command, click.Group) else ():
+            yield f"shardwise {name} {inner}", _help_of(command.commands[inner], f"shardwise {name} {inner}")
 
 
 def _help_of(command: click.Command, name: str) -> str:

@@ -27,6 +27,7 @@ ANY_PLAN = st.builds(
     Plan,
     dp_replicate=degree, dp_shard=degree, zero=st.integers(0, 3), tp=degree, sp=st.booleans(), pp=degree,
     schedule=st.sampled_from(["none", *SCHEDULES]), microbatches=degree, accumulate=degree, cp=degree,
+    stages=st.lists(degree, max_size=3).map(tuple),
     cp_ulysses=degree, ep=degree, domain=st.lists(degree, min_size=1, max_size=3).map(tuple),
     precision=st.sampled_from(PRECISIONS), reduce_dtype=st.sampled_from(REDUCE_DTYPES),
     remat=st.sampled_from(REMATS), offload=st.sampled_from(OFFLOADS), compile=st.booleans(),
@@ -86,12 +87,19 @@ def test_short_forms() -> None:
     assert Plan.parse("dp_shard=2,wrap=Block|head").wrap == ("Block", "head")
     assert Plan.parse("domain=1x2").domain == (1, 2)
     assert Plan(domain=2).domain == (2,)  # type: ignore[arg-type]
+    assert Plan.parse("pp=4") == Plan(pp=4, schedule="1f1b", microbatches=4)
+    assert Plan.parse("pp=2,schedule=zbv").microbatches == 4
+    assert Plan.parse("pp=2,stages=3|1|2|2").stages == (3, 1, 2, 2)
+    assert str(Plan.parse("pp=2,schedule=1f1b,microbatches=2")) == "pp=2"
 
 
 def test_a_changed_copy_keeps_what_was_chosen() -> None:
     assert Plan(dp_shard=4, zero=1).with_(accumulate=2) == Plan(dp_shard=4, zero=1, accumulate=2)
     assert Plan(dp_shard=4, zero=1).with_(dp_shard=1).zero == 0
     assert Plan(dp_shard=4, zero=1).with_(dp_shard=2).zero == 1
+    assert Plan(pp=4).with_(pp=2).microbatches == 2
+    assert Plan(pp=4, microbatches=7).with_(pp=2).microbatches == 7
+    assert Plan(pp=4, schedule="zbv").with_(pp=1) == Plan()
 
 
 @given(ANY_PLAN)
@@ -126,6 +134,8 @@ BAD_TEXT = [
     ("remat=selectiv", "remat=selectiv is not one of none, selective, full; did you mean 'selective'?"),
     ("schedule=2f2b", "schedule=2f2b is not one of none, gpipe"),
     ("offload=disk", "offload=disk is not one of none, optimizer, parameters, activations"),
+    ("pp=2,stages=1|x", "stages must be whole numbers such as 3|5|4, got '1|x'"),
+    ("pp=2,stages=0|2", "stages must be whole numbers of at least 1, such as 3|5|4, got (0, 2)"),
     ("nowhere.toml", "no file nowhere.toml"),
 ]
 
@@ -283,8 +293,9 @@ TRIGGERS: dict[str, list[str]] = {
     "tp > 1": ["tp=2"],
     "sp = true": ["sp=true"],
     "pp > 1": ["pp=2"],
-    "schedule": ["schedule=1f1b"],
-    "microbatches > 1": ["microbatches=2"],
+    "schedule with pp = 1": ["schedule=1f1b"],
+    "microbatches > 1 with pp = 1": ["microbatches=2"],
+    "stages with pp = 1": ["stages=2|2"],
     "cp > 1": ["cp=2"],
     "cp_ulysses > 1": ["cp_ulysses=2"],
     "ep > 1": ["ep=2"],

@@ -1,7 +1,8 @@
 """From a plan's rank grid to this rank's process groups.
 
-plan dp_replicate=2,dp_shard=2 -> DeviceMesh [[0, 1], [2, 3]], axes dp_replicate (columns), dp_shard (rows),
-and `data`, both together: the ranks over which a micro-batch's samples are dealt.
+plan dp_replicate=2,dp_shard=2 -> axes dp_replicate [0, 2], [1, 3] and dp_shard [0, 1], [2, 3], and `data`, both
+together: the ranks over which a micro-batch's samples are dealt. With tp or pp, all of these lie inside one
+coordinate of those axes, and `world` is everybody.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from shardwise.comm import Axis
 from shardwise.errors import InputError
 from shardwise.layout import Grid, Plan
+from shardwise.layout.grid import AXES
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """This rank's place and its groups: one `Axis` for each mesh axis in use, and `data`."""
+    """This rank's place and its groups: one `Axis` for each mesh axis in use, `data` and `world`."""
 
     plan: Plan
     rank: int
@@ -27,12 +29,15 @@ class Mesh:
     replicate: Axis
     shard: Axis
     data: Axis
-    device_mesh: DeviceMesh | None  # (dp_replicate, dp_shard), where there is more than one rank
+    tp: Axis
+    pp: Axis
+    world: Axis
+    device_mesh: DeviceMesh | None  # (dp_replicate, dp_shard) of this rank, where data has more than one rank
 
     @property
     def group_axes(self) -> dict[str, str]:
         """Process group name -> axis name, for the ledger."""
-        axes = (self.data, self.replicate, self.shard)
+        axes = (self.world, self.data, self.replicate, self.shard, self.tp, self.pp)
         return {axis.group.group_name: axis.name for axis in axes if axis.group is not None}
 
 
@@ -46,20 +51,34 @@ def build_mesh(plan: Plan, device: torch.device) -> Mesh:
             f"start {plan.world_size} ranks or change the plan's degrees"
         )
     if world == 1:
-        alone = {name: Axis.alone(name) for name in ("dp_replicate", "dp_shard", "data")}
-        return Mesh(plan, 0, device, alone["dp_replicate"], alone["dp_shard"], alone["data"], None)
-    shape = (plan.dp_replicate, plan.dp_shard)
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
+        alone = {n: Axis.alone(n) for n in ("dp_replicate", "dp_shard", "data", "tp", "pp", "world")}
+        shard, data, tp, pp = alone["dp_shard"], alone["data"], alone["tp"], alone["pp"]
+        return Mesh(plan, 0, device, alone["dp_replicate"], shard, data, tp, pp, alone["world"], None)
     grid = Grid(plan)
-    replicate = _axis(mesh, "dp_replicate", grid, rank)
-    shard = _axis(mesh, "dp_shard", grid, rank)
+    used = [a for a, n in zip(AXES, grid.shape, strict=True) if n > 1 or a in ("dp_replicate", "dp_shard")]
+    shape = tuple(dict(zip(AXES, grid.shape, strict=True))[axis] for axis in used)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=tuple(used))
+    axes = {name: _axis(mesh, name, grid, rank) for name in ("dp_replicate", "dp_shard", "tp", "pp")}
+    everyone = Axis("world", world, rank, dist.group.WORLD, tuple(range(world)))
+    data = _data(grid, rank, axes["dp_replicate"], axes["dp_shard"], everyone)
+    rows = mesh["dp_replicate", "dp_shard"] if data.size > 1 else None
+    return Mesh(
+        plan, rank, device, axes["dp_replicate"], axes["dp_shard"], data, axes["tp"], axes["pp"], everyone, rows
+    )  # fmt: skip
+
+
+def _data(grid: Grid, rank: int, replicate: Axis, shard: Axis, world: Axis) -> Axis:
+    """Both data axes together: one of them, the world, or (beside tp and pp) a group of its own."""
     if shard.size == 1:
-        data = Axis("dp_replicate", replicate.size, replicate.index, replicate.group, replicate.ranks)
-    elif replicate.size == 1:
-        data = shard
-    else:
-        data = Axis("data", world, rank, dist.group.WORLD, tuple(range(world)))
-    return Mesh(plan, rank, device, replicate, shard, data, mesh)
+        return Axis("dp_replicate", replicate.size, replicate.index, replicate.group, replicate.ranks)
+    if replicate.size == 1:
+        return shard
+    if shard.size * replicate.size == world.size:
+        return Axis("data", world.size, world.index, world.group, world.ranks)
+    groups = sorted({tuple(grid.group(r, ("dp_replicate", "dp_shard"))) for r in world.ranks})
+    mine, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups])
+    ranks = next(ranks for ranks in groups if rank in ranks)
+    return Axis("data", len(ranks), ranks.index(rank), mine, ranks)
 
 
 def _axis(mesh: DeviceMesh, name: str, grid: Grid, rank: int) -> Axis:

@@ -36,6 +36,7 @@ FIELDS: dict[str, dict[str, Any]] = {
         **COMMON,
     },
     "train": {"folder": None, "steps": None, "loss": None, "eval_loss": None, **COMMON},
+    "show": {"schedule": None, "microbatches": None, "stages": None, "bubble": None, "live": [], "rows": [], **COMMON},
     "config": {"config": None, "sources": None, **COMMON},
 }
 

@@ -1,4 +1,4 @@
-"""The command `shardwise`: train, verify, config. Each command only reads its words and calls a room.
+"""The command `shardwise`: train, verify, show, config. Each command only reads its words and calls a room.
 
 Importing this module does not import torch, so that help and mistakes are quick.
 """
@@ -40,6 +40,7 @@ def main() -> None:
     shardwise train                              a small decoder on text, here and now
     shardwise train my.py:task --plan dp_shard=2 your own task on two ranks
     shardwise verify my.py:task --plan dp_shard=2,zero=3
+    shardwise show schedule pp=4,schedule=zbv    what a pipeline's ranks do when
     shardwise config --starter > my.toml
 
     Exit codes: 0 done, 1 failed or no parity, 2 bad input, 3 refused plan.
@@ -140,6 +141,49 @@ def config(answer: Answer, path: str | None, overrides: tuple[str, ...], starter
     )
     for note in effective.notes:
         click.echo(note, err=True)
+
+
+@main.group()
+def show() -> None:
+    """Show what a plan does, without running anything."""
+
+
+@show.command()
+@click.argument("plan", metavar="PLAN")
+@click.option("-o", "--output", type=click.Path(dir_okay=False), help="Draw it into this .svg file instead.")
+@common
+@click.pass_obj
+def schedule(answer: Answer, plan: str, output: str | None) -> None:
+    """The order in which a pipeline's ranks run forwards and backwards, counted and drawn.
+
+    PLAN is, for example, "pp=4,schedule=zbv,microbatches=8". F is a forward, B a backward; zero-bubble schedules
+    split a backward into I (gradient of the input) and W (gradients of the weights).
+    """
+    from pathlib import Path
+
+    from shardwise.errors import InputError
+    from shardwise.layout import Plan
+    from shardwise.layout.schedules import as_svg, as_text, schedule_of, summary
+
+    parsed = Plan.parse(plan)
+    answer.fields.update(plan=str(parsed), world_size=parsed.world_size)
+    table = schedule_of(parsed)
+    answer.fields.update(
+        schedule=table.name,
+        microbatches=table.microbatches,
+        stages=table.stages,
+        bubble=table.bubble(),
+        live=table.live(),
+        rows=[[str(op) for op in row] for row in table.rows],
+    )
+    if output is None:
+        answer.text = as_text(table)
+        return
+    try:
+        Path(output).write_text(as_svg(table), encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"cannot write {output}: {error.strerror}") from None
+    answer.text = "\n".join([*summary(table), f"drawn in {output}"])
 
 
 def _effective(target: str | None, overrides: tuple[str, ...], plan: str | None, steps: int | None) -> Any:

@@ -412,7 +412,7 @@ class Engine:
     def close(self) -> None:
         """Wait for all ranks; the process group stays with whoever made it."""
         if dist.is_initialized():
-            barrier(self.mesh.data)
+            barrier(self.mesh.world)
 
     @property
     def device(self) -> torch.device:

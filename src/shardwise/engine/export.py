@@ -46,7 +46,7 @@ def save_weights(engine: Engine, path: str | Path) -> None:
         partial = Path(f"{path}.partial")
         save_file(unshared, str(partial), metadata={"format": "pt"})
         partial.replace(path)
-    barrier(engine.mesh.data)
+    barrier(engine.mesh.world)
 
 
 def memory(engine: Engine) -> dict[str, int | None]:

@@ -14,7 +14,7 @@ from shardwise.task import Task
 from shardwise.trace.deferred import Built, build, build_for_real, named_tensors
 
 
-def build_everywhere(task: Task, seed: int, data: Axis, device: torch.device) -> tuple[Built, ValueOf]:
+def build_everywhere(task: Task, seed: int, world: Axis, device: torch.device) -> tuple[Built, ValueOf]:
     """Build the module, and a function name -> initial value that gives the same on every rank.
 
     Where the constructor cannot be replayed, or captured values that differ between ranks, rank 0's values are sent
@@ -22,7 +22,7 @@ def build_everywhere(task: Task, seed: int, data: Axis, device: torch.device) ->
     """
     built = build(task.model, seed)
     mine = torch.tensor([float(built.fingerprint() % 2**50), float(bool(built.notice))], dtype=torch.float64)
-    table = gather_rows(mine.to(device), data)
+    table = gather_rows(mine.to(device), world)
     if bool((table == table[0]).all()) and not built.notice:
         return built, built.value
     if not built.notice:
@@ -30,7 +30,7 @@ def build_everywhere(task: Task, seed: int, data: Axis, device: torch.device) ->
 
     def received(name: str) -> torch.Tensor:
         value = built.value(name).detach().to(device).contiguous()
-        broadcast(value, data, 0, "initial values")
+        broadcast(value, world, 0, "initial values")
         return value
 
     return built, received

@@ -35,7 +35,7 @@ def apply_plan(task: Task, plan: Plan, mesh: Mesh, precision: Precision, seed: i
 
     Raises `InputError` for a module that cannot be trained at all, `RefusedPlan` for one that this cannot hold.
     """
-    built, value_of = build_everywhere(task, seed, mesh.data, mesh.device)
+    built, value_of = build_everywhere(task, seed, mesh.world, mesh.device)
     module = built.module
     notices = [built.notice] if built.notice else []
     _refuse(module)

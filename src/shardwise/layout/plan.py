@@ -28,6 +28,7 @@ CHOICES = {
     "offload": OFFLOADS,
 }
 DEGREES = ("dp_replicate", "dp_shard", "tp", "pp", "cp", "cp_ulysses", "ep", "microbatches", "accumulate")
+TWO_STAGES = ("interleaved1f1b", "interleavedzb", "zbv", "dualpipev")  # on each rank, unless `stages` says otherwise
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,11 @@ class Plan:
     dp_replicate  replicas of the model (DDP); the outermost axis
     dp_shard      ranks over which `zero` shards; both together are HYBRID_SHARD
     zero          what dp_shard shards: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters
-    accumulate    micro-batches in one optimizer step
+    accumulate    micro-batches in one optimizer step; with pp, each goes through the pipeline in `microbatches`
+    pp            stages of ranks that the module is cut into, one after the other
+    schedule      order of the pipeline's forwards and backwards; 1f1b by default
+    microbatches  pieces in flight in the pipeline; by default as many as stages
+    stages        places to cut: how many of the possible pieces each stage gets (`3|5|4`); empty: balanced by cost
     precision     fp32, fp64, bf16 (mixed, fp32 master), bf16-full, fp16 (mixed, with a loss scaler)
     reduce_dtype  dtype in which gradients are summed over ranks; auto: fp32, or fp64 under fp64
     remat         recompute in backward: none, selective (keep matrix products), full (keep block inputs)
@@ -52,8 +57,9 @@ class Plan:
     tp: int = 1
     sp: bool = False
     pp: int = 1
-    schedule: str = "none"
-    microbatches: int = 1
+    schedule: str = "none"  # "none": the default, 1f1b where pp > 1; never left with pp > 1
+    microbatches: int = -1  # -1: the default, the number of stages where pp > 1, else 1; never left
+    stages: tuple[int, ...] = ()
     accumulate: int = 1
     cp: int = 1
     cp_ulysses: int = 1
@@ -67,6 +73,7 @@ class Plan:
     wrap: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        self._read_pipeline()
         for name in DEGREES:
             value = getattr(self, name)
             if not _is_whole(value) or value < 1:
@@ -93,6 +100,26 @@ class Plan:
             object.__setattr__(self, "zero", 3 if self.dp_shard > 1 else 0)
         if not _is_whole(self.zero) or self.zero not in (0, 1, 2, 3):
             raise InputError(f"plan: zero must be 0, 1, 2 or 3, got {self.zero!r}")
+
+    def _read_pipeline(self) -> None:
+        """Defaults of schedule and micro-batches, and the form of `stages`."""
+        if not _is_whole(self.pp) or self.pp < 1:
+            raise InputError(f"plan: pp must be a whole number of at least 1, got {self.pp!r}")
+        counts: Any = (self.stages,) if _is_whole(self.stages) else self.stages
+        if not isinstance(counts, tuple) or not all(_is_whole(count) and count >= 1 for count in counts):
+            raise InputError(f"plan: stages must be whole numbers of at least 1, such as 3|5|4, got {self.stages!r}")
+        object.__setattr__(self, "stages", counts)
+        if self.pp > 1 and self.schedule == "none":
+            object.__setattr__(self, "schedule", "1f1b")
+        if self.microbatches == -1:
+            object.__setattr__(self, "microbatches", self.pp * self.stages_per_rank if self.pp > 1 else 1)
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Stages that each rank of the pipeline runs."""
+        if self.stages:
+            return max(1, len(self.stages) // self.pp)
+        return 2 if self.schedule in TWO_STAGES else 1
 
     @property
     def world_size(self) -> int:
@@ -139,7 +166,7 @@ class Plan:
             )
         values = {key: tuple(v) if isinstance(v, list) else v for key, v in values.items()}
         for key, value in values.items():
-            if isinstance(value, str) and key in ("domain", "zero", "sp", "compile", *DEGREES):
+            if isinstance(value, str) and key in ("domain", "zero", "sp", "compile", "stages", *DEGREES):
                 values[key] = _from_text(key, value)
         return cls(**values)
 
@@ -156,10 +183,12 @@ class Plan:
 
     def as_dict(self, *, defaults: bool = False) -> dict[str, Any]:
         """Fields and values, those at their default left out unless `defaults`."""
-        base = Plan(dp_shard=self.dp_shard)
+        base = Plan(dp_shard=self.dp_shard, pp=self.pp)
+        if self.pp > 1:  # by default as many micro-batches as this plan has stages, by default 1f1b
+            base = Plan(dp_shard=self.dp_shard, pp=self.pp, microbatches=self.pp * self.stages_per_rank)
         items = {f.name: getattr(self, f.name) for f in fields(self)}
         if not defaults:
-            always = ("dp_shard", "zero") if self.dp_shard > 1 else ()
+            always = [*(["dp_shard", "zero"] if self.dp_shard > 1 else []), *(["pp"] if self.pp > 1 else [])]
             items = {k: v for k, v in items.items() if k in always or v != getattr(base, k)}
         return {k: list(v) if isinstance(v, tuple) else v for k, v in items.items()}
 
@@ -174,6 +203,12 @@ class Plan:
         by_default = self.zero == (3 if self.dp_shard > 1 else 0)
         if "dp_shard" in changes and "zero" not in changes and (by_default or changes["dp_shard"] == 1):
             changes["zero"] = -1
+        whole = self.pp * self.stages_per_rank if self.pp > 1 else 1
+        by_default = self.microbatches == whole or changes.get("pp") == 1
+        if {"pp", "schedule", "stages"} & changes.keys() and "microbatches" not in changes and by_default:
+            changes["microbatches"] = -1
+        if changes.get("pp") == 1:
+            changes = {"schedule": "none", "stages": (), **changes}
         return replace(self, **changes)
 
     def __str__(self) -> str:
@@ -194,6 +229,11 @@ def _from_text(key: str, value: str) -> Any:
         if value.lower() not in ("true", "false"):
             raise InputError(f"plan: {key} must be true or false, got {value!r}")
         return value.lower() == "true"
+    if key == "stages":
+        try:
+            return tuple(int(part) for part in value.split("|"))
+        except ValueError:
+            raise InputError(f"plan: stages must be whole numbers such as 3|5|4, got {value!r}") from None
     if key == "domain":
         try:
             return tuple(int(part) for part in value.split("x"))
