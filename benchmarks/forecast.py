@@ -23,10 +23,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.simulator import Forecast, simulate
 from shardwise.simulator.step import GAPS, Step
 
-FILES = (
-    "korthikanti", "megatron_sc21", "llm_foundry_mpt", "simumax_b200", "nemo_performance_summary", "zero_bubble",
-    "megatron_ci_golden", "misc_papers",
-)  # fmt: skip
+FACTS = ("gpus", "models", "gemm_measured", "nccl_measured")  # files of a folder that are not runs
 # what, on which files, used for
 CALIBRATED = (
     ("matrix products by shape", "gemm_measured.csv", "A100, H100, H200, B200"),
@@ -35,7 +32,11 @@ CALIBRATED = (
     ("attention kernels", "figures of the FlashAttention-2 and -3 papers; for B200 SimuMax's kernels", ""),
     ("memory bandwidth, float32 accumulation, skew of ranks", "SimuMax's kernel measurements, A100 PCIe and B200", ""),
     ("GAPS: slowest device, clocks, gaps", "the medians of all files of runs together, one constant", "see below"),
-    ("BLOCKED_US: a blocking message", "zero_bubble.csv, schedules that block against those that do not", "one constant"),
+    (
+        "BLOCKED_US: a blocking message",
+        "zero_bubble.csv, schedules that block against those that do not",
+        "one constant",
+    ),
     ("bytes of the loss and of float32 weight gradients", "simumax_b200.csv, memory", "which tensors, no factors"),
     ("zero_bubble writes its scores", "zero_bubble.csv, memory", "a yes or no"),
     ("contention, launch, unfused factor, links between nodes", "assumed, on no file", ""),
@@ -125,7 +126,7 @@ def score_file(name: str, rows: Iterable[dict[str, str]]) -> dict[str, Any]:
         result["memory"] = memories.as_dict()
     if total:
         result["tau"], result["pairs"] = agree / total, total
-    if name == "zero_bubble":
+    if any("1f1b" in by_name and len(by_name) > 1 for by_name in schedules.values()):
         result["ratios"] = _ratios(schedules)
     return result
 
@@ -170,20 +171,24 @@ def text(results: list[dict[str, Any]], rows: bool) -> str:
                     f"bias {s['bias']:+6.1%}   p90 {s['p90']:6.1%}"
                 )
         if "tau" in result:
-            out.append(f"  Kendall's tau   {result['tau']:.2f} over {result['pairs']} pairs of one model on one cluster")
+            out.append(
+                f"  Kendall's tau   {result['tau']:.2f} over {result['pairs']} pairs of one model on one cluster"
+            )
         for reason, count in sorted(result["skipped"].items(), key=lambda item: -item[1]):
             out.append(f"  skipped {count:4}    {reason}")
         if rows:
             for line in result["lines"]:
-                figures = "  ".join(f"{k} {v:+.1%}" if "error" in k else f"{k} {v:.4g}" for k, v in line.items() if k != "row")
+                figures = "  ".join(
+                    f"{k} {v:+.1%}" if "error" in k else f"{k} {v:.4g}" for k, v in line.items() if k != "row"
+                )
                 out.append(f"    {line['row']}: {figures}")
     out.append("")
     for result in results:
         if "without_file" in result:
             s = result["without_file"]
             out.append(
-                f"{result['file']}: with GAPS from the other files alone ({s['gaps']:.3f}) mean |error| {s['mean']:.1%}, "
-                f"bias {s['bias']:+.1%}"
+                f"{result['file']}: with GAPS from the other files alone ({s['gaps']:.3f}) "
+                f"mean |error| {s['mean']:.1%}, bias {s['bias']:+.1%}"
             )
     every = [e for r in results for e in (line["time_error"] for line in r["lines"] if "time_error" in line)]
     if every:
@@ -202,7 +207,7 @@ def main() -> None:
     parser.add_argument("--rows", action="store_true", help="one line for each row")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    names = args.file or [name for name in FILES if (args.data / f"{name}.csv").exists()]
+    names = args.file or sorted(p.stem for p in args.data.glob("*.csv") if p.stem not in FACTS)
     results = []
     for name in names:
         with (args.data / f"{name}.csv").open(newline="") as file:

@@ -18,16 +18,23 @@ from shardwise.costs.software import Software, software
 from shardwise.errors import InputError
 
 UNSURE = ("uncertain", "not a measurement", "inconsistent")
-# The link between nodes that a source's cluster had, by the file or the source that names it
-LINKS = {
-    "korthikanti": "ib-200", "megatron_sc21": "ib-200", "llm_foundry_mpt": "ib-200", "zero_bubble": "roce-200",
-    "nemo_performance_summary": "ib-400", "megatron_ci_golden": "ib-400", "simumax_b200": "ib-400",
-}  # fmt: skip
-SOFTWARE = {
-    "korthikanti": "megatron-2021", "megatron_sc21": "megatron-2021", "llm_foundry_mpt": "llm-foundry",
-    "zero_bubble": "zero-bubble", "nemo_performance_summary": "nemo", "megatron_ci_golden": "megatron-core-unfused-loss",
-    "simumax_b200": "megatron-core",
-}  # fmt: skip
+# Which software a row was run with: the first word found in the file's name, the source or the notes.
+SOFTWARE = (
+    ("korthikanti", "megatron-2021"),
+    ("megatron-lm sc21", "megatron-2021"),
+    ("zero bubble", "zero-bubble"),
+    ("llm-foundry", "llm-foundry"),
+    ("nemo", "nemo"),
+    ("megatron-bridge", "nemo"),
+    ("fused cross-entropy", "megatron-core"),
+    ("megatron-lm ci", "megatron-core-unfused-loss"),
+    ("megatron", "megatron-core-unfused-loss"),
+    ("fsdp", "fsdp"),
+    ("deepspeed", "deepspeed-2021"),
+)
+# The usual port of one device, Gb/s, by generation; Selene (Megatron's papers) had 8 x 200 Gb/s for 8 A100
+PORTS = {"v100": 100, "a100": 200}
+OTHERS = 400
 
 
 class Skip(Exception):
@@ -71,7 +78,7 @@ def case_of(file: str, row: Mapping[str, str]) -> Case:
     for word in UNSURE:
         if word in notes:
             raise Skip(f"its notes say {word}")
-    if file == "megatron_ci_golden":
+    if "mem_max_allocated_gib" in row:
         return _ci(file, row)
     row = _bf16_variant(row)
     shape = _shape(file, row)
@@ -85,10 +92,11 @@ def case_of(file: str, row: Mapping[str, str]) -> Case:
         raise Skip("neither time nor memory is published")
     return Case(
         label=f"{row['model']} n={row['n_gpus']} tp={layout.tp} pp={layout.pp} cp={layout.cp} dp={layout.dp} "
-        f"zero={layout.zero} mb={layout.micro_batch} x{layout.n_micro} s={layout.seq} {layout.recompute} {layout.schedule}",
+        f"zero={layout.zero} mb={layout.micro_batch} x{layout.n_micro} s={layout.seq} {layout.recompute} "
+        f"{layout.schedule}",
         shape=shape,
         layout=layout,
-        cluster=_cluster(file, row["gpu"], layout.world_size),
+        cluster=_cluster(row["gpu"], layout.world_size, notes),
         software=_software(file, row, layout),
         seconds=seconds,
         memory_gib=memory,
@@ -131,11 +139,11 @@ def _shape(file: str, row: Mapping[str, str]) -> Shape:
     if any(word in name for word in ("deepseek", "gpt oss", "qwen3_30b", "qwen3_235b")):
         raise Skip("the row does not give the shape of its experts or of its compressed attention")
     hidden, heads = number(row, "hidden"), number(row, "heads")
-    llama = "llama" in name or "mistral" in name or "qwen" in name or "mixtral" in name
+    llama = any(word in name for word in ("llama", "mistral", "qwen", "mixtral", "smollm", "olmo"))
     if "mixtral" in name:
         raise Skip("the row does not give the number of experts")
     mpt = name.startswith("mpt")
-    vocab = number(row, "vocab", 50304 if file == "zero_bubble" else 51200)
+    vocab = number(row, "vocab", 50304 if "schedule=" in (row.get("notes") or "") else 51200)
     seq = number(row, "seq_len")
     return Shape(
         layers=number(row, "layers"),
@@ -151,7 +159,7 @@ def _shape(file: str, row: Mapping[str, str]) -> Shape:
         learned_positions=0 if llama else seq,
         layer_norm=not llama,
         norm_bias=not mpt,
-        dropout=file in ("korthikanti", "megatron_sc21", "zero_bubble"),
+        dropout=software_name(file, row) in ("megatron-2021", "zero-bubble", "deepspeed-2021"),
         name=row["model"],
     )
 
@@ -210,24 +218,34 @@ def _schedule(name: str, layers: int, pp: int) -> tuple[str, int, tuple[int, ...
     return known[name], chunks, tuple(stages)
 
 
-def _cluster(file: str, gpu: str, n: int) -> Cluster:
+def _cluster(gpu: str, n: int, notes: str = "") -> Cluster:
     name = gpu.lower().replace("-nvl72", "")
     if name not in device_names():
         raise Skip(f"{gpu} is not in the catalogue")
     if name == "gb200":
-        return Cluster.parse(f"{n} gb200" if n <= 72 else f"{-(-n // 72)}x72 gb200, {LINKS[file]}")
+        return Cluster.parse(f"{n} gb200" if n <= 72 else f"{-(-n // 72)}x72 gb200, ib-{OTHERS}")
     if n <= 8:
         return Cluster.parse(f"{n} {name}")
-    return Cluster.parse(f"{-(-n // 8)}x8 {name}, {LINKS[file]}")
+    link = "roce" if "roce" in notes else "ib"
+    return Cluster.parse(f"{-(-n // 8)}x8 {name}, {link}-{PORTS.get(name.split('-')[0], OTHERS)}")
+
+
+def software_name(file: str, row: Mapping[str, str]) -> str:
+    """By what the file's name, the source and the notes say; by the layout where they say nothing."""
+    text = " ".join((file, row.get("source") or "", row.get("notes") or "")).lower().replace("_", " ")
+    for word, name in SOFTWARE:
+        if word in text:
+            return name
+    return "fsdp" if (row.get("dp_shard") or "").startswith("3") else "megatron-core-unfused-loss"
 
 
 def _software(file: str, row: Mapping[str, str], layout: Layout) -> Software:
-    found = software(SOFTWARE[file])
-    if file == "megatron_sc21" and "ZeRO" in (row.get("table") or ""):
+    found = software(software_name(file, row))
+    if found.name == "megatron-2021" and "ZeRO" in (row.get("table") or ""):
         found = software("deepspeed-2021")
     if layout.schedule.startswith("zb"):
         found = replace(found, overlap_p2p=True)  # their runtime posts messages ahead; Megatron's schedules wait
-    if file == "llm_foundry_mpt" and "PURE" in (row.get("notes") or ""):
+    if found.name == "llm-foundry" and "PURE" in (row.get("notes") or ""):
         found = replace(found, states="bf16-full")
     return found
 
@@ -244,17 +262,33 @@ def _measured(
             raise Skip(f"two variants in one cell: {rate!r}")
         seconds = tokens / float(rate) / layout.world_size
     tflops = (row.get("tflops_per_gpu") or "").strip()
-    if seconds is None and tflops and file == "megatron_sc21":
-        seconds = shape.flops_per_token(layout.seq, "96Blsh2") * tokens / (float(tflops) * 1e12 * layout.world_size)
+    if seconds is None and tflops:
+        seconds = (
+            shape.flops_per_token(layout.seq, _convention(row)) * tokens / (float(tflops) * 1e12 * layout.world_size)
+        )
     by_rank = re.search(r"max_alloc_MB=\{(.*?)\}", row.get("notes") or "")
     memory = (row.get("mem_gb_per_gpu") or "").strip()
     if by_rank:
         values = [float(item.split(":")[1]) / 1024 for item in by_rank[1].split(",")]
-        stages = [max(values[r * len(values) // layout.pp : (r + 1) * len(values) // layout.pp]) for r in range(layout.pp)]
+        stages = [
+            max(values[r * len(values) // layout.pp : (r + 1) * len(values) // layout.pp]) for r in range(layout.pp)
+        ]
         return seconds, tuple(enumerate(stages)), False
     if memory:
         return seconds, ((-1, float(memory)),), True
     return seconds, (), False
+
+
+def _convention(row: Mapping[str, str]) -> str:
+    """How the row's TFLOP/s were counted; its notes say so, or its source is known to."""
+    text = ((row.get("source") or "") + (row.get("notes") or "")).lower()
+    if "hardware" in text or "incl. recompute" in text or "96*" in text:
+        return "96Blsh2"
+    if "mosaicml" in text or "non-causal" in text:
+        return "6P+12Lhs"
+    if "nemo" in text or "causal" in text:
+        return "6P+6Lhs"
+    raise Skip("only TFLOP/s are published, and not by which convention")
 
 
 def _ci(file: str, row: Mapping[str, str]) -> Case:
@@ -284,7 +318,7 @@ def _ci(file: str, row: Mapping[str, str]) -> Case:
     if name is None:
         raise Skip(f"GPU {row['gpu']!r} is not one of the catalogue")
     return Case(
-        f"{row['model']} {row['gpu']}", shape, layout, _cluster(file, name, n), software(SOFTWARE[file]), None,
+        f"{row['model']} {row['gpu']}", shape, layout, _cluster(name, n), software(software_name(file, row)), None,
         ((pp - 1, float(row["mem_max_allocated_gib"])),),
     )  # fmt: skip
 

@@ -21,20 +21,50 @@ from collections import defaultdict
 from pathlib import Path
 
 HERE = Path(__file__).parents[1] / "src" / "shardwise" / "cluster" / "data"
-DEVICE_FIELDS = (
-    "name,bf16_tflops,fp8_tflops,memory_gb,memory_bandwidth_gbps,sustained_bf16_tflops,link_gbps,link_domain,"
-    "host_gbps,nic_gbps,power_w,table,source,notes"
-).split(",")
+DEVICE_FIELDS = [
+    "name",
+    "bf16_tflops",
+    "fp8_tflops",
+    "memory_gb",
+    "memory_bandwidth_gbps",
+    "sustained_bf16_tflops",
+    "link_gbps",
+    "link_domain",
+    "host_gbps",
+    "nic_gbps",
+    "power_w",
+    "table",
+    "source",
+    "notes",
+]
 # the name under which a device's matrix products and collectives were measured
 TABLES = {
     "A100-SXM-40GB": "a100_sxm", "A100-SXM-80GB": "a100_sxm", "H100-SXM-80GB": "h100_sxm",
     "H200-SXM-141GB": "h200_sxm", "B200-SXM": "b200_sxm", "B300-SXM": "b300_sxm", "GB200": "gb200",
     "L40S": "l40s", "RTX-PRO-6000": "rtx_pro_6000_server",
 }  # fmt: skip
-MODEL_FIELDS = (
-    "name,layers,hidden,heads,kv_heads,head_dim,ffn,gated,vocab,tied,qkv_bias,qk_norm,learned_positions,max_seq,"
-    "experts,top_k,moe_ffn,shared_experts,norm,source"
-).split(",")
+MODEL_FIELDS = [
+    "name",
+    "layers",
+    "hidden",
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "ffn",
+    "gated",
+    "vocab",
+    "tied",
+    "qkv_bias",
+    "qk_norm",
+    "learned_positions",
+    "max_seq",
+    "experts",
+    "top_k",
+    "moe_ffn",
+    "shared_experts",
+    "norm",
+    "source",
+]
 
 
 def rows(path: Path) -> list[dict[str, str]]:
@@ -82,7 +112,9 @@ def gemm(folder: Path) -> None:
     for gpu, cells in sorted(table.items()):
         inner = sorted({k for by_k in cells.values() for k in by_k})
         lines.append([gpu, "m", "n", " ".join(map(str, inner))])
-        lines += [[gpu, str(m), str(n), " ".join(by_k.get(k, "-") for k in inner)] for (m, n), by_k in sorted(cells.items())]
+        lines += [
+            [gpu, str(m), str(n), " ".join(by_k.get(k, "-") for k in inner)] for (m, n), by_k in sorted(cells.items())
+        ]
     write(HERE / "gemm.csv", ["gpu", "m", "n", "microseconds"], lines)
 
 
@@ -102,7 +134,9 @@ def collectives(folder: Path) -> None:
             table[key][int(row["bytes"])] = f"{float(row['latency_us']):.4g}"
     sizes = sorted({size for by_size in table.values() for size in by_size})
     lines = [["", "", "", "", " ".join(map(str, sizes))]]
-    lines += [[*map(str, key), " ".join(by_size.get(size, "-") for size in sizes)] for key, by_size in sorted(table.items())]
+    lines += [
+        [*map(str, key), " ".join(by_size.get(size, "-") for size in sizes)] for key, by_size in sorted(table.items())
+    ]
     write(HERE / "collectives.csv", ["gpu", "nccl", "op", "ranks", "microseconds"], lines)
 
 

@@ -143,7 +143,9 @@ def _plain(values: dict[str, Any]) -> dict[str, Any]:
 def _only(where: str, data: dict[str, Any], known: tuple[str, ...]) -> None:
     for key in data:
         if key not in known:
-            raise InputError(f"{where}: unknown key {key!r}{did_you_mean(key, list(known))} (known: {', '.join(known)})")
+            raise InputError(
+                f"{where}: unknown key {key!r}{did_you_mean(key, list(known))} (known: {', '.join(known)})"
+            )
 
 
 def _need(where: str, data: dict[str, Any], key: str) -> Any:

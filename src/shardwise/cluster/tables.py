@@ -43,7 +43,9 @@ class GemmTable:
                         total += wm * wn * wk * math.log(value)
                         weight += wm * wn * wk
         if weight == 0:  # a hole of the table: the nearest measured point
-            at = min(self.rate, key=lambda p: abs(math.log(p[0] / m)) + abs(math.log(p[1] / n)) + abs(math.log(p[2] / k)))
+            at = min(
+                self.rate, key=lambda p: abs(math.log(p[0] / m)) + abs(math.log(p[1] / n)) + abs(math.log(p[2] / k))
+            )
             return self.rate[at]
         rate = math.exp(total / weight)
         small = min(1.0, m / self.m[0]) * min(1.0, n / self.n[0]) * min(1.0, k / self.k[0])

@@ -181,7 +181,10 @@ class Block:
         overlapped = self.software.overlap_tp
         if lay.tp > 1 and lay.sp:
             for _ in range(2):
-                forward += [Message("all_gather", "tp", whole, overlapped), Message("reduce_scatter", "tp", whole, overlapped)]
+                forward += [
+                    Message("all_gather", "tp", whole, overlapped),
+                    Message("reduce_scatter", "tp", whole, overlapped),
+                ]
                 # the gather of the saved input for the weights' gradient runs beside the input's gradient
                 backward += [
                     Message("all_gather", "tp", whole, overlapped),

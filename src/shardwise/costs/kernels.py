@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 
 from shardwise.cluster import Device, GemmTable, gemm_table
 from shardwise.cluster.catalogue import read
@@ -125,9 +126,8 @@ class Kernels:
         points = rates[min(rates, key=lambda d: abs(d - head_dim))]
         return scale * _log_read(points, seq)
 
-
     def _borrowed(self, kernel: str, direction: str, head_dim: int) -> tuple[dict, float]:
-        """Rates of a kernel on another device, scaled by what FlashAttention-2 reaches on both, else by the data sheets.
+        """Rates on another device, scaled by what FlashAttention-2 reaches on both, else by the data sheets.
 
         An older kernel does not use a newer device's instructions, so its own peak would promise too much.
         """
@@ -146,7 +146,7 @@ class Kernels:
 def _log_read(points: tuple[tuple[int, float], ...], at: float) -> float:
     if at <= points[0][0]:
         return points[0][1] * max(at / points[0][0], 0.25)
-    for (low, slow), (high, fast) in zip(points, points[1:], strict=False):
+    for (low, slow), (high, fast) in pairwise(points):
         if at <= high:
             share = math.log(at / low) / math.log(high / low)
             return slow + (fast - slow) * share

@@ -16,6 +16,7 @@ class Layout:
 
     micro_batch   samples of one micro-batch on one data rank
     n_micro       micro-batches of a step (accumulation, or those of the pipeline)
+    rounds        times that the pipeline is filled and emptied in a step
     chunks        model chunks that a pipeline rank holds (virtual stages)
     zero          over `shard` ranks: 0, 1, 2, 3
     shard         ranks that `zero` shards over; `replicas` of those groups
@@ -33,6 +34,7 @@ class Layout:
     zero: int = 0
     micro_batch: int = 1
     n_micro: int = 1
+    rounds: int = 1
     seq: int = 2048
     recompute: str = "none"
     schedule: str = "1f1b"
@@ -40,7 +42,20 @@ class Layout:
     stage_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for field in ("tp", "cp", "ulysses", "pp", "chunks", "ep", "shard", "replicas", "micro_batch", "n_micro", "seq"):
+        for field in (
+            "tp",
+            "cp",
+            "ulysses",
+            "pp",
+            "chunks",
+            "ep",
+            "shard",
+            "replicas",
+            "micro_batch",
+            "n_micro",
+            "rounds",
+            "seq",
+        ):
             if getattr(self, field) < 1:
                 raise InputError(f"layout: {field} must be at least 1, got {getattr(self, field)}")
         if self.recompute not in RECOMPUTES:
@@ -66,14 +81,14 @@ class Layout:
 
     @property
     def global_batch(self) -> int:
-        return self.micro_batch * self.n_micro * self.dp
+        return self.micro_batch * self.n_micro * self.rounds * self.dp
 
     def with_(self, **changes: object) -> Layout:
         """A copy with some fields replaced."""
         return replace(self, **changes)  # type: ignore[arg-type]
 
 
-def of_plan(plan: Plan, *, global_batch: int, seq: int, chunks: int = 1) -> Layout:
+def of_plan(plan: Plan, *, global_batch: int, seq: int) -> Layout:
     """The layout of a plan for a global batch in samples; one that does not divide raises `InputError`."""
     n_micro = plan.accumulate * plan.microbatches
     over = plan.data_ranks * n_micro
@@ -84,8 +99,10 @@ def of_plan(plan: Plan, *, global_batch: int, seq: int, chunks: int = 1) -> Layo
             f"micro-batches; the nearest that do are {', '.join(str(n) for n in (lower, lower + over) if n)}"
         )
     return Layout(
-        tp=plan.tp, sp=plan.sp, cp=plan.cp, ulysses=plan.cp_ulysses, pp=plan.pp, chunks=chunks, ep=plan.ep,
+        tp=plan.tp, sp=plan.sp, cp=plan.cp, ulysses=plan.cp_ulysses, pp=plan.pp,
+        chunks=plan.stages_per_rank, ep=plan.ep,
         shard=plan.dp_shard, replicas=plan.dp_replicate, zero=plan.zero, micro_batch=global_batch // over,
-        n_micro=n_micro, seq=seq, recompute=plan.remat,
+        n_micro=plan.microbatches if plan.pp > 1 else n_micro, rounds=plan.accumulate if plan.pp > 1 else 1,
+        seq=seq, recompute=plan.remat,
         schedule=plan.schedule if plan.schedule != "none" else "1f1b",
     )  # fmt: skip

@@ -72,7 +72,7 @@ def states(parameters: dict[str, float], layout: Layout, software: Software, pre
     policy = STATES[precision or software.states]
     out = dict.fromkeys(("weights", "gradients", "master", "optimizer"), 0.0)
     for kind, count in parameters.items():
-        ranks = layout.shard * layout.split_sequence if layout.zero else 1
+        ranks = float(layout.shard * layout.split_sequence) if layout.zero else 1.0
         if kind == "experts" and layout.ep > 1:
             ranks = max(1.0, ranks * (layout.tp if layout.ep > 1 else 1) / layout.ep)
         share = 1.0 / ranks

@@ -53,11 +53,16 @@ class Shape:
     @classmethod
     def from_row(cls, row: Mapping[str, str]) -> Shape:
         """From a row of the model catalogue."""
-        number = {key: int(row[key]) for key in ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab")}
         gated = row["gated"] == "1"
         layer_norm = row["norm"].startswith("LayerNorm")
         return cls(
-            **number,
+            layers=int(row["layers"]),
+            hidden=int(row["hidden"]),
+            heads=int(row["heads"]),
+            kv_heads=int(row["kv_heads"]),
+            head_dim=int(row["head_dim"]),
+            ffn=int(row["ffn"]),
+            vocab=int(row["vocab"]),
             gated=gated,
             tied=row["tied"] == "1",
             bias=not gated and "no bias" not in row["norm"],
@@ -128,7 +133,12 @@ class Shape:
     @property
     def parameters(self) -> int:
         """All of them."""
-        return self.layers * self.layer_parameters + self.embedding_parameters + self.head_parameters + self.norm_parameters
+        return (
+            self.layers * self.layer_parameters
+            + self.embedding_parameters
+            + self.head_parameters
+            + self.norm_parameters
+        )
 
     @property
     def active_parameters(self) -> int:

@@ -59,7 +59,8 @@ class Software:
     accumulates      a weight's gradient is added into a float32 buffer by the product that makes it
     split_sends      a stage's message is cut over the tensor ranks and gathered by the next stage
     overlap_p2p      stages send while they compute
-    prefetch         ZeRO-3 gathers the next unit while one computes
+    prefetch         when ZeRO-3 asks for the next unit in backward: "before" this one's gradients leave (FSDP2), "after"
+                     them (FSDP1's BACKWARD_POST), or "none": when it is needed
     states           the dtype policy, a key of STATES
     launch_us        time a kernel's launch adds on the device
     logit_peak_bytes bytes alive for one logit when the loss is made: 2 in bf16, 4 in float32, and what is not in place
@@ -71,7 +72,7 @@ class Software:
     overlap_dp: bool = True
     overlap_tp: bool = False
     overlap_p2p: bool = False
-    prefetch: bool = True
+    prefetch: str = "before"
     gathers_per_unit: int = 1
     gathers_again: bool = False
     accumulates: bool = True
@@ -91,7 +92,6 @@ SOFTWARE: dict[str, Software] = {
             attention="flash2",
             fused=False,
             overlap_dp=True,
-            prefetch=True,
             accumulates=False,
             states="bf16",
             source="this package: eager PyTorch, SDPA's flash kernel, fully_shard",
@@ -104,7 +104,7 @@ SOFTWARE: dict[str, Software] = {
             split_sends=True,
             states="bf16",
             grad_reduce_bytes=2.0,
-            source="Narayanan et al. 2021, section 4.2; Korthikanti et al. 2022: fused kernels, no overlap of gradients",
+            source="Narayanan et al. 2021, section 4.2; Korthikanti et al. 2022: fused kernels, no overlap",
         ),
         Software(
             "megatron-core",
@@ -138,24 +138,34 @@ SOFTWARE: dict[str, Software] = {
             overlap_dp=True,
             overlap_p2p=False,
             states="bf16",
-            source="Qi et al. 2024: Megatron-LM of 2023; the memory that they report is that of written scores and dropout",
+            source="Qi et al. 2024: Megatron-LM of 2023; their memory is that of written scores and dropout",
         ),
         Software(
             "llm-foundry",
             attention="flash1",
             fused=False,
             overlap_dp=True,
-            prefetch=True,
+            prefetch="after",
             accumulates=False,
             states="fsdp-mixed",
             grad_reduce_bytes=2.0,
-            source="mosaicml/llm-foundry with PyTorch FSDP, Triton FlashAttention with ALiBi (2023)",
+            source="mosaicml/llm-foundry with PyTorch FSDP, Triton FlashAttention with ALiBi, Composer's BACKWARD_POST (2023)",
+        ),
+        Software(
+            "fsdp",
+            attention="flash2",
+            fused=False,
+            overlap_dp=True,
+            accumulates=False,
+            states="fsdp-mixed",
+            grad_reduce_bytes=2.0,
+            source="PyTorch FSDP with FlashAttention-2 or SDPA",
         ),
         Software(
             "deepspeed-2021",
             attention="unfused",
             overlap_dp=False,
-            prefetch=False,
+            prefetch="none",
             gathers_per_unit=12,
             gathers_again=True,
             accumulates=False,

@@ -93,9 +93,14 @@ class Wire:
             if table is None:
                 return f"formula: {self.cluster.tiers[0].name} rate"
             measured = sorted(table.times[op])
-            near = "" if group.size in measured else f", scaled from {min(measured, key=lambda p: abs(p - group.size))} ranks"
+            near = (
+                ""
+                if group.size in measured
+                else f", scaled from {min(measured, key=lambda p: abs(p - group.size))} ranks"
+            )
             return f"measured: NCCL {table.nccl} on {table.name}{near}"
-        return f"formula: {self.cluster.tiers[tier].name}, ring between {math.ceil(group.size / self.inside(group))} domains"
+        domains = math.ceil(group.size / self.inside(group))
+        return f"formula: {self.cluster.tiers[tier].name}, ring between {domains} domains"
 
     def skew(self, ranks: int) -> float:
         """Seconds that a collective inside a step waits for its slowest rank, for the ranks of one domain."""

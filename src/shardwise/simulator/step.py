@@ -1,15 +1,15 @@
 """From a shape, a layout and a cluster to the time and memory of one step.
 
-    layer        kernels of costs/block.py, plus communication that its own compute does not hide
-    pipeline     the schedule's table, played stage by stage (schedules.py)
-    data ranks   reductions and gathers on a stream of their own (events.py): what sticks out is exposed
-    optimizer    the bytes that it reads and writes
+layer        kernels of costs/block.py, plus communication that its own compute does not hide
+pipeline     the schedule's table, played stage by stage (schedules.py)
+data ranks   reductions and gathers on a stream of their own (events.py): what sticks out is exposed
+optimizer    the bytes that it reads and writes
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardwise.cluster import Cluster
 from shardwise.costs.block import EAGER, Block, Message, Times
@@ -19,15 +19,16 @@ from shardwise.costs.memory import Ledger, rank_memory, stage_parameters
 from shardwise.costs.shapes import Shape
 from shardwise.costs.software import STATES, Software
 from shardwise.costs.wire import Group, Wire
+from shardwise.layout.schedules import SEVERAL
 from shardwise.simulator.events import CONTENTION, Op, run
 from shardwise.simulator.forecast import Forecast
-from shardwise.simulator.schedules import SPLIT, V_SHAPED, play, stage_of, table
+from shardwise.simulator.pipeline import play, schedule
 
 # Megatron's batched send and receive ends in a device synchronise: the queue of kernels runs empty and is filled again
 BLOCKED_US = 400.0  # (assumed)
 # A step takes longer than its kernels: the slowest of the devices, clocks, gaps. One constant for all; the benchmark
 # of forecasts prints what it is without the file that it scores
-GAPS = 1.05
+GAPS = 1.065
 PLAYED = 4  # micro-batches of a ZeRO step that are played; more repeat the last
 
 
@@ -105,7 +106,9 @@ class Step:
         )
 
 
-def simulate(shape: Shape, layout: Layout, cluster: Cluster, software: Software, *, precision: str = "bf16") -> Forecast:
+def simulate(
+    shape: Shape, layout: Layout, cluster: Cluster, software: Software, *, precision: str = "bf16"
+) -> Forecast:
     """One optimizer step. Only the decoder's numbers are needed; nothing runs."""
     step = Step(shape, layout, cluster, software, precision)
     block = Block(shape, layout, software, step.kernels)
@@ -144,12 +147,12 @@ def _finish(
     )
 
 
-def _optimizer(step: Step, parameters: dict[str, float]) -> float:
+def optimizer_seconds(step: Step, parameters: dict[str, float]) -> float:
     """Seconds of the update: each byte of state read and written, gradients read twice (norm and update)."""
     policy = STATES[step.software.states]
     total = 0.0
     for kind, count in parameters.items():
-        ranks = step.layout.shard * step.layout.split_sequence if step.layout.zero else 1
+        ranks = float(step.layout.shard * step.layout.split_sequence) if step.layout.zero else 1.0
         if kind == "experts" and step.layout.ep > 1:
             ranks = max(1.0, ranks * step.layout.tp / step.layout.ep)
         total += count / ranks
@@ -158,7 +161,7 @@ def _optimizer(step: Step, parameters: dict[str, float]) -> float:
     return step.kernels.stream(total * moved * (1.0 if step.software.fused else EAGER), 10)
 
 
-def _reductions(step: Step, parameters: dict[str, float]) -> tuple[float, float]:
+def reduction_seconds(step: Step, parameters: dict[str, float]) -> tuple[float, float]:
     """Seconds of (gradient reduction, weight gathering) of a step without ZeRO-3."""
     lay, wire = step.layout, step.wire
     reduce_s = gather_s = 0.0
@@ -201,13 +204,13 @@ def _one_stage(step: Step, layer: Stage, ends: tuple[Stage, Stage]) -> Forecast:
     compute += sum(end.forward + end.backward + end.weight for end in ends)
     inside = shape.layers * layer.exposed + sum(end.exposed for end in ends)
     n = lay.n_micro
-    optimizer = _optimizer(step, parameters)
+    optimizer = optimizer_seconds(step, parameters)
     timeline: list[tuple[str, str, float, float]] = []
     if lay.zero >= 3 and lay.shard > 1:
         total, timeline = _gathered(step, layer, ends)
         data = max(0.0, total - n * compute)
     else:
-        reduce_s, gather_s = _reductions(step, parameters)
+        reduce_s, gather_s = reduction_seconds(step, parameters)
         overlap = step.software.overlap_dp
         backward = shape.layers * (layer.backward + layer.weight)
         forward = shape.layers * layer.forward
@@ -261,27 +264,34 @@ def _zero3_ops(step: Step, layer: Stage, ends: tuple[Stage, Stage], n_micro: int
 
     for micro in range(n_micro):
         computed: list[int] = []
-        root_here = add(f"gather root {micro}", "data", gather(root), len(ops) - 1 if ops and not step.software.prefetch else None)
+        root_here = add(
+            f"gather root {micro}",
+            "data",
+            gather(root),
+            len(ops) - 1 if ops and step.software.prefetch == "none" else None,
+        )
         last = add(f"embedding {micro}", "compute", ends[0].forward, root_here)
         for index in range(shape.layers):
             # at most two units are whole at a time: a gather waits until the one before last has computed
             ahead = computed[-2] if len(computed) >= 2 else None
-            wait = ahead if step.software.prefetch else last
-            here = add(f"gather {index}", "data", gather(each), wait)
-            last = add(f"forward {index}.{micro}", "compute", layer.forward, here, last)
+            wait = ahead if step.software.prefetch != "none" else last
+            got = add(f"gather {index}", "data", gather(each), wait)
+            last = add(f"forward {index}.{micro}", "compute", layer.forward, got, last)
             computed.append(last)
         last = add(f"head {micro}", "compute", sum((ends[1].forward, ends[1].backward, ends[1].weight)), last)
         computed.append(last)
+        here: int | None = None  # the last layer is still whole
         for index in reversed(range(shape.layers)):
-            ahead = computed[-2]
-            wait = ahead if step.software.prefetch else last
-            resident = keep or index == shape.layers - 1
-            here = None if resident else add(f"gather {index}", "data", gather(each), wait)
-            if lay.recompute == "full" and step.software.gathers_again:
-                here = add(f"gather {index} again", "data", gather(each), wait)
             last = add(f"backward {index}.{micro}", "compute", layer.backward + layer.weight, here, last)
+            wait = computed[-1] if step.software.prefetch != "none" else last
             computed.append(last)
-            add(f"scatter {index}", "data", scatter(each), last)
+            if step.software.prefetch != "before":  # one stream: the next gather stands behind these gradients
+                add(f"scatter {index}", "data", scatter(each), last)
+            if index and not keep:
+                for _ in range(2 if lay.recompute == "full" and step.software.gathers_again else 1):
+                    here = add(f"gather {index - 1}", "data", gather(each), wait)
+            if step.software.prefetch == "before":
+                add(f"scatter {index}", "data", scatter(each), last)
         last = add(f"embedding backward {micro}", "compute", ends[0].weight, last)
         add(f"scatter root {micro}", "data", scatter(root), last)
     return ops
@@ -291,19 +301,22 @@ def _zero3_ops(step: Step, layer: Stage, ends: tuple[Stage, Stage], n_micro: int
 
 
 def stage_layers(shape: Shape, layout: Layout) -> list[float]:
-    """Layers of each model stage: as given, or even."""
+    """Layers of each model stage: as given, or even; what does not divide goes to the stages in the middle."""
     stages = layout.pp * layout.chunks
     if layout.stage_layers:
         return [float(n) for n in layout.stage_layers]
-    return [shape.layers / stages] * stages
+    each, rest = divmod(shape.layers, stages)
+    start = (stages - rest) // 2
+    return [float(each + (1 if start <= index < start + rest else 0)) for index in range(stages)]
 
 
 def _pipelined(step: Step, layer: Stage, ends: tuple[Stage, Stage]) -> Forecast:
     lay, shape = step.layout, step.shape
-    name = lay.schedule
-    if name in V_SHAPED and lay.chunks == 1:
-        step = Step(shape, lay.with_(chunks=2), step.cluster, step.software, step.precision)
+    if lay.schedule in SEVERAL and lay.chunks == 1:
+        step = replace(step, layout=lay.with_(chunks=2))
         lay = step.layout
+    name = lay.schedule if lay.chunks > 1 or lay.schedule not in SEVERAL else "1f1b"
+    drawn = schedule(name, lay.pp, lay.n_micro, lay.chunks)
     layers = stage_layers(shape, lay)
     stages = len(layers)
     forward = [n * layer.forward for n in layers]
@@ -317,19 +330,14 @@ def _pipelined(step: Step, layer: Stage, ends: tuple[Stage, Stage]) -> Forecast:
         exposed[index] += end.exposed
     message = lay.tokens * shape.hidden * 2 / (lay.tp if lay.sp or step.software.split_sends else 1)
     distance = step.group("pp").stride
-    home = {stage_of(name, r, c, lay.pp): r * distance for r in range(lay.pp) for c in range(lay.chunks)}
+    home = [owner * distance for owner in drawn.owner]
     blocking = not step.software.overlap_p2p
     blocked = BLOCKED_US * 1e-6 if blocking else 0.0
     send = [step.wire.send(message, home[s], home[s + 1]) + blocked for s in range(stages - 1)]
-    middle = stages // 2
-    costs = (forward[middle], backward[middle], weight[middle])
-    orders = table(name, lay.pp, lay.n_micro, lay.chunks, tuple(c * lay.chunks for c in costs))  # type: ignore[arg-type]
-    if name not in SPLIT:
-        backward, weight = [b + w for b, w in zip(backward, weight, strict=True)], [0.0] * stages
-    played = play(name, orders, forward, backward, weight, send, blocking=blocking)
+    played = play(drawn, forward, backward, weight, send, blocking=blocking)
     memory, tails = [], []
     for rank in range(lay.pp):
-        mine = [stage_of(name, rank, chunk, lay.pp) for chunk in range(lay.chunks)]
+        mine = drawn.stages_of(rank)
         held = sum(layers[stage] for stage in mine)
         first, last = 0 in mine, stages - 1 in mine
         memory.append(
@@ -339,28 +347,28 @@ def _pipelined(step: Step, layer: Stage, ends: tuple[Stage, Stage]) -> Forecast:
             )
         )  # fmt: skip
         parameters = stage_parameters(shape, lay, held, first=first, last=last)
-        reduce_s, gather_s = _reductions(step, parameters)
+        reduce_s, gather_s = reduction_seconds(step, parameters)
         buckets = max(1, int(held))
         window = backward[mine[0]] + weight[mine[0]]
         overlap = step.software.overlap_dp
         data = _beside(window, reduce_s, buckets, overlap) + _beside(forward[mine[0]], gather_s, buckets, overlap)
         if shape.tied and lay.pp > 1 and (first or last):
-            data += step.wire.collective("all_reduce", Group(2, distance * (lay.pp - 1)), shape.vocab * shape.hidden * 4 / lay.tp)
-        tails.append((data, _optimizer(step, parameters)))
+            data += step.wire.collective(
+                "all_reduce", Group(2, distance * (lay.pp - 1)), shape.vocab * shape.hidden * 4 / lay.tp
+            )
+        tails.append((data, optimizer_seconds(step, parameters)))
     data = max(tail[0] for tail in tails)
     optimizer = max(tail[1] for tail in tails)
     busiest = max(range(lay.pp), key=lambda r: played.busy[r])
-    inside = lay.n_micro * sum(exposed[stage_of(name, busiest, chunk, lay.pp)] for chunk in range(lay.chunks))
+    inside = lay.n_micro * sum(exposed[stage] for stage in drawn.stages_of(busiest))
     parts = {
-        "compute": played.busy[busiest] - inside,
-        "tensor, context and expert communication": inside,
-        "pipeline bubble and sends": played.seconds - played.busy[busiest],
+        "compute": lay.rounds * (played.busy[busiest] - inside),
+        "tensor, context and expert communication": lay.rounds * inside,
+        "pipeline bubble and sends": lay.rounds * (played.seconds - played.busy[busiest]),
         "data-parallel communication": data,
         "optimizer": optimizer,
     }
-    sends = {"tp": inside, "pp": played.seconds - played.busy[busiest], "data": data}
+    sends = {"tp": lay.rounds * inside, "pp": lay.rounds * (played.seconds - played.busy[busiest]), "data": data}
     forecast = _finish(step, parts, memory, sends, played.bubble)
-    forecast.timeline = [
-        (f"stage {rank}", f"{kind}{stage}.{micro}", start, end) for rank, kind, stage, micro, start, end in played.actions
-    ]
+    forecast.timeline = [(f"rank {rank}", str(op), start, end) for rank, op, start, end in played.ops]
     return forecast
