@@ -46,6 +46,7 @@ FIELDS: dict[str, dict[str, Any]] = {
         **COMMON,
     },
     "simulate": {"step_s": None, "mfu": None, "parts_s": {}, "memory": [], "fits": None, "cluster": None, **COMMON},
+    "probe": {"cluster": None, "file": None, **COMMON},
     "compare": {"plans": [], **COMMON},
     "train": {"folder": None, "steps": None, "loss": None, "eval_loss": None, **COMMON},
     "show": {"schedule": None, "microbatches": None, "stages": None, "bubble": None, "live": [], "rows": [], **COMMON},

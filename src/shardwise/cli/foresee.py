@@ -207,6 +207,41 @@ def compare(answer: Answer, task: str, plans: str, **words: Any) -> None:
     answer.text = "\n".join(table(["plan", "step", "MFU", "memory", "fits", "largest beside compute"], rows))
 
 
+@click.command()
+@click.option(
+    "-o", "--output", default="cluster.toml", show_default=True, type=click.Path(dir_okay=False), help="The file."
+)
+@click.option(
+    "--ranks", type=click.IntRange(min=1), help="Ranks that measure at once; by default one for each GPU, or two."
+)
+@click.option("--refine", metavar="RUN", help="Do not measure: correct the file by a run that was forecast on it.")
+@common
+@click.pass_obj
+def probe(answer: Answer, output: str, ranks: int | None, refine: str | None) -> None:
+    """Measure this machine and write a cluster file: products, memory, collectives, disk.
+
+    \b
+    shardwise probe                          then: shardwise train --cluster cluster.toml --plan dp_replicate=2
+    shardwise probe --refine runs/NAME       and the next forecast is corrected by what that run measured
+    """
+    from shardwise.cluster import Cluster
+    from shardwise.planner import probe as room
+
+    if refine is not None:
+        from shardwise.training.foresight import refine as refined
+
+        cluster = refined(Cluster.parse(output if output.endswith(".toml") else output + ".toml"), Path(refine))
+    else:
+        cluster = room.probe(ranks)
+    _write(output, cluster.to_toml())
+    answer.fields.update(cluster=cluster.as_dict(), file=output)
+    correction = cluster.device.correction
+    lines = [room.text(cluster), f"written to {output}"]
+    if correction is not None:
+        lines.insert(1, f"  forecasts are multiplied by {correction.value:.3g} ({correction.source})")
+    answer.text = "\n".join(lines)
+
+
 def _fixed(words: tuple[str, ...]) -> tuple[tuple[str, object], ...]:
     from shardwise.layout import Plan
 

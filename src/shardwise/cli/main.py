@@ -45,6 +45,7 @@ def main() -> None:
 @click.option("--nproc", type=click.IntRange(min=1), help="Ranks to start; by default as many as the plan needs.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Set a configuration key; repeatable.")
 @click.option("--steps", type=click.IntRange(min=1), help="Optimizer steps: short for --set train.steps=N.")
+@click.option("--cluster", help="A file of `shardwise probe`: the run writes its forecast beside what it measures.")
 @common
 @click.pass_obj
 def train(
@@ -54,6 +55,7 @@ def train(
     nproc: int | None,
     overrides: tuple[str, ...],
     steps: int | None,
+    cluster: str | None,
 ) -> None:
     """Train a task and write a run folder.
 
@@ -63,7 +65,8 @@ def train(
     """
     from shardwise.training import execute
 
-    effective = _effective(target, overrides, plan, steps)
+    more = (f"train.cluster={cluster}",) if cluster is not None else ()
+    effective = _effective(target, (*overrides, *more), plan, steps)
     answer.fields.update(plan=str(effective.plan), world_size=effective.plan.world_size)
     run = execute(effective, nproc=nproc)
     answer.fields.update(run.summary)
@@ -199,7 +202,7 @@ def _plain(fields: dict[str, Any]) -> dict[str, Any]:
     return finite(fields)
 
 
-for command in (foresee.plan, foresee.simulate, foresee.compare):
+for command in (foresee.plan, foresee.simulate, foresee.compare, foresee.probe):
     main.add_command(command)
 
 

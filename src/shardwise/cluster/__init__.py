@@ -3,7 +3,14 @@
 from shardwise.cluster.catalogue import device, device_names, model, model_names
 from shardwise.cluster.cluster import Cluster, Device, Tier
 from shardwise.cluster.figure import Figure
-from shardwise.cluster.tables import CollectiveTable, GemmTable, collective_table, gemm_table
+from shardwise.cluster.tables import (
+    CollectiveTable,
+    GemmTable,
+    collective_table,
+    gemm_table,
+    measured_collectives,
+    measured_products,
+)
 
 __all__ = [
     "Cluster",
@@ -16,6 +23,8 @@ __all__ = [
     "device",
     "device_names",
     "gemm_table",
+    "measured_collectives",
+    "measured_products",
     "model",
     "model_names",
 ]

@@ -20,7 +20,9 @@ from typing import Any
 from shardwise.cluster.figure import Figure
 from shardwise.errors import InputError, did_you_mean
 
-OPTIONAL = ("fp8_tflops", "sustained_bf16_tflops", "fp32_tflops", "host_gbps", "table_bf16_tflops")
+OPTIONAL = ("fp8_tflops", "sustained_bf16_tflops", "fp32_tflops", "host_gbps", "op_us", "correction", "disk_gbps")
+Product = tuple[str, int, int, int, float]  # dtype, m, n, k, microseconds
+Message = tuple[str, int, int, float]  # op, ranks, bytes, microseconds
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,10 @@ class Device:
     fp8_tflops: Figure | None = None
     sustained_bf16_tflops: Figure | None = None  # best matrix product at steady clocks
     host_gbps: Figure | None = None
+    disk_gbps: Figure | None = None
+    op_us: Figure | None = None  # what an op costs besides its work, in eager PyTorch
+    correction: Figure | None = None  # measured over forecast step time of a run here
+    products: tuple[Product, ...] = ()  # matrix products measured on this very device
     table: str = ""  # under which name matrix products and collectives are tabulated
     kind: str = "cuda"  # cuda or cpu
 
@@ -65,6 +71,7 @@ class Cluster:
     device: Device
     tiers: tuple[Tier, ...]
     name: str = ""
+    collectives: tuple[Message, ...] = ()  # measured here, inside the innermost tier
 
     @property
     def world_size(self) -> int:
@@ -111,17 +118,20 @@ class Cluster:
     @classmethod
     def from_dict(cls, data: dict[str, Any], where: str = "cluster") -> Cluster:
         """Build from `{device: {...}, tiers: [{...}]}`."""
-        _only(where, data, ("name", "device", "tiers", "notes"))
+        _only(where, data, ("name", "device", "tiers", "collectives"))
         if not isinstance(data.get("device"), dict) or not isinstance(data.get("tiers"), list) or not data["tiers"]:
             raise InputError(f"{where}: a cluster has a [device] and one or more [[tiers]]")
         tiers = tuple(_tier(f"{where}: tiers[{i}]", raw) for i, raw in enumerate(data["tiers"]))
-        return cls(_device(f"{where}: device", data["device"]), tiers, str(data.get("name", "")))
+        messages = _rows(f"{where}: collectives", data.get("collectives", []), (str, int, int, float))
+        return cls(_device(f"{where}: device", data["device"]), tiers, str(data.get("name", "")), messages)
 
     def as_dict(self) -> dict[str, Any]:
         """The TOML and JSON form, every number with its provenance."""
         device = {f.name: getattr(self.device, f.name) for f in fields(Device)}
         tiers = [{f.name: getattr(tier, f.name) for f in fields(Tier)} for tier in self.tiers]
-        plain = {"name": self.name, "device": _plain(device), "tiers": [_plain(tier) for tier in tiers]}
+        plain: dict[str, Any] = {"name": self.name, "device": _plain(device), "tiers": [_plain(tier) for tier in tiers]}
+        if self.collectives:
+            plain["collectives"] = [list(row) for row in self.collectives]
         return plain
 
     def to_toml(self) -> str:
@@ -137,7 +147,32 @@ class Cluster:
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    return {k: v.as_dict() if isinstance(v, Figure) else v for k, v in values.items() if v is not None and v != ""}
+    out: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Figure):
+            out[key] = value.as_dict()
+        elif isinstance(value, tuple):
+            if value:
+                out[key] = [list(row) for row in value]
+        elif value is not None and value != "":
+            out[key] = value
+    return out
+
+
+def _rows(where: str, raw: Any, kinds: tuple[type, ...]) -> tuple:
+    """A list of measured rows, the last cell of each a time above 0."""
+    if not isinstance(raw, list):
+        raise InputError(f"{where} must be a list of rows, got {raw!r}")
+    out = []
+    for index, row in enumerate(raw):
+        if not isinstance(row, list) or len(row) != len(kinds):
+            raise InputError(f"{where}[{index}] must have {len(kinds)} cells, got {row!r}")
+        for cell, kind in zip(row, kinds, strict=True):
+            right = type(cell) is kind or (kind is float and type(cell) is int)
+            if not right or (kind is not str and not (math.isfinite(cell) and cell > 0)):
+                raise InputError(f"{where}[{index}]: {cell!r} is not a {kind.__name__} above 0")
+        out.append(tuple(row))
+    return tuple(out)
 
 
 def _only(where: str, data: dict[str, Any], known: tuple[str, ...]) -> None:
@@ -161,6 +196,8 @@ def _device(where: str, data: dict[str, Any]) -> Device:
         if f.name in ("name", "table", "kind"):
             if f.name in data:
                 values[f.name] = str(data[f.name])
+        elif f.name == "products":
+            values[f.name] = _rows(f"{where}.products", data.get("products", []), (str, int, int, int, float))
         elif f.name in data:
             values[f.name] = Figure.read(f"{where}.{f.name}", data[f.name])
         elif f.name not in OPTIONAL:

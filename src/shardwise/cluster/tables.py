@@ -103,6 +103,26 @@ def _read(points: tuple[tuple[int, float], ...], size: float) -> float:
 
 
 @cache
+def measured_products(rows: tuple[tuple[str, int, int, int, float], ...], dtype: str) -> GemmTable | None:
+    """The table of products that a cluster file brings, or None."""
+    rate = {(m, n, k): 2e-6 * m * n * k / us for kind, m, n, k, us in rows if kind == dtype}
+    if not rate:
+        return None
+    axes = [tuple(sorted({point[i] for point in rate})) for i in range(3)]
+    return GemmTable(f"this machine, {dtype}", axes[0], axes[1], axes[2], rate)
+
+
+@cache
+def measured_collectives(rows: tuple[tuple[str, int, int, float], ...]) -> CollectiveTable | None:
+    """The table of collectives that a cluster file brings, or None."""
+    times: dict[str, dict[int, list[tuple[int, float]]]] = {}
+    for op, ranks, size, us in rows:
+        times.setdefault(op, {}).setdefault(ranks, []).append((size, us))
+    plain = {op: {p: tuple(sorted(points)) for p, points in by.items()} for op, by in times.items()}
+    return CollectiveTable("this machine", "measured here", plain) if plain else None
+
+
+@cache
 def gemm_table(name: str) -> GemmTable | None:
     """The measured products of a device, or None."""
     inner: list[int] = []

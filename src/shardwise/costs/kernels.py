@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 
-from shardwise.cluster import Device, GemmTable, gemm_table
+from shardwise.cluster import Device, GemmTable, gemm_table, measured_products
 from shardwise.cluster.catalogue import read
 
 ROOFLINE_SHARE = 0.70  # of the data sheet's rate, for large products without a table (assumed)
@@ -53,12 +53,16 @@ class Kernels:
 
     @property
     def table(self) -> GemmTable | None:
+        if self.device.products:
+            return measured_products(self.device.products, self.dtype)
         return gemm_table(self.device.table) if self.device.table and self.dtype == "bf16" else None
 
     @property
     def basis(self) -> str:
         """One line on where the product times come from."""
         if self.table is not None:
+            if self.device.products:
+                return f"products measured on {self.table.name}"
             share = sustained(self.device.table, "matmul") or 1.0
             return f"measured products of {self.table.name} by shape x {share:g} (long runs)"
         return f"roofline: {self.peak_tflops:.0f} TFLOP/s for any large product, not measured by shape"

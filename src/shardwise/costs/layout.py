@@ -88,10 +88,15 @@ class Layout:
         return replace(self, **changes)  # type: ignore[arg-type]
 
 
-def of_plan(plan: Plan, *, global_batch: int, seq: int) -> Layout:
-    """The layout of a plan for a global batch in samples; one that does not divide raises `InputError`."""
+def of_plan(plan: Plan, *, global_batch: int, seq: int, uneven: bool = False) -> Layout:
+    """The layout of a plan for a global batch in samples; one that does not divide raises `InputError`.
+
+    `uneven`: it is rounded up to the rank that is dealt most.
+    """
     n_micro = plan.accumulate * plan.microbatches
     over = plan.data_ranks * n_micro
+    if uneven:
+        global_batch = -(-global_batch // over) * over
     if global_batch % over:
         lower = global_batch // over * over
         raise InputError(

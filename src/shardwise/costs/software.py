@@ -59,8 +59,8 @@ class Software:
     accumulates      a weight's gradient is added into a float32 buffer by the product that makes it
     split_sends      a stage's message is cut over the tensor ranks and gathered by the next stage
     overlap_p2p      stages send while they compute
-    prefetch         when ZeRO-3 asks for the next unit in backward: "before" this one's gradients leave (FSDP2), "after"
-                     them (FSDP1's BACKWARD_POST), or "none": when it is needed
+    prefetch         when ZeRO-3 asks for the next unit in backward: "before" this one's gradients leave (FSDP2),
+                     "after" them (FSDP1's BACKWARD_POST), or "none": when it is needed
     states           the dtype policy, a key of STATES
     launch_us        time a kernel's launch adds on the device
     logit_peak_bytes bytes alive for one logit when the loss is made: 2 in bf16, 4 in float32, and what is not in place
@@ -149,7 +149,7 @@ SOFTWARE: dict[str, Software] = {
             accumulates=False,
             states="fsdp-mixed",
             grad_reduce_bytes=2.0,
-            source="mosaicml/llm-foundry with PyTorch FSDP, Triton FlashAttention with ALiBi, Composer's BACKWARD_POST (2023)",
+            source="mosaicml/llm-foundry, FSDP with Composer's BACKWARD_POST, Triton FlashAttention with ALiBi (2023)",
         ),
         Software(
             "fsdp",

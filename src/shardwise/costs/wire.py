@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from shardwise.cluster import Cluster, collective_table
+from shardwise.cluster import Cluster, CollectiveTable, collective_table, measured_collectives
 from shardwise.cluster.tables import bus_factor
 
 # Inside a step a collective also waits for the slowest of its ranks. SimuMax fits 5.5 to 9.2 microseconds for each rank
@@ -39,6 +39,13 @@ class Wire:
     """Times of communication on one cluster, in seconds."""
 
     cluster: Cluster
+
+    @property
+    def table(self) -> CollectiveTable | None:
+        """Collectives measured inside a domain: those of the cluster file, else the catalogue's."""
+        if self.cluster.collectives:
+            return measured_collectives(self.cluster.collectives)
+        return collective_table(self.cluster.device.table) if self.cluster.device.table else None
 
     def tier(self, group: Group) -> int:
         """The outermost tier that the group crosses."""
@@ -75,7 +82,7 @@ class Wire:
         return all(t.name.startswith("nvlink") for t in self.cluster.tiers[: self.tier(group) + 1])
 
     def _inside(self, op: str, ranks: int, size_bytes: float) -> float:
-        table = collective_table(self.cluster.device.table) if self.cluster.device.table else None
+        table = self.table
         if table is not None and op in table.times:
             return table.seconds(op, ranks, size_bytes)
         own = self.cluster.tiers[0]
@@ -88,9 +95,11 @@ class Wire:
         if group.size <= 1:
             return "none"
         tier = self.tier(group)
-        table = collective_table(self.cluster.device.table) if self.cluster.device.table else None
+        table = self.table
         if tier == 0 or self._one_domain(group):
             if table is None:
+                return f"formula: {self.cluster.tiers[0].name} rate"
+            if op not in table.times:
                 return f"formula: {self.cluster.tiers[0].name} rate"
             measured = sorted(table.times[op])
             near = (
@@ -98,7 +107,7 @@ class Wire:
                 if group.size in measured
                 else f", scaled from {min(measured, key=lambda p: abs(p - group.size))} ranks"
             )
-            return f"measured: NCCL {table.nccl} on {table.name}{near}"
+            return f"measured: {table.nccl if self.cluster.collectives else 'NCCL ' + table.nccl} on {table.name}{near}"
         domains = math.ceil(group.size / self.inside(group))
         return f"formula: {self.cluster.tiers[tier].name}, ring between {domains} domains"
 

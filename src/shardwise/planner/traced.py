@@ -23,9 +23,18 @@ DEFAULT_SAMPLES = 32  # of a step, for a task with a data source and no batch of
 
 
 def traced_subject(
-    task: Task, cluster: Cluster, software: Software, global_batch: int | None, precision: str
+    task: Task,
+    cluster: Cluster,
+    software: Software,
+    global_batch: int | None,
+    precision: str,
+    wanted: tuple[str, ...] = RECOMPUTES,
+    samples: tuple[int, int] = (1, 2),
 ) -> Subject:
-    """The subject of a task: replicas, ZeRO 1 to 3, hybrid sharding, micro-batches and recompute."""
+    """The subject of a task: replicas, ZeRO 1 to 3, hybrid sharding, micro-batches, and the recompute that is wanted.
+
+    `samples`: the two sizes of micro-batch that are traced; what lies beyond is on the line through them.
+    """
     if global_batch is None:
         global_batch = samples_in(task.batch(0)) if task.batch is not None else DEFAULT_SAMPLES
     batch = global_batch
@@ -33,12 +42,12 @@ def traced_subject(
 
     @lru_cache(maxsize=8)
     def model(recompute: str) -> Model:
-        one, two = (trace(task, samples, precision, recompute, sample) for samples in (1, 2))
+        one, two = (trace(task, count, precision, recompute, sample) for count in samples)
         return Model(one, two, state, task.name)
 
     units = len(model("none").one.units)
     recomputes, remarks = ["none"], []
-    for policy in RECOMPUTES[1:] if units else ():
+    for policy in [name for name in wanted if name != "none"] if units else ():
         try:
             model(policy)
             recomputes.append(policy)

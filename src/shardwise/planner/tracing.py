@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.engine.batching import parts_of, samples_in
+from shardwise.engine.groups import named_groups
 from shardwise.errors import InputError
 from shardwise.memory.live import LiveBytes
 from shardwise.memory.recompute import recompute_block
@@ -59,6 +60,7 @@ class Trace:
     moved        bytes that all other ops read and write
     kernels      ops that compute something
     peak         the most live bytes beyond parameters, inputs and their summed gradients
+    tensors      parameter tensors
     units        parameters of each repeated block, and of the rest
     """
 
@@ -67,6 +69,7 @@ class Trace:
     buffers_bytes: int = 0
     units: list[int] = field(default_factory=list)
     rest: int = 0
+    tensors: int = 0
     products: Counter[tuple[int, int, int]] = field(default_factory=Counter)
     attention: Counter[tuple[int, int, int, int, bool]] = field(default_factory=Counter)
     conv_flops: float = 0.0
@@ -253,9 +256,9 @@ def _drop(parameter: torch.Tensor) -> None:
 
 def optimizer_state(task: Task) -> float:
     """Elements of state that the task's optimizer keeps for one parameter element, seen on a small tensor."""
-    parameter = nn.Parameter(torch.zeros(64, 64))
-    optimizer = task.optimizer([{"params": [parameter], "param_names": ["weight"]}])
-    parameter.grad = torch.ones_like(parameter)
+    parameter, other = nn.Parameter(torch.zeros(64, 64)), nn.Parameter(torch.zeros(64))
+    optimizer = task.optimizer(named_groups([parameter, other]))
+    parameter.grad, other.grad = torch.ones_like(parameter), torch.ones_like(other)
     optimizer.step()
     state = optimizer.state.get(parameter, {})
     return sum(v.numel() for v in state.values() if isinstance(v, torch.Tensor) and v.dim()) / parameter.numel()
@@ -263,6 +266,7 @@ def optimizer_state(task: Task) -> float:
 
 def _sizes(model: nn.Module, found: Trace) -> None:
     found.parameters = sum(p.numel() for p in model.parameters())
+    found.tensors = len(list(model.parameters()))
     found.gradients = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     found.buffers_bytes = sum(b.numel() * b.element_size() for b in model.buffers())
     paths = find_blocks(model).paths

@@ -1,6 +1,7 @@
 """One step of a traced module under replicas or ZeRO, from what its trace counted.
 
-Two traces, of one and two samples, give what a micro-batch costs: time and bytes are linear in its samples.
+Two traces, of one and two samples (or one, of the very micro-batch), give what a micro-batch costs: time and bytes
+are linear in its samples.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from shardwise.simulator.step import GAPS
 
 CONV_SHARE = 0.5  # of the rate of large products that convolutions reach (assumed)
 FORWARD_SHARE = 1 / 3
+OPTIMIZER_OPS = 14  # of Adam, for one tensor
 
 
 class Counted(Protocol):
@@ -41,6 +43,9 @@ class Counted(Protocol):
 
     @property
     def rest(self) -> int: ...
+
+    @property
+    def tensors(self) -> int: ...
 
     @property
     def products(self) -> Mapping[tuple[int, int, int], int]: ...
@@ -66,7 +71,7 @@ class Counted(Protocol):
 
 @dataclass(frozen=True)
 class Model:
-    """Traces of one and of two samples under one recompute policy, the optimizer's state, the batch."""
+    """Traces of two numbers of samples under one recompute policy, the optimizer's state, the batch."""
 
     one: Counted
     two: Counted
@@ -74,8 +79,11 @@ class Model:
     name: str = ""
 
     def linear(self, first: float, second: float, samples: float) -> float:
-        """The line through (1, first) and (2, second)."""
-        return max(0.0, first + (second - first) * (samples - 1))
+        """The line through what was seen at one number of samples and at another; flat where both are the same."""
+        low, high = self.one.samples, self.two.samples
+        if low == high:
+            return first * samples / low
+        return max(0.0, first + (second - first) * (samples - low) / (high - low))
 
     def peak(self, samples: int) -> float:
         """Live bytes of a micro-batch beyond what rests."""
@@ -138,12 +146,11 @@ def simulate_traced(
     cluster: Cluster,
     software: Software,
     precision: str,
-    *,
-    launch_us: float | None = None,
 ) -> Forecast:
     """One optimizer step over replicas and ZeRO shards."""
     dtype = {"fp32": "fp32", "fp64": "fp32"}.get(precision, "bf16")
-    kernels = Kernels(cluster.device, software.launch_us if launch_us is None else launch_us, dtype)
+    op_us = cluster.device.op_us
+    kernels = Kernels(cluster.device, op_us.value if op_us is not None else software.launch_us, dtype)
     wire = Wire(cluster)
     micro = model.seconds(layout.micro_batch, kernels, software)
     states = policy(precision, model.state_elements)
@@ -166,10 +173,14 @@ def simulate_traced(
         pieces = max(1, len(model.one.units))
         data = max(reduce_s / pieces, reduce_s - hidden * micro) + gather_s
     moved = 2 * states.gradient + 2 * (states.master or states.weight) + 2 * states.optimizer
-    optimizer = kernels.stream(count * moved * EAGER / (layout.shard if layout.zero else 1), 30)
+    optimizer = kernels.stream(count * moved * EAGER / (layout.shard if layout.zero else 1), OPTIMIZER_OPS)
+    if cluster.device.kind == "cpu":  # there, an optimizer goes from tensor to tensor
+        optimizer += model.one.tensors * OPTIMIZER_OPS * kernels.launch_us * 1e-6
     parts = {"compute": layout.n_micro * micro, "data-parallel communication": data, "optimizer": optimizer}
     if cluster.device.kind != "cpu":
         parts["slowest device, clocks and gaps"] = (GAPS - 1) * sum(parts.values())
+    correction = cluster.device.correction.value if cluster.device.correction is not None else 1.0
+    parts = {name: seconds * correction for name, seconds in parts.items()}
     samples = layout.global_batch
     forecast = Forecast(
         step_s=sum(parts.values()), parts=parts, memory=[memory(model, layout, precision)], flops=model.flops(samples),
@@ -181,6 +192,8 @@ def simulate_traced(
         "data ranks": wire.basis("all_reduce", whole),
         "work": f"{len(model.one.products)} shapes of products and {model.one.kernels} ops counted on fake tensors",
     }
+    if cluster.device.correction is not None:
+        forecast.basis["correction"] = f"x {correction:.3g}, {cluster.device.correction.source}"
     return forecast
 
 
