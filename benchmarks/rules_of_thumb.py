@@ -21,7 +21,7 @@ from shardwise.costs.shapes import Shape
 from shardwise.costs.software import STATES, Software, software
 from shardwise.costs.wire import Group, Wire
 from shardwise.layout.schedules import Times, make_schedule
-from shardwise.planner.propose import decoder, plan
+from shardwise.planner.propose import decoder, search
 from shardwise.simulator import simulate
 from shardwise.simulator.pipeline import play
 
@@ -227,7 +227,7 @@ def minimums() -> Iterator[Row]:
             text = f"{devices} h100-sxm-80gb" if devices <= 8 else f"{devices // 8}x8 h100-sxm-80gb, ib-400"
             machine = Cluster.parse(text)
             try:
-                plan(decoder(shape, machine, software("shardwise"), 256, 4096, "bf16"), machine)
+                search(decoder(shape, machine, software("shardwise"), 256, 4096, "bf16"), machine)
             except Exception:
                 continue
             found = devices

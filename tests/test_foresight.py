@@ -21,7 +21,8 @@ from shardwise.costs.wire import Group, Wire
 from shardwise.errors import InputError
 from shardwise.layout import Plan
 from shardwise.layout.schedules import Times, make_schedule
-from shardwise.planner import Constraints, plan
+from shardwise.planner import Constraints
+from shardwise.planner import search as search_plans
 from shardwise.planner.candidates import family, plan_of
 from shardwise.planner.propose import decoder
 from shardwise.planner.units import batch, count
@@ -194,7 +195,7 @@ def test_the_estimate_is_near_the_simulation() -> None:
 def search(name: str, cluster: str, samples: int, seq: int, constraints: Constraints | None = None):
     machine = Cluster.parse(cluster)
     subject = decoder(Shape.from_row(model(name)), machine, software("shardwise"), samples, seq, "bf16")
-    return plan(subject, machine, constraints)
+    return search_plans(subject, machine, constraints)
 
 
 def test_405b_on_16384_devices_within_the_time_and_memory() -> None:
@@ -352,7 +353,7 @@ def test_reference_tasks_get_a_ranked_table(name: str) -> None:
     )
     machine = Cluster.parse("2x8 a100-sxm-80gb, ib-200")
     subject = traced_subject(make(), machine, software("shardwise"), 64, "bf16", ("none",))
-    found = plan(subject, machine)
+    found = search_plans(subject, machine)
     assert found.best.plan.world_size == 16
     assert found.best.runnable == ""
     steps = [p.forecast.step_s for p in found.proposals]
@@ -519,7 +520,7 @@ def test_a_run_writes_its_forecast_beside_what_it_measured(tmp_path: Path) -> No
 
 @pytest.mark.long
 def test_probe_measures_two_ranks() -> None:
-    from shardwise.planner.probe import probe
+    from shardwise.planner.measure import probe
 
     found = probe(2)
     assert found.world_size == 2

@@ -65,7 +65,7 @@ def plan(answer: Answer, task: str, **words: Any) -> None:
     from shardwise.cluster import Cluster
     from shardwise.layout import check
     from shardwise.planner import Constraints
-    from shardwise.planner import plan as search_plans
+    from shardwise.planner import search as search_plans
     from shardwise.planner.text import proposal_dict, search_text
 
     cluster = Cluster.parse(words["cluster"])
@@ -74,8 +74,8 @@ def plan(answer: Answer, task: str, **words: Any) -> None:
         words["max_tp"], words["max_pp"], words["max_cp"], _fixed(words["fix"]), words["min_memory_headroom"],
         check if words["runnable"] else None,
     )  # fmt: skip
-    search = search_plans(subject, cluster, constraints, precision=words["precision"])
-    best = search.best
+    found = search_plans(subject, cluster, constraints, precision=words["precision"])
+    best = found.best
     named = task if subject.own else "MODULE:TASK"  # a catalogue name is a shape, not a model that can be trained
     written = str(best.plan)
     if words["output"]:
@@ -86,14 +86,14 @@ def plan(answer: Answer, task: str, **words: Any) -> None:
         plan=str(best.plan),
         world_size=best.plan.world_size,
         cluster=cluster.as_dict(),
-        proposals=[proposal_dict(p) for p in search.proposals],
-        lost=search.lost,
-        notes=search.notes,
-        considered=search.considered,
-        fitted=search.fitted,
+        proposals=[proposal_dict(p) for p in found.proposals],
+        lost=found.lost,
+        notes=found.notes,
+        considered=found.considered,
+        fitted=found.fitted,
         command=command,
     )
-    answer.text = search_text(search, cluster, subject.name, batch, command, words["top"])
+    answer.text = search_text(found, cluster, subject.name, batch, command, words["top"])
 
 
 @click.command()
@@ -225,18 +225,19 @@ def probe(answer: Answer, output: str, ranks: int | None, refine: str | None) ->
     shardwise probe --refine runs/NAME       and the next forecast is corrected by what that run measured
     """
     from shardwise.cluster import Cluster
-    from shardwise.planner import probe as room
+    from shardwise.planner.door import probe as measure
+    from shardwise.planner.measure import text
 
     if refine is not None:
         from shardwise.training.foresight import refine as refined
 
         cluster = refined(Cluster.parse(output if output.endswith(".toml") else output + ".toml"), Path(refine))
     else:
-        cluster = room.probe(ranks)
+        cluster = measure(ranks)
     _write(output, cluster.to_toml())
     answer.fields.update(cluster=cluster.as_dict(), file=output)
     correction = cluster.device.correction
-    lines = [room.text(cluster), f"written to {output}"]
+    lines = [text(cluster), f"written to {output}"]
     if correction is not None:
         lines.insert(1, f"  forecasts are multiplied by {correction.value:.3g} ({correction.source})")
     answer.text = "\n".join(lines)
@@ -262,32 +263,15 @@ def _subject(
     task: str, cluster: Cluster, software_name: str, global_batch: str | None, seq: str | None, precision: str
 ) -> tuple[Subject, str]:
     """What the planner needs to know about TASK, and its batch in words."""
-    from shardwise.costs.software import software
-    from shardwise.planner import decoders, units
-    from shardwise.planner.propose import decoder
+    from shardwise.planner.door import is_shape, subject_of
 
-    soft = software(software_name)
-    shape = None
-    if task.endswith(".json") or Path(task).is_dir():
-        shape = decoders.decoder_from_config(task)
-    elif decoders.is_catalogue_name(task) or (
-        ":" not in task and not task.endswith(".toml") and task not in _builtins()
-    ):
-        shape = decoders.decoder_by_name(task)
-    if shape is not None:
-        if seq is None or global_batch is None:
-            raise InputError(f"{task} is a decoder by its numbers: give --seq and --global-batch")
-        length = units.count(seq, "--seq")
-        samples = units.batch(global_batch, length)
-        return decoder(shape, cluster, soft, samples, length, precision), f"{samples} samples of {length} tokens"
-    from shardwise.planner.traced import traced_subject
-    from shardwise.training.resolve import resolve_task
-
-    if seq is not None:
-        raise InputError("--seq is for decoders by name; a task of your own brings its own batch")
-    samples_given = None if global_batch is None else units.batch(global_batch, None)
-    subject = traced_subject(_own_task(task, resolve_task), cluster, soft, samples_given, precision)
-    return subject, f"{subject.global_batch} samples"
+    by_numbers = is_shape(task) and task not in _builtins() and not task.endswith((".toml", ".py"))
+    subject = subject_of(
+        task if by_numbers else _own_task(task), cluster,
+        global_batch=global_batch, seq=seq, precision=precision, software_name=software_name,
+    )  # fmt: skip
+    of = f" of {subject.seq} tokens" if by_numbers else ""
+    return subject, f"{subject.global_batch} samples{of}"
 
 
 def _builtins() -> tuple[str, ...]:
@@ -296,7 +280,9 @@ def _builtins() -> tuple[str, ...]:
     return tuple(BUILTINS)
 
 
-def _own_task(task: str, resolve: Callable) -> Any:
+def _own_task(task: str) -> Any:
+    from shardwise.training.resolve import resolve_task
+
     if task.endswith(".toml"):
         from shardwise.config import load
         from shardwise.training.job import find_task
@@ -307,4 +293,4 @@ def _own_task(task: str, resolve: Callable) -> Any:
         from shardwise.training.job import find_task
 
         return find_task(load(None, (), [Given("task.name", task, "the task argument")]), None)
-    return resolve(task)
+    return resolve_task(task)

@@ -97,7 +97,7 @@ def _states(precision: str) -> str:
     return {"fp32": "fp32", "bf16-full": "bf16-full"}.get(precision, "bf16")
 
 
-def plan(
+def search(
     subject: Subject, cluster: Cluster, constraints: Constraints | None = None, *, precision: str = "bf16"
 ) -> Search:
     """Search the plans of a subject on a cluster; raises `InputError` where none fits, with the nearest."""
@@ -129,11 +129,11 @@ def plan(
         )
     fits.sort(key=lambda item: item[0])
     proposals = _ranked(subject, fits, precision)
-    search = Search(proposals, _lost(proposals, tightest, capacity), [], considered, len(fits))
-    search.lost |= _never(subject, cluster, tightest, proposals[0])
-    search.notes = notes(subject, cluster, search, capacity)
-    search.seconds = time.monotonic() - began
-    return search
+    result = Search(proposals, _lost(proposals, tightest, capacity), [], considered, len(fits))
+    result.lost |= _never(subject, cluster, tightest, proposals[0])
+    result.notes = notes(subject, cluster, result, capacity)
+    result.seconds = time.monotonic() - began
+    return result
 
 
 def _passes(test: Callable[[Plan], None], candidate: Plan) -> bool:
@@ -153,10 +153,10 @@ def _never(subject: Subject, cluster: Cluster, seen: dict[str, tuple[float, Layo
     return {name: why for name in ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3") if name not in seen and batch % world}
 
 
-def notes(subject: Subject, cluster: Cluster, search: Search, capacity: float) -> list[str]:
+def notes(subject: Subject, cluster: Cluster, found: Search, capacity: float) -> list[str]:
     """When not to distribute, and what to try first."""
     out = list(subject.remarks)
-    best = search.best
+    best = found.best
     parts = best.forecast.parts
     if cluster.world_size > 1:
         alone = best.layout.with_(

@@ -92,7 +92,8 @@ class Estimator:
         elif not self.software.overlap_dp:
             seconds += reduce_s + gather_s
         else:
-            seconds += max(0.0, reduce_s - seconds * 0.6 / n) + max(0.0, gather_s - seconds * 0.3 / n)
+            times = n if layout.zero == 2 else 1
+            seconds += times * max(0.0, reduce_s - seconds * 0.6 / n) + max(0.0, gather_s - seconds * 0.3 / n)
         seconds += optimizer_seconds(step, parameters)
         return Quick(GAPS * seconds, self.memory(layout))
 

@@ -214,7 +214,9 @@ def _one_stage(step: Step, layer: Stage, ends: tuple[Stage, Stage]) -> Forecast:
         overlap = step.software.overlap_dp
         backward = shape.layers * (layer.backward + layer.weight)
         forward = shape.layers * layer.forward
-        data = _beside(backward, reduce_s, shape.layers, overlap) + _beside(forward, gather_s, shape.layers, overlap)
+        # ZeRO-2 keeps sums of its own part alone, so it reduces after every micro-batch
+        data = (n if lay.zero == 2 else 1) * _beside(backward, reduce_s, shape.layers, overlap)
+        data += _beside(forward, gather_s, shape.layers, overlap)
     parts = {
         "compute": n * (compute - inside),
         "tensor, context and expert communication": n * inside,
@@ -248,10 +250,10 @@ def _zero3_ops(step: Step, layer: Stage, ends: tuple[Stage, Stage], n_micro: int
     def gather(count: float) -> float:
         return pieces * wire.collective("all_gather", group, count * whole / pieces)
 
-    def scatter(count: float) -> float:
+    def scatter(count: float, last_micro: bool) -> float:
         grads = count * step.software.grad_reduce_bytes
         seconds = pieces * wire.collective("reduce_scatter", group, grads / pieces)
-        return seconds + wire.collective("all_reduce", replicas, grads / group.size)
+        return seconds + (wire.collective("all_reduce", replicas, grads / group.size) if last_micro else 0.0)
 
     each = shape.layer_parameters / lay.tp
     root = (shape.embedding_parameters + shape.head_parameters + shape.norm_parameters) / lay.tp
@@ -263,6 +265,7 @@ def _zero3_ops(step: Step, layer: Stage, ends: tuple[Stage, Stage], n_micro: int
         return len(ops) - 1
 
     for micro in range(n_micro):
+        ends_here = micro == n_micro - 1  # replicas are summed once
         computed: list[int] = []
         root_here = add(
             f"gather root {micro}",
@@ -286,14 +289,14 @@ def _zero3_ops(step: Step, layer: Stage, ends: tuple[Stage, Stage], n_micro: int
             wait = computed[-1] if step.software.prefetch != "none" else last
             computed.append(last)
             if step.software.prefetch != "before":  # one stream: the next gather stands behind these gradients
-                add(f"scatter {index}", "data", scatter(each), last)
+                add(f"scatter {index}", "data", scatter(each, ends_here), last)
             if index and not keep:
                 for _ in range(2 if lay.recompute == "full" and step.software.gathers_again else 1):
                     here = add(f"gather {index - 1}", "data", gather(each), wait)
             if step.software.prefetch == "before":
-                add(f"scatter {index}", "data", scatter(each), last)
+                add(f"scatter {index}", "data", scatter(each, ends_here), last)
         last = add(f"embedding backward {micro}", "compute", ends[0].weight, last)
-        add(f"scatter root {micro}", "data", scatter(root), last)
+        add(f"scatter root {micro}", "data", scatter(root, ends_here), last)
     return ops
 
 

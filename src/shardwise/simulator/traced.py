@@ -171,7 +171,8 @@ def simulate_traced(
             reduce_s, gather_s = wire.collective("all_reduce", whole, count * states.gradient), 0.0
         hidden = 1 - FORWARD_SHARE if software.overlap_dp else 0.0
         pieces = max(1, len(model.one.units))
-        data = max(reduce_s / pieces, reduce_s - hidden * micro) + gather_s
+        times = layout.n_micro if layout.zero == 2 else 1  # ZeRO-2 reduces after every micro-batch
+        data = times * max(reduce_s / pieces, reduce_s - hidden * micro) + gather_s
     moved = 2 * states.gradient + 2 * (states.master or states.weight) + 2 * states.optimizer
     optimizer = kernels.stream(count * moved * EAGER / (layout.shard if layout.zero else 1), OPTIMIZER_OPS)
     if cluster.device.kind == "cpu":  # there, an optimizer goes from tensor to tensor
@@ -214,8 +215,7 @@ def _gathered(
     last = -1
 
     def scatter(count: float) -> float:
-        seconds = wire.collective("reduce_scatter", shard, count * states.gradient)
-        return seconds + wire.collective("all_reduce", replicas, count * states.gradient / shard.size)
+        return wire.collective("reduce_scatter", shard, count * states.gradient)
 
     for _ in range(min(2, layout.n_micro)):
         for order, part in ((units, FORWARD_SHARE), (units[::-1], 1 - FORWARD_SHARE)):
@@ -233,4 +233,7 @@ def _gathered(
                 if part > FORWARD_SHARE:
                     ops.append(Op(f"scatter {index}", "data", scatter(count), [last]))
     seconds = run(ops)
-    return seconds * layout.n_micro / min(2, layout.n_micro), [(op.stream, op.name, op.start, op.end) for op in ops]
+    once = wire.collective("all_reduce", replicas, sum(units) * states.gradient / shard.size)
+    return once + seconds * layout.n_micro / min(2, layout.n_micro), [
+        (op.stream, op.name, op.start, op.end) for op in ops
+    ]
