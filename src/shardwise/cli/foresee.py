@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,9 @@ from shardwise.errors import InputError
 
 if TYPE_CHECKING:
     from shardwise.cluster import Cluster
+    from shardwise.layout import Plan
     from shardwise.planner.propose import Subject
+    from shardwise.simulator.forecast import Forecast
 
 TASK = "TASK"
 TASK_HELP = """
@@ -114,6 +117,7 @@ def plan(answer: Answer, task: str, **words: Any) -> None:
     show_default=True,
     help="Seconds that a checkpoint stops training.",
 )
+@click.option("--measure-rank", type=click.IntRange(min=0), help="Run this rank here: true compute and peak bytes.")
 @click.option(
     "--price", type=click.FloatRange(min=0), help="Price of one device for an hour; gives the cost of tokens."
 )
@@ -146,6 +150,8 @@ def simulate(answer: Answer, task: str, plan_text: str, **words: Any) -> None:
         lines.append(
             f"DOES NOT FIT: {forecast.needed_bytes / 1e9:.1f} GB of {cluster.device.memory_bytes / 1e9:.1f} GB"
         )
+    if words["measure_rank"] is not None:
+        lines += _measured(answer, task, parsed, words["measure_rank"], forecast)
     if words["scale"]:
         rows = timeline.scaling(subject.simulate, layout)
         answer.fields["scaling"] = rows
@@ -272,6 +278,24 @@ def _subject(
     )  # fmt: skip
     of = f" of {subject.seq} tokens" if by_numbers else ""
     return subject, f"{subject.global_batch} samples{of}"
+
+
+def _measured(answer: Answer, task: str, plan: Plan, rank: int, forecast: Forecast) -> list[str]:
+    """One rank run alone, with the simulated communication added."""
+    from shardwise.planner.door import is_shape
+    from shardwise.planner.onerank import measure_rank
+    from shardwise.planner.units import bytes_text, seconds_text
+
+    if is_shape(task) and task not in _builtins():
+        raise InputError(f"--measure-rank: {task} is a shape, not a model that can be run; give module:name")
+    found = measure_rank(partial(_own_task, task), plan, rank)
+    waits = sum(seconds for name, seconds in forecast.parts.items() if "communication" in name)
+    answer.fields["measured_rank"] = {**found, "with_communication_s": found["seconds"] + waits}
+    return [
+        f"rank {rank} run alone on this machine: {seconds_text(found['seconds'])} of compute a step, "
+        f"{seconds_text(found['seconds'] + waits)} with the simulated communication",
+        f"  peak of live tensor bytes {bytes_text(found['peak_live'])}, at rest {bytes_text(found['rest_live'])}",
+    ]
 
 
 def _builtins() -> tuple[str, ...]:

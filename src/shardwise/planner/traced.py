@@ -13,7 +13,7 @@ from shardwise.engine.batching import samples_in
 from shardwise.errors import InputError
 from shardwise.planner.candidates import MICRO_BATCHES, Constraints, divisors
 from shardwise.planner.propose import Subject
-from shardwise.planner.tracing import one_sample, optimizer_state, trace
+from shardwise.planner.tracing import batch_bytes, one_sample, optimizer_state, trace
 from shardwise.simulator.forecast import Forecast
 from shardwise.simulator.quick import Quick
 from shardwise.simulator.traced import Model, memory, simulate_traced
@@ -40,10 +40,12 @@ def traced_subject(
     batch = global_batch
     state, sample = optimizer_state(task), one_sample(task)
 
+    whole = batch_bytes(sample) if task.batch is not None else 0.0
+
     @lru_cache(maxsize=8)
     def model(recompute: str) -> Model:
         one, two = (trace(task, count, precision, recompute, sample) for count in samples)
-        return Model(one, two, state, task.name)
+        return Model(one, two, state, task.name, whole)
 
     units = len(model("none").one.units)
     recomputes, remarks = ["none"], []

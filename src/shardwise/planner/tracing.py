@@ -193,6 +193,12 @@ def one_sample(task: Task) -> Any:
     return parts_of(batch, data_ranks=samples_in(batch))[0].batch
 
 
+def batch_bytes(batch: Any) -> float:
+    """Bytes of all tensors of a batch."""
+    leaves = pytree.tree_leaves(batch)
+    return float(sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor | np.ndarray)))
+
+
 def _fake_batch(fake: FakeTensorMode, sample: Any, samples: int, dtype: torch.dtype) -> Any:
     """The sample, `samples` times, without values."""
 
@@ -228,6 +234,9 @@ def trace(task: Task, samples: int, precision: str = "fp32", recompute: str = "n
                 if parameter.requires_grad:  # gradients are an account of their own: buckets, or shards
                     parameter.register_post_accumulate_grad_hook(_drop)
             live = LiveBytes()
+            rests = [*model.parameters(), *model.buffers(), *pytree.tree_leaves(batch)]
+            live.count(leaf for leaf in rests if isinstance(leaf, torch.Tensor))
+            base = live.now
             with fake, live, _Count(found):
                 args, kwargs = task.inputs(batch)
                 output = model(*args, **kwargs)
@@ -235,7 +244,7 @@ def trace(task: Task, samples: int, precision: str = "fp32", recompute: str = "n
                 total = task.loss(output, batch)[0]
                 del output
                 total.backward()
-            found.peak = live.peak
+            found.peak = live.peak - base
     except InputError:
         raise
     except Exception as error:

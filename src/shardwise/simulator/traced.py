@@ -23,6 +23,7 @@ from shardwise.simulator.step import GAPS
 
 CONV_SHARE = 0.5  # of the rate of large products that convolutions reach (assumed)
 FORWARD_SHARE = 1 / 3
+IN_FLIGHT_BYTES = 2 * 25 * 2**20  # of gradients: two buckets, as comm/buckets.py cuts them
 OPTIMIZER_OPS = 14  # of Adam, for one tensor
 
 
@@ -77,6 +78,7 @@ class Model:
     two: Counted
     state_elements: float
     name: str = ""
+    batch_bytes: float = 0.0  # of one sample, where every rank makes the global batch
 
     def linear(self, first: float, second: float, samples: float) -> float:
         """The line through what was seen at one number of samples and at another; flat where both are the same."""
@@ -132,6 +134,11 @@ def memory(model: Model, layout: Layout, precision: str) -> Ledger:
         "module's buffers": float(model.one.buffers_bytes),
         "micro-batch": model.peak(layout.micro_batch),
     }
+    if model.batch_bytes:
+        terms["global batch"] = model.batch_bytes * layout.global_batch
+    if zero == 2:  # whole gradients of the buckets on their way; beside them the part that is added to the sum
+        new = 1.0 if layout.n_micro > 1 else 1.0 - share
+        terms["gradients in flight"] = min(count * states.gradient, IN_FLIGHT_BYTES) * new
     if zero >= 3 and states.master:
         terms["weights"] = 0.0
     if zero >= 3:
