@@ -37,6 +37,11 @@ CALIBRATED = (
         "zero_bubble.csv, schedules that block against those that do not",
         "one constant",
     ),
+    (
+        "a copy for each rank in DeepSpeed's gathers of 2021",
+        "megatron_sc21.csv showed that it matters",
+        "a host launch",
+    ),
     ("bytes of the loss and of float32 weight gradients", "simumax_b200.csv, memory", "which tensors, no factors"),
     ("zero_bubble writes its scores", "zero_bubble.csv, memory", "a yes or no"),
     ("contention, launch, unfused factor, links between nodes", "assumed, on no file", ""),

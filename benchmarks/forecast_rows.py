@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from shardwise.cluster import Cluster, device_names
+from shardwise.cluster import Cluster, device_names, model
 from shardwise.cluster import device as devices
 from shardwise.costs.layout import Layout
 from shardwise.costs.shapes import Shape
@@ -24,6 +24,7 @@ SOFTWARE = (
     ("megatron-lm sc21", "megatron-2021"),
     ("zero bubble", "zero-bubble"),
     ("llm-foundry", "llm-foundry"),
+    ("torchtitan", "torchtitan"),
     ("nemo", "nemo"),
     ("megatron-bridge", "nemo"),
     ("fused cross-entropy", "megatron-core"),
@@ -136,12 +137,12 @@ def _precision(row: Mapping[str, str]) -> str:
 
 def _shape(file: str, row: Mapping[str, str]) -> Shape:
     name = row["model"].lower()
-    if any(word in name for word in ("deepseek", "gpt oss", "qwen3_30b", "qwen3_235b")):
+    if any(word in name for word in ("deepseek", "gpt oss")):
         raise Skip("the row does not give the shape of its experts or of its compressed attention")
+    if not (row.get("hidden") or "").strip() or "mixtral" in name:
+        return _by_name(row["model"])
     hidden, heads = number(row, "hidden"), number(row, "heads")
     llama = any(word in name for word in ("llama", "mistral", "qwen", "mixtral", "smollm", "olmo"))
-    if "mixtral" in name:
-        raise Skip("the row does not give the number of experts")
     mpt = name.startswith("mpt")
     vocab = number(row, "vocab", 50304 if "schedule=" in (row.get("notes") or "") else 51200)
     seq = number(row, "seq_len")
@@ -164,13 +165,20 @@ def _shape(file: str, row: Mapping[str, str]) -> Shape:
     )
 
 
+def _by_name(name: str) -> Shape:
+    """The catalogue's shape, where the row gives a name alone or leaves the experts out."""
+    plain = re.sub(r"\(.*\)", "", name).replace("_", "-").strip()
+    try:
+        return Shape.from_row(model(plain))
+    except InputError:
+        raise Skip("hidden is not published, and the model is not in the catalogue") from None
+
+
 def _layout(file: str, row: Mapping[str, str], shape: Shape) -> Layout:
     notes = row.get("notes") or ""
     tp, pp, cp = number(row, "tp"), number(row, "pp", 1), number(row, "cp", 1)
     n = number(row, "n_gpus")
     dp = number(row, "dp", max(1, n // (tp * pp * cp)))
-    if number(row, "ep", 1) > 1:
-        raise Skip("experts without their shape")
     micro = number(row, "micro_batch", 1)
     batch = number(row, "global_batch", micro * dp)
     if batch % (micro * dp):
@@ -190,6 +198,7 @@ def _layout(file: str, row: Mapping[str, str], shape: Shape) -> Layout:
         cp=cp,
         pp=pp,
         chunks=chunks,
+        ep=number(row, "ep", 1),
         shard=dp,
         zero=zero if dp * cp > 1 else 0,
         micro_batch=micro,

@@ -89,7 +89,7 @@ def link(name: str, count: int, inner: Device, own: Tier) -> Tier:
 
 def key_of(name: str) -> str:
     """Spellings of one model meet here: `Llama-3.1-405B`, `llama3-405b`."""
-    text = re.sub(r"(?<=\d)\.\d+(?=-)", "", name.lower())
+    text = re.sub(r"(?<=\d)\.\d+(?=-)", "", name.lower().replace("_", "-"))
     return re.sub(r"[^a-z0-9.]", "", text)
 
 

@@ -56,6 +56,7 @@ class Software:
     overlap_tp       tensor-parallel collectives run beside matrix products
     gathers_per_unit collectives in which ZeRO-3 gathers one layer: 1 where it is flattened, else one for each parameter
     gathers_again    a recomputed layer's weights are freed after its second forward and gathered again for backward
+    copies_us        time of one copy, where a collective hands out one tensor for each rank and copies them one by one
     accumulates      a weight's gradient is added into a float32 buffer by the product that makes it
     split_sends      a stage's message is cut over the tensor ranks and gathered by the next stage
     overlap_p2p      stages send while they compute
@@ -75,6 +76,7 @@ class Software:
     prefetch: str = "before"
     gathers_per_unit: int = 1
     gathers_again: bool = False
+    copies_us: float = 0.0
     accumulates: bool = True
     split_sends: bool = False
     states: str = "bf16"
@@ -162,12 +164,23 @@ SOFTWARE: dict[str, Software] = {
             source="PyTorch FSDP with FlashAttention-2 or SDPA",
         ),
         Software(
+            "torchtitan",
+            attention="flash2",
+            fused=True,
+            accumulates=False,
+            states="fsdp-mixed",
+            grad_reduce_bytes=4.0,
+            logit_peak_bytes=10.0,
+            source="torchtitan: FSDP2 and torch.compile, SDPA",
+        ),
+        Software(
             "deepspeed-2021",
             attention="unfused",
             overlap_dp=False,
             prefetch="none",
             gathers_per_unit=12,
             gathers_again=True,
+            copies_us=8.0,
             accumulates=False,
             states="fp16-apex",
             grad_reduce_bytes=2.0,

@@ -246,13 +246,14 @@ def _zero3_ops(step: Step, layer: Stage, ends: tuple[Stage, Stage], n_micro: int
     whole = 4.0 if step.precision == "fp32" else 2.0
 
     pieces = step.software.gathers_per_unit
+    copies = pieces * group.size * step.software.copies_us * 1e-6
 
     def gather(count: float) -> float:
-        return pieces * wire.collective("all_gather", group, count * whole / pieces)
+        return copies + pieces * wire.collective("all_gather", group, count * whole / pieces)
 
     def scatter(count: float, last_micro: bool) -> float:
         grads = count * step.software.grad_reduce_bytes
-        seconds = pieces * wire.collective("reduce_scatter", group, grads / pieces)
+        seconds = copies + pieces * wire.collective("reduce_scatter", group, grads / pieces)
         return seconds + (wire.collective("all_reduce", replicas, grads / group.size) if last_micro else 0.0)
 
     each = shape.layer_parameters / lay.tp
