@@ -43,6 +43,7 @@ CALIBRATED = (
         "a host launch",
     ),
     ("bytes of the loss and of float32 weight gradients", "simumax_b200.csv, memory", "which tensors, no factors"),
+    ("bytes of an unfused loss", "megatron_ci_golden.csv, 7B", "which tensors, no factors"),
     ("zero_bubble writes its scores", "zero_bubble.csv, memory", "a yes or no"),
     ("contention, launch, unfused factor, links between nodes", "assumed, on no file", ""),
 )
@@ -98,7 +99,7 @@ def tau(pairs: list[tuple[float, float]]) -> tuple[int, int]:
 def score_file(name: str, rows: Iterable[dict[str, str]]) -> dict[str, Any]:
     """All figures of one file."""
     skipped: Counter[str] = Counter()
-    times, memories, lines = Score([]), Score([]), []
+    times, memories, small, lines = Score([]), Score([]), Score([]), []
     groups: dict[str, list[tuple[float, float]]] = defaultdict(list)
     schedules: dict[tuple[str, int], dict[str, tuple[float, float]]] = defaultdict(dict)
     for row in rows:
@@ -120,7 +121,7 @@ def score_file(name: str, rows: Iterable[dict[str, str]]) -> dict[str, Any]:
             for stage, value in case.memory_gib:
                 ledger = forecast.worst if stage < 0 else forecast.memory[stage]
                 error = ledger.allocated / unit / value - 1
-                memories.errors.append(error)
+                (small if case.small else memories).errors.append(error)
                 line[f"memory_error_{stage}"] = error
         lines.append(line)
     agree, total = map(sum, zip(*(tau(pairs) for pairs in groups.values()), strict=True)) if groups else (0, 0)
@@ -129,6 +130,8 @@ def score_file(name: str, rows: Iterable[dict[str, str]]) -> dict[str, Any]:
         result["time"] = times.as_dict()
     if memories.errors:
         result["memory"] = memories.as_dict()
+    if small.errors:
+        result["small"] = small.as_dict()
     if total:
         result["tau"], result["pairs"] = agree / total, total
     if any("1f1b" in by_name and len(by_name) > 1 for by_name in schedules.values()):
@@ -167,10 +170,10 @@ def text(results: list[dict[str, Any]], rows: bool) -> str:
     out = []
     for result in results:
         out.append(f"\n{result['file']}")
-        for kind in ("time", "memory", "ratios"):
+        for kind in ("time", "memory", "small", "ratios"):
             if kind in result:
                 s = result[kind]
-                label = "schedule ratios" if kind == "ratios" else kind
+                label = {"ratios": "schedule ratios", "small": "memory below 7B"}.get(kind, kind)
                 out.append(
                     f"  {label:15} {s['rows']:3} scored   mean |error| {s['mean']:6.1%}   median {s['median']:6.1%}   "
                     f"bias {s['bias']:+6.1%}   p90 {s['p90']:6.1%}"

@@ -58,6 +58,7 @@ class Case:
     one_layer: bool = False
     open_micro_batch: bool = False  # the row does not say it: the best that fits is taken
     precision: str = "bf16"
+    small: bool = False  # reported apart
 
 
 def number(row: Mapping[str, str], key: str, default: int | None = None) -> int:
@@ -301,34 +302,46 @@ def _convention(row: Mapping[str, str]) -> str:
 
 
 def _ci(file: str, row: Mapping[str, str]) -> Case:
-    """Megatron's golden values: memory of the last rank, GPT of 7B and larger."""
+    """Megatron's golden values: memory of the last rank of a GPT; models below 7B are marked small."""
     if not row["model"].startswith("gpt/"):
         raise Skip("not a GPT")
-    hidden, heads = number(row, "hidden"), number(row, "heads")
-    if hidden < 4096:
-        raise Skip("hidden below 4096: the file's bar is for 7B and larger")
     if row["precision"] != "bf16":
         raise Skip(f"precision {row['precision']}")
+    if number(row, "num_experts", 0) or row.get("megatron_fsdp") == "1":
+        raise Skip("experts, or Megatron's FSDP")
+    if (row.get("recompute") or "none") not in ("none", "full", "selective"):
+        raise Skip(f"recompute {row['recompute']!r}")
+    hidden, heads = number(row, "hidden"), number(row, "heads")
     n = number(row, "n_gpus")
     tp, pp, cp = number(row, "tp"), number(row, "pp"), number(row, "cp")
     micro, batch = number(row, "micro_batch"), number(row, "global_batch")
-    gated, dp = row["swiglu"] == "1", n // (tp * pp * cp)
+    gated, dp = row["swiglu"] == "1", max(1, n // (tp * pp * cp))
+    if batch % (micro * dp):
+        raise Skip(f"a global batch of {batch} does not divide over {dp} data ranks x micro-batch {micro}")
+    each = number(row, "vpp_layers", 0)
+    layers = number(row, "layers")
+    chunks = layers // (pp * each) if each and pp > 1 else 1
+    padded = -(-50257 // (128 * tp)) * 128 * tp  # GPT-2's tokenizer, padded as Megatron pads
     shape = Shape(
-        layers=number(row, "layers"), hidden=hidden, heads=heads, kv_heads=number(row, "kv_heads"),
-        head_dim=hidden // heads, ffn=number(row, "ffn", 4 * hidden), vocab=number(row, "vocab"), gated=gated,
-        tied=row["untied"] == "0", layer_norm=True, name=row["model"],
+        layers=layers, hidden=hidden, heads=heads, kv_heads=number(row, "kv_heads"), head_dim=hidden // heads,
+        ffn=number(row, "ffn", 4 * hidden), vocab=number(row, "vocab", padded), gated=gated,
+        tied=row["untied"] == "0", bias=not gated, layer_norm=True, learned_positions=number(row, "seq_len"),
+        name=row["model"],
     )  # fmt: skip
     layout = Layout(
-        tp=tp, sp=row["sp"] == "1", cp=cp, pp=pp, shard=dp, zero=1 if row["dist_opt"] == "1" else 0,
+        tp=tp, sp=row["sp"] == "1", cp=cp, pp=pp, chunks=chunks, shard=dp, zero=1 if row["dist_opt"] == "1" else 0,
         micro_batch=micro, n_micro=batch // (micro * dp), seq=number(row, "seq_len"), recompute=row["recompute"],
-        chunks=number(row, "vpp_layers", 1) and 1,
+        schedule="interleaved1f1b" if chunks > 1 else "1f1b",
     )  # fmt: skip
     name = {"A100": "a100-sxm-80gb", "H100": "h100-sxm-80gb", "GB200": "gb200"}.get(row["gpu"])
     if name is None:
         raise Skip(f"GPU {row['gpu']!r} is not one of the catalogue")
+    found = software(software_name(file, row))
+    if "unfused" in row.get("attn", "") or row.get("transformer_impl") == "local":
+        found = replace(found, attention="unfused")
     return Case(
-        f"{row['model']} {row['gpu']}", shape, layout, _cluster(name, n), software(software_name(file, row)), None,
-        ((pp - 1, float(row["mem_max_allocated_gib"])),),
+        f"{row['model']} {row['gpu']}", shape, layout, _cluster(name, n), found, None,
+        ((pp - 1, float(row["mem_max_allocated_gib"])),), small=shape.parameters < 6.5e9,
     )  # fmt: skip
 
 

@@ -123,7 +123,8 @@ SOFTWARE: dict[str, Software] = {
             overlap_dp=False,
             overlap_p2p=False,
             states="bf16",
-            source="the same with the cross-entropy of its defaults: float32 logits, their shifted copy, the gradient",
+            logit_peak_bytes=8.0,
+            source="the same with the cross-entropy of its defaults: logits, a float32 copy made softmax, the gradient",
         ),
         Software(
             "nemo",
