@@ -278,6 +278,7 @@ class _Rank:
             "steps": self.job.steps,
             "skipped": self.skipped,
             "seconds": seconds,
+            "step_s": timed * self.job.batch_samples / max(1, int(samples)) if self.timed[0] else None,
             "first_loss": self.losses[0],
             "loss": self.losses[-1],
             "eval_loss": self.eval_loss,
