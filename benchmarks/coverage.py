@@ -7,6 +7,7 @@ python benchmarks/coverage.py --only llama,unet --plans "tp=2;pp=2"
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 import warnings
@@ -17,6 +18,8 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 import architectures  # noqa: E402
 
+from shardwise.engine.tensor import describe  # noqa: E402
+from shardwise.layout import Plan  # noqa: E402
 from shardwise.proof.parity import verify  # noqa: E402
 from shardwise.ranks import RankPool  # noqa: E402
 
@@ -75,15 +78,47 @@ def as_page(found: dict[tuple[str, str], tuple[str, str]], names: list[str], pla
     ])  # fmt: skip
 
 
+CUTS = "## How much `tp` cuts"
+
+
+def cuts_section(names: list[str]) -> str:
+    """Equal is cheap where nothing is cut: the share of each module's elements that `tp` cuts, and what it leaves."""
+    lines = [
+        CUTS,
+        "",
+        "| module | `tp=2` | `tp=4` | largest weight left whole by `tp=2`, and why |",
+        "|---|---:|---:|---|",
+    ]
+    for name in names:
+        task = getattr(architectures, name)()
+        shares, left = [], ""
+        for degree in (2, 4):
+            rows, totals = describe(task, Plan(tp=degree))
+            shares.append(f"{totals['cut_elements'] / totals['elements']:.0%}")
+            whole = [row for row in rows if row["cut"] is None]
+            if degree == 2 and whole:
+                most = max(whole, key=lambda row: math.prod(row["shape"]))
+                left = f"`{most['parameter']}`, {'x'.join(map(str, most['shape']))}: {most['whole_because']}"
+        lines.append(f"| {name.replace('_', ' ')} | {' | '.join(shares)} | {left} |")
+    return "\n".join([*lines, ""])
+
+
 def main() -> None:
     warnings.simplefilter("ignore")
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", default="", help="names of modules, with commas between")
     parser.add_argument("--plans", default=";".join(PLANS))
     parser.add_argument("--write", action="store_true", help=f"write {TABLE.name} in docs/tables")
+    parser.add_argument("--cuts", action="store_true", help="the second table alone, in the place of the file's")
     options = parser.parse_args()
     every = [f.__name__ for f in (*architectures.DECODERS, *architectures.OTHERS)]
     names = [name for name in every if not options.only or name in options.only.split(",")]
+    if options.cuts:
+        section = cuts_section(names)
+        print(section)
+        if options.write:
+            TABLE.write_text(TABLE.read_text().split(CUTS)[0] + section)
+        return
     plans = options.plans.split(";")
     found: dict[tuple[str, str], tuple[str, str]] = {}
     start = time.monotonic()
@@ -92,7 +127,7 @@ def main() -> None:
             found[name, plan] = cell(name, plan, pool)
             print(f"{place + 1}/{len(names) * len(plans)} {name} {plan}: {' '.join(found[name, plan])[:300]}",
                   file=sys.stderr, flush=True)  # fmt: skip
-    page = as_page(found, names, plans, time.monotonic() - start)
+    page = as_page(found, names, plans, time.monotonic() - start) + "\n" + cuts_section(names)
     print(page)
     if options.write:
         TABLE.write_text(page)
