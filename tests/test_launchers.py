@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import InputError, RunError
-from shardwise.ranks import launchers
+from shardwise.ranks import RankPool, launchers
 from shardwise.ranks.launchers import Place, find
 from shardwise.ranks.meet import Address, _file, meet
 
@@ -198,6 +198,16 @@ def test_a_master_address_is_used_as_it_is(job: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     assert not any(isinstance(each, Exception) for each in meeting(places([0, 1], 2, job, master=("127.0.0.1", port))))
+
+
+def own_place() -> tuple | None:
+    from shardwise.ranks import here
+
+    return numbers(here())
+
+
+def test_ranks_of_our_own_have_their_place(pool: RankPool) -> None:
+    assert pool.run(own_place, 2) == [("shardwise", 0, 2, 0, 2, True), ("shardwise", 1, 2, 1, 2, True)]
 
 
 # --- the real ones
