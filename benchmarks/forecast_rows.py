@@ -85,9 +85,7 @@ def case_of(file: str, row: Mapping[str, str]) -> Case:
     row = _bf16_variant(row)
     shape = _shape(file, row)
     precision = _precision(row)
-    name = row["gpu"].lower().replace("-nvl72", "")
-    if name in device_names():
-        plausible(row, name)
+    plausible(row, device_name(row["gpu"]))
     layout = _layout(file, row, shape)
     seconds, memory, in_gb = _measured(file, row, shape, layout)
     if seconds is None and not memory:
@@ -228,10 +226,19 @@ def _schedule(name: str, layers: int, pp: int) -> tuple[str, int, tuple[int, ...
     return known[name], chunks, tuple(stages)
 
 
-def _cluster(gpu: str, n: int, notes: str = "") -> Cluster:
-    name = gpu.lower().replace("-nvl72", "")
-    if name not in device_names():
+def device_name(gpu: str) -> str:
+    """The catalogue's name; `H100` alone is the SXM one."""
+    name = gpu.lower().replace("-nvl72", "").replace(" ", "-")
+    near = [known for known in device_names() if known.startswith(name)] if name else []
+    if name in near:
+        return name
+    if not near:
         raise Skip(f"{gpu} is not in the catalogue")
+    return next((known for known in near if "sxm-80gb" in known), near[0])
+
+
+def _cluster(gpu: str, n: int, notes: str = "") -> Cluster:
+    name = device_name(gpu)
     if name == "gb200":
         return Cluster.parse(f"{n} gb200" if n <= 72 else f"{-(-n // 72)}x72 gb200, ib-{OTHERS}")
     if n <= 8:
@@ -333,9 +340,7 @@ def _ci(file: str, row: Mapping[str, str]) -> Case:
         micro_batch=micro, n_micro=batch // (micro * dp), seq=number(row, "seq_len"), recompute=row["recompute"],
         schedule="interleaved1f1b" if chunks > 1 else "1f1b",
     )  # fmt: skip
-    name = {"A100": "a100-sxm-80gb", "H100": "h100-sxm-80gb", "GB200": "gb200"}.get(row["gpu"])
-    if name is None:
-        raise Skip(f"GPU {row['gpu']!r} is not one of the catalogue")
+    name = device_name(row["gpu"])
     found = software(software_name(file, row))
     if "unfused" in row.get("attn", "") or row.get("transformer_impl") == "local":
         found = replace(found, attention="unfused")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shardwise.cluster import Cluster
 from shardwise.costs.layout import Layout
@@ -24,6 +24,7 @@ from shardwise.simulator.forecast import Forecast
 from shardwise.simulator.quick import Estimator, Quick
 from shardwise.simulator.step import simulate
 
+SIXTEEN_BITS = ("bf16", "bf16-full", "fp16")
 WITHIN = 1.03  # plans this close count as equal, and the simpler one comes first
 SIMULATED = 24  # of all that fit, the best by estimate; beside them the best of each family
 
@@ -80,8 +81,15 @@ class Subject:
 
 
 def decoder(shape: Shape, cluster: Cluster, soft: Software, global_batch: int, seq: int, precision: str) -> Subject:
-    """A decoder by its numbers."""
-    estimator = Estimator(shape, cluster, soft, _states(precision))
+    """A decoder by its numbers, computed in 16 bits; other precisions raise `InputError`."""
+    if precision not in SIXTEEN_BITS:
+        raise InputError(
+            f"a decoder by its numbers is forecast in 16-bit arithmetic: use precision={' or '.join(SIXTEEN_BITS)}, "
+            f"not {precision}; a task of your own is traced in any precision"
+        )
+    if soft.name == "shardwise":  # the others have one policy each
+        soft = replace(soft, states="bf16-full" if precision == "bf16-full" else "bf16")
+    estimator = Estimator(shape, cluster, soft)
     node = cluster.sizes[0] if len(cluster.tiers) > 1 else cluster.world_size
 
     def layouts(world: int, constraints: Constraints) -> Iterable[Layout]:
@@ -89,12 +97,8 @@ def decoder(shape: Shape, cluster: Cluster, soft: Software, global_batch: int, s
 
     return Subject(
         shape.name or "decoder", shape.layers, global_batch, seq, layouts, estimator.estimate, estimator.memory,
-        lambda layout: simulate(shape, layout, cluster, soft, precision=_states(precision)),
+        lambda layout: simulate(shape, layout, cluster, soft),
     )  # fmt: skip
-
-
-def _states(precision: str) -> str:
-    return {"fp32": "fp32", "bf16-full": "bf16-full"}.get(precision, "bf16")
 
 
 def search(

@@ -45,8 +45,8 @@ def in_flight(layout: Layout, rank: int) -> float:
 class Estimator:
     """Estimates for one model on one cluster; the parts that layouts share are computed once."""
 
-    def __init__(self, shape: Shape, cluster: Cluster, software: Software, precision: str = "bf16") -> None:
-        self.shape, self.cluster, self.software, self.precision = shape, cluster, software, precision
+    def __init__(self, shape: Shape, cluster: Cluster, software: Software) -> None:
+        self.shape, self.cluster, self.software = shape, cluster, software
         self._parts = lru_cache(maxsize=4096)(self._compute_parts)
 
     def memory(self, layout: Layout) -> Ledger:
@@ -58,7 +58,7 @@ class Estimator:
             (
                 rank_memory(
                     self.shape, layout, self.software, layers=per_rank[rank], first=rank == 0,
-                    last=rank == layout.pp - 1, in_flight=in_flight(layout, rank), precision=self.precision,
+                    last=rank == layout.pp - 1, in_flight=in_flight(layout, rank),
                 )
                 for rank in ends
             ),
@@ -67,7 +67,7 @@ class Estimator:
 
     def estimate(self, layout: Layout) -> Quick:
         """Seconds and memory of a layout."""
-        step = Step(self.shape, layout, self.cluster, self.software, self.precision)
+        step = Step(self.shape, layout, self.cluster, self.software)
         key = layout.with_(
             pp=1, chunks=1, shard=1, replicas=1, zero=0, n_micro=1, rounds=1, schedule="1f1b", stage_layers=()
         )
@@ -98,6 +98,6 @@ class Estimator:
         return Quick(GAPS * seconds, self.memory(layout))
 
     def _compute_parts(self, layout: Layout) -> tuple[Stage, Stage, Stage]:
-        step = Step(self.shape, layout, self.cluster, self.software, self.precision)
+        step = Step(self.shape, layout, self.cluster, self.software)
         block = Block(self.shape, layout, self.software, step.kernels)
         return step.timed(block.layer()), step.timed(block.embedding()), step.timed(block.head())
