@@ -34,6 +34,7 @@ from shardwise.engine.forward import Forward
 from shardwise.engine.loss import Loss
 from shardwise.engine.optimizer import make_optimizer
 from shardwise.engine.pipelined import Pipeline, StagedForward
+from shardwise.engine.predict import predict
 from shardwise.engine.recipe import apply_plan, trainable
 from shardwise.engine.result import StepResult
 from shardwise.engine.samples import SAMPLES, costly, few_samples
@@ -444,6 +445,16 @@ class Engine:
             self.module.train()
         agreed = agree(tally, 0.0, self.mesh.data) if self.pipeline is None else self.pipeline.agree(tally, 0.0)
         return agreed.total, agreed.weight
+
+    def predict(self, batches: Iterable[Any], select: Callable[[Any], Any] | None = None) -> Iterator[Any]:
+        """The model's output for each batch, in eval mode and sample order: on rank 0's CPU, None on other ranks.
+
+        batches  global pytrees, or `list[Part]`; as many on every rank
+        select   the output -> the tensors that are wanted, samples first; runs before anything is sent
+
+        Collective: every rank goes through the whole iterator. Raises `InputError` for what is not made of samples.
+        """
+        return predict(self, map(self._parts, batches), select)
 
     def metrics(self) -> dict[str, float]:
         """Task.metrics over all samples since the last step (after `evaluate`: its own). Collective."""

@@ -76,6 +76,10 @@ class Forward:
         put = [torch.cat([a, b]) if batched else a for (_, a, b), batched in pairs]
         return read_loss(self.task.loss(tree_unflatten(put, spec), batches[0]))
 
+    def output(self, batch: Any) -> Any:
+        """The model's output for a batch on the device; under a pipeline None but on the last stage."""
+        return self._output(batch)
+
     def _output(self, batch: Any) -> Any:
         args, kwargs = self.task.inputs(batch)
         if self.precision.mixed or self.precision.compute != torch.float32:

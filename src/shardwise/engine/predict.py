@@ -1,0 +1,140 @@
+"""Outputs of the model in sample order, on rank 0, under any plan.
+
+    every rank    forward of its part of the batch, in eval mode; shares and summands of tp are put together
+    all           what each rank holds, as one small message: where its samples start, structure, shapes, dtypes
+    to rank 0     each data rank's samples, from the first rank of tp on the last stage; nobody else sends
+
+Bytes on the wire: each output once to rank 0 (beside what tp gathers), and nothing where rank 0 has it already.
+
+What this does not do: put together outputs that do not belong to samples (a loss of the model's own, a cache of keys
+and values): `select` takes what does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from shardwise.comm import gather_json, receive, send
+from shardwise.engine.pipelined import StagedForward
+from shardwise.errors import InputError
+from shardwise.layout.dealing import Part
+from shardwise.part import forget, plain
+
+if TYPE_CHECKING:
+    from shardwise.engine.engine import Engine
+
+TAG = "predictions"
+PLAIN = (type(None), bool, int, float, str)
+
+
+def predict(engine: Engine, steps: Iterator[list[Part]], select: Callable[[Any], Any] | None) -> Iterator[Any]:
+    """For each step the output for all its samples on rank 0, None on other ranks. Collective."""
+    for parts in steps:
+        found = [_one(engine, part, select) for part in parts]
+        yield _joined(found) if engine.rank == 0 else None
+
+
+def _one(engine: Engine, part: Part, select: Callable[[Any], Any] | None) -> Any:
+    """(leaves, structure) of a micro-batch on rank 0."""
+    leaves, told = _mine(engine, part, select)
+    table = [row for row in gather_json(told, engine.mesh.world, engine.device) if row is not None]
+    _check(table)
+    table.sort(key=lambda row: row["start"])
+    pieces = [_brought(engine, row, leaves) for row in table]
+    if engine.rank:
+        return None
+    spec = table[0]["spec"]
+    return [_put([piece[i] for piece in pieces]) for i in range(len(pieces[0]))], spec
+
+
+@torch.no_grad()
+def _mine(engine: Engine, part: Part, select: Callable[[Any], Any] | None) -> tuple[list[Any], dict | None]:
+    """This rank's leaves, and what it tells of them; None where another rank sends, or no sample counts."""
+    forward = engine.forward
+    engine.module.eval()
+    engine.phase.stand_in = part.count == 0
+    try:
+        output = forward.output(forward.to_device(part.batch))
+        if isinstance(forward, StagedForward) and not forward.has_loss:
+            return [], None
+        leaves, spec = pytree.tree_flatten(output if select is None else select(output))
+        leaves = [plain(leaf) for leaf in leaves]
+    finally:
+        engine.module.train()
+        forget()
+    if engine.mesh.tp.index or not part.count:
+        return [], None
+    row: dict[str, Any] = {"rank": engine.rank, "start": part.start, "error": _wrong(leaves, part.count)}
+    try:
+        row["spec"] = pytree.treespec_dumps(spec)
+    except NotImplementedError:  # a class that is registered as a pytree, without a name for it
+        row["error"] = f"the output is a {type(output).__name__}, whose structure cannot be sent"
+    row["leaves"] = [
+        [str(leaf.dtype).removeprefix("torch."), list(leaf.shape)] if isinstance(leaf, torch.Tensor) else leaf
+        for leaf in (leaves if row["error"] is None else [])
+    ]
+    return leaves, row
+
+
+def _wrong(leaves: list[Any], count: int) -> str | None:
+    """Why these leaves cannot be put together by samples."""
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            if leaf.shape[:1] != (count,):
+                return f"for {count} samples the model returned a tensor of shape {tuple(leaf.shape)}"
+        elif not isinstance(leaf, PLAIN):
+            return f"the model returned a {type(leaf).__name__}"
+    return None
+
+
+def _check(table: list[dict]) -> None:
+    """The same message on every rank, since all see the same table."""
+    advice = (
+        "predict puts outputs together by samples, their first dim: give select=, a function of the output that "
+        "returns such tensors (lambda output: output.logits)"
+    )
+    for row in table:
+        if row["error"] is not None:
+            raise InputError(f"{row['error']}; {advice}")
+    like = [(row["spec"], [leaf[:1] + leaf[1][1:] if isinstance(leaf, list) else leaf for leaf in row["leaves"]])
+            for row in table]  # fmt: skip
+    if any(each != like[0] for each in like[1:]):
+        raise InputError(f"outputs for samples of one batch have other shapes on other ranks: {advice}")
+
+
+def _brought(engine: Engine, row: dict, leaves: list[Any]) -> list[Any]:
+    """The leaves of one rank, on rank 0's CPU; elsewhere they are sent, or nothing is done."""
+    world, source = engine.mesh.world, row["rank"]
+    if engine.rank not in (0, source):
+        return []
+    brought, pending = [], []
+    for number, told in enumerate(row["leaves"]):
+        if not isinstance(told, list):
+            brought.append(told)
+        elif source == 0:
+            brought.append(leaves[number].cpu())
+        elif engine.rank == source:
+            data = leaves[number].contiguous().view(-1).view(torch.uint8)
+            if data.numel():
+                pending.append((send(data, world, 0, TAG, number), data))  # data stays until it is sent
+        else:
+            made = torch.empty(told[1], dtype=getattr(torch, told[0]), device=engine.device)
+            if made.numel():
+                receive(made.view(-1).view(torch.uint8), world, source, TAG, number).wait()
+            brought.append(made.cpu())
+    for message, _ in pending:
+        message.wait()
+    return brought
+
+
+def _joined(found: list[tuple[list[Any], str]]) -> Any:
+    leaves = [_put([each[0][i] for each in found]) for i in range(len(found[0][0]))]
+    return pytree.tree_unflatten(leaves, pytree.treespec_loads(found[0][1]))
+
+
+def _put(pieces: list[Any]) -> Any:
+    return torch.cat(pieces) if isinstance(pieces[0], torch.Tensor) else pieces[0]
