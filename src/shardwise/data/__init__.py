@@ -5,6 +5,7 @@ from shardwise.data.blend import Blend
 from shardwise.data.corpus import BytesSource, Corpus, split, standard_library_corpus, write_corpus
 from shardwise.data.digits import DigitsSource, digits_split
 from shardwise.data.evaluation import evaluation_parts
+from shardwise.data.fields import FieldSource
 from shardwise.data.jsonl import JsonlSource
 from shardwise.data.loader import Loader
 from shardwise.data.order import Order
@@ -18,6 +19,7 @@ __all__ = [
     "BytesSource",
     "Corpus",
     "DigitsSource",
+    "FieldSource",
     "JsonlSource",
     "Loader",
     "Order",

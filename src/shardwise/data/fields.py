@@ -1,0 +1,314 @@
+"""Fields from netCDF files and zarr stores: pairs t -> t + lead, normalised, with static and forcing fields.
+
+    "inputs"   (B, C, y, x)  the state at t
+    "forcing"  (B, F, y, x)  what is known of t + lead: forcing variables, then sine and cosine of each cycle
+    "static"   (B, S, y, x)  what has no time; the coordinate of one dim is spread over the other
+    "targets"  (B, T, y, x)  the state at t + lead
+
+All are float32, minus the mean and over the standard deviation of their channel. A variable with levels gives a channel
+for each. Nothing is held in memory: a sample is read when asked for, and of it the region alone.
+
+What this does not do: interpolate, sequences of more than two times, grids with one index for both places.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from shardwise.data.fieldstats import computed, load_or_compute
+from shardwise.data.gridfiles import Grid
+from shardwise.errors import InputError
+
+Region = tuple[tuple[int, int], tuple[int, int]]
+CYCLES = ("year", "day")
+YEARS = {
+    "360_day": 360.0,
+    "noleap": 365.0,
+    "365_day": 365.0,
+    "all_leap": 366.0,
+    "366_day": 366.0,
+}  # days; else 365.2425
+GAP = 1.5  # of the usual step; months differ by less
+
+
+class FieldSource:
+    """Pairs of fields as a `Source`.
+
+    files       a netCDF file or zarr store, or several in the order of time
+    inputs      variables (time, [level, ...] y, x) at t
+    targets     variables at t + lead; the same as inputs where not given
+    lead        steps between the two
+    forcing     variables at t + lead that are known beforehand
+    cycles      "year", "day": where t + lead lies in them, as forcing
+    static      variables (y, x), or the coordinate (y) or (x)
+    times       [start, stop) of the steps that are used; statistics are of these
+    region      ((y0, y1), (x0, x1)) that is used, by index
+    missing     "refuse", or "mask": 0 in their place, and "inputs_valid", "targets_valid" in the batch
+    gaps        "refuse", or "skip": pairs over a gap in time are left out
+    statistics  the file of means and deviations; FILE.statistics.json beside the first file where not given
+    """
+
+    def __init__(
+        self, files: str | Path | Sequence[str | Path], inputs: Sequence[str], targets: Sequence[str] | None = None, *,
+        lead: int = 1, forcing: Sequence[str] = (), cycles: Sequence[str] = (), static: Sequence[str] = (),
+        times: tuple[int, int] | None = None, region: Region | None = None,
+        missing: Literal["refuse", "mask"] = "refuse", gaps: Literal["refuse", "skip"] = "refuse",
+        statistics: str | Path | None = None, time: str = "time",
+    ) -> None:  # fmt: skip
+        named = {"inputs": inputs, "targets": targets, "forcing": forcing, "cycles": cycles, "static": static}
+        for name, value in named.items():
+            if isinstance(value, str):
+                raise InputError(f"FieldSource: {name} is a list of names: [{value!r}]")
+        if missing not in ("refuse", "mask") or gaps not in ("refuse", "skip"):
+            raise InputError(
+                f"FieldSource: missing={missing!r}, gaps={gaps!r}: expected refuse or mask, refuse or skip"
+            )
+        if lead < 1 or not inputs:
+            raise InputError(
+                f"FieldSource: lead={lead}, inputs={list(inputs)}: expected a lead of 1 or more, and inputs"
+            )
+        unknown = [cycle for cycle in cycles if cycle not in CYCLES]
+        if unknown:
+            raise InputError(f"FieldSource: cycles={list(cycles)}: expected {' or '.join(CYCLES)}")
+        self.grid = Grid([files] if isinstance(files, str | Path) else files)
+        self.lead, self.missing, self.gaps, self.cycles, self.time = lead, missing, gaps, tuple(cycles), time
+        self.groups = {"inputs": tuple(inputs), "targets": tuple(inputs if targets is None else targets),
+                       "forcing": tuple(forcing), "static": tuple(static)}  # fmt: skip
+        self.space, self.steps = self._agreed()
+        self.region = _inside(region, self.space, "the grid")
+        self.days, self.first_day, self.year = self._clock()
+        self.times = self._checked(times or (0, self.steps))
+        self.starts = self._pairs(self.times)
+        self.channels = {group: [c for name in names for c in self._channels(name)]
+                         for group, names in self.groups.items()}  # fmt: skip
+        beside = self.grid.files[0].with_name(f"{self.grid.files[0].name}.statistics.json")
+        self.statistics = Path(statistics) if statistics is not None else beside
+        self.figures = load_or_compute(self.statistics, self._origin(), self._compute)
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def over(self, start: int, stop: int) -> FieldSource:
+        """The same fields with the same statistics over the steps [start, stop): for held-out data."""
+        other = copy.copy(self)
+        other.times = self._checked((start, stop))
+        other.starts = self._pairs(other.times)
+        return other
+
+    def read(self, indices: list[int], region: Region | None = None) -> dict[str, torch.Tensor]:
+        """The pairs at `indices`; `region` lies within the source's own."""
+        window = self._window(region)
+        starts = [self.starts[index] for index in indices]
+        later = [start + self.lead for start in starts]
+        batch = {}
+        for group, at in (("inputs", starts), ("targets", later)):
+            values, there = self._filled(group, np.stack([self._state(group, t, window) for t in at]), at)
+            batch[group] = values
+            if self.missing == "mask":
+                batch[f"{group}_valid"] = there
+        if self.groups["forcing"] or self.cycles:
+            batch["forcing"] = self._forcing(later, window)
+        if self.groups["static"]:
+            static = self._filled("static", self._static(window)[None], [0])[0]
+            batch["static"] = static.expand(len(starts), -1, -1, -1)
+        return batch
+
+    def physical(self, group: str, values: torch.Tensor) -> torch.Tensor:
+        """Normalised values (..., C, y, x) of a group in the units of the files."""
+        mean, std = self._figures(group)
+        like = {"dtype": values.dtype, "device": values.device}
+        return values * torch.as_tensor(std, **like) + torch.as_tensor(mean, **like)
+
+    # --- what the files hold
+
+    def _agreed(self) -> tuple[tuple[int, int], int]:
+        """The grid's size and the number of steps, which all variables share."""
+        space: dict[str, tuple[int, ...]] = {}
+        steps: dict[str, int] = {}
+        for name in dict.fromkeys(n for group in ("inputs", "targets", "forcing") for n in self.groups[group]):
+            held = self.grid.find(name)
+            if len(held.dims) < 3 or held.dims[0] != self.time:
+                raise InputError(
+                    f"FieldSource: {name} has the dims {held.dims}; a field is ({self.time!r}, ..., y, x). Name "
+                    "another first dim by time=, or what has no time as static="
+                )
+            space[name], steps[name] = held.shape[-2:], sum(self.grid.lengths(name))
+        for what, found in (("size of grid", space), ("number of times", steps)):
+            if len(set(found.values())) > 1:
+                raise InputError(f"FieldSource: variables differ in {what}: {found}")
+        first = self.groups["inputs"][0]
+        self._plane = self.grid.find(first).dims[-2:]
+        size = self.grid.find(first).shape[-2:]
+        return (size[0], size[1]), steps[first]
+
+    def _channels(self, name: str) -> list[str]:
+        levels = int(np.prod(self.grid.find(name).shape[1:-2])) if name not in self.groups["static"] else 1
+        return [name] if levels == 1 else [f"{name}/{level}" for level in range(levels)]
+
+    def _state(self, group: str, step: int, window: tuple[slice, slice]) -> np.ndarray:
+        """(C, y, x) of a group at one step."""
+        fields = [self.grid.at(name, step, window) for name in self.groups[group]]
+        return np.concatenate([field.reshape(-1, *field.shape[-2:]) for field in fields])
+
+    def _static(self, window: tuple[slice, slice]) -> np.ndarray:
+        return np.stack([self._plane_of(name)[window] for name in self.groups["static"]])
+
+    def _plane_of(self, name: str) -> np.ndarray:
+        held = self.grid.find(name)
+        values = self.grid.whole(name)
+        if held.dims == self._plane:
+            return values
+        if len(held.dims) == 1 and held.dims[0] in self._plane:
+            column = values[:, None] if held.dims[0] == self._plane[0] else values[None]
+            return np.broadcast_to(column, self.space)
+        raise InputError(f"FieldSource: static {name} has the dims {held.dims}; expected {self._plane} or one of them")
+
+    # --- time
+
+    def _clock(self) -> tuple[np.ndarray | None, float, float]:
+        """Days of each step since the first date (None without a time), its place in its year, the year's length."""
+        if self.time not in self.grid.held:
+            if self.cycles:
+                raise InputError(f"FieldSource: cycles= need the coordinate {self.time!r}, which no file has")
+            return None, 0.0, 0.0
+        carriers = [number for number, _ in self.grid.held[self.groups["inputs"][0]]]
+        held = [(place, one) for place, (number, one) in enumerate(self.grid.held[self.time]) if number in carriers]
+        values, origin = [], None
+        for place, one in held:
+            dates, origin = _days(self.grid.whole(self.time, place), one.attributes, origin)
+            values.append(dates)
+        days = np.concatenate(values)
+        if len(days) != self.steps:
+            raise InputError(f"FieldSource: {len(days)} times for {self.steps} steps in {self.grid.told()}")
+        if (np.diff(days) <= 0).any():
+            back = int(np.argmax(np.diff(days) <= 0))
+            raise InputError(f"FieldSource: time does not go forward at step {back + 1}: give the files in their order")
+        if origin is None and self.cycles:
+            raise InputError(
+                f"FieldSource: cycles= need dates, but {self.time!r} has no units such as 'days since ...'"
+            )
+        if origin is None:
+            return days, 0.0, 0.0
+        minutes = origin.hour * 60 + origin.minute
+        return days, origin.dayofyr - 1 + minutes / 1440, YEARS.get(origin.calendar, 365.2425)
+
+    def _pairs(self, times: tuple[int, int]) -> list[int]:
+        """The steps t of which t + lead is there too."""
+        starts = list(range(times[0], times[1] - self.lead))
+        if self.days is not None and starts:
+            steps = np.diff(self.days)
+            wide = steps > GAP * np.median(steps)
+            broken = [t for t in starts if wide[t : t + self.lead].any()]
+            if broken and self.gaps == "refuse":
+                where = broken[0] + int(np.argmax(wide[broken[0] : broken[0] + self.lead]))
+                raise InputError(
+                    f"FieldSource: {steps[where]:g} days lie between the steps {where} and {where + 1}, and "
+                    f"{np.median(steps):g} as a rule: pairs over it have another lead. Leave them out by gaps='skip'"
+                )
+            starts = sorted(set(starts) - set(broken))
+        if not starts:
+            raise InputError(f"FieldSource: no pair with a lead of {self.lead} in the steps {times[0]} to {times[1]}")
+        return starts
+
+    def _checked(self, times: tuple[int, int]) -> tuple[int, int]:
+        if not 0 <= times[0] < times[1] <= self.steps:
+            raise InputError(f"FieldSource: times {times[0]} to {times[1]} of a series of {self.steps} steps")
+        return int(times[0]), int(times[1])
+
+    # --- values
+
+    def _forcing(self, steps: list[int], window: tuple[slice, slice]) -> torch.Tensor:
+        size = [part.stop - part.start for part in window]
+        found = []
+        if self.groups["forcing"]:
+            known = np.stack([self._state("forcing", t, window) for t in steps])
+            found.append(self._filled("forcing", known, steps)[0])
+        for cycle in self.cycles:
+            assert self.days is not None
+            angle = 2 * np.pi * (self.days[steps] + self.first_day) / (self.year if cycle == "year" else 1.0)
+            waves = torch.from_numpy(np.stack([np.sin(angle), np.cos(angle)], 1)).float()  # (B, 2)
+            found.append(waves[:, :, None, None].expand(-1, -1, *size))
+        return torch.cat(found, 1)
+
+    def _filled(self, group: str, values: np.ndarray, steps: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Normalised values (B, C, y, x), and where there are any."""
+        there = ~np.isnan(values)
+        if not there.all() and (self.missing == "refuse" or group in ("forcing", "static")):
+            sample, channel = (int(i) for i in np.argwhere(~there)[0][:2])
+            raise InputError(
+                f"FieldSource: {self.channels[group][channel]} has missing values at step {steps[sample]} "
+                f"({(~there[sample, channel]).sum()} of them): "
+                + ("missing='mask' gives masks of inputs and targets" if group in ("inputs", "targets")
+                   else f"{group} fields must be complete")
+            )  # fmt: skip
+        mean, std = self._figures(group)
+        normal = np.where(there, (values - mean) / std, 0.0)
+        return torch.from_numpy(normal.astype(np.float32)), torch.from_numpy(there)
+
+    def _figures(self, group: str) -> tuple[np.ndarray, np.ndarray]:
+        figures = [self.figures[channel] for channel in self.channels[group]]
+        mean, std = (np.array([each[key] for each in figures])[:, None, None] for key in ("mean", "std"))
+        return mean, std
+
+    def _origin(self) -> dict[str, Any]:
+        """What the statistics depend on."""
+        sizes = [file.stat().st_size if file.is_file() else None for file in self.grid.files]
+        names = {name for group in self.groups.values() for name in group}
+        return {"files": [[file.name, size] for file, size in zip(self.grid.files, sizes, strict=True)],
+                "variables": sorted(names), "times": self.times, "region": self.region}  # fmt: skip
+
+    def _compute(self) -> dict[str, dict[str, float]]:
+        window = self._window(None)
+        static = self.groups["static"]
+        names = dict.fromkeys(name for group in self.groups.values() for name in group)
+
+        def fields(name: str) -> Any:
+            if name in static:
+                return [self._plane_of(name)[window][None]]
+            steps = range(*self.times)
+            return (self.grid.at(name, step, window).reshape(-1, *self._size(window)) for step in steps)
+
+        return computed({name: self._channels(name) for name in names}, fields)
+
+    @staticmethod
+    def _size(window: tuple[slice, slice]) -> tuple[int, int]:
+        return window[0].stop - window[0].start, window[1].stop - window[1].start
+
+    def _window(self, region: Region | None) -> tuple[slice, slice]:
+        size = tuple(stop - start for start, stop in self.region)
+        inner = _inside(region, (size[0], size[1]), "the source's region")
+        rows, columns = (slice(o[0] + i[0], o[0] + i[1]) for o, i in zip(self.region, inner, strict=True))
+        return rows, columns
+
+
+def _inside(region: Region | None, size: tuple[int, int], whole: str) -> Region:
+    if region is None:
+        return (0, size[0]), (0, size[1])
+    try:
+        (y0, y1), (x0, x1) = ((int(low), int(high)) for low, high in region)
+    except (TypeError, ValueError):
+        raise InputError(f"FieldSource: region {region!r}: expected ((y0, y1), (x0, x1))") from None
+    if not (0 <= y0 < y1 <= size[0] and 0 <= x0 < x1 <= size[1]):
+        raise InputError(f"FieldSource: region {region} does not lie in {whole} of {size[0]} x {size[1]}")
+    return (y0, y1), (x0, x1)
+
+
+def _days(values: np.ndarray, attributes: dict[str, Any], origin: Any) -> tuple[np.ndarray, Any]:
+    """Days since `origin`, by default the first date there is; plain numbers where the units are no date."""
+    units, calendar = str(attributes.get("units", "")), str(attributes.get("calendar", "standard"))
+    if " since " not in units:
+        return values.astype(np.float64), origin
+    import cftime
+
+    try:
+        dates = np.atleast_1d(cftime.num2date(values, units, calendar))
+        origin = dates[0] if origin is None else origin
+        return np.atleast_1d(cftime.date2num(dates, f"days since {origin}", calendar)).astype(np.float64), origin
+    except ValueError as error:
+        raise InputError(f"FieldSource: times in {units!r} of the calendar {calendar!r}: {error}") from error

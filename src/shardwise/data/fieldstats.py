@@ -1,0 +1,98 @@
+"""Mean and standard deviation of each channel of fields: computed once, kept in a JSON file.
+
+    mean_c = Σ x / n,   std_c = sqrt(Σ (x - mean_c)² / n)    over the times and places of channel c that have a value
+
+Fields are read one at a time and merged (Chan, Golub and LeVeque 1979, eq. 2.1), in float64. The file says what it was
+computed from; for other data, times or places it is refused, not silently made anew, since a trained model expects the
+figures that it was trained with. It is written under another name and then renamed, so that ranks which compute it at
+the same time leave one whole file.
+
+What this does not do: weigh by the area of a grid cell; notice values that changed while names and sizes stayed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardwise.errors import InputError
+
+
+class Moments:
+    """Count, mean and sum of squared deviations by channel."""
+
+    def __init__(self, channels: int) -> None:
+        self.count = np.zeros(channels)
+        self.mean = np.zeros(channels)
+        self.squares = np.zeros(channels)
+
+    def add(self, field: np.ndarray) -> None:
+        """Values (C, y, x), NaN where missing."""
+        flat = field.reshape(len(self.count), -1)
+        there = ~np.isnan(flat)
+        count = there.sum(1)
+        mean = np.divide(np.nansum(flat, 1), count, out=np.zeros(len(count)), where=count > 0)
+        squares = np.nansum((flat - mean[:, None]) ** 2, 1)
+        total = self.count + count
+        share = np.divide(count, total, out=np.zeros(len(count)), where=total > 0)
+        apart = mean - self.mean
+        self.squares += squares + apart**2 * self.count * share
+        self.mean += apart * share
+        self.count = total
+
+
+def computed(names: dict[str, list[str]], fields: Callable[[str], Iterable[np.ndarray]]) -> dict[str, dict[str, float]]:
+    """Channel -> {"mean", "std", "count"}; `names` gives the channels of each variable, `fields` its values."""
+    found: dict[str, dict[str, float]] = {}
+    for variable, channels in names.items():
+        moments = Moments(len(channels))
+        for field in fields(variable):
+            moments.add(field)
+        for index, channel in enumerate(channels):
+            count = float(moments.count[index])
+            std = float(np.sqrt(moments.squares[index] / count)) if count else 0.0
+            if not std > 0:
+                why = "has no value at all" if not count else f"is {moments.mean[index]:g} everywhere"
+                raise InputError(f"FieldSource: {channel} {why} in these times: it cannot be normalised; leave it out")
+            found[channel] = {"mean": float(moments.mean[index]), "std": std, "count": count}
+    return found
+
+
+def load_or_compute(
+    path: Path, origin: dict[str, Any], compute: Callable[[], dict[str, dict[str, float]]]
+) -> dict[str, dict[str, float]]:  # fmt: skip
+    """The figures in `path` where they are of `origin`; else, where there is no file, computed and written there."""
+    if path.exists():
+        return _read(path, origin)
+    figures = compute()
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(json.dumps({"of": origin, "channels": figures}, indent=1), encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        raise InputError(
+            f"FieldSource: the mean and deviation of the fields cannot be kept in {path} ({error.strerror}): name a "
+            "file that can be written with statistics="
+        ) from error
+    return figures
+
+
+def _read(path: Path, origin: dict[str, Any]) -> dict[str, dict[str, float]]:
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        of, channels = stored["of"], stored["channels"]
+        figures = {name: {key: float(each[key]) for key in ("mean", "std", "count")} for name, each in channels.items()}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"FieldSource: {path} is not a file of means and deviations ({error}): remove it") from error
+    for key, value in json.loads(json.dumps(origin)).items():
+        if of.get(key) != value:
+            raise InputError(
+                f"FieldSource: {path} was computed with {key} {of.get(key)}, and the source has {key} {value}: give "
+                "another file as statistics=, remove it to compute it anew, or take held-out times by source.over(...)"
+            )
+    return figures

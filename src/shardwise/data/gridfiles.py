@@ -1,0 +1,181 @@
+"""netCDF files and zarr stores as one kind of thing: variables with named dims, read by index, NaN where missing.
+
+netCDF 3 and 4 are read by netCDF4, zarr 2 and 3 by zarr, each imported when such a file is met. Packed values are
+unpacked (CF conventions 8.1), `_FillValue` and `missing_value` become NaN (2.5.1). Several files are one series: a
+variable's values are those of all files that have it, in the order given.
+
+One lock is held while a file is read, since the HDF5 library serves one thread at a time. At most `OPEN` files are
+kept open.
+"""
+
+from __future__ import annotations
+
+import base64
+import struct
+import threading
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardwise.errors import InputError, did_you_mean
+
+OPEN = 64
+_READING = threading.RLock()
+
+
+@dataclass(frozen=True)
+class Held:
+    """A variable in one file."""
+
+    dims: tuple[str, ...]
+    shape: tuple[int, ...]
+    attributes: dict[str, Any]
+
+
+class Grid:
+    """The variables of one or several files. Can be pickled; files are opened again where it arrives."""
+
+    def __init__(self, files: Sequence[str | Path]) -> None:
+        if not files:
+            raise InputError("FieldSource: give at least one netCDF file or zarr store")
+        self.files = [Path(file) for file in files]
+        self._open_files: OrderedDict[Path, Any] = OrderedDict()
+        self.held: dict[str, list[tuple[int, Held]]] = {}  # variable -> (file, what it is there)
+        for number, file in enumerate(self.files):
+            for name, held in self._list(file).items():
+                self.held.setdefault(name, []).append((number, held))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_open_files": OrderedDict()}
+
+    def find(self, name: str) -> Held:
+        """A variable as the first file has it; `InputError` where none does."""
+        if name not in self.held:
+            raise InputError(
+                f"FieldSource: no variable {name!r} in {self.told()}; there are "
+                f"{', '.join(sorted(self.held))}{did_you_mean(name, list(self.held))}"
+            )
+        return self.held[name][0][1]
+
+    def told(self) -> str:
+        """The files, for messages."""
+        return str(self.files[0]) + (f" and {len(self.files) - 1} more" if len(self.files) > 1 else "")
+
+    def lengths(self, name: str) -> list[int]:
+        """How many times of a variable each of its files has."""
+        first = self.find(name)
+        for number, held in self.held[name]:
+            if held.dims != first.dims or held.shape[1:] != first.shape[1:]:
+                raise InputError(
+                    f"FieldSource: {name} is {held.dims} {held.shape} in {self.files[number]}, but {first.dims} "
+                    f"{first.shape} in {self.files[self.held[name][0][0]]}: files of one series must agree"
+                )
+        return [held.shape[0] for _, held in self.held[name]]
+
+    def at(self, name: str, time: int, window: tuple[slice, slice]) -> np.ndarray:
+        """The field of one time over all files, (..., y, x) within the window, NaN where missing."""
+        ends = np.cumsum(self.lengths(name)).tolist()
+        place = bisect_right(ends, time)
+        number, held = self.held[name][place]
+        index = (time - (ends[place] - held.shape[0]), *(slice(None),) * (len(held.dims) - 3), *window)
+        return self._read(number, name, held, index)
+
+    def whole(self, name: str, place: int = 0) -> np.ndarray:
+        """All values of a variable in one of its files."""
+        number, held = self.held[name][place]
+        return self._read(number, name, held, (slice(None),) * len(held.dims))
+
+    def _read(self, number: int, name: str, held: Held, index: tuple) -> np.ndarray:
+        with _READING:
+            opened = self._opened(self.files[number])
+            try:
+                values = opened[name][index]
+            except (OSError, RuntimeError, ValueError) as error:
+                raise InputError(f"{self.files[number]}: {name} cannot be read at {index}: {error}") from error
+        if isinstance(values, np.ma.MaskedArray):  # netCDF4 unpacked it
+            return np.ma.filled(values.astype(np.float64), np.nan)
+        values = np.asarray(values)
+        return values.astype(np.float64) if _is_netcdf(self.files[number]) else _unpacked(values, held.attributes)
+
+    def _opened(self, file: Path) -> Any:
+        if file in self._open_files:
+            self._open_files.move_to_end(file)
+        else:
+            self._open_files[file] = _open(file)
+            if len(self._open_files) > OPEN:
+                self._open_files.popitem(last=False)
+        return self._open_files[file]
+
+    def _list(self, file: Path) -> dict[str, Held]:
+        with _READING:
+            opened = self._opened(file)
+            if _is_netcdf(file):
+                return {
+                    name: Held(tuple(one.dimensions), tuple(one.shape), {k: one.getncattr(k) for k in one.ncattrs()})
+                    for name, one in opened.variables.items()
+                }
+            return {name: _zarr_held(file, name, one) for name, one in opened.arrays()}
+
+
+def _is_netcdf(file: Path) -> bool:
+    return file.is_file()
+
+
+def _open(file: Path) -> Any:
+    if not file.exists():
+        raise InputError(f"FieldSource: {file} does not exist")
+    try:
+        if _is_netcdf(file):
+            import netCDF4
+
+            return netCDF4.Dataset(str(file), "r")
+        import zarr
+
+        return zarr.open_group(str(file), mode="r")
+    except ImportError as error:
+        raise InputError(
+            f"fields from files need netCDF4 and zarr ({error}): pip install 'shardwise[science]'"
+        ) from error
+    except (OSError, ValueError, KeyError) as error:
+        kind = "netCDF file" if _is_netcdf(file) else "zarr store"
+        raise InputError(f"FieldSource: {file} cannot be read as a {kind}: {error}") from error
+
+
+def _zarr_held(file: Path, name: str, array: Any) -> Held:
+    attributes = dict(array.attrs)
+    dims = getattr(array.metadata, "dimension_names", None) or attributes.get("_ARRAY_DIMENSIONS")
+    if dims is None:
+        dims = [f"dim_{i}" for i in range(array.ndim)]
+    if array.metadata.zarr_format == 2 and array.fill_value is not None:  # version 2 keeps it beside the attributes
+        attributes.setdefault("_FillValue", array.fill_value)
+    return Held(tuple(dims), tuple(array.shape), attributes)
+
+
+def _unpacked(values: np.ndarray, attributes: dict[str, Any]) -> np.ndarray:
+    """Stored values as numbers: missing ones are NaN, then scale and offset."""
+    missing = np.zeros(values.shape, bool)
+    for key in ("_FillValue", "missing_value"):
+        for mark in np.atleast_1d(_mark(attributes.get(key), values.dtype)):
+            missing |= values == mark  # a NaN is one already
+    number = values.astype(np.float64) * float(attributes.get("scale_factor", 1)) + float(
+        attributes.get("add_offset", 0)
+    )
+    number[missing] = np.nan
+    return number
+
+
+def _mark(value: Any, dtype: np.dtype) -> Any:
+    """A fill value of zarr 3's attributes: xarray writes those of floats as base64 of a little-endian double."""
+    if value is None:
+        return []
+    if isinstance(value, str) and dtype.kind == "f":
+        try:
+            return struct.unpack("<d", base64.b64decode(value))[0]
+        except (ValueError, struct.error):
+            return float(value)
+    return value
