@@ -1,0 +1,86 @@
+"""Each example: under a hundred lines, the same numbers under several plans, and a picture of its result."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import xml.etree.ElementTree as xml
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise import parallelize
+from shardwise.ranks import RankPool
+from shardwise.training.resolve import resolve_task
+
+FOLDER = Path(__file__).parents[1] / "examples"
+NEEDS = {"images": ["sklearn"], "fields": ["netCDF4", "iris_sample_data"], "finetune": ["transformers"], "text": []}
+PLANS = {
+    "text": ["dp_shard=2,zero=3", "tp=2"],
+    "finetune": ["dp_shard=2,zero=3", "tp=2"],
+    "images": ["dp_replicate=2", "pp=2,microbatches=2"],
+    "fields": ["dp_shard=2,zero=2", "tp=2"],
+}
+CASES = [(name, plan) for name, plans in PLANS.items() for plan in plans]
+STEPS = 2
+
+
+def needs(name: str) -> None:
+    for package in NEEDS[name]:
+        pytest.importorskip(package, reason=f"examples/{name}.py needs {package}: pip install 'shardwise[examples]'")
+
+
+def losses(name: str, plan: str, folder: str) -> list[float]:
+    """Of a few steps on the example's own data, whose order is that of the samples; then of held-out data."""
+    import os
+
+    os.chdir(folder)
+    os.environ["FINETUNE_FOLDER"] = folder
+    sys.modules.pop(name, None)  # finetune reads the folder when it is imported
+    task = resolve_task(f"{FOLDER / name}.py:task")
+    engine = parallelize(task, f"{plan},precision=fp64" if plan != "single" else "precision=fp64")
+    assert task.data is not None and task.eval_data is not None
+    found = [engine.step(task.data.read(list(range(4 * step, 4 * step + 4)))).loss for step in range(STEPS)]
+    total, weight = engine.evaluate([task.eval_data.read([0, 1, 2, 3])])
+    return [*found, total / weight]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("examples")
+
+
+def example(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("FINETUNE_FOLDER", str(folder))
+    monkeypatch.syspath_prepend(str(FOLDER))
+    sys.modules.pop(name, None)
+    return importlib.import_module(name)
+
+
+def test_each_is_under_a_hundred_lines() -> None:
+    found = sorted(FOLDER.glob("*.py"))
+    assert {path.stem for path in found} == {*PLANS, "draw"}
+    assert all(len(path.read_text(encoding="utf-8").splitlines()) < 100 for path in found)
+
+
+@pytest.mark.parametrize(("name", "plan"), CASES)
+def test_plans_give_the_numbers_of_one_process(
+    name: str, plan: str, pool: RankPool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    needs(name)
+    if name == "finetune":
+        example(name, folder, monkeypatch).make_checkpoint(STEPS)
+    alone = pool.run(losses, 1, name, "single", str(folder), timeout_s=120)[0]
+    for rank in pool.run(losses, 2, name, plan, str(folder), timeout_s=120):
+        assert rank == pytest.approx(alone, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_each_draws_its_result(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    needs(name)
+    example(name, folder, monkeypatch).main(["--steps", "2", "--out", str(folder)])
+    picture = folder / f"{name}.svg"
+    assert xml.parse(picture).getroot().tag.endswith("svg")
+    assert 1_000 < picture.stat().st_size < 150_000
