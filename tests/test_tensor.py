@@ -357,3 +357,17 @@ def _told(plan: str, local: int) -> list[str]:
 def test_a_tp_axis_that_leaves_its_node_is_warned_of(pool: RankPool) -> None:
     assert any("leaves its node of 2 ranks" in line for line in pool.run(_told, 4, "tp=4", 2)[0])
     assert not any("leaves its node" in line for line in pool.run(_told, 4, "tp=2,dp_shard=2", 2)[0])
+
+
+def _dropping_layers(plan: str) -> tuple[list[float], Tensor]:
+    import module_tasks
+
+    task = module_tasks.layer_drop_python()
+    engine = parallelize(task, plan)
+    losses = [engine.step(task.batch(step)).loss for step in range(6)]
+    return losses, torch.cat([tensor.flatten() for _, tensor in engine.full_parameters()])
+
+
+def test_ways_that_python_draws_are_the_same_on_ranks_that_share_samples(pool: RankPool) -> None:
+    (losses, weights), (other_losses, other) = pool.run(_dropping_layers, 2, "tp=2")
+    assert losses == other_losses and torch.equal(weights, other)
