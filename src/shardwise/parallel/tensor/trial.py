@@ -73,8 +73,8 @@ def _quiet() -> Iterator[None]:
 
 def _drawn() -> tuple:
     """Where Python's and numpy's generators are."""
-    _, keys, place, *_ = np.random.get_state()
-    return random.getstate(), keys.tobytes(), place
+    state = np.random.get_state()
+    return random.getstate(), np.asarray(state[1]).tobytes(), state[2]  # type: ignore[index]
 
 
 class Stage:
