@@ -174,6 +174,24 @@ def test_an_optimizer_that_looks_at_whole_tensors_is_refused(pool: RankPool) -> 
     assert "update of an element" in pool.run(_refusal, 2, "tp=2")[0]
 
 
+def _by_hand(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+    logits, targets = output[:, :-1], batch["tokens"][:, 1:]
+    picked = logits.gather(-1, targets[..., None]).squeeze(-1)
+    return (logits.logsumexp(-1) - picked).sum(), targets.numel()
+
+
+def by_hand() -> Task:
+    return tasks.decoder().with_(loss=_by_hand)
+
+
+def test_a_loss_written_by_hand_does_not_gather_the_logits(pool: RankPool) -> None:
+    assert cuts_of(by_hand(), "tp=2").cuts["head.weight"].dim == 0
+    parity = verify(by_hand, "tp=2", pool=pool)
+    assert parity.parity, parity.text()
+    _, totals = describe(by_hand(), Plan(tp=2))
+    assert [row["op"] for row in totals["collectives"]] == ["all_reduce"]
+
+
 # --- modules that nobody prepared: each once, more under `long`
 
 
