@@ -211,6 +211,27 @@ class Shared(nn.Module):
         return self.leave(x)
 
 
+class Einsums(nn.Module):
+    """Attention and an MLP by einsum, weights with dims for heads: wq (D, H, K), wkv (2, D, H, K), wo (H, K, D)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+        self.wq, self.wo = nn.Parameter(torch.randn(6, 4, 3) / 3), nn.Parameter(torch.randn(4, 3, 6) / 3)
+        self.wkv = nn.Parameter(torch.randn(2, 6, 4, 3) / 3)
+        self.wi, self.wf = nn.Parameter(torch.randn(2, 6, 10) / 3), nn.Parameter(torch.randn(10, 6) / 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        q = torch.einsum("bsd,dhk->bshk", y, self.wq)
+        k, v = torch.einsum("bsd,dhk->bshk", y, self.wkv[0]), torch.einsum("bsd,dhk->bshk", y, self.wkv[1])
+        scores = torch.einsum("bshk,bthk->bhst", q, k).softmax(-1)
+        x = x + torch.einsum("bshk,hkd->bsd", torch.einsum("bhst,bthk->bshk", scores, v), self.wo)
+        y = self.norm(x)
+        h = F.gelu(torch.einsum("bsd,df->bsf", y, self.wi[0])) * torch.einsum("bsd,df->bsf", y, self.wi[1])
+        return x + torch.einsum("bsf,fd->bsd", h, self.wf)
+
+
 class Branching(nn.Module):
     """Branches added after one norm, a functional weight, an in-place step, a slice in the middle."""
 
@@ -260,12 +281,14 @@ def as_task(model: Any) -> Task:
 
 
 def made(name: str) -> Task:
-    models = {"shared": Shared, "branching": Branching, "sequential": sequential, "encoder": encoder,
-              "encoder_time_first": encoder_time_first, "convolutions": convolutions}  # fmt: skip
+    models = {"einsums": Einsums, "shared": Shared, "branching": Branching, "sequential": sequential,
+              "encoder": encoder, "encoder_time_first": encoder_time_first, "convolutions": convolutions}  # fmt: skip
     return as_task(models[name])
 
 
-@pytest.mark.parametrize("name", ["shared", "branching", "sequential", "encoder", "encoder_time_first", "convolutions"])
+@pytest.mark.parametrize(
+    "name", ["einsums", "shared", "branching", "sequential", "encoder", "encoder_time_first", "convolutions"]
+)
 @pytest.mark.parametrize("plan", ["tp=2", "tp=2,sp=true"])
 def test_modules_that_nobody_prepared(name: str, plan: str, pool: RankPool) -> None:
     derived = cuts_of(made(name), plan)
