@@ -34,6 +34,7 @@ from shardwise.comm import Axis, Trail, all_gather
 from shardwise.parallel.expert.exchange import through_owners
 from shardwise.parallel.slots import ValueOf
 
+_END = "the end of the forward"
 _WHY = (
     "Under ep every rank must come to the same experts in the same order, since tokens are exchanged between all; one "
     "process would take one branch for all samples. Route every token on every rank, or use ep=1"
@@ -124,7 +125,9 @@ class ExpertParallel:
 
 def install(module: nn.Module, experts: ExpertParallel, device: torch.device) -> None:
     """Let each module of experts send its tokens to the ranks that hold them. Collective."""
-    trail = Trail(experts.axis, [f"the experts '{stack.path}'" for stack in experts.stacks], device, why=_WHY)
+    events = [f"the experts '{stack.path}'" for stack in experts.stacks]
+    trail = Trail(experts.axis, [*events, _END], device, why=_WHY)
+    module.register_forward_hook(lambda m, a, o: trail.mark(_END))
     for stack in experts.stacks:
         child = module.get_submodule(stack.path)
         child.forward = _dispatched(child, stack, experts.axis, trail)
