@@ -224,6 +224,24 @@ def curve(plan: str) -> tuple[list[float], dict[str, int | None], torch.dtype]:
     return losses, engine.memory(), expert.dtype
 
 
+def held(plan: str) -> dict[str, int | None]:
+    engine = parallelize(tasks.moe(), plan, device="cpu", check_loss=False)
+    engine.step(engine.task.batch(0))
+    return engine.memory()
+
+
+def test_a_rank_holds_its_experts_alone(pool: RankPool) -> None:
+    elements = {name: param.numel() for name, param in tasks.moe().model().named_parameters()}
+    spread = sum(n for name, n in elements.items() if ".experts." in name)
+    rest = sum(elements.values()) - spread
+    for memory in pool.run(held, 2, "dp_shard=2,ep=2,zero=0"):
+        assert memory["parameters"] == memory["gradients"] == 4 * (rest + spread // 2)
+        assert memory["optimizer"] == pytest.approx(2 * 4 * (rest + spread // 2), rel=0.01)
+    for memory in pool.run(held, 4, "dp_shard=4,ep=2,zero=3"):
+        assert memory["parameters"] == pytest.approx(4 * (rest / 4 + spread / 2), rel=0.01)
+        assert memory["optimizer"] == pytest.approx(2 * 4 * (rest + spread) / 4, rel=0.01)
+
+
 @pytest.mark.parametrize("zero", [1, 3])
 def test_bf16(zero: int, pool: RankPool) -> None:
     alone = curve("precision=bf16")

@@ -1,7 +1,8 @@
 """The ledger: what went over the wire, by tag, op and axis, in bytes received by this rank.
 
-all-reduce 2n(p-1)/p; all-gather, reduce-scatter and all-to-all n(p-1)/p with n the full tensor (an all-to-all of uneven
-parts: what the others sent); broadcast and point to point n. Control traffic (a few numbers a step) stands under its own tag.
+all-reduce 2n(p-1)/p; all-gather, reduce-scatter and all-to-all n(p-1)/p with n the full tensor (an all-to-all of
+uneven parts: what the others sent); broadcast and point to point n. Control traffic (a few numbers a step) stands
+under its own tag.
 """
 
 from __future__ import annotations
