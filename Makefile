@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 NPROC ?= 2
 PLAN ?= dp_shard=$(NPROC),zero=3
 
-.PHONY: train test test-long lint types tests docs clean
+.PHONY: train test test-long lint types tests docs coverage-table clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -32,6 +32,9 @@ tests: $(VENV)/.installed
 
 test-long: $(VENV)/.installed
 	HYPOTHESIS_PROFILE=search $(BIN)/python -m pytest
+
+coverage-table: $(VENV)/.installed
+	$(BIN)/python benchmarks/coverage.py --write
 
 docs: $(VENV)/.installed
 	$(BIN)/python docs/generate.py

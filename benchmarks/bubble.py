@@ -1,8 +1,8 @@
 """How long a pipeline's ranks wait, measured: `python benchmarks/bubble.py` writes docs/tables/bubble.md.
 
 Four ranks, each with a stage (or two) that sleeps: 150 ms in a forward, 150 ms for the gradient of its input and
-150 ms for that of its weight, shared out where a rank has two stages. A sleeping rank needs no core, so four ranks on two
-cores run as four devices would. A rank waits when it neither runs an op of the schedule nor hands its result on.
+150 ms for that of its weight, shared out where a rank has two stages. A sleeping rank needs no core, so four ranks on
+two cores run as four devices would. A rank waits when it neither runs an op of the schedule nor hands its result on.
 """
 
 from __future__ import annotations

@@ -392,3 +392,94 @@ def viewed_with_base() -> Task:
 def few_samples() -> Task:
     """Five samples: dealt over micro-batches and data ranks, some ranks have none and run a stand-in."""
     return tasks.decoder_dropout().with_(batch=partial(tasks.token_batch, samples=5, length=10), name="few_samples")
+
+
+class KeptToItself(nn.Module):
+    """The caller computes a value from a parameter that no module is given, and uses it at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(WIDTH))
+        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+        self.head = nn.Linear(WIDTH, OUT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gain = self.gain.exp()
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x * gain)
+
+
+def kept_to_itself() -> Task:
+    return task(KeptToItself)
+
+
+class ReadsItsWeights(nn.Module):
+    """Its constructor looks at random values, so it is built whole and rank 0's weights are handed out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+        self.gain = float(self.blocks[0].weight.detach().abs().max())
+        self.head = nn.Linear(WIDTH, OUT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x)) * self.gain
+        return self.head(x)
+
+
+def reads_its_weights() -> Task:
+    return task(ReadsItsWeights)
+
+
+class Pairs(nn.Module):
+    """Embeddings for a loss over pairs of samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+        self.scale = nn.Parameter(torch.tensor(1.2))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return F.normalize(self.layers(x), dim=-1), self.scale
+
+
+def _contrast(output: tuple[Tensor, Tensor], batch: Any) -> tuple[Tensor, int]:
+    logits = output[0] @ output[0].flip(1).t() * output[1].exp()
+    return F.cross_entropy(logits, torch.arange(len(logits)), reduction="sum"), len(logits)
+
+
+def pairs() -> Task:
+    return task(Pairs, loss=_contrast, loss_scope="global")
+
+
+def extra_terms() -> Task:
+    """A loss with two extra terms, one with a weight of its own."""
+
+    def loss(output: Tensor, batch: Any) -> tuple[Tensor, int, dict[str, Any]]:
+        total, weight = squares(output, batch)
+        size = output.square()
+        return total, weight, {"plain": 0.1 * size.sum(), "weighed": (size[:, 0].sum(), float(len(output)) * 2)}
+
+    return task(Residual, loss=loss)
+
+
+class ThroughNumpy(nn.Module):
+    """A hidden state that leaves PyTorch and comes back later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+        self.head = nn.Linear(WIDTH, OUT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.blocks[0](x))
+        kept = torch.from_numpy(x.detach().numpy().copy())
+        for block in self.blocks[1:]:
+            x = torch.tanh(block(x))
+        return self.head(x + kept)
+
+
+def through_numpy() -> Task:
+    return task(ThroughNumpy)

@@ -16,14 +16,15 @@ SOURCE = Path(shardwise.__file__).parent
 
 # room -> floor; a room is a module or a package, and `parallel` has one room for each technique
 FLOORS = {
-    "errors": 0, "task": 0, "layout": 0, "config": 0,
-    "device": 1, "precision": 1, "mesh": 1, "comm": 1, "part": 1, "trace": 1, "random": 1, "ranks": 1,
+    "errors": 0, "task": 0, "layout": 0, "config": 0, "cluster": 0,
+    "costs": 1, "device": 1, "precision": 1, "mesh": 1, "comm": 1, "part": 1, "trace": 1, "random": 1, "ranks": 1,
     "parallel.slots": 3, "parallel.replicate": 3, "parallel.flat": 3, "parallel.full": 3, "parallel.batchnorm": 3,
     "parallel.tensor": 3,
     "parallel.expert": 3,
     "parallel.pipeline": 3,
     "memory": 3,
     "engine": 4,
+    "simulator": 5, "planner": 5,
     "data": 6, "observe": 6, "training": 6, "proof": 6,
     "cli": 7, "testing": 7, "scripts": 7, "hf": 7,
 }  # fmt: skip
@@ -35,6 +36,8 @@ WITHIN = {
     ("config", "errors"): "every room raises the same errors",
     ("config", "layout"): "a configuration holds a plan",
     ("part", "comm"): "parts meet in collectives",
+    ("cluster", "errors"): "every room raises the same errors",
+    ("planner", "simulator"): "plans are ranked by simulated time",
     ("mesh", "comm"): "a mesh is made of the axes that collectives run over",
     ("random", "trace"): "one function makes every seed",
     ("device", "ranks"): "the rank on its host says which device is its own",
@@ -138,7 +141,7 @@ def test_allowances_within_a_floor_are_all_in_use_or_in_order() -> None:
     assert not unused, f"drop what no room needs any more: {unused}"
 
 
-@pytest.mark.parametrize("room", ["errors", "task", "layout", "config"])
+@pytest.mark.parametrize("room", ["errors", "task", "layout", "config", "cluster"])
 def test_floor_zero_knows_no_process_group(room: str) -> None:
     paths = [SOURCE / f"{room}.py"] if (SOURCE / f"{room}.py").exists() else sorted((SOURCE / room).rglob("*.py"))
     for path in paths:

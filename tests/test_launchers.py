@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import InputError, RunError
-from shardwise.ranks import launchers
+from shardwise.ranks import RankPool, launchers
 from shardwise.ranks.launchers import Place, find
 from shardwise.ranks.meet import Address, _file, meet
 
@@ -200,6 +200,16 @@ def test_a_master_address_is_used_as_it_is(job: str) -> None:
     assert not any(isinstance(each, Exception) for each in meeting(places([0, 1], 2, job, master=("127.0.0.1", port))))
 
 
+def own_place() -> tuple | None:
+    from shardwise.ranks import here
+
+    return numbers(here())
+
+
+def test_ranks_of_our_own_have_their_place(pool: RankPool) -> None:
+    assert pool.run(own_place, 2) == [("shardwise", 0, 2, 0, 2, True), ("shardwise", 1, 2, 1, 2, True)]
+
+
 # --- the real ones
 
 
@@ -250,6 +260,7 @@ def test_under_openmpi(plain: str, tmp_path: Path) -> None:
     assert train(tmp_path, [mpirun, "--oversubscribe", "-n", "2"]) == plain
 
 
+@pytest.mark.long
 def test_under_mpich(plain: str, tmp_path: Path) -> None:
     mpirun = one_of("mpirun.mpich", "mpiexec.hydra")
     assert train(tmp_path, [mpirun, "-n", "2"]) == plain
@@ -273,6 +284,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.long
 def test_mpi4py_carries_the_address(tmp_path: Path) -> None:
     mpirun = needs("mpirun.openmpi")
     pytest.importorskip("mpi4py", reason="needs mpi4py, which is not installed here")
@@ -350,6 +362,7 @@ def test_under_srun_that_serves_pmi(plain: str, slurm: dict[str, str], tmp_path:
     assert train(tmp_path, ["srun", "--overcommit", "--mpi=pmi2", "-n", "2"], slurm) == plain
 
 
+@pytest.mark.long
 def test_another_number_of_ranks_than_the_plan_needs(tmp_path: Path) -> None:
     mpirun = one_of("mpirun.mpich", "mpiexec.hydra")
     ran = subprocess.run([mpirun, "-n", "3", *RUN], env=clean_environment(), capture_output=True, text=True, timeout=90,

@@ -20,6 +20,7 @@ from shardwise.part.cuts import regrouped
 
 DOUBLE = torch.float64
 ONES = torch.ones(6, 6, 6, dtype=DOUBLE)
+INDEX = torch.tensor([[0, 3], [1, 3]])
 TARGET = torch.tensor([1, 5, 0, 3, -100, 2])
 MASK = torch.tensor([[True, False, True], [True, True, False]]).repeat(2, 1)
 
@@ -77,7 +78,8 @@ CASES: dict[str, tuple[Callable, tuple[int, ...], set[int]]] = {
     "weight": (lambda x: F.linear(torch.ones(2, 3, 6, dtype=DOUBLE), x), (4, 6), {0, 1}),
     "product with itself": (lambda x: x @ x.mT, (2, 4, 6), {0, 2}),
     "einsum": (lambda x: torch.einsum("bsh,oh->bso", x, torch.ones(3, 6, dtype=DOUBLE)), (2, 4, 6), {0, 1, 2}),
-    "embedding": (lambda x: F.embedding(torch.tensor([[0, 3], [1, 3]]), x), (4, 6), {0, 1}),
+    "embedding": (lambda x: F.embedding(INDEX, x), (4, 6), {0, 1}),
+    "embedding with padding": (lambda x: F.embedding(INDEX, x, padding_idx=-1), (4, 6), {0, 1}),
     "attention": (lambda x: F.scaled_dot_product_attention(x, x * 2, x, is_causal=True), (2, 4, 3, 2), {0, 1}),
     "grouped queries": (_gqa, (2, 8, 3, 2), {0}),
     "attention with whole keys": (
@@ -245,3 +247,30 @@ def test_owners_follow_views() -> None:
 def test_view_groups() -> None:
     assert groups((2, 3, 4), (6, 4)) == [(range(2), range(1)), (range(2, 3), range(1, 2))]
     assert groups((4,), (4, 1)) == [(range(1), range(1)), (range(1, 1), range(1, 2))]
+
+
+def _largest_made(dim: int) -> int:
+    """The most rows that a tensor has, of those made by the backward of an embedding cut along `dim`."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Watch(TorchDispatchMode):
+        most = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if any(getattr(kind, "observes_inside", False) for kind in types):
+                return NotImplemented
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.dim() == 2 and not isinstance(out, Part):
+                self.most = max(self.most, out.shape[0])
+            return out
+
+    axis = build_mesh(Plan(tp=2), torch.device("cpu")).tp
+    owners = Owners.blocks(100, 2)
+    local = torch.ones(owners.counts[axis.index], 4, requires_grad=True)
+    with Watch() as watch:
+        F.embedding(torch.tensor([1, 99]), to_part(local, dim, owners, axis)).sum().backward()
+    return watch.most
+
+
+def test_the_gradient_of_a_table_cut_by_rows_is_never_whole(pool) -> None:
+    assert pool.run(_largest_made, 2, 0)[0] <= 50

@@ -342,3 +342,18 @@ def test_ranks_are_laid_innermost_first() -> None:
     assert rows[8]["node"] == 1 and leaving == ["pp"]
     assert placement(Plan.parse("tp=16"), devices=8)[1] == ["tp"]
     assert placement(Plan.parse("tp=3,dp_shard=4"), devices=8)[1] == ["tp", "dp_shard"]
+
+
+def _told(plan: str, local: int) -> list[str]:
+    import os
+
+    os.environ["LOCAL_WORLD_SIZE"] = str(local)
+    try:
+        return parallelize(even_decoder(), plan).notices
+    finally:
+        del os.environ["LOCAL_WORLD_SIZE"]
+
+
+def test_a_tp_axis_that_leaves_its_node_is_warned_of(pool: RankPool) -> None:
+    assert any("leaves its node of 2 ranks" in line for line in pool.run(_told, 4, "tp=4", 2)[0])
+    assert not any("leaves its node" in line for line in pool.run(_told, 4, "tp=2,dp_shard=2", 2)[0])

@@ -17,6 +17,10 @@ _HOME = {
     "train": "shardwise.training.run",
     "prepare": "shardwise.scripts.prepared",
     "verify": "shardwise.proof.parity",
+    "Cluster": "shardwise.cluster.cluster",
+    "plan": "shardwise.planner.door",
+    "probe": "shardwise.planner.door",
+    "simulate": "shardwise.planner.door",
     "ShardwiseError": "shardwise.errors",
     "InputError": "shardwise.errors",
     "RefusedPlan": "shardwise.errors",
@@ -26,9 +30,11 @@ __all__ = sorted(_HOME)
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from shardwise.cluster.cluster import Cluster
     from shardwise.engine.engine import Engine, parallelize
     from shardwise.errors import InputError, RefusedPlan, RunError, ShardwiseError
     from shardwise.layout.plan import Plan
+    from shardwise.planner.door import plan, probe, simulate
     from shardwise.proof.parity import verify
     from shardwise.scripts.prepared import prepare
     from shardwise.task import Source, Task

@@ -7,28 +7,19 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import click
 
 import shardwise
+from shardwise.cli import foresee
 from shardwise.cli.answer import Answer, quiet_stdout
+from shardwise.cli.options import common
 from shardwise.errors import RefusedPlan, ShardwiseError
 
 PLAN_HELP = "How to spread it: dp_shard=2,zero=3, or a .toml file with the same keys."
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
-
-
-def common(function: Callable) -> Callable:
-    """The options that every command has; `Answer` reads them from the words, so they work in bad ones too."""
-    for name, text in (
-        ("--traceback", "Show the whole traceback of a failure."),
-        ("--json", "Write exactly one JSON object to stdout, whatever happens; all else goes to stderr."),
-    ):
-        function = click.option(name, is_flag=True, expose_value=False, help=text)(function)
-    return function
 
 
 @click.group(context_settings=SETTINGS)
@@ -42,6 +33,7 @@ def main() -> None:
     shardwise verify my.py:task --plan dp_shard=2,zero=3
     shardwise show schedule pp=4,schedule=zbv    what a pipeline's ranks do when
     shardwise show tp my.py:task --plan tp=4     which weights are cut
+    shardwise plan llama3-8b --cluster "2x8 h100-sxm-80gb, ib-400" --global-batch 4M-tokens --seq 8k
     shardwise config --starter > my.toml
 
     Exit codes: 0 done, 1 failed or no parity, 2 bad input, 3 refused plan.
@@ -54,6 +46,8 @@ def main() -> None:
 @click.option("--nproc", type=click.IntRange(min=1), help="Ranks to start; by default as many as the plan needs.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Set a configuration key; repeatable.")
 @click.option("--steps", type=click.IntRange(min=1), help="Optimizer steps: short for --set train.steps=N.")
+@click.option("--profile-steps", metavar="10:12", help="Trace these steps: short for --set train.profile_steps=10:12.")
+@click.option("--cluster", help="A file of `shardwise probe`: the run writes its forecast beside what it measures.")
 @common
 @click.pass_obj
 def train(
@@ -63,6 +57,8 @@ def train(
     nproc: int | None,
     overrides: tuple[str, ...],
     steps: int | None,
+    profile_steps: str | None,
+    cluster: str | None,
 ) -> None:
     """Train a task and write a run folder.
 
@@ -73,6 +69,10 @@ def train(
     """
     from shardwise.training import execute
 
+    if profile_steps is not None:
+        overrides = (*overrides, f'train.profile_steps="{profile_steps}"')
+    if cluster is not None:
+        overrides = (*overrides, f"train.cluster={cluster}")
     effective = _effective(target, overrides, plan, steps)
     answer.fields.update(plan=str(effective.plan), world_size=effective.plan.world_size)
     run = execute(effective, nproc=nproc)
@@ -165,7 +165,8 @@ def schedule(answer: Answer, plan: str, output: str | None) -> None:
 
     from shardwise.errors import InputError
     from shardwise.layout import Plan
-    from shardwise.layout.schedules import as_svg, as_text, schedule_of, summary
+    from shardwise.layout.drawing import as_svg, as_text, summary
+    from shardwise.layout.schedules import schedule_of
 
     parsed = Plan.parse(plan)
     answer.fields.update(plan=str(parsed), world_size=parsed.world_size)
@@ -250,6 +251,10 @@ def _plain(fields: dict[str, Any]) -> dict[str, Any]:
     from shardwise.observe.metrics import finite
 
     return finite(fields)
+
+
+for command in (foresee.plan, foresee.simulate, foresee.compare, foresee.probe):
+    main.add_command(command)
 
 
 def call(args: list[str]) -> int:

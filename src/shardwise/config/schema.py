@@ -165,6 +165,16 @@ class TrainSection(Section):
         pattern=r"^[\w][\w.-]*$",
         description="the run's name in its folder's name; the task's when not set",
     )
+    profile_steps: str | None = Field(
+        default=None,
+        pattern=r"^\d+:\d+$",
+        description='steps to trace, "10:12" for 10 and 11: a file for each rank, and a table of where they went',
+    )
+    cluster: str | None = Field(
+        default=None,
+        min_length=1,
+        description="cluster file of `shardwise probe`: the run writes its forecast beside what it measures",
+    )
     generate: int = Field(default=0, ge=0, description="bytes that the model writes at the end (text)")
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto | cpu | cuda; auto: cuda if there")
 

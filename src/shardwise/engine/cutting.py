@@ -205,7 +205,8 @@ def _told(cut: Cut, module: nn.Module, notice: str) -> list[str]:
     begins = [stage.entry.call.path for stage in cut.stages if stage.entry is not None]
     told = [
         f"pipeline of {len(cut.stages)} stages on {cut.schedule.ranks} ranks, schedule {cut.schedule.name}; stages "
-        f"begin at {', '.join(begins)}; shares of the work {', '.join(f'{share:.0%}' for share in shares)}"
+        f"begin at {', '.join(begins)}; shares of the work {', '.join(f'{share:.0%}' for share in shares)}; were they "
+        f"equal, ranks would wait {cut.schedule.bubble():.0%} of the time"
     ]
     if max(shares) > UNEVEN / len(shares):
         told.append(

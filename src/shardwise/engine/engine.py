@@ -13,6 +13,7 @@ rank tells the global weight, and gradients are divided by it once, together wit
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -40,13 +41,14 @@ from shardwise.engine.scaler import LossScale
 from shardwise.errors import InputError, RefusedPlan, RunError, ShardwiseError
 from shardwise.layout import Plan, check
 from shardwise.layout.dealing import Part
+from shardwise.layout.grid import placement
 from shardwise.mesh import Mesh, build_mesh
 from shardwise.parallel.batchnorm import batch_norm_modules, sync_module
 from shardwise.parallel.slots import Phase, Slot
 from shardwise.part import forget
 from shardwise.precision import Precision
 from shardwise.random import BatchDims, GlobalRandom, Samples
-from shardwise.ranks import here, join
+from shardwise.ranks import here, join, local_size
 from shardwise.task import Task
 from shardwise.trace.deferred import seed_of
 
@@ -102,6 +104,17 @@ def parallelize(
     return engine
 
 
+def _leaves_node(plan: Plan) -> list[str]:
+    """A warning where a group of tp lies on several hosts, as the launcher tells."""
+    local = local_size(os.environ) if plan.tp > 1 else None
+    if not local or "tp" not in placement(plan, local)[1]:
+        return []
+    return [
+        f"tp={plan.tp} leaves its node of {local} ranks: every layer waits for the link between nodes; let "
+        "tp divide the ranks of a node, and give the rest to dp_shard or pp"
+    ]
+
+
 class Engine:
     """One rank's share of a training run. Made by `parallelize`."""
 
@@ -120,7 +133,7 @@ class Engine:
         applied = apply_plan(task, plan, mesh, self.precision, seed)
         self.module, self.technique, self.tensor = applied.module, applied.technique, applied.tensor
         self.experts = applied.experts
-        self.notices += applied.notices
+        self.notices += applied.notices + _leaves_node(plan)
         self.names = [name for name, _ in trainable(self.module)]
         self.all_names, self.frozen_names = applied.trained, applied.frozen
         absent = applied.cut.absent if applied.cut is not None else set()
@@ -406,7 +419,6 @@ class Engine:
         """Seed the masks of a micro-batch; `alone`: no other one waits for its backward."""
         if self.global_random is not None:
             samples = Samples(part.start, part.count, part.total)
-            alone = alone or micro_batch == 0
             self.global_random.begin(self.seed, self.steps_done, micro_batch, samples, alone=alone)
         else:
             seed_generators(seed_of("fast", self.seed, self.steps_done, micro_batch, self.data_rank))

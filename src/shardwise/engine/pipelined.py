@@ -121,6 +121,12 @@ class StagedForward(Forward):
             }
             mine = [float(loss.total.detach()), float(loss.weight), extras]
         total, weight, extras = gather_json(mine, self.axis, self.device)[self.last_owner]
+        if total != total:
+            raise RefusedPlan(
+                "under pipeline stages the loss on a few samples is NaN. If it is a number in one process, a value "
+                "gets from stage to stage by a way that cannot be followed (an attribute, numpy, .item()): name "
+                "other places with stages=, or hand it over as a tensor"
+            )
         told = {k: Extra(torch.tensor(v[0], dtype=torch.float64), v[1]) for k, v in extras.items()}
         return Loss(torch.tensor(total, dtype=torch.float64), weight, told)
 
@@ -147,6 +153,7 @@ class Pipeline:
         self.axis = engine.mesh.pp
         self.mail = forward.mail
         self._held: dict[tuple[int, int], _Held] = {}
+        self._first = True  # no forward of this step was run
         self._asked = False  # whether data ranks used the same parameters, in this step
         self.tied = [name for name, ranks in cut.holders.items() if len(ranks) > 1]
 
@@ -154,7 +161,7 @@ class Pipeline:
 
     def run(self, parts: list[Part], tally: Tally) -> None:
         """Forward and backward of every micro-batch of a step."""
-        done, self._asked = 0, False
+        done, self._asked, self._first = 0, False, True
         while done < len(parts):
             schedule = self.cut.schedule
             if len(parts) - done < schedule.microbatches:  # the end of an epoch
@@ -170,12 +177,14 @@ class Pipeline:
                     self._backward(op, index, parts[index], tally, last=ends and place == final)
             done += schedule.microbatches
         self.mail.flush()
+        self.forward.staged.on_enter = None
 
     def _forward(self, stage: int, index: int, part: Part, tally: Tally) -> None:
         engine, forward = self.engine, self.forward
         self._meet(part)
         tally.stood_in |= part.count == 0
-        engine.seed_masks(index, part, alone=False)
+        engine.seed_masks(index, part, alone=self._first)
+        self._first = False
         batch = forward.to_device(part.batch)
         key = forward.key(batch)
         inbox = self.mail.receive_forward(stage, index, key) if stage else []

@@ -77,13 +77,15 @@ def apply_plan(task: Task, plan: Plan, mesh: Mesh, precision: Precision, seed: i
     cut = cut_module(task, plan, mesh, module, blocks) if plan.pp > 1 else None
     absent: set[str] = set()
     if cut is not None:
-        absent, blocks, value_of = cut.absent, cut.here(module, blocks), cut.values(built, value_of)
+        absent, value_of = cut.absent, cut.values(built, value_of)
         notices += cut.notices
     if tensor is not None:
         install(module, tensor, absent)
     if experts is not None:
         install_experts(module, experts, mesh.device)
-    notices += _prepare(module, blocks, plan)
+    notices += _without_effect(blocks, plan)
+    blocks = blocks if cut is None else cut.here(module, blocks)
+    _prepare(module, blocks, plan)
     technique: DataParallel
     if plan.dp_shard > 1 and plan.zero == 3:
         notices += blocks.warnings
@@ -113,13 +115,17 @@ def _other_dtypes(module: nn.Module, plan: Plan, precision: Precision) -> list[s
     ]
 
 
-def _prepare(module: nn.Module, blocks: Blocks, plan: Plan) -> list[str]:
-    """Recompute, then compile, each block; what had no effect is told."""
+def _prepare(module: nn.Module, blocks: Blocks, plan: Plan) -> None:
+    """Recompute, then compile, each block."""
     for block in {id(b): b for b in map(module.get_submodule, blocks.paths)}.values():
         if plan.remat != "none":
             recompute_block(block, plan.remat)
         if plan.compile:
             block.forward = torch.compile(block.forward)
+
+
+def _without_effect(blocks: Blocks, plan: Plan) -> list[str]:
+    """What is asked for blocks where there are none."""
     asked = {"remat": plan.remat != "none", "compile": plan.compile}
     return [
         f"{name} has no effect: no repeated blocks were found in the module"

@@ -37,8 +37,8 @@ def micro_batches(samples: int, accumulate: int) -> list[tuple[int, int]]:
     """[start, stop) of each micro-batch in a global batch; raises `InputError` when there are too few samples."""
     if samples < accumulate:
         raise InputError(
-            f"a batch of {samples} samples cannot be split into accumulate={accumulate} micro-batches: "
-            f"give at least {accumulate} samples or lower accumulate"
+            f"a batch of {samples} samples cannot be split into accumulate={accumulate} micro-batches (with pp, "
+            f"accumulate times microbatches): give at least {accumulate} samples or lower accumulate or microbatches"
         )
     return [cut(samples, accumulate, i) for i in range(accumulate)]
 

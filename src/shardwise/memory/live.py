@@ -49,6 +49,11 @@ class LiveBytes(TorchDispatchMode):
         """Let the peak begin again at what is live now."""
         self.peak = self.now
 
+    def count(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Take in tensors that no op returned while the mode was active."""
+        for tensor in tensors:
+            self._meet(getattr(tensor, "_local_tensor", tensor).untyped_storage())
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         output = func(*args, **(kwargs or {}))
         for leaf in tree_flatten(output)[0]:

@@ -7,6 +7,7 @@ metrics.jsonl      one line for each step and each evaluation
 model.safetensors  the weights at the end
 ema.safetensors    their moving average, where train.ema_decay is set
 summary.json       the final table
+profile/           traces and a table, where train.profile_steps is set
 ranks/             what the other ranks wrote
 
 One process makes it: the one that launches the ranks, or rank 0 under a launcher.

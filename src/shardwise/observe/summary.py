@@ -12,6 +12,7 @@ def summary_text(summary: dict[str, Any]) -> str:
     rows = [("run", summary["folder"]), ("task", summary["task"]), ("plan", _plan(summary))]
     rows += [("steps", _steps(summary)), ("loss", _loss(summary)), ("speed", _speed(summary))]
     rows += _memory(summary["memory"])
+    rows += _forecast(summary.get("forecast"))
     rows.append(("weights", summary["weights"]))
     lines = [f"{name:<8}  {value}" for name, value in rows]
     if summary.get("text"):
@@ -48,6 +49,17 @@ def _speed(summary: dict[str, Any]) -> str:
     elif "flops_per_s_per_rank" in summary:
         text += f", {short(summary['flops_per_s_per_rank'], ' ')}FLOP/s per rank ({convention})"
     return text
+
+
+def _forecast(found: dict[str, Any] | None) -> list[tuple[str, str]]:
+    """Forecast beside measurement, where the run had a cluster."""
+    rows: list[tuple[str, str]] = []
+    for name, (forecast, measured) in (found or {}).get("beside", {}).items():
+        if measured:
+            shown = [f"{v:.4g} s" if name.endswith("step") else size(v) for v in (forecast, measured)]
+            text = f"{name}: {shown[0]} forecast, {shown[1]} measured ({forecast / measured - 1:+.1%})"
+            rows.append(("" if rows else "forecast", text))
+    return rows
 
 
 def _memory(ranks: list[dict[str, int]]) -> list[tuple[str, str]]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from shardwise.part.cuts import Uncut
-from shardwise.part.sums import Sum
-from shardwise.part.tensor import Part, no_rule, parts_in, reduced, rule
+from shardwise.part.sums import Sum, plain
+from shardwise.part.tensor import FUNCTIONS, Part, no_rule, parts_in, reduced, rule
 
 
 def _place_of(part: Part, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,9 +89,53 @@ def embedding(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     return Sum(rows, weight.axis, weight.origin)
 
 
+class _Rows(torch.autograd.Function):
+    """Rows of a table cut by rows, whose gradient is made for this rank's rows alone.
+
+    ATen's backward of an embedding is not given the table, and would make the gradient of all rows on every rank.
+    """
+
+    @staticmethod
+    def forward(ctx, weight: Part, index: torch.Tensor, padding: int) -> torch.Tensor:
+        ctx.save_for_backward(weight, index)
+        ctx.padding = padding
+        return torch.ops.aten.embedding.default(weight.detach(), index, padding)
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor):
+        weight, index = ctx.saved_tensors
+        held, place = _place_of(weight, index)
+        held = held & (index != ctx.padding) if ctx.padding >= 0 else held
+        rows = (plain(gradient) * held.unsqueeze(-1)).to(weight.dtype).flatten(0, index.dim() - 1)
+        local = torch.zeros_like(weight.local)
+        if local.shape[0]:
+            local.index_add_(0, place.flatten(), rows)
+        return weight.with_local(local), None, None
+
+
+def rows_of(
+    index: torch.Tensor,
+    weight: torch.Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> torch.Tensor:
+    """`F.embedding` on a part."""
+    by_rows = isinstance(weight, Part) and weight.dim_cut == 0 and not isinstance(index, Part)
+    if not by_rows or max_norm is not None or scale_grad_by_freq:
+        return F.embedding(index, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+    padding = -1 if padding_idx is None else padding_idx % weight.shape[0]
+    return _Rows.apply(weight, index, padding)
+
+
+FUNCTIONS[F.embedding] = rows_of
+
+
 @rule("embedding_dense_backward")
 def embedding_dense_backward(func: Any, args: tuple, kwargs: dict) -> Part:
-    """The gradient of a table cut by columns (of one cut by rows: see `tensor._ToPart`)."""
+    """The gradient of a table cut by columns."""
     gradient, _index = args[:2]
     if not isinstance(gradient, Part) or gradient.dim_cut != gradient.dim() - 1:
         raise Uncut(no_rule(func, parts_in(args)))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
-from shardwise.part.cuts import Owners, Uncut
-from shardwise.part.tensor import Part, gather, no_rule, parts_in, rule
+from shardwise.part.cuts import Uncut
+from shardwise.part.leaves import replaced, tensors_in
+from shardwise.part.tensor import Part, facts, gather, no_rule, parts_in, rule
 
 # elementwise by their definition, though ATen does not tag them so; `add` stands for every operation with the tag
 ELEMENTWISE = (
@@ -53,22 +53,16 @@ class Agreement:
 @rule(*ELEMENTWISE)
 def pointwise(func: Any, args: tuple, kwargs: dict) -> Any:
     """`func` on shares."""
-    tensors = list(_tensors((args, kwargs)))
+    tensors = tensors_in((args, kwargs))
     agreement = Agreement(func, tensors)
-    changed = args[0] if func._schema.is_mutable else None
+    changed = args[0] if facts(func).writes else None
     if changed is not None:
         _refuse_changing(func, changed, agreement)
-    args, kwargs = tree_map_only(torch.Tensor, agreement.local, (args, kwargs))
+    args, kwargs = replaced(torch.Tensor, agreement.local, (args, kwargs))
     output = func(*args, **kwargs)
     if changed is not None:
         return changed
-    return tree_map_only(torch.Tensor, lambda t: agreement.lead.with_local(t, agreement.dim, agreement.owners), output)
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    from torch.utils._pytree import tree_flatten
-
-    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
+    return replaced(torch.Tensor, lambda t: agreement.lead.with_local(t, agreement.dim, agreement.owners), output)
 
 
 def _refuse_changing(func: Any, changed: Any, agreement: Agreement) -> None:
@@ -92,7 +86,7 @@ def random(func: Any, args: tuple, kwargs: dict) -> Any:
     """Drawn for the whole tensor, alike on all ranks, of which this rank keeps its share."""
     part = args[0]
     if not isinstance(part, Part) or len(parts_in((args, kwargs))) > 1:
-        whole = tree_map_only(Part, gather, (args[1:], kwargs))
+        whole = replaced(Part, gather, (args[1:], kwargs))
         args, kwargs = (args[0], *whole[0]), whole[1]
     if not isinstance(part, Part):
         return func(*args, **kwargs)
@@ -108,9 +102,4 @@ def random(func: Any, args: tuple, kwargs: dict) -> Any:
 @rule("_local_scalar_dense", "equal", "is_nonzero", "_is_all_true", "_is_any_true")
 def value(func: Any, args: tuple, kwargs: dict) -> Any:
     """What Python reads is read from the whole tensor."""
-    return func(*tree_map_only(Part, gather, args), **kwargs)
-
-
-def owners_after(part: Part, dim: int) -> Owners | None:
-    """The part's owners where `dim` is the one that is cut."""
-    return part.owners if part.dim_cut == dim % part.dim() else None
+    return func(*replaced(Part, gather, args), **kwargs)

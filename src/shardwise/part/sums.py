@@ -12,11 +12,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from shardwise.comm import Axis
 from shardwise.part.cuts import Owners, Uncut
-from shardwise.part.tensor import Part, all_sum, gathered, is_view, scatter_sum, strides_of
+from shardwise.part.leaves import replaced
+from shardwise.part.tensor import Part, all_sum, facts, gathered, scatter_sum, strides_of
 
 _REARRANGE = frozenset({
     "view", "_unsafe_view", "reshape", "_reshape_alias", "transpose", "t", "permute", "unsqueeze", "squeeze", "detach",
@@ -82,20 +82,20 @@ class Sum(torch.Tensor):
 
 def with_sums(func: Any, args: tuple, kwargs: dict) -> Any:
     """An operation of which some inputs are sums."""
-    name = func._schema.name.partition("::")[2]
+    known = facts(func)
     first = args[0] if args else None
     if isinstance(first, Sum) and first.total is None:
-        kept = _kept(name, func, first, args, kwargs)
+        kept = _kept(known.name, func, first, args, kwargs)
         if kept is not None:
             return kept
-    changed = first if func._schema.is_mutable and isinstance(first, Sum) else None
+    changed = first if known.writes and isinstance(first, Sum) else None
     copied = isinstance(first, Sum) and first.read_only_copy
     if changed is not None and copied:
         raise Uncut(f"{func} writes into a view of a tensor that is cut along the sequence")
-    args, kwargs = tree_map_only(Sum, Sum.value, (args, kwargs))
+    args, kwargs = replaced(Sum, Sum.value, (args, kwargs))
     output = func(*args, **kwargs)
-    if copied and is_view(func):
-        return tree_map_only(torch.Tensor, Sum.read_only, output)
+    if copied and known.is_view:
+        return replaced(torch.Tensor, Sum.read_only, output)
     return output if changed is None else changed
 
 

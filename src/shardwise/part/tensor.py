@@ -15,16 +15,19 @@ ranks alike, since rules look at global metadata alone.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map_only
 
 from shardwise.comm import Axis, all_gather, all_reduce, reduce_scatter
 from shardwise.part.cuts import Owners, Uncut
+from shardwise.part.leaves import replaced, tensors_in
 
 Rule = Callable[[Any, tuple, dict], Any]
 RULES: dict[str, Rule] = {}  # name of an ATen operation -> how it is done on parts
+FUNCTIONS: dict[Callable, Callable] = {}  # functions above autograd whose backward would otherwise not see the part
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
@@ -74,7 +77,11 @@ class Part(torch.Tensor):
             f"dtype={self.dtype})"
         )
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        override = FUNCTIONS.get(func)
+        with torch._C.DisableTorchFunctionSubclass():
+            return (override or func)(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
@@ -102,20 +109,18 @@ def answer(func: Any, args: tuple, kwargs: dict) -> Any:
     """`func` on parts, by its rule."""
     from shardwise.part.sums import Sum, with_sums
 
-    if any(isinstance(leaf, Sum) for leaf in tree_flatten((args, kwargs))[0]):
+    if tensors_in((args, kwargs), Sum):
         return with_sums(func, args, kwargs)
-    if func._schema.is_mutable and isinstance(args[0], Part) and args[0].copied:
+    known = facts(func)
+    if known.writes and isinstance(args[0], Part) and args[0].copied:
         raise Uncut(f"{func} writes into a view that is a copy here ({args[0]!r})")
-    found = RULES.get(func._schema.name.partition("::")[2])
-    if found is None and torch.Tag.pointwise in func.tags:
-        found = RULES["add"]
     try:
-        if found is None:
+        if known.rule is None:
             raise Uncut(no_rule(func, parts_in((args, kwargs))))
-        output = found(func, args, kwargs)
+        output = known.rule(func, args, kwargs)
     except Uncut:
         return _on_gathered(func, args, kwargs)
-    if is_view(func):
+    if known.is_view:
         for part in parts_in([output]):
             part.copied = args[0].copied or not _same_memory(part.local, args[0].local)
     return output
@@ -125,20 +130,36 @@ def _on_gathered(func: Any, args: tuple, kwargs: dict) -> Any:
     """The operation on whole tensors, where the parts in its way are soft. Called while an `Uncut` is handled."""
     from shardwise.part.sums import Sum
 
-    writes = func._schema.is_mutable and isinstance(args[0], Part)
+    writes = facts(func).writes and isinstance(args[0], Part)
     if writes or not any(part.soft for part in parts_in((args, kwargs))):
         raise  # what is being handled
-    args, kwargs = tree_map_only(Part, lambda p: gather(p) if p.soft else p, (args, kwargs))
+    args, kwargs = replaced(Part, lambda p: gather(p) if p.soft else p, (args, kwargs))
     output = func(*args, **kwargs)
-    if is_view(func):  # of a copy: reading it is right, writing into it would be lost
-        return tree_map_only(torch.Tensor, Sum.read_only, output)
+    if facts(func).is_view:  # of a copy: reading it is right, writing into it would be lost
+        return replaced(torch.Tensor, Sum.read_only, output)
     return output
 
 
-def is_view(func: Any) -> bool:
-    """Whether the operation's result shares memory with its input."""
+@dataclass(frozen=True)
+class Facts:
+    """What is asked about an operation whenever it runs."""
+
+    name: str
+    rule: Rule | None
+    writes: bool
+    is_view: bool  # its result shares memory with its input
+
+
+@cache
+def facts(func: Any) -> Facts:
+    """Looked up once for each operation, since schemas are slow to read."""
+    name = func._schema.name.partition("::")[2]
+    found = RULES.get(name)
+    if found is None and torch.Tag.pointwise in func.tags:
+        found = RULES["add"]
     returned = func._schema.returns
-    return bool(returned) and returned[0].alias_info is not None and not func._schema.is_mutable
+    writes = func._schema.is_mutable
+    return Facts(name, found, writes, bool(returned) and returned[0].alias_info is not None and not writes)
 
 
 def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -158,7 +179,7 @@ def strides_of(local: torch.Tensor, shape: list[int]) -> list[int]:
 
 def parts_in(tree: Any) -> list[Part]:
     """All parts in a pytree."""
-    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Part)]
+    return tensors_in(tree, Part)
 
 
 def no_rule(func: Any, parts: list[Part]) -> str:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from shardwise.ranks.join import join, leave
 from shardwise.ranks.launch import RankEvent, launch
-from shardwise.ranks.launchers import Place
+from shardwise.ranks.launchers import Place, local_size
 from shardwise.ranks.mpi import here
 from shardwise.ranks.pool import RankPool
 
-__all__ = ["Place", "RankEvent", "RankPool", "here", "join", "launch", "leave"]
+__all__ = ["Place", "RankEvent", "RankPool", "here", "join", "launch", "leave", "local_size"]

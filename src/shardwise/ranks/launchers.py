@@ -111,6 +111,16 @@ def local_rank(environ: Mapping[str, str]) -> int | None:
     return None if place is None else place.local_rank
 
 
+def local_size(environ: Mapping[str, str]) -> int | None:
+    """Ranks on this host, as a launcher told; None where nothing tells."""
+    if environ.get("LOCAL_WORLD_SIZE"):
+        return _number(environ, "LOCAL_WORLD_SIZE")
+    if rank_without_size(environ) or (environ.get("RANK") and not environ.get("MASTER_ADDR")):
+        return None  # ranks of shardwise's own, all on this host
+    place = find(environ)
+    return None if place is None else place.local_size
+
+
 def _torchrun(environ: Mapping[str, str]) -> Place:
     missing = [name for name in TORCHRUN if not environ.get(name)]
     if missing:

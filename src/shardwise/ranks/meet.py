@@ -40,6 +40,7 @@ from shardwise.ranks.mpi import world_communicator
 MEET_S = 300.0  # ranks of a large job start minutes apart
 _POLL_S = 0.05
 _CONNECT_S = 5.0
+_STORE_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -129,15 +130,18 @@ def _listen(place: Place, until: float) -> tuple[Any, Address]:
 
 
 def _own_addresses() -> tuple[str, ...]:
-    """What other hosts may know this one by: its name, the numbers behind it, and that of the default route."""
-    name = socket.gethostname()
-    found = [name]
+    """What other hosts may know this one by: the number of its default route, those behind its name, the name.
+
+    Numbers come first: where names are not resolved, asking takes longer than trying.
+    """
+    found: list[str] = []
     with suppress(OSError):  # a host that does not know its own name
-        found += [str(info[4][0]) for info in socket.getaddrinfo(name, None, socket.AF_INET)]
+        found += [str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):  # no route out of this host
         probe.connect(("192.0.2.1", 9))  # documentation's own network: nothing is sent
-        found.append(probe.getsockname()[0])
-    return tuple(dict.fromkeys([*(host for host in found if not host.startswith("127.")), "127.0.0.1"]))
+        found.insert(0, probe.getsockname()[0])
+    far = [host for host in found if not host.startswith("127.")]
+    return tuple(dict.fromkeys([*far, socket.gethostname(), "127.0.0.1"]))
 
 
 def _connect(address: Address, until: float) -> Any | None:
@@ -147,7 +151,9 @@ def _connect(address: Address, until: float) -> Any | None:
     for host in address.hosts:
         try:
             socket.create_connection((host, address.port), timeout=_CONNECT_S).close()
-            store = dist.TCPStore(host, address.port, None, False, timeout=timedelta(seconds=_CONNECT_S))
+            # somebody answers; the store then looks names up, which takes long where there is no name server
+            patience = min(_left(until), timedelta(seconds=_STORE_S))
+            store = dist.TCPStore(host, address.port, None, False, timeout=patience)
             if store.get("token").decode() == address.token:
                 store.set_timeout(_left(until))
                 return store

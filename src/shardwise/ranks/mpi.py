@@ -13,7 +13,13 @@ from shardwise.ranks.launchers import Place, find, rank_without_size
 
 
 def here() -> Place | None:
-    """This process's place by mpi4py and the environment, which must agree; None where it was started alone."""
+    """This process's place by mpi4py and the environment, which must agree; None where it was started alone.
+
+    A rank that shardwise itself started (`launch`, `RankPool`) has its place too, while its group is up.
+    """
+    own = _started_here()
+    if own is not None:
+        return own
     world = world_communicator()
     if world is None:
         return find(os.environ)
@@ -30,6 +36,19 @@ def here() -> Place | None:
         f"{found.names[1]}={found.world_size}: mpi4py runs on another MPI than the launcher's; install the one that "
         "belongs to it (pip install --no-binary mpi4py mpi4py), or do not import mpi4py"
     )
+
+
+def _started_here() -> Place | None:
+    """The place of a rank of `launch` or `RankPool`: its group is up, and no address was needed to make it."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or os.environ.get("MASTER_ADDR") or not os.environ.get("LOCAL_WORLD_SIZE"):
+        return None
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if (os.environ.get("RANK"), os.environ.get("WORLD_SIZE")) != (str(rank), str(size)):
+        return None
+    return Place("shardwise", rank, size, local_rank=rank, local_size=size, one_host=True)
 
 
 def world_communicator() -> Any | None:

@@ -25,7 +25,7 @@ def compare(engine: Engine, forms: list[Divisor], samples: int, checksum: int, *
     kind = max((_KINDS[form.kind] for form in forms), default=0.0)
     first = forms[0].numbers[0] if forms and forms[0].numbers else 0.0
     numbers = zlib.crc32(repr([form.numbers for form in forms]).encode())
-    generator = zlib.crc32(torch.get_rng_state().numpy().tobytes()) if generators else 0
+    generator = _generators(engine.device) if generators else 0
     row = torch.tensor([kind, numbers, first, float(samples), checksum, generator], dtype=torch.float64)
     table = gather_rows(row.to(engine.device), engine.mesh.data).cpu()
     kinds_apart, numbers_apart, _, samples_apart, batches_apart, generators_apart = (
@@ -45,6 +45,14 @@ def compare(engine: Engine, forms: list[Divisor], samples: int, checksum: int, *
     unknown = float(table[:, 0].max()) == _KINDS["unknown"]
     if kind and (kinds_apart or numbers_apart or samples_apart or unknown):
         raise InputError(_unequal(table, unknown))
+
+
+def _generators(device: torch.device) -> int:
+    """A number that differs where torch's generators stand elsewhere."""
+    check = zlib.crc32(torch.get_rng_state().numpy().tobytes())
+    if device.type == "cuda":
+        check = zlib.crc32(torch.cuda.get_rng_state(device).numpy().tobytes(), check)
+    return check
 
 
 def _unequal(table: torch.Tensor, unknown: bool) -> str:

@@ -366,6 +366,10 @@ class Prepared:
             state = torch.get_rng_state().to(self.engine.device)
             broadcast(state, self.engine.mesh.data, 0, "control")
             torch.set_rng_state(state.cpu())
+            if self.engine.device.type == "cuda":
+                on_device = torch.cuda.get_rng_state(self.engine.device).to(self.engine.device)
+                broadcast(on_device, self.engine.mesh.data, 0, "control")
+                torch.cuda.set_rng_state(on_device.cpu(), self.engine.device)
 
     def _begin_batch(self, part: Part, checksum: int) -> None:
         self._part = part

@@ -62,7 +62,7 @@ def with_dtype(plan: Plan, model: nn.Module) -> Plan:
 def generators_kept() -> Iterator[None]:
     """What is drawn inside does not move the script's generators."""
     state, plain = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng():
+    with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_initialized() else []):
         yield
     random.setstate(state)
     np.random.set_state(plain)

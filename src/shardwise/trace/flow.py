@@ -19,6 +19,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -82,8 +83,10 @@ class Flow:
     depends: list[bool]  # on a parameter
     drawn: list[bool]  # depends on a random number, and on no parameter
     last_use: list[int]
+    overwritten: dict[int, int]  # when a tensor was written to, and so got another number
     parameters: dict[int, int]  # number -> id of the parameter object
     buffers: dict[int, int]
+    returned: list[int]  # the tensors of the output
     end: int
 
     def calls(self) -> Iterator[Call]:
@@ -94,14 +97,38 @@ class Flow:
             yield call
             queue.extend(reversed(call.inside))
 
-    def crossing(self, moment: int) -> list[int]:
-        """Tensors that depend on parameters, were made before `moment` and are used after it."""
-        return [
-            number
+    def crossings(self) -> Iterator[tuple[Call, list[int]]]:
+        """For each call: tensors that depend on parameters, were made before it is entered and are used after."""
+        ahead = [
+            (made, number)
             for number, made in enumerate(self.made)
-            if made < moment and self.last_use[number] > moment and self.depends[number]
-            and number not in self.parameters
-        ]  # fmt: skip
+            if self.depends[number] and number not in self.parameters and self.last_use[number] > made
+        ]
+        ahead.sort(reverse=True)
+        alive: set[int] = set()
+        for call in self.calls():
+            while ahead and ahead[-1][0] < call.enter:
+                alive.add(ahead.pop()[1])
+            alive = {number for number in alive if self.last_use[number] > call.enter}
+            yield call, sorted(alive)
+
+    @cached_property
+    def held(self) -> dict[int, list[tuple[Call, bool, int]]]:
+        """For each tensor, the calls that are given it (True) or give it (False), and the place among their leaves."""
+        found: dict[int, list[tuple[Call, bool, int]]] = {}
+        for call in self.calls():
+            for leaf, given in enumerate(call.arguments):
+                if given is not None:
+                    found.setdefault(given, []).append((call, True, leaf))
+            for leaf, result in enumerate(call.leaves):
+                if result.tensor is not None:
+                    found.setdefault(result.tensor, []).append((call, False, leaf))
+        return found
+
+    @cached_property
+    def in_order(self) -> list[tuple[int, int]]:
+        """(when made, number) of every tensor that was made in the forward, in order."""
+        return sorted((made, number) for number, made in enumerate(self.made) if made >= 0)
 
     def maker(self, number: int) -> str:
         """The path of the innermost module that made a tensor."""
@@ -125,6 +152,7 @@ class _Recorder(TorchDispatchMode):
         self.depends: list[bool] = []
         self.drawn: list[bool] = []
         self.last_use: list[int] = []
+        self.overwritten: dict[int, int] = {}
         self.number_of: dict[int, int] = {}  # id of a tensor -> number
         self.on_storage: dict[int, list[int]] = {}  # storage -> ids of tensors on it
         self.alive: list[Any] = []
@@ -193,6 +221,7 @@ class _Recorder(TorchDispatchMode):
         for other in self.on_storage.get(_storage(tensor), []):
             old = self.number_of[other]
             if old not in renumbered:
+                self.overwritten[old] = self.time
                 renumbered[old] = len(self.made)
                 fresh.append(len(self.made))
                 self.made.append(self.time)
@@ -284,11 +313,12 @@ def _run(module: nn.Module, run: Callable[[], Any]) -> Flow:
         output = run()
     recorder.time += 1
     root.exit = end = recorder.time
-    for leaf in _tensors(output):
-        recorder.last_use[recorder.number(leaf)] = end
+    returned = [recorder.number(leaf) for leaf in _tensors(output)]
+    for number in returned:
+        recorder.last_use[number] = end
     return Flow(
-        root, recorder.ops, recorder.made, recorder.depends, recorder.drawn, recorder.last_use, recorder.parameters,
-        recorder.buffers, end,
+        root, recorder.ops, recorder.made, recorder.depends, recorder.drawn, recorder.last_use,
+        recorder.overwritten, recorder.parameters, recorder.buffers, returned, end,
     )  # fmt: skip
 
 

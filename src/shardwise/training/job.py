@@ -15,6 +15,7 @@ from typing import Any
 from shardwise.config import Effective
 from shardwise.errors import InputError, ShardwiseError
 from shardwise.layout.dealing import micro_batches
+from shardwise.observe.profile_steps import read_steps
 from shardwise.observe.sinks import check_sinks
 from shardwise.task import Task
 from shardwise.training.optimizers import make_optimizer
@@ -70,6 +71,7 @@ def make_job(effective: Effective, given: Task | Callable[[], Task] | None = Non
     steps = _steps(effective, task, batch)
     micro_batches(batch, effective.plan.step_microbatches)
     make_schedule(effective.config.schedule, steps)
+    read_steps(effective.config.train.profile_steps, steps)
     tokens = effective.config.task.seq_len if effective.config.task.name == "text" else None
     return Job(
         effective=effective,

@@ -23,6 +23,8 @@ from shardwise.engine.engine import Engine, parallelize
 from shardwise.engine.result import StepResult
 from shardwise.observe import Flops, InputWatch, MetricsFile, count_flops, finite, peak_flops, write_inputs, write_json
 from shardwise.observe.memory import memory_of
+from shardwise.observe.profile import StepProfile, as_text
+from shardwise.observe.profile_steps import read_steps
 from shardwise.observe.progress import Display, Speed
 from shardwise.observe.sinks import open_sinks
 from shardwise.task import Task
@@ -92,6 +94,8 @@ class _Rank:
             live = None if engine.rank == 0 else False
             self.display = stack.enter_context(closing(Display(job.steps, self.speed, config.log_every, live)))
         self.batches = self._batches(stack)
+        steps = read_steps(config.profile_steps, job.steps)
+        self.profile = StepProfile(steps, engine, job.folder)
         self.watch = InputWatch(self._of_all_ranks, self._input_advice())
         self.losses: list[float] = []
         self.told = len(engine.notices)  # notices that were shown at the start
@@ -164,10 +168,15 @@ class _Rank:
         return f"set train.workers to {max(2, 2 * workers)} (now {workers}), or make {name}.read cheaper"
 
     def _step(self, step: int) -> None:
+        self.profile.before(step)
         asked = time.perf_counter()
-        batch = next(self.batches)
+        with self.profile.inside(step, "input"):
+            batch = next(self.batches)
         started = time.perf_counter()
-        result = self._observed_step(batch) if step == OBSERVED else self.engine.step(batch)
+        with self.profile.inside(step, "step"):
+            observed = step == OBSERVED and step not in self.profile.steps
+            result = self._observed_step(batch) if observed else self.engine.step(batch)
+        self._profiled(step)
         if self.ema is not None and not result.skipped:
             self.ema.update()
         seconds = time.perf_counter() - started
@@ -203,6 +212,20 @@ class _Rank:
             for note in self.engine.notices[self.told :] if self.engine.rank == 0 else ():
                 self.display.say(note)
             self.told = len(self.engine.notices)
+
+    def _profiled(self, step: int) -> None:
+        """After the last profiled step: the table of all ranks, shown and kept."""
+        table = self.profile.after(step)
+        if table is None:
+            return
+        tables = gather_json(table, everybody(), self.engine.device)
+        if self.engine.rank == 0 and table:
+            write_json(
+                self.job.folder / "profile" / "table.json",
+                {"steps": list(self.profile.steps), "unit": "ms per step", "ranks": tables},
+            )
+            if self.display is not None:
+                self.display.say(as_text(tables, self.profile.steps))
 
     def _observed_step(self, batch: Any) -> StepResult:
         """One step with every collective counted, into the run folder; slower, so it is left out of the speed."""
@@ -255,6 +278,7 @@ class _Rank:
             "steps": self.job.steps,
             "skipped": self.skipped,
             "seconds": seconds,
+            "step_s": timed * self.job.batch_samples / max(1, int(samples)) if self.timed[0] else None,
             "first_loss": self.losses[0],
             "loss": self.losses[-1],
             "eval_loss": self.eval_loss,

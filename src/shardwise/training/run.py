@@ -110,10 +110,32 @@ def execute(effective: Effective, task: Task | Callable[[], Task] | None = None,
     job = make_job(effective, task, keep=place is not None or world == 1)
     if place is not None:
         return _joined(job)
+    forecast = _forecast(job)
     job = job.with_(folder=_new_folder(job), launched=world > 1)
     with _kept_errors(job.folder, "error.log"):
         summary = _launched(job, world) if world > 1 else _here(job)
-    return Run(job.folder, summary)
+    return Run(job.folder, _beside(job, forecast, summary))
+
+
+def _forecast(job: Job) -> dict[str, Any] | None:
+    """What the run should take, where its configuration names a cluster."""
+    if job.effective.config.train.cluster is None:
+        return None
+    from shardwise.training.foresight import foresee
+
+    return foresee(job)
+
+
+def _beside(job: Job, forecast: dict[str, Any] | None, summary: dict[str, Any]) -> dict[str, Any]:
+    """The summary with the forecast beside what was measured, in the run's folder too."""
+    if forecast is None:
+        return summary
+    from shardwise.observe import write_json
+    from shardwise.training.foresight import beside
+
+    summary = {**summary, "forecast": beside(forecast, summary)}
+    write_json(job.folder / "summary.json", summary)
+    return summary
 
 
 def _check_ranks(effective: Effective, nproc: int | None, place: Place | None) -> None:

@@ -1,14 +1,16 @@
 """Where a forward can be cut into stages, and where it is best cut.
 
-A place to cut is the entry of a submodule, if everything that depends on parameters and crosses that moment is among
-the submodule's arguments: it can then be sent to the next stage. What does not depend on parameters (masks,
-positions, rotary tables) every stage computes for itself, by the model's own code.
+A place to cut is the entry of a submodule, if everything that depends on parameters and crosses that moment can be
+taken hold of: it is an argument of that submodule, or the argument or result of one that was called before. It can
+then be sent to the next stage, and put there into the tensor that the same call holds. What does not depend on
+parameters (masks, positions, rotary tables) every stage computes for itself, by the model's own code.
 
     embed . block 0 . block 1 | block 2 . block 3 | norm . head
                                ^ sent: the arguments of block 2 that depend on parameters
 
-A skip connection of a U-Net, or the residual stream seen from inside a block, crosses without being an argument: no
-place to cut. An encoder's output that every decoder block is given is an argument, and travels along.
+An encoder's output that every decoder block is given is an argument, and travels along; a skip connection of a U-Net
+is the result of a call before, and travels along. Places that need only arguments are preferred, unless the others
+make the slowest stage faster by a fifth. A value that the caller computes and keeps to itself cannot be sent.
 
 Of the places, those are taken that make the slowest stage fastest (floating-point operations and elements moved, from
 a forward on fake tensors; embedding and head count) and, within 5% of that, the largest stage smallest.
@@ -20,13 +22,14 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
 from shardwise.errors import InputError, RefusedPlan, did_you_mean
 from shardwise.trace.flow import Call, Flow
 
+WORTH = 0.8  # of the slowest stage's time, for which tensors travel that the next module is not given
 SLACK = 1.05  # of the best time, within which stages are balanced by their parameters
 LARGE = 0.01  # of the forward's cost, from which a module that a stage does without is not run on zeros
 
@@ -45,10 +48,26 @@ class Skip:
 
 @dataclass(frozen=True)
 class Place:
-    """A place to cut: the entry of a call, and which of its argument leaves are sent."""
+    """A place to cut: the entry of a call, and the tensors that cross it."""
 
     call: Call
-    sent: tuple[int, ...]
+    numbers: tuple[int, ...]
+
+    @property
+    def clean(self) -> bool:
+        """Whether the call is given all that crosses."""
+        return set(self.numbers) <= set(self.call.arguments)
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Where a tensor can be taken hold of while a stage runs: a leaf of what a call is given or gives."""
+
+    path: str
+    place: int
+    given: bool  # else it is in the result
+    leaf: int
+    written: bool = False  # somebody writes into it later
 
 
 @dataclass
@@ -64,20 +83,36 @@ class Stage:
     buffers: set[int]
     cost: float
     skips: list[Skip] = field(default_factory=list)
+    received: list[Holder] = field(default_factory=list)
+    sent: list[Holder] = field(default_factory=list)
 
 
 def find_places(flow: Flow) -> tuple[list[Place], list[tuple[Call, int]]]:
     """The places to cut, in order, and for every other call a tensor that crosses without being an argument."""
     places, others = [], []
-    for call in flow.calls():
-        crossing = flow.crossing(call.enter)
-        arguments = [number for number in call.arguments if number is not None]
-        missing = [number for number in crossing if number not in arguments]
+    for call, crossing in flow.crossings():
+        missing = [number for number in crossing if _holder(flow, call, number, []) is None]
         if missing:
             others.append((call, missing[0]))
         elif crossing:
-            places.append(Place(call, tuple(call.arguments.index(number) for number in crossing)))
+            places.append(Place(call, tuple(crossing)))
     return _usable(flow, places), others
+
+
+def _holder(flow: Flow, boundary: Call, number: int, skips: Sequence[Skip]) -> Holder | None:
+    """Who holds a tensor when `boundary` is entered, on a stage that leaves out `skips`."""
+    if number in boundary.arguments:
+        return Holder(boundary.path, boundary.place, True, boundary.arguments.index(number))
+    held = None
+    for call, given, leaf in flow.held.get(number, ()):
+        over = call.enter if given else call.exit
+        hidden = any(skip.call.enter < call.enter and call.exit < skip.call.exit for skip in skips)
+        if over > boundary.enter or hidden:
+            continue
+        if not given:
+            return Holder(call.path, call.place, False, leaf)
+        held = held or Holder(call.path, call.place, True, leaf)
+    return held
 
 
 def _usable(flow: Flow, places: list[Place]) -> list[Place]:
@@ -140,7 +175,17 @@ def choose(flow: Flow, module: nn.Module, count: int, named: Sequence[str], unit
         return _named(flow, module, places, others, named)
     if len(places) < count - 1:
         raise RefusedPlan(_too_few(flow, places, others, count))
-    return _balanced(flow, module, places, count)
+    most, best = _balanced(flow, module, places, count)
+    clean = [place for place in places if place.clean]
+    if len(clean) >= count - 1 and len(clean) < len(places):
+        most_clean, best_clean = _balanced(flow, module, clean, count)
+        if most_clean * WORTH <= most or not best:
+            most, best = most_clean, best_clean
+    if not best and count > 1:
+        raise RefusedPlan(
+            f"{count} stages leave one without a trainable parameter, wherever the forward is cut: use fewer stages"
+        )
+    return best
 
 
 def _too_few(flow: Flow, places: list[Place], others: list[tuple[Call, int]], count: int) -> str:
@@ -150,17 +195,20 @@ def _too_few(flow: Flow, places: list[Place], others: list[tuple[Call, int]], co
     blocked = [(call, number) for call, number in others if call.enter > last] or others
     if blocked:
         call, number = blocked[-1]
-        maker = flow.maker(number)
-        source = f"a tensor made in '{maker}'" if maker else "a tensor made in the outermost forward"
         why = (
-            f". Elsewhere more is alive than the next module is given (a skip connection, or an output that the model "
-            f"returns besides): at '{call.path}', {source} is used again later"
+            ". Elsewhere more is alive than any module is given or gives (the caller keeps a value to itself, or "
+            f"returns it besides): at '{call.path}', {_made_in(flow, number)} is used again later"
         )
     if any(owner is flow.root for _, owner in _decisions(flow)):
         why = (
             ". The outermost forward decides by a value that depends on parameters or on chance: stages cannot share it"
         )
     return f"{count} stages need {count - 1} places to cut the forward, and it has {len(places)}: {known}{why}"
+
+
+def _made_in(flow: Flow, number: int) -> str:
+    maker = flow.maker(number)
+    return f"a tensor made in '{maker}'" if maker else "a tensor made in the outermost forward"
 
 
 def _named(
@@ -178,8 +226,7 @@ def _named(
             blocked = next(((c, n) for c, n in others if c.path == name), None)
             why = "it does not begin a part of the forward with parameters before it and after it"
             if blocked is not None:
-                maker = flow.maker(blocked[1]) or "the outermost forward"
-                why = f"a tensor made in '{maker}' is used after it without being its argument"
+                why = f"{_made_in(flow, blocked[1])} is used after it, and no module is given it or gives it"
             raise RefusedPlan(f"plan: no stage can begin at '{name}': {why}; places: {', '.join(by_path)}")
         chosen.append(by_path[name])
     if [p.call.enter for p in chosen] != sorted({p.call.enter for p in chosen}):
@@ -187,8 +234,11 @@ def _named(
     return chosen
 
 
-def _balanced(flow: Flow, module: nn.Module, places: list[Place], count: int) -> list[Place]:
-    """The fastest slowest stage, then within some slack the smallest largest one. Dynamic programming."""
+def _balanced(flow: Flow, module: nn.Module, places: list[Place], count: int) -> tuple[float, list[Place]]:
+    """The fastest slowest stage, then within some slack the smallest largest one. Dynamic programming.
+
+    Returns the slowest stage's cost, and the places; none where a stage would have nothing to train.
+    """
     edges = [0, *[place.call.enter for place in places], flow.end]
     costs = _Prefix([op.time for op in flow.ops], [op.cost for op in flow.ops])
     trained = {id(p): p.numel() for p in module.parameters() if p.requires_grad}
@@ -208,12 +258,10 @@ def _balanced(flow: Flow, module: nn.Module, places: list[Place], count: int) ->
 
     best, _ = _minimax(len(edges), count, time_of)
     if best == float("inf"):
-        raise RefusedPlan(
-            f"{count} stages leave one without a trainable parameter, wherever the forward is cut: use fewer stages"
-        )
+        return best, []
     bound = best * SLACK
     _, cuts = _minimax(len(edges), count, size_of)
-    return [places[cut - 1] for cut in cuts]
+    return best, [places[cut - 1] for cut in cuts]
 
 
 def _minimax(edges: int, count: int, value) -> tuple[float, list[int]]:
@@ -262,9 +310,27 @@ def make_stages(flow: Flow, other: Flow, samples: tuple[int, int], places: list[
             {flow.buffers[n] for op in ops for n in op.reads if n in flow.buffers},
             sum(op.cost for op in ops),
         )
+        if stage.exit is None:  # parameters that the model returns as they are (a learned temperature)
+            stage.parameters |= {flow.parameters[n] for n in flow.returned if n in flow.parameters}
         stage.skips = _skips(flow, other, samples, stage)
+        stage.received = _holders(flow, stage, stage.entry)
+        stage.sent = _holders(flow, stage, stage.exit)
         stages.append(stage)
     return stages
+
+
+def _holders(flow: Flow, stage: Stage, boundary: Place | None) -> list[Holder]:
+    found = []
+    for number in boundary.numbers if boundary is not None else ():
+        assert boundary is not None
+        holder = _holder(flow, boundary.call, number, stage.skips)
+        if holder is None:
+            raise RefusedPlan(
+                f"stage {stage.index} cannot take hold of {_made_in(flow, number)}, which is used after "
+                f"'{boundary.call.path}' is entered: name other places with stages="
+            )
+        found.append(replace(holder, written=number in flow.overwritten))
+    return found
 
 
 def _skips(flow: Flow, other: Flow, samples: tuple[int, int], stage: Stage) -> list[Skip]:
@@ -301,8 +367,9 @@ def _skip(flow: Flow, call: Call, other: Call, samples: tuple[int, int], total: 
             return None
         if leaf.tensor is not None and not flow.depends[leaf.tensor]:
             return None
-    for number, made in enumerate(flow.made):  # something from inside is used by other ways than its result
-        if call.enter <= made <= call.exit and flow.last_use[number] > call.exit and number not in returned:
+    first, last = (bisect.bisect_left(flow.in_order, (moment, -1)) for moment in (call.enter, call.exit + 1))
+    for _, number in flow.in_order[first:last]:  # something from inside is used by other ways than its result
+        if flow.last_use[number] > call.exit and number not in returned:
             return None
     like = []
     for leaf, twin in zip(call.leaves, other.leaves, strict=True):
@@ -313,7 +380,6 @@ def _skip(flow: Flow, call: Call, other: Call, samples: tuple[int, int], total: 
         ]
         like.append(same[0] if same and leaf.tensor is not None else None)
     known = all(place is not None or leaf.tensor is None for place, leaf in zip(like, call.leaves, strict=True))
-    cost = sum(op.cost for op in flow.ops if call.enter <= op.time <= call.exit)
-    if not known and cost < LARGE * total:
+    if not known and sum(op.cost for op in flow.ops if call.enter <= op.time <= call.exit) < LARGE * total:
         return None
     return Skip(call.path, call.place, tuple(like), call, other, samples)

@@ -15,7 +15,8 @@ it was written; on the way
         return self.head(x)
 
 What was received is put into the very tensor that the caller holds, so that a caller that uses it again
-(`x = x + block(x)`) computes with it. Absent weights are NaN without memory: whatever should have been sent and was
+(`x = x + block(x)`, a U-Net's skip connection) computes with it.
+Absent weights are NaN without memory: whatever should have been sent and was
 not would show in the loss.
 
 What this does not do: help a forward whose caller looks at values of what a stage does not have; `cuts` refuses it.
@@ -32,7 +33,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shardwise.errors import RefusedPlan
-from shardwise.parallel.pipeline.cuts import Skip, Stage
+from shardwise.parallel.pipeline.cuts import Holder, Skip, Stage
 from shardwise.part import whole
 
 
@@ -61,6 +62,8 @@ class StagedModule:
         self._grad = True
         self._counts: dict[int, int] = {}
         self._inbox: list[tuple[torch.Tensor, bool]] = []
+        self._noted: dict[tuple[str, int, bool], list[Any]] = {}  # leaves of what calls were given and gave
+        self._notes: dict[int, dict[tuple[int, int], set[tuple[str, int, bool]]]] = {}
         self.taken: list[torch.Tensor] = []  # by the last run: the leaves whose gradients go back, in order
         self.on_enter: Callable[[], None] | None = None  # called where the stage's own part begins
         touched: dict[int, nn.Module] = {}
@@ -84,6 +87,12 @@ class StagedModule:
             add(stage.entry.call.path, stage.entry.call.place, self._enter)
         if stage.exit is not None:
             add(stage.exit.call.path, stage.exit.call.place, self._exit)
+        notes: dict[tuple[int, int], set[tuple[str, int, bool]]] = {}
+        for holder in (*stage.received, *stage.sent):
+            child = self.module.get_submodule(holder.path)
+            touched[id(child)] = child
+            notes.setdefault((id(child), holder.place), set()).add((holder.path, holder.place, holder.given))
+        self._notes[stage.index] = notes
         return actions
 
     def _wrap(self, child: nn.Module) -> None:
@@ -95,8 +104,16 @@ class StagedModule:
             place = self._counts.get(id(child), 0)
             self._counts[id(child)] = place + 1
             action = self._actions[self._stage.index].get((id(child), place))
+            notes = self._notes[self._stage.index].get((id(child), place), ())
+            for note in notes:
+                if note[2]:
+                    self._noted[note] = tree_flatten((args, kwargs))[0]
             made = action(args, kwargs) if action is not None else None
-            return inner(*args, **kwargs) if made is None else made[0]
+            output = inner(*args, **kwargs) if made is None else made[0]
+            for note in notes:
+                if not note[2]:
+                    self._noted[note] = tree_flatten(output)[0]
+            return output
 
         child.forward = forward
 
@@ -142,25 +159,27 @@ class StagedModule:
             return forward()
         finally:
             self._stage, self._inbox = None, []
+            self._noted.clear()
 
     def _exit(self, args: tuple, kwargs: dict) -> Any:
         assert self._stage is not None and self._stage.exit is not None
-        leaves, _ = tree_flatten((args, kwargs))
-        raise StageExit([whole(leaves[place]) for place in self._stage.exit.sent])
+        raise StageExit([whole(self._held(holder)) for holder in self._stage.sent])
+
+    def _held(self, holder: Holder) -> torch.Tensor:
+        return self._noted[holder.path, holder.place, holder.given][holder.leaf]
 
     def _enter(self, args: tuple, kwargs: dict) -> None:
         """What was received takes the place of what the caller holds."""
         stage = self._stage
         assert stage is not None and stage.entry is not None
-        leaves, _ = tree_flatten((args, kwargs))
         torch.set_grad_enabled(self._grad)
         if self.on_enter is not None:
             self.on_enter()
-        for place, (received, needs_gradient) in zip(stage.entry.sent, self._inbox, strict=True):
-            self._put(leaves[place], received, needs_gradient and self._grad)
+        for holder, (received, needs_gradient) in zip(stage.received, self._inbox, strict=True):
+            self._put(self._held(holder), received, needs_gradient and self._grad, holder.written)
         self._entered = True
 
-    def _put(self, held: torch.Tensor, received: torch.Tensor, needs_gradient: bool) -> None:
+    def _put(self, held: torch.Tensor, received: torch.Tensor, needs_gradient: bool, written: bool) -> None:
         assert self._stage is not None and self._stage.entry is not None
         if held.shape != received.shape:
             raise RefusedPlan(
@@ -168,15 +187,14 @@ class StagedModule:
                 f"stage's own forward has {tuple(held.shape)}: a module before it gives a shape that cannot be told "
                 "from the shapes of its arguments, so the stages would disagree about masks and positions"
             )
-        is_view = held._base is not None
         held.data = received.detach()
         if not needs_gradient:
             return
-        if is_view:  # torch allows no graph under a view that was made without one: let it be the leaf itself
-            self.taken.append(held.requires_grad_(True))
-        else:
+        if written:  # a leaf may not be written into: a copy onto itself puts a step of the graph between
             self.taken.append(received.requires_grad_(True))
-            held.copy_(received)  # onto itself: a step in the graph, so that the caller may write into it
+            held.copy_(received)
+        else:
+            self.taken.append(held.requires_grad_(True))
 
 
 def _made_up(skip: Skip, compute: torch.dtype, args: tuple, kwargs: dict) -> tuple[Any]:

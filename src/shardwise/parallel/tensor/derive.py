@@ -148,6 +148,8 @@ def _unfit(
     if not held:
         return "it belongs to no product that is cut"
     names = [name for name, _ in family.nodes]
+    if len(family.classes) == 1:
+        return "all of its indices must lie together: something runs over them"
     if len(family.classes) < ranks:
         return f"its indices fall into {len(family.classes)} groups that must lie together, fewer than {ranks} ranks"
     if len(set(names)) < len(names):

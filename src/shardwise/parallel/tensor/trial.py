@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 from shardwise.comm import Axis, Ledger
 from shardwise.parallel.tensor.apply import TensorParallel, see_parts
 from shardwise.parallel.tensor.derive import Derived, derive, matching, starved
-from shardwise.part import Uncut
+from shardwise.part import Uncut, forget
 from shardwise.trace.axes import Axes, Found
 from shardwise.trace.deferred import Built
 from shardwise.trace.stand_in import Make, standing_in
@@ -89,10 +89,18 @@ class Stage:
         """Forward and backward with shares and parts, nothing sent: the first operation that cannot be done."""
         axis = Axis("tp", ranks, 0, None, tuple(range(ranks)), sequence=sequence, rehearsal=Ledger())
         tensor = TensorParallel(derived, axis)
-        with self.playing(lambda name, whole: tensor.share(name, self.make(name, whole)).contiguous()) as (
-            _,
-            batch,
-        ):
+        derived.ledger = axis.rehearsal
+        if self.fake is not None:
+            try:
+                with _quiet():
+                    return self._rehearse(tensor)
+            except Exception:  # something reads values after all: real ones decide
+                self.fake = None
+                derived.ledger.clear()  # type: ignore[union-attr]
+        return self._rehearse(tensor)
+
+    def _rehearse(self, tensor: TensorParallel) -> Uncut | None:
+        with self.playing(lambda name, whole: tensor.share(name, self.make(name, whole)).contiguous()) as (_, batch):
             undo = see_parts(self.built.module, tensor)
             try:
                 self.run(self.built.module, batch).total.backward()
@@ -100,7 +108,7 @@ class Stage:
                 return error
             finally:
                 undo()
-        derived.ledger = axis.rehearsal
+                forget()
         return None
 
 

@@ -1,0 +1,353 @@
+"""From a row of a published run to a shape, a layout, a cluster and the software that ran it; or why not.
+
+Reads the columns of the files only: what a row does not say is either a fact about the software (its paper says so)
+or makes the row one that cannot be scored.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from shardwise.cluster import Cluster, device_names, model
+from shardwise.cluster import device as devices
+from shardwise.costs.layout import Layout
+from shardwise.costs.shapes import Shape
+from shardwise.costs.software import Software, software
+from shardwise.errors import InputError
+
+UNSURE = ("uncertain", "not a measurement", "inconsistent")
+# Which software a row was run with: the first word found in the file's name, the source or the notes.
+SOFTWARE = (
+    ("korthikanti", "megatron-2021"),
+    ("megatron-lm sc21", "megatron-2021"),
+    ("zero bubble", "zero-bubble"),
+    ("llm-foundry", "llm-foundry"),
+    ("torchtitan", "torchtitan"),
+    ("nemo", "nemo"),
+    ("megatron-bridge", "nemo"),
+    ("fused cross-entropy", "megatron-core"),
+    ("megatron-lm ci", "megatron-core-unfused-loss"),
+    ("megatron", "megatron-core-unfused-loss"),
+    ("fsdp", "fsdp"),
+    ("deepspeed", "deepspeed-2021"),
+)
+# The usual port of one device, Gb/s, by generation; Selene (Megatron's papers) had 8 x 200 Gb/s for 8 A100
+PORTS = {"v100": 100, "a100": 200}
+OTHERS = 400
+
+
+class Skip(Exception):
+    """Why a row is not scored."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row that can be predicted, and what was measured."""
+
+    label: str
+    shape: Shape
+    layout: Layout
+    cluster: Cluster
+    software: Software
+    seconds: float | None
+    memory_gib: tuple[tuple[int, float], ...] = ()  # (stage, GiB)
+    memory_is_gb: bool = False
+    group: str = ""  # rows with the same group differ in layout alone
+    one_layer: bool = False
+    open_micro_batch: bool = False  # the row does not say it: the best that fits is taken
+    precision: str = "bf16"
+    small: bool = False  # reported apart
+
+
+def number(row: Mapping[str, str], key: str, default: int | None = None) -> int:
+    """A whole number of a cell, or the default where it is empty."""
+    text = (row.get(key) or "").strip()
+    if text in ("", "n/a"):
+        if default is None:
+            raise Skip(f"{key} is not published")
+        return default
+    found = re.fullmatch(r"(\d+)(\.0)?", text)
+    if not found:
+        raise Skip(f"{key} is not one number: {text!r}")
+    return int(found[1])
+
+
+def case_of(file: str, row: Mapping[str, str]) -> Case:
+    """The case of a row; raises `Skip` with the reason."""
+    notes = (row.get("notes") or "").lower()
+    for word in UNSURE:
+        if word in notes:
+            raise Skip(f"its notes say {word}")
+    if "mem_max_allocated_gib" in row:
+        return _ci(file, row)
+    row = _bf16_variant(row)
+    shape = _shape(file, row)
+    precision = _precision(row)
+    plausible(row, device_name(row["gpu"]))
+    layout = _layout(file, row, shape)
+    seconds, memory, in_gb = _measured(file, row, shape, layout)
+    if seconds is None and not memory:
+        raise Skip("neither time nor memory is published")
+    return Case(
+        label=f"{row['model']} n={row['n_gpus']} tp={layout.tp} pp={layout.pp} cp={layout.cp} dp={layout.dp} "
+        f"zero={layout.zero} mb={layout.micro_batch} x{layout.n_micro} s={layout.seq} {layout.recompute} "
+        f"{layout.schedule}",
+        shape=shape,
+        layout=layout,
+        cluster=_cluster(row["gpu"], layout.world_size, notes),
+        software=_software(file, row, layout),
+        seconds=seconds,
+        memory_gib=memory,
+        memory_is_gb=in_gb,
+        group=f"{row['model']} {row['gpu']} n={row['n_gpus']} b={row['global_batch']} s={row['seq_len']}",
+        one_layer="one layer" in (row.get("table") or ""),
+        open_micro_batch=not (row.get("micro_batch") or "").strip(),
+        precision=precision,
+    )
+
+
+def _bf16_variant(row: Mapping[str, str]) -> Mapping[str, str]:
+    """Cells "x (y)" of a row whose bf16 variant stands in parentheses, read as y."""
+    if "bf16 alt in parens" not in row["precision"]:
+        return row
+    rate = re.fullmatch(r"[\d.]+ \(([\d.]+)\)", row.get("tokens_per_s_per_gpu") or "")
+    if not rate:
+        raise Skip("FP8 is not modelled, and the row has no bf16 variant")
+    out = {k: re.sub(r"^.*\((.*)\)$", r"\1", v or "") if k not in ("notes", "model") else v for k, v in row.items()}
+    return {**out, "precision": "bf16"}
+
+
+def plausible(row: Mapping[str, str], device: str) -> None:
+    """Raise `Skip` where a bf16 row claims more than any step reaches: 80% of the device's best steady product."""
+    tflops = (row.get("tflops_per_gpu") or "").strip()
+    best = devices(device)[0].sustained_bf16_tflops
+    if re.fullmatch(r"[\d.]+", tflops) and best is not None and float(tflops) > 0.8 * best.value:
+        raise Skip(f"{tflops} TFLOP/s of a whole step is above 80% of the best bf16 product of {device}: not bf16")
+
+
+def _precision(row: Mapping[str, str]) -> str:
+    text = row["precision"].lower()
+    if "fp8" in text:
+        raise Skip("FP8 is not modelled")
+    return "bf16"
+
+
+def _shape(file: str, row: Mapping[str, str]) -> Shape:
+    name = row["model"].lower()
+    if any(word in name for word in ("deepseek", "gpt oss")):
+        raise Skip("the row does not give the shape of its experts or of its compressed attention")
+    if not (row.get("hidden") or "").strip() or "mixtral" in name:
+        return _by_name(row["model"])
+    hidden, heads = number(row, "hidden"), number(row, "heads")
+    llama = any(word in name for word in ("llama", "mistral", "qwen", "mixtral", "smollm", "olmo"))
+    mpt = name.startswith("mpt")
+    vocab = number(row, "vocab", 50304 if "schedule=" in (row.get("notes") or "") else 51200)
+    seq = number(row, "seq_len")
+    return Shape(
+        layers=number(row, "layers"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=number(row, "kv_heads"),
+        head_dim=hidden // heads,
+        ffn=number(row, "ffn", 4 * hidden),
+        vocab=vocab,
+        gated=llama,
+        tied=not llama,
+        bias=not llama and not mpt,
+        learned_positions=0 if llama else seq,
+        layer_norm=not llama,
+        norm_bias=not mpt,
+        dropout=software_name(file, row) in ("megatron-2021", "zero-bubble", "deepspeed-2021"),
+        name=row["model"],
+    )
+
+
+def _by_name(name: str) -> Shape:
+    """The catalogue's shape, where the row gives a name alone or leaves the experts out."""
+    plain = re.sub(r"\(.*\)", "", name).replace("_", "-").strip()
+    try:
+        return Shape.from_row(model(plain))
+    except InputError:
+        raise Skip("hidden is not published, and the model is not in the catalogue") from None
+
+
+def _layout(file: str, row: Mapping[str, str], shape: Shape) -> Layout:
+    notes = row.get("notes") or ""
+    tp, pp, cp = number(row, "tp"), number(row, "pp", 1), number(row, "cp", 1)
+    n = number(row, "n_gpus")
+    dp = number(row, "dp", max(1, n // (tp * pp * cp)))
+    micro = number(row, "micro_batch", 1)
+    batch = number(row, "global_batch", micro * dp)
+    if batch % (micro * dp):
+        raise Skip(f"a global batch of {batch} does not divide over {dp} data ranks x micro-batch {micro}")
+    zero = int((re.match(r"\d", row.get("dp_shard") or "0") or ["0"])[0]) if (row.get("dp_shard") or "").strip() else 0
+    named = re.search(r"schedule=([\w-]+)", notes)
+    chunks, schedule = 1 if named else number(row, "vpp", 1), "1f1b"
+    stage_layers: tuple[int, ...] = ()
+    if named:
+        schedule, chunks, stage_layers = _schedule(named[1], shape.layers, pp)
+    elif chunks > 1:
+        schedule = "interleaved1f1b"
+    sequence = row.get("sp") or ""
+    return Layout(
+        tp=tp,
+        sp=sequence == "1" if sequence else tp > 1,
+        cp=cp,
+        pp=pp,
+        chunks=chunks,
+        ep=number(row, "ep", 1),
+        shard=dp,
+        zero=zero if dp * cp > 1 else 0,
+        micro_batch=micro,
+        n_micro=max(1, batch // (micro * dp)),
+        seq=number(row, "seq_len"),
+        recompute=(row.get("recompute") or "none").strip() or "none",
+        schedule=schedule,
+        stage_layers=stage_layers,
+    )
+
+
+def _schedule(name: str, layers: int, pp: int) -> tuple[str, int, tuple[int, ...]]:
+    """A zero-bubble row's schedule; the first and the last stage hold one layer less."""
+    known = {"1F1B": "1f1b", "1F1B-I": "interleaved1f1b", "ZB-1p": "zbh1", "ZB-2p": "zbh2"}
+    if name not in known:
+        raise Skip(f"schedule {name} with a profile that the file lacks")
+    each = (layers + 2) // pp
+    chunks = each if name == "1F1B-I" else 1
+    if chunks > 1:
+        stages = [1] * (pp * chunks)
+        stages[0] = stages[-1] = 0
+    else:
+        stages = [each] * pp
+        stages[0] -= 1
+        stages[-1] -= 1
+    return known[name], chunks, tuple(stages)
+
+
+def device_name(gpu: str) -> str:
+    """The catalogue's name; `H100` alone is the SXM one."""
+    name = gpu.lower().replace("-nvl72", "").replace(" ", "-")
+    near = [known for known in device_names() if known.startswith(name)] if name else []
+    if name in near:
+        return name
+    if not near:
+        raise Skip(f"{gpu} is not in the catalogue")
+    return next((known for known in near if "sxm-80gb" in known), near[0])
+
+
+def _cluster(gpu: str, n: int, notes: str = "") -> Cluster:
+    name = device_name(gpu)
+    if name == "gb200":
+        return Cluster.parse(f"{n} gb200" if n <= 72 else f"{-(-n // 72)}x72 gb200, ib-{OTHERS}")
+    if n <= 8:
+        return Cluster.parse(f"{n} {name}")
+    link = "roce" if "roce" in notes else "ib"
+    return Cluster.parse(f"{-(-n // 8)}x8 {name}, {link}-{PORTS.get(name.split('-')[0], OTHERS)}")
+
+
+def software_name(file: str, row: Mapping[str, str]) -> str:
+    """By what the file's name, the source and the notes say; by the layout where they say nothing."""
+    text = " ".join((file, row.get("source") or "", row.get("notes") or "")).lower().replace("_", " ")
+    for word, name in SOFTWARE:
+        if word in text:
+            return name
+    return "fsdp" if (row.get("dp_shard") or "").startswith("3") else "megatron-core-unfused-loss"
+
+
+def _software(file: str, row: Mapping[str, str], layout: Layout) -> Software:
+    found = software(software_name(file, row))
+    if found.name == "megatron-2021" and "ZeRO" in (row.get("table") or ""):
+        found = software("deepspeed-2021")
+    if layout.schedule.startswith("zb"):
+        found = replace(found, overlap_p2p=True)  # their runtime posts messages ahead; Megatron's schedules wait
+    if found.name == "llm-foundry" and "PURE" in (row.get("notes") or ""):
+        found = replace(found, states="bf16-full")
+    return found
+
+
+def _measured(
+    file: str, row: Mapping[str, str], shape: Shape, layout: Layout
+) -> tuple[float | None, tuple[tuple[int, float], ...], bool]:
+    text = (row.get("step_time_s") or "").strip()
+    seconds = float(text) if text else None
+    tokens = layout.global_batch * layout.seq
+    rate = (row.get("tokens_per_s_per_gpu") or "").strip()
+    if seconds is None and rate:
+        if not re.fullmatch(r"[\d.]+", rate):
+            raise Skip(f"two variants in one cell: {rate!r}")
+        seconds = tokens / float(rate) / layout.world_size
+    tflops = (row.get("tflops_per_gpu") or "").strip()
+    if seconds is None and tflops:
+        seconds = (
+            shape.flops_per_token(layout.seq, _convention(row)) * tokens / (float(tflops) * 1e12 * layout.world_size)
+        )
+    by_rank = re.search(r"max_alloc_MB=\{(.*?)\}", row.get("notes") or "")
+    memory = (row.get("mem_gb_per_gpu") or "").strip()
+    if by_rank:
+        values = [float(item.split(":")[1]) / 1024 for item in by_rank[1].split(",")]
+        stages = [
+            max(values[r * len(values) // layout.pp : (r + 1) * len(values) // layout.pp]) for r in range(layout.pp)
+        ]
+        return seconds, tuple(enumerate(stages)), False
+    if memory:
+        return seconds, ((-1, float(memory)),), True
+    return seconds, (), False
+
+
+def _convention(row: Mapping[str, str]) -> str:
+    """How the row's TFLOP/s were counted; its notes say so, or its source is known to."""
+    text = ((row.get("source") or "") + (row.get("notes") or "")).lower()
+    if "hardware" in text or "incl. recompute" in text or "96*" in text:
+        return "96Blsh2"
+    if "mosaicml" in text or "non-causal" in text:
+        return "6P+12Lhs"
+    if "nemo" in text or "causal" in text:
+        return "6P+6Lhs"
+    raise Skip("only TFLOP/s are published, and not by which convention")
+
+
+def _ci(file: str, row: Mapping[str, str]) -> Case:
+    """Megatron's golden values: memory of the last rank of a GPT; models below 7B are marked small."""
+    if not row["model"].startswith("gpt/"):
+        raise Skip("not a GPT")
+    if row["precision"] != "bf16":
+        raise Skip(f"precision {row['precision']}")
+    if number(row, "num_experts", 0) or row.get("megatron_fsdp") == "1":
+        raise Skip("experts, or Megatron's FSDP")
+    if (row.get("recompute") or "none") not in ("none", "full", "selective"):
+        raise Skip(f"recompute {row['recompute']!r}")
+    hidden, heads = number(row, "hidden"), number(row, "heads")
+    n = number(row, "n_gpus")
+    tp, pp, cp = number(row, "tp"), number(row, "pp"), number(row, "cp")
+    micro, batch = number(row, "micro_batch"), number(row, "global_batch")
+    gated, dp = row["swiglu"] == "1", max(1, n // (tp * pp * cp))
+    if batch % (micro * dp):
+        raise Skip(f"a global batch of {batch} does not divide over {dp} data ranks x micro-batch {micro}")
+    each = number(row, "vpp_layers", 0)
+    layers = number(row, "layers")
+    chunks = layers // (pp * each) if each and pp > 1 else 1
+    padded = -(-50257 // (128 * tp)) * 128 * tp  # GPT-2's tokenizer, padded as Megatron pads
+    shape = Shape(
+        layers=layers, hidden=hidden, heads=heads, kv_heads=number(row, "kv_heads"), head_dim=hidden // heads,
+        ffn=number(row, "ffn", 4 * hidden), vocab=number(row, "vocab", padded), gated=gated,
+        tied=row["untied"] == "0", bias=not gated, layer_norm=True, learned_positions=number(row, "seq_len"),
+        name=row["model"],
+    )  # fmt: skip
+    layout = Layout(
+        tp=tp, sp=row["sp"] == "1", cp=cp, pp=pp, chunks=chunks, shard=dp, zero=1 if row["dist_opt"] == "1" else 0,
+        micro_batch=micro, n_micro=batch // (micro * dp), seq=number(row, "seq_len"), recompute=row["recompute"],
+        schedule="interleaved1f1b" if chunks > 1 else "1f1b",
+    )  # fmt: skip
+    name = device_name(row["gpu"])
+    found = software(software_name(file, row))
+    if "unfused" in row.get("attn", "") or row.get("transformer_impl") == "local":
+        found = replace(found, attention="unfused")
+    return Case(
+        f"{row['model']} {row['gpu']}", shape, layout, _cluster(name, n), found, None,
+        ((pp - 1, float(row["mem_max_allocated_gib"])),), small=shape.parameters < 6.5e9,
+    )  # fmt: skip
+
+
+__all__ = ["Case", "InputError", "Skip", "case_of"]

@@ -1,0 +1,300 @@
+# ruff: noqa: E501 - rows of a table are prose
+"""Check the arithmetic that everyone quotes: `python benchmarks/rules_of_thumb.py [--check]`.
+
+Writes docs/rules-of-thumb.md.
+
+Every figure in the column *ours* is computed here by the same functions that the planner uses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from shardwise.cluster import Cluster, model
+from shardwise.costs.kernels import Kernels
+from shardwise.costs.layout import Layout
+from shardwise.costs.memory import layer_activations, states
+from shardwise.costs.shapes import Shape
+from shardwise.costs.software import STATES, Software, software
+from shardwise.costs.wire import Group, Wire
+from shardwise.layout.schedules import Times, make_schedule
+from shardwise.planner.propose import decoder, search
+from shardwise.simulator import simulate
+from shardwise.simulator.pipeline import play
+
+PAGE = Path(__file__).parents[1] / "docs" / "rules-of-thumb.md"
+YEAR = 365.25 * 86400
+H100 = 989e12
+Row = tuple[str, str, str, str]
+
+
+def llama(name: str) -> Shape:
+    return Shape.from_row(model(name))
+
+
+def gb(value: float) -> str:
+    return f"{value / 1e9:,.1f} GB" if value < 1e12 else f"{value / 1e12:,.2f} TB"
+
+
+def state_bytes(policy: str, count: float, **layout: int) -> float:
+    soft = Software("any", states=policy)
+    return sum(states({"dense": count}, Layout(**layout), soft).values())  # type: ignore[arg-type]
+
+
+def per_parameter() -> Iterator[Row]:
+    for name, who in (
+        ("fp16-apex", "ZeRO paper, DeepSpeed: fp16 weights and gradients, fp32 master, Adam"),
+        ("bf16", "Megatron-LM, shardwise `bf16`: the same with gradients summed in fp32"),
+        ("fp16-apex-fp32-grad", "the first with an fp32 copy of gradients at the step"),
+        ("fp32", "PyTorch's default, shardwise `fp32`; FSDP's mixed precision at rest"),
+    ):
+        yield f"{STATES[name].total:.0f} bytes for each parameter", who, f"{STATES[name].total:.0f}", "equal"
+    seven, seventy = llama("llama-2-7b").parameters, llama("llama-2-70b").parameters
+    for quoted, policy in (("112 GB", "fp16-apex"), ("140 GB", "fp16-apex-fp32-grad")):
+        yield (
+            f"7B needs {quoted}",
+            f"{STATES[policy].total:.0f} bytes x 7.0B",
+            gb(state_bytes(policy, seven)),
+            ("the model has 6.74B; activations come on top"),
+        )
+    yield (
+        "7B needs 150 GB",
+        "none of the policies",
+        gb(state_bytes("fp16-apex-fp32-grad", seven)),
+        ("20 bytes for each parameter and something for activations, which depend on batch and length"),
+    )
+    low, high = state_bytes("fp16-apex", seventy), state_bytes("fp16-apex-fp32-grad", seventy)
+    yield (
+        "70B needs 1.1 to 1.5 TB",
+        "16 to 20 bytes",
+        f"{gb(low)} to {gb(high)}",
+        "no policy above gives 1.5 TB of states",
+    )
+    twelve = 12 * 70e9
+    yield (
+        "70B on 8 GPUs: 840 GB replicated, 105 GB sharded",
+        "12 bytes: fp32 master and Adam alone",
+        (
+            f"{gb(twelve)} and {gb(twelve / 8)}; with weights and gradients {gb(state_bytes('bf16', seventy))} and "
+            f"{gb(state_bytes('bf16', seventy) / 8)}"
+        ),
+        "the quoted figure leaves out weights and gradients; neither fits a device of 80 GB",
+    )
+
+
+def zero_table() -> Iterator[str]:
+    yield "| ranks | " + " | ".join(f"{p} ZeRO-{z}" for p in ("7.5B", "128B", "1T") for z in (1, 2, 3)) + " |"
+    yield "|---|" + "---|" * 9
+    for ranks in (1, 4, 16, 64, 256, 1024):
+        cells = []
+        for count in (7.5e9, 128e9, 1e12):
+            for zero in (1, 2, 3):
+                shard = 1.0 / ranks
+                weights = 2 * (shard if zero == 3 else 1)
+                gradients = 2 * (shard if zero >= 2 else 1)
+                cells.append(f"{count * (weights + gradients + 12 * shard) / 1e9:,.4g}")
+        yield f"| {ranks} | " + " | ".join(cells) + " |"
+
+
+def wires() -> Iterator[Row]:
+    size = 2 * 70e9
+    moved = 2 * size
+    yield (
+        "ring all-reduce of 70B gradients moves 280 GB a rank",
+        "2 x 140 GB, 16-bit",
+        gb(2 * 7 / 8 * size) + " on 8 ranks",
+        f"2 (p-1)/p n: 280 GB is the limit for many ranks ({gb(moved)})",
+    )
+    for rate, quoted, link in ((900, "0.31 s", "nvlink"), (50, "5.6 s", "ib-400")):
+        text = "8 h100-sxm-80gb" if link == "nvlink" else "8x1 h100-sxm-80gb, ib-400"
+        ours = Wire(Cluster.parse(text)).collective("all_reduce", Group(8, 1), size)
+        why = (
+            "900 GB/s is both directions together; NCCL reaches 445 GB/s each way" if rate == 900 else "one port a rank"
+        )
+        yield f"... in {quoted} at {rate} GB/s", "280 GB over the rate", f"{ours:.2f} s over {link}", why
+    wire = Wire(Cluster.parse("8x8 h100-sxm-80gb, ib-400"))
+    whole = wire.collective("all_gather", Group(64, 1), size)
+    hybrid = wire.collective("all_gather", Group(8, 1), size)
+    rest = wire.collective("all_reduce", Group(8, 8), 2 * size / 8)
+    yield (
+        "hybrid sharding beats full sharding over slow links",
+        "no figure",
+        (
+            f"gathering 70B once: {whole:.2f} s over 64 ranks, {hybrid:.2f} s inside nodes, and {rest:.2f} s for the "
+            "gradients between them"
+        ),
+        "it pays where a step gathers more than once: each micro-batch gathers twice",
+    )
+
+
+def bubbles() -> Iterator[Row]:
+    for micro, quoted in ((1, "75%"), (16, "19%"), (32, "9%")):
+        p = 4
+        ours = (p - 1) / (micro + p - 1)
+        ratio = (p - 1) / micro
+        yield (
+            f"4 stages, {micro} micro-batch{'es' * (micro > 1)}: bubble {quoted}",
+            "(p-1)/(m+p-1) at 1, (p-1)/m beyond",
+            (f"{ours:.1%} of the time; {ratio:.1%} of the work"),
+            "two formulas mixed: share of the time, and ratio to the work",
+        )
+    yield (
+        "4 stages lose 25%",
+        "unclear",
+        f"{3 / (9 + 3):.1%} at 9 micro-batches",
+        "true for one number of micro-batches",
+    )
+    for name, quoted in (("gpipe", "75%"), ("1f1b", "12.5%")):
+        table = make_schedule(name, 4, 4)
+        played = play(table, [1.0] * 4, [1.0] * 4, [1.0] * 4, [0.0] * 3)
+        yield (
+            f"4 stages x 4 micro-batches: {name} {quoted}",
+            "—",
+            f"{played.bubble:.1%} (played), {table.bubble(Times()):.1%} (table)",
+            ("the two schedules have one bubble; they differ in memory"),
+        )
+
+
+def work() -> Iterator[Row]:
+    shape, node = llama("llama3-8b"), Cluster.parse("8 h100-sxm-80gb")
+    soft = software("megatron-core")
+    base = Layout(seq=8192, micro_batch=1, n_micro=8)
+    plain, again = (simulate(shape, base.with_(recompute=r), node, soft) for r in ("none", "full"))
+    kept, less = (sum(layer_activations(shape, base.with_(recompute=r), soft).values()) for r in ("none", "full"))
+    yield (
+        "recompute costs 30% and saves 4 to 8 times",
+        "a forward is a third of a step",
+        (f"+{again.step_s / plain.step_s - 1:.0%} of the step; a layer keeps {kept / less:.1f} times less"),
+        "8B, 8192 tokens on H100; the share is under a third since the optimizer and the loss are not recomputed",
+    )
+    h, s, b = 8192, 4096, 1
+    yield (
+        "tp moves 80 x 2 x 8192 x batch bytes",
+        "one vector for each layer",
+        (f"{gb(80 * 4 * 2 * b * s * h)} (two all-reduces forward, two backward, at {s} tokens)"),
+        "the quoted figure leaves out the sequence and backward, and counts one all-reduce of four",
+    )
+    yield (
+        "a pipeline moves little",
+        "—",
+        f"{gb(2 * b * s * h)} for each boundary, micro-batch and direction",
+        (
+            f"a tensor split moves {gb(4 * 2 * b * s * h)} in every layer: {4 * 20:.0f} times as much at 20 layers a stage"
+        ),
+    )
+    yield "tp=8 x pp=16 x dp=128 = 16,384", "—", f"{8 * 16 * 128:,}", "equal"
+    activations = 32 * sum(
+        layer_activations(llama("llama-2-7b"), Layout(seq=4096, micro_batch=4), software("shardwise")).values()
+    )
+    yield (
+        "7B activations of 30 to 40 GB at batch 4 x 4096",
+        "—",
+        gb(activations),
+        ("without recompute, fused attention; 30 to 40 GB is with the selective policy"),
+    )
+    yield "a 73 x 721 x 1440 sample is 303 MB", "fp32", f"{73 * 721 * 1440 * 4 / 1e6:.0f} MB", "equal"
+    yield (
+        "attention over a million tokens: 4.3 TB of scores",
+        "2^20 squared, 4 bytes, one head",
+        gb(2.0**40 * 4),
+        ("2^40 x 4 = 4.4 x 10^12 bytes; fused kernels never write them"),
+    )
+
+
+def times() -> Iterator[Row]:
+    for name, tokens, quoted, count in (
+        ("7B", 1e12, "45 days", 7e9), ("70B", 15e12, "29 years", 70e9), ("405B", 15e12, "170 years", 405e9),
+    ):  # fmt: skip
+        seconds = 6 * count * tokens / (0.4 * H100)
+        ours = f"{seconds / 86400:,.0f} days" if seconds < 5 * YEAR else f"{seconds / YEAR:,.0f} years"
+        yield f"{name} on {tokens / 1e12:.0f}T tokens, one H100: {quoted}", "—", ours, "6 P D at 40% MFU"
+    yield (
+        "16,384 H100 x 54 days: 6.4M GPU-hours",
+        "—",
+        f"{16384 * 54 * 24 / 1e6:.1f}M",
+        "devices x days x 24",
+    )
+
+
+def minimums() -> Iterator[Row]:
+    for name, quoted in (("llama-2-7b", 2), ("llama-2-13b", 4), ("llama-2-70b", 20), ("llama3-405b", 100)):
+        shape = llama(name)
+        found = None
+        for devices in (1, 2, 4, 8, 16, 32, 64, 128, 256):
+            text = f"{devices} h100-sxm-80gb" if devices <= 8 else f"{devices // 8}x8 h100-sxm-80gb, ib-400"
+            machine = Cluster.parse(text)
+            try:
+                search(decoder(shape, machine, software("shardwise"), 256, 4096, "bf16"), machine)
+            except Exception:
+                continue
+            found = devices
+            break
+        yield (
+            f"{name}: {quoted} H100 at least",
+            "—",
+            f"{found}",
+            "bf16 with fp32 states and Adam, 256 samples of 4096 tokens",
+        )
+
+
+def costs() -> Iterator[Row]:
+    shape, machine, soft = llama("llama-3.2-1b"), Cluster.parse("2x8 h100-sxm-80gb, ib-400"), software("shardwise")
+    base = Layout(seq=4096, micro_batch=2, n_micro=4, replicas=16)
+    ddp = simulate(shape, base, machine, soft).step_s
+    for quoted, label, layout in (
+        ("1.1 to 1.3", "FSDP", base.with_(zero=3, shard=16, replicas=1)),
+        ("1.5 to 2.0", "ZeRO-3 + tp", base.with_(zero=3, shard=4, replicas=1, tp=4, sp=True, n_micro=16)),
+        ("2 to 3", "3D", base.with_(zero=1, shard=4, replicas=1, tp=2, sp=True, pp=2, n_micro=16)),
+    ):
+        ours = simulate(shape, layout, machine, soft).step_s / ddp
+        yield (
+            f"{label} costs {quoted} times DDP",
+            "—",
+            f"{ours:.2f}",
+            "1B on 16 H100, the same batch; a large model turns the order round",
+        )
+    yield (
+        "overlap hides 50 to 80%",
+        "—",
+        "derived, not assumed: see `shardwise simulate`",
+        "0 to 100%, by plan and links",
+    )
+
+
+def page() -> str:
+    parts = [
+        "# Rules of thumb, checked\n",
+        "Written by `benchmarks/rules_of_thumb.py`: every figure under *ours* is computed by the functions that the planner "
+        "uses. GB are 10^9 bytes.\n",
+    ]
+    for title, rows in (
+        ("Bytes for each parameter", per_parameter()), ("Links", wires()), ("Bubbles", bubbles()), ("Work and activations", work()),
+        ("Training times", times()), ("The fewest GPUs", minimums()), ("What a technique costs", costs()),
+    ):  # fmt: skip
+        parts.append(f"## {title}\n\n| rule | where it comes from | ours | why they differ |\n|---|---|---|---|")
+        parts += [f"| {' | '.join(row)} |" for row in rows]
+        parts.append("")
+        if title.startswith("Bytes"):
+            parts.append("ZeRO, GB for each rank, 16 bytes for each parameter (Rajbhandari et al. 2020, table 1):\n")
+            parts += [*zero_table(), ""]
+    kernels = Kernels(Cluster.parse("8 h100-sxm-80gb").device)
+    parts.append(f"Products on H100 here: {kernels.basis}.\n")
+    return "\n".join(parts)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="fail where the page is not what would be written")
+    args = parser.parse_args()
+    text = page()
+    if args.check:
+        return 0 if PAGE.exists() and PAGE.read_text() == text else 1
+    PAGE.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,320 @@
+"""The commands plan, simulate, compare and probe. Each only reads its words and calls a room."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from shardwise.cli.answer import Answer
+from shardwise.cli.options import common
+from shardwise.errors import InputError
+
+if TYPE_CHECKING:
+    from shardwise.cluster import Cluster
+    from shardwise.layout import Plan
+    from shardwise.planner.propose import Subject
+    from shardwise.simulator.forecast import Forecast
+
+TASK = "TASK"
+TASK_HELP = """
+    TASK is a catalogue name such as llama3-405b, a transformers config.json of a decoder, module:name or
+    file.py:name of a task of your own (its model is traced without being run), or a built-in task.
+"""
+
+
+def where(function: Callable) -> Callable:
+    """Options that say on what and with which batch."""
+    options = (
+        click.option(
+            "--cluster", required=True,
+            help='Devices and links: "16x8 h100-sxm-80gb, ib-400" (nodes x devices, device, links), or a .toml file.',
+        ),
+        click.option("--global-batch", help="Samples of a step: 512, or 16M-tokens (k and M are 1024 and 1024^2)."),
+        click.option("--seq", help="Tokens of a sample, for decoders: 8192 or 8k."),
+        click.option(
+            "--software", default="shardwise", show_default=True,
+            help="Whose kernels and overlap to assume: shardwise, megatron-core, nemo, llm-foundry ...",
+        ),
+    )  # fmt: skip
+    for option in options:
+        function = option(function)
+    return function
+
+
+@click.command()
+@click.argument("task", metavar=TASK)
+@where
+@click.option("--precision", default="bf16", show_default=True, help="precision of the plans.")
+@click.option("--max-tp", type=click.IntRange(min=1), help="Largest tensor-parallel degree.")
+@click.option("--max-pp", type=click.IntRange(min=1), help="Largest pipeline degree.")
+@click.option("--max-cp", type=click.IntRange(min=1), help="Largest context-parallel degree.")
+@click.option("--fix", multiple=True, metavar="KEY=VALUE", help="A field that every plan has: --fix tp=8; repeatable.")
+@click.option("--runnable", is_flag=True, help="Only plans that this version can train.")
+@click.option("--min-memory-headroom", type=click.FloatRange(0, 0.9), default=0.0, help="Share of memory kept free.")
+@click.option("--top", type=click.IntRange(min=1), default=8, show_default=True, help="Rows of the table.")
+@click.option("-o", "--output", type=click.Path(dir_okay=False), help="Write the best plan into this .toml file.")
+@common
+@click.pass_obj
+def plan(answer: Answer, task: str, **words: Any) -> None:
+    """Which plans fit a cluster, which is fastest, and why the others are not. Nothing is run.
+
+    \b
+    shardwise plan llama3-405b --cluster "2048x8 h100-sxm-80gb, ib-400" --global-batch 16M-tokens --seq 8192
+    """
+    from shardwise.cluster import Cluster
+    from shardwise.layout import check
+    from shardwise.planner import Constraints
+    from shardwise.planner import search as search_plans
+    from shardwise.planner.text import proposal_dict, search_text
+
+    cluster = Cluster.parse(words["cluster"])
+    subject, batch = _subject(task, cluster, words["software"], words["global_batch"], words["seq"], words["precision"])
+    constraints = Constraints(
+        words["max_tp"], words["max_pp"], words["max_cp"], _fixed(words["fix"]), words["min_memory_headroom"],
+        check if words["runnable"] else None,
+    )  # fmt: skip
+    found = search_plans(subject, cluster, constraints, precision=words["precision"])
+    best = found.best
+    named = task if subject.own else "MODULE:TASK"  # a catalogue name is a shape, not a model that can be trained
+    written = str(best.plan)
+    if words["output"]:
+        _write(words["output"], best.plan.to_toml())
+        written = words["output"]
+    command = f"shardwise train {named} --plan '{written}'"
+    answer.fields.update(
+        plan=str(best.plan),
+        world_size=best.plan.world_size,
+        cluster=cluster.as_dict(),
+        proposals=[proposal_dict(p) for p in found.proposals],
+        lost=found.lost,
+        notes=found.notes,
+        considered=found.considered,
+        fitted=found.fitted,
+        command=command,
+    )
+    answer.text = search_text(found, cluster, subject.name, batch, command, words["top"])
+
+
+@click.command()
+@click.argument("task", metavar=TASK)
+@click.option(
+    "--plan", "plan_text", required=True, help="The plan to simulate: tp=8,pp=16,dp_shard=128,zero=1 or a .toml file."
+)
+@where
+@click.option("--trace", type=click.Path(dir_okay=False), help="Write the timeline as a Chrome/Perfetto trace (.json).")
+@click.option("--html", type=click.Path(dir_okay=False), help="Write the timeline as one HTML page.")
+@click.option("--scale", is_flag=True, help="Also over numbers of devices and batches.")
+@click.option("--mtbf-hours", type=click.FloatRange(min=1), help="Mean hours between failures of one device.")
+@click.option("--restart-s", type=click.FloatRange(min=0), default=300.0, show_default=True, help="Seconds to restart.")
+@click.option(
+    "--checkpoint-s",
+    type=click.FloatRange(min=0),
+    default=30.0,
+    show_default=True,
+    help="Seconds that a checkpoint stops training.",
+)
+@click.option("--measure-rank", type=click.IntRange(min=0), help="Run this rank here: true compute and peak bytes.")
+@click.option(
+    "--price", type=click.FloatRange(min=0), help="Price of one device for an hour; gives the cost of tokens."
+)
+@common
+@click.pass_obj
+def simulate(answer: Answer, task: str, plan_text: str, **words: Any) -> None:
+    """One step of one plan at any scale: time, MFU, exposed communication, bubble, memory by stage. Nothing is run."""
+    from shardwise.cluster import Cluster
+    from shardwise.costs.layout import of_plan
+    from shardwise.layout import Plan
+    from shardwise.planner.text import forecast_lines, rank_map
+    from shardwise.simulator import goodput, timeline
+
+    cluster, parsed = Cluster.parse(words["cluster"]), Plan.parse(plan_text)
+    answer.fields.update(plan=str(parsed), world_size=parsed.world_size)
+    if parsed.world_size > cluster.world_size:
+        raise InputError(f"plan {parsed} needs {parsed.world_size} devices; {cluster} has {cluster.world_size}")
+    subject, batch = _subject(task, cluster, words["software"], words["global_batch"], words["seq"], parsed.precision)
+    layout = of_plan(parsed, global_batch=subject.global_batch, seq=subject.seq)
+    forecast = subject.simulate(layout)
+    answer.fields.update(
+        forecast.as_dict(), cluster=cluster.as_dict(), fits=forecast.needed_bytes <= cluster.device.memory_bytes
+    )
+    lines = [
+        f"{subject.name} under {parsed} on {cluster}, {batch}",
+        *forecast_lines(forecast),
+        *rank_map(layout, cluster),
+    ]
+    if not answer.fields["fits"]:
+        lines.append(
+            f"DOES NOT FIT: {forecast.needed_bytes / 1e9:.1f} GB of {cluster.device.memory_bytes / 1e9:.1f} GB"
+        )
+    if words["measure_rank"] is not None:
+        lines += _measured(answer, task, parsed, words["measure_rank"], forecast)
+    if words["scale"]:
+        rows = timeline.scaling(subject.simulate, layout)
+        answer.fields["scaling"] = rows
+        lines += timeline.scaling_lines(rows)
+    if words["mtbf_hours"]:
+        found = goodput.goodput(
+            forecast.step_s, parsed.world_size, words["mtbf_hours"] * 3600, words["restart_s"], words["checkpoint_s"]
+        )
+        answer.fields["goodput"] = found
+        lines += goodput.lines(found)
+    if words["price"] is not None:
+        cost = words["price"] * parsed.world_size / 3600 / forecast.tokens_per_s * 1e6
+        answer.fields["cost_per_million_tokens"] = cost
+        lines.append(f"cost of a million tokens: {cost:.4g} (at {words['price']:g} for a device and hour)")
+    for option, write in (("trace", timeline.chrome), ("html", timeline.page)):
+        if words[option]:
+            _write(words[option], write(forecast, f"{subject.name}, {parsed}"))
+            lines.append(f"timeline written to {words[option]}")
+    answer.text = "\n".join(lines)
+
+
+@click.command()
+@click.argument("task", metavar=TASK)
+@click.option("--plans", required=True, help='Plans side by side, with ";" between them.')
+@where
+@common
+@click.pass_obj
+def compare(answer: Answer, task: str, plans: str, **words: Any) -> None:
+    """Forecasts of several plans side by side: step, rate, MFU, memory, exposed communication."""
+    from shardwise.cluster import Cluster
+    from shardwise.costs.layout import of_plan
+    from shardwise.errors import ShardwiseError
+    from shardwise.layout import Plan
+    from shardwise.planner.text import table
+    from shardwise.planner.units import bytes_text, seconds_text
+
+    cluster = Cluster.parse(words["cluster"])
+    rows: list[list[str]] = []
+    found: list[dict[str, Any]] = []
+    for text in filter(None, (part.strip() for part in plans.split(";"))):
+        parsed = Plan.parse(text)
+        subject, _ = _subject(task, cluster, words["software"], words["global_batch"], words["seq"], parsed.precision)
+        try:
+            forecast = subject.simulate(of_plan(parsed, global_batch=subject.global_batch, seq=subject.seq))
+        except ShardwiseError as error:
+            rows.append([text, "-", "-", "-", "-", str(error)])
+            found.append({"plan": text, "error": str(error)})
+            continue
+        fits = forecast.needed_bytes <= cluster.device.memory_bytes
+        most = max(forecast.parts, key=lambda name: forecast.parts[name] if name != "compute" else 0.0)
+        rows.append([
+            text, seconds_text(forecast.step_s), f"{forecast.mfu:.1%}", bytes_text(forecast.needed_bytes),
+            "yes" if fits else "NO", f"{most} {forecast.parts[most] / forecast.step_s:.0%}",
+        ])  # fmt: skip
+        found.append({"plan": str(parsed), "fits": fits, **forecast.as_dict()})
+    if not rows:
+        raise InputError('--plans: no plan given; write them as "dp_replicate=8;dp_shard=8,zero=3"')
+    answer.fields.update(plans=found)
+    answer.text = "\n".join(table(["plan", "step", "MFU", "memory", "fits", "largest beside compute"], rows))
+
+
+@click.command()
+@click.option(
+    "-o", "--output", default="cluster.toml", show_default=True, type=click.Path(dir_okay=False), help="The file."
+)
+@click.option(
+    "--ranks", type=click.IntRange(min=1), help="Ranks that measure at once; by default one for each GPU, or two."
+)
+@click.option("--refine", metavar="RUN", help="Do not measure: correct the file by a run that was forecast on it.")
+@common
+@click.pass_obj
+def probe(answer: Answer, output: str, ranks: int | None, refine: str | None) -> None:
+    """Measure this machine and write a cluster file: products, memory, collectives, disk.
+
+    \b
+    shardwise probe                          then: shardwise train --cluster cluster.toml --plan dp_replicate=2
+    shardwise probe --refine runs/NAME       and the next forecast is corrected by what that run measured
+    """
+    from shardwise.cluster import Cluster
+    from shardwise.planner.door import probe as measure
+    from shardwise.planner.measure import text
+
+    if refine is not None:
+        from shardwise.training.foresight import refine as refined
+
+        cluster = refined(Cluster.parse(output if output.endswith(".toml") else output + ".toml"), Path(refine))
+    else:
+        cluster = measure(ranks)
+    _write(output, cluster.to_toml())
+    answer.fields.update(cluster=cluster.as_dict(), file=output)
+    correction = cluster.device.correction
+    lines = [text(cluster), f"written to {output}"]
+    if correction is not None:
+        lines.insert(1, f"  forecasts are multiplied by {correction.value:.3g} ({correction.source})")
+    answer.text = "\n".join(lines)
+
+
+def _fixed(words: tuple[str, ...]) -> tuple[tuple[str, object], ...]:
+    from shardwise.layout import Plan
+
+    if not words:
+        return ()
+    parsed = Plan.parse(",".join(words))
+    return tuple((word.partition("=")[0].strip(), getattr(parsed, word.partition("=")[0].strip())) for word in words)
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}") from None
+
+
+def _subject(
+    task: str, cluster: Cluster, software_name: str, global_batch: str | None, seq: str | None, precision: str
+) -> tuple[Subject, str]:
+    """What the planner needs to know about TASK, and its batch in words."""
+    from shardwise.planner.door import is_shape, subject_of
+
+    by_numbers = is_shape(task) and task not in _builtins() and not task.endswith((".toml", ".py"))
+    subject = subject_of(
+        task if by_numbers else _own_task(task), cluster,
+        global_batch=global_batch, seq=seq, precision=precision, software_name=software_name,
+    )  # fmt: skip
+    of = f" of {subject.seq} tokens" if by_numbers else ""
+    return subject, f"{subject.global_batch} samples{of}"
+
+
+def _measured(answer: Answer, task: str, plan: Plan, rank: int, forecast: Forecast) -> list[str]:
+    """One rank run alone, with the simulated communication added."""
+    from shardwise.planner.door import is_shape
+    from shardwise.planner.onerank import measure_rank
+    from shardwise.planner.units import bytes_text, seconds_text
+
+    if is_shape(task) and task not in _builtins():
+        raise InputError(f"--measure-rank: {task} is a shape, not a model that can be run; give module:name")
+    found = measure_rank(partial(_own_task, task), plan, rank)
+    waits = sum(seconds for name, seconds in forecast.parts.items() if "communication" in name)
+    answer.fields["measured_rank"] = {**found, "with_communication_s": found["seconds"] + waits}
+    return [
+        f"rank {rank} run alone on this machine: {seconds_text(found['seconds'])} of compute a step, "
+        f"{seconds_text(found['seconds'] + waits)} with the simulated communication",
+        f"  peak of live tensor bytes {bytes_text(found['peak_live'])}, at rest {bytes_text(found['rest_live'])}",
+    ]
+
+
+def _builtins() -> tuple[str, ...]:
+    from shardwise.config.schema import BUILTINS
+
+    return tuple(BUILTINS)
+
+
+def _own_task(task: str) -> Any:
+    from shardwise.training.resolve import resolve_task
+
+    if task.endswith(".toml"):
+        from shardwise.config import load
+        from shardwise.training.job import find_task
+
+        return find_task(load(task, ()), None)
+    if task in _builtins():
+        from shardwise.config import Given, load
+        from shardwise.training.job import find_task
+
+        return find_task(load(None, (), [Given("task.name", task, "the task argument")]), None)
+    return resolve_task(task)

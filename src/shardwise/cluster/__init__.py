@@ -1,0 +1,30 @@
+"""Where a task runs: devices, links by tier, and the packaged catalogue of published figures. No torch."""
+
+from shardwise.cluster.catalogue import device, device_names, model, model_names
+from shardwise.cluster.cluster import Cluster, Device, Tier
+from shardwise.cluster.figure import Figure
+from shardwise.cluster.tables import (
+    CollectiveTable,
+    GemmTable,
+    collective_table,
+    gemm_table,
+    measured_collectives,
+    measured_products,
+)
+
+__all__ = [
+    "Cluster",
+    "CollectiveTable",
+    "Device",
+    "Figure",
+    "GemmTable",
+    "Tier",
+    "collective_table",
+    "device",
+    "device_names",
+    "gemm_table",
+    "measured_collectives",
+    "measured_products",
+    "model",
+    "model_names",
+]

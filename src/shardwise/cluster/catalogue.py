@@ -1,0 +1,116 @@
+"""Devices, links and model shapes by name, from the packaged files (data/README.md names sources and licences)."""
+
+from __future__ import annotations
+
+import csv
+import re
+from functools import cache
+from importlib import resources
+
+from shardwise.cluster.cluster import Device, Tier
+from shardwise.cluster.figure import Figure
+from shardwise.errors import InputError, did_you_mean
+
+# Latency of one message between nodes. Common values of the field, not measured by anyone named here.
+HOP_US = {"ib": 5.0, "roce": 7.0, "efa": 15.0, "eth": 30.0}
+# Share of the line rate that large messages reach: NCCL's own figure for 400 Gb/s InfiniBand is 48.5 of 50 GB/s.
+LINE_SHARE = {"ib": 0.95, "roce": 0.90, "efa": 0.80, "eth": 0.85}
+
+
+def read(name: str) -> list[dict[str, str]]:
+    """The rows of a packaged CSV file."""
+    text = (resources.files("shardwise.cluster") / "data" / name).read_text(encoding="utf-8")
+    return list(csv.DictReader(text.splitlines()))
+
+
+@cache
+def _devices() -> dict[str, dict[str, str]]:
+    return {row["name"]: row for row in read("devices.csv")}
+
+
+def device_names() -> list[str]:
+    """Names that a cluster's text may use."""
+    return sorted(_devices())
+
+
+def device(name: str) -> tuple[Device, Tier]:
+    """A device of the catalogue and its own link as a tier (`count`: how many it joins)."""
+    known = _devices()
+    key = name.lower()
+    if key not in known:
+        near = [full for full in known if full.startswith(key)]
+        hint = f"; did you mean '{near[0]}'?" if near else did_you_mean(key, list(known))
+        raise InputError(f"cluster: no device {name!r} in the catalogue{hint} (known: {', '.join(known)})")
+    row = known[key]
+    kind = "assumed" if "uncertain" in row["notes"] else "published"
+
+    def figure(column: str) -> Figure | None:
+        return Figure(float(row[column]), kind, row["source"]) if row[column] else None
+
+    values = {c: figure(c) for c in ("bf16_tflops", "memory_gb", "memory_bandwidth_gbps", "fp8_tflops")}
+    found = Device(
+        name=key,
+        sustained_bf16_tflops=figure("sustained_bf16_tflops"),
+        host_gbps=figure("host_gbps"),
+        table=row["table"],
+        **values,  # type: ignore[arg-type]
+    )
+    own = Figure(float(row["link_gbps"]), kind, row["source"])
+    joined = max(int(row["link_domain"]), 8 if row["link_domain"] == "1" else 1)  # PCIe: as many as a host has
+    latency = Figure(3.0, "assumed", "one message inside a node, where no table is packaged")
+    return found, Tier("pcie" if row["link_domain"] == "1" else "nvlink", joined, own, latency)
+
+
+def link(name: str, count: int, inner: Device, own: Tier) -> Tier:
+    """A named link: `ib-400`, `roce-200`, `efa-400`, `eth-100` (Gb/s for each device), `nvlink-72` (a domain)."""
+    found = re.fullmatch(r"([a-z]+)-(\d+(?:\.\d+)?)", name.lower())
+    if not found or found[1] not in (*HOP_US, "nvlink"):
+        hint = did_you_mean(name.split("-")[0].lower(), [*HOP_US, "nvlink"])
+        raise InputError(
+            f"cluster: no link {name!r}{hint}; a link is ib-400, roce-200, efa-400 or eth-100 (Gb/s for each device), "
+            "or nvlink-72 (a rack-scale domain)"
+        )
+    kind, number = found[1], float(found[2])
+    if number <= 0:
+        raise InputError(f"cluster: link {name!r} needs a rate above 0")
+    if kind == "nvlink":
+        return Tier(name.lower(), count, own.gbps, own.latency_us)
+    source = f"{number:g} Gb/s line rate x {LINE_SHARE[kind]} for large messages: a formula, not a measurement"
+    return Tier(
+        name.lower(),
+        count,
+        Figure(number / 8 * LINE_SHARE[kind], "formula", source),
+        Figure(HOP_US[kind], "assumed", "a common value of the field"),
+    )
+
+
+# --- models
+
+
+def key_of(name: str) -> str:
+    """Spellings of one model meet here: `Llama-3.1-405B`, `llama3-405b`."""
+    text = re.sub(r"(?<=\d)\.\d+(?=-)", "", name.lower().replace("_", "-"))
+    return re.sub(r"[^a-z0-9.]", "", text)
+
+
+@cache
+def _models() -> dict[str, dict[str, str]]:
+    return {row["name"]: row for row in read("models.csv")}
+
+
+def model_names() -> list[str]:
+    """Names of the packaged model shapes."""
+    return sorted(_models())
+
+
+def model(name: str) -> dict[str, str]:
+    """A row of the model catalogue; an unknown name raises `InputError` with the nearest known one."""
+    known = _models()
+    if name.lower() in known:
+        return known[name.lower()]
+    for full, row in known.items():
+        if key_of(full) == key_of(name):
+            return row
+    raise InputError(
+        f"no model {name!r} in the catalogue{did_you_mean(name.lower(), list(known))} (known: {', '.join(known)})"
+    )

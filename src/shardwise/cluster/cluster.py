@@ -1,0 +1,223 @@
+"""`Cluster`: devices and the links between them, tier by tier. Pure data; every number has provenance.
+
+    tier 0  inside a node          8 devices, NVLink
+    tier 1  between nodes          16 of them, InfiniBand
+    ...
+
+The text form is counts, a device and the links between tiers, innermost first: `"16x8 h100-sxm-80gb, ib-400"`,
+`"4x18x4 gb200, nvlink-72, ib-400"`. The link inside the innermost tier is the device's own. Ranks fill the
+innermost tier first.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from shardwise.cluster.figure import Figure
+from shardwise.errors import InputError, did_you_mean
+
+OPTIONAL = ("fp8_tflops", "sustained_bf16_tflops", "fp32_tflops", "host_gbps", "op_us", "correction", "disk_gbps")
+Product = tuple[str, int, int, int, float]  # dtype, m, n, k, microseconds
+Message = tuple[str, int, int, float]  # op, ranks, bytes, microseconds
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator (or one CPU rank). Rates per second: tera-FLOPs, giga-bytes; memory in 10^9 bytes."""
+
+    name: str
+    bf16_tflops: Figure
+    memory_gb: Figure
+    memory_bandwidth_gbps: Figure
+    fp32_tflops: Figure | None = None
+    fp8_tflops: Figure | None = None
+    sustained_bf16_tflops: Figure | None = None  # best matrix product at steady clocks
+    host_gbps: Figure | None = None
+    disk_gbps: Figure | None = None
+    op_us: Figure | None = None  # what an op costs besides its work, in eager PyTorch
+    correction: Figure | None = None  # measured over forecast step time of a run here
+    products: tuple[Product, ...] = ()  # matrix products measured on this very device
+    table: str = ""  # under which name matrix products and collectives are tabulated
+    kind: str = "cuda"  # cuda or cpu
+
+    @property
+    def memory_bytes(self) -> float:
+        """What fits: 10^9 bytes to the GB, which leaves the share of a GiB for the driver's own use."""
+        return self.memory_gb.value * 1e9
+
+
+@dataclass(frozen=True)
+class Tier:
+    """`count` units of the tier below, joined by a link.
+
+    gbps         GB/s in one direction, for each device
+    latency_us   one message
+    """
+
+    name: str
+    count: int
+    gbps: Figure
+    latency_us: Figure
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Devices and tiers, innermost first. `world_size` is the product of the tiers' counts."""
+
+    device: Device
+    tiers: tuple[Tier, ...]
+    name: str = ""
+    collectives: tuple[Message, ...] = ()  # measured here, inside the innermost tier
+
+    @property
+    def world_size(self) -> int:
+        return math.prod(tier.count for tier in self.tiers)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Ranks inside one unit of each tier, cumulative: (8, 128) for 16 nodes of 8."""
+        out, size = [], 1
+        for tier in self.tiers:
+            size *= tier.count
+            out.append(size)
+        return tuple(out)
+
+    def tier_of(self, span: int) -> int:
+        """The innermost tier that holds `span` consecutive ranks."""
+        for index, size in enumerate(self.sizes):
+            if span <= size:
+                return index
+        return len(self.tiers) - 1
+
+    @classmethod
+    def parse(cls, text: str | Cluster) -> Cluster:
+        """Read the text form, or a path that ends in `.toml`."""
+        if isinstance(text, Cluster):
+            return text
+        if text.strip().endswith(".toml"):
+            return cls.from_toml(Path(text.strip()))
+        from shardwise.cluster.text import parse
+
+        return parse(text)
+
+    @classmethod
+    def from_toml(cls, path: Path) -> Cluster:
+        """Read a cluster file; a missing, negative or unknown figure raises `InputError` with its place."""
+        try:
+            data = tomllib.loads(Path(path).read_text())
+        except FileNotFoundError:
+            raise InputError(f"cluster: no file {path}") from None
+        except tomllib.TOMLDecodeError as error:
+            raise InputError(f"cluster: {path} is not TOML: {error}") from None
+        return cls.from_dict(data, str(path))
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any], where: str = "cluster") -> Cluster:
+        """Build from `{device: {...}, tiers: [{...}]}`."""
+        _only(where, data, ("name", "device", "tiers", "collectives"))
+        if not isinstance(data.get("device"), dict) or not isinstance(data.get("tiers"), list) or not data["tiers"]:
+            raise InputError(f"{where}: a cluster has a [device] and one or more [[tiers]]")
+        tiers = tuple(_tier(f"{where}: tiers[{i}]", raw) for i, raw in enumerate(data["tiers"]))
+        messages = _rows(f"{where}: collectives", data.get("collectives", []), (str, int, int, float))
+        return cls(_device(f"{where}: device", data["device"]), tiers, str(data.get("name", "")), messages)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The TOML and JSON form, every number with its provenance."""
+        device = {f.name: getattr(self.device, f.name) for f in fields(Device)}
+        tiers = [{f.name: getattr(tier, f.name) for f in fields(Tier)} for tier in self.tiers]
+        plain: dict[str, Any] = {"name": self.name, "device": _plain(device), "tiers": [_plain(tier) for tier in tiers]}
+        if self.collectives:
+            plain["collectives"] = [list(row) for row in self.collectives]
+        return plain
+
+    def to_toml(self) -> str:
+        """The file that `from_toml` reads."""
+        import tomli_w
+
+        return tomli_w.dumps(self.as_dict())
+
+    def __str__(self) -> str:
+        counts = "x".join(str(tier.count) for tier in reversed(self.tiers))
+        links = "".join(f", {tier.name}" for tier in self.tiers[1:])
+        return f"{counts} {self.device.name}{links}"
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Figure):
+            out[key] = value.as_dict()
+        elif isinstance(value, tuple):
+            if value:
+                out[key] = [list(row) for row in value]
+        elif value is not None and value != "":
+            out[key] = value
+    return out
+
+
+def _rows(where: str, raw: Any, kinds: tuple[type, ...]) -> tuple:
+    """A list of measured rows, the last cell of each a time above 0."""
+    if not isinstance(raw, list):
+        raise InputError(f"{where} must be a list of rows, got {raw!r}")
+    out = []
+    for index, row in enumerate(raw):
+        if not isinstance(row, list) or len(row) != len(kinds):
+            raise InputError(f"{where}[{index}] must have {len(kinds)} cells, got {row!r}")
+        for cell, kind in zip(row, kinds, strict=True):
+            right = type(cell) is kind or (kind is float and type(cell) is int)
+            if not right or (kind is not str and not (math.isfinite(cell) and cell > 0)):
+                raise InputError(f"{where}[{index}]: {cell!r} is not a {kind.__name__} above 0")
+        out.append(tuple(row))
+    return tuple(out)
+
+
+def _only(where: str, data: dict[str, Any], known: tuple[str, ...]) -> None:
+    for key in data:
+        if key not in known:
+            raise InputError(
+                f"{where}: unknown key {key!r}{did_you_mean(key, list(known))} (known: {', '.join(known)})"
+            )
+
+
+def _need(where: str, data: dict[str, Any], key: str) -> Any:
+    if key not in data:
+        raise InputError(f"{where}: {key} is missing")
+    return data[key]
+
+
+def _device(where: str, data: dict[str, Any]) -> Device:
+    _only(where, data, tuple(f.name for f in fields(Device)))
+    values: dict[str, Any] = {}
+    for f in fields(Device):
+        if f.name in ("name", "table", "kind"):
+            if f.name in data:
+                values[f.name] = str(data[f.name])
+        elif f.name == "products":
+            values[f.name] = _rows(f"{where}.products", data.get("products", []), (str, int, int, int, float))
+        elif f.name in data:
+            values[f.name] = Figure.read(f"{where}.{f.name}", data[f.name])
+        elif f.name not in OPTIONAL:
+            _need(where, data, f.name)
+    values["name"] = str(_need(where, data, "name"))
+    if values.get("kind", "cuda") not in ("cuda", "cpu"):
+        raise InputError(f"{where}.kind is cuda or cpu, got {values['kind']!r}")
+    return Device(**values)
+
+
+def _tier(where: str, data: Any) -> Tier:
+    if not isinstance(data, dict):
+        raise InputError(f"{where} must be a table, got {data!r}")
+    _only(where, data, tuple(f.name for f in fields(Tier)))
+    count = _need(where, data, "count")
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise InputError(f"{where}.count must be a whole number of at least 1, got {count!r}")
+    return Tier(
+        str(_need(where, data, "name")),
+        count,
+        Figure.read(f"{where}.gbps", _need(where, data, "gbps")),
+        Figure.read(f"{where}.latency_us", _need(where, data, "latency_us")),
+    )

@@ -1,0 +1,47 @@
+"""A number and where it comes from: measured here, published, a formula, or assumed."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.errors import InputError
+
+KINDS = ("measured", "published", "formula", "assumed", "given")
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number with provenance. `kind` is one of KINDS, `source` names the file, data sheet or run."""
+
+    value: float
+    kind: str
+    source: str
+
+    def __float__(self) -> float:
+        return float(self.value)
+
+    @classmethod
+    def read(cls, where: str, raw: Any, *, least: float = 0.0) -> Figure:
+        """From a TOML value: a bare number (kind "given") or a table {value, kind, source}.
+
+        Raises `InputError` for what is not a finite number above `least`.
+        """
+        kind, source = "given", "the cluster file"
+        if isinstance(raw, dict):
+            unknown = sorted(raw.keys() - {"value", "kind", "source"})
+            if unknown or "value" not in raw:
+                raise InputError(f"{where}: a figure has value, kind and source, got {sorted(raw)}")
+            kind, source, raw = raw.get("kind", kind), raw.get("source", source), raw["value"]
+        if kind not in KINDS:
+            raise InputError(f"{where}: kind is one of {', '.join(KINDS)}, got {kind!r}")
+        if isinstance(raw, bool) or not isinstance(raw, int | float) or not math.isfinite(raw):
+            raise InputError(f"{where} must be a number, got {raw!r}")
+        if raw <= least:
+            raise InputError(f"{where} must be above {least:g}, got {raw!r}")
+        return cls(float(raw), str(kind), str(source))
+
+    def as_dict(self) -> dict[str, Any]:
+        """The TOML and JSON form."""
+        return {"value": self.value, "kind": self.kind, "source": self.source}

@@ -1,0 +1,161 @@
+"""Measured matrix products and collectives, read between their grid points.
+
+Both are interpolated in the logarithm of the sizes. Outside its grid a matrix product keeps the rate of the nearest
+edge, and a collective the bandwidth of its largest message.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from dataclasses import dataclass
+from functools import cache, lru_cache
+
+from shardwise.cluster.catalogue import read
+
+
+@dataclass(frozen=True, eq=False)
+class GemmTable:
+    """bf16 matrix products (m, k) x (k, n) on one device: grid points and TFLOP/s."""
+
+    name: str
+    m: tuple[int, ...]
+    n: tuple[int, ...]
+    k: tuple[int, ...]
+    rate: dict[tuple[int, int, int], float]
+
+    @property
+    def best(self) -> float:
+        """The largest measured rate, TFLOP/s."""
+        return max(self.rate.values())
+
+    @lru_cache(maxsize=100_000)  # noqa: B019 - a table lives as long as the process
+    def tflops(self, m: float, n: float, k: float) -> float:
+        """TFLOP/s of a product of any shape."""
+        if m > self.m[-1] and n < m:  # the transposed product costs the same and may lie inside the grid
+            m, n = n, m
+        total = weight = 0.0
+        for mi, wm in _around(self.m, m):
+            for ni, wn in _around(self.n, n):
+                for ki, wk in _around(self.k, k):
+                    value = self.rate.get((mi, ni, ki))
+                    if value is not None and wm * wn * wk > 0:
+                        total += wm * wn * wk * math.log(value)
+                        weight += wm * wn * wk
+        if weight == 0:  # a hole of the table: the nearest measured point
+            at = min(
+                self.rate, key=lambda p: abs(math.log(p[0] / m)) + abs(math.log(p[1] / n)) + abs(math.log(p[2] / k))
+            )
+            return self.rate[at]
+        rate = math.exp(total / weight)
+        small = min(1.0, m / self.m[0]) * min(1.0, n / self.n[0]) * min(1.0, k / self.k[0])
+        return rate * small  # below the grid the time stays: the product is bound by its latency
+
+    def seconds(self, m: float, n: float, k: float) -> float:
+        """Time of one product."""
+        return 2.0 * m * n * k / (self.tflops(m, n, k) * 1e12)
+
+
+def _around(grid: tuple[int, ...], value: float) -> list[tuple[int, float]]:
+    """The grid points beside `value` with their weights, in the logarithm."""
+    if value <= grid[0]:
+        return [(grid[0], 1.0)]
+    if value >= grid[-1]:
+        return [(grid[-1], 1.0)]
+    at = bisect_right(grid, value)
+    low, high = grid[at - 1], grid[at]
+    share = math.log(value / low) / math.log(high / low)
+    return [(low, 1 - share), (high, share)]
+
+
+@dataclass(frozen=True, eq=False)
+class CollectiveTable:
+    """Collectives inside one domain: op -> ranks -> ((bytes, microseconds), ...). Bytes: the whole tensor."""
+
+    name: str
+    nccl: str
+    times: dict[str, dict[int, tuple[tuple[int, float], ...]]]
+
+    def seconds(self, op: str, ranks: int, size_bytes: float) -> float:
+        """Time of one collective; for another number of ranks, the bus bandwidth of the nearest measured one."""
+        by_ranks = self.times[op]
+        near = min(by_ranks, key=lambda p: (abs(math.log(p / ranks)), -p))
+        scale = bus_factor(op, ranks) / bus_factor(op, near)
+        return _read(by_ranks[near], size_bytes) * scale * 1e-6
+
+
+def bus_factor(op: str, ranks: int) -> float:
+    """Bytes on a rank's link for each byte of the tensor (nccl-tests, PERFORMANCE.md)."""
+    share = (ranks - 1) / ranks
+    return 2 * share if op == "all_reduce" else share
+
+
+def _read(points: tuple[tuple[int, float], ...], size: float) -> float:
+    first, last = points[0], points[-1]
+    if size <= first[0]:
+        return first[1]
+    if size >= last[0]:
+        return last[1] * size / last[0]
+    at = bisect_right(points, (size, math.inf))
+    (low, slow), (high, fast) = points[at - 1], points[at]
+    share = math.log(size / low) / math.log(high / low)
+    return slow ** (1 - share) * fast**share
+
+
+@cache
+def measured_products(rows: tuple[tuple[str, int, int, int, float], ...], dtype: str) -> GemmTable | None:
+    """The table of products that a cluster file brings, or None."""
+    rate = {(m, n, k): 2e-6 * m * n * k / us for kind, m, n, k, us in rows if kind == dtype}
+    if not rate:
+        return None
+    axes = [tuple(sorted({point[i] for point in rate})) for i in range(3)]
+    return GemmTable(f"this machine, {dtype}", axes[0], axes[1], axes[2], rate)
+
+
+@cache
+def measured_collectives(rows: tuple[tuple[str, int, int, float], ...]) -> CollectiveTable | None:
+    """The table of collectives that a cluster file brings, or None."""
+    times: dict[str, dict[int, list[tuple[int, float]]]] = {}
+    for op, ranks, size, us in rows:
+        times.setdefault(op, {}).setdefault(ranks, []).append((size, us))
+    plain = {op: {p: tuple(sorted(points)) for p, points in by.items()} for op, by in times.items()}
+    return CollectiveTable("this machine", "measured here", plain) if plain else None
+
+
+@cache
+def gemm_table(name: str) -> GemmTable | None:
+    """The measured products of a device, or None."""
+    inner: list[int] = []
+    rate: dict[tuple[int, int, int], float] = {}
+    for row in read("gemm.csv"):
+        if row["gpu"] != name:
+            continue
+        cells = row["microseconds"].split()
+        if row["m"] == "m":
+            inner = [int(cell) for cell in cells]
+            continue
+        m, n = int(row["m"]), int(row["n"])
+        for k, cell in zip(inner, cells, strict=True):
+            if cell != "-":
+                rate[m, n, k] = 2e-6 * m * n * k / float(cell)
+    if not rate:
+        return None
+    axes = [tuple(sorted({point[i] for point in rate})) for i in range(3)]
+    return GemmTable(name, axes[0], axes[1], axes[2], rate)
+
+
+@cache
+def collective_table(name: str) -> CollectiveTable | None:
+    """The measured collectives of a device, or None."""
+    sizes: list[int] = []
+    times: dict[str, dict[int, tuple[tuple[int, float], ...]]] = {}
+    nccl = ""
+    for row in read("collectives.csv"):
+        cells = row["microseconds"].split()
+        if not row["gpu"]:
+            sizes = [int(cell) for cell in cells]
+        elif row["gpu"] == name:
+            nccl = row["nccl"]
+            points = tuple((s, float(c)) for s, c in zip(sizes, cells, strict=True) if c != "-")
+            times.setdefault(row["op"], {})[int(row["ranks"])] = points
+    return CollectiveTable(name, nccl, times) if times else None

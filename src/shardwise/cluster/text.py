@@ -1,0 +1,43 @@
+"""Read `"16x8 h100-sxm-80gb, ib-400"`: counts outermost first, a device, the links between tiers innermost first."""
+
+from __future__ import annotations
+
+import re
+
+from shardwise.cluster.catalogue import device, link
+from shardwise.cluster.cluster import Cluster, Tier
+from shardwise.errors import InputError
+
+FORM = 'a cluster is written as "16x8 h100-sxm-80gb, ib-400": nodes x devices, the device, the links between tiers'
+
+
+def parse(text: str) -> Cluster:
+    """A cluster of catalogue devices and links; a wrong word raises `InputError` with the nearest right one."""
+    head, *links = [part.strip() for part in text.split(",")]
+    words = head.split()
+    if len(words) != 2 or not re.fullmatch(r"\d+(x\d+)*", words[0]):
+        raise InputError(f"cluster: cannot read {text!r}; {FORM}, or the path of a .toml file")
+    counts = [int(count) for count in reversed(words[0].split("x"))]
+    if min(counts) < 1:
+        raise InputError(f"cluster: counts must be at least 1, got {words[0]!r}")
+    found, own = device(words[1])
+    if len(links) != len(counts) - 1:
+        raise InputError(
+            f"cluster: {words[0]} has {len(counts)} tiers, so {len(counts) - 1} links between them are named after the "
+            f"device, innermost first; got {len(links)} ({', '.join(links) or 'none'})"
+        )
+    domain = own.count
+    tiers = [Tier(own.name, counts[0], own.gbps, own.latency_us)]
+    if counts[0] > domain:
+        raise InputError(
+            f"cluster: {counts[0]} {found.name} in the innermost tier, but its own link ({own.name}) joins {domain}; "
+            f"write {math_split(counts[0], domain)} and name the link between them"
+        )
+    for count, name in zip(counts[1:], links, strict=True):
+        tiers.append(link(name, count, found, own))
+    return Cluster(found, tuple(tiers), text)
+
+
+def math_split(count: int, domain: int) -> str:
+    """`4x8` for 32 devices in domains of 8, where that comes out even."""
+    return f"{count // domain}x{domain}" if count % domain == 0 else f"NODESx{domain}"

@@ -1,0 +1,1 @@
+"""What each technique costs in memory, FLOPs and bytes: pure functions of a shape and a layout. No torch."""

@@ -1,0 +1,239 @@
+"""Time of one layer, of the embedding and of the head on one rank, from the kernels they launch.
+
+For T tokens on a rank, tensor degree t, width h:
+
+    forward        q k v        (T, h) x (h, (q+2kv)/t)          backward       the same product for the input
+                   attention    kernel, or scores written         (input)       and its attention
+                   o            (T, q/t) x (q/t, h)               backward      (n/t, T) x (T, k), added into float32
+                   up gate      (T, h) x (h, 2f/t)                (weight)
+                   down         (T, f/t) x (f/t, h)
+    between them   norms, rotary, activation, dropout, residuals: bytes over memory bandwidth
+
+Communication of tensor, sequence, context and expert parallelism is returned beside it as (op, bytes) so that whoever
+composes decides what hides behind what. Sources: Korthikanti et al. 2022 (tensor and sequence), Liu et al. 2023
+(ring), Jacobs et al. 2023 (Ulysses).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from shardwise.costs.kernels import Kernels
+from shardwise.costs.layout import Layout
+from shardwise.costs.shapes import Shape
+from shardwise.costs.software import Software
+
+EAGER = 1.6  # an unfused chain of elementwise ops moves about this many times a fused one's bytes (assumed)
+ACT_BYTES = 2  # activations in bf16 or fp16
+
+
+@dataclass(frozen=True)
+class Message:
+    """One collective of a layer: op, axis, bytes of the whole tensor, and whether it can run beside compute."""
+
+    op: str
+    axis: str
+    size_bytes: float
+    hidden: bool = False
+
+
+@dataclass
+class Times:
+    """Seconds of compute of one part for one micro-batch, and what it communicates."""
+
+    forward: float = 0.0
+    backward_input: float = 0.0
+    backward_weight: float = 0.0
+    recompute: float = 0.0
+    attention_forward: float = 0.0
+    attention_backward: float = 0.0
+    forward_messages: list[Message] = field(default_factory=list)
+    backward_messages: list[Message] = field(default_factory=list)
+    recompute_messages: list[Message] = field(default_factory=list)
+
+    @property
+    def backward(self) -> float:
+        return self.recompute + self.backward_input + self.backward_weight
+
+
+@dataclass(frozen=True)
+class Block:
+    """One layer of `shape` under `layout`, on `kernels`, as `software` runs it."""
+
+    shape: Shape
+    layout: Layout
+    software: Software
+    kernels: Kernels
+
+    def layer(self) -> Times:
+        """One layer, one micro-batch."""
+        attention, products = self._attention(), self._products()
+        forward = products[0] + attention[0] + self._norms()[0] + self._feed_forward_stream()[0]
+        backward_input = products[1] + attention[1] + self._norms()[1] + self._feed_forward_stream()[1]
+        times = Times(forward, backward_input, products[2], 0.0, attention[0], attention[1])
+        times.forward_messages, times.backward_messages = self._messages()
+        if self.layout.recompute == "full":
+            times.recompute = forward
+            times.recompute_messages = list(times.forward_messages)
+        elif self.layout.recompute == "selective":
+            times.recompute = attention[2]
+        return times
+
+    # --- products
+
+    def _widths(self) -> list[tuple[float, float]]:
+        """(out, in) of the products of attention, this rank's share."""
+        s, t = self.shape, self.layout.tp
+        kv = max(s.kv_width / t, s.head_dim)  # beyond the kv heads they are kept whole
+        return [((s.query_width / t + 2 * kv), s.hidden), (s.hidden, s.query_width / t)]
+
+    def _products(self) -> tuple[float, float, float]:
+        """Seconds of all matrix products: forward, for the input, for the weights."""
+        tokens = self.layout.tokens
+        out = [0.0, 0.0, 0.0]
+
+        def add(rows: float, wide: float, deep: float, times: float = 1.0) -> None:
+            out[0] += times * self.kernels.product(rows, wide, deep)
+            out[1] += times * self.kernels.product(rows, deep, wide)
+            out[2] += times * self.kernels.product(wide, deep, rows, accumulate=self.software.accumulates)
+
+        for wide, deep in self._widths():
+            add(tokens, wide, deep)
+        s, t = self.shape, self.layout.tp
+        up = (2 if s.gated else 1) * s.ffn
+        if not s.experts:
+            add(tokens, up / t, s.hidden)
+            add(tokens, s.hidden, s.ffn / t)
+        else:
+            add(tokens, s.experts, s.hidden)
+            local = max(1.0, s.experts / self.layout.ep)
+            rows = tokens * s.top_k * self.layout.ep / s.experts  # of each local expert, balanced
+            expert_tp = 1 if self.layout.ep > 1 else t
+            rows = rows / t if self.layout.ep > 1 and self.layout.sp else rows
+            add(rows, up / expert_tp, s.hidden, local)
+            add(rows, s.hidden, s.ffn / expert_tp, local)
+            for _ in range(s.shared_experts):
+                add(tokens, up / t, s.hidden)
+                add(tokens, s.hidden, s.ffn / t)
+        return out[0], out[1], out[2]
+
+    # --- attention
+
+    def _attention(self) -> tuple[float, float, float]:
+        """Seconds of attention without its projections: forward, backward, recompute of the selective policy."""
+        s, lay = self.shape, self.layout
+        heads = s.heads / lay.tp / lay.ulysses
+        queries, keys = lay.seq / lay.cp, lay.seq
+        if self.software.attention == "unfused":
+            forward, backward = self._unfused(lay.micro_batch * heads, queries, keys)
+            return forward, backward, forward
+        rope = 0.0
+        if not s.learned_positions:
+            moved = 2 * ACT_BYTES * lay.tokens * (s.query_width + s.kv_width) / lay.tp
+            rope = self._stream(moved, 2)
+        args = (self.software.attention, lay.micro_batch, heads, queries, keys, s.head_dim)
+        forward = self.kernels.attention(*args, backward=False)
+        return forward + rope, self.kernels.attention(*args, backward=True) + rope, forward
+
+    def _unfused(self, rows: float, queries: float, keys: float) -> tuple[float, float]:
+        """Scores written and read: batched products bound by memory, softmax with mask, dropout (1 byte of mask)."""
+        scores = rows * queries * keys
+        d = self.shape.head_dim
+        into, out_of = self.kernels.batched(rows, queries, keys, d), self.kernels.batched(rows, queries, d, keys)
+        written = scores * ACT_BYTES
+        soft = self.kernels.stream(2 * written)  # scale, mask and softmax in one kernel
+        drop = self.kernels.stream(2 * written + scores) if self.shape.dropout else 0.0
+        return into + out_of + soft + drop, 2 * (into + out_of) + 1.5 * soft + drop
+
+    # --- streams
+
+    def _stream(self, size_bytes: float, kernels: int) -> float:
+        eager = 1.0 if self.software.fused else EAGER
+        return self.kernels.stream(size_bytes * eager, int(kernels * (1 if self.software.fused else 2)))
+
+    def _norms(self) -> tuple[float, float]:
+        """Two norms and two residual additions (with dropout where there is one)."""
+        lay = self.layout
+        whole = lay.tokens / (lay.tp if lay.sp else 1) * self.shape.hidden * ACT_BYTES
+        mask = 0.5 if self.shape.dropout else 0.0
+        forward = 2 * (2 * whole) + 2 * ((3 + mask) * whole)
+        backward = 2 * (3 * whole) + 2 * ((3 + mask) * whole)
+        return self._stream(forward, 4), self._stream(backward, 6)
+
+    def _feed_forward_stream(self) -> tuple[float, float]:
+        s, lay = self.shape, self.layout
+        copies = max(1, s.top_k) + s.shared_experts if s.experts else 1
+        inner = lay.tokens * copies * s.ffn / lay.tp * ACT_BYTES
+        reads = 2 if s.gated else 1
+        forward, backward = (reads + 1) * inner, (2 * reads + 1) * inner
+        permute = 0.0
+        if s.experts:  # sorted by expert and back, weighted
+            permute = 4 * lay.tokens * s.top_k * s.hidden * ACT_BYTES / (lay.tp if lay.sp else 1)
+        return self._stream(forward + permute, 1), self._stream(backward + permute, 2)
+
+    # --- communication
+
+    def _messages(self) -> tuple[list[Message], list[Message]]:
+        s, lay = self.shape, self.layout
+        whole = lay.tokens * s.hidden * ACT_BYTES
+        forward: list[Message] = []
+        backward: list[Message] = []
+        overlapped = self.software.overlap_tp
+        if lay.tp > 1 and lay.sp:
+            for _ in range(2):
+                forward += [
+                    Message("all_gather", "tp", whole, overlapped),
+                    Message("reduce_scatter", "tp", whole, overlapped),
+                ]
+                # the gather of the saved input for the weights' gradient runs beside the input's gradient
+                backward += [
+                    Message("all_gather", "tp", whole, overlapped),
+                    Message("reduce_scatter", "tp", whole, overlapped),
+                    Message("all_gather", "tp", whole, True),
+                ]
+        elif lay.tp > 1:
+            forward += [Message("all_reduce", "tp", whole, overlapped)] * 2
+            backward += [Message("all_reduce", "tp", whole, overlapped)] * 2
+        if lay.cp > 1:
+            kv = 2 * lay.micro_batch * lay.seq * max(s.kv_width / lay.tp / lay.ulysses, s.head_dim) * ACT_BYTES
+            forward.append(Message("ring", "cp", kv, True))
+            backward.append(Message("ring", "cp", 2 * kv, True))
+        if lay.ulysses > 1:
+            qkv = lay.micro_batch * lay.seq / lay.cp * (2 * s.query_width + 2 * s.kv_width) / lay.tp * ACT_BYTES
+            forward.append(Message("all_to_all", "ulysses", qkv / lay.ulysses))
+            backward.append(Message("all_to_all", "ulysses", qkv / lay.ulysses))
+        if s.experts and lay.ep > 1:
+            routed = lay.tokens / (lay.tp if lay.sp else 1) * s.top_k * s.hidden * ACT_BYTES
+            forward += [Message("all_to_all", "ep", routed)] * 2
+            backward += [Message("all_to_all", "ep", routed)] * 2
+        return forward, backward
+
+    # --- the two ends
+
+    def embedding(self) -> Times:
+        """The lookup: a gather of rows, and a scatter into float32 in backward."""
+        lay = self.layout
+        moved = lay.tokens * self.shape.hidden * ACT_BYTES
+        times = Times(self._stream(2 * moved, 2), 0.0, self._stream(3 * moved, 3))
+        if lay.tp > 1:
+            times.forward_messages = [Message("reduce_scatter" if lay.sp else "all_reduce", "tp", moved)]
+        return times
+
+    def head(self) -> Times:
+        """Last norm, output matrix and cross-entropy over logits cut along the vocabulary."""
+        s, lay, k = self.shape, self.layout, self.kernels
+        tokens, vocab = lay.tokens, s.vocab / lay.tp
+        logits = tokens * vocab
+        # fused: read bf16, write float32 once. Unfused: widen, log-softmax, pick; back: fill, softmax, narrow
+        loss_bytes, back_bytes = (6 * logits, 6 * logits) if self.software.fused else (14 * logits, 18 * logits)
+        times = Times(
+            k.product(tokens, vocab, s.hidden) + k.stream(loss_bytes, 4),
+            k.product(tokens, s.hidden, vocab) + k.stream(back_bytes, 3),
+            k.product(vocab, s.hidden, tokens, accumulate=self.software.accumulates),
+        )
+        if lay.tp > 1:
+            whole = tokens * s.hidden * ACT_BYTES
+            times.forward_messages = [Message("all_gather", "tp", whole)] if lay.sp else []
+            times.backward_messages = [Message("reduce_scatter" if lay.sp else "all_reduce", "tp", whole)]
+            times.forward_messages += [Message("all_reduce", "tp", tokens * 4)] * 3
+        return times

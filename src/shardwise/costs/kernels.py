@@ -1,0 +1,157 @@
+"""How long one kernel takes on one device: matrix products, attention, streams of memory.
+
+Products read the measured table of the device, times the share of it that long runs hold; a device without a table
+gets a roofline: the sustained rate if known, else `ROOFLINE_SHARE` of the data sheet. `Kernels.basis` says which.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+
+from shardwise.cluster import Device, GemmTable, gemm_table, measured_products
+from shardwise.cluster.catalogue import read
+
+ROOFLINE_SHARE = 0.70  # of the data sheet's rate, for large products without a table (assumed)
+STREAM_SHARE = 0.85  # of the data sheet's memory bandwidth, without a measurement (assumed)
+# Adding a product into a float32 matrix costs this share of reading and writing that matrix. SimuMax's products with
+# 4096 tokens: 0.43 on A100 (0.71 of peak against 0.75), 0.35 on B200 (0.455 against 0.49)
+ACCUMULATED = 0.4
+BATCHED_SHARE = 0.6  # of the best product: batched products over one head's width (assumed)
+ATTENTION_SHARE = {"flash1": 0.30, "flash2": 0.55, "cudnn": 0.50}  # of the data sheet's rate, without a table (assumed)
+BACKWARD_SHARE = 0.85  # attention's backward rate over its forward rate, without a table (assumed)
+
+
+@cache
+def sustained(device: str, what: str) -> float | None:
+    """A packaged share of sustained.csv, or None."""
+    for row in read("sustained.csv"):
+        if row["device"] == device and row["what"] == what:
+            return float(row["value"])
+    return None
+
+
+@cache
+def _attention_rates(device: str, kernel: str, direction: str) -> dict[int, tuple[tuple[int, float], ...]]:
+    """head_dim -> ((sequence length, TFLOP/s), ...)"""
+    out = {}
+    for row in read("attention.csv"):
+        if (row["device"], row["kernel"], row["direction"]) == (device, kernel, direction):
+            out[int(row["head_dim"])] = tuple((int(k), float(v)) for k, v in row.items() if k.isdigit() and v)
+    return out
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Times of kernels on one device, in seconds. `dtype_bytes` is that of activations."""
+
+    device: Device
+    launch_us: float = 2.0
+    dtype: str = "bf16"
+
+    @property
+    def table(self) -> GemmTable | None:
+        if self.device.products:
+            return measured_products(self.device.products, self.dtype)
+        return gemm_table(self.device.table) if self.device.table and self.dtype == "bf16" else None
+
+    @property
+    def basis(self) -> str:
+        """One line on where the product times come from."""
+        if self.table is not None:
+            if self.device.products:
+                return f"products measured on {self.table.name}"
+            share = sustained(self.device.table, "matmul") or 1.0
+            return f"measured products of {self.table.name} by shape x {share:g} (long runs)"
+        return f"roofline: {self.peak_tflops:.0f} TFLOP/s for any large product, not measured by shape"
+
+    @property
+    def peak_tflops(self) -> float:
+        """The rate of large products without a table."""
+        d = self.device
+        if self.dtype == "fp8" and d.fp8_tflops is not None:
+            return d.fp8_tflops.value * ROOFLINE_SHARE
+        if self.dtype == "fp32":
+            if d.fp32_tflops is not None:
+                return d.fp32_tflops.value
+            return d.bf16_tflops.value / 2 * ROOFLINE_SHARE  # TF32 on tensor cores
+        return d.sustained_bf16_tflops.value if d.sustained_bf16_tflops else d.bf16_tflops.value * ROOFLINE_SHARE
+
+    def product(self, m: float, n: float, k: float, *, accumulate: bool = False) -> float:
+        """(m, k) x (k, n). `accumulate`: the result is added into a float32 matrix."""
+        if m <= 0 or n <= 0 or k <= 0:
+            return 0.0
+        table = self.table
+        if table is not None:
+            seconds = table.seconds(m, n, k) / (sustained(self.device.table, "matmul") or 1.0)
+        else:
+            moved = 2.0 * (m * k + k * n + m * n)
+            seconds = max(2.0 * m * n * k / (self.peak_tflops * 1e12), moved / self.bandwidth)
+        if accumulate:
+            seconds += ACCUMULATED * 8.0 * m * n / self.bandwidth
+        return seconds + self.launch_us * 1e-6
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes a second that a streaming kernel moves."""
+        share = sustained(self.device.table, "stream") or STREAM_SHARE
+        return self.device.memory_bandwidth_gbps.value * 1e9 * (1.0 if self.device.kind == "cpu" else share)
+
+    def stream(self, size_bytes: float, kernels: int = 1) -> float:
+        """`kernels` launches that move `size_bytes` between them."""
+        return size_bytes / self.bandwidth + kernels * self.launch_us * 1e-6
+
+    def batched(self, batch: float, m: float, n: float, k: float) -> float:
+        """`batch` products with a short k: bound by the device's rate or by the bytes that they write."""
+        table = self.table
+        best = table.best * (sustained(self.device.table, "matmul") or 1.0) if table else self.peak_tflops
+        moved = 2.0 * batch * (m * k + k * n + m * n)
+        rate = best * BATCHED_SHARE * 1e12
+        return max(2.0 * batch * m * n * k / rate, moved / self.bandwidth) + self.launch_us * 1e-6
+
+    def attention(
+        self, kernel: str, batch: float, heads: float, queries: float, keys: float, head_dim: int, *, backward: bool
+    ) -> float:
+        """A causal attention kernel; FLOPs count the half that is not masked, backward 2.5 times forward."""
+        work = 2.0 * batch * heads * queries * keys * head_dim * (2.5 if backward else 1.0)
+        return work / (self.attention_tflops(kernel, keys, head_dim, backward) * 1e12) + self.launch_us * 1e-6
+
+    def attention_tflops(self, kernel: str, seq: float, head_dim: int, backward: bool) -> float:
+        """Rate of a fused attention kernel, TFLOP/s."""
+        direction = "backward" if backward else "forward"
+        rates, scale = _attention_rates(self.device.table, kernel, direction), 1.0
+        if not rates:
+            rates, scale = self._borrowed(kernel, direction, head_dim)
+        if not rates:
+            share = ATTENTION_SHARE.get(kernel, 0.5) * (BACKWARD_SHARE if backward else 1.0)
+            return self.device.bf16_tflops.value * share
+        points = rates[min(rates, key=lambda d: abs(d - head_dim))]
+        return scale * _log_read(points, seq)
+
+    def _borrowed(self, kernel: str, direction: str, head_dim: int) -> tuple[dict, float]:
+        """Rates on another device, scaled by what FlashAttention-2 reaches on both, else by the data sheets.
+
+        An older kernel does not use a newer device's instructions, so its own peak would promise too much.
+        """
+        for other, peak in (("a100_sxm", 312.0), ("h100_sxm", 989.0), ("b200_sxm", 2250.0)):
+            rates = _attention_rates(other, kernel, direction)
+            if rates:
+                here = _attention_rates(self.device.table, "flash2", direction)
+                there = _attention_rates(other, "flash2", direction)
+                if here and there:
+                    d = min(here, key=lambda width: abs(width - head_dim))
+                    return rates, here[d][-1][1] / there[d][-1][1]
+                return rates, self.device.bf16_tflops.value / peak
+        return {}, 1.0
+
+
+def _log_read(points: tuple[tuple[int, float], ...], at: float) -> float:
+    if at <= points[0][0]:
+        return points[0][1] * max(at / points[0][0], 0.25)
+    for (low, slow), (high, fast) in pairwise(points):
+        if at <= high:
+            share = math.log(at / low) / math.log(high / low)
+            return slow + (fast - slow) * share
+    return points[-1][1]

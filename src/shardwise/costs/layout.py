@@ -1,0 +1,113 @@
+"""`Layout`: the numbers of a plan that costs depend on, with the batch dealt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from shardwise.errors import InputError
+from shardwise.layout import Plan
+
+RECOMPUTES = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Degrees, and how many samples a rank meets at a time.
+
+    micro_batch   samples of one micro-batch on one data rank
+    n_micro       micro-batches of a step (accumulation, or those of the pipeline)
+    rounds        times that the pipeline is filled and emptied in a step
+    chunks        model chunks that a pipeline rank holds (virtual stages)
+    zero          over `shard` ranks: 0, 1, 2, 3
+    shard         ranks that `zero` shards over; `replicas` of those groups
+    """
+
+    tp: int = 1
+    sp: bool = False
+    cp: int = 1
+    ulysses: int = 1
+    pp: int = 1
+    chunks: int = 1
+    ep: int = 1
+    shard: int = 1
+    replicas: int = 1
+    zero: int = 0
+    micro_batch: int = 1
+    n_micro: int = 1
+    rounds: int = 1
+    seq: int = 2048
+    recompute: str = "none"
+    schedule: str = "1f1b"
+    # layers of each stage where they are not even, first stage first
+    stage_layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for field in (
+            "tp",
+            "cp",
+            "ulysses",
+            "pp",
+            "chunks",
+            "ep",
+            "shard",
+            "replicas",
+            "micro_batch",
+            "n_micro",
+            "rounds",
+            "seq",
+        ):
+            if getattr(self, field) < 1:
+                raise InputError(f"layout: {field} must be at least 1, got {getattr(self, field)}")
+        if self.recompute not in RECOMPUTES:
+            raise InputError(f"layout: recompute is one of {', '.join(RECOMPUTES)}, got {self.recompute!r}")
+
+    @property
+    def dp(self) -> int:
+        return self.shard * self.replicas
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.cp * self.ulysses * self.pp * self.dp
+
+    @property
+    def split_sequence(self) -> int:
+        """Ranks over which a sample's positions are dealt."""
+        return self.cp * self.ulysses
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of a micro-batch on one rank, before tensor parallelism."""
+        return self.micro_batch * self.seq / self.split_sequence
+
+    @property
+    def global_batch(self) -> int:
+        return self.micro_batch * self.n_micro * self.rounds * self.dp
+
+    def with_(self, **changes: object) -> Layout:
+        """A copy with some fields replaced."""
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+
+def of_plan(plan: Plan, *, global_batch: int, seq: int, uneven: bool = False) -> Layout:
+    """The layout of a plan for a global batch in samples; one that does not divide raises `InputError`.
+
+    `uneven`: it is rounded up to the rank that is dealt most.
+    """
+    n_micro = plan.accumulate * plan.microbatches
+    over = plan.data_ranks * n_micro
+    if uneven:
+        global_batch = -(-global_batch // over) * over
+    if global_batch % over:
+        lower = global_batch // over * over
+        raise InputError(
+            f"a global batch of {global_batch} samples does not divide over {plan.data_ranks} data ranks x {n_micro} "
+            f"micro-batches; the nearest that do are {', '.join(str(n) for n in (lower, lower + over) if n)}"
+        )
+    return Layout(
+        tp=plan.tp, sp=plan.sp, cp=plan.cp, ulysses=plan.cp_ulysses, pp=plan.pp,
+        chunks=plan.stages_per_rank, ep=plan.ep,
+        shard=plan.dp_shard, replicas=plan.dp_replicate, zero=plan.zero, micro_batch=global_batch // over,
+        n_micro=plan.microbatches if plan.pp > 1 else n_micro, rounds=plan.accumulate if plan.pp > 1 else 1,
+        seq=seq, recompute=plan.remat,
+        schedule=plan.schedule if plan.schedule != "none" else "1f1b",
+    )  # fmt: skip

@@ -1,0 +1,190 @@
+"""Bytes on one rank: states by dtype policy, activations by what backward reads, logits, buffers. Each term by name.
+
+    states        weights, gradients, master copy, optimizer, each divided by what shards it
+    activations   of a layer, for T tokens of a micro-batch and tensor degree t, s = t under sequence parallelism:
+                  norm inputs and outputs 2h each /s, q k v and attention's output /t, feed-forward /t
+    kept times    layers of the stage x micro-batches in flight, by the schedule
+    peak          the moment the loss is made, or a recomputed layer, whichever is larger
+
+Sources: Rajbhandari et al. 2020 (section 3 and 5), Korthikanti et al. 2022 (section 4). Allocated bytes; `reserved`
+adds what the caching allocator holds besides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwise.costs.block import ACT_BYTES
+from shardwise.costs.layout import Layout
+from shardwise.costs.shapes import Shape
+from shardwise.costs.software import STATES, Software
+
+RESERVED_SHARE = 1.03  # what the caching allocator holds over what is allocated (assumed; 2 to 6% in SimuMax's runs)
+CONTEXT_BYTES = 0.7e9  # the driver's context and NCCL's buffers, outside the allocator (assumed)
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Named terms in bytes. `peak` says which transient was the largest."""
+
+    terms: dict[str, float]
+    peak: str = ""
+
+    @property
+    def allocated(self) -> float:
+        return sum(self.terms.values())
+
+    @property
+    def reserved(self) -> float:
+        return self.allocated * RESERVED_SHARE
+
+
+def stage_parameters(shape: Shape, layout: Layout, layers: float, *, first: bool, last: bool) -> dict[str, float]:
+    """Parameters of a pipeline stage on one rank: those replicated over the data ranks, and the experts."""
+    t = layout.tp
+    s = shape
+    kv_kept = max(1.0, t / s.kv_heads)  # beyond the kv heads, k and v are kept whole
+    attention = (
+        s.attention_parameters - 2 * s.hidden * s.kv_width + 2 * s.hidden * s.kv_width * kv_kept
+    ) / t + 2 * s.norm_parameters
+    if s.experts:
+        local = s.experts / layout.ep
+        expert_tp = 1 if layout.ep > 1 else t
+        experts = local * s.expert_parameters / expert_tp
+        dense = attention + s.router_parameters + s.shared_experts * s.expert_parameters / t
+    else:
+        experts, dense = 0.0, attention + s.expert_parameters / t
+    total = layers * dense
+    if first:
+        total += s.vocab * s.hidden / t + s.learned_positions * s.hidden
+    if last:
+        total += s.norm_parameters
+        if s.head_parameters or (s.tied and not first):  # a tied head on another stage is a second copy
+            total += s.vocab * s.hidden / t
+    return {"dense": total, "experts": layers * experts}
+
+
+def states(parameters: dict[str, float], layout: Layout, software: Software, precision: str = "") -> dict[str, float]:
+    """Bytes of weights, gradients, master copy and optimizer on one rank.
+
+    Experts are sharded over the data ranks that hold the same ones.
+    """
+    policy = STATES[precision or software.states]
+    out = dict.fromkeys(("weights", "gradients", "master", "optimizer"), 0.0)
+    for kind, count in parameters.items():
+        ranks = float(layout.shard * layout.split_sequence) if layout.zero else 1.0
+        if kind == "experts" and layout.ep > 1:
+            ranks = max(1.0, ranks * (layout.tp if layout.ep > 1 else 1) / layout.ep)
+        share = 1.0 / ranks
+        zero = layout.zero
+        out["weights"] += count * policy.weight * (share if zero >= 3 else 1.0)
+        out["gradients"] += count * policy.gradient * (share if zero >= 2 else 1.0) + count * policy.copies * share
+        out["master"] += count * policy.master * (share if zero >= 1 else 1.0)
+        out["optimizer"] += count * policy.optimizer * (share if zero >= 1 else 1.0)
+        if zero >= 3 and policy.master and policy.weight < policy.master:  # FSDP keeps the masters alone at rest
+            out["weights"] -= count * policy.weight * share
+    return out
+
+
+def layer_activations(shape: Shape, layout: Layout, software: Software) -> dict[str, float]:
+    """Bytes that backward of one layer reads, by name, for one micro-batch."""
+    s, lay = shape, layout
+    tokens, t = lay.tokens, lay.tp
+    stream = tokens * s.hidden * ACT_BYTES / (t if lay.sp else 1)
+    if lay.recompute == "full":
+        return {"layer input": stream}
+    kv = max(s.kv_width / t, s.head_dim)
+    out = {
+        "norm inputs": 2 * stream,
+        "norm outputs": 2 * stream,
+        "q k v": tokens * (s.query_width / t + 2 * kv) * ACT_BYTES / lay.ulysses * lay.ulysses,
+        "attention output": tokens * s.query_width / t * ACT_BYTES,
+    }
+    if software.attention == "unfused":
+        if lay.recompute != "selective":
+            scores = lay.micro_batch * (s.heads / t) * (lay.seq / lay.cp) * lay.seq
+            out["scores"] = scores * ((2 * ACT_BYTES + 1) if s.dropout else ACT_BYTES)
+    else:
+        out["softmax statistics"] = tokens * s.heads / t * 4
+    if s.dropout:
+        out["dropout masks"] = 2 * tokens * s.hidden / (t if lay.sp else 1)
+    out |= _feed_forward(shape, layout)
+    if lay.recompute == "selective" and software.attention != "unfused":
+        # the selective policy keeps products and attention, and computes norms and activations again
+        out["norm outputs"] = 0.0
+        out["activation"] = 0.0
+    return out
+
+
+def _feed_forward(shape: Shape, layout: Layout) -> dict[str, float]:
+    s, lay = shape, layout
+    copies = s.top_k + s.shared_experts if s.experts else 1
+    inner = lay.tokens * s.ffn / lay.tp * ACT_BYTES * copies
+    out = {"up and gate": inner * (2 if s.gated else 1), "activation": inner}
+    if s.experts:
+        out["routed tokens"] = lay.tokens * s.top_k * s.hidden * ACT_BYTES / (lay.tp if lay.sp else 1)
+        out["router"] = lay.tokens * s.experts * 4 * 2
+    return out
+
+
+def logits(shape: Shape, layout: Layout, software: Software) -> float:
+    """Bytes alive at the output matrix: the logits while the loss is made, or their gradient beside the matrix's own.
+
+    The matrix's gradient is made in float32 before it is added to the buffer.
+    """
+    count = layout.tokens * shape.vocab / layout.tp
+    gathered = layout.tokens * shape.hidden * ACT_BYTES if layout.sp and layout.tp > 1 else 0.0
+    matrix = shape.vocab * shape.hidden / layout.tp * 4
+    return max(count * software.logit_peak_bytes, count * ACT_BYTES + matrix) + gathered
+
+
+def rank_memory(
+    shape: Shape,
+    layout: Layout,
+    software: Software,
+    *,
+    layers: float,
+    first: bool,
+    last: bool,
+    in_flight: float,
+    precision: str = "",
+) -> Ledger:
+    """All terms for one rank of a stage that keeps `in_flight` micro-batches (in units of the whole stage)."""
+    parameters = stage_parameters(shape, layout, layers, first=first, last=last)
+    terms = states(parameters, layout, software, precision)
+    layer = layer_activations(shape, layout, software)
+    terms["activations"] = sum(layer.values()) * layers * in_flight
+    stream = layout.tokens * shape.hidden * ACT_BYTES / (layout.tp if layout.sp else 1)
+    if first:
+        terms["embedding output"] = 0.0 if layout.recompute == "full" else stream * in_flight
+        if shape.dropout:
+            terms["embedding output"] += stream / 2 * in_flight
+    if last:
+        terms["head input"] = 2 * stream * min(in_flight, 1.0)
+    terms["buffers"] = buffers(shape, layout, software, layers, parameters)
+    peaks = {"one layer's backward": transient(shape, layout, software)}
+    if last:
+        peaks["logits"] = logits(shape, layout, software)
+    name = max(peaks, key=lambda key: peaks[key])
+    terms[f"peak: {name}"] = peaks[name]
+    return Ledger({key: value for key, value in terms.items() if value}, name)
+
+
+def transient(shape: Shape, layout: Layout, software: Software) -> float:
+    """What one layer's backward adds while it runs: recomputed activations, and the float32 gradient of its largest
+    matrix before it is added to the buffer, beside the gradient of that product's output."""
+    none = layout.with_(recompute="none")
+    again = sum(layer_activations(shape, none, software).values()) if layout.recompute != "none" else 0.0
+    matrix = (2 if shape.gated else 1) * shape.hidden * shape.ffn / layout.tp * 4
+    stream = layout.tokens * shape.hidden * ACT_BYTES
+    return again + matrix + 2 * stream
+
+
+def buffers(shape: Shape, layout: Layout, software: Software, layers: float, parameters: dict[str, float]) -> float:
+    """Communication buffers: under ZeRO-3 two gathered layers and one layer's whole gradients."""
+    if layout.zero < 3 or layout.shard == 1:
+        return 0.0
+    policy = STATES[software.states]
+    largest = max(shape.layer_parameters, shape.embedding_parameters) / layout.tp
+    whole = 2.0 if policy.weight == 2 or software.states == "fsdp-mixed" else policy.weight
+    return largest * (2 * whole + software.grad_reduce_bytes)

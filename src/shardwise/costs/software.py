@@ -1,0 +1,198 @@
+"""How an implementation runs a decoder: which kernels, what it keeps, in which dtypes, what it overlaps.
+
+Facts about programs, from their papers and sources; nothing here is a fitted number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwise.errors import InputError, did_you_mean
+
+
+@dataclass(frozen=True)
+class States:
+    """Bytes for one parameter, by class. The known sums (16, 18, 20, ...) are what falls out.
+
+    weight      what the module computes with
+    gradient    what backward leaves, and what it is summed in
+    master      a second copy for the optimizer, 0 without
+    optimizer   its own state
+    copies      gradient copies that live beside the first at the optimizer step
+    """
+
+    name: str
+    weight: float
+    gradient: float
+    master: float
+    optimizer: float
+    copies: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.weight + self.gradient + self.master + self.optimizer + self.copies
+
+
+STATES: dict[str, States] = {
+    s.name: s
+    for s in (
+        States("fp32", 4, 4, 0, 8),  # shardwise fp32; PyTorch's default
+        States("bf16", 2, 4, 4, 8),  # shardwise bf16, Megatron's main_grad in float32: 18
+        States("bf16-full", 2, 2, 0, 4),  # everything in bf16
+        States("fp16-apex", 2, 2, 4, 8),  # ZeRO paper, DeepSpeed: 16
+        States("fp16-apex-fp32-grad", 2, 2, 4, 8, 4),  # a float32 copy of gradients at the step: 20
+        States("fsdp-mixed", 4, 4, 0, 8),  # FSDP with MixedPrecision: float32 shards, bf16 only while gathered
+    )
+}
+
+
+@dataclass(frozen=True)
+class Software:
+    """One implementation.
+
+    attention        "unfused" (scores are written), or a kernel of attention.csv
+    fused            norms, activations, dropout and residuals each read and write their tensors once
+    overlap_dp       gradient reductions (and ZeRO-1 gathers) run beside backward (and forward)
+    overlap_tp       tensor-parallel collectives run beside matrix products
+    gathers_per_unit collectives in which ZeRO-3 gathers one layer: 1 where it is flattened, else one for each parameter
+    gathers_again    a recomputed layer's weights are freed after its second forward and gathered again for backward
+    copies_us        time of one copy, where a collective hands out one tensor for each rank and copies them one by one
+    accumulates      a weight's gradient is added into a float32 buffer by the product that makes it
+    split_sends      a stage's message is cut over the tensor ranks and gathered by the next stage
+    overlap_p2p      stages send while they compute
+    prefetch         when ZeRO-3 asks for the next unit in backward: "before" this one's gradients leave (FSDP2),
+                     "after" them (FSDP1's BACKWARD_POST), or "none": when it is needed
+    states           the dtype policy, a key of STATES
+    launch_us        time a kernel's launch adds on the device
+    logit_peak_bytes bytes alive for one logit when the loss is made: 2 in bf16, 4 in float32, and what is not in place
+    """
+
+    name: str
+    attention: str = "flash2"
+    fused: bool = True
+    overlap_dp: bool = True
+    overlap_tp: bool = False
+    overlap_p2p: bool = False
+    prefetch: str = "before"
+    gathers_per_unit: int = 1
+    gathers_again: bool = False
+    copies_us: float = 0.0
+    accumulates: bool = True
+    split_sends: bool = False
+    states: str = "bf16"
+    grad_reduce_bytes: float = 4.0
+    launch_us: float = 2.0
+    logit_peak_bytes: float = 14.0
+    source: str = ""
+
+
+SOFTWARE: dict[str, Software] = {
+    s.name: s
+    for s in (
+        Software(
+            "shardwise",
+            attention="flash2",
+            fused=False,
+            overlap_dp=True,
+            accumulates=False,
+            states="bf16",
+            source="this package: eager PyTorch, SDPA's flash kernel, fully_shard",
+        ),
+        Software(
+            "megatron-2021",
+            attention="unfused",
+            overlap_dp=False,
+            overlap_p2p=False,
+            split_sends=True,
+            states="bf16",
+            grad_reduce_bytes=2.0,
+            source="Narayanan et al. 2021, section 4.2; Korthikanti et al. 2022: fused kernels, no overlap",
+        ),
+        Software(
+            "megatron-core",
+            attention="cudnn",
+            overlap_dp=False,
+            overlap_p2p=False,
+            states="bf16",
+            logit_peak_bytes=6.0,
+            source="Megatron-LM with Transformer Engine at its defaults: nothing overlaps unless a flag says so",
+        ),
+        Software(
+            "megatron-core-unfused-loss",
+            attention="cudnn",
+            overlap_dp=False,
+            overlap_p2p=False,
+            states="bf16",
+            logit_peak_bytes=8.0,
+            source="the same with the cross-entropy of its defaults: logits, a float32 copy made softmax, the gradient",
+        ),
+        Software(
+            "nemo",
+            attention="cudnn",
+            overlap_dp=True,
+            overlap_tp=True,
+            overlap_p2p=True,
+            states="bf16",
+            source="NeMo and Megatron-Bridge recipes: gradients, gathers and tensor-parallel messages overlap",
+        ),
+        Software(
+            "zero-bubble",
+            attention="unfused",
+            overlap_dp=True,
+            overlap_p2p=False,
+            states="bf16",
+            source="Qi et al. 2024: Megatron-LM of 2023; their memory is that of written scores and dropout",
+        ),
+        Software(
+            "llm-foundry",
+            attention="flash1",
+            fused=False,
+            overlap_dp=True,
+            prefetch="after",
+            accumulates=False,
+            states="fsdp-mixed",
+            grad_reduce_bytes=2.0,
+            source="mosaicml/llm-foundry, FSDP with Composer's BACKWARD_POST, Triton FlashAttention with ALiBi (2023)",
+        ),
+        Software(
+            "fsdp",
+            attention="flash2",
+            fused=False,
+            overlap_dp=True,
+            accumulates=False,
+            states="fsdp-mixed",
+            grad_reduce_bytes=2.0,
+            source="PyTorch FSDP with FlashAttention-2 or SDPA",
+        ),
+        Software(
+            "torchtitan",
+            attention="flash2",
+            fused=True,
+            accumulates=False,
+            states="fsdp-mixed",
+            grad_reduce_bytes=4.0,
+            logit_peak_bytes=10.0,
+            source="torchtitan: FSDP2 and torch.compile, SDPA",
+        ),
+        Software(
+            "deepspeed-2021",
+            attention="unfused",
+            overlap_dp=False,
+            prefetch="none",
+            gathers_per_unit=12,
+            gathers_again=True,
+            copies_us=8.0,
+            accumulates=False,
+            states="fp16-apex",
+            grad_reduce_bytes=2.0,
+            source="ZeRO-3 of DeepSpeed as run in Narayanan et al. 2021, section 5.2",
+        ),
+    )
+}
+
+
+def software(name: str) -> Software:
+    """By name; an unknown one raises `InputError`."""
+    if name not in SOFTWARE:
+        raise InputError(f"no software {name!r}{did_you_mean(name, list(SOFTWARE))} (known: {', '.join(SOFTWARE)})")
+    return SOFTWARE[name]

@@ -1,0 +1,129 @@
+"""How long a collective takes: the measured table inside a domain, a formula between domains, and which it was.
+
+    inside a domain   microseconds by op, ranks and bytes (collectives.csv), else bytes on the link over its rate
+    between domains   a ring whose slowest hop is the outer link: each of the g ranks that a domain contributes
+                      drives its own port, so the bus bandwidth is min(inside, g x port), and every domain adds a hop
+
+Bytes of a collective are those of the whole tensor. *What this does not do*: congestion between groups, trees that
+beat rings on latency beyond the logarithm taken for all-reduce.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from shardwise.cluster import Cluster, CollectiveTable, collective_table, measured_collectives
+from shardwise.cluster.tables import bus_factor
+
+# Inside a step a collective also waits for the slowest of its ranks. SimuMax fits 5.5 to 9.2 microseconds for each rank
+# beyond the first on 8 B200, where nccl-tests of the same sizes show none
+SKEW_US = 7.0
+INSIDE_SHARE = 0.75  # of the link's rate that large collectives reach, without a table (assumed)
+
+
+@dataclass(frozen=True)
+class Group:
+    """`size` ranks, `stride` apart."""
+
+    size: int
+    stride: int = 1
+
+    @property
+    def span(self) -> int:
+        return self.size * self.stride
+
+
+@dataclass(frozen=True)
+class Wire:
+    """Times of communication on one cluster, in seconds."""
+
+    cluster: Cluster
+
+    @property
+    def table(self) -> CollectiveTable | None:
+        """Collectives measured inside a domain: those of the cluster file, else the catalogue's."""
+        if self.cluster.collectives:
+            return measured_collectives(self.cluster.collectives)
+        return collective_table(self.cluster.device.table) if self.cluster.device.table else None
+
+    def tier(self, group: Group) -> int:
+        """The outermost tier that the group crosses."""
+        return self.cluster.tier_of((group.size - 1) * group.stride + 1)
+
+    def inside(self, group: Group) -> int:
+        """How many of the group's ranks lie in one unit of the innermost tier."""
+        return max(1, min(group.size, self.cluster.sizes[0] // group.stride))
+
+    def collective(self, op: str, group: Group, size_bytes: float) -> float:
+        """all_reduce, all_gather, reduce_scatter or all_to_all of a tensor of `size_bytes`."""
+        if group.size <= 1 or size_bytes <= 0:
+            return 0.0
+        tier = self.tier(group)
+        if tier == 0 or self._one_domain(group):
+            return self._inside(op, group.size, size_bytes)
+        local = self.inside(group)
+        nodes = math.ceil(group.size / local)
+        on_link = bus_factor(op, group.size) * size_bytes
+        rate = local * self.cluster.tiers[tier].gbps.value * 1e9
+        if local > 1:
+            # a measured domain limits what its ranks pass on to each other
+            within = bus_factor(op, local) * size_bytes / self._inside(op, local, size_bytes)
+            rate = min(rate, within * (1.0 if op != "all_to_all" else local))
+        hop = self.cluster.tiers[tier].latency_us.value * 1e-6
+        base = self._inside(op, local, 1.0) if local > 1 else 10e-6
+        if op == "all_reduce":  # trees
+            return base + 2 * math.ceil(math.log2(nodes)) * hop + on_link / rate
+        near = self.cluster.tiers[0].latency_us.value * 1e-6  # a ring meets every rank in turn
+        return base + (nodes - 1) * hop + (group.size - nodes) * near + on_link / rate
+
+    def _one_domain(self, group: Group) -> bool:
+        """Rack-scale tiers have the rate of the innermost one: one domain."""
+        return all(t.name.startswith("nvlink") for t in self.cluster.tiers[: self.tier(group) + 1])
+
+    def _inside(self, op: str, ranks: int, size_bytes: float) -> float:
+        table = self.table
+        if table is not None and op in table.times:
+            return table.seconds(op, ranks, size_bytes)
+        own = self.cluster.tiers[0]
+        share = 1.0 if own.gbps.kind == "measured" else INSIDE_SHARE
+        steps = (ranks - 1) * (2 if op == "all_reduce" else 1)
+        return bus_factor(op, ranks) * size_bytes / (own.gbps.value * 1e9 * share) + steps * own.latency_us.value * 1e-6
+
+    def basis(self, op: str, group: Group) -> str:
+        """Where the figure of a collective comes from."""
+        if group.size <= 1:
+            return "none"
+        tier = self.tier(group)
+        table = self.table
+        if tier == 0 or self._one_domain(group):
+            if table is None:
+                return f"formula: {self.cluster.tiers[0].name} rate"
+            if op not in table.times:
+                return f"formula: {self.cluster.tiers[0].name} rate"
+            measured = sorted(table.times[op])
+            near = (
+                ""
+                if group.size in measured
+                else f", scaled from {min(measured, key=lambda p: abs(p - group.size))} ranks"
+            )
+            return f"measured: {table.nccl if self.cluster.collectives else 'NCCL ' + table.nccl} on {table.name}{near}"
+        domains = math.ceil(group.size / self.inside(group))
+        return f"formula: {self.cluster.tiers[tier].name}, ring between {domains} domains"
+
+    def skew(self, ranks: int) -> float:
+        """Seconds that a collective inside a step waits for its slowest rank, for the ranks of one domain."""
+        return SKEW_US * 1e-6 * (min(ranks, self.cluster.sizes[0]) - 1)
+
+    def crosses(self, first: int, second: int) -> int:
+        """The tier over which two ranks talk."""
+        for index, size in enumerate(self.cluster.sizes):
+            if first // size == second // size:
+                return index
+        return len(self.cluster.tiers) - 1
+
+    def send(self, size_bytes: float, first: int, second: int) -> float:
+        """Point to point between two ranks."""
+        tier = self.cluster.tiers[self.crosses(first, second)]
+        share = INSIDE_SHARE if tier is self.cluster.tiers[0] and tier.gbps.kind != "measured" else 1.0
+        return tier.latency_us.value * 1e-6 + size_bytes / (tier.gbps.value * 1e9 * share)

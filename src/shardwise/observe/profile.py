@@ -1,0 +1,247 @@
+"""Where a few steps went: a trace of each rank for Chrome or Perfetto, and a table.
+
+    input          waiting for the batch
+    compute        operations of forward, loss and backward
+    exposed comm   the thread that trains is inside a collective or waits for one, by mesh axis
+    optimizer      the update, without the collectives in it
+    idle           the rest of the step: Python between operations
+    hidden comm    collectives that ran while the above went on; not part of the sum
+
+The parts are read from the trace, the length of the steps from another clock, so that their sum can be checked.
+Which axis a collective ran over is known where it is issued; one that ran in the background is matched to its issue
+by kind and order.
+
+What this does not do: the table for a GPU, whose work goes on beside the thread that is looked at; there the traces
+alone are written. Profiling itself slows a step, so speeds of these steps are not those of the run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from shardwise.comm import Ledger, Observer
+from shardwise.engine.engine import Engine
+
+Span = tuple[float, float]
+FOLDER = "profile"
+_PREFIX = "shardwise."
+_INPUT, _STEP, _UPDATE, _WAIT, _ISSUE = (f"{_PREFIX}{word}" for word in ("input", "step", "update", "wait", "issue"))
+_BACKGROUND = {"gloo:all_gather": "all_gather", "gloo:all_reduce": "all_reduce", "gloo:broadcast": "broadcast",
+               "gloo:all_to_all": "all_to_all"}  # fmt: skip
+_AS_GLOO = {"reduce_scatter": "all_reduce"}  # what gloo makes of it
+
+
+class StepProfile:
+    """Profiles the steps of a range; every rank has one."""
+
+    def __init__(self, steps: range, engine: Engine, folder: Path) -> None:
+        self.steps, self.engine, self.folder = steps, engine, folder
+        self._profiler: Any = None
+        self._undo: list[Callable[[], None]] = []
+        self.measured_s = 0.0
+        self._began = 0.0
+
+    def before(self, step: int) -> None:
+        """Before a step's batch is asked for."""
+        if step != self.steps.start or not self.steps:
+            return
+        cuda = self.engine.device.type == "cuda"
+        self._profiler = profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])])
+        self._profiler.__enter__()
+        self._watch()
+        self._began = time.perf_counter()
+
+    @contextmanager
+    def inside(self, step: int, part: str) -> Iterator[None]:
+        """Around a step's input or the step itself."""
+        if step not in self.steps:
+            yield
+            return
+        with record_function(f"{_PREFIX}{part}"):
+            yield
+
+    def after(self, step: int) -> dict[str, float] | None:
+        """After a step: the table of this rank once the last one is done (empty on a GPU), else None."""
+        if not self.steps or step != self.steps.stop - 1:
+            return None
+        self.measured_s = time.perf_counter() - self._began
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+        self._profiler.__exit__(None, None, None)
+        folder = self.folder / FOLDER
+        folder.mkdir(parents=True, exist_ok=True)
+        self._profiler.export_chrome_trace(str(folder / f"rank{self.engine.rank}.json"))
+        if self.engine.device.type == "cuda":
+            return {}
+        return table_of(list(self._profiler.events()), len(self.steps), self.measured_s)
+
+    def _watch(self) -> None:
+        """Name what the trace would not: waits, the update, and the axis of each collective."""
+        engine, work, wait = self.engine, dist.Work, dist.Work.wait
+        update = engine._update
+
+        def named_wait(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with record_function(_WAIT):
+                return wait(self, *args, **kwargs)
+
+        def named_update() -> None:
+            with record_function(_UPDATE):
+                update()
+
+        issues = _Issues(_Ranges(), engine.mesh.group_axes)
+        issues.__enter__()
+        work.wait = named_wait
+        engine._update = named_update  # type: ignore[method-assign]
+        self._undo = [
+            lambda: setattr(work, "wait", wait),
+            lambda: delattr(engine, "_update"),
+            lambda: issues.__exit__(None, None, None),
+        ]
+
+
+class _Ranges(Ledger):
+    """Opens a range in the trace where a ledger would count a collective."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._open: Any = None
+
+    def record(
+        self, tag: str, op: str, axis: str, full_bytes: int, ranks: int, received_bytes: float | None = None
+    ) -> None:
+        self._open = record_function(f"{_ISSUE} {op} {axis}")
+        self._open.__enter__()
+
+    def close(self) -> None:
+        """End the range, where one is open."""
+        opened, self._open = self._open, None
+        if opened is not None:
+            opened.__exit__(None, None, None)
+
+
+class _Issues(Observer):
+    """Names each collective in the trace where it is issued: kind and mesh axis."""
+
+    ledger: _Ranges
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        finally:
+            self.ledger.close()
+
+
+# --- from events to the table; spans are in microseconds
+
+
+def table_of(events: list[Any], steps: int, measured_s: float) -> dict[str, float]:
+    """Milliseconds of each part in a step, and `measured`, the step's length by another clock."""
+    main = next(event.thread for event in events if event.name == _STEP)
+    own = [event for event in events if event.thread == main]
+
+    def spans(chosen: Callable[[Any], bool], among: list[Any]) -> list[Span]:
+        return union([(event.time_range.start, event.time_range.end) for event in among if chosen(event)])
+
+    whole = spans(lambda event: event.name in (_STEP, _INPUT), own)
+    waits = spans(lambda event: event.name == _WAIT or event.name.startswith(_ISSUE), own)
+    update = minus(spans(lambda event: event.name == _UPDATE, own), waits)
+    reading = spans(lambda event: event.name == _INPUT, own)
+    operations = spans(lambda event: not event.is_user_annotation and not event.name.startswith(_PREFIX), own)
+    compute = minus(minus(minus(operations, waits), update), reading)
+    background = _by_axis(events, own)
+    per_step = 1e-3 / steps
+    table = {"input": length(reading) * per_step, "compute": length(compute) * per_step}
+    left = waits
+    for axis, ran in sorted(background.items()):
+        exposed = meet(left, ran)
+        table[f"exposed comm, {axis}"] = length(exposed) * per_step
+        left = minus(left, exposed)
+    table["exposed comm, waiting for others"] = length(left) * per_step
+    table["optimizer"] = length(update) * per_step
+    parts = union([*reading, *compute, *waits, *update])
+    table["idle"] = (length(whole) - length(meet(whole, parts))) * per_step
+    for axis, ran in sorted(background.items()):
+        table[f"hidden comm, {axis}"] = length(minus(ran, waits)) * per_step
+    table["measured"] = measured_s * 1e3 / steps
+    return table
+
+
+def _by_axis(events: list[Any], own: list[Any]) -> dict[str, list[Span]]:
+    """Axis -> when its collectives ran in the background, matched to where they were issued by kind and order."""
+    issued: dict[str, list[str]] = {}
+    for event in sorted(own, key=lambda event: event.time_range.start):
+        if event.name.startswith(_ISSUE):
+            _, kind, axis = event.name.split(" ", 2)
+            issued.setdefault(_AS_GLOO.get(kind, kind), []).append(axis)
+    found: dict[str, list[Span]] = {}
+    ran = sorted((e for e in events if e.name in _BACKGROUND), key=lambda event: event.time_range.start)
+    for kind in set(_BACKGROUND.values()):
+        of_kind = [event for event in ran if _BACKGROUND[event.name] == kind]
+        axes = issued.get(kind, [])
+        for place, event in enumerate(of_kind):
+            axis = axes[place] if len(axes) == len(of_kind) else "unknown axis"
+            found.setdefault(axis, []).append((event.time_range.start, event.time_range.end))
+    return {axis: union(spans) for axis, spans in found.items()}
+
+
+def union(spans: list[Span]) -> list[Span]:
+    """The same points as spans that do not overlap, in order."""
+    joined: list[Span] = []
+    for start, end in sorted(spans):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(end, joined[-1][1])
+        elif end > start:
+            joined.append((start, end))
+    return joined
+
+
+def meet(one: list[Span], other: list[Span]) -> list[Span]:
+    """Points in both; each is a union."""
+    found, at = [], 0
+    for start, end in one:
+        while at < len(other) and other[at][1] <= start:
+            at += 1
+        place = at
+        while place < len(other) and other[place][0] < end:
+            found.append((max(start, other[place][0]), min(end, other[place][1])))
+            place += 1
+    return found
+
+
+def minus(one: list[Span], other: list[Span]) -> list[Span]:
+    """Points of the one that are not in the other; each is a union."""
+    found = []
+    for start, end in one:
+        for low, high in meet([(start, end)], other):
+            if low > start:
+                found.append((start, low))
+            start = high
+        if end > start:
+            found.append((start, end))
+    return found
+
+
+def length(spans: list[Span]) -> float:
+    """The sum of the spans' lengths."""
+    return sum(end - start for start, end in spans)
+
+
+def as_text(tables: list[dict[str, float]], steps: range) -> str:
+    """One table of all ranks, in milliseconds and percent of each rank's step."""
+    names = list(dict.fromkeys(name for table in tables for name in table if name != "measured"))
+    names.sort(key=lambda name: name.startswith("hidden"))
+    width = max(map(len, names)) + 2
+    lines = [f"steps {steps.start} to {steps.stop - 1}, profiled (ms in a step, share of it)"]
+    lines += ["".ljust(width) + "".join(f"rank {rank}".rjust(16) for rank in range(len(tables)))]
+    for name in [*names, "measured"]:
+        cells = [f"{t.get(name, 0.0):.1f} {t.get(name, 0.0) / t['measured']:6.1%}".rjust(16) for t in tables]
+        lines.append(name.ljust(width) + "".join(cells))
+    return "\n".join(lines)

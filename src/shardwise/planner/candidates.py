@@ -1,0 +1,138 @@
+"""Every legal combination of the axes and knobs that the package models, for a world size and a batch.
+
+Innermost to outermost: tp, cp_ulysses, cp, dp_shard, pp, dp_replicate. What is not enumerated: zero >= 2 with pp > 1
+(the weights would be gathered for every micro-batch), offload, spatial domains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from shardwise.costs.layout import RECOMPUTES, Layout
+from shardwise.costs.shapes import Shape
+from shardwise.layout import Plan
+
+MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
+CONTEXT_FROM = 4096  # a rank keeps at least half of these positions under context parallelism
+
+
+@dataclass(frozen=True)
+class Constraints:
+    """What the user fixes or limits.
+
+    fixed         fields of a plan that every candidate has
+    headroom      share of a device's memory to leave free
+    check         refuses a plan by raising `RefusedPlan`
+    """
+
+    max_tp: int | None = None
+    max_pp: int | None = None
+    max_cp: int | None = None
+    fixed: tuple[tuple[str, object], ...] = ()
+    headroom: float = 0.0
+    check: Callable[[Plan], None] | None = None
+
+    def allows(self, plan: Plan) -> bool:
+        """Whether a plan has the fixed fields."""
+        return all(getattr(plan, name) == value for name, value in self.fixed)
+
+    def value(self, name: str) -> object | None:
+        return dict(self.fixed).get(name)
+
+
+def divisors(n: int) -> list[int]:
+    """All of them, small first."""
+    small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})
+
+
+def decoder_layouts(
+    shape: Shape, world: int, global_batch: int, seq: int, node: int, constraints: Constraints
+) -> Iterator[Layout]:
+    """Layouts of a decoder."""
+    for tp in _limit(divisors(world), constraints.max_tp or 2 * node, constraints.value("tp")):
+        if shape.heads % tp or shape.ffn % tp:
+            continue
+        for pp in _limit(divisors(world // tp), min(constraints.max_pp or 64, shape.layers), constraints.value("pp")):
+            for cp in _limit(divisors(world // tp // pp), constraints.max_cp or 16, constraints.value("cp")):
+                if cp > 1 and (seq % (2 * cp) or 2 * seq < cp * CONTEXT_FROM):
+                    continue
+                dp = world // (tp * pp * cp)
+                if global_batch % dp:
+                    continue
+                base = Layout(tp=tp, sp=tp > 1, cp=cp, pp=pp, seq=seq)
+                yield from _data(shape, base, dp, global_batch // dp, node)
+
+
+def _limit(values: list[int], most: int, fixed: object | None) -> list[int]:
+    if fixed is not None:
+        return [value for value in values if value == fixed]
+    return [value for value in values if value <= most and (value & (value - 1) == 0 or value % 3 == 0 or value < 8)]
+
+
+def _data(shape: Shape, base: Layout, dp: int, per_rank: int, node: int) -> Iterator[Layout]:
+    for zero, shard in _sharding(base, dp, node):
+        for micro in MICRO_BATCHES:
+            if per_rank % micro:
+                continue
+            for recompute in RECOMPUTES:
+                for schedule, chunks in _schedules(shape, base.pp, per_rank // micro):
+                    yield base.with_(
+                        zero=zero, shard=shard, replicas=dp // shard, micro_batch=micro, n_micro=per_rank // micro,
+                        recompute=recompute, schedule=schedule, chunks=chunks,
+                    )  # fmt: skip
+
+
+def _sharding(base: Layout, dp: int, node: int) -> Iterator[tuple[int, int]]:
+    """(zero, dp_shard)"""
+    yield 0, 1
+    if dp == 1:
+        return
+    for zero in (1, 2, 3) if base.pp == 1 else (1,):
+        yield zero, dp
+    inside = max((d for d in divisors(dp) if d * base.tp * base.cp <= node), default=1)
+    if 1 < inside < dp and base.pp == 1:
+        yield 3, inside
+
+
+def _schedules(shape: Shape, pp: int, n_micro: int) -> Iterator[tuple[str, int]]:
+    if pp == 1:
+        yield "1f1b", 1
+        return
+    yield "1f1b", 1
+    yield "zbh1", 1
+    chunks = 2  # more would need the paths of the places to cut, which a shape does not have
+    if n_micro % pp == 0 and shape.layers >= pp * chunks:
+        yield "interleaved1f1b", chunks
+
+
+def plan_of(layout: Layout, precision: str) -> Plan:
+    """The plan that a layout is."""
+    values: dict[str, object] = {
+        "tp": layout.tp, "sp": layout.sp, "cp": layout.cp, "cp_ulysses": layout.ulysses, "pp": layout.pp,
+        "dp_shard": layout.shard, "zero": layout.zero, "dp_replicate": layout.replicas, "remat": layout.recompute,
+        "precision": precision, "ep": layout.ep,
+    }  # fmt: skip
+    if layout.pp > 1:
+        values |= {"schedule": layout.schedule, "microbatches": layout.n_micro, "accumulate": layout.rounds}
+    else:
+        values["accumulate"] = layout.n_micro
+    return Plan.from_dict(values)
+
+
+def family(layout: Layout) -> str:
+    """Plans of one kind: which axes are split, and what ZeRO shards."""
+    parts = []
+    if layout.dp > 1:
+        parts.append("DDP" if layout.zero == 0 else f"ZeRO-{layout.zero}" + (" hybrid" if layout.replicas > 1 else ""))
+    for name in ("tp", "cp", "pp"):
+        if getattr(layout, name) > 1:
+            parts.append(name)
+    return " + ".join(parts) or "one device"
+
+
+def axes(layout: Layout) -> int:
+    """How many things a plan asks a reader to know; fewer is simpler."""
+    count = sum(getattr(layout, name) > 1 for name in ("tp", "cp", "pp", "replicas")) + (layout.shard > 1)
+    return 10 * count + layout.zero + (layout.recompute != "none") + (layout.schedule != "1f1b") + (layout.chunks > 1)

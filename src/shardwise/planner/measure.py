@@ -1,0 +1,235 @@
+"""Measure this machine: matrix products, memory, what an op costs besides, collectives, disk. Ends in a `Cluster`.
+
+All ranks measure at the same time, as they do in a run, and the slowest counts. Each figure says that it was measured,
+with what, when.
+
+    rank 0   products  stream  ops | all_reduce  all_gather  reduce_scatter | disk
+    rank 1   products  stream  ops | all_reduce  all_gather  reduce_scatter |
+
+*What this does not do*: probe links between nodes from one node.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import date
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwise.cluster import Cluster, Device, Figure, Tier
+from shardwise.comm.collectives import Axis, all_gather, all_reduce, reduce_scatter
+from shardwise.device import pick_device, synchronize
+from shardwise.ranks import launch
+from shardwise.task import Task
+
+SIDES = (32, 128, 512, 1024)
+CUDA_SIDES = (512, 1024, 2048, 4096, 8192)
+BYTES = tuple(2**i for i in range(10, 27, 2))
+BUDGET_S = 0.03  # for one figure, after a first call
+
+
+def seconds(call: Callable[[], Any], device: torch.device, budget_s: float = BUDGET_S) -> float:
+    """The shortest time of a call: what else runs on the machine only adds."""
+    call()
+    synchronize(device)
+    times: list[float] = []
+    until = time.perf_counter() + budget_s
+    while len(times) < 3 or (time.perf_counter() < until and len(times) < 200):
+        began = time.perf_counter()
+        call()
+        synchronize(device)
+        times.append(time.perf_counter() - began)
+    return min(times)
+
+
+def measure() -> dict[str, Any]:
+    """All figures of one rank. Collective."""
+    device = pick_device()
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    found: dict[str, Any] = {"ranks": ranks, "kind": device.type, "threads": torch.get_num_threads()}
+    found["name"] = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine() + "-cpu"
+    found["memory"] = _memory_bytes(device) / (1 if device.type == "cuda" else ranks)
+    found["products"] = _products(device)
+    found["stream"] = _stream(device)
+    found["op"] = _op(device, found)
+    found["collectives"] = _collectives(device, ranks)
+    found["disk"] = _disk() if not dist.is_initialized() or dist.get_rank() == 0 else None
+    return found
+
+
+def _memory_bytes(device: torch.device) -> float:
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def _products(device: torch.device) -> list[tuple[str, int, int, int, float]]:
+    dtypes = {"fp32": torch.float32} if device.type == "cpu" else {"fp32": torch.float32, "bf16": torch.bfloat16}
+    sides = SIDES if device.type == "cpu" else CUDA_SIDES
+    rows = []
+    for name, dtype in dtypes.items():
+        for m in sides:
+            for n in sides:
+                for k in sides:
+                    a = torch.randn(m, k, device=device, dtype=dtype)
+                    b = torch.randn(k, n, device=device, dtype=dtype)
+                    rows.append((name, m, n, k, 1e6 * seconds(partial(torch.matmul, a, b), device, BUDGET_S / 3)))
+    return rows
+
+
+def _stream(device: torch.device) -> float:
+    """Bytes a second of an addition that reads two tensors and writes one."""
+    count = 2**23 if device.type == "cpu" else 2**27
+    a, b, out = (torch.randn(count, device=device) for _ in range(3))
+    return 3 * 4 * count / seconds(lambda: torch.add(a, b, out=out), device, 0.2)
+
+
+class _Reference(nn.Module):
+    """A small module with the ops that models have, to learn what an op costs besides its work."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Layer() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class _Layer(nn.Module):
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 32), nn.Linear(32, width)
+        self.heads = nn.Linear(width, 3 * width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.heads(self.norm(x)).view(*x.shape[:2], 3, 2, 8).permute(2, 0, 3, 1, 4)
+        x = x + nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+def _reference_task() -> Task:
+    return Task(
+        model=_Reference,
+        loss=lambda output, batch: (output.square().sum(), torch.tensor(1.0)),
+        batch=lambda step: torch.ones(2, 8, 16),
+    )
+
+
+def _op(device: torch.device, found: dict[str, Any]) -> float:
+    """Microseconds of an op of a forward and backward whose tensors are tiny."""
+    from shardwise.planner.tracing import trace
+
+    model, batch = _Reference().to(device), torch.ones(2, 8, 16, device=device)
+
+    def step() -> None:
+        model.zero_grad()
+        model(batch).square().sum().backward()
+
+    return 1e6 * seconds(step, device, 0.3) / trace(_reference_task(), 2).kernels
+
+
+def _collectives(device: torch.device, ranks: int) -> list[tuple[str, int, int, float]]:
+    if ranks == 1:
+        return []
+    axis = Axis("world", ranks, dist.get_rank(), dist.group.WORLD, tuple(range(ranks)))
+    rows = []
+    for size in BYTES:
+        count = max(ranks, size // 4 // ranks * ranks)
+        full, part = torch.zeros(count, device=device), torch.zeros(count // ranks, device=device)
+        calls: dict[str, Callable[[], Any]] = {
+            "all_reduce": partial(all_reduce, full, axis, "probe"),
+            "all_gather": partial(all_gather, full, part, axis, "probe"),
+            "reduce_scatter": partial(reduce_scatter, part, full, axis, "probe"),
+        }
+        for op, call in calls.items():
+            times = []
+            for _ in range(6 if size <= 2**20 else 3):  # the same number on every rank
+                began = time.perf_counter()
+                call()
+                synchronize(device)
+                times.append(time.perf_counter() - began)
+            rows.append((op, ranks, 4 * count, 1e6 * min(times[1:])))
+    return rows
+
+
+def _disk() -> float:
+    """Bytes a second that a file of 64 MB is written with, synced."""
+    data = os.urandom(2**20) * 64
+    with tempfile.TemporaryFile() as file:
+        began = time.perf_counter()
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+        return len(data) / (time.perf_counter() - began)
+
+
+def probe(ranks: int | None = None) -> Cluster:
+    """Measure with `ranks` ranks at once (by default one for each CUDA device, or two on a CPU)."""
+    count = ranks or max(torch.cuda.device_count(), 2 if not torch.cuda.is_available() else 1)
+    results = launch(measure, count, timeout_s=600.0)
+    return _cluster(results)
+
+
+def _cluster(results: list[dict[str, Any]]) -> Cluster:
+    first = results[0]
+    source = f"probe on {first['ranks']} rank(s), torch {torch.__version__}, {date.today().isoformat()}"
+
+    def figure(value: float) -> Figure:
+        return Figure(float(f"{value:.4g}"), "measured", source)
+
+    def slowest(name: str) -> list[Any]:
+        rows = zip(*(r[name] for r in results), strict=True)
+        return [(*cells[0][:-1], float(f"{max(cell[-1] for cell in cells):.4g}")) for cells in rows]
+
+    products = tuple(slowest("products"))
+    rates = {"fp32": 0.0, "bf16": 0.0}
+    for dtype, m, n, k, us in products:
+        rates[dtype] = max(rates[dtype], 2e-6 * m * n * k / us)
+    best = figure(rates["bf16"] or rates["fp32"])
+    collectives = tuple(slowest("collectives"))
+    reduced = [(2 * (p - 1) / p * size / us / 1e3, size, us) for op, p, size, us in collectives if op == "all_reduce"]
+    large = [rate for rate, size, _ in reduced if size >= 2**20]
+    small = [us for _, _, us in reduced][:1]
+    device = Device(
+        name=first["name"].lower().replace(" ", "-"),
+        bf16_tflops=best,
+        fp32_tflops=figure(rates["fp32"]),
+        memory_gb=figure(min(r["memory"] for r in results) / 1e9),
+        memory_bandwidth_gbps=figure(min(r["stream"] for r in results) / 1e9),
+        op_us=figure(max(r["op"] for r in results)),
+        disk_gbps=figure(first["disk"] / 1e9),
+        products=products,
+        kind="cpu" if first["kind"] == "cpu" else "cuda",
+    )
+    none = Figure(1.0, "assumed", "one rank: there is no link")
+    link = figure(max(large)) if large else none
+    wait = figure(small[0]) if small else none
+    tier = Tier("shared-memory" if device.kind == "cpu" else "local", first["ranks"], link, wait)
+    return Cluster(device, (tier,), source, collectives)
+
+
+def text(cluster: Cluster) -> str:
+    """The figures for a reader."""
+    d, tier = cluster.device, cluster.tiers[0]
+    rate = (d.fp32_tflops or d.bf16_tflops).value
+    lines = [
+        f"{cluster.name}",
+        f"  {tier.count} x {d.name}: {rate * 1e3:.4g} GFLOP/s of large fp32 products, "
+        f"{d.memory_bandwidth_gbps.value:.3g} GB/s of memory, {d.memory_gb.value:.3g} GB for each rank",
+    ]
+    if d.op_us is not None and d.disk_gbps is not None:
+        lines.append(f"  an op costs {d.op_us.value:.3g} us besides its work; disk {d.disk_gbps.value:.3g} GB/s")
+    if tier.count > 1:
+        rate, wait = tier.gbps.value, tier.latency_us.value
+        lines.append(f"  {tier.name}: {rate:.3g} GB/s of all-reduce, {wait:.3g} us for a small one")
+    return "\n".join(lines)

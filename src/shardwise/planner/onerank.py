@@ -1,0 +1,75 @@
+"""One rank of a plan of any size, run for real on this machine: its shard, its micro-batches, no neighbours.
+
+The rank's process joins a *fake* process group of the plan's world size: collectives return at once and move nothing.
+So compute time and the peak of live bytes are those of the real rank, down to the byte; what it computes is not, since
+what others would have sent is missing. Simulated communication is added by whoever asks.
+
+    rank r of N:   parallelize ── step ── step ── step      all_gather, reduce_scatter: no-ops
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from shardwise.errors import InputError
+from shardwise.layout import Plan, check
+from shardwise.ranks import launch
+from shardwise.task import Task
+
+STEPS = 4  # the first is not timed
+
+
+def run_alone(make: Callable[[], Task], plan_text: str, rank: int) -> dict[str, Any]:
+    """In a process of its own: the steps of one rank. Returns bytes and seconds."""
+    import torch
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from shardwise.engine.engine import parallelize
+    from shardwise.memory.live import LiveBytes
+
+    plan = Plan.parse(plan_text)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.world_size)
+    task = make()
+    if task.batch is None:
+        raise InputError("--measure-rank: the task reads a data source; give it a `batch` to measure one rank")
+    times: list[float] = []
+    rest = 0
+    with LiveBytes() as live:
+        engine = parallelize(task, plan, check_loss=False, on_nonfinite="skip")
+        for step in range(2):
+            engine.step(task.batch(step))
+            if step == 0:
+                rest = live.now
+                live.reset_peak()
+        peak = live.peak
+    for step in range(STEPS):  # without the mode, which slows every op
+        batch = task.batch(step)
+        began = time.perf_counter()
+        engine.step(batch)
+        times.append(time.perf_counter() - began)
+    held = {name: count for name, count in engine.memory().items() if count is not None}
+    return {
+        "rank": rank,
+        "peak_live": peak,
+        "rest_live": rest,
+        "seconds": min(times[1:]),
+        "threads": torch.get_num_threads(),
+        **held,
+    }
+
+
+def measure_rank(make: Callable[[], Task], plan: Plan, rank: int = 0) -> dict[str, Any]:
+    """Peak of live bytes and compute seconds of one rank of a plan that this version can run.
+
+    `make` builds the task and can be pickled. Raises `RefusedPlan` for a plan that cannot run, `InputError` for a rank
+    outside it.
+    """
+    check(plan)
+    if not 0 <= rank < plan.world_size:
+        raise InputError(f"--measure-rank: plan {plan} has ranks 0 to {plan.world_size - 1}, not {rank}")
+    return launch(run_alone, 1, (make, str(plan), rank), timeout_s=600.0)[0]

@@ -1,0 +1,242 @@
+"""Search: enumerate, prune by memory, rank by simulated time, and say why each other family lost.
+
+    every layout ── memory ──> those that fit ── estimate ──> the best few of each family ── simulate ──> ranked
+
+Of plans within 3% of the fastest the one with the fewest axes comes first.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+from shardwise.cluster import Cluster
+from shardwise.costs.layout import Layout
+from shardwise.costs.memory import CONTEXT_BYTES, Ledger
+from shardwise.costs.shapes import Shape
+from shardwise.costs.software import Software
+from shardwise.errors import InputError, RefusedPlan
+from shardwise.layout import Plan, check
+from shardwise.planner.candidates import Constraints, axes, decoder_layouts, family, plan_of
+from shardwise.planner.units import bytes_text
+from shardwise.simulator.forecast import Forecast
+from shardwise.simulator.quick import Estimator, Quick
+from shardwise.simulator.step import simulate
+
+SIXTEEN_BITS = ("bf16", "bf16-full", "fp16")
+WITHIN = 1.03  # plans this close count as equal, and the simpler one comes first
+SIMULATED = 24  # of all that fit, the best by estimate; beside them the best of each family
+
+
+@dataclass
+class Proposal:
+    """A plan, its layout and its forecast."""
+
+    plan: Plan
+    layout: Layout
+    forecast: Forecast
+    family: str
+
+    @property
+    def runnable(self) -> str:
+        """Empty where this version can run the plan, else what it lacks."""
+        try:
+            check(self.plan)
+        except RefusedPlan as refused:
+            return str(refused).partition("is refused: ")[2]
+        return ""
+
+
+@dataclass
+class Search:
+    """The result: proposals from best to worst, why each other family lost, and what to know."""
+
+    proposals: list[Proposal]
+    lost: dict[str, str]
+    notes: list[str] = field(default_factory=list)
+    considered: int = 0
+    fitted: int = 0
+    seconds: float = 0.0
+
+    @property
+    def best(self) -> Proposal:
+        return self.proposals[0]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What a search needs to know about a model: its layouts, a quick estimate, a simulation."""
+
+    name: str
+    layers: int
+    global_batch: int
+    seq: int
+    layouts: Callable[[int, Constraints], Iterable[Layout]]
+    estimate: Callable[[Layout], Quick]
+    memory: Callable[[Layout], Ledger]
+    simulate: Callable[[Layout], Forecast]
+    remarks: tuple[str, ...] = ()
+    own: bool = False  # a task that can be trained, not a shape by name
+
+
+def decoder(shape: Shape, cluster: Cluster, soft: Software, global_batch: int, seq: int, precision: str) -> Subject:
+    """A decoder by its numbers, computed in 16 bits; other precisions raise `InputError`."""
+    if precision not in SIXTEEN_BITS:
+        raise InputError(
+            f"a decoder by its numbers is forecast in 16-bit arithmetic: use precision={' or '.join(SIXTEEN_BITS)}, "
+            f"not {precision}; a task of your own is traced in any precision"
+        )
+    if soft.name == "shardwise":  # the others have one policy each
+        soft = replace(soft, states="bf16-full" if precision == "bf16-full" else "bf16")
+    estimator = Estimator(shape, cluster, soft)
+    node = cluster.sizes[0] if len(cluster.tiers) > 1 else cluster.world_size
+
+    def layouts(world: int, constraints: Constraints) -> Iterable[Layout]:
+        return decoder_layouts(shape, world, global_batch, seq, node, constraints)
+
+    return Subject(
+        shape.name or "decoder", shape.layers, global_batch, seq, layouts, estimator.estimate, estimator.memory,
+        lambda layout: simulate(shape, layout, cluster, soft),
+    )  # fmt: skip
+
+
+def search(
+    subject: Subject, cluster: Cluster, constraints: Constraints | None = None, *, precision: str = "bf16"
+) -> Search:
+    """Search the plans of a subject on a cluster; raises `InputError` where none fits, with the nearest."""
+    began = time.monotonic()
+    constraints = constraints or Constraints()
+    capacity = cluster.device.memory_bytes * (1 - constraints.headroom)
+    fits: list[tuple[float, Layout]] = []
+    tightest: dict[str, tuple[float, Layout]] = {}
+    considered = 0
+    for layout in subject.layouts(cluster.world_size, constraints):
+        if constraints.fixed and not constraints.allows(plan_of(layout, precision)):
+            continue
+        if constraints.check is not None and not _passes(constraints.check, plan_of(layout, precision)):
+            continue
+        considered += 1
+        name = family(layout)
+        needed = subject.memory(layout).reserved + CONTEXT_BYTES
+        if name not in tightest or needed < tightest[name][0]:
+            tightest[name] = (needed, layout)
+        if needed <= capacity:
+            fits.append((subject.estimate(layout).seconds, layout))
+    if not considered:
+        raise InputError("no plan has the degrees asked for: the batch, the heads or the layers do not divide by them")
+    if not fits:
+        needed, layout = min(tightest.values(), key=lambda item: item[0])
+        raise InputError(
+            f"no plan fits: the nearest, {plan_of(layout, precision)}, needs {bytes_text(needed)} of "
+            f"{bytes_text(capacity)} on each device; use more devices, a smaller batch or sequence, or LoRA"
+        )
+    fits.sort(key=lambda item: item[0])
+    proposals = _ranked(subject, fits, precision)
+    result = Search(proposals, _lost(proposals, tightest, capacity), [], considered, len(fits))
+    result.lost |= _never(subject, cluster, tightest, proposals[0])
+    result.notes = notes(subject, cluster, result, capacity)
+    result.seconds = time.monotonic() - began
+    return result
+
+
+def _passes(test: Callable[[Plan], None], candidate: Plan) -> bool:
+    try:
+        test(candidate)
+    except RefusedPlan:
+        return False
+    return True
+
+
+def _never(subject: Subject, cluster: Cluster, seen: dict[str, tuple[float, Layout]], best: Proposal) -> dict[str, str]:
+    """Families of data parallelism alone that had no layout at all."""
+    world, batch = cluster.world_size, subject.global_batch
+    if world == 1:
+        return {}
+    why = f"{batch} samples do not divide over {world} data ranks"
+    return {name: why for name in ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3") if name not in seen and batch % world}
+
+
+def notes(subject: Subject, cluster: Cluster, found: Search, capacity: float) -> list[str]:
+    """When not to distribute, and what to try first."""
+    out = list(subject.remarks)
+    best = found.best
+    parts = best.forecast.parts
+    if cluster.world_size > 1:
+        alone = best.layout.with_(
+            tp=1, sp=False, cp=1, ulysses=1, pp=1, ep=1, shard=1, replicas=1, zero=0, chunks=1, rounds=1,
+            schedule="1f1b", stage_layers=(), micro_batch=1, n_micro=subject.global_batch,
+        )  # fmt: skip
+        needed = subject.memory(alone).reserved + CONTEXT_BYTES
+        if needed <= capacity:
+            faster = subject.estimate(alone).seconds / best.forecast.step_s
+            verdict = "not worth distributing" if faster < 1.5 else "distribute if the job is long"
+            out.append(
+                f"it fits on one device ({bytes_text(needed)}), and {cluster.world_size} devices are "
+                f"{faster:.1f} times as fast: {verdict}"
+            )
+        waiting = sum(s for name, s in parts.items() if "communication" in name) / best.forecast.step_s
+        if waiting > 0.4:
+            out.append(f"links are the limit: {waiting:.0%} of the step is communication that nothing hides")
+    if best.layout.recompute == "full":
+        out.append(
+            "try first: a smaller micro-batch or longer accumulation; the best plan recomputes everything to fit"
+        )
+    return out
+
+
+def _ranked(subject: Subject, fits: list[tuple[float, Layout]], precision: str) -> list[Proposal]:
+    """The best by estimate and the best of each family, simulated and sorted."""
+    chosen = [layout for _, layout in fits[:SIMULATED]]
+    seen: set[str] = {family(layout) for layout in chosen}
+    for _, layout in fits[SIMULATED:]:
+        if family(layout) not in seen:
+            seen.add(family(layout))
+            chosen.append(layout)
+    out = []
+    for layout in chosen:
+        forecast = subject.simulate(layout)
+        out.append(Proposal(plan_of(layout, precision), layout, forecast, family(layout)))
+    fastest = min(p.forecast.step_s for p in out)
+
+    def order(p: Proposal) -> tuple[int, float, float]:
+        near = p.forecast.step_s <= WITHIN * fastest
+        return (0, float(axes(p.layout)), p.forecast.step_s) if near else (1, p.forecast.step_s, 0.0)
+
+    return sorted(out, key=order)
+
+
+def _lost(proposals: list[Proposal], tightest: dict[str, tuple[float, Layout]], capacity: float) -> dict[str, str]:
+    """For each family but the winner's, one line."""
+    best = proposals[0]
+    out = {}
+    for name, (needed, layout) in sorted(tightest.items()):
+        if name == best.family:
+            continue
+        mine = [p for p in proposals if p.family == name]
+        if not mine:
+            out[name] = f"needs {bytes_text(needed)} of {bytes_text(capacity)} at its smallest ({_short(layout)})"
+            continue
+        rival = min(mine, key=lambda p: p.forecast.step_s)
+        out[name] = _slower(rival, best)
+    return out
+
+
+def _short(layout: Layout) -> str:
+    degrees = [f"{n}={getattr(layout, n)}" for n in ("tp", "cp", "pp") if getattr(layout, n) > 1]
+    return ", ".join([*degrees, f"micro-batch {layout.micro_batch}", f"remat={layout.recompute}"])
+
+
+def _slower(rival: Proposal, best: Proposal) -> str:
+    """What of its step costs more than the winner's."""
+    slower = rival.forecast.step_s / best.forecast.step_s - 1
+    names = set(rival.forecast.parts) | set(best.forecast.parts)
+    more = {n: rival.forecast.parts.get(n, 0.0) - best.forecast.parts.get(n, 0.0) for n in names}
+    cause = max(more, key=lambda n: more[n])
+    share = more[cause] / best.forecast.step_s
+    if slower < WITHIN - 1:
+        return f"as fast within 3% ({slower:+.1%}), with more to know: {rival.plan}"
+    recompute = (
+        ", since it recomputes" if cause == "compute" and rival.layout.recompute != best.layout.recompute else ""
+    )
+    return f"{slower:+.0%}: {cause} {share:+.0%} of a step{recompute} ({_short(rival.layout)})"

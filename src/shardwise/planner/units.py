@@ -1,0 +1,49 @@
+"""Numbers as people write them: 16M-tokens, 4096, 8k."""
+
+from __future__ import annotations
+
+import re
+
+from shardwise.errors import InputError
+
+FACTORS = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3}
+
+
+def count(text: str, what: str) -> int:
+    """A whole number; k, M and G are powers of 1024."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKmMgG]?)", text.strip())
+    value = float(found[1]) * FACTORS[found[2].lower()] if found else 0.0
+    if not found or value != int(value) or value < 1:
+        raise InputError(f"{what}: expected a whole number such as 512, 8k or 16M, got {text!r}")
+    return int(value)
+
+
+def batch(text: str, seq: int | None) -> int:
+    """A global batch in samples: `512`, `512-samples`, or `16M-tokens` of sequences of `seq`."""
+    number, _, unit = text.strip().partition("-")
+    if unit in ("", "samples", "sample"):
+        return count(number, "--global-batch")
+    if unit not in ("tokens", "token"):
+        raise InputError(f"--global-batch: the unit is samples or tokens, got {unit!r}")
+    if seq is None:
+        raise InputError("--global-batch in tokens needs --seq: this model's samples are not counted in tokens")
+    tokens = count(number, "--global-batch")
+    if tokens % seq:
+        low = tokens // seq * seq
+        raise InputError(
+            f"--global-batch: {tokens} tokens are not a whole number of samples of {seq} tokens; the nearest are "
+            f"{low} and {low + seq}"
+        )
+    return tokens // seq
+
+
+def bytes_text(size: float) -> str:
+    """12.3 GB, in 10^9 bytes."""
+    return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
+
+
+def seconds_text(seconds: float) -> str:
+    """1.23 s, 45.6 ms or 78 us."""
+    if seconds >= 1:
+        return f"{seconds:.3g} s"
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"

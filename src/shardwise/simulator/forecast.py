@@ -1,0 +1,73 @@
+"""`Forecast`: what one step of a plan would take, with every figure's basis."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardwise.costs.memory import CONTEXT_BYTES, Ledger
+
+
+@dataclass
+class Forecast:
+    """Time of a step, where it goes, memory of each stage, and what the figures rest on.
+
+    step_s        one optimizer step
+    parts         seconds of the busiest rank by name; they add up to `step_s`
+    memory        one ledger for each pipeline stage
+    flops         model FLOPs of the step over all ranks, by `convention`
+    exposed       communication that nothing hides, by axis, in seconds
+    bubble        share of the pipeline's time in which the busiest rank waits
+    timeline      (lane, name, start, end), seconds
+    basis         what each kind of figure rests on: measured, formula, assumed
+    """
+
+    step_s: float
+    parts: dict[str, float]
+    memory: list[Ledger]
+    flops: float
+    world_size: int
+    tokens: int
+    peak_tflops: float
+    convention: str = "6P+6Lhs"
+    exposed: dict[str, float] = field(default_factory=dict)
+    bubble: float = 0.0
+    timeline: list[tuple[str, str, float, float]] = field(default_factory=list)
+    basis: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs over what the data sheets allow."""
+        return self.flops / self.step_s / self.world_size / (self.peak_tflops * 1e12)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Over all ranks."""
+        return self.tokens / self.step_s
+
+    @property
+    def worst(self) -> Ledger:
+        """The stage that allocates most."""
+        return max(self.memory, key=lambda ledger: ledger.allocated)
+
+    @property
+    def needed_bytes(self) -> float:
+        """Reserved on the fullest rank, and what lies outside the allocator."""
+        return self.worst.reserved + CONTEXT_BYTES
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON; the timeline is left out."""
+        return {
+            "step_s": self.step_s,
+            "tokens_per_s": self.tokens_per_s,
+            "mfu": self.mfu,
+            "convention": self.convention,
+            "parts_s": dict(self.parts),
+            "exposed_s": dict(self.exposed),
+            "bubble": self.bubble,
+            "memory": [
+                {"allocated": m.allocated, "reserved": m.reserved, "peak": m.peak, "terms": dict(m.terms)}
+                for m in self.memory
+            ],
+            "basis": dict(self.basis),
+        }

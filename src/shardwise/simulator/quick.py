@@ -1,0 +1,103 @@
+"""Time and memory of a layout in microseconds of work: what a search prunes by before it simulates.
+
+The same parts as `step.py`, with closed forms for bubbles and with data-parallel communication that hides perfectly
+where the software overlaps it; so a little below the simulation, never far above.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from shardwise.cluster import Cluster
+from shardwise.costs.block import Block
+from shardwise.costs.layout import Layout
+from shardwise.costs.memory import Ledger, rank_memory, stage_parameters
+from shardwise.costs.shapes import Shape
+from shardwise.costs.software import Software
+from shardwise.simulator.step import GAPS, Stage, Step, optimizer_seconds, reduction_seconds, stage_layers
+
+
+@dataclass(frozen=True)
+class Quick:
+    """An estimate: seconds of a step, and the ledger of the fullest rank."""
+
+    seconds: float
+    memory: Ledger
+
+
+def in_flight(layout: Layout, rank: int) -> float:
+    """Micro-batches that a pipeline rank keeps at once, in units of all its layers."""
+    p, n, v = layout.pp, layout.n_micro, layout.chunks
+    if p == 1:
+        return 1.0
+    if layout.schedule == "gpipe":
+        return float(n)
+    if layout.schedule in ("zbh1", "zbv", "dualpipev"):
+        return float(min(p, n))
+    if layout.schedule == "zbh2":
+        return float(min(2 * p - 1, n))
+    if v > 1:
+        return min(n * v, (p - rank - 1) * 2 + (v - 1) * p + 1) / v
+    return float(min(p - rank, n))
+
+
+class Estimator:
+    """Estimates for one model on one cluster; the parts that layouts share are computed once."""
+
+    def __init__(self, shape: Shape, cluster: Cluster, software: Software) -> None:
+        self.shape, self.cluster, self.software = shape, cluster, software
+        self._parts = lru_cache(maxsize=4096)(self._compute_parts)
+
+    def memory(self, layout: Layout) -> Ledger:
+        """The ledger of the fullest rank."""
+        layers = stage_layers(self.shape, layout)
+        per_rank = [sum(layers[r :: layout.pp]) for r in range(layout.pp)]
+        ends = {0, layout.pp - 1, *([1] if layout.pp > 2 else [])}
+        return max(
+            (
+                rank_memory(
+                    self.shape, layout, self.software, layers=per_rank[rank], first=rank == 0,
+                    last=rank == layout.pp - 1, in_flight=in_flight(layout, rank),
+                )
+                for rank in ends
+            ),
+            key=lambda ledger: ledger.allocated,
+        )  # fmt: skip
+
+    def estimate(self, layout: Layout) -> Quick:
+        """Seconds and memory of a layout."""
+        step = Step(self.shape, layout, self.cluster, self.software)
+        key = layout.with_(
+            pp=1, chunks=1, shard=1, replicas=1, zero=0, n_micro=1, rounds=1, schedule="1f1b", stage_layers=()
+        )
+        layer, first, last = self._parts(key)
+        layers = stage_layers(self.shape, layout)
+        p, n, v = layout.pp, layout.n_micro, layout.chunks
+        total = layer.forward + layer.backward + layer.weight
+        ends = [end.forward + end.backward + end.weight for end in (first, last)]
+        if p == 1:
+            seconds = n * (self.shape.layers * total + sum(ends))
+        else:
+            held = [sum(layers[r::p]) for r in range(p)]
+            work = [h * total + (ends[0] if r == 0 else 0) + (ends[1] if r == p - 1 else 0) for r, h in enumerate(held)]
+            split = {"zbh1": 1 / 3, "interleavedzb": 1 / 3, "zbh2": 0.0, "zbv": 0.1, "dualpipev": 0.1}
+            bubble = (p - 1) * min(work) / v * split.get(layout.schedule, 1.0)
+            seconds = layout.rounds * (n * max(work) + bubble)
+        parameters = stage_parameters(self.shape, layout, self.shape.layers / p, first=p == 1, last=True)
+        reduce_s, gather_s = reduction_seconds(step, parameters)
+        if layout.zero >= 3 and layout.shard > 1:
+            wire = n * (2 * gather_s + reduce_s)
+            seconds = max(seconds, wire) if self.software.prefetch != "none" else seconds + wire
+        elif not self.software.overlap_dp:
+            seconds += reduce_s + gather_s
+        else:
+            times = n if layout.zero == 2 else 1
+            seconds += times * max(0.0, reduce_s - seconds * 0.6 / n) + max(0.0, gather_s - seconds * 0.3 / n)
+        seconds += optimizer_seconds(step, parameters)
+        return Quick(GAPS * seconds, self.memory(layout))
+
+    def _compute_parts(self, layout: Layout) -> tuple[Stage, Stage, Stage]:
+        step = Step(self.shape, layout, self.cluster, self.software)
+        block = Block(self.shape, layout, self.software, step.kernels)
+        return step.timed(block.layer()), step.timed(block.embedding()), step.timed(block.head())

@@ -1,0 +1,246 @@
+"""One step of a traced module under replicas or ZeRO, from what its trace counted.
+
+Two traces, of one and two samples (or one, of the very micro-batch), give what a micro-batch costs: time and bytes
+are linear in its samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from shardwise.cluster import Cluster
+from shardwise.costs.block import EAGER
+from shardwise.costs.kernels import Kernels
+from shardwise.costs.layout import Layout
+from shardwise.costs.memory import Ledger
+from shardwise.costs.software import STATES, Software, States
+from shardwise.costs.wire import Group, Wire
+from shardwise.simulator.events import Op, run
+from shardwise.simulator.forecast import Forecast
+from shardwise.simulator.step import GAPS
+
+CONV_SHARE = 0.5  # of the rate of large products that convolutions reach (assumed)
+FORWARD_SHARE = 1 / 3
+IN_FLIGHT_BYTES = 2 * 25 * 2**20  # of gradients: two buckets, as comm/buckets.py cuts them
+OPTIMIZER_OPS = 14  # of Adam, for one tensor
+
+
+class Counted(Protocol):
+    """What a trace says; see planner/tracing.py."""
+
+    @property
+    def samples(self) -> int: ...
+
+    @property
+    def parameters(self) -> int: ...
+
+    @property
+    def buffers_bytes(self) -> int: ...
+
+    @property
+    def units(self) -> list[int]: ...
+
+    @property
+    def rest(self) -> int: ...
+
+    @property
+    def tensors(self) -> int: ...
+
+    @property
+    def products(self) -> Mapping[tuple[int, int, int], int]: ...
+
+    @property
+    def attention(self) -> Mapping[tuple[int, int, int, int, bool], int]: ...
+
+    @property
+    def conv_flops(self) -> float: ...
+
+    @property
+    def moved(self) -> float: ...
+
+    @property
+    def kernels(self) -> int: ...
+
+    @property
+    def peak(self) -> int: ...
+
+    @property
+    def flops(self) -> float: ...
+
+
+@dataclass(frozen=True)
+class Model:
+    """Traces of two numbers of samples under one recompute policy, the optimizer's state, the batch."""
+
+    one: Counted
+    two: Counted
+    state_elements: float
+    name: str = ""
+    batch_bytes: float = 0.0  # of one sample, where every rank makes the global batch
+
+    def linear(self, first: float, second: float, samples: float) -> float:
+        """The line through what was seen at one number of samples and at another; flat where both are the same."""
+        low, high = self.one.samples, self.two.samples
+        if low == high:
+            return first * samples / low
+        return max(0.0, first + (second - first) * (samples - low) / (high - low))
+
+    def peak(self, samples: int) -> float:
+        """Live bytes of a micro-batch beyond what rests."""
+        return self.linear(self.one.peak, self.two.peak, samples)
+
+    def flops(self, samples: float) -> float:
+        return self.linear(self.one.flops, self.two.flops, samples)
+
+    def seconds(self, samples: float, kernels: Kernels, software: Software) -> float:
+        """Forward and backward of a micro-batch."""
+        return self.linear(
+            compute_seconds(self.one, kernels, software), compute_seconds(self.two, kernels, software), samples
+        )
+
+
+def compute_seconds(trace: Counted, kernels: Kernels, software: Software) -> float:
+    """All ops of a trace, one after another."""
+    seconds = sum(times * kernels.product(m, n, k) for (m, n, k), times in trace.products.items())
+    for (rows, queries, keys, width, back), times in trace.attention.items():
+        if kernels.device.kind == "cpu":
+            work = 4.0 * rows * queries * keys * width * (2.5 if back else 1.0)
+            seconds += times * work / (kernels.peak_tflops * 1e12)
+        else:  # the kernel's figures count the causal half
+            seconds += times * 2 * kernels.attention(software.attention, rows, 1, queries, keys, width, backward=back)
+    seconds += trace.conv_flops / (kernels.peak_tflops * 1e12 * CONV_SHARE)
+    return seconds + kernels.stream(trace.moved * (1.0 if not software.fused else 1 / EAGER), trace.kernels)
+
+
+def policy(precision: str, state_elements: float) -> States:
+    """Bytes for one parameter under a precision of this package, for the optimizer that the task has."""
+    base = STATES[{"fp32": "fp32", "bf16-full": "bf16-full", "fp64": "fp32"}.get(precision, "bf16")]
+    width = {"fp64": 8.0, "bf16-full": 2.0}.get(precision, 4.0)
+    base = replace(base, optimizer=state_elements * width)
+    return replace(base, weight=8.0, gradient=8.0) if precision == "fp64" else base
+
+
+def memory(model: Model, layout: Layout, precision: str) -> Ledger:
+    """Bytes on one rank: what rests, and the peak of a micro-batch."""
+    count, states = model.one.parameters, policy(precision, model.state_elements)
+    share, zero = 1.0 / layout.shard, layout.zero
+    terms = {
+        "weights": count * states.weight * (share if zero >= 3 else 1.0),
+        "gradients": count * states.gradient * (share if zero >= 2 else 1.0),
+        "master": count * states.master * (share if zero >= 1 else 1.0),
+        "optimizer": count * states.optimizer * (share if zero >= 1 else 1.0),
+        "module's buffers": float(model.one.buffers_bytes),
+        "micro-batch": model.peak(layout.micro_batch),
+    }
+    if model.batch_bytes:
+        terms["global batch"] = model.batch_bytes * layout.global_batch
+    if zero == 2:  # whole gradients of the buckets on their way; beside them the part that is added to the sum
+        new = 1.0 if layout.n_micro > 1 else 1.0 - share
+        terms["gradients in flight"] = min(count * states.gradient, IN_FLIGHT_BYTES) * new
+    if zero >= 3 and states.master:
+        terms["weights"] = 0.0
+    if zero >= 3:
+        largest = max([*model.one.units, model.one.rest])
+        terms["gathered units"] = (model.one.rest + 2 * largest) * states.weight
+    return Ledger({k: v for k, v in terms.items() if v}, "micro-batch")
+
+
+def simulate_traced(
+    model: Model,
+    layout: Layout,
+    cluster: Cluster,
+    software: Software,
+    precision: str,
+) -> Forecast:
+    """One optimizer step over replicas and ZeRO shards."""
+    dtype = {"fp32": "fp32", "fp64": "fp32"}.get(precision, "bf16")
+    op_us = cluster.device.op_us
+    kernels = Kernels(cluster.device, op_us.value if op_us is not None else software.launch_us, dtype)
+    wire = Wire(cluster)
+    micro = model.seconds(layout.micro_batch, kernels, software)
+    states = policy(precision, model.state_elements)
+    shard, replicas = Group(layout.shard, 1), Group(layout.replicas, layout.shard)
+    whole = Group(layout.dp, 1)
+    count = model.one.parameters
+    data = 0.0
+    timeline: list[tuple[str, str, float, float]] = []
+    if layout.zero >= 3 and layout.shard > 1:
+        total, timeline = _gathered(model, layout, micro, wire, states, shard, replicas)
+        data = max(0.0, total - layout.n_micro * micro)
+    elif layout.dp > 1:
+        if layout.zero:
+            reduce_s = wire.collective("reduce_scatter", shard, count * states.gradient)
+            reduce_s += wire.collective("all_reduce", replicas, count * states.gradient / layout.shard)
+            gather_s = wire.collective("all_gather", shard, count * states.weight)
+        else:
+            reduce_s, gather_s = wire.collective("all_reduce", whole, count * states.gradient), 0.0
+        hidden = 1 - FORWARD_SHARE if software.overlap_dp else 0.0
+        pieces = max(1, len(model.one.units))
+        times = layout.n_micro if layout.zero == 2 else 1  # ZeRO-2 reduces after every micro-batch
+        data = times * max(reduce_s / pieces, reduce_s - hidden * micro) + gather_s
+    moved = 2 * states.gradient + 2 * (states.master or states.weight) + 2 * states.optimizer
+    optimizer = kernels.stream(count * moved * EAGER / (layout.shard if layout.zero else 1), OPTIMIZER_OPS)
+    if cluster.device.kind == "cpu":  # there, an optimizer goes from tensor to tensor
+        optimizer += model.one.tensors * OPTIMIZER_OPS * kernels.launch_us * 1e-6
+    parts = {"compute": layout.n_micro * micro, "data-parallel communication": data, "optimizer": optimizer}
+    if cluster.device.kind != "cpu":
+        parts["slowest device, clocks and gaps"] = (GAPS - 1) * sum(parts.values())
+    correction = cluster.device.correction.value if cluster.device.correction is not None else 1.0
+    parts = {name: seconds * correction for name, seconds in parts.items()}
+    samples = layout.global_batch
+    forecast = Forecast(
+        step_s=sum(parts.values()), parts=parts, memory=[memory(model, layout, precision)], flops=model.flops(samples),
+        world_size=layout.world_size, tokens=samples, peak_tflops=_peak(cluster, dtype), convention="counted",
+        exposed={"data": data}, timeline=timeline,
+    )  # fmt: skip
+    forecast.basis = {
+        "products": kernels.basis,
+        "data ranks": wire.basis("all_reduce", whole),
+        "work": f"{len(model.one.products)} shapes of products and {model.one.kernels} ops counted on fake tensors",
+    }
+    if cluster.device.correction is not None:
+        forecast.basis["correction"] = f"x {correction:.3g}, {cluster.device.correction.source}"
+    return forecast
+
+
+def _peak(cluster: Cluster, dtype: str) -> float:
+    device = cluster.device
+    if dtype == "fp32" and device.fp32_tflops is not None:
+        return device.fp32_tflops.value
+    return device.bf16_tflops.value / (2 if dtype == "fp32" else 1)
+
+
+def _gathered(
+    model: Model, layout: Layout, micro: float, wire: Wire, states: States, shard: Group, replicas: Group
+) -> tuple[float, list[tuple[str, str, float, float]]]:
+    """ZeRO-3: units gathered one ahead, gradients scattered behind; time is dealt to units by their parameters."""
+    units = model.one.units or [model.one.parameters]
+    total = max(1, sum(units))
+    ops: list[Op] = []
+    last = -1
+
+    def scatter(count: float) -> float:
+        return wire.collective("reduce_scatter", shard, count * states.gradient)
+
+    for _ in range(min(2, layout.n_micro)):
+        for order, part in ((units, FORWARD_SHARE), (units[::-1], 1 - FORWARD_SHARE)):
+            computed: list[int] = []
+            gathers = [wire.collective("all_gather", shard, count * states.weight) for count in order]
+            ops.append(Op("gather 0", "data", gathers[0], [last] if last >= 0 else []))
+            here = len(ops) - 1
+            for index, count in enumerate(order):
+                ops.append(Op(f"unit {index}", "compute", part * micro * count / total, [here]))
+                last = len(ops) - 1
+                if index + 1 < len(order):  # the next unit is asked for before this one's gradients leave
+                    ops.append(Op(f"gather {index + 1}", "data", gathers[index + 1], computed[-1:]))
+                    here = len(ops) - 1
+                computed.append(last)
+                if part > FORWARD_SHARE:
+                    ops.append(Op(f"scatter {index}", "data", scatter(count), [last]))
+    seconds = run(ops)
+    once = wire.collective("all_reduce", replicas, sum(units) * states.gradient / shard.size)
+    return once + seconds * layout.n_micro / min(2, layout.n_micro), [
+        (op.stream, op.name, op.start, op.end) for op in ops
+    ]

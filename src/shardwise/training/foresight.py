@@ -1,0 +1,69 @@
+"""A run's forecast, made before it starts, and the two side by side when it is over."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from shardwise.cluster import Cluster, Figure
+from shardwise.costs.layout import of_plan
+from shardwise.costs.software import software
+from shardwise.errors import InputError
+from shardwise.planner.traced import traced_subject
+from shardwise.training.job import Job
+
+
+def foresee(job: Job) -> dict[str, Any]:
+    """Step time and memory by class of the job on its cluster; `InputError` where its batch does not divide."""
+    config, plan = job.effective.config.train, job.effective.plan
+    assert config.cluster is not None
+    cluster = Cluster.parse(config.cluster)
+    if plan.world_size > cluster.world_size:
+        raise InputError(
+            f"train.cluster: plan {plan} needs {plan.world_size} ranks; {cluster} has {cluster.world_size}"
+        )
+    layout = of_plan(plan, global_batch=job.batch_samples, seq=1, uneven=True)
+    micro = (layout.micro_batch, layout.micro_batch)
+    subject = traced_subject(
+        job.build_task(), cluster, software("shardwise"), job.batch_samples, plan.precision, (plan.remat,), micro
+    )
+    forecast = subject.simulate(layout)
+    terms = forecast.worst.terms
+    return {
+        "cluster": str(config.cluster),
+        "correction": cluster.device.correction.value if cluster.device.correction is not None else 1.0,
+        "step_s": forecast.step_s,
+        "parts_s": forecast.parts,
+        "parameters": terms.get("weights", 0.0) + terms.get("master", 0.0),
+        "gradients": terms.get("gradients", 0.0),
+        "optimizer": terms.get("optimizer", 0.0),
+        "micro_batch": terms.get("micro-batch", 0.0),
+        "basis": forecast.basis,
+    }
+
+
+def beside(forecast: dict[str, Any], summary: dict[str, Any]) -> dict[str, Any]:
+    """The forecast with `beside`: what -> (forecast, measured on the rank that holds most)."""
+    pairs = {"step": (forecast["step_s"], summary.get("step_s"))}
+    for name in ("parameters", "gradients", "optimizer"):
+        measured = [rank[name] for rank in summary["memory"] if rank.get(name)]
+        pairs[name] = (forecast[name], max(measured, default=None))
+    return {**forecast, "beside": pairs}
+
+
+def refine(cluster: Cluster, run: Path) -> Cluster:
+    """The cluster with its correction taken from a run that was forecast on it."""
+    try:
+        summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"--refine: no summary.json in {run}: name the folder of a finished run") from None
+    found = summary.get("forecast")
+    if not found or not summary.get("step_s"):
+        raise InputError(f"--refine: the run in {run} had no forecast, or too few steps to time: train with --cluster")
+    factor = summary["step_s"] / (found["step_s"] / found["correction"])
+    source = f"step time of {run.name}, measured over forecast"
+    return replace(
+        cluster, device=replace(cluster.device, correction=Figure(float(f"{factor:.4g}"), "measured", source))
+    )

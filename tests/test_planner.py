@@ -1,0 +1,179 @@
+"""The search and the commands on top of it."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from shardwise.cluster import Cluster, model
+from shardwise.costs.layout import of_plan
+from shardwise.costs.shapes import Shape
+from shardwise.costs.software import software
+from shardwise.errors import InputError
+from shardwise.layout import Plan
+from shardwise.planner import Constraints
+from shardwise.planner import search as search_plans
+from shardwise.planner.candidates import family, plan_of
+from shardwise.planner.propose import decoder
+from shardwise.planner.units import batch, count
+from shardwise.simulator.goodput import goodput
+
+ROOT = Path(__file__).parents[1]
+LLAMA = Shape.from_row(model("llama3-8b"))
+NODE = Cluster.parse("8 h100-sxm-80gb")
+
+
+# --- plans
+
+
+def search(name: str, cluster: str, samples: int, seq: int, constraints: Constraints | None = None):
+    machine = Cluster.parse(cluster)
+    subject = decoder(Shape.from_row(model(name)), machine, software("shardwise"), samples, seq, "bf16")
+    return search_plans(subject, machine, constraints)
+
+
+def test_405b_on_16384_devices_within_the_time_and_memory() -> None:
+    import resource
+
+    began = time.process_time()  # what this process took: others may use the machine
+    found = search("llama3-405b", "2048x8 h100-sxm-80gb, ib-400", 2048, 8192)
+    assert time.process_time() - began < 30
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 < 2e9
+    assert found.best.plan.world_size == 16384
+    assert found.best.forecast.needed_bytes <= 80e9
+    assert 0.3 < found.best.forecast.mfu < 0.6
+    assert {"ZeRO-3", "DDP + tp", "ZeRO-1 + tp"} <= found.lost.keys()
+    assert "GB of 80.0 GB" in found.lost["ZeRO-1 + tp"]
+
+
+def test_a_small_model_gets_a_simple_plan() -> None:
+    found = search("llama-3.2-1b", "8 h100-sxm-80gb", 256, 4096)
+    assert found.best.plan.tp == found.best.plan.pp == 1
+    assert found.best.runnable == ""
+    assert any("fits on one device" in note for note in found.notes)
+
+
+def test_every_proposal_is_a_plan_of_its_layout() -> None:
+    for p in search("llama3-8b", "2x8 h100-sxm-80gb, ib-400", 128, 8192).proposals:
+        assert p.plan.world_size == p.layout.world_size == 16
+        back = of_plan(Plan.parse(str(p.plan)), global_batch=128, seq=8192)
+        assert plan_of(back, "bf16") == p.plan
+        assert back.micro_batch == p.layout.micro_batch
+        assert family(back) == family(p.layout)
+
+
+def test_constraints_hold() -> None:
+    found = search("llama3-8b", "8 h100-sxm-80gb", 64, 4096, Constraints(max_tp=2, fixed=(("remat", "full"),)))
+    assert all(p.plan.tp <= 2 and p.plan.remat == "full" for p in found.proposals)
+
+
+def test_what_does_not_fit_names_the_nearest() -> None:
+    with pytest.raises(InputError, match=r"no plan fits: the nearest, .*, needs .* GB of 80.0 GB"):
+        search("llama3-405b", "8 h100-sxm-80gb", 8, 8192)
+
+
+def test_a_batch_that_does_not_divide_names_its_neighbours() -> None:
+    with pytest.raises(InputError, match="the nearest that do are 8, 16"):
+        of_plan(Plan.parse("dp_replicate=8"), global_batch=13, seq=1024)
+
+
+@pytest.mark.parametrize(
+    ("text", "seq", "samples"), [("512", None, 512), ("16M-tokens", 8192, 2048), ("64k-tokens", 1024, 64)]
+)
+def test_batches_as_people_write_them(text: str, seq: int | None, samples: int) -> None:
+    assert batch(text, seq) == samples
+
+
+@pytest.mark.parametrize(
+    ("text", "seq"), [("16M-tokens", None), ("many", 8), ("10-tokens", 8), ("8-words", 8), ("0", 8)]
+)
+def test_batches_that_are_none(text: str, seq: int | None) -> None:
+    with pytest.raises(InputError, match="--global-batch"):
+        batch(text, seq)
+    assert count("8k", "x") == 8192
+
+
+def test_goodput_by_formula_and_by_drawing_agree() -> None:
+    found = goodput(6.0, 16384, 50_000 * 3600, 300, 30)
+    assert found["share_by_simulation"] == pytest.approx(found["share_by_formula"], abs=0.03)
+
+
+# --- the command line
+
+
+def shardwise(*words: str) -> tuple[int, dict]:
+    import io
+    from contextlib import redirect_stdout
+
+    from shardwise.cli.main import call
+
+    out = io.StringIO()
+    with redirect_stdout(out):
+        code = call([*words, "--json"])
+    return code, json.loads(out.getvalue())
+
+
+def test_plan_then_simulate_the_file(tmp_path: Path) -> None:
+    where = ("--cluster", "2x8 h100-sxm-80gb, ib-400", "--global-batch", "1M-tokens", "--seq", "8k")
+    path = str(tmp_path / "plan.toml")
+    code, found = shardwise("plan", "llama3-8b", *where, "-o", path)
+    assert code == 0
+    assert found["world_size"] == 16
+    assert found["proposals"][0]["plan"] == found["plan"]
+    code, step = shardwise(
+        "simulate", "llama3-8b", *where, "--plan", path, "--trace", str(tmp_path / "t.json"),
+        "--html", str(tmp_path / "t.html"), "--mtbf-hours", "20000", "--price", "2", "--scale",
+    )  # fmt: skip
+    assert code == 0
+    assert step["plan"] == found["plan"]
+    assert step["step_s"] == pytest.approx(found["proposals"][0]["step_s"])
+    assert step["fits"] is True
+    assert step["scaling"] and step["goodput"]["share_by_formula"] < 1
+    assert "traceEvents" in json.loads((tmp_path / "t.json").read_text())
+    page = (tmp_path / "t.html").read_text()
+    assert "<svg" in page and "http" not in page, "one page without outside resources"
+
+
+def test_compare_puts_plans_side_by_side() -> None:
+    code, found = shardwise(
+        "compare", "llama3-8b", "--plans",
+        "dp_shard=8,zero=3,precision=bf16;dp_replicate=8,precision=bf16;dp_replicate=7,precision=bf16",
+        "--cluster", "8 h100-sxm-80gb", "--global-batch", "16", "--seq", "4k",
+    )  # fmt: skip
+    assert code == 0
+    fits = [row.get("fits") for row in found["plans"]]
+    assert fits == [True, False, None]
+    assert "does not divide" in found["plans"][2]["error"]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("plan", "llama3-9b", "--cluster", "8 h100-sxm-80gb"), "did you mean"),
+        (("plan", "llama3-8b", "--cluster", "8 h1000"), "no device"),
+        (("plan", "llama3-8b", "--cluster", "8 h100-sxm-80gb"), "give --seq and --global-batch"),
+        (("simulate", "llama3-8b", "--cluster", "8 h100-sxm-80gb", "--plan", "tp=16"), "needs 16 devices"),
+    ],
+)  # fmt: skip
+def test_mistakes_end_with_two(words: tuple[str, ...], told: str) -> None:
+    code, found = shardwise(*words)
+    assert code == 2
+    assert told in found["error"]
+
+
+def test_a_transformers_config_is_a_decoder(tmp_path: Path) -> None:
+    from shardwise.planner.decoders import decoder_from_config
+
+    values = {
+        "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "intermediate_size": 14336, "vocab_size": 128256, "hidden_act": "silu", "tie_word_embeddings": False,
+    }  # fmt: skip
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(values))
+    assert decoder_from_config(str(path)).parameters == LLAMA.parameters
+    path.write_text(json.dumps({**values, "is_encoder_decoder": True}))
+    with pytest.raises(InputError, match="module:name"):
+        decoder_from_config(str(path))

@@ -1,0 +1,222 @@
+"""Any module by its trace, real ranks, and runs beside their forecasts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shardwise.cluster import Cluster, model
+from shardwise.costs.layout import of_plan
+from shardwise.costs.shapes import Shape
+from shardwise.costs.software import software
+from shardwise.errors import InputError
+from shardwise.layout import Plan
+from shardwise.planner import search as search_plans
+
+ROOT = Path(__file__).parents[1]
+LLAMA = Shape.from_row(model("llama3-8b"))
+NODE = Cluster.parse("8 h100-sxm-80gb")
+
+
+# --- any module
+
+
+def test_a_trace_counts_what_a_step_does() -> None:
+    """A chain of two linear layers: products, and bytes that backward reads, by hand."""
+    import torch
+    from torch import nn
+
+    from shardwise import Task
+    from shardwise.planner.tracing import trace
+
+    def chain() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
+
+    task = Task(
+        model=chain,
+        loss=lambda output, batch: (output.sum(), torch.tensor(1.0)),
+        batch=lambda step: torch.ones(6, 8),
+    )
+    found = trace(task, 3)
+    forward = 2 * 3 * (8 * 32 + 32 * 4)
+    assert found.flops == 2 * forward + 2 * 3 * 32 * 4, "backward has both weights' and one input's gradient"
+    assert found.parameters == 8 * 32 + 32 + 32 * 4 + 4
+    assert len(found.units) == 0 or sum(found.units) + found.rest == found.parameters
+    assert trace(task, 6).peak > found.peak > 3 * 32 * 4
+
+
+@pytest.mark.parametrize("name", ["decoder", "gpt2", "vit", "mlp", "unet_field"])
+def test_reference_tasks_get_a_ranked_table(name: str) -> None:
+    from shardwise.models import tasks
+    from shardwise.planner.traced import traced_subject
+
+    make = getattr(tasks, name, None) or next(
+        getattr(tasks, other) for other in dir(tasks) if other.startswith(name.split("_")[0])
+    )
+    machine = Cluster.parse("2x8 a100-sxm-80gb, ib-200")
+    subject = traced_subject(make(), machine, software("shardwise"), 64, "bf16", ("none",))
+    found = search_plans(subject, machine)
+    assert found.best.plan.world_size == 16
+    assert found.best.runnable == ""
+    steps = [p.forecast.step_s for p in found.proposals]
+    assert min(steps) > 0
+    assert "ZeRO-3" in {p.family for p in found.proposals}
+
+
+def test_recompute_keeps_less_and_computes_more() -> None:
+    from shardwise.models.tasks import decoder as task
+    from shardwise.planner.tracing import trace
+
+    none, full = (trace(task(), 16, "fp32", policy) for policy in ("none", "full"))
+    assert full.peak < none.peak
+    assert full.flops > none.flops
+
+
+def test_a_module_that_looks_at_values_is_named_with_its_line() -> None:
+    import torch
+    from torch import nn
+
+    from shardwise import Task
+    from shardwise.planner.tracing import trace
+
+    class Peeks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x) if x.sum().item() > 0 else x
+
+    task = Task(model=Peeks, loss=lambda o, b: (o.sum(), torch.tensor(1.0)), batch=lambda step: torch.ones(4, 4))
+    with pytest.raises(InputError, match=r"cannot be traced without values: .*test_traced.py:\d+"):
+        trace(task, 2)
+
+
+def test_peak_of_a_trace_is_that_of_a_real_step() -> None:
+    """Live bytes on fake tensors against live bytes on real ones, gradients left out of both."""
+    import torch
+
+    from shardwise.memory.live import LiveBytes
+    from shardwise.models.tasks import decoder as make
+    from shardwise.planner.tracing import trace
+
+    task = make()
+    batch = task.batch(0) if task.batch is not None else None
+    samples = batch["tokens"].shape[0]
+    model = task.model().train()
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    live = LiveBytes()
+    live.count([*model.parameters(), *model.buffers(), *batch.values()])
+    base = live.now
+    with live:
+        args, kwargs = task.inputs(batch)
+        output = model(*args, **kwargs)
+        total = task.loss(output, batch)[0]
+        del output
+        total.backward()
+    assert isinstance(total, torch.Tensor)
+    assert trace(task, samples).peak == pytest.approx(live.peak - base, rel=0.02)
+
+
+# --- the loop
+
+
+def test_a_run_writes_its_forecast_beside_what_it_measured(tmp_path: Path) -> None:
+    """On a cluster in words, so that nothing is measured first: memory by class is exact, and time is told."""
+    from shardwise import train
+    from shardwise.cluster import Figure
+    from shardwise.training.foresight import refine
+
+    path = tmp_path / "cluster.toml"
+    base = Cluster.parse("2 l40s")
+    device = base.device.__class__(**{**base.device.__dict__, "kind": "cpu", "table": ""})
+    path.write_text(Cluster(device, base.tiers).to_toml())
+    run = train(
+        "shardwise.models.tasks:mlp", "dp_shard=2,zero=1", steps=4, cluster=str(path), out=str(tmp_path / "runs")
+    )
+    pairs = run.summary["forecast"]["beside"]
+    for name in ("parameters", "gradients", "optimizer"):
+        forecast, measured = pairs[name]
+        assert forecast == pytest.approx(measured, rel=0.02), name
+    assert pairs["step"][1] > 0
+    again = refine(Cluster.parse(str(path)), run.folder)
+    assert isinstance(again.device.correction, Figure)
+    assert again.device.correction.value == pytest.approx(pairs["step"][1] / pairs["step"][0], rel=1e-3)
+
+
+@pytest.mark.long
+def test_probe_measures_two_ranks() -> None:
+    from shardwise.planner.measure import probe
+
+    found = probe(2)
+    assert found.world_size == 2
+    assert found.device.products and found.collectives
+    assert all(row[-1] > 0 for row in found.collectives)
+    assert Cluster.from_dict(found.as_dict()) == found or found.as_dict()["collectives"]
+
+
+# --- memory of real ranks
+
+
+def live_peak(name: str, text: str) -> tuple[int, int]:
+    """On a rank: the most live bytes of the second step, and what rests after the first."""
+    from shardwise import parallelize
+    from shardwise.memory.live import LiveBytes
+    from shardwise.models import tasks
+
+    task = getattr(tasks, name)()
+    with LiveBytes() as live:
+        engine = parallelize(task, text, check_loss=False)
+        engine.step(task.batch(0))
+        rest = live.now
+        live.reset_peak()
+        engine.step(task.batch(1))
+        return live.peak, rest
+
+
+PLANS = [
+    "dp_replicate=2", "dp_shard=2,zero=1", "dp_shard=2,zero=2", "dp_replicate=2,remat=full",
+    "dp_replicate=2,accumulate=3", "dp_shard=2,zero=1,remat=selective", "dp_shard=2,zero=2,accumulate=2",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["gpt2", "vit"])
+def test_memory_of_replicas_and_zero_is_within_two_percent(name: str, pool) -> None:
+    from shardwise.models import tasks
+    from shardwise.planner.traced import traced_subject
+
+    task = getattr(tasks, name)()
+    for text in PLANS:
+        parsed = Plan.parse(text)
+        samples = next(iter(task.batch(0).values())).shape[0]
+        layout = of_plan(parsed, global_batch=samples, seq=1, uneven=True)
+        micro = (layout.micro_batch, layout.micro_batch)
+        subject = traced_subject(task, NODE, software("shardwise"), samples, "fp32", (parsed.remat,), micro)
+        measured = max(peak for peak, _ in pool.run(live_peak, 2, name, text))
+        forecast = subject.memory(layout).allocated
+        assert forecast == pytest.approx(measured, rel=0.02), text
+
+
+@pytest.mark.parametrize("text", ["dp_shard=2,zero=3", "dp_shard=2,zero=2,accumulate=2"])
+def test_a_rank_run_alone_has_the_bytes_of_the_real_one(text: str, pool) -> None:
+    from shardwise.models.tasks import decoder as make
+    from shardwise.planner.onerank import measure_rank
+
+    real = pool.run(live_peak, 2, "decoder", text)
+    alone = [measure_rank(make, Plan.parse(text), rank) for rank in range(2)]
+    for found, (peak, _) in zip(alone, real, strict=True):  # when a reduction ends moves the peak by a unit's gradients
+        assert found["peak_live"] == pytest.approx(peak, rel=0.1)
+    assert [found["rest_live"] for found in alone] == [rest for _, rest in real]
+
+
+def test_a_rank_of_many_is_measured_here() -> None:
+    from shardwise.models.tasks import decoder as make
+    from shardwise.planner.onerank import measure_rank
+
+    few, many = (measure_rank(make, Plan.parse(f"dp_replicate={n}"), n - 1) for n in (2, 7))
+    assert many["seconds"] > 0
+    assert many["peak_live"] < few["peak_live"], "a seventh of the batch, not half"
+    with pytest.raises(InputError, match="ranks 0 to 6, not 7"):
+        measure_rank(make, Plan.parse("dp_replicate=7"), 7)

@@ -1,0 +1,170 @@
+"""Compact published measurements into the packaged catalogue: `python tools/compact_catalogue.py DIR`.
+
+DIR holds gpus.csv, gemm_measured.csv, nccl_measured.csv and models.csv. What is written to
+src/shardwise/cluster/data, and how it was made smaller:
+
+devices.csv      one row for each GPU, free text in numeric cells turned into numbers; cells that the source marks as
+                 uncertain keep that word in `notes`
+gemm.csv         bf16 matrix products as `gpu,m,n,latencies`: the latencies in microseconds for the k of the header
+                 line of that GPU, blank where not measured; same figures, to 4 digits
+collectives.csv  half precision, one NVLink domain, the newest NCCL of each GPU, as `gpu,nccl,op,ranks,latencies`:
+                 microseconds at the sizes of the header line; rows whose notes say uncertain are left out
+models.csv       shapes of models whose cells are numbers; others are left out and named on stderr
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+HERE = Path(__file__).parents[1] / "src" / "shardwise" / "cluster" / "data"
+DEVICE_FIELDS = [
+    "name",
+    "bf16_tflops",
+    "fp8_tflops",
+    "memory_gb",
+    "memory_bandwidth_gbps",
+    "sustained_bf16_tflops",
+    "link_gbps",
+    "link_domain",
+    "host_gbps",
+    "nic_gbps",
+    "power_w",
+    "table",
+    "source",
+    "notes",
+]
+# the name under which a device's matrix products and collectives were measured
+TABLES = {
+    "A100-SXM-40GB": "a100_sxm", "A100-SXM-80GB": "a100_sxm", "H100-SXM-80GB": "h100_sxm",
+    "H200-SXM-141GB": "h200_sxm", "B200-SXM": "b200_sxm", "B300-SXM": "b300_sxm", "GB200": "gb200",
+    "L40S": "l40s", "RTX-PRO-6000": "rtx_pro_6000_server",
+}  # fmt: skip
+MODEL_FIELDS = [
+    "name",
+    "layers",
+    "hidden",
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "ffn",
+    "gated",
+    "vocab",
+    "tied",
+    "qkv_bias",
+    "qk_norm",
+    "learned_positions",
+    "max_seq",
+    "experts",
+    "top_k",
+    "moe_ffn",
+    "shared_experts",
+    "norm",
+    "source",
+]
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def number(text: str, otherwise: str = "") -> str:
+    """The first number of a cell such as "2 (bridge 300)" or "12.5-25"."""
+    found = re.search(r"\d+(\.\d+)?", text)
+    return found.group() if found else otherwise
+
+
+def write(path: Path, header: list[str], lines: list[list[str]]) -> None:
+    with path.open("w", newline="") as file:
+        out = csv.writer(file, lineterminator="\n")
+        out.writerow(header)
+        out.writerows(lines)
+    print(f"{path.name}: {len(lines)} rows, {path.stat().st_size} bytes", file=sys.stderr)
+
+
+def devices(folder: Path) -> None:
+    lines = []
+    for row in rows(folder / "gpus.csv"):
+        name = re.split(r" \(| Blackwell", row["gpu"])[0].replace(" ", "-").replace("-NVL72", "")
+        if not row["bf16_dense_tflops"]:
+            print(f"devices.csv: {name} left out, its rate is not published", file=sys.stderr)
+            continue
+        domain = "1" if row["nvlink_domain"].startswith("none") else number(row["nvlink_domain"])
+        lines.append([
+            name.lower(), row["bf16_dense_tflops"], row["fp8_dense_tflops"], row["hbm_gb"],
+            f"{float(row['hbm_bw_tbs']) * 1000:g}", row["mamf_bf16_tflops"], row["nvlink_gbps_per_dir"], domain,
+            row["pcie_gbps_per_dir"], number(row["typical_nic_gbps_per_gpu"]), row["tdp_w"], TABLES.get(name, ""),
+            row["source"], "; ".join(filter(None, [row["mamf_note"], row["notes"]])),
+        ])  # fmt: skip
+    write(HERE / "devices.csv", DEVICE_FIELDS, lines)
+
+
+def gemm(folder: Path) -> None:
+    table: dict[str, dict[tuple[int, int], dict[int, str]]] = defaultdict(lambda: defaultdict(dict))
+    for row in rows(folder / "gemm_measured.csv"):
+        m, n, k = (int(row[name]) for name in "mnk")
+        table[row["gpu"]][m, n][k] = f"{float(row['latency_ms']) * 1000:.4g}"
+    lines = []
+    for gpu, cells in sorted(table.items()):
+        inner = sorted({k for by_k in cells.values() for k in by_k})
+        lines.append([gpu, "m", "n", " ".join(map(str, inner))])
+        lines += [
+            [gpu, str(m), str(n), " ".join(by_k.get(k, "-") for k in inner)] for (m, n), by_k in sorted(cells.items())
+        ]
+    write(HERE / "gemm.csv", ["gpu", "m", "n", "microseconds"], lines)
+
+
+def version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(".") if part)
+
+
+def collectives(folder: Path) -> None:
+    kept = [r for r in rows(folder / "nccl_measured.csv") if r["dtype"] == "half" and "uncertain" not in r["notes"]]
+    newest: dict[str, str] = {}
+    for row in kept:
+        newest[row["gpu"]] = max(newest.get(row["gpu"], ""), row["nccl"], key=version)
+    table: dict[tuple[str, str, str, int], dict[int, str]] = defaultdict(dict)
+    for row in kept:
+        if row["nccl"] == newest[row["gpu"]]:
+            key = (row["gpu"], row["nccl"], row["op"].replace("alltoall", "all_to_all"), int(row["n_gpus"]))
+            table[key][int(row["bytes"])] = f"{float(row['latency_us']):.4g}"
+    sizes = sorted({size for by_size in table.values() for size in by_size})
+    lines = [["", "", "", "", " ".join(map(str, sizes))]]
+    lines += [
+        [*map(str, key), " ".join(by_size.get(size, "-") for size in sizes)] for key, by_size in sorted(table.items())
+    ]
+    write(HERE / "collectives.csv", ["gpu", "nccl", "op", "ranks", "microseconds"], lines)
+
+
+def models(folder: Path) -> None:
+    lines = []
+    for row in rows(folder / "models.csv"):
+        name = re.sub(r"-hf$|-v0\.1$| \(.*\)$", "", row["model"]).replace(" ", "-").lower()
+        moe = bool(row["n_experts"])
+        cells = [row[f] for f in ("layers", "hidden", "heads", "kv_heads", "head_dim")]
+        if not all(cell.isdigit() for cell in cells):
+            print(f"models.csv: {name} left out, its attention is not described by heads and head_dim", file=sys.stderr)
+            continue
+        lines.append([
+            name, *cells, row["ffn"] or row["moe_ffn"], str(int(row["ffn_type"].startswith("SwiGLU"))), row["vocab"],
+            row["tie_embeddings"] or "0", row["qkv_bias"] or "0", row["qk_norm"] or "0",
+            str(int("learned" in row["rope_theta"])), row["max_seq"],
+            *([row["n_experts"], row["top_k"], row["moe_ffn"], row["shared_experts"] or "0"] if moe else ["0"] * 4),
+            row["norm"], row["source"],
+        ])  # fmt: skip
+    write(HERE / "models.csv", MODEL_FIELDS, lines)
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    HERE.mkdir(parents=True, exist_ok=True)
+    for make in (devices, gemm, collectives, models):
+        make(folder)
+
+
+if __name__ == "__main__":
+    main()
