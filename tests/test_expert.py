@@ -29,10 +29,9 @@ CASES = [
     (MODELS + "moe_shared", "dp_shard=4,ep=2,zero=1"),
     (MODELS + "moe_shared", "dp_replicate=2,dp_shard=2,ep=2,remat=full"),
     (MODELS + "moe", "tp=2,dp_shard=2,ep=2,zero=2"), (MODELS + "hf_mixtral", "dp_shard=4,ep=2"),
-    (MODELS + "hf_qwen2_moe", "dp_shard=2,ep=2,zero=2,accumulate=2"),
     ("expert_tasks:only_the_first", "dp_shard=2,ep=2,zero=1,remat=full"), ("expert_tasks:frozen", "dp_shard=2,ep=2"),
     ("expert_tasks:renamed", "dp_shard=4,ep=4,zero=0"), ("expert_tasks:dropout", "dp_shard=2,ep=2,remat=selective"),
-    ("expert_tasks:few_samples", "dp_shard=4,ep=2,zero=2,accumulate=3"),
+    ("expert_tasks:few_samples", "dp_shard=2,ep=2,zero=2,accumulate=4"),
 ]  # fmt: skip
 PLANS = [
     *(f"dp_shard=2,ep=2,zero={zero}" for zero in range(4)), *(f"dp_shard=4,ep=2,zero={zero}" for zero in range(4)),
