@@ -174,6 +174,24 @@ def test_an_optimizer_that_looks_at_whole_tensors_is_refused(pool: RankPool) -> 
     assert "update of an element" in pool.run(_refusal, 2, "tp=2")[0]
 
 
+def _by_hand(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+    logits, targets = output[:, :-1], batch["tokens"][:, 1:]
+    picked = logits.gather(-1, targets[..., None]).squeeze(-1)
+    return (logits.logsumexp(-1) - picked).sum(), targets.numel()
+
+
+def by_hand() -> Task:
+    return tasks.decoder().with_(loss=_by_hand)
+
+
+def test_a_loss_written_by_hand_does_not_gather_the_logits(pool: RankPool) -> None:
+    assert cuts_of(by_hand(), "tp=2").cuts["head.weight"].dim == 0
+    parity = verify(by_hand, "tp=2", pool=pool)
+    assert parity.parity, parity.text()
+    _, totals = describe(by_hand(), Plan(tp=2))
+    assert [row["op"] for row in totals["collectives"]] == ["all_reduce"]
+
+
 # --- modules that nobody prepared: each once, more under `long`
 
 
@@ -357,3 +375,17 @@ def _told(plan: str, local: int) -> list[str]:
 def test_a_tp_axis_that_leaves_its_node_is_warned_of(pool: RankPool) -> None:
     assert any("leaves its node of 2 ranks" in line for line in pool.run(_told, 4, "tp=4", 2)[0])
     assert not any("leaves its node" in line for line in pool.run(_told, 4, "tp=2,dp_shard=2", 2)[0])
+
+
+def _dropping_layers(plan: str) -> tuple[list[float], Tensor]:
+    import module_tasks
+
+    task = module_tasks.layer_drop_python()
+    engine = parallelize(task, plan)
+    losses = [engine.step(task.batch(step)).loss for step in range(6)]
+    return losses, torch.cat([tensor.flatten() for _, tensor in engine.full_parameters()])
+
+
+def test_ways_that_python_draws_are_the_same_on_ranks_that_share_samples(pool: RankPool) -> None:
+    (losses, weights), (other_losses, other) = pool.run(_dropping_layers, 2, "tp=2")
+    assert losses == other_losses and torch.equal(weights, other)

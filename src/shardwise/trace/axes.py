@@ -159,6 +159,7 @@ class Axes(TorchDispatchMode):
     def watching(self, module: nn.Module) -> Iterator[None]:
         """Active around a forward and a loss."""
         handles = []
+        self.in_loss = False
         for path, child in module.named_modules():
             handles.append(child.register_forward_pre_hook(lambda m, a, p=path: self.modules.append(p)))
             handles.append(child.register_forward_hook(lambda m, a, o: self._leave(m is module), always_call=True))

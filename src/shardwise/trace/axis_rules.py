@@ -307,6 +307,9 @@ def repeat(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> boo
 
 # --- reductions, norms ---
 
+# reductions whose result over a cut dim is one small collective
+_SMALL = frozenset({"sum", "mean", "amax", "amin", "max", "min", "any", "all", "argmax", "logsumexp"})
+
 
 def _dims(x: torch.Tensor, dim: Any) -> list[int]:
     if dim is None or (isinstance(dim, list | tuple) and not dim):
@@ -336,7 +339,7 @@ def reduce(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> boo
     if labels is None:
         return True
     over = [d for d in dims if labels.shape[d] > 1]
-    summable = axes.in_loss and short in ("sum", "mean", "amax", "amin", "max", "min", "any", "all", "argmax")
+    summable = axes.in_loss and short in _SMALL
     if summable and over and len(over) == sum(n > 1 for n in labels.shape):
         return True  # one small collective gives the whole result
     labels = axes.unite_along(labels, over)
@@ -346,6 +349,15 @@ def reduce(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> boo
         elif each.dim() == x.dim() - len(dims):
             axes.give(each, labels.squeeze(tuple(dims)))
     return True
+
+
+@rule("gather")
+def gather(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
+    """Entries along the one dim that has labels are found on their rank (a target's logit)."""
+    labels = axes.labels(args[0])
+    if labels is None or axes.labels(args[2]) is not None:
+        return labels is None
+    return all(n == 1 for d, n in enumerate(labels.shape) if d != args[1] % args[0].dim())
 
 
 @rule("_softmax", "_log_softmax", "_safe_softmax")
