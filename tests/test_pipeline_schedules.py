@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from shardwise.cli.main import call
 from shardwise.errors import RefusedPlan
+from shardwise.layout.drawing import as_svg, as_text
 from shardwise.layout.plan import SCHEDULES, Plan
 from shardwise.layout.schedules import (
     INTERLEAVED,
@@ -20,8 +21,6 @@ from shardwise.layout.schedules import (
     SEVERAL,
     Op,
     Times,
-    as_svg,
-    as_text,
     make_schedule,
     schedule_of,
 )

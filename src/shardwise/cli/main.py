@@ -165,7 +165,8 @@ def schedule(answer: Answer, plan: str, output: str | None) -> None:
 
     from shardwise.errors import InputError
     from shardwise.layout import Plan
-    from shardwise.layout.schedules import as_svg, as_text, schedule_of, summary
+    from shardwise.layout.drawing import as_svg, as_text, summary
+    from shardwise.layout.schedules import schedule_of
 
     parsed = Plan.parse(plan)
     answer.fields.update(plan=str(parsed), world_size=parsed.world_size)

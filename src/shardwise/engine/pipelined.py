@@ -124,8 +124,8 @@ class StagedForward(Forward):
         if total != total:
             raise RefusedPlan(
                 "under pipeline stages the loss on a few samples is NaN. If it is a number in one process, a value "
-                "gets from one stage's part of the forward into another's by a way that cannot be followed (an "
-                "attribute, numpy, .item()): name other places with stages=, or hand it over as a tensor"
+                "gets from stage to stage by a way that cannot be followed (an attribute, numpy, .item()): name "
+                "other places with stages=, or hand it over as a tensor"
             )
         told = {k: Extra(torch.tensor(v[0], dtype=torch.float64), v[1]) for k, v in extras.items()}
         return Loss(torch.tensor(total, dtype=torch.float64), weight, told)

@@ -56,7 +56,6 @@ def _mine(engine: Engine, part: Part, select: Callable[[Any], Any] | None) -> tu
     """This rank's leaves, and what it tells of them; None where another rank sends, or no sample counts."""
     forward = engine.forward
     engine.module.eval()
-    engine.phase.stand_in = part.count == 0
     try:
         output = forward.output(forward.to_device(part.batch))
         if isinstance(forward, StagedForward) and not forward.has_loss:

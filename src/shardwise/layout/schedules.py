@@ -28,7 +28,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 
 from shardwise.errors import RefusedPlan
 from shardwise.layout.plan import Plan
@@ -381,79 +380,3 @@ def schedule_of(plan: Plan) -> Schedule:
     if plan.pp == 1:
         raise RefusedPlan(f"plan {plan} has no pipeline: pp is 1")
     return make_schedule(plan.schedule, plan.pp, plan.microbatches, plan.stages_per_rank)
-
-
-# --- drawings
-
-
-def as_text(schedule: Schedule, times: Times | None = None) -> str:
-    """The table, one column for each unit of time. Lower case: a rank's second stage, then `F'` and so on."""
-    times = times or Times()
-    done = schedule.timeline(times)
-    unit = min(times.forward, times.input, times.weight)
-    columns = round(max(end for _, end in done.values()) / unit)
-    lines = []
-    wide = len(str(schedule.microbatches - 1)) + 1 + (schedule.stages > 2 * schedule.ranks)
-    for rank, row in enumerate(schedule.rows):
-        cells = ["." + " " * (wide - 1)] * columns
-        for op in row:
-            start, end = (round(t / unit) for t in done[op])
-            cells[start:end] = [_label(schedule, op).ljust(wide)] * (end - start)
-        lines.append(f"rank {rank}  " + " ".join(cells).rstrip())
-    return "\n".join([*lines, "", *summary(schedule, times)])
-
-
-def _label(schedule: Schedule, op: Op) -> str:
-    chunk = schedule.stages_of(schedule.owner[op.stage]).index(op.stage)
-    kind = op.kind.lower() if chunk % 2 else op.kind
-    return f"{kind}{chr(39) * (chunk // 2)}{op.microbatch}"
-
-
-def summary(schedule: Schedule, times: Times | None = None) -> list[str]:
-    """What is counted from the table, a line each."""
-    per_rank = schedule.stages // schedule.ranks
-    of = "" if per_rank == 1 else f" of 1/{per_rank} of a rank's layers each"
-    return [
-        f"{schedule.name}: {schedule.ranks} ranks, {schedule.stages} stages, {schedule.microbatches} micro-batches",
-        f"ranks wait {schedule.bubble(times):.1%} of the time, counted from the table with equal stages",
-        f"forwards held for their backward, by rank: {', '.join(map(str, schedule.live()))}{of}",
-    ]
-
-
-_COLOURS = {"F": "#9ecae1", "B": "#fdd0a2", "I": "#fdae6b", "W": "#a1d99b"}
-
-
-def as_svg(schedule: Schedule, times: Times | None = None) -> str:
-    """The same table as a picture."""
-    done = schedule.timeline(times)
-    end_of_all = max(end for _, end in done.values())
-    wide, high, left = 26.0, 26.0, 60.0
-    width, height = left + wide * end_of_all + 10, high * schedule.ranks + 70
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
-        'font-family="sans-serif" font-size="11">'
-    ]
-    for rank, row in enumerate(schedule.rows):
-        top = high * rank + 5
-        parts.append(f'<text x="4" y="{top + 17:.0f}">rank {rank}</text>')
-        for op in row:
-            start, end = done[op]
-            chunk = schedule.stages_of(rank).index(op.stage)
-            border = "#444" if chunk % 2 == 0 else "#b22222"
-            x, size = left + wide * start, wide * (end - start)
-            parts.append(
-                f'<rect x="{x:.1f}" y="{top:.1f}" width="{size - 1:.1f}" height="{high - 4:.1f}" '
-                f'fill="{_COLOURS[op.kind]}" stroke="{border}"><title>{op}</title></rect>'
-                f'<text x="{x + size / 2:.1f}" y="{top + 15:.1f}" text-anchor="middle">{_label(schedule, op)}</text>'
-            )
-    for place, line in enumerate(summary(schedule, times)):
-        parts.append(f'<text x="4" y="{high * schedule.ranks + 22 + 15 * place:.0f}">{line}</text>')
-    return "\n".join([*parts, "</svg>"]) + "\n"
-
-
-def boundaries(counts: tuple[int, ...]) -> list[tuple[int, int]]:
-    """[first, last) of each stage from how many items each holds."""
-    edges = [0]
-    for count in counts:
-        edges.append(edges[-1] + count)
-    return list(pairwise(edges))
