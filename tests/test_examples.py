@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import xml.etree.ElementTree as xml
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
-from shardwise import parallelize
+from shardwise import Task, parallelize
 from shardwise.ranks import RankPool
 from shardwise.training.resolve import resolve_task
 
@@ -33,12 +36,12 @@ def needs(name: str) -> None:
 
 def losses(name: str, plan: str, folder: str) -> list[float]:
     """Of a few steps on the example's own data, whose order is that of the samples; then of held-out data."""
-    import os
+    sys.modules.pop(name, None)  # finetune reads its folder when it is imported
+    with chdir(folder), mock.patch.dict(os.environ, {"FINETUNE_FOLDER": folder}):
+        return _losses(resolve_task(f"{FOLDER / name}.py:task"), plan)
 
-    os.chdir(folder)
-    os.environ["FINETUNE_FOLDER"] = folder
-    sys.modules.pop(name, None)  # finetune reads the folder when it is imported
-    task = resolve_task(f"{FOLDER / name}.py:task")
+
+def _losses(task: Task, plan: str) -> list[float]:
     engine = parallelize(task, f"{plan},precision=fp64" if plan != "single" else "precision=fp64")
     assert task.data is not None and task.eval_data is not None
     found = [engine.step(task.data.read(list(range(4 * step, 4 * step + 4)))).loss for step in range(STEPS)]
