@@ -21,6 +21,7 @@ from shardwise.part.cuts import regrouped
 DOUBLE = torch.float64
 ONES = torch.ones(6, 6, 6, dtype=DOUBLE)
 INDEX = torch.tensor([[0, 3], [1, 3]])
+CLASSES = torch.tensor([[1], [5], [0], [3], [6], [2]])
 TARGET = torch.tensor([1, 5, 0, 3, -100, 2])
 MASK = torch.tensor([[True, False, True], [True, True, False]]).repeat(2, 1)
 
@@ -70,6 +71,10 @@ CASES: dict[str, tuple[Callable, tuple[int, ...], set[int]]] = {
     "cross entropy, weighted": (
         lambda x: F.cross_entropy(x, TARGET, weight=torch.arange(1.0, 8, dtype=DOUBLE), reduction="sum"), (6, 7), {1}
     ),
+    "logsumexp": (lambda x: torch.logsumexp(x, 1), (6, 7), {0, 1}),
+    "logsumexp of all": (lambda x: x.logsumexp((0, 1)), (6, 7), {0, 1}),
+    "gather": (lambda x: x.gather(-1, CLASSES), (6, 7), {0, 1}),
+    "gather, the function": (lambda x: torch.gather(x, 1, CLASSES), (6, 7), {1}),
     "layer norm": (lambda x: F.layer_norm(x, (6,), torch.arange(6.0, dtype=DOUBLE)), (2, 4, 6), {0, 1}),
     "rms norm": (lambda x: F.rms_norm(x, (6,), torch.arange(6.0, dtype=DOUBLE)), (2, 4, 6), {0, 1}),
     "group norm": (lambda x: F.group_norm(x, 4), (2, 8, 3), set()),

@@ -174,6 +174,24 @@ def test_an_optimizer_that_looks_at_whole_tensors_is_refused(pool: RankPool) -> 
     assert "update of an element" in pool.run(_refusal, 2, "tp=2")[0]
 
 
+def _by_hand(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+    logits, targets = output[:, :-1], batch["tokens"][:, 1:]
+    picked = logits.gather(-1, targets[..., None]).squeeze(-1)
+    return (logits.logsumexp(-1) - picked).sum(), targets.numel()
+
+
+def by_hand() -> Task:
+    return tasks.decoder().with_(loss=_by_hand)
+
+
+def test_a_loss_written_by_hand_does_not_gather_the_logits(pool: RankPool) -> None:
+    assert cuts_of(by_hand(), "tp=2").cuts["head.weight"].dim == 0
+    parity = verify(by_hand, "tp=2", pool=pool)
+    assert parity.parity, parity.text()
+    _, totals = describe(by_hand(), Plan(tp=2))
+    assert [row["op"] for row in totals["collectives"]] == ["all_reduce"]
+
+
 # --- modules that nobody prepared: each once, more under `long`
 
 
@@ -191,6 +209,27 @@ class Shared(nn.Module):
         for _ in range(2):
             x = x + self.narrow(torch.relu(self.wide(self.norm(x))))
         return self.leave(x)
+
+
+class Einsums(nn.Module):
+    """Attention and an MLP by einsum, weights with dims for heads: wq (D, H, K), wkv (2, D, H, K), wo (H, K, D)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+        self.wq, self.wo = nn.Parameter(torch.randn(6, 4, 3) / 3), nn.Parameter(torch.randn(4, 3, 6) / 3)
+        self.wkv = nn.Parameter(torch.randn(2, 6, 4, 3) / 3)
+        self.wi, self.wf = nn.Parameter(torch.randn(2, 6, 10) / 3), nn.Parameter(torch.randn(10, 6) / 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        q = torch.einsum("bsd,dhk->bshk", y, self.wq)
+        k, v = torch.einsum("bsd,dhk->bshk", y, self.wkv[0]), torch.einsum("bsd,dhk->bshk", y, self.wkv[1])
+        scores = torch.einsum("bshk,bthk->bhst", q, k).softmax(-1)
+        x = x + torch.einsum("bshk,hkd->bsd", torch.einsum("bhst,bthk->bshk", scores, v), self.wo)
+        y = self.norm(x)
+        h = F.gelu(torch.einsum("bsd,df->bsf", y, self.wi[0])) * torch.einsum("bsd,df->bsf", y, self.wi[1])
+        return x + torch.einsum("bsf,fd->bsd", h, self.wf)
 
 
 class Branching(nn.Module):
@@ -242,12 +281,14 @@ def as_task(model: Any) -> Task:
 
 
 def made(name: str) -> Task:
-    models = {"shared": Shared, "branching": Branching, "sequential": sequential, "encoder": encoder,
-              "encoder_time_first": encoder_time_first, "convolutions": convolutions}  # fmt: skip
+    models = {"einsums": Einsums, "shared": Shared, "branching": Branching, "sequential": sequential,
+              "encoder": encoder, "encoder_time_first": encoder_time_first, "convolutions": convolutions}  # fmt: skip
     return as_task(models[name])
 
 
-@pytest.mark.parametrize("name", ["shared", "branching", "sequential", "encoder", "encoder_time_first", "convolutions"])
+@pytest.mark.parametrize(
+    "name", ["einsums", "shared", "branching", "sequential", "encoder", "encoder_time_first", "convolutions"]
+)
 @pytest.mark.parametrize("plan", ["tp=2", "tp=2,sp=true"])
 def test_modules_that_nobody_prepared(name: str, plan: str, pool: RankPool) -> None:
     derived = cuts_of(made(name), plan)
@@ -357,3 +398,17 @@ def _told(plan: str, local: int) -> list[str]:
 def test_a_tp_axis_that_leaves_its_node_is_warned_of(pool: RankPool) -> None:
     assert any("leaves its node of 2 ranks" in line for line in pool.run(_told, 4, "tp=4", 2)[0])
     assert not any("leaves its node" in line for line in pool.run(_told, 4, "tp=2,dp_shard=2", 2)[0])
+
+
+def _dropping_layers(plan: str) -> tuple[list[float], Tensor]:
+    import module_tasks
+
+    task = module_tasks.layer_drop_python()
+    engine = parallelize(task, plan)
+    losses = [engine.step(task.batch(step)).loss for step in range(6)]
+    return losses, torch.cat([tensor.flatten() for _, tensor in engine.full_parameters()])
+
+
+def test_ways_that_python_draws_are_the_same_on_ranks_that_share_samples(pool: RankPool) -> None:
+    (losses, weights), (other_losses, other) = pool.run(_dropping_layers, 2, "tp=2")
+    assert losses == other_losses and torch.equal(weights, other)

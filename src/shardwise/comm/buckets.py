@@ -9,6 +9,7 @@ ended. So ranks always meet the same collectives, whether or not they used the s
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -90,9 +91,9 @@ class GradientBuckets:
         self.used: set[int] = set()  # parameters that got a gradient in this step
         self.used_now: set[int] = set()  # and in this micro-batch
         self._next = 0
-        for bucket in self.buckets:
+        for number, bucket in enumerate(self.buckets):
             for place, param in enumerate(bucket.params):
-                param.register_post_accumulate_grad_hook(self._hook(bucket, place))
+                param.register_post_accumulate_grad_hook(self._hook(number, place))
 
     def start_step(self) -> None:
         """Forget the last step's gradients."""
@@ -118,31 +119,42 @@ class GradientBuckets:
             while self._next < len(self.buckets):
                 self._launch_next()
 
-    def _hook(self, bucket: Bucket, place: int) -> Callable[[nn.Parameter], None]:
+    def _hook(self, number: int, place: int) -> Callable[[nn.Parameter], None]:
+        """The hook must not hold the buckets: a parameter keeps its hooks where Python's collector does not look, so
+        that buckets, and the process groups they reduce over, would outlive the run."""
+        owner = weakref.ref(self)
+        bucket = self.buckets[number]
         index = bucket.layout.entries[place].index
         kept = self.keep and bucket.dtype == bucket.params[place].dtype
 
-        def on_gradient(param: nn.Parameter) -> None:  # once for each parameter and micro-batch: kept lean
-            if bucket.launched:
-                raise RunError(
-                    f"the gradient of '{self.names[index]}' came in several pieces: a reentrant checkpoint or a "
-                    "second backward; use torch.utils.checkpoint(use_reentrant=False)"
-                )
-            view, gradient = bucket.view(place), param.grad
-            assert gradient is not None
-            if place not in bucket.filled:
-                view.copy_(gradient)
-                bucket.filled.add(place)
-            elif gradient.data_ptr() != view.data_ptr():
-                view.add_(gradient)
-            self.used_now.add(index)
-            # autograd then accumulates the next micro-batch in the bucket itself, where the dtype allows
-            param.grad = view if kept else None
-            bucket.arrived += 1
-            if self.sync and bucket.arrived == len(bucket.params):
-                self._launch_whole()
+        def on_gradient(param: nn.Parameter) -> None:
+            buckets = owner()
+            if buckets is not None:
+                buckets._on_gradient(param, number, place, index, kept)
 
         return on_gradient
+
+    def _on_gradient(self, param: nn.Parameter, number: int, place: int, index: int, kept: bool) -> None:
+        """Once for each parameter and micro-batch: kept lean."""
+        bucket = self.buckets[number]
+        if bucket.launched:
+            raise RunError(
+                f"the gradient of '{self.names[index]}' came in several pieces: a reentrant checkpoint or a "
+                "second backward; use torch.utils.checkpoint(use_reentrant=False)"
+            )
+        view, gradient = bucket.view(place), param.grad
+        assert gradient is not None
+        if place not in bucket.filled:
+            view.copy_(gradient)
+            bucket.filled.add(place)
+        elif gradient.data_ptr() != view.data_ptr():
+            view.add_(gradient)
+        self.used_now.add(index)
+        # autograd then accumulates the next micro-batch in the bucket itself, where the dtype allows
+        param.grad = view if kept else None
+        bucket.arrived += 1
+        if self.sync and bucket.arrived == len(bucket.params):
+            self._launch_whole()
 
     def _launch_whole(self) -> None:
         while self._next < len(self.buckets):

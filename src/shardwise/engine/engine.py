@@ -47,7 +47,7 @@ from shardwise.parallel.batchnorm import batch_norm_modules, sync_module
 from shardwise.parallel.slots import Phase, Slot
 from shardwise.part import forget
 from shardwise.precision import Precision
-from shardwise.random import BatchDims, GlobalRandom, Samples
+from shardwise.random import BatchDims, GlobalRandom, Samples, seed_python
 from shardwise.ranks import here, join, local_size
 from shardwise.task import Task
 from shardwise.trace.deferred import seed_of
@@ -416,8 +416,11 @@ class Engine:
         if self.global_random is not None:
             samples = Samples(part.start, part.count, part.total)
             self.global_random.begin(self.seed, self.steps_done, micro_batch, samples, alone=alone)
-        else:
-            seed_generators(seed_of("fast", self.seed, self.steps_done, micro_batch, self.data_rank))
+            return
+        seed = seed_of("fast", self.seed, self.steps_done, micro_batch, self.data_rank)
+        seed_generators(seed)
+        if self.plan.tp * self.plan.pp > 1:  # ranks that share a sample must take the same ways through the module
+            seed_python(seed)
 
     @contextmanager
     def random_context(self) -> Iterator[None]:

@@ -18,7 +18,8 @@ What this does not do: hold a parameter that two units share in one of them (it 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import weakref
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,6 +37,17 @@ from shardwise.parallel.slots import Slot, ValueOf
 from shardwise.precision import Precision
 
 _END = "the end of the forward"
+
+
+def _noting(owner: Callable[[], FullShard | None], index: int) -> Callable[[torch.Tensor], None]:
+    """A hook that notes the use of a parameter, and does not keep its owner (and its process groups) alive."""
+
+    def note(param: torch.Tensor) -> None:
+        technique = owner()
+        if technique is not None:
+            technique._used_now.add(index)
+
+    return note
 
 
 class FullShard:
@@ -193,7 +205,7 @@ class FullShard:
             if param is None or isinstance(param, DTensor) or hasattr(param, "_use_is_watched"):
                 continue
             param._use_is_watched = True  # FSDP2 keeps the object and gives it its storage back each time
-            param.register_post_accumulate_grad_hook(lambda p, index=index: self._used_now.add(index))
+            param.register_post_accumulate_grad_hook(_noting(weakref.ref(self), index))
 
     def start_step(self) -> None:
         """Forget the last step's gradients."""

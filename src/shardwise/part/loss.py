@@ -133,6 +133,38 @@ def rows_of(
 FUNCTIONS[F.embedding] = rows_of
 
 
+class _Entries(torch.autograd.Function):
+    """`x.gather(dim, index)` along the cut dim: each entry is found on its rank, and its gradient put there."""
+
+    @staticmethod
+    def forward(ctx, x: Part, dim: int, index: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(index)
+        ctx.like, ctx.dim = x.detach(), dim
+        held, place = _place_of(x, index)
+        if not x.local.shape[dim]:
+            return reduced(x.local.new_zeros(index.shape), x)
+        return reduced(x.local.gather(dim, place) * held, x)
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor):
+        (index,), x = ctx.saved_tensors, ctx.like
+        held, place = _place_of(x, index)
+        local = torch.zeros_like(x.local)
+        if local.shape[ctx.dim]:
+            local.scatter_add_(ctx.dim, place, plain(gradient) * held)
+        return x.with_local(local), None, None
+
+
+def entries_of(x: torch.Tensor, dim: int, index: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    """`torch.gather` on a part."""
+    if not isinstance(x, Part) or isinstance(index, Part) or dim % x.dim() != x.dim_cut or kwargs:
+        return torch.gather(x, dim, index, **kwargs)
+    return _Entries.apply(x, dim % x.dim(), index)
+
+
+FUNCTIONS[torch.gather] = FUNCTIONS[torch.Tensor.gather] = entries_of
+
+
 @rule("embedding_dense_backward")
 def embedding_dense_backward(func: Any, args: tuple, kwargs: dict) -> Part:
     """The gradient of a table cut by columns."""

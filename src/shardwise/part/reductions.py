@@ -92,9 +92,22 @@ def _norm(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> 
     return reduced(part.local.square().sum(sorted(dims), keepdim, dtype=bound.get("dtype")), part).sqrt()
 
 
+def _logsumexp(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> torch.Tensor:
+    along, kept = sorted(dims), list(part.local.shape)
+    for d in along:
+        kept[d] = 1
+    empty = not part.local.numel()
+    top = part.local.new_full(kept, -torch.inf) if empty else part.local.amax(along, True)
+    top = reduced(top, part, "max")
+    top = torch.where(top.isinf(), torch.zeros_like(top), top)
+    total = reduced((part.local - top).exp().sum(along, True), part).log() + top
+    return total if keepdim else total.squeeze(along)
+
+
 _COMBINE = {
     "sum": _sum, "mean": _mean, "amax": _extreme("max"), "amin": _extreme("min"), "max": _extreme("max"),
     "min": _extreme("min"), "all": _all, "any": _any, "linalg_vector_norm": _norm, "norm": _norm,
+    "logsumexp": _logsumexp,
 }  # fmt: skip
 
 

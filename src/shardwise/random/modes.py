@@ -174,7 +174,7 @@ class GlobalRandom(TorchDispatchMode):
         if alone:
             self.paths.path_of.clear()
         torch.default_generator.manual_seed(seed_of("mask", seed, step, micro_batch))
-        _seed_python(seed_of("mask", seed, step, micro_batch))
+        seed_python(seed_of("mask", seed, step, micro_batch))
 
     @contextmanager
     def watching(self, module: nn.Module) -> Iterator[None]:
@@ -222,7 +222,7 @@ def _not_dealt(what: str) -> str:
     )
 
 
-def _seed_python(seed: int) -> None:
+def seed_python(seed: int) -> None:
     """Python's and numpy's generators, the same on all ranks: what they draw cannot be dealt over samples."""
     random.seed(seed)
     if "numpy" in sys.modules:
@@ -230,7 +230,7 @@ def _seed_python(seed: int) -> None:
 
 
 @contextmanager
-def _python_restored() -> Iterator[None]:
+def python_restored() -> Iterator[None]:
     kept = random.getstate()
     numpy = sys.modules.get("numpy")
     kept_numpy = numpy.random.get_state() if numpy is not None else None
@@ -288,8 +288,8 @@ class ConstantRandom(TorchDispatchMode):
     def watching(self, module: nn.Module) -> Iterator[None]:
         """Active around a forward of `module`."""
         torch.default_generator.manual_seed(0)
-        with _python_restored(), _watched(module, self.paths), self:
-            _seed_python(0)
+        with python_restored(), _watched(module, self.paths), self:
+            seed_python(0)
             yield
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):

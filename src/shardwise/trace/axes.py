@@ -32,6 +32,19 @@ WHOLE = 0
 
 
 @dataclass(frozen=True)
+class Merged:
+    """A tensor's dim that holds several of a parameter's: `dim`, each index `repeat` times for the inner ones."""
+
+    dim: int
+    repeat: int
+
+
+def base(entry: int | Merged) -> int:
+    """The parameter's dim along which an entry may be cut."""
+    return entry.dim if isinstance(entry, Merged) else entry
+
+
+@dataclass(frozen=True)
 class Use:
     """One contraction (or look-up) of a parameter: along `inner`, giving `outer`."""
 
@@ -84,6 +97,11 @@ class Axes(TorchDispatchMode):
         if differ.any():
             self.edges.append((a[differ], b[differ]))
 
+    def vector(self, name: str, entry: int | Merged) -> np.ndarray:
+        """The labels along a dim of a parameter, or of a view that merged some."""
+        labels = self.seeds[name, base(entry)]
+        return np.repeat(labels, entry.repeat) if isinstance(entry, Merged) else labels
+
     def unite_along(self, labels: np.ndarray, dims: Any) -> np.ndarray:
         """All labels along these dims lie together; returns them with size one there."""
         for dim in dims:
@@ -115,10 +133,10 @@ class Axes(TorchDispatchMode):
         long = [d for d, size in enumerate(tensor.shape) if size > 1]
         if len(long) == 1 and dims[long[0]] is not None:
             shape = [-1 if d == long[0] else 1 for d in range(tensor.dim())]
-            return self.seeds[name, dims[long[0]]].reshape(shape)
+            return self.vector(name, dims[long[0]]).reshape(shape)
         for dim in dims:
             if dim is not None:
-                self.keep_whole(self.seeds[name, dim], "its weight is used outside a product")
+                self.keep_whole(self.seeds[name, base(dim)], "its weight is used outside a product")
         return None
 
     def chosen(self, labels: np.ndarray, dim: int) -> None:
@@ -159,6 +177,7 @@ class Axes(TorchDispatchMode):
     def watching(self, module: nn.Module) -> Iterator[None]:
         """Active around a forward and a loss."""
         handles = []
+        self.in_loss = False
         for path, child in module.named_modules():
             handles.append(child.register_forward_pre_hook(lambda m, a, p=path: self.modules.append(p)))
             handles.append(child.register_forward_hook(lambda m, a, o: self._leave(m is module), always_call=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_flatten
 
-from shardwise.trace.axes import Axes, Use, param_of
+from shardwise.trace.axes import Axes, Merged, Use, base, param_of
 
 Rule = Callable[[Axes, Any, tuple, dict, Any], bool]
 RULES: dict[str, Rule] = {}
@@ -84,7 +85,7 @@ def _meet(axes: Axes, matrix: torch.Tensor, joint: np.ndarray | None, ndim: int)
         if dim is None:
             continue
         place = d + ndim - matrix.dim()
-        seeds = axes.seeds[name, dim]
+        seeds = axes.vector(name, dim)
         alone = joint is not None and joint.size == joint.shape[place] == len(seeds) > 1
         if alone and name not in axes.frozen:
             axes.unite(joint.ravel(), seeds)  # type: ignore[union-attr]
@@ -137,7 +138,7 @@ def view(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
     """By shapes: a view keeps the order of elements."""
     x = args[0]
     if param_of(x) is not None:
-        kept = _param_view(x, output)
+        kept = _param_view(axes, x, output)
         if kept is not None:
             output._axes_of = kept
             return True
@@ -147,14 +148,27 @@ def view(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
     return True
 
 
-def _param_view(x: torch.Tensor, output: torch.Tensor) -> Any:
-    """A parameter's view that only adds or drops dims of size one."""
+def _param_view(axes: Axes, x: torch.Tensor, output: torch.Tensor) -> Any:
+    """A parameter's view that adds or drops dims of size one, or merges dims: then the outermost may be cut."""
+    from shardwise.layout.views import groups
+
     name, dims = param_of(x)  # type: ignore[misc]
-    long_before = [(d, n) for d, n in zip(dims, x.shape, strict=True) if n != 1]
-    if [n for _, n in long_before] != [n for n in output.shape if n != 1]:
-        return None
-    rest = iter(long_before)
-    return name, tuple(next(rest)[0] if n != 1 else None for n in output.shape)
+    held: list[Any] = []
+    merged: list[Any] = []
+    for run, to in groups(tuple(x.shape), tuple(output.shape)):
+        long = [d for d in run if x.shape[d] > 1]
+        outs = [d for d in to if output.shape[d] > 1]
+        if len(outs) > 1 or (len(long) > 1 and any(dims[d] is None for d in long)):
+            return None
+        entry: Any = dims[long[0]] if long else None
+        if len(long) > 1:
+            inner = math.prod(x.shape[d] for d in long[1:])
+            entry = Merged(base(entry), (entry.repeat if isinstance(entry, Merged) else 1) * inner)
+            merged += [dims[d] for d in long[1:]]
+        held += [entry if output.shape[d] > 1 else None for d in to]
+    for entry in merged:
+        axes.keep_whole(axes.vector(name, entry), "a view merges it into an outer dim")
+    return name, tuple(held)
 
 
 def _permuted(axes: Axes, x: Any, output: Any, dims: list[int]) -> bool:
@@ -307,6 +321,9 @@ def repeat(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> boo
 
 # --- reductions, norms ---
 
+# reductions whose result over a cut dim is one small collective
+_SMALL = frozenset({"sum", "mean", "amax", "amin", "max", "min", "any", "all", "argmax", "logsumexp"})
+
 
 def _dims(x: torch.Tensor, dim: Any) -> list[int]:
     if dim is None or (isinstance(dim, list | tuple) and not dim):
@@ -336,7 +353,7 @@ def reduce(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> boo
     if labels is None:
         return True
     over = [d for d in dims if labels.shape[d] > 1]
-    summable = axes.in_loss and short in ("sum", "mean", "amax", "amin", "max", "min", "any", "all", "argmax")
+    summable = axes.in_loss and short in _SMALL
     if summable and over and len(over) == sum(n > 1 for n in labels.shape):
         return True  # one small collective gives the whole result
     labels = axes.unite_along(labels, over)
@@ -346,6 +363,15 @@ def reduce(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> boo
         elif each.dim() == x.dim() - len(dims):
             axes.give(each, labels.squeeze(tuple(dims)))
     return True
+
+
+@rule("gather")
+def gather(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
+    """Entries along the one dim that has labels are found on their rank (a target's logit)."""
+    labels = axes.labels(args[0])
+    if labels is None or axes.labels(args[2]) is not None:
+        return labels is None
+    return all(n == 1 for d, n in enumerate(labels.shape) if d != args[1] % args[0].dim())
 
 
 @rule("_softmax", "_log_softmax", "_safe_softmax")
@@ -450,10 +476,10 @@ def _weighted(axes: Axes, x: torch.Tensor, w: torch.Tensor, output: torch.Tensor
     if any(n > 1 for n in w.shape[:-2]):
         for dim in dims[:-2]:
             if dim is not None:
-                axes.keep_whole(axes.seeds[name, dim], "a batched product runs over it")
+                axes.keep_whole(axes.vector(name, dim), "a batched product runs over it")
     labels = axes.labels(x)
     k = x.dim() + k_of_x
-    seeds = axes.seeds[name, inner], axes.seeds[name, outer]
+    seeds = axes.vector(name, inner), axes.vector(name, outer)
     if labels is not None and any(n > 1 for d, n in enumerate(labels.shape) if d != k):
         # the same weight for each of many labels (a projection inside every head): it is whole
         rest = axes.unite_along(labels, [k] if labels.shape[k] > 1 else [])
@@ -468,7 +494,9 @@ def _weighted(axes: Axes, x: torch.Tensor, w: torch.Tensor, output: torch.Tensor
     shape = [1] * output.dim()
     shape[out_place] = -1
     axes.give(output, seeds[1].reshape(shape))
-    axes.uses.append(Use(name, "product", inner, outer, axes.modules[-1] if axes.modules else "", tuple(output.shape)))
+    axes.uses.append(
+        Use(name, "product", base(inner), base(outer), axes.modules[-1] if axes.modules else "", tuple(output.shape))
+    )
     return True
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -16,12 +18,15 @@ from shardwise.comm import Axis, Ledger
 from shardwise.parallel.tensor.apply import TensorParallel, see_parts
 from shardwise.parallel.tensor.derive import Derived, derive, matching, starved
 from shardwise.part import Uncut, forget
+from shardwise.random import python_restored, seed_python
 from shardwise.trace.axes import Axes, Found
 from shardwise.trace.deferred import Built, named_tensors
 from shardwise.trace.state import ModuleState
 
 Run = Callable[[nn.Module, Any], Any]  # (module, batch) -> loss, as the engine computes it
 
+
+WAYS = 4  # forwards that are followed where a forward may take different ways
 
 DtypeOf = Callable[[torch.Tensor], torch.dtype]
 Make = Callable[[str, torch.Tensor], torch.Tensor]  # (name, tensor) -> what stands in for it
@@ -66,6 +71,12 @@ def _quiet() -> Iterator[None]:
         log.disabled = was
 
 
+def _drawn() -> tuple:
+    """Where Python's and numpy's generators are."""
+    state = np.random.get_state()
+    return random.getstate(), np.asarray(state[1]).tobytes(), state[2]  # type: ignore[index]
+
+
 class Stage:
     """The module on tensors without values; where its forward reads values (routed experts), on real ones."""
 
@@ -89,7 +100,8 @@ class Stage:
         module.train()
         batch = self.batch if self.fake is None else tree_map_only(torch.Tensor, self.fake.from_tensor, self.batch)
         try:
-            with standing_in(module, make) as named, torch.random.fork_rng(devices=[]), self.fake or nullcontext():
+            draws = (torch.random.fork_rng(devices=[]), python_restored())
+            with standing_in(module, make) as named, draws[0], draws[1], self.fake or nullcontext():
                 yield named, batch
         finally:
             for child, was in training.items():
@@ -109,9 +121,20 @@ class Stage:
     def _follow(self, whole: set[str]) -> Found:
         with self.playing(self.make) as (named, batch):
             axes = Axes(named, whole)
-            with axes.watching(self.built.module):
-                self.run(self.built.module, batch)
+            for _ in self.ways():
+                with axes.watching(self.built.module):
+                    self.run(self.built.module, batch)
             return axes.found()
+
+    def ways(self) -> Iterator[None]:
+        """Once; where chance or values may decide which way a forward takes, several times with other draws."""
+        for way in range(WAYS):
+            torch.manual_seed(way)
+            seed_python(way)
+            before = _drawn()
+            yield
+            if self.fake is not None and _drawn() == before:
+                return
 
     def rehearse(self, derived: Derived, ranks: int, sequence: bool) -> Uncut | None:
         """Forward and backward with shares and parts, nothing sent: the first operation that cannot be done."""
@@ -131,7 +154,8 @@ class Stage:
         with self.playing(lambda name, whole: tensor.share(name, self.make(name, whole)).contiguous()) as (_, batch):
             undo = see_parts(self.built.module, tensor)
             try:
-                self.run(self.built.module, batch).total.backward()
+                for _ in self.ways():
+                    self.run(self.built.module, batch).total.backward()
             except Uncut as error:
                 return error
             finally:
