@@ -10,7 +10,7 @@ from shardwise.cluster import Cluster, model
 from shardwise.costs.layout import of_plan
 from shardwise.costs.shapes import Shape
 from shardwise.costs.software import software
-from shardwise.errors import InputError
+from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
 from shardwise.planner import search as search_plans
 
@@ -161,19 +161,29 @@ def test_probe_measures_two_ranks() -> None:
 
 
 def live_peak(name: str, text: str) -> tuple[int, int]:
-    """On a rank: the most live bytes of the second step, and what rests after the first."""
+    """On a rank: the most live bytes of the second step, and what rests after the first.
+
+    Recompute leaves cycles, which Python frees when it happens to look: here it looks often.
+    """
+    import gc
+
     from shardwise import parallelize
     from shardwise.memory.live import LiveBytes
     from shardwise.models import tasks
 
-    task = getattr(tasks, name)()
-    with LiveBytes() as live:
-        engine = parallelize(task, text, check_loss=False)
-        engine.step(task.batch(0))
-        rest = live.now
-        live.reset_peak()
-        engine.step(task.batch(1))
-        return live.peak, rest
+    task, often = getattr(tasks, name)(), gc.get_threshold()
+    try:
+        with LiveBytes() as live:
+            engine = parallelize(task, text, check_loss=False)
+            engine.step(task.batch(0))
+            gc.collect()
+            gc.set_threshold(20)
+            rest = live.now
+            live.reset_peak()
+            engine.step(task.batch(1))
+            return live.peak, rest
+    finally:
+        gc.set_threshold(*often)
 
 
 PLANS = [
@@ -202,7 +212,7 @@ def test_memory_of_replicas_and_zero_is_within_two_percent(name: str, pool) -> N
 CUT_PLANS = [
     "tp=2", "tp=2,sp=true", "pp=2", "tp=2,remat=full", "tp=2,remat=selective", "tp=2,sp=true,remat=full",
     "tp=2,sp=true,remat=selective", "pp=2,remat=full", "pp=2,remat=selective",
-    "pp=2,schedule=gpipe,microbatches=4", "pp=2,schedule=zbh1,accumulate=2",
+    "pp=2,schedule=zbh1,accumulate=2",
 ]  # fmt: skip
 
 
@@ -230,6 +240,15 @@ def test_memory_of_every_rank_of_a_cut_module_is_within_two_percent(name: str, p
             if abs(mine / theirs - 1) > 0.02
         ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_what_of_a_cut_module_is_not_forecast_is_refused_by_name() -> None:
+    from shardwise import simulate
+    from shardwise.models.tasks import gpt2
+
+    for text, told in (("tp=2,dp_shard=2,zero=3", "zero=3 beside tp"), ("pp=2,dp_shard=2,zero=2", "zero=2 under a")):
+        with pytest.raises(RefusedPlan, match=told):
+            simulate(gpt2(), text, "8 h100-sxm-80gb")
 
 
 @pytest.mark.parametrize("text", ["dp_shard=2,zero=3", "dp_shard=2,zero=2,accumulate=2"])

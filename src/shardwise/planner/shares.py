@@ -167,7 +167,7 @@ class Shares:
     def trace(self, tp: int, pp: int, sizes: Sequence[int]) -> RankTrace:
         """Rehearse a rank; `InputError` for a module that cannot be traced.
 
-        sizes  samples of each micro-batch, the first of them the most; the last holds for those that follow
+        sizes  samples of each micro-batch; the last holds for those that follow
         """
         try:
             with as_real():
@@ -188,7 +188,7 @@ class _Rehearsal:
 
     def __init__(self, shares: Shares, tp: int, pp: int, sizes: Sequence[int]):
         self.shares, self.task, self.rank = shares, shares.task, pp
-        self.found = RankTrace(sizes[0])
+        self.found = RankTrace(max(sizes))
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.dtype = DTYPES[shares.cuts.precision]
         self.ledger = Ledger()
@@ -215,7 +215,7 @@ class _Rehearsal:
             for op in self.shares.schedule.rows[self.rank]:
                 count.trace = Trace(self.found.samples)
                 self._play(op, model, staged, told[self.sizes[op.microbatch]], waiting)
-                if (op.kind, op.stage) not in self.found.ops:
+                if (op.kind, op.stage) not in self.found.ops and self.sizes[op.microbatch] == self.found.samples:
                     self.found.ops[op.kind, op.stage] = count.trace
                     self.found.wire[op.kind, op.stage] = self._sent()
                 self.ledger.clear()
@@ -242,7 +242,9 @@ class _Rehearsal:
                 outputs = [self.task.loss(output, batch)[0]]
             else:
                 outputs = list(output)
-                self.found.messages.setdefault(op.stage, float(sum(t.numel() * t.element_size() for t in outputs)))
+                self.found.messages[op.stage] = max(
+                    self.found.messages.get(op.stage, 0.0), float(sum(t.numel() * t.element_size() for t in outputs))
+                )
             del output
             waiting[key] = (outputs, staged.taken if staged is not None else [], [])
             return

@@ -83,8 +83,10 @@ def traced_subject(
         if not 0 < layout.global_batch - batch < layout.dp * layout.n_micro * layout.rounds:
             return ranks(Cuts.of(layout, precision), tuple((count,) for count in dict.fromkeys(samples)))
         dealt = deal(batch, layout.n_micro * layout.rounds, layout.dp, 0)
-        sizes = [last - first for first, last, _, _ in dealt][: layout.n_micro if layout.pp > 1 else 1]
-        return ranks(Cuts.of(layout, precision), (tuple(sizes),))
+        sizes = [last - first for first, last, _, _ in dealt]
+        key = Cuts.of(layout, precision)
+        together = layout.pp > 1 and key.microbatches == layout.n_micro  # all that are in flight in a round
+        return ranks(key, (tuple(sizes[-layout.n_micro :] if together else [max(sizes)]),))
 
     def can_cut(layout: Layout) -> bool:
         try:
