@@ -20,6 +20,7 @@ FLOORS = {
     "costs": 1, "device": 1, "precision": 1, "mesh": 1, "comm": 1, "part": 1, "trace": 1, "random": 1, "ranks": 1,
     "parallel.slots": 3, "parallel.replicate": 3, "parallel.flat": 3, "parallel.full": 3, "parallel.batchnorm": 3,
     "parallel.tensor": 3,
+    "parallel.expert": 3,
     "parallel.pipeline": 3,
     "memory": 3,
     "engine": 4,

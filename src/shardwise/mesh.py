@@ -3,10 +3,14 @@
 plan dp_replicate=2,dp_shard=2 -> axes dp_replicate [0, 2], [1, 3] and dp_shard [0, 1], [2, 3], and `data`, both
 together: the ranks over which a micro-batch's samples are dealt. With tp or pp, all of these lie inside one
 coordinate of those axes, and `world` is everybody.
+
+ep folds onto dp_shard: dp_shard=4,ep=2 -> ep [0, 1], [2, 3]; the ranks that hold the same experts are `expert_shard`
+[0, 2], [1, 3], and with dp_replicate `expert_data`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -32,12 +36,20 @@ class Mesh:
     tp: Axis
     pp: Axis
     world: Axis
+    ep: Axis
+    expert_shard: Axis  # ranks of dp_shard with the same experts
+    expert_data: Axis  # and of all replicas
     device_mesh: DeviceMesh | None  # (dp_replicate, dp_shard) of this rank, where data has more than one rank
+
+    @property
+    def expert_axes(self) -> tuple[Axis, Axis, Axis]:
+        """ep, expert_shard, expert_data."""
+        return self.ep, self.expert_shard, self.expert_data
 
     @property
     def group_axes(self) -> dict[str, str]:
         """Process group name -> axis name, for the ledger."""
-        axes = (self.world, self.data, self.replicate, self.shard, self.tp, self.pp)
+        axes = (self.world, self.data, self.replicate, self.shard, self.tp, self.pp, *self.expert_axes)
         return {axis.group.group_name: axis.name for axis in axes if axis.group is not None}
 
 
@@ -53,7 +65,8 @@ def build_mesh(plan: Plan, device: torch.device) -> Mesh:
     if world == 1:
         alone = {n: Axis.alone(n) for n in ("dp_replicate", "dp_shard", "data", "tp", "pp", "world")}
         shard, data, tp, pp = alone["dp_shard"], alone["data"], alone["tp"], alone["pp"]
-        return Mesh(plan, 0, device, alone["dp_replicate"], shard, data, tp, pp, alone["world"], None)
+        experts = _experts(plan, Grid(plan), 0, shard, data)
+        return Mesh(plan, 0, device, alone["dp_replicate"], shard, data, tp, pp, alone["world"], *experts, None)
     grid = Grid(plan)
     used = [a for a, n in zip(AXES, grid.shape, strict=True) if n > 1 or a in ("dp_replicate", "dp_shard")]
     shape = tuple(dict(zip(AXES, grid.shape, strict=True))[axis] for axis in used)
@@ -62,9 +75,36 @@ def build_mesh(plan: Plan, device: torch.device) -> Mesh:
     everyone = Axis("world", world, rank, dist.group.WORLD, tuple(range(world)))
     data = _data(grid, rank, axes["dp_replicate"], axes["dp_shard"], everyone)
     rows = mesh["dp_replicate", "dp_shard"] if data.size > 1 else None
+    experts = _experts(plan, grid, rank, axes["dp_shard"], data)
     return Mesh(
-        plan, rank, device, axes["dp_replicate"], axes["dp_shard"], data, axes["tp"], axes["pp"], everyone, rows
+        plan, rank, device, axes["dp_replicate"], axes["dp_shard"], data, axes["tp"], axes["pp"], everyone, *experts,
+        rows,
     )  # fmt: skip
+
+
+def _experts(plan: Plan, grid: Grid, rank: int, shard: Axis, data: Axis) -> tuple[Axis, Axis, Axis]:
+    """ep, and the ranks that hold the same experts: within dp_shard, and within all data ranks."""
+    if plan.ep == 1:
+        return Axis.alone("ep", rank), shard, data
+    return (
+        _grouped("ep", plan, grid, rank, lambda at: (at["dp_replicate"], at["dp_shard"] // plan.ep)),
+        _grouped("expert_shard", plan, grid, rank, lambda at: (at["dp_replicate"], at["dp_shard"] % plan.ep)),
+        _grouped("expert_data", plan, grid, rank, lambda at: (at["dp_shard"] % plan.ep,)),
+    )
+
+
+def _grouped(name: str, plan: Plan, grid: Grid, rank: int, key: Callable[[dict[str, int]], tuple[int, ...]]) -> Axis:
+    """The ranks of one data group that have the same key. Collective over the world."""
+    found: dict[tuple, list[int]] = {}
+    for other in range(plan.world_size):
+        at = grid.coordinates(other)
+        rest = tuple(at[axis] for axis in AXES if axis not in ("dp_replicate", "dp_shard"))
+        found.setdefault((rest, key(at)), []).append(other)
+    ranks = next(tuple(group) for group in found.values() if rank in group)
+    if len(ranks) == 1:
+        return Axis.alone(name, rank)
+    mine, _ = dist.new_subgroups_by_enumeration(list(found.values()))
+    return Axis(name, len(ranks), ranks.index(rank), mine, ranks)
 
 
 def _data(grid: Grid, rank: int, replicate: Axis, shard: Axis, world: Axis) -> Axis:

@@ -1,7 +1,8 @@
 """The ledger: what went over the wire, by tag, op and axis, in bytes received by this rank.
 
-all-reduce 2n(p-1)/p; all-gather, reduce-scatter and all-to-all n(p-1)/p with n the full tensor; broadcast and point
-to point n. Control traffic (a few numbers a step) stands under its own tag.
+all-reduce 2n(p-1)/p; all-gather, reduce-scatter and all-to-all n(p-1)/p with n the full tensor (an all-to-all of
+uneven parts: what the others sent); broadcast and point to point n. Control traffic (a few numbers a step) stands
+under its own tag.
 """
 
 from __future__ import annotations
@@ -34,11 +35,13 @@ class Ledger:
 
     entries: dict[tuple[str, str, str], Entry] = field(default_factory=lambda: defaultdict(Entry))
 
-    def record(self, tag: str, op: str, axis: str, full_bytes: int, ranks: int) -> None:
-        """Add one collective over `ranks` ranks whose full tensor has `full_bytes`."""
+    def record(
+        self, tag: str, op: str, axis: str, full_bytes: int, ranks: int, received_bytes: float | None = None
+    ) -> None:
+        """Add one collective over `ranks` ranks whose full tensor has `full_bytes`; `received_bytes` where known."""
         entry = self.entries[tag, op, axis]
         entry.calls += 1
-        entry.received_bytes += full_bytes * FACTORS[op](ranks)
+        entry.received_bytes += full_bytes * FACTORS[op](ranks) if received_bytes is None else received_bytes
 
     def received(self, *, axis: str | None = None, control: bool = False) -> float:
         """Bytes received, of one axis or all, with or without control traffic."""

@@ -87,17 +87,20 @@ class Observer(TorchDispatchMode):
             self._record_functional(name.split(".")[0], args)
         return func(*args, **(kwargs or {}))
 
-    def _record(self, kind: str, full_bytes: int, group: dist.ProcessGroup) -> None:
+    def _record(
+        self, kind: str, full_bytes: int, group: dist.ProcessGroup, received_bytes: float | None = None
+    ) -> None:
         tag = getattr(_local, "tag", None) or "torch"
         axis = self.axes.get(group.group_name, "other")
-        self.ledger.record(tag, kind, axis, full_bytes, group.size())
+        self.ledger.record(tag, kind, axis, full_bytes, group.size(), received_bytes)
 
     def _record_c10d(self, name: str, args: tuple) -> None:
         kind, full = _C10D[name]
         group = next(
             dist.ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject) and _is_group(arg)
         )
-        self._record(kind, 0 if full is None else _bytes(args[full]), group)
+        uneven = _from_others(args[0], args[3], group) if name == "alltoall_base_" and args[3] else None
+        self._record(kind, 0 if full is None else _bytes(args[full]), group, uneven)
 
     def _record_functional(self, name: str, args: tuple) -> None:
         from torch.distributed.distributed_c10d import _resolve_process_group
@@ -106,6 +109,12 @@ class Observer(TorchDispatchMode):
         kind = _FUNCTIONAL[name]
         size = _bytes(args[0]) * (group.size() if kind == "all_gather" else 1)
         self._record(kind, size, group)
+
+
+def _from_others(received: torch.Tensor, sizes: list[int], group: dist.ProcessGroup) -> float:
+    """Bytes of an all-to-all's result that other ranks sent, by the rows that each did."""
+    rows = sum(sizes)
+    return _bytes(received) * (rows - sizes[group.rank()]) / rows if rows else 0.0
 
 
 def _is_group(value: torch.ScriptObject) -> bool:

@@ -25,15 +25,24 @@ import torch
 from shardwise.comm.collectives import Axis, barrier, gather_rows
 from shardwise.errors import RunError
 
+_UNITS = (
+    "Under zero=3 every rank must run the same units in the same order, since each unit is gathered from all of them; "
+    "one process would take one branch for all samples. If the choice is made sample by sample, use zero=2 with "
+    'Task(branches="per_sample"), or larger units (wrap=)'
+)
 _RING = 4096  # positions kept; ranks are never so far apart
 _CONTROL_BITS = 40
 
 
 class Trail:
-    """This rank's trail and its host's. Made collectively; `events` are the names that may be passed to `mark`."""
+    """This rank's trail and its host's. Made collectively; `events` are the names that may be passed to `mark`.
 
-    def __init__(self, axis: Axis, events: list[str], device: torch.device):
+    why  what to tell of ranks that differ: the reason that they may not, and what to do
+    """
+
+    def __init__(self, axis: Axis, events: list[str], device: torch.device, why: str = _UNITS):
         self.axis = axis
+        self.why = why
         self.number = {name: index for index, name in enumerate(events)}
         self.events = events
         self.position = 0
@@ -79,8 +88,5 @@ class Trail:
     def _refuse(self, event: str, other: int, theirs: str) -> None:
         raise RunError(
             f"a branch differs between ranks: rank {self.axis.ranks[self.axis.index]} comes to {event} where rank "
-            f"{self.axis.ranks[other]} came to {theirs}. Under zero=3 every rank must run the same units in the same "
-            "order, since each unit is gathered from all of them; one process would take one branch for all samples. "
-            'If the choice is made sample by sample, use zero=2 with Task(branches="per_sample"), or larger units '
-            '(wrap=); if it is random, use randomness="global"'
+            f'{self.axis.ranks[other]} came to {theirs}. {self.why}; if it is random, use randomness="global"'
         )

@@ -132,6 +132,7 @@ class Engine:
         self._used: set[int] = set()  # parameters that any rank reached in the last step
         applied = apply_plan(task, plan, mesh, self.precision, seed)
         self.module, self.technique, self.tensor = applied.module, applied.technique, applied.tensor
+        self.experts = applied.experts
         self.notices += applied.notices + _leaves_node(plan)
         self.names = [name for name, _ in trainable(self.module)]
         self.all_names, self.frozen_names = applied.trained, applied.frozen
@@ -145,9 +146,12 @@ class Engine:
         shapes = [param.shape for _, param in trainable(self.module)]
         if self.tensor is not None:
             shapes = [self.tensor.full_shape(name, shape) for name, shape in zip(self.names, shapes, strict=True)]
+        if self.experts is not None:
+            shapes = [self.experts.full_shape(name, shape) for name, shape in zip(self.names, shapes, strict=True)]
         zero = plan.zero if plan.dp_shard > 1 else 0
+        shares = [f"{axis}={n}" for axis, n in (("tp", plan.tp), ("ep", plan.ep)) if n > 1]
         self.optimizer, self.optimizer_nature, self.owners = make_optimizer(
-            task.optimizer, self.technique, self.names, shapes, mesh.shard, zero=zero, tp=plan.tp
+            task.optimizer, self.technique, self.names, shapes, mesh.shard, zero=zero, shares=",".join(shares)
         )
         if self.pipeline is not None and self.optimizer_nature.kind == "joint":
             raise RefusedPlan(
@@ -331,8 +335,8 @@ class Engine:
         return [gradient for gradient in gradients if gradient is not None]
 
     def _counted_slots(self) -> list[Slot]:
-        """Without those that another pipeline stage holds too, and counts."""
-        slots = self.technique.slots
+        """Without those that another rank of dp_shard or another pipeline stage holds too, and counts."""
+        slots = [slot for slot in self.technique.slots if slot.counted]
         if self.pipeline is None:
             return slots
         return [slot for slot in slots if self.pipeline.counts_here(slot.name)]
@@ -486,6 +490,7 @@ class Engine:
             yield name, self._whole(name, self.technique.full_gradient(index))
 
     def _whole(self, name: str, share: Any) -> Any:
+        share = share if self.experts is None else self.experts.whole(name, share)
         return share if self.tensor is None else self.tensor.whole(name, share)
 
     def state_dict(self) -> dict[str, torch.Tensor]:

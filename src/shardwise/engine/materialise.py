@@ -83,6 +83,22 @@ def fill_parameters(
     _replace(module, make, ("parameter",))
 
 
+def fill_only(
+    module: nn.Module, names: Container[str], frozen: Container[str], value_of: ValueOf, dtype: torch.dtype,
+    device: torch.device,
+) -> None:  # fmt: skip
+    """These parameters whole on the device, the others as they are."""
+
+    def make(name: str, old: torch.Tensor) -> torch.Tensor:
+        if name not in names:
+            return old
+        value = value_of(name)
+        new = nn.Parameter(value.to(device, dtype if value.is_floating_point() else None, copy=True))
+        return new.requires_grad_(name not in frozen)
+
+    _replace(module, make, ("parameter",))
+
+
 def empty_parameters(module: nn.Module, dtype: torch.dtype, device: torch.device, absent: Container[str] = ()) -> None:
     """Parameters on the meta device: shapes alone; the `absent` ones are other ranks'."""
 

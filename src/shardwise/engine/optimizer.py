@@ -196,20 +196,22 @@ def make_optimizer(
     shard: Axis,
     *,
     zero: int,
-    tp: int = 1,
+    shares: str = "",
 ) -> tuple[Optimizer, Nature, Owners | None]:
     """The optimizer for this rank, what the trial found, and the owners where whole tensors are needed.
+
+    shares  the axes that leave this rank a share of some weights beside those of zero, as the plan has them
 
     Raises `RefusedPlan` when the optimizer bears neither pieces nor single tensors.
     """
     nature = try_out(make, shapes)
     slots = technique.slots
-    if tp > 1 and nature.kind != "elementwise":
+    if shares and nature.kind != "elementwise":
         raise RefusedPlan(
-            f"tp={tp} leaves each rank a share of a weight, and on a trial the optimizer's update of an element hangs "
-            "on the rest of its tensor: use tp=1, or an optimizer that treats elements one by one (Adam, SGD)"
+            f"{shares} leaves each rank a share of a weight, and on a trial the optimizer's update of an element hangs "
+            "on the rest of its tensor: leave it out, or use an optimizer that treats elements one by one (Adam, SGD)"
         )
-    if all(slot.whole for slot in slots) and zero == 0 and tp == 1:
+    if all(slot.whole for slot in slots) and zero == 0 and not shares:
         return construct(make, [slot.master for slot in slots]), nature, None
     if nature.kind == "joint":
         raise RefusedPlan(

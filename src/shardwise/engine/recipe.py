@@ -8,12 +8,21 @@ import torch
 from torch import nn
 
 from shardwise.engine.cutting import Cut, cut_module
-from shardwise.engine.materialise import build_everywhere, empty_parameters, fill_buffers, fill_parameters
+from shardwise.engine.experts import spread_experts
+from shardwise.engine.materialise import (
+    build_everywhere,
+    empty_parameters,
+    fill_buffers,
+    fill_only,
+    fill_parameters,
+)
 from shardwise.engine.tensor import cut_tensors
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
 from shardwise.memory.recompute import recompute_block
 from shardwise.mesh import Mesh
+from shardwise.parallel.expert import ExpertParallel, WithExperts
+from shardwise.parallel.expert import install as install_experts
 from shardwise.parallel.flat import Flat
 from shardwise.parallel.full import FullShard
 from shardwise.parallel.pipeline.stage import StagedModule
@@ -32,6 +41,7 @@ class Applied:
     module: nn.Module
     technique: DataParallel
     tensor: TensorParallel | None = None
+    experts: ExpertParallel | None = None
     notices: list[str] = field(default_factory=list)
     cut: Cut | None = None  # where the plan has pipeline stages
     staged: StagedModule | None = None
@@ -55,6 +65,11 @@ def apply_plan(task: Task, plan: Plan, mesh: Mesh, precision: Precision, seed: i
         tensor = cut_tensors(task, plan, mesh, precision, built)
         notices += tensor.notices()
         value_of = tensor.local_values(value_of)
+    experts = None
+    if plan.ep > 1:
+        experts = spread_experts(task, plan, mesh, precision, built, tensor)
+        notices += experts.notices()
+        value_of = experts.local_values(value_of)
     nested = task.branches == "same"  # else ranks may run different children, and must still run the same units
     blocks = choose_blocks(module, plan.wrap) if plan.wrap else find_blocks(module, nested=nested)
     trained = [name for name, _ in trainable(module)]
@@ -66,22 +81,24 @@ def apply_plan(task: Task, plan: Plan, mesh: Mesh, precision: Precision, seed: i
         notices += cut.notices
     if tensor is not None:
         install(module, tensor, absent)
+    if experts is not None:
+        install_experts(module, experts, mesh.device)
     notices += _without_effect(blocks, plan)
     blocks = blocks if cut is None else cut.here(module, blocks)
     _prepare(module, blocks, plan)
     technique: DataParallel
     if plan.dp_shard > 1 and plan.zero == 3:
         notices += blocks.warnings
-        technique = _full_shard(module, blocks, value_of, mesh, precision, absent)
+        technique = _full_shard(module, blocks, value_of, mesh, precision, absent, frozen, experts)
     else:
         fill_parameters(module, value_of, precision.compute, mesh.device, absent)
-        technique = _whole_module(module, plan, mesh, precision)
+        technique = _whole_module(module, plan, mesh, precision, experts)
         if precision.mixed:
             for index, (name, _) in enumerate(trainable(module)):
                 technique.load_masters(index, value_of(name).to(mesh.device))
     fill_buffers(module, value_of, precision, mesh.device)
     staged = StagedModule(module, cut.mine, precision.compute) if cut is not None else None
-    return Applied(module.train(), technique, tensor, notices, cut, staged, trained, frozen)
+    return Applied(module.train(), technique, tensor, experts, notices, cut, staged, trained, frozen)
 
 
 def trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -118,20 +135,50 @@ def _without_effect(blocks: Blocks, plan: Plan) -> list[str]:
 
 
 def _full_shard(
-    module: nn.Module, blocks: Blocks, value_of: ValueOf, mesh: Mesh, precision: Precision, absent: set[str]
-) -> FullShard:
-    empty_parameters(module, precision.master, mesh.device, absent)
+    module: nn.Module, blocks: Blocks, value_of: ValueOf, mesh: Mesh, precision: Precision, absent: set[str],
+    frozen: list[str], experts: ExpertParallel | None,
+) -> DataParallel:  # fmt: skip
+    spread = set(experts.experts) if experts is not None else set()  # never gathered, so no part of any unit
+    empty_parameters(module, precision.master, mesh.device, absent | spread)
     units = [module.get_submodule(path) for path in blocks.paths]
-    technique = FullShard(module, units, mesh, precision, absent)
+    technique = FullShard(module, units, mesh, precision, absent | spread)
     technique.materialise(value_of, mesh.device)
     technique.make_slots()
-    return technique
+    if not spread:
+        return technique
+    fill_only(module, spread, frozen, value_of, precision.compute, mesh.device)
+    composed = _with_experts(module, technique, spread, mesh, precision, stage=2)
+    for index, (name, _) in enumerate(trainable(module)):
+        if precision.mixed and name in spread:
+            composed.load_masters(index, value_of(name).to(mesh.device))
+    return composed
 
 
-def _whole_module(module: nn.Module, plan: Plan, mesh: Mesh, precision: Precision) -> Replicate | Flat:
+def _whole_module(
+    module: nn.Module, plan: Plan, mesh: Mesh, precision: Precision, experts: ExpertParallel | None
+) -> DataParallel:
+    spread = set(experts.experts) if experts is not None else set()
+    named = [(name, param) for name, param in trainable(module) if name not in spread]
+    technique: DataParallel
     if plan.dp_shard > 1 and plan.zero in (1, 2):
-        return Flat(trainable(module), mesh.shard, mesh.replicate, precision, stage=plan.zero)
-    return Replicate(trainable(module), mesh.data, precision)
+        technique = Flat(named, mesh.shard, mesh.replicate, precision, stage=plan.zero)
+    else:
+        technique = Replicate(named, mesh.data, precision)
+    return _with_experts(module, technique, spread, mesh, precision, stage=plan.zero) if spread else technique
+
+
+def _with_experts(
+    module: nn.Module, rest: DataParallel, spread: set[str], mesh: Mesh, precision: Precision, *, stage: int
+) -> WithExperts:
+    """The technique for all but the experts, and beside it one over the ranks that hold the same experts."""
+    named = [(name, param) for name, param in trainable(module) if name in spread]
+    technique: DataParallel
+    if stage and mesh.expert_shard.size > 1:
+        technique = Flat(named, mesh.expert_shard, mesh.replicate, precision, stage=stage)
+    else:  # one rank of dp_shard alone holds them, or all that do keep everything
+        technique = Replicate(named, mesh.expert_data, precision)
+    counts = (mesh.shard.index == 0, mesh.expert_shard.index == 0)
+    return WithExperts([name for name, _ in trainable(module)], rest, technique, spread, counts)
 
 
 def _refuse(module: nn.Module) -> None:

@@ -64,11 +64,16 @@ def placement(plan: Plan, devices: int) -> tuple[list[dict[str, int]], list[str]
     grid = Grid(plan)
     ranks = range(math.prod(grid.shape))
     rows = [{"rank": r, "node": r // devices, "device": r % devices, **grid.coordinates(r)} for r in ranks]
+    if plan.ep > 1:  # no axis of its own: neighbours on dp_shard
+        rows = [{**row, "ep": row["dp_shard"] % plan.ep} for row in rows]
     leaving, stride = [], 1
     for axis, degree in zip(reversed(AXES), reversed(grid.shape), strict=True):
         # a group of the axis: `degree` ranks, `stride` apart
         spans = stride * (degree - 1) + 1
         if degree > 1 and (spans > devices or (devices % (stride * degree) and len(ranks) > devices)):
             leaving.append(axis)
+        spans = stride * (plan.ep - 1) + 1
+        if axis == "dp_shard" and (spans > devices or (devices % (stride * plan.ep) and len(ranks) > devices)):
+            leaving += ["ep"] if plan.ep > 1 else []
         stride *= degree
     return rows, leaving

@@ -51,6 +51,7 @@ class Plan:
                   empty: repeated blocks are found
     tp            ranks over which weights are cut, as derived from the module (`shardwise show tp`)
     sp            between cut weights, activations are cut along the sequence, on the tp axis
+    ep            ranks of dp_shard among which the experts of routed layers are dealt; must divide dp_shard
     tp_whole      parameters or modules that tp leaves whole: paths with wildcards, `|` between them
     """
 

@@ -42,7 +42,6 @@ def _no_schedule(plan: Plan) -> bool:
 RULES: tuple[Rule, ...] = (
     _unbuilt("cp > 1", "ring context parallelism", lambda p: p.cp > 1),
     _unbuilt("cp_ulysses > 1", "Ulysses sequence parallelism", lambda p: p.cp_ulysses > 1),
-    _unbuilt("ep > 1", "expert parallelism", lambda p: p.ep > 1),
     _unbuilt("domain > 1", "spatial domain parallelism", lambda p: math.prod(p.domain) > 1),
     _unbuilt("offload", "offload to host memory", lambda p: p.offload != "none"),
     Rule(
@@ -50,6 +49,25 @@ RULES: tuple[Rule, ...] = (
         "not built",
         "a compiled block would be traced through the parts of cut weights, which is not proven yet",
         lambda p: p.compile and p.tp > 1,
+    ),
+    Rule(
+        "ep that does not divide dp_shard",
+        "illegal",
+        "ranks of ep are ranks of dp_shard, which exchange the tokens of their samples: give dp_shard a multiple of ep",
+        lambda p: p.dp_shard % p.ep != 0,
+    ),
+    Rule(
+        "ep with pp > 1",
+        "not built",
+        "stages run parts of the module's forward and look at it uncut first, which is not proven with an exchange of "
+        "tokens inside yet",
+        lambda p: p.ep > 1 and p.pp > 1,
+    ),
+    Rule(
+        "compile with ep > 1",
+        "not built",
+        "a compiled block would be traced through the exchange of tokens, whose sizes each step decides anew",
+        lambda p: p.compile and p.ep > 1,
     ),
     Rule(
         "sp or tp_whole with tp = 1",

@@ -3,6 +3,7 @@
 from shardwise.models.decoder import Decoder, DecoderConfig, generate
 from shardwise.models.gpt2 import GPT2, GPT2Config
 from shardwise.models.mlp import MLP, MLPConfig
+from shardwise.models.moe import MoEConfig, MoEDecoder
 from shardwise.models.unet import UNet, UNetConfig
 from shardwise.models.vit import ViT, ViTConfig
 
@@ -13,6 +14,8 @@ __all__ = [
     "DecoderConfig",
     "GPT2Config",
     "MLPConfig",
+    "MoEConfig",
+    "MoEDecoder",
     "UNet",
     "UNetConfig",
     "ViT",

@@ -22,6 +22,7 @@ from shardwise.errors import InputError
 from shardwise.models.decoder import Decoder, DecoderConfig
 from shardwise.models.gpt2 import GPT2, GPT2Config
 from shardwise.models.mlp import MLP, MLPConfig
+from shardwise.models.moe import MoEConfig, MoEDecoder, sign_descent
 from shardwise.models.unet import UNet, UNetConfig
 from shardwise.models.vit import ViT, ViTConfig
 from shardwise.task import Task
@@ -107,6 +108,12 @@ def next_token_loss(output: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tens
     return total, (targets != IGNORED).sum()
 
 
+def moe_loss(output: tuple[Tensor, Tensor], batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, dict]:
+    """`next_token_loss`, and the routers' term of each sample, summed, with the number of samples as its weight."""
+    logits, terms = output
+    return *next_token_loss(logits, batch), {"balance": (terms.sum(), len(terms))}
+
+
 def image_loss(output: Any, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
     """Cross entropy of each image, summed, and the number of images."""
     return F.cross_entropy(logits_of(output), batch["labels"], reduction="sum"), len(batch["labels"])
@@ -135,6 +142,11 @@ def adamw_decay_matrices(groups: list[dict], lr: float = 3e-3) -> torch.optim.Op
     return torch.optim.AdamW([{**group, **rates[group["name"]]} for group in groups], lr=lr)
 
 
+def adamw_and_bias_rows(groups: list[dict], lr: float = 3e-3) -> torch.optim.Optimizer:
+    """AdamW, and the routers' bias rows by the sign of what their experts had too much."""
+    return torch.optim.AdamW(sign_descent(groups, rate=1e-2), lr=lr, weight_decay=0.1)
+
+
 # --- the tasks ---
 
 TINY_DECODER = DecoderConfig(vocab=VOCAB, hidden=32, layers=4, heads=4, kv_heads=2, intermediate=48, context=16)
@@ -160,6 +172,26 @@ def decoder_tied() -> Task:
 def decoder_dropout() -> Task:
     """The same with dropout, in attention too."""
     return _decoder("decoder_dropout", 7, replace(TINY_DECODER, layers=2, dropout=0.1))
+
+
+def _moe(name: str, samples: int, **changes: Any) -> Task:
+    config = MoEConfig(replace(TINY_DECODER, layers=2, intermediate=0), experts=4, top_k=2, width=20)
+    return Task(
+        model=partial(MoEDecoder, replace(config, **changes)), loss=moe_loss, inputs=tokens_only, optimizer=adamw,
+        batch=partial(token_batch, samples=samples, length=10), name=name,
+    )  # fmt: skip
+
+
+def moe() -> Task:
+    """Decoder with four routed experts, no token dropped, and a balance loss."""
+    return _moe("moe", 7)
+
+
+def moe_shared() -> Task:
+    """The same with a shared expert, a capacity that drops tokens, and bias rows in place of the balance loss."""
+    shared = replace(TINY_DECODER, layers=2, intermediate=24)
+    task = _moe("moe_shared", 6, decoder=shared, experts=8, top_k=3, capacity=1.0, balance=0.0, bias=True)
+    return task.with_(optimizer=adamw_and_bias_rows)
 
 
 def gpt2() -> Task:
@@ -251,6 +283,45 @@ def hf_llama() -> Task:
         model=_hf_llama_model, loss=next_token_loss, inputs=hf_tokens, optimizer=adamw,
         batch=partial(token_batch, samples=7, length=10), name="hf_llama",
     )  # fmt: skip
+
+
+def _hf_mixtral_model() -> nn.Module:
+    hf = _transformers()
+    config = hf.MixtralConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=16, num_local_experts=4, num_experts_per_tok=2,
+        use_cache=False, bos_token_id=0, eos_token_id=0, experts_implementation="eager",
+    )  # fmt: skip
+    return hf.MixtralForCausalLM(config)
+
+
+def _hf_qwen2_moe_model() -> nn.Module:
+    hf = _transformers()
+    config = hf.Qwen2MoeConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=16, num_experts=6, num_experts_per_tok=2,
+        moe_intermediate_size=20, shared_expert_intermediate_size=28, use_cache=False, bos_token_id=0, eos_token_id=0,
+        experts_implementation="eager",
+    )  # fmt: skip
+    return hf.Qwen2MoeForCausalLM(config)
+
+
+def _hf_experts(name: str, model: Any) -> Task:
+    _transformers()
+    return Task(
+        model=model, loss=next_token_loss, inputs=hf_tokens, optimizer=adamw,
+        batch=partial(token_batch, samples=7, length=10), name=name,
+    )  # fmt: skip
+
+
+def hf_mixtral() -> Task:
+    """`MixtralForCausalLM` of transformers, unchanged; experts in its plain implementation, which has float64."""
+    return _hf_experts("hf_mixtral", _hf_mixtral_model)
+
+
+def hf_qwen2_moe() -> Task:
+    """`Qwen2MoeForCausalLM` of transformers, unchanged, with a shared expert; experts likewise."""
+    return _hf_experts("hf_qwen2_moe", _hf_qwen2_moe_model)
 
 
 def hf_vit() -> Task:

@@ -114,7 +114,9 @@ class _Ranges(Ledger):
         super().__init__()
         self._open: Any = None
 
-    def record(self, tag: str, op: str, axis: str, full_bytes: int, ranks: int) -> None:
+    def record(
+        self, tag: str, op: str, axis: str, full_bytes: int, ranks: int, received_bytes: float | None = None
+    ) -> None:
         self._open = record_function(f"{_ISSUE} {op} {axis}")
         self._open.__enter__()
 

@@ -21,12 +21,14 @@ class Slot:
     shape   its full shape
     master  what the optimizer updates: the whole tensor, or this rank's flat or dim-0 piece
     whole   `master` is the whole parameter
+    counted no other rank of dp_shard counts these elements in the norm
     """
 
     name: str
     shape: torch.Size
     master: nn.Parameter
     whole: bool
+    counted: bool = True
 
 
 @dataclass

@@ -109,9 +109,14 @@ def shrink(reference: Any, task: Task, plan: Plan) -> Shrunk:
     module = build(task.model, 0).module
     batch = global_batch(task, Settings(), 0)
     uneven_batch = samples_in(batch) % (plan.data_ranks * plan.step_microbatches) != 0
+    ep = (
+        next(n for n in range(2, plan.ep + 1) if plan.ep % n == 0) if plan.ep > 1 else 1
+    )  # the experts' number allows it
+    shard = _small_degree(plan, "dp_shard", _has_uneven_cut(module, plan))
     small = plan.with_(
         dp_replicate=_small_degree(plan, "dp_replicate", False),
-        dp_shard=_small_degree(plan, "dp_shard", _has_uneven_cut(module, plan)),
+        dp_shard=shard if ep == 1 else ep * (1 if plan.dp_shard == plan.ep else 2),
+        ep=ep,
         accumulate=min(plan.accumulate, 2),
         zero=plan.zero,
     )

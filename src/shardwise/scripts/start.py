@@ -34,7 +34,7 @@ def check_given(model: Any, optimizer: Any, plan: Plan, randomness: str) -> None
             "shardwise.parallelize(task, plan).step(batch)"
         )
     check(plan)
-    if plan.world_size != plan.data_ranks:
+    if plan.world_size != plan.data_ranks or plan.ep > 1:
         raise RefusedPlan(
             f"plan {plan}: prepare spreads samples alone (dp_replicate, dp_shard, zero): for the other axes describe "
             "the run as a Task and call shardwise.parallelize(task, plan)"

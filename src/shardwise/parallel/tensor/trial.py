@@ -20,7 +20,8 @@ from shardwise.parallel.tensor.derive import Derived, derive, matching, starved
 from shardwise.part import Uncut, forget
 from shardwise.random import python_restored, seed_python
 from shardwise.trace.axes import Axes, Found
-from shardwise.trace.deferred import Built, named_tensors
+from shardwise.trace.deferred import Built
+from shardwise.trace.stand_in import Make, standing_in
 from shardwise.trace.state import ModuleState
 
 Run = Callable[[nn.Module, Any], Any]  # (module, batch) -> loss, as the engine computes it
@@ -29,35 +30,6 @@ Run = Callable[[nn.Module, Any], Any]  # (module, batch) -> loss, as the engine 
 WAYS = 4  # forwards that are followed where a forward may take different ways
 
 DtypeOf = Callable[[torch.Tensor], torch.dtype]
-Make = Callable[[str, torch.Tensor], torch.Tensor]  # (name, tensor) -> what stands in for it
-
-
-@contextmanager
-def standing_in(module: nn.Module, make: Make) -> Iterator[dict[str, torch.Tensor]]:
-    """The module's tensors replaced for a while; yields the parameters by name."""
-    names = {id(tensor): name for name, tensor in named_tensors(module)}
-    made: dict[int, torch.Tensor] = {}
-    kept: list[tuple[dict, str, Any]] = []
-
-    def other(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in made:
-            value = make(names[id(tensor)], tensor)
-            made[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
-        return made[id(tensor)]
-
-    for child in module.modules():
-        plain = {k: v for k, v in vars(child).items() if isinstance(v, torch.Tensor)}
-        for table in (child._parameters, child._buffers, plain):
-            for leaf, tensor in list(table.items()):
-                if tensor is not None:
-                    home = child.__dict__ if table is plain else table
-                    kept.append((home, leaf, tensor))
-                    home[leaf] = other(tensor)
-    try:
-        yield dict(module.named_parameters())
-    finally:
-        for home, leaf, tensor in kept:
-            home[leaf] = tensor
 
 
 @contextmanager

@@ -1,0 +1,161 @@
+"""Expert parallelism: each rank of `ep` holds some experts, and tokens travel to them.
+
+    rank 0   tokens 0..3 -> router -> pairs ==all-to-all==> experts 0, 1 of all tokens ==all-to-all==> sums for 0..3
+    rank 1   tokens 4..6 -> router -> pairs ==all-to-all==> experts 2, 3 of all tokens ==all-to-all==> sums for 4..6
+
+Equation: y_t = sum over the k experts e chosen for t of f_e(x_t, w_te); expert e lies on rank e // (E / ep).
+Bytes on the wire, for a layer of T tokens on this rank and evenly used experts: 2 T k (ep-1)/ep rows of H in forward
+(there and back), as many in backward, and one weight beside each row.
+Bytes at rest: 1/ep of the experts, of their gradients and of their optimizer state.
+Source: Lepikhin et al., "GShard" (2020), section 3.2; Rajbhandari et al., "DeepSpeed-MoE" (2022), section 5.
+
+The axis folds onto dp_shard: ranks of `ep` have different samples, and so the gradients of an expert are sums over
+all of them already. They are reduced over the ranks that hold the same experts alone (`reduce`).
+
+The module's own forward computes the experts: it is called with the rows that arrived, their experts counted from
+this rank's first, and its stacked parameters are this rank's share. Which module that can be done to is tried, not
+recognised by name (`find`).
+
+What this does not do: overlap the exchange with computation, or send a token once where two of its experts share a
+rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.comm import Axis, Trail, all_gather
+from shardwise.parallel.expert.exchange import through_owners
+from shardwise.parallel.slots import ValueOf
+
+_END = "the end of the forward"
+_WHY = (
+    "Under ep every rank must come to the same experts in the same order, since tokens are exchanged between all; one "
+    "process would take one branch for all samples. Route every token on every rank, or use ep=1"
+)
+
+
+@dataclass(frozen=True)
+class Call:
+    """Where a module's rows, experts and weights stand among its arguments: a position or a keyword each."""
+
+    rows: int | str
+    index: int | str
+    weight: int | str
+
+    def read(self, args: tuple, kwargs: dict) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(rows, experts, weights) of a call."""
+        found = [args[key] if isinstance(key, int) else kwargs[key] for key in (self.rows, self.index, self.weight)]
+        return found[0], found[1], found[2]
+
+    def made(self, args: tuple, kwargs: dict, *values: torch.Tensor) -> tuple[list, dict]:
+        """The same call with other rows, experts and weights."""
+        new_args, new_kwargs = list(args), dict(kwargs)
+        for key, value in zip((self.rows, self.index, self.weight), values, strict=True):
+            if isinstance(key, int):
+                new_args[key] = value
+            else:
+                new_kwargs[key] = value
+        return new_args, new_kwargs
+
+
+@dataclass(frozen=True)
+class Stack:
+    """One module of experts: how many, its stacked parameters, and the numbers in it that count them."""
+
+    path: str
+    experts: int
+    names: tuple[str, ...]  # of parameters (E, ...)
+    call: Call
+    counters: tuple[str, ...] = ()  # attributes that must be the number of experts held here
+
+
+@dataclass(frozen=True)
+class ExpertParallel:
+    """The experts of a module over an axis."""
+
+    stacks: list[Stack]
+    axis: Axis
+
+    @property
+    def experts(self) -> dict[str, int]:
+        """Stacked parameter -> number of experts in it."""
+        return {name: stack.experts for stack in self.stacks for name in stack.names}
+
+    def notices(self) -> list[str]:
+        """One line on what is spread."""
+        counts = sorted({stack.experts for stack in self.stacks})
+        return [
+            f"ep={self.axis.size} spreads the experts of {len(self.stacks)} modules, "
+            f"{' or '.join(map(str, counts))} in each ('{self.stacks[0].path}', ...)"
+        ]
+
+    def local_values(self, value_of: ValueOf) -> ValueOf:
+        """Initial values of this rank's experts."""
+        experts = self.experts
+
+        def value(name: str) -> torch.Tensor:
+            full = value_of(name)
+            if name not in experts:
+                return full
+            each = experts[name] // self.axis.size
+            return full.narrow(0, self.axis.index * each, each)
+
+        return value
+
+    def whole(self, name: str, share: torch.Tensor | None) -> torch.Tensor | None:
+        """All experts of a parameter or gradient. Collective."""
+        if share is None or name not in self.experts:
+            return share
+        mine = share.detach().contiguous()
+        full = mine.new_empty((mine.shape[0] * self.axis.size, *mine.shape[1:]))
+        all_gather(full.view(-1), mine.view(-1), self.axis, "control")
+        return full
+
+    def full_shape(self, name: str, share: torch.Size) -> torch.Size:
+        """The shape of all experts together."""
+        return torch.Size([self.experts[name], *share[1:]]) if name in self.experts else share
+
+
+def install(module: nn.Module, experts: ExpertParallel, device: torch.device) -> None:
+    """Let each module of experts send its tokens to the ranks that hold them. Collective."""
+    events = [f"the experts '{stack.path}'" for stack in experts.stacks]
+    trail = Trail(experts.axis, [*events, _END], device, why=_WHY)
+    module.register_forward_hook(lambda m, a, o: trail.mark(_END))
+    for stack in experts.stacks:
+        child = module.get_submodule(stack.path)
+        child.forward = _dispatched(child, stack, experts.axis, trail)
+
+
+def _dispatched(child: nn.Module, stack: Stack, axis: Axis, trail: Trail) -> Any:
+    own = child.forward
+    each = stack.experts // axis.size
+
+    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+        def compute(*values: torch.Tensor) -> Any:
+            new_args, new_kwargs = stack.call.made(args, kwargs, *values)
+            with counting(child, stack.counters, each):
+                return own(*new_args, **new_kwargs)
+
+        trail.mark(f"the experts '{stack.path}'")
+        rows, index, weight = stack.call.read(args, kwargs)
+        return through_owners(rows, index, weight, stack.experts, axis, compute)
+
+    return forward
+
+
+@contextmanager
+def counting(child: nn.Module, counters: tuple[str, ...], experts: int) -> Iterator[None]:
+    """The module's counters at the number of experts held here, for a while."""
+    before = {name: vars(child)[name] for name in counters}
+    vars(child).update(dict.fromkeys(counters, experts))
+    try:
+        yield
+    finally:
+        vars(child).update(before)

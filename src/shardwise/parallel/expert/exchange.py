@@ -1,0 +1,82 @@
+"""Rows to the ranks that hold their experts, and back: an all-to-all whose adjoint is the all-to-all the other way.
+
+    rank 0   pairs by expert |e0 e1|e2 e3|  --counts, then rows-->  rank 0: e0, e1 of all   rank 1: e2, e3 of all
+
+A *pair* is a token and one of the experts chosen for it. Every rank issues the same collectives in the same order
+whatever its counts are, a rank without rows too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from shardwise.comm import Axis, all_to_all
+from shardwise.errors import RunError
+from shardwise.part import plain, whole
+
+Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]  # rows (R, H), experts and weights (R, 1) -> (R, H)
+
+
+def _move(tensor: torch.Tensor, sent: list[int], received: list[int], axis: Axis, tag: str = "experts") -> torch.Tensor:
+    arrived = tensor.new_empty((sum(received), *tensor.shape[1:]))
+    all_to_all(arrived, tensor.contiguous(), received, sent, axis, tag)
+    return arrived
+
+
+class _Exchange(torch.autograd.Function):
+    """Several tensors at once, so that all ranks come to their gradients in one order."""
+
+    @staticmethod
+    def forward(ctx, axis: Axis, sent: list[int], received: list[int], *tensors: torch.Tensor):
+        ctx.axis, ctx.sent, ctx.received = axis, sent, received
+        return tuple(_move(tensor, sent, received, axis) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx, *gradients: torch.Tensor):
+        needed = ctx.needs_input_grad[3:]
+        back = [
+            _move(plain(gradient), ctx.received, ctx.sent, ctx.axis) if need else None
+            for gradient, need in zip(gradients, needed, strict=True)
+        ]
+        return (None, None, None, *back)
+
+
+def through_owners(
+    rows: torch.Tensor, index: torch.Tensor, weight: torch.Tensor, experts: int, axis: Axis, compute: Compute
+) -> torch.Tensor:
+    """The sum over each token's pairs, every pair computed by the rank of the axis that holds its expert.
+
+    rows (T, H), index (T, k) of `experts` in all, weight (T, k) -> (T, H). `compute` gets rows, local experts and
+    weights of pairs, one to a row. Collective over the axis; differentiable.
+    """
+    rows, weight, index = whole(rows), whole(weight), plain(index)
+    tokens, k = index.shape
+    each = experts // axis.size
+    flat = index.reshape(-1)
+    order = flat.argsort(stable=True)  # by expert, and so by owner
+    counts = torch.bincount(flat, minlength=experts)
+    if counts.numel() > experts:
+        raise RunError(f"a token is sent to expert {int(flat.max())}, and there are {experts} (from 0)")
+    ones = [each] * axis.size
+    theirs = _move(counts, ones, ones, axis, "control")  # by sender, then by expert of this rank
+    sums = torch.cat([counts, theirs]).view(2, axis.size, each).sum(-1)
+    sent, received = sums.tolist()
+    by_pair = rows.unsqueeze(1).expand(tokens, k, rows.shape[1]).reshape(tokens * k, -1)
+    arrived, weights = _Exchange.apply(axis, sent, received, by_pair[order], weight.reshape(-1)[order])
+    local = torch.arange(each, device=flat.device).repeat(axis.size).repeat_interleave(theirs)
+    done = whole(_of_rows(compute, arrived, local.to(index.dtype), weights))
+    (back,) = _Exchange.apply(axis, received, sent, done)
+    return back[order.argsort()].view(tokens, k, -1).sum(1)
+
+
+def _of_rows(compute: Compute, rows: torch.Tensor, local: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """`compute`, also where no row came: on a row of ones of which nothing is kept, so that backward is the same."""
+    count = rows.shape[0]
+    if count == 0:
+        rows = torch.cat([rows, rows.new_ones((1, rows.shape[1]))])
+        weights = torch.cat([weights, weights.new_ones(1)])
+        local = local.new_zeros(1)
+    return compute(rows, local[:, None], weights[:, None])[:count]

@@ -1,0 +1,355 @@
+"""Which modules hold experts that can lie on different ranks: found by how they are called, decided by a trial.
+
+A candidate holds parameters that share a first dim E, and is called with one float tensor (T, H), one integer tensor
+(T, k) and one float tensor (T, k). On random values in its parameters' place it must then show
+
+    f(x, e, w) = sum over j of f(x, e_j, w_j)           a pair of token and expert adds its own term
+    the same for any order of tokens and any selection of them
+    f on a slice of E, experts counted from the slice's first, = f on all of E
+
+which together is all that sending pairs to the holders of their experts relies on. Names mean nothing.
+
+The random parameters overlap in memory, so that the trial of a large stack needs the memory of one expert.
+
+What this does not do: recognise experts that are modules of their own (a list of MLPs), whose parameters are not
+stacked.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from shardwise.errors import RefusedPlan
+from shardwise.parallel.expert.apply import Call, Stack, counting
+from shardwise.trace.deferred import Built
+from shardwise.trace.stand_in import standing_in
+from shardwise.trace.state import ModuleState
+
+DtypeOf = Callable[[torch.Tensor], torch.dtype]
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # of the largest value
+_SHIFT = 16  # elements between the random values of one expert and the next
+_TOKENS = 5
+
+
+def find_experts(
+    built: Built, batch: Any, run: Callable[[nn.Module, Any], Any], ranks: int, dtype_of: DtypeOf
+) -> list[Stack]:
+    """The modules whose experts can be spread over `ranks`, from one forward and a trial of each.
+
+    batch  a few samples on the CPU
+    run    (module, batch) -> anything: one forward as the engine runs it, on tensors of `dtype_of` each
+    Raises `RefusedPlan` with the reason where there is none, or one that is experts by its call and fails the trial.
+    """
+    calls, touched = _look(built, batch, run, dtype_of)
+    module = built.module
+    stacks = [_tried(built, path, seen, ranks) for path, seen in calls.items()]
+    if not stacks:
+        raise RefusedPlan(
+            f"ep={ranks}: no experts were found: a module that holds parameters (E, ...) and is called with tokens "
+            "(T, H), experts (T, k) as integers and weights (T, k). Experts that are modules of their own (a list of "
+            "MLPs) are not stacked: stack their weights, or use ep=1"
+        )
+    for stack in stacks:
+        _refuse_shared(module, stack, touched, ranks)
+    return stacks
+
+
+def _refuse_shared(module: nn.Module, stack: Stack, touched: set[str], ranks: int) -> None:
+    inside = set(module.get_submodule(stack.path).modules())
+    mine = {name: module.get_parameter(name) for name in stack.names}
+    for child in set(module.modules()) - inside:
+        held = {id(param) for param in child._parameters.values() if param is not None}
+        touched = touched | {name for name, param in mine.items() if id(param) in held}
+    used = sorted(touched & set(stack.names))
+    if used:
+        raise RefusedPlan(
+            f"ep={ranks}: '{used[0]}' is used outside the forward of '{stack.path}', where a rank has only its own "
+            "experts: use it inside, or use ep=1"
+        )
+
+
+# --- the look at one forward ---
+
+
+@dataclass(frozen=True)
+class Seen:
+    """How a candidate was called: with rows of `width`, `k` experts each, and these arguments beside the tensors."""
+
+    call: Call
+    width: int
+    k: int
+    args: tuple
+    kwargs: dict
+
+
+class _Touched(TorchDispatchMode):
+    """Notes which parameters operations read."""
+
+    def __init__(self, names: dict[int, str]):
+        super().__init__()
+        self.names = names
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        for leaf in tree_leaves((args, kwargs or {})):
+            if id(leaf) in self.names:
+                self.seen.add(self.names[id(leaf)])
+        return func(*args, **(kwargs or {}))
+
+
+def _look(built: Built, batch: Any, run: Callable, dtype_of: DtypeOf) -> tuple[dict[str, Seen], set[str]]:
+    """Calls of candidates by path, and the parameters used outside them: on tensors without values where they do."""
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    was, log.disabled = log.disabled, True
+    try:
+        return _forward(built, batch, run, dtype_of, fake)
+    except Exception:  # whatever a forward does that tensors without values cannot: real ones decide
+        return _forward(built, batch, run, dtype_of, None)
+    finally:
+        log.disabled = was
+
+
+def _forward(
+    built: Built, batch: Any, run: Callable, dtype_of: DtypeOf, fake: FakeTensorMode | None
+) -> tuple[dict[str, Seen], set[str]]:
+    module = built.module
+    state = ModuleState(module)
+    calls: dict[str, Seen] = {}
+
+    def make(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if fake is None:
+            return built.value(name).to(dtype_of(tensor), copy=True)
+        with fake:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype_of(tensor), device="cpu")
+
+    batch = batch if fake is None else tree_map_only(torch.Tensor, fake.from_tensor, batch)
+    try:
+        with standing_in(module, make) as named, _watched(module, calls), torch.random.fork_rng(devices=[]):
+            touched = _Touched({id(param): name for name, param in named.items()})
+            with torch.no_grad(), fake or nullcontext(), touched:
+                run(module, batch)
+    finally:
+        state.restore()
+    return calls, touched.seen
+
+
+@contextmanager
+def _watched(module: nn.Module, calls: dict[str, Seen]) -> Iterator[None]:
+    """Candidates return tensors of the right shape instead of computing."""
+    changed = []
+    for path, child in module.named_modules():
+        if path and not isinstance(child, nn.ModuleList | nn.ModuleDict) and _first_dims(child):
+            changed.append((child, vars(child).get("forward")))
+            vars(child)["forward"] = _recorder(child, path, calls)
+    try:
+        yield
+    finally:
+        for child, before in changed:
+            if before is None:
+                del vars(child)["forward"]
+            else:
+                vars(child)["forward"] = before
+
+
+def _first_dims(child: nn.Module) -> list[int]:
+    """Sizes of the first dim of its parameters, from the one with most elements down."""
+    elements: dict[int, int] = {}
+    for param in child.parameters():
+        if param.dim() >= 2 and param.shape[0] >= 2:
+            elements[param.shape[0]] = elements.get(param.shape[0], 0) + param.numel()
+    return sorted(elements, key=lambda size: -elements[size])
+
+
+def _recorder(child: nn.Module, path: str, calls: dict[str, Seen]) -> Callable:
+    own = child.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        call = read_call(args, kwargs)
+        if call is None:
+            return own(*args, **kwargs)
+        rows, index, _ = call.read(args, kwargs)
+        emptied = tree_map_only(torch.Tensor, lambda tensor: None, (args, kwargs))
+        seen = Seen(call, rows.shape[1], index.shape[1], *emptied)
+        if calls.setdefault(path, seen).call != call:
+            raise RefusedPlan(f"the experts '{path}' are called in two ways, with arguments in different places")
+        return torch.empty_like(rows)
+
+    return forward
+
+
+def read_call(args: tuple, kwargs: dict) -> Call | None:
+    """Where rows (T, H), experts (T, k) and weights (T, k) stand, if these are the tensors of the call."""
+    places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    tensors = [(key, value) for key, value in places if isinstance(value, torch.Tensor)]
+    if len(tensors) != 3 or any(value.dim() != 2 for _, value in tensors):
+        return None
+    whole = [(key, value) for key, value in tensors if value.dtype in (torch.int64, torch.int32)]
+    floats = [(key, value) for key, value in tensors if value.is_floating_point()]
+    if len(whole) != 1 or len(floats) != 2:
+        return None
+    (index, experts), wanted = whole[0], whole[0][1].shape
+    weights = [key for key, value in floats if value.shape == wanted]
+    rows = [key for key, value in floats if value.shape != wanted and value.shape[0] == experts.shape[0]]
+    return Call(rows[0], index, weights[0]) if len(weights) == len(rows) == 1 else None
+
+
+# --- the trial ---
+
+
+def _tried(built: Built, path: str, seen: Seen, ranks: int) -> Stack:
+    """The stack of a candidate, or `RefusedPlan` with what the trial showed."""
+    child = built.module.get_submodule(path)
+    sizes = _first_dims(child)
+    reasons = []
+    for experts in sizes:
+        if experts % ranks:
+            reasons.append(f"its {experts} experts cannot be dealt evenly over {ranks} ranks")
+            continue
+        names = tuple(f"{path}.{leaf}" for leaf, param in child.named_parameters() if param.shape[:1] == (experts,))
+        try:
+            return _trial(built, seen, Stack(path, experts, names, seen.call), ranks)
+        except _Failed as failed:
+            reasons.append(str(failed))
+    raise RefusedPlan(f"ep={ranks}: '{path}' is called as experts are, but {reasons[0]}: use another ep, or ep=1")
+
+
+class _Failed(Exception):
+    """What a trial showed."""
+
+
+def _trial(built: Built, seen: Seen, stack: Stack, ranks: int) -> Stack:
+    """The stack with its counters. Raises `_Failed`."""
+    try:
+        return _trial_in(torch.float64, built, seen, stack, ranks)
+    except (RuntimeError, NotImplementedError, TypeError) as error:  # kernels without float64
+        try:
+            return _trial_in(torch.float32, built, seen, stack, ranks)
+        except (RuntimeError, NotImplementedError, TypeError):
+            raise _Failed(f"it fails on tokens and experts drawn at random ({_first_line(error)})") from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _trial_in(dtype: torch.dtype, built: Built, seen: Seen, stack: Stack, ranks: int) -> Stack:
+    child = built.module.get_submodule(stack.path)
+    state = ModuleState(child)
+    generator = torch.Generator().manual_seed(0)
+    leaves = {name.removeprefix(f"{stack.path}.") for name in stack.names}
+    made: dict[str, torch.Tensor] = {}
+
+    def make(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, nn.Parameter):
+            made[name] = _random(tensor, dtype, generator, stacked=name in leaves)
+            return made[name]
+        value = built.value(f"{stack.path}.{name}")
+        return value.to(dtype if value.is_floating_point() else None, copy=True)
+
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), standing_in(child, make):
+            trial = _Trial(child, seen, stack.experts, leaves, dtype, generator)
+            trial.pairs_add_up()
+            return replace(stack, counters=trial.counters(ranks))
+    finally:
+        state.restore()
+
+
+def _random(param: torch.Tensor, dtype: torch.dtype, generator: torch.Generator, *, stacked: bool) -> torch.Tensor:
+    """Values of about the size that keeps activations at 1; those of experts overlap in memory."""
+    count, shape = (param.shape[0], param.shape[1:]) if stacked else (1, param.shape)
+    each = max(shape.numel(), 1)
+    size = max(each / max(shape), 1) if shape else 1.0
+    flat = torch.randn(each + (count - 1) * _SHIFT, dtype=torch.float32, generator=generator).to(dtype)
+    flat *= max(max(shape, default=1), size) ** -0.5
+    if not stacked:
+        return flat.view(shape)
+    strides = torch.empty(shape, device="meta").stride()
+    return flat.as_strided((count, *shape), (_SHIFT, *strides))
+
+
+class _Trial:
+    """A module of experts on random values in place of its parameters."""
+
+    def __init__(self, child: nn.Module, seen: Seen, experts: int, stacked: set[str], dtype: torch.dtype,
+                 generator: torch.Generator):  # fmt: skip
+        self.child, self.seen, self.experts, self.stacked, self.dtype = child, seen, experts, stacked, dtype
+        self.generator = generator
+        self.rows = torch.randn(_TOKENS, seen.width, generator=generator).to(dtype)
+
+    def _call(self, rows: torch.Tensor, index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        args, kwargs = self.seen.call.made(
+            self.seen.args, self.seen.kwargs, rows.clone(), index.clone(), weight.clone()
+        )
+        out = self.child(*args, **kwargs)
+        if not isinstance(out, torch.Tensor) or out.shape != rows.shape:
+            raise _Failed("it does not return one tensor of the shape of its tokens")
+        return out
+
+    def _same(self, a: torch.Tensor, b: torch.Tensor) -> bool:
+        return bool(((a - b).abs().max() <= _TOLERANCE[self.dtype] * b.abs().max()) & b.isfinite().all())
+
+    def _draw(self, low: int, high: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Distinct experts in [low, high) for each token, and weights."""
+        drawn = [low + torch.randperm(high - low, generator=self.generator)[:k] for _ in range(_TOKENS)]
+        weight = 0.1 + torch.rand(_TOKENS, k, generator=self.generator)
+        return torch.stack(drawn), weight.to(self.dtype)
+
+    def pairs_add_up(self) -> None:
+        """One call against one for each choice of every token, tokens in another order and in two parts."""
+        index, weight = self._draw(0, self.experts, min(self.seen.k, self.experts))
+        together = self._call(self.rows, index, weight)
+        order = torch.randperm(_TOKENS, generator=self.generator)
+        apart = torch.zeros_like(together)
+        for choice in range(index.shape[1]):
+            for part in (order[:2], order[2:]):
+                one = (self.rows[part], index[part, choice, None], weight[part, choice, None])
+                apart[part] += self._call(*one)
+        if not self._same(apart, together):
+            raise _Failed(
+                "its result for a token and an expert depends on the token's other experts, on other tokens, on their "
+                "order, or on chance"
+            )
+
+    def counters(self, ranks: int) -> tuple[str, ...]:
+        """The attributes that must be the number of experts held, so that slices of the experts give the same."""
+        named = [name for name, value in vars(self.child).items() if type(value) is int and value == self.experts]
+        choices = [(), tuple(named), *((name,) for name in named)]
+        choices += [pair for pair in itertools.combinations(named, 2) if len(named) > 2]
+        owners = sorted({0, 1, ranks // 2, ranks - 1})
+        for counters in dict.fromkeys(choices):
+            if all(self._slice_agrees(owner, ranks, counters) for owner in owners):
+                return counters
+        raise _Failed(
+            f"on a slice of its {self.experts} stacked parameters, experts counted from the slice's first, it does not "
+            "give what it gives on all of them"
+        )
+
+    def _slice_agrees(self, owner: int, ranks: int, counters: tuple[str, ...]) -> bool:
+        each = self.experts // ranks
+        local = torch.cat([torch.randperm(each, generator=self.generator) for _ in range(-(-_TOKENS // each))])
+        local, weight = local[:_TOKENS, None], self._draw(0, self.experts, 1)[1]
+        whole = self._call(self.rows, local + owner * each, weight)
+        named = {id(param): name for name, param in self.child.named_parameters()}
+
+        def cut(name: str, tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.narrow(0, owner * each, each) if named.get(id(tensor)) in self.stacked else tensor
+
+        with standing_in(self.child, cut), counting(self.child, counters, each):
+            try:
+                part = self._call(self.rows, local, weight)
+            except (RuntimeError, IndexError, ValueError):
+                return False
+        return self._same(part, whole)

@@ -1,0 +1,96 @@
+"""Two data-parallel techniques as one: experts are reduced over other ranks than the rest.
+
+    the rest      reduced over dp_shard and dp_replicate, as `zero` says
+    experts       on each rank of ep others, whose gradients hold the tokens of all of ep already: reduced over the
+                  dp_shard / ep ranks that hold the same ones, and over dp_replicate
+
+Under zero >= 1 the dp_shard / ep ranks share the experts' optimizer state (and, from 2 on, gradients) as flat pieces;
+experts themselves stay whole on the ranks that hold them under zero=3 too, and are never gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+
+from shardwise.parallel.slots import DataParallel, Slot
+
+
+class WithExperts:
+    """`rest` and `experts`, each with parameters of its own; indices are those among all `names`.
+
+    counts  whether this rank counts a replicated gradient in the norm: of the rest, of experts
+    """
+
+    in_pieces = True  # no rank of ep holds every gradient
+
+    def __init__(
+        self,
+        names: list[str],
+        rest: DataParallel,
+        experts: DataParallel,
+        of_experts: Collection[str],
+        counts: tuple[bool, bool],
+    ):
+        self.rest, self.experts = rest, experts
+        self._indices = {
+            id(rest): [i for i, name in enumerate(names) if name not in of_experts],
+            id(experts): [i for i, name in enumerate(names) if name in of_experts],
+        }
+        self._home = {
+            index: (technique, place)
+            for technique in (rest, experts)
+            for place, index in enumerate(self._indices[id(technique)])
+        }
+        for technique, counted in zip((rest, experts), counts, strict=True):
+            for slot in technique.slots:
+                slot.counted = technique.in_pieces or counted
+        self.slots: list[Slot] = [*rest.slots, *experts.slots]
+
+    def start_step(self) -> None:
+        """Forget the last step's gradients."""
+        self.rest.start_step()
+        self.experts.start_step()
+
+    def start_micro_batch(self, *, last: bool) -> None:
+        """Before each forward."""
+        self.rest.start_micro_batch(last=last)
+        self.experts.start_micro_batch(last=last)
+
+    def finish_micro_batch(self) -> set[int]:
+        """Which parameters this rank's backward reached."""
+        used = set()
+        for technique in (self.rest, self.experts):
+            indices = self._indices[id(technique)]
+            used |= {indices[place] for place in technique.finish_micro_batch()}
+        return used
+
+    def finish_step(self, used: set[int]) -> None:
+        """Wait for both reductions."""
+        for technique in (self.rest, self.experts):
+            technique.finish_step({p for p, i in enumerate(self._indices[id(technique)]) if i in used})
+
+    def publish(self) -> None:
+        """Bring the module's weights up to the masters."""
+        self.rest.publish()
+        self.experts.publish()
+
+    def gradient_buffers(self) -> list[torch.Tensor | None]:
+        """Those of both."""
+        return self.rest.gradient_buffers() + self.experts.gradient_buffers()
+
+    def load_masters(self, index: int, value: torch.Tensor) -> None:
+        """Set a master from this rank's full initial value (of an expert parameter: its own experts)."""
+        technique, place = self._home[index]
+        technique.load_masters(place, value)
+
+    def full_parameter(self, index: int) -> torch.Tensor:
+        """The master weight; of an expert parameter, this rank's experts. Collective."""
+        technique, place = self._home[index]
+        return technique.full_parameter(place)
+
+    def full_gradient(self, index: int) -> torch.Tensor | None:
+        """The gradient likewise, None where unused. Collective."""
+        technique, place = self._home[index]
+        return technique.full_gradient(place)
