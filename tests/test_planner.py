@@ -149,9 +149,26 @@ def test_compare_puts_plans_side_by_side() -> None:
     assert "does not divide" in found["plans"][2]["error"]
 
 
+def test_compare_measures_on_the_ranks_at_hand() -> None:
+    code, found = shardwise(
+        "compare",
+        "shardwise.models.tasks:mlp",
+        "--plans",
+        "single;dp_replicate=512",
+        "--cluster",
+        "64x8 l40s, ib-400",
+        "--measure",
+    )
+    assert code == 0
+    ran, refused = (row["measured"] for row in found["plans"])
+    assert ran["step_s"] > 0 and ran["peak_live"] > 0 and ran["received_bytes"] == 0
+    assert "needs 512 ranks" in refused["refused"]
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
+        (("compare", "llama3-8b", "--plans", "tp=8", "--cluster", "8 h100-sxm-80gb", "--measure"), "is a shape"),
         (("plan", "llama3-9b", "--cluster", "8 h100-sxm-80gb"), "did you mean"),
         (("plan", "llama3-8b", "--cluster", "8 h1000"), "no device"),
         (("plan", "llama3-8b", "--cluster", "8 h100-sxm-80gb"), "give --seq and --global-batch"),

@@ -72,7 +72,7 @@ def plan(answer: Answer, task: str, **words: Any) -> None:
     from shardwise.planner.text import proposal_dict, search_text
 
     cluster = Cluster.parse(words["cluster"])
-    subject, batch = _subject(task, cluster, words["software"], words["global_batch"], words["seq"], words["precision"])
+    subject, batch = _subject(task, cluster, words, words["precision"])
     constraints = Constraints(
         words["max_tp"], words["max_pp"], words["max_cp"], _fixed(words["fix"]), words["min_memory_headroom"],
         check if words["runnable"] else None,
@@ -126,8 +126,8 @@ def plan(answer: Answer, task: str, **words: Any) -> None:
 def simulate(answer: Answer, task: str, plan_text: str, **words: Any) -> None:
     """One step of one plan at any scale: time, MFU, exposed communication, bubble, memory by stage. Nothing is run."""
     from shardwise.cluster import Cluster
-    from shardwise.costs.layout import of_plan
     from shardwise.layout import Plan
+    from shardwise.planner.door import layout_of
     from shardwise.planner.text import forecast_lines, rank_map
     from shardwise.simulator import goodput, timeline
 
@@ -135,8 +135,8 @@ def simulate(answer: Answer, task: str, plan_text: str, **words: Any) -> None:
     answer.fields.update(plan=str(parsed), world_size=parsed.world_size)
     if parsed.world_size > cluster.world_size:
         raise InputError(f"plan {parsed} needs {parsed.world_size} devices; {cluster} has {cluster.world_size}")
-    subject, batch = _subject(task, cluster, words["software"], words["global_batch"], words["seq"], parsed.precision)
-    layout = of_plan(parsed, global_batch=subject.global_batch, seq=subject.seq)
+    subject, batch = _subject(task, cluster, words, parsed.precision, parsed)
+    layout = layout_of(parsed, subject)
     forecast = subject.simulate(layout)
     answer.fields.update(
         forecast.as_dict(), cluster=cluster.as_dict(), fits=forecast.needed_bytes <= cluster.device.memory_bytes
@@ -177,40 +177,92 @@ def simulate(answer: Answer, task: str, plan_text: str, **words: Any) -> None:
 @click.argument("task", metavar=TASK)
 @click.option("--plans", required=True, help='Plans side by side, with ";" between them.')
 @where
+@click.option("--measure", is_flag=True, help="Also run each plan on this machine's ranks for a few steps.")
 @common
 @click.pass_obj
 def compare(answer: Answer, task: str, plans: str, **words: Any) -> None:
-    """Forecasts of several plans side by side: step, rate, MFU, memory, exposed communication."""
+    """Forecasts of several plans side by side: step, rate, MFU, memory, exposed communication.
+
+    With --measure also what a few steps take on the ranks at hand: step time, peak of live tensor bytes, bytes that a
+    rank receives in a step, and the loss after the last one.
+    """
     from shardwise.cluster import Cluster
-    from shardwise.costs.layout import of_plan
-    from shardwise.errors import ShardwiseError
     from shardwise.layout import Plan
     from shardwise.planner.text import table
-    from shardwise.planner.units import bytes_text, seconds_text
 
+    if words["measure"]:
+        _can_be_measured(task, words)
     cluster = Cluster.parse(words["cluster"])
     rows: list[list[str]] = []
     found: list[dict[str, Any]] = []
     for text in filter(None, (part.strip() for part in plans.split(";"))):
         parsed = Plan.parse(text)
-        subject, _ = _subject(task, cluster, words["software"], words["global_batch"], words["seq"], parsed.precision)
-        try:
-            forecast = subject.simulate(of_plan(parsed, global_batch=subject.global_batch, seq=subject.seq))
-        except ShardwiseError as error:
-            rows.append([text, "-", "-", "-", "-", str(error)])
-            found.append({"plan": text, "error": str(error)})
-            continue
-        fits = forecast.needed_bytes <= cluster.device.memory_bytes
-        most = max(forecast.parts, key=lambda name: forecast.parts[name] if name != "compute" else 0.0)
-        rows.append([
-            text, seconds_text(forecast.step_s), f"{forecast.mfu:.1%}", bytes_text(forecast.needed_bytes),
-            "yes" if fits else "NO", f"{most} {forecast.parts[most] / forecast.step_s:.0%}",
-        ])  # fmt: skip
-        found.append({"plan": str(parsed), "fits": fits, **forecast.as_dict()})
+        cells, fields = _forecast_row(task, cluster, parsed, words)
+        if words["measure"]:
+            more, measured = _measured_row(task, parsed, fields)
+            cells, fields = [*cells, *more], {**fields, "measured": measured}
+        rows.append([text, *cells])
+        found.append({"plan": str(parsed), **fields})
     if not rows:
         raise InputError('--plans: no plan given; write them as "dp_replicate=8;dp_shard=8,zero=3"')
+    head = ["plan", "step", "MFU", "memory", "fits", "largest beside compute"]
+    if words["measure"]:
+        head += ["measured step", "live bytes, forecast", "measured", "received a step", "loss"]
     answer.fields.update(plans=found)
-    answer.text = "\n".join(table(["plan", "step", "MFU", "memory", "fits", "largest beside compute"], rows))
+    answer.text = "\n".join(table(head, rows))
+
+
+def _forecast_row(task: str, cluster: Cluster, plan: Plan, words: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
+    """Cells and fields of one plan's forecast, or why there is none."""
+    from shardwise.errors import ShardwiseError
+    from shardwise.planner.door import layout_of
+    from shardwise.planner.units import bytes_text, seconds_text
+
+    subject, _ = _subject(task, cluster, words, plan.precision, plan)
+    try:
+        forecast = subject.simulate(layout_of(plan, subject))
+    except ShardwiseError as error:
+        return ["-", "-", "-", "-", str(error)], {"error": str(error)}
+    fits = forecast.needed_bytes <= cluster.device.memory_bytes
+    most = max(forecast.parts, key=lambda name: forecast.parts[name] if name != "compute" else 0.0)
+    cells = [
+        seconds_text(forecast.step_s), f"{forecast.mfu:.1%}", bytes_text(forecast.needed_bytes),
+        "yes" if fits else "NO", f"{most} {forecast.parts[most] / forecast.step_s:.0%}",
+    ]  # fmt: skip
+    return cells, {"fits": fits, **forecast.as_dict()}
+
+
+def _can_be_measured(task: str, words: dict[str, Any]) -> None:
+    from shardwise.planner.door import is_shape
+
+    if is_shape(task) and task not in _builtins():
+        raise InputError(f"--measure: {task} is a shape, not a model that can be run; give module:name")
+    if words["global_batch"] is not None:
+        raise InputError(
+            "--measure runs the task's own batch: leave --global-batch out, or give the task another batch"
+        )
+
+
+def _measured_row(task: str, plan: Plan, forecast: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
+    """Cells and fields of one plan as it ran here, or why it did not."""
+    from shardwise.errors import RefusedPlan
+    from shardwise.planner.here import measure_here
+    from shardwise.planner.units import seconds_text
+
+    expected = "-" if "memory" not in forecast else _mib(max(m["allocated"] for m in forecast["memory"]))
+    try:
+        found = measure_here(partial(_own_task, task), plan)
+    except RefusedPlan as refused:
+        return [str(refused), expected, "-", "-", "-"], {"refused": str(refused)}
+    cells = [
+        seconds_text(found["step_s"]), expected, _mib(found["peak_live"]), _mib(found["received_bytes"]),
+        f"{found['loss']:.6g}",
+    ]  # fmt: skip
+    return cells, found
+
+
+def _mib(size: float) -> str:
+    return f"{size / 2**20:.3f} MiB"
 
 
 @click.command()
@@ -266,7 +318,7 @@ def _write(path: str, text: str) -> None:
 
 
 def _subject(
-    task: str, cluster: Cluster, software_name: str, global_batch: str | None, seq: str | None, precision: str
+    task: str, cluster: Cluster, words: dict[str, Any], precision: str, plan: Plan | None = None
 ) -> tuple[Subject, str]:
     """What the planner needs to know about TASK, and its batch in words."""
     from shardwise.planner.door import is_shape, subject_of
@@ -274,7 +326,8 @@ def _subject(
     by_numbers = is_shape(task) and task not in _builtins() and not task.endswith((".toml", ".py"))
     subject = subject_of(
         task if by_numbers else _own_task(task), cluster,
-        global_batch=global_batch, seq=seq, precision=precision, software_name=software_name,
+        global_batch=words["global_batch"], seq=words["seq"], precision=precision, software_name=words["software"],
+        plan=plan,
     )  # fmt: skip
     of = f" of {subject.seq} tokens" if by_numbers else ""
     return subject, f"{subject.global_batch} samples{of}"

@@ -40,6 +40,9 @@ class Layout:
     schedule: str = "1f1b"
     # layers of each stage where they are not even, first stage first
     stage_layers: tuple[int, ...] = ()
+    # of a plan for a module: what tp leaves whole, and where the stages begin
+    tp_whole: tuple[str, ...] = ()
+    stages: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for field in (
@@ -109,5 +112,5 @@ def of_plan(plan: Plan, *, global_batch: int, seq: int, uneven: bool = False) ->
         shard=plan.dp_shard, replicas=plan.dp_replicate, zero=plan.zero, micro_batch=global_batch // over,
         n_micro=plan.microbatches if plan.pp > 1 else n_micro, rounds=plan.accumulate if plan.pp > 1 else 1,
         seq=seq, recompute=plan.remat,
-        schedule=plan.schedule if plan.schedule != "none" else "1f1b",
+        schedule=plan.schedule if plan.schedule != "none" else "1f1b", tp_whole=plan.tp_whole, stages=plan.stages,
     )  # fmt: skip

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import SyncBatchNorm
+from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -37,6 +38,8 @@ class Findings:
     batch_norms: list[nn.Module]
     dims: BatchDims
     notices: list[str] = field(default_factory=list)
+    written: list[str] = field(default_factory=list)  # parameters that the forward writes into
+    assigned: list[str] = field(default_factory=list)  # those whose .data it replaces
 
 
 def look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, Any] | None,
@@ -78,6 +81,7 @@ def look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, An
                 problems += _joined_differs(of_whole, _Runner(module, joined, seen)((whole, parts))[0], dtype)
             if masks and strict and joined is None and anywhere(findings.dims.known) and not problems:
                 problems += _masks_differ(run, findings.dims, whole, parts, sizes, dtype)
+    findings.written, findings.assigned = sorted(seen.ever_written), sorted(seen.ever_assigned)
     if problems and strict:
         raise RefusedPlan("; ".join(problems))
     findings.notices += problems
@@ -143,6 +147,8 @@ class _Seen(TorchDispatchMode):
         self.twice: set[str] = set()  # units of zero=3 that ran more than once in a forward
         self.written: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self.ever_written: set[str] = set()
+        self.ever_assigned: set[str] = set()
+        self.replaced: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # by assigning to .data, and what it was
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -172,7 +178,7 @@ class _Seen(TorchDispatchMode):
 
         torch_checkpoint.CheckpointFunction.apply = reentrant
         try:
-            with self:
+            with self, _Assignments(self._keep_data):
                 yield
         finally:
             del torch_checkpoint.CheckpointFunction.apply
@@ -197,12 +203,24 @@ class _Seen(TorchDispatchMode):
                 self.written[name] = (held, held.clone())
                 self.ever_written.add(name)
 
+    def _keep_data(self, tensor: torch.Tensor) -> None:
+        """Before `tensor.data = ...`, which no operation tells of."""
+        for name, param in self.module.named_parameters():
+            if param is tensor:
+                self.replaced.setdefault(name, (tensor, tensor.data))
+                self.ever_assigned.add(name)
+                self.ever_written.add(name)
+
     def restore_parameters(self) -> dict[str, torch.Tensor]:
         """Undo writes into parameters; returns what had been written."""
-        values = {name: held.clone() for name, (held, _) in self.written.items()}
+        values = {name: held.clone() for name, (held, _) in self.written.items() if held.untyped_storage().size()}
         for held, value in self.written.values():
-            held.copy_(value)
+            if held.untyped_storage().size():  # else zero=3 has freed it since: the write is lost by itself
+                held.copy_(value)
         self.written.clear()
+        for param, data in self.replaced.values():
+            param.data = data
+        self.replaced.clear()
         return values
 
     def problems(self) -> list[str]:
@@ -220,6 +238,22 @@ class _Seen(TorchDispatchMode):
                 "its gradient before it is whole: use torch.utils.checkpoint(use_reentrant=False), or zero=2"
             )
         return found
+
+
+class _Assignments(TorchFunctionMode):
+    """Calls `before(tensor)` ahead of every assignment to `tensor.data`."""
+
+    def __init__(self, before: Callable[[torch.Tensor], None]):
+        super().__init__()
+        self.before = before
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func == _SET_DATA:
+            self.before(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+_SET_DATA = torch.Tensor.data.__set__
 
 
 def _close(a: float, b: float, dtype: torch.dtype, least: float = 0.0) -> bool:

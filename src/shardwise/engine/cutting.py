@@ -7,6 +7,7 @@ got no token) belongs where the module that holds it ran.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -72,8 +73,21 @@ class Cut:
 
 def cut_module(task: Task, plan: Plan, mesh: Mesh, module: nn.Module, blocks: Blocks) -> Cut:
     """Look at the forward and cut it. Collective. Raises `RefusedPlan` for what cannot be cut, naming why."""
-    schedule = schedule_of(plan)
     sample = few_samples(task, plan, mesh.data, mesh.device)
+    cut, notice = cut_forward(task, plan, sample, module, blocks, mesh.pp.index)
+    _agree(cut, mesh)
+    cut.notices = _told(cut, module, notice)
+    return cut
+
+
+def cut_forward(
+    task: Task, plan: Plan, sample: Any, module: nn.Module, blocks: Blocks, rank: int
+) -> tuple[Cut, str]:  # fmt: skip
+    """The cut for the `rank`-th stage's rank, and a notice where shapes alone did not do. Needs no process group.
+
+    sample  a batch of a few samples
+    """
+    schedule = schedule_of(plan)
     available = samples_in(sample)
     counts = (min(2, available), min(3, available))
     flow, notice = _traced(task, module, slice_samples(sample, 0, counts[0]), 0)
@@ -83,10 +97,7 @@ def cut_module(task: Task, plan: Plan, mesh: Mesh, module: nn.Module, blocks: Bl
     stages = make_stages(flow, other, counts, places)
     _refuse_writes(flow, module)
     holders, buffers = _holders(flow, module, stages, schedule)
-    cut = Cut(schedule, stages, holders, buffers, mesh.pp.index, _shares_draws(flow, stages))
-    _agree(cut, mesh)
-    cut.notices = _told(cut, module, notice)
-    return cut
+    return Cut(schedule, stages, holders, buffers, rank, _shares_draws(flow, stages)), notice
 
 
 def _traced(task: Task, module: nn.Module, sample, seed: int) -> tuple[Flow, str]:

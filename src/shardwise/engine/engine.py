@@ -182,7 +182,22 @@ class Engine:
         except Exception as error:
             raise wrong_model(error, n) from error
         self.notices += findings.notices
+        self._refuse_writes(findings)
         return findings
+
+    def _refuse_writes(self, findings: Findings) -> None:
+        """A forward that writes into parameters is followed where the module's weights are the masters themselves."""
+        if findings.written and self.precision.mixed:
+            raise RefusedPlan(
+                f"the forward writes into parameter '{findings.written[0]}', and precision={self.plan.precision} keeps "
+                "its master beside it, so that the next update would undo the write: make it a buffer, or use fp32"
+            )
+        if findings.assigned and self.technique.in_pieces:
+            raise RefusedPlan(
+                f"the forward replaces the values of parameter '{findings.assigned[0]}' by assigning to .data, and "
+                f"zero={self.plan.zero} holds it as part of a larger buffer: write in place under torch.no_grad() "
+                "(copy_), or use zero=0"
+            )
 
     def _share(self, mine: list[str]) -> list[str]:
         """What any stage of the pipeline found, on every stage."""

@@ -199,6 +199,7 @@ class Pipeline:
                 outputs = list(output)
                 self.mail.send_forward(stage, index, key, outputs)
         self._held[stage, index] = _Held(forward.staged.taken, outputs, key)
+        forward.staged.taken = []  # or the last of them would live on until the next step
 
     def _loss(self, loss: Loss, part: Part, tally: Tally) -> torch.Tensor:
         objective, extras = self.engine.objective(loss)

@@ -55,6 +55,8 @@ class LiveBytes(TorchDispatchMode):
             self._meet(getattr(tensor, "_local_tensor", tensor).untyped_storage())
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(getattr(kind, "observes_inside", False) for kind in types):
+            return NotImplemented  # a share of a tensor: its rule runs next, on what is really held
         output = func(*args, **(kwargs or {}))
         for leaf in tree_flatten(output)[0]:
             if isinstance(leaf, torch.Tensor):

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.cluster import Cluster
-from shardwise.costs.layout import of_plan
+from shardwise.costs.layout import Layout, of_plan
 from shardwise.costs.software import software
 from shardwise.errors import InputError
 from shardwise.layout import Plan
@@ -31,8 +31,12 @@ def subject_of(
     seq: int | str | None = None,
     precision: str = "bf16",
     software_name: str = "shardwise",
+    plan: Plan | None = None,
 ) -> Subject:
-    """What a search needs to know about a task: a catalogue name, a `config.json`, or a `Task`, which is traced."""
+    """What a search needs to know about a task: a catalogue name, a `config.json`, or a `Task`, which is traced.
+
+    plan  the only one that will be asked about: a task is traced with its micro-batch then
+    """
     soft = software(software_name)
     if isinstance(task, str):
         from_file = task.endswith(".json") or Path(task).is_dir()
@@ -41,12 +45,21 @@ def subject_of(
             raise InputError(f"{task} is a decoder by its numbers: give --seq and --global-batch")
         length = units.count(str(seq), "--seq")
         return decoder(shape, cluster, soft, units.batch(str(global_batch), length), length, precision)
-    from shardwise.planner.traced import traced_subject
+    from shardwise.planner.traced import default_samples, traced_subject
 
     if seq is not None:
         raise InputError("--seq is for decoders by name; a task of your own brings its own batch")
     samples = None if global_batch is None else units.batch(str(global_batch), None)
-    return traced_subject(task, cluster, soft, samples, precision)
+    if plan is None:
+        return traced_subject(task, cluster, soft, samples, precision)
+    layout = of_plan(plan, global_batch=samples or default_samples(task), seq=1, uneven=True)
+    micro = (layout.micro_batch, layout.micro_batch)
+    return traced_subject(task, cluster, soft, samples, precision, (plan.remat,), micro)
+
+
+def layout_of(plan: Plan, subject: Subject) -> Layout:
+    """The plan with the subject's batch dealt; a task's own batch may be dealt unevenly, as a run deals it."""
+    return of_plan(plan, global_batch=subject.global_batch, seq=subject.seq, uneven=subject.own)
 
 
 def plan(
@@ -87,9 +100,9 @@ def simulate(
     if parsed.world_size > where.world_size:
         raise InputError(f"plan {parsed} needs {parsed.world_size} devices; {where} has {where.world_size}")
     subject = subject_of(
-        task, where, global_batch=global_batch, seq=seq, precision=parsed.precision, software_name=software
+        task, where, global_batch=global_batch, seq=seq, precision=parsed.precision, software_name=software, plan=parsed
     )
-    return subject.simulate(of_plan(parsed, global_batch=subject.global_batch, seq=subject.seq))
+    return subject.simulate(layout_of(parsed, subject))
 
 
 def probe(ranks: int | None = None) -> Cluster:

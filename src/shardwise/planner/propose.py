@@ -8,7 +8,7 @@ Of plans within 3% of the fastest the one with the fewest axes comes first.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from shardwise.cluster import Cluster
@@ -76,7 +76,7 @@ class Subject:
     estimate: Callable[[Layout], Quick]
     memory: Callable[[Layout], Ledger]
     simulate: Callable[[Layout], Forecast]
-    remarks: tuple[str, ...] = ()
+    remarks: Sequence[str] = ()  # may grow while layouts are looked at
     own: bool = False  # a task that can be trained, not a shape by name
 
 

@@ -88,7 +88,7 @@ class Trace:
         return products + scores + self.conv_flops
 
 
-class _Count(TorchDispatchMode):
+class Count(TorchDispatchMode):
     """Adds each op to a trace."""
 
     def __init__(self, trace: Trace) -> None:
@@ -96,6 +96,8 @@ class _Count(TorchDispatchMode):
         self.trace = trace
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(getattr(kind, "observes_inside", False) for kind in types):
+            return NotImplemented  # a share of a tensor: what its rule does is counted
         out = func(*args, **(kwargs or {}))
         packet = func._overloadpacket
         if packet in (_ATEN.mm, _ATEN.addmm):
@@ -142,7 +144,7 @@ class _Count(TorchDispatchMode):
 
 
 @contextmanager
-def _as_real() -> Iterator[None]:
+def as_real() -> Iterator[None]:
     """transformers' masks look at values while tracing; on fake tensors they are told what unpadded input has."""
     try:
         from transformers import masking_utils
@@ -199,7 +201,7 @@ def batch_bytes(batch: Any) -> float:
     return float(sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor | np.ndarray)))
 
 
-def _fake_batch(fake: FakeTensorMode, sample: Any, samples: int, dtype: torch.dtype) -> Any:
+def fake_batch(fake: FakeTensorMode, sample: Any, samples: int, dtype: torch.dtype) -> Any:
     """The sample, `samples` times, without values."""
 
     def convert(leaf: Any) -> Any:
@@ -223,24 +225,24 @@ def trace(task: Task, samples: int, precision: str = "fp32", recompute: str = "n
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     found = Trace(samples)
     try:
-        with _as_real():
+        with as_real():
             model = build(task, fake, dtype)
             _sizes(model, found)
             if recompute != "none":
                 for path in find_blocks(model).paths:
                     recompute_block(model.get_submodule(path), recompute)
-            batch = _fake_batch(fake, one_sample(task) if sample is None else sample, samples, dtype)
+            batch = fake_batch(fake, one_sample(task) if sample is None else sample, samples, dtype)
             for parameter in model.parameters():
                 if parameter.requires_grad:  # gradients are an account of their own: buckets, or shards
-                    parameter.register_post_accumulate_grad_hook(_drop)
+                    parameter.register_post_accumulate_grad_hook(drop)
             live = LiveBytes()
             rests = [*model.parameters(), *model.buffers(), *pytree.tree_leaves(batch)]
             live.count(leaf for leaf in rests if isinstance(leaf, torch.Tensor))
             base = live.now
-            with fake, live, _Count(found):
+            with fake, live, Count(found):
                 args, kwargs = task.inputs(batch)
                 output = model(*args, **kwargs)
-                output = pytree.tree_map(lambda t: _wide(t), output)
+                output = pytree.tree_map(lambda t: wide(t), output)
                 total = task.loss(output, batch)[0]
                 del output
                 total.backward()
@@ -248,18 +250,18 @@ def trace(task: Task, samples: int, precision: str = "fp32", recompute: str = "n
     except InputError:
         raise
     except Exception as error:
-        raise InputError(f"the model cannot be traced without values: {_line(error)}") from error
+        raise InputError(f"the model cannot be traced without values: {line_of(error)}") from error
     return found
 
 
-def _wide(leaf: Any) -> Any:
+def wide(leaf: Any) -> Any:
     """Outputs are widened to float32 before a loss sees them."""
     if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.dtype in (torch.bfloat16, torch.float16):
         return leaf.float()
     return leaf
 
 
-def _drop(parameter: torch.Tensor) -> None:
+def drop(parameter: torch.Tensor) -> None:
     parameter.grad = None
 
 
@@ -283,7 +285,7 @@ def _sizes(model: nn.Module, found: Trace) -> None:
     found.rest = found.parameters - sum(found.units)
 
 
-def _line(error: BaseException) -> str:
+def line_of(error: BaseException) -> str:
     from traceback import extract_tb
 
     frames = [

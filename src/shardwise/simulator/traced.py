@@ -161,29 +161,8 @@ def simulate_traced(
     wire = Wire(cluster)
     micro = model.seconds(layout.micro_batch, kernels, software)
     states = policy(precision, model.state_elements)
-    shard, replicas = Group(layout.shard, 1), Group(layout.replicas, layout.shard)
-    whole = Group(layout.dp, 1)
-    count = model.one.parameters
-    data = 0.0
-    timeline: list[tuple[str, str, float, float]] = []
-    if layout.zero >= 3 and layout.shard > 1:
-        total, timeline = _gathered(model, layout, micro, wire, states, shard, replicas)
-        data = max(0.0, total - layout.n_micro * micro)
-    elif layout.dp > 1:
-        if layout.zero:
-            reduce_s = wire.collective("reduce_scatter", shard, count * states.gradient)
-            reduce_s += wire.collective("all_reduce", replicas, count * states.gradient / layout.shard)
-            gather_s = wire.collective("all_gather", shard, count * states.weight)
-        else:
-            reduce_s, gather_s = wire.collective("all_reduce", whole, count * states.gradient), 0.0
-        hidden = 1 - FORWARD_SHARE if software.overlap_dp else 0.0
-        pieces = max(1, len(model.one.units))
-        times = layout.n_micro if layout.zero == 2 else 1  # ZeRO-2 reduces after every micro-batch
-        data = times * max(reduce_s / pieces, reduce_s - hidden * micro) + gather_s
-    moved = 2 * states.gradient + 2 * (states.master or states.weight) + 2 * states.optimizer
-    optimizer = kernels.stream(count * moved * EAGER / (layout.shard if layout.zero else 1), OPTIMIZER_OPS)
-    if cluster.device.kind == "cpu":  # there, an optimizer goes from tensor to tensor
-        optimizer += model.one.tensors * OPTIMIZER_OPS * kernels.launch_us * 1e-6
+    data, timeline = data_seconds(model, layout, micro, wire, states, software)
+    optimizer = optimizer_seconds(model, layout, kernels, states)
     parts = {"compute": layout.n_micro * micro, "data-parallel communication": data, "optimizer": optimizer}
     if cluster.device.kind != "cpu":
         parts["slowest device, clocks and gaps"] = (GAPS - 1) * sum(parts.values())
@@ -192,12 +171,12 @@ def simulate_traced(
     samples = layout.global_batch
     forecast = Forecast(
         step_s=sum(parts.values()), parts=parts, memory=[memory(model, layout, precision)], flops=model.flops(samples),
-        world_size=layout.world_size, tokens=samples, peak_tflops=_peak(cluster, dtype), convention="counted",
+        world_size=layout.world_size, tokens=samples, peak_tflops=peak_of(cluster, dtype), convention="counted",
         exposed={"data": data}, timeline=timeline,
     )  # fmt: skip
     forecast.basis = {
         "products": kernels.basis,
-        "data ranks": wire.basis("all_reduce", whole),
+        "data ranks": wire.basis("all_reduce", Group(layout.dp, 1)),
         "work": f"{len(model.one.products)} shapes of products and {model.one.kernels} ops counted on fake tensors",
     }
     if cluster.device.correction is not None:
@@ -205,7 +184,40 @@ def simulate_traced(
     return forecast
 
 
-def _peak(cluster: Cluster, dtype: str) -> float:
+def data_seconds(
+    model: Model, layout: Layout, micro: float, wire: Wire, states: States, software: Software
+) -> tuple[float, list[tuple[str, str, float, float]]]:
+    """What data ranks add to a step in which a micro-batch takes `micro` seconds; under ZeRO-3 a timeline too."""
+    count, inside = model.one.parameters, layout.tp  # ranks of tp lie inside
+    shard, replicas = Group(layout.shard, inside), Group(layout.replicas, layout.shard * layout.pp * inside)
+    if layout.dp == 1:
+        return 0.0, []
+    if layout.zero >= 3 and layout.shard > 1:
+        total, timeline = _gathered(model, layout, micro, wire, states, shard, replicas)
+        return max(0.0, total - layout.n_micro * micro), timeline
+    if layout.zero:
+        reduce_s = wire.collective("reduce_scatter", shard, count * states.gradient)
+        reduce_s += wire.collective("all_reduce", replicas, count * states.gradient / layout.shard)
+        gather_s = wire.collective("all_gather", shard, count * states.weight)
+    else:
+        reduce_s, gather_s = wire.collective("all_reduce", Group(layout.dp, inside), count * states.gradient), 0.0
+    hidden = 1 - FORWARD_SHARE if software.overlap_dp else 0.0
+    pieces = max(1, len(model.one.units))
+    times = layout.n_micro if layout.zero == 2 else 1  # ZeRO-2 reduces after every micro-batch
+    return times * max(reduce_s / pieces, reduce_s - hidden * micro) + gather_s, []
+
+
+def optimizer_seconds(model: Model, layout: Layout, kernels: Kernels, states: States) -> float:
+    """The update of what this rank holds."""
+    moved = 2 * states.gradient + 2 * (states.master or states.weight) + 2 * states.optimizer
+    held = model.one.parameters / (layout.shard if layout.zero else 1)
+    seconds = kernels.stream(held * moved * EAGER, OPTIMIZER_OPS)
+    if kernels.device.kind == "cpu":  # there, an optimizer goes from tensor to tensor
+        seconds += model.one.tensors * OPTIMIZER_OPS * kernels.launch_us * 1e-6
+    return seconds
+
+
+def peak_of(cluster: Cluster, dtype: str) -> float:
     device = cluster.device
     if dtype == "fp32" and device.fp32_tflops is not None:
         return device.fp32_tflops.value

@@ -292,6 +292,8 @@ def cat(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
     else:
         sizes = [t.shape[dim] for t in tensors]
     known = [e for e in every if e is not None]
+    if not known:
+        return True
     shape = list(np.broadcast_shapes(*(tuple(1 if d == dim else n for d, n in enumerate(e.shape)) for e in known)))
     if not any(e.shape[dim] > 1 for e in known):  # pieces side by side along another dim than the labels'
         for a, b in itertools.pairwise(known):

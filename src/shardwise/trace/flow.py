@@ -88,6 +88,7 @@ class Flow:
     buffers: dict[int, int]
     returned: list[int]  # the tensors of the output
     end: int
+    without_gradient: frozenset[tuple[str, int]]  # calls (path, place) that run where gradients are switched off
 
     def calls(self) -> Iterator[Call]:
         """Every call below the root, in the order they were entered."""
@@ -316,10 +317,37 @@ def _run(module: nn.Module, run: Callable[[], Any]) -> Flow:
     returned = [recorder.number(leaf) for leaf in _tensors(output)]
     for number in returned:
         recorder.last_use[number] = end
+    with torch.enable_grad(), _switched_off(module) as off:
+        run()  # the ops are written down without gradients, which hides where the forward itself does without
     return Flow(
         root, recorder.ops, recorder.made, recorder.depends, recorder.drawn, recorder.last_use,
-        recorder.overwritten, recorder.parameters, recorder.buffers, returned, end,
+        recorder.overwritten, recorder.parameters, recorder.buffers, returned, end, frozenset(off),
     )  # fmt: skip
+
+
+@contextmanager
+def _switched_off(module: nn.Module) -> Iterator[set[tuple[str, int]]]:
+    """The calls that are entered while gradients are off: under no_grad, or in a reentrant checkpoint."""
+    off: set[tuple[str, int]] = set()
+    counts: dict[int, int] = {}
+    seen: set[int] = {id(module)}
+    handles = []
+
+    def enter(child: nn.Module, path: str) -> None:
+        place = counts.get(id(child), 0)
+        counts[id(child)] = place + 1
+        if not torch.is_grad_enabled():
+            off.add((path, place))
+
+    for path, child in module.named_modules():
+        if id(child) not in seen:
+            seen.add(id(child))
+            handles.append(child.register_forward_pre_hook(lambda m, a, path=path: enter(m, path)))
+    try:
+        yield off
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def trace_forward(

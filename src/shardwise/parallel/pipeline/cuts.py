@@ -92,6 +92,8 @@ def find_places(flow: Flow) -> tuple[list[Place], list[tuple[Call, int]]]:
     places, others = [], []
     for call, crossing in flow.crossings():
         missing = [number for number in crossing if _holder(flow, call, number, []) is None]
+        if (call.path, call.place) in flow.without_gradient:
+            continue  # a stage that began here would switch gradients on in the middle of what does without
         if missing:
             others.append((call, missing[0]))
         elif crossing:

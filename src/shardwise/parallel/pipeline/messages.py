@@ -106,6 +106,7 @@ class Mail:
         for pending, _ in self._under_way:
             pending.wait()
         self._under_way.clear()
+        self._key_of = lambda batch: None  # what it was given holds the step's batches
 
     def _number(self, source: int, goal: int, batch: int, place: int) -> int:
         boundary = 2 * min(source, goal) + (goal < source)

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from shardwise.comm import Axis, Ledger
+from shardwise.errors import RefusedPlan
 from shardwise.parallel.tensor.apply import TensorParallel, see_parts
 from shardwise.parallel.tensor.derive import Derived, derive, matching, starved
 from shardwise.part import Uncut, forget
@@ -130,6 +131,14 @@ class Stage:
                     self.run(self.built.module, batch).total.backward()
             except Uncut as error:
                 return error
+            except Exception as error:
+                if self.fake is not None:
+                    raise
+                raise RefusedPlan(
+                    f"tp={tensor.axis.size}: the module runs whole, but not once its weights are cut: "
+                    f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}; "
+                    "keep what it is about whole by tp_whole=..., or use tp=1"
+                ) from error
             finally:
                 undo()
                 forget()

@@ -1,0 +1,69 @@
+"""A plan run on the ranks of this machine: step time, live bytes, bytes over the wire, loss, for a comparison."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+from shardwise.errors import InputError, RefusedPlan
+from shardwise.layout import Plan, check
+from shardwise.ranks import launch
+from shardwise.task import Task
+
+STEPS = 8  # timed; two more before them, of which the second is watched for its bytes
+
+
+def ranks_at_hand() -> int:
+    """One for each CUDA device; on a CPU one for each core, and two at least."""
+    import torch
+
+    return torch.cuda.device_count() or max(2, os.cpu_count() or 1)
+
+
+def steps_of_a_rank(make: Callable[[], Task], plan_text: str, steps: int) -> dict[str, Any]:
+    """On a rank of the plan: what its steps took and held."""
+    from shardwise.device import synchronize
+    from shardwise.engine.engine import parallelize
+    from shardwise.memory.live import LiveBytes
+
+    task = make()
+    if task.batch is None:
+        raise InputError("--measure: the task reads a data source; give it a `batch` to measure plans side by side")
+    with LiveBytes() as live:
+        engine = parallelize(task, plan_text)
+        engine.step(task.batch(0))
+        live.reset_peak()
+        with engine.observe() as sent:
+            result = engine.step(task.batch(1))
+        peak = live.peak
+    times: list[float] = []
+    for step in range(2, 2 + steps):  # without the modes, which slow every op
+        batch = task.batch(step)
+        began = time.perf_counter()
+        result = engine.step(batch)
+        synchronize(engine.device)
+        times.append(time.perf_counter() - began)
+    return {"step_s": median(times), "peak_live": peak, "received_bytes": sent.received(), "loss": result.loss}
+
+
+def measure_here(make: Callable[[], Task], plan: Plan, steps: int = STEPS) -> dict[str, Any]:
+    """Run a plan for a few steps on this machine: the slowest rank's median step, the fullest rank's live bytes.
+
+    `make` builds the task and can be pickled. Raises `RefusedPlan` for a plan that cannot run or needs more ranks
+    than are at hand.
+    """
+    check(plan)
+    if plan.world_size > ranks_at_hand():
+        raise RefusedPlan(f"plan {plan} needs {plan.world_size} ranks; {ranks_at_hand()} are at hand to measure it on")
+    rows = launch(steps_of_a_rank, plan.world_size, (make, str(plan), steps), timeout_s=600.0)
+    return {
+        "step_s": max(row["step_s"] for row in rows),
+        "peak_live": max(row["peak_live"] for row in rows),
+        "received_bytes": max(row["received_bytes"] for row in rows),
+        "loss": rows[0]["loss"],
+        "steps": steps + 2,
+        "load": os.getloadavg()[0],
+    }

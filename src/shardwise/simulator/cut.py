@@ -1,0 +1,167 @@
+"""One step of a traced module that tensor or pipeline parallelism cuts, from what the rehearsal of its ranks counted.
+
+memory   rank by rank: states of the parameters that it holds, and the peak of its row
+time     tp: a micro-batch's compute and its collectives, one after another
+         pp: the schedule's table, played with the seconds of each stage's ops and messages
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol, cast
+
+from shardwise.cluster import Cluster
+from shardwise.costs.kernels import Kernels
+from shardwise.costs.layout import Layout
+from shardwise.costs.memory import Ledger
+from shardwise.costs.software import Software
+from shardwise.costs.wire import Group, Wire
+from shardwise.errors import RefusedPlan
+from shardwise.simulator.forecast import Forecast
+from shardwise.simulator.pipeline import play, schedule
+from shardwise.simulator.step import GAPS
+from shardwise.simulator.traced import (
+    Counted,
+    Model,
+    compute_seconds,
+    data_seconds,
+    memory,
+    optimizer_seconds,
+    peak_of,
+    policy,
+)
+
+OpKey = tuple[str, int]  # (kind, stage)
+
+
+class CountedRank(Counted, Protocol):
+    """What the rehearsal of a rank says; see planner/shares.py."""
+
+    @property
+    def ops(self) -> Mapping[OpKey, Counted]: ...
+
+    @property
+    def wire(self) -> Mapping[OpKey, Mapping[tuple[str, float], int]]: ...
+
+    @property
+    def messages(self) -> Mapping[int, float]: ...
+
+
+def refuse(layout: Layout) -> None:
+    """What of a cut module is not forecast, by name."""
+    if layout.zero >= 3:
+        raise RefusedPlan(
+            "the forecast of zero=3 beside tp or pp is not built for a traced module (which units are gathered when, "
+            "stage by stage): use zero=1"
+        )
+    if layout.zero == 2 and layout.pp > 1:
+        raise RefusedPlan("the forecast of zero=2 under a pipeline is not built for a traced module: use zero=1")
+
+
+def memory_of_ranks(ranks: Sequence[Model], layout: Layout, precision: str) -> list[Ledger]:
+    """Bytes of each rank that differs."""
+    refuse(layout)
+    return [memory(rank, layout, precision) for rank in ranks]
+
+
+def simulate_cut(
+    ranks: Sequence[Model], layout: Layout, cluster: Cluster, software: Software, precision: str
+) -> Forecast:
+    """One optimizer step. `ranks`: models whose traces are `CountedRank`s."""
+    refuse(layout)
+    dtype = {"fp32": "fp32", "fp64": "fp32"}.get(precision, "bf16")
+    op_us = cluster.device.op_us
+    kernels = Kernels(cluster.device, op_us.value if op_us is not None else software.launch_us, dtype)
+    wire, states = Wire(cluster), policy(precision, ranks[0].state_elements)
+    work, sent = _ops(ranks, layout, kernels, software, wire)
+    last = max(stage for _, stage in work)
+    own = [_of_rank(rank, work) for rank in ranks]
+    busy = max(own)
+    parts: dict[str, float] = {}
+    timeline: list[tuple[str, str, float, float]] = []
+    bubble = 0.0
+    talk = max(sum(sent[key] for key in _seen(rank)[0].ops) for rank in ranks)
+    if layout.pp > 1:
+        table = schedule(layout.schedule, layout.pp, layout.n_micro, layout.chunks)
+
+        def seconds(kind: str) -> list[float]:
+            return [work.get((kind, s), 0.0) + sent.get((kind, s), 0.0) for s in range(last + 1)]
+
+        whole, first, second = seconds("B"), seconds("I"), seconds("W")
+        inputs = [b or i for b, i in zip(whole, first, strict=True)]
+        played = play(table, seconds("F"), inputs, second, _messages(ranks, layout, wire, last))
+        bubble = played.bubble
+        timeline = [(f"rank {r}", f"{op.kind}{op.microbatch} of {op.stage}", a, b) for r, op, a, b in played.ops]
+        step = layout.rounds * played.seconds
+        times = layout.n_micro * layout.rounds
+        parts["compute"] = times * busy
+        parts["tensor, context and expert communication"] = times * talk
+        parts["pipeline bubble and sends"] = max(0.0, step - times * (busy + talk))
+        micro = step / times
+    else:
+        parts["compute"] = layout.n_micro * busy
+        parts["tensor, context and expert communication"] = layout.n_micro * talk
+        micro = busy + talk
+    parts["data-parallel communication"] = max(
+        data_seconds(rank, layout, micro, wire, states, software)[0] for rank in ranks
+    )
+    parts["optimizer"] = max(optimizer_seconds(rank, layout, kernels, states) for rank in ranks)
+    if cluster.device.kind != "cpu":
+        parts["slowest device, clocks and gaps"] = (GAPS - 1) * sum(parts.values())
+    correction = cluster.device.correction.value if cluster.device.correction is not None else 1.0
+    parts = {name: value * correction for name, value in parts.items()}
+    flops = sum(rank.flops(layout.global_batch) for rank in ranks) * layout.tp * layout.pp / len(ranks)
+    forecast = Forecast(
+        step_s=sum(parts.values()), parts=parts, memory=memory_of_ranks(ranks, layout, precision), flops=flops,
+        world_size=layout.world_size, tokens=layout.global_batch, peak_tflops=peak_of(cluster, dtype),
+        convention="counted", exposed={"tensor": parts["tensor, context and expert communication"],
+        "data": parts["data-parallel communication"]}, bubble=bubble, timeline=timeline,
+    )  # fmt: skip
+    forecast.basis = {
+        "products": kernels.basis,
+        "tensor parallel": wire.basis("all_reduce", Group(layout.tp, 1)),
+        "data ranks": wire.basis("all_reduce", Group(layout.dp, layout.tp)),
+        "work": f"{len(ranks)} rank(s) that differ, each rehearsed on fake tensors",
+    }
+    return forecast
+
+
+def _ops(
+    ranks: Sequence[Model], layout: Layout, kernels: Kernels, software: Software, wire: Wire
+) -> tuple[dict[OpKey, float], dict[OpKey, float]]:
+    """Seconds of each op's work and of its collectives, on the slowest rank that runs it."""
+    group = Group(layout.tp, 1)
+    work: dict[OpKey, float] = {}
+    sent: dict[OpKey, float] = {}
+
+    def talk(trace: CountedRank, key: OpKey) -> float:
+        return sum(calls * wire.collective(op, group, size) for (op, size), calls in trace.wire[key].items())
+
+    for rank in ranks:
+        one, two = _seen(rank)
+        for key in one.ops:
+            both = [compute_seconds(trace.ops[key], kernels, software) for trace in (one, two)]
+            work[key] = max(work.get(key, 0.0), rank.linear(both[0], both[1], layout.micro_batch))
+            both = [talk(trace, key) for trace in (one, two)]
+            sent[key] = max(sent.get(key, 0.0), rank.linear(both[0], both[1], layout.micro_batch))
+    return work, sent
+
+
+def _seen(rank: Model) -> tuple[CountedRank, CountedRank]:
+    """Its rehearsals at two sizes of micro-batch."""
+    return cast(CountedRank, rank.one), cast(CountedRank, rank.two)
+
+
+def _of_rank(rank: Model, work: Mapping[OpKey, float]) -> float:
+    return sum(work[key] for key in _seen(rank)[0].ops)
+
+
+def _messages(ranks: Sequence[Model], layout: Layout, wire: Wire, last: int) -> list[float]:
+    """Seconds of the message from each stage to the next."""
+    apart = layout.tp * layout.shard  # ranks from one stage to the next
+    out = [0.0] * max(1, last)
+    for rank in ranks:
+        one, two = _seen(rank)
+        for stage, size in one.messages.items():
+            out[stage] = wire.send(rank.linear(size, two.messages[stage], layout.micro_batch), 0, apart)
+    return out
