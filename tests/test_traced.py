@@ -216,7 +216,7 @@ CUT_PLANS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["gpt2", "vit"])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("vit", marks=pytest.mark.long)])
 def test_memory_of_every_rank_of_a_cut_module_is_within_two_percent(name: str, pool) -> None:
     """Each rank's share and row, rehearsed without values, against the live bytes of the real rank."""
     from shardwise.models import tasks
