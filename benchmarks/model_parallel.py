@@ -55,6 +55,7 @@ from shardwise.ranks import launch
 MICRO_BATCHES = 4
 PLANS = {
     "tp": "tp=2",
+    "tp, overlap": "tp=2,tp_overlap=true",
     "tp, sp": "tp=2,sp=true",
     "pp": f"pp=2,schedule=1f1b,microbatches={MICRO_BATCHES}",
 }
@@ -191,6 +192,7 @@ def hand_pipeline(model: Decoder) -> Step:
 
 BUILDERS = {
     "tp": hand_tensor,
+    "tp, overlap": hand_tensor,
     "tp, sp": lambda model: hand_tensor(model, sequence=True),
     "pp": hand_pipeline,
 }

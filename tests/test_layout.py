@@ -300,7 +300,8 @@ def test_buckets_hold_every_element_once(sizes: list[int], cap: int, ranks: int,
 
 TRIGGERS: dict[str, list[str]] = {
     "compile with tp > 1": ["tp=2,compile=true"],
-    "sp or tp_whole with tp = 1": ["sp=true", "tp_whole=blocks.*"],
+    "tp_overlap with sp": ["tp=2,sp=true,tp_overlap=true"],
+    "sp, tp_overlap or tp_whole with tp = 1": ["sp=true", "tp_overlap=true", "tp_whole=blocks.*"],
     "schedule with pp = 1": ["schedule=1f1b"],
     "microbatches > 1 with pp = 1": ["microbatches=2"],
     "stages with pp = 1": ["stages=layers.3"],

@@ -177,16 +177,17 @@ def _sums() -> dict[str, float]:
     whole = shares.sum(0)
     bias = torch.arange(4.0, dtype=DOUBLE)
     with torch.no_grad():
-        for sequence in (False, True):
-            on = replace(axis, sequence=sequence)
+        for sequence, early in ((False, False), (True, False), (False, True)):
+            on = replace(axis, sequence=sequence, early=early)
 
             def new(on=on) -> Sum:
-                return Sum(shares[axis.index].clone(), on)
+                return Sum.of(shares[axis.index].clone(), on)
 
             checks = {
                 "alone": (new(), whole),
                 "sum of sums": (new() + new() - new(), whole),
-                "kept": (new() + new(), 2 * whole, Sum),
+                "kept": (new() + new(), 2 * whole, *(() if early else (Sum,))),
+                "turned and negated": (-(new().transpose(1, 2).reshape(8, 5)), -(whole.transpose(1, 2).reshape(8, 5))),
                 "bias": (new() + bias, whole + bias, Sum),
                 "bias, reshaped": ((new() + bias).view(10, 4).view(2, 5, 4) * 2, 2 * (whole + bias)),
                 "bias, transposed": ((new() + bias).transpose(1, 2), (whole + bias).transpose(1, 2)),
@@ -200,7 +201,7 @@ def _sums() -> dict[str, float]:
             checks["read twice"] = (twice.exp() + twice.view(2, 5, 4), whole.exp() + whole)
             for name, (value, expected, *kind) in checks.items():
                 assert all(isinstance(value, k) for k in kind), f"{name} was summed too early"
-                found[f"{name} sequence={sequence}"] = float((plain(value) - expected).abs().max())
+                found[f"{name} sequence={sequence} early={early}"] = float((plain(value) - expected).abs().max())
     return found
 
 

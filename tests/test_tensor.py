@@ -29,7 +29,8 @@ CASES = [
     ("decoder_dropout", "tp=3,sp=true"), ("gpt2", "tp=2,sp=true,dp_shard=2,zero=1"), ("gpt2", "tp=2,dp_shard=2,zero=2"),
     ("vit", "tp=2,sp=true"), ("vit", "dp_replicate=2,tp=2"), ("unet_group", "tp=2"),
     ("unet_batchnorm", "tp=2,dp_shard=2"), ("mlp_frozen_unused", "tp=2"),
-    ("hf_llama", "tp=2,sp=true,dp_shard=2,zero=3"), ("hf_vit", "tp=2"),
+    ("hf_llama", "tp=2,sp=true,dp_shard=2,zero=3"), ("hf_vit", "tp=2"), ("gpt2", "tp=2,tp_overlap=true,dp_shard=2"),
+    ("decoder", "tp=2,tp_overlap=true,remat=full"),
 ]  # fmt: skip
 LONG = [
     (name, plan)

@@ -32,6 +32,7 @@ class Axis:
     group: dist.ProcessGroup | None
     ranks: tuple[int, ...]  # global ranks, in the group's order
     sequence: bool = False  # sums over it leave every rank a share of the sequence
+    early: bool = False  # sums over it are begun as soon as their summands are there, and waited for when needed
     rehearsal: Ledger | None = None  # shapes alone are looked at: nothing is sent but noted here, results mean nothing
 
     @classmethod

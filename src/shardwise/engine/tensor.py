@@ -27,7 +27,9 @@ def cut_tensors(task: Task, plan: Plan, mesh: Mesh, precision: Precision, built:
     Raises `RefusedPlan` where nothing can be cut, with the reasons.
     """
     sample = few_samples(task, plan, mesh.data, mesh.device)
-    return TensorParallel(derive_cuts(task, plan, precision, built, sample), replace(mesh.tp, sequence=plan.sp))
+    return TensorParallel(
+        derive_cuts(task, plan, precision, built, sample), replace(mesh.tp, sequence=plan.sp, early=plan.tp_overlap)
+    )
 
 
 def derive_cuts(task: Task, plan: Plan, precision: Precision, built: Built, sample: Any) -> Derived:

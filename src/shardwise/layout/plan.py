@@ -27,6 +27,7 @@ CHOICES = {
     "schedule": ("none", *SCHEDULES),
     "offload": OFFLOADS,
 }
+FLAGS = ("sp", "tp_overlap", "compile")
 DEGREES = ("dp_replicate", "dp_shard", "tp", "pp", "cp", "cp_ulysses", "ep", "microbatches", "accumulate")
 TWO_STAGES = ("interleaved1f1b", "interleavedzb", "zbv", "dualpipev")  # on each rank, unless `stages` says otherwise
 
@@ -52,6 +53,7 @@ class Plan:
     tp            ranks over which weights are cut, as derived from the module (`shardwise show tp`)
     sp            between cut weights, activations are cut along the sequence, on the tp axis
     ep            ranks of dp_shard among which the experts of routed layers are dealt; must divide dp_shard
+    tp_overlap    all-reduces of tp begin before they are needed, beside other computation
     tp_whole      parameters or modules that tp leaves whole: paths with wildcards, `|` between them
     """
 
@@ -75,6 +77,7 @@ class Plan:
     offload: str = "none"
     compile: bool = False
     wrap: tuple[str, ...] = ()
+    tp_overlap: bool = False
     tp_whole: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -101,7 +104,7 @@ class Plan:
                 object.__setattr__(self, name, value)
             if not isinstance(value, tuple) or not all(isinstance(pattern, str) for pattern in value):
                 raise InputError(f"plan: {name} must be names or module paths, got {value!r}")
-        for name in ("sp", "compile"):
+        for name in FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise InputError(f"plan: {name} must be true or false, got {getattr(self, name)!r}")
         if self.zero == -1:
@@ -179,7 +182,7 @@ class Plan:
             )
         values = {key: tuple(v) if isinstance(v, list) else v for key, v in values.items()}
         for key, value in values.items():
-            if isinstance(value, str) and key in ("domain", "zero", "sp", "compile", *DEGREES):
+            if isinstance(value, str) and key in ("domain", "zero", *FLAGS, *DEGREES):
                 values[key] = _from_text(key, value)
         return cls(**values)
 
@@ -238,7 +241,7 @@ def _from_text(key: str, value: str) -> Any:
             return int(value)
         except ValueError:
             raise InputError(f"plan: {key} must be a whole number, got {value!r}") from None
-    if key in ("sp", "compile"):
+    if key in FLAGS:
         if value.lower() not in ("true", "false"):
             raise InputError(f"plan: {key} must be true or false, got {value!r}")
         return value.lower() == "true"

@@ -70,10 +70,16 @@ RULES: tuple[Rule, ...] = (
         lambda p: p.compile and p.ep > 1,
     ),
     Rule(
-        "sp or tp_whole with tp = 1",
+        "tp_overlap with sp",
+        "not built",
+        "what is begun early is an all-reduce, and sp takes reduce-scatters whose shape is known later",
+        lambda p: p.tp_overlap and p.sp,
+    ),
+    Rule(
+        "sp, tp_overlap or tp_whole with tp = 1",
         "illegal",
         "they say how tp cuts, and there is nothing to cut over: give tp its degree",
-        lambda p: p.tp == 1 and (p.sp or bool(p.tp_whole)),
+        lambda p: p.tp == 1 and (p.sp or p.tp_overlap or bool(p.tp_whole)),
     ),
     Rule(
         "schedule with pp = 1",

@@ -86,7 +86,7 @@ def embedding(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
         rows = weight.local.new_zeros((*index.shape, weight.shape[1]))
     else:
         rows = weight.local[place] * held.unsqueeze(-1)
-    return Sum(rows, weight.axis, weight.origin)
+    return Sum.of(rows, weight.axis, weight.origin)
 
 
 class _Rows(torch.autograd.Function):

@@ -24,7 +24,7 @@ def _product(func: Any, a: torch.Tensor, b: torch.Tensor, batch: int) -> torch.T
         dim = lead.dim_cut
         return lead.with_local(func(_share(a, lead, dim), _share(b, lead, dim)), dim)
     if kind_a == 1 or kind_b == 0:
-        return Sum(func(_share(a, lead, batch + 1), _share(b, lead, batch)), lead.axis, lead.origin)
+        return Sum.of(func(_share(a, lead, batch + 1), _share(b, lead, batch)), lead.axis, lead.origin)
     if kind_a == 0:
         return a.with_local(func(a.local, b), batch)
     return b.with_local(func(a, b.local), batch + 1)
@@ -87,7 +87,7 @@ def grouped_mm(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
         raise Uncut(no_rule(func, parts_in((args, kwargs))))
     if not by_offsets and cut_a in (k_a, None) and cut_b in (k_b, None) and together:
         local = func(_packed(_share(a, lead, k_a)), _packed(_share(b, lead, k_b)), *rest, **kwargs)
-        return Sum(local, lead.axis, lead.origin)
+        return Sum.of(local, lead.axis, lead.origin)
     if cut_a is None and cut_b == b.dim() - 1:
         out = func(a, _packed(b.local), *rest, **kwargs)
         return b.with_local(out, out.dim() - 1)
@@ -131,7 +131,9 @@ def convolution(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
         return w.with_local(func(x, w.local, bias, *rest, 1), 1)
     if g == 1 and w_cut in (1, None) and x_cut in (1, None) and (w_cut is None or x_cut is None or x.beside(w)):
         lead = w if isinstance(w, Part) else x
-        total = Sum(func(_share(x, lead, 1), _share(w, lead, 1), None, *rest, 1), lead.axis, lead.origin, spread=False)
+        total = Sum.of(
+            func(_share(x, lead, 1), _share(w, lead, 1), None, *rest, 1), lead.axis, lead.origin, spread=False
+        )
         return total if b is None else total + b.view(-1, *([1] * (total.dim() - 2)))
     if g > 1 and x_cut == 1 and w_cut == 0 and x.shape[1] == g and w.owners is repeated(x.owners, w.shape[0] // g):
         bias = b.local if isinstance(b, Part) else None if b is None else w.share(b, 0)
@@ -150,7 +152,7 @@ def convolution_backward(func: Any, args: tuple, kwargs: dict) -> tuple:
     if w_cut == 0 and g == 1:  # by output channels: dx is a sum over ranks
         local = None if bias_sizes is None else [w.local.shape[0]]
         dx, dw, db = func(_share(dy, w, 1), x, w.local, local, *rest, 1, mask)
-        dx = Sum(dx, w.axis, w.origin, spread=False) if dx is not None and mask[0] else None
+        dx = Sum.of(dx, w.axis, w.origin, spread=False) if dx is not None and mask[0] else None
         return dx, *(None if each is None else w.with_local(each, 0) for each in (dw, db))
     if w_cut == 0:  # depthwise
         local = None if bias_sizes is None else [w.local.shape[0]]

@@ -3,6 +3,8 @@
     y = Sum(x_r @ W_r)        views and additions of sums stay sums: dx_q + dx_k + dx_v is one collective, not three
     y + residual              anything else takes the sum first, once for all who read it
 
+With `early` on the axis a sum is begun when its summand is there, so that what does not need it (the gradient of the
+weight, beside that of the input) is computed meanwhile; sums that would have been added are then taken one by one.
 With sequence parallelism the sum of a (B, S, H) tensor leaves every rank its share of S (a reduce-scatter in place of
 an all-reduce).
 """
@@ -13,10 +15,10 @@ from typing import Any
 
 import torch
 
-from shardwise.comm import Axis
+from shardwise.comm import Axis, Pending, all_reduce
 from shardwise.part.cuts import Owners, Uncut
 from shardwise.part.leaves import replaced
-from shardwise.part.tensor import Part, all_sum, facts, gathered, scatter_sum, strides_of
+from shardwise.part.tensor import Part, all_sum, facts, gathered, same_memory, scatter_sum, strides_of
 
 _REARRANGE = frozenset({
     "view", "_unsafe_view", "reshape", "_reshape_alias", "transpose", "t", "permute", "unsqueeze", "squeeze", "detach",
@@ -36,6 +38,7 @@ class Sum(torch.Tensor):
     read_only_copy: bool  # `total` is a copy: writing into it would be lost
     spread: bool  # the sum of a (B, S, H) tensor may be left in shares of S, where the axis asks for that
     total: torch.Tensor | None
+    pending: Pending | None  # the reduction of `local`, in place, that is under way
 
     observes_inside = True
 
@@ -47,7 +50,16 @@ class Sum(torch.Tensor):
             cls, local.shape, strides=strides_of(local, list(local.shape)), dtype=local.dtype, device=local.device
         )
         made.local, made.axis, made.origin, made.added, made.total = local, axis, origin, added, None
-        made.spread, made.read_only_copy = spread, False
+        made.spread, made.read_only_copy, made.pending = spread, False, None
+        return made
+
+    @classmethod
+    def of(cls, local: torch.Tensor, axis: Axis, origin: str = "", *, spread: bool = True) -> Sum:
+        """The sum of what a product gave; where the axis asks for it, begun at once and in place."""
+        if not axis.early:
+            return cls(local, axis, origin, spread=spread)
+        made = cls(local.contiguous(), axis, origin, spread=spread)
+        made.pending = all_reduce(made.local, axis, "activations", wait=False)
         return made
 
     @classmethod
@@ -69,7 +81,10 @@ class Sum(torch.Tensor):
     def value(self) -> torch.Tensor:
         """The sum: plain, or a share of it along the sequence. Collective, the first time."""
         if self.total is None:
-            if self.spread and self.axis.sequence and self.dim() == 3 and self.shape[1] >= self.axis.size:
+            if self.pending is not None:
+                self.pending.wait()
+                self.total = self.local
+            elif self.spread and self.axis.sequence and self.dim() == 3 and self.shape[1] >= self.axis.size:
                 owners = Owners.blocks(self.shape[1], self.axis.size)
                 self.total = Part(scatter_sum(self.local, 1, owners, self.axis), 1, owners, self.axis, soft=True)
             else:
@@ -101,14 +116,16 @@ def with_sums(func: Any, args: tuple, kwargs: dict) -> Any:
 
 def _kept(name: str, func: Any, first: Sum, args: tuple, kwargs: dict) -> Sum | None:
     """The result where it is a sum again."""
-    if name in _REARRANGE and (first.added is None or name in _ROWS):
+    if name in _REARRANGE and (first.added is None or name in _ROWS) and (first.pending is None or name != "neg"):
         local = func(first.local, *args[1:], **kwargs)
-        if first.added is None or local.shape[-1:] == first.local.shape[-1:]:
-            return Sum(local, first.axis, first.origin, first.added, first.spread)
+        under_way = first.pending is None or same_memory(local, first.local)  # else it was copied too early
+        if under_way and (first.added is None or local.shape[-1:] == first.local.shape[-1:]):
+            return _like(first, local, first.added)
     if name not in _ADD or kwargs or len(args) != 2:
         return None
     second = args[1]
-    if isinstance(second, Sum) and second.total is None and first.shape == second.shape:
+    alone = isinstance(second, Sum) and second.total is None and first.pending is None and second.pending is None
+    if isinstance(second, Sum) and alone and first.shape == second.shape:
         added = first.added if second.added is None else second.added
         if first.added is None or second.added is None:
             if name == "sub" and second.added is not None:
@@ -117,8 +134,14 @@ def _kept(name: str, func: Any, first: Sum, args: tuple, kwargs: dict) -> Sum | 
     bias = isinstance(second, torch.Tensor) and not isinstance(second, Part | Sum) and second.dim() == 1
     if bias and name == "add" and first.added is None and second.shape == first.shape[-1:]:
         # a copy: zero=3 frees the bias when its module has run, and the sum may be taken later
-        return Sum(first.local, first.axis, first.origin, second.clone(), first.spread)
+        return _like(first, first.local, second.clone())
     return None
+
+
+def _like(first: Sum, local: torch.Tensor, added: torch.Tensor | None) -> Sum:
+    made = Sum(local, first.axis, first.origin, added, first.spread)
+    made.pending = first.pending
+    return made
 
 
 def plain(tensor: Any) -> Any:

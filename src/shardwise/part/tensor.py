@@ -122,7 +122,7 @@ def answer(func: Any, args: tuple, kwargs: dict) -> Any:
         return _on_gathered(func, args, kwargs)
     if known.is_view:
         for part in parts_in([output]):
-            part.copied = args[0].copied or not _same_memory(part.local, args[0].local)
+            part.copied = args[0].copied or not same_memory(part.local, args[0].local)
     return output
 
 
@@ -162,7 +162,8 @@ def facts(func: Any) -> Facts:
     return Facts(name, found, writes, bool(returned) and returned[0].alias_info is not None and not writes)
 
 
-def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+def same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors lie in one storage."""
     return a.untyped_storage()._cdata == b.untyped_storage()._cdata
 
 
