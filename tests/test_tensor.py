@@ -298,6 +298,29 @@ def test_modules_that_nobody_prepared(name: str, plan: str, pool: RankPool) -> N
     assert parity.parity, parity.text()
 
 
+class CutBetween(nn.Module):
+    """A stage that begins before a weight of its own is cut by columns, without a norm between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 6)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def cut_between() -> Task:
+    return as_task(CutBetween)
+
+
+@pytest.mark.parametrize("plan", ["tp=2,pp=2,stages=blocks.1.2", "tp=2,pp=2,stages=blocks.2"])
+def test_gradients_between_stages_are_whole(plan: str, pool: RankPool) -> None:
+    parity = verify(cut_between, plan, pool=pool)
+    assert parity.parity, parity.text()
+
+
 # --- bytes, and that replicas of what is whole stay the same
 
 

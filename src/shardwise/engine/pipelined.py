@@ -34,6 +34,7 @@ from shardwise.layout.schedules import Op, plain_schedule
 from shardwise.parallel.pipeline import backward
 from shardwise.parallel.pipeline.messages import DTYPES, MOST_DIMS, Mail
 from shardwise.parallel.pipeline.stage import StagedModule
+from shardwise.part import plain
 from shardwise.random import Samples
 from shardwise.trace.deferred import seed_of
 
@@ -235,7 +236,7 @@ class Pipeline:
                     self._whole(held, gradients)
                 del self._held[op.stage, index]
         if op.stage:
-            returned = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in held.inputs]
+            returned = [torch.zeros_like(leaf) if leaf.grad is None else plain(leaf.grad) for leaf in held.inputs]
             self.mail.send_backward(op.stage, index, returned)
             for leaf in held.inputs:
                 leaf.grad = None
