@@ -120,6 +120,61 @@ def test_peak_of_a_trace_is_that_of_a_real_step() -> None:
     assert trace(task, samples).peak == pytest.approx(live.peak - base, rel=0.02)
 
 
+@pytest.mark.parametrize("name", ["moe", "moe_shared", "hf_mixtral", "hf_qwen2_moe"])
+def test_routed_experts_are_traced_under_a_balanced_load(name: str) -> None:
+    """Counts of tokens are asked for by value; the peak is within 2% of a step whose router chose for itself."""
+    from shardwise.memory.live import LiveBytes
+    from shardwise.models import tasks
+    from shardwise.planner.tracing import trace
+
+    if name.startswith("hf_"):
+        pytest.importorskip("transformers", reason="the task's model is one of transformers")
+    task = getattr(tasks, name)()
+    batch = task.batch(0)
+    model = task.model().train()
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    live = LiveBytes()
+    live.count([*model.parameters(), *model.buffers(), *batch.values()])
+    base = live.now
+    with live:
+        args, kwargs = task.inputs(batch)
+        output = model(*args, **kwargs)
+        total = task.loss(output, batch)[0]
+        del output
+        total.backward()
+    found = trace(task, next(iter(batch.values())).shape[0])
+    assert found.peak == pytest.approx(live.peak - base, rel=0.02)
+    assert found.balanced
+
+
+def test_values_follow_masks_counts_and_views() -> None:
+    """What a shadow says is what the same ops say on real integers; what is written over has no values any more."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from shardwise.planner.routed import Values, balanced, shadow
+
+    fake = FakeTensorMode()
+    with fake, Values(fake) as mode:
+        scores, rows = torch.rand(6, 4), torch.rand(6, 8)
+        assert not mode.assumed
+        index = scores.topk(2, dim=-1).indices
+        counts = torch.bincount(index.flatten(), minlength=4).tolist()
+        hit = torch.nn.functional.one_hot(index, 4).sum((0, 1)).nonzero()
+        picked = rows[index[:, 0] == 0]
+        chosen = torch.masked_select(rows, index[:, :1] == 0)
+        written = torch.zeros(3, dtype=torch.int64)
+        written.copy_(scores[:3, 0] > 0)
+    assert mode.assumed
+    assert counts == [3, 3, 3, 3], "every choice equally often"
+    assert hit.shape == (4, 1)
+    assert picked.shape == (3, 8)
+    assert chosen.shape == (24,)
+    assert shadow(written) is None
+    assert all(len(set(row)) == 2 for row in balanced(torch.Size([6, 2]), 1, 4).tolist()), "two different choices"
+
+
 # --- the loop
 
 

@@ -38,6 +38,7 @@ from shardwise.parallel.pipeline.stage import StagedModule
 from shardwise.parallel.tensor import Derived, TensorParallel
 from shardwise.parallel.tensor.apply import see_parts
 from shardwise.part import forget
+from shardwise.planner.routed import Values
 from shardwise.planner.tracing import DTYPES, Count, Trace, as_real, build, drop, fake_batch, line_of, one_sample, wide
 from shardwise.precision import Precision
 from shardwise.task import Task
@@ -211,7 +212,7 @@ class _Rehearsal:
         live.count(leaf for leaf in rests if isinstance(leaf, torch.Tensor))
         base = live.now
         waiting: dict[tuple[int, int], tuple[list[torch.Tensor], list[torch.Tensor], list[Any]]] = {}
-        with self.fake, live, count:
+        with self.fake, Values(self.fake) as routed, live, count:
             for op in self.shares.schedule.rows[self.rank]:
                 count.trace = Trace(self.found.samples)
                 self._play(op, model, staged, told[self.sizes[op.microbatch]], waiting)
@@ -219,7 +220,7 @@ class _Rehearsal:
                     self.found.ops[op.kind, op.stage] = count.trace
                     self.found.wire[op.kind, op.stage] = self._sent()
                 self.ledger.clear()
-        self.found.peak = live.peak - base
+        self.found.peak, self.found.balanced = live.peak - base, routed.assumed
         for part in self.found.ops.values():
             self.found.products.update(part.products)
             self.found.attention.update(part.attention)
@@ -278,7 +279,7 @@ class _Rehearsal:
         model, _ = self._module(None)
         staged = StagedModule(model, self.cut.stages, self.dtype)
         told: dict[int, Told] = {}
-        with self.fake:
+        with self.fake, Values(self.fake):
             for stage in self.cut.stages[:-1]:
                 inbox = [
                     (torch.empty(shape, dtype=kind), needs) for shape, kind, needs in told.get(stage.index - 1, ())

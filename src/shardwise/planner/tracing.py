@@ -3,11 +3,12 @@
 The module's own forward, loss and backward run under a dispatch mode on tensors without values; nothing is computed
 and no memory is used. Recompute is applied as it is in a run, so what it adds is seen, not estimated.
 
-*What this does not do*: see kernels' workspace; follow modules that look at values (an eager loop over routed experts).
+*What this does not do*: see kernels' workspace; follow modules that look at values other than integers (routed.py).
 """
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from shardwise.engine.groups import named_groups
 from shardwise.errors import InputError
 from shardwise.memory.live import LiveBytes
 from shardwise.memory.recompute import recompute_block
+from shardwise.planner.routed import Values, give
 from shardwise.task import Task
 from shardwise.trace.blocks import find_blocks
 
@@ -62,6 +64,7 @@ class Trace:
     peak         the most live bytes beyond parameters, inputs and their summed gradients
     tensors      parameter tensors
     units        parameters of each repeated block, and of the rest
+    balanced     a router's choices were taken to load its experts evenly
     """
 
     samples: int
@@ -77,6 +80,7 @@ class Trace:
     kernels: int = 0
     peak: int = 0
     gradients: int = 0
+    balanced: bool = False
 
     @property
     def flops(self) -> float:
@@ -145,6 +149,18 @@ class Count(TorchDispatchMode):
 
 @contextmanager
 def as_real() -> Iterator[None]:
+    """What a forward on fake tensors needs around it: what fails is told by an error of ours, not logged as well."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    was, log.disabled = log.disabled, True
+    try:
+        with _unpadded():
+            yield
+    finally:
+        log.disabled = was
+
+
+@contextmanager
+def _unpadded() -> Iterator[None]:
     """transformers' masks look at values while tracing; on fake tensors they are told what unpadded input has."""
     try:
         from transformers import masking_utils
@@ -210,7 +226,8 @@ def fake_batch(fake: FakeTensorMode, sample: Any, samples: int, dtype: torch.dty
         if not isinstance(leaf, torch.Tensor):
             return leaf
         made = fake.from_tensor(leaf.to(dtype) if leaf.is_floating_point() else leaf)
-        return torch.cat([made] * samples) if made.dim() else made
+        many = torch.cat([made] * samples) if made.dim() else made
+        return give(many, torch.cat([leaf] * samples) if leaf.dim() else leaf)
 
     with fake:
         return pytree.tree_map(convert, sample)
@@ -239,14 +256,14 @@ def trace(task: Task, samples: int, precision: str = "fp32", recompute: str = "n
             rests = [*model.parameters(), *model.buffers(), *pytree.tree_leaves(batch)]
             live.count(leaf for leaf in rests if isinstance(leaf, torch.Tensor))
             base = live.now
-            with fake, live, Count(found):
+            with fake, Values(fake) as routed, live, Count(found):
                 args, kwargs = task.inputs(batch)
                 output = model(*args, **kwargs)
                 output = pytree.tree_map(lambda t: wide(t), output)
                 total = task.loss(output, batch)[0]
                 del output
                 total.backward()
-            found.peak = live.peak - base
+            found.peak, found.balanced = live.peak - base, routed.assumed
     except InputError:
         raise
     except Exception as error:

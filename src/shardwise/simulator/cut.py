@@ -21,6 +21,7 @@ from shardwise.simulator.forecast import Forecast
 from shardwise.simulator.pipeline import play, schedule
 from shardwise.simulator.step import GAPS
 from shardwise.simulator.traced import (
+    BALANCED,
     Counted,
     Model,
     compute_seconds,
@@ -123,6 +124,8 @@ def simulate_cut(
         "data ranks": wire.basis("all_reduce", Group(layout.dp, layout.tp)),
         "work": f"{len(ranks)} rank(s) that differ, each rehearsed on fake tensors",
     }
+    if any(rank.one.balanced for rank in ranks):
+        forecast.basis["routing"] = BALANCED
     return forecast
 
 

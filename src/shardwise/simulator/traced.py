@@ -24,6 +24,7 @@ from shardwise.simulator.step import GAPS
 CONV_SHARE = 0.5  # of the rate of large products that convolutions reach (assumed)
 FORWARD_SHARE = 1 / 3
 IN_FLIGHT_BYTES = 2 * 25 * 2**20  # of gradients: two buckets, as comm/buckets.py cuts them
+BALANCED = "every choice of a router equally often: a balanced load (assumed)"
 OPTIMIZER_OPS = 14  # of Adam, for one tensor
 
 
@@ -68,6 +69,9 @@ class Counted(Protocol):
 
     @property
     def flops(self) -> float: ...
+
+    @property
+    def balanced(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -179,6 +183,8 @@ def simulate_traced(
         "data ranks": wire.basis("all_reduce", Group(layout.dp, 1)),
         "work": f"{len(model.one.products)} shapes of products and {model.one.kernels} ops counted on fake tensors",
     }
+    if model.one.balanced:
+        forecast.basis["routing"] = BALANCED
     if cluster.device.correction is not None:
         forecast.basis["correction"] = f"x {correction:.3g}, {cluster.device.correction.source}"
     return forecast
