@@ -89,8 +89,60 @@ def test_a_module_that_looks_at_values_is_named_with_its_line() -> None:
             return self.layer(x) if x.sum().item() > 0 else x
 
     task = Task(model=Peeks, loss=lambda o, b: (o.sum(), torch.tensor(1.0)), batch=lambda step: torch.ones(4, 4))
-    with pytest.raises(InputError, match=r"cannot be traced without values: .*test_traced.py:\d+"):
+    with pytest.raises(InputError, match=r"without values: in Peeks, .*test_traced.py:\d+: a value that"):
         trace(task, 2)
+
+
+def test_a_module_that_fails_is_named_by_its_path() -> None:
+    import torch
+    from torch import nn
+
+    from shardwise import Task
+    from shardwise.planner.tracing import trace
+
+    class Fails(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.no_such_thing()
+
+    task = Task(
+        model=lambda: nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(), Fails())),
+        loss=lambda o, b: (o.sum(), torch.tensor(1.0)), batch=lambda step: torch.ones(4, 4),
+    )  # fmt: skip
+    with pytest.raises(InputError, match=r"in '1\.1' \(Fails\), .*test_traced.py:\d+: .*no_such_thing"):
+        trace(task, 2)
+
+
+def test_a_recurrent_layer_is_counted() -> None:
+    """An LSTM of two layers: FLOPs of its products by hand, forward and twice in backward."""
+    import torch
+    from torch import nn
+
+    from shardwise import Task
+    from shardwise.planner.tracing import trace
+
+    class Remembers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.LSTM(8, 16, num_layers=2, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers(x)[0]
+
+    task = Task(model=Remembers, loss=lambda o, b: (o.sum(), torch.tensor(1.0)), batch=lambda step: torch.ones(6, 5, 8))
+    gates = 4 * 16 * (8 + 16) + 4 * 16 * (16 + 16)
+    assert trace(task, 3).flops == 3 * 2 * 3 * 5 * gates
+
+
+def test_time_between_two_traces_is_that_of_the_trace_there() -> None:
+    """Shapes are on a line, not seconds: a forecast for 64 samples from traces of 2 and 4 is that of a trace of 64."""
+    from shardwise.costs.kernels import Kernels
+    from shardwise.models.tasks import gpt2
+    from shardwise.planner.tracing import trace
+    from shardwise.simulator.traced import between, compute_seconds
+
+    soft, kernels = software("shardwise"), Kernels(NODE.device)
+    one, two, many = (trace(gpt2(), count) for count in (2, 4, 64))
+    assert between(one, two, 64, kernels, soft) == pytest.approx(compute_seconds(many, kernels, soft), rel=0.01)
 
 
 def test_peak_of_a_trace_is_that_of_a_real_step() -> None:

@@ -38,8 +38,9 @@ from shardwise.parallel.pipeline.stage import StagedModule
 from shardwise.parallel.tensor import Derived, TensorParallel
 from shardwise.parallel.tensor.apply import see_parts
 from shardwise.part import forget
+from shardwise.planner.counting import Count, Trace
 from shardwise.planner.routed import Values
-from shardwise.planner.tracing import DTYPES, Count, Trace, as_real, build, drop, fake_batch, line_of, one_sample, wide
+from shardwise.planner.tracing import DTYPES, Inside, as_real, build, drop, fake_batch, one_sample, untraced, wide
 from shardwise.precision import Precision
 from shardwise.task import Task
 from shardwise.trace.blocks import find_blocks
@@ -176,7 +177,7 @@ class Shares:
         except (InputError, RefusedPlan):
             raise
         except Exception as error:
-            raise InputError(f"the model cannot be traced without values: {line_of(error)}") from error
+            raise InputError(untraced(error, Inside())) from error
         finally:
             forget()
 
@@ -223,6 +224,7 @@ class _Rehearsal:
         self.found.peak, self.found.balanced = live.peak - base, routed.assumed
         for part in self.found.ops.values():
             self.found.products.update(part.products)
+            self.found.order += part.order
             self.found.attention.update(part.attention)
             self.found.conv_flops += part.conv_flops
             self.found.moved += part.moved

@@ -24,7 +24,7 @@ from shardwise.simulator.traced import (
     BALANCED,
     Counted,
     Model,
-    compute_seconds,
+    between,
     data_seconds,
     memory,
     optimizer_seconds,
@@ -143,8 +143,8 @@ def _ops(
     for rank in ranks:
         one, two = _seen(rank)
         for key in one.ops:
-            both = [compute_seconds(trace.ops[key], kernels, software) for trace in (one, two)]
-            work[key] = max(work.get(key, 0.0), rank.linear(both[0], both[1], layout.micro_batch))
+            seconds = between(one.ops[key], two.ops[key], layout.micro_batch, kernels, software)
+            work[key] = max(work.get(key, 0.0), seconds)
             both = [talk(trace, key) for trace in (one, two)]
             sent[key] = max(sent.get(key, 0.0), rank.linear(both[0], both[1], layout.micro_batch))
     return work, sent

@@ -6,7 +6,7 @@ are linear in its samples.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -56,6 +56,9 @@ class Counted(Protocol):
     def attention(self) -> Mapping[tuple[int, int, int, int, bool], int]: ...
 
     @property
+    def order(self) -> Sequence[tuple[tuple[int, ...], int]]: ...
+
+    @property
     def conv_flops(self) -> float: ...
 
     @property
@@ -100,22 +103,54 @@ class Model:
 
     def seconds(self, samples: float, kernels: Kernels, software: Software) -> float:
         """Forward and backward of a micro-batch."""
-        return self.linear(
-            compute_seconds(self.one, kernels, software), compute_seconds(self.two, kernels, software), samples
-        )
+        return between(self.one, self.two, samples, kernels, software)
+
+
+def between(one: Counted, two: Counted, samples: float, kernels: Kernels, software: Software) -> float:
+    """Seconds at a number of samples, from what was counted at two.
+
+    Shapes are on the line through the two, not times: a large product runs at a better rate than small ones promise.
+    """
+    low, high = one.samples, two.samples
+    if low == high:
+        return compute_seconds(one, kernels, software) * samples / low
+    share = (samples - low) / (high - low)
+    if [len(shape) for shape, _ in one.order] != [len(shape) for shape, _ in two.order]:  # the two ran other ops
+        ends = [compute_seconds(trace, kernels, software) for trace in (one, two)]
+        return max(0.0, ends[0] + (ends[1] - ends[0]) * share)
+    seconds = 0.0
+    for (shape, times), (other, often) in zip(one.order, two.order, strict=True):
+        at = tuple(a + (b - a) * share for a, b in zip(shape, other, strict=True))
+        seconds += (times + (often - times) * share) * shape_seconds(at, kernels, software)
+    conv, moved, ops = (
+        max(0.0, a + (b - a) * share)
+        for a, b in ((one.conv_flops, two.conv_flops), (one.moved, two.moved), (one.kernels, two.kernels))
+    )
+    return seconds + other_seconds(conv, moved, ops, kernels, software)
 
 
 def compute_seconds(trace: Counted, kernels: Kernels, software: Software) -> float:
     """All ops of a trace, one after another."""
-    seconds = sum(times * kernels.product(m, n, k) for (m, n, k), times in trace.products.items())
-    for (rows, queries, keys, width, back), times in trace.attention.items():
-        if kernels.device.kind == "cpu":
-            work = 4.0 * rows * queries * keys * width * (2.5 if back else 1.0)
-            seconds += times * work / (kernels.peak_tflops * 1e12)
-        else:  # the kernel's figures count the causal half
-            seconds += times * 2 * kernels.attention(software.attention, rows, 1, queries, keys, width, backward=back)
-    seconds += trace.conv_flops / (kernels.peak_tflops * 1e12 * CONV_SHARE)
-    return seconds + kernels.stream(trace.moved * (1.0 if not software.fused else 1 / EAGER), trace.kernels)
+    shapes = [*trace.products.items(), *trace.attention.items()]
+    seconds = sum(times * shape_seconds(shape, kernels, software) for shape, times in shapes)
+    return seconds + other_seconds(trace.conv_flops, trace.moved, trace.kernels, kernels, software)
+
+
+def shape_seconds(shape: Sequence[float], kernels: Kernels, software: Software) -> float:
+    """A product (m, n, k), or attention (rows, queries, keys, width, backward?)."""
+    if len(shape) == 3:
+        return kernels.product(*shape)
+    rows, queries, keys, width, back = shape
+    if kernels.device.kind == "cpu":
+        return 4.0 * rows * queries * keys * width * (2.5 if back else 1.0) / (kernels.peak_tflops * 1e12)
+    # the kernel's figures count the causal half
+    return 2 * kernels.attention(software.attention, rows, 1, queries, keys, int(width), backward=bool(back))
+
+
+def other_seconds(conv_flops: float, moved: float, ops: float, kernels: Kernels, software: Software) -> float:
+    """Convolutions, and what all other ops move."""
+    seconds = conv_flops / (kernels.peak_tflops * 1e12 * CONV_SHARE)
+    return seconds + kernels.stream(moved * (1.0 if not software.fused else 1 / EAGER), round(ops))
 
 
 def policy(precision: str, state_elements: float) -> States:
