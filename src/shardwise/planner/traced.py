@@ -56,7 +56,7 @@ def traced_subject(
     @lru_cache(maxsize=8)
     def model(recompute: str) -> Model:
         one, two = (trace(task, count, precision, recompute, sample) for count in samples)
-        return Model(one, two, state, task.name, whole)
+        return Model(one, two, state, task.name, whole, cluster.device.kind == "cpu")
 
     units = len(model("none").one.units)
     recomputes, remarks = ["none"], []
@@ -75,7 +75,7 @@ def traced_subject(
         found = []
         for tp, pp in shares.ranks:
             traces = [shares.trace(tp, pp, each) for each in sizes]
-            found.append(Model(traces[0], traces[-1], state, task.name, whole))
+            found.append(Model(traces[0], traces[-1], state, task.name, whole, cluster.device.kind == "cpu"))
         return found
 
     def cut(layout: Layout) -> list[Model]:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwise.engine.batching import parts_of, samples_in
 from shardwise.engine.groups import named_groups
@@ -118,7 +119,10 @@ def fake_batch(fake: FakeTensorMode, sample: Any, samples: int, dtype: torch.dty
             return leaf
         made = fake.from_tensor(leaf.to(dtype) if leaf.is_floating_point() else leaf)
         many = torch.cat([made] * samples) if made.dim() else made
-        return give(many, torch.cat([leaf] * samples) if leaf.dim() else leaf)
+        if leaf.is_floating_point() or leaf.is_complex():
+            return many
+        with _disable_current_modes():
+            return give(many, torch.cat([leaf] * samples) if leaf.dim() else leaf)
 
     with fake:
         return pytree.tree_map(convert, sample)

@@ -86,6 +86,7 @@ class Model:
     state_elements: float
     name: str = ""
     batch_bytes: float = 0.0  # of one sample, where every rank makes the global batch
+    batch_on_device: bool = True  # all of it; else a micro-batch at a time is copied there
 
     def linear(self, first: float, second: float, samples: float) -> float:
         """The line through what was seen at one number of samples and at another; flat where both are the same."""
@@ -174,7 +175,8 @@ def memory(model: Model, layout: Layout, precision: str) -> Ledger:
         "micro-batch": model.peak(layout.micro_batch),
     }
     if model.batch_bytes:
-        terms["global batch"] = model.batch_bytes * layout.global_batch
+        held = layout.global_batch if model.batch_on_device else layout.micro_batch
+        terms["global batch" if model.batch_on_device else "inputs"] = model.batch_bytes * held
     if zero == 2:  # whole gradients of the buckets on their way; beside them the part that is added to the sum
         new = 1.0 if layout.n_micro > 1 else 1.0 - share
         terms["gradients in flight"] = min(count * states.gradient, IN_FLIGHT_BYTES) * new
