@@ -8,7 +8,7 @@ from time import perf_counter
 
 from shardwise.cluster import Cluster
 from shardwise.costs.layout import RECOMPUTES, Layout
-from shardwise.costs.memory import Ledger
+from shardwise.costs.memory import CONTEXT_BYTES, Ledger
 from shardwise.costs.software import Software
 from shardwise.engine.batching import samples_in
 from shardwise.errors import InputError, RefusedPlan
@@ -25,6 +25,7 @@ from shardwise.task import Task
 
 DEFAULT_SAMPLES = 32  # of a step, for a task with a data source and no batch of its own
 READS = 3  # of the task's input, of which the quickest is taken
+MOST_OPS = 60_000  # of the rehearsals of a search: some ten seconds
 LONG_S = 0.5  # one read that takes as long is enough
 MOST_SHARES, MOST_STAGES = 8, 4  # of a search, unless the user asks for more
 
@@ -66,6 +67,7 @@ class Traced:
         self.node = cluster.sizes[0] if len(cluster.tiers) > 1 else cluster.world_size
         self.looks = Looks(task)
         self.remarks: list[str] = []
+        self._spent = 0  # ops of rehearsals
         self._models: dict[str, Model] = {}
         self._ranks: dict[tuple[Cuts, tuple[tuple[int, ...], ...]], list[Model]] = {}
 
@@ -76,9 +78,9 @@ class Traced:
 
         def layouts(world: int, constraints: Constraints) -> Iterable[Layout]:
             yield from data_layouts(world, batch, self.node, recomputes)
-            for layout in cut_layouts(world, batch, self.node, recomputes, constraints) if self.cuts else ():
-                if self.can_cut(layout, batch):
-                    yield layout
+            if self.cuts:
+                yield from self.cut_within(cut_layouts(world, batch, self.node, recomputes, constraints), batch,
+                                           constraints)  # fmt: skip
 
         def estimate(layout: Layout) -> Quick:
             return Quick(self.simulate(layout, batch).step_s, self.memory(layout, batch))
@@ -142,6 +144,7 @@ class Traced:
             found = []
             for tp, pp in shares.ranks:
                 traces = [shares.trace(tp, pp, each) for each in sizes]
+                self._spent += len(sizes) * self.model("none").one.kernels
                 found.append(self._model(traces[0], traces[-1]))
             self._ranks[key, sizes] = found
         return self._ranks[key, sizes]
@@ -149,21 +152,51 @@ class Traced:
     def cut(self, layout: Layout, batch: int) -> list[Model]:
         """The ranks of a layout; `RefusedPlan` as in a run."""
         refuse(layout)
+        return self.ranks(*self._key(layout, batch))
+
+    def _key(self, layout: Layout, batch: int) -> tuple[Cuts, tuple[tuple[int, ...], ...]]:
+        """What cuts the module, and the micro-batches to rehearse: each tuple is one rehearsal of a rank."""
+        key = Cuts.of(layout, self.precision)
         if not 0 < layout.global_batch - batch < layout.dp * layout.n_micro * layout.rounds:
-            sizes = tuple((count,) for count in dict.fromkeys(self.samples))
-            return self.ranks(Cuts.of(layout, self.precision), sizes)
+            return key, tuple((count,) for count in dict.fromkeys(self.samples))
         dealt = deal(batch, layout.n_micro * layout.rounds, layout.dp, 0)
         each = [last - first for first, last, _, _ in dealt]
-        key = Cuts.of(layout, self.precision)
         together = layout.pp > 1 and key.microbatches == layout.n_micro  # all that are in flight in a round
-        return self.ranks(key, (tuple(each[-layout.n_micro :] if together else [max(each)]),))
+        return key, (tuple(each[-layout.n_micro :] if together else [max(each)]),)
+
+    def cut_within(self, layouts: Iterable[Layout], batch: int, constraints: Constraints) -> Iterator[Layout]:
+        """Those of the layouts that can be cut, as far as rehearsing them is a matter of seconds.
+
+        Recompute is left out where the same layout fits without: it only ever adds time.
+        """
+        room = self.cluster.device.memory_bytes * (1 - constraints.headroom) - CONTEXT_BYTES
+        asked = any(constraints.value(name) is not None for name in ("tp", "pp"))
+        fitted: set[Layout] = set()
+        left: dict[str, None] = {}
+        for layout in layouts:
+            plain = layout.with_(recompute="none")
+            if plain in fitted and constraints.value("remat") is None:
+                continue
+            if self._spent > MOST_OPS and not asked and not self._known(layout, batch):
+                left[_degrees(layout)] = None
+                continue
+            if self.can_cut(layout, batch):
+                if layout == plain and self.memory(layout, batch).reserved <= room:
+                    fitted.add(plain)
+                yield layout
+        if left:
+            self._remark(f"not looked at, since rehearsing all of them takes minutes: {'; '.join(left)} (ask for one "
+                         "with --fix)")  # fmt: skip
+
+    def _known(self, layout: Layout, batch: int) -> bool:
+        return self._key(layout, batch) in self._ranks
 
     def can_cut(self, layout: Layout, batch: int) -> bool:
         """Whether a search may have it; a remark where not."""
         try:
             self.cut(layout, batch)
         except (RefusedPlan, InputError) as refused:
-            degrees = ", ".join(f"{n}={getattr(layout, n)}" for n in ("tp", "pp") if getattr(layout, n) > 1)
+            degrees = _degrees(layout.with_(sp=False, recompute="none"))
             self._remark(f"{degrees} is left out: {refused}")
             return False
         return True
@@ -182,6 +215,17 @@ class Traced:
         if layout.tp * layout.pp > 1:
             return simulate_cut(self.cut(layout, batch), layout, self.cluster, self.software, self.precision)
         return simulate_traced(self.model(layout.recompute), layout, self.cluster, self.software, self.precision)
+
+
+def _degrees(layout: Layout) -> str:
+    degrees = [f"{n}={getattr(layout, n)}" for n in ("tp", "pp") if getattr(layout, n) > 1]
+    return ", ".join(
+        [
+            *degrees,
+            *(["sp"] if layout.sp else []),
+            *([f"remat={layout.recompute}"] if layout.recompute != "none" else []),
+        ]
+    )
 
 
 def data_layouts(world: int, batch: int, node: int, recomputes: list[str]) -> Iterator[Layout]:
@@ -211,7 +255,8 @@ def cut_layouts(
     """
     tps = [d for d in divisors(world) if 1 < d <= min(node, constraints.max_tp or MOST_SHARES)]
     pps = [d for d in divisors(world) if 1 < d <= (constraints.max_pp or MOST_STAGES)]
-    for tp, sp, pp in [*((tp, sp, 1) for tp in tps for sp in (False, True)), *((1, False, pp) for pp in pps)]:
+    degrees = [*((tp, sp, 1) for tp in tps for sp in (False, True)), *((1, False, pp) for pp in pps)]
+    for tp, sp, pp in sorted(degrees, key=lambda d: (d[0] * d[2], d[1], d)):
         dp = world // tp // pp
         if batch % dp or not all(
             constraints.value(name) in (None, have) for name, have in (("tp", tp), ("pp", pp), ("sp", sp))
