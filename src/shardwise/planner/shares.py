@@ -201,6 +201,7 @@ class _Rehearsal:
         self.sizes = [*sizes, *[sizes[-1]] * (shares.schedule.microbatches - len(sizes))]
         self.batches = {n: fake_batch(self.fake, shares.looks.one, n, self.dtype) for n in {*self.sizes}}
         self.cut = shares.cut(pp)
+        self.sent: list[torch.Tensor] = []  # the last message: a rank keeps it until it sends the next
 
     def run(self) -> RankTrace:
         """Play the row."""
@@ -248,6 +249,7 @@ class _Rehearsal:
                 self.found.messages[op.stage] = max(
                     self.found.messages.get(op.stage, 0.0), float(sum(t.numel() * t.element_size() for t in outputs))
                 )
+                self.sent = [one.detach() for one in outputs]
             del output
             waiting[key] = (outputs, staged.taken if staged is not None else [], [])
             return
@@ -265,6 +267,8 @@ class _Rehearsal:
         else:
             backward.whole(outputs, gradients)
             del waiting[key]
+        if inputs:
+            self.sent = [leaf.grad for leaf in inputs if leaf.grad is not None]
         for leaf in inputs:
             leaf.grad = None
 
