@@ -51,17 +51,23 @@ class _Block(nn.Module):
     def __init__(self, deep: int) -> None:
         super().__init__()
         self.norm, self.heads, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.parts = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH))
-            for _ in range(deep)
-        )
+        self.parts = nn.ModuleList(_Part() for _ in range(deep))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.heads(self.norm(x)).view(*x.shape[:2], 3, 2, 8).permute(2, 0, 3, 1, 4)
         x = x + self.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
         for part in self.parts:
-            x = x + part(x)
+            x = part(x)
         return x
+
+
+class _Part(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
 def _loss(output: torch.Tensor, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
