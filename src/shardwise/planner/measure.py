@@ -29,7 +29,7 @@ import torch.distributed as dist
 from shardwise.cluster import Cluster, Device, Figure, Tier
 from shardwise.comm.collectives import Axis, all_gather, all_reduce, reduce_scatter
 from shardwise.device import pick_device, synchronize
-from shardwise.planner.optimes import op_times
+from shardwise.planner.op_times import op_times
 from shardwise.planner.overheads import overheads, step_times
 from shardwise.ranks import launch
 
