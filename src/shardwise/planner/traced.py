@@ -16,7 +16,7 @@ from shardwise.layout.dealing import deal
 from shardwise.planner.candidates import MICRO_BATCHES, Constraints, divisors
 from shardwise.planner.propose import Reading, Subject
 from shardwise.planner.shares import Cuts, Looks, Shares
-from shardwise.planner.tracing import batch_bytes, one_sample, optimizer_state, trace
+from shardwise.planner.tracing import batch_bytes, one_sample, trace, update_of
 from shardwise.simulator.cut import memory_of_ranks, refuse, simulate_cut
 from shardwise.simulator.forecast import Forecast
 from shardwise.simulator.quick import Quick
@@ -62,7 +62,7 @@ class Traced:
     ):
         self.task, self.cluster, self.software, self.precision = task, cluster, software, precision
         self.samples, self.cuts = samples, cuts
-        self.state, self.sample = optimizer_state(task), one_sample(task)
+        self.state, self.sample = update_of(task), one_sample(task)
         self.whole = batch_bytes(self.sample) if task.batch is not None else 0.0
         self.node = cluster.sizes[0] if len(cluster.tiers) > 1 else cluster.world_size
         self.looks = Looks(task)

@@ -9,6 +9,7 @@ and no memory is used. Recompute is applied as it is in a run, so what it adds i
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -27,6 +28,7 @@ from shardwise.memory.live import LiveBytes
 from shardwise.memory.recompute import recompute_block
 from shardwise.planner.counting import Count, Trace
 from shardwise.planner.routed import Values, give
+from shardwise.simulator.traced import Update
 from shardwise.task import Task
 from shardwise.trace.blocks import find_blocks
 
@@ -178,19 +180,26 @@ def drop(parameter: torch.Tensor) -> None:
     parameter.grad = None
 
 
-def optimizer_state(task: Task) -> float:
-    """Elements of state that the task's optimizer keeps for one parameter element, seen on a small tensor."""
+def update_of(task: Task) -> Update:
+    """What the task's optimizer keeps and does for one tensor, seen on small ones."""
     parameter, other = nn.Parameter(torch.zeros(64, 64)), nn.Parameter(torch.zeros(64))
     optimizer = task.optimizer(named_groups([parameter, other]))
     parameter.grad, other.grad = torch.ones_like(parameter), torch.ones_like(other)
     optimizer.step()
     state = optimizer.state.get(parameter, {})
-    return sum(v.numel() for v in state.values() if isinstance(v, torch.Tensor) and v.dim()) / parameter.numel()
+    held = sum(v.numel() for v in state.values() if isinstance(v, torch.Tensor) and v.dim()) / parameter.numel()
+    other.grad = None
+    seen = Trace(1)
+    with Count(seen):
+        optimizer.step()
+    work = tuple((name, shape[0] / parameter.numel()) for name, shape, _ in seen.order if len(shape) == 1)
+    return Update(held, work, seen.calls)
 
 
 def _sizes(model: nn.Module, found: Trace) -> None:
     found.parameters = sum(p.numel() for p in model.parameters())
     found.tensors = len(list(model.parameters()))
+    found.sizes = Counter(p.numel() for p in model.parameters() if p.requires_grad)
     found.gradients = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     found.buffers_bytes = sum(b.numel() * b.element_size() for b in model.buffers())
     paths = find_blocks(model).paths
