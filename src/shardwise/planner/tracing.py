@@ -189,11 +189,13 @@ def update_of(task: Task) -> Update:
     state = optimizer.state.get(parameter, {})
     held = sum(v.numel() for v in state.values() if isinstance(v, torch.Tensor) and v.dim()) / parameter.numel()
     other.grad = None
-    seen = Trace(1)
-    with Count(seen):
+    seen, live = Trace(1), LiveBytes()
+    live.count(v for v in (parameter, parameter.grad, *state.values()) if isinstance(v, torch.Tensor))
+    rests = live.now
+    with live, Count(seen):
         optimizer.step()
     work = tuple((name, shape[0] / parameter.numel()) for name, shape, _ in seen.order if len(shape) == 1)
-    return Update(held, work, seen.calls)
+    return Update(held, work, seen.calls, (live.peak - rests) / (parameter.numel() * parameter.element_size()))
 
 
 def _sizes(model: nn.Module, found: Trace) -> None:

@@ -92,13 +92,15 @@ class Counted(Protocol):
 class Update:
     """An optimizer's step for one tensor: elements of state it keeps and ops it runs, for each element of the tensor.
 
-    work   (op, bytes it moves for each element)
-    calls  ops, views among them
+    work       (op, bytes it moves for each element)
+    calls      ops, views among them
+    temporary  elements that live only while it runs
     """
 
     state_elements: float = 2.0
     work: tuple[tuple[str, float], ...] = ()
     calls: int = OPTIMIZER_OPS
+    temporary: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -224,8 +226,10 @@ def memory(model: Model, layout: Layout, precision: str) -> Ledger:
         "master": count * states.master * (share if zero >= 1 else 1.0),
         "optimizer": count * states.optimizer * (share if zero >= 1 else 1.0),
         "module's buffers": float(model.one.buffers_bytes),
-        "micro-batch": model.peak(layout.micro_batch),
     }
+    peaks = _peaks(model, layout, states)
+    top = max(peaks, key=lambda name: peaks[name])
+    terms[top] = peaks[top]
     if model.batch_bytes:
         held = layout.global_batch if model.batch_on_device else layout.micro_batch
         terms["global batch" if model.batch_on_device else "inputs"] = model.batch_bytes * held
@@ -237,7 +241,21 @@ def memory(model: Model, layout: Layout, precision: str) -> Ledger:
     if zero >= 3:
         largest = max([*model.one.units, model.one.rest])
         terms["gathered units"] = (model.one.rest + 2 * largest) * states.weight
-    return Ledger({k: v for k, v in terms.items() if v}, "micro-batch")
+    return Ledger({k: v for k, v in terms.items() if v}, top)
+
+
+def _peaks(model: Model, layout: Layout, states: States) -> dict[str, float]:
+    """What comes and goes in a step beside what rests, each at its own time: the largest makes the peak."""
+    here = model.batch_on_device  # a CPU, where an optimizer goes from tensor to tensor and gloo reduces a copy
+    held = model.one.parameters / (layout.shard if layout.zero else 1)
+    at_once = min(max(model.one.sizes, default=0), held) if here else held
+    out = {
+        "micro-batch": model.peak(layout.micro_batch),
+        "optimizer's temporaries": model.update.temporary * at_once * (states.master or states.weight),
+    }
+    if here and layout.zero == 1 and layout.shard > 1:
+        out["reduction in flight"] = min(model.one.parameters * states.gradient, IN_FLIGHT_BYTES)
+    return out
 
 
 def simulate_traced(
