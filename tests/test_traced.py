@@ -360,6 +360,41 @@ def test_memory_of_every_rank_of_a_cut_module_is_within_two_percent(name: str, p
     assert not wrong, "\n".join(wrong)
 
 
+MATRIX = [
+    "dp_replicate=2", "dp_replicate=2,remat=full", "dp_shard=2,zero=1", "dp_shard=2,zero=1,accumulate=2",
+    "dp_shard=2,zero=2", "dp_shard=2,zero=2,remat=selective", "tp=2", "tp=2,remat=full", "tp=2,accumulate=2", "pp=2",
+    "pp=2,microbatches=4", "pp=2,remat=full",
+]  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["gpt2", "vit", "moe", "decoder", "unet_group"])
+def test_memory_of_every_axis_with_recompute_and_micro_batches(name: str, pool) -> None:
+    """The fullest data rank of each rank of tp or pp: forecast within 2% of its live bytes."""
+    from shardwise.engine.batching import samples_in
+    from shardwise.models import tasks
+    from shardwise.planner.traced import traced_subject
+
+    task = getattr(tasks, name)()
+    samples = samples_in(task.batch(0))
+    wrong = []
+    for text in MATRIX:
+        parsed = Plan.parse(text)
+        layout = of_plan(parsed, global_batch=samples, seq=1, uneven=True)
+        micro = (layout.micro_batch, layout.micro_batch)
+        subject = traced_subject(task, HERE, software("shardwise"), samples, "fp32", (parsed.remat,), micro)
+        forecast = [ledger.allocated for ledger in subject.simulate(layout).memory]
+        measured = [peak for peak, _ in pool.run(live_peak, 2, name, text)]
+        if parsed.tp * parsed.pp == 1:
+            measured = [max(measured)]  # data ranks may be dealt different numbers of samples
+        wrong += [
+            f"{text} rank {rank}: {mine:.0f} forecast, {theirs} measured ({mine / theirs - 1:+.1%})"
+            for rank, (mine, theirs) in enumerate(zip(forecast * len(measured), measured, strict=False))
+            if abs(mine / theirs - 1) > 0.02
+        ]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_what_of_a_cut_module_is_not_forecast_is_refused_by_name() -> None:
     from shardwise import simulate
     from shardwise.models.tasks import gpt2
