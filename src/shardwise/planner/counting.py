@@ -128,8 +128,7 @@ class Count(TorchDispatchMode):
         steps, batch, wide = args[0].shape
         for _ in range(2 if back else 1):  # for what went in, and for the weights
             self._product(1, steps * batch, args[1].shape[0], wide)
-            for _ in range(steps):  # one after another
-                self._product(1, batch, args[2].shape[0], args[2].shape[1])
+            self._product(steps, batch, args[2].shape[0], args[2].shape[1])
 
     def _convolve(self, packet: Any, args: tuple, out: Any) -> None:
         self.trace.kernels += 1

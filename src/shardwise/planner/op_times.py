@@ -235,15 +235,12 @@ def product_times(sides: Sequence[int]) -> list[Product]:
 def convolution_times() -> list[Product]:
     """(conv or conv_backward, cells, channels out, 9 x channels in, microseconds) of 3 x 3 over square fields."""
     rows: list[Product] = []
-    for side, outward, inward in product((8, 32, 128), (8, 32, 128), (8, 32, 128)):
-        cells, deep = side * side, 9 * inward
+    for side, outward, inward in product((4, 24, 96), (8, 32, 128), (8, 32, 128)):
+        cells, deep = 2 * side * side, 9 * inward
         if 2.0 * cells * outward * deep > CONV_FLOPS:
             continue
-        x, w, g = (
-            torch.randn(1, inward, side, side),
-            torch.randn(outward, inward, 3, 3),
-            torch.randn(1, outward, side, side),
-        )
+        x, w = torch.randn(2, inward, side, side), torch.randn(outward, inward, 3, 3)
+        g = torch.randn(2, outward, side, side)  # one sample alone goes another way through PyTorch
         shape = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
         back = partial(ATEN.convolution_backward, g, x, w, [outward], *shape, [True, True, True])
         rows.append(("conv", cells, outward, deep, 1e6 * typical(partial(ATEN.convolution, x, w, None, *shape))))
