@@ -318,7 +318,6 @@ TRIGGERS: dict[str, list[str]] = {
     "cp > 1": ["cp=2"],
     "cp_ulysses > 1": ["cp_ulysses=2"],
     "ep that does not divide dp_shard": ["ep=2", "dp_shard=4,ep=3"],
-    "ep with pp > 1": ["pp=2,dp_shard=2,ep=2"],
     "compile with ep > 1": ["dp_shard=2,ep=2,compile=true"],
     "domain > 1": ["domain=1x2"],
     "offload": ["offload=optimizer"],
@@ -333,7 +332,7 @@ ACCEPTED = [
     "precision=fp16,reduce_dtype=fp16", "precision=bf16", "precision=bf16,reduce_dtype=bf16", "precision=bf16-full",
     "accumulate=3", "remat=full", "remat=selective", "compile=true",
     "pp=2", "pp=4,schedule=zbv", "pp=2,stages=head", "pp=2,dp_shard=2", "pp=2,dp_shard=2,zero=2,schedule=zbh2",
-    "dp_shard=4,ep=2", "dp_shard=2,ep=2,zero=0,tp=2,sp=true",
+    "pp=2,dp_shard=2,ep=2,schedule=zbh1,zero=1", "dp_shard=4,ep=2", "dp_shard=2,ep=2,zero=0,tp=2,sp=true",
     "pp=3,schedule=interleaved1f1b,remat=full", "pp=2,dp_shard=2,schedule=interleaved1f1b",
 ]  # fmt: skip
 

@@ -74,7 +74,8 @@ def apply_plan(task: Task, plan: Plan, mesh: Mesh, precision: Precision, seed: i
     blocks = choose_blocks(module, plan.wrap) if plan.wrap else find_blocks(module, nested=nested)
     trained = [name for name, _ in trainable(module)]
     frozen = [name for name, param in module.named_parameters() if not param.requires_grad]
-    cut = cut_module(task, plan, mesh, module, blocks) if plan.pp > 1 else None
+    inseparable = [stack.path for stack in experts.stacks] if experts is not None else []
+    cut = cut_module(task, plan, mesh, module, blocks, inseparable) if plan.pp > 1 else None
     absent: set[str] = set()
     if cut is not None:
         absent, value_of = cut.absent, cut.values(built, value_of)
@@ -82,6 +83,7 @@ def apply_plan(task: Task, plan: Plan, mesh: Mesh, precision: Precision, seed: i
     if tensor is not None:
         install(module, tensor, absent)
     if experts is not None:
+        experts = experts.here(absent)
         install_experts(module, experts, mesh.device)
     notices += _without_effect(blocks, plan)
     blocks = blocks if cut is None else cut.here(module, blocks)
@@ -92,7 +94,7 @@ def apply_plan(task: Task, plan: Plan, mesh: Mesh, precision: Precision, seed: i
         technique = _full_shard(module, blocks, value_of, mesh, precision, absent, frozen, experts)
     else:
         fill_parameters(module, value_of, precision.compute, mesh.device, absent)
-        technique = _whole_module(module, plan, mesh, precision, experts)
+        technique = _whole_module(module, plan, mesh, precision, experts, absent)
         if precision.mixed:
             for index, (name, _) in enumerate(trainable(module)):
                 technique.load_masters(index, value_of(name).to(mesh.device))
@@ -138,7 +140,7 @@ def _full_shard(
     module: nn.Module, blocks: Blocks, value_of: ValueOf, mesh: Mesh, precision: Precision, absent: set[str],
     frozen: list[str], experts: ExpertParallel | None,
 ) -> DataParallel:  # fmt: skip
-    spread = set(experts.experts) if experts is not None else set()  # never gathered, so no part of any unit
+    spread = set(experts.experts) - absent if experts is not None else set()  # never gathered, so in no unit
     empty_parameters(module, precision.master, mesh.device, absent | spread)
     units = [module.get_submodule(path) for path in blocks.paths]
     technique = FullShard(module, units, mesh, precision, absent | spread)
@@ -155,9 +157,9 @@ def _full_shard(
 
 
 def _whole_module(
-    module: nn.Module, plan: Plan, mesh: Mesh, precision: Precision, experts: ExpertParallel | None
+    module: nn.Module, plan: Plan, mesh: Mesh, precision: Precision, experts: ExpertParallel | None, absent: set[str]
 ) -> DataParallel:
-    spread = set(experts.experts) if experts is not None else set()
+    spread = set(experts.experts) - absent if experts is not None else set()
     named = [(name, param) for name, param in trainable(module) if name not in spread]
     technique: DataParallel
     if plan.dp_shard > 1 and plan.zero in (1, 2):
@@ -177,8 +179,8 @@ def _with_experts(
         technique = Flat(named, mesh.expert_shard, mesh.replicate, precision, stage=stage)
     else:  # one rank of dp_shard alone holds them, or all that do keep everything
         technique = Replicate(named, mesh.expert_data, precision)
-    counts = (mesh.shard.index == 0, mesh.expert_shard.index == 0)
-    return WithExperts([name for name, _ in trainable(module)], rest, technique, spread, counts)
+    ranks = (mesh.shard.index, mesh.expert_shard.index)
+    return WithExperts([name for name, _ in trainable(module)], rest, technique, spread, ranks)
 
 
 def _refuse(module: nn.Module) -> None:

@@ -57,13 +57,6 @@ RULES: tuple[Rule, ...] = (
         lambda p: p.dp_shard % p.ep != 0,
     ),
     Rule(
-        "ep with pp > 1",
-        "not built",
-        "stages run parts of the module's forward and look at it uncut first, which is not proven with an exchange of "
-        "tokens inside yet",
-        lambda p: p.ep > 1 and p.pp > 1,
-    ),
-    Rule(
         "compile with ep > 1",
         "not built",
         "a compiled block would be traced through the exchange of tokens, whose sizes each step decides anew",

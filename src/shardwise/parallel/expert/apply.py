@@ -22,9 +22,9 @@ rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -87,6 +87,11 @@ class ExpertParallel:
     def experts(self) -> dict[str, int]:
         """Stacked parameter -> number of experts in it."""
         return {name: stack.experts for stack in self.stacks for name in stack.names}
+
+    def here(self, absent: Collection[str]) -> ExpertParallel:
+        """The stacks of which this rank's pipeline stages hold something."""
+        held = [stack for stack in self.stacks if not absent or set(stack.names) - set(absent)]
+        return replace(self, stacks=held)
 
     def notices(self) -> list[str]:
         """One line on what is spread."""
