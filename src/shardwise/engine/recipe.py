@@ -28,7 +28,7 @@ from shardwise.parallel.full import FullShard
 from shardwise.parallel.pipeline.stage import StagedModule
 from shardwise.parallel.replicate import Replicate
 from shardwise.parallel.slots import DataParallel, ValueOf
-from shardwise.parallel.tensor import TensorParallel, install
+from shardwise.parallel.tensor import TensorParallel, compile_block, install, why_eager
 from shardwise.precision import Precision
 from shardwise.task import Task
 from shardwise.trace.blocks import Blocks, choose_blocks, find_blocks
@@ -84,10 +84,10 @@ def apply_plan(task: Task, plan: Plan, mesh: Mesh, precision: Precision, seed: i
         install(module, tensor, absent)
     if experts is not None:
         experts = experts.here(absent)
-        install_experts(module, experts, mesh.device)
+        install_experts(module, experts, mesh.device, traced=plan.compile)
     notices += _without_effect(blocks, plan)
     blocks = blocks if cut is None else cut.here(module, blocks)
-    _prepare(module, blocks, plan)
+    notices += _prepare(module, blocks, plan)
     technique: DataParallel
     if plan.dp_shard > 1 and plan.zero == 3:
         notices += blocks.warnings
@@ -117,13 +117,33 @@ def _other_dtypes(module: nn.Module, plan: Plan, precision: Precision) -> list[s
     ]
 
 
-def _prepare(module: nn.Module, blocks: Blocks, plan: Plan) -> None:
-    """Recompute, then compile, each block."""
-    for block in {id(b): b for b in map(module.get_submodule, blocks.paths)}.values():
+def _prepare(module: nn.Module, blocks: Blocks, plan: Plan) -> list[str]:
+    """Recompute and compile each block; with tp the compiled one is what runs again."""
+    eager: dict[str, str] = {}
+    paths = {id(module.get_submodule(path)): path for path in reversed(blocks.paths)}
+    for path in paths.values():
+        block = module.get_submodule(path)
+        if plan.compile and plan.tp > 1:
+            reason = _compile_cut(block, path, blocks)
+            eager |= {path: reason} if reason else {}
         if plan.remat != "none":
             recompute_block(block, plan.remat)
-        if plan.compile:
+        if plan.compile and plan.tp == 1:
             block.forward = torch.compile(block.forward)
+    first = next(iter(eager), "")
+    return (
+        [f"compile leaves {len(eager)} of {len(paths)} blocks as they are: '{first}': {eager[first]}"] if eager else []
+    )
+
+
+def _compile_cut(block: nn.Module, path: str, blocks: Blocks) -> str:
+    """Compile a block whose weights may be cut; returns why it stays as it is, if it does."""
+    if any(other.startswith(f"{path}.") for other in blocks.paths):
+        return "there are blocks inside it, which are compiled"
+    reason = why_eager(block)
+    if not reason:
+        compile_block(block, path)
+    return reason
 
 
 def _without_effect(blocks: Blocks, plan: Plan) -> list[str]:

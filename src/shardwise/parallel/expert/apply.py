@@ -128,14 +128,19 @@ class ExpertParallel:
         return torch.Size([self.experts[name], *share[1:]]) if name in self.experts else share
 
 
-def install(module: nn.Module, experts: ExpertParallel, device: torch.device) -> None:
-    """Let each module of experts send its tokens to the ranks that hold them. Collective."""
+def install(module: nn.Module, experts: ExpertParallel, device: torch.device, *, traced: bool = False) -> None:
+    """Let each module of experts send its tokens to the ranks that hold them. Collective.
+
+    traced  a compiler goes through the blocks: it leaves experts and the way to them alone, since the number of rows
+            is another in each step
+    """
     events = [f"the experts '{stack.path}'" for stack in experts.stacks]
     trail = Trail(experts.axis, [*events, _END], device, why=_WHY)
     module.register_forward_hook(lambda m, a, o: trail.mark(_END))
     for stack in experts.stacks:
         child = module.get_submodule(stack.path)
-        child.forward = _dispatched(child, stack, experts.axis, trail)
+        dispatched = _dispatched(child, stack, experts.axis, trail)
+        child.forward = torch.compiler.disable(dispatched) if traced else dispatched
 
 
 def _dispatched(child: nn.Module, stack: Stack, axis: Axis, trail: Trail) -> Any:
