@@ -12,6 +12,7 @@ bytes moved, messages, and the peak of live bytes are those of that very rank.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -226,6 +227,8 @@ class _Rehearsal:
             self.found.conv_flops += part.conv_flops
             self.found.moved += part.moved
             self.found.kernels += part.kernels
+            self.found.calls += part.calls
+            self.found.work.update(part.work)
         return self.found
 
     def _play(
@@ -343,6 +346,7 @@ class _Rehearsal:
         found = self.found
         found.parameters = sum(p.numel() for p in held.values())
         found.tensors = len(held)
+        found.sizes = Counter(p.numel() for p in held.values() if p.requires_grad)
         found.gradients = sum(p.numel() * p.element_size() for p in held.values() if p.requires_grad)
         found.buffers_bytes = sum(b.numel() * b.element_size() for b in model.buffers())
         found.units = [sum(p.numel() for p in model.get_submodule(path).parameters()) for path in self.blocks.paths]

@@ -15,7 +15,7 @@ from shardwise.layout.dealing import deal
 from shardwise.planner.candidates import MICRO_BATCHES, Constraints, divisors
 from shardwise.planner.propose import Subject
 from shardwise.planner.shares import Cuts, Looks, Shares
-from shardwise.planner.tracing import batch_bytes, one_sample, optimizer_state, trace
+from shardwise.planner.tracing import batch_bytes, one_sample, trace, update_of
 from shardwise.simulator.cut import memory_of_ranks, refuse, simulate_cut
 from shardwise.simulator.forecast import Forecast
 from shardwise.simulator.quick import Quick
@@ -49,7 +49,7 @@ def traced_subject(
     if global_batch is None:
         global_batch = default_samples(task)
     batch = global_batch
-    state, sample = optimizer_state(task), one_sample(task)
+    state, sample = update_of(task), one_sample(task)
 
     whole = batch_bytes(sample) if task.batch is not None else 0.0
 

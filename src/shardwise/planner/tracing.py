@@ -26,6 +26,7 @@ from shardwise.engine.groups import named_groups
 from shardwise.errors import InputError
 from shardwise.memory.live import LiveBytes
 from shardwise.memory.recompute import recompute_block
+from shardwise.simulator.traced import Update
 from shardwise.task import Task
 from shardwise.trace.blocks import find_blocks
 
@@ -58,9 +59,12 @@ class Trace:
     attention    (batch x heads, queries, keys, width, backward?) -> how often
     conv_flops   of convolutions
     moved        bytes that all other ops read and write
+    work         (op, bytes, or FLOPs of convolutions and attention) -> how often, of all but products
     kernels      ops that compute something
+    calls        ops, views among them
     peak         the most live bytes beyond parameters, inputs and their summed gradients
     tensors      parameter tensors
+    sizes        elements of a trainable one -> how many
     units        parameters of each repeated block, and of the rest
     """
 
@@ -70,11 +74,14 @@ class Trace:
     units: list[int] = field(default_factory=list)
     rest: int = 0
     tensors: int = 0
+    sizes: Counter[int] = field(default_factory=Counter)
     products: Counter[tuple[int, int, int]] = field(default_factory=Counter)
     attention: Counter[tuple[int, int, int, int, bool]] = field(default_factory=Counter)
     conv_flops: float = 0.0
     moved: float = 0.0
+    work: Counter[tuple[str, float]] = field(default_factory=Counter)
     kernels: int = 0
+    calls: int = 0
     peak: int = 0
     gradients: int = 0
 
@@ -99,6 +106,9 @@ class Count(TorchDispatchMode):
         if any(getattr(kind, "observes_inside", False) for kind in types):
             return NotImplemented  # a share of a tensor: what its rule does is counted
         out = func(*args, **(kwargs or {}))
+        if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(out)):
+            return out  # a question, such as where a tensor lies
+        self.trace.calls += 1
         packet = func._overloadpacket
         if packet in (_ATEN.mm, _ATEN.addmm):
             a, b = args[-2:] if packet is _ATEN.addmm else args[:2]
@@ -110,8 +120,8 @@ class Count(TorchDispatchMode):
             self._attend(args, packet in _SDPA_BACK)
         elif packet in (_ATEN.convolution, _ATEN.convolution_backward, _ATEN._convolution):
             self._convolve(packet, args, out)
-        elif packet.__name__.split(".")[-1] not in _VIEWS:
-            self._stream(args, out)
+        elif packet.__name__ not in _VIEWS:
+            self._stream(packet.__name__, args, out)
         return out
 
     def _product(self, batch: int, m: int, n: int, k: int) -> None:
@@ -122,25 +132,35 @@ class Count(TorchDispatchMode):
         q, k = (args[1], args[2]) if back else (args[0], args[1])
         batch, heads, queries, width = q.shape
         self.trace.attention[batch * heads, queries, k.shape[2], width, back] += 1
+        flops = 4.0 * batch * heads * queries * k.shape[2] * width * (2.5 if back else 1.0)
+        self.trace.work["attention_backward" if back else "attention", flops] += 1
         self.trace.kernels += 1
 
     def _convolve(self, packet: Any, args: tuple, out: Any) -> None:
         self.trace.kernels += 1
-        if packet is _ATEN.convolution_backward:
+        back = packet is _ATEN.convolution_backward
+        if back:
             grad, _, weight = args[:3]
             wanted = sum(bool(flag) for flag in args[10][:2])
-            self.trace.conv_flops += wanted * 2.0 * grad.numel() * weight.numel() / weight.shape[0]
+            flops = wanted * 2.0 * grad.numel() * weight.numel() / weight.shape[0]
         else:
             weight = args[1]
             transposed = bool(args[6])
             cells = args[0].numel() if transposed else out.numel()
-            self.trace.conv_flops += 2.0 * cells * weight.numel() / weight.shape[0]
-        self._stream(args, out)
+            flops = 2.0 * cells * weight.numel() / weight.shape[0]
+        self.trace.conv_flops += flops
+        self.trace.work["convolution_backward" if back else "convolution", flops] += 1
+        self.trace.moved += _bytes(args, out)
 
-    def _stream(self, args: Any, out: Any) -> None:
-        leaves = [leaf for leaf in pytree.tree_leaves((args, out)) if isinstance(leaf, torch.Tensor)]
-        self.trace.moved += sum(leaf.numel() * leaf.element_size() for leaf in leaves)
+    def _stream(self, name: str, args: Any, out: Any) -> None:
+        moved = _bytes(args, out)
+        self.trace.moved += moved
+        self.trace.work[name, float(moved)] += 1
         self.trace.kernels += 1
+
+
+def _bytes(*values: Any) -> int:
+    return sum(leaf.numel() * leaf.element_size() for leaf in pytree.tree_leaves(values) if torch.is_tensor(leaf))
 
 
 @contextmanager
@@ -265,19 +285,26 @@ def drop(parameter: torch.Tensor) -> None:
     parameter.grad = None
 
 
-def optimizer_state(task: Task) -> float:
-    """Elements of state that the task's optimizer keeps for one parameter element, seen on a small tensor."""
+def update_of(task: Task) -> Update:
+    """What the task's optimizer keeps and does for one tensor, seen on small ones."""
     parameter, other = nn.Parameter(torch.zeros(64, 64)), nn.Parameter(torch.zeros(64))
     optimizer = task.optimizer(named_groups([parameter, other]))
     parameter.grad, other.grad = torch.ones_like(parameter), torch.ones_like(other)
     optimizer.step()
     state = optimizer.state.get(parameter, {})
-    return sum(v.numel() for v in state.values() if isinstance(v, torch.Tensor) and v.dim()) / parameter.numel()
+    held = sum(v.numel() for v in state.values() if isinstance(v, torch.Tensor) and v.dim()) / parameter.numel()
+    other.grad = None
+    seen = Trace(1)
+    with Count(seen):
+        optimizer.step()
+    work = [(name, size / parameter.numel()) for (name, size), times in seen.work.items() for _ in range(times)]
+    return Update(held, tuple(work), seen.calls)
 
 
 def _sizes(model: nn.Module, found: Trace) -> None:
     found.parameters = sum(p.numel() for p in model.parameters())
     found.tensors = len(list(model.parameters()))
+    found.sizes = Counter(p.numel() for p in model.parameters() if p.requires_grad)
     found.gradients = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     found.buffers_bytes = sum(b.numel() * b.element_size() for b in model.buffers())
     paths = find_blocks(model).paths

@@ -25,6 +25,8 @@ from shardwise.simulator.traced import (
     Model,
     compute_seconds,
     data_seconds,
+    engine_seconds,
+    kernels_of,
     memory,
     optimizer_seconds,
     peak_of,
@@ -70,9 +72,8 @@ def simulate_cut(
     """One optimizer step. `ranks`: models whose traces are `CountedRank`s."""
     refuse(layout)
     dtype = {"fp32": "fp32", "fp64": "fp32"}.get(precision, "bf16")
-    op_us = cluster.device.op_us
-    kernels = Kernels(cluster.device, op_us.value if op_us is not None else software.launch_us, dtype)
-    wire, states = Wire(cluster), policy(precision, ranks[0].state_elements)
+    kernels, added = kernels_of(cluster, layout, software, dtype)
+    wire, states = Wire(cluster), policy(precision, ranks[0].update.state_elements)
     work, sent = _ops(ranks, layout, kernels, software, wire)
     last = max(stage for _, stage in work)
     own = [_of_rank(rank, work) for rank in ranks]
@@ -106,6 +107,7 @@ def simulate_cut(
         data_seconds(rank, layout, micro, wire, states, software)[0] for rank in ranks
     )
     parts["optimizer"] = max(optimizer_seconds(rank, layout, kernels, states) for rank in ranks)
+    parts |= engine_seconds(ranks[0], layout, added)
     if cluster.device.kind != "cpu":
         parts["slowest device, clocks and gaps"] = (GAPS - 1) * sum(parts.values())
     correction = cluster.device.correction.value if cluster.device.correction is not None else 1.0

@@ -15,6 +15,7 @@ from shardwise.costs.block import EAGER
 from shardwise.costs.kernels import Kernels
 from shardwise.costs.layout import Layout
 from shardwise.costs.memory import Ledger
+from shardwise.costs.overhead import Overhead, events, overhead_of
 from shardwise.costs.software import STATES, Software, States
 from shardwise.costs.wire import Group, Wire
 from shardwise.simulator.events import Op, run
@@ -49,6 +50,9 @@ class Counted(Protocol):
     def tensors(self) -> int: ...
 
     @property
+    def sizes(self) -> Mapping[int, int]: ...
+
+    @property
     def products(self) -> Mapping[tuple[int, int, int], int]: ...
 
     @property
@@ -64,6 +68,12 @@ class Counted(Protocol):
     def kernels(self) -> int: ...
 
     @property
+    def work(self) -> Mapping[tuple[str, float], int]: ...
+
+    @property
+    def calls(self) -> int: ...
+
+    @property
     def peak(self) -> int: ...
 
     @property
@@ -71,12 +81,25 @@ class Counted(Protocol):
 
 
 @dataclass(frozen=True)
+class Update:
+    """An optimizer's step for one tensor: elements of state it keeps and ops it runs, for each element of the tensor.
+
+    work   (op, bytes it moves for each element)
+    calls  ops, views among them
+    """
+
+    state_elements: float = 2.0
+    work: tuple[tuple[str, float], ...] = ()
+    calls: int = OPTIMIZER_OPS
+
+
+@dataclass(frozen=True)
 class Model:
-    """Traces of two numbers of samples under one recompute policy, the optimizer's state, the batch."""
+    """Traces of two numbers of samples under one recompute policy, the optimizer's step, the batch."""
 
     one: Counted
     two: Counted
-    state_elements: float
+    update: Update
     name: str = ""
     batch_bytes: float = 0.0  # of one sample, where every rank makes the global batch
 
@@ -104,6 +127,9 @@ class Model:
 def compute_seconds(trace: Counted, kernels: Kernels, software: Software) -> float:
     """All ops of a trace, one after another."""
     seconds = sum(times * kernels.product(m, n, k) for (m, n, k), times in trace.products.items())
+    if kernels.ops is not None:
+        work = sum(times * kernels.ops.seconds(*op) for op, times in trace.work.items())
+        return seconds + work + trace.calls * kernels.call_s
     for (rows, queries, keys, width, back), times in trace.attention.items():
         if kernels.device.kind == "cpu":
             work = 4.0 * rows * queries * keys * width * (2.5 if back else 1.0)
@@ -124,7 +150,7 @@ def policy(precision: str, state_elements: float) -> States:
 
 def memory(model: Model, layout: Layout, precision: str) -> Ledger:
     """Bytes on one rank: what rests, and the peak of a micro-batch."""
-    count, states = model.one.parameters, policy(precision, model.state_elements)
+    count, states = model.one.parameters, policy(precision, model.update.state_elements)
     share, zero = 1.0 / layout.shard, layout.zero
     terms = {
         "weights": count * states.weight * (share if zero >= 3 else 1.0),
@@ -156,14 +182,14 @@ def simulate_traced(
 ) -> Forecast:
     """One optimizer step over replicas and ZeRO shards."""
     dtype = {"fp32": "fp32", "fp64": "fp32"}.get(precision, "bf16")
-    op_us = cluster.device.op_us
-    kernels = Kernels(cluster.device, op_us.value if op_us is not None else software.launch_us, dtype)
+    kernels, added = kernels_of(cluster, layout, software, dtype)
     wire = Wire(cluster)
     micro = model.seconds(layout.micro_batch, kernels, software)
-    states = policy(precision, model.state_elements)
+    states = policy(precision, model.update.state_elements)
     data, timeline = data_seconds(model, layout, micro, wire, states, software)
     optimizer = optimizer_seconds(model, layout, kernels, states)
     parts = {"compute": layout.n_micro * micro, "data-parallel communication": data, "optimizer": optimizer}
+    parts |= engine_seconds(model, layout, added)
     if cluster.device.kind != "cpu":
         parts["slowest device, clocks and gaps"] = (GAPS - 1) * sum(parts.values())
     correction = cluster.device.correction.value if cluster.device.correction is not None else 1.0
@@ -182,6 +208,20 @@ def simulate_traced(
     if cluster.device.correction is not None:
         forecast.basis["correction"] = f"x {correction:.3g}, {cluster.device.correction.source}"
     return forecast
+
+
+def kernels_of(cluster: Cluster, layout: Layout, software: Software, dtype: str) -> tuple[Kernels, Overhead]:
+    """Kernels on the cluster's device, and what the host adds under the layout's techniques."""
+    device, added = cluster.device, overhead_of(cluster.device, layout)
+    if device.ops:  # measured as they are called, one by one
+        return Kernels(device, 0.0, dtype, added.call), added
+    return Kernels(device, device.op_us.value if device.op_us is not None else software.launch_us, dtype), added
+
+
+def engine_seconds(model: Model, layout: Layout, added: Overhead) -> dict[str, float]:
+    """What a step costs beyond its ops, by name; nothing where it was not measured."""
+    seconds = added.step + added.event * events(layout, len(model.one.units))
+    return {"engine": seconds} if seconds else {}
 
 
 def data_seconds(
@@ -209,8 +249,14 @@ def data_seconds(
 
 def optimizer_seconds(model: Model, layout: Layout, kernels: Kernels, states: States) -> float:
     """The update of what this rank holds."""
+    over = layout.shard if layout.zero else 1
+    if kernels.ops is not None:
+        ops, work = kernels.ops, model.update.work
+        each = {size: sum(ops.seconds(name, size / over * wide) for name, wide in work) for size in model.one.sizes}
+        calls = model.update.calls * kernels.call_s
+        return sum(times * (each[size] + calls) for size, times in model.one.sizes.items())
     moved = 2 * states.gradient + 2 * (states.master or states.weight) + 2 * states.optimizer
-    held = model.one.parameters / (layout.shard if layout.zero else 1)
+    held = model.one.parameters / over
     seconds = kernels.stream(held * moved * EAGER, OPTIMIZER_OPS)
     if kernels.device.kind == "cpu":  # there, an optimizer goes from tensor to tensor
         seconds += model.one.tensors * OPTIMIZER_OPS * kernels.launch_us * 1e-6
