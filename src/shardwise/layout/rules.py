@@ -65,12 +65,6 @@ RULES: tuple[Rule, ...] = (
         lambda p: p.dp_shard % p.ep != 0,
     ),
     Rule(
-        "tp_overlap with sp",
-        "not built",
-        "what is begun early is an all-reduce, and sp takes reduce-scatters whose shape is known later",
-        lambda p: p.tp_overlap and p.sp,
-    ),
-    Rule(
         "sp, tp_overlap or tp_whole with tp = 1",
         "illegal",
         "they say how tp cuts, and there is nothing to cut over: give tp its degree",
