@@ -6,6 +6,7 @@ from collections import OrderedDict
 from functools import partial
 from typing import Any
 
+import architectures
 import pytest
 import torch
 import torch.nn.functional as F
@@ -51,6 +52,13 @@ def test_equal_to_one_process(name: str, plan: str, pool: RankPool) -> None:
 @pytest.mark.parametrize(("name", "plan"), LONG)
 def test_equal_to_one_process_in_full(name: str, plan: str, pool: RankPool) -> None:
     parity = verify(f"shardwise.models.tasks:{name}", plan, clip_norm=0.5, pool=pool, timeout_s=240)
+    assert parity.parity, parity.text()
+
+
+def test_norms_over_all_heads_are_cut_with_their_weights(pool: RankPool) -> None:
+    cuts = cuts_of(architectures.olmo2(), "tp=2").cuts
+    assert {"model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.q_norm.weight"} <= set(cuts)
+    parity = verify("architectures:olmo2", "tp=2,sp=true", clip_norm=0.5, pool=pool, timeout_s=120)
     assert parity.parity, parity.text()
 
 

@@ -41,7 +41,8 @@ def reduce(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> boo
     if labels is None:
         return True
     over = [d for d in dims if labels.shape[d] > 1]
-    summable = axes.in_loss and short in _SMALL
+    statistic = short in ("sum", "mean") and len(dims) == 1 and bool(bound.get("keepdim"))  # of a norm, over all
+    summable = (axes.in_loss and short in _SMALL) or statistic
     if summable and over and len(over) == sum(n > 1 for n in labels.shape):
         return True  # one small collective gives the whole result
     labels = axes.unite_along(labels, over)
