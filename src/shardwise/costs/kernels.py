@@ -108,6 +108,14 @@ class Kernels:
         """`kernels` launches that move `size_bytes` between them."""
         return size_bytes / self.bandwidth + kernels * self.launch_us * 1e-6
 
+    def convolution(self, kind: str, cells: float, out: float, deep: float) -> float | None:
+        """A "conv" or "conv_backward" by the measured table of this very device, None without one.
+
+        cells: samples times positions; out: channels; deep: inputs of one output, channels times the kernel's area.
+        """
+        table = measured_products(self.device.products, kind) if self.device.products else None
+        return table.seconds(cells, out, deep) if table is not None and cells > 0 else None
+
     @property
     def ops(self) -> OpTable | None:
         """Ops measured one by one on this very device."""

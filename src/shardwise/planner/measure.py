@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import date
 from functools import partial
+from itertools import product
 from statistics import median
 from typing import Any
 
@@ -29,7 +30,7 @@ import torch.distributed as dist
 from shardwise.cluster import Cluster, Device, Figure, Tier
 from shardwise.comm.collectives import Axis, all_gather, all_reduce, reduce_scatter
 from shardwise.device import pick_device, synchronize
-from shardwise.planner.op_times import op_times
+from shardwise.planner.op_times import convolution_times, op_times, product_times
 from shardwise.planner.overheads import overheads, step_times
 from shardwise.ranks import launch
 
@@ -77,16 +78,14 @@ def _memory_bytes(device: torch.device) -> float:
 
 
 def _products(device: torch.device) -> list[tuple[str, int, int, int, float]]:
-    dtypes = {"fp32": torch.float32} if device.type == "cpu" else {"fp32": torch.float32, "bf16": torch.bfloat16}
-    sides = SIDES if device.type == "cpu" else CUDA_SIDES
+    if device.type == "cpu":
+        return product_times(SIDES) + convolution_times()
     rows = []
-    for name, dtype in dtypes.items():
-        for m in sides:
-            for n in sides:
-                for k in sides:
-                    a = torch.randn(m, k, device=device, dtype=dtype)
-                    b = torch.randn(k, n, device=device, dtype=dtype)
-                    rows.append((name, m, n, k, 1e6 * seconds(partial(torch.matmul, a, b), device, BUDGET_S / 3)))
+    for name, dtype in {"fp32": torch.float32, "bf16": torch.bfloat16}.items():
+        for m, n, k in product(CUDA_SIDES, repeat=3):
+            a = torch.randn(m, k, device=device, dtype=dtype)
+            b = torch.randn(k, n, device=device, dtype=dtype)
+            rows.append((name, m, n, k, 1e6 * seconds(partial(torch.matmul, a, b), device, BUDGET_S / 3)))
     return rows
 
 
@@ -170,7 +169,8 @@ def _cluster(results: list[dict[str, Any]]) -> Cluster:
     ops = tuple(slowest("ops")) if "ops" in first else ()
     rates = {"fp32": 0.0, "bf16": 0.0}
     for dtype, m, n, k, us in products:
-        rates[dtype] = max(rates[dtype], 2e-6 * m * n * k / us)
+        if dtype in rates:
+            rates[dtype] = max(rates[dtype], 2e-6 * m * n * k / us)
     best = figure(rates["bf16"] or rates["fp32"])
     collectives = tuple(slowest("collectives"))
     reduced = [(2 * (p - 1) / p * size / us / 1e3, size, us) for op, p, size, us in collectives if op == "all_reduce"]

@@ -1,4 +1,4 @@
-"""Ops of a forward and backward, timed one by one over sizes, as a step calls them.
+"""Ops of a forward and backward on a CPU, timed one by one over sizes, as a step calls them.
 
 A step keeps what its forward makes, so outputs are held until a dozen megabytes are full and inputs are taken in turn:
 an op that writes into memory still in the cache would look faster than it is.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from statistics import median
 
 import torch
@@ -20,14 +21,21 @@ ATEN = torch.ops.aten
 ELEMENTS = (2**8, 2**13, 2**17, 2**20)
 HELD_BYTES = 12 * 2**20
 BUDGET_S = 0.012  # for one op of one size, after a first round
+CONV_FLOPS = 1.5e9  # of the largest convolution that is timed
 WIDTH = 64  # of rows that are normalised, multiplied by a vector, looked up
 
 Made = Sequence[Tensor]
 Row = tuple[str, float, float]
+Product = tuple[str, int, int, int, float]
 
 
 def _rows(count: int) -> Tensor:
     return torch.randn(max(1, count // WIDTH), WIDTH)
+
+
+def _image(count: int) -> Tensor:
+    side = 2 * max(1, round((count / 8) ** 0.5) // 2)
+    return torch.randn(1, 8, side, side)
 
 
 def _normal(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -113,6 +121,40 @@ OPS: dict[str, tuple[Callable[[int], Made], Callable[..., object]]] = {
         lambda n: (_rows(n), torch.randint(256, (max(1, n // WIDTH),))),
         lambda g, i: ATEN.embedding_dense_backward(g, i, 256, -1, False),
     ),
+    "_safe_softmax": (lambda n: (_rows(n),), lambda x: ATEN._safe_softmax(x, -1)),
+    "div_": (lambda n: (_rows(n),), lambda a: ATEN.div_(a, 1.001)),
+    "cos": (lambda n: (_rows(n),), ATEN.cos),
+    "sin": (lambda n: (_rows(n),), ATEN.sin),
+    "cumsum": (lambda n: (_rows(n),), lambda x: ATEN.cumsum(x, -1)),
+    "stack": (lambda n: (_rows(n), _rows(n)), lambda a, b: ATEN.stack([a, b])),
+    "slice_backward": (
+        lambda n: (_rows(n),),
+        lambda g: ATEN.slice_backward(g, [g.shape[0], 2 * WIDTH], 1, 0, WIDTH, 1),
+    ),
+    "gather": (
+        lambda n: ((x := _rows(n)), torch.zeros(len(x), 1, dtype=torch.long)),
+        lambda x, i: ATEN.gather(x, 1, i),
+    ),
+    "index": (
+        lambda n: ((x := _rows(n)), torch.randint(len(x), (len(x),))),
+        lambda x, i: ATEN.index(x, [i]),
+    ),
+    "max_pool2d_with_indices": (lambda n: (_image(n),), lambda x: ATEN.max_pool2d_with_indices(x, [2, 2], [2, 2])),
+    "avg_pool2d": (lambda n: (_image(n),), lambda x: ATEN.avg_pool2d(x, [2, 2], [2, 2])),
+    "upsample_nearest2d": (
+        lambda n: (_image(n // 4),),
+        lambda x: ATEN.upsample_nearest2d(x, [2 * x.shape[2], 2 * x.shape[3]]),
+    ),
+    "upsample_nearest2d_backward": (
+        lambda n: (_image(n),),
+        lambda g: ATEN.upsample_nearest2d_backward(
+            g, [2 * (g.shape[2] // 2), 2 * (g.shape[3] // 2)], [1, 8, g.shape[2] // 2, g.shape[3] // 2]
+        ),
+    ),
+    "upsample_bilinear2d": (
+        lambda n: (_image(n // 4),),
+        lambda x: ATEN.upsample_bilinear2d(x, [2 * x.shape[2], 2 * x.shape[3]], False),
+    ),
     "addcmul_": (lambda n: (_rows(n), _rows(n), _rows(n)), ATEN.addcmul_),
     "addcdiv_": (lambda n: (_rows(n), _rows(n), _rows(n).abs() + 1), ATEN.addcdiv_),
     "lerp_": (lambda n: (_rows(n), _rows(n)), lambda a, b: ATEN.lerp_(a, b, 0.1)),
@@ -132,7 +174,7 @@ def typical(call: Callable[[], object], budget_s: float = BUDGET_S) -> float:
     return median(times)
 
 
-def held(inputs: Callable[[], Made], call: Callable[..., object]) -> tuple[float, float]:
+def held(inputs: Callable[[], Made], call: Callable[..., object], budget_s: float = BUDGET_S) -> tuple[float, float]:
     """Bytes that one call moves, and its seconds while outputs are kept and inputs change."""
     first = inputs()
     out = call(*first)
@@ -144,7 +186,7 @@ def held(inputs: Callable[[], Made], call: Callable[..., object]) -> tuple[float
     def round_of() -> list[object]:
         return [call(*sets[i % len(sets)]) for i in range(count)]
 
-    return float(size), typical(round_of) / count
+    return float(size), typical(round_of, budget_s) / count
 
 
 def op_times() -> list[Row]:
@@ -155,7 +197,7 @@ def op_times() -> list[Row]:
             for count in ELEMENTS:
                 size, took = held(partial(inputs, count), call)
                 rows.append((name, size, 1e6 * took))
-        return rows + _attention() + _convolutions()
+        return rows + _attention()
 
 
 def _attention() -> list[Row]:
@@ -173,14 +215,37 @@ def _attention() -> list[Row]:
     return rows
 
 
-def _convolutions() -> list[Row]:
-    """By FLOPs: 3 x 3 over square fields."""
-    rows: list[Row] = []
-    for channels, side in ((8, 8), (16, 16), (32, 32), (64, 64)):
-        x, w = torch.randn(1, channels, side, side), torch.randn(channels, channels, 3, 3)
+def product_times(sides: Sequence[int]) -> list[Product]:
+    """(fp32, m, n, k, microseconds): the mean of the three products that a linear layer runs in a step.
+
+    Forward multiplies with a transposed weight, backward by the weight and by transposed inputs.
+    """
+    rows: list[Product] = []
+    for m, n, k in product(sides, repeat=3):
+        ways = (
+            lambda m=m, n=n, k=k: (torch.randn(m, k), torch.randn(n, k).t()),
+            lambda m=m, n=n, k=k: (torch.randn(m, k), torch.randn(k, n)),
+            lambda m=m, n=n, k=k: (torch.randn(k, m).t(), torch.randn(k, n)),
+        )
+        took = [held(way, ATEN.mm, BUDGET_S / 3)[1] for way in ways]
+        rows.append(("fp32", m, n, k, 1e6 * sum(took) / 3))
+    return rows
+
+
+def convolution_times() -> list[Product]:
+    """(conv or conv_backward, cells, channels out, 9 x channels in, microseconds) of 3 x 3 over square fields."""
+    rows: list[Product] = []
+    for side, outward, inward in product((8, 32, 128), (8, 32, 128), (8, 32, 128)):
+        cells, deep = side * side, 9 * inward
+        if 2.0 * cells * outward * deep > CONV_FLOPS:
+            continue
+        x, w, g = (
+            torch.randn(1, inward, side, side),
+            torch.randn(outward, inward, 3, 3),
+            torch.randn(1, outward, side, side),
+        )
         shape = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
-        flops = 2.0 * x.numel() * w.numel() / channels
-        back = partial(ATEN.convolution_backward, x, x, w, [channels], *shape, [True, True, True])
-        rows.append(("convolution", flops, 1e6 * typical(partial(ATEN.convolution, x, w, None, *shape))))
-        rows.append(("convolution_backward", 2 * flops, 1e6 * typical(back)))
+        back = partial(ATEN.convolution_backward, g, x, w, [outward], *shape, [True, True, True])
+        rows.append(("conv", cells, outward, deep, 1e6 * typical(partial(ATEN.convolution, x, w, None, *shape))))
+        rows.append(("conv_backward", cells, outward, deep, 1e6 * typical(back)))
     return rows

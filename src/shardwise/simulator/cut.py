@@ -21,9 +21,10 @@ from shardwise.simulator.forecast import Forecast
 from shardwise.simulator.pipeline import play, schedule
 from shardwise.simulator.step import GAPS
 from shardwise.simulator.traced import (
+    BALANCED,
     Counted,
     Model,
-    compute_seconds,
+    between,
     data_seconds,
     engine_seconds,
     kernels_of,
@@ -125,6 +126,8 @@ def simulate_cut(
         "data ranks": wire.basis("all_reduce", Group(layout.dp, layout.tp)),
         "work": f"{len(ranks)} rank(s) that differ, each rehearsed on fake tensors",
     }
+    if any(rank.one.balanced for rank in ranks):
+        forecast.basis["routing"] = BALANCED
     return forecast
 
 
@@ -142,8 +145,8 @@ def _ops(
     for rank in ranks:
         one, two = _seen(rank)
         for key in one.ops:
-            both = [compute_seconds(trace.ops[key], kernels, software) for trace in (one, two)]
-            work[key] = max(work.get(key, 0.0), rank.linear(both[0], both[1], layout.micro_batch))
+            seconds = between(one.ops[key], two.ops[key], layout.micro_batch, kernels, software)
+            work[key] = max(work.get(key, 0.0), seconds)
             both = [talk(trace, key) for trace in (one, two)]
             sent[key] = max(sent.get(key, 0.0), rank.linear(both[0], both[1], layout.micro_batch))
     return work, sent
