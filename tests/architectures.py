@@ -131,6 +131,11 @@ def qwen3() -> Task:
     return language("Qwen3ForCausalLM", "Qwen3Config", **GROUPED, tie_word_embeddings=True)
 
 
+def olmo2() -> Task:
+    """Norms of queries and keys over all heads together."""
+    return language("Olmo2ForCausalLM", "Olmo2Config", **{**SIZES, "num_key_value_heads": 2})
+
+
 def gemma3() -> Task:
     return language("Gemma3ForCausalLM", "Gemma3TextConfig", **GROUPED, sliding_window=3, query_pre_attn_scalar=8)
 

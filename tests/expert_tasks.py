@@ -69,6 +69,33 @@ def frozen() -> Task:
     return task(Frozen)
 
 
+class Shared(Net):
+    """One module of experts in every layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1].experts = self.layers[0].experts
+
+
+def shared_experts() -> Task:
+    return task(Shared)
+
+
+class Late(Net):
+    """A layer of its own before those with experts, for a stage that holds none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(WIDTH, 40), nn.Tanh(), nn.Linear(40, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.first(x))
+
+
+def dense_at_first() -> Task:
+    return task(Late)
+
+
 class Biased(nn.Module):
     """Batched products, weights taken by a counter of experts, a bias each, a norm that all experts share."""
 

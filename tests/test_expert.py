@@ -15,6 +15,8 @@ from shardwise import Plan, Task, parallelize, verify
 from shardwise.comm import Axis
 from shardwise.engine.forward import Forward
 from shardwise.errors import RefusedPlan, RunError
+from shardwise.layout.plan import SCHEDULES
+from shardwise.layout.schedules import SPLIT
 from shardwise.models import tasks
 from shardwise.models.moe import Experts, MoEConfig, MoEDecoder, Router
 from shardwise.parallel.expert import find_experts
@@ -32,13 +34,26 @@ CASES = [
     ("expert_tasks:only_the_first", "dp_shard=2,ep=2,zero=1,remat=full"), ("expert_tasks:frozen", "dp_shard=2,ep=2"),
     ("expert_tasks:renamed", "dp_shard=4,ep=4,zero=0"), ("expert_tasks:dropout", "dp_shard=2,ep=2,remat=selective"),
     ("expert_tasks:few_samples", "dp_shard=2,ep=2,zero=2,accumulate=4"),
+    (MODELS + "moe", "pp=2,dp_shard=2,ep=2"), (MODELS + "moe_shared", "pp=2,dp_shard=2,ep=2,zero=1,schedule=zbh1"),
+    (MODELS + "hf_qwen2_moe", "pp=2,dp_shard=2,ep=2,zero=0,schedule=zbv"),
+    ("expert_tasks:shared_experts", "pp=2,dp_shard=2,ep=2,zero=1"),  # tied over stages
+    ("expert_tasks:shared_experts", "pp=2,dp_shard=2,ep=2,zero=3,accumulate=2"),
+    ("expert_tasks:dense_at_first", "pp=2,dp_shard=2,ep=2,stages=layers.0,zero=2,schedule=zbh2"),
+    ("expert_tasks:few_samples", "pp=2,dp_shard=2,ep=2,zero=2,microbatches=4"),
 ]  # fmt: skip
 PLANS = [
     *(f"dp_shard=2,ep=2,zero={zero}" for zero in range(4)), *(f"dp_shard=4,ep=2,zero={zero}" for zero in range(4)),
     "dp_replicate=2,dp_shard=2,ep=2", "dp_replicate=2,dp_shard=2,ep=2,zero=1,accumulate=3", "dp_shard=4,ep=4,zero=2",
     "tp=2,dp_shard=2,ep=2", "tp=2,sp=true,dp_shard=2,ep=2,zero=1", "dp_shard=2,ep=2,remat=selective,accumulate=2",
 ]  # fmt: skip
-LONG = [(MODELS + name, plan) for name in ("moe", "moe_shared", "hf_mixtral", "hf_qwen2_moe") for plan in PLANS
+STAGED = [
+    *(f"pp=2,dp_shard=2,ep=2,schedule={schedule},microbatches=4,zero={zero}" for schedule in SCHEDULES
+      for zero in ((2, 0) if schedule in SPLIT else (3, 1))),
+    "pp=2,dp_shard=2,ep=2,remat=full", "pp=2,dp_replicate=2,dp_shard=2,ep=2,accumulate=2",
+    "pp=2,dp_shard=4,ep=2,zero=1",
+    "pp=2,tp=2,dp_shard=2,ep=2,zero=1", "pp=2,tp=2,sp=true,dp_shard=2,ep=2,zero=2,schedule=zbh1",
+]  # fmt: skip
+LONG = [(MODELS + name, plan) for name in ("moe", "moe_shared", "hf_mixtral", "hf_qwen2_moe") for plan in PLANS + STAGED
         if not (name == "hf_qwen2_moe" and "ep=4" in plan)]  # fmt: skip
 
 
@@ -207,7 +222,7 @@ def states(plan: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]
 
 def test_initial_weights_do_not_depend_on_the_plan(pool: RankPool) -> None:
     alone, gradients = states("single")
-    for plan in ("dp_shard=2,ep=2", "dp_shard=4,ep=2,zero=1"):
+    for plan in ("dp_shard=2,ep=2", "dp_shard=4,ep=2,zero=1", "pp=2,dp_shard=2,ep=2"):
         for state, summed in pool.run(states, Plan.parse(plan).world_size, plan):
             assert state.keys() == alone.keys()
             assert all(torch.equal(state[name], alone[name]) for name in alone)
@@ -296,6 +311,18 @@ def test_bytes_are_the_closed_form(plan: str, pool: RankPool) -> None:
         assert by["gradients", "dp_shard"] == pytest.approx((n - 1) / n * rest, rel=0.01)
         held = by.get(("gradients", "expert_shard"), 0)
         assert held == pytest.approx((holders - 1) / holders * spread, rel=0.01)
+
+
+def test_a_stage_sends_the_tokens_of_its_own_layers_alone(pool: RankPool) -> None:
+    task, plan = moe_of_equal_parts(), "pp=2,dp_shard=2,ep=2,zero=1,microbatches=2"
+    width, moved = 4 * task.model().config.decoder.hidden, 0.0
+    for rows, received, sent in pool.run(ledger, 4, task, plan):
+        by = {(row["tag"], row["axis"]): row["received_bytes"] for row in rows}
+        assert by["experts", "ep"] == (received + sent) * (2 * width + 4)
+        assert by["control", "ep"] == 2 * 8 * (4 // 2)  # counts, twice: one layer and two micro-batches
+        moved += received
+    alone = sum(row[1] for row in pool.run(ledger, 2, task, "dp_shard=2,ep=2,zero=1,accumulate=2"))
+    assert 0 < moved == alone
 
 
 # --- the reference model

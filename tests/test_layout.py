@@ -299,8 +299,9 @@ def test_buckets_hold_every_element_once(sizes: list[int], cap: int, ranks: int,
 
 
 TRIGGERS: dict[str, list[str]] = {
-    "compile with tp > 1": ["tp=2,compile=true"],
-    "tp_overlap with sp": ["tp=2,sp=true,tp_overlap=true"],
+    "compile with tp > 1 and remat = selective": ["tp=2,compile=true,remat=selective"],
+    "compile with tp > 1 and ep > 1": ["tp=2,dp_shard=2,ep=2,compile=true"],
+    "compile with a schedule that splits backwards": ["pp=2,schedule=zbh1,compile=true"],
     "sp, tp_overlap or tp_whole with tp = 1": ["sp=true", "tp_overlap=true", "tp_whole=blocks.*"],
     "schedule with pp = 1": ["schedule=1f1b"],
     "microbatches > 1 with pp = 1": ["microbatches=2"],
@@ -318,8 +319,6 @@ TRIGGERS: dict[str, list[str]] = {
     "cp > 1": ["cp=2"],
     "cp_ulysses > 1": ["cp_ulysses=2"],
     "ep that does not divide dp_shard": ["ep=2", "dp_shard=4,ep=3"],
-    "ep with pp > 1": ["pp=2,dp_shard=2,ep=2"],
-    "compile with ep > 1": ["dp_shard=2,ep=2,compile=true"],
     "domain > 1": ["domain=1x2"],
     "offload": ["offload=optimizer"],
     "zero >= 1 with dp_shard = 1": ["zero=1", "zero=3,dp_replicate=2"],
@@ -332,8 +331,10 @@ ACCEPTED = [
     "dp_replicate=2,dp_shard=2", "dp_replicate=2,dp_shard=2,zero=1", "dp_shard=2,wrap=Block", "precision=fp64",
     "precision=fp16,reduce_dtype=fp16", "precision=bf16", "precision=bf16,reduce_dtype=bf16", "precision=bf16-full",
     "accumulate=3", "remat=full", "remat=selective", "compile=true",
+    "tp=2,sp=true,tp_overlap=true",
+    "tp=2,sp=true,compile=true,remat=full", "dp_shard=2,ep=2,compile=true", "pp=2,dp_shard=2,ep=2,compile=true",
     "pp=2", "pp=4,schedule=zbv", "pp=2,stages=head", "pp=2,dp_shard=2", "pp=2,dp_shard=2,zero=2,schedule=zbh2",
-    "dp_shard=4,ep=2", "dp_shard=2,ep=2,zero=0,tp=2,sp=true",
+    "pp=2,dp_shard=2,ep=2,schedule=zbh1,zero=1", "dp_shard=4,ep=2", "dp_shard=2,ep=2,zero=0,tp=2,sp=true",
     "pp=3,schedule=interleaved1f1b,remat=full", "pp=2,dp_shard=2,schedule=interleaved1f1b",
 ]  # fmt: skip
 
@@ -378,6 +379,7 @@ def test_every_field_is_built_or_has_a_rule() -> None:
         "dp_shard",
         "zero",
         "pp",
+        "sp",
         "accumulate",
         "precision",
         "reduce_dtype",

@@ -177,11 +177,14 @@ def _sums() -> dict[str, float]:
     whole = shares.sum(0)
     bias = torch.arange(4.0, dtype=DOUBLE)
     with torch.no_grad():
-        for sequence, early in ((False, False), (True, False), (False, True)):
+        for sequence, early in ((False, False), (True, False), (False, True), (True, True)):
             on = replace(axis, sequence=sequence, early=early)
 
             def new(on=on) -> Sum:
-                return Sum.of(shares[axis.index].clone(), on)
+                made = Sum.of(shares[axis.index].reshape(10, 4).clone(), on, rows=(2, 5)).view(2, 5, 4)
+                begun = (on.early and not on.sequence, on.early and on.sequence)
+                assert (made.pending is not None, made.coming is not None) == begun
+                return made
 
             checks = {
                 "alone": (new(), whole),
@@ -193,6 +196,7 @@ def _sums() -> dict[str, float]:
                 "bias, transposed": ((new() + bias).transpose(1, 2), (whole + bias).transpose(1, 2)),
                 "two biases": ((new() + bias) + (new() + bias), 2 * (whole + bias)),
                 "difference of biased": (new() - (new() + bias), -bias.expand(2, 5, 4)),
+                "as rows": (new().view(10, 4) * 2, 2 * whole.view(10, 4)),
                 "not linear": (new().exp(), whole.exp()),
                 "in place": (new().mul_(3).add_(1), 3 * whole + 1),
                 "beside plain": (whole + new(), 2 * whole),

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from functools import partial
 from typing import Any
 
+import architectures
 import pytest
 import torch
 import torch.nn.functional as F
@@ -30,7 +31,8 @@ CASES = [
     ("vit", "tp=2,sp=true"), ("vit", "dp_replicate=2,tp=2"), ("unet_group", "tp=2"),
     ("unet_batchnorm", "tp=2,dp_shard=2"), ("mlp_frozen_unused", "tp=2"),
     ("hf_llama", "tp=2,sp=true,dp_shard=2,zero=3"), ("hf_vit", "tp=2"), ("gpt2", "tp=2,tp_overlap=true,dp_shard=2"),
-    ("decoder", "tp=2,tp_overlap=true,remat=full"),
+    ("decoder", "tp=2,tp_overlap=true,remat=full"), ("gpt2", "tp=2,sp=true,tp_overlap=true,dp_shard=2"),
+    ("decoder_tied", "tp=3,sp=true,tp_overlap=true,remat=full"),
 ]  # fmt: skip
 LONG = [
     (name, plan)
@@ -50,6 +52,13 @@ def test_equal_to_one_process(name: str, plan: str, pool: RankPool) -> None:
 @pytest.mark.parametrize(("name", "plan"), LONG)
 def test_equal_to_one_process_in_full(name: str, plan: str, pool: RankPool) -> None:
     parity = verify(f"shardwise.models.tasks:{name}", plan, clip_norm=0.5, pool=pool, timeout_s=240)
+    assert parity.parity, parity.text()
+
+
+def test_norms_over_all_heads_are_cut_with_their_weights(pool: RankPool) -> None:
+    cuts = cuts_of(architectures.olmo2(), "tp=2").cuts
+    assert {"model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.q_norm.weight"} <= set(cuts)
+    parity = verify("architectures:olmo2", "tp=2,sp=true", clip_norm=0.5, pool=pool, timeout_s=120)
     assert parity.parity, parity.text()
 
 
@@ -347,9 +356,10 @@ def _bytes(plan: str) -> list[dict]:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("sp", [False, True])
-def test_bytes_on_the_wire(ranks: int, sp: bool, pool: RankPool) -> None:
-    rows = [r for r in pool.run(_bytes, ranks, f"tp={ranks},sp={str(sp).lower()}")[0] if r["tag"] == "activations"]
+@pytest.mark.parametrize(("sp", "overlap"), [(False, False), (True, False), (True, True)])
+def test_bytes_on_the_wire(ranks: int, sp: bool, overlap: bool, pool: RankPool) -> None:
+    plan = f"tp={ranks},sp={str(sp).lower()},tp_overlap={str(overlap).lower()}"
+    rows = [r for r in pool.run(_bytes, ranks, plan)[0] if r["tag"] == "activations"]
     assert {row["axis"] for row in rows} == {"tp"}
     received = {row["op"]: row["received_bytes"] for row in rows}
     hidden = SAMPLES * LENGTH * CONFIG.hidden * 4  # bytes of (B, S, H)
@@ -362,8 +372,9 @@ def test_bytes_on_the_wire(ranks: int, sp: bool, pool: RankPool) -> None:
     else:
         norms = (2 * CONFIG.layers + 1) * 2 * part * CONFIG.hidden * 4
         pairs = 2 * CONFIG.layers
+        apart = 3 * CONFIG.layers if overlap else 0  # q, k and v, gate and up: begun one by one, not added before
         expected = {
-            "reduce_scatter": (2 * pairs + 2) * part * hidden,
+            "reduce_scatter": (2 * pairs + 2 + apart) * part * hidden,
             # forward: before each pair and the head. Backward: the gradients after each pair, the pairs' inputs again
             # (the head's is still there), and the gradient of the table's rows
             "all_gather": (3 * pairs + 2) * part * hidden,

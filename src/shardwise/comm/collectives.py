@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from shardwise.comm.ledger import Ledger
 from shardwise.comm.observe import tagged
@@ -64,7 +66,41 @@ class Pending:
             self.work = None
 
 
+class _Traced(Pending):
+    """A collective in a program that is being written down, not run: its result is copied to where it belongs."""
+
+    def __init__(self, result: torch.Tensor, goal: torch.Tensor):
+        super().__init__(None)
+        self.result: torch.Tensor | None = result
+        self.goal = goal
+
+    def wait(self) -> None:
+        """From here on the result may be read."""
+        if self.result is not None:
+            self.goal.copy_(_functional.wait_tensor(self.result))
+            self.result = None
+
+
+_functional = torch.ops._c10d_functional
+
+
+def _is_traced(tensor: torch.Tensor) -> bool:
+    """Whether a compiler looks at what is done to this tensor, which has no values."""
+    return isinstance(tensor, FunctionalTensor | FakeTensor)
+
+
+def _name(axis: Axis) -> str:
+    assert axis.group is not None
+    return axis.group.group_name
+
+
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+def _waited(pending: Pending, wait: bool) -> Pending:
+    if wait:
+        pending.wait()
+    return pending
 
 
 def all_reduce(tensor: torch.Tensor, axis: Axis, tag: str, *, wait: bool = True, op: str = "sum") -> Pending:
@@ -72,6 +108,8 @@ def all_reduce(tensor: torch.Tensor, axis: Axis, tag: str, *, wait: bool = True,
     if axis.silent:
         axis.note(tag, "all_reduce", tensor)
         return Pending(None)
+    if _is_traced(tensor):
+        return _waited(_Traced(_functional.all_reduce(tensor, op, _name(axis)), tensor), wait)
     with tagged(tag):
         pending = Pending(dist.all_reduce(tensor, op=_OPS[op], group=axis.group, async_op=True))
     if wait:
@@ -88,6 +126,8 @@ def reduce_scatter(shard: torch.Tensor, full: torch.Tensor, axis: Axis, tag: str
     if axis.size == 1:
         shard.copy_(full)
         return Pending(None)
+    if _is_traced(full):
+        return _waited(_Traced(_functional.reduce_scatter_tensor(full, "sum", axis.size, _name(axis)), shard), wait)
     with tagged(tag):
         pending = Pending(_reduce_scatter(shard, full, group=axis.group, async_op=True))
     if wait:
@@ -105,6 +145,8 @@ def all_gather(full: torch.Tensor, shard: torch.Tensor, axis: Axis, tag: str, *,
         if full.data_ptr() != shard.data_ptr():
             full.copy_(shard)
         return Pending(None)
+    if _is_traced(shard):
+        return _waited(_Traced(_functional.all_gather_into_tensor(shard, axis.size, _name(axis)), full), wait)
     with tagged(tag):
         pending = Pending(_all_gather(full, shard, group=axis.group, async_op=True))
     if wait:

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 
 from shardwise.data.order import Order
 from shardwise.data.steps import Steps, length_of
-from shardwise.layout.dealing import Part
+from shardwise.layout.dealing import Share
 from shardwise.task import Source
 
 
-def evaluation_parts(source: Source, batch_size: int, data_rank: int = 0, data_ranks: int = 1) -> Iterator[list[Part]]:
+def evaluation_parts(source: Source, batch_size: int, data_rank: int = 0, data_ranks: int = 1) -> Iterator[list[Share]]:
     """The steps of one pass over `source`, in batches of `batch_size` samples over all ranks."""
     length = length_of(source)
     order = Order(length, shuffle=False)

@@ -24,12 +24,12 @@ from shardwise.data.prefetch import Prefetch
 from shardwise.data.steps import Steps, length_of
 from shardwise.data.workers import read_in_workers
 from shardwise.errors import InputError
-from shardwise.layout.dealing import Part
+from shardwise.layout.dealing import Share
 from shardwise.task import Source
 
 
 class Loader:
-    """Iterates the steps of a source, each a `list[Part]`, one part for each micro-batch.
+    """Iterates the steps of a source, each a `list[Share]`, one part for each micro-batch.
 
     source           what is read; only this rank's samples are
     order            an `Order`, or a seed for one
@@ -70,7 +70,7 @@ class Loader:
         self._position = start
         self._prefetch = prefetch
         self._read_timeout_s = read_timeout_s
-        self._ahead: Prefetch[tuple[list[Part], int]] | None = None
+        self._ahead: Prefetch[tuple[list[Share], int]] | None = None
 
     @property
     def position(self) -> int:
@@ -91,7 +91,7 @@ class Loader:
     def __iter__(self) -> Loader:
         return self
 
-    def __next__(self) -> list[Part]:
+    def __next__(self) -> list[Share]:
         try:
             parts, self._position = self._next()
         except BaseException:
@@ -99,7 +99,7 @@ class Loader:
             raise
         return parts
 
-    def _next(self) -> tuple[list[Part], int]:
+    def _next(self) -> tuple[list[Share], int]:
         if self._prefetch == 0 and self._workers == 0:
             return next(self._steps.walk(self._position, self._end))
         if self._ahead is None:
@@ -111,7 +111,7 @@ class Loader:
             )
         return next(self._ahead)
 
-    def _reading(self) -> Iterator[tuple[list[Part], int]]:
+    def _reading(self) -> Iterator[tuple[list[Share], int]]:
         if self._workers == 0:
             return self._steps.walk(self._position, self._end)
         return read_in_workers(

@@ -16,7 +16,7 @@ from typing import Any
 from shardwise.data.order import Order
 from shardwise.engine.batching import check_ranks, check_samples
 from shardwise.errors import InputError
-from shardwise.layout.dealing import Part, deal
+from shardwise.layout.dealing import Share, deal
 from shardwise.task import Source
 
 
@@ -47,14 +47,14 @@ class Steps:
             position, end = end, end + length
         return position, min(position + self.batch_size, end)
 
-    def walk(self, position: int, end: int | None) -> Iterator[tuple[list[Part], int]]:
+    def walk(self, position: int, end: int | None) -> Iterator[tuple[list[Share], int]]:
         """(parts, position after them) of each step from `position`, up to `end`."""
         start, stop = self.span(position)
         while end is None or stop <= end:
             yield self.parts(start, stop), stop
             start, stop = self.span(stop)
 
-    def parts(self, start: int, stop: int) -> list[Part]:
+    def parts(self, start: int, stop: int) -> list[Share]:
         """This rank's parts of the batch at positions [start, stop), each read with one call."""
         samples = stop - start
         now = len(self.source)
@@ -68,7 +68,7 @@ class Steps:
         for first, last, offset, total in deal(samples, min(self.accumulate, samples), self.data_ranks, self.data_rank):
             low, high = (first, last) if last > first else (first - offset, first - offset + 1)
             batch = read(self.source, indices[low:high].tolist())
-            parts.append(Part(batch=batch, count=last - first, start=offset, total=total))
+            parts.append(Share(batch=batch, count=last - first, start=offset, total=total))
         return parts
 
 

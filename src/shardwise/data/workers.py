@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 from shardwise.data.steps import Steps
 from shardwise.data.wrap import READING
 from shardwise.errors import RunError, ShardwiseError
-from shardwise.layout.dealing import Part
+from shardwise.layout.dealing import Share
 from shardwise.ranks.messages import dumps
 from shardwise.trace.deferred import seed_of
 
@@ -76,7 +76,7 @@ def seed_here(seed: int) -> None:
 
 def read_in_workers(
     steps: Steps, position: int, end: int | None, *, workers: int, ahead: int, timeout_s: float
-) -> Iterator[tuple[list[Part], int]]:
+) -> Iterator[tuple[list[Share], int]]:
     """(parts, position after them) of each step from `position`, read by `workers` processes."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)

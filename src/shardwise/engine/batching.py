@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from shardwise.errors import InputError
-from shardwise.layout.dealing import Part, deal
+from shardwise.layout.dealing import Share, deal
 
 PLAIN = (
     type(None),
@@ -59,8 +59,8 @@ def check_samples(batch: Any, expected: int, *, name: str = "batch") -> None:
         )
 
 
-def parts_of(batch: Any, *, accumulate: int = 1, data_rank: int = 0, data_ranks: int = 1) -> list[Part]:
-    """This rank's `Part` of each micro-batch of a GLOBAL batch.
+def parts_of(batch: Any, *, accumulate: int = 1, data_rank: int = 0, data_ranks: int = 1) -> list[Share]:
+    """This rank's `Share` of each micro-batch of a GLOBAL batch.
 
     A rank with no sample in a micro-batch gets the micro-batch's first sample as a stand-in, with count 0.
     The parts of all ranks that count, joined in rank order, are the batch again.
@@ -74,7 +74,7 @@ def parts_of(batch: Any, *, accumulate: int = 1, data_rank: int = 0, data_ranks:
     for first, last, start, total in deal(samples, accumulate, data_ranks, data_rank):
         low, high = (first, last) if last > first else (first - start, first - start + 1)
         cut = pytree.tree_unflatten([_slice(leaf, low, high) for leaf in leaves], spec)
-        parts.append(Part(batch=cut, count=last - first, start=start, total=total))
+        parts.append(Share(batch=cut, count=last - first, start=start, total=total))
     return parts
 
 

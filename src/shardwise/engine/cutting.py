@@ -6,6 +6,7 @@ got no token) belongs where the module that holds it ran.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,21 +72,28 @@ class Cut:
         return kept.__getitem__
 
 
-def cut_module(task: Task, plan: Plan, mesh: Mesh, module: nn.Module, blocks: Blocks) -> Cut:
-    """Look at the forward and cut it. Collective. Raises `RefusedPlan` for what cannot be cut, naming why."""
+def cut_module(
+    task: Task, plan: Plan, mesh: Mesh, module: nn.Module, blocks: Blocks, inseparable: Sequence[str] = ()
+) -> Cut:
+    """Look at the forward and cut it. Collective.
+
+    inseparable  paths of modules inside which no stage may begin, whatever the plan
+    Raises `RefusedPlan` for what cannot be cut, naming why.
+    """
     sample = few_samples(task, plan, mesh.data, mesh.device)
-    cut, notice = cut_forward(task, plan, sample, module, blocks, mesh.pp.index)
+    cut, notice = cut_forward(task, plan, sample, module, blocks, mesh.pp.index, inseparable)
     _agree(cut, mesh)
     cut.notices = _told(cut, module, notice)
     return cut
 
 
 def cut_forward(
-    task: Task, plan: Plan, sample: Any, module: nn.Module, blocks: Blocks, rank: int
-) -> tuple[Cut, str]:  # fmt: skip
+    task: Task, plan: Plan, sample: Any, module: nn.Module, blocks: Blocks, rank: int, inseparable: Sequence[str] = ()
+) -> tuple[Cut, str]:
     """The cut for the `rank`-th stage's rank, and a notice where shapes alone did not do. Needs no process group.
 
-    sample  a batch of a few samples
+    sample       a batch of a few samples
+    inseparable  paths of modules inside which no stage may begin
     """
     schedule = schedule_of(plan)
     available = samples_in(sample)
@@ -93,7 +101,8 @@ def cut_forward(
     flow, notice = _traced(task, module, slice_samples(sample, 0, counts[0]), 0)
     other, _ = _traced(task, module, slice_samples(sample, 0, counts[1]), 1)
     whole = plan.remat != "none" or plan.compile or plan.zero == 3
-    places = _places(flow, module, schedule.stages, plan, blocks, whole)
+    units = [*inseparable, *(blocks.paths if whole else ())]
+    places = _places(flow, module, schedule.stages, plan, blocks, units)
     stages = make_stages(flow, other, counts, places)
     _refuse_writes(flow, module)
     holders, buffers = _holders(flow, module, stages, schedule)
@@ -110,14 +119,14 @@ def _traced(task: Task, module: nn.Module, sample, seed: int) -> tuple[Flow, str
         raise wrong_model(error, samples_in(sample)) from error
 
 
-def _places(flow: Flow, module: nn.Module, count: int, plan: Plan, blocks: Blocks, whole: bool) -> list[Place]:
-    """Between blocks where there are enough of them; inside too where nothing needs them whole."""
-    if plan.stages or whole:
-        return choose(flow, module, count, plan.stages, blocks.paths if whole else ())
+def _places(flow: Flow, module: nn.Module, count: int, plan: Plan, blocks: Blocks, units: list[str]) -> list[Place]:
+    """Between blocks where there are enough of them; inside too where that is in none of `units`."""
+    if plan.stages:
+        return choose(flow, module, count, plan.stages, units)
     try:
-        return choose(flow, module, count, (), blocks.paths)
+        return choose(flow, module, count, (), [*units, *blocks.paths])
     except RefusedPlan:
-        return choose(flow, module, count, (), ())
+        return choose(flow, module, count, (), units)
 
 
 def _refuse_writes(flow: Flow, module: nn.Module) -> None:

@@ -41,7 +41,7 @@ from shardwise.engine.samples import SAMPLES, costly, few_samples
 from shardwise.engine.scaler import LossScale
 from shardwise.errors import InputError, RefusedPlan, RunError, ShardwiseError
 from shardwise.layout import Plan, check
-from shardwise.layout.dealing import Part
+from shardwise.layout.dealing import Share
 from shardwise.layout.grid import placement
 from shardwise.mesh import Mesh, build_mesh
 from shardwise.parallel.batchnorm import batch_norm_modules, sync_module
@@ -209,7 +209,7 @@ class Engine:
     # --- the step ---
 
     def step(self, batch: Any) -> StepResult:
-        """One optimizer step on a GLOBAL batch (a pytree), or on this rank's parts of one (`list[Part]`)."""
+        """One optimizer step on a GLOBAL batch (a pytree), or on this rank's parts of one (`list[Share]`)."""
         parts = self._parts(batch)
         self._set_learning_rate()
         if self.optimizer_nature.needs_closure:
@@ -227,7 +227,7 @@ class Engine:
             self.owners.hand_out(self._used)
         self.technique.publish()
 
-    def _step_with_closure(self, parts: list[Part]) -> StepResult:
+    def _step_with_closure(self, parts: list[Share]) -> StepResult:
         results: list[StepResult] = []
 
         def closure() -> float:
@@ -253,8 +253,8 @@ class Engine:
         self.skipped_steps += not updated
         return replace(result, metrics=self.metrics()) if self.forward.metrics is not None else result
 
-    def _parts(self, batch: Any) -> list[Part]:
-        if isinstance(batch, list) and batch and all(isinstance(part, Part) for part in batch):
+    def _parts(self, batch: Any) -> list[Share]:
+        if isinstance(batch, list) and batch and all(isinstance(part, Share) for part in batch):
             return batch
         pieces = self.plan.step_microbatches
         return parts_of(batch, accumulate=pieces, data_rank=self.data_rank, data_ranks=self.data_ranks)
@@ -267,7 +267,7 @@ class Engine:
             if base is not None:
                 group["lr"] = base * factor
 
-    def _gradients(self, parts: list[Part]) -> tuple[StepResult, bool]:
+    def _gradients(self, parts: list[Share]) -> tuple[StepResult, bool]:
         """Forward and backward over the micro-batches; gradients end up summed, divided and clipped."""
         self.technique.start_step()
         tally = Tally(self.device)
@@ -298,7 +298,7 @@ class Engine:
         self.technique.finish_step(used)
         return replace(asked.answer(), square_norms=[self.square_norm()])
 
-    def _micro_batch(self, index: int, part: Part, tally: Tally, *, last: bool) -> None:
+    def _micro_batch(self, index: int, part: Share, tally: Tally, *, last: bool) -> None:
         self.phase.stand_in = part.count == 0
         tally.stood_in |= part.count == 0
         self.seed_masks(index, part)
@@ -431,7 +431,7 @@ class Engine:
 
     # --- randomness ---
 
-    def seed_masks(self, micro_batch: int, part: Part, *, alone: bool = True) -> None:
+    def seed_masks(self, micro_batch: int, part: Share, *, alone: bool = True) -> None:
         """Seed the masks of a micro-batch; `alone`: no other one waits for its backward."""
         if self.global_random is not None:
             samples = Samples(part.start, part.count, part.total)
@@ -456,7 +456,7 @@ class Engine:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Any]) -> tuple[float, float]:
-        """(sum, weight) of the loss over batches (global pytrees or `list[Part]`), in eval mode. Collective."""
+        """(sum, weight) of the loss over batches (global pytrees or `list[Share]`), in eval mode. Collective."""
         self.module.eval()
         tally = Tally(self.device)
         try:
@@ -471,7 +471,7 @@ class Engine:
     def predict(self, batches: Iterable[Any], select: Callable[[Any], Any] | None = None) -> Iterator[Any]:
         """The model's output for each batch, in eval mode and sample order: on rank 0's CPU, None on other ranks.
 
-        batches  global pytrees, or `list[Part]`; as many on every rank
+        batches  global pytrees, or `list[Share]`; as many on every rank
         select   the output -> the tensors that are wanted, samples first; runs before anything is sent
 
         Collective: every rank goes through the whole iterator. Raises `InputError` for what is not made of samples.

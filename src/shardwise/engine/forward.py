@@ -13,7 +13,7 @@ from shardwise.engine.batching import samples_in
 from shardwise.engine.loss import Loss, read_loss
 from shardwise.engine.metrics import MetricTally
 from shardwise.errors import RefusedPlan
-from shardwise.layout.dealing import Part
+from shardwise.layout.dealing import Share
 from shardwise.precision import Precision
 from shardwise.task import Task
 
@@ -50,12 +50,12 @@ class Forward:
         loss = read_loss(self.task.loss(output, batch))
         return loss if self.metrics is None else loss.with_extras(self.metrics.as_extras(output, batch))
 
-    def __call__(self, part: Part) -> Loss:
+    def __call__(self, part: Share) -> Loss:
         """The loss that this rank contributes for a part (a stand-in contributes nothing)."""
         batch = self.to_device(part.batch)
         return self.loss_of(self._output(batch), batch, part)
 
-    def loss_of(self, output: Any, batch: Any, part: Part) -> Loss:
+    def loss_of(self, output: Any, batch: Any, part: Share) -> Loss:
         """The loss that this rank contributes, given the model's output; `batch` is on the device."""
         if self.metrics is not None:
             self.metrics.add(output, batch, part.count)
@@ -86,7 +86,7 @@ class Forward:
             args, kwargs = self.precision.cast_inputs((args, kwargs))
         return self.precision.cast_outputs(self.module(*args, **kwargs))
 
-    def _gathered(self, output: Any, batch: Any, part: Part) -> Loss:
+    def _gathered(self, output: Any, batch: Any, part: Share) -> Loss:
         """Every rank evaluates the loss on all samples; it counts once, on the first rank of the data axis.
 
         Backward of the gather keeps each rank's own rows, whose gradient is complete; tensors without a batch dim

@@ -29,7 +29,7 @@ from shardwise.engine.cutting import Cut
 from shardwise.engine.forward import Forward
 from shardwise.engine.loss import Extra, Loss
 from shardwise.errors import InputError, RefusedPlan
-from shardwise.layout.dealing import Part
+from shardwise.layout.dealing import Share
 from shardwise.layout.schedules import Op, plain_schedule
 from shardwise.parallel.pipeline import backward
 from shardwise.parallel.pipeline.messages import DTYPES, MOST_DIMS, Mail
@@ -97,7 +97,7 @@ class StagedForward(Forward):
         output = self._output(batch)
         return self._shared(lambda: self.read(output, batch))
 
-    def __call__(self, part: Part) -> Loss:
+    def __call__(self, part: Share) -> Loss:
         """The loss of a part: nothing, where the last stage is elsewhere."""
         batch = self.to_device(part.batch)
         output = self._output(batch)
@@ -160,7 +160,7 @@ class Pipeline:
 
     # --- the schedule
 
-    def run(self, parts: list[Part], tally: Tally) -> None:
+    def run(self, parts: list[Share], tally: Tally) -> None:
         """Forward and backward of every micro-batch of a step."""
         done, self._asked, self._first = 0, False, True
         while done < len(parts):
@@ -180,7 +180,7 @@ class Pipeline:
         self.mail.flush()
         self.forward.staged.on_enter = None
 
-    def _forward(self, stage: int, index: int, part: Part, tally: Tally) -> None:
+    def _forward(self, stage: int, index: int, part: Share, tally: Tally) -> None:
         engine, forward = self.engine, self.forward
         self._meet(part)
         tally.stood_in |= part.count == 0
@@ -202,20 +202,20 @@ class Pipeline:
         self._held[stage, index] = _Held(forward.staged.taken, outputs, key)
         forward.staged.taken = []  # or the last of them would live on until the next step
 
-    def _loss(self, loss: Loss, part: Part, tally: Tally) -> torch.Tensor:
+    def _loss(self, loss: Loss, part: Share, tally: Tally) -> torch.Tensor:
         objective, extras = self.engine.objective(loss)
         if not objective.requires_grad:
             raise InputError("Task.loss returned a sum that does not depend on any trainable parameter")
         tally.add(loss, part.count, extras)
         return objective
 
-    def _meet(self, part: Part) -> None:
+    def _meet(self, part: Share) -> None:
         """Tell everything inside the module which micro-batch it works on."""
         self.engine.phase.stand_in = part.count == 0
         if self.engine.global_random is not None:
             self.engine.global_random.samples = Samples(part.start, part.count, part.total)
 
-    def _backward(self, op: Op, index: int, part: Part, tally: Tally, *, last: bool) -> None:
+    def _backward(self, op: Op, index: int, part: Share, tally: Tally, *, last: bool) -> None:
         held = self._held[op.stage, index]
         if op.kind == "W":
             assert held.later is not None

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from shardwise.comm import gather_json, receive, send
 from shardwise.engine.pipelined import StagedForward
 from shardwise.errors import InputError
-from shardwise.layout.dealing import Part
+from shardwise.layout.dealing import Share
 from shardwise.part import forget, plain
 
 if TYPE_CHECKING:
@@ -31,14 +31,14 @@ TAG = "predictions"
 PLAIN = (type(None), bool, int, float, str)
 
 
-def predict(engine: Engine, steps: Iterator[list[Part]], select: Callable[[Any], Any] | None) -> Iterator[Any]:
+def predict(engine: Engine, steps: Iterator[list[Share]], select: Callable[[Any], Any] | None) -> Iterator[Any]:
     """For each step the output for all its samples on rank 0, None on other ranks. Collective."""
     for parts in steps:
         found = [_one(engine, part, select) for part in parts]
         yield _joined(found) if engine.rank == 0 else None
 
 
-def _one(engine: Engine, part: Part, select: Callable[[Any], Any] | None) -> Any:
+def _one(engine: Engine, part: Share, select: Callable[[Any], Any] | None) -> Any:
     """(leaves, structure) of a micro-batch on rank 0."""
     leaves, told = _mine(engine, part, select)
     table = [row for row in gather_json(told, engine.mesh.world, engine.device) if row is not None]
@@ -52,7 +52,7 @@ def _one(engine: Engine, part: Part, select: Callable[[Any], Any] | None) -> Any
 
 
 @torch.no_grad()
-def _mine(engine: Engine, part: Part, select: Callable[[Any], Any] | None) -> tuple[list[Any], dict | None]:
+def _mine(engine: Engine, part: Share, select: Callable[[Any], Any] | None) -> tuple[list[Any], dict | None]:
     """This rank's leaves, and what it tells of them; None where another rank sends, or no sample counts."""
     forward = engine.forward
     engine.module.eval()

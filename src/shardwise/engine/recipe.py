@@ -28,7 +28,7 @@ from shardwise.parallel.full import FullShard
 from shardwise.parallel.pipeline.stage import StagedModule
 from shardwise.parallel.replicate import Replicate
 from shardwise.parallel.slots import DataParallel, ValueOf
-from shardwise.parallel.tensor import TensorParallel, install
+from shardwise.parallel.tensor import TensorParallel, compile_block, install, why_eager
 from shardwise.precision import Precision
 from shardwise.task import Task
 from shardwise.trace.blocks import Blocks, choose_blocks, find_blocks
@@ -74,7 +74,8 @@ def apply_plan(task: Task, plan: Plan, mesh: Mesh, precision: Precision, seed: i
     blocks = choose_blocks(module, plan.wrap) if plan.wrap else find_blocks(module, nested=nested)
     trained = [name for name, _ in trainable(module)]
     frozen = [name for name, param in module.named_parameters() if not param.requires_grad]
-    cut = cut_module(task, plan, mesh, module, blocks) if plan.pp > 1 else None
+    inseparable = [stack.path for stack in experts.stacks] if experts is not None else []
+    cut = cut_module(task, plan, mesh, module, blocks, inseparable) if plan.pp > 1 else None
     absent: set[str] = set()
     if cut is not None:
         absent, value_of = cut.absent, cut.values(built, value_of)
@@ -82,17 +83,18 @@ def apply_plan(task: Task, plan: Plan, mesh: Mesh, precision: Precision, seed: i
     if tensor is not None:
         install(module, tensor, absent)
     if experts is not None:
-        install_experts(module, experts, mesh.device)
+        experts = experts.here(absent)
+        install_experts(module, experts, mesh.device, traced=plan.compile)
     notices += _without_effect(blocks, plan)
     blocks = blocks if cut is None else cut.here(module, blocks)
-    _prepare(module, blocks, plan)
+    notices += _prepare(module, blocks, plan)
     technique: DataParallel
     if plan.dp_shard > 1 and plan.zero == 3:
         notices += blocks.warnings
         technique = _full_shard(module, blocks, value_of, mesh, precision, absent, frozen, experts)
     else:
         fill_parameters(module, value_of, precision.compute, mesh.device, absent)
-        technique = _whole_module(module, plan, mesh, precision, experts)
+        technique = _whole_module(module, plan, mesh, precision, experts, absent)
         if precision.mixed:
             for index, (name, _) in enumerate(trainable(module)):
                 technique.load_masters(index, value_of(name).to(mesh.device))
@@ -115,13 +117,33 @@ def _other_dtypes(module: nn.Module, plan: Plan, precision: Precision) -> list[s
     ]
 
 
-def _prepare(module: nn.Module, blocks: Blocks, plan: Plan) -> None:
-    """Recompute, then compile, each block."""
-    for block in {id(b): b for b in map(module.get_submodule, blocks.paths)}.values():
+def _prepare(module: nn.Module, blocks: Blocks, plan: Plan) -> list[str]:
+    """Recompute and compile each block; with tp the compiled one is what runs again."""
+    eager: dict[str, str] = {}
+    paths = {id(module.get_submodule(path)): path for path in reversed(blocks.paths)}
+    for path in paths.values():
+        block = module.get_submodule(path)
+        if plan.compile and plan.tp > 1:
+            reason = _compile_cut(block, path, blocks)
+            eager |= {path: reason} if reason else {}
         if plan.remat != "none":
             recompute_block(block, plan.remat)
-        if plan.compile:
+        if plan.compile and plan.tp == 1:
             block.forward = torch.compile(block.forward)
+    first = next(iter(eager), "")
+    return (
+        [f"compile leaves {len(eager)} of {len(paths)} blocks as they are: '{first}': {eager[first]}"] if eager else []
+    )
+
+
+def _compile_cut(block: nn.Module, path: str, blocks: Blocks) -> str:
+    """Compile a block whose weights may be cut; returns why it stays as it is, if it does."""
+    if any(other.startswith(f"{path}.") for other in blocks.paths):
+        return "there are blocks inside it, which are compiled"
+    reason = why_eager(block)
+    if not reason:
+        compile_block(block, path)
+    return reason
 
 
 def _without_effect(blocks: Blocks, plan: Plan) -> list[str]:
@@ -138,7 +160,7 @@ def _full_shard(
     module: nn.Module, blocks: Blocks, value_of: ValueOf, mesh: Mesh, precision: Precision, absent: set[str],
     frozen: list[str], experts: ExpertParallel | None,
 ) -> DataParallel:  # fmt: skip
-    spread = set(experts.experts) if experts is not None else set()  # never gathered, so no part of any unit
+    spread = set(experts.experts) - absent if experts is not None else set()  # never gathered, so in no unit
     empty_parameters(module, precision.master, mesh.device, absent | spread)
     units = [module.get_submodule(path) for path in blocks.paths]
     technique = FullShard(module, units, mesh, precision, absent | spread)
@@ -155,9 +177,9 @@ def _full_shard(
 
 
 def _whole_module(
-    module: nn.Module, plan: Plan, mesh: Mesh, precision: Precision, experts: ExpertParallel | None
+    module: nn.Module, plan: Plan, mesh: Mesh, precision: Precision, experts: ExpertParallel | None, absent: set[str]
 ) -> DataParallel:
-    spread = set(experts.experts) if experts is not None else set()
+    spread = set(experts.experts) - absent if experts is not None else set()
     named = [(name, param) for name, param in trainable(module) if name not in spread]
     technique: DataParallel
     if plan.dp_shard > 1 and plan.zero in (1, 2):
@@ -177,8 +199,8 @@ def _with_experts(
         technique = Flat(named, mesh.expert_shard, mesh.replicate, precision, stage=stage)
     else:  # one rank of dp_shard alone holds them, or all that do keep everything
         technique = Replicate(named, mesh.expert_data, precision)
-    counts = (mesh.shard.index == 0, mesh.expert_shard.index == 0)
-    return WithExperts([name for name, _ in trainable(module)], rest, technique, spread, counts)
+    ranks = (mesh.shard.index, mesh.expert_shard.index)
+    return WithExperts([name for name, _ in trainable(module)], rest, technique, spread, ranks)
 
 
 def _refuse(module: nn.Module) -> None:

@@ -13,7 +13,7 @@ from shardwise.errors import InputError
 
 
 @dataclass(frozen=True)
-class Part:
+class Share:
     """This rank's part of one micro-batch.
 
     batch  pytree, batch dim first; where `count` is 0 it holds one stand-in sample whose loss counts nothing

@@ -53,7 +53,7 @@ class Plan:
     tp            ranks over which weights are cut, as derived from the module (`shardwise show tp`)
     sp            between cut weights, activations are cut along the sequence, on the tp axis
     ep            ranks of dp_shard among which the experts of routed layers are dealt; must divide dp_shard
-    tp_overlap    all-reduces of tp begin before they are needed, beside other computation
+    tp_overlap    sums over tp begin before they are needed, beside other computation
     tp_whole      parameters or modules that tp leaves whole: paths with wildcards, `|` between them
     """
 

@@ -45,35 +45,24 @@ RULES: tuple[Rule, ...] = (
     _unbuilt("domain > 1", "spatial domain parallelism", lambda p: math.prod(p.domain) > 1),
     _unbuilt("offload", "offload to host memory", lambda p: p.offload != "none"),
     Rule(
-        "compile with tp > 1",
+        "compile with tp > 1 and remat = selective",
         "not built",
-        "a compiled block would be traced through the parts of cut weights, which is not proven yet",
-        lambda p: p.compile and p.tp > 1,
+        "which results a block keeps is chosen while it is written down, and the compiled one runs again as a whole: "
+        "use remat=full or none",
+        lambda p: p.compile and p.tp > 1 and p.remat == "selective",
+    ),
+    Rule(
+        "compile with tp > 1 and ep > 1",
+        "not built",
+        "a block is written down as one program with its backward, and the sizes of an exchange of tokens are known "
+        "in each step alone",
+        lambda p: p.compile and p.tp > 1 and p.ep > 1,
     ),
     Rule(
         "ep that does not divide dp_shard",
         "illegal",
         "ranks of ep are ranks of dp_shard, which exchange the tokens of their samples: give dp_shard a multiple of ep",
         lambda p: p.dp_shard % p.ep != 0,
-    ),
-    Rule(
-        "ep with pp > 1",
-        "not built",
-        "stages run parts of the module's forward and look at it uncut first, which is not proven with an exchange of "
-        "tokens inside yet",
-        lambda p: p.ep > 1 and p.pp > 1,
-    ),
-    Rule(
-        "compile with ep > 1",
-        "not built",
-        "a compiled block would be traced through the exchange of tokens, whose sizes each step decides anew",
-        lambda p: p.compile and p.ep > 1,
-    ),
-    Rule(
-        "tp_overlap with sp",
-        "not built",
-        "what is begun early is an all-reduce, and sp takes reduce-scatters whose shape is known later",
-        lambda p: p.tp_overlap and p.sp,
     ),
     Rule(
         "sp, tp_overlap or tp_whole with tp = 1",
@@ -117,6 +106,13 @@ RULES: tuple[Rule, ...] = (
         "zbh1, zbh2, interleavedzb, zbv and dualpipev run a backward in two parts, and a recomputed block would run "
         "again for each weight in the second: use 1f1b or interleaved1f1b",
         lambda p: p.pp > 1 and p.remat != "none" and p.schedule in SPLIT,
+    ),
+    Rule(
+        "compile with a schedule that splits backwards",
+        "illegal",
+        "a compiled block's backward is one program, which would run for the input's gradient and once more for the "
+        "weights': use 1f1b or interleaved1f1b",
+        lambda p: p.pp > 1 and p.compile and p.schedule in SPLIT,
     ),
     Rule(
         "zero = 3 with a schedule that splits backwards",

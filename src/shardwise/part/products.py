@@ -24,7 +24,8 @@ def _product(func: Any, a: torch.Tensor, b: torch.Tensor, batch: int) -> torch.T
         dim = lead.dim_cut
         return lead.with_local(func(_share(a, lead, dim), _share(b, lead, dim)), dim)
     if kind_a == 1 or kind_b == 0:
-        return Sum.of(func(_share(a, lead, batch + 1), _share(b, lead, batch)), lead.axis, lead.origin)
+        rows = a.rows if isinstance(a, Part) else None
+        return Sum.of(func(_share(a, lead, batch + 1), _share(b, lead, batch)), lead.axis, lead.origin, rows=rows)
     if kind_a == 0:
         return a.with_local(func(a.local, b), batch)
     return b.with_local(func(a, b.local), batch + 1)

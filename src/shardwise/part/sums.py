@@ -3,10 +3,11 @@
     y = Sum(x_r @ W_r)        views and additions of sums stay sums: dx_q + dx_k + dx_v is one collective, not three
     y + residual              anything else takes the sum first, once for all who read it
 
-With `early` on the axis a sum is begun when its summand is there, so that what does not need it (the gradient of the
-weight, beside that of the input) is computed meanwhile; sums that would have been added are then taken one by one.
 With sequence parallelism the sum of a (B, S, H) tensor leaves every rank its share of S (a reduce-scatter in place of
 an all-reduce).
+With `early` on the axis a sum is begun when its summand is there, so that what does not need it (the gradient of the
+weight, beside that of the input) is computed meanwhile; sums that would have been added are then taken one by one. A
+product gives (B * S, H), so a reduce-scatter begins early where the product's input still knows its (B, S).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from shardwise.comm import Axis, Pending, all_reduce
 from shardwise.part.cuts import Owners, Uncut
 from shardwise.part.leaves import replaced
-from shardwise.part.tensor import Part, all_sum, facts, gathered, same_memory, scatter_sum, strides_of
+from shardwise.part.tensor import Part, Scatter, all_sum, facts, gathered, same_memory, scatter_sum, strides_of
 
 _REARRANGE = frozenset({
     "view", "_unsafe_view", "reshape", "_reshape_alias", "transpose", "t", "permute", "unsqueeze", "squeeze", "detach",
@@ -39,6 +40,7 @@ class Sum(torch.Tensor):
     spread: bool  # the sum of a (B, S, H) tensor may be left in shares of S, where the axis asks for that
     total: torch.Tensor | None
     pending: Pending | None  # the reduction of `local`, in place, that is under way
+    coming: Scatter | None  # the reduction of `local`, seen as (B, S, H), to shares of S that is under way
 
     observes_inside = True
 
@@ -50,14 +52,26 @@ class Sum(torch.Tensor):
             cls, local.shape, strides=strides_of(local, list(local.shape)), dtype=local.dtype, device=local.device
         )
         made.local, made.axis, made.origin, made.added, made.total = local, axis, origin, added, None
-        made.spread, made.read_only_copy, made.pending = spread, False, None
+        made.spread, made.read_only_copy, made.pending, made.coming = spread, False, None, None
         return made
 
     @classmethod
-    def of(cls, local: torch.Tensor, axis: Axis, origin: str = "", *, spread: bool = True) -> Sum:
-        """The sum of what a product gave; where the axis asks for it, begun at once and in place."""
+    def of(
+        cls, local: torch.Tensor, axis: Axis, origin: str = "", *, spread: bool = True,
+        rows: tuple[int, int] | None = None,
+    ) -> Sum:  # fmt: skip
+        """The sum of what a product gave; where the axis asks for it, begun at once (an all-reduce in place).
+
+        rows  (B, S), where `local` is (B * S, H)
+        """
         if not axis.early:
             return cls(local, axis, origin, spread=spread)
+        if axis.sequence and spread:
+            made = cls(local, axis, origin)
+            if rows is not None and rows[1] >= axis.size:
+                owners = Owners.blocks(rows[1], axis.size)
+                made.coming = Scatter(local.view(*rows, -1), 1, owners, axis)
+            return made
         made = cls(local.contiguous(), axis, origin, spread=spread)
         made.pending = all_reduce(made.local, axis, "activations", wait=False)
         return made
@@ -84,6 +98,8 @@ class Sum(torch.Tensor):
             if self.pending is not None:
                 self.pending.wait()
                 self.total = self.local
+            elif self.coming is not None:
+                self.total = self._arrived(self.coming)
             elif self.spread and self.axis.sequence and self.dim() == 3 and self.shape[1] >= self.axis.size:
                 owners = Owners.blocks(self.shape[1], self.axis.size)
                 self.total = Part(scatter_sum(self.local, 1, owners, self.axis), 1, owners, self.axis, soft=True)
@@ -93,6 +109,13 @@ class Sum(torch.Tensor):
                 self.total = self.total + self.added
             del self.local, self.added
         return self.total
+
+    def _arrived(self, coming: Scatter) -> torch.Tensor:
+        """The share, where this is (B, S, H); else all of it."""
+        part = Part(coming.wait(), 1, coming.owners, self.axis, soft=True)
+        if self.dim() == 3 and self.shape[1] == part.shape[1] and self.shape[2] == part.shape[2]:
+            return part
+        return gathered(part).view(self.shape)
 
 
 def with_sums(func: Any, args: tuple, kwargs: dict) -> Any:
@@ -116,16 +139,18 @@ def with_sums(func: Any, args: tuple, kwargs: dict) -> Any:
 
 def _kept(name: str, func: Any, first: Sum, args: tuple, kwargs: dict) -> Sum | None:
     """The result where it is a sum again."""
-    if name in _REARRANGE and (first.added is None or name in _ROWS) and (first.pending is None or name != "neg"):
+    keeps_rows = (first.added is None and first.coming is None) or name in _ROWS
+    if name in _REARRANGE and keeps_rows and (first.pending is None or name != "neg"):
         local = func(first.local, *args[1:], **kwargs)
-        under_way = first.pending is None or same_memory(local, first.local)  # else it was copied too early
-        if under_way and (first.added is None or local.shape[-1:] == first.local.shape[-1:]):
+        begun = first.pending is not None or first.coming is not None
+        if (not begun or same_memory(local, first.local)) and (
+            first.added is None or local.shape[-1:] == first.local.shape[-1:]
+        ):
             return _like(first, local, first.added)
     if name not in _ADD or kwargs or len(args) != 2:
         return None
     second = args[1]
-    alone = isinstance(second, Sum) and second.total is None and first.pending is None and second.pending is None
-    if isinstance(second, Sum) and alone and first.shape == second.shape:
+    if isinstance(second, Sum) and _waits(first) and _waits(second) and first.shape == second.shape:
         added = first.added if second.added is None else second.added
         if first.added is None or second.added is None:
             if name == "sub" and second.added is not None:
@@ -140,8 +165,13 @@ def _kept(name: str, func: Any, first: Sum, args: tuple, kwargs: dict) -> Sum | 
 
 def _like(first: Sum, local: torch.Tensor, added: torch.Tensor | None) -> Sum:
     made = Sum(local, first.axis, first.origin, added, first.spread)
-    made.pending = first.pending
+    made.pending, made.coming = first.pending, first.coming
     return made
+
+
+def _waits(summed: Sum) -> bool:
+    """Whether nothing of a sum has begun."""
+    return summed.total is None and summed.pending is None and summed.coming is None
 
 
 def plain(tensor: Any) -> Any:

@@ -46,6 +46,7 @@ class Part(torch.Tensor):
 
     soft    gathering it is part of the plan (sequence parallelism), so an operation without a rule may
     origin  the weight whose cut it goes back to
+    rows    (B, S), where this is a (B, S, K) tensor seen as (B * S, K)
     """
 
     local: torch.Tensor
@@ -54,6 +55,7 @@ class Part(torch.Tensor):
     axis: Axis
     soft: bool
     origin: str
+    rows: tuple[int, int] | None
     copied: bool  # a view that does not share its memory with what it is a view of
 
     observes_inside = True  # modes that count collectives look at what the rules do, not at the operation itself
@@ -68,7 +70,7 @@ class Part(torch.Tensor):
             cls, shape, strides=strides_of(local, shape), dtype=local.dtype, device=local.device, requires_grad=False
         )
         part.local, part.dim_cut, part.owners, part.axis, part.soft = local, dim, owners, axis, soft
-        part.origin, part.copied = origin, False
+        part.origin, part.copied, part.rows = origin, False, None
         return part
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
@@ -251,17 +253,33 @@ def all_sum(local: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
 
 def scatter_sum(local: torch.Tensor, dim: int, owners: Owners, axis: Axis) -> torch.Tensor:
     """This rank's share, along `dim`, of the sum of every rank's tensor. Collective."""
-    front = local.movedim(dim, 0)
+    return Scatter(local, dim, owners, axis).wait()
+
+
+class Scatter:
+    """A sum over ranks under way, of which each keeps its share along `dim`. Collective."""
+
+    def __init__(self, local: torch.Tensor, dim: int, owners: Owners, axis: Axis):
+        self.dim, self.owners, self.axis = dim, owners, axis
+        self.sent = _in_blocks(local.movedim(dim, 0), owners, axis)  # kept until it is over
+        self.share = self.sent.new_empty((max(owners.counts), *self.sent.shape[1:]))
+        self.pending = reduce_scatter(self.share.view(-1), self.sent.view(-1), axis, "activations", wait=False)
+
+    def wait(self) -> torch.Tensor:
+        """The share."""
+        self.pending.wait()
+        return self.share[: self.owners.counts[self.axis.index]].movedim(0, self.dim).contiguous()
+
+
+def _in_blocks(front: torch.Tensor, owners: Owners, axis: Axis) -> torch.Tensor:
+    """The rows of each rank behind each other, in blocks of one size."""
     most = max(owners.counts)
     if owners.order is None and all(count == most for count in owners.counts):
-        padded = front.contiguous()
-    else:
-        padded = front.new_zeros((axis.size * most, *front.shape[1:]))
-        for rank, count in enumerate(owners.counts):
-            padded[rank * most : rank * most + count] = owners.take(front, 0, rank)
-    share = padded.new_empty((most, *front.shape[1:]))
-    reduce_scatter(share.view(-1), padded.view(-1), axis, "activations")
-    return share[: owners.counts[axis.index]].movedim(0, dim).contiguous()
+        return front.contiguous()
+    padded = front.new_zeros((axis.size * most, *front.shape[1:]))
+    for rank, count in enumerate(owners.counts):
+        padded[rank * most : rank * most + count] = owners.take(front, 0, rank)
+    return padded
 
 
 class _ToPart(torch.autograd.Function):

@@ -27,7 +27,10 @@ def view(func: Any, args: tuple, kwargs: dict) -> Part:
     dim, owners = regrouped(tuple(part.shape), part.dim_cut, part.owners, tuple(shape))
     local = list(shape)
     local[dim] = owners.counts[part.axis.index]
-    return part.with_local(part.local.reshape(local), dim, owners)
+    viewed = part.with_local(part.local.reshape(local), dim, owners)
+    if part.dim() == 3 and len(shape) == 2 and dim == 1 and part.dim_cut == 2:
+        viewed.rows = part.shape[0], part.shape[1]
+    return viewed
 
 
 @rule("transpose", "transpose_")

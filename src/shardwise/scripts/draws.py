@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map, tree_map_only
 
 from shardwise.errors import RefusedPlan
-from shardwise.layout.dealing import Part
+from shardwise.layout.dealing import Share
 
 _INERT = ("dropout_p", "dropout", "p")  # arguments that switch a random op off at 0
 
@@ -33,7 +33,7 @@ class SampleDraws(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.part: Part | None = None
+        self.part: Share | None = None
         self.inside = False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -42,7 +42,7 @@ class SampleDraws(TorchDispatchMode):
             return func(*args, **kwargs)
         return self._draw(func, args, kwargs, self.part)
 
-    def _draw(self, func: Any, args: tuple, kwargs: dict, part: Part) -> Any:
+    def _draw(self, func: Any, args: tuple, kwargs: dict, part: Share) -> Any:
         rows, total = max(part.count, 1), part.total
         low = part.start if part.count else 0
         found = False

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from shardwise.engine.batching import parts_of
 from shardwise.errors import InputError
-from shardwise.layout.dealing import Part, cut
+from shardwise.layout.dealing import Share, cut
 
 
 class PartLoader:
@@ -35,7 +35,7 @@ class PartLoader:
     def __init__(self, loader: Any, data_rank: int, data_ranks: int, events: Events | None = None) -> None:
         _refuse(loader, data_ranks)
         self.whole = loader
-        self.part: Part | None = None
+        self.part: Share | None = None
         self._rank, self._ranks = data_rank, data_ranks
         self._events = events or Events()
         self._cut = _by_indices(loader) and data_ranks > 1
@@ -60,16 +60,16 @@ class PartLoader:
         finally:
             self._events.after_epoch()
 
-    def _indexed(self) -> Iterator[tuple[Any, Part, int]]:
+    def _indexed(self) -> Iterator[tuple[Any, Share, int]]:
         sampler = PartSampler(self.whole.batch_sampler, self._rank, self._ranks)
         for batch in _like(self.whole, sampler):
             yield (batch, *sampler.dealt.popleft())
 
-    def _sliced(self) -> Iterator[tuple[Any, Part, int]]:
+    def _sliced(self) -> Iterator[tuple[Any, Share, int]]:
         for number, batch in enumerate(self.whole):
             (part,) = parts_of(batch, data_rank=self._rank, data_ranks=self._ranks)
             mine = part.batch if self._ranks > 1 else batch
-            yield mine, Part(None, part.count, part.start, part.total), zlib.crc32(f"{number} {part.total}".encode())
+            yield mine, Share(None, part.count, part.start, part.total), zlib.crc32(f"{number} {part.total}".encode())
 
 
 class Events:
@@ -78,7 +78,7 @@ class Events:
     def before_epoch(self) -> None:
         """The script asks for an iterator."""
 
-    def before_batch(self, part: Part, checksum: int) -> None:
+    def before_batch(self, part: Share, checksum: int) -> None:
         """A batch is handed out; `checksum` is the same on every rank that was given parts of the same samples."""
 
     def after_batch(self) -> None:
@@ -94,7 +94,7 @@ class PartSampler:
     def __init__(self, batches: Iterable[list[Any]], data_rank: int, data_ranks: int) -> None:
         self.batches = batches
         self.rank, self.ranks = data_rank, data_ranks
-        self.dealt: deque[tuple[Part, int]] = deque()
+        self.dealt: deque[tuple[Share, int]] = deque()
 
     def __len__(self) -> int:
         return len(self.batches)  # type: ignore[arg-type]
@@ -104,7 +104,7 @@ class PartSampler:
         for batch in self.batches:
             indices = list(batch)
             low, high = cut(len(indices), self.ranks, self.rank)
-            part = Part(None, high - low, low, len(indices))
+            part = Share(None, high - low, low, len(indices))
             self.dealt.append((part, zlib.crc32(repr(indices).encode())))
             yield indices[low:high] or indices[:1]  # no sample of its own: a stand-in that will count nothing
 

@@ -30,7 +30,7 @@ from shardwise.engine.loss import Loss
 from shardwise.engine.recipe import trainable
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
-from shardwise.layout.dealing import Part
+from shardwise.layout.dealing import Share
 from shardwise.parallel.batchnorm import sync_module
 from shardwise.parallel.full import FullShard
 from shardwise.ranks import here, join
@@ -97,7 +97,7 @@ class _Loop(Events):
     def before_epoch(self) -> None:
         self.prepared._share_generator()
 
-    def before_batch(self, part: Part, checksum: int) -> None:
+    def before_batch(self, part: Share, checksum: int) -> None:
         self.prepared._begin_batch(part, checksum)
 
     def after_batch(self) -> None:
@@ -147,7 +147,7 @@ class Prepared:
         self._forms: list[Divisor] = []
         self._given: str | None = None
         self._checksum = 0
-        self._part: Part | None = None
+        self._part: Share | None = None
         self.loss = torch.tensor(float("nan"))  # of the last whole step, over all ranks
         self._gate = guard_gradients(model, self.engine.technique, mixed=self.engine.precision.mixed)
         self._state_gate = guard_state_dict(model, in_pieces=isinstance(self.engine.technique, FullShard))
@@ -371,7 +371,7 @@ class Prepared:
                 broadcast(on_device, self.engine.mesh.data, 0, "control")
                 torch.cuda.set_rng_state(on_device.cpu(), self.engine.device)
 
-    def _begin_batch(self, part: Part, checksum: int) -> None:
+    def _begin_batch(self, part: Share, checksum: int) -> None:
         self._part = part
         self._checksum = zlib.crc32(str(checksum).encode(), self._checksum)
         self.engine.phase.stand_in = part.count == 0

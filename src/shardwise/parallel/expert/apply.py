@@ -22,9 +22,9 @@ rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -88,6 +88,11 @@ class ExpertParallel:
         """Stacked parameter -> number of experts in it."""
         return {name: stack.experts for stack in self.stacks for name in stack.names}
 
+    def here(self, absent: Collection[str]) -> ExpertParallel:
+        """The stacks of which this rank's pipeline stages hold something."""
+        held = [stack for stack in self.stacks if not absent or set(stack.names) - set(absent)]
+        return replace(self, stacks=held)
+
     def notices(self) -> list[str]:
         """One line on what is spread."""
         counts = sorted({stack.experts for stack in self.stacks})
@@ -123,14 +128,19 @@ class ExpertParallel:
         return torch.Size([self.experts[name], *share[1:]]) if name in self.experts else share
 
 
-def install(module: nn.Module, experts: ExpertParallel, device: torch.device) -> None:
-    """Let each module of experts send its tokens to the ranks that hold them. Collective."""
+def install(module: nn.Module, experts: ExpertParallel, device: torch.device, *, traced: bool = False) -> None:
+    """Let each module of experts send its tokens to the ranks that hold them. Collective.
+
+    traced  a compiler goes through the blocks: it leaves experts and the way to them alone, since the number of rows
+            is another in each step
+    """
     events = [f"the experts '{stack.path}'" for stack in experts.stacks]
     trail = Trail(experts.axis, [*events, _END], device, why=_WHY)
     module.register_forward_hook(lambda m, a, o: trail.mark(_END))
     for stack in experts.stacks:
         child = module.get_submodule(stack.path)
-        child.forward = _dispatched(child, stack, experts.axis, trail)
+        dispatched = _dispatched(child, stack, experts.axis, trail)
+        child.forward = torch.compiler.disable(dispatched) if traced else dispatched
 
 
 def _dispatched(child: nn.Module, stack: Stack, axis: Axis, trail: Trail) -> Any:

@@ -20,7 +20,8 @@ from shardwise.parallel.slots import DataParallel, Slot
 class WithExperts:
     """`rest` and `experts`, each with parameters of its own; indices are those among all `names`.
 
-    counts  whether this rank counts a replicated gradient in the norm: of the rest, of experts
+    ranks  this rank's place among those that share the rest, and among those that share its experts: the first
+           counts a replicated gradient in the norm
     """
 
     in_pieces = True  # no rank of ep holds every gradient
@@ -31,9 +32,9 @@ class WithExperts:
         rest: DataParallel,
         experts: DataParallel,
         of_experts: Collection[str],
-        counts: tuple[bool, bool],
+        ranks: tuple[int, int],
     ):
-        self.rest, self.experts = rest, experts
+        self.rest, self.experts, self.ranks = rest, experts, ranks
         self._indices = {
             id(rest): [i for i, name in enumerate(names) if name not in of_experts],
             id(experts): [i for i, name in enumerate(names) if name in of_experts],
@@ -43,9 +44,9 @@ class WithExperts:
             for technique in (rest, experts)
             for place, index in enumerate(self._indices[id(technique)])
         }
-        for technique, counted in zip((rest, experts), counts, strict=True):
+        for technique, rank in zip((rest, experts), ranks, strict=True):
             for slot in technique.slots:
-                slot.counted = technique.in_pieces or counted
+                slot.counted = technique.in_pieces or rank == 0
         self.slots: list[Slot] = [*rest.slots, *experts.slots]
 
     def start_step(self) -> None:
@@ -84,6 +85,12 @@ class WithExperts:
         """Set a master from this rank's full initial value (of an expert parameter: its own experts)."""
         technique, place = self._home[index]
         technique.load_masters(place, value)
+
+    def select(self, index: int, whole: torch.Tensor, shard_rank: int) -> torch.Tensor:
+        """The view of a parameter (of an expert one: of this rank's experts) that is this rank's piece."""
+        technique, place = self._home[index]
+        select = getattr(technique, "select", None)
+        return whole if select is None else select(place, whole, self.ranks[technique is self.experts])
 
     def full_parameter(self, index: int) -> torch.Tensor:
         """The master weight; of an expert parameter, this rank's experts. Collective."""

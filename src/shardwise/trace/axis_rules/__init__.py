@@ -1,0 +1,7 @@
+"""How each operation of ATen carries labels. A rule returns whether it applied; if not, its inputs stay whole."""
+
+from shardwise.trace.axis_rules import pointwise, products, reductions, views  # noqa: F401 - they register
+from shardwise.trace.axis_rules.pointwise import elementwise
+from shardwise.trace.axis_rules.registry import RULES
+
+__all__ = ["RULES", "elementwise"]

@@ -1,0 +1,74 @@
+"""Operations that treat each element alike: labels meet element by element."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardwise.trace.axes import Axes, param_of
+from shardwise.trace.axis_rules.registry import is_free, rule, tensors_of
+
+
+@rule(
+    "_to_copy", "detach", "alias", "fill_", "zero_", "masked_fill_", "zeros_like", "ones_like", "full_like",
+    "empty_like", "hardswish", "softplus", "lift_fresh", "relu_", "clamp_", "native_dropout", "bernoulli", "bernoulli_",
+    "uniform_", "normal_", "rand_like", "randn_like", "_prelu_kernel", "copy_", "contiguous", "log_sigmoid_forward",
+)  # fmt: skip
+def elementwise(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
+    """Labels of all inputs meet element by element."""
+    tensors = tensors_of((args, kwargs))
+    if len(tensors) == 1 and param_of(tensors[0]) and not func._schema.is_mutable:
+        for each in tensors_of(output):  # a weight made of one weight: 1 + w, exp(w), w in another dtype
+            each._axes_of = tensors[0]._axes_of
+        return True
+    ndim = max(t.dim() for t in tensors)
+    matrices = [t for t in tensors if param_of(t) and sum(n > 1 for n in t.shape) > 1]
+    tensors = [t for t in tensors if not any(t is m for m in matrices)]
+    labelled = [t for t in tensors if axes.labels(t) is not None]
+    free = all(map(is_free, labelled)) and not matrices
+    if labelled and all(map(is_free, labelled)) and any(t.numel() > 1 and not is_free(t) for t in tensors):
+        for of_scale in map(axes.labels, labelled):
+            assert of_scale is not None
+            axes.keep_whole(of_scale, "it is applied to a whole tensor")
+        tensors = []
+    joint: np.ndarray | None = None
+    for tensor in sorted(tensors, key=is_free):  # what comes from parameters alone last
+        labels = axes.labels(tensor)
+        if labels is None:
+            continue
+        labels = labels.reshape([1] * (ndim - labels.ndim) + list(labels.shape))
+        if joint is None:
+            joint = labels
+        elif is_free(tensor) and np.broadcast_shapes(joint.shape, labels.shape) != labels.shape:
+            axes.keep_whole(labels, "it is applied inside each of several cut indices")
+        else:
+            axes.unite(joint, labels)
+            joint = np.broadcast_arrays(joint, labels)[0]
+    for matrix in matrices:
+        _meet(axes, matrix, joint, ndim)
+    if joint is None:
+        return True
+    if func._schema.is_mutable and isinstance(args[0], torch.Tensor) and axes.labels(args[0]) is None:
+        return False  # labelled values into a whole tensor
+    for each in tensors_of(output):
+        if each.dim() == joint.ndim:
+            axes.give(each, joint)
+            each._axes_free = free
+    return True
+
+
+def _meet(axes: Axes, matrix: torch.Tensor, joint: np.ndarray | None, ndim: int) -> None:
+    """A parameter of several dims, element by element: along a dim with labels it is dealt alike, others stay whole."""
+    name, dims = param_of(matrix)  # type: ignore[misc]
+    for d, dim in enumerate(dims):
+        if dim is None:
+            continue
+        place = d + ndim - matrix.dim()
+        seeds = axes.vector(name, dim)
+        alone = joint is not None and joint.size == joint.shape[place] == len(seeds) > 1
+        if alone and name not in axes.frozen:
+            axes.unite(joint.ravel(), seeds)  # type: ignore[union-attr]
+        elif len(seeds) > 1:
+            axes.keep_whole(seeds, "it is applied to a whole dim")

@@ -1,0 +1,220 @@
+"""Views, and what puts tensors side by side: labels are rearranged as elements are."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardwise.layout.views import groups
+from shardwise.trace.axes import Axes, Merged, base, param_of
+from shardwise.trace.axis_rules.registry import rule, slim
+
+
+def relabel(labels: np.ndarray, before: tuple[int, ...], after: tuple[int, ...]) -> np.ndarray:
+    """A view of the labels, with dims that have none left at size one."""
+    out = labels
+    place = 0
+    for run, to in groups(before, after):
+        sizes = out.shape[place : place + len(run)]
+        width = len(to)
+        if all(size == 1 for size in sizes):
+            shape = (*out.shape[:place], *([1] * width), *out.shape[place + len(run) :])
+        else:
+            full = tuple(before[d] for d in run)
+            out = np.broadcast_to(out, (*out.shape[:place], *full, *out.shape[place + len(run) :]))
+            shape = (*out.shape[:place], *(after[d] for d in to), *out.shape[place + len(run) :])
+        out = out.reshape(shape)
+        place += width
+    return slim(out)
+
+
+@rule(
+    "view", "_unsafe_view", "reshape", "_reshape_alias", "view_copy", "squeeze", "unsqueeze", "squeeze_", "unsqueeze_"
+)
+def view(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
+    """By shapes: a view keeps the order of elements."""
+    x = args[0]
+    if param_of(x) is not None:
+        kept = _param_view(axes, x, output)
+        if kept is not None:
+            output._axes_of = kept
+            return True
+    labels = axes.labels(x)
+    if labels is not None and x.numel():
+        axes.give(output, relabel(labels, tuple(x.shape), tuple(output.shape)))
+    return True
+
+
+def _param_view(axes: Axes, x: torch.Tensor, output: torch.Tensor) -> Any:
+    """A parameter's view that adds or drops dims of size one, or merges dims: then the outermost may be cut."""
+    name, dims = param_of(x)  # type: ignore[misc]
+    held: list[Any] = []
+    merged: list[Any] = []
+    for run, to in groups(tuple(x.shape), tuple(output.shape)):
+        long = [d for d in run if x.shape[d] > 1]
+        outs = [d for d in to if output.shape[d] > 1]
+        if len(outs) > 1 or (len(long) > 1 and any(dims[d] is None for d in long)):
+            return None
+        entry: Any = dims[long[0]] if long else None
+        if len(long) > 1:
+            inner = math.prod(x.shape[d] for d in long[1:])
+            entry = Merged(base(entry), (entry.repeat if isinstance(entry, Merged) else 1) * inner)
+            merged += [dims[d] for d in long[1:]]
+        held += [entry if output.shape[d] > 1 else None for d in to]
+    for entry in merged:
+        axes.keep_whole(axes.vector(name, entry), "a view merges it into an outer dim")
+    return name, tuple(held)
+
+
+def _permuted(axes: Axes, x: Any, output: Any, dims: list[int]) -> bool:
+    if param_of(x) is not None:
+        name, held = param_of(x)  # type: ignore[misc]
+        output._axes_of = (name, tuple(held[d] for d in dims))
+        return True
+    labels = axes.labels(x)
+    if labels is not None:
+        axes.give(output, labels.transpose(dims))
+    return True
+
+
+@rule("transpose", "t", "numpy_T")
+def transpose(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
+    """Two dims change places."""
+    x = args[0]
+    dims = list(range(x.dim()))
+    a, b = (d % x.dim() for d in args[1:3]) if len(args) > 2 else (0, x.dim() - 1)
+    dims[a], dims[b] = dims[b], dims[a]
+    return _permuted(axes, x, output, dims)
+
+
+@rule("permute")
+def permute(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
+    """Dims change places."""
+    return _permuted(axes, args[0], output, [d % args[0].dim() for d in args[1]])
+
+
+@rule("expand", "expand_copy")
+def expand(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
+    """Repeated elements have the labels of the one."""
+    x = args[0]
+    if param_of(x) is not None and x.dim() > 1:
+        name, held = param_of(x)  # type: ignore[misc]
+        if all(a == b for a, b in zip(x.shape, output.shape[output.dim() - x.dim() :], strict=True)):
+            output._axes_of = (name, (*([None] * (output.dim() - x.dim())), *held))
+            return True
+    labels = axes.labels(x)
+    if labels is not None:
+        axes.give(output, labels.reshape([1] * (output.dim() - labels.ndim) + list(labels.shape)))
+    return True
+
+
+@rule("select")
+def select(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
+    """One index of a dim."""
+    x, dim, index = args
+    dim %= x.dim()
+    if param_of(x) is not None and x.dim() > 1:
+        name, held = param_of(x)  # type: ignore[misc]
+        output._axes_of = (name, (*held[:dim], *held[dim + 1 :]))
+        return True
+    return _take(axes, x, output, dim, index % x.shape[dim])
+
+
+def _take(axes: Axes, x: torch.Tensor, output: torch.Tensor, dim: int, index: int) -> bool:
+    labels = axes.labels(x)
+    if labels is None:
+        return True
+    if labels.shape[dim] > 1:
+        picked = np.take(labels, index, axis=dim)
+        axes.chosen(labels, dim)
+        axes.give(output, picked)
+    else:
+        axes.give(output, labels.squeeze(dim))
+    return True
+
+
+@rule("unbind")
+def unbind(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
+    """Every index of a dim."""
+    x = args[0]
+    dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % x.dim()
+    return all(select(axes, func, (x, dim, i), {}, each) for i, each in enumerate(output))
+
+
+@rule("slice")
+def slice_(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
+    """A range of a dim."""
+    x = args[0]
+    dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % x.dim()
+    start, end = (args[2] if len(args) > 2 else None), (args[3] if len(args) > 3 else None)
+    step = args[4] if len(args) > 4 else kwargs.get("step", 1)
+    return _ranged(axes, x, output, dim, slice(start, end, step))
+
+
+def _ranged(axes: Axes, x: torch.Tensor, output: torch.Tensor, dim: int, which: slice) -> bool:
+    if param_of(x) is not None and x.dim() > 1 and output.shape == x.shape:
+        output._axes_of = x._axes_of
+        return True
+    labels = axes.labels(x)
+    if labels is not None:
+        if labels.shape[dim] > 1:
+            labels = labels[tuple(which if d == dim else slice(None) for d in range(labels.ndim))]
+        axes.give(output, slim(labels))
+    return True
+
+
+@rule("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes")
+def split(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
+    """Ranges of a dim."""
+    x = args[0]
+    dim = (args[2] if len(args) > 2 else kwargs.get("dim", 0)) % x.dim()
+    low = 0
+    for each in output:
+        _ranged(axes, x, each, dim, slice(low, low + each.shape[dim]))
+        low += each.shape[dim]
+    return True
+
+
+@rule("cat", "stack")
+def cat(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
+    """Side by side. Beside a tensor without labels, the others' must not vary along the dim."""
+    tensors = [t for t in args[0] if not (t.dim() == 1 and t.numel() == 0)]
+    dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % output.dim()
+    every = [axes.labels(t) for t in tensors]
+    if func._schema.name == "aten::stack":
+        every = [None if e is None else np.expand_dims(e, dim) for e in every]
+        sizes = [1] * len(tensors)
+    else:
+        sizes = [t.shape[dim] for t in tensors]
+    known = [e for e in every if e is not None]
+    if not known:
+        return True
+    shape = list(np.broadcast_shapes(*(tuple(1 if d == dim else n for d, n in enumerate(e.shape)) for e in known)))
+    if not any(e.shape[dim] > 1 for e in known):  # pieces side by side along another dim than the labels'
+        for a, b in itertools.pairwise(known):
+            axes.unite(a, b)
+        axes.give(output, known[0])
+        return True
+    if len(known) < len(every):
+        return False
+    full = []
+    for labels, size in zip(known, sizes, strict=True):
+        shape[dim] = size
+        full.append(np.broadcast_to(labels, shape))
+    axes.give(output, slim(np.concatenate(full, axis=dim)))
+    return True
+
+
+@rule("repeat")
+def repeat(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
+    """Copies behind each other."""
+    x, times = args[0], list(args[1])
+    labels = axes.labels(x)
+    if labels is not None:
+        labels = labels.reshape([1] * (len(times) - labels.ndim) + list(labels.shape))
+        axes.give(output, np.tile(labels, [n if labels.shape[d] > 1 else 1 for d, n in enumerate(times)]))
+    return True

@@ -1,0 +1,220 @@
+"""Compiled blocks: the same losses, gradients and weights as one process that compiles nothing."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from module_tasks import WIDTH, task, vectors
+from torch import Tensor, nn
+
+from shardwise import Plan, Task, parallelize
+from shardwise.models import tasks
+from shardwise.models.decoder import Decoder
+from shardwise.models.gpt2 import GPT2
+from shardwise.parallel.tensor import compiled
+from shardwise.ranks import RankPool
+
+STEPS = 2
+Curve = tuple[list[float], float, dict[str, Tensor], dict[str, Tensor]]
+
+
+def two_layers() -> Task:
+    config = replace(tasks.TINY_DECODER, layers=2)
+    return tasks.decoder().with_(model=partial(Decoder, config), batch=partial(tasks.token_batch, samples=7, length=10))
+
+
+def fused() -> Task:
+    """Queries, keys and values in one weight, whose shares are no contiguous rows."""
+    config = replace(tasks.gpt2().model.args[0], hidden=16, heads=2, dropout=0.0, layers=2)
+    return tasks.gpt2().with_(model=partial(GPT2, config), batch=partial(tasks.token_batch, samples=6, length=10))
+
+
+class Programs:
+    """Every compiled forward that is made, and the compiler that is used."""
+
+    def __init__(self, backend: str):
+        self.made: list[Any] = []
+        self.backend = backend
+
+    def __enter__(self) -> Programs:
+        self.compile, self.kind = torch.compile, compiled._Compiled
+        torch.compile = partial(self.compile, backend=self.backend)  # type: ignore[assignment]
+        compiled._Compiled = self.keep  # type: ignore[assignment, misc]
+        torch._dynamo.reset()
+        return self
+
+    def keep(self, *args: Any) -> Any:
+        self.made.append(self.kind(*args))
+        return self.made[-1]
+
+    def __exit__(self, *error: object) -> None:
+        torch.compile, compiled._Compiled = self.compile, self.kind  # type: ignore[misc]
+        torch._dynamo.reset()
+
+
+def curve(make: Callable[[], Task], plan: str, backend: str) -> tuple[Curve, list[int], list[str]]:
+    """Losses, a loss in evaluation, the first gradients and the last weights; programs of each block; notices."""
+    with Programs(backend) as programs:
+        made = make()
+        engine = parallelize(made, Plan.parse(plan).with_(precision="fp64"), device="cpu", seed=1, clip_norm=0.5)
+        losses, gradients = [], {}
+        for step in range(STEPS):
+            losses.append(engine.step(made.batch(step)).loss)
+            if step == 0:
+                gradients = {name: g.clone() for name, g in engine.full_gradients() if g is not None}
+        total, weight = engine.evaluate([made.batch(9)])
+        weights = {name: tensor.clone() for name, tensor in engine.full_parameters()}
+        counts = [len(one.programs) for one in programs.made]
+        return (losses, total / weight, gradients, weights), counts, engine.notices
+
+
+def compare(found: Curve, wanted: Curve) -> None:
+    assert found[0] == pytest.approx(wanted[0], rel=1e-10)
+    assert found[1] == pytest.approx(wanted[1], rel=1e-10)
+    for mine, alone in zip(found[2:], wanted[2:], strict=True):
+        assert mine.keys() == alone.keys()
+        for name, tensor in alone.items():
+            torch.testing.assert_close(mine[name], tensor, rtol=1e-8, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}")
+
+
+CASES: list[Any] = [
+    (two_layers, "tp=2,sp=true,dp_shard=2,zero=3,remat=full"), (fused, "tp=2,tp_overlap=true"),
+    *(pytest.param(*case, marks=pytest.mark.long) for case in (
+        (two_layers, "tp=2"), (two_layers, "pp=2,tp=2,microbatches=2"),
+        (fused, "tp=2,sp=true,dp_shard=2,zero=1,accumulate=2"),
+    )),
+]  # fmt: skip
+OTHERS: list[Any] = [
+    (tasks.moe, "pp=2,dp_shard=2,ep=2,zero=1"),
+    *(pytest.param(*case, marks=pytest.mark.long) for case in ((tasks.moe, "dp_shard=2,ep=2"), (two_layers, "pp=2"))),
+]  # fmt: skip
+
+
+def both(make: Callable[[], Task], plan: str, backend: str, pool: RankPool) -> list[tuple[list[int], list[str]]]:
+    """Compare every rank with one process; their programs and notices."""
+    parsed = Plan.parse(plan)
+    wanted, _, _ = curve(make, f"accumulate={parsed.step_microbatches}", "eager")
+    ranks = pool.run(curve, parsed.world_size, make, f"{plan},compile=true", backend, timeout_s=400)
+    for found, _, _ in ranks:
+        compare(found, wanted)
+    return [(counts, notices) for _, counts, notices in ranks]
+
+
+@pytest.mark.parametrize(("make", "plan"), CASES)
+def test_blocks_of_cut_weights(make: Callable[[], Task], plan: str, pool: RankPool) -> None:
+    for counts, notices in both(make, plan, "aot_eager", pool):
+        assert counts and max(counts) >= 2, "programs for training and for evaluation"
+        assert not any("leaves" in notice for notice in notices)
+
+
+def test_kernels_of_the_compiler(pool: RankPool) -> None:
+    for counts, _ in both(partial(odd, ""), "tp=2", "inductor", pool):
+        assert counts == [2, 2]
+
+
+@pytest.mark.long
+def test_kernels_of_the_compiler_for_a_decoder(pool: RankPool) -> None:
+    for counts, _ in both(two_layers, "tp=2,sp=true", "inductor", pool):
+        assert counts == [2, 2]
+
+
+@pytest.mark.parametrize(("make", "plan"), OTHERS)
+def test_around_stages_and_experts(make: Callable[[], Task], plan: str, pool: RankPool) -> None:
+    both(make, plan, "aot_eager", pool)
+
+
+# --- what tracing must not miss
+
+
+class Block(nn.Module):
+    """x + down(f(up(x))), with something that Python does."""
+
+    def __init__(self, odd: str):
+        super().__init__()
+        self.up, self.down, self.odd = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH), odd
+        self.calls, self.factor = 0, 1.0
+        self.register_buffer("seen", torch.zeros(()))
+        if odd == "hook":
+            self.up.register_forward_hook(lambda module, args, output: output * 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.odd == "counts":
+            self.calls += 1
+        if self.odd == "writes":
+            self.seen += 1
+        if self.odd == "draws" and random.random() < 2:
+            x = x * 1.5
+        if self.odd == "reads" and x.sum() > -1e9:
+            x = x * 1.5
+        return x + self.down(torch.tanh(self.up(x)) * self.factor)
+
+
+class Odd(nn.Module):
+    def __init__(self, odd: str = ""):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(odd) for _ in range(2))
+        self.out = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x)
+
+
+def odd(kind: str) -> Task:
+    return task(partial(Odd, kind))
+
+
+REFUSED = {
+    "counts": "it changes attributes of its modules", "writes": "it writes into a parameter or buffer",
+    "draws": "it draws from Python's random generator", "reads": "cannot be written down as a program on shares",
+    "hook": "'up' inside it has hooks",
+}  # fmt: skip
+
+
+def refusal(kinds: list[str]) -> list[str]:
+    told = []
+    for kind in kinds:
+        with Programs("aot_eager"):
+            try:
+                engine = parallelize(odd(kind), "tp=2,compile=true", device="cpu", check_loss=False)
+                engine.step(vectors(0))
+                told.append("ran")
+            except Exception as error:
+                told.append(f"{type(error).__name__}: {error}")
+    return told
+
+
+def test_what_cannot_be_written_down_is_refused(pool: RankPool) -> None:
+    for told in pool.run(refusal, 2, list(REFUSED), timeout_s=240):
+        for kind, reason in zip(told, REFUSED.values(), strict=True):
+            assert kind.startswith("RefusedPlan: compile=true with tp: 'blocks.") and reason in kind
+
+
+def changed_attribute(compiles: bool) -> list[float]:
+    with Programs("aot_eager"):
+        engine = parallelize(odd(""), f"tp=2,compile={str(compiles).lower()}", device="cpu")
+        losses = [engine.step(vectors(0)).loss]
+        for block in engine.module.blocks:
+            block.factor = 3.0
+        return [*losses, engine.step(vectors(0)).loss]
+
+
+def test_another_attribute_is_another_program(pool: RankPool) -> None:
+    kept, plain = pool.run(changed_attribute, 2, True)[0], pool.run(changed_attribute, 2, False)[0]
+    assert kept == pytest.approx(plain, rel=1e-6)
+
+
+def uneven(make: Callable[[], Task]) -> list[str]:
+    return parallelize(make(), "tp=2,compile=true", device="cpu").notices
+
+
+def test_uneven_shares_run_as_they_are(pool: RankPool) -> None:
+    notices = pool.run(uneven, 2, tasks.gpt2)[0]
+    assert any("compile leaves 2 of 2 blocks as they are" in notice and "unevenly" in notice for notice in notices)
