@@ -20,6 +20,7 @@ from shardwise.comm import Axis
 from shardwise.engine.optimizer import Nature, try_out
 from shardwise.engine.owners import Owners, Pieces
 from shardwise.errors import InputError, RefusedPlan
+from shardwise.layout import Plan
 from shardwise.parallel.slots import DataParallel
 
 _ORDER = ("elementwise", "per tensor", "joint")
@@ -92,6 +93,17 @@ def nature_of(optimizer: Optimizer, shapes: Sequence[Sequence[torch.Size]]) -> N
     if not found:
         raise InputError("prepare: the optimizer holds no parameter of the model that requires a gradient")
     return max(found, key=lambda nature: _ORDER.index(nature.kind))
+
+
+def refuse_shares(nature: Nature, optimizer: Optimizer, plan: Plan) -> None:
+    """An optimizer that looks at whole tensors, where a rank holds shares of them."""
+    if nature.kind != "elementwise":
+        shares = ",".join(f"{axis}={n}" for axis, n in (("tp", plan.tp), ("ep", plan.ep)) if n > 1)
+        raise RefusedPlan(
+            f"{shares} leaves each rank a share of a weight, and on a trial {type(optimizer).__name__}'s update of an "
+            "element hangs on the rest of its tensor: leave it out, or use an optimizer that treats elements one by "
+            "one (Adam, SGD)"
+        )
 
 
 def _flat(optimizer: Optimizer, settings: dict[str, Any]) -> Callable[[list[dict]], Optimizer]:

@@ -26,21 +26,25 @@ from torch.optim import Optimizer
 from shardwise.comm import broadcast, gather_rows
 from shardwise.device import pick_device, seed_generators
 from shardwise.engine.control import Tally, gather_reached
+from shardwise.engine.engine import Engine
 from shardwise.engine.loss import Loss
 from shardwise.engine.recipe import trainable
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
 from shardwise.layout.dealing import Part
+from shardwise.mesh import build_mesh
 from shardwise.parallel.batchnorm import sync_module
 from shardwise.parallel.full import FullShard
+from shardwise.part import forget, plain, whole
 from shardwise.ranks import here, join
 from shardwise.scripts import optimizer as optimizers
 from shardwise.scripts.agreement import compare
 from shardwise.scripts.divisor import Divisor, divisor_of
 from shardwise.scripts.draws import SampleDraws
-from shardwise.scripts.guard import RefusedScaler, guard_gradients, guard_state_dict
+from shardwise.scripts.guard import Gate, RefusedScaler, guard_gradients, guard_state_dict
 from shardwise.scripts.loader import Events, PartLoader
 from shardwise.scripts.lookout import look_at_model
+from shardwise.scripts.spread import check_cuts, seen_outside, shared_call, wait_for_call
 from shardwise.scripts.start import check_given, generators_kept, make_engine, with_dtype
 from shardwise.trace.deferred import seed_of
 
@@ -114,28 +118,25 @@ class Prepared:
         self, model: nn.Module, optimizer: Optimizer, loader: Any, plan: Plan, randomness: str, branches: Any,
         seed: int, device: torch.device,
     ) -> None:  # fmt: skip
-        plan = with_dtype(plan, model)
-        optimizers.refuse_used(optimizer)
-        groups = optimizers.names_in_groups(optimizer, model)
-        shapes = {name: param.shape for name, param in trainable(model)}
-        training = {child: child.training for child in model.modules()}
-        with generators_kept():
-            self.engine = make_engine(model, plan, branches, seed, device)
-            nature = optimizers.nature_of(optimizer, [[shapes[name] for name in group] for group in groups])
-            self.engine.owners = optimizers.adopt(
-                optimizer, groups, self.engine.technique, self.engine.names, shapes, self.engine.mesh.shard, nature,
-                zero=plan.zero if plan.dp_shard > 1 else 0,
-            )  # fmt: skip
-        for child, mode in training.items():
-            child.training = mode
-        self.engine.optimizer, self.engine.optimizer_nature = optimizer, nature
+        self.plan = with_dtype(plan, model)
         self.model, self.optimizer = model, optimizer
-        ranks = self.engine.data_ranks
-        if plan.remat != "none" and self.engine.device.type != "cpu" and randomness == "global" and ranks > 1:
+        self.mesh = build_mesh(plan, device)
+        self.seed, self.randomness, self.branches = seed, randomness, branches
+        self.notices: list[str] = []
+        optimizers.refuse_used(optimizer)
+        self._groups = optimizers.names_in_groups(optimizer, model)
+        self._shapes = {name: param.shape for name, param in trainable(model)}
+        with generators_kept():
+            self._nature = optimizers.nature_of(
+                optimizer, [[self._shapes[name] for name in group] for group in self._groups]
+            )
+        self._shares = plan.tp > 1 or plan.ep > 1
+        if self._shares:
+            optimizers.refuse_shares(self._nature, optimizer, plan)
+        ranks = self.mesh.data.size
+        if plan.remat != "none" and device.type != "cpu" and randomness == "global" and ranks > 1:
             raise RefusedPlan('prepare: recompute on a GPU cannot repeat one process\'s draws: use randomness="fast"')
-        self.loader = PartLoader(loader, self.engine.data_rank, ranks, _Loop(self))
-        self.notices = self.engine.notices
-        self.seed, self.randomness = seed, randomness
+        self.loader = PartLoader(loader, self.mesh.data.index, ranks, _Loop(self))
         self.draws = SampleDraws() if randomness == "global" and ranks > 1 else None
         self._draws_on = False
         self._looked = ranks == 1
@@ -149,10 +150,48 @@ class Prepared:
         self._checksum = 0
         self._part: Part | None = None
         self.loss = torch.tensor(float("nan"))  # of the last whole step, over all ranks
-        self._gate = guard_gradients(model, self.engine.technique, mixed=self.engine.precision.mixed)
-        self._state_gate = guard_state_dict(model, in_pieces=isinstance(self.engine.technique, FullShard))
-        self._hook_model()
+        self._engine: Engine | None = None
+        self._gate, self._state_gate = Gate(), Gate()
         self._hook_optimizer()
+        if self._shares:
+            wait_for_call(model, self._spread)
+        else:
+            self._spread()
+
+    def _spread(self, args: tuple = (), kwargs: dict | None = None) -> None:
+        """Put the model's weights where the plan has them. Collective."""
+        model, plan, mesh = self.model, self.plan, self.mesh
+        self._end_batch()
+        call = shared_call(args, kwargs or {}, mesh.world, mesh.device) if self._shares else None
+        training = {child: child.training for child in model.modules()}
+        with generators_kept():
+            self._engine = engine = make_engine(model, plan, mesh, self.branches, self.seed, call)
+            engine.owners = optimizers.adopt(
+                self.optimizer, self._groups, engine.technique, engine.names, self._shapes, mesh.shard, self._nature,
+                zero=plan.zero if plan.dp_shard > 1 else 0,
+            )  # fmt: skip
+        for child, mode in training.items():
+            child.training = mode
+        engine.phase.stand_in = self._part is not None and self._part.count == 0
+        if engine.tensor is not None:
+            check_cuts(engine.tensor.cuts, mesh.world, mesh.device)
+        engine.optimizer, engine.optimizer_nature = self.optimizer, self._nature
+        self.notices += engine.notices
+        in_pieces = self._shares or isinstance(engine.technique, FullShard)
+        self._gate = guard_gradients(model, engine.technique, all=self._shares or engine.precision.mixed)
+        self._state_gate = guard_state_dict(model, plan, in_pieces=in_pieces)
+        self._hook_model()
+        self._resume_draws()
+
+    @property
+    def engine(self) -> Engine:
+        """What runs the plan. Under tp and ep it is made in the model's first forward in training."""
+        if self._engine is None:
+            raise InputError(
+                f"plan {self.plan}: cuts are derived from the model's first forward in training, and it has not been "
+                "called yet: call the model itself (model(...), in train mode), not its parts"
+            )
+        return self._engine
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.model, self.optimizer, self.loader))
@@ -171,12 +210,13 @@ class Prepared:
         """
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise InputError("prepared.backward: the loss must be one number that depends on the model's parameters")
+        engine = self.engine
         self._open_step()
         assert self._tally is not None
+        loss, weight = whole(loss).reshape(()), plain(weight)
         stands_in = self._part is not None and self._part.count == 0
         counted = self._weight(loss, weight)
-        total = loss.reshape(()) * 0 if stands_in else loss.reshape(())
-        engine = self.engine
+        total = loss * 0 if stands_in else loss
         last = self._micro + 1 == engine.plan.accumulate or isinstance(engine.technique, FullShard)
         with self._gate.open():
             engine.technique.start_micro_batch(last=last)
@@ -204,7 +244,8 @@ class Prepared:
         if self._tally is None:
             raise InputError("prepared.clip_grad_norm_: there are no gradients yet: call prepared.backward first")
         factor = min(1.0, max_norm / (self.grad_norm + 1e-6))
-        gradients = self.engine._held_gradients()
+        with self._gate.open():
+            gradients = self.engine._held_gradients()
         if gradients and factor < 1.0:
             torch._foreach_mul_(gradients, factor)
         return torch.tensor(self.grad_norm)
@@ -213,15 +254,17 @@ class Prepared:
         """Another loader (held-out data), cut like the main one. A rank without a sample gets a stand-in: its
         `part.count` is 0, and must then not be counted.
         """
-        return PartLoader(loader, self.engine.data_rank, self.engine.data_ranks)
+        return PartLoader(loader, self.mesh.data.index, self.mesh.data.size)
 
     def sum(self, *values: torch.Tensor | float) -> list[float]:
         """Each number's sum over the ranks that hold different samples. Collective."""
-        row = torch.tensor([float(value) for value in values], dtype=torch.float64, device=self.engine.device)
-        return gather_rows(row, self.engine.mesh.data).sum(dim=0).tolist()
+        row = torch.tensor([float(value) for value in values], dtype=torch.float64, device=self.mesh.device)
+        return gather_rows(row, self.mesh.data).sum(dim=0).tolist()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The model's whole weights and buffers, on the CPU of every rank. Collective."""
+        if self._engine is None:
+            return {name: value.detach().cpu().clone() for name, value in self.model.state_dict().items()}
         with self._state_gate.open():
             return self.engine.state_dict()
 
@@ -238,7 +281,7 @@ class Prepared:
     @property
     def rank(self) -> int:
         """This rank."""
-        return self.engine.rank
+        return self.mesh.rank
 
     # --- a step
 
@@ -291,8 +334,8 @@ class Prepared:
         """Gradients of all ranks, divided; what ranks must agree on is compared first."""
         assert self._tally is not None
         engine, tally = self.engine, self._tally
-        if engine.data_ranks > 1:
-            compare(engine, self._forms, tally.samples, self._checksum, generators=self.draws is not None)
+        if engine.world_size > 1:
+            compare(engine, self._forms, tally, self._checksum, generators=self.randomness == "global")
         with self._gate.open():
             agreed = engine._finish(tally, tally.reached)
             if not agreed.same_branches and engine.data_ranks > 1:
@@ -300,6 +343,7 @@ class Prepared:
                 used = gather_reached(tally, engine.names, engine.mesh.data, engine.device, refuse=refuse)
                 agreed = engine._finish(tally, used)
             result, self._usable = engine._normalise(agreed)
+        forget()
         self._finished = True
         self.grad_norm = result.grad_norm
         self.loss = torch.tensor(result.loss, dtype=torch.float64)
@@ -324,6 +368,10 @@ class Prepared:
         self.model.zero_grad = types.MethodType(lambda module, set_to_none=True: prepared._discard(), self.model)
 
     def _step(self, inner: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
+        if self._engine is None and closure is None:
+            return inner()  # nothing has a gradient yet
+        if closure is not None and self._shares:
+            raise RefusedPlan("optimizer.step(closure) where tp or ep cut weights: call backward and step() instead")
         engine = self.engine
         if closure is not None:
             if engine.owners is not None:
@@ -333,7 +381,8 @@ class Prepared:
             self._flush()
             if engine.owners is not None:
                 engine.owners.collect_gradients(engine._used)
-            result = inner() if self._tally is None or self._usable else None
+            with self._gate.open():
+                result = inner() if self._tally is None or self._usable else None
             if engine.owners is not None:
                 engine.owners.hand_out(engine._used)
         engine.technique.publish()
@@ -351,6 +400,8 @@ class Prepared:
 
     def _discard(self) -> None:
         """zero_grad: whatever was added up is forgotten."""
+        if self._engine is None:
+            return
         if self._tally is not None and not self._finished:
             self._flush()  # what was launched is waited for
         with self._gate.open():
@@ -362,19 +413,21 @@ class Prepared:
 
     def _share_generator(self) -> None:
         """Every rank continues from rank 0's generator, so that samplers draw alike."""
-        if self.engine.data_ranks > 1:
-            state = torch.get_rng_state().to(self.engine.device)
-            broadcast(state, self.engine.mesh.data, 0, "control")
+        world, device = self.mesh.world, self.mesh.device
+        if world.size > 1:
+            state = torch.get_rng_state().to(device)
+            broadcast(state, world, 0, "control")
             torch.set_rng_state(state.cpu())
-            if self.engine.device.type == "cuda":
-                on_device = torch.cuda.get_rng_state(self.engine.device).to(self.engine.device)
-                broadcast(on_device, self.engine.mesh.data, 0, "control")
-                torch.cuda.set_rng_state(on_device.cpu(), self.engine.device)
+            if device.type == "cuda":
+                on_device = torch.cuda.get_rng_state(device).to(device)
+                broadcast(on_device, world, 0, "control")
+                torch.cuda.set_rng_state(on_device.cpu(), device)
 
     def _begin_batch(self, part: Part, checksum: int) -> None:
         self._part = part
         self._checksum = zlib.crc32(str(checksum).encode(), self._checksum)
-        self.engine.phase.stand_in = part.count == 0
+        if self._engine is not None:
+            self._engine.phase.stand_in = part.count == 0
         self._resume_draws()
 
     def _resume_draws(self) -> None:
@@ -410,7 +463,10 @@ class Prepared:
         def leave(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
             if self.draws is not None:
                 self.draws.inside = False
-            return self.engine.precision.cast_outputs(output) if self.engine.precision.mixed else None
+            precision = self.engine.precision
+            if precision.mixed:
+                output = precision.cast_outputs(output)
+            return seen_outside(output) if self._shares else output
 
         self.model.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)  # before units gather
         self.model.register_forward_hook(leave, with_kwargs=True)
