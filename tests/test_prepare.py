@@ -87,12 +87,14 @@ PLANS_2 = ("dp_replicate=2", "dp_shard=2,zero=1", "dp_shard=2,zero=2", "dp_shard
 SHORT = [("char_gpt", PLANS_2[3]), ("char_gpt", PLANS_2[1]), ("causal_lm", PLANS_2[3]),
          ("image_classifier", PLANS_2[2]), ("unet", PLANS_2[0]), ("diffusion", PLANS_2[2]),
          ("image_classifier", "dp_shard=4,zero=3"), ("unet", "dp_replicate=2,dp_shard=2,zero=3")]  # fmt: skip
-CUT = [("char_gpt", "tp=2"), ("causal_lm", "tp=2,sp=true"), ("image_classifier", "tp=2"), ("unet", "tp=2"),
-       ("diffusion", "tp=2")]  # fmt: skip
-CUT_4 = [(name, "tp=2,dp_shard=2") for name in CHANGES]
+CUT = [("char_gpt", "tp=2,dp_shard=2"), ("causal_lm", "tp=2,sp=true"), ("image_classifier", "tp=2,dp_shard=2"),
+       ("unet", "tp=2,dp_shard=2"), ("diffusion", "tp=2")]  # fmt: skip
+PLANS_CUT = ("tp=2", "tp=2,sp=true", "tp=2,dp_shard=2", "tp=2,dp_shard=2,zero=1", "tp=2,dp_replicate=2")
 PLANS_4 = ("dp_replicate=4", "dp_shard=4,zero=1", "dp_shard=4,zero=2", "dp_shard=4,zero=3",
            "dp_replicate=2,dp_shard=2,zero=2", "dp_replicate=2,dp_shard=2,zero=3")  # fmt: skip
-REST = [(name, plan) for name in CHANGES for plan in (*PLANS_2, *PLANS_4) if (name, plan) not in SHORT]
+REST = [
+    (name, plan) for name in CHANGES for plan in (*PLANS_2, *PLANS_4, *PLANS_CUT) if (name, plan) not in SHORT + CUT
+]
 
 
 def check(name: str, plan: str, alone: dict, pool: RankPool, tmp_path: Path) -> None:
@@ -108,7 +110,7 @@ def check(name: str, plan: str, alone: dict, pool: RankPool, tmp_path: Path) -> 
                 torch.testing.assert_close(told, value, rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize(("name", "plan"), SHORT + CUT + CUT_4)
+@pytest.mark.parametrize(("name", "plan"), SHORT + CUT)
 def test_scripts_equal_one_process(name: str, plan: str, alone: dict, pool: RankPool, tmp_path: Path) -> None:
     check(name, plan, alone, pool, tmp_path)
 
@@ -335,7 +337,6 @@ class Drawing(TensorDataset):
         ("joint", "dp_shard=2,zero=1", RefusedPlan, "LBFGS's update of one tensor depends on the others"),
         ("scaler", "dp_replicate=2", RefusedPlan, "GradScaler"),
         ("pipeline", "pp=2", RefusedPlan, r"pp > 1 in prepare.*shardwise.parallelize\(task, plan\).step"),
-        ("other axes", "tp=2", RefusedPlan, "tp"),
     ],
 )
 def test_refused(case: str, plan: str, kind: type[Exception], words: str, pool: RankPool) -> None:

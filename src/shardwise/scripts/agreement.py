@@ -9,7 +9,7 @@ import torch
 from shardwise.comm import gather_rows
 from shardwise.engine.control import Tally
 from shardwise.engine.engine import Engine
-from shardwise.errors import InputError, RunError
+from shardwise.errors import InputError, RefusedPlan, RunError
 from shardwise.scripts.divisor import Divisor
 
 _KINDS = {"mean": 1.0, "sum": 2.0, "unknown": 3.0}
@@ -60,8 +60,23 @@ def _same_losses(engine: Engine, tally: Tally) -> None:
         )
         raise RunError(
             f"the loss of the same samples is {told} in step {engine.steps_done}: the script computes a part of it "
-            f"from weights, of which each rank has a share under tp={engine.plan.tp} (a penalty over model.parameters()): "
-            "use the optimizer's weight_decay, or compute it inside the model's forward"
+            f"from weights, of which each rank has a share under tp={engine.plan.tp} (a penalty over "
+            "model.parameters()): use the optimizer's weight_decay, or compute it inside the model's forward"
+        )
+
+
+def same_change(engine: Engine, before: torch.Tensor, now: torch.Tensor) -> None:
+    """Whatever a script did to its gradients must have scaled those of every rank alike. One small collective.
+
+    Where parameters are FSDP's shares of shares, torch's own clipping sees a norm that differs between ranks.
+    """
+    scaled = float(now) / float(before) if float(before) else float("nan")
+    table = gather_rows(torch.tensor([scaled], dtype=torch.float64, device=engine.device), engine.mesh.world)
+    known = [value for value in table.view(-1).tolist() if value == value]
+    if known and max(known) - min(known) > 1e-4 * max(known):
+        raise RefusedPlan(
+            f"under plan {engine.plan} each rank has other shares of the gradients, and between backward and step they "
+            "were not scaled alike on all ranks: clip with prepared.clip_grad_norm_(max_norm)"
         )
 
 

@@ -13,7 +13,6 @@ for what the script computes from its outputs: a contrastive loss needs a `Task`
 from __future__ import annotations
 
 import types
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -23,30 +22,26 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.comm import broadcast, gather_rows
-from shardwise.device import pick_device, seed_generators
+from shardwise.comm import gather_rows
+from shardwise.device import pick_device
 from shardwise.engine.control import Tally, gather_reached
 from shardwise.engine.engine import Engine
 from shardwise.engine.loss import Loss
 from shardwise.engine.recipe import trainable
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
-from shardwise.layout.dealing import Part
 from shardwise.mesh import build_mesh
-from shardwise.parallel.batchnorm import sync_module
 from shardwise.parallel.full import FullShard
 from shardwise.part import forget, plain, whole
 from shardwise.ranks import here, join
 from shardwise.scripts import optimizer as optimizers
-from shardwise.scripts.agreement import compare
+from shardwise.scripts.agreement import compare, same_change
+from shardwise.scripts.calls import Calls
 from shardwise.scripts.divisor import Divisor, divisor_of
-from shardwise.scripts.draws import SampleDraws
 from shardwise.scripts.guard import Gate, RefusedScaler, guard_gradients, guard_state_dict
-from shardwise.scripts.loader import Events, PartLoader
-from shardwise.scripts.lookout import look_at_model
-from shardwise.scripts.spread import check_cuts, seen_outside, shared_call, wait_for_call
+from shardwise.scripts.loader import PartLoader
+from shardwise.scripts.spread import check_cuts, shared_call, wait_for_call
 from shardwise.scripts.start import check_given, generators_kept, make_engine, with_dtype
-from shardwise.trace.deferred import seed_of
 
 Randomness = Literal["global", "fast"]
 
@@ -67,7 +62,8 @@ def prepare(
     model       built, with its weights; rank 0's are handed out where ranks differ. Changed in place
     optimizer   made from the model's parameters, before its first step. Changed in place
     loader      the one that one process would use; a batch of it is a global micro-batch
-    plan        dp_replicate, dp_shard, zero, accumulate (calls of `backward` in one step), remat, precision
+    plan        any but pipelines; accumulate is the calls of `backward` in one step. Cuts of tp and ep are derived in
+                the model's first forward in training
     randomness  "global": noise and masks drawn for samples are those of one process; "fast": each rank draws its own
     branches    as in `Task`
     seed        of "fast" draws
@@ -92,25 +88,6 @@ def prepare(
     return Prepared(model, optimizer, loader, plan, randomness, branches, seed, pick_device(device))
 
 
-class _Loop(Events):
-    """Tells a `Prepared` where its script's loop stands."""
-
-    def __init__(self, prepared: Prepared) -> None:
-        self.prepared = prepared
-
-    def before_epoch(self) -> None:
-        self.prepared._share_generator()
-
-    def before_batch(self, part: Part, checksum: int) -> None:
-        self.prepared._begin_batch(part, checksum)
-
-    def after_batch(self) -> None:
-        self.prepared._end_batch()
-
-    def after_epoch(self) -> None:
-        self.prepared._end_batch()
-
-
 class Prepared:
     """A script's model, optimizer and loader on this rank. Made by `prepare`; unpacks into the three."""
 
@@ -118,11 +95,10 @@ class Prepared:
         self, model: nn.Module, optimizer: Optimizer, loader: Any, plan: Plan, randomness: str, branches: Any,
         seed: int, device: torch.device,
     ) -> None:  # fmt: skip
-        self.plan = with_dtype(plan, model)
+        self.plan = plan = with_dtype(plan, model)
         self.model, self.optimizer = model, optimizer
         self.mesh = build_mesh(plan, device)
-        self.seed, self.randomness, self.branches = seed, randomness, branches
-        self.notices: list[str] = []
+        self.seed, self.branches = seed, branches
         optimizers.refuse_used(optimizer)
         self._groups = optimizers.names_in_groups(optimizer, model)
         self._shapes = {name: param.shape for name, param in trainable(model)}
@@ -136,22 +112,19 @@ class Prepared:
         ranks = self.mesh.data.size
         if plan.remat != "none" and device.type != "cpu" and randomness == "global" and ranks > 1:
             raise RefusedPlan('prepare: recompute on a GPU cannot repeat one process\'s draws: use randomness="fast"')
-        self.loader = PartLoader(loader, self.mesh.data.index, ranks, _Loop(self))
-        self.draws = SampleDraws() if randomness == "global" and ranks > 1 else None
-        self._draws_on = False
-        self._looked = ranks == 1
-        self._forwards = 0
+        self.calls = Calls(model, self.mesh, randomness, seed)
+        self.loader = PartLoader(loader, self.mesh.data.index, ranks, self.calls)
         self._tally: Tally | None = None  # of the step under way
         self._micro = 0  # calls of backward in it
         self._finished = False  # its gradients are whole
         self._stepped = False  # and were used, without zero_grad since
         self._forms: list[Divisor] = []
         self._given: str | None = None
-        self._checksum = 0
-        self._part: Part | None = None
         self.loss = torch.tensor(float("nan"))  # of the last whole step, over all ranks
         self._engine: Engine | None = None
         self._gate, self._state_gate = Gate(), Gate()
+        self._unguarded = self._shares and plan.zero == 3 and plan.dp_shard > 1  # FSDP's own parameters
+        self._square: torch.Tensor | None = None  # of this rank's gradients, when they were whole
         self._hook_optimizer()
         if self._shares:
             wait_for_call(model, self._spread)
@@ -161,7 +134,7 @@ class Prepared:
     def _spread(self, args: tuple = (), kwargs: dict | None = None) -> None:
         """Put the model's weights where the plan has them. Collective."""
         model, plan, mesh = self.model, self.plan, self.mesh
-        self._end_batch()
+        self.calls.suspend()
         call = shared_call(args, kwargs or {}, mesh.world, mesh.device) if self._shares else None
         training = {child: child.training for child in model.modules()}
         with generators_kept():
@@ -172,16 +145,18 @@ class Prepared:
             )  # fmt: skip
         for child, mode in training.items():
             child.training = mode
-        engine.phase.stand_in = self._part is not None and self._part.count == 0
         if engine.tensor is not None:
             check_cuts(engine.tensor.cuts, mesh.world, mesh.device)
         engine.optimizer, engine.optimizer_nature = self.optimizer, self._nature
-        self.notices += engine.notices
         in_pieces = self._shares or isinstance(engine.technique, FullShard)
         self._gate = guard_gradients(model, engine.technique, all=self._shares or engine.precision.mixed)
         self._state_gate = guard_state_dict(model, plan, in_pieces=in_pieces)
-        self._hook_model()
-        self._resume_draws()
+        self.calls.watch(engine)
+
+    @property
+    def notices(self) -> list[str]:
+        """What is worth knowing about this run, found so far."""
+        return self._engine.notices if self._engine is not None else []
 
     @property
     def engine(self) -> Engine:
@@ -211,10 +186,16 @@ class Prepared:
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise InputError("prepared.backward: the loss must be one number that depends on the model's parameters")
         engine = self.engine
+        if not self.calls.called and engine.world_size > 1:
+            raise InputError(
+                "prepared.backward: the model itself was not called in train mode before. What a plan needs (the look "
+                "at the first batch, gathering, batch norm over ranks) happens around model(...): let the model's "
+                "forward call its parts"
+            )
         self._open_step()
         assert self._tally is not None
         loss, weight = whole(loss).reshape(()), plain(weight)
-        stands_in = self._part is not None and self._part.count == 0
+        stands_in = self.calls.part is not None and self.calls.part.count == 0
         counted = self._weight(loss, weight)
         total = loss * 0 if stands_in else loss
         last = self._micro + 1 == engine.plan.accumulate or isinstance(engine.technique, FullShard)
@@ -223,11 +204,11 @@ class Prepared:
             scale = engine.scale.factor(counted, engine.mesh.data, engine.device) if engine.scale is not None else 1.0
             (total * scale if scale != 1.0 else total).backward()
             self._tally.used.append(engine.technique.finish_micro_batch())
-        samples = 0 if stands_in else (self._part.count if self._part is not None else 1)
+        samples = 0 if stands_in else (self.calls.part.count if self.calls.part is not None else 1)
         self._tally.stood_in |= stands_in
         self._tally.add(Loss(total.detach(), 0.0 if stands_in else counted), samples, {})
         self._micro += 1
-        self._end_batch()
+        self.calls.suspend()
         if self._micro == engine.plan.accumulate:
             self._finish()
         return self.loss if engine.plan.accumulate == 1 else self._loss_of(total, weight, stands_in)
@@ -335,7 +316,7 @@ class Prepared:
         assert self._tally is not None
         engine, tally = self.engine, self._tally
         if engine.world_size > 1:
-            compare(engine, self._forms, tally, self._checksum, generators=self.randomness == "global")
+            compare(engine, self._forms, tally, self.calls.checksum, generators=self.calls.randomness == "global")
         with self._gate.open():
             agreed = engine._finish(tally, tally.reached)
             if not agreed.same_branches and engine.data_ranks > 1:
@@ -343,6 +324,7 @@ class Prepared:
                 used = gather_reached(tally, engine.names, engine.mesh.data, engine.device, refuse=refuse)
                 agreed = engine._finish(tally, used)
             result, self._usable = engine._normalise(agreed)
+            self._square = engine._sum_of_squares(engine.technique.slots) if self._unguarded else None
         forget()
         self._finished = True
         self.grad_norm = result.grad_norm
@@ -379,6 +361,10 @@ class Prepared:
             result = inner(lambda: self._closed(closure))
         else:
             self._flush()
+            if self._square is not None:
+                with self._gate.open():
+                    same_change(engine, self._square, engine._sum_of_squares(engine.technique.slots))
+                self._square = None
             if engine.owners is not None:
                 engine.owners.collect_gradients(engine._used)
             with self._gate.open():
@@ -408,74 +394,3 @@ class Prepared:
             self.engine.technique.start_step()
         self._tally, self._micro, self._finished, self._stepped = None, 0, False, False
         self._forms, self._given = [], None
-
-    # --- the loop and the model's forward
-
-    def _share_generator(self) -> None:
-        """Every rank continues from rank 0's generator, so that samplers draw alike."""
-        world, device = self.mesh.world, self.mesh.device
-        if world.size > 1:
-            state = torch.get_rng_state().to(device)
-            broadcast(state, world, 0, "control")
-            torch.set_rng_state(state.cpu())
-            if device.type == "cuda":
-                on_device = torch.cuda.get_rng_state(device).to(device)
-                broadcast(on_device, world, 0, "control")
-                torch.cuda.set_rng_state(on_device.cpu(), device)
-
-    def _begin_batch(self, part: Part, checksum: int) -> None:
-        self._part = part
-        self._checksum = zlib.crc32(str(checksum).encode(), self._checksum)
-        if self._engine is not None:
-            self._engine.phase.stand_in = part.count == 0
-        self._resume_draws()
-
-    def _resume_draws(self) -> None:
-        if self.draws is not None and self._part is not None and not self._draws_on:
-            self.draws.part = self._part
-            self.draws.__enter__()
-            self._draws_on = True
-
-    def _end_batch(self) -> None:
-        """Draws after backward are the script's own business, alike on every rank."""
-        if self.draws is not None and self._draws_on:
-            self.draws.part = None
-            self.draws.__exit__(None, None, None)
-            self._draws_on = False
-
-    def _hook_model(self) -> None:
-        def enter(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-            precision = self.engine.precision
-            if precision.mixed:
-                args, kwargs = precision.cast_inputs((args, kwargs))
-            if not (module.training and torch.is_grad_enabled()):
-                return args, kwargs
-            if not self._looked:
-                self._looked = True
-                self._look(args, kwargs)
-            if self.draws is not None:
-                self.draws.inside = True
-            elif self.randomness == "fast" and self.engine.data_ranks > 1:
-                self._forwards += 1
-                seed_generators(seed_of("fast", self.seed, self._forwards, self.engine.data_rank))
-            return args, kwargs
-
-        def leave(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
-            if self.draws is not None:
-                self.draws.inside = False
-            precision = self.engine.precision
-            if precision.mixed:
-                output = precision.cast_outputs(output)
-            return seen_outside(output) if self._shares else output
-
-        self.model.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)  # before units gather
-        self.model.register_forward_hook(leave, with_kwargs=True)
-
-    def _look(self, args: tuple, kwargs: dict) -> None:
-        """On the first batch: does each sample's output depend on that sample alone?"""
-        self._end_batch()
-        batch_norms, notices = look_at_model(self.engine, args, kwargs)
-        for module in batch_norms:
-            sync_module(module, self.engine.mesh.data, self.engine.phase)
-        self.notices += notices
-        self._resume_draws()

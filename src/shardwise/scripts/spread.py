@@ -93,15 +93,13 @@ def tensors_of(output: Any) -> Iterator[torch.Tensor]:
 
 def total_of(output: Any) -> torch.Tensor:
     """One number that every floating-point output enters: stands for the script's loss where cuts are tried."""
-    found = [t for t in tensors_of(output) if t.is_floating_point() and t.requires_grad]
-    if not found and torch.is_grad_enabled():
+    found = [t for t in tensors_of(output) if t.is_floating_point()]
+    if not found:
         raise InputError(
-            f"prepare: the model returned {type(output).__name__}, in which no tensor that depends on its parameters "
-            "was found: return tensors, or tuples, dicts or dataclasses of them"
+            f"prepare: the model returned {type(output).__name__}, in which no floating-point tensor was found: return "
+            "tensors, or tuples, dicts or dataclasses of them"
         )
-    return sum(
-        (t.double().square().sum() for t in found or tensors_of(output) if t.is_floating_point()), torch.zeros(())
-    )
+    return torch.stack([t.double().square().sum() for t in found]).sum()
 
 
 def seen_outside(output: Any) -> Any:
