@@ -190,6 +190,8 @@ def once(plan: str, case: str) -> None:
         model = experts()
         own = model.layers[0].experts.forward
         model.layers[0].experts.forward = lambda x, *args: F.dropout(own(x, *args), 0.5)
+    if case == "compiled":
+        model = torch.compile(model)
     optimizer: Any = torch.optim.Adafactor(model.parameters()) if case == "whole tensors" else adamw(model)
     dataset = samples(8) if case in ("nothing to cut", "dropout in experts") else tokens(8)
     if case == "nothing to cut":
@@ -224,6 +226,7 @@ def once(plan: str, case: str) -> None:
         ("closure", "tp=2", RefusedPlan, "closure"),
         ("parts", "tp=2", InputError, r"call the model itself \(model"),
         ("parts", "dp_replicate=2", InputError, "the model itself was not called"),
+        ("compiled", "tp=2", RefusedPlan, "the model is compiled"),
         ("hidden", "tp=2", InputError, "returned Opaque, in which no floating"),
         ("nothing to cut", "tp=2", RefusedPlan, "no weight of the module can be cut"),
         ("experts", "dp_shard=2,ep=2", RefusedPlan, "no experts were found"),

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +24,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.comm import gather_rows
+from shardwise.comm.buckets import GradientBuckets
 from shardwise.device import pick_device
 from shardwise.engine.control import Tally, gather_reached
 from shardwise.engine.engine import Engine
@@ -31,17 +33,18 @@ from shardwise.engine.recipe import trainable
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
 from shardwise.mesh import build_mesh
+from shardwise.parallel.expert import WithExperts
 from shardwise.parallel.full import FullShard
 from shardwise.part import forget, plain, whole
 from shardwise.ranks import here, join
 from shardwise.scripts import optimizer as optimizers
 from shardwise.scripts.agreement import compare, same_change
-from shardwise.scripts.calls import Calls
+from shardwise.scripts.calls import Calls, leader_of
 from shardwise.scripts.divisor import Divisor, divisor_of
 from shardwise.scripts.guard import Gate, RefusedScaler, guard_gradients, guard_state_dict
 from shardwise.scripts.loader import PartLoader
 from shardwise.scripts.spread import check_cuts, shared_call, wait_for_call
-from shardwise.scripts.start import check_given, generators_kept, make_engine, with_dtype
+from shardwise.scripts.start import check_given, generators_kept, is_compiled, make_engine, with_dtype
 
 Randomness = Literal["global", "fast"]
 
@@ -112,8 +115,9 @@ class Prepared:
         ranks = self.mesh.data.size
         if plan.remat != "none" and device.type != "cpu" and randomness == "global" and ranks > 1:
             raise RefusedPlan('prepare: recompute on a GPU cannot repeat one process\'s draws: use randomness="fast"')
-        self.calls = Calls(model, self.mesh, randomness, seed)
-        self.loader = PartLoader(loader, self.mesh.data.index, ranks, self.calls)
+        leader = leader_of(loader, self.mesh, randomness)
+        self.calls = Calls(model, self.mesh, randomness, seed, leader)
+        self.loader = PartLoader(loader, self.mesh.data.index, ranks, self.calls) if leader is None else loader
         self._tally: Tally | None = None  # of the step under way
         self._micro = 0  # calls of backward in it
         self._finished = False  # its gradients are whole
@@ -147,10 +151,16 @@ class Prepared:
             child.training = mode
         if engine.tensor is not None:
             check_cuts(engine.tensor.cuts, mesh.world, mesh.device)
+        if self.calls.draws is not None and is_compiled(model):
+            engine.notices.append(
+                'the model is compiled, which has no effect where draws are followed: give randomness="fast" to use it'
+            )
         engine.optimizer, engine.optimizer_nature = self.optimizer, self._nature
         in_pieces = self._shares or isinstance(engine.technique, FullShard)
         self._gate = guard_gradients(model, engine.technique, all=self._shares or engine.precision.mixed)
         self._state_gate = guard_state_dict(model, plan, in_pieces=in_pieces)
+        for buckets in _buckets(engine):
+            buckets.asleep = True
         self.calls.watch(engine)
 
     @property
@@ -192,6 +202,12 @@ class Prepared:
                 "at the first batch, gathering, batch norm over ranks) happens around model(...): let the model's "
                 "forward call its parts"
             )
+        if self.calls.part is None and engine.data_ranks > 1:
+            raise InputError(
+                "prepared.backward: the loader that was given to prepare has handed out no batch, so which samples the "
+                "loss belongs to is not known: go through that loader; for a second model in the same loop, give "
+                "prepare the loader that the first prepare returned"
+            )
         self._open_step()
         assert self._tally is not None
         loss, weight = whole(loss).reshape(()), plain(weight)
@@ -202,16 +218,31 @@ class Prepared:
         with self._gate.open():
             engine.technique.start_micro_batch(last=last)
             scale = engine.scale.factor(counted, engine.mesh.data, engine.device) if engine.scale is not None else 1.0
-            (total * scale if scale != 1.0 else total).backward()
+            with self._asking():
+                (total * scale if scale != 1.0 else total).backward()
             self._tally.used.append(engine.technique.finish_micro_batch())
         samples = 0 if stands_in else (self.calls.part.count if self.calls.part is not None else 1)
         self._tally.stood_in |= stands_in
         self._tally.add(Loss(total.detach(), 0.0 if stands_in else counted), samples, {})
         self._micro += 1
-        self.calls.suspend()
+        self.calls.after_backward()
         if self._micro == engine.plan.accumulate:
             self._finish()
         return self.loss if engine.plan.accumulate == 1 else self._loss_of(total, weight, stands_in)
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Gradients that arrive are this model's; outside they are another model's backward, and not counted."""
+        buckets = _buckets(self.engine)
+        self.calls.asked = True
+        for each in buckets:
+            each.asleep = False
+        try:
+            yield
+        finally:
+            self.calls.asked = False
+            for each in buckets:
+                each.asleep = True
 
     def _loss_of(self, total: torch.Tensor, weight: torch.Tensor | float | None, stands_in: bool) -> torch.Tensor:
         """One micro-batch's loss over all ranks."""
@@ -267,6 +298,7 @@ class Prepared:
     # --- a step
 
     def _open_step(self) -> None:
+        self._refuse_stray("prepared.backward")
         if self._finished and not self._stepped:
             k = self.engine.plan.accumulate
             raise InputError(
@@ -282,6 +314,14 @@ class Prepared:
             with self._gate.open():
                 self.engine.technique.start_step()
             self._tally = Tally(self.engine.device)
+
+    def _refuse_stray(self, call: str) -> None:
+        if self.calls.stray:
+            raise InputError(
+                f"{call}: another model's backward has left gradients in this one since its last zero_grad(), and one "
+                "process would add them: call zero_grad() of this model's optimizer before its own backward, and "
+                "step() before the other's backward (or detach what the other is given)"
+            )
 
     def _weight(self, loss: torch.Tensor, weight: torch.Tensor | float | None) -> torch.Tensor | float:
         """The weight that is counted; without one, means share one weight for the whole step."""
@@ -304,11 +344,11 @@ class Prepared:
         """A step with fewer micro-batches than the plan's: reduce what was held back for the last."""
         if self._tally is None or self._finished:
             return
-        buckets = getattr(self.engine.technique, "buckets", None)
-        if buckets is not None and not buckets.sync:
-            with self._gate.open():
-                buckets.sync = True
-                buckets.finish_micro_batch()
+        for buckets in _buckets(self.engine):
+            if not buckets.sync:
+                with self._gate.open():
+                    buckets.sync = True
+                    buckets.finish_micro_batch()
         self._finish()
 
     def _finish(self) -> None:
@@ -339,6 +379,9 @@ class Prepared:
         def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             return prepared._step(inner, closure)
 
+        if hasattr(inner, "_wrapped_by_lr_sched"):  # by a scheduler, which asks for its mark
+            step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
         def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
             prepared._discard()
 
@@ -352,6 +395,7 @@ class Prepared:
     def _step(self, inner: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
         if self._engine is None and closure is None:
             return inner()  # nothing has a gradient yet
+        self._refuse_stray("optimizer.step()")
         if closure is not None and self._shares:
             raise RefusedPlan("optimizer.step(closure) where tp or ep cut weights: call backward and step() instead")
         engine = self.engine
@@ -386,6 +430,7 @@ class Prepared:
 
     def _discard(self) -> None:
         """zero_grad: whatever was added up is forgotten."""
+        self.calls.stray = False
         if self._engine is None:
             return
         if self._tally is not None and not self._finished:
@@ -394,3 +439,10 @@ class Prepared:
             self.engine.technique.start_step()
         self._tally, self._micro, self._finished, self._stepped = None, 0, False, False
         self._forms, self._given = [], None
+
+
+def _buckets(engine: Engine) -> list[GradientBuckets]:
+    """Where gradients are gathered as backward makes them; FSDP2 has its own."""
+    technique: Any = engine.technique
+    each = (technique.rest, technique.experts) if isinstance(technique, WithExperts) else (technique,)
+    return [one.buckets for one in each if hasattr(one, "buckets")]

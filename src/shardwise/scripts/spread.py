@@ -32,13 +32,15 @@ Spread = Callable[[tuple, dict], None]  # (args, kwargs) of the first call
 def wait_for_call(model: nn.Module, spread: Spread) -> None:
     """Call `spread` before the model's first forward in training. Every forward before it runs on the whole model."""
     kind = type(model)
+    done = False
 
+    @torch.compiler.disable  # parts are no tensors that a compiler knows
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if self is not model or not (self.training and torch.is_grad_enabled()):
-            return kind.__call__(self, *args, **kwargs)
-        self.__class__ = kind
-        spread(args, kwargs)
-        return type(self).__call__(self, *args, **kwargs)
+        nonlocal done
+        if self is model and not done and self.training and torch.is_grad_enabled():
+            done = True
+            spread(args, kwargs)
+        return kind.__call__(self, *args, **kwargs)
 
     waiting = type(kind.__name__, (kind,), {"__call__": call, "__doc__": kind.__doc__, "__module__": kind.__module__})
     waiting.__qualname__ = kind.__qualname__

@@ -35,9 +35,19 @@ def check_given(model: Any, optimizer: Any, plan: Plan, randomness: str) -> None
             "shardwise.parallelize(task, plan).step(batch)"
         )
     check(plan)
+    if (plan.tp > 1 or plan.ep > 1) and is_compiled(model):
+        raise RefusedPlan(
+            f"plan {plan}: the model is compiled, and weights that are cut are followed operation by operation: give "
+            "prepare the model without torch.compile"
+        )
     meta = [name for name, param in model.named_parameters() if param.device.type == "meta"]
     if meta:
         raise InputError(f"prepare: parameter '{meta[0]}' is on the meta device: give the model with its weights")
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether the model, or a module in it, went through torch.compile."""
+    return any(hasattr(child, "_orig_mod") or child._compiled_call_impl is not None for child in model.modules())
 
 
 def with_dtype(plan: Plan, model: nn.Module) -> Plan:
