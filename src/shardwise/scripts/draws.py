@@ -63,8 +63,8 @@ class SampleDraws(TorchDispatchMode):
             self.inside = False
             raise RefusedPlan(
                 "the model draws random numbers where their samples cannot be followed (a kernel of its own): each "
-                "rank would draw the same numbers for other samples. Draw them by torch's operations, switch the dropout "
-                'off, or use prepare(..., randomness="fast")'
+                "rank would draw the same numbers for other samples. Draw them by torch's operations, switch the "
+                'dropout off, or use prepare(..., randomness="fast")'
             )
 
     def _draw(self, func: Any, args: tuple, kwargs: dict, part: Part) -> Any:
