@@ -296,6 +296,19 @@ def test_a_sample_of_another_shape_is_named(bad: Any, words: str) -> None:
         next(loader), next(loader)
 
 
+class Damaged(Ragged):
+    def __getitem__(self, index: int) -> Any:
+        if index == 5:
+            raise OSError("scene_5.npy: cannot reshape")
+        return super().__getitem__(index)
+
+
+def test_a_sample_that_cannot_be_read_is_named() -> None:
+    loader = Loader(as_source(Damaged({"image": torch.zeros(2, 3)})), 0, 4, prefetch=0)
+    with pytest.raises(InputError, match="Damaged: sample 5 cannot be read: OSError: scene_5"):
+        next(loader), next(loader)
+
+
 class Growing(list):
     def read(self, indices: list[int], region: Any = None) -> dict[str, torch.Tensor]:
         return {"x": torch.tensor([self[i] for i in indices])}

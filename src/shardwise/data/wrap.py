@@ -57,7 +57,12 @@ class DatasetSource:
         reading = READING.get()
         if reading is not None:
             _seed_for(*reading, index)
-        return self.dataset[index]
+        try:
+            return self.dataset[index]
+        except (LookupError, OSError, ValueError) as error:
+            raise InputError(
+                f"{type(self.dataset).__name__}: sample {index} cannot be read: {type(error).__name__}: {error}"
+            ) from error
 
     def _compare(self, indices: list[int], samples: list) -> None:
         """Name the sample and the field that are of another shape or dtype than the first sample read."""
