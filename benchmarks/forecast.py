@@ -11,19 +11,26 @@ import csv
 import json
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forecast_rows import Case, Skip, case_of
+from forecast_bubbles import bubble
+from forecast_rows import Case, Row, Skip, case_of
 
 from shardwise.costs.block import Block
 from shardwise.errors import ShardwiseError
 from shardwise.simulator import Forecast, simulate
 from shardwise.simulator.step import GAPS, Step
 
-FACTS = ("gpus", "models", "gemm_measured", "nccl_measured")  # files of a folder that are not runs
+# files of a folder that are not runs, and what is made of them
+FACTS = {
+    "gpus": "facts of devices: packaged as devices.csv",
+    "models": "shapes: packaged as models.csv",
+    "gemm_measured": "matrix products: calibration, packaged as gemm.csv",
+    "nccl_measured": "collectives: calibration, packaged as collectives.csv",
+}
 # what, on which files, used for
 CALIBRATED = (
     ("matrix products by shape", "gemm_measured.csv", "A100, H100, H200, B200"),
@@ -96,13 +103,19 @@ def tau(pairs: list[tuple[float, float]]) -> tuple[int, int]:
     return agree, total
 
 
-def score_file(name: str, rows: Iterable[dict[str, str]]) -> dict[str, Any]:
+def score_file(name: str, rows: Iterable[Mapping[str | None, object]]) -> dict[str, Any]:
     """All figures of one file."""
     skipped: Counter[str] = Counter()
     times, memories, small, lines = Score([]), Score([]), Score([]), []
     groups: dict[str, list[tuple[float, float]]] = defaultdict(list)
     schedules: dict[tuple[str, int], dict[str, tuple[float, float]]] = defaultdict(dict)
-    for row in rows:
+    bubbles: list[tuple[str, float, float]] = []
+    for cells in rows:
+        row = Row(cells)
+        if (rates := bubble(row)) is not None:
+            bubbles.append(rates)
+            if not row["step_time_s"]:
+                continue
         try:
             case = case_of(name, row)
             seconds, forecast = predict(case)
@@ -132,6 +145,12 @@ def score_file(name: str, rows: Iterable[dict[str, str]]) -> dict[str, Any]:
         result["memory"] = memories.as_dict()
     if small.errors:
         result["small"] = small.as_dict()
+    if bubbles:
+        points = [100 * (found - published) for _, published, found in bubbles]
+        result["bubbles"] = {
+            "rows": len(points), "mean": statistics.fmean(map(abs, points)), "worst": max(map(abs, points)),
+            "lines": [{"row": label, "published": a, "simulated": b} for label, a, b in bubbles],
+        }  # fmt: skip
     if total:
         result["tau"], result["pairs"] = agree / total, total
     if any("1f1b" in by_name and len(by_name) > 1 for by_name in schedules.values()):
@@ -178,6 +197,12 @@ def text(results: list[dict[str, Any]], rows: bool) -> str:
                     f"  {label:15} {s['rows']:3} scored   mean |error| {s['mean']:6.1%}   median {s['median']:6.1%}   "
                     f"bias {s['bias']:+6.1%}   p90 {s['p90']:6.1%}"
                 )
+        if "bubbles" in result:
+            b = result["bubbles"]
+            out.append(
+                f"  bubble rates    {b['rows']:3} scored   mean |error| {b['mean']:.2f} points   "
+                f"worst {b['worst']:.2f} points   (simulated with stated times, forecast_bubbles.py)"
+            )
         if "tau" in result:
             out.append(
                 f"  Kendall's tau   {result['tau']:.2f} over {result['pairs']} pairs of one model on one cluster"
@@ -215,13 +240,22 @@ def main() -> None:
     parser.add_argument("--rows", action="store_true", help="one line for each row")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    names = args.file or sorted(p.stem for p in args.data.glob("*.csv") if p.stem not in FACTS)
+    here = sorted(p.stem for p in args.data.glob("*.csv"))
+    if missing := [name for name in args.file or [] if name not in here]:
+        parser.error(f"no {missing[0]}.csv in {args.data} (there are {', '.join(here) or 'no CSV files'})")
     results = []
-    for name in names:
+    for name in args.file or [name for name in here if name not in FACTS]:
         with (args.data / f"{name}.csv").open(newline="") as file:
             results.append(score_file(name, csv.DictReader(file)))
     leave_one_out(results)
-    print(json.dumps({"files": results, "calibrated": CALIBRATED}) if args.json else text(results, args.rows))
+    facts = {name: FACTS[name] for name in here if name in FACTS and not args.file}
+    if args.json:
+        print(json.dumps({"files": results, "not_runs": facts, "calibrated": CALIBRATED}))
+        return
+    print(text(results, args.rows))
+    for name, why in facts.items():
+        print(f"\n{name}: not runs; {why}", end="")
+    print()
 
 
 if __name__ == "__main__":

@@ -36,10 +36,24 @@ SOFTWARE = (
 # The usual port of one device, Gb/s, by generation; Selene (Megatron's papers) had 8 x 200 Gb/s for 8 A100
 PORTS = {"v100": 100, "a100": 200}
 OTHERS = 400
+# Beyond these a simulation takes minutes, and no run of the field is
+MOST = {"n_gpus": 10**6, "layers": 2000, "pp": 1024, "global_batch": 10**6, "tp": 1024, "cp": 1024, "vpp": 256}
+OPS = 2_000_000  # of one pipeline
+NEAR = 0.03  # a parameter count that is rounded to two digits is as far off as this
 
 
 class Skip(Exception):
     """Why a row is not scored."""
+
+
+class Row(dict[str, str]):
+    """A row of which a missing column and an empty cell are the same; columns without a name are dropped."""
+
+    def __init__(self, cells: Mapping[str | None, object]) -> None:
+        super().__init__({k.strip(): str(v or "").strip() for k, v in cells.items() if isinstance(k, str)})
+
+    def __missing__(self, key: str) -> str:
+        return ""
 
 
 @dataclass(frozen=True)
@@ -61,9 +75,9 @@ class Case:
     small: bool = False  # reported apart
 
 
-def number(row: Mapping[str, str], key: str, default: int | None = None) -> int:
+def number(row: Mapping[str, str], key: str, default: int | None = None, *, least: int = 1) -> int:
     """A whole number of a cell, or the default where it is empty."""
-    text = (row.get(key) or "").strip()
+    text = row[key]
     if text in ("", "n/a"):
         if default is None:
             raise Skip(f"{key} is not published")
@@ -71,18 +85,34 @@ def number(row: Mapping[str, str], key: str, default: int | None = None) -> int:
     found = re.fullmatch(r"(\d+)(\.0)?", text)
     if not found:
         raise Skip(f"{key} is not one number: {text!r}")
+    if not least <= int(found[1]) <= MOST.get(key, 10**9):
+        raise Skip(f"{key} is outside what is simulated ({least} to {MOST.get(key, 10**9)}): {text}")
     return int(found[1])
 
 
-def case_of(file: str, row: Mapping[str, str]) -> Case:
+def real(row: Mapping[str, str], key: str) -> float:
+    """A positive number of a cell that is not empty."""
+    text = row[key]
+    try:
+        value = float(text)
+    except ValueError:
+        raise Skip(f"{key} is not one number: {text!r}") from None
+    if not 0 < value < float("inf"):
+        raise Skip(f"{key} is not a positive number: {text!r}")
+    return value
+
+
+def case_of(file: str, cells: Mapping[str | None, object]) -> Case:
     """The case of a row; raises `Skip` with the reason."""
-    notes = (row.get("notes") or "").lower()
+    row: Mapping[str, str] = Row(cells)
+    notes = row["notes"].lower()
     for word in UNSURE:
         if word in notes:
             raise Skip(f"its notes say {word}")
     if "mem_max_allocated_gib" in row:
         return _ci(file, row)
-    row = _bf16_variant(row)
+    if not row["model"] or not row["gpu"]:
+        raise Skip("neither model nor gpu may be empty")
     shape = _shape(file, row)
     precision = _precision(row)
     plausible(row, device_name(row["gpu"]))
@@ -102,26 +132,15 @@ def case_of(file: str, row: Mapping[str, str]) -> Case:
         memory_gib=memory,
         memory_is_gb=in_gb,
         group=f"{row['model']} {row['gpu']} n={row['n_gpus']} b={row['global_batch']} s={row['seq_len']}",
-        one_layer="one layer" in (row.get("table") or ""),
-        open_micro_batch=not (row.get("micro_batch") or "").strip(),
+        one_layer="one layer" in row["table"],
+        open_micro_batch=not row["micro_batch"],
         precision=precision,
     )
 
 
-def _bf16_variant(row: Mapping[str, str]) -> Mapping[str, str]:
-    """Cells "x (y)" of a row whose bf16 variant stands in parentheses, read as y."""
-    if "bf16 alt in parens" not in row["precision"]:
-        return row
-    rate = re.fullmatch(r"[\d.]+ \(([\d.]+)\)", row.get("tokens_per_s_per_gpu") or "")
-    if not rate:
-        raise Skip("FP8 is not modelled, and the row has no bf16 variant")
-    out = {k: re.sub(r"^.*\((.*)\)$", r"\1", v or "") if k not in ("notes", "model") else v for k, v in row.items()}
-    return {**out, "precision": "bf16"}
-
-
 def plausible(row: Mapping[str, str], device: str) -> None:
     """Raise `Skip` where a bf16 row claims more than any step reaches: 80% of the device's best steady product."""
-    tflops = (row.get("tflops_per_gpu") or "").strip()
+    tflops = row["tflops_per_gpu"]
     best = devices(device)[0].sustained_bf16_tflops
     if re.fullmatch(r"[\d.]+", tflops) and best is not None and float(tflops) > 0.8 * best.value:
         raise Skip(f"{tflops} TFLOP/s of a whole step is above 80% of the best bf16 product of {device}: not bf16")
@@ -129,6 +148,11 @@ def plausible(row: Mapping[str, str], device: str) -> None:
 
 def _precision(row: Mapping[str, str]) -> str:
     text = row["precision"].lower()
+    if "bf16 alt in parens" in text:
+        # docs/performance-summary-archive.md of NVIDIA-NeMo/Megatron-Bridge, footnote of the 25.09 tables
+        raise Skip("FP8 twice: by the source's footnote the figures in parentheses are another FP8 granularity")
+    if text not in ("", "n/a") and not re.search(r"bf16|bfloat16|fp16|float16|fp8|mixed|amp", text):
+        raise Skip(f"precision {row['precision']!r} is not modelled")
     if "fp8" in text:
         raise Skip("FP8 is not modelled")
     return "bf16"
@@ -138,18 +162,22 @@ def _shape(file: str, row: Mapping[str, str]) -> Shape:
     name = row["model"].lower()
     if any(word in name for word in ("deepseek", "gpt oss")):
         raise Skip("the row does not give the shape of its experts or of its compressed attention")
-    if not (row.get("hidden") or "").strip() or "mixtral" in name:
+    if not row["hidden"] or "mixtral" in name:
         return _by_name(row["model"])
     hidden, heads = number(row, "hidden"), number(row, "heads")
+    if hidden % heads:
+        raise Skip(f"hidden {hidden} does not divide over {heads} heads")
     llama = any(word in name for word in ("llama", "mistral", "qwen", "mixtral", "smollm", "olmo"))
     mpt = name.startswith("mpt")
-    vocab = number(row, "vocab", 50304 if "schedule=" in (row.get("notes") or "") else 51200)
+    if (named := _named_and_alike(row, hidden, heads)) is not None:
+        return named
+    vocab = number(row, "vocab", 50304 if "schedule=" in row["notes"] else 51200)
     seq = number(row, "seq_len")
-    return Shape(
+    shape = Shape(
         layers=number(row, "layers"),
         hidden=hidden,
         heads=heads,
-        kv_heads=number(row, "kv_heads"),
+        kv_heads=number(row, "kv_heads", heads),
         head_dim=hidden // heads,
         ffn=number(row, "ffn", 4 * hidden),
         vocab=vocab,
@@ -162,6 +190,26 @@ def _shape(file: str, row: Mapping[str, str]) -> Shape:
         dropout=software_name(file, row) in ("megatron-2021", "zero-bubble", "deepspeed-2021"),
         name=row["model"],
     )
+    return _by_count(shape, real(row, "params_b") * 1e9) if row["params_b"] else shape
+
+
+def _named_and_alike(row: Mapping[str, str], hidden: int, heads: int) -> Shape | None:
+    """The catalogue's shape where the row's own name and figures are one of it: it knows head widths and ties."""
+    try:
+        found = Shape.from_row(model(row["model"]))
+    except InputError:
+        return None
+    same = (found.layers, found.hidden, found.heads) == (number(row, "layers"), hidden, heads)
+    return found if same and found.ffn == number(row, "ffn", found.ffn) and not found.learned_positions else None
+
+
+def _by_count(shape: Shape, parameters: float) -> Shape:
+    """The same with another feed-forward or another head where only that gives the published parameter count."""
+    if abs(shape.parameters / parameters - 1) < NEAR:
+        return shape
+    tried = [shape.with_(gated=gated, tied=tied) for gated in (False, True) for tied in (False, True)]
+    best = min(tried, key=lambda other: abs(other.parameters / parameters - 1))
+    return best if abs(best.parameters / parameters - 1) < NEAR else shape
 
 
 def _by_name(name: str) -> Shape:
@@ -174,7 +222,7 @@ def _by_name(name: str) -> Shape:
 
 
 def _layout(file: str, row: Mapping[str, str], shape: Shape) -> Layout:
-    notes = row.get("notes") or ""
+    notes = row["notes"]
     tp, pp, cp = number(row, "tp"), number(row, "pp", 1), number(row, "cp", 1)
     n = number(row, "n_gpus")
     dp = number(row, "dp", max(1, n // (tp * pp * cp)))
@@ -182,7 +230,10 @@ def _layout(file: str, row: Mapping[str, str], shape: Shape) -> Layout:
     batch = number(row, "global_batch", micro * dp)
     if batch % (micro * dp):
         raise Skip(f"a global batch of {batch} does not divide over {dp} data ranks x micro-batch {micro}")
-    zero = int((re.match(r"\d", row.get("dp_shard") or "0") or ["0"])[0]) if (row.get("dp_shard") or "").strip() else 0
+    stage = re.match(r"[0-3](?!\d)", row["dp_shard"] or "0")
+    if not stage:
+        raise Skip(f"dp_shard is not a ZeRO stage: {row['dp_shard']!r}")
+    zero = int(stage[0])
     named = re.search(r"schedule=([\w-]+)", notes)
     chunks, schedule = 1 if named else number(row, "vpp", 1), "1f1b"
     stage_layers: tuple[int, ...] = ()
@@ -190,10 +241,14 @@ def _layout(file: str, row: Mapping[str, str], shape: Shape) -> Layout:
         schedule, chunks, stage_layers = _schedule(named[1], shape.layers, pp)
     elif chunks > 1:
         schedule = "interleaved1f1b"
-    sequence = row.get("sp") or ""
+    sequence = row["sp"]
+    if pp * chunks * (batch // (micro * dp)) > OPS:
+        raise Skip(f"a pipeline of {pp} ranks x {chunks} chunks x {batch // (micro * dp)} micro-batches")
+    if row["n_gpus"] and tp * pp * cp * dp != n:
+        raise Skip(f"tp={tp} x pp={pp} x cp={cp} x dp={dp} are not {n} GPUs")
     return Layout(
         tp=tp,
-        sp=sequence == "1" if sequence else tp > 1,
+        sp=sequence.lower() in ("1", "true") if sequence else tp > 1,
         cp=cp,
         pp=pp,
         chunks=chunks,
@@ -203,7 +258,7 @@ def _layout(file: str, row: Mapping[str, str], shape: Shape) -> Layout:
         micro_batch=micro,
         n_micro=max(1, batch // (micro * dp)),
         seq=number(row, "seq_len"),
-        recompute=(row.get("recompute") or "none").strip() or "none",
+        recompute=row["recompute"] or "none",
         schedule=schedule,
         stage_layers=stage_layers,
     )
@@ -233,14 +288,14 @@ def device_name(gpu: str) -> str:
     if name in near:
         return name
     if not near:
-        raise Skip(f"{gpu} is not in the catalogue")
+        raise Skip(f"{gpu or 'a device without a name'} is not in the catalogue")
     return next((known for known in near if "sxm-80gb" in known), near[0])
 
 
 def _cluster(gpu: str, n: int, notes: str = "") -> Cluster:
     name = device_name(gpu)
-    if name == "gb200":
-        return Cluster.parse(f"{n} gb200" if n <= 72 else f"{-(-n // 72)}x72 gb200, ib-{OTHERS}")
+    if (domain := devices(name)[1].count) > 8:
+        return Cluster.parse(f"{n} {name}" if n <= domain else f"{-(-n // domain)}x{domain} {name}, ib-{OTHERS}")
     if n <= 8:
         return Cluster.parse(f"{n} {name}")
     link = "roce" if "roce" in notes else "ib"
@@ -249,20 +304,20 @@ def _cluster(gpu: str, n: int, notes: str = "") -> Cluster:
 
 def software_name(file: str, row: Mapping[str, str]) -> str:
     """By what the file's name, the source and the notes say; by the layout where they say nothing."""
-    text = " ".join((file, row.get("source") or "", row.get("notes") or "")).lower().replace("_", " ")
+    text = " ".join((file, row["source"], row["notes"])).lower().replace("_", " ")
     for word, name in SOFTWARE:
         if word in text:
             return name
-    return "fsdp" if (row.get("dp_shard") or "").startswith("3") else "megatron-core-unfused-loss"
+    return "fsdp" if row["dp_shard"].startswith("3") else "megatron-core-unfused-loss"
 
 
 def _software(file: str, row: Mapping[str, str], layout: Layout) -> Software:
     found = software(software_name(file, row))
-    if found.name == "megatron-2021" and "ZeRO" in (row.get("table") or ""):
+    if found.name == "megatron-2021" and "ZeRO" in row["table"]:
         found = software("deepspeed-2021")
     if layout.schedule.startswith("zb"):
         found = replace(found, overlap_p2p=True)  # their runtime posts messages ahead; Megatron's schedules wait
-    if found.name == "llm-foundry" and "PURE" in (row.get("notes") or ""):
+    if found.name == "llm-foundry" and "PURE" in row["notes"]:
         found = replace(found, states="bf16-full")
     return found
 
@@ -270,21 +325,21 @@ def _software(file: str, row: Mapping[str, str], layout: Layout) -> Software:
 def _measured(
     file: str, row: Mapping[str, str], shape: Shape, layout: Layout
 ) -> tuple[float | None, tuple[tuple[int, float], ...], bool]:
-    text = (row.get("step_time_s") or "").strip()
-    seconds = float(text) if text else None
+    text = row["step_time_s"]
+    seconds = real(row, "step_time_s") if text else None
     tokens = layout.global_batch * layout.seq
-    rate = (row.get("tokens_per_s_per_gpu") or "").strip()
+    rate = row["tokens_per_s_per_gpu"]
     if seconds is None and rate:
-        if not re.fullmatch(r"[\d.]+", rate):
-            raise Skip(f"two variants in one cell: {rate!r}")
-        seconds = tokens / float(rate) / layout.world_size
-    tflops = (row.get("tflops_per_gpu") or "").strip()
+        seconds = tokens / real(row, "tokens_per_s_per_gpu") / layout.world_size
+    tflops = row["tflops_per_gpu"]
     if seconds is None and tflops:
         seconds = (
-            shape.flops_per_token(layout.seq, _convention(row)) * tokens / (float(tflops) * 1e12 * layout.world_size)
+            shape.flops_per_token(layout.seq, _convention(row))
+            * tokens
+            / (real(row, "tflops_per_gpu") * 1e12 * layout.world_size)
         )
-    by_rank = re.search(r"max_alloc_MB=\{(.*?)\}", row.get("notes") or "")
-    memory = (row.get("mem_gb_per_gpu") or "").strip()
+    by_rank = re.search(r"max_alloc_MB=\{(.*?)\}", row["notes"])
+    memory = row["mem_gb_per_gpu"]
     if by_rank:
         values = [float(item.split(":")[1]) / 1024 for item in by_rank[1].split(",")]
         stages = [
@@ -292,13 +347,13 @@ def _measured(
         ]
         return seconds, tuple(enumerate(stages)), False
     if memory:
-        return seconds, ((-1, float(memory)),), True
+        return seconds, ((-1, real(row, "mem_gb_per_gpu")),), True
     return seconds, (), False
 
 
 def _convention(row: Mapping[str, str]) -> str:
     """How the row's TFLOP/s were counted; its notes say so, or its source is known to."""
-    text = ((row.get("source") or "") + (row.get("notes") or "")).lower()
+    text = (row["source"] + row["notes"]).lower()
     if "hardware" in text or "incl. recompute" in text or "96*" in text:
         return "96Blsh2"
     if "mosaicml" in text or "non-causal" in text:
@@ -314,9 +369,9 @@ def _ci(file: str, row: Mapping[str, str]) -> Case:
         raise Skip("not a GPT")
     if row["precision"] != "bf16":
         raise Skip(f"precision {row['precision']}")
-    if number(row, "num_experts", 0) or row.get("megatron_fsdp") == "1":
+    if number(row, "num_experts", 0, least=0) or row["megatron_fsdp"] == "1":
         raise Skip("experts, or Megatron's FSDP")
-    if (row.get("recompute") or "none") not in ("none", "full", "selective"):
+    if (row["recompute"] or "none") not in ("none", "full", "selective"):
         raise Skip(f"recompute {row['recompute']!r}")
     hidden, heads = number(row, "hidden"), number(row, "heads")
     n = number(row, "n_gpus")
@@ -325,7 +380,7 @@ def _ci(file: str, row: Mapping[str, str]) -> Case:
     gated, dp = row["swiglu"] == "1", max(1, n // (tp * pp * cp))
     if batch % (micro * dp):
         raise Skip(f"a global batch of {batch} does not divide over {dp} data ranks x micro-batch {micro}")
-    each = number(row, "vpp_layers", 0)
+    each = number(row, "vpp_layers", 0, least=0)
     layers = number(row, "layers")
     chunks = layers // (pp * each) if each and pp > 1 else 1
     padded = -(-50257 // (128 * tp)) * 128 * tp  # GPT-2's tokenizer, padded as Megatron pads
@@ -342,11 +397,11 @@ def _ci(file: str, row: Mapping[str, str]) -> Case:
     )  # fmt: skip
     name = device_name(row["gpu"])
     found = software(software_name(file, row))
-    if "unfused" in row.get("attn", "") or row.get("transformer_impl") == "local":
+    if "unfused" in row["attn"] or row["transformer_impl"] == "local":
         found = replace(found, attention="unfused")
     return Case(
         f"{row['model']} {row['gpu']}", shape, layout, _cluster(name, n), found, None,
-        ((pp - 1, float(row["mem_max_allocated_gib"])),), small=shape.parameters < 6.5e9,
+        ((pp - 1, real(row, "mem_max_allocated_gib")),), small=shape.parameters < 6.5e9,
     )  # fmt: skip
 
 

@@ -75,6 +75,61 @@ def test_what_does_not_fit_names_the_nearest() -> None:
         search("llama3-405b", "8 h100-sxm-80gb", 8, 8192)
 
 
+def test_a_batch_that_no_plan_takes_names_the_nearest_that_would() -> None:
+    only = Constraints(fixed=(("tp", 1), ("pp", 1), ("cp", 1)))
+    with pytest.raises(InputError, match=r"global batch of 19 samples.*nearest that would: 16"):
+        search("llama3-8b", "8 h100-sxm-80gb", 19, 4096, only)
+    with pytest.raises(InputError, match=r"nearest that would: 8$"):
+        search("llama3-8b", "8 h100-sxm-80gb", 3, 4096, only)
+
+
+def a_task(read_s: float = 0.0, *, from_data: bool = False):
+    """A small network whose input takes `read_s` a sample."""
+    import torch
+    from torch import nn
+
+    from shardwise import Task
+
+    class Rows:
+        def __len__(self) -> int:
+            return 64
+
+        def read(self, indices):
+            time.sleep(read_s * len(indices))
+            return torch.ones(len(indices), 256)
+
+    def made(step: int) -> torch.Tensor:
+        time.sleep(read_s * 8)
+        return torch.ones(8, 256)
+
+    source: dict = {"data": Rows()} if from_data else {"batch": made}
+    return Task(
+        model=lambda: nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))),
+        loss=lambda output, batch: (output.pow(2).sum(), torch.tensor(float(len(output)))), **source,
+    )  # fmt: skip
+
+
+def test_input_that_is_slower_than_the_step_is_told() -> None:
+    from shardwise import plan
+
+    slow = plan(a_task(0.01, from_data=True), "4 h100-sxm-80gb", global_batch=16).notes
+    assert any("input-bound: a rank reads its samples" in note and "readers for each rank" in note for note in slow)
+    made = plan(a_task(0.01), "4 h100-sxm-80gb", global_batch=16).notes
+    assert any("input-bound: every rank makes the global batch" in note for note in made)
+    assert any("1.0 times as fast: not worth distributing" in note for note in made)
+
+
+def test_one_device_is_compared_at_its_own_best_micro_batch() -> None:
+    """Not with micro-batches of one sample: more devices are never faster than in proportion to their number."""
+    import re
+
+    from shardwise import plan
+
+    notes = plan(a_task(from_data=True), "4 h100-sxm-80gb", global_batch=1024).notes
+    (times,) = (float(m[1]) for n in notes if (m := re.search(r"devices are ([\d.]+) times", n)))
+    assert times <= 4.2
+
+
 def test_a_batch_that_does_not_divide_names_its_neighbours() -> None:
     with pytest.raises(InputError, match="the nearest that do are 8, 16"):
         of_plan(Plan.parse("dp_replicate=8"), global_batch=13, seq=1024)

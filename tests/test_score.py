@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -38,6 +39,16 @@ def published(tmp_path: Path, **changes: str) -> Path:
     return tmp_path
 
 
+def scoring():
+    """The benchmark as a module."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        import forecast
+    finally:
+        sys.path.pop(0)
+    return forecast
+
+
 def score(folder: Path) -> dict:
     ran = subprocess.run(
         [sys.executable, ROOT / "benchmarks" / "forecast.py", "--data", folder, "--json"],
@@ -62,12 +73,69 @@ def test_a_run_is_scored(tmp_path: Path) -> None:
         ({"hidden": ""}, "hidden is not published"),
         ({"step_time_s": ""}, "neither time nor memory"),
         ({"global_batch": "33"}, "does not divide"),
+        ({"n_gpus": "16"}, "are not 16 GPUs"),
+        ({"heads": "0"}, "heads is outside"),
+        ({"step_time_s": "soon"}, "step_time_s is not one number"),
+        ({"precision": "fp8 (bf16 alt in parens)"}, "another FP8 granularity"),
+        ({"dp_shard": "64 (0)"}, "not a ZeRO stage"),
+        ({"gpu": ""}, "may be empty"),
     ],
 )
 def test_a_row_is_skipped_with_its_reason(changes: dict[str, str], told: str, tmp_path: Path) -> None:
     found = score(published(tmp_path, **changes))
     assert "time" not in found
     assert any(told in reason for reason in found["skipped"])
+
+
+def test_no_cell_makes_the_score_fall_over(tmp_path: Path) -> None:
+    """Cells that nobody wrote, missing columns and columns without a name: scored, or skipped with a reason."""
+    seed = 7
+    draw, forecast = random.Random(seed), scoring()
+    with (published(tmp_path) / "runs.csv").open(newline="") as file:
+        plain = next(csv.DictReader(file))
+    junk = ["", "n/a", "abc", "-1", "0", "3.5", "8 (16)", "GB999", "nan", "inf", "999999999", "1,2"]
+    for _ in range(150):
+        row: dict = dict(plain)
+        for _ in range(draw.choice((1, 2, 3))):
+            column = draw.choice(list(row))
+            if draw.random() < 0.2:
+                del row[column]
+            else:
+                row[column] = draw.choice(junk)
+        row[None] = ["a column without a name"]
+        found = forecast.score_file("runs", [row])
+        assert len(found["lines"]) + sum(found["skipped"].values()) == 1, (seed, row)
+        assert all(found["skipped"]), (seed, row)
+
+
+def test_a_parameter_count_decides_what_the_columns_leave_open(tmp_path: Path) -> None:
+    """A gated feed-forward and a head of its own, for a family of models that nobody named."""
+    scoring()
+    from forecast_rows import Row, _shape
+
+    with (published(tmp_path, model="nobody's", params_b="8.03") / "runs.csv").open(newline="") as file:
+        row = next(csv.DictReader(file))
+    shape = _shape("runs", Row(row))
+    assert (shape.gated, shape.tied) == (True, False)
+    assert abs(shape.parameters / 8.03e9 - 1) < 0.03
+
+
+def test_bubble_rates_of_a_paper_from_its_times() -> None:
+    """Table 5 of the zero-bubble paper: cells of three schedules, to a hundredth of a point."""
+    scoring()
+    from forecast_bubbles import bubble
+
+    for name, layers, ranks, micro, rate in (
+        ("GPT 1.5B", 22, 8, 24, 0.1585), ("GPT 28.3B", 62, 32, 256, 0.0594), ("GPT 14.6B", 46, 16, 64, 0.1088),
+    ):  # fmt: skip
+        notes = f"schedule=ZB-H1; num_microbatches={micro}; bubble_rate={rate} (not a measurement)"
+        found = bubble({"model": name, "pp": str(ranks), "layers": str(layers), "notes": notes})
+        assert found is not None
+        assert found[2] == pytest.approx(rate, abs=1e-4)
+    notes = "schedule=ZB-H2; num_microbatches=24; bubble_rate=0.0698 (not a measurement)"
+    found = bubble({"model": "GPT 6.2B", "pp": "8", "notes": notes})
+    assert found is not None
+    assert found[2] == pytest.approx(0.0698, abs=1e-4)
 
 
 @pytest.mark.long

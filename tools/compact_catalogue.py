@@ -43,6 +43,15 @@ TABLES = {
     "H200-SXM-141GB": "h200_sxm", "B200-SXM": "b200_sxm", "B300-SXM": "b300_sxm", "GB200": "gb200",
     "L40S": "l40s", "RTX-PRO-6000": "rtx_pro_6000_server",
 }  # fmt: skip
+# devices that gpus.csv lacks, in its columns; they share a table with nobody
+MORE = [
+    {
+        "gpu": "GB300", "bf16_dense_tflops": "2500", "fp8_dense_tflops": "5000", "hbm_gb": "288", "hbm_bw_tbs": "8.0",
+        "mamf_bf16_tflops": "", "mamf_note": "", "nvlink_gbps_per_dir": "900", "nvlink_domain": "72",
+        "pcie_gbps_per_dir": "128", "typical_nic_gbps_per_gpu": "100", "tdp_w": "1400",
+        "source": "NVIDIA GB300 NVL72 datasheet (recalled)", "notes": "uncertain: recalled; 800 Gb/s ConnectX-8",
+    },
+]  # fmt: skip
 MODEL_FIELDS = [
     "name",
     "layers",
@@ -88,7 +97,7 @@ def write(path: Path, header: list[str], lines: list[list[str]]) -> None:
 
 def devices(folder: Path) -> None:
     lines = []
-    for row in rows(folder / "gpus.csv"):
+    for row in [*rows(folder / "gpus.csv"), *MORE]:
         name = re.split(r" \(| Blackwell", row["gpu"])[0].replace(" ", "-").replace("-NVL72", "")
         if not row["bf16_dense_tflops"]:
             print(f"devices.csv: {name} left out, its rate is not published", file=sys.stderr)

@@ -6,9 +6,11 @@ from shardwise.cluster.figure import Figure
 from shardwise.cluster.tables import (
     CollectiveTable,
     GemmTable,
+    OpTable,
     collective_table,
     gemm_table,
     measured_collectives,
+    measured_ops,
     measured_products,
 )
 
@@ -18,12 +20,14 @@ __all__ = [
     "Device",
     "Figure",
     "GemmTable",
+    "OpTable",
     "Tier",
     "collective_table",
     "device",
     "device_names",
     "gemm_table",
     "measured_collectives",
+    "measured_ops",
     "measured_products",
     "model",
     "model_names",

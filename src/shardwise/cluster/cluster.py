@@ -23,6 +23,14 @@ from shardwise.errors import InputError, did_you_mean
 OPTIONAL = ("fp8_tflops", "sustained_bf16_tflops", "fp32_tflops", "host_gbps", "op_us", "correction", "disk_gbps")
 Product = tuple[str, int, int, int, float]  # dtype, m, n, k, microseconds
 Message = tuple[str, int, int, float]  # op, ranks, bytes, microseconds
+OpTime = tuple[str, float, float]  # op, bytes (FLOPs of convolutions and attention), microseconds
+Overhead = tuple[str, float, float, float]  # technique; microseconds of a step, of an op, of a unit or message
+# of a device's lists of measured rows: what the cells are, and whether a number may be 0
+ROWS: dict[str, tuple[tuple[type, ...], bool]] = {
+    "products": ((str, int, int, int, float), False),
+    "ops": ((str, float, float), False),
+    "overheads": ((str, float, float, float), True),
+}
 
 
 @dataclass(frozen=True)
@@ -41,6 +49,8 @@ class Device:
     op_us: Figure | None = None  # what an op costs besides its work, in eager PyTorch
     correction: Figure | None = None  # measured over forecast step time of a run here
     products: tuple[Product, ...] = ()  # matrix products measured on this very device
+    ops: tuple[OpTime, ...] = ()  # all other ops, measured one by one
+    overheads: tuple[Overhead, ...] = ()  # what Python and the engine add, technique by technique
     table: str = ""  # under which name matrix products and collectives are tabulated
     kind: str = "cuda"  # cuda or cpu
 
@@ -159,8 +169,8 @@ def _plain(values: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
-def _rows(where: str, raw: Any, kinds: tuple[type, ...]) -> tuple:
-    """A list of measured rows, the last cell of each a time above 0."""
+def _rows(where: str, raw: Any, kinds: tuple[type, ...], nothing: bool = False) -> tuple:
+    """A list of measured rows, every number of them above 0, or 0 too where `nothing` may be."""
     if not isinstance(raw, list):
         raise InputError(f"{where} must be a list of rows, got {raw!r}")
     out = []
@@ -169,8 +179,9 @@ def _rows(where: str, raw: Any, kinds: tuple[type, ...]) -> tuple:
             raise InputError(f"{where}[{index}] must have {len(kinds)} cells, got {row!r}")
         for cell, kind in zip(row, kinds, strict=True):
             right = type(cell) is kind or (kind is float and type(cell) is int)
-            if not right or (kind is not str and not (math.isfinite(cell) and cell > 0)):
-                raise InputError(f"{where}[{index}]: {cell!r} is not a {kind.__name__} above 0")
+            if not right or (kind is not str and not (math.isfinite(cell) and (cell > 0 or (nothing and cell == 0)))):
+                least = "of at least" if nothing else "above"
+                raise InputError(f"{where}[{index}]: {cell!r} is not a {kind.__name__} {least} 0")
         out.append(tuple(row))
     return tuple(out)
 
@@ -196,8 +207,8 @@ def _device(where: str, data: dict[str, Any]) -> Device:
         if f.name in ("name", "table", "kind"):
             if f.name in data:
                 values[f.name] = str(data[f.name])
-        elif f.name == "products":
-            values[f.name] = _rows(f"{where}.products", data.get("products", []), (str, int, int, int, float))
+        elif f.name in ROWS:
+            values[f.name] = _rows(f"{where}.{f.name}", data.get(f.name, []), *ROWS[f.name])
         elif f.name in data:
             values[f.name] = Figure.read(f"{where}.{f.name}", data[f.name])
         elif f.name not in OPTIONAL:

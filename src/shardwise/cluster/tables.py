@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 
@@ -90,7 +91,7 @@ def bus_factor(op: str, ranks: int) -> float:
     return 2 * share if op == "all_reduce" else share
 
 
-def _read(points: tuple[tuple[int, float], ...], size: float) -> float:
+def _read(points: Sequence[tuple[float, float]], size: float) -> float:
     first, last = points[0], points[-1]
     if size <= first[0]:
         return first[1]
@@ -110,6 +111,26 @@ def measured_products(rows: tuple[tuple[str, int, int, int, float], ...], dtype:
         return None
     axes = [tuple(sorted({point[i] for point in rate})) for i in range(3)]
     return GemmTable(f"this machine, {dtype}", axes[0], axes[1], axes[2], rate)
+
+
+@dataclass(frozen=True, eq=False)
+class OpTable:
+    """Ops other than products: name -> ((bytes or FLOPs, microseconds), ...)."""
+
+    times: dict[str, tuple[tuple[float, float], ...]]
+
+    def seconds(self, name: str, amount: float) -> float:
+        """Time of one op; one that was not measured takes that of an addition which moves the same bytes."""
+        return _read(self.times.get(name) or self.times["add"], amount) * 1e-6
+
+
+@cache
+def measured_ops(rows: tuple[tuple[str, float, float], ...]) -> OpTable | None:
+    """The table of ops that a cluster file brings, or None."""
+    times: dict[str, list[tuple[float, float]]] = {}
+    for name, amount, us in rows:
+        times.setdefault(name, []).append((amount, us))
+    return OpTable({name: tuple(sorted(points)) for name, points in times.items()}) if "add" in times else None
 
 
 @cache

@@ -145,14 +145,15 @@ class GradientBuckets:
             )
         view, gradient = bucket.view(place), param.grad
         assert gradient is not None
-        if place not in bucket.filled:
-            view.copy_(gradient)
-            bucket.filled.add(place)
-        elif gradient.data_ptr() != view.data_ptr():
-            view.add_(gradient)
+        if gradient is not view:  # else autograd has accumulated in the bucket itself
+            if place not in bucket.filled:
+                view.copy_(gradient)
+                bucket.filled.add(place)
+            elif gradient.data_ptr() != view.data_ptr():
+                view.add_(gradient)
+            # the next micro-batch is accumulated in the bucket, where the dtype allows
+            param.grad = view if kept else None
         self.used_now.add(index)
-        # autograd then accumulates the next micro-batch in the bucket itself, where the dtype allows
-        param.grad = view if kept else None
         bucket.arrived += 1
         if self.sync and bucket.arrived == len(bucket.params):
             self._launch_whole()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 
-from shardwise.cluster import Device, GemmTable, gemm_table, measured_products
+from shardwise.cluster import Device, GemmTable, OpTable, gemm_table, measured_ops, measured_products
 from shardwise.cluster.catalogue import read
 
 ROOFLINE_SHARE = 0.70  # of the data sheet's rate, for large products without a table (assumed)
@@ -45,11 +45,16 @@ def _attention_rates(device: str, kernel: str, direction: str) -> dict[int, tupl
 
 @dataclass(frozen=True)
 class Kernels:
-    """Times of kernels on one device, in seconds. `dtype_bytes` is that of activations."""
+    """Times of kernels on one device, in seconds.
+
+    launch_us   what a kernel's launch adds on the device
+    call_s      what the host takes to start an op or a view, where it computes the ops itself
+    """
 
     device: Device
     launch_us: float = 2.0
     dtype: str = "bf16"
+    call_s: float = 0.0
 
     @property
     def table(self) -> GemmTable | None:
@@ -102,6 +107,19 @@ class Kernels:
     def stream(self, size_bytes: float, kernels: int = 1) -> float:
         """`kernels` launches that move `size_bytes` between them."""
         return size_bytes / self.bandwidth + kernels * self.launch_us * 1e-6
+
+    def convolution(self, kind: str, cells: float, out: float, deep: float) -> float | None:
+        """A "conv" or "conv_backward" by the measured table of this very device, None without one.
+
+        cells: samples times positions; out: channels; deep: inputs of one output, channels times the kernel's area.
+        """
+        table = measured_products(self.device.products, kind) if self.device.products else None
+        return table.seconds(cells, out, deep) if table is not None and cells > 0 else None
+
+    @property
+    def ops(self) -> OpTable | None:
+        """Ops measured one by one on this very device."""
+        return measured_ops(self.device.ops)
 
     def batched(self, batch: float, m: float, n: float, k: float) -> float:
         """`batch` products with a short k: bound by the device's rate or by the bytes that they write."""

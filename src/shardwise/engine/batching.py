@@ -51,10 +51,10 @@ def samples_in(batch: Any, *, name: str = "batch") -> int:
 def check_samples(batch: Any, expected: int, *, name: str = "batch") -> None:
     """`InputError`, naming the leaf, unless the batch holds exactly `expected` samples."""
     paths, leaves, _ = _flatten(batch, name)
-    path, size = _common_size(paths, leaves, name)
+    first, size = _common_size(paths, leaves, name)
     if size != expected:
         raise InputError(
-            f"{path} has {size} samples where {expected} were asked for: the first dimension of every tensor "
+            f"{paths[first]} has {size} samples where {expected} were asked for: the first dimension of every tensor "
             "must count the samples, one for each index"
         )
 
@@ -84,28 +84,42 @@ def check_ranks(data_rank: int, data_ranks: int) -> None:
         raise InputError(f"data_rank must be in [0, {data_ranks}), got {data_rank} (data_ranks={data_ranks})")
 
 
-def _flatten(batch: Any, name: str) -> tuple[list[str], list[Any], Any]:
+class _Paths:
+    """Names of a batch's leaves, spelt out only where a message needs one: every step flattens its batch."""
+
+    def __init__(self, batch: Any, name: str):
+        self.batch, self.name = batch, name
+
+    def __getitem__(self, index: int) -> str:
+        keyed, _ = pytree.tree_flatten_with_path(self.batch, is_leaf=_is_leaf)
+        return self.name + pytree.keystr(keyed[index][0])
+
+
+def _is_leaf(node: Any) -> bool:
+    return isinstance(node, PackedSequence)
+
+
+def _flatten(batch: Any, name: str) -> tuple[_Paths, list[Any], Any]:
     """Names, leaves and structure; every leaf is a tensor, an array or a plain value."""
-    keyed, spec = pytree.tree_flatten_with_path(batch, is_leaf=lambda node: isinstance(node, PackedSequence))
-    paths = [name + pytree.keystr(path) for path, _ in keyed]
-    leaves = [leaf for _, leaf in keyed]
-    for path, leaf in zip(paths, leaves, strict=True):
-        _check_leaf(path, leaf)
+    leaves, spec = pytree.tree_flatten(batch, is_leaf=_is_leaf)
+    paths = _Paths(batch, name)
+    for index, leaf in enumerate(leaves):
+        _check_leaf(paths, index, leaf)
     return paths, leaves, spec
 
 
-def _check_leaf(path: str, leaf: Any) -> None:
+def _check_leaf(paths: _Paths, index: int, leaf: Any) -> None:
     if isinstance(leaf, torch.Tensor):
         if leaf.layout is not torch.strided:
             raise InputError(
-                f"{path} is a tensor of layout {leaf.layout}: only dense (strided) tensors are cut over "
+                f"{paths[index]} is a tensor of layout {leaf.layout}: only dense (strided) tensors are cut over "
                 "samples; pad it or call .to_dense() where the batch is made"
             )
         return
     if isinstance(leaf, (np.ndarray, *PLAIN)):
         return
     raise InputError(
-        f"{path} is a {type(leaf).__module__}.{type(leaf).__qualname__}, which cannot be cut over samples: "
+        f"{paths[index]} is a {type(leaf).__module__}.{type(leaf).__qualname__}, which cannot be cut over samples: "
         "give the batch as dicts, lists or tuples of tensors (dict(x) for a mapping), or register its class "
         "as a pytree (torch.export.register_dataclass for a dataclass)"
     )
@@ -115,20 +129,19 @@ def _has_samples(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor | np.ndarray) and leaf.ndim > 0
 
 
-def _common_size(paths: list[str], leaves: list[Any], name: str) -> tuple[str, int]:
-    """The path of the first leaf with samples, and the size that all of them share."""
-    pairs = zip(paths, leaves, strict=True)
-    sized = [(path, int(leaf.shape[0])) for path, leaf in pairs if _has_samples(leaf)]
+def _common_size(paths: _Paths, leaves: list[Any], name: str) -> tuple[int, int]:
+    """The place of the first leaf with samples, and the size that all of them share."""
+    sized = [(index, int(leaf.shape[0])) for index, leaf in enumerate(leaves) if _has_samples(leaf)]
     if not sized:
         raise InputError(f"{name} needs a tensor whose first dimension counts samples; it has none")
-    path, size = sized[0]
+    first, size = sized[0]
     for other, other_size in sized[1:]:
         if other_size != size:
             raise InputError(
-                f"{path} has {size} samples but {other} has {other_size}: the first dimension of every "
+                f"{paths[first]} has {size} samples but {paths[other]} has {other_size}: the first dimension of every "
                 "tensor counts samples; expand a tensor shared by all samples, or make it part of the model"
             )
-    return path, size
+    return first, size
 
 
 def _slice(leaf: Any, low: int, high: int) -> Any:

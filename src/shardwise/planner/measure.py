@@ -1,4 +1,4 @@
-"""Measure this machine: matrix products, memory, what an op costs besides, collectives, disk. Ends in a `Cluster`.
+"""Measure this machine: products and other ops, memory, collectives, disk, the engine. Ends in a `Cluster`.
 
 All ranks measure at the same time, as they do in a run, and the slowest counts. Each figure says that it was measured,
 with what, when.
@@ -16,19 +16,23 @@ import platform
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import date
 from functools import partial
+from itertools import product
+from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from shardwise.cluster import Cluster, Device, Figure, Tier
 from shardwise.comm.collectives import Axis, all_gather, all_reduce, reduce_scatter
 from shardwise.device import pick_device, synchronize
+from shardwise.planner.op_times import convolution_times, op_times, product_times
+from shardwise.planner.overheads import overheads, step_times
 from shardwise.ranks import launch
-from shardwise.task import Task
 
 SIDES = (32, 128, 512, 1024)
 CUDA_SIDES = (512, 1024, 2048, 4096, 8192)
@@ -37,7 +41,7 @@ BUDGET_S = 0.03  # for one figure, after a first call
 
 
 def seconds(call: Callable[[], Any], device: torch.device, budget_s: float = BUDGET_S) -> float:
-    """The shortest time of a call: what else runs on the machine only adds."""
+    """The median time of a call: what a step meets, not the best that was ever seen."""
     call()
     synchronize(device)
     times: list[float] = []
@@ -47,7 +51,7 @@ def seconds(call: Callable[[], Any], device: torch.device, budget_s: float = BUD
         call()
         synchronize(device)
         times.append(time.perf_counter() - began)
-    return min(times)
+    return median(times)
 
 
 def measure() -> dict[str, Any]:
@@ -60,6 +64,8 @@ def measure() -> dict[str, Any]:
     found["products"] = _products(device)
     found["stream"] = _stream(device)
     found["op"] = _op(device, found)
+    if device.type == "cpu":  # where the host computes the ops itself, and nothing hides what it adds
+        found["ops"], found["steps"] = op_times(), step_times(ranks)
     found["collectives"] = _collectives(device, ranks)
     found["disk"] = _disk() if not dist.is_initialized() or dist.get_rank() == 0 else None
     return found
@@ -72,16 +78,14 @@ def _memory_bytes(device: torch.device) -> float:
 
 
 def _products(device: torch.device) -> list[tuple[str, int, int, int, float]]:
-    dtypes = {"fp32": torch.float32} if device.type == "cpu" else {"fp32": torch.float32, "bf16": torch.bfloat16}
-    sides = SIDES if device.type == "cpu" else CUDA_SIDES
+    if device.type == "cpu":
+        return product_times(SIDES) + convolution_times()
     rows = []
-    for name, dtype in dtypes.items():
-        for m in sides:
-            for n in sides:
-                for k in sides:
-                    a = torch.randn(m, k, device=device, dtype=dtype)
-                    b = torch.randn(k, n, device=device, dtype=dtype)
-                    rows.append((name, m, n, k, 1e6 * seconds(partial(torch.matmul, a, b), device, BUDGET_S / 3)))
+    for name, dtype in {"fp32": torch.float32, "bf16": torch.bfloat16}.items():
+        for m, n, k in product(CUDA_SIDES, repeat=3):
+            a = torch.randn(m, k, device=device, dtype=dtype)
+            b = torch.randn(k, n, device=device, dtype=dtype)
+            rows.append((name, m, n, k, 1e6 * seconds(partial(torch.matmul, a, b), device, BUDGET_S / 3)))
     return rows
 
 
@@ -92,50 +96,20 @@ def _stream(device: torch.device) -> float:
     return 3 * 4 * count / seconds(lambda: torch.add(a, b, out=out), device, 0.2)
 
 
-class _Reference(nn.Module):
-    """A small module with the ops that models have, to learn what an op costs besides its work."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(_Layer() for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-class _Layer(nn.Module):
-    def __init__(self, width: int = 16) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 32), nn.Linear(32, width)
-        self.heads = nn.Linear(width, 3 * width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.heads(self.norm(x)).view(*x.shape[:2], 3, 2, 8).permute(2, 0, 3, 1, 4)
-        x = x + nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-        return x + self.down(nn.functional.gelu(self.up(x)))
-
-
-def _reference_task() -> Task:
-    return Task(
-        model=_Reference,
-        loss=lambda output, batch: (output.square().sum(), torch.tensor(1.0)),
-        batch=lambda step: torch.ones(2, 8, 16),
-    )
-
-
 def _op(device: torch.device, found: dict[str, Any]) -> float:
     """Microseconds of an op of a forward and backward whose tensors are tiny."""
+    from shardwise.planner.overheads import reference_task
     from shardwise.planner.tracing import trace
 
-    model, batch = _Reference().to(device), torch.ones(2, 8, 16, device=device)
+    task = reference_task()
+    assert task.batch is not None
+    model, batch = task.model().to(device), task.batch(0).to(device)
 
     def step() -> None:
         model.zero_grad()
         model(batch).square().sum().backward()
 
-    return 1e6 * seconds(step, device, 0.3) / trace(_reference_task(), 2).kernels
+    return 1e6 * seconds(step, device, 0.3) / trace(task, len(batch)).kernels
 
 
 def _collectives(device: torch.device, ranks: int) -> list[tuple[str, int, int, float]]:
@@ -153,12 +127,12 @@ def _collectives(device: torch.device, ranks: int) -> list[tuple[str, int, int, 
         }
         for op, call in calls.items():
             times = []
-            for _ in range(6 if size <= 2**20 else 3):  # the same number on every rank
+            for _ in range(12 if size <= 2**20 else 4):  # the same number on every rank
                 began = time.perf_counter()
                 call()
                 synchronize(device)
                 times.append(time.perf_counter() - began)
-            rows.append((op, ranks, 4 * count, 1e6 * min(times[1:])))
+            rows.append((op, ranks, 4 * count, 1e6 * median(times[1:])))
     return rows
 
 
@@ -192,9 +166,11 @@ def _cluster(results: list[dict[str, Any]]) -> Cluster:
         return [(*cells[0][:-1], float(f"{max(cell[-1] for cell in cells):.4g}")) for cells in rows]
 
     products = tuple(slowest("products"))
+    ops = tuple(slowest("ops")) if "ops" in first else ()
     rates = {"fp32": 0.0, "bf16": 0.0}
     for dtype, m, n, k, us in products:
-        rates[dtype] = max(rates[dtype], 2e-6 * m * n * k / us)
+        if dtype in rates:
+            rates[dtype] = max(rates[dtype], 2e-6 * m * n * k / us)
     best = figure(rates["bf16"] or rates["fp32"])
     collectives = tuple(slowest("collectives"))
     reduced = [(2 * (p - 1) / p * size / us / 1e3, size, us) for op, p, size, us in collectives if op == "all_reduce"]
@@ -209,13 +185,18 @@ def _cluster(results: list[dict[str, Any]]) -> Cluster:
         op_us=figure(max(r["op"] for r in results)),
         disk_gbps=figure(first["disk"] / 1e9),
         products=products,
+        ops=ops,
         kind="cpu" if first["kind"] == "cpu" else "cuda",
     )
     none = Figure(1.0, "assumed", "one rank: there is no link")
     link = figure(max(large)) if large else none
     wait = figure(small[0]) if small else none
     tier = Tier("shared-memory" if device.kind == "cpu" else "local", first["ranks"], link, wait)
-    return Cluster(device, (tier,), source, collectives)
+    cluster = Cluster(device, (tier,), source, collectives)
+    if "steps" not in first:
+        return cluster
+    steps = {name: np.max([r["steps"][name] for r in results], axis=0).tolist() for name in first["steps"]}
+    return replace(cluster, device=replace(device, overheads=overheads(cluster, steps)))
 
 
 def text(cluster: Cluster) -> str:

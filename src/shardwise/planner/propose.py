@@ -18,14 +18,15 @@ from shardwise.costs.shapes import Shape
 from shardwise.costs.software import Software
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan, check
-from shardwise.planner.candidates import Constraints, axes, decoder_layouts, family, plan_of
-from shardwise.planner.units import bytes_text
+from shardwise.planner.candidates import MICRO_BATCHES, Constraints, axes, decoder_layouts, family, plan_of
+from shardwise.planner.units import bytes_text, seconds_text
 from shardwise.simulator.forecast import Forecast
 from shardwise.simulator.quick import Estimator, Quick
 from shardwise.simulator.step import simulate
 
 SIXTEEN_BITS = ("bf16", "bf16-full", "fp16")
 WITHIN = 1.03  # plans this close count as equal, and the simpler one comes first
+MOST_AWAY = 4096  # samples, of the nearest batch that would do
 SIMULATED = 24  # of all that fit, the best by estimate; beside them the best of each family
 
 
@@ -78,6 +79,25 @@ class Subject:
     simulate: Callable[[Layout], Forecast]
     remarks: Sequence[str] = ()  # may grow while layouts are looked at
     own: bool = False  # a task that can be trained, not a shape by name
+    # the same with another global batch, where that is cheap to ask for
+    with_batch: Callable[[int], Subject] | None = None
+    reading: Callable[[], Reading] | None = None  # times the task's input
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a task's input costs, as timed on the machine that plans.
+
+    seconds   for one sample
+    whole     every rank makes the global batch; else each reads its own samples
+    """
+
+    seconds: float
+    whole: bool
+
+    def wait(self, layout: Layout, batch: int) -> float:
+        """Seconds that one reader of a rank takes for a step's samples."""
+        return self.seconds * (batch if self.whole else -(-batch // layout.dp))
 
 
 def decoder(shape: Shape, cluster: Cluster, soft: Software, global_batch: int, seq: int, precision: str) -> Subject:
@@ -98,6 +118,7 @@ def decoder(shape: Shape, cluster: Cluster, soft: Software, global_batch: int, s
     return Subject(
         shape.name or "decoder", shape.layers, global_batch, seq, layouts, estimator.estimate, estimator.memory,
         lambda layout: simulate(shape, layout, cluster, soft),
+        with_batch=lambda count: decoder(shape, cluster, soft, count, seq, precision),
     )  # fmt: skip
 
 
@@ -124,7 +145,7 @@ def search(
         if needed <= capacity:
             fits.append((subject.estimate(layout).seconds, layout))
     if not considered:
-        raise InputError("no plan has the degrees asked for: the batch, the heads or the layers do not divide by them")
+        raise InputError(_nothing(subject, cluster, constraints))
     if not fits:
         needed, layout = min(tightest.values(), key=lambda item: item[0])
         raise InputError(
@@ -162,18 +183,21 @@ def notes(subject: Subject, cluster: Cluster, found: Search, capacity: float) ->
     out = list(subject.remarks)
     best = found.best
     parts = best.forecast.parts
+    reads = subject.reading() if subject.reading is not None else None
+    if reads is not None and (wait := reads.wait(best.layout, subject.global_batch)) > best.forecast.step_s:
+        out.append(_input_bound(reads, wait, best))
     if cluster.world_size > 1:
-        alone = best.layout.with_(
-            tp=1, sp=False, cp=1, ulysses=1, pp=1, ep=1, shard=1, replicas=1, zero=0, chunks=1, rounds=1,
-            schedule="1f1b", stage_layers=(), micro_batch=1, n_micro=subject.global_batch,
-        )  # fmt: skip
-        needed = subject.memory(alone).reserved + CONTEXT_BYTES
-        if needed <= capacity:
-            faster = subject.estimate(alone).seconds / best.forecast.step_s
-            verdict = "not worth distributing" if faster < 1.5 else "distribute if the job is long"
+        single = _alone(subject, best.layout, capacity)
+        if single is not None:
+            layout, needed = single
+            slow, fast = subject.estimate(layout).seconds, best.forecast.step_s
+            if reads is not None:  # a step takes as long as its input does
+                slow = max(slow, reads.wait(layout, subject.global_batch))
+                fast = max(fast, reads.wait(best.layout, subject.global_batch))
+            verdict = "not worth distributing" if slow / fast < 1.5 else "distribute if the job is long"
             out.append(
-                f"it fits on one device ({bytes_text(needed)}), and {cluster.world_size} devices are "
-                f"{faster:.1f} times as fast: {verdict}"
+                f"it fits on one device ({bytes_text(needed)}, a step of {seconds_text(slow)}), and "
+                f"{cluster.world_size} devices are {slow / fast:.1f} times as fast: {verdict}"
             )
         waiting = sum(s for name, s in parts.items() if "communication" in name) / best.forecast.step_s
         if waiting > 0.4:
@@ -183,6 +207,60 @@ def notes(subject: Subject, cluster: Cluster, found: Search, capacity: float) ->
             "try first: a smaller micro-batch or longer accumulation; the best plan recomputes everything to fit"
         )
     return out
+
+
+def _input_bound(reads: Reading, wait: float, best: Proposal) -> str:
+    """One line on input that is slower than the step."""
+    step = best.forecast.step_s
+    what = "every rank makes the global batch" if reads.whole else "a rank reads its samples"
+    cure = (
+        "give the task a data source, of which each rank reads its own samples"
+        if reads.whole
+        else f"{-(-wait // step):.0f} readers for each rank would keep up, or samples prepared beforehand"
+    )
+    return (
+        f"input-bound: {what} in {seconds_text(wait)} for a step of {seconds_text(step)} "
+        f"({seconds_text(reads.seconds)} a sample, timed on this machine): more devices do not help; {cure}"
+    )
+
+
+def _alone(subject: Subject, like: Layout, capacity: float) -> tuple[Layout, float] | None:
+    """The fastest way to run on one device that fits, and the bytes it needs."""
+    found: list[tuple[float, Layout, float]] = []
+    for micro in MICRO_BATCHES:
+        if subject.global_batch % micro:
+            continue
+        layout = like.with_(
+            tp=1, sp=False, cp=1, ulysses=1, pp=1, ep=1, shard=1, replicas=1, zero=0, chunks=1, rounds=1,
+            schedule="1f1b", stage_layers=(), micro_batch=micro, n_micro=subject.global_batch // micro,
+        )  # fmt: skip
+        needed = subject.memory(layout).reserved + CONTEXT_BYTES
+        if needed <= capacity:
+            found.append((subject.estimate(layout).seconds, layout, needed))
+    if not found:
+        return None
+    _, layout, needed = min(found, key=lambda item: item[0])
+    return layout, needed
+
+
+def _nothing(subject: Subject, cluster: Cluster, constraints: Constraints) -> str:
+    """Why there was nothing to look at, and the nearest batch for which there would be."""
+    why = "no plan has the degrees asked for: the batch, the heads or the layers do not divide by them"
+    if subject.with_batch is None:
+        return why
+    world, batch = cluster.world_size, subject.global_batch
+    for away in range(1, min(world, MOST_AWAY) + 1):
+        near = [
+            count
+            for count in (batch - away, batch + away)
+            if count > 0 and next(iter(subject.with_batch(count).layouts(world, constraints)), None) is not None
+        ]
+        if near:
+            return (
+                f"no plan of {world} devices takes a global batch of {batch} samples: it does not divide over the data "
+                f"ranks that are left; the nearest that would: {' or '.join(map(str, near))}"
+            )
+    return why
 
 
 def _ranked(subject: Subject, fits: list[tuple[float, Layout]], precision: str) -> list[Proposal]:

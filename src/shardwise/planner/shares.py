@@ -12,6 +12,7 @@ bytes moved, messages, and the peak of live bytes are those of that very rank.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -38,7 +39,9 @@ from shardwise.parallel.pipeline.stage import StagedModule
 from shardwise.parallel.tensor import Derived, TensorParallel
 from shardwise.parallel.tensor.apply import see_parts
 from shardwise.part import forget
-from shardwise.planner.tracing import DTYPES, Count, Trace, as_real, build, drop, fake_batch, line_of, one_sample, wide
+from shardwise.planner.counting import Count, Trace
+from shardwise.planner.routed import Values
+from shardwise.planner.tracing import DTYPES, Inside, as_real, build, drop, fake_batch, one_sample, untraced, wide
 from shardwise.precision import Precision
 from shardwise.task import Task
 from shardwise.trace.blocks import find_blocks
@@ -175,7 +178,7 @@ class Shares:
         except (InputError, RefusedPlan):
             raise
         except Exception as error:
-            raise InputError(f"the model cannot be traced without values: {line_of(error)}") from error
+            raise InputError(untraced(error, Inside())) from error
         finally:
             forget()
 
@@ -211,7 +214,7 @@ class _Rehearsal:
         live.count(leaf for leaf in rests if isinstance(leaf, torch.Tensor))
         base = live.now
         waiting: dict[tuple[int, int], tuple[list[torch.Tensor], list[torch.Tensor], list[Any]]] = {}
-        with self.fake, live, count:
+        with self.fake, Values(self.fake) as routed, live, count:
             for op in self.shares.schedule.rows[self.rank]:
                 count.trace = Trace(self.found.samples)
                 self._play(op, model, staged, told[self.sizes[op.microbatch]], waiting)
@@ -219,13 +222,15 @@ class _Rehearsal:
                     self.found.ops[op.kind, op.stage] = count.trace
                     self.found.wire[op.kind, op.stage] = self._sent()
                 self.ledger.clear()
-        self.found.peak = live.peak - base
+        self.found.peak, self.found.balanced = live.peak - base, routed.assumed
         for part in self.found.ops.values():
             self.found.products.update(part.products)
+            self.found.order += part.order
             self.found.attention.update(part.attention)
             self.found.conv_flops += part.conv_flops
             self.found.moved += part.moved
             self.found.kernels += part.kernels
+            self.found.calls += part.calls
         return self.found
 
     def _play(
@@ -278,7 +283,7 @@ class _Rehearsal:
         model, _ = self._module(None)
         staged = StagedModule(model, self.cut.stages, self.dtype)
         told: dict[int, Told] = {}
-        with self.fake:
+        with self.fake, Values(self.fake):
             for stage in self.cut.stages[:-1]:
                 inbox = [
                     (torch.empty(shape, dtype=kind), needs) for shape, kind, needs in told.get(stage.index - 1, ())
@@ -343,6 +348,7 @@ class _Rehearsal:
         found = self.found
         found.parameters = sum(p.numel() for p in held.values())
         found.tensors = len(held)
+        found.sizes = Counter(p.numel() for p in held.values() if p.requires_grad)
         found.gradients = sum(p.numel() * p.element_size() for p in held.values() if p.requires_grad)
         found.buffers_bytes = sum(b.numel() * b.element_size() for b in model.buffers())
         found.units = [sum(p.numel() for p in model.get_submodule(path).parameters()) for path in self.blocks.paths]

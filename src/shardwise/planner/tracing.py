@@ -3,29 +3,32 @@
 The module's own forward, loss and backward run under a dispatch mode on tensors without values; nothing is computed
 and no memory is used. Recompute is applied as it is in a run, so what it adds is seen, not estimated.
 
-*What this does not do*: see kernels' workspace; follow modules that look at values (an eager loop over routed experts).
+*What this does not do*: see kernels' workspace; follow modules that look at values other than integers (routed.py).
 """
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwise.engine.batching import parts_of, samples_in
 from shardwise.engine.groups import named_groups
 from shardwise.errors import InputError
 from shardwise.memory.live import LiveBytes
 from shardwise.memory.recompute import recompute_block
+from shardwise.planner.counting import Count, Trace
+from shardwise.planner.routed import Values, give
+from shardwise.simulator.traced import Update
 from shardwise.task import Task
 from shardwise.trace.blocks import find_blocks
 
@@ -36,115 +39,22 @@ DTYPES = {
     "bf16-full": torch.bfloat16,
     "fp16": torch.float16,
 }
-_ATEN = torch.ops.aten
-_SDPA = {
-    _ATEN._scaled_dot_product_flash_attention_for_cpu, _ATEN._scaled_dot_product_flash_attention,
-    _ATEN._scaled_dot_product_efficient_attention, _ATEN._scaled_dot_product_cudnn_attention,
-}  # fmt: skip
-_SDPA_BACK = {
-    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward, _ATEN._scaled_dot_product_flash_attention_backward,
-    _ATEN._scaled_dot_product_efficient_attention_backward, _ATEN._scaled_dot_product_cudnn_attention_backward,
-}  # fmt: skip
-_VIEWS = ("view", "expand", "transpose", "permute", "t", "slice", "select", "split", "unsqueeze", "squeeze", "detach",
-          "alias", "as_strided", "_unsafe_view", "unbind", "split_with_sizes", "_reshape_alias", "diagonal",
-          "unfold")  # fmt: skip
-
-
-@dataclass
-class Trace:
-    """One forward and backward of `samples` samples.
-
-    products     (m, n, k) -> how often
-    attention    (batch x heads, queries, keys, width, backward?) -> how often
-    conv_flops   of convolutions
-    moved        bytes that all other ops read and write
-    kernels      ops that compute something
-    peak         the most live bytes beyond parameters, inputs and their summed gradients
-    tensors      parameter tensors
-    units        parameters of each repeated block, and of the rest
-    """
-
-    samples: int
-    parameters: int = 0
-    buffers_bytes: int = 0
-    units: list[int] = field(default_factory=list)
-    rest: int = 0
-    tensors: int = 0
-    products: Counter[tuple[int, int, int]] = field(default_factory=Counter)
-    attention: Counter[tuple[int, int, int, int, bool]] = field(default_factory=Counter)
-    conv_flops: float = 0.0
-    moved: float = 0.0
-    kernels: int = 0
-    peak: int = 0
-    gradients: int = 0
-
-    @property
-    def flops(self) -> float:
-        """Products, convolutions and attention."""
-        products = sum(2.0 * m * n * k * times for (m, n, k), times in self.products.items())
-        scores = sum(
-            4.0 * b * q * k * d * (2.5 if back else 1.0) * times for (b, q, k, d, back), times in self.attention.items()
-        )
-        return products + scores + self.conv_flops
-
-
-class Count(TorchDispatchMode):
-    """Adds each op to a trace."""
-
-    def __init__(self, trace: Trace) -> None:
-        super().__init__()
-        self.trace = trace
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(getattr(kind, "observes_inside", False) for kind in types):
-            return NotImplemented  # a share of a tensor: what its rule does is counted
-        out = func(*args, **(kwargs or {}))
-        packet = func._overloadpacket
-        if packet in (_ATEN.mm, _ATEN.addmm):
-            a, b = args[-2:] if packet is _ATEN.addmm else args[:2]
-            self._product(1, a.shape[0], b.shape[1], a.shape[1])
-        elif packet in (_ATEN.bmm, _ATEN.baddbmm):
-            a, b = args[-2:] if packet is _ATEN.baddbmm else args[:2]
-            self._product(a.shape[0], a.shape[1], b.shape[2], a.shape[2])
-        elif packet in _SDPA or packet in _SDPA_BACK:
-            self._attend(args, packet in _SDPA_BACK)
-        elif packet in (_ATEN.convolution, _ATEN.convolution_backward, _ATEN._convolution):
-            self._convolve(packet, args, out)
-        elif packet.__name__.split(".")[-1] not in _VIEWS:
-            self._stream(args, out)
-        return out
-
-    def _product(self, batch: int, m: int, n: int, k: int) -> None:
-        self.trace.products[m, n, k] += batch
-        self.trace.kernels += 1
-
-    def _attend(self, args: tuple, back: bool) -> None:
-        q, k = (args[1], args[2]) if back else (args[0], args[1])
-        batch, heads, queries, width = q.shape
-        self.trace.attention[batch * heads, queries, k.shape[2], width, back] += 1
-        self.trace.kernels += 1
-
-    def _convolve(self, packet: Any, args: tuple, out: Any) -> None:
-        self.trace.kernels += 1
-        if packet is _ATEN.convolution_backward:
-            grad, _, weight = args[:3]
-            wanted = sum(bool(flag) for flag in args[10][:2])
-            self.trace.conv_flops += wanted * 2.0 * grad.numel() * weight.numel() / weight.shape[0]
-        else:
-            weight = args[1]
-            transposed = bool(args[6])
-            cells = args[0].numel() if transposed else out.numel()
-            self.trace.conv_flops += 2.0 * cells * weight.numel() / weight.shape[0]
-        self._stream(args, out)
-
-    def _stream(self, args: Any, out: Any) -> None:
-        leaves = [leaf for leaf in pytree.tree_leaves((args, out)) if isinstance(leaf, torch.Tensor)]
-        self.trace.moved += sum(leaf.numel() * leaf.element_size() for leaf in leaves)
-        self.trace.kernels += 1
 
 
 @contextmanager
 def as_real() -> Iterator[None]:
+    """What a forward on fake tensors needs around it: what fails is told by an error of ours, not logged as well."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    was, log.disabled = log.disabled, True
+    try:
+        with _unpadded():
+            yield
+    finally:
+        log.disabled = was
+
+
+@contextmanager
+def _unpadded() -> Iterator[None]:
     """transformers' masks look at values while tracing; on fake tensors they are told what unpadded input has."""
     try:
         from transformers import masking_utils
@@ -210,7 +120,11 @@ def fake_batch(fake: FakeTensorMode, sample: Any, samples: int, dtype: torch.dty
         if not isinstance(leaf, torch.Tensor):
             return leaf
         made = fake.from_tensor(leaf.to(dtype) if leaf.is_floating_point() else leaf)
-        return torch.cat([made] * samples) if made.dim() else made
+        many = torch.cat([made] * samples) if made.dim() else made
+        if leaf.is_floating_point() or leaf.is_complex():
+            return many
+        with _disable_current_modes():
+            return give(many, torch.cat([leaf] * samples) if leaf.dim() else leaf)
 
     with fake:
         return pytree.tree_map(convert, sample)
@@ -223,7 +137,7 @@ def trace(task: Task, samples: int, precision: str = "fp32", recompute: str = "n
     """
     dtype = DTYPES[precision]
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    found = Trace(samples)
+    found, inside = Trace(samples), Inside()
     try:
         with as_real():
             model = build(task, fake, dtype)
@@ -232,6 +146,7 @@ def trace(task: Task, samples: int, precision: str = "fp32", recompute: str = "n
                 for path in find_blocks(model).paths:
                     recompute_block(model.get_submodule(path), recompute)
             batch = fake_batch(fake, one_sample(task) if sample is None else sample, samples, dtype)
+            inside.watch(model)
             for parameter in model.parameters():
                 if parameter.requires_grad:  # gradients are an account of their own: buckets, or shards
                     parameter.register_post_accumulate_grad_hook(drop)
@@ -239,18 +154,18 @@ def trace(task: Task, samples: int, precision: str = "fp32", recompute: str = "n
             rests = [*model.parameters(), *model.buffers(), *pytree.tree_leaves(batch)]
             live.count(leaf for leaf in rests if isinstance(leaf, torch.Tensor))
             base = live.now
-            with fake, live, Count(found):
+            with fake, Values(fake) as routed, live, Count(found):
                 args, kwargs = task.inputs(batch)
                 output = model(*args, **kwargs)
                 output = pytree.tree_map(lambda t: wide(t), output)
                 total = task.loss(output, batch)[0]
                 del output
                 total.backward()
-            found.peak = live.peak - base
+            found.peak, found.balanced = live.peak - base, routed.assumed
     except InputError:
         raise
     except Exception as error:
-        raise InputError(f"the model cannot be traced without values: {line_of(error)}") from error
+        raise InputError(untraced(error, inside)) from error
     return found
 
 
@@ -265,19 +180,26 @@ def drop(parameter: torch.Tensor) -> None:
     parameter.grad = None
 
 
-def optimizer_state(task: Task) -> float:
-    """Elements of state that the task's optimizer keeps for one parameter element, seen on a small tensor."""
+def update_of(task: Task) -> Update:
+    """What the task's optimizer keeps and does for one tensor, seen on small ones."""
     parameter, other = nn.Parameter(torch.zeros(64, 64)), nn.Parameter(torch.zeros(64))
     optimizer = task.optimizer(named_groups([parameter, other]))
     parameter.grad, other.grad = torch.ones_like(parameter), torch.ones_like(other)
     optimizer.step()
     state = optimizer.state.get(parameter, {})
-    return sum(v.numel() for v in state.values() if isinstance(v, torch.Tensor) and v.dim()) / parameter.numel()
+    held = sum(v.numel() for v in state.values() if isinstance(v, torch.Tensor) and v.dim()) / parameter.numel()
+    other.grad = None
+    seen = Trace(1)
+    with Count(seen):
+        optimizer.step()
+    work = tuple((name, shape[0] / parameter.numel()) for name, shape, _ in seen.order if len(shape) == 1)
+    return Update(held, work, seen.calls)
 
 
 def _sizes(model: nn.Module, found: Trace) -> None:
     found.parameters = sum(p.numel() for p in model.parameters())
     found.tensors = len(list(model.parameters()))
+    found.sizes = Counter(p.numel() for p in model.parameters() if p.requires_grad)
     found.gradients = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     found.buffers_bytes = sum(b.numel() * b.element_size() for b in model.buffers())
     paths = find_blocks(model).paths
@@ -285,14 +207,44 @@ def _sizes(model: nn.Module, found: Trace) -> None:
     found.rest = found.parameters - sum(found.units)
 
 
-def line_of(error: BaseException) -> str:
+class Inside:
+    """Which modules a forward is in, so that a failure can be placed."""
+
+    def __init__(self) -> None:
+        self.path: list[str] = []
+
+    def watch(self, model: nn.Module) -> None:
+        """Follow the forwards of a model and of all modules in it."""
+        for path, child in model.named_modules():
+            name = f"'{path}' ({type(child).__name__})" if path else type(child).__name__
+            child.register_forward_pre_hook(lambda m, a, name=name: self.path.append(name))
+            child.register_forward_hook(lambda m, a, o: self._left())
+
+    def _left(self) -> None:
+        if self.path:
+            self.path.pop()
+
+
+def untraced(error: BaseException, inside: Inside) -> str:
+    """Why a model could not be traced: the module, the line, the reason, and what to do."""
+    where = f"in {inside.path[-1]}, " if inside.path else ""
+    text = (str(error).strip().splitlines() or ["(no message)"])[0]
+    what = f"{type(error).__name__}: {text}"
+    if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
+        what = (
+            f"a value that only a real run has is asked for ({text}); decide by shapes or by integers of the batch, "
+            "or compute both ways and choose with torch.where"
+        )
+    return f"the model cannot be traced without values: {where}{_line_of(error)}{what}"
+
+
+def _line_of(error: BaseException) -> str:
+    """The innermost line of the user's, else of the library that the model comes from."""
     from traceback import extract_tb
 
-    frames = [
-        f
-        for f in extract_tb(error.__traceback__)
-        if "site-packages" not in f.filename and "/shardwise/" not in f.filename
-    ]
-    place = f"{frames[-1].filename}:{frames[-1].lineno}: " if frames else ""
-    text = (str(error).strip().splitlines() or ["(no message)"])[0]
-    return f"{place}{type(error).__name__}: {text}"
+    frames = [f for f in extract_tb(error.__traceback__) if "/shardwise/" not in f.filename]
+    own = [f for f in frames if "site-packages" not in f.filename and "dist-packages" not in f.filename]
+    theirs = [f for f in frames if "/torch/" not in f.filename]
+    if not (chosen := own or theirs):
+        return ""
+    return f"{chosen[-1].filename}:{chosen[-1].lineno}: "

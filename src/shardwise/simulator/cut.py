@@ -21,10 +21,13 @@ from shardwise.simulator.forecast import Forecast
 from shardwise.simulator.pipeline import play, schedule
 from shardwise.simulator.step import GAPS
 from shardwise.simulator.traced import (
+    BALANCED,
     Counted,
     Model,
-    compute_seconds,
+    between,
     data_seconds,
+    engine_seconds,
+    kernels_of,
     memory,
     optimizer_seconds,
     peak_of,
@@ -70,9 +73,8 @@ def simulate_cut(
     """One optimizer step. `ranks`: models whose traces are `CountedRank`s."""
     refuse(layout)
     dtype = {"fp32": "fp32", "fp64": "fp32"}.get(precision, "bf16")
-    op_us = cluster.device.op_us
-    kernels = Kernels(cluster.device, op_us.value if op_us is not None else software.launch_us, dtype)
-    wire, states = Wire(cluster), policy(precision, ranks[0].state_elements)
+    kernels, added = kernels_of(cluster, layout, software, dtype)
+    wire, states = Wire(cluster), policy(precision, ranks[0].update.state_elements)
     work, sent = _ops(ranks, layout, kernels, software, wire)
     last = max(stage for _, stage in work)
     own = [_of_rank(rank, work) for rank in ranks]
@@ -106,6 +108,7 @@ def simulate_cut(
         data_seconds(rank, layout, micro, wire, states, software)[0] for rank in ranks
     )
     parts["optimizer"] = max(optimizer_seconds(rank, layout, kernels, states) for rank in ranks)
+    parts |= engine_seconds(ranks[0], layout, added)
     if cluster.device.kind != "cpu":
         parts["slowest device, clocks and gaps"] = (GAPS - 1) * sum(parts.values())
     correction = cluster.device.correction.value if cluster.device.correction is not None else 1.0
@@ -123,6 +126,8 @@ def simulate_cut(
         "data ranks": wire.basis("all_reduce", Group(layout.dp, layout.tp)),
         "work": f"{len(ranks)} rank(s) that differ, each rehearsed on fake tensors",
     }
+    if any(rank.one.balanced for rank in ranks):
+        forecast.basis["routing"] = BALANCED
     return forecast
 
 
@@ -140,8 +145,8 @@ def _ops(
     for rank in ranks:
         one, two = _seen(rank)
         for key in one.ops:
-            both = [compute_seconds(trace.ops[key], kernels, software) for trace in (one, two)]
-            work[key] = max(work.get(key, 0.0), rank.linear(both[0], both[1], layout.micro_batch))
+            seconds = between(one.ops[key], two.ops[key], layout.micro_batch, kernels, software)
+            work[key] = max(work.get(key, 0.0), seconds)
             both = [talk(trace, key) for trace in (one, two)]
             sent[key] = max(sent.get(key, 0.0), rank.linear(both[0], both[1], layout.micro_batch))
     return work, sent

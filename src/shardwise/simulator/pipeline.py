@@ -39,6 +39,16 @@ class Played:
         """Share of the time in which the busiest rank waits."""
         return 1.0 - max(self.busy) / self.seconds if self.seconds else 0.0
 
+    @property
+    def longest_span(self) -> float:
+        """Seconds between the first and the last op of one rank, the longest of all ranks."""
+        first: dict[int, float] = {}
+        last: dict[int, float] = {}
+        for rank, _, start, end in self.ops:
+            first[rank] = min(first.get(rank, start), start)
+            last[rank] = max(last.get(rank, end), end)
+        return max((last[rank] - first[rank] for rank in first), default=0.0)
+
 
 def play(
     table: Schedule,

@@ -1,13 +1,15 @@
 """One step of a traced module under replicas or ZeRO, from what its trace counted.
 
 Two traces, of one and two samples (or one, of the very micro-batch), give what a micro-batch costs: time and bytes
-are linear in its samples.
+follow from shapes on the line through both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Protocol
 
 from shardwise.cluster import Cluster
@@ -15,6 +17,7 @@ from shardwise.costs.block import EAGER
 from shardwise.costs.kernels import Kernels
 from shardwise.costs.layout import Layout
 from shardwise.costs.memory import Ledger
+from shardwise.costs.overhead import Overhead, events, overhead_of
 from shardwise.costs.software import STATES, Software, States
 from shardwise.costs.wire import Group, Wire
 from shardwise.simulator.events import Op, run
@@ -24,11 +27,14 @@ from shardwise.simulator.step import GAPS
 CONV_SHARE = 0.5  # of the rate of large products that convolutions reach (assumed)
 FORWARD_SHARE = 1 / 3
 IN_FLIGHT_BYTES = 2 * 25 * 2**20  # of gradients: two buckets, as comm/buckets.py cuts them
+BALANCED = "every choice of a router equally often: a balanced load (assumed)"
 OPTIMIZER_OPS = 14  # of Adam, for one tensor
 
 
 class Counted(Protocol):
-    """What a trace says; see planner/tracing.py."""
+    """What a trace says; see planner/counting.py. Each is itself alone: two with the same counts differ."""
+
+    def __hash__(self) -> int: ...
 
     @property
     def samples(self) -> int: ...
@@ -49,10 +55,16 @@ class Counted(Protocol):
     def tensors(self) -> int: ...
 
     @property
+    def sizes(self) -> Mapping[int, int]: ...
+
+    @property
     def products(self) -> Mapping[tuple[int, int, int], int]: ...
 
     @property
     def attention(self) -> Mapping[tuple[int, int, int, int, bool], int]: ...
+
+    @property
+    def order(self) -> Sequence[tuple[str, tuple[float, ...], int]]: ...
 
     @property
     def conv_flops(self) -> float: ...
@@ -64,21 +76,41 @@ class Counted(Protocol):
     def kernels(self) -> int: ...
 
     @property
+    def calls(self) -> int: ...
+
+    @property
     def peak(self) -> int: ...
 
     @property
     def flops(self) -> float: ...
 
+    @property
+    def balanced(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Update:
+    """An optimizer's step for one tensor: elements of state it keeps and ops it runs, for each element of the tensor.
+
+    work   (op, bytes it moves for each element)
+    calls  ops, views among them
+    """
+
+    state_elements: float = 2.0
+    work: tuple[tuple[str, float], ...] = ()
+    calls: int = OPTIMIZER_OPS
+
 
 @dataclass(frozen=True)
 class Model:
-    """Traces of two numbers of samples under one recompute policy, the optimizer's state, the batch."""
+    """Traces of two numbers of samples under one recompute policy, the optimizer's step, the batch."""
 
     one: Counted
     two: Counted
-    state_elements: float
+    update: Update
     name: str = ""
     batch_bytes: float = 0.0  # of one sample, where every rank makes the global batch
+    batch_on_device: bool = True  # all of it; else a micro-batch at a time is copied there
 
     def linear(self, first: float, second: float, samples: float) -> float:
         """The line through what was seen at one number of samples and at another; flat where both are the same."""
@@ -96,22 +128,82 @@ class Model:
 
     def seconds(self, samples: float, kernels: Kernels, software: Software) -> float:
         """Forward and backward of a micro-batch."""
-        return self.linear(
-            compute_seconds(self.one, kernels, software), compute_seconds(self.two, kernels, software), samples
-        )
+        return between(self.one, self.two, samples, kernels, software)
+
+
+def between(one: Counted, two: Counted, samples: float, kernels: Kernels, software: Software) -> float:
+    """Seconds at a number of samples, from what was counted at two.
+
+    Shapes are on the line through the two, not times: a large product runs at a better rate than small ones promise.
+    """
+    low, high = one.samples, two.samples
+    if low == high:
+        return compute_seconds(one, kernels, software) * samples / low
+    share = (samples - low) / (high - low)
+    if [kind for kind, _, _ in one.order] != [kind for kind, _, _ in two.order]:  # the two ran other ops
+        ends = [compute_seconds(trace, kernels, software) for trace in (one, two)]
+        return max(0.0, ends[0] + (ends[1] - ends[0]) * share)
+    seconds = (one.calls + (two.calls - one.calls) * share) * kernels.call_s
+    for (kind, shape, times, other, often), count in _pairs(one, two).items():
+        at = tuple(max(0.0, a + (b - a) * share) for a, b in zip(shape, other, strict=True))
+        seconds += count * op_seconds(kind, at, times + (often - times) * share, kernels, software)
+    return seconds
+
+
+@lru_cache(maxsize=256)
+def _pairs(one: Counted, two: Counted) -> Counter[tuple[str, tuple[float, ...], int, tuple[float, ...], int]]:
+    """Each op of both traces with its two shapes, and how often: layers repeat."""
+    return Counter((a[0], a[1], a[2], b[1], b[2]) for a, b in zip(one.order, two.order, strict=True))
 
 
 def compute_seconds(trace: Counted, kernels: Kernels, software: Software) -> float:
     """All ops of a trace, one after another."""
-    seconds = sum(times * kernels.product(m, n, k) for (m, n, k), times in trace.products.items())
-    for (rows, queries, keys, width, back), times in trace.attention.items():
-        if kernels.device.kind == "cpu":
-            work = 4.0 * rows * queries * keys * width * (2.5 if back else 1.0)
-            seconds += times * work / (kernels.peak_tflops * 1e12)
-        else:  # the kernel's figures count the causal half
-            seconds += times * 2 * kernels.attention(software.attention, rows, 1, queries, keys, width, backward=back)
-    seconds += trace.conv_flops / (kernels.peak_tflops * 1e12 * CONV_SHARE)
-    return seconds + kernels.stream(trace.moved * (1.0 if not software.fused else 1 / EAGER), trace.kernels)
+    seconds = trace.calls * kernels.call_s
+    for (kind, shape, times, _, _), count in _pairs(trace, trace).items():
+        seconds += count * op_seconds(kind, shape, times, kernels, software)
+    return seconds
+
+
+def op_seconds(kind: str, shape: Sequence[float], times: float, kernels: Kernels, software: Software) -> float:
+    """One op of a trace (see planner/counting); `times`: the batch of a batched product."""
+    if kind == "product":
+        m, n, k = shape
+        return _product(m, n, k, times, kernels)
+    if kind == "attention":
+        return _attention(shape, kernels, software)
+    if kind in ("conv", "conv_backward"):
+        return _convolution(kind, shape, kernels, software)
+    if kernels.ops is not None:
+        return kernels.ops.seconds(kind, shape[0])
+    return kernels.stream(shape[0] / (EAGER if software.fused else 1.0), 1)
+
+
+def _product(m: float, n: float, k: float, times: float, kernels: Kernels) -> float:
+    if times <= 1:
+        return times * kernels.product(m, n, k)
+    if kernels.device.kind == "cpu":  # from matrix to matrix, in one call
+        return kernels.product(times * m, n, k)
+    return min(times * kernels.product(m, n, k), kernels.batched(times, m, n, k))
+
+
+def _attention(shape: Sequence[float], kernels: Kernels, software: Software) -> float:
+    rows, queries, keys, width, back = shape
+    flops = 4.0 * rows * queries * keys * width * (2.5 if back else 1.0)
+    if kernels.ops is not None:
+        return kernels.ops.seconds("attention_backward" if back else "attention", flops)
+    if kernels.device.kind == "cpu":
+        return flops / (kernels.peak_tflops * 1e12)
+    # the kernel's figures count the causal half
+    return 2 * kernels.attention(software.attention, rows, 1, queries, keys, int(width), backward=bool(back))
+
+
+def _convolution(kind: str, shape: Sequence[float], kernels: Kernels, software: Software) -> float:
+    cells, out, deep, moved = shape
+    seconds = kernels.convolution(kind, cells, out, deep)
+    if seconds is not None:
+        return seconds
+    flops = 2.0 * cells * out * deep * (2 if kind == "conv_backward" else 1)
+    return flops / (kernels.peak_tflops * 1e12 * CONV_SHARE) + kernels.stream(moved, 1)
 
 
 def policy(precision: str, state_elements: float) -> States:
@@ -124,7 +216,7 @@ def policy(precision: str, state_elements: float) -> States:
 
 def memory(model: Model, layout: Layout, precision: str) -> Ledger:
     """Bytes on one rank: what rests, and the peak of a micro-batch."""
-    count, states = model.one.parameters, policy(precision, model.state_elements)
+    count, states = model.one.parameters, policy(precision, model.update.state_elements)
     share, zero = 1.0 / layout.shard, layout.zero
     terms = {
         "weights": count * states.weight * (share if zero >= 3 else 1.0),
@@ -135,7 +227,8 @@ def memory(model: Model, layout: Layout, precision: str) -> Ledger:
         "micro-batch": model.peak(layout.micro_batch),
     }
     if model.batch_bytes:
-        terms["global batch"] = model.batch_bytes * layout.global_batch
+        held = layout.global_batch if model.batch_on_device else layout.micro_batch
+        terms["global batch" if model.batch_on_device else "inputs"] = model.batch_bytes * held
     if zero == 2:  # whole gradients of the buckets on their way; beside them the part that is added to the sum
         new = 1.0 if layout.n_micro > 1 else 1.0 - share
         terms["gradients in flight"] = min(count * states.gradient, IN_FLIGHT_BYTES) * new
@@ -156,14 +249,14 @@ def simulate_traced(
 ) -> Forecast:
     """One optimizer step over replicas and ZeRO shards."""
     dtype = {"fp32": "fp32", "fp64": "fp32"}.get(precision, "bf16")
-    op_us = cluster.device.op_us
-    kernels = Kernels(cluster.device, op_us.value if op_us is not None else software.launch_us, dtype)
+    kernels, added = kernels_of(cluster, layout, software, dtype)
     wire = Wire(cluster)
     micro = model.seconds(layout.micro_batch, kernels, software)
-    states = policy(precision, model.state_elements)
+    states = policy(precision, model.update.state_elements)
     data, timeline = data_seconds(model, layout, micro, wire, states, software)
     optimizer = optimizer_seconds(model, layout, kernels, states)
     parts = {"compute": layout.n_micro * micro, "data-parallel communication": data, "optimizer": optimizer}
+    parts |= engine_seconds(model, layout, added)
     if cluster.device.kind != "cpu":
         parts["slowest device, clocks and gaps"] = (GAPS - 1) * sum(parts.values())
     correction = cluster.device.correction.value if cluster.device.correction is not None else 1.0
@@ -179,9 +272,25 @@ def simulate_traced(
         "data ranks": wire.basis("all_reduce", Group(layout.dp, 1)),
         "work": f"{len(model.one.products)} shapes of products and {model.one.kernels} ops counted on fake tensors",
     }
+    if model.one.balanced:
+        forecast.basis["routing"] = BALANCED
     if cluster.device.correction is not None:
         forecast.basis["correction"] = f"x {correction:.3g}, {cluster.device.correction.source}"
     return forecast
+
+
+def kernels_of(cluster: Cluster, layout: Layout, software: Software, dtype: str) -> tuple[Kernels, Overhead]:
+    """Kernels on the cluster's device, and what the host adds under the layout's techniques."""
+    device, added = cluster.device, overhead_of(cluster.device, layout)
+    if device.ops:  # measured as they are called, one by one
+        return Kernels(device, 0.0, dtype, added.call), added
+    return Kernels(device, device.op_us.value if device.op_us is not None else software.launch_us, dtype), added
+
+
+def engine_seconds(model: Model, layout: Layout, added: Overhead) -> dict[str, float]:
+    """What a step costs beyond its ops, by name; nothing where it was not measured."""
+    seconds = added.step + added.event * events(layout, len(model.one.units))
+    return {"engine": seconds} if seconds else {}
 
 
 def data_seconds(
@@ -209,8 +318,14 @@ def data_seconds(
 
 def optimizer_seconds(model: Model, layout: Layout, kernels: Kernels, states: States) -> float:
     """The update of what this rank holds."""
+    over = layout.shard if layout.zero else 1
+    if kernels.ops is not None:
+        ops, work = kernels.ops, model.update.work
+        each = {size: sum(ops.seconds(name, size / over * wide) for name, wide in work) for size in model.one.sizes}
+        calls = model.update.calls * kernels.call_s
+        return sum(times * (each[size] + calls) for size, times in model.one.sizes.items())
     moved = 2 * states.gradient + 2 * (states.master or states.weight) + 2 * states.optimizer
-    held = model.one.parameters / (layout.shard if layout.zero else 1)
+    held = model.one.parameters / over
     seconds = kernels.stream(held * moved * EAGER, OPTIMIZER_OPS)
     if kernels.device.kind == "cpu":  # there, an optimizer goes from tensor to tensor
         seconds += model.one.tensors * OPTIMIZER_OPS * kernels.launch_us * 1e-6

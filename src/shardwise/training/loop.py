@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from statistics import median
 from typing import Any
 
 import torch
@@ -102,6 +103,7 @@ class _Rank:
         self.skipped = 0
         self.peak_bytes = 0
         self.timed = [0, 0.0]  # samples and seconds after the first step
+        self.step_times: list[float] = []
         self.eval_loss: float | None = None
         self.eval_metrics: dict[str, float] = {}
         self.ema = Ema(engine, config.ema_decay) if config.ema_decay is not None else None
@@ -185,6 +187,7 @@ class _Rank:
         if step > OBSERVED or (step > 0 and self.job.steps <= OBSERVED + 1):
             self.timed[0] += result.samples
             self.timed[1] += seconds
+            self.step_times.append(seconds)
         if step == 0 or (step + 1) % self.job.effective.config.train.log_every == 0:
             self.peak_bytes = self.engine.memory().get("peak") or 0
         record = {
@@ -278,7 +281,7 @@ class _Rank:
             "steps": self.job.steps,
             "skipped": self.skipped,
             "seconds": seconds,
-            "step_s": timed * self.job.batch_samples / max(1, int(samples)) if self.timed[0] else None,
+            "step_s": median(self.step_times) if self.step_times else None,
             "first_loss": self.losses[0],
             "loss": self.losses[-1],
             "eval_loss": self.eval_loss,

@@ -1,0 +1,55 @@
+"""What Python and the engine add to the kernels' own time, technique by technique, as a probe measured it.
+
+    step   once: control, losses, the optimizer's loop
+    call   each op that the host starts, views among them
+    event  each unit that ZeRO-3 gathers, each micro-batch that a pipeline passes on
+
+Techniques that meet in one plan add what each adds to replicas.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwise.cluster import Device
+from shardwise.costs.layout import Layout
+
+BASE = "replicas"
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """Seconds."""
+
+    step: float = 0.0
+    call: float = 0.0
+    event: float = 0.0
+
+
+def techniques(layout: Layout) -> list[str]:
+    """The rows of a probe that a layout draws on."""
+    found = [f"zero{layout.zero}" if layout.zero and layout.shard > 1 else BASE]
+    if layout.tp > 1:
+        found.append("sp" if layout.sp else "tp")
+    if layout.pp > 1:
+        found.append("pp")
+    return found
+
+
+def overhead_of(device: Device, layout: Layout) -> Overhead:
+    """The sum of what the layout's techniques add; nothing on a device that was not probed for it."""
+    rows = {name: [1e-6 * value for value in values] for name, *values in device.overheads}
+    if BASE not in rows:
+        return Overhead()
+    total = list(rows[BASE])
+    for name in techniques(layout):
+        for at, (value, base) in enumerate(zip(rows.get(name, rows[BASE]), rows[BASE], strict=True)):
+            total[at] += value - base
+    return Overhead(*(max(0.0, value) for value in total))
+
+
+def events(layout: Layout, units: int) -> int:
+    """Units gathered, or micro-batches passed on, in a step."""
+    if layout.pp > 1:
+        return layout.n_micro * layout.rounds
+    return layout.n_micro * (units + 1) if layout.zero >= 3 and layout.shard > 1 else 0

@@ -1,0 +1,157 @@
+"""What a trace counts: products, attention, convolutions and recurrent layers by shape, bytes of all other ops."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_ATEN = torch.ops.aten
+_SDPA = {
+    _ATEN._scaled_dot_product_flash_attention_for_cpu, _ATEN._scaled_dot_product_flash_attention,
+    _ATEN._scaled_dot_product_efficient_attention, _ATEN._scaled_dot_product_cudnn_attention,
+}  # fmt: skip
+_SDPA_BACK = {
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward, _ATEN._scaled_dot_product_flash_attention_backward,
+    _ATEN._scaled_dot_product_efficient_attention_backward, _ATEN._scaled_dot_product_cudnn_attention_backward,
+}  # fmt: skip
+_RNN = {_ATEN.mkldnn_rnn_layer, _ATEN.mkldnn_rnn_layer_backward}
+_VIEWS = ("view", "expand", "transpose", "permute", "t", "slice", "select", "split", "unsqueeze", "squeeze", "detach",
+          "alias", "as_strided", "_unsafe_view", "unbind", "split_with_sizes", "_reshape_alias", "diagonal",
+          "unfold")  # fmt: skip
+
+
+# product                (m, n, k), times the batch of a batched one
+# attention              (batch x heads, queries, keys, width, backward?)
+# conv, conv_backward    (cells, channels out, inputs of a cell, bytes moved)
+# the name of an op      (bytes moved,)
+Entry = tuple[str, tuple[float, ...], int]
+
+
+@dataclass(eq=False)
+class Trace:
+    """One forward and backward of `samples` samples.
+
+    order        (kind, shape, times) of every op but views, as they ran; see `Entry`
+    products     (m, n, k) -> how often
+    attention    (batch x heads, queries, keys, width, backward?) -> how often
+    conv_flops   of convolutions
+    moved        bytes that all other ops read and write
+    kernels      ops that compute something
+    calls        ops, views among them
+    peak         the most live bytes beyond parameters, inputs and their summed gradients
+    tensors      parameter tensors
+    sizes        elements of a trainable one -> how many
+    units        parameters of each repeated block, and of the rest
+    balanced     a router's choices were taken to load its experts evenly
+    """
+
+    samples: int
+    parameters: int = 0
+    buffers_bytes: int = 0
+    units: list[int] = field(default_factory=list)
+    rest: int = 0
+    tensors: int = 0
+    sizes: Counter[int] = field(default_factory=Counter)
+    products: Counter[tuple[int, int, int]] = field(default_factory=Counter)
+    order: list[Entry] = field(default_factory=list)
+    attention: Counter[tuple[int, int, int, int, bool]] = field(default_factory=Counter)
+    conv_flops: float = 0.0
+    moved: float = 0.0
+    kernels: int = 0
+    calls: int = 0
+    peak: int = 0
+    gradients: int = 0
+    balanced: bool = False
+
+    @property
+    def flops(self) -> float:
+        """Products, convolutions and attention."""
+        products = sum(2.0 * m * n * k * times for (m, n, k), times in self.products.items())
+        scores = sum(
+            4.0 * b * q * k * d * (2.5 if back else 1.0) * times for (b, q, k, d, back), times in self.attention.items()
+        )
+        return products + scores + self.conv_flops
+
+
+class Count(TorchDispatchMode):
+    """Adds each op to a trace."""
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__()
+        self.trace = trace
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(getattr(kind, "observes_inside", False) for kind in types):
+            return NotImplemented  # a share of a tensor: what its rule does is counted
+        out = func(*args, **(kwargs or {}))
+        if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(out)):
+            return out  # a question, such as where a tensor lies
+        self.trace.calls += 1
+        packet = func._overloadpacket
+        if packet in (_ATEN.mm, _ATEN.addmm):
+            a, b = args[-2:] if packet is _ATEN.addmm else args[:2]
+            self._product(1, a.shape[0], b.shape[1], a.shape[1])
+        elif packet in (_ATEN.bmm, _ATEN.baddbmm):
+            a, b = args[-2:] if packet is _ATEN.baddbmm else args[:2]
+            self._product(a.shape[0], a.shape[1], b.shape[2], a.shape[2])
+        elif packet in _SDPA or packet in _SDPA_BACK:
+            self._attend(args, packet in _SDPA_BACK)
+        elif packet in (_ATEN.convolution, _ATEN.convolution_backward, _ATEN._convolution):
+            self._convolve(packet, args, out)
+        elif packet in _RNN:
+            self._recur(args, packet is _ATEN.mkldnn_rnn_layer_backward)
+            self._stream(packet.__name__, args, out)
+        elif packet.__name__ not in _VIEWS:
+            self._stream(packet.__name__, args, out)
+        return out
+
+    def _product(self, batch: int, m: int, n: int, k: int) -> None:
+        self.trace.products[m, n, k] += batch
+        self.trace.order.append(("product", (m, n, k), batch))
+        self.trace.kernels += 1
+
+    def _attend(self, args: tuple, back: bool) -> None:
+        q, k = (args[1], args[2]) if back else (args[0], args[1])
+        batch, heads, queries, width = q.shape
+        shape = (batch * heads, queries, k.shape[2], width)
+        self.trace.attention[*shape, back] += 1
+        self.trace.order.append(("attention", (*shape, float(back)), 1))
+        self.trace.kernels += 1
+
+    def _recur(self, args: tuple, back: bool) -> None:
+        """One layer and direction: a product over all steps for the input, and one for each step for the state."""
+        steps, batch, wide = args[0].shape
+        for _ in range(2 if back else 1):  # for what went in, and for the weights
+            self._product(1, steps * batch, args[1].shape[0], wide)
+            for _ in range(steps):  # one after another
+                self._product(1, batch, args[2].shape[0], args[2].shape[1])
+
+    def _convolve(self, packet: Any, args: tuple, out: Any) -> None:
+        self.trace.kernels += 1
+        back = packet is _ATEN.convolution_backward
+        weight = args[2] if back else args[1]
+        if back:
+            cells, times = args[0].numel(), sum(bool(flag) for flag in args[10][:2])
+        else:  # a transposed one makes many cells of one
+            cells, times = (args[0] if args[6] else out).numel(), 1
+        deep = weight.numel() / weight.shape[0]
+        self.trace.conv_flops += times * 2.0 * cells * deep
+        moved = _bytes(args, out)
+        self.trace.moved += moved
+        shape = (cells / weight.shape[0], float(weight.shape[0]), deep, float(moved))
+        self.trace.order.append(("conv_backward" if back else "conv", shape, 1))
+
+    def _stream(self, name: str, args: Any, out: Any) -> None:
+        moved = _bytes(args, out)
+        self.trace.moved += moved
+        self.trace.order.append((name, (float(moved),), 1))
+        self.trace.kernels += 1
+
+
+def _bytes(*values: Any) -> int:
+    return sum(leaf.numel() * leaf.element_size() for leaf in pytree.tree_leaves(values) if torch.is_tensor(leaf))

@@ -1,0 +1,251 @@
+"""Ops of a forward and backward on a CPU, timed one by one over sizes, as a step calls them.
+
+A step keeps what its forward makes, so outputs are held until a dozen megabytes are full and inputs are taken in turn:
+an op that writes into memory still in the cache would look faster than it is.
+
+*What this does not do*: other dtypes than float32.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import product
+from statistics import median
+
+import torch
+from torch import Tensor
+
+ATEN = torch.ops.aten
+ELEMENTS = (2**8, 2**13, 2**17, 2**20)
+HELD_BYTES = 12 * 2**20
+BUDGET_S = 0.012  # for one op of one size, after a first round
+CONV_FLOPS = 1.5e9  # of the largest convolution that is timed
+WIDTH = 64  # of rows that are normalised, multiplied by a vector, looked up
+
+Made = Sequence[Tensor]
+Row = tuple[str, float, float]
+Product = tuple[str, int, int, int, float]
+
+
+def _rows(count: int) -> Tensor:
+    return torch.randn(max(1, count // WIDTH), WIDTH)
+
+
+def _image(count: int) -> Tensor:
+    side = 2 * max(1, round((count / 8) ** 0.5) // 2)
+    return torch.randn(1, 8, side, side)
+
+
+def _normal(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    weight, bias = torch.ones(WIDTH), torch.zeros(WIDTH)
+    _, mean, rstd = ATEN.native_layer_norm(x, [WIDTH], weight, bias, 1e-5)
+    return weight, bias, mean, rstd
+
+
+# name -> inputs for a number of elements, and the call
+OPS: dict[str, tuple[Callable[[int], Made], Callable[..., object]]] = {
+    "add": (lambda n: (_rows(n), _rows(n)), ATEN.add),
+    "add_": (lambda n: (_rows(n), _rows(n)), ATEN.add_),
+    "mul": (lambda n: (_rows(n), _rows(n)), ATEN.mul),
+    "sub": (lambda n: (_rows(n), _rows(n)), ATEN.sub),
+    "div": (lambda n: (_rows(n), _rows(n)), ATEN.div),
+    "neg": (lambda n: (_rows(n),), ATEN.neg),
+    "pow": (lambda n: (_rows(n),), lambda x: ATEN.pow(x, 2)),
+    "sqrt": (lambda n: (_rows(n).abs(),), ATEN.sqrt),
+    "rsqrt": (lambda n: (_rows(n).abs() + 1,), ATEN.rsqrt),
+    "exp": (lambda n: (_rows(n),), ATEN.exp),
+    "tanh": (lambda n: (_rows(n),), ATEN.tanh),
+    "sigmoid": (lambda n: (_rows(n),), ATEN.sigmoid),
+    "relu": (lambda n: (_rows(n),), ATEN.relu),
+    "threshold_backward": (lambda n: (_rows(n), _rows(n)), lambda g, x: ATEN.threshold_backward(g, x, 0)),
+    "gelu": (lambda n: (_rows(n),), ATEN.gelu),
+    "gelu_backward": (lambda n: (_rows(n), _rows(n)), ATEN.gelu_backward),
+    "silu": (lambda n: (_rows(n),), ATEN.silu),
+    "silu_backward": (lambda n: (_rows(n), _rows(n)), ATEN.silu_backward),
+    "_softmax": (lambda n: (_rows(n),), lambda x: ATEN._softmax(x, -1, False)),
+    "_softmax_backward_data": (
+        lambda n: (_rows(n), _rows(n)),
+        lambda g, y: ATEN._softmax_backward_data(g, y, -1, torch.float32),
+    ),
+    "_log_softmax": (lambda n: (_rows(n),), lambda x: ATEN._log_softmax(x, -1, False)),
+    "_log_softmax_backward_data": (
+        lambda n: (_rows(n), _rows(n)),
+        lambda g, y: ATEN._log_softmax_backward_data(g, y, -1, torch.float32),
+    ),
+    "native_layer_norm": (
+        lambda n: (_rows(n), torch.ones(WIDTH), torch.zeros(WIDTH)),
+        lambda x, w, b: ATEN.native_layer_norm(x, [WIDTH], w, b, 1e-5),
+    ),
+    "native_layer_norm_backward": (
+        lambda n: ((x := _rows(n)), _rows(n), *_normal(x)),
+        lambda x, g, w, b, m, r: ATEN.native_layer_norm_backward(g, x, [WIDTH], m, r, w, b, [True] * 3),
+    ),
+    "native_group_norm": (
+        lambda n: (torch.randn(1, 16, max(1, n // 16)), torch.ones(16), torch.zeros(16)),
+        lambda x, w, b: ATEN.native_group_norm(x, w, b, 1, 16, x.shape[2], 4, 1e-5),
+    ),
+    "native_group_norm_backward": (
+        lambda n: (
+            (x := torch.randn(1, 16, max(1, n // 16))),
+            torch.randn_like(x),
+            *ATEN.native_group_norm(x, None, None, 1, 16, x.shape[2], 4, 1e-5)[1:],
+            torch.ones(16),
+        ),
+        lambda x, g, m, r, w: ATEN.native_group_norm_backward(g, x, m, r, w, 1, 16, x.shape[2], 4, [True] * 3),
+    ),
+    "native_batch_norm": (
+        lambda n: (torch.randn(1, 16, max(2, n // 16)), torch.ones(16), torch.zeros(16)),
+        lambda x, w, b: ATEN.native_batch_norm(x, w, b, b.clone(), w.clone(), True, 0.1, 1e-5),
+    ),
+    "sum": (lambda n: (_rows(n),), lambda x: ATEN.sum(x, [0])),
+    "mean": (lambda n: (_rows(n),), lambda x: ATEN.mean(x, [-1])),
+    "clone": (
+        lambda n: (_rows(n).view(-1, 8, WIDTH // 8).transpose(0, 1),),
+        lambda x: ATEN.clone(x, memory_format=torch.contiguous_format),
+    ),
+    "copy_": (lambda n: (_rows(n), _rows(n)), ATEN.copy_),
+    "cat": (lambda n: (_rows(n), _rows(n)), lambda a, b: ATEN.cat([a, b], -1)),
+    "where": (lambda n: (_rows(n) > 0, _rows(n), _rows(n)), ATEN.where),
+    "masked_fill": (lambda n: (_rows(n), _rows(n) > 0), lambda x, m: ATEN.masked_fill(x, m, 0.0)),
+    "_to_copy": (lambda n: (_rows(n),), lambda x: ATEN._to_copy(x, dtype=torch.bfloat16)),
+    "zeros_like": (lambda n: (_rows(n),), ATEN.zeros_like),
+    "bernoulli_": (lambda n: (_rows(n),), lambda x: ATEN.bernoulli_(x, 0.9)),
+    "native_dropout": (lambda n: (_rows(n),), lambda x: ATEN.native_dropout(x, 0.1, True)),
+    "embedding": (
+        lambda n: (torch.randn(256, WIDTH), torch.randint(256, (max(1, n // WIDTH),))),
+        ATEN.embedding,
+    ),
+    "embedding_dense_backward": (
+        lambda n: (_rows(n), torch.randint(256, (max(1, n // WIDTH),))),
+        lambda g, i: ATEN.embedding_dense_backward(g, i, 256, -1, False),
+    ),
+    "_safe_softmax": (lambda n: (_rows(n),), lambda x: ATEN._safe_softmax(x, -1)),
+    "div_": (lambda n: (_rows(n),), lambda a: ATEN.div_(a, 1.001)),
+    "cos": (lambda n: (_rows(n),), ATEN.cos),
+    "sin": (lambda n: (_rows(n),), ATEN.sin),
+    "cumsum": (lambda n: (_rows(n),), lambda x: ATEN.cumsum(x, -1)),
+    "stack": (lambda n: (_rows(n), _rows(n)), lambda a, b: ATEN.stack([a, b])),
+    "slice_backward": (
+        lambda n: (_rows(n),),
+        lambda g: ATEN.slice_backward(g, [g.shape[0], 2 * WIDTH], 1, 0, WIDTH, 1),
+    ),
+    "gather": (
+        lambda n: ((x := _rows(n)), torch.zeros(len(x), 1, dtype=torch.long)),
+        lambda x, i: ATEN.gather(x, 1, i),
+    ),
+    "index": (
+        lambda n: ((x := _rows(n)), torch.randint(len(x), (len(x),))),
+        lambda x, i: ATEN.index(x, [i]),
+    ),
+    "max_pool2d_with_indices": (lambda n: (_image(n),), lambda x: ATEN.max_pool2d_with_indices(x, [2, 2], [2, 2])),
+    "avg_pool2d": (lambda n: (_image(n),), lambda x: ATEN.avg_pool2d(x, [2, 2], [2, 2])),
+    "upsample_nearest2d": (
+        lambda n: (_image(n // 4),),
+        lambda x: ATEN.upsample_nearest2d(x, [2 * x.shape[2], 2 * x.shape[3]]),
+    ),
+    "upsample_nearest2d_backward": (
+        lambda n: (_image(n),),
+        lambda g: ATEN.upsample_nearest2d_backward(
+            g, [2 * (g.shape[2] // 2), 2 * (g.shape[3] // 2)], [1, 8, g.shape[2] // 2, g.shape[3] // 2]
+        ),
+    ),
+    "upsample_bilinear2d": (
+        lambda n: (_image(n // 4),),
+        lambda x: ATEN.upsample_bilinear2d(x, [2 * x.shape[2], 2 * x.shape[3]], False),
+    ),
+    "addcmul_": (lambda n: (_rows(n), _rows(n), _rows(n)), ATEN.addcmul_),
+    "addcdiv_": (lambda n: (_rows(n), _rows(n), _rows(n).abs() + 1), ATEN.addcdiv_),
+    "lerp_": (lambda n: (_rows(n), _rows(n)), lambda a, b: ATEN.lerp_(a, b, 0.1)),
+    "mul_": (lambda n: (_rows(n),), lambda a: ATEN.mul_(a, 0.999)),
+}
+
+
+def typical(call: Callable[[], object], budget_s: float = BUDGET_S) -> float:
+    """The median time of a call within a budget, of three at least."""
+    call()
+    times: list[float] = []
+    until = time.perf_counter() + budget_s
+    while len(times) < 3 or (time.perf_counter() < until and len(times) < 200):
+        began = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - began)
+    return median(times)
+
+
+def held(inputs: Callable[[], Made], call: Callable[..., object], budget_s: float = BUDGET_S) -> tuple[float, float]:
+    """Bytes that one call moves, and its seconds while outputs are kept and inputs change."""
+    first = inputs()
+    out = call(*first)
+    made = [t for t in (out if isinstance(out, tuple | list) else (out,)) if torch.is_tensor(t)]
+    size = sum(t.numel() * t.element_size() for t in (*first, *made))
+    count = max(2, min(64, HELD_BYTES // max(1, size)))
+    sets = [inputs() for _ in range(min(count, 16))]
+
+    def round_of() -> list[object]:
+        return [call(*sets[i % len(sets)]) for i in range(count)]
+
+    return float(size), typical(round_of, budget_s) / count
+
+
+def op_times() -> list[Row]:
+    """(op, bytes it reads and writes, microseconds), sizes ascending."""
+    rows: list[Row] = []
+    with torch.no_grad():
+        for name, (inputs, call) in OPS.items():
+            for count in ELEMENTS:
+                size, took = held(partial(inputs, count), call)
+                rows.append((name, size, 1e6 * took))
+        return rows + _attention()
+
+
+def _attention() -> list[Row]:
+    """By FLOPs: the fused kernel, forward and backward."""
+    rows: list[Row] = []
+    forward = ATEN._scaled_dot_product_flash_attention_for_cpu
+    backward = ATEN._scaled_dot_product_flash_attention_for_cpu_backward
+    for heads, length, width in ((4, 8, 16), (8, 32, 32), (8, 128, 64), (8, 512, 64)):
+        q, k, v, g = (torch.randn(1, heads, length, width) for _ in range(4))
+        out, lse = forward(q, k, v, 0.0, True)
+        flops = 4.0 * heads * length * length * width
+        rows.append(("attention", flops, 1e6 * typical(partial(forward, q, k, v, 0.0, True))))
+        back = partial(backward, g, q, k, v, out, lse, 0.0, True)
+        rows.append(("attention_backward", 2.5 * flops, 1e6 * typical(back)))
+    return rows
+
+
+def product_times(sides: Sequence[int]) -> list[Product]:
+    """(fp32, m, n, k, microseconds): the mean of the three products that a linear layer runs in a step.
+
+    Forward multiplies with a transposed weight, backward by the weight and by transposed inputs.
+    """
+    rows: list[Product] = []
+    for m, n, k in product(sides, repeat=3):
+        ways = (
+            lambda m=m, n=n, k=k: (torch.randn(m, k), torch.randn(n, k).t()),
+            lambda m=m, n=n, k=k: (torch.randn(m, k), torch.randn(k, n)),
+            lambda m=m, n=n, k=k: (torch.randn(k, m).t(), torch.randn(k, n)),
+        )
+        took = [held(way, ATEN.mm, BUDGET_S / 3)[1] for way in ways]
+        rows.append(("fp32", m, n, k, 1e6 * sum(took) / 3))
+    return rows
+
+
+def convolution_times() -> list[Product]:
+    """(conv or conv_backward, cells, channels out, 9 x channels in, microseconds) of 3 x 3 over square fields."""
+    rows: list[Product] = []
+    for side, outward, inward in product((8, 32, 128), (8, 32, 128), (8, 32, 128)):
+        cells, deep = side * side, 9 * inward
+        if 2.0 * cells * outward * deep > CONV_FLOPS:
+            continue
+        x, w, g = (
+            torch.randn(1, inward, side, side),
+            torch.randn(outward, inward, 3, 3),
+            torch.randn(1, outward, side, side),
+        )
+        shape = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+        back = partial(ATEN.convolution_backward, g, x, w, [outward], *shape, [True, True, True])
+        rows.append(("conv", cells, outward, deep, 1e6 * typical(partial(ATEN.convolution, x, w, None, *shape))))
+        rows.append(("conv_backward", cells, outward, deep, 1e6 * typical(back)))
+    return rows

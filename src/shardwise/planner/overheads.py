@@ -1,0 +1,179 @@
+"""What Python and the engine add to a step, technique by technique: small reference modules run as a job would.
+
+Their steps are measured, and forecast from the figures of the same probe without any overhead. What is missing is
+dealt to the step, to each op, and to each unit or message (costs/overhead), by non-negative least squares over three
+modules: few blocks, more blocks, deeper blocks.
+
+*What this does not do*: compiled modules, experts; devices that run behind the host, where overhead hides.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import combinations
+from statistics import median
+
+import numpy as np
+import torch
+from torch import nn
+
+from shardwise.cluster import Cluster
+from shardwise.cluster.cluster import Overhead as OverheadRow
+from shardwise.costs.layout import of_plan
+from shardwise.costs.overhead import BASE, Overhead, events
+from shardwise.costs.software import software
+from shardwise.layout import Plan
+from shardwise.planner.traced import traced_subject
+from shardwise.task import Task
+
+WIDTH, POSITIONS = 16, 8
+REFERENCES = ((2, 1), (6, 1), (2, 4))  # blocks, feed-forward parts of a block
+WARM, STEPS = 3, 15
+
+
+class Reference(nn.Module):
+    """Blocks with the ops that models have, so small that ops cost what it takes to start them."""
+
+    def __init__(self, blocks: int = 4, deep: int = 1) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Block(deep) for _ in range(blocks))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class _Block(nn.Module):
+    def __init__(self, deep: int) -> None:
+        super().__init__()
+        self.norm, self.heads, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.parts = nn.ModuleList(_Part() for _ in range(deep))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.heads(self.norm(x)).view(*x.shape[:2], 3, 2, 8).permute(2, 0, 3, 1, 4)
+        x = x + self.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+class _Part(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+def _loss(output: torch.Tensor, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return output.square().sum(), len(batch)
+
+
+def _batch(step: int, samples: int) -> torch.Tensor:
+    return torch.ones(samples, POSITIONS, WIDTH)
+
+
+def reference_task(blocks: int = 4, deep: int = 1, samples: int = 2) -> Task:
+    """A reference module and its batch."""
+    return Task(
+        model=partial(Reference, blocks, deep), loss=_loss, batch=partial(_batch, samples=samples), name="reference"
+    )
+
+
+def plans(ranks: int) -> dict[str, list[str]]:
+    """Technique -> the plans over all ranks under which the references show it."""
+    if ranks == 1:
+        return {BASE: ["dp_replicate=1"] * len(REFERENCES)}
+    found = {BASE: f"dp_replicate={ranks}"} | {f"zero{stage}": f"dp_shard={ranks},zero={stage}" for stage in (1, 2, 3)}
+    if ranks % 2 == 0:
+        rest = f",dp_replicate={ranks // 2}" if ranks > 2 else ""
+        found |= {"tp": f"tp=2{rest}", "sp": f"tp=2,sp=true{rest}", "pp": f"pp=2{rest}"}
+    return {name: [_busier(name, plan, at) for at in range(len(REFERENCES))] for name, plan in found.items()}
+
+
+def _busier(name: str, plan: str, reference: int) -> str:
+    """More messages for the last reference of a pipeline, which would pass on as many in all three."""
+    return f"{plan},microbatches=4" if name == "pp" and reference == len(REFERENCES) - 1 else plan
+
+
+def step_times(ranks: int) -> dict[str, list[float]]:
+    """Median seconds of a step of each reference under each technique. Collective."""
+    from shardwise.engine.engine import parallelize
+
+    found: dict[str, list[float]] = {}
+    for name, each in plans(ranks).items():
+        for plan, (blocks, deep) in zip(each, REFERENCES, strict=True):
+            task = reference_task(blocks, deep, 4 * ranks)
+            assert task.batch is not None
+            engine, times = parallelize(task, plan, check_loss=False), []
+            for step in range(WARM + STEPS):
+                batch = task.batch(step)
+                began = time.perf_counter()
+                engine.step(batch)
+                times.append(time.perf_counter() - began)
+            engine.close()
+            found.setdefault(name, []).append(median(times[WARM:]))
+    return found
+
+
+def overheads(cluster: Cluster, measured: dict[str, list[float]]) -> tuple[OverheadRow, ...]:
+    """Rows of a cluster's device from the steps that were measured on it."""
+    ranks = cluster.world_size
+    rows: list[OverheadRow] = []
+    for name, times in measured.items():
+        features, missing = [], []
+        for plan, (blocks, deep), seconds in zip(plans(ranks)[name], REFERENCES, times, strict=True):
+            bare, call, event = _features(cluster, Plan.parse(plan), reference_task(blocks, deep, 4 * ranks))
+            features.append((1.0, call, event))
+            missing.append(seconds - bare)
+        found = non_negative(np.array(features) / np.array(times)[:, None], np.array(missing) / np.array(times))
+        step, call, event = (float(f"{1e6 * value:.4g}") for value in found)
+        rows.append((name, step, call, event))
+    return tuple(rows)
+
+
+def _features(cluster: Cluster, plan: Plan, task: Task) -> tuple[float, float, float]:
+    """Seconds of the step without overhead, how often an op's overhead lies in it, and how many events."""
+    assert task.batch is not None
+    samples = len(task.batch(0))
+    layout = of_plan(plan, global_batch=samples, seq=1, uneven=True)
+    micro = (layout.micro_batch, layout.micro_batch)
+
+    def seconds(added: Overhead) -> float:
+        row = (BASE, 1e6 * added.step, 1e6 * added.call, 1e6 * added.event)
+        here = replace(cluster, device=replace(cluster.device, overheads=(row,)))
+        subject = traced_subject(task, here, software("shardwise"), samples, "fp32", (plan.remat,), micro)
+        return subject.simulate(layout).step_s
+
+    bare = seconds(Overhead())
+    unit = 1e-5  # large against a kernel, so that what hides behind communication is seen
+    return bare, (seconds(Overhead(call=unit)) - bare) / unit, float(events(layout, task_units(task)))
+
+
+def task_units(task: Task) -> int:
+    """Repeated blocks of the task's module."""
+    from shardwise.trace.blocks import find_blocks
+
+    return len(find_blocks(task.model()).paths)
+
+
+def non_negative(features: np.ndarray, wanted: np.ndarray) -> Sequence[float]:
+    """Least squares without negative weights: the best of all subsets of the few columns."""
+    columns = range(features.shape[1])
+    best, least = np.zeros(features.shape[1]), float(np.square(wanted).sum())
+    for size in range(1, features.shape[1] + 1):
+        for chosen in combinations(columns, size):
+            part = features[:, chosen]
+            weights, _, rank, _ = np.linalg.lstsq(part, wanted, rcond=None)
+            if rank < size or (weights < 0).any():
+                continue
+            left = float(np.square(part @ weights - wanted).sum())
+            if left < least * (1 - 1e-9):
+                best, least = np.zeros(features.shape[1]), left
+                best[list(chosen)] = weights
+    return best.tolist()

@@ -1,0 +1,170 @@
+"""Values where a forward on fake tensors asks for them and they can be had: routing, and what comes from the data.
+
+A mixture of experts asks how many tokens each expert got. Fake tensors cannot say; under `Values` an integer tensor
+can carry real values beside it (its *shadow*):
+
+    topk, argmax, max over a dim    of scores without values: every choice equally often, row r taking the experts
+                                    k r, k r + 1, ... modulo their number. A stated assumption: balanced load
+    sort, argsort                   of scores without values: in the order in which they lie
+    integers of the batch           the values of the task's own sample
+    factories                       arange, zeros, tensor([...]) of integers: their values
+    any op on shadows alone         its own result, so that counts, offsets and masks follow
+    x[mask], masked_select          with the mask's shadow, so that the number of rows is known
+
+Floats never have values, so a branch on a loss or an activation is still refused.
+
+*What this does not do*: skewed loads, dropped tokens beyond what a balanced load drops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+MOST = 2**25  # elements of a shadow: beyond, a tensor has no values
+_ATEN = torch.ops.aten
+_CHOICES = {_ATEN.topk: 1, _ATEN.max: 1, _ATEN.argmax: 0, _ATEN.sort: 1, _ATEN.argsort: 0}
+_SHADOW = "_shardwise_shadow"
+
+
+def shadow(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The values of a fake tensor, where they are known."""
+    return getattr(tensor, _SHADOW, None)
+
+
+def give(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Note the values of a fake tensor: integers and bools of moderate size."""
+    if not values.is_floating_point() and not values.is_complex() and values.numel() <= MOST:
+        setattr(tensor, _SHADOW, values)
+    return tensor
+
+
+def balanced(shape: torch.Size, dim: int, choices: int) -> torch.Tensor:
+    """Indices below `choices` of the given shape, each about equally often, those along `dim` different."""
+    moved = list(shape)
+    width = moved.pop(dim) if shape else 1
+    index = torch.arange(max(1, torch.Size(moved).numel()) * width).remainder(max(1, choices))
+    return index.view(*moved, width).movedim(-1, dim) if shape else index.view(())
+
+
+class Values(TorchDispatchMode):
+    """Enter above the fake mode and below what counts. `assumed`: whether a load was taken to be balanced."""
+
+    def __init__(self, fake: FakeMode) -> None:
+        super().__init__()
+        self.fake = fake
+        self.assumed = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if any(getattr(kind, "observes_inside", False) for kind in types):
+            return NotImplemented
+        leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        known = [shadow(leaf) if isinstance(leaf, FakeTensor) else leaf for leaf in leaves]
+        if any(one is not None for one in known) or not leaves:
+            if all(one is not None for one in known):
+                return self._on_values(func, args, kwargs, leaves)
+            func, args = self._with_rows(func, args)
+        out = func(*args, **kwargs)
+        self._forget(func, args)
+        self._choose(func._overloadpacket, args, kwargs, out)
+        return out
+
+    def _on_values(self, func: Any, args: tuple, kwargs: dict, leaves: list) -> Any:
+        """An op of which all tensors have values, or that makes some out of nothing."""
+        if not leaves and not _makes_integers(func, args, kwargs):
+            return func(*args, **kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            return func(*args, **kwargs)
+
+        def value_of(leaf: Any) -> Any:
+            values = shadow(leaf) if isinstance(leaf, FakeTensor) else None
+            return leaf if values is None else values
+
+        real_args, real_kwargs = pytree.tree_map(value_of, (args, kwargs))
+        with _disable_current_modes():
+            real = func(*real_args, **real_kwargs)
+        if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(real)):
+            return real  # .item()
+        try:
+            out = func(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException, RuntimeError):
+            out = pytree.tree_map(lambda t: self.fake.from_tensor(t) if isinstance(t, torch.Tensor) else t, real)
+        for made, values in zip(pytree.tree_leaves(out), pytree.tree_leaves(real), strict=True):
+            if isinstance(made, FakeTensor) and isinstance(values, torch.Tensor):
+                give(made, values)
+        return out
+
+    def _with_rows(self, func: Any, args: tuple) -> tuple[Any, tuple]:
+        """An op and its arguments, with masks among indices as the rows that they select."""
+        if func is _ATEN.masked_select.default and (given := shadow(args[1])) is not None:
+            whole, mask = torch.broadcast_tensors(args[0], args[1])
+            with _disable_current_modes():
+                give(mask, given.expand(mask.shape))
+            func, args = _ATEN.index.Tensor, (whole, [mask])
+        if func._overloadpacket not in (_ATEN.index, _ATEN.index_put, _ATEN.index_put_):
+            return func, args
+        rows: list[Any] = []
+        for one in args[1]:
+            values = shadow(one) if isinstance(one, torch.Tensor) else None
+            if values is None or values.dtype not in (torch.bool, torch.uint8):
+                rows.append(one)
+                continue
+            with _disable_current_modes():
+                found = values.nonzero(as_tuple=True)
+            rows += [give(self.fake.from_tensor(index), index) for index in found]
+        return func, (args[0], rows, *args[2:])
+
+    def _forget(self, func: Any, args: tuple) -> None:
+        """What an op wrote without values into a tensor has none from then on."""
+        for told, arg in zip(func._schema.arguments, args, strict=False):
+            written = told.alias_info is not None and told.alias_info.is_write
+            if written and isinstance(arg, torch.Tensor) and shadow(arg) is not None:
+                delattr(arg, _SHADOW)
+
+    def _choose(self, packet: Any, args: tuple, kwargs: dict, out: Any) -> None:
+        """Indices that were chosen by scores without values."""
+        place = _CHOICES.get(packet)
+        if place is None:
+            return
+        index = out[place] if isinstance(out, tuple | list) and len(out) > place else out
+        if not isinstance(index, FakeTensor) or index.dtype != torch.int64 or index.numel() > MOST:
+            return
+        named = {"topk": 2, "sort": 1, "argsort": 1}.get(packet.__name__, 1)
+        dim = kwargs.get("dim", args[named] if len(args) > named else (-1 if packet is not _ATEN.argmax else None))
+        if not isinstance(dim, int) or isinstance(dim, bool):
+            return
+        scores = args[0]
+        keeps = index.dim() == scores.dim()
+        with _disable_current_modes():
+            shape = index.shape if keeps else torch.Size((*index.shape, 1))
+            chosen = balanced(shape, dim % scores.dim() if keeps else -1, scores.shape[dim])
+            give(index, chosen if keeps else chosen.squeeze(-1))
+        self.assumed = True
+
+
+def _makes_integers(func: Any, args: tuple, kwargs: dict) -> bool:
+    """Whether a factory's values are worth keeping: arange, zeros, full of integers."""
+    if func._overloadpacket is _ATEN.arange:
+        plain = [a for a in args if isinstance(a, int | float)]
+        dtype = kwargs.get("dtype")
+        return (dtype is None and all(isinstance(a, int) for a in plain)) or bool(dtype and not dtype.is_floating_point)
+    if func._overloadpacket in (_ATEN.zeros, _ATEN.ones, _ATEN.full, _ATEN.scalar_tensor):
+        dtype = kwargs.get("dtype")
+        return dtype is not None and not dtype.is_floating_point and not dtype.is_complex
+    return False
+
+
+@contextmanager
+def values(fake: FakeMode) -> Iterator[Values]:
+    """The fake mode with values where they can be had."""
+    mode = Values(fake)
+    with fake, mode:
+        yield mode
