@@ -16,7 +16,7 @@ SOURCE = Path(shardwise.__file__).parent
 
 # room -> floor; a room is a module or a package, and `parallel` has one room for each technique
 FLOORS = {
-    "errors": 0, "task": 0, "layout": 0, "config": 0, "cluster": 0,
+    "errors": 0, "task": 0, "dataset": 0, "layout": 0, "config": 0, "cluster": 0,
     "costs": 1, "device": 1, "precision": 1, "mesh": 1, "comm": 1, "part": 1, "trace": 1, "random": 1, "ranks": 1,
     "parallel.slots": 3, "parallel.replicate": 3, "parallel.flat": 3, "parallel.full": 3, "parallel.batchnorm": 3,
     "parallel.tensor": 3,
@@ -32,6 +32,9 @@ FLOORS = {
 # imports within one floor, each with its reason
 WITHIN = {
     ("task", "errors"): "every room raises the same errors",
+    ("task", "dataset"): "a map-style dataset given as Task.data becomes a source",
+    ("dataset", "task"): "a wrapped dataset is a Source",
+    ("dataset", "errors"): "every room raises the same errors",
     ("layout", "errors"): "every room raises the same errors",
     ("config", "errors"): "every room raises the same errors",
     ("config", "layout"): "a configuration holds a plan",

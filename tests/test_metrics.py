@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 from shardwise import Task, parallelize, train
 from shardwise.engine.ema import Ema
 from shardwise.errors import InputError, RefusedPlan
+from shardwise.observe.sinks import open_sinks
 from shardwise.ranks import RankPool
 
 PLANS = ["dp_replicate=2", "dp_shard=2,zero=1", "dp_shard=2,zero=2", "dp_shard=2,zero=3", "dp_shard=3,zero=3",
@@ -202,9 +205,13 @@ def leveldb_records(data: bytes) -> Iterator[bytes]:
 
 
 def from_wandb(run: Any) -> dict[tuple[int, str], float]:
+    (file,) = run.folder.glob("wandb/offline-run-*/*.wandb")
+    return from_wandb_file(file)
+
+
+def from_wandb_file(file: Path) -> dict[tuple[int, str], float]:
     from wandb.proto import wandb_internal_pb2
 
-    (file,) = run.folder.glob("wandb/offline-run-*/*.wandb")
     found: dict[tuple[int, str], float] = {}
     for data in leveldb_records(file.read_bytes()):
         record = wandb_internal_pb2.Record()
@@ -236,6 +243,56 @@ def test_a_sink_holds_one_run_with_the_numbers_of_the_file(
     assert {"metric/rmse/2", "eval_metric/positive", "ema_eval_loss", "eval_loss"} <= {name for _, name in expected}
     assert read(run) == expected
     assert (run.folder / "ema.safetensors").exists()
+
+
+def resumed_tensorboard(folder: Path) -> dict[tuple[int, str], float]:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    import tensorboard.util.tensor_util as tensor_util
+
+    events = accumulator.EventAccumulator(str(folder / "tensorboard"), size_guidance={"tensors": 0})
+    events.Reload()  # one run is one folder, of as many files as there were openings
+    return {(e.step, "loss"): float(tensor_util.make_ndarray(e.tensor_proto)) for e in events.Tensors("loss")}
+
+
+def resumed_mlflow(folder: Path) -> dict[tuple[int, str], float]:
+    return from_mlflow(SimpleNamespace(folder=folder))
+
+
+def resumed_wandb(folder: Path) -> dict[tuple[int, str], float]:
+    """Offline, each opening is a file; `wandb sync` joins those of one id."""
+    files = sorted(folder.glob("wandb/offline-run-*/*.wandb"))
+    assert len(files) == 2 and {file.name for file in files} == {f"run-{folder.name}.wandb"}
+    found: dict[tuple[int, str], float] = {}
+    for file in files:
+        found |= from_wandb_file(file)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("sink", "read"),
+    [
+        ("tensorboard", resumed_tensorboard),
+        pytest.param("mlflow", resumed_mlflow, marks=pytest.mark.long),
+        ("wandb", resumed_wandb),
+    ],
+)
+def test_a_run_that_is_opened_again_continues_its_record(
+    sink: str, read: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sinks alone: what a run that goes on after a stop would do."""
+    pytest.importorskip(sink, reason=f"needs {sink}, which is not installed here")
+    for name in ("MLFLOW_TRACKING_URI", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    folder = tmp_path / "the-run"
+    folder.mkdir()
+    for steps in ((1, 2), (3, 4)):
+        (opened,) = open_sinks([sink], folder, {"plan": "single"})
+        for step in steps:
+            opened.write(step, {"loss": 1.0 / step})
+        opened.close()
+        if sink == "wandb" and steps == (1, 2):
+            time.sleep(1.1)  # its folders are named by the second
+    assert read(folder) == {(step, "loss"): 1.0 / step for step in (1, 2, 3, 4)}
 
 
 def test_a_sink_that_is_not_installed_is_told_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

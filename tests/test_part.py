@@ -93,6 +93,13 @@ CASES: dict[str, tuple[Callable, tuple[int, ...], set[int]]] = {
         (2, 4, 3, 2), {1},
     ),
     "convolution": (lambda x: F.conv1d(x, ONES[:3, :, :2], ONES[0, 0, :3]), (2, 6, 4), {0, 1}),
+    "transposed convolution": (
+        lambda x: F.conv_transpose2d(x, ONES[:3, :4, :4].unsqueeze(0).expand(6, 3, 4, 4), ONES[0, 0, :3], 2, 1, 1),
+        (2, 6, 4, 3), {0, 1},
+    ),
+    "transposed filters": (
+        lambda x: F.conv_transpose1d(ONES[:2, :4, :4], x, ONES[0, 0, :6], stride=2), (4, 6, 2), {0, 1}
+    ),
     "filters": (lambda x: F.conv1d(ONES[:2, :, :4], x, ONES[0, 0, :4]), (4, 6, 2), {0, 1}),
     "two-dimensional filters": (lambda x: F.conv2d(ONES[:3, :4, :4].unsqueeze(0), x, padding=1), (4, 3, 3, 3), {0, 1}),
 }  # fmt: skip

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise import Task, train
-from shardwise.data import ArraySource, Blend, JsonlSource, Loader, TokenSource, as_source
+from shardwise.data import ArraySource, Blend, JsonlSource, Loader, Order, TokenSource, as_source
 from shardwise.data.blend import BLOCK, shares
 from shardwise.data.jsonl import packed
 from shardwise.engine import samples
@@ -296,6 +296,63 @@ def test_a_sample_of_another_shape_is_named(bad: Any, words: str) -> None:
         next(loader), next(loader)
 
 
+class Streamed(torch.utils.data.IterableDataset):
+    def __iter__(self) -> Any:
+        return iter([])
+
+
+def test_any_map_style_dataset_is_a_tasks_data() -> None:
+    task = Task(torch.nn.Linear, lambda output, batch: (output.sum(), 1), data=Ragged({"image": torch.zeros(2, 3)}))
+    assert len(task.data) == 8 and task.data.read([0, 3])["image"].shape == (2, 2, 3)  # type: ignore[arg-type, union-attr]
+    assert task.with_(name="other").data is task.data
+    with pytest.raises(InputError, match="Streamed cannot be a source: an iterable dataset has no samples by index"):
+        Task(torch.nn.Linear, lambda output, batch: (output.sum(), 1), data=Streamed())
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_hugging_face_datasets_from_disk(workers: int, tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets", reason="needs the package datasets, which is not installed here")
+    rows = {"input_ids": [[i, i + 1, i + 2] for i in range(8)], "text": [f"line {i}" for i in range(8)]}
+    datasets.Dataset.from_dict(rows).save_to_disk(str(tmp_path / "set"))
+    columns = datasets.load_from_disk(str(tmp_path / "set")).select_columns(["input_ids"]).with_format("torch")
+    task = Task(torch.nn.Linear, lambda output, batch: (output.sum(), 1), data=columns)
+    loaders = [Loader(task.data, 3, 4, data_rank=rank, data_ranks=2, workers=workers) for rank in (0, 1)]  # type: ignore[arg-type]
+    seen = [part.batch["input_ids"] for loader in loaders for part in next(loader)]
+    order = Order(8, 3).indices(0, 4)
+    assert torch.equal(torch.cat(seen), torch.tensor([[i, i + 1, i + 2] for i in order]))
+
+
+class Rows:
+    """As a Hugging Face dataset reads: columns as Python numbers and lists, several rows at once by `__getitems__`."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
+        return [self[i] for i in indices]
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"label": index, "tokens": [index, index + 1], "text": f"line {index}"}
+
+
+def test_columns_of_python_values_are_joined() -> None:
+    batch = as_source(Rows()).read([1, 4])
+    assert batch["label"].tolist() == [1, 4] and batch["text"] == ["line 1", "line 4"]
+
+
+class Damaged(Ragged):
+    def __getitem__(self, index: int) -> Any:
+        if index == 5:
+            raise OSError("scene_5.npy: cannot reshape")
+        return super().__getitem__(index)
+
+
+def test_a_sample_that_cannot_be_read_is_named() -> None:
+    loader = Loader(as_source(Damaged({"image": torch.zeros(2, 3)})), 0, 4, prefetch=0)
+    with pytest.raises(InputError, match="Damaged: sample 5 cannot be read: OSError: scene_5"):
+        next(loader), next(loader)
+
+
 class Growing(list):
     def read(self, indices: list[int], region: Any = None) -> dict[str, torch.Tensor]:
         return {"x": torch.tensor([self[i] for i in indices])}
@@ -343,7 +400,7 @@ def slow_task(wait_s: float) -> Task:
                 loss=lambda output, batch: (output.square().sum(), len(output)))  # fmt: skip
 
 
-@pytest.mark.parametrize(("wait_s", "told"), [(0.03, True), (0.0, False)])
+@pytest.mark.parametrize(("wait_s", "told"), [(0.1, True), (0.0, False)])
 def test_a_slow_source_is_named_once_and_a_fast_one_is_not(wait_s: float, told: bool, tmp_path: Path) -> None:
     run = train(slow_task(wait_s), steps=70, out=str(tmp_path))
     words = [note for note in run.summary["notices"] if "input-bound" in note]

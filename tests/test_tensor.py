@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shardwise import Plan, Task, parallelize, verify
 from shardwise.engine.tensor import derive_cuts, describe
-from shardwise.errors import InputError, RefusedPlan
+from shardwise.errors import InputError, RefusedPlan, RunError
 from shardwise.layout.grid import placement
 from shardwise.models import tasks
 from shardwise.models.decoder import Decoder, DecoderConfig
@@ -447,3 +447,47 @@ def _dropping_layers(plan: str) -> tuple[list[float], Tensor]:
 def test_ways_that_python_draws_are_the_same_on_ranks_that_share_samples(pool: RankPool) -> None:
     (losses, weights), (other_losses, other) = pool.run(_dropping_layers, 2, "tp=2")
     assert losses == other_losses and torch.equal(weights, other)
+
+
+class Tokens(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(10, 4), nn.Linear(4, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.table(x))
+
+
+def beyond(wrong: str) -> Task:
+    """A token, or a target, beyond the vocabulary in the second step."""
+
+    def batch(step: int) -> dict[str, Tensor]:
+        x, y = torch.ones(4, 6, dtype=torch.long), torch.ones(4, 6, dtype=torch.long)
+        (x if wrong == "token" else y)[2, 3] = 57 if step else 1
+        return {"x": x, "y": y}
+
+    return Task(
+        model=Tokens,
+        batch=batch,
+        inputs=lambda b: ((b["x"],), {}),
+        loss=lambda o, b: (torch.nn.functional.cross_entropy(o.mT, b["y"], reduction="sum"), b["y"].numel()),
+    )
+
+
+def _two_steps(plan: str, wrong: str) -> None:
+    task = beyond(wrong)
+    engine = parallelize(task, plan)
+    for step in range(2):
+        engine.step(task.batch(step))  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("plan", ["single", "tp=2"])
+def test_a_token_beyond_the_vocabulary_is_named(plan: str, pool: RankPool) -> None:
+    with pytest.raises(InputError, match=r"index 57 at \[2, 3\] .* beyond the table 'table' of 10 rows \(1 such"):
+        pool.run(_two_steps, 2 if "tp" in plan else 1, plan, "token")
+
+
+@pytest.mark.parametrize("plan", ["single", "tp=2"])
+def test_a_target_beyond_the_classes_is_refused_where_they_are_cut_too(plan: str, pool: RankPool) -> None:
+    with pytest.raises(RunError, match=r"(?i)target 57 is out of"):
+        pool.run(_two_steps, 2 if "tp" in plan else 1, plan, "target")

@@ -54,7 +54,7 @@ class Task:
     loss       (output, batch) -> (sum, weight) or (sum, weight, {name: extra}); an extra is a sum that shares
                the weight, or a (sum, weight) pair of its own
     batch      step -> one GLOBAL batch on the CPU, deterministic: a pytree whose tensors have the batch dim first
-    data       a `Source`, for data too large to build on every rank
+    data       a `Source`, or any map-style dataset (`__len__`, `__getitem__`), of which a rank reads its samples
     inputs     batch -> (args, kwargs) of the model
     optimizer  named parameter groups -> optimizer
     weights    parameter or buffer name -> its initial value, whole, on the CPU; None: as the constructor makes it
@@ -98,10 +98,9 @@ class Task:
         for field in ("data", "eval_data"):
             given = getattr(self, field)
             if given is not None and not isinstance(given, Source):
-                raise InputError(
-                    f"Task.{field} is of type {type(given).__name__}, which has no read(indices) -> batch: a map-style "
-                    f"torch Dataset becomes a source by shardwise.data.as_source(dataset)"
-                )
+                from shardwise.dataset import as_source
+
+                object.__setattr__(self, field, as_source(given))
         if self.loss_scope not in ("sample", "global"):
             raise InputError(f"Task.loss_scope is 'sample' or 'global', got {self.loss_scope!r}")
         if self.branches not in ("same", "per_sample"):

@@ -88,6 +88,7 @@ class GradientBuckets:
         self.keep = keep
         self.launch = launch
         self.sync = False
+        self.asleep = False  # gradients that arrive belong to nobody's step
         self.used: set[int] = set()  # parameters that got a gradient in this step
         self.used_now: set[int] = set()  # and in this micro-batch
         self._next = 0
@@ -129,7 +130,7 @@ class GradientBuckets:
 
         def on_gradient(param: nn.Parameter) -> None:
             buckets = owner()
-            if buckets is not None:
+            if buckets is not None and not buckets.asleep:
                 buckets._on_gradient(param, number, place, index, kept)
 
         return on_gradient

@@ -10,7 +10,7 @@ from shardwise.data.jsonl import JsonlSource
 from shardwise.data.loader import Loader
 from shardwise.data.order import Order
 from shardwise.data.tokens import TokenSource
-from shardwise.data.wrap import as_source
+from shardwise.dataset import as_source
 from shardwise.engine.batching import parts_of, samples_in
 
 __all__ = [

@@ -23,7 +23,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from shardwise.data.steps import Steps
-from shardwise.data.wrap import READING
+from shardwise.dataset import BEFORE_SAMPLE
 from shardwise.errors import RunError, ShardwiseError
 from shardwise.layout.dealing import Share
 from shardwise.ranks.messages import dumps
@@ -45,13 +45,13 @@ class _Reader:
         start, stop = span
         seed, epoch = self.steps.order.seed, start // self.steps.order.length
         seed_here(seed_of("read", seed, start, self.steps.data_rank))
-        token = READING.set((seed, epoch))
+        token = BEFORE_SAMPLE.set(lambda index: seed_here(seed_of("sample", seed, epoch, index)))
         try:
             return dumps((self.steps.parts(start, stop), stop, None))
         except ShardwiseError as error:  # as itself, not as a worker's traceback
             return dumps((None, stop, error))
         finally:
-            READING.reset(token)
+            BEFORE_SAMPLE.reset(token)
 
 
 class _Spans:

@@ -119,7 +119,7 @@ def _leaves_node(plan: Plan) -> list[str]:
 class Engine:
     """One rank's share of a training run. Made by `parallelize`."""
 
-    def __init__(self, task: Task, plan: Plan, mesh: Mesh, seed: int):
+    def __init__(self, task: Task, plan: Plan, mesh: Mesh, seed: int, few: Any = None):
         self.task, self.plan, self.mesh, self.seed = task, plan, mesh, seed
         self.precision = Precision.of(plan)
         self.phase = Phase()
@@ -131,7 +131,7 @@ class Engine:
         self.steps_done = 0
         self.skipped_steps = 0
         self._used: set[int] = set()  # parameters that any rank reached in the last step
-        applied = apply_plan(task, plan, mesh, self.precision, seed)
+        applied = apply_plan(task, plan, mesh, self.precision, seed, few)
         self.module, self.technique, self.tensor = applied.module, applied.technique, applied.tensor
         self.experts = applied.experts
         self.notices += applied.notices + _leaves_node(plan)

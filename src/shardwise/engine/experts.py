@@ -8,9 +8,7 @@ import torch
 from torch import nn
 
 from shardwise.comm import Axis
-from shardwise.engine.batching import samples_in, slice_samples
 from shardwise.engine.forward import Forward
-from shardwise.engine.samples import SAMPLES, few_samples
 from shardwise.errors import RefusedPlan
 from shardwise.layout import Plan
 from shardwise.mesh import Mesh
@@ -22,14 +20,12 @@ from shardwise.trace.deferred import Built
 
 
 def spread_experts(
-    task: Task, plan: Plan, mesh: Mesh, precision: Precision, built: Built, tensor: TensorParallel | None
+    task: Task, plan: Plan, mesh: Mesh, precision: Precision, built: Built, tensor: TensorParallel | None, batch: Any
 ) -> ExpertParallel:
-    """The experts over the plan's ep axis. Collective (a few samples are read).
+    """The experts over the plan's ep axis. `batch`: a few samples, the same on every rank.
 
     Raises `RefusedPlan` where there are none, or where they cannot be spread, with the reason.
     """
-    sample = few_samples(task, plan, mesh.data, mesh.device)
-    batch = slice_samples(sample, 0, min(samples_in(sample), SAMPLES))
     alone = Axis.alone("data")
 
     def run(module: nn.Module, inputs: Any) -> Any:

@@ -12,7 +12,7 @@ from shardwise.comm import Axis, gather_rows, gather_samples
 from shardwise.engine.batching import samples_in
 from shardwise.engine.loss import Loss, read_loss
 from shardwise.engine.metrics import MetricTally
-from shardwise.errors import RefusedPlan
+from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout.dealing import Share
 from shardwise.precision import Precision
 from shardwise.task import Task
@@ -84,7 +84,10 @@ class Forward:
         args, kwargs = self.task.inputs(batch)
         if self.precision.mixed or self.precision.compute != torch.float32:
             args, kwargs = self.precision.cast_inputs((args, kwargs))
-        return self.precision.cast_outputs(self.module(*args, **kwargs))
+        try:
+            return self.precision.cast_outputs(self.module(*args, **kwargs))
+        except IndexError as error:
+            raise beyond_table(error, self.module) or error from error
 
     def _gathered(self, output: Any, batch: Any, part: Share) -> Loss:
         """Every rank evaluates the loss on all samples; it counts once, on the first rank of the data axis.
@@ -117,6 +120,31 @@ class Forward:
         if self.data.index == 0:
             return loss
         return Loss(_uncounted(loss.total), 0.0, {k: _uncounted_extra(v) for k, v in loss.extras.items()})
+
+
+def beyond_table(error: IndexError, module: nn.Module) -> InputError | None:
+    """What to say where a look-up in an embedding failed: which index, where, in which table."""
+    table, found, frame = "", None, error.__traceback__
+    while frame is not None:
+        held = frame.tb_frame.f_locals
+        if isinstance(held.get("self"), nn.Embedding):
+            table = next((path for path, child in module.named_modules() if child is held["self"]), table)
+        index = held.get("input", held.get("index"))
+        if isinstance(index, torch.Tensor) and isinstance(held.get("weight"), torch.Tensor):
+            found = index, held["weight"].shape[0]
+        frame = frame.tb_next
+    if found is None or found[0].is_floating_point():
+        return None
+    index, rows = found
+    wrong = ((index < 0) | (index >= rows)).nonzero()
+    if not len(wrong):
+        return None
+    place = tuple(wrong[0].tolist())
+    return InputError(
+        f"index {int(index[place])} at {list(place)} of this rank's samples is beyond the table "
+        f"'{table or 'embedding'}' of {rows} rows ({len(wrong)} such indices): the data's vocabulary is larger than "
+        "the model's (another tokenizer?), or the data are damaged"
+    )
 
 
 def _has_samples(leaves: tuple, counts: list[int]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from shardwise.engine.materialise import (
     fill_only,
     fill_parameters,
 )
+from shardwise.engine.samples import a_few, few_samples
 from shardwise.engine.tensor import cut_tensors
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
@@ -49,8 +51,10 @@ class Applied:
     frozen: list[str] = field(default_factory=list)
 
 
-def apply_plan(task: Task, plan: Plan, mesh: Mesh, precision: Precision, seed: int) -> Applied:
+def apply_plan(task: Task, plan: Plan, mesh: Mesh, precision: Precision, seed: int, few: Any = None) -> Applied:
     """Spread the task's module as the plan says. Collective.
+
+    few     samples from which cuts are derived, the same on every rank; without them the task's are read
 
     Raises `InputError` for a module that cannot be trained at all, `RefusedPlan` for one that this cannot hold.
     """
@@ -60,14 +64,16 @@ def apply_plan(task: Task, plan: Plan, mesh: Mesh, precision: Precision, seed: i
     _refuse(module)
     notices += _other_dtypes(module, plan, precision)
     _make_gradients_dense(module)
+    if few is None and (plan.tp > 1 or plan.ep > 1):
+        few = a_few(few_samples(task, plan, mesh.data, mesh.device))
     tensor = None
     if plan.tp > 1:
-        tensor = cut_tensors(task, plan, mesh, precision, built)
+        tensor = cut_tensors(task, plan, mesh, precision, built, few)
         notices += tensor.notices()
         value_of = tensor.local_values(value_of)
     experts = None
     if plan.ep > 1:
-        experts = spread_experts(task, plan, mesh, precision, built, tensor)
+        experts = spread_experts(task, plan, mesh, precision, built, tensor, few)
         notices += experts.notices()
         value_of = experts.local_values(value_of)
     nested = task.branches == "same"  # else ranks may run different children, and must still run the same units

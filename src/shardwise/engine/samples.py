@@ -9,7 +9,7 @@ import torch
 from torch.utils._pytree import tree_flatten
 
 from shardwise.comm import Axis, gather_rows
-from shardwise.engine.batching import samples_in
+from shardwise.engine.batching import samples_in, slice_samples
 from shardwise.errors import InputError
 from shardwise.layout import Plan
 from shardwise.task import Task
@@ -40,6 +40,11 @@ def few_samples(task: Task, plan: Plan, data: Axis, device: torch.device) -> Any
             f"{count} samples: use fewer data ranks or larger batches"
         )
     return batch
+
+
+def a_few(batch: Any) -> Any:
+    """As many of its samples as are looked at."""
+    return slice_samples(batch, 0, min(samples_in(batch), SAMPLES))
 
 
 def costly(batch: Any) -> list[str]:

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from shardwise.comm import Axis
-from shardwise.engine.batching import samples_in, slice_samples
+from shardwise.engine.batching import samples_in
 from shardwise.engine.forward import Forward
-from shardwise.engine.samples import SAMPLES, few_samples
+from shardwise.engine.samples import SAMPLES, a_few, few_samples
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
 from shardwise.mesh import Mesh
@@ -21,20 +21,20 @@ from shardwise.task import Task
 from shardwise.trace.deferred import Built, build
 
 
-def cut_tensors(task: Task, plan: Plan, mesh: Mesh, precision: Precision, built: Built) -> TensorParallel:
-    """The cuts of the plan's tp axis. Collective (a few samples are read).
+def cut_tensors(
+    task: Task, plan: Plan, mesh: Mesh, precision: Precision, built: Built, batch: Any
+) -> TensorParallel:  # fmt: skip
+    """The cuts of the plan's tp axis. `batch`: a few samples, the same on every rank.
 
     Raises `RefusedPlan` where nothing can be cut, with the reasons.
     """
-    sample = few_samples(task, plan, mesh.data, mesh.device)
     return TensorParallel(
-        derive_cuts(task, plan, precision, built, sample), replace(mesh.tp, sequence=plan.sp, early=plan.tp_overlap)
+        derive_cuts(task, plan, precision, built, batch), replace(mesh.tp, sequence=plan.sp, early=plan.tp_overlap)
     )
 
 
-def derive_cuts(task: Task, plan: Plan, precision: Precision, built: Built, sample: Any) -> Derived:
-    """What `plan.tp` ranks hold of each parameter. Needs no process group."""
-    batch = slice_samples(sample, 0, min(samples_in(sample), SAMPLES))
+def derive_cuts(task: Task, plan: Plan, precision: Precision, built: Built, batch: Any) -> Derived:
+    """What `plan.tp` ranks hold of each parameter, from a few samples. Needs no process group."""
     alone = Axis.alone("data")
 
     def run(module: nn.Module, inputs: Any) -> Any:
@@ -60,7 +60,7 @@ def describe(task: Task, plan: Plan, seed: int = 0) -> tuple[list[dict[str, Any]
         raise InputError(f"plan {plan} cuts no weights: give tp its degree")
     sample = few_samples(task, plan, Axis.alone("data"), torch.device("cpu"))
     built = build(task.model, seed)
-    derived = derive_cuts(task, plan, Precision.of(plan), built, sample)
+    derived = derive_cuts(task, plan, Precision.of(plan), built, a_few(sample))
     rows = []
     for name, param in built.module.named_parameters():
         cut = derived.cuts.get(name)

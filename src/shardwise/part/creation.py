@@ -1,13 +1,15 @@
-"""New tensors made after a part's kind."""
+"""New tensors made after a part's kind, and values that leave torch."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from shardwise.part.pointwise import pointwise
-from shardwise.part.tensor import rule
+from shardwise.part.sums import plain
+from shardwise.part.tensor import FUNCTIONS, rule
 
 
 @rule("new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided")
@@ -24,3 +26,11 @@ def like(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     if not part.soft:
         return pointwise(func, args, kwargs)
     return func(torch.empty(part.shape, dtype=part.dtype, device=part.device), *args[1:], **kwargs)
+
+
+def _read(function: Callable) -> Callable:
+    return lambda part, *args, **kwargs: function(plain(part.detach()), *args, **kwargs)
+
+
+for _function in (torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__):
+    FUNCTIONS[_function] = _read(_function)  # what Python reads is read from the whole tensor

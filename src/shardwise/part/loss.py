@@ -22,6 +22,19 @@ def _place_of(part: Part, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     return held, torch.where(held, place, torch.zeros_like(place))
 
 
+def _check_range(index: torch.Tensor, size: int, what: str, ignored: int | None = None) -> None:
+    """Raise as one process would, where an index lies on no rank. Values on a GPU are asserted without waiting."""
+    if type(index) is not torch.Tensor or not index.numel():  # nothing to read in a tensor without values
+        return
+    wrong = (index < 0) | (index >= size)
+    if ignored is not None:
+        wrong = wrong & (index != ignored)
+    if index.device.type != "cpu":
+        torch._assert_async(~wrong.any())
+    elif bool(wrong.any()):
+        raise IndexError(f"{what} {int(index[wrong][0])} is out of range: there are {size}")
+
+
 @rule("nll_loss_forward", "nll_loss2d_forward")
 def nll_loss(func: Any, args: tuple, kwargs: dict) -> tuple[torch.Tensor, torch.Tensor]:
     """Loss and total weight of x (N, C, ...) log-probabilities, cut along C or along N."""
@@ -37,6 +50,7 @@ def nll_loss(func: Any, args: tuple, kwargs: dict) -> tuple[torch.Tensor, torch.
     if not isinstance(x, Part) or parts_in([target, weight]):
         raise Uncut(no_rule(func, parts_in(args)))
     counts = target != ignored
+    _check_range(target, x.shape[classes], "target", ignored)
     held, place = _place_of(x, target)
     row = x.local.gather(classes, place.unsqueeze(classes)).squeeze(classes) if x.local.shape[classes] else None
     mine = torch.zeros(target.shape, dtype=x.dtype, device=x.device) if row is None else row * (held & counts)
@@ -81,6 +95,7 @@ def embedding(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
         raise Uncut(no_rule(func, parts_in(args)))
     if weight.dim_cut == 1:
         return weight.with_local(func(weight.local, index), index.dim())
+    _check_range(index, weight.shape[0], "index")
     held, place = _place_of(weight, index)
     if not weight.local.shape[0]:
         rows = weight.local.new_zeros((*index.shape, weight.shape[1]))

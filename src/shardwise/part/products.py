@@ -119,21 +119,24 @@ def addmm(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 
 @rule("convolution")
 def convolution(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """x (N, C, ...), w (O, C/g, ...): cut by output channels, by input channels, or by both where groups are."""
+    """x (N, C, ...), w (O, C/g, ...): cut by output channels, by input channels, or by both where groups are.
+
+    A transposed one has w (C, O, ...), and is cut by output or by input channels.
+    """
     x, w, b, stride, padding, dilation, transposed, output_padding, g = args
     rest = (stride, padding, dilation, transposed, output_padding)
-    _refuse_transposed(func, args)
+    outer, inner = _channels(func, args, transposed, g)
     x_cut = x.dim_cut if isinstance(x, Part) else None
     w_cut = w.dim_cut if isinstance(w, Part) else None
     if x_cut == 0 and w_cut is None:
         return x.with_local(func(x.local, w, b, *rest, g), 0)
-    if g == 1 and x_cut is None and w_cut == 0:
+    if g == 1 and x_cut is None and w_cut == outer:
         bias = b.local if isinstance(b, Part) else None if b is None else w.share(b, 0)
         return w.with_local(func(x, w.local, bias, *rest, 1), 1)
-    if g == 1 and w_cut in (1, None) and x_cut in (1, None) and (w_cut is None or x_cut is None or x.beside(w)):
+    if g == 1 and w_cut in (inner, None) and x_cut in (1, None) and (w_cut is None or x_cut is None or x.beside(w)):
         lead = w if isinstance(w, Part) else x
         total = Sum.of(
-            func(_share(x, lead, 1), _share(w, lead, 1), None, *rest, 1), lead.axis, lead.origin, spread=False
+            func(_share(x, lead, 1), _share(w, lead, inner), None, *rest, 1), lead.axis, lead.origin, spread=False
         )
         return total if b is None else total + b.view(-1, *([1] * (total.dim() - 2)))
     if g > 1 and x_cut == 1 and w_cut == 0 and x.shape[1] == g and w.owners is repeated(x.owners, w.shape[0] // g):
@@ -144,26 +147,28 @@ def convolution(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 
 @rule("convolution_backward")
 def convolution_backward(func: Any, args: tuple, kwargs: dict) -> tuple:
-    """Gradients of the three kinds of cut above."""
+    """Gradients of the kinds of cut above."""
     dy, x, w, bias_sizes, stride, padding, dilation, transposed, output_padding, g, mask = args
     rest = (stride, padding, dilation, transposed, output_padding)
+    outer, inner = _channels(func, args, transposed, g)
     lead = parts_in([w]) or parts_in([x]) or parts_in([dy])
     part = lead[0]
     w_cut = w.dim_cut if isinstance(w, Part) else None
-    if w_cut == 0 and g == 1:  # by output channels: dx is a sum over ranks
-        local = None if bias_sizes is None else [w.local.shape[0]]
+    if w_cut == outer and g == 1:  # by output channels: dx is a sum over ranks
+        local = None if bias_sizes is None else [w.local.shape[outer]]
         dx, dw, db = func(_share(dy, w, 1), x, w.local, local, *rest, 1, mask)
         dx = Sum.of(dx, w.axis, w.origin, spread=False) if dx is not None and mask[0] else None
-        return dx, *(None if each is None else w.with_local(each, 0) for each in (dw, db))
-    if w_cut == 0:  # depthwise
+        dw = None if dw is None else w.with_local(dw, outer)
+        return dx, dw, None if db is None else w.with_local(db, 0)
+    if w_cut == 0 and g > 1:  # depthwise
         local = None if bias_sizes is None else [w.local.shape[0]]
         dx, dw, db = func(_share(dy, w, 1), x.local, w.local, local, *rest, x.local.shape[1], mask)
         dx = x.with_local(dx, 1) if mask[0] else None
         return dx, *(None if each is None else w.with_local(each, 0) for each in (dw, db))
-    if g == 1 and not isinstance(dy, Part) and (w_cut == 1 or (isinstance(x, Part) and x.dim_cut == 1)):
-        dx, dw, db = func(dy, _share(x, part, 1), _share(w, part, 1), bias_sizes, *rest, 1, mask)
-        cut = [part.with_local(each, 1) if wanted else None for each, wanted in zip((dx, dw), mask, strict=False)]
-        return cut[0], cut[1], db
+    if g == 1 and not isinstance(dy, Part) and (w_cut == inner or (isinstance(x, Part) and x.dim_cut == 1)):
+        dx, dw, db = func(dy, _share(x, part, 1), _share(w, part, inner), bias_sizes, *rest, 1, mask)
+        dx = part.with_local(dx, 1) if mask[0] else None
+        return dx, part.with_local(dw, inner) if mask[1] else None, db
     if w_cut is None and part.dim_cut == 0:  # by samples
         dx, dw, db = func(_share(dy, part, 0), _share(x, part, 0), w, bias_sizes, *rest, g, mask)
         dx = part.with_local(dx, 0) if mask[0] else None
@@ -171,6 +176,8 @@ def convolution_backward(func: Any, args: tuple, kwargs: dict) -> tuple:
     raise Uncut(no_rule(func, parts_in(args)))
 
 
-def _refuse_transposed(func: Any, args: tuple) -> None:
-    if args[6]:
+def _channels(func: Any, args: tuple, transposed: bool, groups: int) -> tuple[int, int]:
+    """Which dims of the weight are output and input channels."""
+    if transposed and groups > 1:
         raise Uncut(no_rule(func, parts_in(args)))
+    return (1, 0) if transposed else (0, 1)

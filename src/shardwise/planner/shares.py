@@ -27,7 +27,7 @@ from shardwise.comm import Axis, Ledger
 from shardwise.comm.ledger import FACTORS
 from shardwise.costs.layout import Layout
 from shardwise.engine.cutting import Cut, cut_forward
-from shardwise.engine.samples import few_samples
+from shardwise.engine.samples import a_few, few_samples
 from shardwise.engine.tensor import derive_cuts
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
@@ -133,7 +133,7 @@ class Looks:
             return None
         key = plan.tp, plan.sp, plan.tp_whole, plan.precision
         if key not in self._derived:
-            self._derived[key] = derive_cuts(self.task, plan, Precision.of(plan), self.built, self.few)
+            self._derived[key] = derive_cuts(self.task, plan, Precision.of(plan), self.built, a_few(self.few))
         return self._derived[key]
 
 

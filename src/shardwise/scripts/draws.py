@@ -35,12 +35,37 @@ class SampleDraws(TorchDispatchMode):
         super().__init__()
         self.part: Share | None = None
         self.inside = False
+        self._stands: list[torch.Tensor] = []  # where the generators were left by what was seen
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if self.part is None or torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
-        return self._draw(func, args, kwargs, self.part)
+        if not self.inside:
+            return self._draw(func, args, kwargs, self.part)
+        self._check()
+        output = self._draw(func, args, kwargs, self.part)
+        self._stands = _generators()
+        return output
+
+    def enter(self) -> None:
+        """The model's forward begins."""
+        self.inside, self._stands = True, _generators()
+
+    def leave(self) -> None:
+        """It has ended. Raises `RefusedPlan` where something drew that was not seen."""
+        if self.inside:
+            self.inside = False
+            self._check()
+
+    def _check(self) -> None:
+        if not all(map(torch.equal, self._stands, _generators())):
+            self.inside = False
+            raise RefusedPlan(
+                "the model draws random numbers where their samples cannot be followed (a kernel of its own): each "
+                "rank would draw the same numbers for other samples. Draw them by torch's operations, switch the "
+                'dropout off, or use prepare(..., randomness="fast")'
+            )
 
     def _draw(self, func: Any, args: tuple, kwargs: dict, part: Share) -> Any:
         rows, total = max(part.count, 1), part.total
@@ -95,6 +120,11 @@ class SampleDraws(TorchDispatchMode):
             "samples of this rank, so which of one process's numbers belong to them is not known: draw with samples "
             'first, switch the dropout off, or use prepare(..., randomness="fast")'
         )
+
+
+def _generators() -> list[torch.Tensor]:
+    """Where torch's generators stand."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
 
 
 def _is_scalar(given: dict, sized: set[str]) -> bool:

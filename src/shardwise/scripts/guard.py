@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from shardwise.errors import RefusedPlan
+from shardwise.layout import Plan
 from shardwise.parallel.flat import Flat
 
 
@@ -38,10 +39,13 @@ class Gate:
             self._opened -= 1
 
 
-def guard_gradients(model: nn.Module, technique: Any, *, mixed: bool) -> Gate:
-    """Make `param.grad` raise while the gate is closed, where gradients are elsewhere than in the parameters."""
+def guard_gradients(model: nn.Module, technique: Any, *, all: bool) -> Gate:
+    """Make `param.grad` raise while the gate is closed, where gradients are elsewhere than in the parameters.
+
+    all     under any technique: the parameters are shares, or lower-precision copies of masters
+    """
     gate = Gate()
-    if not isinstance(technique, Flat) and not mixed:
+    if not isinstance(technique, Flat) and not all:
         return gate
     own = torch.Tensor.grad
 
@@ -69,15 +73,15 @@ def guard_gradients(model: nn.Module, technique: Any, *, mixed: bool) -> Gate:
     return gate
 
 
-def guard_state_dict(model: nn.Module, *, in_pieces: bool) -> Gate:
+def guard_state_dict(model: nn.Module, plan: Plan, *, in_pieces: bool) -> Gate:
     """Make `model.state_dict()` raise while the gate is closed, where this rank holds pieces of the weights."""
     gate = Gate()
 
     def refuse(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if not gate.is_open:
             raise RefusedPlan(
-                "model.state_dict(): under zero=3 this rank holds pieces of the weights: use prepared.state_dict() or "
-                "prepared.save_weights(path), on all ranks"
+                f"model.state_dict(): under plan {plan} this rank holds pieces of the weights: use "
+                "prepared.state_dict() or prepared.save_weights(path), on all ranks"
             )
 
     if in_pieces:

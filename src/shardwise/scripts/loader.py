@@ -37,7 +37,7 @@ class PartLoader:
         self.whole = loader
         self.part: Share | None = None
         self._rank, self._ranks = data_rank, data_ranks
-        self._events = events or Events()
+        self.events = events or Events()
         self._cut = _by_indices(loader) and data_ranks > 1
 
     def __getattr__(self, name: str) -> Any:
@@ -49,16 +49,16 @@ class PartLoader:
         return len(self.whole)
 
     def __iter__(self) -> Iterator[Any]:
-        self._events.before_epoch()
+        self.events.before_epoch()
         batches = self._indexed() if self._cut else self._sliced()
         try:
             for batch, part, checksum in batches:
                 self.part = part
-                self._events.before_batch(part, checksum)
+                self.events.before_batch(part, checksum)
                 yield batch
-                self._events.after_batch()
+                self.events.after_batch()
         finally:
-            self._events.after_epoch()
+            self.events.after_epoch()
 
     def _indexed(self) -> Iterator[tuple[Any, Share, int]]:
         sampler = PartSampler(self.whole.batch_sampler, self._rank, self._ranks)

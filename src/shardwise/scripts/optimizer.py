@@ -20,10 +20,12 @@ from shardwise.comm import Axis
 from shardwise.engine.optimizer import Nature, try_out
 from shardwise.engine.owners import Owners, Pieces
 from shardwise.errors import InputError, RefusedPlan
+from shardwise.layout import Plan
 from shardwise.parallel.slots import DataParallel
 
 _ORDER = ("elementwise", "per tensor", "joint")
 _OWN = ("param_groups", "state", "defaults")
+_NOT_TAKEN = (*_OWN, "_step_supports_amp_scaling")  # which prepare has set to refuse GradScaler
 
 
 def names_in_groups(optimizer: Optimizer, module: nn.Module) -> list[list[str]]:
@@ -94,6 +96,17 @@ def nature_of(optimizer: Optimizer, shapes: Sequence[Sequence[torch.Size]]) -> N
     return max(found, key=lambda nature: _ORDER.index(nature.kind))
 
 
+def refuse_shares(nature: Nature, optimizer: Optimizer, plan: Plan) -> None:
+    """An optimizer that looks at whole tensors, where a rank holds shares of them."""
+    if nature.kind != "elementwise":
+        shares = ",".join(f"{axis}={n}" for axis, n in (("tp", plan.tp), ("ep", plan.ep)) if n > 1)
+        raise RefusedPlan(
+            f"{shares} leaves each rank a share of a weight, and on a trial {type(optimizer).__name__}'s update of an "
+            "element hangs on the rest of its tensor: leave it out, or use an optimizer that treats elements one by "
+            "one (Adam, SGD)"
+        )
+
+
 def _flat(optimizer: Optimizer, settings: dict[str, Any]) -> Callable[[list[dict]], Optimizer]:
     def make(groups: list[dict]) -> Optimizer:
         return _made(optimizer, [{**settings, "params": [param for group in groups for param in group["params"]]}])
@@ -129,6 +142,6 @@ def adopt(
     optimizer.state.clear()
     if made is not None:
         optimizer.state.update(made.state)
-        kept = {key: value for key, value in vars(made).items() if key not in _OWN and "hook" not in key}
+        kept = {key: value for key, value in vars(made).items() if key not in _NOT_TAKEN and "hook" not in key}
         vars(optimizer).update(kept)
     return owners

@@ -13,8 +13,8 @@ for what the script computes from its outputs: a contrastive loss needs a `Task`
 from __future__ import annotations
 
 import types
-import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,26 +23,28 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.comm import broadcast, gather_rows
-from shardwise.device import pick_device, seed_generators
+from shardwise.comm import gather_rows
+from shardwise.comm.buckets import GradientBuckets
+from shardwise.device import pick_device
 from shardwise.engine.control import Tally, gather_reached
+from shardwise.engine.engine import Engine
 from shardwise.engine.loss import Loss
 from shardwise.engine.recipe import trainable
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
-from shardwise.layout.dealing import Share
-from shardwise.parallel.batchnorm import sync_module
+from shardwise.mesh import build_mesh
+from shardwise.parallel.expert import WithExperts
 from shardwise.parallel.full import FullShard
+from shardwise.part import forget, plain, whole
 from shardwise.ranks import here, join
 from shardwise.scripts import optimizer as optimizers
-from shardwise.scripts.agreement import compare
+from shardwise.scripts.agreement import compare, same_change
+from shardwise.scripts.calls import Calls, leader_of
 from shardwise.scripts.divisor import Divisor, divisor_of
-from shardwise.scripts.draws import SampleDraws
-from shardwise.scripts.guard import RefusedScaler, guard_gradients, guard_state_dict
-from shardwise.scripts.loader import Events, PartLoader
-from shardwise.scripts.lookout import look_at_model
-from shardwise.scripts.start import check_given, generators_kept, make_engine, with_dtype
-from shardwise.trace.deferred import seed_of
+from shardwise.scripts.guard import Gate, RefusedScaler, guard_gradients, guard_state_dict
+from shardwise.scripts.loader import PartLoader
+from shardwise.scripts.spread import check_cuts, shared_call, wait_for_call
+from shardwise.scripts.start import check_given, generators_kept, is_compiled, make_engine, with_dtype
 
 Randomness = Literal["global", "fast"]
 
@@ -63,7 +65,8 @@ def prepare(
     model       built, with its weights; rank 0's are handed out where ranks differ. Changed in place
     optimizer   made from the model's parameters, before its first step. Changed in place
     loader      the one that one process would use; a batch of it is a global micro-batch
-    plan        dp_replicate, dp_shard, zero, accumulate (calls of `backward` in one step), remat, precision
+    plan        any but pipelines; accumulate is the calls of `backward` in one step. Cuts of tp and ep are derived in
+                the model's first forward in training
     randomness  "global": noise and masks drawn for samples are those of one process; "fast": each rank draws its own
     branches    as in `Task`
     seed        of "fast" draws
@@ -88,25 +91,6 @@ def prepare(
     return Prepared(model, optimizer, loader, plan, randomness, branches, seed, pick_device(device))
 
 
-class _Loop(Events):
-    """Tells a `Prepared` where its script's loop stands."""
-
-    def __init__(self, prepared: Prepared) -> None:
-        self.prepared = prepared
-
-    def before_epoch(self) -> None:
-        self.prepared._share_generator()
-
-    def before_batch(self, part: Share, checksum: int) -> None:
-        self.prepared._begin_batch(part, checksum)
-
-    def after_batch(self) -> None:
-        self.prepared._end_batch()
-
-    def after_epoch(self) -> None:
-        self.prepared._end_batch()
-
-
 class Prepared:
     """A script's model, optimizer and loader on this rank. Made by `prepare`; unpacks into the three."""
 
@@ -114,45 +98,85 @@ class Prepared:
         self, model: nn.Module, optimizer: Optimizer, loader: Any, plan: Plan, randomness: str, branches: Any,
         seed: int, device: torch.device,
     ) -> None:  # fmt: skip
-        plan = with_dtype(plan, model)
-        optimizers.refuse_used(optimizer)
-        groups = optimizers.names_in_groups(optimizer, model)
-        shapes = {name: param.shape for name, param in trainable(model)}
-        training = {child: child.training for child in model.modules()}
-        with generators_kept():
-            self.engine = make_engine(model, plan, branches, seed, device)
-            nature = optimizers.nature_of(optimizer, [[shapes[name] for name in group] for group in groups])
-            self.engine.owners = optimizers.adopt(
-                optimizer, groups, self.engine.technique, self.engine.names, shapes, self.engine.mesh.shard, nature,
-                zero=plan.zero if plan.dp_shard > 1 else 0,
-            )  # fmt: skip
-        for child, mode in training.items():
-            child.training = mode
-        self.engine.optimizer, self.engine.optimizer_nature = optimizer, nature
+        self.plan = plan = with_dtype(plan, model)
         self.model, self.optimizer = model, optimizer
-        ranks = self.engine.data_ranks
-        if plan.remat != "none" and self.engine.device.type != "cpu" and randomness == "global" and ranks > 1:
+        self.mesh = build_mesh(plan, device)
+        self.seed, self.branches = seed, branches
+        optimizers.refuse_used(optimizer)
+        self._groups = optimizers.names_in_groups(optimizer, model)
+        self._shapes = {name: param.shape for name, param in trainable(model)}
+        with generators_kept():
+            self._nature = optimizers.nature_of(
+                optimizer, [[self._shapes[name] for name in group] for group in self._groups]
+            )
+        self._shares = plan.tp > 1 or plan.ep > 1
+        if self._shares:
+            optimizers.refuse_shares(self._nature, optimizer, plan)
+        ranks = self.mesh.data.size
+        if plan.remat != "none" and device.type != "cpu" and randomness == "global" and ranks > 1:
             raise RefusedPlan('prepare: recompute on a GPU cannot repeat one process\'s draws: use randomness="fast"')
-        self.loader = PartLoader(loader, self.engine.data_rank, ranks, _Loop(self))
-        self.notices = self.engine.notices
-        self.seed, self.randomness = seed, randomness
-        self.draws = SampleDraws() if randomness == "global" and ranks > 1 else None
-        self._draws_on = False
-        self._looked = ranks == 1
-        self._forwards = 0
+        leader = leader_of(loader, self.mesh, randomness)
+        self.calls = Calls(model, self.mesh, randomness, seed, leader)
+        self.loader = PartLoader(loader, self.mesh.data.index, ranks, self.calls) if leader is None else loader
         self._tally: Tally | None = None  # of the step under way
         self._micro = 0  # calls of backward in it
         self._finished = False  # its gradients are whole
         self._stepped = False  # and were used, without zero_grad since
         self._forms: list[Divisor] = []
         self._given: str | None = None
-        self._checksum = 0
-        self._part: Share | None = None
         self.loss = torch.tensor(float("nan"))  # of the last whole step, over all ranks
-        self._gate = guard_gradients(model, self.engine.technique, mixed=self.engine.precision.mixed)
-        self._state_gate = guard_state_dict(model, in_pieces=isinstance(self.engine.technique, FullShard))
-        self._hook_model()
+        self._engine: Engine | None = None
+        self._gate, self._state_gate = Gate(), Gate()
+        self._unguarded = self._shares and plan.zero == 3 and plan.dp_shard > 1  # FSDP's own parameters
+        self._square: torch.Tensor | None = None  # of this rank's gradients, when they were whole
         self._hook_optimizer()
+        if self._shares:
+            wait_for_call(model, self._spread)
+        else:
+            self._spread()
+
+    def _spread(self, args: tuple = (), kwargs: dict | None = None) -> None:
+        """Put the model's weights where the plan has them. Collective."""
+        model, plan, mesh = self.model, self.plan, self.mesh
+        self.calls.suspend()
+        call = shared_call(args, kwargs or {}, mesh.world, mesh.device) if self._shares else None
+        training = {child: child.training for child in model.modules()}
+        with generators_kept():
+            self._engine = engine = make_engine(model, plan, mesh, self.branches, self.seed, call)
+            engine.owners = optimizers.adopt(
+                self.optimizer, self._groups, engine.technique, engine.names, self._shapes, mesh.shard, self._nature,
+                zero=plan.zero if plan.dp_shard > 1 else 0,
+            )  # fmt: skip
+        for child, mode in training.items():
+            child.training = mode
+        if engine.tensor is not None:
+            check_cuts(engine.tensor.cuts, mesh.world, mesh.device)
+        if self.calls.draws is not None and is_compiled(model):
+            engine.notices.append(
+                'the model is compiled, which has no effect where draws are followed: give randomness="fast" to use it'
+            )
+        engine.optimizer, engine.optimizer_nature = self.optimizer, self._nature
+        in_pieces = self._shares or isinstance(engine.technique, FullShard)
+        self._gate = guard_gradients(model, engine.technique, all=self._shares or engine.precision.mixed)
+        self._state_gate = guard_state_dict(model, plan, in_pieces=in_pieces)
+        for buckets in _buckets(engine):
+            buckets.asleep = True
+        self.calls.watch(engine)
+
+    @property
+    def notices(self) -> list[str]:
+        """What is worth knowing about this run, found so far."""
+        return self._engine.notices if self._engine is not None else []
+
+    @property
+    def engine(self) -> Engine:
+        """What runs the plan. Under tp and ep it is made in the model's first forward in training."""
+        if self._engine is None:
+            raise InputError(
+                f"plan {self.plan}: cuts are derived from the model's first forward in training, and it has not been "
+                "called yet: call the model itself (model(...), in train mode), not its parts"
+            )
+        return self._engine
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.model, self.optimizer, self.loader))
@@ -171,26 +195,54 @@ class Prepared:
         """
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise InputError("prepared.backward: the loss must be one number that depends on the model's parameters")
+        engine = self.engine
+        if not self.calls.called and engine.world_size > 1:
+            raise InputError(
+                "prepared.backward: the model itself was not called in train mode before. What a plan needs (the look "
+                "at the first batch, gathering, batch norm over ranks) happens around model(...): let the model's "
+                "forward call its parts"
+            )
+        if self.calls.part is None and engine.data_ranks > 1:
+            raise InputError(
+                "prepared.backward: the loader that was given to prepare has handed out no batch, so which samples the "
+                "loss belongs to is not known: go through that loader; for a second model in the same loop, give "
+                "prepare the loader that the first prepare returned"
+            )
         self._open_step()
         assert self._tally is not None
-        stands_in = self._part is not None and self._part.count == 0
+        loss, weight = whole(loss).reshape(()), plain(weight)
+        stands_in = self.calls.part is not None and self.calls.part.count == 0
         counted = self._weight(loss, weight)
-        total = loss.reshape(()) * 0 if stands_in else loss.reshape(())
-        engine = self.engine
+        total = loss * 0 if stands_in else loss
         last = self._micro + 1 == engine.plan.accumulate or isinstance(engine.technique, FullShard)
         with self._gate.open():
             engine.technique.start_micro_batch(last=last)
             scale = engine.scale.factor(counted, engine.mesh.data, engine.device) if engine.scale is not None else 1.0
-            (total * scale if scale != 1.0 else total).backward()
+            with self._asking():
+                (total * scale if scale != 1.0 else total).backward()
             self._tally.used.append(engine.technique.finish_micro_batch())
-        samples = 0 if stands_in else (self._part.count if self._part is not None else 1)
+        samples = 0 if stands_in else (self.calls.part.count if self.calls.part is not None else 1)
         self._tally.stood_in |= stands_in
         self._tally.add(Loss(total.detach(), 0.0 if stands_in else counted), samples, {})
         self._micro += 1
-        self._end_batch()
+        self.calls.after_backward()
         if self._micro == engine.plan.accumulate:
             self._finish()
         return self.loss if engine.plan.accumulate == 1 else self._loss_of(total, weight, stands_in)
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Gradients that arrive are this model's; outside they are another model's backward, and not counted."""
+        buckets = _buckets(self.engine)
+        self.calls.asked = True
+        for each in buckets:
+            each.asleep = False
+        try:
+            yield
+        finally:
+            self.calls.asked = False
+            for each in buckets:
+                each.asleep = True
 
     def _loss_of(self, total: torch.Tensor, weight: torch.Tensor | float | None, stands_in: bool) -> torch.Tensor:
         """One micro-batch's loss over all ranks."""
@@ -204,7 +256,8 @@ class Prepared:
         if self._tally is None:
             raise InputError("prepared.clip_grad_norm_: there are no gradients yet: call prepared.backward first")
         factor = min(1.0, max_norm / (self.grad_norm + 1e-6))
-        gradients = self.engine._held_gradients()
+        with self._gate.open():
+            gradients = self.engine._held_gradients()
         if gradients and factor < 1.0:
             torch._foreach_mul_(gradients, factor)
         return torch.tensor(self.grad_norm)
@@ -213,15 +266,17 @@ class Prepared:
         """Another loader (held-out data), cut like the main one. A rank without a sample gets a stand-in: its
         `part.count` is 0, and must then not be counted.
         """
-        return PartLoader(loader, self.engine.data_rank, self.engine.data_ranks)
+        return PartLoader(loader, self.mesh.data.index, self.mesh.data.size)
 
     def sum(self, *values: torch.Tensor | float) -> list[float]:
         """Each number's sum over the ranks that hold different samples. Collective."""
-        row = torch.tensor([float(value) for value in values], dtype=torch.float64, device=self.engine.device)
-        return gather_rows(row, self.engine.mesh.data).sum(dim=0).tolist()
+        row = torch.tensor([float(value) for value in values], dtype=torch.float64, device=self.mesh.device)
+        return gather_rows(row, self.mesh.data).sum(dim=0).tolist()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The model's whole weights and buffers, on the CPU of every rank. Collective."""
+        if self._engine is None:
+            return {name: value.detach().cpu().clone() for name, value in self.model.state_dict().items()}
         with self._state_gate.open():
             return self.engine.state_dict()
 
@@ -238,11 +293,12 @@ class Prepared:
     @property
     def rank(self) -> int:
         """This rank."""
-        return self.engine.rank
+        return self.mesh.rank
 
     # --- a step
 
     def _open_step(self) -> None:
+        self._refuse_stray("prepared.backward")
         if self._finished and not self._stepped:
             k = self.engine.plan.accumulate
             raise InputError(
@@ -258,6 +314,14 @@ class Prepared:
             with self._gate.open():
                 self.engine.technique.start_step()
             self._tally = Tally(self.engine.device)
+
+    def _refuse_stray(self, call: str) -> None:
+        if self.calls.stray:
+            raise InputError(
+                f"{call}: another model's backward has left gradients in this one since its last zero_grad(), and one "
+                "process would add them: call zero_grad() of this model's optimizer before its own backward, and "
+                "step() before the other's backward (or detach what the other is given)"
+            )
 
     def _weight(self, loss: torch.Tensor, weight: torch.Tensor | float | None) -> torch.Tensor | float:
         """The weight that is counted; without one, means share one weight for the whole step."""
@@ -280,19 +344,19 @@ class Prepared:
         """A step with fewer micro-batches than the plan's: reduce what was held back for the last."""
         if self._tally is None or self._finished:
             return
-        buckets = getattr(self.engine.technique, "buckets", None)
-        if buckets is not None and not buckets.sync:
-            with self._gate.open():
-                buckets.sync = True
-                buckets.finish_micro_batch()
+        for buckets in _buckets(self.engine):
+            if not buckets.sync:
+                with self._gate.open():
+                    buckets.sync = True
+                    buckets.finish_micro_batch()
         self._finish()
 
     def _finish(self) -> None:
         """Gradients of all ranks, divided; what ranks must agree on is compared first."""
         assert self._tally is not None
         engine, tally = self.engine, self._tally
-        if engine.data_ranks > 1:
-            compare(engine, self._forms, tally.samples, self._checksum, generators=self.draws is not None)
+        if engine.world_size > 1:
+            compare(engine, self._forms, tally, self.calls.checksum, generators=self.calls.randomness == "global")
         with self._gate.open():
             agreed = engine._finish(tally, tally.reached)
             if not agreed.same_branches and engine.data_ranks > 1:
@@ -300,6 +364,8 @@ class Prepared:
                 used = gather_reached(tally, engine.names, engine.mesh.data, engine.device, refuse=refuse)
                 agreed = engine._finish(tally, used)
             result, self._usable = engine._normalise(agreed)
+            self._square = engine._sum_of_squares(engine.technique.slots) if self._unguarded else None
+        forget()
         self._finished = True
         self.grad_norm = result.grad_norm
         self.loss = torch.tensor(result.loss, dtype=torch.float64)
@@ -313,6 +379,9 @@ class Prepared:
         def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             return prepared._step(inner, closure)
 
+        if hasattr(inner, "_wrapped_by_lr_sched"):  # by a scheduler, which asks for its mark
+            step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
         def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
             prepared._discard()
 
@@ -324,6 +393,11 @@ class Prepared:
         self.model.zero_grad = types.MethodType(lambda module, set_to_none=True: prepared._discard(), self.model)
 
     def _step(self, inner: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
+        if self._engine is None and closure is None:
+            return inner()  # nothing has a gradient yet
+        self._refuse_stray("optimizer.step()")
+        if closure is not None and self._shares:
+            raise RefusedPlan("optimizer.step(closure) where tp or ep cut weights: call backward and step() instead")
         engine = self.engine
         if closure is not None:
             if engine.owners is not None:
@@ -331,9 +405,14 @@ class Prepared:
             result = inner(lambda: self._closed(closure))
         else:
             self._flush()
+            if self._square is not None:
+                with self._gate.open():
+                    same_change(engine, self._square, engine._sum_of_squares(engine.technique.slots))
+                self._square = None
             if engine.owners is not None:
                 engine.owners.collect_gradients(engine._used)
-            result = inner() if self._tally is None or self._usable else None
+            with self._gate.open():
+                result = inner() if self._tally is None or self._usable else None
             if engine.owners is not None:
                 engine.owners.hand_out(engine._used)
         engine.technique.publish()
@@ -351,6 +430,9 @@ class Prepared:
 
     def _discard(self) -> None:
         """zero_grad: whatever was added up is forgotten."""
+        self.calls.stray = False
+        if self._engine is None:
+            return
         if self._tally is not None and not self._finished:
             self._flush()  # what was launched is waited for
         with self._gate.open():
@@ -358,68 +440,9 @@ class Prepared:
         self._tally, self._micro, self._finished, self._stepped = None, 0, False, False
         self._forms, self._given = [], None
 
-    # --- the loop and the model's forward
 
-    def _share_generator(self) -> None:
-        """Every rank continues from rank 0's generator, so that samplers draw alike."""
-        if self.engine.data_ranks > 1:
-            state = torch.get_rng_state().to(self.engine.device)
-            broadcast(state, self.engine.mesh.data, 0, "control")
-            torch.set_rng_state(state.cpu())
-            if self.engine.device.type == "cuda":
-                on_device = torch.cuda.get_rng_state(self.engine.device).to(self.engine.device)
-                broadcast(on_device, self.engine.mesh.data, 0, "control")
-                torch.cuda.set_rng_state(on_device.cpu(), self.engine.device)
-
-    def _begin_batch(self, part: Share, checksum: int) -> None:
-        self._part = part
-        self._checksum = zlib.crc32(str(checksum).encode(), self._checksum)
-        self.engine.phase.stand_in = part.count == 0
-        self._resume_draws()
-
-    def _resume_draws(self) -> None:
-        if self.draws is not None and self._part is not None and not self._draws_on:
-            self.draws.part = self._part
-            self.draws.__enter__()
-            self._draws_on = True
-
-    def _end_batch(self) -> None:
-        """Draws after backward are the script's own business, alike on every rank."""
-        if self.draws is not None and self._draws_on:
-            self.draws.part = None
-            self.draws.__exit__(None, None, None)
-            self._draws_on = False
-
-    def _hook_model(self) -> None:
-        def enter(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-            precision = self.engine.precision
-            if precision.mixed:
-                args, kwargs = precision.cast_inputs((args, kwargs))
-            if not (module.training and torch.is_grad_enabled()):
-                return args, kwargs
-            if not self._looked:
-                self._looked = True
-                self._look(args, kwargs)
-            if self.draws is not None:
-                self.draws.inside = True
-            elif self.randomness == "fast" and self.engine.data_ranks > 1:
-                self._forwards += 1
-                seed_generators(seed_of("fast", self.seed, self._forwards, self.engine.data_rank))
-            return args, kwargs
-
-        def leave(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
-            if self.draws is not None:
-                self.draws.inside = False
-            return self.engine.precision.cast_outputs(output) if self.engine.precision.mixed else None
-
-        self.model.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)  # before units gather
-        self.model.register_forward_hook(leave, with_kwargs=True)
-
-    def _look(self, args: tuple, kwargs: dict) -> None:
-        """On the first batch: does each sample's output depend on that sample alone?"""
-        self._end_batch()
-        batch_norms, notices = look_at_model(self.engine, args, kwargs)
-        for module in batch_norms:
-            sync_module(module, self.engine.mesh.data, self.engine.phase)
-        self.notices += notices
-        self._resume_draws()
+def _buckets(engine: Engine) -> list[GradientBuckets]:
+    """Where gradients are gathered as backward makes them; FSDP2 has its own."""
+    technique: Any = engine.technique
+    each = (technique.rest, technique.experts) if isinstance(technique, WithExperts) else (technique,)
+    return [one.buckets for one in each if hasattr(one, "buckets")]

@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 from shardwise.engine.engine import Engine
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan, check
-from shardwise.mesh import build_mesh
+from shardwise.mesh import Mesh
+from shardwise.scripts.spread import total_of
 from shardwise.task import Task
 
 
@@ -34,14 +35,19 @@ def check_given(model: Any, optimizer: Any, plan: Plan, randomness: str) -> None
             "shardwise.parallelize(task, plan).step(batch)"
         )
     check(plan)
-    if plan.world_size != plan.data_ranks or plan.ep > 1:
+    if (plan.tp > 1 or plan.ep > 1) and is_compiled(model):
         raise RefusedPlan(
-            f"plan {plan}: prepare spreads samples alone (dp_replicate, dp_shard, zero): for the other axes describe "
-            "the run as a Task and call shardwise.parallelize(task, plan)"
+            f"plan {plan}: the model is compiled, and weights that are cut are followed operation by operation: give "
+            "prepare the model without torch.compile"
         )
     meta = [name for name, param in model.named_parameters() if param.device.type == "meta"]
     if meta:
         raise InputError(f"prepare: parameter '{meta[0]}' is on the meta device: give the model with its weights")
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether the model, or a module in it, went through torch.compile."""
+    return any(hasattr(child, "_orig_mod") or child._compiled_call_impl is not None for child in model.modules())
 
 
 def with_dtype(plan: Plan, model: nn.Module) -> Plan:
@@ -68,14 +74,20 @@ def generators_kept() -> Iterator[None]:
     np.random.set_state(plain)
 
 
-def make_engine(model: nn.Module, plan: Plan, branches: Any, seed: int, device: torch.device) -> Engine:
-    """The engine over a module that exists: its weights are constants of its construction."""
+def make_engine(
+    model: nn.Module, plan: Plan, mesh: Mesh, branches: Any, seed: int, call: tuple[tuple, dict] | None
+) -> Engine:  # fmt: skip
+    """The engine over a module that exists: its weights are constants of its construction.
+
+    call    (args, kwargs) of the model, on the CPU and the same on every rank, where cuts are derived from them
+    """
     task = Task(
         model=lambda: model,
-        loss=lambda output, batch: (output, 1),
-        batch=lambda step: None,
+        loss=lambda output, batch: (total_of(output), 1),
+        inputs=lambda call: call,
+        batch=lambda step: call,
         optimizer=lambda groups: torch.optim.SGD(groups, lr=1.0),  # replaced by the script's own
         branches=branches,
         name="script",
     )
-    return Engine(task, plan, build_mesh(plan, device), seed)
+    return Engine(task, plan, mesh, seed, call)

@@ -111,9 +111,8 @@ def derive(found: Found, elements: dict[str, int], ranks: int, blocked: dict[str
                     derived.whole[name] = reason
             continue
         order = family.order()
-        owner = Owners.blocks(len(order), ranks).array
         rank_of = np.zeros(int(order.max()) + 1, dtype=np.int16)
-        rank_of[order] = owner
+        rank_of[order] = _dealt(order, [found.classes[node] for node in family.nodes], ranks)
         for name, dim in family.nodes:
             owners = Owners.of(rank_of[found.classes[name, dim]], ranks)
             role = {"inner": "input", "outer": "output", "rows": "rows"}.get(
@@ -122,6 +121,25 @@ def derive(found: Found, elements: dict[str, int], ranks: int, blocked: dict[str
             derived.cuts[name] = Cut(name, dim, owners, role, number)
             derived.whole.pop(name, None)
     return derived
+
+
+def _dealt(order: np.ndarray, nodes: list[np.ndarray], ranks: int) -> np.ndarray:
+    """A rank for each class: those that lie in the same weights are dealt among themselves, in blocks.
+
+    So two tensors that are put side by side (a skip and what it is joined with) are each spread over all ranks.
+    """
+    held = np.stack([np.isin(order, classes) for classes in nodes])  # (nodes, classes)
+    _, kinds = np.unique(held, axis=1, return_inverse=True)
+    owner = np.zeros(len(order), dtype=np.int16)
+    few = np.zeros(len(order), dtype=bool)
+    for kind in np.unique(kinds):
+        same = kinds.reshape(-1) == kind
+        if same.sum() < ranks:
+            few |= same
+        else:
+            owner[same] = Owners.blocks(int(same.sum()), ranks).array
+    owner[few] = Owners.blocks(int(few.sum()), ranks).array
+    return owner
 
 
 def _roles(uses: list[Use]) -> dict[tuple[str, int], set[str]]:

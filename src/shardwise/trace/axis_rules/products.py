@@ -127,14 +127,15 @@ def convolution(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -
     x, w, b = args[:3]
     transposed, groups = args[6], args[8]
     labels, param = axes.labels(x), param_of(w)
-    if transposed or param is None or param[1][0] is None or (param[1][1] is None and groups == 1):
+    if param is None or param[1][0] is None or (param[1][1] is None and groups == 1) or (transposed and groups > 1):
         return False
     if labels is not None and any(n > 1 for d, n in enumerate(labels.shape) if d != 1):
         return False
     name, dims = param
     if name in axes.frozen:
         return labels is None
-    seeds = axes.seeds[name, dims[0]], axes.seeds[name, dims[1] or 0]
+    outer, inner = (dims[1], dims[0]) if transposed else (dims[0], dims[1] or 0)
+    seeds = axes.seeds[name, outer], axes.seeds[name, inner]
     of_bias = axes.labels(b)
     if groups == 1:
         if labels is not None:
@@ -142,7 +143,7 @@ def convolution(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -
         else:
             axes.keep_whole(seeds[1], "its input is whole")
         place = axes.modules[-1] if axes.modules else ""
-        axes.uses.append(Use(name, "channels", dims[1], dims[0], place, tuple(output.shape)))
+        axes.uses.append(Use(name, "channels", inner, outer, place, tuple(output.shape)))
     elif groups == x.shape[1] and labels is not None:
         axes.unite(np.repeat(labels.ravel(), w.shape[0] // groups), seeds[0])
     else:

@@ -15,19 +15,16 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
-from torch.utils import _pytree as pytree
-from torch.utils.data import IterableDataset, default_collate
-
 from shardwise.errors import InputError
 from shardwise.task import Source
 
-READING: ContextVar[tuple[int, int] | None] = ContextVar("READING", default=None)  # (seed, epoch), in a worker
+BEFORE_SAMPLE: ContextVar[Callable[[int], None] | None] = ContextVar("BEFORE_SAMPLE", default=None)  # in a worker
 
 
 class DatasetSource:
-    """Samples of `dataset`, joined into a batch by `collate`."""
+    """Samples of `dataset`, joined into a batch by `collate`; None: torch's `default_collate`."""
 
-    def __init__(self, dataset: Any, collate: Callable[[list], Any] = default_collate) -> None:
+    def __init__(self, dataset: Any, collate: Callable[[list], Any] | None = None) -> None:
         self.dataset = dataset
         self.collate = collate
         self._first: tuple[int, dict[str, str]] | None = None  # a sample's index, and its fields' shapes and dtypes
@@ -36,11 +33,13 @@ class DatasetSource:
         return len(self.dataset)
 
     def read(self, indices: list[int], region: Any = None) -> Any:
+        from torch.utils.data import default_collate
+
         samples = self._fetch(indices)
-        if self.collate is default_collate:
+        if self.collate is None:
             self._compare(indices, samples)
         try:
-            return self.collate(samples)
+            return (self.collate or default_collate)(samples)
         except (TypeError, RuntimeError, ValueError, KeyError) as error:
             raise InputError(
                 f"{len(samples)} samples of {type(self.dataset).__name__} cannot be joined into a batch: "
@@ -54,10 +53,15 @@ class DatasetSource:
         return [self._sample(index) for index in indices]
 
     def _sample(self, index: int) -> Any:
-        reading = READING.get()
-        if reading is not None:
-            _seed_for(*reading, index)
-        return self.dataset[index]
+        before = BEFORE_SAMPLE.get()
+        if before is not None:
+            before(index)
+        try:
+            return self.dataset[index]
+        except (LookupError, OSError, ValueError) as error:
+            raise InputError(
+                f"{type(self.dataset).__name__}: sample {index} cannot be read: {type(error).__name__}: {error}"
+            ) from error
 
     def _compare(self, indices: list[int], samples: list) -> None:
         """Name the sample and the field that are of another shape or dtype than the first sample read."""
@@ -76,15 +80,10 @@ class DatasetSource:
                     )
 
 
-def _seed_for(seed: int, epoch: int, index: int) -> None:
-    from shardwise.data.workers import seed_here
-    from shardwise.trace.deferred import seed_of
-
-    seed_here(seed_of("sample", seed, epoch, index))
-
-
 def _fields(sample: Any) -> dict[str, str]:
     """Path -> dtype and shape of each tensor or array; the type of anything else."""
+    from torch.utils import _pytree as pytree
+
     found = {}
     for path, leaf in pytree.tree_flatten_with_path(sample)[0]:
         shaped = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
@@ -93,14 +92,29 @@ def _fields(sample: Any) -> dict[str, str]:
     return found
 
 
-def as_source(dataset: Any, collate: Callable[[list], Any] = default_collate) -> Source:
-    """`dataset` as a `Source`; a source is returned as it is."""
+def as_source(dataset: Any, collate: Callable[[list], Any] | None = None) -> Source:
+    """`dataset` as a `Source`; a source is returned as it is.
+
+    Raises `InputError` for what has no samples by index.
+    """
     if isinstance(dataset, Source):
         return dataset
-    indexed = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-    if not indexed or isinstance(dataset, IterableDataset):
+    if _is_iterable_style(dataset):
+        raise InputError(
+            f"{type(dataset).__name__} cannot be a source: an iterable dataset has no samples by index, which a run "
+            "needs to deal them over ranks and to continue from a position. Write its samples down (a JSONL file, "
+            "arrays, a map-style dataset), give `batch` (step -> global batch), or keep your loop and use "
+            "shardwise.prepare, where every rank reads the stream and keeps its part"
+        )
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise InputError(
             f"{type(dataset).__name__} cannot be a source: only a map-style dataset, with __len__ and "
-            "__getitem__, gives a sample by its index"
+            "__getitem__, gives a sample by its index, and it has no read(indices) -> batch either"
         )
     return DatasetSource(dataset, collate)
+
+
+def _is_iterable_style(dataset: Any) -> bool:
+    """Whether it is torch's `IterableDataset`, whose mark is inherited even where its class defines a length."""
+    return any(f"{kind.__module__}.{kind.__name__}" == "torch.utils.data.dataset.IterableDataset"
+               for kind in type(dataset).__mro__)  # fmt: skip

@@ -1,0 +1,179 @@
+"""Between a script's batches and around its model's calls: whose samples are drawn for, what is looked at, and when.
+
+for x in loader     the part is known, draws are watched
+model(x)            the first one in training is looked at; inside, a draw must belong to samples
+backward            draws are the script's own business again, alike on every rank
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.comm import broadcast
+from shardwise.device import seed_generators
+from shardwise.engine.engine import Engine
+from shardwise.errors import InputError
+from shardwise.layout.dealing import Share
+from shardwise.mesh import Mesh
+from shardwise.parallel.batchnorm import sync_module
+from shardwise.scripts.draws import SampleDraws
+from shardwise.scripts.loader import Events, PartLoader
+from shardwise.scripts.lookout import look_at_model
+from shardwise.scripts.spread import seen_outside, tensors_of
+from shardwise.trace.deferred import seed_of
+
+
+class Calls(Events):
+    """Follows a script's loop (as the loader's `Events`) and the calls of its model."""
+
+    def __init__(self, model: nn.Module, mesh: Mesh, randomness: str, seed: int, leader: Calls | None = None) -> None:
+        self.model, self.mesh = model, mesh
+        self.randomness, self.seed = randomness, seed
+        self.engine: Engine | None = None
+        self.leader = leader or self  # the first of the models that one loop trains
+        self.together: list[Calls] = leader.together if leader is not None else []
+        self.together.append(self)
+        self._watched = SampleDraws() if randomness == "global" and mesh.data.size > 1 else None
+        self.part: Share | None = leader.part if leader is not None else None
+        self.checksum = 0  # of all samples so far
+        self.called = False  # the model, in training
+        self.stray = False  # a gradient came that no backward of this model asked for
+        self.asked = False  # its own backward runs
+        self._done = False  # its backward of this batch is over
+        self._draws_on = False
+        self._looked = mesh.data.size == 1
+        self._forwards = 0
+
+    @property
+    def draws(self) -> SampleDraws | None:
+        """What watches draws, one for all models of a loop."""
+        return self.leader._watched
+
+    # --- the loop
+
+    def before_epoch(self) -> None:
+        """Every rank continues from rank 0's generator, so that samplers draw alike."""
+        world, device = self.mesh.world, self.mesh.device
+        if world.size > 1:
+            state = torch.get_rng_state().to(device)
+            broadcast(state, world, 0, "control")
+            torch.set_rng_state(state.cpu())
+            if device.type == "cuda":
+                on_device = torch.cuda.get_rng_state(device).to(device)
+                broadcast(on_device, world, 0, "control")
+                torch.cuda.set_rng_state(on_device.cpu(), device)
+
+    def before_batch(self, part: Share, checksum: int) -> None:
+        """A batch is handed to the script."""
+        for each in self.together:
+            each.part, each._done = part, False
+            each.checksum = zlib.crc32(str(checksum).encode(), each.checksum)
+            if each.engine is not None:
+                each.engine.phase.stand_in = part.count == 0
+        self.resume()
+
+    def after_batch(self) -> None:
+        """The script asks for the next."""
+        self.suspend()
+
+    def after_epoch(self) -> None:
+        """The loop has ended."""
+        self.suspend()
+
+    def resume(self) -> None:
+        """Watch draws for the samples of the batch at hand."""
+        lead = self.leader
+        if lead._watched is not None and lead.part is not None and not lead._draws_on:
+            lead._watched.part = lead.part
+            lead._watched.__enter__()
+            lead._draws_on = True
+
+    def suspend(self) -> None:
+        """Draw as the script says, alike on every rank."""
+        lead = self.leader
+        if lead._watched is not None and lead._draws_on:
+            lead._watched.part = None
+            lead._watched.__exit__(None, None, None)
+            lead._draws_on = False
+
+    def after_backward(self) -> None:
+        """Draws after the backward of every model in the loop are the script's own business."""
+        self._done = True
+        if all(each._done for each in self.together):
+            self.suspend()
+
+    # --- the model
+
+    def watch(self, engine: Engine) -> None:
+        """The model's weights are in place: follow its calls from here on."""
+        self.engine = engine
+        engine.phase.stand_in = self.part is not None and self.part.count == 0
+        self.model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)  # before units gather
+        self.model.register_forward_hook(self._leave, with_kwargs=True)
+        self.resume()
+
+    def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        assert self.engine is not None
+        precision = self.engine.precision
+        if precision.mixed:
+            args, kwargs = precision.cast_inputs((args, kwargs))
+        if not (module.training and torch.is_grad_enabled()):
+            return args, kwargs
+        self.called = True
+        self.resume()
+        if not self._looked:
+            self._looked = True
+            self._look(self.engine, args, kwargs)
+        if self.draws is not None:
+            self.draws.enter()
+        elif self.randomness == "fast" and self.engine.data_ranks > 1:
+            self._forwards += 1
+            seed_generators(seed_of("fast", self.seed, self._forwards, self.engine.data_rank))
+        return args, kwargs
+
+    def _leave(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
+        assert self.engine is not None
+        if self.draws is not None:
+            self.draws.leave()
+        if self.engine.precision.mixed:
+            output = self.engine.precision.cast_outputs(output)
+        if self.engine.tensor is not None:
+            output = seen_outside(output)
+        if module.training and torch.is_grad_enabled() and self.mesh.world.size > 1:
+            for tensor in tensors_of(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._reached)
+        return output
+
+    def _reached(self, gradient: torch.Tensor) -> None:
+        """A gradient comes back into the model: its own backward, or that of another model behind it (a GAN's)."""
+        self.stray |= not self.asked
+
+    def _look(self, engine: Engine, args: tuple, kwargs: dict) -> None:
+        """On the first batch: does each sample's output depend on that sample alone?"""
+        self.suspend()
+        batch_norms, notices = look_at_model(engine, args, kwargs)
+        for module in batch_norms:
+            sync_module(module, engine.mesh.data, engine.phase)
+        engine.notices += notices
+        self.resume()
+
+
+def leader_of(loader: Any, mesh: Mesh, randomness: str) -> Calls | None:
+    """The model that was prepared with this loader before, where `loader` is what `prepare` returned."""
+    if not isinstance(loader, PartLoader):
+        return None
+    leader = loader.events
+    if not isinstance(leader, Calls):
+        raise InputError("prepare: the loader comes from prepared.split(), which is for held-out data")
+    same = (leader.mesh.data.size, leader.mesh.data.index, leader.randomness)
+    if same != (mesh.data.size, mesh.data.index, randomness):
+        raise InputError(
+            "prepare: two models of one loop need plans that deal samples alike: the same dp_replicate times dp_shard "
+            "and the same randomness"
+        )
+    return leader

@@ -1,0 +1,114 @@
+"""The first training forward of a script, from which tensor and expert parallelism are derived.
+
+    prepare(model, ...)      ranks meet; the model waits, whole
+    model(x)  in training    rank 0's arguments to all ranks -> cuts derived and tried -> weights cut -> the forward
+    loss, backward, step     the script's own
+
+What leaves the model keeps the whole tensor's shape. In training a cut output stays in parts for as long as the
+script's operations know how (cross-entropy over cut classes), and is gathered by the first that does not; without
+gradients it is gathered at once.
+
+What this does not do: derive from anything but the model's own call. A script that calls parts of its model is told.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from shardwise.comm import Axis, broadcast, gather_json
+from shardwise.errors import InputError, RunError
+from shardwise.part import Part, Sum, plain, whole
+
+Spread = Callable[[tuple, dict], None]  # (args, kwargs) of the first call
+
+
+def wait_for_call(model: nn.Module, spread: Spread) -> None:
+    """Call `spread` before the model's first forward in training. Every forward before it runs on the whole model."""
+    kind = type(model)
+    done = False
+
+    @torch.compiler.disable  # parts are no tensors that a compiler knows
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        nonlocal done
+        if self is model and not done and self.training and torch.is_grad_enabled():
+            done = True
+            spread(args, kwargs)
+        return kind.__call__(self, *args, **kwargs)
+
+    waiting = type(kind.__name__, (kind,), {"__call__": call, "__doc__": kind.__doc__, "__module__": kind.__module__})
+    waiting.__qualname__ = kind.__qualname__
+    model.__class__ = waiting
+
+
+def shared_call(args: tuple, kwargs: dict, world: Axis, device: torch.device) -> tuple[tuple, dict]:
+    """Rank 0's arguments, on the CPU of every rank. Collective."""
+    leaves, spec = tree_flatten((args, kwargs))
+    mine = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    told = gather_json([[list(leaf.shape), str(leaf.dtype)] for leaf in mine], world, device)
+    if len(told[0]) != len(mine):
+        raise RunError(
+            f"prepare: rank {world.index} calls the model with {len(mine)} tensors, rank 0 with {len(told[0])}: every "
+            "rank must call it in the same way"
+        )
+    received = iter([_of_rank_0(*pair, world, device) for pair in zip(mine, told[0], strict=True)])
+    leaves = [next(received) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    return tree_unflatten(leaves, spec)
+
+
+def _of_rank_0(tensor: torch.Tensor, told: tuple[list[int], str], world: Axis, device: torch.device) -> torch.Tensor:
+    shape, dtype = told[0], getattr(torch, told[1].removeprefix("torch."))
+    sent = tensor.detach().to(device) if world.index == 0 else torch.empty(shape, dtype=dtype, device=device)
+    flat = sent.contiguous().reshape(-1)
+    if flat.numel():
+        flat = flat.view(torch.uint8)
+        broadcast(flat, world, 0, "control")
+        flat = flat.view(dtype)
+    return flat.view(shape).cpu()
+
+
+def check_cuts(cuts: Mapping[str, Any], world: Axis, device: torch.device) -> None:
+    """Raise `RunError` where ranks derived other cuts. Collective."""
+    mine = zlib.crc32(repr([(name, cut.dim, cut.owners.counts) for name, cut in sorted(cuts.items())]).encode())
+    if len(set(gather_json(mine, world, device))) > 1:
+        raise RunError(
+            "prepare: the ranks derived different cuts from the same call of the model: its forward depends on "
+            "something else than its arguments (the rank, the time, unseeded draws)"
+        )
+
+
+def tensors_of(output: Any) -> Iterator[torch.Tensor]:
+    """The tensors in what a model returned: in tuples, lists, dicts, registered pytrees and dataclasses."""
+    for leaf in tree_flatten(dict(output) if isinstance(output, Mapping) else output)[0]:
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            for field in dataclasses.fields(leaf):
+                yield from tensors_of(getattr(leaf, field.name))
+
+
+def total_of(output: Any) -> torch.Tensor:
+    """One number that every floating-point output enters: stands for the script's loss where cuts are tried."""
+    found = [t for t in tensors_of(output) if t.is_floating_point()]
+    if not found:
+        raise InputError(
+            f"prepare: the model returned {type(output).__name__}, in which no floating-point tensor was found: return "
+            "tensors, or tuples, dicts or dataclasses of them"
+        )
+    return torch.stack([t.double().square().sum() for t in found]).sum()
+
+
+def seen_outside(output: Any) -> Any:
+    """A model's output as its script may use it: nothing in it is bound to stay in parts."""
+    if not torch.is_grad_enabled():
+        return tree_map_only(torch.Tensor, plain, output)
+    for tensor in tensors_of(output):
+        if isinstance(tensor, Part):
+            tensor.soft = True
+    return tree_map_only(Sum, whole, output)
