@@ -26,7 +26,7 @@ from shardwise.costs.layout import of_plan
 from shardwise.costs.overhead import BASE, Overhead, events
 from shardwise.costs.software import software
 from shardwise.layout import Plan
-from shardwise.planner.traced import traced_subject
+from shardwise.planner.traced import Traced
 from shardwise.task import Task
 
 WIDTH, POSITIONS = 16, 8
@@ -143,12 +143,12 @@ def _features(cluster: Cluster, plan: Plan, task: Task) -> tuple[float, float, f
     samples = len(task.batch(0))
     layout = of_plan(plan, global_batch=samples, seq=1, uneven=True)
     micro = (layout.micro_batch, layout.micro_batch)
+    traced = Traced(task, cluster, software("shardwise"), "fp32", micro, True)
 
     def seconds(added: Overhead) -> float:
         row = (BASE, 1e6 * added.step, 1e6 * added.call, 1e6 * added.event)
-        here = replace(cluster, device=replace(cluster.device, overheads=(row,)))
-        subject = traced_subject(task, here, software("shardwise"), samples, "fp32", (plan.remat,), micro)
-        return subject.simulate(layout).step_s
+        traced.cluster = replace(cluster, device=replace(cluster.device, overheads=(row,)))
+        return traced.simulate(layout, samples).step_s
 
     bare = seconds(Overhead())
     unit = 1e-5  # large against a kernel, so that what hides behind communication is seen
