@@ -47,6 +47,11 @@ class Wire:
             return measured_collectives(self.cluster.collectives)
         return collective_table(self.cluster.device.table) if self.cluster.device.table else None
 
+    @property
+    def bandwidth(self) -> float:
+        """Bytes a second of the device's own memory, for copies to and from communication buffers."""
+        return self.cluster.device.memory_bandwidth_gbps.value * 1e9
+
     def tier(self, group: Group) -> int:
         """The outermost tier that the group crosses."""
         return self.cluster.tier_of((group.size - 1) * group.stride + 1)

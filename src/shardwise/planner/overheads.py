@@ -31,7 +31,8 @@ from shardwise.task import Task
 
 WIDTH, POSITIONS = 16, 8
 REFERENCES = ((2, 1), (6, 1), (2, 4))  # blocks, feed-forward parts of a block
-WARM, STEPS = 3, 15
+WARM, STEPS = 4, 40
+OWN_CALLS = ("tp", "sp")
 
 
 class Reference(nn.Module):
@@ -122,19 +123,40 @@ def step_times(ranks: int) -> dict[str, list[float]]:
 
 
 def overheads(cluster: Cluster, measured: dict[str, list[float]]) -> tuple[OverheadRow, ...]:
-    """Rows of a cluster's device from the steps that were measured on it."""
-    ranks = cluster.world_size
-    rows: list[OverheadRow] = []
-    for name, times in measured.items():
-        features, missing = [], []
-        for plan, (blocks, deep), seconds in zip(plans(ranks)[name], REFERENCES, times, strict=True):
+    """Rows of a cluster's device from the steps that were measured on it.
+
+    An op costs the host the same under every technique but tensor parallelism, whose tensors answer in Python: so
+    all others are solved together, which steadies what each of them adds.
+    """
+    apart = [name for name in measured if name in OWN_CALLS]
+    together = [name for name in measured if name not in OWN_CALLS]
+    rows = [
+        row for names in (together, *([name] for name in apart)) if names for row in _solve(cluster, measured, names)
+    ]
+    return tuple(sorted(rows, key=lambda row: list(measured).index(row[0])))
+
+
+def _solve(cluster: Cluster, measured: dict[str, list[float]], names: list[str]) -> list[OverheadRow]:
+    """One cost of a call for all `names`; a step and an event of each."""
+    ranks, places = cluster.world_size, len(names)
+    features, missing = [], []
+    for at, name in enumerate(names):
+        for plan, (blocks, deep), seconds in zip(plans(ranks)[name], REFERENCES, measured[name], strict=True):
             bare, call, event = _features(cluster, Plan.parse(plan), reference_task(blocks, deep, 4 * ranks))
-            features.append((1.0, call, event))
-            missing.append(seconds - bare)
-        found = non_negative(np.array(features) / np.array(times)[:, None], np.array(missing) / np.array(times))
-        step, call, event = (float(f"{1e6 * value:.4g}") for value in found)
-        rows.append((name, step, call, event))
-    return tuple(rows)
+            row = np.zeros(1 + 2 * places)
+            row[0], row[1 + at], row[1 + places + at] = call, 1.0, event
+            features.append(row / seconds)  # relative errors count
+            missing.append((seconds - bare) / seconds)
+    table = np.array(features)
+    live = table.any(axis=0)
+    found = np.zeros(1 + 2 * places)
+    found[live] = non_negative(table[:, live], np.array(missing))
+    call, steps, each = found[0], found[1 : 1 + places], found[1 + places :]
+    return [(name, _micro(steps[at]), _micro(call), _micro(each[at])) for at, name in enumerate(names)]
+
+
+def _micro(seconds: float) -> float:
+    return float(f"{1e6 * seconds:.4g}")
 
 
 def _features(cluster: Cluster, plan: Plan, task: Task) -> tuple[float, float, float]:

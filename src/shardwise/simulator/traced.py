@@ -328,10 +328,15 @@ def data_seconds(
         gather_s = wire.collective("all_gather", shard, count * states.weight)
     else:
         reduce_s, gather_s = wire.collective("all_reduce", Group(layout.dp, inside), count * states.gradient), 0.0
-    hidden = 1 - FORWARD_SHARE if software.overlap_dp else 0.0
+    hidden = 1 - FORWARD_SHARE if software.overlap_dp and not on_cores(wire) else 0.0
     pieces = max(1, len(model.one.units))
     times = layout.n_micro if layout.zero == 2 else 1  # ZeRO-2 reduces after every micro-batch
     return times * max(reduce_s / pieces, reduce_s - hidden * micro) + gather_s, []
+
+
+def on_cores(wire: Wire) -> bool:
+    """Whether collectives run on the very cores that compute, so that nothing hides behind them."""
+    return wire.cluster.device.kind == "cpu"
 
 
 def optimizer_seconds(model: Model, layout: Layout, kernels: Kernels, states: States) -> float:
@@ -341,7 +346,10 @@ def optimizer_seconds(model: Model, layout: Layout, kernels: Kernels, states: St
         ops, work = kernels.ops, model.update.work
         each = {size: sum(ops.seconds(name, size / over * wide) for name, wide in work) for size in model.one.sizes}
         calls = model.update.calls * kernels.call_s
-        return sum(times * (each[size] + calls) for size, times in model.one.sizes.items())
+        updates = sum(times * (each[size] + calls) for size, times in model.one.sizes.items())
+        moved = 2 * states.gradient * sum(size * times for size, times in model.one.sizes.items())
+        into = ops.seconds("copy_", moved) if layout.zero < 3 else 0.0  # gradients into their buckets
+        return updates + into + ops.seconds("mul_", moved / over)  # and divided by the weight
     moved = 2 * states.gradient + 2 * (states.master or states.weight) + 2 * states.optimizer
     held = model.one.parameters / over
     seconds = kernels.stream(held * moved * EAGER, OPTIMIZER_OPS)
@@ -360,32 +368,43 @@ def peak_of(cluster: Cluster, dtype: str) -> float:
 def _gathered(
     model: Model, layout: Layout, micro: float, wire: Wire, states: States, shard: Group, replicas: Group
 ) -> tuple[float, list[tuple[str, str, float, float]]]:
-    """ZeRO-3: units gathered one ahead, gradients scattered behind; time is dealt to units by their parameters."""
+    """ZeRO-3: units gathered one ahead, gradients scattered behind; time is dealt to units by their parameters.
+
+    What lies in no unit is gathered before the first of them, kept, and scattered after the last.
+    """
     units = model.one.units or [model.one.parameters]
     total = max(1, sum(units))
+    rest = max(0, model.one.parameters - sum(units))
+    data = "compute" if on_cores(wire) else "data"
     ops: list[Op] = []
     last = -1
 
+    def gather(count: float) -> float:  # and from one buffer into the parameters
+        copied = 2 * count * states.weight / wire.bandwidth
+        return wire.collective("all_gather", shard, count * states.weight) + copied
+
     def scatter(count: float) -> float:
-        return wire.collective("reduce_scatter", shard, count * states.gradient)
+        copied = 2 * count * states.gradient / wire.bandwidth
+        return wire.collective("reduce_scatter", shard, count * states.gradient) + copied
 
     for _ in range(min(2, layout.n_micro)):
         for order, part in ((units, FORWARD_SHARE), (units[::-1], 1 - FORWARD_SHARE)):
             computed: list[int] = []
-            gathers = [wire.collective("all_gather", shard, count * states.weight) for count in order]
-            ops.append(Op("gather 0", "data", gathers[0], [last] if last >= 0 else []))
+            gathers = [gather(count) for count in order]
+            ops.append(Op("gather 0", data, gathers[0], [last] if last >= 0 else []))
             here = len(ops) - 1
             for index, count in enumerate(order):
                 ops.append(Op(f"unit {index}", "compute", part * micro * count / total, [here]))
                 last = len(ops) - 1
                 if index + 1 < len(order):  # the next unit is asked for before this one's gradients leave
-                    ops.append(Op(f"gather {index + 1}", "data", gathers[index + 1], computed[-1:]))
+                    ops.append(Op(f"gather {index + 1}", data, gathers[index + 1], computed[-1:]))
                     here = len(ops) - 1
                 computed.append(last)
                 if part > FORWARD_SHARE:
-                    ops.append(Op(f"scatter {index}", "data", scatter(count), [last]))
+                    ops.append(Op(f"scatter {index}", data, scatter(count), [last]))
     seconds = run(ops)
-    once = wire.collective("all_reduce", replicas, sum(units) * states.gradient / shard.size)
+    once = wire.collective("all_reduce", replicas, model.one.parameters * states.gradient / shard.size)
+    once += layout.n_micro * (gather(rest) + scatter(rest)) if rest else 0.0
     return once + seconds * layout.n_micro / min(2, layout.n_micro), [
         (op.stream, op.name, op.start, op.end) for op in ops
     ]

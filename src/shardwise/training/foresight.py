@@ -30,16 +30,20 @@ def foresee(job: Job) -> dict[str, Any]:
         job.build_task(), cluster, software("shardwise"), job.batch_samples, plan.precision, (plan.remat,), micro
     )
     forecast = subject.simulate(layout)
-    terms = forecast.worst.terms
+
+    def most(*names: str) -> float:
+        """Of all ranks: the fullest of one kind need not be the fullest of another."""
+        return max(sum(rank.terms.get(name, 0.0) for name in names) for rank in forecast.memory)
+
     return {
         "cluster": str(config.cluster),
         "correction": cluster.device.correction.value if cluster.device.correction is not None else 1.0,
         "step_s": forecast.step_s,
         "parts_s": forecast.parts,
-        "parameters": terms.get("weights", 0.0) + terms.get("master", 0.0),
-        "gradients": terms.get("gradients", 0.0),
-        "optimizer": terms.get("optimizer", 0.0),
-        "micro_batch": terms.get("micro-batch", 0.0),
+        "parameters": most("weights", "master"),
+        "gradients": most("gradients"),
+        "optimizer": most("optimizer"),
+        "micro_batch": most("micro-batch"),
         "basis": forecast.basis,
     }
 
