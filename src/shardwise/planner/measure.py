@@ -31,7 +31,7 @@ from shardwise.cluster import Cluster, Device, Figure, Tier
 from shardwise.comm.collectives import Axis, all_gather, all_reduce, reduce_scatter
 from shardwise.device import pick_device, synchronize
 from shardwise.planner.op_times import convolution_times, op_times, product_times
-from shardwise.planner.overheads import overheads, step_times
+from shardwise.planner.overheads import correction, overheads, step_times, whole_times
 from shardwise.ranks import launch
 
 SIDES = (32, 128, 512, 1024)
@@ -65,7 +65,7 @@ def measure() -> dict[str, Any]:
     found["stream"] = _stream(device)
     found["op"] = _op(device, found)
     if device.type == "cpu":  # where the host computes the ops itself, and nothing hides what it adds
-        found["ops"], found["steps"] = op_times(), step_times(ranks)
+        found["ops"], found["steps"], found["whole"] = op_times(), step_times(ranks), whole_times(ranks)
     found["collectives"] = _collectives(device, ranks)
     found["disk"] = _disk() if not dist.is_initialized() or dist.get_rank() == 0 else None
     return found
@@ -196,7 +196,12 @@ def _cluster(results: list[dict[str, Any]]) -> Cluster:
     if "steps" not in first:
         return cluster
     steps = {name: np.max([r["steps"][name] for r in results], axis=0).tolist() for name in first["steps"]}
-    return replace(cluster, device=replace(device, overheads=overheads(cluster, steps)))
+    cluster = replace(cluster, device=replace(device, overheads=overheads(cluster, steps)))
+    whole = {name: max(r["whole"][name] for r in results) for name in first["whole"]}
+    factor = Figure(
+        float(f"{correction(cluster, whole):.4g}"), "measured", "steps of a small transformer over the sum of their ops"
+    )
+    return replace(cluster, device=replace(cluster.device, correction=factor))
 
 
 def text(cluster: Cluster) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
-from statistics import median
+from statistics import geometric_mean, median
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from torch import nn
 
 from shardwise.cluster import Cluster
 from shardwise.cluster.cluster import Overhead as OverheadRow
-from shardwise.costs.layout import of_plan
+from shardwise.costs.layout import Layout, of_plan
 from shardwise.costs.overhead import BASE, Overhead, events
 from shardwise.costs.software import software
 from shardwise.layout import Plan
@@ -33,14 +33,15 @@ WIDTH, POSITIONS = 16, 8
 REFERENCES = ((2, 1), (6, 1), (2, 4))  # blocks, feed-forward parts of a block
 WARM, STEPS = 4, 40
 OWN_CALLS = ("tp", "sp")
+WHOLE = (BASE, "zero1", "tp")  # techniques under which the larger module runs
 
 
 class Reference(nn.Module):
     """Blocks with the ops that models have, so small that ops cost what it takes to start them."""
 
-    def __init__(self, blocks: int = 4, deep: int = 1) -> None:
+    def __init__(self, blocks: int = 4, deep: int = 1, width: int = WIDTH) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(_Block(deep) for _ in range(blocks))
+        self.blocks = nn.ModuleList(_Block(deep, width) for _ in range(blocks))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -49,13 +50,13 @@ class Reference(nn.Module):
 
 
 class _Block(nn.Module):
-    def __init__(self, deep: int) -> None:
+    def __init__(self, deep: int, width: int) -> None:
         super().__init__()
-        self.norm, self.heads, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.parts = nn.ModuleList(_Part() for _ in range(deep))
+        self.norm, self.heads, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.parts = nn.ModuleList(_Part(width) for _ in range(deep))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.heads(self.norm(x)).view(*x.shape[:2], 3, 2, 8).permute(2, 0, 3, 1, 4)
+        q, k, v = self.heads(self.norm(x)).view(*x.shape[:2], 3, 2, x.shape[2] // 2).permute(2, 0, 3, 1, 4)
         x = x + self.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
         for part in self.parts:
             x = part(x)
@@ -63,9 +64,9 @@ class _Block(nn.Module):
 
 
 class _Part(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
@@ -75,15 +76,23 @@ def _loss(output: torch.Tensor, batch: torch.Tensor) -> tuple[torch.Tensor, int]
     return output.square().sum(), len(batch)
 
 
-def _batch(step: int, samples: int) -> torch.Tensor:
-    return torch.ones(samples, POSITIONS, WIDTH)
+def _batch(step: int, samples: int, positions: int, width: int) -> torch.Tensor:
+    return torch.ones(samples, positions, width)
 
 
-def reference_task(blocks: int = 4, deep: int = 1, samples: int = 2) -> Task:
+def reference_task(
+    blocks: int = 4, deep: int = 1, samples: int = 2, width: int = WIDTH, positions: int = POSITIONS
+) -> Task:
     """A reference module and its batch."""
     return Task(
-        model=partial(Reference, blocks, deep), loss=_loss, batch=partial(_batch, samples=samples), name="reference"
-    )
+        model=partial(Reference, blocks, deep, width), loss=_loss, name="reference",
+        batch=partial(_batch, samples=samples, positions=positions, width=width),
+    )  # fmt: skip
+
+
+def whole_task(ranks: int) -> Task:
+    """A module whose ops count, not what it takes to start them."""
+    return reference_task(4, 1, 4 * ranks, width=192, positions=64)
 
 
 def plans(ranks: int) -> dict[str, list[str]]:
@@ -104,22 +113,58 @@ def _busier(name: str, plan: str, reference: int) -> str:
 
 def step_times(ranks: int) -> dict[str, list[float]]:
     """Median seconds of a step of each reference under each technique. Collective."""
+    return {
+        name: [
+            _seconds(reference_task(blocks, deep, 4 * ranks), plan)
+            for plan, (blocks, deep) in zip(each, REFERENCES, strict=True)
+        ]
+        for name, each in plans(ranks).items()
+    }
+
+
+def whole_times(ranks: int) -> dict[str, float]:
+    """Median seconds of a step of the larger module under a few techniques. Collective."""
+    return {name: _seconds(whole_task(ranks), plans(ranks)[name][0]) for name in WHOLE if name in plans(ranks)}
+
+
+def _seconds(task: Task, plan: str) -> float:
     from shardwise.engine.engine import parallelize
 
-    found: dict[str, list[float]] = {}
-    for name, each in plans(ranks).items():
-        for plan, (blocks, deep) in zip(each, REFERENCES, strict=True):
-            task = reference_task(blocks, deep, 4 * ranks)
-            assert task.batch is not None
-            engine, times = parallelize(task, plan, check_loss=False), []
-            for step in range(WARM + STEPS):
-                batch = task.batch(step)
-                began = time.perf_counter()
-                engine.step(batch)
-                times.append(time.perf_counter() - began)
-            engine.close()
-            found.setdefault(name, []).append(median(times[WARM:]))
-    return found
+    assert task.batch is not None
+    engine, times = parallelize(task, plan, check_loss=False), []
+    for step in range(WARM + STEPS):
+        batch = task.batch(step)
+        began = time.perf_counter()
+        engine.step(batch)
+        times.append(time.perf_counter() - began)
+    engine.close()
+    return median(times[WARM:])
+
+
+def correction(cluster: Cluster, measured: dict[str, float]) -> float:
+    """What steps of the larger module take over their forecast, the geometric mean over techniques.
+
+    Inside a step caches hold what other ops left there, and ranks wait for each other.
+    """
+    ranks = cluster.world_size
+    ratios = [
+        seconds / _forecast(cluster, Plan.parse(plans(ranks)[name][0]), whole_task(ranks))
+        for name, seconds in measured.items()
+    ]
+    return geometric_mean(ratios)
+
+
+def _forecast(cluster: Cluster, plan: Plan, task: Task) -> float:
+    layout, traced, samples = _traced(cluster, plan, task)
+    return traced.simulate(layout, samples).step_s
+
+
+def _traced(cluster: Cluster, plan: Plan, task: Task) -> tuple[Layout, Traced, int]:
+    assert task.batch is not None
+    samples = len(task.batch(0))
+    layout = of_plan(plan, global_batch=samples, seq=1, uneven=True)
+    micro = (layout.micro_batch, layout.micro_batch)
+    return layout, Traced(task, cluster, software("shardwise"), "fp32", micro, True), samples
 
 
 def overheads(cluster: Cluster, measured: dict[str, list[float]]) -> tuple[OverheadRow, ...]:
@@ -161,11 +206,7 @@ def _micro(seconds: float) -> float:
 
 def _features(cluster: Cluster, plan: Plan, task: Task) -> tuple[float, float, float]:
     """Seconds of the step without overhead, how often an op's overhead lies in it, and how many events."""
-    assert task.batch is not None
-    samples = len(task.batch(0))
-    layout = of_plan(plan, global_batch=samples, seq=1, uneven=True)
-    micro = (layout.micro_batch, layout.micro_batch)
-    traced = Traced(task, cluster, software("shardwise"), "fp32", micro, True)
+    layout, traced, samples = _traced(cluster, plan, task)
 
     def seconds(added: Overhead) -> float:
         row = (BASE, 1e6 * added.step, 1e6 * added.call, 1e6 * added.event)
