@@ -13,9 +13,10 @@ from shardwise.costs.overhead import Overhead, events, overhead_of, techniques
 from shardwise.costs.software import software
 from shardwise.errors import InputError
 from shardwise.layout import Plan
-from shardwise.planner.overheads import REFERENCES, non_negative, overheads, plans, reference_task
+from shardwise.planner.overheads import REFERENCES, fit, non_negative, plans, reference_task, whole_task
 from shardwise.planner.traced import traced_subject
 from shardwise.planner.tracing import trace
+from shardwise.task import Task
 
 ROWS = (("replicas", 400.0, 3.0, 0.0), ("zero3", 900.0, 3.0, 700.0), ("tp", 600.0, 40.0, 0.0), ("pp", 500.0, 3.0, 90.0))
 
@@ -55,17 +56,21 @@ def test_techniques_that_meet_add_what_each_adds_to_replicas() -> None:
 
 def test_overheads_are_found_again_in_steps_that_were_made_with_them() -> None:
     cluster = probed()
-    steps = {name: [seconds_of(cluster, *each) for each in zip(plans(2)[name], REFERENCES, strict=True)]
+    tasks = [reference_task(*sizes, 8) for sizes in REFERENCES]
+    steps = {name: [seconds_of(cluster, *each) for each in zip(plans(2)[name], tasks, strict=True)]
              for name, *_ in ROWS}  # fmt: skip
-    found = overheads(replace(cluster, device=replace(cluster.device, overheads=())), steps)
+    large = {"replicas": 1.3 * seconds_of(cluster, plans(2)["replicas"][0], whole_task(2))}
+    slower = {name: [1.3 * seconds for seconds in own] for name, own in steps.items()}
+    found, factor = fit(replace(cluster, device=replace(cluster.device, overheads=())), slower, large)
+    assert factor == pytest.approx(1.3, rel=0.02)
     assert [row[0] for row in found] == [row[0] for row in ROWS]
     for row, made in zip(found, ROWS, strict=True):
         assert row[1:] == pytest.approx(made[1:], rel=0.05), row[0]
 
 
-def seconds_of(cluster: Cluster, text: str, sizes: tuple[int, int]) -> float:
+def seconds_of(cluster: Cluster, text: str, task: Task) -> float:
     """The forecast of a reference's step."""
-    plan, task = Plan.parse(text), reference_task(*sizes, 8)
+    plan = Plan.parse(text)
     layout = of_plan(plan, global_batch=8, seq=1, uneven=True)
     micro = (layout.micro_batch, layout.micro_batch)
     return traced_subject(task, cluster, software("shardwise"), 8, "fp32", (plan.remat,), micro).simulate(layout).step_s

@@ -31,7 +31,7 @@ from shardwise.cluster import Cluster, Device, Figure, Tier
 from shardwise.comm.collectives import Axis, all_gather, all_reduce, reduce_scatter
 from shardwise.device import pick_device, synchronize
 from shardwise.planner.op_times import convolution_times, op_times, product_times
-from shardwise.planner.overheads import correction, overheads, step_times, whole_times
+from shardwise.planner.overheads import fit, step_times, whole_times
 from shardwise.ranks import launch
 
 SIDES = (32, 128, 512, 1024)
@@ -64,11 +64,17 @@ def measure() -> dict[str, Any]:
     found["products"] = _products(device)
     found["stream"] = _stream(device)
     found["op"] = _op(device, found)
-    if device.type == "cpu":  # where the host computes the ops itself, and nothing hides what it adds
-        found["ops"], found["steps"], found["whole"] = op_times(), step_times(ranks), whole_times(ranks)
+    if device.type == "cpu":  # where the host computes the ops itself
+        found["ops"] = op_times()
     found["collectives"] = _collectives(device, ranks)
     found["disk"] = _disk() if not dist.is_initialized() or dist.get_rank() == 0 else None
     return found
+
+
+def measure_engine() -> dict[str, Any]:
+    """Steps of reference modules on one rank of a CPU, where nothing hides what the host adds. Collective."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    return {"steps": step_times(ranks), "whole": whole_times(ranks)}
 
 
 def _memory_bytes(device: torch.device) -> float:
@@ -150,8 +156,10 @@ def _disk() -> float:
 def probe(ranks: int | None = None) -> Cluster:
     """Measure with `ranks` ranks at once (by default one for each CUDA device, or two on a CPU)."""
     count = ranks or max(torch.cuda.device_count(), 2 if not torch.cuda.is_available() else 1)
-    results = launch(measure, count, timeout_s=600.0)
-    return _cluster(results)
+    cluster = _cluster(launch(measure, count, timeout_s=600.0))
+    if cluster.device.kind != "cpu":
+        return cluster
+    return _with_engine(cluster, launch(measure_engine, count, timeout_s=600.0))
 
 
 def _cluster(results: list[dict[str, Any]]) -> Cluster:
@@ -193,15 +201,18 @@ def _cluster(results: list[dict[str, Any]]) -> Cluster:
     wait = figure(small[0]) if small else none
     tier = Tier("shared-memory" if device.kind == "cpu" else "local", first["ranks"], link, wait)
     cluster = Cluster(device, (tier,), source, collectives)
-    if "steps" not in first:
-        return cluster
+    return cluster
+
+
+def _with_engine(cluster: Cluster, results: list[dict[str, Any]]) -> Cluster:
+    """The cluster with what the engine adds to ops, of steps that ran in processes of their own, as a job's do."""
+    first = results[0]
     steps = {name: np.max([r["steps"][name] for r in results], axis=0).tolist() for name in first["steps"]}
-    cluster = replace(cluster, device=replace(device, overheads=overheads(cluster, steps)))
     whole = {name: max(r["whole"][name] for r in results) for name in first["whole"]}
-    factor = Figure(
-        float(f"{correction(cluster, whole):.4g}"), "measured", "steps of a small transformer over the sum of their ops"
-    )
-    return replace(cluster, device=replace(cluster.device, correction=factor))
+    rows, factor = fit(cluster, steps, whole)
+    source = "steps of a small transformer over the sum of their ops"
+    figure = Figure(float(f"{factor:.4g}"), "measured", source)
+    return replace(cluster, device=replace(cluster.device, overheads=rows, correction=figure))
 
 
 def text(cluster: Cluster) -> str:

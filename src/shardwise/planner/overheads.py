@@ -32,6 +32,7 @@ from shardwise.task import Task
 WIDTH, POSITIONS = 16, 8
 REFERENCES = ((2, 1), (6, 1), (2, 4))  # blocks, feed-forward parts of a block
 WARM, STEPS = 4, 40
+TURNS = 6
 OWN_CALLS = ("tp", "sp")
 WHOLE = (BASE, "zero1", "tp")  # techniques under which the larger module runs
 
@@ -141,24 +142,6 @@ def _seconds(task: Task, plan: str) -> float:
     return median(times[WARM:])
 
 
-def correction(cluster: Cluster, measured: dict[str, float]) -> float:
-    """What steps of the larger module take over their forecast, the geometric mean over techniques.
-
-    Inside a step caches hold what other ops left there, and ranks wait for each other.
-    """
-    ranks = cluster.world_size
-    ratios = [
-        seconds / _forecast(cluster, Plan.parse(plans(ranks)[name][0]), whole_task(ranks))
-        for name, seconds in measured.items()
-    ]
-    return geometric_mean(ratios)
-
-
-def _forecast(cluster: Cluster, plan: Plan, task: Task) -> float:
-    layout, traced, samples = _traced(cluster, plan, task)
-    return traced.simulate(layout, samples).step_s
-
-
 def _traced(cluster: Cluster, plan: Plan, task: Task) -> tuple[Layout, Traced, int]:
     assert task.batch is not None
     samples = len(task.batch(0))
@@ -167,44 +150,77 @@ def _traced(cluster: Cluster, plan: Plan, task: Task) -> tuple[Layout, Traced, i
     return layout, Traced(task, cluster, software("shardwise"), "fp32", micro, True), samples
 
 
-def overheads(cluster: Cluster, measured: dict[str, list[float]]) -> tuple[OverheadRow, ...]:
-    """Rows of a cluster's device from the steps that were measured on it.
+Features = tuple[float, float, float]  # see _features
 
-    An op costs the host the same under every technique but tensor parallelism, whose tensors answer in Python: so
-    all others are solved together, which steadies what each of them adds.
+
+def fit(
+    cluster: Cluster, steps: dict[str, list[float]], whole: dict[str, float]
+) -> tuple[tuple[OverheadRow, ...], float]:
+    """A device's overheads, and the factor on all of a forecast, from the steps that were measured on it.
+
+    steps   technique -> seconds of the references; their forecasts come out as measured
+    whole   technique -> seconds of the larger module, of which the factor is the geometric mean over techniques:
+            inside a step caches hold what other ops left there, and ranks wait for each other
+
+    Each depends on the other, so they are found in turns.
     """
-    apart = [name for name in measured if name in OWN_CALLS]
-    together = [name for name in measured if name not in OWN_CALLS]
-    rows = [
-        row for names in (together, *([name] for name in apart)) if names for row in _solve(cluster, measured, names)
-    ]
-    return tuple(sorted(rows, key=lambda row: list(measured).index(row[0])))
+    ranks = cluster.world_size
+
+    def looked_at(name: str, at: int, task: Task) -> Features:
+        return _features(cluster, Plan.parse(plans(ranks)[name][at]), task)
+
+    small = {
+        name: [looked_at(name, at, reference_task(*sizes, 4 * ranks)) for at, sizes in enumerate(REFERENCES)]
+        for name in steps
+    }
+    large = {name: looked_at(name, 0, whole_task(ranks)) for name in whole}
+    rows, factor = _rows(small, steps), 1.0
+    for _ in range(TURNS):
+        added = {name: row for name, *row in rows}
+        ratios = [
+            whole[name] / (bare + 1e-6 * (step + each * events_ + of_call * call))
+            for name, (bare, call, events_) in large.items()
+            for step, of_call, each in [added[name]]
+        ]
+        factor = geometric_mean(ratios) if ratios else 1.0
+        rows = _rows(small, {name: [seconds / factor for seconds in own] for name, own in steps.items()})
+    return rows, factor
 
 
-def _solve(cluster: Cluster, measured: dict[str, list[float]], names: list[str]) -> list[OverheadRow]:
-    """One cost of a call for all `names`; a step and an event of each."""
-    ranks, places = cluster.world_size, len(names)
-    features, missing = [], []
+def _rows(features: dict[str, list[Features]], steps: dict[str, list[float]]) -> tuple[OverheadRow, ...]:
+    """An op costs the host the same under every technique but tensor parallelism, whose tensors answer in Python.
+
+    So all others are solved together, which steadies what each of them adds.
+    """
+    together = [name for name in steps if name not in OWN_CALLS]
+    apart = [[name] for name in steps if name in OWN_CALLS]
+    rows = [row for names in (together, *apart) if names for row in _solve(features, steps, names)]
+    return tuple(sorted(rows, key=lambda row: list(steps).index(row[0])))
+
+
+def _solve(features: dict[str, list[Features]], steps: dict[str, list[float]], names: list[str]) -> list[OverheadRow]:
+    """One cost of a call for all `names`; a step and an event of each. Relative errors count."""
+    places = len(names)
+    table, missing = [], []
     for at, name in enumerate(names):
-        for plan, (blocks, deep), seconds in zip(plans(ranks)[name], REFERENCES, measured[name], strict=True):
-            bare, call, event = _features(cluster, Plan.parse(plan), reference_task(blocks, deep, 4 * ranks))
+        for (bare, call, event), seconds in zip(features[name], steps[name], strict=True):
             row = np.zeros(1 + 2 * places)
             row[0], row[1 + at], row[1 + places + at] = call, 1.0, event
-            features.append(row / seconds)  # relative errors count
+            table.append(row / seconds)
             missing.append((seconds - bare) / seconds)
-    table = np.array(features)
-    live = table.any(axis=0)
+    matrix = np.array(table)
+    live = matrix.any(axis=0)
     found = np.zeros(1 + 2 * places)
-    found[live] = non_negative(table[:, live], np.array(missing))
-    call, steps, each = found[0], found[1 : 1 + places], found[1 + places :]
-    return [(name, _micro(steps[at]), _micro(call), _micro(each[at])) for at, name in enumerate(names)]
+    found[live] = non_negative(matrix[:, live], np.array(missing))
+    call, each_step, each = found[0], found[1 : 1 + places], found[1 + places :]
+    return [(name, _micro(each_step[at]), _micro(call), _micro(each[at])) for at, name in enumerate(names)]
 
 
 def _micro(seconds: float) -> float:
     return float(f"{1e6 * seconds:.4g}")
 
 
-def _features(cluster: Cluster, plan: Plan, task: Task) -> tuple[float, float, float]:
+def _features(cluster: Cluster, plan: Plan, task: Task) -> Features:
     """Seconds of the step without overhead, how often an op's overhead lies in it, and how many events."""
     layout, traced, samples = _traced(cluster, plan, task)
 
