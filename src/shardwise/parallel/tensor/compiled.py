@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import random
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
@@ -60,7 +62,8 @@ def why_eager(block: nn.Module) -> str:
 class _Program:
     """One compiled program, and what its results are."""
 
-    run: Callable[..., tuple[torch.Tensor, ...]]
+    trace: Callable[..., tuple[torch.Tensor, ...]]  # the block on shares, as the compiler meets it
+    run: Callable[..., tuple[torch.Tensor, ...]] = field(init=False)
     traced: list[Any] = field(default_factory=list)  # the last trace: (spec, leaves, layouts)
     ran: bool = False
     raised: BaseException | None = None  # by the block, while it was traced
@@ -136,7 +139,7 @@ class _Compiled:
         self._check_structure()
         template = [None if place in places else leaf for place, leaf in enumerate(leaves)]
 
-        def body(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        def trace(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
             given, state = tensors[: len(places)], tensors[len(places) :]
             filled = list(template)
             for place, layout, tensor in zip(places, layouts, given, strict=True):
@@ -157,9 +160,11 @@ class _Compiled:
             pairs = [unwrapped(leaf) if isinstance(leaf, torch.Tensor) else (leaf, None) for leaf in flat]
             marked = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in flat]
             program.traced = [out_spec, marked, [layout for _, layout in pairs]]
-            return tuple(value for value, _ in pairs if isinstance(value, torch.Tensor))
+            values = tuple(value for value, _ in pairs if isinstance(value, torch.Tensor))
+            return values if any(isinstance(t, FunctionalTensor) for t in tensors) else _shapes_of(values)
 
-        program = _Program(torch.compile(_own_code(body), fullgraph=True, dynamic=False))
+        program = _Program(trace)
+        program.run = torch.compile(_own_code(program), fullgraph=True, dynamic=False)
         return program
 
     def _check_structure(self) -> None:
@@ -172,14 +177,33 @@ class _Compiled:
 _TENSOR = object()
 
 
-def _own_code(body: Callable) -> Callable:
-    """A function with a code object of its own: the compiler counts what it made by code object."""
+def _shapes_of(values: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Results as the compiler first asks for them, for their shapes alone.
+
+    It keeps them, and they would keep the graph behind them, with the process groups of every part in it.
+    """
+    return tuple(value.detach().requires_grad_(value.requires_grad) for value in values)
+
+
+def _own_code(program: _Program) -> Callable:
+    """A function with a code object of its own: the compiler counts what it made by code object.
+
+    The compiler keeps what it has met as long as the process lives, so what it meets must not hold the block, and with
+    it the process groups of an engine that is gone.
+    """
+    known = weakref.ref(program)
+
+    def body(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        there = known()
+        assert there is not None, "the block that this program belongs to is gone"
+        return there.trace(*tensors)
+
     traced = torch.compiler.allow_in_graph(body)
 
-    def program(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def entry(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return traced(*tensors)
 
-    return types.FunctionType(program.__code__.replace(), program.__globals__, "program", None, program.__closure__)
+    return types.FunctionType(entry.__code__.replace(), entry.__globals__, "program", None, entry.__closure__)
 
 
 def _held(block: nn.Module) -> Iterator[tuple[dict, str, torch.Tensor]]:
