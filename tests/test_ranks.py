@@ -402,7 +402,9 @@ def _train_and_count_threads(plan: str) -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="counts threads in /proc, which is Linux's")
-@pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2,zero=1", "dp_shard=2,zero=3", "tp=2,sp=true", "pp=2"])
+@pytest.mark.parametrize(
+    "plan", ["dp_replicate=2", "dp_shard=2,zero=1", "dp_shard=2,zero=3", "tp=2,sp=true", "pp=2", "tp=2,compile=true"]
+)
 def test_an_engine_that_is_let_go_leaves_no_process_groups(pool: RankPool, plan: str) -> None:
     counted = [pool.run(_train_and_count_threads, 2, plan)[0] for _ in range(3)]
     assert counted[1] == counted[2], f"threads of process groups pile up: {counted}"

@@ -303,7 +303,7 @@ PLANS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["gpt2", "vit"])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("vit", marks=pytest.mark.long)])
 def test_memory_of_replicas_and_zero_is_within_two_percent(name: str, pool) -> None:
     from shardwise.models import tasks
     from shardwise.planner.traced import traced_subject
