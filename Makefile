@@ -9,13 +9,21 @@ PLAN ?= dp_shard=$(NPROC),zero=3
 
 .PHONY: train test test-long lint types tests docs coverage-table clean
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check
+
+# to run
+$(VENV)/.ready: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check "torch>=2.11,<2.14" $(TORCH_INDEX)
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	$(PIP) "torch>=2.11,<2.14" $(TORCH_INDEX)
+	$(PIP) --constraint constraints.txt --editable .
 	touch $@
 
-train: $(VENV)/.installed
+# to develop
+$(VENV)/.installed: $(VENV)/.ready
+	$(PIP) --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+train: $(VENV)/.ready
 	$(BIN)/shardwise train examples/text.toml --plan "$(PLAN)" --nproc $(NPROC)
 
 test: lint types tests

@@ -27,6 +27,13 @@ def text(x: float, y: float, words: str, more: str = "") -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" {more}>{escape(words)}</text>'
 
 
+def ticks(low: float, high: float, least: float = 0, count: int = 6) -> np.ndarray:
+    """At most `count` + 1 round numbers from low to high: 1, 2 or 5 times a power of ten apart, `least` or more."""
+    power = 10.0 ** np.floor(np.log10((high - low or 1) / count))
+    step = max(least, min(m * power for m in (1, 2, 5, 10) if m * power * count >= high - low))
+    return np.arange(np.ceil(low / step), np.floor(high / step) + 1) * step
+
+
 def lines(curves: Mapping[str, Sequence[tuple[float, float]]], title: str, unit: str, width=640, height=280) -> str:
     """Curves of (x, y) points, with a legend."""
     points = np.array([p for curve in curves.values() for p in curve], float)
@@ -38,12 +45,12 @@ def lines(curves: Mapping[str, Sequence[tuple[float, float]]], title: str, unit:
         return across, height - FOOT - (y - y0) / (y1 - y0) * (height - FOOT - TOP)
 
     drawn = [text(LEFT, 20, title, 'font-weight="bold"'), text(width - 60, height - 8, "step")]
-    for y in np.linspace(y0, y1, 5):
+    for y in ticks(y0, y1):
         at = place(x0, y)[1]
         drawn.append(f'<line x1="{LEFT}" x2="{width - 20}" y1="{at:.1f}" y2="{at:.1f}" stroke="#ddd"/>')
-        drawn.append(text(LEFT - 6, at + 4, f"{y:.3g}", 'text-anchor="end"'))
-    for x in np.linspace(x0, x1, 5):
-        drawn.append(text(place(x, y0)[0], height - 22, f"{x:.0f}", 'text-anchor="middle"'))
+        drawn.append(text(LEFT - 6, at + 4, f"{y:g}", 'text-anchor="end"'))
+    for x in ticks(x0, x1, least=1):
+        drawn.append(text(place(x, y0)[0], height - 22, f"{x:g}", 'text-anchor="middle"'))
     for number, (name, curve) in enumerate(curves.items()):
         colour = COLOURS[number % len(COLOURS)]
         path = " ".join(f"{a:.1f},{b:.1f}" for a, b in (place(*p) for p in curve))
@@ -57,14 +64,12 @@ def pixels(x: float, y: float, width: float, height: float, colours: np.ndarray)
     rows, columns, _ = colours.shape
     raw = b"".join(b"\0" + row.tobytes() for row in colours.astype(np.uint8))
     head = struct.pack(">IIBBBBB", columns, rows, 8, 2, 0, 0, 0)  # the PNG specification, 11.2.2
-    chunks = ((b"IHDR", head), (b"IDAT", zlib.compress(raw, 9)), (b"IEND", b""))
-    data = b"\x89PNG\r\n\x1a\n" + b"".join(
-        struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body)) for kind, body in chunks
-    )
-    source = base64.b64encode(data).decode()
+    data = b"\x89PNG\r\n\x1a\n"
+    for kind, body in ((b"IHDR", head), (b"IDAT", zlib.compress(raw, 9)), (b"IEND", b"")):
+        data += struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
     return (
         f'<image x="{x}" y="{y}" width="{width}" height="{height}" preserveAspectRatio="none" '
-        f'style="image-rendering:pixelated" href="data:image/png;base64,{source}"/>'
+        f'style="image-rendering:pixelated" href="data:image/png;base64,{base64.b64encode(data).decode()}"/>'
     )
 
 
@@ -73,17 +78,13 @@ def shaded(values: np.ndarray, low: float, high: float) -> np.ndarray:
     share = np.clip((np.nan_to_num(values, nan=low) - low) / (high - low), 0, 1)[..., None]
     blue, white, red = (np.array(c, float) for c in ((33, 102, 172), (247, 247, 247), (178, 24, 43)))
     colours = np.where(share < 0.5, blue + 2 * share * (white - blue), white + (2 * share - 1) * (red - white))
-    colours[np.isnan(values)] = (190, 190, 180)
-    return colours
+    return np.where(np.isnan(values)[..., None], (190, 190, 180), colours)
 
 
 def sheet(drawn: Sequence[str], width: float, height: float) -> str:
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-    return (
-        head
-        + 'font-family="sans-serif" font-size="12"><rect width="100%" height="100%" fill="white"/>'
-        + ("\n".join(drawn) + "</svg>\n")
-    )
+    ground = 'font-family="sans-serif" font-size="12"><rect width="100%" height="100%" fill="white"/>'
+    return head + ground + "\n".join(drawn) + "</svg>\n"
 
 
 def losses(records: Sequence[Mapping], key: str = "loss") -> list[tuple[float, float]]:

@@ -13,7 +13,8 @@ from shardwise.costs.overhead import Overhead, events, overhead_of, techniques
 from shardwise.costs.software import software
 from shardwise.errors import InputError
 from shardwise.layout import Plan
-from shardwise.planner.overheads import REFERENCES, fit, non_negative, plans, reference_task, whole_task
+from shardwise.planner.overheads import LARGE, REFERENCES, fit, non_negative, plans
+from shardwise.planner.references import large_tasks, reference_task
 from shardwise.planner.traced import traced_subject
 from shardwise.planner.tracing import trace
 from shardwise.task import Task
@@ -27,7 +28,11 @@ def probed(overhead_rows: tuple = ROWS) -> Cluster:
     device = replace(
         base.device, kind="cpu", table="", overheads=overhead_rows,
         ops=(("add", 1e3, 2.0), ("add", 1e6, 100.0), ("gelu", 1e3, 10.0), ("gelu", 1e6, 400.0)),
-        products=tuple(("fp32", m, n, k, 1.0 + 2e-5 * m * n * k) for m in (16, 64) for n in (16, 64) for k in (16, 64)),
+        products=(
+            *(("fp32", m, n, k, 1.0 + 2e-5 * m * n * k) for m in (16, 64) for n in (16, 64) for k in (16, 64)),
+            *((kind, m, n, k, 5.0 + slow * m * n * k) for kind, slow in (("conv", 4e-5), ("conv_backward", 8e-5))
+              for m in (512, 8192) for n in (32, 64) for k in (72, 576)),
+        ),
     )  # fmt: skip
     return replace(base, device=device)
 
@@ -54,18 +59,54 @@ def test_techniques_that_meet_add_what_each_adds_to_replicas() -> None:
     assert events(Layout(pp=2, n_micro=4), units=4) == 4
 
 
-def test_overheads_are_found_again_in_steps_that_were_made_with_them() -> None:
+MADE = (("products", 1.3), ("convolutions", 0.8), ("rest", 1.6))
+
+
+@pytest.mark.long
+def test_overheads_and_factors_are_found_again_in_steps_that_were_made_with_them() -> None:
     cluster = probed()
+    made = replace(cluster, device=replace(cluster.device, factors=MADE))
     tasks = [reference_task(*sizes, 8) for sizes in REFERENCES]
-    steps = {name: [seconds_of(cluster, *each) for each in zip(plans(2)[name], tasks, strict=True)]
+    steps = {name: [seconds_of(made, *each) for each in zip(plans(2)[name], tasks, strict=True)]
              for name, *_ in ROWS}  # fmt: skip
-    large = {"replicas": 1.3 * seconds_of(cluster, plans(2)["replicas"][0], whole_task(2))}
-    slower = {name: [1.3 * seconds for seconds in own] for name, own in steps.items()}
-    found, factor = fit(replace(cluster, device=replace(cluster.device, overheads=())), slower, large)
-    assert factor == pytest.approx(1.3, rel=0.02)
+    large = {(kind, name): seconds_of(made, plans(2)[name][0], task)
+             for kind, task in large_tasks(2).items() for name in LARGE[kind] if name in steps}  # fmt: skip
+    found, factors = fit(replace(cluster, device=replace(cluster.device, overheads=())), steps, large)
+    assert dict(factors) == pytest.approx(dict(MADE), rel=0.02)
     assert [row[0] for row in found] == [row[0] for row in ROWS]
-    for row, made in zip(found, ROWS, strict=True):
-        assert row[1:] == pytest.approx(made[1:], rel=0.05), row[0]
+    for row, known in zip(found, ROWS, strict=True):
+        assert row[1:] == pytest.approx(known[1:], rel=0.05), row[0]
+
+
+def test_a_kind_of_op_that_no_step_tells_of_has_the_factor_of_the_others() -> None:
+    """Steps of a transformer alone say nothing of convolutions."""
+    cluster = probed()
+    even = tuple((kind, 1.5) for kind, _ in MADE)
+    made = replace(cluster, device=replace(cluster.device, factors=even, overheads=()))
+    task = large_tasks(2)["products"]
+    large = {("products", name): seconds_of(made, plans(2)[name][0], task) for name in ("replicas", "zero1")}
+    nothing = replace(cluster, device=replace(cluster.device, overheads=()))
+    steps = {name: [seconds_of(nothing, plan, reference_task(*sizes, 8))
+                    for plan, sizes in zip(plans(2)[name], REFERENCES, strict=True)]
+             for name in ("replicas", "zero1")}  # fmt: skip
+    _, factors = fit(nothing, steps, large)
+    assert dict(factors)["convolutions"] == pytest.approx(1.5, rel=0.15)
+    assert dict(factors)["products"] == pytest.approx(1.5, rel=0.15)
+
+
+def test_each_kind_of_op_takes_its_own_factor() -> None:
+    """A net of convolutions is slower by the factor of convolutions, and no transformer is."""
+    cluster = probed()
+    tasks = large_tasks(2)
+
+    def slower(kind: str, factor: str) -> float:
+        made = replace(cluster, device=replace(cluster.device, factors=((factor, 2.0),), overheads=()))
+        bare = replace(cluster, device=replace(cluster.device, overheads=()))
+        return seconds_of(made, "dp_replicate=2", tasks[kind]) / seconds_of(bare, "dp_replicate=2", tasks[kind])
+
+    assert slower("products", "convolutions") == 1.0
+    assert slower("convolutions", "convolutions") > 1.5 and slower("products", "products") > 1.3
+    assert slower("rest", "rest") > 1.5 and slower("rest", "products") == 1.0
 
 
 def seconds_of(cluster: Cluster, text: str, task: Task) -> float:
@@ -95,6 +136,8 @@ def test_a_cluster_file_keeps_ops_and_overheads() -> None:
     cluster = probed()
     assert Cluster.from_dict(cluster.as_dict()).device.ops == cluster.device.ops
     assert Cluster.from_dict(cluster.as_dict()).device.overheads == ROWS
+    probed_kinds = replace(cluster, device=replace(cluster.device, factors=MADE))
+    assert Cluster.from_dict(probed_kinds.as_dict()).device.factors == MADE
     broken = cluster.as_dict()
     broken["device"]["overheads"][0][1] = -1.0
     with pytest.raises(InputError, match=r"device.overheads\[0\].*of at least 0"):

@@ -26,6 +26,10 @@ def test_text_gives_tiers_innermost_first() -> None:
     assert cluster.tiers[1].gbps.kind == "formula", "between nodes nothing was measured"
 
 
+def test_one_node_needs_no_link_to_others() -> None:
+    assert Cluster.parse("1x4 rtx-4090").sizes == Cluster.parse("4 rtx-4090").sizes
+
+
 def test_three_tiers() -> None:
     cluster = Cluster.parse("4x18x4 gb200, nvlink-72, ib-400")
     assert cluster.sizes == (4, 72, 288)

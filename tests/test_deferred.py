@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import sys
+import weakref
 from collections.abc import Callable
 from functools import partial
 
@@ -324,3 +326,27 @@ def test_a_large_module_is_not_made_resident(pool: RankPool) -> None:
     assert size > 380
     assert grown < 0.05 * size, f"{grown:.0f} MB"
     assert after < 0.15 * size, f"{after:.0f} MB are left after a value of {size:.0f} MB"
+
+
+def test_initialisers_that_a_library_kept_serve_the_build_that_runs() -> None:
+    """transformers keeps torch.nn.init's functions when it is first imported, which may be inside a constructor."""
+    kept: list[Callable[..., Tensor]] = []
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(BIG, BIG))
+            if not kept:
+                kept.append(nn.init.trunc_normal_)
+            kept[0](self.weight, std=0.5)
+
+    first, second = build(Layer, 3), build(Layer, 3)
+    assert torch.equal(first.value("weight"), second.value("weight"))
+    gone = weakref.ref(first._tape)
+    del first
+    gc.collect()
+    assert gone() is None
+    plain = torch.zeros(64)
+    kept[0](plain)
+    assert plain.abs().sum() > 0
+    assert not build(Layer, 3).notice

@@ -249,3 +249,51 @@ def test_a_transformers_config_is_a_decoder(tmp_path: Path) -> None:
     path.write_text(json.dumps({**values, "is_encoder_decoder": True}))
     with pytest.raises(InputError, match="module:name"):
         decoder_from_config(str(path))
+
+
+@pytest.mark.parametrize("plan", ["tp=2,pp=4,microbatches=8", "pp=4,microbatches=8,schedule=zbh1,dp_replicate=2"])
+def test_memory_over_time_peaks_at_what_each_rank_allocates(plan: str) -> None:
+    """And ends where it began; the page shows each rank's under the same axis as its ops."""
+    from shardwise.planner import simulate
+    from shardwise.simulator.page import memory_over_time, page
+
+    forecast = simulate("llama3-8b", f"{plan},precision=bf16", "8 h100-sxm-80gb", global_batch=16, seq=2048)
+    curves = memory_over_time(forecast)
+    assert [name for name, _ in curves] == [f"rank {rank}" for rank in range(4)]
+    for (_, curve), ledger in zip(curves, forecast.memory, strict=True):
+        assert max(size for _, size in curve) == pytest.approx(ledger.allocated)
+        assert curve[-1][1] == pytest.approx(curve[0][1])
+        assert [second for second, _ in curve] == sorted(second for second, _ in curve)
+    text = page(forecast, "a < b", 80e9)
+    assert "a &lt; b" in text and text.count("<polygon") == 4 and "80 GB" in text and "http" not in text
+
+
+def test_memory_over_time_without_a_pipeline_is_that_of_a_micro_batch() -> None:
+    from shardwise.planner import simulate
+    from shardwise.simulator.page import memory_over_time
+
+    forecast = simulate("llama3-8b", "dp_shard=8,zero=3,precision=bf16", "8 h100-sxm-80gb", global_batch=8, seq=2048)
+    ((_, curve),) = memory_over_time(forecast)
+    assert max(size for _, size in curve) == pytest.approx(forecast.worst.allocated)
+
+
+def test_experts_are_dealt_over_ranks_in_a_search() -> None:
+    found = search("mixtral-8x7b", "2x8 h100-sxm-80gb, ib-400", 128, 4096)
+    assert {"ZeRO-1 + ep", "ZeRO-3 + ep"} <= {p.family for p in found.proposals} | set(found.lost)
+    dealt = [p for p in found.proposals if p.layout.ep > 1]
+    assert dealt and all(p.layout.shard % p.layout.ep == 0 for p in dealt)
+    assert any(not p.runnable for p in dealt)
+
+
+def test_what_is_written_to_a_file_runs(tmp_path: Path) -> None:
+    """Where the best plan needs what is not built, the file and the command hold the best that runs."""
+    from shardwise.layout import check
+
+    out = tmp_path / "plan.toml"
+    code, found = shardwise(
+        "plan", "mixtral-8x7b", "--cluster", "2x8 a100-sxm-80gb, ib-200", "--global-batch", "128", "--seq", "4096",
+        "-o", str(out),
+    )  # fmt: skip
+    assert code == 0
+    assert found["proposals"][0]["runnable"] is not True, "or this test shows nothing"
+    check(Plan.parse(str(out)))

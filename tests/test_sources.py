@@ -96,15 +96,6 @@ def test_packed_documents_do_not_see_each_other(tmp_path: Path) -> None:
     assert total(together) == pytest.approx(total(apart), rel=1e-12)
 
 
-def test_a_tokenizer_from_a_folder(tmp_path: Path) -> None:
-    tokenizers = pytest.importorskip("tokenizers")
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "a": 1, "b": 2, "</s>": 3}, "[UNK]"))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    made.save(str(tmp_path / "tokenizer.json"))
-    source = JsonlSource(lines_file(tmp_path, [{"text": "a b c"}]), 6, tokenizer=tmp_path)
-    assert source.read([0])["input_ids"].tolist() == [[1, 2, 0, 3, 0, 0]]
-
-
 # --- blends
 
 
@@ -365,6 +356,21 @@ def test_a_source_that_changes_its_length_is_told() -> None:
     source.append(10)
     with pytest.raises(InputError, match="Growing had 10 samples when the run began and has 11 now"):
         next(loader)
+    loader = Loader(as_source(columns := Columns()), 0, 4, prefetch=0)  # told by the dataset's name, not its wrapper's
+    columns.rows.append(0)
+    with pytest.raises(InputError, match="Columns had 8 samples when the run began and has 9 now"):
+        next(loader)
+
+
+class Columns:
+    def __init__(self) -> None:
+        self.rows = list(range(8))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(self.rows[index])
 
 
 def test_sources_of_a_blend_must_fit() -> None:
@@ -405,7 +411,7 @@ def test_a_slow_source_is_named_once_and_a_fast_one_is_not(wait_s: float, told: 
     run = train(slow_task(wait_s), steps=70, out=str(tmp_path))
     words = [note for note in run.summary["notices"] if "input-bound" in note]
     assert len(words) == told
-    assert not told or "train.workers to 2 (now 0), or make Slow.read cheaper" in words[0]
+    assert not told or "train.workers to 2 (now 0), or make reading of Slow cheaper" in words[0]
     assert all("input_seconds" in record for record in run.metrics if "loss" in record)
 
 

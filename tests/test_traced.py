@@ -11,7 +11,7 @@ from shardwise.cluster import Cluster, model
 from shardwise.costs.layout import of_plan
 from shardwise.costs.shapes import Shape
 from shardwise.costs.software import software
-from shardwise.errors import InputError, RefusedPlan
+from shardwise.errors import InputError
 from shardwise.layout import Plan
 from shardwise.planner import search as search_plans
 
@@ -74,6 +74,21 @@ def test_recompute_keeps_less_and_computes_more() -> None:
     none, full = (trace(task(), 16, "fp32", policy) for policy in ("none", "full"))
     assert full.peak < none.peak
     assert full.flops > none.flops
+
+
+def test_flops_are_those_of_the_model_whatever_ranks_do_twice() -> None:
+    """Recompute, and what tp does not cut, add work but no model FLOPs: MFU follows the rate."""
+    from shardwise.costs.layout import Layout
+    from shardwise.models import tasks
+    from shardwise.planner.traced import traced_subject
+
+    subject = traced_subject(tasks.gpt2(), NODE, software("shardwise"), 8, "bf16", ("full",))
+    plain = subject.simulate(Layout(seq=1, micro_batch=4, n_micro=1, replicas=2))
+    for other in (
+        Layout(seq=1, micro_batch=4, n_micro=1, replicas=2, recompute="full"),
+        Layout(seq=1, micro_batch=8, n_micro=1, tp=2),
+    ):
+        assert subject.simulate(other).flops == plain.flops
 
 
 def test_a_module_that_looks_at_values_is_named_with_its_line() -> None:
@@ -297,111 +312,86 @@ def live_peak(name: str, text: str) -> tuple[int, int]:
         return live.peak, rest
 
 
-PLANS = [
-    "dp_replicate=2", "dp_shard=2,zero=1", "dp_shard=2,zero=2", "dp_replicate=2,remat=full",
-    "dp_replicate=2,accumulate=3", "dp_shard=2,zero=1,remat=selective", "dp_shard=2,zero=2,accumulate=2",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("name", ["gpt2", pytest.param("vit", marks=pytest.mark.long)])
-def test_memory_of_replicas_and_zero_is_within_two_percent(name: str, pool) -> None:
+def both(pool, name: str, text: str) -> tuple[list[float], list[int]]:
+    """Bytes of every rank: forecast, and the peak of what was live."""
+    from shardwise.engine.batching import samples_in
     from shardwise.models import tasks
-    from shardwise.planner.traced import traced_subject
+    from shardwise.planner.traced import Traced
 
-    task = getattr(tasks, name)()
-    for text in PLANS:
-        parsed = Plan.parse(text)
-        samples = next(iter(task.batch(0).values())).shape[0]
-        layout = of_plan(parsed, global_batch=samples, seq=1, uneven=True)
-        micro = (layout.micro_batch, layout.micro_batch)
-        subject = traced_subject(task, HERE, software("shardwise"), samples, "fp32", (parsed.remat,), micro)
-        measured = max(peak for peak, _ in pool.run(live_peak, 2, name, text))
-        forecast = subject.memory(layout).allocated
-        assert forecast == pytest.approx(measured, rel=0.02), text
+    task, plan = getattr(tasks, name)(), Plan.parse(text)
+    samples = samples_in(task.batch(0))
+    layout = of_plan(plan, global_batch=samples, seq=1, uneven=True)
+    traced = Traced(task, HERE, software("shardwise"), plan.precision, (layout.micro_batch,) * 2, cuts=True)
+    forecast = [ledger.allocated for ledger in traced.every_rank(layout, samples)]
+    return forecast, [peak for peak, _ in pool.run(live_peak, plan.world_size, name, text)]
 
 
-CUT_PLANS = [
-    "tp=2", "tp=2,sp=true", "pp=2", "tp=2,remat=full", "tp=2,remat=selective", "tp=2,sp=true,remat=full",
-    "tp=2,sp=true,remat=selective", "pp=2,remat=full", "pp=2,remat=selective",
-    "pp=2,schedule=zbh1,accumulate=2",
+def beyond(pool, name: str, plans: list[str], within: float = 0.02) -> list[str]:
+    """Every rank of each plan whose forecast is not within a share of its live bytes."""
+    wrong = []
+    for text in plans:
+        forecast, measured = both(pool, name, text)
+        wrong += [
+            f"{text} rank {rank}: {mine:.0f} forecast, {theirs} measured ({mine / theirs - 1:+.1%})"
+            for rank, (mine, theirs) in enumerate(zip(forecast, measured, strict=True))
+            if abs(mine / theirs - 1) > within
+        ]
+    return wrong
+
+
+# what holds the parameters' states x recompute x micro-batches
+DATA = ["dp_replicate=2", "dp_shard=2,zero=1", "dp_shard=2,zero=2", "dp_shard=2,zero=3"]
+CUT = ["tp=2", "tp=2,sp=true", "pp=2"]
+BOTH = ["tp=2,dp_shard=2,zero=3", "pp=2,dp_shard=2,zero=3", "pp=2,dp_shard=2,zero=2"]
+EACH = ["", ",remat=full", ",remat=selective", ",accumulate=3", ",remat=full,accumulate=2"]
+OTHERS = [
+    "pp=2,schedule=zbh1,accumulate=2", "pp=2,microbatches=4", "dp_shard=3,zero=3", "dp_replicate=2,dp_shard=2,zero=3",
+    "dp_replicate=2,dp_shard=2,zero=3,accumulate=2",
 ]  # fmt: skip
+ALL = [*(plan + more for plan in (*DATA, *CUT, *BOTH) for more in EACH), *OTHERS]
+TASKS = ["gpt2", "vit", "moe", "decoder", "unet_group", "mlp"]
 
 
 @pytest.mark.parametrize(
     ("name", "plans"),
     [
-        pytest.param("gpt2", CUT_PLANS[::3], id="gpt2"),  # tp, recompute, split backwards
-        pytest.param("gpt2", CUT_PLANS, id="gpt2-all", marks=pytest.mark.long),
-        pytest.param("vit", CUT_PLANS, id="vit-all", marks=pytest.mark.long),
+        pytest.param("gpt2", ["dp_replicate=2,accumulate=3", "dp_shard=2,zero=1,remat=selective"], id="replicas"),
+        pytest.param("gpt2", ["dp_shard=2,zero=2,accumulate=2"], id="zero2"),
+        pytest.param("vit", ["dp_shard=2,zero=3", "dp_shard=2,zero=3,remat=full,accumulate=2"], id="zero3"),
+        pytest.param("gpt2", ["tp=2", "tp=2,sp=true,remat=selective"], id="tp"),
+        pytest.param("gpt2", ["pp=2,remat=full", "pp=2,schedule=zbh1,accumulate=2"], id="pp"),
+        pytest.param("gpt2", ["tp=2,dp_shard=2,zero=3", "pp=2,dp_shard=2,zero=3,accumulate=2"], id="zero3-cut"),
+        pytest.param("vit", ["pp=2,dp_shard=2,zero=2,microbatches=3"], id="zero2-pp"),
+        *(pytest.param(name, ALL, id=f"{name}-all", marks=pytest.mark.long) for name in TASKS),
     ],
 )
-def test_memory_of_every_rank_of_a_cut_module_is_within_two_percent(name: str, plans: list[str], pool) -> None:
-    """Each rank's share and row, rehearsed without values, against the live bytes of the real rank."""
-    from shardwise.models import tasks
-    from shardwise.planner.traced import traced_subject
+def test_memory_of_every_rank_is_within_two_percent(name: str, plans: list[str], pool) -> None:
+    """Each rank as it is dealt and cut: its forecast against the peak of its live bytes."""
+    wrong = beyond(pool, name, plans)
+    assert not wrong, "\n".join(wrong)
 
-    task = getattr(tasks, name)()
-    samples = next(iter(task.batch(0).values())).shape[0]
-    wrong = []
+
+EXPERTS = ["dp_shard=2,ep=2,zero=1", "dp_shard=2,ep=2,pp=2,zero=2", "dp_shard=2,ep=2,tp=2,zero=1",
+           "dp_shard=4,ep=2,zero=3,remat=full", "dp_shard=2,ep=2,zero=2,accumulate=2"]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "plans"),
+    [
+        pytest.param("moe", EXPERTS[:1], id="moe"),
+        pytest.param("moe", EXPERTS, id="moe-all", marks=pytest.mark.long),
+        pytest.param("moe_shared", EXPERTS, id="moe_shared-all", marks=pytest.mark.long),
+    ],
+)
+def test_memory_of_dealt_experts_is_within_two_percent_of_all_ranks(name: str, plans: list[str], pool) -> None:
+    """Where a router sends more rows than half, the other rank of ep has fewer: the sum does not depend on it.
+
+    A rank by itself is as far off as its router is from an even load: here within 5%.
+    """
     for text in plans:
-        parsed = Plan.parse(text)
-        layout = of_plan(parsed, global_batch=samples, seq=1, uneven=True)
-        micro = (layout.micro_batch, layout.micro_batch)
-        subject = traced_subject(task, HERE, software("shardwise"), samples, "fp32", (parsed.remat,), micro)
-        forecast = [ledger.allocated for ledger in subject.simulate(layout).memory]
-        measured = [peak for peak, _ in pool.run(live_peak, 2, name, text)]
-        if len(forecast) == 1:  # the cut is even: one rank stands for both
-            forecast *= 2
-        wrong += [
-            f"{text} rank {rank}: {mine:.0f} forecast, {theirs} measured ({mine / theirs - 1:+.1%})"
-            for rank, (mine, theirs) in enumerate(zip(forecast, measured, strict=True))
-            if abs(mine / theirs - 1) > 0.02
-        ]
-    assert not wrong, "\n".join(wrong)
-
-
-MATRIX = [
-    "dp_replicate=2", "dp_replicate=2,remat=full", "dp_shard=2,zero=1", "dp_shard=2,zero=1,accumulate=2",
-    "dp_shard=2,zero=2", "dp_shard=2,zero=2,remat=selective", "tp=2", "tp=2,remat=full", "tp=2,accumulate=2", "pp=2",
-    "pp=2,microbatches=4", "pp=2,remat=full",
-]  # fmt: skip
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["gpt2", "vit", "moe", "decoder", "unet_group"])
-def test_memory_of_every_axis_with_recompute_and_micro_batches(name: str, pool) -> None:
-    """The fullest data rank of each rank of tp or pp: forecast within 2% of its live bytes."""
-    from shardwise.engine.batching import samples_in
-    from shardwise.models import tasks
-    from shardwise.planner.traced import traced_subject
-
-    task = getattr(tasks, name)()
-    samples = samples_in(task.batch(0))
-    wrong = []
-    for text in MATRIX:
-        parsed = Plan.parse(text)
-        layout = of_plan(parsed, global_batch=samples, seq=1, uneven=True)
-        micro = (layout.micro_batch, layout.micro_batch)
-        subject = traced_subject(task, HERE, software("shardwise"), samples, "fp32", (parsed.remat,), micro)
-        forecast = [ledger.allocated for ledger in subject.simulate(layout).memory]
-        measured = [peak for peak, _ in pool.run(live_peak, 2, name, text)]
-        if parsed.tp * parsed.pp == 1:
-            measured = [max(measured)]  # data ranks may be dealt different numbers of samples
-        wrong += [
-            f"{text} rank {rank}: {mine:.0f} forecast, {theirs} measured ({mine / theirs - 1:+.1%})"
-            for rank, (mine, theirs) in enumerate(zip(forecast * len(measured), measured, strict=False))
-            if abs(mine / theirs - 1) > 0.02
-        ]
-    assert not wrong, "\n".join(wrong)
-
-
-def test_what_of_a_cut_module_is_not_forecast_is_refused_by_name() -> None:
-    from shardwise import simulate
-    from shardwise.models.tasks import gpt2
-
-    for text, told in (("tp=2,dp_shard=2,zero=3", "zero=3 beside tp"), ("pp=2,dp_shard=2,zero=2", "zero=2 under a")):
-        with pytest.raises(RefusedPlan, match=told):
-            simulate(gpt2(), text, "8 h100-sxm-80gb")
+        forecast, measured = both(pool, name, text)
+        assert sum(forecast) == pytest.approx(sum(measured), rel=0.02), text
+        assert forecast == pytest.approx(measured, rel=0.05), text
 
 
 @pytest.mark.parametrize("text", ["dp_shard=2,zero=3", "dp_shard=2,zero=2,accumulate=2"])
@@ -425,3 +415,104 @@ def test_a_rank_of_many_is_measured_here() -> None:
     assert many["peak_live"] < few["peak_live"], "a seventh of the batch, not half"
     with pytest.raises(InputError, match="ranks 0 to 6, not 7"):
         measure_rank(make, Plan.parse("dp_replicate=7"), 7)
+
+
+# --- a search that does not do things twice
+
+
+@pytest.mark.parametrize(
+    ("name", "degree", "chunks"), [("1f1b", 2, 1), ("gpipe", 2, 1), ("zbh1", 2, 1), ("interleaved1f1b", 2, 2)]
+)
+def test_the_telling_part_of_a_row_holds_as_much_as_the_whole(name: str, degree: int, chunks: int, monkeypatch) -> None:
+    """Uneven micro-batches and tied ends: the same peak, and the same ops, as of the row played to its end."""
+    from shardwise.models import tasks
+    from shardwise.planner import rehearsal, shares
+    from shardwise.planner.tracing import one_sample
+
+    task = tasks.gpt2()
+    stages = ("blocks.0", "blocks.1", "head") if chunks == 2 else ()
+    cuts = shares.Cuts(pp=degree, schedule=name, microbatches=4, stages=stages)
+    looks = shares.Looks(task, one_sample(task))
+    shorter = 0
+    for sizes in ((1,), (2, 1, 1, 1)):
+        for rank in range(degree):
+            short = shares.Shares(looks, cuts).trace(0, rank, sizes)
+            with monkeypatch.context() as patch:
+                patch.setattr(rehearsal, "telling", lambda row, sizes, stages: list(row))
+                whole = shares.Shares(looks, cuts).trace(0, rank, sizes)
+            assert (short.peak, short.messages, short.wire) == (whole.peak, whole.messages, whole.wire)
+            assert {key: op.order for key, op in short.ops.items()} == {key: op.order for key, op in whole.ops.items()}
+            row = shares.Shares(looks, cuts).schedule.rows[rank]
+            shorter += len(rehearsal.telling(row, [1] * 4, degree * chunks)) < len(row)
+    assert shorter, "nothing was left out"
+
+
+def test_a_large_sample_is_read_once(monkeypatch) -> None:
+    """A plan with tp and pp of fields that are read for seconds reads one of them."""
+    import torch
+    from torch import nn
+
+    from shardwise import Task
+    from shardwise.planner import shares, traced
+
+    reads = []
+
+    class Fields:
+        def __len__(self) -> int:
+            return 100
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            reads.append(index)
+            return torch.zeros(64, 64)
+
+    def chain() -> nn.Module:
+        return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(4)))
+
+    monkeypatch.setattr(shares, "LARGE_BYTES", 1)
+    monkeypatch.setattr(traced, "LONG_S", 0.0)
+    task = Task(model=chain, loss=lambda output, batch: (output.sum(), len(batch)), data=Fields())
+    said: list[str] = []
+    subject = traced.traced_subject(
+        task, Cluster.parse("4 l40s"), software("shardwise"), 16, "bf16", ("none",), say=said.append
+    )
+    found = search_plans(subject, Cluster.parse("4 l40s"))
+    assert {proposal.family for proposal in found.proposals} >= {"DDP", "DDP + tp", "DDP + pp"}
+    assert reads == [0]
+    assert any("rehearsing pp=2" in text for text in said) and any("tracing" in text for text in said)
+
+
+def test_a_cache_that_a_block_is_given_does_not_grow_when_the_block_runs_again() -> None:
+    """As the decoders of transformers do when nobody switches their cache off."""
+    import torch
+    from torch import nn
+
+    from shardwise.memory.recompute import recompute_block
+
+    class Cache:
+        def __init__(self) -> None:
+            self.layers: list[dict[str, torch.Tensor]] = []
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor, cache: Cache) -> torch.Tensor:
+            cache.layers.append({"seen": self.linear(x)})
+            return x + torch.tanh(sum(layer["seen"] for layer in cache.layers))
+
+    gradients = {}
+    for policy in ("none", "full", "selective"):
+        torch.manual_seed(0)
+        blocks = nn.ModuleList(Block() for _ in range(3))
+        for block in blocks:
+            if policy != "none":
+                recompute_block(block, policy)
+        x, cache = torch.linspace(-1, 1, 8).view(2, 4), Cache()
+        for block in blocks:
+            x = block(x, cache)
+        x.square().sum().backward()
+        assert len(cache.layers) == 3
+        gradients[policy] = torch.cat([p.grad.flatten() for p in blocks.parameters()])
+    assert torch.equal(gradients["full"], gradients["none"])
+    assert torch.equal(gradients["selective"], gradients["none"])

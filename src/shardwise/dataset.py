@@ -92,6 +92,11 @@ def _fields(sample: Any) -> dict[str, str]:
     return found
 
 
+def name_of(source: Any) -> str:
+    """The class a user knows: that of the dataset, where a source wraps one."""
+    return type(source.dataset if isinstance(source, DatasetSource) else source).__name__
+
+
 def as_source(dataset: Any, collate: Callable[[list], Any] | None = None) -> Source:
     """`dataset` as a `Source`; a source is returned as it is.
 

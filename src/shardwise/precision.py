@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from shardwise.layout import Plan
@@ -54,6 +55,12 @@ class Precision:
     def buffers(self) -> torch.dtype:
         """Floating-point buffers keep this dtype: statistics and tables lose too much in 16 bits."""
         return torch.float64 if self.compute == torch.float64 else torch.float32
+
+    def held(self, tensor: torch.Tensor) -> torch.dtype:
+        """The dtype that a parameter or buffer of a module has under this precision."""
+        if not tensor.is_floating_point():
+            return tensor.dtype
+        return self.compute if isinstance(tensor, nn.Parameter) else self.buffers
 
     def cast_inputs(self, tree):
         """Floating-point tensors of a pytree in the compute dtype."""

@@ -69,20 +69,23 @@ def plan(answer: Answer, task: str, **words: Any) -> None:
     from shardwise.layout import check
     from shardwise.planner import Constraints
     from shardwise.planner import search as search_plans
+    from shardwise.planner.progress import telling
     from shardwise.planner.text import proposal_dict, search_text
 
     cluster = Cluster.parse(words["cluster"])
-    subject, batch = _subject(task, cluster, words, words["precision"])
     constraints = Constraints(
         words["max_tp"], words["max_pp"], words["max_cp"], _fixed(words["fix"]), words["min_memory_headroom"],
         check if words["runnable"] else None,
     )  # fmt: skip
-    found = search_plans(subject, cluster, constraints, precision=words["precision"])
+    with telling(not answer.as_json) as say:
+        subject, batch = _subject(task, cluster, words, words["precision"], say=say)
+        found = search_plans(subject, cluster, constraints, precision=words["precision"])
     best = found.best
     named = task if subject.own else "MODULE:TASK"  # a catalogue name is a shape, not a model that can be trained
-    written = str(best.plan)
+    chosen = next((p.plan for p in found.proposals if not p.runnable), best.plan)  # what can be run as it stands
+    written = str(chosen)
     if words["output"]:
-        _write(words["output"], best.plan.to_toml())
+        _write(words["output"], chosen.to_toml())
         written = words["output"]
     command = f"shardwise train {named} --plan '{written}'"
     answer.fields.update(
@@ -129,7 +132,7 @@ def simulate(answer: Answer, task: str, plan_text: str, **words: Any) -> None:
     from shardwise.layout import Plan
     from shardwise.planner.door import layout_of
     from shardwise.planner.text import forecast_lines, rank_map
-    from shardwise.simulator import goodput, timeline
+    from shardwise.simulator import goodput, page, timeline
 
     cluster, parsed = Cluster.parse(words["cluster"]), Plan.parse(plan_text)
     answer.fields.update(plan=str(parsed), world_size=parsed.world_size)
@@ -166,9 +169,10 @@ def simulate(answer: Answer, task: str, plan_text: str, **words: Any) -> None:
         cost = words["price"] * parsed.world_size / 3600 / forecast.tokens_per_s * 1e6
         answer.fields["cost_per_million_tokens"] = cost
         lines.append(f"cost of a million tokens: {cost:.4g} (at {words['price']:g} for a device and hour)")
-    for option, write in (("trace", timeline.chrome), ("html", timeline.page)):
+    title, memory = f"{subject.name}, {parsed}", cluster.device.memory_bytes
+    for option, write in (("trace", timeline.chrome), ("html", partial(page.page, capacity=memory))):
         if words[option]:
-            _write(words[option], write(forecast, f"{subject.name}, {parsed}"))
+            _write(words[option], write(forecast, title))
             lines.append(f"timeline written to {words[option]}")
     answer.text = "\n".join(lines)
 
@@ -285,13 +289,15 @@ def probe(answer: Answer, output: str, ranks: int | None, refine: str | None) ->
     from shardwise.cluster import Cluster
     from shardwise.planner.door import probe as measure
     from shardwise.planner.measure import text
+    from shardwise.planner.progress import telling
 
     if refine is not None:
         from shardwise.training.foresight import refine as refined
 
         cluster = refined(Cluster.parse(output if output.endswith(".toml") else output + ".toml"), Path(refine))
     else:
-        cluster = measure(ranks)
+        with telling(not answer.as_json) as say:
+            cluster = measure(ranks, say)
     _write(output, cluster.to_toml())
     answer.fields.update(cluster=cluster.as_dict(), file=output)
     correction = cluster.device.correction
@@ -318,16 +324,22 @@ def _write(path: str, text: str) -> None:
 
 
 def _subject(
-    task: str, cluster: Cluster, words: dict[str, Any], precision: str, plan: Plan | None = None
+    task: str,
+    cluster: Cluster,
+    words: dict[str, Any],
+    precision: str,
+    plan: Plan | None = None,
+    say: Callable[[str], None] | None = None,
 ) -> tuple[Subject, str]:
     """What the planner needs to know about TASK, and its batch in words."""
     from shardwise.planner.door import is_shape, subject_of
+    from shardwise.planner.progress import silent
 
     by_numbers = is_shape(task) and task not in _builtins() and not task.endswith((".toml", ".py"))
     subject = subject_of(
         task if by_numbers else _own_task(task), cluster,
         global_batch=words["global_batch"], seq=words["seq"], precision=precision, software_name=words["software"],
-        plan=plan,
+        plan=plan, say=say or silent,
     )  # fmt: skip
     of = f" of {subject.seq} tokens" if by_numbers else ""
     return subject, f"{subject.global_batch} samples{of}"

@@ -24,12 +24,14 @@ OPTIONAL = ("fp8_tflops", "sustained_bf16_tflops", "fp32_tflops", "host_gbps", "
 Product = tuple[str, int, int, int, float]  # dtype, m, n, k, microseconds
 Message = tuple[str, int, int, float]  # op, ranks, bytes, microseconds
 OpTime = tuple[str, float, float]  # op, bytes (FLOPs of convolutions and attention), microseconds
+Factor = tuple[str, float]  # kind of op, factor on its time
 Overhead = tuple[str, float, float, float]  # technique; microseconds of a step, of an op, of a unit or message
 # of a device's lists of measured rows: what the cells are, and whether a number may be 0
 ROWS: dict[str, tuple[tuple[type, ...], bool]] = {
     "products": ((str, int, int, int, float), False),
     "ops": ((str, float, float), False),
     "overheads": ((str, float, float, float), True),
+    "factors": ((str, float), False),
 }
 
 
@@ -51,6 +53,7 @@ class Device:
     products: tuple[Product, ...] = ()  # matrix products measured on this very device
     ops: tuple[OpTime, ...] = ()  # all other ops, measured one by one
     overheads: tuple[Overhead, ...] = ()  # what Python and the engine add, technique by technique
+    factors: tuple[Factor, ...] = ()  # what ops take inside a step, over what they take alone, by kind
     table: str = ""  # under which name matrix products and collectives are tabulated
     kind: str = "cuda"  # cuda or cpu
 

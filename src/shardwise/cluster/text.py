@@ -20,6 +20,8 @@ def parse(text: str) -> Cluster:
     counts = [int(count) for count in reversed(words[0].split("x"))]
     if min(counts) < 1:
         raise InputError(f"cluster: counts must be at least 1, got {words[0]!r}")
+    while len(counts) > 1 and counts[-1] == 1 and len(links) < len(counts) - 1:
+        counts.pop()  # one node has no neighbour to be linked to
     found, own = device(words[1])
     if len(links) != len(counts) - 1:
         raise InputError(

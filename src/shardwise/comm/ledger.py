@@ -31,9 +31,13 @@ class Entry:
 
 @dataclass
 class Ledger:
-    """Sums by (tag, op, axis) since the last `clear`."""
+    """Sums by (tag, op, axis) since the last `clear`.
+
+    loads  in a rehearsal of one rank: how much each rank of an exchange brings, this one among them; () for all alike
+    """
 
     entries: dict[tuple[str, str, str], Entry] = field(default_factory=lambda: defaultdict(Entry))
+    loads: tuple[int, ...] = ()
 
     def record(
         self, tag: str, op: str, axis: str, full_bytes: int, ranks: int, received_bytes: float | None = None

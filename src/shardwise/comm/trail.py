@@ -48,7 +48,7 @@ class Trail:
         self.position = 0
         self._others: list[int] = []
         self._table: memoryview | None = None
-        if axis.size > 1:
+        if not axis.silent:
             self._share(device)
 
     def _share(self, device: torch.device) -> None:

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from shardwise.config import plans
 from shardwise.config.schema import BUILTIN_DEFAULTS, BUILTINS, Config, ModelSizes, without_effect
-from shardwise.config.sources import Given, from_file, from_overrides, from_table, problem
+from shardwise.config.sources import Given, from_file, from_overrides, from_table, located, problem
 from shardwise.errors import InputError, did_you_mean
 from shardwise.layout.plan import Plan
 
@@ -79,7 +79,7 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = (), values: 
     if broken_file:
         _raise(problems)
     plan, plan_sources = plans.merge([g for g in given if _in_plan(g)], problems)
-    given = [g for g in given if not _in_plan(g)]
+    given = [located(g) for g in given if not _in_plan(g)]
     config, notes, given = _validate(given, problems)
     _raise(problems)
     assert config is not None

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 BUILTINS = ("text", "digits")
+PATHS = ("task.files", "task.tokenizer")  # files and folders, kept as absolute paths
 UNITS = {"k": 1024, "M": 1024**2}
 
 # what each optimizer reads besides lr
@@ -81,7 +82,15 @@ class TaskSection(Section):
     name: str = Field(
         default="text", description='"text" | "digits" | "module:callable", your own function that returns a Task'
     )
-    seq_len: int | None = Field(default=None, ge=2, description="bytes of one sample (text)")
+    seq_len: int | None = Field(default=None, ge=2, description="tokens of one sample (text)")
+    files: list[Annotated[str, Field(min_length=1)]] = Field(
+        default=[],
+        description='text files, or JSON lines with a text each: paths and patterns, "texts/*.txt" (text); '
+        "empty: Python's standard library",
+    )
+    tokenizer: str | None = Field(
+        default=None, min_length=1, description="folder with a tokenizer.json, for the files (text); not set: bytes"
+    )
     model: ModelSizes = Field(default=ModelSizes(), description="sizes of a builtin task's model")
 
 
@@ -175,7 +184,7 @@ class TrainSection(Section):
         min_length=1,
         description="cluster file of `shardwise probe`: the run writes its forecast beside what it measures",
     )
-    generate: int = Field(default=0, ge=0, description="bytes that the model writes at the end (text)")
+    generate: int = Field(default=0, ge=0, description="tokens that the model writes at the end (text)")
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto | cpu | cuda; auto: cuda if there")
 
 
@@ -198,6 +207,8 @@ class Unused(NamedTuple):
 def without_effect(config: Config, given: set[str]) -> dict[str, Unused]:
     """The keys that this configuration would not use; `given` are the keys that were set."""
     by_task = _task_without_effect(config.task.name)
+    if not config.task.files:
+        by_task.setdefault("task.tokenizer", "task.files is not set")
     found = {key: Unused(reason, "task.name") for key, reason in by_task.items()}
     optimizer, schedule, train = config.optimizer, config.schedule, config.train
     for key in {option for options in OPTIMIZER_OPTIONS.values() for option in options}:
@@ -233,6 +244,8 @@ def _task_without_effect(name: str) -> dict[str, str]:
         return {"task.model.patch": "the text model has no patches"}
     only_text = {
         "task.seq_len": "only the text task reads it",
+        "task.files": "only the text task reads text files",
+        "task.tokenizer": "only the text task reads text files",
         "train.batch_tokens": "only the text task counts tokens: give train.batch_samples",
         "train.generate": "only the text task writes text",
     }

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shardwise.config.schema import Config
+from shardwise.config.schema import PATHS, Config
 from shardwise.errors import did_you_mean
 
 SECTIONS = (*Config.model_fields, "plan")
@@ -62,6 +62,16 @@ def from_file(path: Path, problems: list[str], seen: tuple[Path, ...] = ()) -> l
     elif base is not None:
         problems.append(problem(str(path), "extends", base, "expected the path of another file, as text"))
     return inherited + from_table(data, str(path), path.parent)
+
+
+def located(given: Given) -> Given:
+    """Paths made absolute: in a file they are relative to it, and a run's own copy lies elsewhere."""
+    if given.key not in PATHS:
+        return given
+    folder = given.folder.absolute()
+    if isinstance(given.value, list):
+        return given._replace(value=[str(folder / v) if isinstance(v, str) else v for v in given.value])
+    return given._replace(value=str(folder / given.value)) if isinstance(given.value, str) else given
 
 
 def _read(path: Path, problems: list[str], seen: tuple[Path, ...]) -> dict[str, Any]:

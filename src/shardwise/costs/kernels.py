@@ -24,6 +24,11 @@ ATTENTION_SHARE = {"flash1": 0.30, "flash2": 0.55, "cudnn": 0.50}  # of the data
 BACKWARD_SHARE = 0.85  # attention's backward rate over its forward rate, without a table (assumed)
 
 
+# kinds of ops with a factor of their own on a device that was probed: inside a step an op takes longer than alone
+KINDS = ("products", "convolutions", "rest")
+_KIND = {"product": 0, "attention": 0, "conv": 1, "conv_backward": 1}
+
+
 @cache
 def sustained(device: str, what: str) -> float | None:
     """A packaged share of sustained.csv, or None."""
@@ -115,6 +120,11 @@ class Kernels:
         """
         table = measured_products(self.device.products, kind) if self.device.products else None
         return table.seconds(cells, out, deep) if table is not None and cells > 0 else None
+
+    def factor(self, op: str) -> float:
+        """Measured over computed time of ops of this kind, inside a step of this very device."""
+        kind = KINDS[_KIND.get(op, 2)]
+        return next((value for name, value in self.device.factors if name == kind), 1.0)
 
     @property
     def ops(self) -> OpTable | None:

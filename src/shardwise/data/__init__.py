@@ -9,6 +9,7 @@ from shardwise.data.fields import FieldSource
 from shardwise.data.jsonl import JsonlSource
 from shardwise.data.loader import Loader
 from shardwise.data.order import Order
+from shardwise.data.tokenized import tokenized
 from shardwise.data.tokens import TokenSource
 from shardwise.dataset import as_source
 from shardwise.engine.batching import parts_of, samples_in
@@ -31,5 +32,6 @@ __all__ = [
     "samples_in",
     "split",
     "standard_library_corpus",
+    "tokenized",
     "write_corpus",
 ]

@@ -146,7 +146,7 @@ def write_corpus(
     digest, count = hashlib.sha256(), 0
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _renamed(folder / PAYLOAD) as file:
+        with renamed(folder / PAYLOAD) as file:
             for chunk in _chunks(parts):
                 digest.update(chunk)
                 count += file.write(chunk)
@@ -159,22 +159,25 @@ def write_corpus(
             "source": source,
             "sha256": digest.hexdigest(),
         }
-        with _renamed(folder / DESCRIPTION) as file:
+        with renamed(folder / DESCRIPTION) as file:
             file.write(json.dumps(described, indent=2).encode() + b"\n")
     except OSError as error:
         raise InputError(f"the corpus in {folder} cannot be written: {error}") from error
     return Corpus.open(folder)
 
 
+def cache() -> Path:
+    """shardwise's folder in the user's cache (XDG_CACHE_HOME or ~/.cache)."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardwise"
+
+
 def standard_library_corpus(cache_folder: str | Path | None = None, *, limit: int = STANDARD_LIBRARY_LIMIT) -> Corpus:
     """The source code of this Python's standard library, at most `limit` bytes, built once and kept.
 
-    `cache_folder` is by default shardwise/ in the user's cache (XDG_CACHE_HOME or ~/.cache).
+    `cache_folder` is by default `cache()`.
     """
-    if cache_folder is None:
-        cache_folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardwise"
     version = ".".join(str(number) for number in sys.version_info[:3])
-    folder = Path(cache_folder) / f"python-{version}-{limit}"
+    folder = Path(cache_folder or cache()) / f"python-{version}-{limit}"
     try:
         return Corpus.open(folder)
     except InputError:
@@ -213,7 +216,7 @@ def _chunks(parts: Iterable[str | Path | bytes]) -> Iterator[bytes]:
 
 
 @contextmanager
-def _renamed(path: Path) -> Iterator[BinaryIO]:
+def renamed(path: Path) -> Iterator[BinaryIO]:
     """A file that takes its name only when it is whole; on an error nothing is left of it."""
     draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:

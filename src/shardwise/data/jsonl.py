@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from shardwise.data.tokenizer import read_tokenizer
 from shardwise.errors import InputError
 
 IGNORED = -100
@@ -50,9 +51,12 @@ class JsonlSource:
         self.paths = [Path(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
         self.seq_len, self.pad = seq_len, pad
         self.notices: list[str] = []
-        encode, own_end = encoder(tokenizer)
+        read = read_tokenizer(tokenizer)
+        end = read.end if end is None else end
+        if end is None and tokenizer is not None:
+            self.notices.append("the tokenizer tells no end-of-text token, so documents end without one: give end=")
         documents = [
-            self._document(where, line, encode, own_end if end is None else end) for where, line in self._lines()
+            self._document(where, line, read.encode, end) for path in self.paths for where, line in json_lines(path)
         ]
         if not documents:
             raise InputError(f"{', '.join(map(str, self.paths))}: there is no line to learn from")
@@ -64,16 +68,6 @@ class JsonlSource:
         self.rows = (
             packed([len(tokens) for tokens in self._tokens], seq_len) if pack else [[i] for i in range(len(documents))]
         )
-
-    def _lines(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        for path in self.paths:
-            try:
-                text = path.read_bytes()
-            except OSError as error:
-                raise InputError(f"{path} cannot be read: {error}") from error
-            for number, line in enumerate(text.splitlines(), 1):
-                if line.strip():
-                    yield f"{path}:{number}", _object(f"{path}:{number}", line)
 
     def _document(self, where: str, line: dict, encode: Encode, end: int | None) -> tuple[np.ndarray, np.ndarray]:
         tokens: list[int] = []
@@ -125,42 +119,15 @@ def packed(lengths: list[int], room: int) -> list[list[int]]:
     return rows
 
 
-def encoder(tokenizer: Any) -> tuple[Encode, int | None]:
-    """text -> tokens, and the token that ends a text where the tokenizer has one."""
-    if tokenizer is None:
-        return lambda text: list(text.encode()), None
-    if isinstance(tokenizer, str | Path):
-        tokenizer = _from_folder(Path(tokenizer))
-    end = getattr(tokenizer, "eos_token_id", None)
-    if hasattr(tokenizer, "token_to_id") and end is None:
-        known = (tokenizer.token_to_id(name) for name in ("</s>", "<|endoftext|>", "<eos>", "<|im_end|>", "[SEP]"))
-        end = next((token for token in known if token is not None), None)
-    call = tokenizer.encode if hasattr(tokenizer, "encode") else tokenizer
-    if not callable(call):
-        raise InputError(f"tokenizer: expected a folder, a function, or an object with encode, got {type(tokenizer)}")
-
-    def encode(text: str) -> list[int]:
-        try:
-            found = call(text, add_special_tokens=False)
-        except TypeError:  # a plain function, or an encode of another kind
-            found = call(text)
-        return list(getattr(found, "ids", found))
-
-    return encode, end
-
-
-def _from_folder(path: Path) -> Any:
-    file = path / "tokenizer.json" if path.is_dir() else path
-    if not file.exists():
-        raise InputError(f"tokenizer: there is no {file}")
+def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """("file:line", object) of each line that is not empty; `InputError` names the place of one that is none."""
     try:
-        from tokenizers import Tokenizer
-    except ImportError as error:
-        raise InputError(f"reading {file} needs tokenizers ({error}): pip install 'shardwise[text]'") from error
-    try:
-        return Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises plain Exception
-        raise InputError(f"{file} is not a tokenizer: {error}") from error
+        text = path.read_bytes()
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error}") from error
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip():
+            yield f"{path}:{number}", _object(f"{path}:{number}", line)
 
 
 def _object(where: str, line: bytes) -> dict[str, Any]:

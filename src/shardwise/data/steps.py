@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.data.order import Order
+from shardwise.dataset import name_of
 from shardwise.engine.batching import check_ranks, check_samples
 from shardwise.errors import InputError
 from shardwise.layout.dealing import Share, deal
@@ -60,7 +61,7 @@ class Steps:
         now = len(self.source)
         if now != self.order.length:
             raise InputError(
-                f"{type(self.source).__name__} had {self.order.length} samples when the run began and has {now} now: a "
+                f"{name_of(self.source)} had {self.order.length} samples when the run began and has {now} now: a "
                 "source must not change while it is read; start anew with the data as it is"
             )
         indices = self.order.indices(start, stop)

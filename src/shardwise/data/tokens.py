@@ -12,6 +12,7 @@ What this does not do: mark the borders of documents (`JsonlSource` packs whole 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ class TokenSource:
         self.paths = [Path(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
         self.seq_len, self.dtype, self.vocab = seq_len, dtype, vocab
         self._open()
+        self.span = (0, int(self._ends[-1]) if len(self._ends) else 0)
 
     def _open(self) -> None:
         self.files = [_mapped(path, self.dtype) for path in self.paths]
@@ -47,15 +49,36 @@ class TokenSource:
         self._ends = np.cumsum(windows)
 
     def __len__(self) -> int:
-        return int(self._ends[-1]) if len(self._ends) else 0
+        return self.span[1] - self.span[0]
+
+    def over(self, start: int, stop: int) -> TokenSource:
+        """The windows [start, stop) of this source, as a source."""
+        if not 0 <= start < stop <= len(self):
+            raise InputError(f"windows [{start}, {stop}) do not lie in a source of {len(self)}")
+        part = copy(self)
+        part.span = (self.span[0] + start, self.span[0] + stop)
+        return part
+
+    def split(self, held_out: float = 0.05) -> tuple[TokenSource, TokenSource]:
+        """(train, held out): the windows at the end are held out, at least one."""
+        if not 0 < held_out < 1:
+            raise InputError(f"held_out is a fraction between 0 and 1, got {held_out}")
+        held = max(1, round(len(self) * held_out))
+        if len(self) - held < 1:
+            raise InputError(
+                f"{', '.join(map(str, self.paths))}: {len(self)} windows of {self.seq_len} + 1 tokens are too few to "
+                "train on some and hold out others; give more text or a shorter seq_len"
+            )
+        return self.over(0, len(self) - held), self.over(len(self) - held, len(self))
 
     def read(self, indices: list[int], region: Any = None) -> dict[str, torch.Tensor]:
         rows = np.empty((len(indices), self.seq_len + 1), dtype=np.int64)
         for row, index in enumerate(indices):
             if not 0 <= index < len(self):
                 raise IndexError(f"window {index} is not in a source of {len(self)}")
-            file = int(np.searchsorted(self._ends, index, side="right"))
-            start = (index - (int(self._ends[file - 1]) if file else 0)) * self.seq_len
+            window = self.span[0] + index
+            file = int(np.searchsorted(self._ends, window, side="right"))
+            start = (window - (int(self._ends[file - 1]) if file else 0)) * self.seq_len
             rows[row] = self.files[file][start : start + self.seq_len + 1]
             self._check(rows[row], file, start)
         return {"tokens": torch.from_numpy(rows)}
@@ -71,7 +94,7 @@ class TokenSource:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("paths", "seq_len", "dtype", "vocab")}
+        return {name: getattr(self, name) for name in ("paths", "seq_len", "dtype", "vocab", "span")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

@@ -12,7 +12,6 @@ rank tells the global weight, and gradients are divided by it once, together wit
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -24,14 +23,15 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import CheckpointError
 
-from shardwise.comm import Ledger, Observer, all_reduce, barrier, gather_json, gather_rows
+from shardwise.comm import Ledger, Observer, barrier, gather_json
 from shardwise.device import math_attention_only, pick_device, seed_generators
 from shardwise.engine import export
 from shardwise.engine.batching import parts_of, samples_in, slice_samples
 from shardwise.engine.check import Findings, look, wrong_model
 from shardwise.engine.control import Agreement, Asked, Tally, agree, gather_reached
 from shardwise.engine.forward import Forward
-from shardwise.engine.loss import Loss
+from shardwise.engine.normalise import normalise, square_norm
+from shardwise.engine.objective import objective_of
 from shardwise.engine.optimizer import make_optimizer
 from shardwise.engine.pipelined import Pipeline, StagedForward
 from shardwise.engine.predict import predict
@@ -39,13 +39,13 @@ from shardwise.engine.recipe import apply_plan, trainable
 from shardwise.engine.result import StepResult
 from shardwise.engine.samples import SAMPLES, costly, few_samples
 from shardwise.engine.scaler import LossScale
-from shardwise.errors import InputError, RefusedPlan, RunError, ShardwiseError
+from shardwise.errors import InputError, RefusedPlan, ShardwiseError
 from shardwise.layout import Plan, check
 from shardwise.layout.dealing import Share
 from shardwise.layout.grid import placement
 from shardwise.mesh import Mesh, build_mesh
 from shardwise.parallel.batchnorm import batch_norm_modules, sync_module
-from shardwise.parallel.slots import Phase, Slot
+from shardwise.parallel.slots import Phase
 from shardwise.part import forget
 from shardwise.precision import Precision
 from shardwise.random import BatchDims, GlobalRandom, Samples, seed_python
@@ -280,7 +280,7 @@ class Engine:
             refuse = self.task.branches == "same"
             used = gather_reached(tally, self.names, self.mesh.data, self.device, refuse=refuse)
             agreed = self._finish(tally, used)
-        return self._normalise(agreed)
+        return normalise(self, agreed)
 
     def _finish(self, tally: Tally, used: set[int]) -> Agreement:
         """Complete the gradients and exchange control rows.
@@ -293,10 +293,10 @@ class Engine:
             return self.pipeline.finish(tally, used)
         if self.technique.in_pieces:
             self.technique.finish_step(used)
-            return agree(tally, self.square_norm(), self.mesh.data)
+            return agree(tally, square_norm(self), self.mesh.data)
         asked = Asked(tally, 0.0, self.mesh.data)
         self.technique.finish_step(used)
-        return replace(asked.answer(), square_norms=[self.square_norm()])
+        return replace(asked.answer(), square_norms=[square_norm(self)])
 
     def _micro_batch(self, index: int, part: Share, tally: Tally, *, last: bool) -> None:
         self.phase.stand_in = part.count == 0
@@ -305,7 +305,7 @@ class Engine:
         self.technique.start_micro_batch(last=last)
         with self.random_context():
             loss = self.forward(part)
-            objective, extras = self.objective(loss)
+            objective, extras = objective_of(self, loss)
             if not objective.requires_grad:
                 raise InputError("Task.loss returned a sum that does not depend on any trainable parameter")
             try:
@@ -318,116 +318,6 @@ class Engine:
                 ) from error
         tally.used.append(self.technique.finish_micro_batch())
         tally.add(loss, part.count, extras)
-
-    def objective(self, loss: Loss) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """What is differentiated: the sum, plus extra terms brought to the main weight, times the loss scale.
-
-        An extra (E, V) of its own weight enters as E w / V with the micro-batch's global weights w and V, so that
-        the step's loss is sum_i (S_i + w_i E_i / V_i) / W.
-        """
-        objective = loss.total
-        extras: dict[str, torch.Tensor] = {}
-        factors = self._extra_factors(loss)
-        for name, extra in loss.extras.items():
-            term = extra.total * factors[name]
-            objective = objective + term
-            extras[name] = term.detach()
-        if self.scale is not None:
-            objective = objective * self.scale.factor(loss.weight, self.mesh.data, self.device)
-        return objective, extras
-
-    def _extra_factors(self, loss: Loss) -> dict[str, float]:
-        own = [name for name, extra in sorted(loss.extras.items()) if extra.weight is not None]
-        factors = dict.fromkeys(loss.extras, 1.0)
-        if own:
-            row = [float(loss.weight)] + [float(loss.extras[name].weight or 0.0) for name in own]
-            table = gather_rows(torch.tensor(row, dtype=torch.float64, device=self.device), self.mesh.data)
-            totals = table.sum(dim=0).tolist()
-            factors |= {name: totals[0] / total if total else 0.0 for name, total in zip(own, totals[1:], strict=True)}
-        return factors
-
-    def _held_gradients(self) -> list[torch.Tensor]:
-        gradients = (slot.master.grad for slot in self.technique.slots)
-        return [gradient for gradient in gradients if gradient is not None]
-
-    def _counted_slots(self) -> list[Slot]:
-        """Without those that another rank of dp_shard or another pipeline stage holds too, and counts."""
-        slots = [slot for slot in self.technique.slots if slot.counted]
-        if self.pipeline is None:
-            return slots
-        return [slot for slot in slots if self.pipeline.counts_here(slot.name)]
-
-    def square_norm(self) -> float:
-        """Of the gradients that this rank counts, and of the shares of other ranks of tp; what is whole counts once."""
-        slots = self._counted_slots()
-        if self.tensor is None:
-            return float(self._sum_of_squares(slots))
-        total = self._sum_of_squares([slot for slot in slots if slot.name in self.tensor.cuts])
-        if self.mesh.tp.index == 0:
-            total = total + self._sum_of_squares([slot for slot in slots if slot.name not in self.tensor.cuts])
-        all_reduce(total, self.mesh.tp, "control")
-        return float(total)
-
-    def _sum_of_squares(self, slots: list[Slot]) -> torch.Tensor:
-        gradients = [slot.master.grad for slot in slots if slot.master.grad is not None and slot.master.grad.numel()]
-        if not gradients:
-            return torch.zeros((), dtype=torch.float64, device=self.device)
-        return torch.stack(torch._foreach_norm(gradients)).double().square().sum()
-
-    def _normalise(self, agreed: Agreement) -> tuple[StepResult, bool]:
-        """Divide by the global weight and clip; decide, alike on all ranks, whether the update is finite."""
-        weight = agreed.weight
-        divisor = weight * (self.scale.value if self.scale is not None else 1.0)
-        rows = agreed.square_norms[: self.plan.dp_shard] if self.technique.in_pieces else agreed.square_norms[:1]
-        norm = math.sqrt(sum(rows)) / divisor if divisor else math.nan
-        loss = (agreed.total + sum(agreed.extras.values())) / weight if weight else math.nan
-        finite = math.isfinite(loss) and math.isfinite(norm)
-        result = StepResult(
-            step=self.steps_done,
-            loss=loss,
-            weight=weight,
-            grad_norm=norm,
-            lr=float(self.optimizer.param_groups[0].get("lr", math.nan)),
-            samples=agreed.samples,
-            skipped=not finite,
-            extras={name: value / weight if weight else math.nan for name, value in agreed.extras.items()},
-        )
-        if self.scale is not None:
-            self.scale.update(overflow=math.isfinite(loss) and not math.isfinite(norm))
-        if not finite:
-            self._not_finite(result)
-            return result, False
-        clip = min(1.0, self.clip_norm / (norm + 1e-6)) if self.clip_norm is not None else 1.0
-        gradients = self._held_gradients()
-        if gradients and clip / divisor != 1.0:
-            torch._foreach_mul_(gradients, clip / divisor)
-        return result, True
-
-    def _not_finite(self, result: StepResult) -> None:
-        """Raise, unless skipping was asked for or the loss scaler expects this."""
-        if self.on_nonfinite == "skip" or (self.scale is not None and math.isfinite(result.loss)):
-            return
-        what = f"loss {result.loss}" if not math.isfinite(result.loss) else f"gradient norm {result.grad_norm}"
-        if result.weight == 0:
-            what = "global weight 0 (no sample or token counts), so the loss"
-        bad = self._first_bad_gradient()
-        where = f"; the first bad gradient is that of '{bad}'" if bad else ""
-        raise RunError(
-            f"{what} is not finite in step {self.steps_done}{where}. Lower the learning rate, set clip_norm, or go on "
-            'without such updates by on_nonfinite="skip"'
-        )
-
-    def _first_bad_gradient(self) -> str | None:
-        index_of = {name: index for index, name in enumerate(self.names)}
-        bad = [
-            index_of[slot.name]
-            for slot in self.technique.slots
-            if slot.master.grad is not None and not bool(torch.isfinite(slot.master.grad).all())
-        ]
-        first = float(min(bad, default=len(self.names)))
-        table = gather_rows(torch.tensor([first], dtype=torch.float64, device=self.device), self.mesh.data)
-        found = int(table.min())
-        return self.names[found] if found < len(self.names) else None
 
     # --- randomness ---
 
@@ -500,6 +390,13 @@ class Engine:
             if not param.requires_grad and name in self.held_frozen:
                 held = param.full_tensor() if hasattr(param, "full_tensor") else param
                 yield name, self._whole(name, held.detach())
+
+    def full_parameter(self, name: str) -> torch.Tensor:
+        """One whole parameter, its master first. Collective; not under a pipeline."""
+        if name in self.names:
+            return self._whole(name, self.technique.full_parameter(self.names.index(name)))
+        held: Any = dict(self.module.named_parameters())[name]
+        return self._whole(name, (held.full_tensor() if hasattr(held, "full_tensor") else held).detach())
 
     def full_gradients(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         """(name, whole gradient, None where unused) of the step just done. Collective."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -120,6 +121,12 @@ class Forward:
         if self.data.index == 0:
             return loss
         return Loss(_uncounted(loss.total), 0.0, {k: _uncounted_extra(v) for k, v in loss.extras.items()})
+
+
+def run_alone(task: Task, precision: Precision) -> Callable[[nn.Module, Any], Loss]:
+    """(module, batch) -> loss without other ranks, on the CPU: to look at a module before ranks hold it."""
+    alone = Axis.alone("data")
+    return lambda module, batch: Forward(task, module, precision, torch.device("cpu"), alone).local(batch)
 
 
 def beyond_table(error: IndexError, module: nn.Module) -> InputError | None:

@@ -28,6 +28,8 @@ from shardwise.engine.control import Agreement, Tally, agree
 from shardwise.engine.cutting import Cut
 from shardwise.engine.forward import Forward
 from shardwise.engine.loss import Extra, Loss
+from shardwise.engine.normalise import square_norm
+from shardwise.engine.objective import objective_of
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout.dealing import Share
 from shardwise.layout.schedules import Op, plain_schedule
@@ -203,7 +205,7 @@ class Pipeline:
         forward.staged.taken = []  # or the last of them would live on until the next step
 
     def _loss(self, loss: Loss, part: Share, tally: Tally) -> torch.Tensor:
-        objective, extras = self.engine.objective(loss)
+        objective, extras = objective_of(self.engine, loss)
         if not objective.requires_grad:
             raise InputError("Task.loss returned a sum that does not depend on any trainable parameter")
         tally.add(loss, part.count, extras)
@@ -267,7 +269,7 @@ class Pipeline:
             if not agreed.same_branches:  # the engine comes again, with what any data rank used
                 return agreed
         self._sum_tied(used)
-        return self.agree(tally, self.engine.square_norm())
+        return self.agree(tally, square_norm(self.engine))
 
     def agree(self, tally: Tally, square_norm: float) -> Agreement:
         """The control rows of the data ranks, then of the stages: loss from the last, norms from all."""

@@ -6,16 +6,15 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from shardwise.comm import Axis
 from shardwise.engine.batching import samples_in
-from shardwise.engine.forward import Forward
+from shardwise.engine.forward import run_alone
 from shardwise.engine.samples import SAMPLES, a_few, few_samples
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
 from shardwise.mesh import Mesh
-from shardwise.parallel.tensor import Derived, TensorParallel, find_cuts
+from shardwise.parallel.tensor import Derived, Followed, TensorParallel, find_cuts
 from shardwise.precision import Precision
 from shardwise.task import Task
 from shardwise.trace.deferred import Built, build
@@ -33,19 +32,23 @@ def cut_tensors(
     )
 
 
-def derive_cuts(task: Task, plan: Plan, precision: Precision, built: Built, batch: Any) -> Derived:
-    """What `plan.tp` ranks hold of each parameter, from a few samples. Needs no process group."""
-    alone = Axis.alone("data")
+def derive_cuts(
+    task: Task, plan: Plan, precision: Precision, built: Built, batch: Any, followed: Followed | None = None
+) -> Derived:  # fmt: skip
+    """What `plan.tp` ranks hold of each parameter, from a few samples. Needs no process group.
 
-    def run(module: nn.Module, inputs: Any) -> Any:
-        return Forward(task, module, precision, torch.device("cpu"), alone).local(inputs)
-
-    def dtype_of(tensor: torch.Tensor) -> torch.dtype:
-        if not tensor.is_floating_point():
-            return tensor.dtype
-        return precision.compute if isinstance(tensor, nn.Parameter) else precision.buffers
-
-    derived = find_cuts(built, batch, run, plan.tp, plan.tp_whole, sequence=plan.sp, dtype_of=dtype_of)
+    followed  what earlier calls for this task and precision found, whatever the degree; grows
+    """
+    derived = find_cuts(
+        built,
+        batch,
+        run_alone(task, precision),
+        plan.tp,
+        plan.tp_whole,
+        sequence=plan.sp,
+        dtype_of=precision.held,
+        followed=followed,
+    )
     if not derived.cuts:
         reasons = sorted({reason for reason in derived.whole.values() if reason})
         raise RefusedPlan(

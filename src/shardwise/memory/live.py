@@ -32,8 +32,9 @@ def storage_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
 class LiveBytes(TorchDispatchMode):
     """Counts live bytes while it is active: `now`, and `peak` since the start or the last `reset_peak`.
 
-    A storage that was resized without an op (FSDP2 gives gathered parameters back so) counts with its present size:
-    sizes are read again whenever `now` is asked for or a new peak would be noted.
+    A storage that is resized without an op (FSDP2 gives gathered parameters their memory and takes it so) counts with
+    its present size: sizes are read again whenever `now` is asked for or a new peak would be noted, and those that
+    were once seen to change after every op.
 
     `settle=True` notes a peak only of what is still held once garbage was collected and other threads have had their
     turn: a cycle waits for Python to look, and a thread of the backend lets go of a collective's tensors a moment after
@@ -47,6 +48,7 @@ class LiveBytes(TorchDispatchMode):
         self._total = 0
         self._sizes: dict[int, int] = {}
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._resized: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     @property
     def now(self) -> int:
@@ -74,6 +76,7 @@ class LiveBytes(TorchDispatchMode):
 
     def _meet(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
+        self._read(self._resized)
         if key not in self._sizes:
             self._sizes[key] = 0
             self._storages[key] = weakref.ref(storage)
@@ -97,11 +100,16 @@ class LiveBytes(TorchDispatchMode):
         self._sizes[key] = size
 
     def _read_again(self) -> None:
-        for key, reference in list(self._storages.items()):
+        self._read(self._storages)
+
+    def _read(self, storages: dict[int, weakref.ref[torch.UntypedStorage]]) -> None:
+        for key, reference in list(storages.items()):
             storage = reference()
-            if storage is not None:
-                self._count(key, storage.nbytes())
+            if storage is not None and (size := storage.nbytes()) != self._sizes[key]:
+                self._resized[key] = reference
+                self._count(key, size)
 
     def _free(self, key: int) -> None:
         self._total -= self._sizes.pop(key, 0)
         self._storages.pop(key, None)
+        self._resized.pop(key, None)

@@ -8,7 +8,8 @@ forward; selective, that of norms, activations and elementwise ops.
 Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016); selective: Korthikanti et al. (2022),
 section 5. The mechanism is `torch.utils.checkpoint`, non-reentrant.
 
-Counters and running statistics advance once: the second forward meets them as the first did.
+Counters, running statistics and what lies in objects that a block is given (a cache of keys and values) advance once:
+the second forward meets them as the first did.
 
 What this does not do: recompute what lies outside the blocks.
 """
@@ -22,7 +23,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from shardwise.trace.state import ModuleState
+from shardwise.trace.state import ModuleState, PassedState
 
 _KEPT = {
     torch.ops.aten.mm.default,
@@ -55,7 +56,8 @@ def recompute_block(block: nn.Module, policy: str) -> None:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         before = ModuleState(block, changing)
-        output = checkpoint(_again(forward, before), *args, use_reentrant=False, **options, **kwargs)
+        given = PassedState(args, kwargs)
+        output = checkpoint(_again(forward, before, given), *args, use_reentrant=False, **options, **kwargs)
         if changing is None:
             changing = before.changed()
         return output
@@ -63,7 +65,7 @@ def recompute_block(block: nn.Module, policy: str) -> None:
     block.forward = recomputed
 
 
-def _again(forward: Callable, before: ModuleState) -> Callable:
+def _again(forward: Callable, before: ModuleState, given: PassedState) -> Callable:
     """The forward; from its second call on, it meets the state that the first met and leaves what it found."""
     calls = 0
 
@@ -72,7 +74,7 @@ def _again(forward: Callable, before: ModuleState) -> Callable:
         calls += 1
         if calls == 1:
             return forward(*args, **kwargs)
-        with before.standing_in():
+        with before.standing_in(), given.standing_in():
             return forward(*args, **kwargs)
 
     return run

@@ -64,6 +64,13 @@ class DecoderConfig:
         return presets[name]
 
 
+def turns(config: DecoderConfig) -> tuple[Tensor, Tensor]:
+    """Cosine and sine (context, D/2) of each position's angles (Su et al., "RoFormer", 2021, section 3.2.2)."""
+    powers = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    angles = torch.outer(torch.arange(config.context, dtype=torch.float32), config.rope_base**-powers)
+    return angles.cos(), angles.sin()
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn each pair (x[i], x[i + D/2]) by its angle; computed in the wider dtype of the two."""
     a, b = x.chunk(2, dim=-1)  # each (B, heads, S, D/2)
@@ -127,10 +134,9 @@ class Decoder(nn.Module):
         self.head = nn.Linear(config.hidden, config.vocab, bias=False)
         if config.tied:
             self.head.weight = self.embedding.weight
-        powers = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-        angles = torch.outer(torch.arange(config.context, dtype=torch.float32), config.rope_base**-powers)
-        self.register_buffer("cos", angles.cos(), persistent=False)  # (context, D/2)
-        self.register_buffer("sin", angles.sin(), persistent=False)  # (context, D/2)
+        cos, sin = turns(config)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
                 residual = name.endswith(("attention.out.weight", "down.weight"))

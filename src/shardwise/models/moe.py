@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.models.decoder import Attention, DecoderConfig
+from shardwise.models.decoder import Attention, DecoderConfig, turns
 
 EXCESS = 1e-3  # scale of the bias row's gradient, so that it hardly counts in the norm; its sign is what is used
 
@@ -156,10 +156,9 @@ class MoEDecoder(nn.Module):
         self.blocks = nn.ModuleList(MoEBlock(config) for _ in range(sizes.layers))
         self.norm = nn.RMSNorm(sizes.hidden, eps=sizes.norm_eps)
         self.head = nn.Linear(sizes.hidden, sizes.vocab, bias=False)
-        powers = torch.arange(0, sizes.head_dim, 2, dtype=torch.float32) / sizes.head_dim
-        angles = torch.outer(torch.arange(sizes.context, dtype=torch.float32), sizes.rope_base**-powers)
-        self.register_buffer("cos", angles.cos(), persistent=False)  # (context, D/2)
-        self.register_buffer("sin", angles.sin(), persistent=False)  # (context, D/2)
+        cos, sin = turns(sizes)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
         for name, parameter in self.named_parameters():
             if parameter.dim() >= 2 and not name.endswith("router.bias"):
                 residual = name.endswith(("attention.out.weight", "down", "down.weight"))

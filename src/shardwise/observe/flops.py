@@ -53,7 +53,7 @@ def count_flops(model: Callable[[], nn.Module], sample: Any, inputs: Callable, t
             return Flops(6.0 * tokens_per_sample * _multiplied(built), BY_PARAMETERS)
         return Flops(3.0 * _forward(built, sample, inputs), BY_COUNTING)
     except Exception as error:  # any model may refuse meta tensors; a run needs no FLOPs
-        return Flops(None, f"FLOPs not counted: the model does not run on shapes alone ({type(error).__name__})")
+        return Flops(None, f"not counted: the model does not run on shapes alone ({type(error).__name__})")
 
 
 def _multiplied(model: nn.Module) -> int:

@@ -5,6 +5,7 @@
     exposed comm   the thread that trains is inside a collective or waits for one, by mesh axis
     optimizer      the update, without the collectives in it
     idle           the rest of the step: Python between operations
+    between steps  records, evaluation, checkpoints and whatever else is done once a step is over
     hidden comm    collectives that ran while the above went on; not part of the sum
 
 The parts are read from the trace, the length of the steps from another clock, so that their sum can be checked.
@@ -32,7 +33,9 @@ from shardwise.engine.engine import Engine
 Span = tuple[float, float]
 FOLDER = "profile"
 _PREFIX = "shardwise."
-_INPUT, _STEP, _UPDATE, _WAIT, _ISSUE = (f"{_PREFIX}{word}" for word in ("input", "step", "update", "wait", "issue"))
+_ALL, _INPUT, _STEP, _UPDATE, _WAIT, _ISSUE = (
+    f"{_PREFIX}{word}" for word in ("steps", "input", "step", "update", "wait", "issue")
+)
 _BACKGROUND = {"gloo:all_gather": "all_gather", "gloo:all_reduce": "all_reduce", "gloo:broadcast": "broadcast",
                "gloo:all_to_all": "all_to_all"}  # fmt: skip
 _AS_GLOO = {"reduce_scatter": "all_reduce"}  # what gloo makes of it
@@ -44,6 +47,7 @@ class StepProfile:
     def __init__(self, steps: range, engine: Engine, folder: Path) -> None:
         self.steps, self.engine, self.folder = steps, engine, folder
         self._profiler: Any = None
+        self._all: Any = None
         self._undo: list[Callable[[], None]] = []
         self.measured_s = 0.0
         self._began = 0.0
@@ -56,7 +60,9 @@ class StepProfile:
         self._profiler = profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])])
         self._profiler.__enter__()
         self._watch()
+        self._all = record_function(_ALL)
         self._began = time.perf_counter()
+        self._all.__enter__()
 
     @contextmanager
     def inside(self, step: int, part: str) -> Iterator[None]:
@@ -71,6 +77,7 @@ class StepProfile:
         """After a step: the table of this rank once the last one is done (empty on a GPU), else None."""
         if not self.steps or step != self.steps.stop - 1:
             return None
+        self._all.__exit__(None, None, None)
         self.measured_s = time.perf_counter() - self._began
         for undo in reversed(self._undo):
             undo()
@@ -150,7 +157,8 @@ def table_of(events: list[Any], steps: int, measured_s: float) -> dict[str, floa
     def spans(chosen: Callable[[Any], bool], among: list[Any]) -> list[Span]:
         return union([(event.time_range.start, event.time_range.end) for event in among if chosen(event)])
 
-    whole = spans(lambda event: event.name in (_STEP, _INPUT), own)
+    whole = spans(lambda event: event.name == _ALL, own)
+    inside = spans(lambda event: event.name in (_STEP, _INPUT), own)
     waits = spans(lambda event: event.name == _WAIT or event.name.startswith(_ISSUE), own)
     update = minus(spans(lambda event: event.name == _UPDATE, own), waits)
     reading = spans(lambda event: event.name == _INPUT, own)
@@ -167,7 +175,8 @@ def table_of(events: list[Any], steps: int, measured_s: float) -> dict[str, floa
     table["exposed comm, waiting for others"] = length(left) * per_step
     table["optimizer"] = length(update) * per_step
     parts = union([*reading, *compute, *waits, *update])
-    table["idle"] = (length(whole) - length(meet(whole, parts))) * per_step
+    table["idle"] = length(minus(inside, parts)) * per_step
+    table["between steps"] = length(minus(minus(whole, inside), parts)) * per_step
     for axis, ran in sorted(background.items()):
         table[f"hidden comm, {axis}"] = length(minus(ran, waits)) * per_step
     table["measured"] = measured_s * 1e3 / steps

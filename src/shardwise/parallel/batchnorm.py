@@ -18,6 +18,7 @@ What this does not do: fuse kernels; the local part is plain PyTorch ops.
 from __future__ import annotations
 
 import types
+from abc import ABC, abstractmethod
 
 import torch
 from torch import nn
@@ -70,7 +71,7 @@ def synced_batch_norm(
     return y.to(x.dtype)
 
 
-class _MeetsBatchNorm(TorchFunctionMode):
+class _MeetsBatchNorm(TorchFunctionMode, ABC):
     """Sends both spellings of batch norm to `_batch_norm`."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -82,10 +83,11 @@ class _MeetsBatchNorm(TorchFunctionMode):
             return self._batch_norm(x, mean, var, weight, bias, training, momentum, eps)
         return func(*args, **kwargs)
 
+    @abstractmethod
     def _batch_norm(
         self, x, running_mean=None, running_var=None, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5
     ):
-        raise NotImplementedError
+        """What batch norm is while this mode is active; arguments as `functional.batch_norm` has them."""
 
 
 class _Synced(_MeetsBatchNorm):

@@ -46,6 +46,7 @@ def _noting(owner: Callable[[], FullShard | None], index: int) -> Callable[[torc
         technique = owner()
         if technique is not None:
             technique._used_now.add(index)
+            technique.heard(param)
 
     return note
 
@@ -75,6 +76,7 @@ class FullShard:
         self._whole_gradients: dict[int, torch.Tensor] = {}
         self._used_now: set[int] = set()
         self._used: set[int] = set()
+        self.heard: Callable[[torch.Tensor], None] = lambda param: None  # told of each gradient that arrives
         paths = {id(child): path for path, child in module.named_modules()}
         self._names = [f"unit '{paths[id(unit)]}'" if paths[id(unit)] else "the root unit" for unit in self.units]
         self._trail = Trail(mesh.data, [*self._names, _END], mesh.device)

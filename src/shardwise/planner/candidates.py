@@ -78,10 +78,18 @@ def _data(shape: Shape, base: Layout, dp: int, per_rank: int, node: int) -> Iter
                 continue
             for recompute in RECOMPUTES:
                 for schedule, chunks in _schedules(shape, base.pp, per_rank // micro):
-                    yield base.with_(
-                        zero=zero, shard=shard, replicas=dp // shard, micro_batch=micro, n_micro=per_rank // micro,
-                        recompute=recompute, schedule=schedule, chunks=chunks,
-                    )  # fmt: skip
+                    for ep in _experts(shape, base, shard, node):
+                        yield base.with_(
+                            zero=zero, shard=shard, replicas=dp // shard, micro_batch=micro, n_micro=per_rank // micro,
+                            recompute=recompute, schedule=schedule, chunks=chunks, ep=ep,
+                        )  # fmt: skip
+
+
+def _experts(shape: Shape, base: Layout, shard: int, node: int) -> list[int]:
+    """Degrees of ep: ranks inside dp_shard and inside a node that divide the experts; not beside tp or cp."""
+    if not shape.experts or base.tp * base.cp > 1:
+        return [1]
+    return [d for d in divisors(shard) if shape.experts % d == 0 and d <= node]
 
 
 def _sharding(base: Layout, dp: int, node: int) -> Iterator[tuple[int, int]]:
@@ -126,7 +134,7 @@ def family(layout: Layout) -> str:
     parts = []
     if layout.dp > 1:
         parts.append("DDP" if layout.zero == 0 else f"ZeRO-{layout.zero}" + (" hybrid" if layout.replicas > 1 else ""))
-    for name in ("tp", "cp", "pp"):
+    for name in ("tp", "cp", "ep", "pp"):
         if getattr(layout, name) > 1:
             parts.append(name)
     return " + ".join(parts) or "one device"
@@ -134,5 +142,5 @@ def family(layout: Layout) -> str:
 
 def axes(layout: Layout) -> int:
     """How many things a plan asks a reader to know; fewer is simpler."""
-    count = sum(getattr(layout, name) > 1 for name in ("tp", "cp", "pp", "replicas")) + (layout.shard > 1)
+    count = sum(getattr(layout, name) > 1 for name in ("tp", "cp", "ep", "pp", "replicas")) + (layout.shard > 1)
     return 10 * count + layout.zero + (layout.recompute != "none") + (layout.schedule != "1f1b") + (layout.chunks > 1)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -19,6 +20,7 @@ _SDPA_BACK = {
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward, _ATEN._scaled_dot_product_flash_attention_backward,
     _ATEN._scaled_dot_product_efficient_attention_backward, _ATEN._scaled_dot_product_cudnn_attention_backward,
 }  # fmt: skip
+_DEVICE = torch.ops.prim.device.default
 _RNN = {_ATEN.mkldnn_rnn_layer, _ATEN.mkldnn_rnn_layer_backward}
 _VIEWS = ("view", "expand", "transpose", "permute", "t", "slice", "select", "split", "unsqueeze", "squeeze", "detach",
           "alias", "as_strided", "_unsafe_view", "unbind", "split_with_sizes", "_reshape_alias", "diagonal",
@@ -46,7 +48,12 @@ class Trace:
     peak         the most live bytes beyond parameters, inputs and their summed gradients
     tensors      parameter tensors
     sizes        elements of a trainable one -> how many
+    in_order     elements of each, in the order in which the optimizer is given them
     units        parameters of each repeated block, and of the rest
+    held, held_gradients   elements of the weights and bytes of the gradients that rest on a rank, where a technique
+                           that shards them was played around the micro-batches; `peak` has what it makes besides
+    experts      elements of experts that are trained here, where ep deals them
+    rows         of what zero=3 cuts: (indices along the dim that is cut, elements at each) -> how many
     balanced     a router's choices were taken to load its experts evenly
     """
 
@@ -57,6 +64,7 @@ class Trace:
     rest: int = 0
     tensors: int = 0
     sizes: Counter[int] = field(default_factory=Counter)
+    in_order: list[int] = field(default_factory=list)
     products: Counter[tuple[int, int, int]] = field(default_factory=Counter)
     order: list[Entry] = field(default_factory=list)
     attention: Counter[tuple[int, int, int, int, bool]] = field(default_factory=Counter)
@@ -66,6 +74,10 @@ class Trace:
     calls: int = 0
     peak: int = 0
     gradients: int = 0
+    held: int = 0
+    held_gradients: int = 0
+    experts: int = 0
+    rows: Counter[tuple[int, int]] = field(default_factory=Counter)
     balanced: bool = False
 
     @property
@@ -88,6 +100,8 @@ class Count(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(getattr(kind, "observes_inside", False) for kind in types):
             return NotImplemented  # a share of a tensor: what its rule does is counted
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # asked twice for each op in backward: not through all modes below
         out = func(*args, **(kwargs or {}))
         if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(out)):
             return out  # a question, such as where a tensor lies

@@ -11,6 +11,7 @@ from shardwise.costs.software import software
 from shardwise.errors import InputError
 from shardwise.layout import Plan
 from shardwise.planner import decoders, units
+from shardwise.planner.progress import Say, silent
 from shardwise.planner.propose import Constraints, Search, Subject, decoder, search
 from shardwise.simulator.forecast import Forecast
 
@@ -32,10 +33,12 @@ def subject_of(
     precision: str = "bf16",
     software_name: str = "shardwise",
     plan: Plan | None = None,
+    say: Say = silent,
 ) -> Subject:
     """What a search needs to know about a task: a catalogue name, a `config.json`, or a `Task`, which is traced.
 
     plan  the only one that will be asked about: a task is traced with its micro-batch then
+    say   is told what is being traced
     """
     soft = software(software_name)
     if isinstance(task, str):
@@ -51,10 +54,10 @@ def subject_of(
         raise InputError("--seq is for decoders by name; a task of your own brings its own batch")
     samples = None if global_batch is None else units.batch(str(global_batch), None)
     if plan is None:
-        return traced_subject(task, cluster, soft, samples, precision)
+        return traced_subject(task, cluster, soft, samples, precision, say=say)
     layout = of_plan(plan, global_batch=samples or default_samples(task), seq=1, uneven=True)
     micro = (layout.micro_batch, layout.micro_batch)
-    return traced_subject(task, cluster, soft, samples, precision, (plan.remat,), micro)
+    return traced_subject(task, cluster, soft, samples, precision, (plan.remat,), micro, say=say)
 
 
 def layout_of(plan: Plan, subject: Subject) -> Layout:
@@ -105,8 +108,11 @@ def simulate(
     return subject.simulate(layout_of(parsed, subject))
 
 
-def probe(ranks: int | None = None) -> Cluster:
-    """Measure this machine, with `ranks` ranks at once: products, memory, collectives, disk."""
+def probe(ranks: int | None = None, say: Say = silent) -> Cluster:
+    """Measure this machine, with `ranks` ranks at once: products, memory, collectives, disk.
+
+    `say` is told what is being measured, by rank 0 too: it has to be a function that can be pickled.
+    """
     from shardwise.planner.measure import probe as measure
 
-    return measure(ranks)
+    return measure(ranks, say)

@@ -31,7 +31,8 @@ from shardwise.cluster import Cluster, Device, Figure, Tier
 from shardwise.comm.collectives import Axis, all_gather, all_reduce, reduce_scatter
 from shardwise.device import pick_device, synchronize
 from shardwise.planner.op_times import convolution_times, op_times, product_times
-from shardwise.planner.overheads import fit, step_times, whole_times
+from shardwise.planner.overheads import fit, large_times, step_times
+from shardwise.planner.progress import Say, silent
 from shardwise.ranks import launch
 
 SIDES = (32, 128, 512, 1024)
@@ -54,27 +55,39 @@ def seconds(call: Callable[[], Any], device: torch.device, budget_s: float = BUD
     return median(times)
 
 
-def measure() -> dict[str, Any]:
-    """All figures of one rank. Collective."""
+def measure(say: Say = silent) -> dict[str, Any]:
+    """All figures of one rank. Collective; rank 0 says what it measures."""
     device = pick_device()
     ranks = dist.get_world_size() if dist.is_initialized() else 1
+    say = _of_rank_zero(say)
     found: dict[str, Any] = {"ranks": ranks, "kind": device.type, "threads": torch.get_num_threads()}
     found["name"] = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine() + "-cpu"
     found["memory"] = _memory_bytes(device) / (1 if device.type == "cuda" else ranks)
+    say("probe: products and convolutions by shape")
     found["products"] = _products(device)
+    say("probe: bandwidth of the memory")
     found["stream"] = _stream(device)
+    say("probe: what an op costs besides its work")
     found["op"] = _op(device, found)
     if device.type == "cpu":  # where the host computes the ops itself
+        say("probe: other ops by size")
         found["ops"] = op_times()
+    say(f"probe: collectives of {ranks} ranks by size")
     found["collectives"] = _collectives(device, ranks)
+    say("probe: the disk")
     found["disk"] = _disk() if not dist.is_initialized() or dist.get_rank() == 0 else None
     return found
 
 
-def measure_engine() -> dict[str, Any]:
+def _of_rank_zero(say: Say) -> Say:
+    return say if not dist.is_initialized() or dist.get_rank() == 0 else silent
+
+
+def measure_engine(say: Say = silent) -> dict[str, Any]:
     """Steps of reference modules on one rank of a CPU, where nothing hides what the host adds. Collective."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    return {"steps": step_times(ranks), "whole": whole_times(ranks)}
+    say = _of_rank_zero(say)
+    return {"steps": step_times(ranks, say), "large": large_times(ranks, say)}
 
 
 def _memory_bytes(device: torch.device) -> float:
@@ -104,7 +117,7 @@ def _stream(device: torch.device) -> float:
 
 def _op(device: torch.device, found: dict[str, Any]) -> float:
     """Microseconds of an op of a forward and backward whose tensors are tiny."""
-    from shardwise.planner.overheads import reference_task
+    from shardwise.planner.references import reference_task
     from shardwise.planner.tracing import trace
 
     task = reference_task()
@@ -153,13 +166,16 @@ def _disk() -> float:
         return len(data) / (time.perf_counter() - began)
 
 
-def probe(ranks: int | None = None) -> Cluster:
+def probe(ranks: int | None = None, say: Say = silent) -> Cluster:
     """Measure with `ranks` ranks at once (by default one for each CUDA device, or two on a CPU)."""
+    say("probe: starting its ranks")
     count = ranks or max(torch.cuda.device_count(), 2 if not torch.cuda.is_available() else 1)
-    cluster = _cluster(launch(measure, count, timeout_s=600.0))
+    cluster = _cluster(launch(measure, count, (say,), timeout_s=600.0))
     if cluster.device.kind != "cpu":
         return cluster
-    return _with_engine(cluster, launch(measure_engine, count, timeout_s=600.0))
+    results = launch(measure_engine, count, (say,), timeout_s=600.0)
+    say("probe: comparing the steps with the sums of their ops")
+    return _with_engine(cluster, results)
 
 
 def _cluster(results: list[dict[str, Any]]) -> Cluster:
@@ -208,11 +224,9 @@ def _with_engine(cluster: Cluster, results: list[dict[str, Any]]) -> Cluster:
     """The cluster with what the engine adds to ops, of steps that ran in processes of their own, as a job's do."""
     first = results[0]
     steps = {name: np.max([r["steps"][name] for r in results], axis=0).tolist() for name in first["steps"]}
-    whole = {name: max(r["whole"][name] for r in results) for name in first["whole"]}
-    rows, factor = fit(cluster, steps, whole)
-    source = "steps of a small transformer over the sum of their ops"
-    figure = Figure(float(f"{factor:.4g}"), "measured", source)
-    return replace(cluster, device=replace(cluster.device, overheads=rows, correction=figure))
+    large = {key: max(r["large"][key] for r in results) for key in first["large"]}
+    rows, factors = fit(cluster, steps, large)
+    return replace(cluster, device=replace(cluster.device, overheads=rows, factors=factors))
 
 
 def text(cluster: Cluster) -> str:
@@ -226,6 +240,9 @@ def text(cluster: Cluster) -> str:
     ]
     if d.op_us is not None and d.disk_gbps is not None:
         lines.append(f"  an op costs {d.op_us.value:.3g} us besides its work; disk {d.disk_gbps.value:.3g} GB/s")
+    if d.factors:
+        each = ", ".join(f"{kind} {factor:.3g}" for kind, factor in d.factors)
+        lines.append(f"  ops inside a step take times those alone: {each}")
     if tier.count > 1:
         rate, wait = tier.gbps.value, tier.latency_us.value
         lines.append(f"  {tier.name}: {rate:.3g} GB/s of all-reduce, {wait:.3g} us for a small one")

@@ -2,7 +2,9 @@
 
 Their steps are measured, and forecast from the figures of the same probe without any overhead. What is missing is
 dealt to the step, to each op, and to each unit or message (costs/overhead), by non-negative least squares over three
-modules: few blocks, more blocks, deeper blocks.
+modules: few blocks, more blocks, deeper blocks. Larger modules give a factor on each kind of op: products (attention
+too), convolutions, and all others, since inside a step caches hold what other ops left there, and ranks wait for each
+other.
 
 *What this does not do*: compiled modules, experts; devices that run behind the host, where overhead hides.
 """
@@ -11,89 +13,33 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from itertools import combinations
 from statistics import geometric_mean, median
 
 import numpy as np
-import torch
-from torch import nn
 
 from shardwise.cluster import Cluster
 from shardwise.cluster.cluster import Overhead as OverheadRow
+from shardwise.costs.kernels import KINDS
 from shardwise.costs.layout import Layout, of_plan
 from shardwise.costs.overhead import BASE, Overhead, events
 from shardwise.costs.software import software
 from shardwise.layout import Plan
+from shardwise.planner.progress import Say, silent
+from shardwise.planner.references import large_tasks, reference_task
 from shardwise.planner.traced import Traced
 from shardwise.task import Task
 
-WIDTH, POSITIONS = 16, 8
 REFERENCES = ((2, 1), (6, 1), (2, 4))  # blocks, feed-forward parts of a block
 WARM, STEPS = 4, 40
 TURNS = 6
 OWN_CALLS = ("tp", "sp")
-WHOLE = (BASE, "zero1", "tp")  # techniques under which the larger module runs
-
-
-class Reference(nn.Module):
-    """Blocks with the ops that models have, so small that ops cost what it takes to start them."""
-
-    def __init__(self, blocks: int = 4, deep: int = 1, width: int = WIDTH) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(_Block(deep, width) for _ in range(blocks))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-class _Block(nn.Module):
-    def __init__(self, deep: int, width: int) -> None:
-        super().__init__()
-        self.norm, self.heads, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.parts = nn.ModuleList(_Part(width) for _ in range(deep))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.heads(self.norm(x)).view(*x.shape[:2], 3, 2, x.shape[2] // 2).permute(2, 0, 3, 1, 4)
-        x = x + self.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-        for part in self.parts:
-            x = part(x)
-        return x
-
-
-class _Part(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
-
-
-def _loss(output: torch.Tensor, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
-    return output.square().sum(), len(batch)
-
-
-def _batch(step: int, samples: int, positions: int, width: int) -> torch.Tensor:
-    return torch.ones(samples, positions, width)
-
-
-def reference_task(
-    blocks: int = 4, deep: int = 1, samples: int = 2, width: int = WIDTH, positions: int = POSITIONS
-) -> Task:
-    """A reference module and its batch."""
-    return Task(
-        model=partial(Reference, blocks, deep, width), loss=_loss, name="reference",
-        batch=partial(_batch, samples=samples, positions=positions, width=width),
-    )  # fmt: skip
-
-
-def whole_task(ranks: int) -> Task:
-    """A module whose ops count, not what it takes to start them."""
-    return reference_task(4, 1, 4 * ranks, width=192, positions=64)
+# kind of op -> techniques under which its module runs; nothing of what has no product can be cut
+LARGE = {"products": (BASE, "zero1", "tp"), "convolutions": (BASE, "zero1"), "rest": (BASE, "zero1")}
+TIMID = 0.03  # weight of a factor common to all kinds, beside a step's own: where steps say nothing of a kind
+NOTHING = Overhead()
+SHIFT = 0.01  # of a factor, to see how much of a step it is in
 
 
 def plans(ranks: int) -> dict[str, list[str]]:
@@ -112,20 +58,30 @@ def _busier(name: str, plan: str, reference: int) -> str:
     return f"{plan},microbatches=4" if name == "pp" and reference == len(REFERENCES) - 1 else plan
 
 
-def step_times(ranks: int) -> dict[str, list[float]]:
+def step_times(ranks: int, say: Say = silent) -> dict[str, list[float]]:
     """Median seconds of a step of each reference under each technique. Collective."""
-    return {
-        name: [
+    found: dict[str, list[float]] = {}
+    for name, each in plans(ranks).items():
+        say(f"probe: steps of three tiny modules under {name}")
+        found[name] = [
             _seconds(reference_task(blocks, deep, 4 * ranks), plan)
             for plan, (blocks, deep) in zip(each, REFERENCES, strict=True)
         ]
-        for name, each in plans(ranks).items()
-    }
+    return found
 
 
-def whole_times(ranks: int) -> dict[str, float]:
-    """Median seconds of a step of the larger module under a few techniques. Collective."""
-    return {name: _seconds(whole_task(ranks), plans(ranks)[name][0]) for name in WHOLE if name in plans(ranks)}
+Large = dict[tuple[str, str], float]  # (kind of op, technique) -> seconds of a step
+
+
+def large_times(ranks: int, say: Say = silent) -> Large:
+    """Median seconds of a step of each larger module under a few techniques. Collective."""
+    found: Large = {}
+    for kind, task in large_tasks(ranks).items():
+        for name in LARGE[kind]:
+            if name in plans(ranks):
+                say(f"probe: steps of a module of {kind} under {name}")
+                found[kind, name] = _seconds(task, plans(ranks)[name][0])
+    return found
 
 
 def _seconds(task: Task, plan: str) -> float:
@@ -150,17 +106,36 @@ def _traced(cluster: Cluster, plan: Plan, task: Task) -> tuple[Layout, Traced, i
     return layout, Traced(task, cluster, software("shardwise"), "fp32", micro, True), samples
 
 
-Features = tuple[float, float, float]  # see _features
+@dataclass(frozen=True)
+class Features:
+    """What a step's forecast consists of, so that it can be told for other factors and overheads.
+
+    fixed   seconds that no factor is on
+    kinds   seconds of each kind of op, in the order of `KINDS`
+    call    how often an op's overhead lies in it, and `event` how often a unit's or message's
+    """
+
+    fixed: float
+    kinds: tuple[float, ...]
+    call: float
+    event: float
+
+    def bare(self, factors: Sequence[float]) -> float:
+        """Seconds without overhead."""
+        return self.fixed + sum(factor * part for factor, part in zip(factors, self.kinds, strict=True))
+
+    def added(self, row: Sequence[float]) -> float:
+        """Seconds of the overhead that a row (step, call, event; microseconds) says."""
+        return 1e-6 * (row[0] + self.call * row[1] + self.event * row[2])
 
 
 def fit(
-    cluster: Cluster, steps: dict[str, list[float]], whole: dict[str, float]
-) -> tuple[tuple[OverheadRow, ...], float]:
-    """A device's overheads, and the factor on all of a forecast, from the steps that were measured on it.
+    cluster: Cluster, steps: dict[str, list[float]], large: Large
+) -> tuple[tuple[OverheadRow, ...], tuple[tuple[str, float], ...]]:
+    """A device's overheads and its factors by kind of op, from the steps that were measured on it.
 
-    steps   technique -> seconds of the references; their forecasts come out as measured
-    whole   technique -> seconds of the larger module, of which the factor is the geometric mean over techniques:
-            inside a step caches hold what other ops left there, and ranks wait for each other
+    steps   technique -> seconds of the tiny modules; their forecasts come out as measured
+    large   steps of the larger ones, from which the factors are
 
     Each depends on the other, so they are found in turns.
     """
@@ -173,41 +148,59 @@ def fit(
         name: [looked_at(name, at, reference_task(*sizes, 4 * ranks)) for at, sizes in enumerate(REFERENCES)]
         for name in steps
     }
-    large = {name: looked_at(name, 0, whole_task(ranks)) for name in whole}
-    rows, factor = _rows(small, steps), 1.0
-    for _ in range(TURNS):
+    tasks = large_tasks(ranks)
+    wholes = {(kind, name): looked_at(name, 0, tasks[kind]) for kind, name in large}
+    factors = [1.0] * len(KINDS)
+    rows = _rows(small, steps, factors)
+    for _ in range(TURNS if large else 0):
         added = {name: row for name, *row in rows}
-        ratios = [
-            whole[name] / (bare + 1e-6 * (step + each * events_ + of_call * call))
-            for name, (bare, call, events_) in large.items()
-            for step, of_call, each in [added[name]]
-        ]
-        factor = geometric_mean(ratios) if ratios else 1.0
-        rows = _rows(small, {name: [seconds / factor for seconds in own] for name, own in steps.items()})
-    return rows, factor
+        left = {key: seconds - wholes[key].added(added[key[1]]) for key, seconds in large.items()}
+        factors = _factors(wholes, left, large)
+        rows = _rows(small, steps, factors)
+    return rows, tuple((kind, float(f"{factor:.4g}")) for kind, factor in zip(KINDS, factors, strict=True))
 
 
-def _rows(features: dict[str, list[Features]], steps: dict[str, list[float]]) -> tuple[OverheadRow, ...]:
+def _factors(wholes: dict[tuple[str, str], Features], left: Large, large: Large) -> list[float]:
+    """A factor on each kind: relative errors of all steps count, and a little that the factors are alike.
+
+    left   what of each step is not overhead
+    """
+    alike = geometric_mean(
+        max(SHIFT, left[key] / each.bare([1.0] * len(KINDS))) for key, each in wholes.items()
+    )  # fmt: skip
+    table = [np.array(each.kinds) / large[key] for key, each in wholes.items()]
+    wanted = [(left[key] - each.fixed) / large[key] for key, each in wholes.items()]
+    for at in range(len(KINDS)):
+        table.append(TIMID * np.eye(len(KINDS))[at] / alike)
+        wanted.append(TIMID)
+    return [max(SHIFT, factor) for factor in non_negative(np.array(table), np.array(wanted))]
+
+
+def _rows(
+    features: dict[str, list[Features]], steps: dict[str, list[float]], factors: Sequence[float]
+) -> tuple[OverheadRow, ...]:
     """An op costs the host the same under every technique but tensor parallelism, whose tensors answer in Python.
 
     So all others are solved together, which steadies what each of them adds.
     """
     together = [name for name in steps if name not in OWN_CALLS]
     apart = [[name] for name in steps if name in OWN_CALLS]
-    rows = [row for names in (together, *apart) if names for row in _solve(features, steps, names)]
+    rows = [row for names in (together, *apart) if names for row in _solve(features, steps, names, factors)]
     return tuple(sorted(rows, key=lambda row: list(steps).index(row[0])))
 
 
-def _solve(features: dict[str, list[Features]], steps: dict[str, list[float]], names: list[str]) -> list[OverheadRow]:
+def _solve(
+    features: dict[str, list[Features]], steps: dict[str, list[float]], names: list[str], factors: Sequence[float]
+) -> list[OverheadRow]:
     """One cost of a call for all `names`; a step and an event of each. Relative errors count."""
     places = len(names)
     table, missing = [], []
     for at, name in enumerate(names):
-        for (bare, call, event), seconds in zip(features[name], steps[name], strict=True):
+        for own, seconds in zip(features[name], steps[name], strict=True):
             row = np.zeros(1 + 2 * places)
-            row[0], row[1 + at], row[1 + places + at] = call, 1.0, event
+            row[0], row[1 + at], row[1 + places + at] = own.call, 1.0, own.event
             table.append(row / seconds)
-            missing.append((seconds - bare) / seconds)
+            missing.append((seconds - own.bare(factors)) / seconds)
     matrix = np.array(table)
     live = matrix.any(axis=0)
     found = np.zeros(1 + 2 * places)
@@ -221,17 +214,19 @@ def _micro(seconds: float) -> float:
 
 
 def _features(cluster: Cluster, plan: Plan, task: Task) -> Features:
-    """Seconds of the step without overhead, how often an op's overhead lies in it, and how many events."""
+    """A step's parts, by forecasts on the cluster with one thing changed at a time."""
     layout, traced, samples = _traced(cluster, plan, task)
 
-    def seconds(added: Overhead) -> float:
+    def seconds(added: Overhead = NOTHING, factors: tuple[tuple[str, float], ...] = ()) -> float:
         row = (BASE, 1e6 * added.step, 1e6 * added.call, 1e6 * added.event)
-        traced.cluster = replace(cluster, device=replace(cluster.device, overheads=(row,)))
+        traced.cluster = replace(cluster, device=replace(cluster.device, overheads=(row,), factors=factors))
         return traced.simulate(layout, samples).step_s
 
-    bare = seconds(Overhead())
+    bare = seconds()
     unit = 1e-5  # large against a kernel, so that what hides behind communication is seen
-    return bare, (seconds(Overhead(call=unit)) - bare) / unit, float(events(layout, task_units(task)))
+    kinds = tuple((seconds(factors=((kind, 1 + SHIFT),)) - bare) / SHIFT for kind in KINDS)
+    call = (seconds(Overhead(call=unit)) - bare) / unit
+    return Features(bare - sum(kinds), kinds, call, float(events(layout, task_units(task))))
 
 
 def task_units(task: Task) -> int:

@@ -194,9 +194,10 @@ def notes(subject: Subject, cluster: Cluster, found: Search, capacity: float) ->
             if reads is not None:  # a step takes as long as its input does
                 slow = max(slow, reads.wait(layout, subject.global_batch))
                 fast = max(fast, reads.wait(best.layout, subject.global_batch))
+            bound = ", its input included" if slow > subject.estimate(layout).seconds else ""
             verdict = "not worth distributing" if slow / fast < 1.5 else "distribute if the job is long"
             out.append(
-                f"it fits on one device ({bytes_text(needed)}, a step of {seconds_text(slow)}), and "
+                f"it fits on one device ({bytes_text(needed)}, a step of {seconds_text(slow)}{bound}), and "
                 f"{cluster.world_size} devices are {slow / fast:.1f} times as fast: {verdict}"
             )
         waiting = sum(s for name, s in parts.items() if "communication" in name) / best.forecast.step_s
@@ -301,7 +302,7 @@ def _lost(proposals: list[Proposal], tightest: dict[str, tuple[float, Layout]], 
 
 
 def _short(layout: Layout) -> str:
-    degrees = [f"{n}={getattr(layout, n)}" for n in ("tp", "cp", "pp") if getattr(layout, n) > 1]
+    degrees = [f"{n}={getattr(layout, n)}" for n in ("tp", "cp", "ep", "pp") if getattr(layout, n) > 1]
     return ", ".join([*degrees, f"micro-batch {layout.micro_batch}", f"remat={layout.recompute}"])
 
 

@@ -34,20 +34,27 @@ def search_text(search: Search, cluster: Cluster, subject: str, batch: str, comm
         *(f"  {line}" for line in forecast_lines(best.forecast)),
         *(f"  {line}" for line in rank_map(best.layout, cluster)),
         "",
-        f"to run it: {command}",
+        *_to_run(search, command),
     ]
-    if best.runnable:
-        lines.append(f"  this version cannot run it yet: {best.runnable}")
-        now = next((p for p in search.proposals if not p.runnable), None)
-        if now is not None:
-            slower = now.forecast.step_s / best.forecast.step_s - 1
-            lines.append(f"  what it can run today: {now.plan} ({slower:+.0%})")
     lines += ["", "why the other families lost:"]
     width = max((len(name) for name in search.lost), default=0)
     lines += [f"  {name:{width}}  {why}" for name, why in search.lost.items()]
     if search.notes:
         lines += ["", *search.notes]
     return "\n".join(lines)
+
+
+def _to_run(search: Search, command: str) -> list[str]:
+    """The command, of the best that runs, and what keeps the best of all from it."""
+    best = search.best
+    if not best.runnable:
+        return [f"to run it: {command}"]
+    lines = [f"this version cannot run it yet: {best.runnable}"]
+    now = next((p for p in search.proposals if not p.runnable), None)
+    if now is not None:
+        slower = now.forecast.step_s / best.forecast.step_s - 1
+        lines.append(f"the best that runs today ({slower:+.0%}): {command}")
+    return lines
 
 
 def _shown(plan: str, most: int = 110) -> str:

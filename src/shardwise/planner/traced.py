@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import cached_property
+from itertools import product
 from time import perf_counter
 
 from shardwise.cluster import Cluster
@@ -14,19 +15,24 @@ from shardwise.engine.batching import samples_in
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout.dealing import deal
 from shardwise.planner.candidates import MICRO_BATCHES, Constraints, divisors
+from shardwise.planner.progress import Say, silent
 from shardwise.planner.propose import Reading, Subject
+from shardwise.planner.rehearsal import ALIKE, Beside
 from shardwise.planner.shares import Cuts, Looks, Shares
 from shardwise.planner.tracing import batch_bytes, one_sample, trace, update_of
-from shardwise.simulator.cut import memory_of_ranks, refuse, simulate_cut
+from shardwise.simulator.counted import Counted, Model
+from shardwise.simulator.cut import simulate_cut
 from shardwise.simulator.forecast import Forecast
+from shardwise.simulator.held import memory
 from shardwise.simulator.quick import Quick
-from shardwise.simulator.traced import Counted, Model, memory, simulate_traced
+from shardwise.simulator.traced import simulate_traced
 from shardwise.task import Task
 
 DEFAULT_SAMPLES = 32  # of a step, for a task with a data source and no batch of its own
 READS = 3  # of the task's input, of which the quickest is taken
 MOST_OPS = 60_000  # of the rehearsals of a search: some ten seconds
 LONG_S = 0.5  # one read that takes as long is enough
+Sizes = tuple[tuple[int, ...], ...]  # of the micro-batches of each rehearsal
 MOST_SHARES, MOST_STAGES = 8, 4  # of a search, unless the user asks for more
 
 
@@ -44,32 +50,43 @@ def traced_subject(
     wanted: tuple[str, ...] = RECOMPUTES,
     samples: tuple[int, int] = (1, 2),
     cuts: bool = True,
+    say: Say = silent,
 ) -> Subject:
     """The subject of a task: replicas, ZeRO 1 to 3, hybrid sharding, micro-batches, tp or pp, the recompute wanted.
 
     `cuts`: whether a search looks at tp and pp. `samples`: the two sizes of micro-batch that are traced; what lies
-    beyond is on the line through them.
+    beyond is on the line through them. `say`: is told what is being traced.
     """
     batch = default_samples(task) if global_batch is None else global_batch
-    return Traced(task, cluster, software, precision, samples, cuts).subject(batch, wanted)
+    return Traced(task, cluster, software, precision, samples, cuts, say).subject(batch, wanted)
 
 
 class Traced:
     """A task's traces and rehearsals, each made once, and the subjects that rest on them."""
 
     def __init__(
-        self, task: Task, cluster: Cluster, software: Software, precision: str, samples: tuple[int, int], cuts: bool
-    ):
+        self, task: Task, cluster: Cluster, software: Software, precision: str, samples: tuple[int, int], cuts: bool,
+        say: Say = silent,
+    ):  # fmt: skip
         self.task, self.cluster, self.software, self.precision = task, cluster, software, precision
-        self.samples, self.cuts = samples, cuts
-        self.state, self.sample = update_of(task), one_sample(task)
+        self.samples, self.cuts, self.say = samples, cuts, say
+        say(f"{task.name}: reading a sample")
+        began = perf_counter()
+        self.sample = one_sample(task)
+        self._first_read_s = perf_counter() - began
+        self.state = update_of(task)
         self.whole = batch_bytes(self.sample) if task.batch is not None else 0.0
         self.node = cluster.sizes[0] if len(cluster.tiers) > 1 else cluster.world_size
-        self.looks = Looks(task)
+        self.looks = Looks(task, self.sample)
         self.remarks: list[str] = []
         self._spent = 0  # ops of rehearsals
         self._models: dict[str, Model] = {}
-        self._ranks: dict[tuple[Cuts, tuple[tuple[int, ...], ...]], list[Model]] = {}
+        self._ranks: dict[tuple[Cuts, Sizes, Beside], list[Model]] = {}
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether ranks hold the global batch, and reduce copies."""
+        return self.cluster.device.kind == "cpu"
 
     def subject(self, batch: int, wanted: tuple[str, ...]) -> Subject:
         """What a search needs to know, for one global batch."""
@@ -94,12 +111,13 @@ class Traced:
     def model(self, recompute: str) -> Model:
         """The traces of the whole module under a recompute policy."""
         if recompute not in self._models:
+            self.say(f"{self.task.name}: tracing the whole module, remat={recompute}")
             one, two = (trace(self.task, count, self.precision, recompute, self.sample) for count in self.samples)
             self._models[recompute] = self._model(one, two)
         return self._models[recompute]
 
     def _model(self, one: Counted, two: Counted) -> Model:
-        return Model(one, two, self.state, self.task.name, self.whole, self.cluster.device.kind == "cpu")
+        return Model(one, two, self.state, self.task.name, self.whole, self.on_cpu)
 
     def recomputes(self, wanted: tuple[str, ...]) -> list[str]:
         """Those of the policies wanted under which the module can be traced; a remark on each other one."""
@@ -121,6 +139,9 @@ class Traced:
     @cached_property
     def reading(self) -> Reading:
         """How long a sample takes to come, timed here."""
+        if self.task.batch is None and self._first_read_s > LONG_S:
+            return Reading(self._first_read_s, False)
+        self.say(f"{self.task.name}: timing its input")
         times = []
         for turn in range(READS):
             began = perf_counter()
@@ -137,37 +158,58 @@ class Traced:
 
     # --- cut modules
 
-    def ranks(self, key: Cuts, sizes: tuple[tuple[int, ...], ...]) -> list[Model]:
+    def ranks(self, key: Cuts, sizes: Sizes, beside: Beside = ALIKE) -> list[Model]:
         """The ranks of a cut module that differ, each rehearsed with the micro-batches given."""
-        if (key, sizes) not in self._ranks:
+        if (key, sizes, beside) not in self._ranks:
+            self.say(f"{self.task.name}: deriving the cuts of {key.plan}")
             shares = Shares(self.looks, key)
             found = []
             for tp, pp in shares.ranks:
-                traces = [shares.trace(tp, pp, each) for each in sizes]
+                self.say(f"{self.task.name}: rehearsing {key.plan}, rank {tp} of tp, stage {pp}")
+                traces = [shares.trace(tp, pp, each, beside) for each in sizes]
                 self._spent += len(sizes) * self.model("none").one.kernels
                 found.append(self._model(traces[0], traces[-1]))
-            self._ranks[key, sizes] = found
-        return self._ranks[key, sizes]
+            self._ranks[key, sizes, beside] = found
+        return self._ranks[key, sizes, beside]
 
     def cut(self, layout: Layout, batch: int) -> list[Model]:
-        """The ranks of a layout; `RefusedPlan` as in a run."""
-        refuse(layout)
+        """The ranks of a layout, as its fullest data rank has them; `RefusedPlan` as in a run."""
         return self.ranks(*self._key(layout, batch))
 
-    def _key(self, layout: Layout, batch: int) -> tuple[Cuts, tuple[tuple[int, ...], ...]]:
+    def _key(self, layout: Layout, batch: int) -> tuple[Cuts, Sizes, Beside]:
         """What cuts the module, and the micro-batches to rehearse: each tuple is one rehearsal of a rank."""
-        key = Cuts.of(layout, self.precision)
+        key = Cuts.of(layout, self.precision, gloo=self.on_cpu)
         if not 0 < layout.global_batch - batch < layout.dp * layout.n_micro * layout.rounds:
-            return key, tuple((count,) for count in dict.fromkeys(self.samples))
-        dealt = deal(batch, layout.n_micro * layout.rounds, layout.dp, 0)
-        each = [last - first for first, last, _, _ in dealt]
-        together = layout.pp > 1 and key.microbatches == layout.n_micro  # all that are in flight in a round
-        return key, (tuple(each[-layout.n_micro :] if together else [max(each)]),)
+            return key, tuple((count,) for count in dict.fromkeys(self.samples)), ALIKE
+        return key, *played(key, layout, batch, layout.dp - 1)
+
+    def every_rank(self, layout: Layout, batch: int) -> list[Ledger]:
+        """Bytes of each rank of the grid, its own share of the batch considered: every one that differs is traced."""
+        key = Cuts.of(layout, self.precision, gloo=self.on_cpu)
+        alike = Shares(self.looks, key).alike if layout.tp > 1 else [0]
+        kinds = list(dict.fromkeys(alike))
+        found: dict[tuple[Sizes, Beside], list[Model]] = {}
+        ledgers = []
+        for replica, pp, shard, tp in product(*map(range, (layout.replicas, layout.pp, layout.shard, layout.tp))):
+            data = replica * layout.shard + shard
+            most, what = max(dealt(layout, batch, data)), played(key, layout, batch, data)
+            if what not in found:
+                found[what] = (
+                    self.ranks(key, *what) if key.differ else [self._exactly(layout.recompute, most)]
+                )  # fmt: skip
+            model = found[what][pp * len(kinds) + kinds.index(alike[tp])]
+            ledgers.append(memory(model, layout.with_(micro_batch=most), self.precision, batch, shard))
+        return ledgers
+
+    def _exactly(self, recompute: str, count: int) -> Model:
+        """The whole module's trace at one number of samples."""
+        one = trace(self.task, count, self.precision, recompute, self.sample)
+        return self._model(one, one)
 
     def cut_within(self, layouts: Iterable[Layout], batch: int, constraints: Constraints) -> Iterator[Layout]:
         """Those of the layouts that can be cut, as far as rehearsing them is a matter of seconds.
 
-        Recompute is left out where the same layout fits without: it only ever adds time.
+        Recompute and zero=3 are left out where the same layout fits without: they only ever add time.
         """
         room = self.cluster.device.memory_bytes * (1 - constraints.headroom) - CONTEXT_BYTES
         asked = any(constraints.value(name) is not None for name in ("tp", "pp"))
@@ -176,6 +218,8 @@ class Traced:
         for layout in layouts:
             plain = layout.with_(recompute="none")
             if plain in fitted and constraints.value("remat") is None:
+                continue
+            if layout.zero > 1 and constraints.value("zero") is None and plain.with_(zero=1) in fitted:
                 continue
             if self._spent > MOST_OPS and not asked and not self._known(layout, batch):
                 left[_degrees(layout)] = None
@@ -203,18 +247,57 @@ class Traced:
 
     def memory(self, layout: Layout, batch: int) -> Ledger:
         """Bytes of the fullest rank."""
-        if layout.tp * layout.pp > 1:
-            ranks = memory_of_ranks(self.cut(layout, batch), layout, self.precision)
-            return max(ranks, key=lambda found: found.allocated)
-        return memory(self.model(layout.recompute), layout, self.precision)
+        return max(self.ledgers(layout, batch), key=lambda found: found.allocated)
+
+    def ledgers(self, layout: Layout, batch: int) -> list[Ledger]:
+        """Bytes of the fullest data rank of each rank of tp and pp that differs."""
+        key = Cuts.of(layout, self.precision, gloo=self.on_cpu)
+        found = self.cut(layout, batch) if key.differ else [self.model(layout.recompute)]
+        return [memory(rank, layout, self.precision, batch) for rank in found]
 
     def simulate(self, layout: Layout, batch: int) -> Forecast:
         """One step."""
-        if layout.cp * layout.ulysses * layout.ep > 1:
-            raise RefusedPlan("cp, cp_ulysses and ep are not forecast for a traced module, only for decoders by name")
-        if layout.tp * layout.pp > 1:
-            return simulate_cut(self.cut(layout, batch), layout, self.cluster, self.software, self.precision)
-        return simulate_traced(self.model(layout.recompute), layout, self.cluster, self.software, self.precision)
+        if layout.cp * layout.ulysses > 1:
+            raise RefusedPlan("cp and cp_ulysses are not forecast for a traced module, only for decoders by name")
+        held, where = self.ledgers(layout, batch), (self.cluster, self.software, self.precision)
+        if layout.tp * layout.pp * layout.ep > 1:
+            found = simulate_cut(self.cut(layout, batch), layout, *where, held)
+        else:
+            found = simulate_traced(self.model(layout.recompute), layout, *where, held)
+        found.flops = self.model("none").flops(layout.global_batch)  # the model's: not what ranks do twice
+        return found
+
+
+def dealt(layout: Layout, batch: int, data_rank: int) -> tuple[int, ...]:
+    """Samples of each micro-batch on a data rank; one without any runs a stand-in."""
+    parts = deal(batch, layout.n_micro * layout.rounds, layout.dp, data_rank)
+    return tuple(max(1, last - first) for first, last, _, _ in parts)
+
+
+def played(key: Cuts, layout: Layout, batch: int, data_rank: int) -> tuple[Sizes, Beside]:
+    """Which of a data rank's micro-batches are played, and with it those of its neighbours in ep."""
+    each = dealt(layout, batch, data_rank)
+    chosen = _chosen(key, layout, each)
+    sizes = (tuple(each[index] for index in chosen),)
+    if layout.ep == 1:
+        return sizes, ALIKE
+    place = data_rank % layout.ep
+    group = [dealt(layout, batch, data_rank - place + other) for other in range(layout.ep)]
+    return sizes, (place, tuple(tuple(other[index] for other in group) for index in chosen))
+
+
+def _chosen(key: Cuts, layout: Layout, each: tuple[int, ...]) -> list[int]:
+    """Indices of micro-batches: all that are in flight in a round, else the fullest.
+
+    Where the first leaves gradients behind for those that follow, it and the fullest of these.
+    """
+    everything = range(len(each))
+    fullest = max(everything, key=lambda index: each[index])
+    if layout.pp > 1:
+        if key.microbatches != layout.n_micro:
+            return [fullest]
+        return [*everything[: layout.n_micro * (key.rounds - 1)], *everything[-layout.n_micro :]]
+    return [0, max(everything[1:], key=lambda index: each[index])] if key.microbatches > 1 else [fullest]
 
 
 def _degrees(layout: Layout) -> str:
@@ -249,7 +332,7 @@ def data_layouts(world: int, batch: int, node: int, recomputes: list[str]) -> It
 def cut_layouts(
     world: int, batch: int, node: int, recomputes: list[str], constraints: Constraints
 ) -> Iterator[Layout]:  # fmt: skip
-    """Layouts with tp (inside a node) or pp, ZeRO-1 or replicas over what is left.
+    """Layouts with tp (inside a node) or pp; over what is left replicas, ZeRO-1 or 3, and ZeRO-2 where it is asked for.
 
     Not both axes at once, and no more stages than `MOST_STAGES`: every rank that differs is rehearsed.
     """
@@ -266,7 +349,8 @@ def cut_layouts(
             n_micro, left = divmod(batch // dp, micro)
             if left or n_micro < 2 * pp * (pp > 1):  # fewer would leave half of the pipeline waiting
                 continue
-            for zero, shard in [(0, 1), *([(1, dp)] if dp > 1 else [])]:
+            stages = (1, 3) if constraints.value("zero") is None else (1, 2, 3)
+            for zero, shard in [(0, 1), *((zero, dp) for zero in stages if dp > 1)]:
                 for recompute in recomputes:
                     yield Layout(
                         tp=tp, sp=sp, pp=pp, shard=shard, replicas=dp // shard, zero=zero, micro_batch=micro,

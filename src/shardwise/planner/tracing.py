@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,7 +28,7 @@ from shardwise.memory.live import LiveBytes
 from shardwise.memory.recompute import recompute_block
 from shardwise.planner.counting import Count, Trace
 from shardwise.planner.routed import Values, give
-from shardwise.simulator.traced import Update
+from shardwise.simulator.counted import Update
 from shardwise.task import Task
 from shardwise.trace.blocks import find_blocks
 
@@ -111,6 +111,17 @@ def batch_bytes(batch: Any) -> float:
     return float(sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor | np.ndarray)))
 
 
+def repeated(batch: Any, times: int) -> Any:
+    """A batch of one sample, as often as `times`; nothing is copied."""
+
+    def convert(leaf: Any) -> Any:
+        if isinstance(leaf, np.ndarray) and leaf.ndim:
+            return np.broadcast_to(leaf, (times, *leaf.shape[1:]))
+        return leaf.expand(times, *leaf.shape[1:]) if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf
+
+    return pytree.tree_map(convert, batch)
+
+
 def fake_batch(fake: FakeTensorMode, sample: Any, samples: int, dtype: torch.dtype) -> Any:
     """The sample, `samples` times, without values."""
 
@@ -119,7 +130,8 @@ def fake_batch(fake: FakeTensorMode, sample: Any, samples: int, dtype: torch.dty
             leaf = torch.from_numpy(leaf)
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        made = fake.from_tensor(leaf.to(dtype) if leaf.is_floating_point() else leaf)
+        made = fake.from_tensor(leaf)
+        made = made.to(dtype) if leaf.is_floating_point() else made
         many = torch.cat([made] * samples) if made.dim() else made
         if leaf.is_floating_point() or leaf.is_complex():
             return many
@@ -182,26 +194,44 @@ def drop(parameter: torch.Tensor) -> None:
 
 def update_of(task: Task) -> Update:
     """What the task's optimizer keeps and does for one tensor, seen on small ones."""
-    parameter, other = nn.Parameter(torch.zeros(64, 64)), nn.Parameter(torch.zeros(64))
-    optimizer = task.optimizer(named_groups([parameter, other]))
-    parameter.grad, other.grad = torch.ones_like(parameter), torch.ones_like(other)
+    parameter = nn.Parameter(torch.zeros(64, 64))
+    others = [nn.Parameter(torch.zeros(64)), nn.Parameter(torch.zeros(64, 64))]
+    optimizer = task.optimizer(named_groups([parameter, *others]))
+    for each in (parameter, *others):
+        each.grad = torch.ones_like(each)
     optimizer.step()
     state = optimizer.state.get(parameter, {})
     held = sum(v.numel() for v in state.values() if isinstance(v, torch.Tensor) and v.dim()) / parameter.numel()
-    other.grad = None
+    others[0].grad = None
+    two, _ = _updated(optimizer, [parameter, others[1]])
+    others[1].grad = None
+    one, seen = _updated(optimizer, [parameter])
+    work = tuple((name, shape[0] / parameter.numel()) for name, shape, _ in seen.order if len(shape) == 1)
+    return Update(held, work, seen.calls, one / parameter.nbytes, max(0.0, (two - one) / parameter.nbytes))
+
+
+def _updated(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> tuple[int, Trace]:
+    """Bytes that live only while the optimizer updates these, and what it does."""
     seen, live = Trace(1), LiveBytes()
-    live.count(v for v in (parameter, parameter.grad, *state.values()) if isinstance(v, torch.Tensor))
+    states = [value for each in parameters for value in optimizer.state.get(each, {}).values()]
+    tensors = (*parameters, *(each.grad for each in parameters), *states)
+    live.count(value for value in tensors if isinstance(value, torch.Tensor))
     rests = live.now
     with live, Count(seen):
         optimizer.step()
-    work = tuple((name, shape[0] / parameter.numel()) for name, shape, _ in seen.order if len(shape) == 1)
-    return Update(held, work, seen.calls, (live.peak - rests) / (parameter.numel() * parameter.element_size()))
+    return live.peak - rests, seen
+
+
+def in_order(trained: Iterable[nn.Parameter]) -> list[int]:
+    """Elements of each, in the order in which the optimizer is given them."""
+    return [param.numel() for group in named_groups([*trained]) for param in group["params"]]
 
 
 def _sizes(model: nn.Module, found: Trace) -> None:
     found.parameters = sum(p.numel() for p in model.parameters())
     found.tensors = len(list(model.parameters()))
-    found.sizes = Counter(p.numel() for p in model.parameters() if p.requires_grad)
+    found.in_order = in_order(p for p in model.parameters() if p.requires_grad)
+    found.sizes = Counter(found.in_order)
     found.gradients = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     found.buffers_bytes = sum(b.numel() * b.element_size() for b in model.buffers())
     paths = find_blocks(model).paths

@@ -44,6 +44,7 @@ def compare(engine: Engine, forms: list[Divisor], tally: Tally, checksum: int, *
             'generator of its own), or use prepare(..., randomness="fast")'
         )
     unknown = float(table[:, 0].max()) == _KINDS["unknown"]
+    samples_apart &= kind != _KINDS["sum"]  # sums add up whatever they are over
     if kind and (kinds_apart or numbers_apart or samples_apart or unknown):
         raise InputError(_unequal(table, unknown))
     if engine.mesh.tp.size > 1:
@@ -90,8 +91,8 @@ def _generators(device: torch.device) -> int:
 
 def _unequal(table: torch.Tensor, unknown: bool) -> str:
     told = (
-        "one process divides by the number over all ranks. Give the sum and its weight: prepared.backward(loss * n, "
-        "n), n being what this rank's mean is over"
+        "one process divides by the number over all ranks. Give what this rank's mean is over: "
+        "prepared.backward(loss, mean_over=n); or the sum and its weight: prepared.backward(loss * n, n)"
     )
     if unknown:
         return f"prepared.backward(loss) without a weight: what the loss is a mean over cannot be seen, and {told}"

@@ -7,24 +7,46 @@ backward            draws are the script's own business again, alike on every ra
 
 from __future__ import annotations
 
+import weakref
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from shardwise.comm import broadcast
 from shardwise.device import seed_generators
 from shardwise.engine.engine import Engine
-from shardwise.errors import InputError
+from shardwise.engine.recipe import trainable
+from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout.dealing import Share
 from shardwise.mesh import Mesh
 from shardwise.parallel.batchnorm import sync_module
+from shardwise.parallel.expert import WithExperts
+from shardwise.parallel.full import FullShard
 from shardwise.scripts.draws import SampleDraws
 from shardwise.scripts.loader import Events, PartLoader
 from shardwise.scripts.lookout import look_at_model
+from shardwise.scripts.reading import share_generators
 from shardwise.scripts.spread import seen_outside, tensors_of
 from shardwise.trace.deferred import seed_of
+
+
+def _weakly(method: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
+    """A hook on a tensor that does not keep the method's owner.
+
+    A script keeps its last output, and through autograd's hooks, which Python's collector cannot see through, that
+    would keep the engine and its process groups.
+    """
+    known = weakref.WeakMethod(method)
+
+    def hook(tensor: torch.Tensor) -> None:
+        called = known()
+        if called is not None:
+            called(tensor)
+
+    return hook
 
 
 class Calls(Events):
@@ -56,16 +78,9 @@ class Calls(Events):
     # --- the loop
 
     def before_epoch(self) -> None:
-        """Every rank continues from rank 0's generator, so that samplers draw alike."""
-        world, device = self.mesh.world, self.mesh.device
-        if world.size > 1:
-            state = torch.get_rng_state().to(device)
-            broadcast(state, world, 0, "control")
-            torch.set_rng_state(state.cpu())
-            if device.type == "cuda":
-                on_device = torch.cuda.get_rng_state(device).to(device)
-                broadcast(on_device, world, 0, "control")
-                torch.cuda.set_rng_state(on_device.cpu(), device)
+        """Every rank continues from rank 0's generators, so that samplers and datasets draw alike."""
+        if self.mesh.world.size > 1:
+            share_generators(self.mesh.world, self.mesh.device)
 
     def before_batch(self, part: Share, checksum: int) -> None:
         """A batch is handed to the script."""
@@ -114,6 +129,8 @@ class Calls(Events):
         engine.phase.stand_in = self.part is not None and self.part.count == 0
         self.model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)  # before units gather
         self.model.register_forward_hook(self._leave, with_kwargs=True)
+        if self.mesh.world.size > 1:
+            self._listen(engine)
         self.resume()
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -146,12 +163,30 @@ class Calls(Events):
         if module.training and torch.is_grad_enabled() and self.mesh.world.size > 1:
             for tensor in tensors_of(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(self._reached)
+                    tensor.register_hook(_weakly(self._returns))
         return output
 
-    def _reached(self, gradient: torch.Tensor) -> None:
-        """A gradient comes back into the model: its own backward, or that of another model behind it (a GAN's)."""
+    def _listen(self, engine: Engine) -> None:
+        """Hear of gradients that arrive at parameters."""
+        for technique in techniques_of(engine):
+            if isinstance(technique, FullShard):
+                technique.heard = self._arrives
+        for _, param in trainable(engine.module):
+            if not isinstance(param, DTensor):
+                param.register_post_accumulate_grad_hook(_weakly(self._arrives))
+
+    def _arrives(self, param: torch.Tensor) -> None:
+        """Of its own backward, or of another model's behind it (a GAN's)."""
         self.stray |= not self.asked
+
+    def _returns(self, gradient: torch.Tensor) -> None:
+        """A gradient comes back into the model, in a backward that is recorded or in a plain one."""
+        if torch.is_grad_enabled() and any(isinstance(one, FullShard) for one in techniques_of(self.engine)):
+            raise RefusedPlan(
+                "torch.autograd.grad(..., create_graph=True) through the model (a penalty on gradients) under zero=3: "
+                "units have freed their weights, and reduced their gradients, before the second backward needs them: "
+                "use zero=2"
+            )
 
     def _look(self, engine: Engine, args: tuple, kwargs: dict) -> None:
         """On the first batch: does each sample's output depend on that sample alone?"""
@@ -160,7 +195,14 @@ class Calls(Events):
         for module in batch_norms:
             sync_module(module, engine.mesh.data, engine.phase)
         engine.notices += notices
+        torch.clear_autocast_cache()  # of casts that were made without gradients
         self.resume()
+
+
+def techniques_of(engine: Engine | None) -> list[Any]:
+    """What holds the engine's weights: one technique, or experts' and the rest's."""
+    technique: Any = engine.technique if engine is not None else None
+    return [technique.rest, technique.experts] if isinstance(technique, WithExperts) else [technique]
 
 
 def leader_of(loader: Any, mesh: Mesh, randomness: str) -> Calls | None:

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from shardwise.errors import InputError
+
 _MEAN, _SUM = 1, 2  # torch's numbers for `reduction`
 _SHAPE_ONLY = {"View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Clone", "ToCopy", "Alias", "Neg"}
 _DEPTH = 64
@@ -27,10 +29,12 @@ _DEPTH = 64
 
 @dataclass(frozen=True)
 class Divisor:
-    """`kind` is "mean", "sum" or "unknown"; `numbers` are what the terms were divided by, the largest first."""
+    """`kind` is "mean", "sum" or "unknown"; `numbers` are what the terms were divided by, the largest first; `written`
+    are those of them that stand in the script as divisions of the whole loss."""
 
     kind: str
     numbers: tuple[float, ...] = ()
+    written: tuple[float, ...] = ()
 
 
 UNKNOWN = Divisor("unknown")
@@ -42,6 +46,19 @@ def divisor_of(loss: torch.Tensor) -> Divisor:
         return UNKNOWN
     with _disable_current_modes():  # a Python number that was saved is no tensor to them
         return _of(loss.grad_fn, _DEPTH)
+
+
+def refuse_division(loss: torch.Tensor, weight: float, accumulate: int) -> None:
+    """Raise `InputError` for a sum, given with its weight, that was divided by the number of micro-batches too."""
+    found = divisor_of(loss) if accumulate > 1 else UNKNOWN
+    own = found.numbers == found.written and weight in found.written  # a sum over its weight: the mean itself
+    if accumulate in found.written and not (own and found.written.count(accumulate) == 1 and accumulate == weight):
+        raise InputError(
+            f"prepared.backward(loss, weight): the loss was divided by {accumulate}, the micro-batches of a step, and "
+            "the weights of a step's micro-batches are added up, so it would be divided twice: leave the division "
+            "out, for a mean over all of the step; or prepared.backward(loss, mean_over=n), for the mean of means as "
+            "the script has it"
+        )
 
 
 def _of(node: Any, depth: int) -> Divisor:
@@ -80,9 +97,9 @@ def _of_loss(node: Any) -> Divisor:
 def _divided(inner: Divisor, by: float | None) -> Divisor:
     if by is None:
         return UNKNOWN
-    if inner.kind == "sum":
-        return Divisor("mean", (by,))
-    return Divisor("mean", (*inner.numbers, by)) if inner.kind == "mean" else UNKNOWN
+    if inner.kind not in ("sum", "mean"):
+        return UNKNOWN
+    return Divisor("mean", (*inner.numbers, by), (*inner.written, by))
 
 
 def _together(terms: list[Divisor]) -> Divisor:

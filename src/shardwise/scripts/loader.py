@@ -5,8 +5,9 @@
     rank 1 of 2 reads         9 4       1 3     8
 
 A `DataLoader` over a map-style dataset keeps its sampler, collate function and workers; only the indices of each
-batch are cut, so a rank reads its own samples. What has no indices (an iterable dataset, any other iterable) is read
-whole by every rank and cut afterwards, which costs each of them all the reading.
+batch are cut, so a rank reads its own samples, unless the others change them (`reading`): where the loader joins
+samples by a function of the script's own, or the first batch was drawn for, every rank reads whole batches and keeps
+its part. So it does with what has no indices (an iterable dataset, any other iterable).
 
 What this does not do: order what a sampler draws from a generator of its own making. That ranks drew the same
 samples is checked in every step.
@@ -17,28 +18,48 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from shardwise.engine.batching import parts_of
-from shardwise.errors import InputError
+from shardwise.errors import InputError, RunError
 from shardwise.layout.dealing import Share, cut
+from shardwise.scripts.reading import Collated, Generators, Unfit, Watched, joins_by_itself, part_of_whole
+
+Reads = Literal["auto", "whole", "part"]
+Piece = tuple[Any, Share, int]  # a part's batch, where it lies, and a number that is the same for parts of one batch
 
 
 class PartLoader:
     """Yields this rank's part of each batch of `loader`. `part` tells which samples it holds, and of how many.
 
+    reads    "part": only this rank's samples; "whole": all of a batch, of which the part is kept; "auto": the part,
+             unless its neighbours change it
+    notices  what "auto" came to, where it costs something
+
     len(), `dataset`, `batch_size` and the like are the script's loader's own.
     """
 
-    def __init__(self, loader: Any, data_rank: int, data_ranks: int, events: Events | None = None) -> None:
+    def __init__(
+        self, loader: Any, data_rank: int, data_ranks: int, events: Events | None = None, reads: Reads = "part"
+    ) -> None:
         _refuse(loader, data_ranks)
+        if reads not in ("auto", "whole", "part"):
+            raise InputError(f"prepare: reads is 'auto', 'whole' or 'part', got {reads!r}")
         self.whole = loader
         self.part: Share | None = None
         self._rank, self._ranks = data_rank, data_ranks
         self.events = events or Events()
-        self._cut = _by_indices(loader) and data_ranks > 1
+        self.notices: list[str] = []
+        self._ways = self._possible(reads) if _by_indices(loader) else [self._sliced]
+
+    def _possible(self, reads: str) -> list[Any]:
+        """Ways to read, the first that fits is taken."""
+        if self._ranks == 1:
+            return [self._indexed]
+        if reads != "auto":
+            return [self._indexed if reads == "part" else self._whole]
+        return [self._whole, self._watched] if joins_by_itself(self.whole) else [self._watched, self._whole]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "whole":
@@ -50,9 +71,8 @@ class PartLoader:
 
     def __iter__(self) -> Iterator[Any]:
         self.events.before_epoch()
-        batches = self._indexed() if self._cut else self._sliced()
         try:
-            for batch, part, checksum in batches:
+            for batch, part, checksum in self._batches():
                 self.part = part
                 self.events.before_batch(part, checksum)
                 yield batch
@@ -60,14 +80,74 @@ class PartLoader:
         finally:
             self.events.after_epoch()
 
-    def _indexed(self) -> Iterator[tuple[Any, Share, int]]:
+    def _batches(self) -> Iterator[Piece]:
+        """Parts, read in the first way that fits the first batch; the generators then start again from there."""
+        stood, told = Generators(self.whole), ""
+        while True:
+            way = self._ways[0]
+            batches = way()
+            try:
+                first = next(batches, None)
+                break
+            except Unfit as error:
+                if len(self._ways) == 1:
+                    also = f"; and {told}" if told else ""
+                    raise InputError(f"prepare: the loader's batches cannot be cut over ranks: {error}{also}") from None
+                told = str(error)
+                self._ways = self._ways[1:]
+                stood.restore()
+        if len(self._ways) > 1 or told:
+            self._ways = [way]
+            self._tell(told)
+        if first is not None:
+            yield first
+            yield from batches
+
+    def _tell(self, told: str) -> None:
+        if self._ways[0] == self._whole:
+            why = told or "the loader joins samples by a function of its own, which may pad or draw by what is beside"
+            self.notices.append(
+                f'every rank reads whole batches and keeps its part: {why}. prepare(..., reads="part") reads its '
+                "samples alone, which then may differ from one process's"
+            )
+        elif told:
+            self.notices.append(
+                f"each rank joins its own samples alone, for whole batches cannot be cut: {told}. Where the loader's "
+                "function pads to the longest of a batch, shapes differ from one process's"
+            )
+
+    def _indexed(self) -> Iterator[Piece]:
         sampler = PartSampler(self.whole.batch_sampler, self._rank, self._ranks)
         for batch in _like(self.whole, sampler):
             yield (batch, *sampler.dealt.popleft())
 
-    def _sliced(self) -> Iterator[tuple[Any, Share, int]]:
+    def _watched(self) -> Iterator[Piece]:
+        """As `_indexed`, as long as nothing is drawn."""
+        sampler = PartSampler(self.whole.batch_sampler, self._rank, self._ranks)
+        for number, (batch, drew) in enumerate(_like(self.whole, sampler, watched=True)):
+            if drew and number == 0:
+                raise Unfit("random numbers are drawn where samples are read")
+            if drew:
+                raise RunError(
+                    f"batch {number}: random numbers were drawn where samples are read, and none before, so ranks that "
+                    'read their own samples draw others than one process: give prepare(..., reads="whole"), by which '
+                    'every rank reads all, or reads="part" to take the difference'
+                )
+            yield (batch, *sampler.dealt.popleft())
+
+    def _whole(self) -> Iterator[Piece]:
+        sampler = PartSampler(self.whole.batch_sampler, 0, 1)
+        for batch in _like(self.whole, sampler):
+            whole, checksum = sampler.dealt.popleft()
+            try:
+                part = part_of_whole(batch, self._rank, self._ranks, whole.total)
+            except InputError as error:
+                raise Unfit(str(error)) from error
+            yield part.batch, Share(None, part.count, part.start, part.total), checksum
+
+    def _sliced(self) -> Iterator[Piece]:
         for number, batch in enumerate(self.whole):
-            (part,) = parts_of(batch, data_rank=self._rank, data_ranks=self._ranks)
+            part = part_of_whole(batch, self._rank, self._ranks)
             mine = part.batch if self._ranks > 1 else batch
             yield mine, Share(None, part.count, part.start, part.total), zlib.crc32(f"{number} {part.total}".encode())
 
@@ -117,13 +197,16 @@ def _by_indices(loader: Any) -> bool:
     )
 
 
-def _like(loader: DataLoader, sampler: PartSampler) -> DataLoader:
-    """The script's DataLoader with other indices; made for each epoch, as workers are."""
+def _like(loader: DataLoader, sampler: PartSampler, watched: bool = False) -> DataLoader:
+    """The script's DataLoader with other indices; made for each epoch, as workers are. Watched: (batch, drew)."""
     kept = ("collate_fn", "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
             "generator", "prefetch_factor", "persistent_workers", "in_order")  # fmt: skip
     settings = {name: getattr(loader, name) for name in kept if hasattr(loader, name)}
     settings["persistent_workers"] = False
-    return DataLoader(loader.dataset, batch_sampler=sampler, **settings)
+    dataset = loader.dataset
+    if watched:
+        dataset, settings["collate_fn"] = Watched(dataset), Collated(settings["collate_fn"])
+    return DataLoader(dataset, batch_sampler=sampler, **settings)
 
 
 def _refuse(loader: Any, data_ranks: int) -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -29,20 +28,21 @@ from shardwise.device import pick_device
 from shardwise.engine.control import Tally, gather_reached
 from shardwise.engine.engine import Engine
 from shardwise.engine.loss import Loss
+from shardwise.engine.normalise import held_gradients, normalise, sum_of_squares
 from shardwise.engine.recipe import trainable
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
 from shardwise.mesh import build_mesh
-from shardwise.parallel.expert import WithExperts
 from shardwise.parallel.full import FullShard
 from shardwise.part import forget, plain, whole
 from shardwise.ranks import here, join
 from shardwise.scripts import optimizer as optimizers
 from shardwise.scripts.agreement import compare, same_change
-from shardwise.scripts.calls import Calls, leader_of
-from shardwise.scripts.divisor import Divisor, divisor_of
+from shardwise.scripts.calls import Calls, leader_of, techniques_of
+from shardwise.scripts.divisor import Divisor, divisor_of, refuse_division
 from shardwise.scripts.guard import Gate, RefusedScaler, guard_gradients, guard_state_dict
-from shardwise.scripts.loader import PartLoader
+from shardwise.scripts.held import Held, loading
+from shardwise.scripts.loader import PartLoader, Reads
 from shardwise.scripts.spread import check_cuts, shared_call, wait_for_call
 from shardwise.scripts.start import check_given, generators_kept, is_compiled, make_engine, with_dtype
 
@@ -57,6 +57,7 @@ def prepare(
     plan: Plan | str = "single",
     randomness: Randomness = "global",
     branches: Literal["same", "per_sample"] = "same",
+    reads: Reads = "auto",
     seed: int = 0,
     device: str | torch.device | None = None,
 ) -> Prepared:
@@ -69,6 +70,8 @@ def prepare(
                 the model's first forward in training
     randomness  "global": noise and masks drawn for samples are those of one process; "fast": each rank draws its own
     branches    as in `Task`
+    reads       "part": a rank reads its samples alone; "whole": all of a batch, of which it keeps its part; "auto":
+                whole where the loader has a collate function of its own or its dataset draws, else the part
     seed        of "fast" draws
 
     Returns a `Prepared`, which unpacks into model, optimizer and loader:
@@ -88,15 +91,15 @@ def prepare(
             f"plan {plan} needs {plan.world_size} ranks, but this script was started as one process: start it with "
             f"torchrun --nproc-per-node {plan.world_size} (or srun or mpirun -n {plan.world_size})"
         )
-    return Prepared(model, optimizer, loader, plan, randomness, branches, seed, pick_device(device))
+    return Prepared(model, optimizer, loader, plan, randomness, branches, reads, seed, pick_device(device))
 
 
-class Prepared:
+class Prepared(Held):
     """A script's model, optimizer and loader on this rank. Made by `prepare`; unpacks into the three."""
 
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, loader: Any, plan: Plan, randomness: str, branches: Any,
-        seed: int, device: torch.device,
+        reads: Reads, seed: int, device: torch.device,
     ) -> None:  # fmt: skip
         self.plan = plan = with_dtype(plan, model)
         self.model, self.optimizer = model, optimizer
@@ -117,7 +120,8 @@ class Prepared:
             raise RefusedPlan('prepare: recompute on a GPU cannot repeat one process\'s draws: use randomness="fast"')
         leader = leader_of(loader, self.mesh, randomness)
         self.calls = Calls(model, self.mesh, randomness, seed, leader)
-        self.loader = PartLoader(loader, self.mesh.data.index, ranks, self.calls) if leader is None else loader
+        reads = "part" if reads == "auto" and randomness == "fast" else reads
+        self.loader = PartLoader(loader, self.mesh.data.index, ranks, self.calls, reads) if leader is None else loader
         self._tally: Tally | None = None  # of the step under way
         self._micro = 0  # calls of backward in it
         self._finished = False  # its gradients are whole
@@ -166,7 +170,7 @@ class Prepared:
     @property
     def notices(self) -> list[str]:
         """What is worth knowing about this run, found so far."""
-        return self._engine.notices if self._engine is not None else []
+        return [*(self._engine.notices if self._engine is not None else []), *self.loader.notices]
 
     @property
     def engine(self) -> Engine:
@@ -183,12 +187,17 @@ class Prepared:
 
     # --- what a script calls
 
-    def backward(self, loss: torch.Tensor, weight: torch.Tensor | float | None = None) -> torch.Tensor:
+    def backward(
+        self, loss: torch.Tensor, weight: torch.Tensor | float | None = None, *,
+        mean_over: torch.Tensor | float | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """Stands for `loss.backward()`. Collective.
 
-        loss    this rank's loss: a sum over its samples, with `weight`; or a mean without
-        weight  what the sum is to be divided by, of this rank's samples (how many, how many tokens): one process
-                would divide by the sum of all ranks' weights
+        loss       this rank's loss: a sum over its samples, with `weight`; or a mean
+        weight     what the sum is to be divided by, of this rank's samples (how many, how many tokens): one process
+                   would divide by the sum of all weights of the step, those of other micro-batches too
+        mean_over  what this rank's mean is over, where that differs between ranks: the loss becomes the mean over
+                   all ranks, of this micro-batch alone; whatever else it was divided by stays
 
         With the plan's last micro-batch, gradients are summed over ranks and divided. Returns this micro-batch's loss
         over all ranks. Raises `InputError` for a mean that ranks took over unequal numbers.
@@ -210,10 +219,13 @@ class Prepared:
             )
         self._open_step()
         assert self._tally is not None
-        loss, weight = whole(loss).reshape(()), plain(weight)
+        loss, weight, mean_over = whole(loss).reshape(()), plain(weight), plain(mean_over)
         stands_in = self.calls.part is not None and self.calls.part.count == 0
-        counted = self._weight(loss, weight)
         total = loss * 0 if stands_in else loss
+        if mean_over is not None:
+            (over,) = self.sum(0.0 if stands_in else mean_over)
+            total = total * (float(mean_over) / over if over else 0.0)
+        counted = self._weight(loss, weight, mean_over is not None, stands_in)
         last = self._micro + 1 == engine.plan.accumulate or isinstance(engine.technique, FullShard)
         with self._gate.open():
             engine.technique.start_micro_batch(last=last)
@@ -223,12 +235,12 @@ class Prepared:
             self._tally.used.append(engine.technique.finish_micro_batch())
         samples = 0 if stands_in else (self.calls.part.count if self.calls.part is not None else 1)
         self._tally.stood_in |= stands_in
-        self._tally.add(Loss(total.detach(), 0.0 if stands_in else counted), samples, {})
+        self._tally.add(Loss(total.detach(), counted), samples, {})
         self._micro += 1
         self.calls.after_backward()
         if self._micro == engine.plan.accumulate:
             self._finish()
-        return self.loss if engine.plan.accumulate == 1 else self._loss_of(total, weight, stands_in)
+        return self.loss if engine.plan.accumulate == 1 else self._loss_of(total, 0.0 if stands_in else weight)
 
     @contextmanager
     def _asking(self) -> Iterator[None]:
@@ -244,10 +256,9 @@ class Prepared:
             for each in buckets:
                 each.asleep = True
 
-    def _loss_of(self, total: torch.Tensor, weight: torch.Tensor | float | None, stands_in: bool) -> torch.Tensor:
+    def _loss_of(self, total: torch.Tensor, weight: torch.Tensor | float | None) -> torch.Tensor:
         """One micro-batch's loss over all ranks."""
-        counted = {"sum": 1.0 / self.engine.data_ranks}.get(str(self._given), 1.0) if weight is None else float(weight)
-        whole, divisor = self.sum(total.detach(), 0.0 if stands_in else counted)
+        whole, divisor = self.sum(total.detach(), self._once() if self._given != "given" else float(weight or 0.0))
         return torch.tensor(whole / divisor if divisor else float("nan"), dtype=torch.float64)
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
@@ -257,7 +268,7 @@ class Prepared:
             raise InputError("prepared.clip_grad_norm_: there are no gradients yet: call prepared.backward first")
         factor = min(1.0, max_norm / (self.grad_norm + 1e-6))
         with self._gate.open():
-            gradients = self.engine._held_gradients()
+            gradients = held_gradients(self.engine)
         if gradients and factor < 1.0:
             torch._foreach_mul_(gradients, factor)
         return torch.tensor(self.grad_norm)
@@ -272,23 +283,6 @@ class Prepared:
         """Each number's sum over the ranks that hold different samples. Collective."""
         row = torch.tensor([float(value) for value in values], dtype=torch.float64, device=self.mesh.device)
         return gather_rows(row, self.mesh.data).sum(dim=0).tolist()
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """The model's whole weights and buffers, on the CPU of every rank. Collective."""
-        if self._engine is None:
-            return {name: value.detach().cpu().clone() for name, value in self.model.state_dict().items()}
-        with self._state_gate.open():
-            return self.engine.state_dict()
-
-    def save_weights(self, path: str | Path) -> None:
-        """Whole weights and buffers as one safetensors file, written by rank 0. Collective."""
-        with self._state_gate.open():
-            self.engine.save_weights(path)
-
-    def memory(self) -> dict[str, int | None]:
-        """Bytes on this rank, as `Engine.memory`."""
-        with self._gate.open():
-            return self.engine.memory()
 
     @property
     def rank(self) -> int:
@@ -323,10 +317,21 @@ class Prepared:
                 "step() before the other's backward (or detach what the other is given)"
             )
 
-    def _weight(self, loss: torch.Tensor, weight: torch.Tensor | float | None) -> torch.Tensor | float:
-        """The weight that is counted; without one, means share one weight for the whole step."""
+    def _once(self) -> float:
+        """This rank's part of a weight of one: means have equal parts, and a sum is counted by one rank."""
+        return 1.0 if self._given == "mean" else float(self.engine.mesh.data.index == 0)
+
+    def _weight(
+        self, loss: torch.Tensor, weight: torch.Tensor | float | None, mean: bool, stands_in: bool
+    ) -> torch.Tensor | float:
+        """The weight that is counted; without one, the losses of a step share one of 1."""
+        if weight is not None and mean:
+            raise InputError("prepared.backward: give weight (of a sum) or mean_over (of a mean), not both")
         if weight is not None:
             form = "given"
+            refuse_division(loss, float(weight), self.engine.plan.accumulate)
+        elif mean:
+            form = "mean over"
         else:
             divisor = divisor_of(loss) if self.engine.data_ranks > 1 else Divisor("mean")
             self._forms.append(divisor)
@@ -334,11 +339,11 @@ class Prepared:
         if self._given not in (None, form):
             raise InputError("prepared.backward: give the weight with every micro-batch of a step, or with none")
         self._given = form
-        if weight is not None:
-            return weight.detach().reshape(()) if isinstance(weight, torch.Tensor) else float(weight)
-        if self._micro > 0:
+        if weight is None:
+            return self._once() if self._micro == 0 else 0.0
+        if stands_in:
             return 0.0
-        return 1.0 / self.engine.data_ranks if form == "sum" else 1.0
+        return weight.detach().reshape(()) if isinstance(weight, torch.Tensor) else float(weight)
 
     def _flush(self) -> None:
         """A step with fewer micro-batches than the plan's: reduce what was held back for the last."""
@@ -363,8 +368,8 @@ class Prepared:
                 refuse = engine.task.branches == "same"
                 used = gather_reached(tally, engine.names, engine.mesh.data, engine.device, refuse=refuse)
                 agreed = engine._finish(tally, used)
-            result, self._usable = engine._normalise(agreed)
-            self._square = engine._sum_of_squares(engine.technique.slots) if self._unguarded else None
+            result, self._usable = normalise(engine, agreed)
+            self._square = sum_of_squares(engine, engine.technique.slots) if self._unguarded else None
         forget()
         self._finished = True
         self.grad_norm = result.grad_norm
@@ -390,6 +395,7 @@ class Prepared:
             zero_grad=types.MethodType(zero_grad, self.optimizer),
             _step_supports_amp_scaling=RefusedScaler(),  # what GradScaler asks an optimizer first
         )
+        self.model.load_state_dict = types.MethodType(loading(self), self.model)
         self.model.zero_grad = types.MethodType(lambda module, set_to_none=True: prepared._discard(), self.model)
 
     def _step(self, inner: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
@@ -407,7 +413,7 @@ class Prepared:
             self._flush()
             if self._square is not None:
                 with self._gate.open():
-                    same_change(engine, self._square, engine._sum_of_squares(engine.technique.slots))
+                    same_change(engine, self._square, sum_of_squares(engine, engine.technique.slots))
                 self._square = None
             if engine.owners is not None:
                 engine.owners.collect_gradients(engine._used)
@@ -443,6 +449,4 @@ class Prepared:
 
 def _buckets(engine: Engine) -> list[GradientBuckets]:
     """Where gradients are gathered as backward makes them; FSDP2 has its own."""
-    technique: Any = engine.technique
-    each = (technique.rest, technique.experts) if isinstance(technique, WithExperts) else (technique,)
-    return [one.buckets for one in each if hasattr(one, "buckets")]
+    return [one.buckets for one in techniques_of(engine) if hasattr(one, "buckets")]

@@ -16,22 +16,19 @@ from shardwise.costs.layout import Layout
 from shardwise.costs.memory import Ledger
 from shardwise.costs.software import Software
 from shardwise.costs.wire import Group, Wire
-from shardwise.errors import RefusedPlan
+from shardwise.simulator.counted import Counted, Model
 from shardwise.simulator.forecast import Forecast
+from shardwise.simulator.held import policy
 from shardwise.simulator.pipeline import play, schedule
+from shardwise.simulator.sharded import Sharded, data_seconds
 from shardwise.simulator.step import GAPS
 from shardwise.simulator.traced import (
     BALANCED,
-    Counted,
-    Model,
     between,
-    data_seconds,
     engine_seconds,
     kernels_of,
-    memory,
     optimizer_seconds,
     peak_of,
-    policy,
 )
 
 OpKey = tuple[str, int]  # (kind, stage)
@@ -44,34 +41,19 @@ class CountedRank(Counted, Protocol):
     def ops(self) -> Mapping[OpKey, Counted]: ...
 
     @property
-    def wire(self) -> Mapping[OpKey, Mapping[tuple[str, float], int]]: ...
+    def wire(self) -> Mapping[OpKey, Mapping[tuple[str, str, float], int]]: ...
+
+    @property
+    def gathers(self) -> Mapping[OpKey, Sequence[int]]: ...
 
     @property
     def messages(self) -> Mapping[int, float]: ...
 
 
-def refuse(layout: Layout) -> None:
-    """What of a cut module is not forecast, by name."""
-    if layout.zero >= 3:
-        raise RefusedPlan(
-            "the forecast of zero=3 beside tp or pp is not built for a traced module (which units are gathered when, "
-            "stage by stage): use zero=1"
-        )
-    if layout.zero == 2 and layout.pp > 1:
-        raise RefusedPlan("the forecast of zero=2 under a pipeline is not built for a traced module: use zero=1")
-
-
-def memory_of_ranks(ranks: Sequence[Model], layout: Layout, precision: str) -> list[Ledger]:
-    """Bytes of each rank that differs."""
-    refuse(layout)
-    return [memory(rank, layout, precision) for rank in ranks]
-
-
 def simulate_cut(
-    ranks: Sequence[Model], layout: Layout, cluster: Cluster, software: Software, precision: str
+    ranks: Sequence[Model], layout: Layout, cluster: Cluster, software: Software, precision: str, held: Sequence[Ledger]
 ) -> Forecast:
-    """One optimizer step. `ranks`: models whose traces are `CountedRank`s."""
-    refuse(layout)
+    """One optimizer step. `ranks`: models whose traces are `CountedRank`s; `held`: their memory."""
     dtype = {"fp32": "fp32", "fp64": "fp32"}.get(precision, "bf16")
     kernels, added = kernels_of(cluster, layout, software, dtype)
     wire, states = Wire(cluster), policy(precision, ranks[0].update.state_elements)
@@ -81,13 +63,18 @@ def simulate_cut(
     busy = max(own)
     parts: dict[str, float] = {}
     timeline: list[tuple[str, str, float, float]] = []
-    bubble = 0.0
+    bubble, gathered = 0.0, 0.0
     talk = max(sum(sent[key] for key in _seen(rank)[0].ops) for rank in ranks)
     if layout.pp > 1:
         table = schedule(layout.schedule, layout.pp, layout.n_micro, layout.chunks)
 
+        link = Sharded(wire, states, Group(layout.shard, layout.tp))
+        waits = _gathers(ranks, {key: work[key] + sent[key] for key in work}, link)
+        gathered = max(sum(waits[key] for key in _seen(rank)[0].ops) for rank in ranks)
+
         def seconds(kind: str) -> list[float]:
-            return [work.get((kind, s), 0.0) + sent.get((kind, s), 0.0) for s in range(last + 1)]
+            keys = [(kind, s) for s in range(last + 1)]
+            return [work.get(key, 0.0) + sent.get(key, 0.0) + waits.get(key, 0.0) for key in keys]
 
         whole, first, second = seconds("B"), seconds("I"), seconds("W")
         inputs = [b or i for b, i in zip(whole, first, strict=True)]
@@ -98,13 +85,13 @@ def simulate_cut(
         times = layout.n_micro * layout.rounds
         parts["compute"] = times * busy
         parts["tensor, context and expert communication"] = times * talk
-        parts["pipeline bubble and sends"] = max(0.0, step - times * (busy + talk))
-        micro = step / times
+        parts["pipeline bubble and sends"] = max(0.0, step - times * (busy + talk + gathered))
+        micro, gathered = step / times, times * gathered
     else:
         parts["compute"] = layout.n_micro * busy
         parts["tensor, context and expert communication"] = layout.n_micro * talk
         micro = busy + talk
-    parts["data-parallel communication"] = max(
+    parts["data-parallel communication"] = gathered + max(
         data_seconds(rank, layout, micro, wire, states, software)[0] for rank in ranks
     )
     parts["optimizer"] = max(optimizer_seconds(rank, layout, kernels, states) for rank in ranks)
@@ -115,7 +102,7 @@ def simulate_cut(
     parts = {name: value * correction for name, value in parts.items()}
     flops = sum(rank.flops(layout.global_batch) for rank in ranks) * layout.tp * layout.pp / len(ranks)
     forecast = Forecast(
-        step_s=sum(parts.values()), parts=parts, memory=memory_of_ranks(ranks, layout, precision), flops=flops,
+        step_s=sum(parts.values()), parts=parts, memory=list(held), flops=flops,
         world_size=layout.world_size, tokens=layout.global_batch, peak_tflops=peak_of(cluster, dtype),
         convention="counted", exposed={"tensor": parts["tensor, context and expert communication"],
         "data": parts["data-parallel communication"]}, bubble=bubble, timeline=timeline,
@@ -135,12 +122,14 @@ def _ops(
     ranks: Sequence[Model], layout: Layout, kernels: Kernels, software: Software, wire: Wire
 ) -> tuple[dict[OpKey, float], dict[OpKey, float]]:
     """Seconds of each op's work and of its collectives, on the slowest rank that runs it."""
-    group = Group(layout.tp, 1)
+    groups = {"tp": Group(layout.tp, 1), "ep": Group(layout.ep, layout.tp)}
     work: dict[OpKey, float] = {}
     sent: dict[OpKey, float] = {}
 
     def talk(trace: CountedRank, key: OpKey) -> float:
-        return sum(calls * wire.collective(op, group, size) for (op, size), calls in trace.wire[key].items())
+        return sum(
+            calls * wire.collective(op, groups[axis], size) for (axis, op, size), calls in trace.wire[key].items()
+        )
 
     for rank in ranks:
         one, two = _seen(rank)
@@ -155,6 +144,16 @@ def _ops(
 def _seen(rank: Model) -> tuple[CountedRank, CountedRank]:
     """Its rehearsals at two sizes of micro-batch."""
     return cast(CountedRank, rank.one), cast(CountedRank, rank.two)
+
+
+def _gathers(ranks: Sequence[Model], busy: Mapping[OpKey, float], link: Sharded) -> dict[OpKey, float]:
+    """Seconds by which each op's work waits for weights that are gathered and gradients that are scattered."""
+    found: dict[OpKey, float] = {}
+    for rank in ranks:
+        for key, units in _seen(rank)[0].gathers.items():
+            whole = link.op_seconds(units, busy[key], back=key[0] == "B")
+            found[key] = max(found.get(key, 0.0), whole - busy[key])
+    return {key: found.get(key, 0.0) for key in busy}
 
 
 def _of_rank(rank: Model, work: Mapping[OpKey, float]) -> float:

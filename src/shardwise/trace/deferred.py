@@ -370,9 +370,16 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                     yield (f"{path}.{leaf}" if path else leaf), tensor
 
 
+_recording: list[_Recorder] = []  # the recorders of builds under way, the innermost last
+
+
 @contextmanager
 def _initialisers(recorder: _Recorder) -> Iterator[None]:
-    """Every in-place function of `torch.nn.init`, private helpers included, goes through the recorder."""
+    """Every in-place function of `torch.nn.init`, private helpers included, goes through the recorder.
+
+    A library that the constructor imports may keep what it finds there for good: that leads to the recorder of the
+    build that runs, and to the function itself where none does.
+    """
     originals = {
         name: function
         for name, function in vars(torch.nn.init).items()
@@ -380,13 +387,18 @@ def _initialisers(recorder: _Recorder) -> Iterator[None]:
     }
 
     def recorded(function: Callable) -> Callable:
-        return lambda *args, **kwargs: recorder.initialise(function, args, kwargs)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return _recording[-1].initialise(function, args, kwargs) if _recording else function(*args, **kwargs)
 
+        return call
+
+    _recording.append(recorder)
     try:
         for name, function in originals.items():
             setattr(torch.nn.init, name, recorded(function))
         yield
     finally:
+        _recording.pop()
         for name, function in originals.items():
             setattr(torch.nn.init, name, function)
 

@@ -94,6 +94,46 @@ class ModuleState:
                 value.update(copied)
 
 
+class PassedState:
+    """Plain objects and containers that a call is given (a cache, a list of results) as they are now, to any depth.
+
+    What this does not do: notice tensors among them that are written to in place.
+    """
+
+    def __init__(self, *values: Any):
+        self._tables: list[tuple[Any, Any]] = []
+        self._seen: set[int] = set()
+        self._keep(values)
+
+    def _keep(self, value: Any) -> None:
+        if isinstance(value, torch.Tensor | nn.Module | type) or callable(value) or id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        table = value if isinstance(value, _CONTAINERS) else getattr(value, "__dict__", None)
+        if isinstance(table, _CONTAINERS):
+            self._tables.append((table, copy.copy(table)))
+        inside = value if table is None and isinstance(value, tuple) else table
+        for leaf in list(inside.values() if isinstance(inside, dict) else inside or ()):
+            self._keep(leaf)
+
+    @contextmanager
+    def standing_in(self) -> Iterator[None]:
+        """While active, everything holds what it held; afterwards it is as it was before."""
+        now = [(table, copy.copy(table)) for table, _ in self._tables]
+        for table, held in self._tables:
+            _refill(table, held)
+        try:
+            yield
+        finally:
+            for table, held in now:
+                _refill(table, held)
+
+
+def _refill(table: Any, held: Any) -> None:
+    table.clear()
+    (table.extend if isinstance(table, list | deque) else table.update)(held)
+
+
 def _copied(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().clone(), value._version

@@ -1,6 +1,6 @@
 """The built-in tasks, made from a `[task]` section: a decoder on text, a vision transformer on digits.
 
-text    the next byte of Python's standard library, 5 % of it held out
+text    the next byte of Python's standard library, or the next token of text files, 5 % of them held out
 digits  scikit-learn's handwritten digits, a fifth of them held out
 
 Everything in a task is a top-level function or a partial of one, so a task can be sent to the ranks.
@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shardwise.config.schema import BUILTIN_DEFAULTS, TaskSection
-from shardwise.task import Task
+from shardwise.task import Source, Task
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,27 +25,40 @@ def builtin_task(section: TaskSection | None = None, name: str = "text") -> Task
 
 
 def text_task(section: TaskSection) -> Task:
-    """A decoder that predicts the next byte."""
-    from shardwise.data import split, standard_library_corpus
+    """A decoder that predicts the next token."""
     from shardwise.models import Decoder, DecoderConfig
 
     sizes = _sizes(section)
     assert section.seq_len is not None
+    data, held_out, vocab = _text(section)
     config = DecoderConfig(
-        vocab=256,
+        vocab=vocab,
         context=section.seq_len,
         kv_heads=section.model.kv_heads or sizes["heads"],
         **sizes,
     )
-    data, held_out = split(standard_library_corpus(), section.seq_len)
     return Task(
         model=partial(Decoder, config),
-        loss=next_byte_loss,
+        loss=next_token_loss,
         data=data,
         eval_data=held_out,
-        inputs=all_but_last_byte,
+        inputs=all_but_last,
         name="text",
     )
+
+
+def _text(section: TaskSection) -> tuple[Source, Source, int]:
+    """(training, held out, the number of tokens there are)."""
+    from shardwise.data import TokenSource, split, standard_library_corpus, tokenized
+    from shardwise.data.tokenizer import BYTES, read_tokenizer
+
+    assert section.seq_len is not None
+    if not section.files:
+        return *split(standard_library_corpus(), section.seq_len), BYTES
+    vocab = read_tokenizer(section.tokenizer).vocab
+    assert vocab is not None
+    tokens = TokenSource(tokenized(section.files, section.tokenizer), section.seq_len, vocab=vocab)
+    return *tokens.split(), vocab
 
 
 def digits_task(section: TaskSection) -> Task:
@@ -78,13 +91,13 @@ def _sizes(section: TaskSection) -> dict[str, Any]:
     }
 
 
-def all_but_last_byte(batch: dict[str, Tensor]) -> tuple[tuple, dict]:
-    """The model sees each window without its last byte."""
+def all_but_last(batch: dict[str, Tensor]) -> tuple[tuple, dict]:
+    """The model sees each window without its last token."""
     return (batch["tokens"][:, :-1],), {}
 
 
-def next_byte_loss(logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
-    """Cross entropy of each next byte, summed, and the number of bytes."""
+def next_token_loss(logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+    """Cross entropy of each next token, summed, and the number of tokens."""
     from torch.nn.functional import cross_entropy
 
     targets = batch["tokens"][:, 1:]  # (B, S)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from shardwise.comm import everybody, gather_json, gather_rows
 from shardwise.data import Loader, evaluation_parts, parts_of, samples_in
+from shardwise.dataset import name_of
 from shardwise.device import pick_device
 from shardwise.engine.ema import Ema
 from shardwise.engine.engine import Engine, parallelize
@@ -121,7 +122,7 @@ class _Rank:
         if self.ema is not None:
             with self.ema.applied():
                 self.engine.save_weights(self.job.folder / EMA_WEIGHTS)
-        text = written_text(self.engine, self.task, self.job.effective.config.train)
+        text = written_text(self.engine, self.task, self.job.effective.config)
         summary = self._summary(seconds, text)
         if self.engine.rank == 0:
             write_json(self.job.folder / "summary.json", summary)
@@ -166,8 +167,8 @@ class _Rank:
         if self.task.batch is not None:
             return "make Task.batch cheaper, or give Task.data (a Source), which is read ahead"
         workers = self.job.effective.config.train.workers
-        name = type(self.task.data).__name__
-        return f"set train.workers to {max(2, 2 * workers)} (now {workers}), or make {name}.read cheaper"
+        name = name_of(self.task.data)
+        return f"set train.workers to {max(2, 2 * workers)} (now {workers}), or make reading of {name} cheaper"
 
     def _step(self, step: int) -> None:
         self.profile.before(step)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import torch
 
-from shardwise.config.schema import TrainSection
+from shardwise.config.schema import Config
+from shardwise.data.tokenizer import read_tokenizer
 from shardwise.engine.engine import Engine
 from shardwise.task import Task
 
-PROMPT = b"\ndef "
+PROMPT = b"\ndef "  # to the built-in corpus; text of one's own is continued from its held-out part
+PROMPT_TOKENS = 8
 TEMPERATURE = 0.8
 
 
-def written_text(engine: Engine, task: Task, config: TrainSection) -> str | None:
-    """`config.generate` bytes on rank 0, from the full parameters; None elsewhere. Every rank calls this."""
-    if not config.generate:
+def written_text(engine: Engine, task: Task, config: Config) -> str | None:
+    """`config.train.generate` tokens on rank 0, from the full parameters; None elsewhere. Every rank calls this."""
+    if not config.train.generate:
         return None
     full = engine.full_parameters()
     if engine.rank != 0:
@@ -26,13 +28,22 @@ def written_text(engine: Engine, task: Task, config: TrainSection) -> str | None
         own = dict(model.named_parameters())
         for name, value in full:
             own[name].copy_(value)
-    return _write(model, config.generate, config.seed)
-
-
-def _write(model: torch.nn.Module, length: int, seed: int) -> str:
     from shardwise.models import generate
 
-    prompt = torch.tensor([list(PROMPT)])  # (1, bytes)
-    tokens = generate(model, prompt, length, TEMPERATURE, torch.Generator().manual_seed(seed))
-    text = bytes(tokens[0].tolist()).decode("utf-8", errors="replace")
+    generator = torch.Generator().manual_seed(config.train.seed)
+    tokens = generate(model, _prompt(task, config), config.train.generate, TEMPERATURE, generator)
+    decode = read_tokenizer(config.task.tokenizer).decode
+    assert decode is not None
+    return _printable(decode(tokens[0].tolist()))
+
+
+def _prompt(task: Task, config: Config) -> torch.Tensor:
+    """(1, S) tokens to go on from."""
+    if not config.task.files:
+        return torch.tensor([list(PROMPT)])
+    assert task.eval_data is not None
+    return task.eval_data.read([0])["tokens"][:, :PROMPT_TOKENS]
+
+
+def _printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text).strip("\n")

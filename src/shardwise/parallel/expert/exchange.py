@@ -22,8 +22,19 @@ Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]  # rows (R, 
 
 def _move(tensor: torch.Tensor, sent: list[int], received: list[int], axis: Axis, tag: str = "experts") -> torch.Tensor:
     arrived = tensor.new_empty((sum(received), *tensor.shape[1:]))
-    all_to_all(arrived, tensor.contiguous(), received, sent, axis, tag)
-    return arrived
+    if axis.rehearsal is None:
+        all_to_all(arrived, tensor.contiguous(), received, sent, axis, tag)
+        return arrived
+    axis.note(tag, "all_to_all", tensor)
+    return arrived if tensor.is_floating_point() else _of_all(tensor.split(sent)[axis.index], axis)
+
+
+def _of_all(counts: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """In a rehearsal: what every rank sends this one, from what it sends itself and how much each brings."""
+    assert axis.rehearsal is not None
+    loads = axis.rehearsal.loads or (1,) * axis.size
+    mine = loads[axis.index]
+    return torch.cat([(2 * counts * load + mine) // (2 * mine) for load in loads])
 
 
 class _Exchange(torch.autograd.Function):

@@ -31,6 +31,7 @@ Run = Callable[[nn.Module, Any], Any]  # (module, batch) -> loss, as the engine 
 WAYS = 4  # forwards that are followed where a forward may take different ways
 
 DtypeOf = Callable[[torch.Tensor], torch.dtype]
+Followed = dict[frozenset[str], Found]  # parameters that stay whole -> the labels of a forward
 
 
 @contextmanager
@@ -147,27 +148,36 @@ class Stage:
 
 def find_cuts(
     built: Built, batch: Any, run: Run, ranks: int, keep: tuple[str, ...] = (), *, sequence: bool = False,
-    dtype_of: DtypeOf,
+    dtype_of: DtypeOf, followed: Followed | None = None,
 ) -> Derived:  # fmt: skip
     """Derive the cuts over `ranks`; parameters that match a pattern of `keep` stay whole.
 
     sequence  between the pairs, activations will be cut along the sequence
+    followed  what earlier calls followed with the same module, batch and dtypes; grows
     """
+    followed = {} if followed is None else followed
     elements = {name: param.numel() for name, param in built.module.named_parameters()}
     stage = Stage(built, batch, run, dtype_of)
     asked = matching(list(elements), keep)
-    found = stage.follow(asked)
+    found = _followed(stage, asked, followed)
     best, best_found, frozen = derive(found, elements, ranks), found, set[str]()
     for _ in range(4):  # weights that starve their family stay whole, as long as that lets more be cut
         more = set(starved(found, ranks)) - frozen
         if not more:
             break
         frozen |= more
-        found = stage.follow(asked | frozen)
+        found = _followed(stage, asked | frozen, followed)
         tried = derive(found, elements, ranks)
         if sum(elements[n] for n in tried.cuts) > sum(elements[n] for n in best.cuts):
             best, best_found, best.frozen = tried, found, set(frozen)
     return _rehearsed(stage, best, best_found, elements, ranks, sequence)
+
+
+def _followed(stage: Stage, whole: set[str], known: Followed) -> Found:
+    key = frozenset(whole)
+    if key not in known:
+        known[key] = stage.follow(whole)
+    return known[key]
 
 
 def _rehearsed(

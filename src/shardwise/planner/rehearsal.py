@@ -1,0 +1,353 @@
+"""One rank's row of a schedule, played on tensors without values: see planner/shares.py."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from shardwise.comm import Axis, Ledger
+from shardwise.comm.ledger import FACTORS
+from shardwise.engine.cutting import Cut
+from shardwise.layout.schedules import Op
+from shardwise.memory.live import LiveBytes
+from shardwise.memory.recompute import recompute_block
+from shardwise.parallel.expert import ExpertParallel, install
+from shardwise.parallel.flat import Flat
+from shardwise.parallel.pipeline import backward
+from shardwise.parallel.pipeline.stage import StagedModule
+from shardwise.parallel.tensor import TensorParallel
+from shardwise.parallel.tensor.apply import see_parts
+from shardwise.part import forget
+from shardwise.planner.counting import Count, Trace
+from shardwise.planner.gathered import Gathered
+from shardwise.planner.routed import Values
+from shardwise.planner.rows import telling
+from shardwise.planner.tracing import DTYPES, build, drop, fake_batch, in_order, wide
+from shardwise.precision import Precision
+from shardwise.trace.blocks import find_blocks
+
+if TYPE_CHECKING:
+    from shardwise.planner.shares import Shares
+
+
+Beside = tuple[int, tuple[tuple[int, ...], ...]]  # place in ep; of each micro-batch, the samples of each rank there
+ALIKE: Beside = (0, ())  # all have as many
+Sent = tuple[str, str, float]  # axis, op, bytes of the whole tensor
+
+
+@dataclass
+class RankTrace(Trace):
+    """The trace of one rank's whole row: `peak` is that of the row, products and bytes those of one micro-batch.
+
+    ops       (kind, stage) -> what one such op does
+    wire      (kind, stage) -> what it sends over tp and ep: (axis, op, bytes of the whole tensor) -> times
+    gathers   (kind, stage) -> elements of the units that zero=3 gathers for it, in order
+    messages  stage -> bytes that it sends on for one micro-batch
+    """
+
+    ops: dict[tuple[str, int], Trace] = field(default_factory=dict)
+    wire: dict[tuple[str, int], dict[Sent, int]] = field(default_factory=dict)
+    gathers: dict[tuple[str, int], list[int]] = field(default_factory=dict)
+    messages: dict[int, float] = field(default_factory=dict)
+
+
+Told = list[tuple[torch.Size, torch.dtype, bool]]  # of the tensors of a message: shape, dtype, needs a gradient
+
+
+class Rehearsal:
+    """One rank's module on fake tensors, and its row."""
+
+    def __init__(self, shares: Shares, tp: int, pp: int, sizes: Sequence[int], beside: Beside = ALIKE):
+        self.shares, self.task, self.rank = shares, shares.task, pp
+        self.found = RankTrace(max(sizes))
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.dtype = DTYPES[shares.cuts.precision]
+        self.ledger = Ledger()
+        degree = shares.cuts.tp
+        ranks = tuple(range(degree))
+        axis = Axis("tp", degree, tp, None, ranks, sequence=shares.cuts.sp, rehearsal=self.ledger)
+        self.precision = Precision.of(shares.plan)
+        self.count = Count(Trace(self.found.samples))
+        self.tensor = None if shares.derived is None else TensorParallel(shares.derived, axis)
+        place, self.beside = beside
+        group = Axis("ep", shares.cuts.ep, place, None, tuple(range(shares.cuts.ep)), rehearsal=self.ledger)
+        self.experts = ExpertParallel(shares.stacks, group)
+        count = shares.schedule.microbatches * shares.cuts.rounds
+        self.sizes = [*sizes, *[sizes[-1]] * (count - len(sizes))]
+        self.batches = {n: fake_batch(self.fake, shares.looks.one, n, self.dtype) for n in {*self.sizes}}
+        self.cut = shares.cut(pp)
+        self.sent: list[torch.Tensor] = []  # messages that may be under way
+
+    def run(self) -> RankTrace:
+        """Play the row."""
+        told = {n: self._told_once(n) if self.cut is not None else {} for n in self.batches}
+        model, staged = self._module(self.cut)
+        held = self._held(model)
+        self._sizes(model, held)
+        with self.fake:
+            self.techniques = self._techniques(model, held)
+        live, count = LiveBytes(), self.count
+        rests = [*held.values(), *model.buffers(), *pytree.tree_leaves(self.batches)]
+        live.count(leaf for leaf in rests if isinstance(leaf, torch.Tensor))
+        base = live.now
+        waiting: dict[tuple[int, int], tuple[list[torch.Tensor], list[torch.Tensor], list[Any]]] = {}
+        with self.fake, Values(self.fake) as routed, live, count:
+            for at in range(self.shares.cuts.rounds):
+                self._round(at, model, staged, told, waiting)
+        self.found.peak, self.found.balanced = live.peak - base - self.found.held_gradients, routed.assumed
+        for part in self.found.ops.values():
+            self.found.products.update(part.products)
+            self.found.order += part.order
+            self.found.attention.update(part.attention)
+            self.found.conv_flops += part.conv_flops
+            self.found.moved += part.moved
+            self.found.kernels += part.kernels
+            self.found.calls += part.calls
+        return self.found
+
+    def _round(self, at: int, model: nn.Module, staged: StagedModule | None, told: dict, waiting: dict) -> None:
+        """The row once, on the micro-batches of round `at`."""
+        schedule, rounds = self.shares.schedule, self.shares.cuts.rounds
+        final = schedule.last_backward(self.rank)
+        sizes = self.sizes[at * schedule.microbatches :]
+        row: Sequence[Op] = schedule.rows[self.rank]
+        if not self.techniques and not self.shares.cuts.gloo:  # nothing is kept but what waits for its backward
+            row = telling(row, sizes, len(schedule.owner))
+        for place, op in enumerate(row):
+            size = sizes[op.microbatch]
+            self.ledger.loads = self._beside(at * schedule.microbatches + op.microbatch)
+            self.count.trace = Trace(self.found.samples)
+            if op.kind in "BW":
+                for technique in self.techniques:
+                    technique.start_micro_batch(last=place == final and at == rounds - 1)
+            self._play(op, size, model, staged, told[size], waiting)
+            if op.kind in "BW":
+                with self._aside():
+                    for technique in self.techniques:
+                        technique.finish_micro_batch()
+            gathers = [count for each in self.techniques if isinstance(each, Gathered) for count in each.taken()]
+            if (op.kind, op.stage) not in self.found.ops and size == self.found.samples:
+                self.found.ops[op.kind, op.stage] = self.count.trace
+                self.found.wire[op.kind, op.stage] = self._sent()
+                self.found.gathers[op.kind, op.stage] = gathers
+            self.ledger.clear()
+
+    def _beside(self, index: int) -> tuple[int, ...]:
+        """Samples of a micro-batch on each rank of ep."""
+        return self.beside[min(index, len(self.beside) - 1)] if self.beside else ()
+
+    def _play(
+        self, op: Op, size: int, model: nn.Module, staged: StagedModule | None, told: dict[int, Told], waiting: dict
+    ) -> None:
+        last = len(self.shares.schedule.owner) - 1
+        key = op.stage, op.microbatch
+        if op.kind == "F":
+            inbox = [(torch.empty(shape, dtype=kind), needs) for shape, kind, needs in told.get(op.stage - 1, ())]
+            batch = self.batches[size]
+            output = self._forward(batch, op.stage, inbox, model, staged)
+            if op.stage == last:
+                output = pytree.tree_map(wide, output)
+                outputs = [self.task.loss(output, batch)[0]]
+            else:
+                outputs = list(output)
+                self.found.messages[op.stage] = max(
+                    self.found.messages.get(op.stage, 0.0), float(sum(t.numel() * t.element_size() for t in outputs))
+                )
+                self._send(op.stage, op.stage + 1, outputs)
+            del output
+            waiting[key] = (outputs, staged.taken if staged is not None else [], [])
+            return
+        outputs, inputs, later = waiting[key]
+        if op.kind == "W":
+            backward.of_weights(later.pop())
+            del waiting[key]
+            return
+        gradients: list[torch.Tensor | None] = [None]
+        if op.stage < last:
+            gradients = [torch.empty_like(one) if one.requires_grad else None for one in outputs]
+        if op.kind == "I":
+            later.append(backward.of_input(outputs, gradients, inputs))
+            outputs.clear()
+        else:
+            backward.whole(outputs, gradients)
+            del waiting[key]
+        if inputs:
+            self._send(op.stage, op.stage - 1, [leaf.grad for leaf in inputs if leaf.grad is not None])
+        for leaf in inputs:
+            leaf.grad = None
+
+    def _send(self, stage: int, goal: int, tensors: list[torch.Tensor]) -> None:
+        """Keep a message as the mail does: until it sends the next, or over gloo, which never says that one has
+        arrived, until the step is over."""
+        owner = self.shares.schedule.owner
+        if owner[stage] == owner[goal]:
+            return
+        if not self.shares.cuts.gloo:
+            self.sent.clear()
+        self.sent += [tensor.detach().contiguous() for tensor in tensors]
+
+    def _forward(self, batch: Any, stage: int, inbox: list, model: nn.Module, staged: StagedModule | None) -> Any:
+        def forward() -> Any:
+            args, kwargs = self.task.inputs(batch)
+            return model(*args, **kwargs)
+
+        return forward() if staged is None else staged.run(stage, inbox, forward)
+
+    def _told_once(self, samples: int) -> dict[int, Told]:
+        """The same for all ranks of the pipeline."""
+        assert self.cut is not None
+        known = self.shares.told
+        key = self.tensor.axis.index if self.tensor is not None else 0, samples
+        if key not in known:
+            known[key] = self._told(samples)
+        return known[key]
+
+    def _told(self, samples: int) -> dict[int, Told]:
+        """What each stage sends, from all stages in turn on one module that has everything."""
+        assert self.cut is not None
+        model, _ = self._module(None)
+        staged = StagedModule(model, self.cut.stages, self.dtype)
+        told: dict[int, Told] = {}
+        with self.fake, Values(self.fake):
+            for stage in self.cut.stages[:-1]:
+                inbox = [
+                    (torch.empty(shape, dtype=kind), needs) for shape, kind, needs in told.get(stage.index - 1, ())
+                ]
+                sent: Sequence[torch.Tensor] = self._forward(self.batches[samples], stage.index, inbox, model, staged)
+                told[stage.index] = [(one.shape, one.dtype, one.requires_grad) for one in sent]
+        forget()
+        return told
+
+    def _module(self, cut: Cut | None) -> tuple[nn.Module, StagedModule | None]:
+        """The module with this rank's shares, in the order in which a run applies things."""
+        model = build(self.task, self.fake, self.dtype)
+        blocks = find_blocks(model, nested=self.task.branches == "same")
+        absent = cut.absent if cut is not None else set()
+        self._replace(model, absent)
+        if self.tensor is not None:
+            see_parts(model, self.tensor, absent)
+        if self.experts.stacks:
+            install(model, self.experts.here(absent), torch.device("cpu"))
+        if cut is not None:
+            blocks = cut.here(model, blocks)
+        if self.shares.cuts.recompute != "none":
+            for block in {id(b): b for b in map(model.get_submodule, blocks.paths)}.values():
+                recompute_block(block, self.shares.cuts.recompute)
+        self.blocks = blocks
+        return model, StagedModule(model, cut.mine, self.dtype) if cut is not None else None
+
+    def _techniques(self, model: nn.Module, held: dict[str, nn.Parameter]) -> list[Gathered | Flat]:
+        """What owns the gradients while micro-batches run; without it they are an account of their own."""
+        cuts, found = self.shares.cuts, self.found
+        trained = {name: param for name, param in held.items() if param.requires_grad}
+        mine = {name: param for name, param in trained.items() if name in self.experts.experts}
+        rest = {name: param for name, param in trained.items() if name not in mine}
+        found.experts = sum(param.numel() for param in mine.values())
+        techniques: list[Gathered | Flat] = []
+        if cuts.zero == 3:
+            units = [model.get_submodule(path) for path in self.blocks.paths]
+            here = {id(param) for name, param in held.items() if name not in self.experts.experts}
+            leave = [param for param in model.parameters() if id(param) not in here]
+            gathered = Gathered(model, units, cuts.shard, self.precision, leave, self._aside, copies=cuts.gloo)
+            found.held, found.rows, found.held_gradients = gathered.held, gathered.rows, gathered.held_gradients
+            techniques.append(gathered)
+        alone: dict[str, nn.Parameter] = {}  # in buckets that rest
+        for named, ranks, played in (
+            (rest, cuts.shard, cuts.zero == 2),
+            (mine, cuts.shard // cuts.ep, cuts.zero >= 2 and cuts.shard > cuts.ep),
+        ):
+            if played and named:
+                techniques.append(self._flat(named, ranks))
+            elif cuts.zero < 3 or named is mine:
+                alone |= named
+        for parameter in alone.values():
+            parameter.register_post_accumulate_grad_hook(drop)
+        return techniques
+
+    def _flat(self, named: dict[str, nn.Parameter], ranks: int) -> Flat:
+        """Gradients that are reduced after every micro-batch."""
+        shard = Axis("dp_shard", ranks, 0, None, tuple(range(ranks)), rehearsal=Ledger())
+        flat = Flat([*named.items()], shard, Axis.alone("dp_replicate"), self.precision, stage=2)
+        into_bucket = flat.buckets._on_gradient
+
+        def on_gradient(*of_bucket: Any) -> None:
+            with self._aside():
+                into_bucket(*of_bucket)
+
+        vars(flat.buckets)["_on_gradient"] = on_gradient
+        elements = sum(part.high - part.low for part in flat.shards)
+        self.found.held_gradients += elements * self.precision.reduce.itemsize
+        return flat
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """What is made here is no work of the module's."""
+        kept, self.count.trace = self.count.trace, Trace(0)
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.count.trace = kept
+
+    def _replace(self, model: nn.Module, absent: set[str]) -> None:
+        """Shares in the place of what is cut, shapes without memory in the place of what other stages hold."""
+        names = {id(param): name for name, param in model.named_parameters()}
+        made: dict[str, nn.Parameter] = {}
+        for child in model.modules():
+            for leaf, param in list(child._parameters.items()):
+                if param is None:
+                    continue
+                name = names[id(param)]
+                cut = self.tensor.cuts.get(name) if self.tensor is not None else None
+                if name not in absent and cut is None and name not in self.experts.experts:
+                    continue
+                if name not in made:
+                    made[name] = self._stand_in(name, param, name in absent, cut)
+                child._parameters[leaf] = made[name]
+
+    def _stand_in(self, name: str, param: nn.Parameter, absent: bool, cut: Any) -> nn.Parameter:
+        with self.fake:
+            if absent:
+                value = torch.empty((), dtype=param.dtype).expand(param.shape)
+                return nn.Parameter(value, requires_grad=False)
+            shape = list(param.shape)
+            if cut is not None:
+                assert self.tensor is not None
+                shape[cut.dim] = cut.owners.counts[self.tensor.axis.index]
+            if name in self.experts.experts:
+                shape[0] //= self.experts.axis.size
+            share = nn.Parameter(torch.empty(shape, dtype=param.dtype), requires_grad=param.requires_grad)
+        share.__dict__.update(param.__dict__)
+        return share
+
+    def _held(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        absent = self.cut.absent if self.cut is not None else set()
+        return {name: param for name, param in model.named_parameters() if name not in absent}
+
+    def _sizes(self, model: nn.Module, held: dict[str, nn.Parameter]) -> None:
+        found = self.found
+        found.parameters = sum(p.numel() for p in held.values())
+        found.tensors = len(held)
+        found.in_order = in_order(p for p in held.values() if p.requires_grad)
+        found.sizes = Counter(found.in_order)
+        found.gradients = sum(p.numel() * p.element_size() for p in held.values() if p.requires_grad)
+        found.buffers_bytes = sum(b.numel() * b.element_size() for b in model.buffers())
+        found.units = [sum(p.numel() for p in model.get_submodule(path).parameters()) for path in self.blocks.paths]
+        found.rest = found.parameters - sum(found.units)
+
+    def _sent(self) -> dict[Sent, int]:
+        """What the axes would have sent since the last time, by axis, op and the mean size of its calls."""
+        found: dict[Sent, int] = {}
+        degrees = {"tp": self.shares.cuts.tp, "ep": self.shares.cuts.ep}
+        for (_, op, axis), entry in self.ledger.entries.items():
+            size = entry.received_bytes / FACTORS[op](degrees[axis]) / entry.calls
+            found[axis, op, size] = found.get((axis, op, size), 0) + entry.calls
+        return found

@@ -1,0 +1,129 @@
+"""Whether a rank may read its samples alone: what reading draws, and what a batch's other samples change.
+
+A dataset that draws (a random crop) gives other samples where another process draws before it; a collate function of
+the script's own may pad to the longest of the batch, or draw masks. Then a part that was read by itself is not the
+part of the whole batch, and ranks have to read all of it.
+
+What this does not do: see draws from a generator that the dataset keeps to itself.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, default_collate, default_convert
+
+from shardwise.comm import Axis, broadcast
+from shardwise.engine.batching import check_samples, parts_of
+from shardwise.layout.dealing import Share
+
+
+class Unfit(Exception):
+    """Batches cannot be read in this way; the message says why."""
+
+
+class Fetched(NamedTuple):
+    """Samples, and where the generators stood before."""
+
+    samples: Any
+    stood: int
+
+
+class Watched:
+    """A map-style dataset that remembers where the generators stood before it read a batch's samples."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "dataset":
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def __getitems__(self, indices: list[Any]) -> Fetched:
+        stood, together = standing(), getattr(self.dataset, "__getitems__", None)
+        return Fetched(together(indices) if together else [self.dataset[index] for index in indices], stood)
+
+
+class Collated:
+    """A loader's collate function, which also tells whether reading or joining drew: (batch, drew)."""
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self.collate = collate
+
+    def __call__(self, fetched: Fetched) -> tuple[Any, bool]:
+        return self.collate(fetched.samples), standing() != fetched.stood
+
+
+def standing() -> int:
+    """A number that differs where this process's generators stand elsewhere."""
+    check = zlib.crc32(torch.get_rng_state().numpy().tobytes())
+    numpys: Any = np.random.get_state(legacy=True)
+    return hash((check, zlib.crc32(numpys[1].tobytes()), numpys[2], random.getstate()))
+
+
+class Generators:
+    """Where the generators of this process and of a loader stand, to go back there."""
+
+    def __init__(self, loader: Any) -> None:
+        own = [getattr(each, "generator", None) for each in (loader, getattr(loader, "sampler", None))]
+        self._own = {id(g): (g, g.get_state()) for g in own if isinstance(g, torch.Generator)}
+        self._state = torch.get_rng_state(), np.random.get_state(), random.getstate()
+
+    def restore(self) -> None:
+        """Put them back."""
+        for generator, state in self._own.values():
+            generator.set_state(state)
+        torch.set_rng_state(self._state[0])
+        np.random.set_state(self._state[1])
+        random.setstate(self._state[2])
+
+
+def joins_by_itself(loader: DataLoader) -> bool:
+    """Whether a batch is joined by a function of the script's own, for which a sample's neighbours may matter."""
+    return loader.collate_fn not in (default_collate, default_convert)
+
+
+def part_of_whole(batch: Any, rank: int, ranks: int, samples: int | None = None) -> Share:
+    """This rank's part of a whole batch; `InputError` where its first dims do not count its `samples`."""
+    plain = dict(batch) if isinstance(batch, Mapping) else batch
+    if samples is not None:
+        check_samples(plain, samples)
+    (part,) = parts_of(plain, data_rank=rank, data_ranks=ranks)
+    if plain is batch or type(batch) is dict:
+        return part
+    kept: Any = copy.copy(batch)  # a mapping of a class of its own, as tokenizers return
+    for name, value in part.batch.items():
+        kept[name] = value
+    return Share(kept, part.count, part.start, part.total)
+
+
+def share_generators(ranks: Axis, device: torch.device) -> None:
+    """Every rank continues from the first's generators: torch's, NumPy's and Python's. Collective."""
+    state = torch.get_rng_state().to(device)
+    broadcast(state, ranks, 0, "control")
+    torch.set_rng_state(state.cpu())
+    if device.type == "cuda":
+        state = torch.cuda.get_rng_state(device).to(device)
+        broadcast(state, ranks, 0, "control")
+        torch.cuda.set_rng_state(state.cpu(), device)
+    numpys: Any = np.random.get_state(legacy=True)
+    kind, keys, *place = numpys
+    version, words, gauss = random.getstate()
+    held = [*keys.tolist(), *place, *words, float("nan") if gauss is None else gauss]  # whole numbers below 2^32
+    row = torch.tensor(held, dtype=torch.float64, device=device)
+    broadcast(row, ranks, 0, "control")
+    found, size = row.tolist(), len(keys)
+    numbers = np.array(found[:size], dtype=np.uint32)
+    np.random.set_state((kind, numbers, int(found[size]), int(found[size + 1]), found[size + 2]))
+    gauss = None if found[-1] != found[-1] else found[-1]
+    random.setstate((version, tuple(int(word) for word in found[size + 3 : -1]), gauss))

@@ -1,0 +1,109 @@
+"""Bytes on one rank of a traced module: what rests, and what comes and goes in a step.
+
+    rests     weights, gradients, optimizer state by dtype policy, each divided by what shards it; buffers; the batch
+    peak      the largest of what has its own time: a micro-batch, the optimizer's temporaries, a reduction in flight
+
+Under zero=3, and zero=2 beside a pipeline, a micro-batch was played with what the technique makes and frees around it
+(planner/gathered.py): its peak has gathered weights, buffers, and gradients as far as they are there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shardwise.costs.layout import Layout
+from shardwise.costs.memory import Ledger
+from shardwise.costs.software import STATES, States
+from shardwise.simulator.counted import Counted, Model
+
+IN_FLIGHT_BYTES = 2 * 25 * 2**20  # of gradients: two buckets, as comm/buckets.py cuts them
+
+
+def policy(precision: str, state_elements: float) -> States:
+    """Bytes for one parameter under a precision of this package, for the optimizer that the task has."""
+    base = STATES[{"fp32": "fp32", "bf16-full": "bf16-full", "fp64": "fp32"}.get(precision, "bf16")]
+    width = {"fp64": 8.0, "bf16-full": 2.0}.get(precision, 4.0)
+    base = replace(base, optimizer=state_elements * width)
+    return replace(base, weight=8.0, gradient=8.0) if precision == "fp64" else base
+
+
+def memory(
+    model: Model, layout: Layout, precision: str, samples: int | None = None, shard_rank: int = 0
+) -> Ledger:  # fmt: skip
+    """What rests, and the peak.
+
+    samples     of the global batch, where a rank holds all of it
+    shard_rank  whose shard, where the ranks do not divide a weight: the first rank's are the largest
+    """
+    one, states = model.one, policy(precision, model.update.state_elements)
+    zero, share = layout.zero, 1.0 / layout.shard
+    of_experts = 1.0 / max(1, layout.shard // layout.ep)  # of the ranks that hold the same ones
+    rest = sum(size * count for size, count in one.sizes.items()) - one.experts
+    gathered = zero >= 3 and layout.shard > 1
+    updated = _cut(one, layout.shard, shard_rank) if gathered else rest * (share if zero else 1.0)
+    experts = one.experts * (of_experts if zero else 1.0)
+    terms = {
+        "weights": (one.held + one.experts if gathered else one.parameters) * states.weight,
+        "gradients": _gradients(one, layout, states, rest * (share if zero >= 2 else 1.0), of_experts),
+        "master": ((one.held if gathered else updated) + experts) * states.master,
+        "optimizer": (updated + experts) * states.optimizer,
+        "module's buffers": float(one.buffers_bytes),
+    }
+    if gathered and states.master:  # the masters are the shards
+        terms["weights"] = one.experts * states.weight
+    peaks = _peaks(model, layout, states, updated + experts)
+    top = max(peaks, key=lambda name: peaks[name])
+    terms[top] = peaks[top]
+    if model.batch_bytes:
+        held = (samples or layout.global_batch) if model.batch_on_device else layout.micro_batch
+        terms["global batch" if model.batch_on_device else "inputs"] = model.batch_bytes * held
+    if zero == 2 and not one.held_gradients:
+        # whole gradients of the buckets on their way; beside them the part that is added to the sum
+        new = 1.0 if layout.n_micro > 1 else 1.0 - share
+        terms["gradients in flight"] = min(rest * states.gradient, IN_FLIGHT_BYTES) * new
+    return Ledger({k: v for k, v in terms.items() if v}, top)
+
+
+def _gradients(one: Counted, layout: Layout, states: States, rest: float, of_experts: float) -> float:
+    """Bytes of gradients at rest: those that were played, and whole buckets of the others."""
+    shared = layout.zero >= 2 and of_experts < 1
+    if one.held_gradients:
+        return one.held_gradients + (0 if shared else one.experts * states.gradient)
+    return (rest + one.experts * (of_experts if shared else 1.0)) * states.gradient
+
+
+def _cut(one: Counted, ranks: int, rank: int) -> int:
+    """Elements that a rank of zero=3 updates: its part of each weight, without what pads it."""
+    updated = 0
+    for (rows, elements), times in one.rows.items():
+        each = -(-rows // ranks)
+        updated += times * elements * max(0, min(each, rows - rank * each))
+    return updated
+
+
+def _peaks(model: Model, layout: Layout, states: States, updated: float) -> dict[str, float]:
+    """What comes and goes in a step beside what rests, each at its own time: the largest makes the peak."""
+    here = model.batch_on_device  # a CPU, where an optimizer goes from tensor to tensor and gloo reduces a copy
+    out = {
+        "micro-batch": model.peak(layout.micro_batch),
+        "optimizer's temporaries": _temporaries(model, layout, updated) * (states.master or states.weight),
+    }
+    if here and layout.zero == 1 and layout.shard > 1:
+        out["reduction in flight"] = min(model.one.parameters * states.gradient, IN_FLIGHT_BYTES)
+    return out
+
+
+def _temporaries(model: Model, layout: Layout, updated: float) -> float:
+    """Elements that live only while the optimizer runs: on a CPU it goes from tensor to tensor.
+
+    There the one before leaves some behind. Under ZeRO a rank has pieces, the largest no larger than all it updates.
+    """
+    update = model.update
+    if not model.batch_on_device:
+        return update.temporary * updated
+    share = layout.shard if layout.zero >= 3 else 1
+    sizes = [min(size / share, updated) for size in model.one.in_order]
+    pairs = zip([0.0, *sizes], sizes, strict=False)
+    return max(
+        (update.temporary * size + update.left * min(before, updated - size) for before, size in pairs), default=0.0
+    )

@@ -1,0 +1,113 @@
+"""What data ranks add to the time of a traced module's step: gradients reduced, weights gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardwise.costs.layout import Layout
+from shardwise.costs.software import Software, States
+from shardwise.costs.wire import Group, Wire
+from shardwise.simulator.counted import Model
+from shardwise.simulator.events import Op, run
+
+FORWARD_SHARE = 1 / 3
+
+
+def data_seconds(
+    model: Model, layout: Layout, micro: float, wire: Wire, states: States, software: Software
+) -> tuple[float, list[tuple[str, str, float, float]]]:
+    """What data ranks add to a step in which a micro-batch takes `micro` seconds; under ZeRO-3 a timeline too."""
+    count, inside = model.one.parameters - model.one.experts, layout.tp  # ranks of tp lie inside
+    alike = Group(layout.dp // layout.ep, inside * layout.ep)  # ranks that hold the same experts
+    experts_s = wire.collective("all_reduce", alike, model.one.experts * states.gradient)
+    shard, replicas = Group(layout.shard, inside), Group(layout.replicas, layout.shard * layout.pp * inside)
+    if layout.dp == 1:
+        return 0.0, []
+    if layout.zero >= 3 and layout.shard > 1:
+        if layout.pp > 1:  # what is gathered is part of each stage's ops
+            return experts_s + wire.collective("all_reduce", replicas, count * states.gradient / shard.size), []
+        total, timeline = _gathered(model, layout, micro, wire, states, shard, replicas)
+        return experts_s + max(0.0, total - layout.n_micro * micro), timeline
+    if layout.zero:
+        reduce_s = wire.collective("reduce_scatter", shard, count * states.gradient)
+        reduce_s += wire.collective("all_reduce", replicas, count * states.gradient / layout.shard)
+        gather_s = wire.collective("all_gather", shard, count * states.weight)
+    else:
+        reduce_s, gather_s = wire.collective("all_reduce", Group(layout.dp, inside), count * states.gradient), 0.0
+    hidden = 1 - FORWARD_SHARE if software.overlap_dp and not on_cores(wire) else 0.0
+    pieces = max(1, len(model.one.units))
+    times = layout.n_micro * layout.rounds if layout.zero == 2 else 1  # ZeRO-2 reduces after every micro-batch
+    return times * max(reduce_s / pieces, reduce_s - hidden * micro) + gather_s + experts_s, []
+
+
+def on_cores(wire: Wire) -> bool:
+    """Whether collectives run on the very cores that compute, so that nothing hides behind them."""
+    return wire.cluster.device.kind == "cpu"
+
+
+def _gathered(
+    model: Model, layout: Layout, micro: float, wire: Wire, states: States, shard: Group, replicas: Group
+) -> tuple[float, list[tuple[str, str, float, float]]]:
+    """Seconds and timeline of all micro-batches under ZeRO-3; time is dealt to units by their parameters.
+
+    What lies in no unit is gathered before the first of them in forward and in backward, and scattered after the last.
+    """
+    units = model.one.units or [model.one.parameters]
+    rest = max(0, model.one.parameters - sum(units))
+    link = Sharded(wire, states, shard)
+    times = min(2, layout.n_micro)
+    ops: list[Op] = []
+    for _ in range(times):
+        link.play(ops, units, FORWARD_SHARE * micro, back=False)
+        link.play(ops, units[::-1], (1 - FORWARD_SHARE) * micro, back=True)
+    seconds = run(ops)
+    once = wire.collective("all_reduce", replicas, model.one.parameters * states.gradient / shard.size)
+    once += layout.n_micro * (2 * link.gather(rest) + link.scatter(rest)) if rest else 0.0
+    return once + seconds * layout.n_micro / times, [(op.stream, op.name, op.start, op.end) for op in ops]
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """Weights gathered over a group one unit ahead, gradients scattered behind."""
+
+    wire: Wire
+    states: States
+    shard: Group
+
+    def gather(self, count: float) -> float:
+        """Seconds to gather so many weights, and from one buffer into the parameters."""
+        copied = 2 * count * self.states.weight / self.wire.bandwidth
+        return self.wire.collective("all_gather", self.shard, count * self.states.weight) + copied
+
+    def scatter(self, count: float) -> float:
+        """Seconds to sum the gradients of so many weights, each rank its shard."""
+        copied = 2 * count * self.states.gradient / self.wire.bandwidth
+        return self.wire.collective("reduce_scatter", self.shard, count * self.states.gradient) + copied
+
+    def play(self, ops: list[Op], units: Sequence[float], seconds: float, *, back: bool) -> None:
+        """Add one pass through the units, after what was added before it."""
+        data = "compute" if on_cores(self.wire) else "data"
+        total = max(1, sum(units))
+        before = max((place for place, op in enumerate(ops) if op.name.startswith("unit")), default=-1)
+        computed: list[int] = []
+        gathers = [self.gather(count) for count in units]
+        ops.append(Op("gather 0", data, gathers[0], [before] if before >= 0 else []))
+        here = len(ops) - 1
+        for index, count in enumerate(units):
+            ops.append(Op(f"unit {index}", "compute", seconds * count / total, [here]))
+            last = len(ops) - 1
+            if index + 1 < len(units):  # the next unit is asked for before this one's gradients leave
+                ops.append(Op(f"gather {index + 1}", data, gathers[index + 1], computed[-1:]))
+                here = len(ops) - 1
+            computed.append(last)
+            if back:
+                ops.append(Op(f"scatter {index}", data, self.scatter(count), [last]))
+
+    def op_seconds(self, units: Sequence[float], seconds: float, *, back: bool) -> float:
+        """One forward or backward of a pipeline stage that computes for `seconds`, with what it gathers."""
+        if not units:
+            return seconds
+        ops: list[Op] = []
+        self.play(ops, units, seconds, back=back)
+        return run(ops)

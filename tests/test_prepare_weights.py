@@ -1,0 +1,194 @@
+"""Whole weights out of a prepared model and back: averages, the best so far, a copy that stays ordinary."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from expert_tasks import Net as ExpertNet
+from module_tasks import WIDTH
+from test_prepare import BAR, adamw, muon, net, samples
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import shardwise
+from shardwise.errors import InputError, RefusedPlan
+from shardwise.ranks import RankPool
+
+
+def experts() -> tuple[nn.Module, TensorDataset]:
+    torch.manual_seed(0)
+    x = torch.randn(12, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return ExpertNet().double(), TensorDataset(x, x[:, :3])
+
+
+def script(plan: str | None, optimizer_of: Any = adamw, spread: bool = False, **options: Any) -> tuple:
+    """Trains, averages its weights, returns to those of the first epoch, and trains on."""
+    model, data = experts() if spread else (net(), samples(12))
+    optimizer, loader = optimizer_of(model), DataLoader(data, batch_size=4, shuffle=True)
+    average = copy.deepcopy(model)
+    prepared: Any = shardwise.prepare(model, optimizer, loader, plan=plan, **options) if plan else None
+    if prepared:
+        model, optimizer, loader = prepared
+    torch.manual_seed(3)
+    losses, best = [], {}
+    for epoch in range(3):
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = (model(x) - y).square().sum() / len(x)
+            loss = prepared.backward(loss, mean_over=len(x)) if prepared else loss
+            if not prepared:
+                loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+            with torch.no_grad():
+                for mean, now in zip(average.parameters(), (prepared or model).parameters(), strict=True):
+                    mean.lerp_(now.to(mean.dtype), 0.2)
+        if epoch == 0:
+            state = prepared.state_dict() if prepared else model.state_dict()
+            best = {name: value.clone() for name, value in state.items()}
+        if epoch == 1:
+            model.load_state_dict(best)
+    weights = prepared.state_dict() if prepared else model.state_dict()
+    return losses, weights, average.state_dict()
+
+
+def on_ranks(plan: str | None, options: dict) -> tuple:
+    return script(plan, **options)
+
+
+@pytest.mark.parametrize(
+    ("plan", "options"),
+    [
+        ("dp_replicate=2", {}),
+        ("dp_shard=2,zero=1", {}),
+        ("dp_shard=2,zero=2", {"optimizer_of": muon}),
+        ("dp_shard=2,zero=3", {"optimizer_of": muon}),
+        ("dp_replicate=2,dp_shard=2,zero=3", {}),
+        ("tp=2,dp_shard=2,zero=3", {}),
+        ("dp_shard=2,ep=2,zero=3", {"spread": True}),
+    ],
+)
+def test_equal_to_one_process(plan: str, options: dict, pool: RankPool) -> None:
+    ((losses, weights, average),) = pool.run(on_ranks, 1, None, options)
+    more = options | ({"branches": "per_sample"} if "spread" in options else {})
+    for theirs, held, mean in pool.run(on_ranks, shardwise.Plan.parse(plan).world_size, plan, more, timeout_s=60):
+        assert theirs == pytest.approx(losses, rel=BAR)
+        for name, weight in weights.items():
+            assert float((held[name] - weight).abs().max()) < BAR, name
+            assert float((mean[name] - average[name]).abs().max()) < BAR, name
+
+
+def loaded(plan: str) -> tuple[bool, bool]:
+    """With masters of their own: what was loaded is held, and a copy of the model loads into itself alone."""
+    model = net().float()
+    prepared: Any = shardwise.prepare(model, adamw(model), DataLoader(samples(12), batch_size=4), plan=plan)
+    state = {name: torch.full_like(value, 0.3) for name, value in prepared.state_dict().items()}
+    found = model.load_state_dict(state)
+    assert not found.missing_keys and not found.unexpected_keys
+    held = all(torch.equal(value, state[name]) for name, value in prepared.state_dict().items())
+    with torch.no_grad():
+        masters = [slot.master for slot in prepared.engine.technique.slots]
+        return held, all(bool((master == state["head.bias"].flatten()[0]).all()) for master in masters)
+
+
+@pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2,zero=1", "dp_shard=2,zero=3"])
+def test_masters_are_loaded_too(plan: str, pool: RankPool) -> None:
+    assert pool.run(loaded, 2, f"{plan},precision=bf16") == [(True, True)] * 2
+
+
+def wrong(case: str) -> None:
+    model = net()
+    prepared = shardwise.prepare(model, adamw(model), [], plan="dp_shard=2,zero=3")
+    state = prepared.state_dict()
+    if case == "missing":
+        del state["head.bias"]
+        assert model.load_state_dict(state, strict=False).missing_keys == ["head.bias"]
+    if case == "shape":
+        state["head.bias"] = torch.zeros(7)
+    model.load_state_dict(state, assign=case == "assign")
+
+
+@pytest.mark.parametrize(
+    ("case", "kind", "words"),
+    [
+        ("missing", InputError, "the state lacks head.bias: it is another model's"),
+        ("shape", InputError, r"'head.bias' has shape \(7,\), the model's \(2,\)"),
+        ("assign", RefusedPlan, "assign=True"),
+    ],
+)
+def test_what_cannot_be_loaded_is_named(case: str, kind: type[Exception], words: str, pool: RankPool) -> None:
+    with pytest.raises(kind, match=words):
+        pool.run(wrong, 2, case)
+
+
+def test_a_copy_of_a_prepared_model_loads_into_itself() -> None:
+    model = net()
+    shardwise.prepare(model, adamw(model), [], plan="single")
+    twin = copy.deepcopy(net())
+    twin.load_state_dict = model.load_state_dict.__func__.__get__(twin)  # as deepcopy leaves it
+    zeros = {name: torch.zeros_like(value) for name, value in twin.state_dict().items()}
+    twin.load_state_dict(zeros)
+    assert not twin.head.weight.any() and model.head.weight.any()
+
+
+def under_autocast(plan: str | None) -> dict[str, torch.Tensor]:
+    """Gradients of a first step whose forward runs under autocast, which remembers the weights it has cast."""
+    model = net().float()
+    optimizer, loader = adamw(model), DataLoader(samples(4), batch_size=4)
+    prepared: Any = shardwise.prepare(model, optimizer, loader, plan=plan) if plan else None
+    if prepared:
+        model, optimizer, loader = prepared
+    for x, y in loader:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = (model(x.float()) - y.float()).square().mean()
+        (prepared.backward if prepared else torch.Tensor.backward)(loss)
+    if prepared:
+        with prepared._gate.open():
+            return {name: gradient.clone() for name, gradient in prepared.engine.full_gradients()}
+    return {name: param.grad for name, param in model.named_parameters()}
+
+
+@pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2,zero=3", "tp=2"])
+def test_autocast_loses_no_gradient(plan: str, pool: RankPool) -> None:
+    (alone,) = pool.run(under_autocast, 1, None)
+    for gradients in pool.run(under_autocast, 2, plan):
+        for name, gradient in alone.items():
+            assert gradients[name] == pytest.approx(gradient, abs=0.03 * float(gradient.abs().max())), name
+
+
+def penalised(plan: str | None) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """A penalty on gradients, as for a Wasserstein critic; gradients are zeroed before it is computed."""
+    model, data = net(), samples(11)
+    optimizer, loader = adamw(model), DataLoader(data, batch_size=4)
+    prepared: Any = shardwise.prepare(model, optimizer, loader, plan=plan) if plan else None
+    if prepared:
+        model, optimizer, loader = prepared
+    torch.manual_seed(5)
+    losses = []
+    for x, y in loader:
+        optimizer.zero_grad()
+        mixed = (x + torch.rand(len(x), 1, dtype=x.dtype)).requires_grad_()
+        (slope,) = torch.autograd.grad(model(mixed).sum(), mixed, create_graph=True)
+        loss = ((slope.norm(2, dim=1) - 1) ** 2).mean() + (model(x) - y).square().sum(1).mean()
+        loss = prepared.backward(loss, mean_over=len(x)) if prepared else loss
+        if not prepared:
+            loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, prepared.state_dict() if prepared else model.state_dict()
+
+
+@pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2,zero=2", "tp=2"])
+def test_a_penalty_on_gradients_equals_one_process(plan: str, pool: RankPool) -> None:
+    ((losses, weights),) = pool.run(penalised, 1, None)
+    for theirs, held in pool.run(penalised, 2, plan):
+        assert theirs == pytest.approx(losses, rel=BAR)
+        assert all(float((held[name] - weight).abs().max()) < BAR for name, weight in weights.items())
+
+
+def test_a_penalty_on_gradients_is_refused_where_weights_are_freed(pool: RankPool) -> None:
+    with pytest.raises(RefusedPlan, match=r"create_graph=True\) through the model .* under zero=3: .*use zero=2"):
+        pool.run(penalised, 2, "dp_shard=2,zero=3")
