@@ -29,6 +29,19 @@ def tell_pid() -> int:
     return os.getpid()
 
 
+def tell_policies() -> set[int]:
+    """Of this rank's threads, after a collective has started all that gloo needs."""
+    dist.all_reduce(torch.zeros(1))
+    return {os.sched_getscheduler(int(thread)) for thread in os.listdir("/proc/self/task")}
+
+
+def tell_policy_of_ones_own() -> set[int]:
+    """The same, where somebody chose a policy for the main thread before it joined."""
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    join()
+    return {os.sched_getscheduler(0)}
+
+
 def add_ranks() -> torch.Tensor:
     total = torch.full((2, 3), float(dist.get_rank()))
     dist.all_reduce(total)
@@ -325,6 +338,12 @@ def test_join_refuses_numbers_that_are_none(bare_environment: pytest.MonkeyPatch
     bare_environment.setenv("RANK", "one")
     with pytest.raises(InputError, match="RANK is 'one'"):
         join()
+
+
+@needs_proc
+def test_threads_of_ranks_that_share_cores_take_turns(pool: RankPool) -> None:
+    assert pool.run(tell_policies, 2) == [{os.SCHED_BATCH}] * 2
+    assert launch(tell_policy_of_ones_own, 2, timeout_s=60) == [{os.SCHED_IDLE}] * 2
 
 
 def test_join_keeps_a_group_that_is_there(pool: RankPool) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from shardwise.ranks.launchers import Place
 from shardwise.ranks.meet import MEET_S, meet
 from shardwise.ranks.mpi import here
+from shardwise.ranks.scheduling import take_turns
 
 
 def join(timeout_s: float | None = None, *, meet_s: float = MEET_S) -> tuple[int, int]:
@@ -30,8 +31,15 @@ def join(timeout_s: float | None = None, *, meet_s: float = MEET_S) -> tuple[int
     """
     import torch.distributed as dist
 
-    if dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
+    if not dist.is_initialized():
+        _open_group(timeout_s, meet_s)
+    take_turns()
+    return dist.get_rank(), dist.get_world_size()
+
+
+def _open_group(timeout_s: float | None, meet_s: float) -> None:
+    import torch.distributed as dist
+
     place = here()
     options: dict[str, Any] = {} if timeout_s is None else {"timeout": timedelta(seconds=timeout_s)}
     if place is None:
@@ -42,7 +50,6 @@ def join(timeout_s: float | None = None, *, meet_s: float = MEET_S) -> tuple[int
         dist.init_process_group(_backend(local_rank), init_method="env://", **options)
     else:
         _meet(place, options, meet_s)
-    return dist.get_rank(), dist.get_world_size()
 
 
 def _meet(place: Place, options: dict[str, Any], meet_s: float) -> None:

@@ -23,6 +23,7 @@ from typing import Any
 
 from shardwise.errors import ShardwiseError
 from shardwise.ranks.messages import IDLE, READY, Failure, Job, Report, dumps
+from shardwise.ranks.scheduling import take_turns
 
 
 class HandedFd:
@@ -136,9 +137,9 @@ def _open_group(job: Job) -> None:
     options = {}
     if job.group_timeout_s is not None:
         options["timeout"] = timedelta(seconds=job.group_timeout_s)
-    dist.init_process_group(
-        job.backend or _backend_for(job), store=store, rank=job.rank, world_size=job.world_size, **options
-    )
+    backend = job.backend or _backend_for(job)
+    dist.init_process_group(backend, store=store, rank=job.rank, world_size=job.world_size, **options)
+    take_turns()
 
 
 def _backend_for(job: Job) -> str:

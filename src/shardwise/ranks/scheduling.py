@@ -1,0 +1,28 @@
+"""How ranks that share CPU cores are scheduled.
+
+A blocking collective of gloo passes through four threads, each woken by the one before. Under Linux's default policy
+a thread that wakes may take the core from one that it should wait for, or wait for its time slice of 3 to 4 ms: between
+two ranks on two cores, a small all-reduce took 0.15 ms in one half of the cases and 4 ms in the other. Under SCHED_BATCH,
+which any user may ask for, threads that wake do not preempt: 0.06 ms, nine times in ten below 0.09 (sched(7)).
+"""
+
+from __future__ import annotations
+
+import os
+
+
+def take_turns() -> None:
+    """Schedule this rank's threads, and those they start, as batch work: where ranks meet on CPUs, and on Linux.
+
+    A policy that somebody chose for a thread (real time, idle) is kept. The process group must be open.
+    """
+    import torch.distributed as dist
+
+    if not hasattr(os, "SCHED_BATCH") or dist.get_world_size() == 1 or "nccl" in dist.get_backend_config():
+        return
+    for thread in map(int, os.listdir("/proc/self/task")):
+        try:
+            if os.sched_getscheduler(thread) == os.SCHED_OTHER:
+                os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
+        except (ProcessLookupError, PermissionError):  # it has ended; a container may forbid the call
+            continue
