@@ -17,6 +17,7 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
+from typing import Any
 
 import torch
 from torch import nn
@@ -125,13 +126,13 @@ OWN = (decoder128, decoder256, fields, wide, recurrent)
 SMALL = ("decoder", "gpt2", "vit", "unet_group", "mlp", "hf_llama")
 
 
-def run(target: str, plan: str, cluster: Path, steps: int, out: str) -> dict[str, tuple[float, float]] | str:
-    """What -> (forecast, measured), or why there is no forecast."""
+def run(target: str, plan: str, cluster: Path, steps: int, out: str) -> dict[str, Any] | str:
+    """The run's forecast with `beside` (what -> (forecast, measured)) and `pace`, or why there is none."""
     try:
         summary = train(target, plan, steps=steps, cluster=str(cluster), out=out).summary
     except Exception as refused:  # the table says so; the next one runs
         return f"{type(refused).__name__}: {refused}".splitlines()[0]
-    return summary["forecast"]["beside"]
+    return summary["forecast"]
 
 
 def main() -> None:
@@ -144,7 +145,10 @@ def main() -> None:
     words = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).parent))
     os.environ["PYTHONPATH"] = f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}"
-    lines = ["| task | plan | forecast, ms | measured, ms | step | memory |", "|---|---|---:|---:|---:|---:|"]
+    lines = [
+        "| task | plan | pace | forecast, ms | measured, ms | step | memory |",
+        "|---|---|---:|---:|---:|---:|---:|",
+    ]
     errors: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
         path = Path(words.cluster) if words.cluster else Path(folder) / "cluster.toml"
@@ -156,12 +160,13 @@ def main() -> None:
             for plan in words.plans.split(";"):
                 found = run(target, plan, path, words.steps, folder)
                 if isinstance(found, str):
-                    lines.append(f"| {task} | {plan} | {found} | | | |")
+                    lines.append(f"| {task} | {plan} | {found} | | | | |")
                 else:
+                    found, pace = found["beside"], found["pace"]
                     forecast, took = found["step"]
                     errors.append(forecast / took - 1)
                     held = max(abs(f / m - 1) for name, (f, m) in found.items() if name != "step" and m)
-                    cells = f"{1e3 * forecast:.2f} | {1e3 * took:.2f} | {errors[-1]:+.1%} | {held:.1%}"
+                    cells = f"{pace:.2f} | {1e3 * forecast:.2f} | {1e3 * took:.2f} | {errors[-1]:+.1%} | {held:.1%}"
                     lines.append(f"| {task} | {plan} | {cells} |")
                 print(lines[-1], flush=True)
     within = sum(abs(e) <= 0.15 for e in errors)

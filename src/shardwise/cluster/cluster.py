@@ -20,7 +20,16 @@ from typing import Any
 from shardwise.cluster.figure import Figure
 from shardwise.errors import InputError, did_you_mean
 
-OPTIONAL = ("fp8_tflops", "sustained_bf16_tflops", "fp32_tflops", "host_gbps", "op_us", "correction", "disk_gbps")
+OPTIONAL = (
+    "fp8_tflops",
+    "sustained_bf16_tflops",
+    "fp32_tflops",
+    "host_gbps",
+    "op_us",
+    "correction",
+    "disk_gbps",
+    "pace_us",
+)
 Product = tuple[str, int, int, int, float]  # dtype, m, n, k, microseconds
 Message = tuple[str, int, int, float]  # op, ranks, bytes, microseconds
 OpTime = tuple[str, float, float]  # op, bytes (FLOPs of convolutions and attention), microseconds
@@ -49,6 +58,7 @@ class Device:
     host_gbps: Figure | None = None
     disk_gbps: Figure | None = None
     op_us: Figure | None = None  # what an op costs besides its work, in eager PyTorch
+    pace_us: Figure | None = None  # what a fixed piece of work took while it was probed (`shardwise.device`)
     correction: Figure | None = None  # measured over forecast step time of a run here
     products: tuple[Product, ...] = ()  # matrix products measured on this very device
     ops: tuple[OpTime, ...] = ()  # all other ops, measured one by one

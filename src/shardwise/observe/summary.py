@@ -54,10 +54,13 @@ def _speed(summary: dict[str, Any]) -> str:
 def _forecast(found: dict[str, Any] | None) -> list[tuple[str, str]]:
     """Forecast beside measurement, where the run had a cluster."""
     rows: list[tuple[str, str]] = []
-    for name, (forecast, measured) in (found or {}).get("beside", {}).items():
+    found = found or {}
+    for name, (forecast, measured) in found.get("beside", {}).items():
         if measured:
             shown = [f"{v:.4g} s" if name.endswith("step") else size(v) for v in (forecast, measured)]
             text = f"{name}: {shown[0]} forecast, {shown[1]} measured ({forecast / measured - 1:+.1%})"
+            if name == "step" and abs(found["pace"] - 1) >= 0.01:
+                text += f"; the same work took {found['pace']:.2f} times as long as during the probe"
             rows.append(("" if rows else "forecast", text))
     return rows
 

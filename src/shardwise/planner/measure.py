@@ -20,7 +20,7 @@ from dataclasses import replace
 from datetime import date
 from functools import partial
 from itertools import product
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import numpy as np
@@ -29,9 +29,10 @@ import torch.distributed as dist
 
 from shardwise.cluster import Cluster, Device, Figure, Tier
 from shardwise.comm.collectives import Axis, all_gather, all_reduce, reduce_scatter
-from shardwise.device import pick_device, synchronize
+from shardwise.device import pace_us, pick_device, synchronize
 from shardwise.planner.op_times import convolution_times, op_times, product_times
 from shardwise.planner.overheads import fit, large_times, step_times
+from shardwise.planner.pace import Pace
 from shardwise.planner.progress import Say, silent
 from shardwise.ranks import launch
 
@@ -39,6 +40,7 @@ SIDES = (32, 128, 512, 1024)
 CUDA_SIDES = (512, 1024, 2048, 4096, 8192)
 BYTES = tuple(2**i for i in range(10, 27, 2))
 BUDGET_S = 0.03  # for one figure, after a first call
+WORK = 256  # rows and columns of a product before each collective: half a millisecond of a CPU
 
 
 def seconds(call: Callable[[], Any], device: torch.device, budget_s: float = BUDGET_S) -> float:
@@ -63,17 +65,19 @@ def measure(say: Say = silent) -> dict[str, Any]:
     found: dict[str, Any] = {"ranks": ranks, "kind": device.type, "threads": torch.get_num_threads()}
     found["name"] = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine() + "-cpu"
     found["memory"] = _memory_bytes(device) / (1 if device.type == "cuda" else ranks)
+    pace = Pace(device, pace_us(device))
+    found["pace"] = pace.reference
     say("probe: products and convolutions by shape")
-    found["products"] = _products(device)
+    found["products"] = pace.rows(partial(_products, device))
     say("probe: bandwidth of the memory")
     found["stream"] = _stream(device)
     say("probe: what an op costs besides its work")
-    found["op"] = _op(device, found)
+    found["op"] = pace.seconds(partial(_op, device, found))
     if device.type == "cpu":  # where the host computes the ops itself
         say("probe: other ops by size")
-        found["ops"] = op_times()
+        found["ops"] = pace.rows(op_times)
     say(f"probe: collectives of {ranks} ranks by size")
-    found["collectives"] = _collectives(device, ranks)
+    found["collectives"] = pace.rows(partial(_collectives, device, ranks))
     say("probe: the disk")
     found["disk"] = _disk() if not dist.is_initialized() or dist.get_rank() == 0 else None
     return found
@@ -83,11 +87,14 @@ def _of_rank_zero(say: Say) -> Say:
     return say if not dist.is_initialized() or dist.get_rank() == 0 else silent
 
 
-def measure_engine(say: Say = silent) -> dict[str, Any]:
-    """Steps of reference modules on one rank of a CPU, where nothing hides what the host adds. Collective."""
+def measure_engine(say: Say, reference: float) -> dict[str, Any]:
+    """Steps of reference modules on one rank of a CPU, where nothing hides what the host adds. Collective.
+
+    reference   the pace at which all else was measured, microseconds
+    """
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    say = _of_rank_zero(say)
-    return {"steps": step_times(ranks, say), "large": large_times(ranks, say)}
+    say, pace = _of_rank_zero(say), Pace(torch.device("cpu"), reference)
+    return {"steps": step_times(ranks, pace, say), "large": large_times(ranks, pace, say)}
 
 
 def _memory_bytes(device: torch.device) -> float:
@@ -145,14 +152,25 @@ def _collectives(device: torch.device, ranks: int) -> list[tuple[str, int, int, 
             "reduce_scatter": partial(reduce_scatter, part, full, axis, "probe"),
         }
         for op, call in calls.items():
-            times = []
-            for _ in range(12 if size <= 2**20 else 4):  # the same number on every rank
-                began = time.perf_counter()
-                call()
-                synchronize(device)
-                times.append(time.perf_counter() - began)
-            rows.append((op, ranks, 4 * count, 1e6 * median(times[1:])))
+            rows.append((op, ranks, 4 * count, 1e6 * _after_work(call, device, 64 if size <= 2**20 else 5)))
     return rows
+
+
+def _after_work(call: Callable[[], Any], device: torch.device, times: int) -> float:
+    """Seconds of a call for which ranks come from computing, as in a step: those that come late are waited for.
+
+    A step has many, and their sum tends to a multiple of the mean, which the slowest tenth is left out of.
+    """
+    a, taken = torch.ones(WORK, WORK, device=device), []
+    for _ in range(times + 1):  # the same number on every rank
+        torch.mm(a, a)
+        synchronize(device)
+        began = time.perf_counter()
+        call()
+        synchronize(device)
+        taken.append(time.perf_counter() - began)
+    kept = sorted(taken[1:])[: times - times // 10]
+    return sum(kept) / len(kept)
 
 
 def _disk() -> float:
@@ -171,9 +189,9 @@ def probe(ranks: int | None = None, say: Say = silent) -> Cluster:
     say("probe: starting its ranks")
     count = ranks or max(torch.cuda.device_count(), 2 if not torch.cuda.is_available() else 1)
     cluster = _cluster(launch(measure, count, (say,), timeout_s=600.0))
-    if cluster.device.kind != "cpu":
+    if cluster.device.pace_us is None:  # no CPU
         return cluster
-    results = launch(measure_engine, count, (say,), timeout_s=600.0)
+    results = launch(measure_engine, count, (say, cluster.device.pace_us.value), timeout_s=600.0)
     say("probe: comparing the steps with the sums of their ops")
     return _with_engine(cluster, results)
 
@@ -207,6 +225,7 @@ def _cluster(results: list[dict[str, Any]]) -> Cluster:
         memory_gb=figure(min(r["memory"] for r in results) / 1e9),
         memory_bandwidth_gbps=figure(min(r["stream"] for r in results) / 1e9),
         op_us=figure(max(r["op"] for r in results)),
+        pace_us=None if first["pace"] is None else figure(mean(r["pace"] for r in results)),
         disk_gbps=figure(first["disk"] / 1e9),
         products=products,
         ops=ops,

@@ -14,10 +14,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import combinations
 from statistics import geometric_mean, median
 
 import numpy as np
+import torch
+import torch.distributed as dist
 
 from shardwise.cluster import Cluster
 from shardwise.cluster.cluster import Overhead as OverheadRow
@@ -26,13 +29,14 @@ from shardwise.costs.layout import Layout, of_plan
 from shardwise.costs.overhead import BASE, Overhead, events
 from shardwise.costs.software import software
 from shardwise.layout import Plan
+from shardwise.planner.pace import Pace
 from shardwise.planner.progress import Say, silent
 from shardwise.planner.references import large_tasks, reference_task
 from shardwise.planner.traced import Traced
 from shardwise.task import Task
 
 REFERENCES = ((2, 1), (6, 1), (2, 4))  # blocks, feed-forward parts of a block
-WARM, STEPS = 4, 40
+WARM, STEPS, MOST, BUDGET_S = 4, 40, 320, 1.0  # steps of one module: at least STEPS, and more within the budget
 TURNS = 6
 OWN_CALLS = ("tp", "sp")
 # kind of op -> techniques under which its module runs; nothing of what has no product can be cut
@@ -58,13 +62,13 @@ def _busier(name: str, plan: str, reference: int) -> str:
     return f"{plan},microbatches=4" if name == "pp" and reference == len(REFERENCES) - 1 else plan
 
 
-def step_times(ranks: int, say: Say = silent) -> dict[str, list[float]]:
+def step_times(ranks: int, pace: Pace, say: Say = silent) -> dict[str, list[float]]:
     """Median seconds of a step of each reference under each technique. Collective."""
     found: dict[str, list[float]] = {}
     for name, each in plans(ranks).items():
         say(f"probe: steps of three tiny modules under {name}")
         found[name] = [
-            _seconds(reference_task(blocks, deep, 4 * ranks), plan)
+            pace.seconds(partial(_seconds, reference_task(blocks, deep, 4 * ranks), plan))
             for plan, (blocks, deep) in zip(each, REFERENCES, strict=True)
         ]
     return found
@@ -73,14 +77,14 @@ def step_times(ranks: int, say: Say = silent) -> dict[str, list[float]]:
 Large = dict[tuple[str, str], float]  # (kind of op, technique) -> seconds of a step
 
 
-def large_times(ranks: int, say: Say = silent) -> Large:
+def large_times(ranks: int, pace: Pace, say: Say = silent) -> Large:
     """Median seconds of a step of each larger module under a few techniques. Collective."""
     found: Large = {}
     for kind, task in large_tasks(ranks).items():
         for name in LARGE[kind]:
             if name in plans(ranks):
                 say(f"probe: steps of a module of {kind} under {name}")
-                found[kind, name] = _seconds(task, plans(ranks)[name][0])
+                found[kind, name] = pace.seconds(partial(_seconds, task, plans(ranks)[name][0]))
     return found
 
 
@@ -88,12 +92,22 @@ def _seconds(task: Task, plan: str) -> float:
     from shardwise.engine.engine import parallelize
 
     assert task.batch is not None
-    engine, times = parallelize(task, plan, check_loss=False), []
-    for step in range(WARM + STEPS):
-        batch = task.batch(step)
-        began = time.perf_counter()
-        engine.step(batch)
-        times.append(time.perf_counter() - began)
+    engine, make = parallelize(task, plan, check_loss=False), task.batch
+    times: list[float] = []
+
+    def take(steps: int) -> None:
+        for _ in range(steps):
+            batch = make(len(times))
+            began = time.perf_counter()
+            engine.step(batch)
+            times.append(time.perf_counter() - began)
+
+    take(WARM + STEPS)
+    more = torch.tensor([BUDGET_S / median(times[WARM:]) - STEPS])
+    if dist.is_initialized():
+        dist.all_reduce(more)  # the same number on every rank
+        more /= dist.get_world_size()
+    take(max(0, min(MOST - STEPS, int(more))))
     engine.close()
     return median(times[WARM:])
 

@@ -1,9 +1,10 @@
 """How ranks that share CPU cores are scheduled.
 
 A blocking collective of gloo passes through four threads, each woken by the one before. Under Linux's default policy
-a thread that wakes may take the core from one that it should wait for, or wait for its time slice of 3 to 4 ms: between
-two ranks on two cores, a small all-reduce took 0.15 ms in one half of the cases and 4 ms in the other. Under SCHED_BATCH,
-which any user may ask for, threads that wake do not preempt: 0.06 ms, nine times in ten below 0.09 (sched(7)).
+a thread that wakes may take the core from one that it should wait for, or wait for its time slice of 3 to 4 ms:
+between two ranks on two cores, a small all-reduce took 0.15 ms in one half of the cases and 4 ms in the other. Under
+SCHED_BATCH, which any user may ask for, threads that wake do not preempt: 0.06 ms, nine times in ten below 0.09
+(sched(7)).
 """
 
 from __future__ import annotations

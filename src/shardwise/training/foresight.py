@@ -38,6 +38,7 @@ def foresee(job: Job) -> dict[str, Any]:
     return {
         "cluster": str(config.cluster),
         "correction": cluster.device.correction.value if cluster.device.correction is not None else 1.0,
+        "pace_us": cluster.device.pace_us.value if cluster.device.pace_us is not None else None,
         "step_s": forecast.step_s,
         "parts_s": forecast.parts,
         "parameters": most("weights", "master"),
@@ -49,12 +50,17 @@ def foresee(job: Job) -> dict[str, Any]:
 
 
 def beside(forecast: dict[str, Any], summary: dict[str, Any]) -> dict[str, Any]:
-    """The forecast with `beside`: what -> (forecast, measured on the rank that holds most)."""
-    pairs = {"step": (forecast["step_s"], summary.get("step_s"))}
+    """The forecast with `beside`: what -> (forecast, measured on the rank that holds most).
+
+    `pace`: how much longer the same work took when the run began than while the cluster was probed; the step's
+    forecast is multiplied by it.
+    """
+    pace = summary.get("pace_us") / forecast["pace_us"] if summary.get("pace_us") and forecast["pace_us"] else 1.0
+    pairs = {"step": (forecast["step_s"] * pace, summary.get("step_s"))}
     for name in ("parameters", "gradients", "optimizer"):
         measured = [rank[name] for rank in summary["memory"] if rank.get(name)]
         pairs[name] = (forecast[name], max(measured, default=None))
-    return {**forecast, "beside": pairs}
+    return {**forecast, "pace": pace, "beside": pairs}
 
 
 def refine(cluster: Cluster, run: Path) -> Cluster:
@@ -66,7 +72,7 @@ def refine(cluster: Cluster, run: Path) -> Cluster:
     found = summary.get("forecast")
     if not found or not summary.get("step_s"):
         raise InputError(f"--refine: the run in {run} had no forecast, or too few steps to time: train with --cluster")
-    factor = summary["step_s"] / (found["step_s"] / found["correction"])
+    factor = summary["step_s"] / (found["step_s"] * found["pace"] / found["correction"])
     source = f"step time of {run.name}, measured over forecast"
     return replace(
         cluster, device=replace(cluster.device, correction=Figure(float(f"{factor:.4g}"), "measured", source))

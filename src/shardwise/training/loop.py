@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from shardwise.comm import everybody, gather_json, gather_rows
 from shardwise.data import Loader, evaluation_parts, parts_of, samples_in
 from shardwise.dataset import name_of
-from shardwise.device import pick_device
+from shardwise.device import pace_us, pick_device
 from shardwise.engine.ema import Ema
 from shardwise.engine.engine import Engine, parallelize
 from shardwise.engine.result import StepResult
@@ -105,6 +105,7 @@ class _Rank:
         self.peak_bytes = 0
         self.timed = [0, 0.0]  # samples and seconds after the first step
         self.step_times: list[float] = []
+        self.pace: float | None = None
         self.eval_loss: float | None = None
         self.eval_metrics: dict[str, float] = {}
         self.ema = Ema(engine, config.ema_decay) if config.ema_decay is not None else None
@@ -113,6 +114,8 @@ class _Rank:
         """Every step, then the end."""
         started = time.monotonic()
         self._announce()
+        if self.job.effective.config.train.cluster is not None:  # the forecast is for the pace of its probe
+            self.pace = pace_us(torch.device(self.engine.device))
         for step in range(self.job.steps):
             self._step(step)
             if self._evaluates_after(step):
@@ -290,6 +293,7 @@ class _Rank:
             "unit": self.unit,
             **self.speed.of(int(samples), timed),
             "flops_convention": self._convention(),
+            "pace_us": mean(self._of_all_ranks(self.pace)) if self.pace is not None else None,
             "memory": gather_json(memory_of(self.engine), everybody(), self.engine.device),
             "weights": str(self.job.folder / WEIGHTS),
             "notices": [*self.job.effective.notes, *self.engine.notices],
