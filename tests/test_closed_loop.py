@@ -19,7 +19,12 @@ from shardwise.planner.traced import traced_subject
 from shardwise.planner.tracing import trace
 from shardwise.task import Task
 
-ROWS = (("replicas", 400.0, 3.0, 0.0), ("zero3", 900.0, 3.0, 700.0), ("tp", 600.0, 40.0, 0.0), ("pp", 500.0, 3.0, 90.0))
+ROWS = (
+    ("replicas", 400.0, 3.0, 0.0, 0.0),
+    ("zero3", 900.0, 3.0, 700.0, 0.1),
+    ("tp", 600.0, 40.0, 0.0, 0.2),
+    ("pp", 500.0, 3.0, 90.0, 0.0),
+)
 
 
 def probed(overhead_rows: tuple = ROWS) -> Cluster:
@@ -52,7 +57,7 @@ def test_techniques_that_meet_add_what_each_adds_to_replicas() -> None:
     device = probed().device
     both = overhead_of(device, Layout(tp=2, shard=2, zero=3))
     assert techniques(Layout(tp=2, shard=2, zero=3)) == ["zero3", "tp"]
-    assert (both.step, both.call, both.event) == pytest.approx((1100e-6, 40e-6, 700e-6))
+    assert (both.step, both.call, both.event, both.wait) == pytest.approx((1100e-6, 40e-6, 700e-6, 0.3))
     assert overhead_of(device, Layout(shard=2, zero=1)) == overhead_of(device, Layout()), "not measured: as replicas"
     assert overhead_of(Cluster.parse("2 l40s").device, Layout()) == Overhead()
     assert events(Layout(shard=2, zero=3, n_micro=2), units=4) == 10

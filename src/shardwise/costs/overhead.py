@@ -3,6 +3,7 @@
     step   once: control, losses, the optimizer's loop
     call   each op that the host starts, views among them
     event  each unit that ZeRO-3 gathers, each micro-batch that a pipeline passes on
+    wait   share of the work: ranks that meet often wait each time for the one that is late just then
 
 Techniques that meet in one plan add what each adds to replicas.
 """
@@ -19,11 +20,12 @@ BASE = "replicas"
 
 @dataclass(frozen=True)
 class Overhead:
-    """Seconds."""
+    """Seconds; `wait` is a share of the seconds that a rank computes."""
 
     step: float = 0.0
     call: float = 0.0
     event: float = 0.0
+    wait: float = 0.0
 
 
 def techniques(layout: Layout) -> list[str]:
@@ -38,7 +40,7 @@ def techniques(layout: Layout) -> list[str]:
 
 def overhead_of(device: Device, layout: Layout) -> Overhead:
     """The sum of what the layout's techniques add; nothing on a device that was not probed for it."""
-    rows = {name: [1e-6 * value for value in values] for name, *values in device.overheads}
+    rows = {name: [*(1e-6 * value for value in times), wait] for name, *times, wait in device.overheads}
     if BASE not in rows:
         return Overhead()
     total = list(rows[BASE])

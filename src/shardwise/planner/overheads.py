@@ -3,8 +3,8 @@
 Their steps are measured, and forecast from the figures of the same probe without any overhead. What is missing is
 dealt to the step, to each op, and to each unit or message (costs/overhead), by non-negative least squares over three
 modules: few blocks, more blocks, deeper blocks. Larger modules give a factor on each kind of op: products (attention
-too), convolutions, and all others, since inside a step caches hold what other ops left there, and ranks wait for each
-other.
+too), convolutions, and all others, since inside a step caches hold what other ops left there. One of them says under
+techniques whose ranks meet many times in a step what share of its work a rank waits for others.
 
 *What this does not do*: compiled modules, experts; devices that run behind the host, where overhead hides.
 """
@@ -39,8 +39,9 @@ REFERENCES = ((2, 1), (6, 1), (2, 4))  # blocks, feed-forward parts of a block
 WARM, STEPS, MOST, BUDGET_S = 4, 40, 320, 1.0  # steps of one module: at least STEPS, and more within the budget
 TURNS = 6
 OWN_CALLS = ("tp", "sp")
+OFTEN = ("zero3", "tp", "sp")  # techniques whose ranks meet many times in a step
 # kind of op -> techniques under which its module runs; nothing of what has no product can be cut
-LARGE = {"products": (BASE, "zero1", "tp"), "convolutions": (BASE, "zero1"), "rest": (BASE, "zero1")}
+LARGE = {"products": (BASE, "zero1", "zero3", "tp", "sp"), "convolutions": (BASE, "zero1"), "rest": (BASE, "zero1")}
 TIMID = 0.03  # weight of a factor common to all kinds, beside a step's own: where steps say nothing of a kind
 NOTHING = Overhead()
 SHIFT = 0.01  # of a factor, to see how much of a step it is in
@@ -127,16 +128,23 @@ class Features:
     fixed   seconds that no factor is on
     kinds   seconds of each kind of op, in the order of `KINDS`
     call    how often an op's overhead lies in it, and `event` how often a unit's or message's
+    work    seconds of which ranks may wait for a share, and `work_call` how often an op's overhead lies in them
     """
 
     fixed: float
     kinds: tuple[float, ...]
     call: float
     event: float
+    work: float
+    work_call: float
 
     def bare(self, factors: Sequence[float]) -> float:
         """Seconds without overhead."""
         return self.fixed + sum(factor * part for factor, part in zip(factors, self.kinds, strict=True))
+
+    def works(self, factors: Sequence[float], call_us: float = 0.0) -> float:
+        """Seconds of which ranks may wait for a share."""
+        return self.work * self.bare(factors) / self.bare([1.0] * len(KINDS)) + 1e-6 * self.work_call * call_us
 
     def added(self, row: Sequence[float]) -> float:
         """Seconds of the overhead that a row (step, call, event; microseconds) says."""
@@ -165,13 +173,26 @@ def fit(
     tasks = large_tasks(ranks)
     wholes = {(kind, name): looked_at(name, 0, tasks[kind]) for kind, name in large}
     factors = [1.0] * len(KINDS)
-    rows = _rows(small, steps, factors)
+    waits: dict[str, float] = {}
+    rows = _rows(small, steps, factors, waits)
     for _ in range(TURNS if large else 0):
-        added = {name: row for name, *row in rows}
+        added = {name: times for name, *times, _ in rows}
         left = {key: seconds - wholes[key].added(added[key[1]]) for key, seconds in large.items()}
-        factors = _factors(wholes, left, large)
-        rows = _rows(small, steps, factors)
+        factors = _factors(wholes, {key: value for key, value in left.items() if key[1] not in OFTEN}, large)
+        often = {key: value for key, value in left.items() if key[1] in OFTEN}
+        waits = _waits(wholes, often, factors, {name: times[1] for name, times in added.items()})
+        rows = _rows(small, steps, factors, waits)
     return rows, tuple((kind, float(f"{factor:.4g}")) for kind, factor in zip(KINDS, factors, strict=True))
+
+
+def _waits(
+    wholes: dict[tuple[str, str], Features], left: Large, factors: Sequence[float], calls: dict[str, float]
+) -> dict[str, float]:
+    """Technique -> share of its work that a rank waits for others: what ops and overheads leave of the large steps."""
+    return {
+        key[1]: max(0.0, (seconds - wholes[key].bare(factors)) / wholes[key].works(factors, calls[key[1]]))
+        for key, seconds in left.items()
+    }
 
 
 def _factors(wholes: dict[tuple[str, str], Features], left: Large, large: Large) -> list[float]:
@@ -180,10 +201,10 @@ def _factors(wholes: dict[tuple[str, str], Features], left: Large, large: Large)
     left   what of each step is not overhead
     """
     alike = geometric_mean(
-        max(SHIFT, left[key] / each.bare([1.0] * len(KINDS))) for key, each in wholes.items()
+        max(SHIFT, seconds / wholes[key].bare([1.0] * len(KINDS))) for key, seconds in left.items()
     )  # fmt: skip
-    table = [np.array(each.kinds) / large[key] for key, each in wholes.items()]
-    wanted = [(left[key] - each.fixed) / large[key] for key, each in wholes.items()]
+    table = [np.array(wholes[key].kinds) / large[key] for key in left]
+    wanted = [(seconds - wholes[key].fixed) / large[key] for key, seconds in left.items()]
     for at in range(len(KINDS)):
         table.append(TIMID * np.eye(len(KINDS))[at] / alike)
         wanted.append(TIMID)
@@ -191,7 +212,10 @@ def _factors(wholes: dict[tuple[str, str], Features], left: Large, large: Large)
 
 
 def _rows(
-    features: dict[str, list[Features]], steps: dict[str, list[float]], factors: Sequence[float]
+    features: dict[str, list[Features]],
+    steps: dict[str, list[float]],
+    factors: Sequence[float],
+    waits: dict[str, float],
 ) -> tuple[OverheadRow, ...]:
     """An op costs the host the same under every technique but tensor parallelism, whose tensors answer in Python.
 
@@ -199,12 +223,16 @@ def _rows(
     """
     together = [name for name in steps if name not in OWN_CALLS]
     apart = [[name] for name in steps if name in OWN_CALLS]
-    rows = [row for names in (together, *apart) if names for row in _solve(features, steps, names, factors)]
+    rows = [row for names in (together, *apart) if names for row in _solve(features, steps, names, factors, waits)]
     return tuple(sorted(rows, key=lambda row: list(steps).index(row[0])))
 
 
 def _solve(
-    features: dict[str, list[Features]], steps: dict[str, list[float]], names: list[str], factors: Sequence[float]
+    features: dict[str, list[Features]],
+    steps: dict[str, list[float]],
+    names: list[str],
+    factors: Sequence[float],
+    waits: dict[str, float],
 ) -> list[OverheadRow]:
     """One cost of a call for all `names`; a step and an event of each. Relative errors count."""
     places = len(names)
@@ -212,19 +240,27 @@ def _solve(
     for at, name in enumerate(names):
         for own, seconds in zip(features[name], steps[name], strict=True):
             row = np.zeros(1 + 2 * places)
-            row[0], row[1 + at], row[1 + places + at] = own.call, 1.0, own.event
+            wait = waits.get(name, 0.0)
+            row[0], row[1 + at], row[1 + places + at] = own.call + wait * own.work_call, 1.0, own.event
             table.append(row / seconds)
-            missing.append((seconds - own.bare(factors)) / seconds)
+            missing.append((seconds - own.bare(factors) - wait * own.works(factors)) / seconds)
     matrix = np.array(table)
     live = matrix.any(axis=0)
     found = np.zeros(1 + 2 * places)
     found[live] = non_negative(matrix[:, live], np.array(missing))
     call, each_step, each = found[0], found[1 : 1 + places], found[1 + places :]
-    return [(name, _micro(each_step[at]), _micro(call), _micro(each[at])) for at, name in enumerate(names)]
+    return [
+        (name, _micro(each_step[at]), _micro(call), _micro(each[at]), _four(waits.get(name, 0.0)))
+        for at, name in enumerate(names)
+    ]
 
 
 def _micro(seconds: float) -> float:
-    return float(f"{1e6 * seconds:.4g}")
+    return _four(1e6 * seconds)
+
+
+def _four(value: float) -> float:
+    return float(f"{value:.4g}")  # digits
 
 
 def _features(cluster: Cluster, plan: Plan, task: Task) -> Features:
@@ -232,7 +268,7 @@ def _features(cluster: Cluster, plan: Plan, task: Task) -> Features:
     layout, traced, samples = _traced(cluster, plan, task)
 
     def seconds(added: Overhead = NOTHING, factors: tuple[tuple[str, float], ...] = ()) -> float:
-        row = (BASE, 1e6 * added.step, 1e6 * added.call, 1e6 * added.event)
+        row = (BASE, 1e6 * added.step, 1e6 * added.call, 1e6 * added.event, added.wait)
         traced.cluster = replace(cluster, device=replace(cluster.device, overheads=(row,), factors=factors))
         return traced.simulate(layout, samples).step_s
 
@@ -240,7 +276,11 @@ def _features(cluster: Cluster, plan: Plan, task: Task) -> Features:
     unit = 1e-5  # large against a kernel, so that what hides behind communication is seen
     kinds = tuple((seconds(factors=((kind, 1 + SHIFT),)) - bare) / SHIFT for kind in KINDS)
     call = (seconds(Overhead(call=unit)) - bare) / unit
-    return Features(bare - sum(kinds), kinds, call, float(events(layout, task_units(task))))
+    work, longer = (
+        (seconds(Overhead(call=each, wait=SHIFT)) - seconds(Overhead(call=each))) / SHIFT for each in (0.0, unit)
+    )
+    event = float(events(layout, task_units(task)))
+    return Features(bare - sum(kinds), kinds, call, event, work, (longer - work) / unit)
 
 
 def task_units(task: Task) -> int:

@@ -95,7 +95,7 @@ def simulate_cut(
         data_seconds(rank, layout, micro, wire, states, software)[0] for rank in ranks
     )
     parts["optimizer"] = max(optimizer_seconds(rank, layout, kernels, states) for rank in ranks)
-    parts |= engine_seconds(ranks[0], layout, added)
+    parts |= engine_seconds(ranks[0], layout, added, parts["compute"])
     if cluster.device.kind != "cpu":
         parts["slowest device, clocks and gaps"] = (GAPS - 1) * sum(parts.values())
     correction = cluster.device.correction.value if cluster.device.correction is not None else 1.0

@@ -124,7 +124,7 @@ def simulate_traced(
     data, timeline = data_seconds(model, layout, micro, wire, states, software)
     optimizer = optimizer_seconds(model, layout, kernels, states)
     parts = {"compute": layout.n_micro * micro, "data-parallel communication": data, "optimizer": optimizer}
-    parts |= engine_seconds(model, layout, added)
+    parts |= engine_seconds(model, layout, added, parts["compute"])
     if cluster.device.kind != "cpu":
         parts["slowest device, clocks and gaps"] = (GAPS - 1) * sum(parts.values())
     correction = cluster.device.correction.value if cluster.device.correction is not None else 1.0
@@ -155,10 +155,11 @@ def kernels_of(cluster: Cluster, layout: Layout, software: Software, dtype: str)
     return Kernels(device, device.op_us.value if device.op_us is not None else software.launch_us, dtype), added
 
 
-def engine_seconds(model: Model, layout: Layout, added: Overhead) -> dict[str, float]:
+def engine_seconds(model: Model, layout: Layout, added: Overhead, compute: float) -> dict[str, float]:
     """What a step costs beyond its ops, by name; nothing where it was not measured."""
     seconds = added.step + added.event * events(layout, len(model.one.units))
-    return {"engine": seconds} if seconds else {}
+    found = {"engine": seconds, "waiting for the slower rank": added.wait * compute}
+    return {name: value for name, value in found.items() if value}
 
 
 def optimizer_seconds(model: Model, layout: Layout, kernels: Kernels, states: States) -> float:
