@@ -36,7 +36,7 @@ from shardwise.planner.traced import Traced
 from shardwise.task import Task
 
 REFERENCES = ((2, 1), (6, 1), (2, 4))  # blocks, feed-forward parts of a block
-WARM, STEPS, MOST, BUDGET_S = 4, 40, 320, 1.0  # steps of one module: at least STEPS, and more within the budget
+WARM, STEPS, MOST, BUDGET_S = 4, 24, 320, 0.6  # steps of one module: at least STEPS, and more within the budget
 TURNS = 6
 OWN_CALLS = ("tp", "sp")
 OFTEN = ("zero3", "tp", "sp")  # techniques whose ranks meet many times in a step
