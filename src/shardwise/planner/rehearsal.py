@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from shardwise.comm import Axis, Ledger
@@ -60,6 +60,16 @@ class RankTrace(Trace):
 
 
 Told = list[tuple[torch.Size, torch.dtype, bool]]  # of the tensors of a message: shape, dtype, needs a gradient
+
+
+class _FakeStages(StagedModule):
+    """Stages on fake tensors."""
+
+    def _put(self, held: torch.Tensor, received: torch.Tensor, needs_gradient: bool, written: bool) -> None:
+        """What is received into a sum of tp's makes it a plain tensor, which a fake one has to be outside as well."""
+        if isinstance(received, FakeTensor) and not isinstance(held, FakeTensor):
+            torch.utils.swap_tensors(held, torch.empty_like(received))
+        super()._put(held, received, needs_gradient, written)
 
 
 class Rehearsal:
@@ -214,7 +224,7 @@ class Rehearsal:
         """What each stage sends, from all stages in turn on one module that has everything."""
         assert self.cut is not None
         model, _ = self._module(None)
-        staged = StagedModule(model, self.cut.stages, self.dtype)
+        staged = _FakeStages(model, self.cut.stages, self.dtype)
         told: dict[int, Told] = {}
         with self.fake, Values(self.fake):
             for stage in self.cut.stages[:-1]:
@@ -242,7 +252,7 @@ class Rehearsal:
             for block in {id(b): b for b in map(model.get_submodule, blocks.paths)}.values():
                 recompute_block(block, self.shares.cuts.recompute)
         self.blocks = blocks
-        return model, StagedModule(model, cut.mine, self.dtype) if cut is not None else None
+        return model, _FakeStages(model, cut.mine, self.dtype) if cut is not None else None
 
     def _techniques(self, model: nn.Module, held: dict[str, nn.Parameter]) -> list[Gathered | Flat]:
         """What owns the gradients while micro-batches run; without it they are an account of their own."""

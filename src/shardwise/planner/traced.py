@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import cached_property
-from itertools import product
+from itertools import chain, product
 from time import perf_counter
 
 from shardwise.cluster import Cluster
@@ -14,7 +14,7 @@ from shardwise.costs.software import Software
 from shardwise.engine.batching import samples_in
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout.dealing import deal
-from shardwise.planner.candidates import MICRO_BATCHES, Constraints, divisors
+from shardwise.planner.candidates import MICRO_BATCHES, Constraints, divisors, plan_of
 from shardwise.planner.progress import Say, silent
 from shardwise.planner.propose import Reading, Subject
 from shardwise.planner.rehearsal import ALIKE, Beside
@@ -96,8 +96,10 @@ class Traced:
         def layouts(world: int, constraints: Constraints) -> Iterable[Layout]:
             yield from data_layouts(world, batch, self.node, recomputes)
             if self.cuts:
-                yield from self.cut_within(cut_layouts(world, batch, self.node, recomputes, constraints), batch,
-                                           constraints)  # fmt: skip
+                cut = list(cut_layouts(world, batch, self.node, recomputes, constraints))
+                own = data_layouts(world, batch, self.node, recomputes) if self.routed else ()
+                few, many = (expert_layouts(each, self.node, constraints) for each in (own, cut if self.routed else ()))
+                yield from self.cut_within(chain(few, cut, many), batch, constraints)
 
         def estimate(layout: Layout) -> Quick:
             return Quick(self.simulate(layout, batch).step_s, self.memory(layout, batch))
@@ -107,6 +109,11 @@ class Traced:
             lambda layout: self.simulate(layout, batch), self.remarks, own=True,
             with_batch=lambda count: self.subject(count, wanted), reading=lambda: self.reading,
         )  # fmt: skip
+
+    @property
+    def routed(self) -> bool:
+        """Whether the module chooses among experts."""
+        return self.model("none").one.balanced
 
     def model(self, recompute: str) -> Model:
         """The traces of the whole module under a recompute policy."""
@@ -212,17 +219,19 @@ class Traced:
         Recompute and zero=3 are left out where the same layout fits without: they only ever add time.
         """
         room = self.cluster.device.memory_bytes * (1 - constraints.headroom) - CONTEXT_BYTES
-        asked = any(constraints.value(name) is not None for name in ("tp", "pp"))
+        asked = any(constraints.value(name) is not None for name in ("tp", "pp", "ep"))
         fitted: set[Layout] = set()
         left: dict[str, None] = {}
         for layout in layouts:
+            if constraints.fixed and not constraints.allows(plan_of(layout, self.precision)):
+                continue  # before it is rehearsed
             plain = layout.with_(recompute="none")
             if plain in fitted and constraints.value("remat") is None:
                 continue
             if layout.zero > 1 and constraints.value("zero") is None and plain.with_(zero=1) in fitted:
                 continue
             if self._spent > MOST_OPS and not asked and not self._known(layout, batch):
-                left[_degrees(layout)] = None
+                left[_degrees(layout.with_(sp=False, recompute="none"))] = None
                 continue
             if self.can_cut(layout, batch):
                 if layout == plain and self.memory(layout, batch).reserved <= room:
@@ -301,7 +310,7 @@ def _chosen(key: Cuts, layout: Layout, each: tuple[int, ...]) -> list[int]:
 
 
 def _degrees(layout: Layout) -> str:
-    degrees = [f"{n}={getattr(layout, n)}" for n in ("tp", "pp") if getattr(layout, n) > 1]
+    degrees = [f"{n}={getattr(layout, n)}" for n in ("tp", "pp", "ep") if getattr(layout, n) > 1]
     return ", ".join(
         [
             *degrees,
@@ -332,17 +341,25 @@ def data_layouts(world: int, batch: int, node: int, recomputes: list[str]) -> It
 def cut_layouts(
     world: int, batch: int, node: int, recomputes: list[str], constraints: Constraints
 ) -> Iterator[Layout]:  # fmt: skip
-    """Layouts with tp (inside a node) or pp; over what is left replicas, ZeRO-1 or 3, and ZeRO-2 where it is asked for.
+    """Layouts with tp (inside a node), pp, or both; over what is left replicas, ZeRO-1 or 3, and ZeRO-2 if asked for.
 
-    Not both axes at once, and no more stages than `MOST_STAGES`: every rank that differs is rehearsed.
+    Of small degrees first, and no more stages than `MOST_STAGES`: every rank that differs is rehearsed.
     """
     tps = [d for d in divisors(world) if 1 < d <= min(node, constraints.max_tp or MOST_SHARES)]
     pps = [d for d in divisors(world) if 1 < d <= (constraints.max_pp or MOST_STAGES)]
-    degrees = [*((tp, sp, 1) for tp in tps for sp in (False, True)), *((1, False, pp) for pp in pps)]
-    for tp, sp, pp in sorted(degrees, key=lambda d: (d[0] * d[2], d[1], d)):
-        dp = world // tp // pp
-        if batch % dp or not all(
-            constraints.value(name) in (None, have) for name, have in (("tp", tp), ("pp", pp), ("sp", sp))
+    degrees = [
+        (tp, sp, pp)
+        for tp in (1, *tps)
+        for sp in ((False, True) if tp > 1 else (False,))
+        for pp in (1, *pps)
+        if tp * pp > 1
+    ]
+    for tp, sp, pp in sorted(degrees, key=lambda d: (d[0] > 1 and d[2] > 1, d[0] * d[2], d[1], d)):
+        dp, left_over = divmod(world, tp * pp)
+        if (
+            left_over
+            or batch % dp
+            or not all(constraints.value(name) in (None, have) for name, have in (("tp", tp), ("pp", pp), ("sp", sp)))
         ):
             continue
         for micro in MICRO_BATCHES:
@@ -356,3 +373,12 @@ def cut_layouts(
                         tp=tp, sp=sp, pp=pp, shard=shard, replicas=dp // shard, zero=zero, micro_batch=micro,
                         n_micro=n_micro, seq=1, recompute=recompute,
                     )  # fmt: skip
+
+
+def expert_layouts(layouts: Iterable[Layout], node: int, constraints: Constraints) -> Iterator[Layout]:
+    """The same layouts with experts dealt over ranks of dp_shard, inside a node and up to `MOST_SHARES`."""
+    asked = constraints.value("ep")
+    for layout in layouts:
+        for degree in divisors(layout.shard):
+            if 1 < degree <= min(node, MOST_SHARES) and asked in (None, degree):
+                yield layout.with_(ep=degree)
