@@ -22,25 +22,17 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from overhead import (
+from overhead import RESAMPLES, SEED, SHORT, WARM_UP, Numbers, Times, _be_quiet, _timed, bootstrap
+from peers import (
     CLIP_NORM,
     CONFIG,
     LENGTH,
     RANKS,
-    RESAMPLES,
     SAMPLES,
-    SEED,
-    SHORT,
     TASK,
-    WARM_UP,
     Batch,
-    Numbers,
     Step,
-    Times,
-    _be_quiet,
-    _timed,
     adamw,
-    bootstrap,
     decay_groups,
     make_batch,
     token_loss,

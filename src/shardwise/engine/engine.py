@@ -16,7 +16,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -39,6 +38,7 @@ from shardwise.engine.recipe import apply_plan, trainable
 from shardwise.engine.result import StepResult
 from shardwise.engine.samples import SAMPLES, costly, few_samples
 from shardwise.engine.scaler import LossScale
+from shardwise.engine.whole import Whole
 from shardwise.errors import InputError, RefusedPlan, ShardwiseError
 from shardwise.layout import Plan, check
 from shardwise.layout.dealing import Share
@@ -116,7 +116,7 @@ def _leaves_node(plan: Plan) -> list[str]:
     ]
 
 
-class Engine:
+class Engine(Whole):
     """One rank's share of a training run. Made by `parallelize`."""
 
     def __init__(self, task: Task, plan: Plan, mesh: Mesh, seed: int, few: Any = None):
@@ -376,53 +376,6 @@ class Engine:
         if isinstance(self.forward, StagedForward):  # the last stage has them
             found = gather_json(found, self.mesh.pp, self.device)[self.forward.last_owner]
         return found
-
-    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, whole tensor) of every parameter, frozen ones included, master weights first. Collective."""
-        if self.pipeline is None:
-            return self._held_parameters()
-        return self.pipeline.spread(self._held_parameters(), self.all_names + self.frozen_names)
-
-    def _held_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for index, name in enumerate(self.names):
-            yield name, self._whole(name, self.technique.full_parameter(index))
-        for name, param in self.module.named_parameters():
-            if not param.requires_grad and name in self.held_frozen:
-                held = param.full_tensor() if hasattr(param, "full_tensor") else param
-                yield name, self._whole(name, held.detach())
-
-    def full_parameter(self, name: str) -> torch.Tensor:
-        """One whole parameter, its master first. Collective; not under a pipeline."""
-        if name in self.names:
-            return self._whole(name, self.technique.full_parameter(self.names.index(name)))
-        held: Any = dict(self.module.named_parameters())[name]
-        return self._whole(name, (held.full_tensor() if hasattr(held, "full_tensor") else held).detach())
-
-    def full_gradients(self) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """(name, whole gradient, None where unused) of the step just done. Collective."""
-        if self.pipeline is None:
-            return self._held_gradients_by_name()
-        return self.pipeline.spread(self._held_gradients_by_name(), self.all_names)
-
-    def full_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, tensor) of every buffer. Collective under a pipeline."""
-        return self.module.named_buffers() if self.pipeline is None else self.pipeline.buffers()
-
-    def _held_gradients_by_name(self) -> Iterator[tuple[str, torch.Tensor | None]]:
-        for index, name in enumerate(self.names):
-            yield name, self._whole(name, self.technique.full_gradient(index))
-
-    def _whole(self, name: str, share: Any) -> Any:
-        share = share if self.experts is None else self.experts.whole(name, share)
-        return share if self.tensor is None else self.tensor.whole(name, share)
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Whole parameters and persistent buffers on the CPU, under the module's own names. Collective."""
-        return export.state_dict(self)
-
-    def save_weights(self, path: str | Path) -> None:
-        """Whole weights and buffers as one safetensors file, written by rank 0. Collective."""
-        export.save_weights(self, path)
 
     def memory(self) -> dict[str, int | None]:
         """Bytes held by this rank now: parameters (masters too), gradients, optimizer state; peak on a GPU."""

@@ -21,16 +21,16 @@ import hashlib
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from shardwise.errors import InputError
+from shardwise.trace.tape import NotReplayable, Op, Ref, Tape, ref_of, storage_key, tensors_in
 
 LARGE = 4096  # elements from which a new tensor gets no values
 
@@ -41,86 +41,8 @@ def seed_of(*parts: object) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-class NotReplayable(Exception):
-    """The tape cannot make this tensor; the module must be built for real."""
-
-
-@dataclass(frozen=True)
-class _Ref:
-    """A tensor on the tape: where it lies in which storage."""
-
-    storage: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-
-
-@dataclass
-class _Op:
-    func: Any
-    args: tuple
-    kwargs: dict
-    outputs: list[_Ref]
-    reads: set[int]
-    writes: set[int]
-    random: bool
-
-
-@dataclass
-class _Tape:
-    ops: list[_Op] = field(default_factory=list)
-    writers: dict[int, list[int]] = field(default_factory=dict)  # storage -> ops that write it
-    constants: dict[int, torch.Tensor] = field(default_factory=dict)  # storage -> bytes it held when first met
-    lost: set[int] = field(default_factory=set)  # meta storages that no op made
-    deferred: set[int] = field(default_factory=set)  # storages whose values exist only on the tape
-    alive: list[Any] = field(default_factory=list)  # storages, so that their addresses are not used again
-
-    def add(self, op: _Op) -> None:
-        """Write one op."""
-        self.ops.append(op)
-        for key in op.writes:
-            self.writers.setdefault(key, []).append(len(self.ops) - 1)
-
-    def slice(self, storage: int) -> list[int]:
-        """Ops, in order, that the content of a storage depends on."""
-        needed: set[int] = set()
-        queue = [(storage, len(self.ops))]
-        horizon: dict[int, int] = {}
-        while queue:
-            key, before = queue.pop()
-            if horizon.get(key, -1) >= before:
-                continue
-            horizon[key] = before
-            for op in self.writers.get(key, ()):
-                if op < before and op not in needed:
-                    needed.add(op)
-                    queue.extend((read, op) for read in self.ops[op].reads)
-        return sorted(needed)
-
-    def refuse_reading(self, tensor: torch.Tensor, how: str) -> None:
-        """Control flow that looks at a value which replay will draw anew (or that is not there) cannot be followed."""
-        key = _storage_key(tensor)
-        if key in self.deferred or any(self.ops[op].random for op in self.slice(key)):
-            raise NotReplayable(f"the constructor reads a random or large tensor's values through {how}")
-
-
-def _storage_key(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
-def _ref(tensor: torch.Tensor) -> _Ref:
-    return _Ref(
-        _storage_key(tensor), tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset(), tensor.dtype
-    )
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
-
-
 class _Recorder(TorchDispatchMode):
-    def __init__(self, tape: _Tape):
+    def __init__(self, tape: Tape):
         super().__init__()
         self.tape = tape
         self.paused = False
@@ -130,27 +52,27 @@ class _Recorder(TorchDispatchMode):
 
         Some of them loop until a random draw is accepted; op by op, such a loop cannot be replayed.
         """
-        first = next((tensor for tensor in _tensors((args, kwargs))), None)
+        first = next((tensor for tensor in tensors_in((args, kwargs))), None)
         if self.paused or first is None:
             return function(*args, **kwargs)
         self._meet(first)
         result: Any = first
-        if _storage_key(first) not in self.tape.deferred:
+        if storage_key(first) not in self.tape.deferred:
             self.paused = True
             try:
                 result = function(*args, **kwargs)
             finally:
                 self.paused = False
-        key = _storage_key(first)
-        refs, named = tree_map_only(torch.Tensor, _ref, (args, kwargs))
-        self.tape.add(_Op(function, refs, named, [], {key}, {key}, random=True))
+        key = storage_key(first)
+        refs, named = tree_map_only(torch.Tensor, ref_of, (args, kwargs))
+        self.tape.add(Op(function, refs, named, [], {key}, {key}, random=True))
         return result
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         if self.paused:
             return func(*args, **kwargs)
-        inputs = _tensors((args, kwargs))
+        inputs = tensors_in((args, kwargs))
         if func is torch.ops.aten._local_scalar_dense.default:
             self.tape.refuse_reading(args[0], "item()")
         for tensor in inputs:
@@ -160,7 +82,7 @@ class _Recorder(TorchDispatchMode):
         return output
 
     def _meet(self, tensor: torch.Tensor) -> None:
-        key = _storage_key(tensor)
+        key = storage_key(tensor)
         tape = self.tape
         if key in tape.writers or key in tape.constants or key in tape.lost:
             return
@@ -173,7 +95,7 @@ class _Recorder(TorchDispatchMode):
     def _execute(self, func, args, kwargs, inputs):
         if "device" in _argument_names(func) and torch.device(kwargs.get("device") or "cpu").type != "meta":
             kwargs = {**kwargs, "device": torch.device("cpu"), **_unpinned(kwargs)}
-        if any(_storage_key(tensor) in self.tape.deferred for tensor in inputs):
+        if any(storage_key(tensor) in self.tape.deferred for tensor in inputs):
             return self._defer(func, args, kwargs)
         if inputs or "device" not in _argument_names(func):
             return func(*args, **kwargs)
@@ -189,7 +111,7 @@ class _Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         if func._schema.is_mutable:
             for tensor in written_tensors(func, args, kwargs):
-                self.tape.deferred.add(_storage_key(tensor))
+                self.tape.deferred.add(storage_key(tensor))
             written = tuple(written_tensors(func, args, kwargs))
             return written[0] if len(returned) == 1 else written if returned else None
         if "device" in kwargs:
@@ -200,24 +122,24 @@ class _Recorder(TorchDispatchMode):
     def _unfilled(self, shape: torch.Tensor) -> torch.Tensor:
         """Address space without values: the pages are never touched, so they take no memory."""
         tensor = torch.empty_strided(shape.shape, shape.stride(), dtype=shape.dtype)
-        self.tape.deferred.add(_storage_key(tensor))
+        self.tape.deferred.add(storage_key(tensor))
         return tensor
 
     def _record(self, func, args, kwargs, inputs, output) -> None:
-        outputs = _tensors(output)
-        before = {_storage_key(tensor) for tensor in inputs}
-        made = {_storage_key(tensor) for tensor in outputs} - before
+        outputs = tensors_in(output)
+        before = {storage_key(tensor) for tensor in inputs}
+        made = {storage_key(tensor) for tensor in outputs} - before
         written = set(made)
-        written |= {_storage_key(tensor) for tensor in written_tensors(func, args, kwargs)}
+        written |= {storage_key(tensor) for tensor in written_tensors(func, args, kwargs)}
         if not written:
             return  # a view or a read: views are found again by size, stride and offset
         if func in (torch.ops.aten.resize_.default, torch.ops.aten.set_.source_Storage_storage_offset):
             raise NotReplayable(f"the constructor swaps storages ({func})")
         tape = self.tape
         tape.alive.extend(tensor.untyped_storage() for tensor in outputs)
-        args, kwargs = tree_map_only(torch.Tensor, _ref, (args, kwargs))
+        args, kwargs = tree_map_only(torch.Tensor, ref_of, (args, kwargs))
         is_random = torch.Tag.nondeterministic_seeded in func.tags
-        tape.add(_Op(func, args, kwargs, [_ref(t) for t in outputs], before, written, is_random))
+        tape.add(Op(func, args, kwargs, [ref_of(t) for t in outputs], before, written, is_random))
 
 
 def _argument_names(func) -> set[str]:
@@ -230,7 +152,7 @@ def written_tensors(func, args: tuple, kwargs: dict) -> list[torch.Tensor]:
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[place] if place < len(args) else kwargs.get(argument.name)
-            found.extend(_tensors(value))
+            found.extend(tensors_in(value))
     return found
 
 
@@ -244,14 +166,14 @@ _VALUE_READERS = {"numpy", "__array__", "tolist", "__dlpack__", "__reduce_ex__"}
 class _Guard(TorchFunctionMode):
     """Refuses what reads a tensor's memory without passing through an op."""
 
-    def __init__(self, tape: _Tape):
+    def __init__(self, tape: Tape):
         super().__init__()
         self.tape = tape
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         name = getattr(func, "__name__", "")
         if name in _VALUE_READERS:
-            for tensor in _tensors(args):
+            for tensor in tensors_in(args):
                 self.tape.refuse_reading(tensor, f"{name}()")
         return func(*args, **(kwargs or {}))
 
@@ -267,13 +189,13 @@ class Built:
     attribute on the CPU. `notice` says why, where the module had to be built for real.
     """
 
-    def __init__(self, module: nn.Module, seed: int, tape: _Tape | None, notice: str = ""):
+    def __init__(self, module: nn.Module, seed: int, tape: Tape | None, notice: str = ""):
         self.module = module
         self.seed = seed
         self.notice = notice
         self._tape = tape
         self._targets = dict(named_tensors(module))
-        self._refs = {name: _ref(tensor) for name, tensor in self._targets.items()} if tape else {}
+        self._refs = {name: ref_of(tensor) for name, tensor in self._targets.items()} if tape else {}
         self._seeds: dict[int, int] = {}
         self.given: Callable[[str], torch.Tensor | None] | None = None  # values from elsewhere (a checkpoint)
         if tape is not None:
@@ -327,12 +249,12 @@ class Built:
                 self._seeds.setdefault(op, seed_of("init", self.seed, name, place))
 
     @torch.no_grad()
-    def _replay(self, target: _Ref) -> torch.Tensor:
+    def _replay(self, target: Ref) -> torch.Tensor:
         tape = self._tape
         assert tape is not None
         storages: dict[int, torch.UntypedStorage] = {}
 
-        def tensor_of(ref: _Ref) -> torch.Tensor:
+        def tensor_of(ref: Ref) -> torch.Tensor:
             if ref.storage not in storages:
                 storages[ref.storage] = tape.constants[ref.storage].clone().untyped_storage()
             empty = torch.empty(0, dtype=ref.dtype)
@@ -343,13 +265,13 @@ class Built:
                 op = tape.ops[index]
                 if op.random:
                     torch.manual_seed(self._seeds[index])
-                args, kwargs = tree_map_only(_Ref, tensor_of, (op.args, op.kwargs))
+                args, kwargs = tree_map_only(Ref, tensor_of, (op.args, op.kwargs))
                 if "device" in kwargs:
                     kwargs["device"] = torch.device("cpu")
                 if "generator" in kwargs:
                     kwargs.pop("generator")
                 output = op.func(*args, **kwargs)
-                for ref, result in zip(op.outputs, _tensors(output) if op.outputs else (), strict=True):
+                for ref, result in zip(op.outputs, tensors_in(output) if op.outputs else (), strict=True):
                     storages.setdefault(ref.storage, result.untyped_storage())
         return tensor_of(target)
 
@@ -416,7 +338,7 @@ def build(model: Callable[[], nn.Module], seed: int) -> Built:
 
     Raises `InputError` when the constructor fails by itself, in one process without shardwise.
     """
-    tape = _Tape()
+    tape = Tape()
     try:
         _seed_everything(seed)
         recorder = _Recorder(tape)

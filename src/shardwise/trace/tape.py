@@ -1,0 +1,92 @@
+"""The tape of a constructor: which ops wrote which storage, and on what each depends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten
+
+
+class NotReplayable(Exception):
+    """The tape cannot make this tensor; the module must be built for real."""
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A tensor on the tape: where it lies in which storage."""
+
+    storage: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+
+@dataclass
+class Op:
+    """One op of a constructor: what it read and wrote, by storage, and whether it draws."""
+
+    func: Any
+    args: tuple
+    kwargs: dict
+    outputs: list[Ref]
+    reads: set[int]
+    writes: set[int]
+    random: bool
+
+
+@dataclass
+class Tape:
+    """Every op that makes or changes a tensor, in order."""
+
+    ops: list[Op] = field(default_factory=list)
+    writers: dict[int, list[int]] = field(default_factory=dict)  # storage -> ops that write it
+    constants: dict[int, torch.Tensor] = field(default_factory=dict)  # storage -> bytes it held when first met
+    lost: set[int] = field(default_factory=set)  # meta storages that no op made
+    deferred: set[int] = field(default_factory=set)  # storages whose values exist only on the tape
+    alive: list[Any] = field(default_factory=list)  # storages, so that their addresses are not used again
+
+    def add(self, op: Op) -> None:
+        """Write one op."""
+        self.ops.append(op)
+        for key in op.writes:
+            self.writers.setdefault(key, []).append(len(self.ops) - 1)
+
+    def slice(self, storage: int) -> list[int]:
+        """Ops, in order, that the content of a storage depends on."""
+        needed: set[int] = set()
+        queue = [(storage, len(self.ops))]
+        horizon: dict[int, int] = {}
+        while queue:
+            key, before = queue.pop()
+            if horizon.get(key, -1) >= before:
+                continue
+            horizon[key] = before
+            for op in self.writers.get(key, ()):
+                if op < before and op not in needed:
+                    needed.add(op)
+                    queue.extend((read, op) for read in self.ops[op].reads)
+        return sorted(needed)
+
+    def refuse_reading(self, tensor: torch.Tensor, how: str) -> None:
+        """Control flow that looks at a value which replay will draw anew (or that is not there) cannot be followed."""
+        key = storage_key(tensor)
+        if key in self.deferred or any(self.ops[op].random for op in self.slice(key)):
+            raise NotReplayable(f"the constructor reads a random or large tensor's values through {how}")
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """The storage that a tensor lies in."""
+    return tensor.untyped_storage()._cdata
+
+
+def ref_of(tensor: torch.Tensor) -> Ref:
+    """A tensor as the tape names it."""
+    return Ref(storage_key(tensor), tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset(), tensor.dtype)
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """The tensors among the leaves of nested containers."""
+    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
