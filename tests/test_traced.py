@@ -279,6 +279,8 @@ def test_probe_measures_two_ranks() -> None:
     assert found.world_size == 2
     assert found.device.products and found.collectives
     assert all(row[-1] > 0 for row in found.collectives)
+    assert {row[0] for row in found.collectives} == {"all_reduce", "all_gather", "reduce_scatter", "all_to_all"}
+    assert found.device.pace_us is not None and found.device.host_gbps is None
     assert Cluster.from_dict(found.as_dict()) == found or found.as_dict()["collectives"]
 
 

@@ -3,8 +3,8 @@
 All ranks measure at the same time, as they do in a run, and the slowest counts. Each figure says that it was measured,
 with what, when.
 
-    rank 0   products  stream  ops | all_reduce  all_gather  reduce_scatter | disk
-    rank 1   products  stream  ops | all_reduce  all_gather  reduce_scatter |
+    rank 0   products  stream  ops | all_reduce  all_gather  reduce_scatter  all_to_all | disk | steps
+    rank 1   products  stream  ops | all_reduce  all_gather  reduce_scatter  all_to_all |      | steps
 
 *What this does not do*: probe links between nodes from one node.
 """
@@ -28,8 +28,8 @@ import torch
 import torch.distributed as dist
 
 from shardwise.cluster import Cluster, Device, Figure, Tier
-from shardwise.comm.collectives import Axis, all_gather, all_reduce, reduce_scatter
 from shardwise.device import pace_us, pick_device, synchronize
+from shardwise.planner.collective_times import collective_times
 from shardwise.planner.op_times import convolution_times, op_times, product_times
 from shardwise.planner.overheads import fit, large_times, step_times
 from shardwise.planner.pace import Pace
@@ -38,10 +38,8 @@ from shardwise.ranks import launch
 
 SIDES = (32, 128, 512, 1024)
 CUDA_SIDES = (512, 1024, 2048, 4096, 8192)
-BYTES = tuple(2**i for i in range(10, 27, 2))
 BUDGET_S = 0.03  # for one figure, after a first call
 PASSES = 2  # over the steps of reference modules; the faster counts: what slows one down is not the module
-WORK = 256  # rows and columns of a product before each collective: half a millisecond of a CPU
 
 
 def seconds(call: Callable[[], Any], device: torch.device, budget_s: float = BUDGET_S) -> float:
@@ -78,7 +76,8 @@ def measure(say: Say = silent) -> dict[str, Any]:
         say("probe: other ops by size")
         found["ops"] = pace.rows(op_times)
     say(f"probe: collectives of {ranks} ranks by size")
-    found["collectives"] = pace.rows(partial(_collectives, device, ranks))
+    found["collectives"] = pace.rows(partial(collective_times, device, ranks))
+    found["host"] = _host(device)
     say("probe: the disk")
     found["disk"] = _disk() if not dist.is_initialized() or dist.get_rank() == 0 else None
     return found
@@ -143,39 +142,13 @@ def _op(device: torch.device, found: dict[str, Any]) -> float:
     return 1e6 * seconds(step, device, 0.3) / trace(task, len(batch)).kernels
 
 
-def _collectives(device: torch.device, ranks: int) -> list[tuple[str, int, int, float]]:
-    if ranks == 1:
-        return []
-    axis = Axis("world", ranks, dist.get_rank(), dist.group.WORLD, tuple(range(ranks)))
-    rows = []
-    for size in BYTES:
-        count = max(ranks, size // 4 // ranks * ranks)
-        full, part = torch.zeros(count, device=device), torch.zeros(count // ranks, device=device)
-        calls: dict[str, Callable[[], Any]] = {
-            "all_reduce": partial(all_reduce, full, axis, "probe"),
-            "all_gather": partial(all_gather, full, part, axis, "probe"),
-            "reduce_scatter": partial(reduce_scatter, part, full, axis, "probe"),
-        }
-        for op, call in calls.items():
-            rows.append((op, ranks, 4 * count, 1e6 * _after_work(call, device, 64 if size <= 2**20 else 5)))
-    return rows
-
-
-def _after_work(call: Callable[[], Any], device: torch.device, times: int) -> float:
-    """Seconds of a call for which ranks come from computing, as in a step: those that come late are waited for.
-
-    A step has many, and their sum tends to a multiple of the mean, which the slowest tenth is left out of.
-    """
-    a, taken = torch.ones(WORK, WORK, device=device), []
-    for _ in range(times + 1):  # the same number on every rank
-        torch.mm(a, a)
-        synchronize(device)
-        began = time.perf_counter()
-        call()
-        synchronize(device)
-        taken.append(time.perf_counter() - began)
-    kept = sorted(taken[1:])[: times - times // 10]
-    return sum(kept) / len(kept)
+def _host(device: torch.device) -> float | None:
+    """Bytes a second from pinned host memory to a GPU; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    here = torch.empty(2**26, pin_memory=True)
+    there = torch.empty_like(here, device=device)
+    return here.nbytes / seconds(lambda: there.copy_(here, non_blocking=True), device, 0.2)
 
 
 def _disk() -> float:
@@ -232,6 +205,7 @@ def _cluster(results: list[dict[str, Any]]) -> Cluster:
         op_us=figure(max(r["op"] for r in results)),
         pace_us=None if first["pace"] is None else figure(mean(r["pace"] for r in results)),
         disk_gbps=figure(first["disk"] / 1e9),
+        host_gbps=None if first["host"] is None else figure(min(r["host"] for r in results) / 1e9),
         products=products,
         ops=ops,
         kind="cpu" if first["kind"] == "cpu" else "cuda",

@@ -1,0 +1,69 @@
+"""Collectives timed by kind, size and number of ranks, as a step meets them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.comm.collectives import Axis, all_gather, all_reduce, all_to_all, reduce_scatter
+from shardwise.device import synchronize
+from shardwise.planner.candidates import divisors
+
+BYTES = tuple(2**i for i in range(10, 27, 2))
+WORK = 256  # rows and columns of a product before each collective: half a millisecond of a CPU
+OFTEN, SELDOM, LARGE = 64, 5, 2**20  # calls of a small one, and of those from so many bytes on
+
+Message = tuple[str, int, int, float]
+
+
+def collective_times(device: torch.device, ranks: int) -> list[Message]:
+    """(op, ranks, bytes of the whole tensor, microseconds). Collective.
+
+    Groups of neighbours, of every size that divides the ranks, all of them at once as in a run.
+    """
+    rows: list[Message] = []
+    for size in divisors(ranks)[1:]:
+        group, every = dist.new_subgroups(size)
+        axis = Axis("probe", size, dist.get_rank(group), group, tuple(dist.get_process_group_ranks(group)))
+        rows += [row for count in BYTES for row in _of_size(device, axis, count)]
+        for each in every:
+            if dist.get_rank(each) >= 0:
+                dist.destroy_process_group(each)
+    return rows
+
+
+def _of_size(device: torch.device, axis: Axis, size_bytes: int) -> list[Message]:
+    ranks = axis.size
+    each = max(1, size_bytes // 4 // ranks)
+    full, other = (torch.zeros(each * ranks, device=device) for _ in range(2))
+    part = torch.zeros(each, device=device)
+    calls: dict[str, Callable[[], Any]] = {
+        "all_reduce": partial(all_reduce, full, axis, "probe"),
+        "all_gather": partial(all_gather, full, part, axis, "probe"),
+        "reduce_scatter": partial(reduce_scatter, part, full, axis, "probe"),
+        "all_to_all": partial(all_to_all, other, full, [each] * ranks, [each] * ranks, axis, "probe"),
+    }
+    times = OFTEN if size_bytes <= LARGE else SELDOM
+    return [(op, ranks, full.nbytes, 1e6 * _after_work(call, device, times)) for op, call in calls.items()]
+
+
+def _after_work(call: Callable[[], Any], device: torch.device, times: int) -> float:
+    """Seconds of a call for which ranks come from computing, as in a step: those that come late are waited for.
+
+    A step has many, and their sum tends to a multiple of the mean, which the slowest tenth is left out of.
+    """
+    a, taken = torch.ones(WORK, WORK, device=device), []
+    for _ in range(times + 1):  # the same number on every rank
+        torch.mm(a, a)
+        synchronize(device)
+        began = time.perf_counter()
+        call()
+        synchronize(device)
+        taken.append(time.perf_counter() - began)
+    kept = sorted(taken[1:])[: times - times // 10]
+    return sum(kept) / len(kept)
