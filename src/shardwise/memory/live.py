@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_leaves
 
 TURNS, TURN_S = 4, 0.001  # what a settled peak waits for: other threads free what they hold within microseconds
 
@@ -39,9 +39,12 @@ class LiveBytes(TorchDispatchMode):
     `settle=True` notes a peak only of what is still held once garbage was collected and other threads have had their
     turn: a cycle waits for Python to look, and a thread of the backend lets go of a collective's tensors a moment after
     it is complete, so that without it the peak is that of one interleaving out of many. It is slow: for tiny models.
+
+    `resized` names the only tensors whose storages change their size without an op, where that is known: to read the
+    sizes of all again whenever a peak is noted takes time that grows with the square of a forward's length.
     """
 
-    def __init__(self, settle: bool = False) -> None:
+    def __init__(self, settle: bool = False, resized: Iterable[torch.Tensor] | None = None) -> None:
         super().__init__()
         self.peak = 0
         self.settle = settle
@@ -49,6 +52,9 @@ class LiveBytes(TorchDispatchMode):
         self._sizes: dict[int, int] = {}
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._resized: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._elastic = self._storages if resized is None else {}
+        for tensor in resized or ():
+            self._elastic[tensor.untyped_storage()._cdata] = weakref.ref(tensor.untyped_storage())
 
     @property
     def now(self) -> int:
@@ -69,18 +75,22 @@ class LiveBytes(TorchDispatchMode):
         if any(getattr(kind, "observes_inside", False) for kind in types):
             return NotImplemented  # a share of a tensor: its rule runs next, on what is really held
         output = func(*args, **(kwargs or {}))
-        for leaf in tree_flatten(output)[0]:
+        self.note(output)
+        return output
+
+    def note(self, output: object) -> None:
+        """Take in what an op returned."""
+        for leaf in [output] if isinstance(output, torch.Tensor) else tree_leaves(output):
             if isinstance(leaf, torch.Tensor):
                 self._meet(getattr(leaf, "_local_tensor", leaf).untyped_storage())
-        return output
 
     def _meet(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
-        self._read(self._resized)
+        if self._resized:
+            self._read(self._resized)
         if key not in self._sizes:
             self._sizes[key] = 0
-            self._storages[key] = weakref.ref(storage)
-            weakref.finalize(storage, self._free, key)
+            self._storages[key] = weakref.ref(storage, lambda _: self._free(key))
         self._count(key, storage.nbytes())
         if self._total > self.peak:
             self._read_again()
@@ -100,12 +110,12 @@ class LiveBytes(TorchDispatchMode):
         self._sizes[key] = size
 
     def _read_again(self) -> None:
-        self._read(self._storages)
+        self._read(self._elastic)
 
     def _read(self, storages: dict[int, weakref.ref[torch.UntypedStorage]]) -> None:
         for key, reference in list(storages.items()):
             storage = reference()
-            if storage is not None and (size := storage.nbytes()) != self._sizes[key]:
+            if storage is not None and key in self._sizes and (size := storage.nbytes()) != self._sizes[key]:
                 self._resized[key] = reference
                 self._count(key, size)
 

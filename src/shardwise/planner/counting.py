@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwise.part.leaves import tensors_in
 
 _ATEN = torch.ops.aten
 _SDPA = {
@@ -20,7 +21,7 @@ _SDPA_BACK = {
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward, _ATEN._scaled_dot_product_flash_attention_backward,
     _ATEN._scaled_dot_product_efficient_attention_backward, _ATEN._scaled_dot_product_cudnn_attention_backward,
 }  # fmt: skip
-_DEVICE = torch.ops.prim.device.default
+DEVICE = torch.ops.prim.device.default
 _RNN = {_ATEN.mkldnn_rnn_layer, _ATEN.mkldnn_rnn_layer_backward}
 _VIEWS = ("view", "expand", "transpose", "permute", "t", "slice", "select", "split", "unsqueeze", "squeeze", "detach",
           "alias", "as_strided", "_unsafe_view", "unbind", "split_with_sizes", "_reshape_alias", "diagonal",
@@ -100,11 +101,16 @@ class Count(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(getattr(kind, "observes_inside", False) for kind in types):
             return NotImplemented  # a share of a tensor: what its rule does is counted
-        if func is _DEVICE and isinstance(args[0], FakeTensor):
+        if func is DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # asked twice for each op in backward: not through all modes below
         out = func(*args, **(kwargs or {}))
-        if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(out)):
-            return out  # a question, such as where a tensor lies
+        self.note(func, args, out)
+        return out
+
+    def note(self, func: Any, args: tuple, out: Any) -> None:
+        """Add an op, its arguments and what it gave."""
+        if not tensors_in(out):
+            return  # a question, such as where a tensor lies
         self.trace.calls += 1
         packet = func._overloadpacket
         if packet in (_ATEN.mm, _ATEN.addmm):
@@ -122,7 +128,6 @@ class Count(TorchDispatchMode):
             self._stream(packet.__name__, args, out)
         elif packet.__name__ not in _VIEWS:
             self._stream(packet.__name__, args, out)
-        return out
 
     def _product(self, batch: int, m: int, n: int, k: int) -> None:
         self.trace.products[m, n, k] += batch
@@ -167,4 +172,4 @@ class Count(TorchDispatchMode):
 
 
 def _bytes(*values: Any) -> int:
-    return sum(leaf.numel() * leaf.element_size() for leaf in pytree.tree_leaves(values) if torch.is_tensor(leaf))
+    return sum(leaf.numel() * leaf.element_size() for leaf in tensors_in(values))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from shardwise.comm import Axis, Ledger
@@ -31,8 +31,10 @@ from shardwise.planner.gathered import Gathered
 from shardwise.planner.routed import Values
 from shardwise.planner.rows import telling
 from shardwise.planner.tracing import DTYPES, build, drop, fake_batch, in_order, wide
+from shardwise.planner.watching import Watch
 from shardwise.precision import Precision
 from shardwise.trace.blocks import find_blocks
+from shardwise.trace.fake import Fake
 
 if TYPE_CHECKING:
     from shardwise.planner.shares import Shares
@@ -78,7 +80,7 @@ class Rehearsal:
     def __init__(self, shares: Shares, tp: int, pp: int, sizes: Sequence[int], beside: Beside = ALIKE):
         self.shares, self.task, self.rank = shares, shares.task, pp
         self.found = RankTrace(max(sizes))
-        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.fake = Fake()
         self.dtype = DTYPES[shares.cuts.precision]
         self.ledger = Ledger()
         degree = shares.cuts.tp
@@ -104,12 +106,13 @@ class Rehearsal:
         self._sizes(model, held)
         with self.fake:
             self.techniques = self._techniques(model, held)
-        live, count = LiveBytes(), self.count
+        gathered = held.values() if self.shares.cuts.zero == 3 else ()
+        live, routed = LiveBytes(resized=gathered), Values(self.fake)
         rests = [*held.values(), *model.buffers(), *pytree.tree_leaves(self.batches)]
         live.count(leaf for leaf in rests if isinstance(leaf, torch.Tensor))
         base = live.now
         waiting: dict[tuple[int, int], tuple[list[torch.Tensor], list[torch.Tensor], list[Any]]] = {}
-        with self.fake, Values(self.fake) as routed, live, count:
+        with self.fake, Watch(routed, live, self.count):
             for at in range(self.shares.cuts.rounds):
                 self._round(at, model, staged, told, waiting)
         self.found.peak, self.found.balanced = live.peak - base - self.found.held_gradients, routed.assumed

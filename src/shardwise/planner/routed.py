@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from shardwise.part.leaves import tensors_in
 
 MOST = 2**25  # elements of a shadow: beyond, a tensor has no values
 _ATEN = torch.ops.aten
@@ -63,10 +66,13 @@ class Values(TorchDispatchMode):
         self.assumed = False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
         if any(getattr(kind, "observes_inside", False) for kind in types):
             return NotImplemented
-        leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        return self.run(func, args, kwargs or {})
+
+    def run(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """What an op gives."""
+        leaves = tensors_in((args, kwargs))
         known = [shadow(leaf) if isinstance(leaf, FakeTensor) else leaf for leaf in leaves]
         if any(one is not None for one in known) or not leaves:
             if all(one is not None for one in known):
@@ -124,10 +130,9 @@ class Values(TorchDispatchMode):
 
     def _forget(self, func: Any, args: tuple) -> None:
         """What an op wrote without values into a tensor has none from then on."""
-        for told, arg in zip(func._schema.arguments, args, strict=False):
-            written = told.alias_info is not None and told.alias_info.is_write
-            if written and isinstance(arg, torch.Tensor) and shadow(arg) is not None:
-                delattr(arg, _SHADOW)
+        for place in _written(func):
+            if place < len(args) and isinstance(args[place], torch.Tensor) and shadow(args[place]) is not None:
+                delattr(args[place], _SHADOW)
 
     def _choose(self, packet: Any, args: tuple, kwargs: dict, out: Any) -> None:
         """Indices that were chosen by scores without values."""
@@ -148,6 +153,13 @@ class Values(TorchDispatchMode):
             chosen = balanced(shape, dim % scores.dim() if keeps else -1, scores.shape[dim])
             give(index, chosen if keeps else chosen.squeeze(-1))
         self.assumed = True
+
+
+@cache
+def _written(func: Any) -> list[int]:
+    """Places of the arguments into which an op writes; schemas are slow to read."""
+    told = [argument.alias_info for argument in func._schema.arguments]
+    return [place for place, alias in enumerate(told) if alias is not None and alias.is_write]
 
 
 def _makes_integers(func: Any, args: tuple, kwargs: dict) -> bool:

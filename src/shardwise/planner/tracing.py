@@ -28,9 +28,11 @@ from shardwise.memory.live import LiveBytes
 from shardwise.memory.recompute import recompute_block
 from shardwise.planner.counting import Count, Trace
 from shardwise.planner.routed import Values, give
+from shardwise.planner.watching import Watch
 from shardwise.simulator.counted import Update
 from shardwise.task import Task
 from shardwise.trace.blocks import find_blocks
+from shardwise.trace.fake import Fake
 
 DTYPES = {
     "fp32": torch.float32,
@@ -148,7 +150,7 @@ def trace(task: Task, samples: int, precision: str = "fp32", recompute: str = "n
     A module that cannot be traced raises `InputError` with the line that failed.
     """
     dtype = DTYPES[precision]
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    fake = Fake()
     found, inside = Trace(samples), Inside()
     try:
         with as_real():
@@ -162,11 +164,11 @@ def trace(task: Task, samples: int, precision: str = "fp32", recompute: str = "n
             for parameter in model.parameters():
                 if parameter.requires_grad:  # gradients are an account of their own: buckets, or shards
                     parameter.register_post_accumulate_grad_hook(drop)
-            live = LiveBytes()
+            live, routed = LiveBytes(resized=()), Values(fake)
             rests = [*model.parameters(), *model.buffers(), *pytree.tree_leaves(batch)]
             live.count(leaf for leaf in rests if isinstance(leaf, torch.Tensor))
             base = live.now
-            with fake, Values(fake) as routed, live, Count(found):
+            with fake, Watch(routed, live, Count(found)):
                 args, kwargs = task.inputs(batch)
                 output = model(*args, **kwargs)
                 output = pytree.tree_map(lambda t: wide(t), output)

@@ -24,12 +24,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only
 
 from shardwise.trace.deferred import written_tensors
+from shardwise.trace.fake import Fake
 from shardwise.trace.state import ModuleState
 
 _aten = torch.ops.aten
@@ -376,7 +376,7 @@ def trace_forward(
 
 
 def _fake(module: nn.Module, inputs: Callable[[Any], tuple[tuple, dict]], batch: Any) -> Flow:
-    with _quiet(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    with _quiet(), Fake() as mode:
         fake = tree_map_only(torch.Tensor, mode.from_tensor, batch)
 
         def run() -> Any:

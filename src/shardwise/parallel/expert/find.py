@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from shardwise.errors import RefusedPlan
 from shardwise.parallel.expert.apply import Call, Stack, counting
 from shardwise.trace.deferred import Built
+from shardwise.trace.fake import Fake
 from shardwise.trace.stand_in import standing_in
 from shardwise.trace.state import ModuleState
 
@@ -110,7 +111,7 @@ class _Touched(TorchDispatchMode):
 
 def _look(built: Built, batch: Any, run: Callable, dtype_of: DtypeOf) -> tuple[dict[str, Seen], set[str]]:
     """Calls of candidates by path, and the parameters used outside them: on tensors without values where they do."""
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    fake = Fake()
     log = logging.getLogger("torch._subclasses.fake_tensor")
     was, log.disabled = log.disabled, True
     try:

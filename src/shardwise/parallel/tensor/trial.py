@@ -22,6 +22,7 @@ from shardwise.part import Uncut, forget
 from shardwise.random import python_restored, seed_python
 from shardwise.trace.axes import Axes, Found
 from shardwise.trace.deferred import Built
+from shardwise.trace.fake import Fake
 from shardwise.trace.stand_in import Make, standing_in
 from shardwise.trace.state import ModuleState
 
@@ -56,7 +57,7 @@ class Stage:
 
     def __init__(self, built: Built, batch: Any, run: Run, dtype_of: DtypeOf):
         self.built, self.batch, self.run, self.dtype_of = built, batch, run, dtype_of
-        self.fake: FakeTensorMode | None = FakeTensorMode(allow_non_fake_inputs=True)
+        self.fake: FakeTensorMode | None = Fake()
 
     def make(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """What stands in for a parameter or buffer."""

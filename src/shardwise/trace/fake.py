@@ -1,0 +1,198 @@
+"""Tensors without values, made quickly: what an operation gives is remembered by what it was given.
+
+torch's `FakeTensorMode` spends a tenth of a millisecond on each operation, most of it to describe the arguments to a
+cache of its own and to build the answer again. A plan of a large module asks for hundreds of thousands. `Fake` gives
+the same answers from a table: an operation on fake tensors is a function of their metadata, so the second time its
+arguments look alike, its results are made from those of the first.
+
+    arguments   the operation; of each tensor dtype, shape, strides, offset, device, bits; numbers, and their types
+    results     an argument itself | a view of an argument's storage | a new tensor with a storage of its own
+
+What is anything else (values, tensors with constants, sparse or complex ones, shapes that hang on values, real tensors
+among the arguments, subclasses) goes to torch as before, and so does everything the first time.
+
+*What this does not do*: symbolic shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+MOST = 2**17  # operations that are remembered; beyond, all are forgotten
+_PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format))
+_OF_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
+_MASKS = (torch.bool, torch.uint8, torch.int8)  # as an index they select as many rows as they have values
+
+
+class Made(NamedTuple):
+    """One result: the argument at `place` itself (`shape` is None), a view of it, or, without a place, a new tensor."""
+
+    place: int | None
+    shape: tuple[int, ...] | None = None
+    strides: tuple[int, ...] = ()
+    offset: int = 0
+    dtype: torch.dtype = torch.float32
+    device: torch.device = torch.device("cpu")
+
+
+class Answer(NamedTuple):
+    """All results of an operation; `kind` is tuple or list, or None where there is one. Others are what they are."""
+
+    kind: type | None
+    made: tuple[Any, ...]
+
+
+_known: dict[tuple, Answer | None] = {}  # None: torch has to be asked each time
+
+
+class Fake(FakeTensorMode):
+    """torch's mode, with real tensors allowed among the arguments, that remembers what operations give."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self._state: dict[torch.device, dict[str, Any]] = {}  # what torch notes at a tensor of a device
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled inside, and being asked for each operation costs more than an answer
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        for kind in types:
+            if kind is not FakeTensor and getattr(kind, "observes_inside", False):
+                return NotImplemented  # a share of a tensor: what its rule does is asked next
+        if not _of_metadata(func):
+            return super().__torch_dispatch__(func, types, args, kwargs or {})
+        key = [func, torch.get_default_dtype(), torch._C._get_default_device()]
+        tensors: list[FakeTensor] = []
+        told = self._tell(key, tensors, args)
+        if told and kwargs:
+            key += kwargs
+            told = self._tell(key, tensors, kwargs.values())
+        if not told or torch.is_inference_mode_enabled():
+            return super().__torch_dispatch__(func, types, args, kwargs or {})
+        look = tuple(key)
+        if (answer := _known.get(look)) is not None:
+            return self._answer(answer, tensors)
+        output = super().__torch_dispatch__(func, types, args, kwargs or {})
+        if look not in _known:
+            self._remember(look, func, tensors, output)
+        return output
+
+    def _tell(self, key: list, tensors: list[FakeTensor], values: Iterable) -> bool:
+        """Write down what the arguments look like; whether that is all that there is to them."""
+        for value in values:
+            kind = type(value)
+            if kind is FakeTensor:
+                if value.fake_mode is not self or value.constant is not None or value.layout is not torch.strided:
+                    return False
+                key += (kind, value.dtype, value.shape, value.stride(), value.storage_offset(), value._fake_device,
+                        value.requires_grad, value.is_neg(), value.is_inference())  # fmt: skip
+                tensors.append(value)
+            elif kind in _PLAIN:  # 1, 1.0 and True are equal, and give other dtypes
+                key += (kind, value)
+            elif kind is list or kind is tuple or kind is torch.Size:
+                key += (kind, len(value))
+                if not self._tell(key, tensors, value):
+                    return False
+            else:
+                return False
+        return True
+
+    def _remember(self, look: tuple, func: Any, tensors: list[FakeTensor], output: Any) -> None:
+        if len(_known) >= MOST:
+            _known.clear()
+        answer = self._noted(tensors, output) if _may_be_noted(func, tensors) else None
+        _known[look] = answer if answer is not None and self._same(answer, tensors, output) else None
+
+    def _noted(self, tensors: list[FakeTensor], output: Any) -> Answer | None:
+        """The results as functions of the arguments; None where they are not."""
+        kind = type(output) if type(output) in (tuple, list) else None
+        leaves = (output,) if kind is None else tuple(output)
+        made = [_made(leaf, tensors) if type(leaf) is FakeTensor else leaf for leaf in leaves]
+        plain = all(type(one) is Made or type(one) in (int, type(None)) for one in made)
+        pairs = zip(leaves, made, strict=True)
+        own = [_storage(leaf) for leaf, one in pairs if type(one) is Made and one.place is None]
+        if not plain or not any(type(one) is Made for one in made) or len(set(own)) < len(own):
+            return None
+        return Answer(kind, tuple(made))
+
+    def _same(self, answer: Answer, tensors: list[FakeTensor], output: Any) -> bool:
+        """Whether what the answer says now is in all respects what torch gave."""
+        again = self._answer(answer, tensors)
+        pairs = zip(*((out,) if answer.kind is None else out for out in (output, again)), strict=True)
+        return all(_alike(was, now) for was, now in pairs)
+
+    def _answer(self, answer: Answer, tensors: list[FakeTensor]) -> Any:
+        found = [self._make(one, tensors) if type(one) is Made else one for one in answer.made]
+        return found[0] if answer.kind is None else answer.kind(found)
+
+    def _make(self, made: Made, tensors: list[FakeTensor]) -> FakeTensor:
+        if made.place is not None and made.shape is None:
+            return tensors[made.place]
+        if made.place is None:
+            meta = torch.empty_strided(made.shape, made.strides, dtype=made.dtype, device="meta")
+        else:
+            meta = torch.empty(0, dtype=made.dtype, device="meta")
+            meta.set_(tensors[made.place].untyped_storage(), made.offset, made.shape, made.strides)
+        state = self._state.get(made.device)
+        if state is None:
+            state = self._state[made.device] = dict(vars(FakeTensor(self, meta, made.device)))
+        fake = torch.Tensor._make_subclass(
+            FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=made.device
+        )
+        torch._C._set_throw_on_mutable_data_ptr(fake)
+        vars(fake).update(state)
+        return fake
+
+
+def _may_be_noted(func: Any, tensors: list[FakeTensor]) -> bool:
+    """Whether an operation's results hang on its arguments' metadata alone."""
+    if func is torch.ops.aten.index.Tensor and any(tensor.dtype in _MASKS for tensor in tensors[1:]):
+        return False
+    return not any(tensor.dtype.is_complex for tensor in tensors)
+
+
+@cache
+def _of_metadata(func: Any) -> bool:
+    """As torch's own cache sees it (`FakeTensorMode._validate_cache_key`), but for views, which are looked at here."""
+    if not isinstance(func, torch._ops.OpOverload) or not torch._library.utils.is_builtin(func):
+        return False
+    if func in FakeTensorMode.lift_fns or func.name().startswith(("aten::as_strided", "aten::set_", "aten::resize")):
+        return False  # of constants; and of what the size of a storage decides
+    gives = any(isinstance(given.type, torch.TensorType | torch.ListType) for given in func._schema.returns)
+    return gives and (func is torch.ops.aten.index.Tensor or not _OF_VALUES & set(func.tags))
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _made(leaf: FakeTensor, tensors: list[FakeTensor]) -> Made | None:
+    """How a result follows from the arguments."""
+    places = [place for place, tensor in enumerate(tensors) if _storage(tensor) == _storage(leaf)]
+    if len(places) > 1 or leaf.constant is not None or leaf.layout is not torch.strided or leaf.dtype.is_complex:
+        return None  # which of two that share their memory it follows is not seen here
+    seen = Made(None, tuple(leaf.shape), leaf.stride(), leaf.storage_offset(), leaf.dtype, leaf._fake_device)
+    if not places:
+        return seen
+    place = places[0]
+    if leaf is tensors[place]:
+        return Made(place)
+    return seen._replace(place=place) if leaf.dtype == tensors[place].dtype else None
+
+
+def _alike(was: Any, now: Any) -> bool:
+    if type(was) is not FakeTensor or was is now:
+        return type(was) is type(now) and (was is now or was == now)
+    return _whole(was) == _whole(now) and vars(was) == vars(now)
+
+
+def _whole(tensor: FakeTensor) -> tuple:
+    return (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.untyped_storage().nbytes(),
+            tensor.requires_grad, tensor.is_neg(), tensor.is_inference(), tensor.is_leaf,
+            torch._C._dispatch_key_set(tensor))  # fmt: skip
