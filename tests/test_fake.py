@@ -110,6 +110,28 @@ def test_views_and_writes_keep_their_storage() -> None:
             assert x.shape == (6, 4)
 
 
+def test_a_result_that_is_given_its_shape_gets_it_each_time() -> None:
+    with Fake():
+        x = torch.ones(3)
+        for _ in range(3):
+            out = torch.empty(0)
+            assert torch.add(x, 1, out=out) is out and out.shape == (3,)
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer")
+def test_data_pointers_are_as_torch_has_them() -> None:
+    found = []
+    for mode in (plain(), Fake()):
+        with mode:
+            for _ in range(3):
+                last = torch.ones(3) + 1
+        try:
+            found.append(last.data_ptr())
+        except RuntimeError as error:
+            found.append(str(error))
+    assert found[0] == found[1]
+
+
 def test_values_are_still_asked_of_torch() -> None:
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 

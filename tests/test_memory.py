@@ -254,6 +254,25 @@ def test_live_bytes_counts_storages_once() -> None:
         assert live.now == 4000
 
 
+def test_live_bytes_read_again_what_they_are_told_of() -> None:
+    told: list[torch.UntypedStorage] = []
+    a, b = torch.zeros(1000), torch.zeros(10)
+    with LiveBytes(resized=told) as live:
+        live.count([a, b])
+        for size in (0, 8000, 400):
+            a.untyped_storage().resize_(size)
+            told.append(a.untyped_storage())
+            assert live.now == size + 40 and not told
+        c = b + 1
+        assert live.now == 400 + 80 and live.peak == 4040
+        a.untyped_storage().resize_(8000)
+        told.append(a.untyped_storage())
+        del c
+        d = b + 1
+        assert live.peak == 8080, "an op notes what was resized before it"
+        del d
+
+
 def test_storage_bytes_counts_views_once() -> None:
     a = torch.zeros(10, dtype=torch.float64)
     assert storage_bytes([a, a[2:4], None, torch.zeros(3)]) == 92

@@ -40,11 +40,11 @@ class LiveBytes(TorchDispatchMode):
     turn: a cycle waits for Python to look, and a thread of the backend lets go of a collective's tensors a moment after
     it is complete, so that without it the peak is that of one interleaving out of many. It is slow: for tiny models.
 
-    `resized` names the only tensors whose storages change their size without an op, where that is known: to read the
-    sizes of all again whenever a peak is noted takes time that grows with the square of a forward's length.
+    To read the sizes of all again whenever a peak is noted takes time that grows with the square of a forward's length.
+    Where whoever resizes a storage without an op tells, by adding it to the list `resized`, no other is read again.
     """
 
-    def __init__(self, settle: bool = False, resized: Iterable[torch.Tensor] | None = None) -> None:
+    def __init__(self, settle: bool = False, resized: list[torch.UntypedStorage] | None = None) -> None:
         super().__init__()
         self.peak = 0
         self.settle = settle
@@ -52,9 +52,8 @@ class LiveBytes(TorchDispatchMode):
         self._sizes: dict[int, int] = {}
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._resized: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._elastic = self._storages if resized is None else {}
-        for tensor in resized or ():
-            self._elastic[tensor.untyped_storage()._cdata] = weakref.ref(tensor.untyped_storage())
+        self._told = resized
+        self._unread: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # told of, and not yet seen to change
 
     @property
     def now(self) -> int:
@@ -86,8 +85,7 @@ class LiveBytes(TorchDispatchMode):
 
     def _meet(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
-        if self._resized:
-            self._read(self._resized)
+        self._read_changed()
         if key not in self._sizes:
             self._sizes[key] = 0
             self._storages[key] = weakref.ref(storage, lambda _: self._free(key))
@@ -109,13 +107,32 @@ class LiveBytes(TorchDispatchMode):
         self._total += size - self._sizes[key]
         self._sizes[key] = size
 
+    def _read_changed(self) -> None:
+        """Of storages that are known to change."""
+        if self._told is None:
+            self._read(self._resized)
+            return
+        while self._told:
+            storage = self._told.pop()
+            key = storage._cdata
+            if key in self._resized:
+                self._count(key, storage.nbytes())
+            elif key in self._sizes:
+                self._unread[key] = self._storages[key]
+
     def _read_again(self) -> None:
-        self._read(self._elastic)
+        """Of all that may have changed."""
+        if self._told is None:
+            self._read(self._storages)
+            return
+        self._read_changed()
+        self._read(self._unread)
+        self._unread.clear()
 
     def _read(self, storages: dict[int, weakref.ref[torch.UntypedStorage]]) -> None:
         for key, reference in list(storages.items()):
             storage = reference()
-            if storage is not None and key in self._sizes and (size := storage.nbytes()) != self._sizes[key]:
+            if storage is not None and (size := storage.nbytes()) != self._sizes[key]:
                 self._resized[key] = reference
                 self._count(key, size)
 
@@ -123,3 +140,4 @@ class LiveBytes(TorchDispatchMode):
         self._total -= self._sizes.pop(key, 0)
         self._storages.pop(key, None)
         self._resized.pop(key, None)
+        self._unread.pop(key, None)

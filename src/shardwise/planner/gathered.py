@@ -53,10 +53,12 @@ class Weight:
         rows = -(-param.shape[dim] // ranks)
         return cls(param, dim, rows * (param.numel() // param.shape[dim]), ranks)
 
-    def resize(self, gathered: bool) -> None:
+    def resize(self, gathered: bool) -> torch.UntypedStorage:
         """Give the parameter its storage, or take it."""
         size = self.each * self.ranks * self.param.element_size() if gathered else 0
-        self.param.untyped_storage().resize_(size)
+        storage = self.param.untyped_storage()
+        storage.resize_(size)
+        return storage
 
 
 def cut_dim(shape: Sequence[int], ranks: int) -> int:
@@ -87,6 +89,7 @@ class Gathered:
     ranks      of dp_shard
     leave      parameters that are not gathered (experts, other stages')
     copies     a reduction works on a copy of what it is given, as gloo's does
+    resized    is told of each storage that comes or goes
     aside      around what is made here, so that it does not count as the module's own work
     """
 
@@ -100,7 +103,9 @@ class Gathered:
         aside: Callable[[], AbstractContextManager] | None = None,
         *,
         copies: bool = False,
+        resized: list[torch.UntypedStorage] | None = None,
     ):
+        self.resized = resized
         self.ranks, self.precision, self.copies = ranks, precision, copies
         self._aside = aside
         self._order: list[Unit] = []  # units as their forwards ended
@@ -160,7 +165,12 @@ class Gathered:
         param = weight.param
         flat = torch.empty(weight.each * self.ranks, dtype=param.dtype, device=param.device)
         param.data = flat.as_strided(param.shape, _strides(param.shape))
-        weight.resize(gathered=False)
+        self._resize(weight, gathered=False)
+
+    def _resize(self, weight: Weight, gathered: bool) -> None:
+        storage = weight.resize(gathered)
+        if self.resized is not None:
+            self.resized.append(storage)
 
     def _hook(self, child: nn.Module, unit: Unit, *, root: bool) -> None:
         def before(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
@@ -222,7 +232,7 @@ class Gathered:
             self._last_gathered = None
         with self._apart():
             for weight in unit.weights:
-                weight.resize(gathered=True)
+                self._resize(weight, gathered=True)
             between = [torch.empty(w.each * w.ranks, dtype=w.param.dtype) for w in unit.weights if w.dim]
             unit.buffer.view(self.ranks, -1)  # out of which they are copied, all there at once
             del between
@@ -233,7 +243,7 @@ class Gathered:
     def _free(self, unit: Unit) -> None:
         if unit.here:
             for weight in unit.weights:
-                weight.resize(gathered=False)
+                self._resize(weight, gathered=False)
             unit.here = False
 
     # --- backward

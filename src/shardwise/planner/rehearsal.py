@@ -97,6 +97,7 @@ class Rehearsal:
         self.batches = {n: fake_batch(self.fake, shares.looks.one, n, self.dtype) for n in {*self.sizes}}
         self.cut = shares.cut(pp)
         self.sent: list[torch.Tensor] = []  # messages that may be under way
+        self.resized: list[torch.UntypedStorage] = []  # since live bytes were last looked at
 
     def run(self) -> RankTrace:
         """Play the row."""
@@ -106,8 +107,7 @@ class Rehearsal:
         self._sizes(model, held)
         with self.fake:
             self.techniques = self._techniques(model, held)
-        gathered = held.values() if self.shares.cuts.zero == 3 else ()
-        live, routed = LiveBytes(resized=gathered), Values(self.fake)
+        live, routed = LiveBytes(resized=self.resized), Values(self.fake)
         rests = [*held.values(), *model.buffers(), *pytree.tree_leaves(self.batches)]
         live.count(leaf for leaf in rests if isinstance(leaf, torch.Tensor))
         base = live.now
@@ -269,7 +269,9 @@ class Rehearsal:
             units = [model.get_submodule(path) for path in self.blocks.paths]
             here = {id(param) for name, param in held.items() if name not in self.experts.experts}
             leave = [param for param in model.parameters() if id(param) not in here]
-            gathered = Gathered(model, units, cuts.shard, self.precision, leave, self._aside, copies=cuts.gloo)
+            gathered = Gathered(
+                model, units, cuts.shard, self.precision, leave, self._aside, copies=cuts.gloo, resized=self.resized
+            )
             found.held, found.rows, found.held_gradients = gathered.held, gathered.rows, gathered.held_gradients
             techniques.append(gathered)
         alone: dict[str, nn.Parameter] = {}  # in buckets that rest

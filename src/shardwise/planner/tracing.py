@@ -164,7 +164,7 @@ def trace(task: Task, samples: int, precision: str = "fp32", recompute: str = "n
             for parameter in model.parameters():
                 if parameter.requires_grad:  # gradients are an account of their own: buckets, or shards
                     parameter.register_post_accumulate_grad_hook(drop)
-            live, routed = LiveBytes(resized=()), Values(fake)
+            live, routed = LiveBytes(resized=[]), Values(fake)
             rests = [*model.parameters(), *model.buffers(), *pytree.tree_leaves(batch)]
             live.count(leaf for leaf in rests if isinstance(leaf, torch.Tensor))
             base = live.now

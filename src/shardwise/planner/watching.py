@@ -25,11 +25,11 @@ class Watch(TorchDispatchMode):
         return False  # nothing is compiled in a trace, and being asked for each op is slow
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # asked twice for each op in backward
         for kind in types:
             if kind is not FakeTensor and getattr(kind, "observes_inside", False):
                 return NotImplemented  # a share of a tensor: what its rule does is counted
-        if func is DEVICE and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # asked twice for each op in backward
         out = self.values.run(func, args, kwargs or {})
         self.live.note(out)
         self.count.note(func, args, out)

@@ -67,21 +67,29 @@ class Fake(FakeTensorMode):
                 return NotImplemented  # a share of a tensor: what its rule does is asked next
         if not _of_metadata(func):
             return super().__torch_dispatch__(func, types, args, kwargs or {})
-        key = [func, torch.get_default_dtype(), torch._C._get_default_device()]
         tensors: list[FakeTensor] = []
+        look = self._look(func, args, kwargs, tensors)
+        if look is not None and (answer := _known.get(look)) is not None:
+            return self._answer(answer, tensors)
+        output = super().__torch_dispatch__(func, types, args, kwargs or {})
+        if look is not None and look not in _known:
+            kept = self._look(func, args, kwargs, []) == look  # else it changed the shape of what it was given
+            answer = self._noted(tensors, output) if kept and _may_be_noted(func, tensors) else None
+            if len(_known) >= MOST:
+                _known.clear()
+            _known[look] = answer if answer is not None and self._same(answer, tensors, output) else None
+        return output
+
+    def _look(self, func: Any, args: tuple, kwargs: dict | None, tensors: list[FakeTensor]) -> tuple | None:
+        """The key of an operation, and the tensors among its arguments; None where it tells not all."""
+        if torch.is_inference_mode_enabled():
+            return None
+        key = [func, torch.get_default_dtype(), torch._C._get_default_device()]
         told = self._tell(key, tensors, args)
         if told and kwargs:
             key += kwargs
             told = self._tell(key, tensors, kwargs.values())
-        if not told or torch.is_inference_mode_enabled():
-            return super().__torch_dispatch__(func, types, args, kwargs or {})
-        look = tuple(key)
-        if (answer := _known.get(look)) is not None:
-            return self._answer(answer, tensors)
-        output = super().__torch_dispatch__(func, types, args, kwargs or {})
-        if look not in _known:
-            self._remember(look, func, tensors, output)
-        return output
+        return tuple(key) if told else None
 
     def _tell(self, key: list, tensors: list[FakeTensor], values: Iterable) -> bool:
         """Write down what the arguments look like; whether that is all that there is to them."""
@@ -90,7 +98,7 @@ class Fake(FakeTensorMode):
             if kind is FakeTensor:
                 if value.fake_mode is not self or value.constant is not None or value.layout is not torch.strided:
                     return False
-                key += (kind, value.dtype, value.shape, value.stride(), value.storage_offset(), value._fake_device,
+                key += (kind, value.dtype, value.shape, value.stride(), value.storage_offset(), value.fake_device,
                         value.requires_grad, value.is_neg(), value.is_inference())  # fmt: skip
                 tensors.append(value)
             elif kind in _PLAIN:  # 1, 1.0 and True are equal, and give other dtypes
@@ -102,12 +110,6 @@ class Fake(FakeTensorMode):
             else:
                 return False
         return True
-
-    def _remember(self, look: tuple, func: Any, tensors: list[FakeTensor], output: Any) -> None:
-        if len(_known) >= MOST:
-            _known.clear()
-        answer = self._noted(tensors, output) if _may_be_noted(func, tensors) else None
-        _known[look] = answer if answer is not None and self._same(answer, tensors, output) else None
 
     def _noted(self, tensors: list[FakeTensor], output: Any) -> Answer | None:
         """The results as functions of the arguments; None where they are not."""
@@ -145,7 +147,10 @@ class Fake(FakeTensorMode):
         fake = torch.Tensor._make_subclass(
             FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=made.device
         )
-        torch._C._set_throw_on_mutable_data_ptr(fake)
+        if self._allow_unsafe_data_ptr_access:
+            torch._C._set_warn_deprecated_on_mutable_data_ptr(fake)
+        else:
+            torch._C._set_throw_on_mutable_data_ptr(fake)
         vars(fake).update(state)
         return fake
 
@@ -177,7 +182,7 @@ def _made(leaf: FakeTensor, tensors: list[FakeTensor]) -> Made | None:
     places = [place for place, tensor in enumerate(tensors) if _storage(tensor) == _storage(leaf)]
     if len(places) > 1 or leaf.constant is not None or leaf.layout is not torch.strided or leaf.dtype.is_complex:
         return None  # which of two that share their memory it follows is not seen here
-    seen = Made(None, tuple(leaf.shape), leaf.stride(), leaf.storage_offset(), leaf.dtype, leaf._fake_device)
+    seen = Made(None, tuple(leaf.shape), leaf.stride(), leaf.storage_offset(), leaf.dtype, leaf.fake_device)
     if not places:
         return seen
     place = places[0]
