@@ -9,9 +9,10 @@ import gc
 import time
 import weakref
 from collections.abc import Iterable
+from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_flatten
 
 TURNS, TURN_S = 4, 0.001  # what a settled peak waits for: other threads free what they hold within microseconds
@@ -29,6 +30,12 @@ def storage_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
     return sum(sizes.values())
 
 
+def _all_plain(values: Any) -> bool:
+    """Whether tensors among the values lie on the CPU and are of no class with rules of its own."""
+    tensors = [leaf for leaf in tree_flatten(values)[0] if isinstance(leaf, torch.Tensor)]
+    return all(leaf.device.type == "cpu" and type(leaf) in (torch.Tensor, torch.nn.Parameter) for leaf in tensors)
+
+
 class LiveBytes(TorchDispatchMode):
     """Counts live bytes while it is active: `now`, and `peak` since the start or the last `reset_peak`.
 
@@ -39,6 +46,9 @@ class LiveBytes(TorchDispatchMode):
     `settle=True` notes a peak only of what is still held once garbage was collected and other threads have had their
     turn: a cycle waits for Python to look, and a thread of the backend lets go of a collective's tensors a moment after
     it is complete, so that without it the peak is that of one interleaving out of many. It is slow: for tiny models.
+
+    A collective on CPU tensors is looked into, where no other mode was entered before this one: gloo scatters sums of a
+    copy of what it is given, and keeps the copy until somebody waits.
     """
 
     def __init__(self, settle: bool = False) -> None:
@@ -68,7 +78,12 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(getattr(kind, "observes_inside", False) for kind in types):
             return NotImplemented  # a share of a tensor: its rule runs next, on what is really held
-        output = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func.namespace == "c10d" and not _get_current_dispatch_mode_stack() and _all_plain((args, kwargs)):
+            with self:  # around the kernel alone, whose ops come here like any other
+                output = func._op_dk(torch._C.DispatchKey.CPU, *args, **kwargs)
+        else:
+            output = func(*args, **kwargs)
         for leaf in tree_flatten(output)[0]:
             if isinstance(leaf, torch.Tensor):
                 self._meet(getattr(leaf, "_local_tensor", leaf).untyped_storage())
