@@ -6,6 +6,7 @@ What this does not do: see memory that kernels use inside themselves, or that an
 from __future__ import annotations
 
 import gc
+import threading
 import time
 import weakref
 from collections.abc import Iterable
@@ -28,6 +29,30 @@ def storage_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
         storage = local.untyped_storage()
         sizes[storage._cdata] = storage.nbytes()
     return sum(sizes.values())
+
+
+class _Launched(TorchDispatchMode):
+    """Around a collective's kernel: `kept` is what the kernel made and still holds, until somebody waits.
+
+    The backend's threads inherit the mode; what they make is the kernel's own and gone when it is done.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._thread = threading.get_ident()
+        self._made: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        if threading.get_ident() == self._thread:
+            leaves = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, torch.Tensor)]
+            self._made += [weakref.ref(leaf.untyped_storage()) for leaf in leaves]
+        return output
+
+    @property
+    def kept(self) -> list[torch.UntypedStorage]:
+        """Storages, one perhaps more than once."""
+        return [storage for storage in (made() for made in self._made) if storage is not None]
 
 
 def _all_plain(values: Any) -> bool:
@@ -79,14 +104,18 @@ class LiveBytes(TorchDispatchMode):
         if any(getattr(kind, "observes_inside", False) for kind in types):
             return NotImplemented  # a share of a tensor: its rule runs next, on what is really held
         kwargs = kwargs or {}
+        kept: list[torch.UntypedStorage] = []
         if func.namespace == "c10d" and not _get_current_dispatch_mode_stack() and _all_plain((args, kwargs)):
-            with self:  # around the kernel alone, whose ops come here like any other
+            with _Launched() as launched:  # around the kernel alone
                 output = func._op_dk(torch._C.DispatchKey.CPU, *args, **kwargs)
+            kept = launched.kept
         else:
             output = func(*args, **kwargs)
         for leaf in tree_flatten(output)[0]:
             if isinstance(leaf, torch.Tensor):
                 self._meet(getattr(leaf, "_local_tensor", leaf).untyped_storage())
+        for storage in kept:
+            self._meet(storage)
         return output
 
     def _meet(self, storage: torch.UntypedStorage) -> None:
