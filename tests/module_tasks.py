@@ -14,6 +14,7 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from shardwise import Task
+from shardwise.models import tasks
 
 WIDTH = 6
 OUT = 3
@@ -50,6 +51,15 @@ def sgd(groups: list[dict]) -> torch.optim.Optimizer:
 def task(model: Any, batch: Any = vectors, **changes: Any) -> Task:
     fields = {"loss": squares, "inputs": lambda b: ((b["x"],), {}), "optimizer": sgd}
     return Task(model=model, batch=batch, **{**fields, **changes})
+
+
+def several_buckets() -> Task:
+    """Weights of 1.5 MB, whose gradients fill more than one bucket."""
+
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, 256), *(nn.Linear(256, 256) for _ in range(6)), nn.Linear(256, OUT))
+
+    return task(model, optimizer=tasks.adamw)
 
 
 class Blocks(nn.Module):

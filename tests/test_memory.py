@@ -18,9 +18,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from shardwise import Plan, Task, parallelize
+from shardwise.comm import Axis, reduce_scatter
 from shardwise.memory.live import LiveBytes, storage_bytes
 from shardwise.models import tasks
 from shardwise.models.decoder import Decoder, DecoderConfig
@@ -271,6 +273,24 @@ def test_live_bytes_read_again_what_they_are_told_of() -> None:
         d = b + 1
         assert live.peak == 8080, "an op notes what was resized before it"
         del d
+
+
+def held_by_collectives() -> list[int]:
+    """Live bytes beyond two buckets and their shards: once both are on their way, and after each wait."""
+    axis = Axis("world", 2, dist.get_rank(), dist.group.WORLD, (0, 1))
+    with LiveBytes() as live:
+        full, mine = [torch.ones(1000) for _ in range(2)], [torch.empty(500) for _ in range(2)]
+        rest = live.now
+        pending = [reduce_scatter(*pair, axis, "gradients", wait=False) for pair in zip(mine, full, strict=True)]
+        found = [live.now - rest]
+        for one in pending:
+            one.wait()
+            found.append(live.now - rest)
+    return found
+
+
+def test_live_bytes_see_the_copy_that_gloo_keeps_until_somebody_waits(pool: RankPool) -> None:
+    assert pool.run(held_by_collectives, 2) == [[8000, 4000, 0]] * 2
 
 
 def test_storage_bytes_counts_views_once() -> None:

@@ -287,19 +287,51 @@ def test_probe_measures_two_ranks() -> None:
 # --- memory of real ranks
 
 
-def live_peak(name: str, text: str) -> tuple[int, int]:
+def task_of(name: str):
+    """A task of the package's, or of the tests'."""
+    import module_tasks
+
+    from shardwise.models import tasks
+
+    return (getattr(tasks, name, None) or getattr(module_tasks, name))()
+
+
+def evenly():
+    """A mode in which every top-k picks what a forecast takes it to pick: each choice equally often."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from shardwise.planner.routed import balanced
+
+    class Evenly(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is not torch.ops.aten.topk.default:
+                return func(*args, **(kwargs or {}))
+            scores, k, *rest = args
+            dim = rest[0] if rest else -1
+            shape = list(scores.shape)
+            shape[dim] = k
+            index = balanced(torch.Size(shape), dim % scores.dim(), scores.shape[dim])
+            return scores.gather(dim, index), index
+
+    return Evenly()
+
+
+def live_peak(name: str, text: str, even: bool = False) -> tuple[int, int]:
     """On a rank: the most live bytes of the second step, and what rests after the first.
 
     Settled, since recompute leaves cycles and threads of the backend hold a collective's tensors a little longer.
+
+    even  routers pick every expert equally often
     """
     import gc
+    from contextlib import nullcontext
 
     from shardwise import parallelize
     from shardwise.memory.live import LiveBytes
-    from shardwise.models import tasks
 
-    task = getattr(tasks, name)()
-    with LiveBytes() as live:
+    task = task_of(name)
+    with LiveBytes() as live, evenly() if even else nullcontext():
         engine = parallelize(task, text, check_loss=False)
         engine.step(task.batch(0))
         gc.collect()
@@ -314,18 +346,17 @@ def live_peak(name: str, text: str) -> tuple[int, int]:
         return live.peak, rest
 
 
-def both(pool, name: str, text: str) -> tuple[list[float], list[int]]:
+def both(pool, name: str, text: str, even: bool = False) -> tuple[list[float], list[int]]:
     """Bytes of every rank: forecast, and the peak of what was live."""
     from shardwise.engine.batching import samples_in
-    from shardwise.models import tasks
     from shardwise.planner.traced import Traced
 
-    task, plan = getattr(tasks, name)(), Plan.parse(text)
+    task, plan = task_of(name), Plan.parse(text)
     samples = samples_in(task.batch(0))
     layout = of_plan(plan, global_batch=samples, seq=1, uneven=True)
     traced = Traced(task, HERE, software("shardwise"), plan.precision, (layout.micro_batch,) * 2, cuts=True)
     forecast = [ledger.allocated for ledger in traced.every_rank(layout, samples)]
-    return forecast, [peak for peak, _ in pool.run(live_peak, plan.world_size, name, text)]
+    return forecast, [peak for peak, _ in pool.run(live_peak, plan.world_size, name, text, even)]
 
 
 def beyond(pool, name: str, plans: list[str], within: float = 0.02) -> list[str]:
@@ -351,7 +382,7 @@ OTHERS = [
     "dp_replicate=2,dp_shard=2,zero=3,accumulate=2",
 ]  # fmt: skip
 ALL = [*(plan + more for plan in (*DATA, *CUT, *BOTH) for more in EACH), *OTHERS]
-TASKS = ["gpt2", "vit", "moe", "decoder", "unet_group", "mlp"]
+TASKS = ["gpt2", "vit", "moe", "decoder", "unet_group", "mlp", "several_buckets"]
 
 
 @pytest.mark.parametrize(
@@ -364,6 +395,7 @@ TASKS = ["gpt2", "vit", "moe", "decoder", "unet_group", "mlp"]
         pytest.param("gpt2", ["pp=2,remat=full", "pp=2,schedule=zbh1,accumulate=2"], id="pp"),
         pytest.param("gpt2", ["tp=2,dp_shard=2,zero=3", "pp=2,dp_shard=2,zero=3,accumulate=2"], id="zero3-cut"),
         pytest.param("vit", ["pp=2,dp_shard=2,zero=2,microbatches=3"], id="zero2-pp"),
+        pytest.param("several_buckets", ["dp_shard=2,zero=1", "dp_shard=2,zero=2,accumulate=2"], id="buckets"),
         *(pytest.param(name, ALL, id=f"{name}-all", marks=pytest.mark.long) for name in TASKS),
     ],
 )
@@ -375,6 +407,11 @@ def test_memory_of_every_rank_is_within_two_percent(name: str, plans: list[str],
 
 EXPERTS = ["dp_shard=2,ep=2,zero=1", "dp_shard=2,ep=2,pp=2,zero=2", "dp_shard=2,ep=2,tp=2,zero=1",
            "dp_shard=4,ep=2,zero=3,remat=full", "dp_shard=2,ep=2,zero=2,accumulate=2"]  # fmt: skip
+# a batch that is dealt unevenly over micro-batches, so that a rank's neighbours in ep have more in one than in another
+UNEVEN = ["dp_shard=2,ep=2,zero=1,accumulate=2", "tp=2,dp_shard=2,ep=2,zero=1,remat=full,accumulate=3"]
+DEALT = [f"{plan}{more}" for plan in ("dp_shard=2,ep=2", "dp_shard=2,ep=2,zero=1", "dp_shard=4,ep=2,zero=1",
+         "dp_shard=4,ep=2,zero=2", "dp_shard=4,ep=2,zero=3", "pp=2,dp_shard=2,ep=2", "pp=2,dp_shard=2,ep=2,zero=2",
+         "tp=2,dp_shard=2,ep=2") for more in EACH]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -394,6 +431,35 @@ def test_memory_of_dealt_experts_is_within_two_percent_of_all_ranks(name: str, p
         forecast, measured = both(pool, name, text)
         assert sum(forecast) == pytest.approx(sum(measured), rel=0.02), text
         assert forecast == pytest.approx(measured, rel=0.05), text
+
+
+@pytest.mark.parametrize(
+    ("name", "plans"),
+    [
+        pytest.param("hf_mixtral", UNEVEN[:1], id="hf_mixtral"),
+        *(
+            pytest.param(name, [*EXPERTS, *UNEVEN, *DEALT], id=f"{name}-all", marks=pytest.mark.long)
+            for name in ("hf_mixtral", "hf_qwen2_moe", "moe", "moe_shared")
+        ),
+    ],
+)
+def test_memory_of_ranks_whose_router_is_even_is_within_two_percent(name: str, plans: list[str], pool) -> None:
+    """With routers that do what a forecast takes them to do, every rank by itself; and all together with their own."""
+    if name.startswith("hf_"):
+        pytest.importorskip("transformers", reason="the task's model is one of transformers")
+    wrong = []
+    for text in plans:
+        forecast, even = both(pool, name, text, even=True)
+        free = [peak for peak, _ in pool.run(live_peak, len(even), name, text)]
+        ratio = sum(forecast) / sum(free)
+        if abs(ratio - 1) > 0.02:
+            wrong.append(f"{text}: {sum(forecast):.0f} forecast, {sum(free)} measured ({ratio - 1:+.1%})")
+        wrong += [
+            f"{text} rank {rank}, even: {mine:.0f} forecast, {theirs} measured ({mine / theirs - 1:+.1%})"
+            for rank, (mine, theirs) in enumerate(zip(forecast, even, strict=True))
+            if abs(mine / theirs - 1) > 0.02
+        ]
+    assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.parametrize("text", ["dp_shard=2,zero=3", "dp_shard=2,zero=2,accumulate=2"])

@@ -36,6 +36,7 @@ class Axis:
     sequence: bool = False  # sums over it leave every rank a share of the sequence
     early: bool = False  # sums over it are begun as soon as their summands are there, and waited for when needed
     rehearsal: Ledger | None = None  # shapes alone are looked at: nothing is sent but noted here, results mean nothing
+    copies: bool = False  # in a rehearsal: sums are scattered of a copy, kept until it is waited for, as gloo does
 
     @classmethod
     def alone(cls, name: str, rank: int = 0) -> Axis:
@@ -64,6 +65,18 @@ class Pending:
         if self.work is not None:
             self.work.wait()
             self.work = None
+
+
+class _Rehearsed(Pending):
+    """One of a rehearsal, with the memory that a backend holds until somebody waits."""
+
+    def __init__(self, held: torch.Tensor):
+        super().__init__(None)
+        self.held: torch.Tensor | None = held
+
+    def wait(self) -> None:
+        """Give the memory back."""
+        self.held = None
 
 
 class _Traced(Pending):
@@ -122,7 +135,7 @@ def reduce_scatter(shard: torch.Tensor, full: torch.Tensor, axis: Axis, tag: str
     if axis.rehearsal is not None:
         axis.note(tag, "reduce_scatter", full)
         shard.zero_()
-        return Pending(None)
+        return _waited(_Rehearsed(full.clone()) if axis.copies else Pending(None), wait)
     if axis.size == 1:
         shard.copy_(full)
         return Pending(None)

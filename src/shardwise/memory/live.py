@@ -6,12 +6,14 @@ What this does not do: see memory that kernels use inside themselves, or that an
 from __future__ import annotations
 
 import gc
+import threading
 import time
 import weakref
 from collections.abc import Iterable
+from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
 TURNS, TURN_S = 4, 0.001  # what a settled peak waits for: other threads free what they hold within microseconds
@@ -29,6 +31,36 @@ def storage_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
     return sum(sizes.values())
 
 
+class _Launched(TorchDispatchMode):
+    """Around a collective's kernel: `kept` is what the kernel made and still holds, until somebody waits.
+
+    The backend's threads inherit the mode; what they make is the kernel's own and gone when it is done.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._thread = threading.get_ident()
+        self._made: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        if threading.get_ident() == self._thread:
+            leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+            self._made += [weakref.ref(leaf.untyped_storage()) for leaf in leaves]
+        return output
+
+    @property
+    def kept(self) -> list[torch.UntypedStorage]:
+        """Storages, one perhaps more than once."""
+        return [storage for storage in (made() for made in self._made) if storage is not None]
+
+
+def _all_plain(values: Any) -> bool:
+    """Whether tensors among the values lie on the CPU and are of no class with rules of its own."""
+    tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+    return all(leaf.device.type == "cpu" and type(leaf) in (torch.Tensor, torch.nn.Parameter) for leaf in tensors)
+
+
 class LiveBytes(TorchDispatchMode):
     """Counts live bytes while it is active: `now`, and `peak` since the start or the last `reset_peak`.
 
@@ -42,6 +74,9 @@ class LiveBytes(TorchDispatchMode):
 
     To read the sizes of all again whenever a peak is noted takes time that grows with the square of a forward's length.
     Where whoever resizes a storage without an op tells, by adding it to the list `resized`, no other is read again.
+
+    A collective on CPU tensors is looked into, where no other mode was entered before this one: gloo scatters sums of a
+    copy of what it is given, and keeps the copy until somebody waits.
     """
 
     def __init__(self, settle: bool = False, resized: list[torch.UntypedStorage] | None = None) -> None:
@@ -73,7 +108,15 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(getattr(kind, "observes_inside", False) for kind in types):
             return NotImplemented  # a share of a tensor: its rule runs next, on what is really held
-        output = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func.namespace == "c10d" and not _get_current_dispatch_mode_stack() and _all_plain((args, kwargs)):
+            with _Launched() as launched:  # around the kernel alone
+                output = func._op_dk(torch._C.DispatchKey.CPU, *args, **kwargs)
+            self.note(output)
+            for storage in launched.kept:
+                self._meet(storage)
+            return output
+        output = func(*args, **kwargs)
         self.note(output)
         return output
 

@@ -289,7 +289,8 @@ class Rehearsal:
 
     def _flat(self, named: dict[str, nn.Parameter], ranks: int) -> Flat:
         """Gradients that are reduced after every micro-batch."""
-        shard = Axis("dp_shard", ranks, 0, None, tuple(range(ranks)), rehearsal=Ledger())
+        gloo = self.shares.cuts.gloo
+        shard = Axis("dp_shard", ranks, 0, None, tuple(range(ranks)), rehearsal=Ledger(), copies=gloo)
         flat = Flat([*named.items()], shard, Axis.alone("dp_replicate"), self.precision, stage=2)
         into_bucket = flat.buckets._on_gradient
 

@@ -51,7 +51,8 @@ def memory(
     }
     if gathered and states.master:  # the masters are the shards
         terms["weights"] = one.experts * states.weight
-    peaks = _peaks(model, layout, states, updated + experts)
+    reduced = rest + (one.experts if of_experts < 1 else 0)  # over dp_shard: experts of one rank's own are not
+    peaks = _peaks(model, layout, states, updated + experts, reduced)
     top = max(peaks, key=lambda name: peaks[name])
     terms[top] = peaks[top]
     if model.batch_bytes:
@@ -81,15 +82,21 @@ def _cut(one: Counted, ranks: int, rank: int) -> int:
     return updated
 
 
-def _peaks(model: Model, layout: Layout, states: States, updated: float) -> dict[str, float]:
-    """What comes and goes in a step beside what rests, each at its own time: the largest makes the peak."""
+def _peaks(model: Model, layout: Layout, states: States, updated: float, reduced: float) -> dict[str, float]:
+    """What comes and goes in a step beside what rests, each at its own time: the largest makes the peak.
+
+    updated, reduced   elements that the optimizer updates here, and whose gradients are summed over dp_shard
+    """
     here = model.batch_on_device  # a CPU, where an optimizer goes from tensor to tensor and gloo reduces a copy
     out = {
         "micro-batch": model.peak(layout.micro_batch),
         "optimizer's temporaries": _temporaries(model, layout, updated) * (states.master or states.weight),
     }
     if here and layout.zero == 1 and layout.shard > 1:
-        out["reduction in flight"] = min(model.one.parameters * states.gradient, IN_FLIGHT_BYTES)
+        # gloo keeps every copy until all are waited for. The gradient that completes the last bucket came in a tensor
+        # of its own, unless it was accumulated in the bucket itself
+        last = model.one.in_order[0] if model.one.in_order and layout.n_micro == 1 else 0
+        out["reduction in flight"] = (reduced + last) * states.gradient
     return out
 
 
