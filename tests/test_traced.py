@@ -571,7 +571,7 @@ OWN = {"normed": normed, "recurrent": recurrent}
     ("name", "plans"),
     [
         ("normed", ["dp_replicate=2", "dp_shard=2,zero=3,remat=selective", "pp=2,dp_shard=2,zero=2,remat=full"]),
-        ("recurrent", ["dp_replicate=2", "dp_shard=2,zero=3"]),
+        ("recurrent", ["dp_replicate=2", "dp_shard=2,zero=3", "pp=2"]),
     ],
 )
 def test_memory_of_modules_of_ones_own(name: str, plans: list[str], pool) -> None:
