@@ -165,6 +165,27 @@ def random_loss() -> Task:
     return task(Blocks, loss=loss)
 
 
+# --- complex weights, as pairs ---
+
+
+class ComplexPairs(nn.Module):
+    """Weights of odd sizes around one whose pairs are read as complex numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pairs = nn.Parameter(torch.randn(WIDTH, 3, 2))
+        self.head = nn.Linear(3, OUT)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = torch.complex(x, x) @ torch.view_as_complex(self.pairs)
+        return self.head(mixed.real * mixed.imag) * self.scale
+
+
+def complex_pairs() -> Task:
+    return task(ComplexPairs)
+
+
 # --- batch norm and state ---
 
 

@@ -112,6 +112,18 @@ def test_recompute_changes_nothing(plan: str, remat: str, pool: RankPool) -> Non
     assert parity.parity, parity.text()
 
 
+def test_selective_recompute_advances_statistics_once(pool: RankPool) -> None:
+    """Counters and running statistics that a block writes are put back without an op of its own being seen."""
+    parity = verify("module_tasks:norm_cumulative", "dp_replicate=2,remat=selective", pool=pool)
+    assert parity.parity, parity.text()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_weights_in_pairs_are_read_as_complex_from_a_bucket(stage: int, pool: RankPool) -> None:
+    parity = verify("module_tasks:complex_pairs", f"dp_shard=2,zero={stage}", pool=pool)
+    assert parity.parity, parity.text()
+
+
 # --- the proof can fail: bugs planted on the ranks alone
 
 

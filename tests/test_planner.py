@@ -228,6 +228,8 @@ def test_compare_measures_on_the_ranks_at_hand() -> None:
         (("plan", "llama3-8b", "--cluster", "8 h1000"), "no device"),
         (("plan", "llama3-8b", "--cluster", "8 h100-sxm-80gb"), "give --seq and --global-batch"),
         (("simulate", "llama3-8b", "--cluster", "8 h100-sxm-80gb", "--plan", "tp=16"), "needs 16 devices"),
+        (("plan", "shardwise.models.tasks:mlp", "--cluster", "8 h100-sxm-80gb", "--precision", "bf61"), "'bf16'"),
+        (("plan", "llama3-8b", "--cluster", "8 l40s", "--seq", "8k", "--global-batch", "-8"), "number of samples"),
     ],
 )  # fmt: skip
 def test_mistakes_end_with_two(words: tuple[str, ...], told: str) -> None:
@@ -249,6 +251,25 @@ def test_a_transformers_config_is_a_decoder(tmp_path: Path) -> None:
     path.write_text(json.dumps({**values, "is_encoder_decoder": True}))
     with pytest.raises(InputError, match="module:name"):
         decoder_from_config(str(path))
+    path.write_text(json.dumps({**values, "architectures": ["LlamaForCausalLM"], "is_decoder": False}))
+    assert decoder_from_config(str(path)).parameters == LLAMA.parameters
+    for other, why in (
+        ({**values, "is_decoder": False}, "it says is_decoder = false"),
+        ({**values, "architectures": ["BertForMaskedLM"]}, "its architecture is BertForMaskedLM"),
+        ([values], "holds a list"),
+    ):
+        path.write_text(json.dumps(other))
+        with pytest.raises(InputError, match=why):
+            decoder_from_config(str(path))
+
+
+def test_a_plan_of_too_many_ranks_has_no_forecast_beside_others() -> None:
+    plans = "dp_replicate=8,precision=bf16;dp_replicate=16,precision=bf16"
+    where = ("--seq", "1024", "--global-batch", "16", "--cluster", "8 h100-sxm-80gb")
+    code, found = shardwise("compare", "llama3-8b", "--plans", plans, *where)
+    assert code == 0
+    assert "needs 16 devices" in found["plans"][1]["error"]
+    assert "error" not in found["plans"][0]
 
 
 @pytest.mark.parametrize("plan", ["tp=2,pp=4,microbatches=8", "pp=4,microbatches=8,schedule=zbh1,dp_replicate=2"])

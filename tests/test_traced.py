@@ -288,12 +288,12 @@ def test_probe_measures_two_ranks() -> None:
 
 
 def task_of(name: str):
-    """A task of the package's, or of the tests'."""
+    """A task of this file, of the tests, or of the package."""
     import module_tasks
 
     from shardwise.models import tasks
 
-    return (getattr(tasks, name, None) or getattr(module_tasks, name))()
+    return (OWN.get(name) or getattr(tasks, name, None) or getattr(module_tasks, name))()
 
 
 def evenly():
@@ -584,3 +584,139 @@ def test_a_cache_that_a_block_is_given_does_not_grow_when_the_block_runs_again()
         gradients[policy] = torch.cat([p.grad.flatten() for p in blocks.parameters()])
     assert torch.equal(gradients["full"], gradients["none"])
     assert torch.equal(gradients["selective"], gradients["none"])
+
+
+# --- modules of one's own, and what a run makes of them
+
+
+def summed(output, batch):
+    """A loss of any output."""
+    return output.square().sum(), len(output)
+
+
+def normed():
+    """Batch norms of vectors and of fields, on 8 samples."""
+    import torch
+    from torch import nn
+
+    from shardwise import Task
+
+    def chain() -> nn.Module:
+        blocks = [nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()) for _ in range(3)]
+        return nn.Sequential(*blocks, nn.Flatten(), nn.Linear(8 * 36, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
+
+    return Task(model=chain, loss=summed, batch=lambda step: torch.linspace(-1, 1, 8 * 8 * 36).view(8, 8, 6, 6).sin())
+
+
+def recurrent():
+    """An LSTM, whose kernel keeps a workspace for backward."""
+    import torch
+    from torch import nn
+
+    from shardwise import Task
+
+    class Remembers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.LSTM(16, 24, num_layers=2, batch_first=True)
+            self.head = nn.Linear(24, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.layers(x)[0])
+
+    return Task(model=Remembers, loss=summed, batch=lambda step: torch.linspace(-1, 1, 8 * 320).view(8, 20, 16).sin())
+
+
+OWN = {"normed": normed, "recurrent": recurrent}
+
+
+@pytest.mark.parametrize(
+    ("name", "plans"),
+    [
+        ("normed", ["dp_replicate=2", "dp_shard=2,zero=3,remat=selective", "pp=2,dp_shard=2,zero=2,remat=full"]),
+        ("recurrent", ["dp_replicate=2", "dp_shard=2,zero=3", "pp=2"]),
+    ],
+)
+def test_memory_of_modules_of_ones_own(name: str, plans: list[str], pool) -> None:
+    """Batch norms over ranks keep more than the module's own, and kernels a workspace of which shapes do not tell."""
+    wrong = beyond(pool, name, plans)
+    assert not wrong, "\n".join(wrong)
+
+
+def test_batch_norms_over_ranks_are_in_the_step() -> None:
+    """Each sends twice in forward and twice in backward; alone it sends nothing, and needs more than one sample."""
+    from shardwise.planner.traced import traced_subject
+    from shardwise.planner.tracing import trace
+
+    assert sum(trace(normed(), 1, joined=2).joined.values()) == 4 * 4
+    alone = trace(normed(), 1)
+    assert (alone.batch_norms, alone.alone, sum(alone.joined.values())) == (4, True, 0)
+    subject = traced_subject(normed(), NODE, software("shardwise"), 8, "bf16", ("none",))
+    found = search_plans(subject, NODE)
+    replicas = next(p for p in found.proposals if p.family == "DDP")
+    assert replicas.forecast.parts["batch norm communication"] > 0
+    assert all(p.layout.dp * p.layout.micro_batch > 1 for p in found.proposals)
+
+
+def test_convolutions_that_enlarge_are_counted_by_their_small_side() -> None:
+    """A transposed convolution's products of backward are as large as its forward; of complex numbers each is four."""
+    import torch
+    from torch import nn
+
+    from shardwise import Task
+    from shardwise.planner.tracing import trace
+
+    class Mixes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(4, 4, 2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.view_as_real(torch.complex(x, x) @ torch.view_as_complex(self.weight))
+
+    def task(model, *shape: int) -> Task:
+        return Task(model=model, loss=summed, batch=lambda step: torch.ones(shape))
+
+    larger = task(lambda: nn.ConvTranspose2d(4, 6, 2, stride=2), 3, 4, 5, 5)
+    assert trace(larger, 3).flops == 2 * (2 * 3 * 25 * 4 * 6 * 4), "of the input none is asked for"
+    assert trace(task(Mixes, 3, 4), 3).flops == 2 * 4 * (2 * 3 * 4 * 4)
+
+
+def test_a_mask_made_of_ones_is_known() -> None:
+    """Floats that come from numbers alone have values, until something unknown is written into them or a view."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from shardwise.planner.routed import Values, shadow
+
+    fake = FakeTensorMode()
+    with fake, Values(fake):
+        mask = torch.ones(2, 3)
+        assert bool(mask.to(torch.bool).all())
+        scores = torch.rand(2, 3)
+        assert bool((scores.new_zeros(2, 3) == torch.zeros_like(scores)).all())
+        whole = torch.zeros(2, 3, dtype=torch.int64)
+        whole[:, 0] = (scores[:, 0] > 0).to(torch.int64)
+        assert shadow(whole) is None, "written through a view"
+        with pytest.raises(Exception, match="_local_scalar_dense"):
+            bool(scores.sum() > 0)
+
+
+def test_a_module_that_no_run_takes_is_not_planned() -> None:
+    import torch
+    from torch import nn
+
+    from shardwise import Task
+    from shardwise.errors import RefusedPlan
+    from shardwise.planner.tracing import trace
+
+    class Complex(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(4, 4, dtype=torch.cfloat))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x.to(torch.cfloat) @ self.weight).real
+
+    with pytest.raises(RefusedPlan, match="'weight' is complex"):
+        trace(Task(model=Complex, loss=summed, batch=lambda step: torch.ones(4, 4)), 2)

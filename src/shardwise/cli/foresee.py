@@ -219,11 +219,12 @@ def compare(answer: Answer, task: str, plans: str, **words: Any) -> None:
 def _forecast_row(task: str, cluster: Cluster, plan: Plan, words: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
     """Cells and fields of one plan's forecast, or why there is none."""
     from shardwise.errors import ShardwiseError
-    from shardwise.planner.door import layout_of
+    from shardwise.planner.door import check_devices, layout_of
     from shardwise.planner.units import bytes_text, seconds_text
 
     subject, _ = _subject(task, cluster, words, plan.precision, plan)
     try:
+        check_devices(plan, cluster)
         forecast = subject.simulate(layout_of(plan, subject))
     except ShardwiseError as error:
         return ["-", "-", "-", "-", str(error)], {"error": str(error)}

@@ -39,7 +39,8 @@ class Bucket:
         """The buffer, made when first needed."""
         if self.buffer is None:
             self.buffer = torch.empty(self.layout.size, dtype=self.dtype, device=self.params[0].device)
-            self.buffer[self.layout.entries[-1].stop :].zero_()
+            for start, stop in self.layout.gaps:
+                self.buffer[start:stop].zero_()
             self._views = [
                 self.buffer[entry.start : entry.stop].view(param.shape)
                 for entry, param in zip(self.layout.entries, self.params, strict=True)

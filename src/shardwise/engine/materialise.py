@@ -54,6 +54,10 @@ def _replace(module: nn.Module, make: Callable[[str, torch.Tensor], torch.Tensor
                     child.__dict__[leaf] = made[id(tensor)]
                 else:
                     table[leaf] = made[id(tensor)]
+    for child in module.modules():  # a list of its weights, as recurrent layers keep, would hold the old ones
+        for held in vars(child).values():
+            if isinstance(held, list) and any(id(one) in made for one in held):
+                held[:] = [made.get(id(one), one) for one in held]
 
 
 def _parameter(old: torch.Tensor, value: torch.Tensor) -> nn.Parameter:

@@ -61,7 +61,7 @@ def apply_plan(task: Task, plan: Plan, mesh: Mesh, precision: Precision, seed: i
     built, value_of = build_everywhere(task, seed, mesh.world, mesh.device)
     module = built.module
     notices = [built.notice] if built.notice else []
-    _refuse(module)
+    refuse(module)
     notices += _other_dtypes(module, plan, precision)
     _make_gradients_dense(module)
     if few is None and (plan.tp > 1 or plan.ep > 1):
@@ -209,7 +209,8 @@ def _with_experts(
     return WithExperts([name for name, _ in trainable(module)], rest, technique, spread, ranks)
 
 
-def _refuse(module: nn.Module) -> None:
+def refuse(module: nn.Module) -> None:
+    """Raise for a module that no plan can hold: nothing to train, complex weights, weights on one memory."""
     if not any(param.requires_grad for param in module.parameters()):
         raise InputError("the model has no parameter that requires a gradient: there is nothing to train")
     _refuse_complex(module)

@@ -2,11 +2,14 @@
 
 bucket 0 |  w4  | b4 |pad|      each bucket is a multiple of the shard degree, so shards are equal:
 bucket 1 |   w3     | b3 |      rank r holds [r*size/N, (r+1)*size/N) of every bucket
+
+Each parameter begins at an even element, so that pairs of its elements can be read as complex numbers.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -20,10 +23,16 @@ class Entry:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """Entries end to end, then padding up to `size`."""
+    """Entries end to end but for padding, and padding up to `size`."""
 
     entries: tuple[Entry, ...]
     size: int
+
+    @cached_property
+    def gaps(self) -> list[tuple[int, int]]:
+        """[start, stop) of what is padding."""
+        starts = [*(entry.start for entry in self.entries[1:]), self.size]
+        return [(entry.stop, start) for entry, start in zip(self.entries, starts, strict=True) if entry.stop < start]
 
     def shard(self, ranks: int, rank: int) -> tuple[int, int]:
         """[start, stop) of the bucket that this rank holds."""
@@ -54,9 +63,11 @@ def lay_out(sizes: list[int], cap: int, ranks: int, first_cap: int | None = None
 
     for index in reversed(range(len(sizes))):
         limit = first_cap if first_cap is not None and not buckets else cap
-        if entries and filled + sizes[index] > limit:
+        start = filled + filled % 2
+        if entries and start + sizes[index] > limit:
             close()
-        entries.append(Entry(index, filled, filled + sizes[index]))
-        filled += sizes[index]
+            start = 0
+        filled = start + sizes[index]
+        entries.append(Entry(index, start, filled))
     close()
     return buckets

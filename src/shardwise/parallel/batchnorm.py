@@ -57,7 +57,7 @@ def synced_batch_norm(
     mean = totals[:-1] / n
     centred = wide - _over_channels(mean, x)
     var = sum_over(centred.square().sum(dims) * share, axis, _TAG) / n
-    if float(n) <= 1:
+    if axis.rehearsal is None and float(n) <= 1:
         raise ValueError(f"batch norm needs more than one value per channel over all ranks, got {int(n)}")
     if running_mean is not None and running_var is not None:
         with torch.no_grad():
@@ -90,7 +90,9 @@ class _MeetsBatchNorm(TorchFunctionMode, ABC):
         """What batch norm is while this mode is active; arguments as `functional.batch_norm` has them."""
 
 
-class _Synced(_MeetsBatchNorm):
+class JoinBatchNorm(_MeetsBatchNorm):
+    """While active, batch norm in training has statistics over all ranks of the axis."""
+
     def __init__(self, axis: Axis, phase: Phase):
         super().__init__()
         self.axis = axis
@@ -102,6 +104,29 @@ class _Synced(_MeetsBatchNorm):
         if not training:
             return functional.batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
         return synced_batch_norm(x, running_mean, running_var, weight, bias, momentum, eps, self.axis, self.phase)
+
+
+class CountBatchNorm(_MeetsBatchNorm):
+    """While active on tensors without values, `met` counts the batch norms in training.
+
+    One value for each channel is let through and noted in `alone`: a run joins it with others' or fails.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.met, self.alone = 0, False
+
+    def _batch_norm(
+        self, x, running_mean=None, running_var=None, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5
+    ):
+        if not training:
+            return functional.batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
+        self.met += 1
+        if x.numel() == x.shape[1]:  # of which there is no unbiased variance
+            self.alone, running_mean, running_var = True, None, None
+        return torch.batch_norm(
+            x, weight, bias, running_mean, running_var, True, momentum, eps, torch.backends.cudnn.enabled
+        )
 
 
 class FindBatchNorm(_MeetsBatchNorm):
@@ -133,7 +158,7 @@ def sync_module(module: nn.Module, axis: Axis, phase: Phase) -> None:
         forward = module.forward
 
     def synced(*args, **kwargs):
-        with _Synced(axis, phase):
+        with JoinBatchNorm(axis, phase):
             return forward(*args, **kwargs)
 
     module.forward = synced

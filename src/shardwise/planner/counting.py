@@ -56,6 +56,9 @@ class Trace:
     experts      elements of experts that are trained here, where ep deals them
     rows         of what zero=3 cuts: (indices along the dim that is cut, elements at each) -> how many
     balanced     a router's choices were taken to load its experts evenly
+    batch_norms  of a forward, where they are not joined over data ranks
+    alone        one of them has one value for each channel, of which there is no variance
+    joined       what joined ones send: (op, bytes of the whole tensor) -> times
     """
 
     samples: int
@@ -80,6 +83,9 @@ class Trace:
     experts: int = 0
     rows: Counter[tuple[int, int]] = field(default_factory=Counter)
     balanced: bool = False
+    batch_norms: int = 0
+    alone: bool = False
+    joined: Counter[tuple[str, float]] = field(default_factory=Counter)
 
     @property
     def flops(self) -> float:
@@ -115,10 +121,10 @@ class Count(TorchDispatchMode):
         packet = func._overloadpacket
         if packet in (_ATEN.mm, _ATEN.addmm):
             a, b = args[-2:] if packet is _ATEN.addmm else args[:2]
-            self._product(1, a.shape[0], b.shape[1], a.shape[1])
+            self._product(_reals(a), a.shape[0], b.shape[1], a.shape[1])
         elif packet in (_ATEN.bmm, _ATEN.baddbmm):
             a, b = args[-2:] if packet is _ATEN.baddbmm else args[:2]
-            self._product(a.shape[0], a.shape[1], b.shape[2], a.shape[2])
+            self._product(_reals(a) * a.shape[0], a.shape[1], b.shape[2], a.shape[2])
         elif packet in _SDPA or packet in _SDPA_BACK:
             self._attend(args, packet in _SDPA_BACK)
         elif packet in (_ATEN.convolution, _ATEN.convolution_backward, _ATEN._convolution):
@@ -153,11 +159,11 @@ class Count(TorchDispatchMode):
         self.trace.kernels += 1
         back = packet is _ATEN.convolution_backward
         weight = args[2] if back else args[1]
-        if back:
-            cells, times = args[0].numel(), sum(bool(flag) for flag in args[10][:2])
-        else:  # a transposed one makes many cells of one
+        if back:  # a transposed one made many cells of one
+            cells, times = args[1 if args[7] else 0].numel(), sum(bool(flag) for flag in args[10][:2])
+        else:
             cells, times = (args[0] if args[6] else out).numel(), 1
-        deep = weight.numel() / weight.shape[0]
+        cells, deep = _reals(weight) * cells, weight.numel() / weight.shape[0]
         self.trace.conv_flops += times * 2.0 * cells * deep
         moved = _bytes(args, out)
         self.trace.moved += moved
@@ -169,6 +175,11 @@ class Count(TorchDispatchMode):
         self.trace.moved += moved
         self.trace.order.append((name, (float(moved),), 1))
         self.trace.kernels += 1
+
+
+def _reals(factor: torch.Tensor) -> int:
+    """Products of real numbers in one of its dtype: four of complex ones."""
+    return 4 if factor.is_complex() else 1
 
 
 def _bytes(*values: Any) -> int:

@@ -33,21 +33,23 @@ def decoder_from_config(path: str) -> Shape:
         raise InputError(f"task: no file {file}") from None
     except json.JSONDecodeError as error:
         raise InputError(f"task: {file} is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise InputError(f"task: {file} holds a {type(config).__name__}, not the keys of a transformers configuration")
     return shape_of_config(config, str(file))
 
 
 def shape_of_config(config: Mapping[str, Any], where: str) -> Shape:
     """The numbers of a transformers configuration of a decoder.
 
-    Raises `InputError` for one that is not described by them (an encoder-decoder, compressed attention): give such a
-    model as `module:name`, and it is traced.
+    Raises `InputError` for one that is not described by them (an encoder, an encoder-decoder, another head than one
+    over the vocabulary, compressed attention): give such a model as `module:name`, and it is traced.
     """
     names = {**{k: k for k in NEEDED}, "hidden_size": "n_embd" if "n_embd" in config else "hidden_size"}
     names["num_hidden_layers"] = "n_layer" if "n_layer" in config else "num_hidden_layers"
     names["num_attention_heads"] = "n_head" if "n_head" in config else "num_attention_heads"
     missing = [name for name in names.values() if not isinstance(config.get(name), int)]
-    if missing or config.get("is_encoder_decoder") or config.get("kv_lora_rank"):
-        why = f"it lacks {', '.join(missing)}" if missing else "its attention or its two halves need more than that"
+    why = f"it lacks {', '.join(missing)}" if missing else _other_than_a_decoder(config)
+    if why:
         raise InputError(
             f"task: {where} is not a decoder described by widths and heads: {why}; give the model as a task of your "
             "own (module:name), and its own forward is traced"
@@ -75,3 +77,15 @@ def shape_of_config(config: Mapping[str, Any], where: str) -> Shape:
         dropout=bool(config.get("resid_pdrop", 0.0)),
         name=str(config.get("_name_or_path") or config.get("model_type") or "decoder"),
     )
+
+
+def _other_than_a_decoder(config: Mapping[str, Any]) -> str:
+    """What a configuration says of itself that widths and heads do not; empty for a decoder."""
+    if config.get("is_encoder_decoder") or config.get("kv_lora_rank"):
+        return "its attention or its two halves need more than that"
+    named = [str(name) for name in config.get("architectures") or ()]  # as transformers writes them: LlamaForCausalLM
+    if any("ForCausalLM" in name for name in named):
+        return ""
+    if others := [name for name in named if "For" in name]:
+        return f"its architecture is {', '.join(others)}"
+    return "it says is_decoder = false" if config.get("is_decoder") is False else ""

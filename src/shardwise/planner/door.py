@@ -40,7 +40,7 @@ def subject_of(
     plan  the only one that will be asked about: a task is traced with its micro-batch then
     say   is told what is being traced
     """
-    soft = software(software_name)
+    soft, precision = software(software_name), Plan(precision=precision).precision
     if isinstance(task, str):
         from_file = task.endswith(".json") or Path(task).is_dir()
         shape = decoders.decoder_from_config(task) if from_file else decoders.decoder_by_name(task)
@@ -58,6 +58,12 @@ def subject_of(
     layout = of_plan(plan, global_batch=samples or default_samples(task), seq=1, uneven=True)
     micro = (layout.micro_batch, layout.micro_batch)
     return traced_subject(task, cluster, soft, samples, precision, (plan.remat,), micro, say=say)
+
+
+def check_devices(plan: Plan, cluster: Cluster) -> None:
+    """Raise `InputError` for a plan of more ranks than the cluster has devices."""
+    if plan.world_size > cluster.world_size:
+        raise InputError(f"plan {plan} needs {plan.world_size} devices; {cluster} has {cluster.world_size}")
 
 
 def layout_of(plan: Plan, subject: Subject) -> Layout:
@@ -100,8 +106,7 @@ def simulate(
 ) -> Forecast:
     """One step of one plan: time by part, memory by stage, timeline, and what each figure rests on."""
     where, parsed = Cluster.parse(cluster), Plan.parse(plan)
-    if parsed.world_size > where.world_size:
-        raise InputError(f"plan {parsed} needs {parsed.world_size} devices; {where} has {where.world_size}")
+    check_devices(parsed, where)
     subject = subject_of(
         task, where, global_batch=global_batch, seq=seq, precision=parsed.precision, software_name=software, plan=parsed
     )

@@ -30,7 +30,7 @@ from shardwise.planner.counting import Count, Trace
 from shardwise.planner.gathered import Gathered
 from shardwise.planner.routed import Values
 from shardwise.planner.rows import telling
-from shardwise.planner.tracing import DTYPES, build, drop, fake_batch, in_order, wide
+from shardwise.planner.tracing import DTYPES, batch_norms, build, drop, fake_batch, in_order, wide
 from shardwise.planner.watching import Watch
 from shardwise.precision import Precision
 from shardwise.trace.blocks import find_blocks
@@ -50,7 +50,8 @@ class RankTrace(Trace):
     """The trace of one rank's whole row: `peak` is that of the row, products and bytes those of one micro-batch.
 
     ops       (kind, stage) -> what one such op does
-    wire      (kind, stage) -> what it sends over tp and ep: (axis, op, bytes of the whole tensor) -> times
+    wire      (kind, stage) -> what it sends over tp and ep, and over data ranks for batch norms:
+              (axis, op, bytes of the whole tensor) -> times
     gathers   (kind, stage) -> elements of the units that zero=3 gathers for it, in order
     messages  stage -> bytes that it sends on for one micro-batch
     """
@@ -112,7 +113,8 @@ class Rehearsal:
         live.count(leaf for leaf in rests if isinstance(leaf, torch.Tensor))
         base = live.now
         waiting: dict[tuple[int, int], tuple[list[torch.Tensor], list[torch.Tensor], list[Any]]] = {}
-        with self.fake, Watch(routed, live, self.count):
+        norms = batch_norms(model, self.shares.cuts.joined, self.ledger)
+        with norms, self.fake, Watch(routed, live, self.count):
             for at in range(self.shares.cuts.rounds):
                 self._round(at, model, staged, told, waiting)
         self.found.peak, self.found.balanced = live.peak - base - self.found.held_gradients, routed.assumed
@@ -229,7 +231,7 @@ class Rehearsal:
         model, _ = self._module(None)
         staged = _FakeStages(model, self.cut.stages, self.dtype)
         told: dict[int, Told] = {}
-        with self.fake, Values(self.fake):
+        with batch_norms(model, self.shares.cuts.joined, Ledger()), self.fake, Values(self.fake):
             for stage in self.cut.stages[:-1]:
                 inbox = [
                     (torch.empty(shape, dtype=kind), needs) for shape, kind, needs in told.get(stage.index - 1, ())
@@ -362,7 +364,7 @@ class Rehearsal:
     def _sent(self) -> dict[Sent, int]:
         """What the axes would have sent since the last time, by axis, op and the mean size of its calls."""
         found: dict[Sent, int] = {}
-        degrees = {"tp": self.shares.cuts.tp, "ep": self.shares.cuts.ep}
+        degrees = {"tp": self.shares.cuts.tp, "ep": self.shares.cuts.ep, "data": self.shares.cuts.joined}
         for (_, op, axis), entry in self.ledger.entries.items():
             size = entry.received_bytes / FACTORS[op](degrees[axis]) / entry.calls
             found[axis, op, size] = found.get((axis, op, size), 0) + entry.calls

@@ -1,25 +1,28 @@
 """Values where a forward on fake tensors asks for them and they can be had: routing, and what comes from the data.
 
 A mixture of experts asks how many tokens each expert got. Fake tensors cannot say; under `Values` an integer tensor
-can carry real values beside it (its *shadow*):
+can carry real values beside it (its *shadow*), and so can a small one of floats that is made of numbers alone:
 
     topk, argmax, max over a dim    of scores without values: every choice equally often, row r taking the experts
                                     k r, k r + 1, ... modulo their number. A stated assumption: balanced load
     sort, argsort                   of scores without values: in the order in which they lie
     integers of the batch           the values of the task's own sample
-    factories                       arange, zeros, tensor([...]) of integers: their values
+    factories                       arange, zeros, ones_like, tensor([...]): their values
     any op on shadows alone         its own result, so that counts, offsets and masks follow
     x[mask], masked_select          with the mask's shadow, so that the number of rows is known
 
-Floats never have values, so a branch on a loss or an activation is still refused.
+Floats of the batch, of weights, and all that is computed from them have no values, so a branch on a loss or an
+activation is still refused. What is written without values into a tensor, or into a view of it, takes its values away.
 
 *What this does not do*: skewed loads, dropped tokens beyond what a balanced load drops.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -30,22 +33,37 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from shardwise.part.leaves import tensors_in
+from shardwise.planner.kept import LAYER, workspace_bytes
 
-MOST = 2**25  # elements of a shadow: beyond, a tensor has no values
+MOST, MOST_FLOATS = 2**25, 2**20  # elements of a shadow: beyond, a tensor has no values
 _ATEN = torch.ops.aten
 _CHOICES = {_ATEN.topk: 1, _ATEN.max: 1, _ATEN.argmax: 0, _ATEN.sort: 1, _ATEN.argsort: 0}
+_FILLED = {_ATEN.zeros_like: 0, _ATEN.new_zeros: 0, _ATEN.ones_like: 1, _ATEN.new_ones: 1}  # whatever the first holds
+_FILLED_WITH = {_ATEN.full_like: 1, _ATEN.new_full: 2}  # the place of the number
 _SHADOW = "_shardwise_shadow"
+
+
+@dataclass(eq=False)
+class _Memory:
+    """What a tensor and its views have in common: whether their values are still those of the shadow."""
+
+    known: bool = True
 
 
 def shadow(tensor: torch.Tensor) -> torch.Tensor | None:
     """The values of a fake tensor, where they are known."""
-    return getattr(tensor, _SHADOW, None)
+    values, memory = getattr(tensor, _SHADOW, (None, None))
+    return values if memory is not None and memory.known else None
 
 
-def give(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Note the values of a fake tensor: integers and bools of moderate size."""
-    if not values.is_floating_point() and not values.is_complex() and values.numel() <= MOST:
-        setattr(tensor, _SHADOW, values)
+def give(tensor: torch.Tensor, values: torch.Tensor, viewed: Iterable[torch.Tensor] = ()) -> torch.Tensor:
+    """Note the values of a fake tensor of moderate size; `viewed`: tensors with values of which it may be a view."""
+    real = values.is_floating_point() or values.is_complex()
+    if values.numel() <= (MOST_FLOATS if real else MOST):
+        lies = values.untyped_storage()._cdata
+        shared = (getattr(one, _SHADOW) for one in viewed if (known := shadow(one)) is not None
+                  and known.untyped_storage()._cdata == lies)  # fmt: skip
+        setattr(tensor, _SHADOW, (values, next((memory for _, memory in shared), _Memory())))
     return tensor
 
 
@@ -79,13 +97,16 @@ class Values(TorchDispatchMode):
                 return self._on_values(func, args, kwargs, leaves)
             func, args = self._with_rows(func, args)
         out = func(*args, **kwargs)
+        if func._overloadpacket is LAYER:
+            out = (*out[:3], torch.empty(workspace_bytes(args), dtype=torch.uint8, device=args[0].device))
         self._forget(func, args)
         self._choose(func._overloadpacket, args, kwargs, out)
+        self._fill(func._overloadpacket, args, out)
         return out
 
     def _on_values(self, func: Any, args: tuple, kwargs: dict, leaves: list) -> Any:
         """An op of which all tensors have values, or that makes some out of nothing."""
-        if not leaves and not _makes_integers(func, args, kwargs):
+        if not leaves and not _makes_values(func, args):
             return func(*args, **kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags:
             return func(*args, **kwargs)
@@ -105,7 +126,7 @@ class Values(TorchDispatchMode):
             out = pytree.tree_map(lambda t: self.fake.from_tensor(t) if isinstance(t, torch.Tensor) else t, real)
         for made, values in zip(pytree.tree_leaves(out), pytree.tree_leaves(real), strict=True):
             if isinstance(made, FakeTensor) and isinstance(values, torch.Tensor):
-                give(made, values)
+                give(made, values, leaves)
         return out
 
     def _with_rows(self, func: Any, args: tuple) -> tuple[Any, tuple]:
@@ -132,7 +153,15 @@ class Values(TorchDispatchMode):
         """What an op wrote without values into a tensor has none from then on."""
         for place in _written(func):
             if place < len(args) and isinstance(args[place], torch.Tensor) and shadow(args[place]) is not None:
-                delattr(args[place], _SHADOW)
+                getattr(args[place], _SHADOW)[1].known = False
+
+    def _fill(self, packet: Any, args: tuple, out: Any) -> None:
+        """What is made like a tensor without values, of one number."""
+        place = _FILLED_WITH.get(packet)
+        number = _FILLED.get(packet) if place is None else args[place]
+        if isinstance(out, FakeTensor) and isinstance(number, int | float) and out.numel() <= MOST_FLOATS:
+            with _disable_current_modes():
+                give(out, torch.full(out.shape, number, dtype=out.dtype))
 
     def _choose(self, packet: Any, args: tuple, kwargs: dict, out: Any) -> None:
         """Indices that were chosen by scores without values."""
@@ -162,16 +191,15 @@ def _written(func: Any) -> list[int]:
     return [place for place, alias in enumerate(told) if alias is not None and alias.is_write]
 
 
-def _makes_integers(func: Any, args: tuple, kwargs: dict) -> bool:
-    """Whether a factory's values are worth keeping: arange, zeros, full of integers."""
-    if func._overloadpacket is _ATEN.arange:
-        plain = [a for a in args if isinstance(a, int | float)]
-        dtype = kwargs.get("dtype")
-        return (dtype is None and all(isinstance(a, int) for a in plain)) or bool(dtype and not dtype.is_floating_point)
-    if func._overloadpacket in (_ATEN.zeros, _ATEN.ones, _ATEN.full, _ATEN.scalar_tensor):
-        dtype = kwargs.get("dtype")
-        return dtype is not None and not dtype.is_floating_point and not dtype.is_complex
-    return False
+_FACTORIES = {_ATEN.arange, _ATEN.linspace, _ATEN.eye, _ATEN.zeros, _ATEN.ones, _ATEN.full, _ATEN.scalar_tensor}
+
+
+def _makes_values(func: Any, args: tuple) -> bool:
+    """Whether a factory's values are worth keeping: few numbers, of which no tensor without values has a part."""
+    if func._overloadpacket not in _FACTORIES:
+        return False
+    sizes = args[0] if args and isinstance(args[0], list | tuple) else ()
+    return math.prod(sizes) <= MOST
 
 
 @contextmanager

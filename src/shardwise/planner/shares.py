@@ -57,6 +57,7 @@ class Cuts:
     zero    3, or 2 (on a GPU beside a pipeline or experts alone), over `shard` ranks, whose tensors are played too;
             else 0, and the gradients are an account of their own
     rounds  times that the pipeline is filled and emptied: twice where the first leaves gradients behind
+    joined  data ranks over which batch norms take their statistics: 0 for the module's own, and 2 stands for many
     gloo    reductions work on copies, and messages are kept to the end of a step, all of which is played
     """
 
@@ -74,6 +75,7 @@ class Cuts:
     rounds: int = 1
     gloo: bool = False
     ep: int = 1
+    joined: int = 0
 
     @classmethod
     def of(cls, layout: Layout, precision: str, *, gloo: bool = False) -> Cuts:

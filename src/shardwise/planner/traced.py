@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import cached_property
 from itertools import chain, product
 from time import perf_counter
@@ -80,7 +81,7 @@ class Traced:
         self.looks = Looks(task, self.sample)
         self.remarks: list[str] = []
         self._spent = 0  # ops of rehearsals
-        self._models: dict[str, Model] = {}
+        self._models: dict[tuple[str, int], Model] = {}
         self._ranks: dict[tuple[Cuts, Sizes, Beside], list[Model]] = {}
 
     @property
@@ -94,12 +95,12 @@ class Traced:
         recomputes = self.recomputes(wanted) if units else ["none"]
 
         def layouts(world: int, constraints: Constraints) -> Iterable[Layout]:
-            yield from data_layouts(world, batch, self.node, recomputes)
+            yield from filter(self.can_run, data_layouts(world, batch, self.node, recomputes))
             if self.cuts:
-                cut = list(cut_layouts(world, batch, self.node, recomputes, constraints))
+                cut = [*filter(self.can_run, cut_layouts(world, batch, self.node, recomputes, constraints))]
                 own = data_layouts(world, batch, self.node, recomputes) if self.routed else ()
                 few, many = (expert_layouts(each, self.node, constraints) for each in (own, cut if self.routed else ()))
-                yield from self.cut_within(chain(few, cut, many), batch, constraints)
+                yield from self.cut_within(chain(filter(self.can_run, few), cut, many), batch, constraints)
 
         def estimate(layout: Layout) -> Quick:
             return Quick(self.simulate(layout, batch).step_s, self.memory(layout, batch))
@@ -115,13 +116,31 @@ class Traced:
         """Whether the module chooses among experts."""
         return self.model("none").one.balanced
 
-    def model(self, recompute: str) -> Model:
+    def model(self, recompute: str, data_ranks: int = 1) -> Model:
         """The traces of the whole module under a recompute policy."""
-        if recompute not in self._models:
+        key = recompute, self.joined(recompute, data_ranks)
+        if key not in self._models:
             self.say(f"{self.task.name}: tracing the whole module, remat={recompute}")
-            one, two = (trace(self.task, count, self.precision, recompute, self.sample) for count in self.samples)
-            self._models[recompute] = self._model(one, two)
-        return self._models[recompute]
+            one, two = (self._trace(count, *key) for count in self.samples)
+            self._models[key] = self._model(one, two)
+        return self._models[key]
+
+    def _trace(self, count: int, recompute: str, joined: int) -> Counted:
+        return trace(self.task, count, self.precision, recompute, self.sample, joined)
+
+    def joined(self, recompute: str, data_ranks: int) -> int:
+        """Over how many ranks a run joins batch norms: 0 where they are the module's own; 2 stand for many."""
+        if data_ranks == 1 and recompute == "none":
+            return 0
+        return min(2, data_ranks) if self.model("none").one.batch_norms else 0
+
+    def can_run(self, layout: Layout) -> bool:
+        """Whether batch norms find more than one value in a micro-batch."""
+        return layout.dp * layout.micro_batch > 1 or not self.model("none").one.alone
+
+    def _cuts(self, layout: Layout) -> Cuts:
+        joined = self.joined(layout.recompute, layout.dp)
+        return replace(Cuts.of(layout, self.precision, gloo=self.on_cpu), joined=joined)
 
     def _model(self, one: Counted, two: Counted) -> Model:
         return Model(one, two, self.state, self.task.name, self.whole, self.on_cpu)
@@ -185,14 +204,14 @@ class Traced:
 
     def _key(self, layout: Layout, batch: int) -> tuple[Cuts, Sizes, Beside]:
         """What cuts the module, and the micro-batches to rehearse: each tuple is one rehearsal of a rank."""
-        key = Cuts.of(layout, self.precision, gloo=self.on_cpu)
+        key = self._cuts(layout)
         if not 0 < layout.global_batch - batch < layout.dp * layout.n_micro * layout.rounds:
             return key, tuple((count,) for count in dict.fromkeys(self.samples)), ALIKE
         return key, *played(key, layout, batch, layout.dp - 1)
 
     def every_rank(self, layout: Layout, batch: int) -> list[Ledger]:
         """Bytes of each rank of the grid, its own share of the batch considered: every one that differs is traced."""
-        key = Cuts.of(layout, self.precision, gloo=self.on_cpu)
+        key = self._cuts(layout)
         alike = Shares(self.looks, key).alike if layout.tp > 1 else [0]
         kinds = list(dict.fromkeys(alike))
         found: dict[tuple[Sizes, Beside], list[Model]] = {}
@@ -202,15 +221,15 @@ class Traced:
             most, what = max(dealt(layout, batch, data)), played(key, layout, batch, data)
             if what not in found:
                 found[what] = (
-                    self.ranks(key, *what) if key.differ else [self._exactly(layout.recompute, most)]
+                    self.ranks(key, *what) if key.differ else [self._exactly(layout.recompute, key.joined, most)]
                 )  # fmt: skip
             model = found[what][pp * len(kinds) + kinds.index(alike[tp])]
             ledgers.append(memory(model, layout.with_(micro_batch=most), self.precision, batch, shard))
         return ledgers
 
-    def _exactly(self, recompute: str, count: int) -> Model:
+    def _exactly(self, recompute: str, joined: int, count: int) -> Model:
         """The whole module's trace at one number of samples."""
-        one = trace(self.task, count, self.precision, recompute, self.sample)
+        one = self._trace(count, recompute, joined)
         return self._model(one, one)
 
     def cut_within(self, layouts: Iterable[Layout], batch: int, constraints: Constraints) -> Iterator[Layout]:
@@ -260,8 +279,8 @@ class Traced:
 
     def ledgers(self, layout: Layout, batch: int) -> list[Ledger]:
         """Bytes of the fullest data rank of each rank of tp and pp that differs."""
-        key = Cuts.of(layout, self.precision, gloo=self.on_cpu)
-        found = self.cut(layout, batch) if key.differ else [self.model(layout.recompute)]
+        differ = self._cuts(layout).differ
+        found = self.cut(layout, batch) if differ else [self.model(layout.recompute, layout.dp)]
         return [memory(rank, layout, self.precision, batch) for rank in found]
 
     def simulate(self, layout: Layout, batch: int) -> Forecast:
@@ -272,7 +291,7 @@ class Traced:
         if layout.tp * layout.pp * layout.ep > 1:
             found = simulate_cut(self.cut(layout, batch), layout, *where, held)
         else:
-            found = simulate_traced(self.model(layout.recompute), layout, *where, held)
+            found = simulate_traced(self.model(layout.recompute, layout.dp), layout, *where, held)
         found.flops = self.model("none").flops(layout.global_batch)  # the model's: not what ranks do twice
         return found
 

@@ -21,11 +21,16 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from shardwise.comm import Axis, Ledger
+from shardwise.comm.ledger import FACTORS
 from shardwise.engine.batching import parts_of, samples_in
 from shardwise.engine.groups import named_groups
-from shardwise.errors import InputError
+from shardwise.engine.recipe import refuse
+from shardwise.errors import InputError, RefusedPlan
 from shardwise.memory.live import LiveBytes
 from shardwise.memory.recompute import recompute_block
+from shardwise.parallel.batchnorm import CountBatchNorm, JoinBatchNorm, batch_norm_modules, sync_module
+from shardwise.parallel.slots import Phase
 from shardwise.planner.counting import Count, Trace
 from shardwise.planner.routed import Values, give
 from shardwise.planner.watching import Watch
@@ -144,8 +149,13 @@ def fake_batch(fake: FakeTensorMode, sample: Any, samples: int, dtype: torch.dty
         return pytree.tree_map(convert, sample)
 
 
-def trace(task: Task, samples: int, precision: str = "fp32", recompute: str = "none", sample: Any = None) -> Trace:
-    """Trace one micro-batch; `sample` is a batch of one, so that the task need not make it again.
+def trace(
+    task: Task, samples: int, precision: str = "fp32", recompute: str = "none", sample: Any = None, joined: int = 0
+) -> Trace:
+    """Trace one micro-batch.
+
+    sample   a batch of one, so that the task need not make it again
+    joined   ranks over which batch norms take their statistics, none for the module's own
 
     A module that cannot be traced raises `InputError` with the line that failed.
     """
@@ -155,6 +165,7 @@ def trace(task: Task, samples: int, precision: str = "fp32", recompute: str = "n
     try:
         with as_real():
             model = build(task, fake, dtype)
+            refuse(model)
             _sizes(model, found)
             if recompute != "none":
                 for path in find_blocks(model).paths:
@@ -164,11 +175,12 @@ def trace(task: Task, samples: int, precision: str = "fp32", recompute: str = "n
             for parameter in model.parameters():
                 if parameter.requires_grad:  # gradients are an account of their own: buckets, or shards
                     parameter.register_post_accumulate_grad_hook(drop)
-            live, routed = LiveBytes(resized=[]), Values(fake)
+            live, routed, sent = LiveBytes(resized=[]), Values(fake), Ledger()
+            norms = batch_norms(model, joined, sent)
             rests = [*model.parameters(), *model.buffers(), *pytree.tree_leaves(batch)]
             live.count(leaf for leaf in rests if isinstance(leaf, torch.Tensor))
             base = live.now
-            with fake, Watch(routed, live, Count(found)):
+            with norms, fake, Watch(routed, live, Count(found)):
                 args, kwargs = task.inputs(batch)
                 output = model(*args, **kwargs)
                 output = pytree.tree_map(lambda t: wide(t), output)
@@ -176,10 +188,34 @@ def trace(task: Task, samples: int, precision: str = "fp32", recompute: str = "n
                 del output
                 total.backward()
             found.peak, found.balanced = live.peak - base, routed.assumed
-    except InputError:
+            if isinstance(norms, CountBatchNorm):
+                found.batch_norms, found.alone = norms.met, norms.alone
+            found.joined = sizes_of(sent, joined)
+    except (InputError, RefusedPlan):
         raise
     except Exception as error:
         raise InputError(untraced(error, inside)) from error
+    return found
+
+
+def batch_norms(model: nn.Module, ranks: int, sent: Ledger) -> CountBatchNorm | JoinBatchNorm:
+    """Enter around forward and backward: batch norms as a run on so many data ranks has them.
+
+    `ranks` is 0 for those of the module itself; else what they send is noted in `sent`, on an axis named "data".
+    """
+    if not ranks:
+        return CountBatchNorm()
+    axis = Axis("data", ranks, 0, None, tuple(range(ranks)), rehearsal=sent)
+    for module in batch_norm_modules(model):
+        sync_module(module, axis, Phase())
+    return JoinBatchNorm(axis, Phase())  # and those of modules that call it themselves
+
+
+def sizes_of(sent: Ledger, ranks: int) -> Counter[tuple[str, float]]:
+    """What a rehearsal sent over `ranks`: each op with the mean bytes of its whole tensors, and how often."""
+    found: Counter[tuple[str, float]] = Counter()
+    for (_, op, _), entry in sent.entries.items():
+        found[op, entry.received_bytes / FACTORS[op](ranks) / entry.calls] += entry.calls
     return found
 
 

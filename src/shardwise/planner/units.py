@@ -21,6 +21,8 @@ def count(text: str, what: str) -> int:
 def batch(text: str, seq: int | None) -> int:
     """A global batch in samples: `512`, `512-samples`, or `16M-tokens` of sequences of `seq`."""
     number, _, unit = text.strip().partition("-")
+    if not number:
+        raise InputError(f"--global-batch: expected a number of samples such as 512, or 16M-tokens, got {text!r}")
     if unit in ("", "samples", "sample"):
         return count(number, "--global-batch")
     if unit not in ("tokens", "token"):

@@ -80,6 +80,15 @@ class Counted(Protocol):
     @property
     def balanced(self) -> bool: ...
 
+    @property
+    def batch_norms(self) -> int: ...
+
+    @property
+    def alone(self) -> bool: ...
+
+    @property
+    def joined(self) -> Mapping[tuple[str, float], int]: ...
+
 
 @dataclass(frozen=True)
 class Update:

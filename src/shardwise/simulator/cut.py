@@ -122,7 +122,7 @@ def _ops(
     ranks: Sequence[Model], layout: Layout, kernels: Kernels, software: Software, wire: Wire
 ) -> tuple[dict[OpKey, float], dict[OpKey, float]]:
     """Seconds of each op's work and of its collectives, on the slowest rank that runs it."""
-    groups = {"tp": Group(layout.tp, 1), "ep": Group(layout.ep, layout.tp)}
+    groups = {"tp": Group(layout.tp, 1), "ep": Group(layout.ep, layout.tp), "data": Group(layout.dp, layout.tp)}
     work: dict[OpKey, float] = {}
     sent: dict[OpKey, float] = {}
 

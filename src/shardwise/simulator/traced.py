@@ -124,6 +124,10 @@ def simulate_traced(
     data, timeline = data_seconds(model, layout, micro, wire, states, software)
     optimizer = optimizer_seconds(model, layout, kernels, states)
     parts = {"compute": layout.n_micro * micro, "data-parallel communication": data, "optimizer": optimizer}
+    if model.one.joined:
+        group = Group(layout.dp, 1)
+        once = sum(times * wire.collective(op, group, size) for (op, size), times in model.one.joined.items())
+        parts["batch norm communication"] = layout.n_micro * once  # of channels, whatever the samples
     parts |= engine_seconds(model, layout, added, parts["compute"])
     if cluster.device.kind != "cpu":
         parts["slowest device, clocks and gaps"] = (GAPS - 1) * sum(parts.values())

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 _OWN = frozenset(vars(nn.Module()))
 _CONTAINERS = (list, dict, set, deque)
@@ -142,7 +143,10 @@ def _copied(value: Any) -> Any:
 
 def _standing_in(value: Any, copied: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return value if value._version == copied[1] else copied[0].clone()
+        if value._version == copied[1]:
+            return value
+        with _disable_current_modes():  # selective recompute counts ops, and this is none of the module's
+            return copied[0].clone()
     return copy.copy(copied) if isinstance(value, _CONTAINERS) else value
 
 
