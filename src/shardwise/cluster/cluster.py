@@ -190,7 +190,10 @@ def _rows(where: str, raw: Any, kinds: tuple[type, ...], nothing: bool = False) 
     out = []
     for index, row in enumerate(raw):
         if not isinstance(row, list) or len(row) != len(kinds):
-            raise InputError(f"{where}[{index}] must have {len(kinds)} cells, got {row!r}")
+            raise InputError(
+                f"{where}[{index}] must have {len(kinds)} cells, got {row!r}; "
+                "`shardwise probe` writes a file of this version"
+            )
         for cell, kind in zip(row, kinds, strict=True):
             right = type(cell) is kind or (kind is float and type(cell) is int)
             if not right or (kind is not str and not (math.isfinite(cell) and (cell > 0 or (nothing and cell == 0)))):
