@@ -43,7 +43,7 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def pace_us(device: torch.device) -> float | None:
+def pace_us(device: torch.device, rounds: int = 100) -> float | None:
     """Microseconds that a fixed piece of work takes on this rank's CPU now: a product and sixty tiny additions.
 
     A virtual CPU is as fast as its neighbours let it be; this says how fast that is. None on a GPU, whose clocks are
@@ -52,7 +52,8 @@ def pace_us(device: torch.device) -> float | None:
     if device.type != "cpu":
         return None
     a, tiny, times = torch.ones(256, 256), torch.ones(8), []
-    for _ in range(100):
+    torch.mm(a, a)  # its pages are touched
+    for _ in range(rounds):
         began = time.perf_counter()
         torch.mm(a, a)
         for _ in range(60):

@@ -38,6 +38,10 @@ class Layout:
     seq: int = 2048
     recompute: str = "none"
     schedule: str = "1f1b"
+    # blocks compiled; sums of tp begun early; the dtype in which gradients are summed
+    compile: bool = False
+    tp_overlap: bool = False
+    reduce_dtype: str = "auto"
     # layers of each stage where they are not even, first stage first
     stage_layers: tuple[int, ...] = ()
     # of a plan for a module: what tp leaves whole, and where the stages begin
@@ -113,4 +117,5 @@ def of_plan(plan: Plan, *, global_batch: int, seq: int, uneven: bool = False) ->
         n_micro=plan.microbatches if plan.pp > 1 else n_micro, rounds=plan.accumulate if plan.pp > 1 else 1,
         seq=seq, recompute=plan.remat,
         schedule=plan.schedule if plan.schedule != "none" else "1f1b", tp_whole=plan.tp_whole, stages=plan.stages,
+        compile=plan.compile, tp_overlap=plan.tp_overlap, reduce_dtype=plan.reduce_dtype,
     )  # fmt: skip

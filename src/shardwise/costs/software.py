@@ -5,8 +5,9 @@ Facts about programs, from their papers and sources; nothing here is a fitted nu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from shardwise.costs.layout import Layout
 from shardwise.errors import InputError, did_you_mean
 
 
@@ -19,6 +20,7 @@ class States:
     master      a second copy for the optimizer, 0 without
     optimizer   its own state
     copies      gradient copies that live beside the first at the optimizer step
+    sent        a gradient on the wire, 0 where it is sent as it is held
     """
 
     name: str
@@ -27,6 +29,12 @@ class States:
     master: float
     optimizer: float
     copies: float = 0.0
+    sent: float = 0.0
+
+    @property
+    def on_wire(self) -> float:
+        """Bytes of a gradient that is summed over ranks."""
+        return self.sent or self.gradient
 
     @property
     def total(self) -> float:
@@ -196,3 +204,16 @@ def software(name: str) -> Software:
     if name not in SOFTWARE:
         raise InputError(f"no software {name!r}{did_you_mean(name, list(SOFTWARE))} (known: {', '.join(SOFTWARE)})")
     return SOFTWARE[name]
+
+
+_WIDTHS = {"fp64": 8.0, "fp32": 4.0, "bf16": 2.0, "fp16": 2.0}
+
+
+def as_planned(software: Software, layout: Layout) -> Software:
+    """What a plan turns on: fused elementwise ops (compile), sums of tp that begin early, narrower gradients sent."""
+    return replace(
+        software,
+        fused=software.fused or layout.compile,
+        overlap_tp=software.overlap_tp or layout.tp_overlap,
+        grad_reduce_bytes=_WIDTHS.get(layout.reduce_dtype, software.grad_reduce_bytes),
+    )

@@ -44,7 +44,7 @@ from shardwise.layout import Plan, check
 from shardwise.layout.dealing import Share
 from shardwise.layout.grid import placement
 from shardwise.mesh import Mesh, build_mesh
-from shardwise.parallel.batchnorm import batch_norm_modules, sync_module
+from shardwise.parallel.batchnorm import batch_norm_modules, joins_batch_norms, sync_module
 from shardwise.parallel.slots import Phase
 from shardwise.part import forget
 from shardwise.precision import Precision
@@ -93,7 +93,7 @@ def parallelize(
         findings = engine.look(masks=randomness == "global")
     else:
         findings = Findings(batch_norm_modules(engine.module), BatchDims())
-    for module in findings.batch_norms if engine.data_ranks > 1 or plan.remat != "none" else ():
+    for module in findings.batch_norms if joins_batch_norms(engine.data_ranks, plan) else ():
         sync_module(module, engine.mesh.data, engine.phase)
     if randomness == "global":
         engine.global_random = GlobalRandom(findings.dims)

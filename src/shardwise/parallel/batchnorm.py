@@ -27,7 +27,9 @@ from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from shardwise.comm import Axis, sum_over
+from shardwise.layout import Plan
 from shardwise.parallel.slots import Phase
+from shardwise.precision import Precision
 
 _TAG = "batch_norm"
 
@@ -102,6 +104,8 @@ class JoinBatchNorm(_MeetsBatchNorm):
         self, x, running_mean=None, running_var=None, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5
     ):
         if not training:
+            if running_mean is not None:  # kernels take a 16-bit input, and all else in one dtype
+                weight, bias = (None if t is None else t.to(running_mean.dtype) for t in (weight, bias))
             return functional.batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
         return synced_batch_norm(x, running_mean, running_var, weight, bias, momentum, eps, self.axis, self.phase)
 
@@ -148,6 +152,15 @@ class FindBatchNorm(_MeetsBatchNorm):
                 self.found.append(self.running[-1])
             running_mean, running_var = x.new_zeros(x.shape[1]), x.new_ones(x.shape[1])
         return functional.batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
+
+
+def joins_batch_norms(data_ranks: int, plan: Plan) -> bool:
+    """Whether a run replaces the kernels of batch norms.
+
+    Over several ranks for their statistics; under recompute since a second forward must not update them again; in 16
+    bits since statistics are float32, which no kernel takes beside weights of 16 bits.
+    """
+    return data_ranks > 1 or plan.remat != "none" or Precision.of(plan).compute.itemsize < 4
 
 
 def sync_module(module: nn.Module, axis: Axis, phase: Phase) -> None:

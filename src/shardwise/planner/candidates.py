@@ -14,6 +14,7 @@ from shardwise.costs.shapes import Shape
 from shardwise.layout import Plan
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
+SWITCHES = ("compile", "tp_overlap", "reduce_dtype")  # of a plan: as asked for, never searched
 CONTEXT_FROM = 4096  # a rank keeps at least half of these positions under context parallelism
 
 
@@ -36,6 +37,11 @@ class Constraints:
     def allows(self, plan: Plan) -> bool:
         """Whether a plan has the fixed fields."""
         return all(getattr(plan, name) == value for name, value in self.fixed)
+
+    def applied(self, layout: Layout) -> Layout:
+        """A layout with what is fixed and nothing enumerates."""
+        values = {name: value for name, value in self.fixed if name in SWITCHES}
+        return layout.with_(**{n: v for n, v in values.items() if n != "tp_overlap" or layout.tp > 1})
 
     def value(self, name: str) -> object | None:
         return dict(self.fixed).get(name)
@@ -120,7 +126,8 @@ def plan_of(layout: Layout, precision: str) -> Plan:
     values: dict[str, object] = {
         "tp": layout.tp, "sp": layout.sp, "cp": layout.cp, "cp_ulysses": layout.ulysses, "pp": layout.pp,
         "dp_shard": layout.shard, "zero": layout.zero, "dp_replicate": layout.replicas, "remat": layout.recompute,
-        "precision": precision, "ep": layout.ep,
+        "precision": precision, "ep": layout.ep, "compile": layout.compile, "tp_overlap": layout.tp_overlap,
+        "reduce_dtype": layout.reduce_dtype,
     }  # fmt: skip
     if layout.pp > 1:
         values |= {"schedule": layout.schedule, "microbatches": layout.n_micro, "accumulate": layout.rounds}

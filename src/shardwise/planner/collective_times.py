@@ -13,6 +13,7 @@ import torch.distributed as dist
 from shardwise.comm.collectives import Axis, all_gather, all_reduce, all_to_all, reduce_scatter
 from shardwise.device import synchronize
 from shardwise.planner.candidates import divisors
+from shardwise.planner.pace import Pace
 
 BYTES = tuple(2**i for i in range(10, 27, 2))
 WORK = 256  # rows and columns of a product before each collective: half a millisecond of a CPU
@@ -21,7 +22,7 @@ OFTEN, SELDOM, LARGE = 64, 5, 2**20  # calls of a small one, and of those from s
 Message = tuple[str, int, int, float]
 
 
-def collective_times(device: torch.device, ranks: int) -> list[Message]:
+def collective_times(device: torch.device, ranks: int, pace: Pace) -> list[Message]:
     """(op, ranks, bytes of the whole tensor, microseconds). Collective.
 
     Groups of neighbours, of every size that divides the ranks, all of them at once as in a run.
@@ -30,15 +31,15 @@ def collective_times(device: torch.device, ranks: int) -> list[Message]:
     for size in divisors(ranks)[1:]:
         group, every = dist.new_subgroups(size)
         axis = Axis("probe", size, dist.get_rank(group), group, tuple(dist.get_process_group_ranks(group)))
-        rows += [row for count in BYTES for row in _of_size(device, axis, count)]
+        rows += [row for count in BYTES for row in _of_size(pace, axis, count)]
         for each in every:
             if dist.get_rank(each) >= 0:
                 dist.destroy_process_group(each)
     return rows
 
 
-def _of_size(device: torch.device, axis: Axis, size_bytes: int) -> list[Message]:
-    ranks = axis.size
+def _of_size(pace: Pace, axis: Axis, size_bytes: int) -> list[Message]:
+    device, ranks = pace.device, axis.size
     each = max(1, size_bytes // 4 // ranks)
     full, other = (torch.zeros(each * ranks, device=device) for _ in range(2))
     part = torch.zeros(each, device=device)
@@ -49,7 +50,11 @@ def _of_size(device: torch.device, axis: Axis, size_bytes: int) -> list[Message]
         "all_to_all": partial(all_to_all, other, full, [each] * ranks, [each] * ranks, axis, "probe"),
     }
     times = OFTEN if size_bytes <= LARGE else SELDOM
-    return [(op, ranks, full.nbytes, 1e6 * _after_work(call, device, times)) for op, call in calls.items()]
+
+    def took(call: Callable[[], Any]) -> float:
+        return 1e6 * pace.seconds(partial(_after_work, call, device, times))
+
+    return [(op, ranks, full.nbytes, took(call)) for op, call in calls.items()]
 
 
 def _after_work(call: Callable[[], Any], device: torch.device, times: int) -> float:

@@ -32,14 +32,14 @@ from shardwise.device import pace_us, pick_device, synchronize
 from shardwise.planner.collective_times import collective_times
 from shardwise.planner.op_times import convolution_times, op_times, product_times
 from shardwise.planner.overheads import fit, large_times, step_times
-from shardwise.planner.pace import Pace
+from shardwise.planner.pace import Pace, over_ranks
 from shardwise.planner.progress import Say, silent
 from shardwise.ranks import launch
 
 SIDES = (32, 128, 512, 1024)
 CUDA_SIDES = (512, 1024, 2048, 4096, 8192)
 BUDGET_S = 0.03  # for one figure, after a first call
-PASSES = 2  # over the steps of reference modules; the faster counts: what slows one down is not the module
+PASSES = 2  # over the steps of reference modules, of which the mean counts
 
 
 def seconds(call: Callable[[], Any], device: torch.device, budget_s: float = BUDGET_S) -> float:
@@ -64,19 +64,20 @@ def measure(say: Say = silent) -> dict[str, Any]:
     found: dict[str, Any] = {"ranks": ranks, "kind": device.type, "threads": torch.get_num_threads()}
     found["name"] = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine() + "-cpu"
     found["memory"] = _memory_bytes(device) / (1 if device.type == "cuda" else ranks)
-    pace = Pace(device, pace_us(device))
+    own = pace_us(device)
+    pace = Pace(device, None if own is None else over_ranks(own))
     found["pace"] = pace.reference
     say("probe: products and convolutions by shape")
-    found["products"] = pace.rows(partial(_products, device))
+    found["products"] = _products(pace)
     say("probe: bandwidth of the memory")
     found["stream"] = _stream(device)
     say("probe: what an op costs besides its work")
     found["op"] = pace.seconds(partial(_op, device, found))
     if device.type == "cpu":  # where the host computes the ops itself
         say("probe: other ops by size")
-        found["ops"] = pace.rows(op_times)
+        found["ops"] = op_times(pace)
     say(f"probe: collectives of {ranks} ranks by size")
-    found["collectives"] = pace.rows(partial(collective_times, device, ranks))
+    found["collectives"] = collective_times(device, ranks, pace)
     found["host"] = _host(device)
     say("probe: the disk")
     found["disk"] = _disk() if not dist.is_initialized() or dist.get_rank() == 0 else None
@@ -96,8 +97,8 @@ def measure_engine(say: Say, reference: float) -> dict[str, Any]:
     say, pace = _of_rank_zero(say), Pace(torch.device("cpu"), reference)
     passes = [(step_times(ranks, pace, say), large_times(ranks, pace, say)) for _ in range(PASSES)]
     return {
-        "steps": {name: np.min([steps[name] for steps, _ in passes], axis=0).tolist() for name in passes[0][0]},
-        "large": {key: min(large[key] for _, large in passes) for key in passes[0][1]},
+        "steps": {name: np.mean([steps[name] for steps, _ in passes], axis=0).tolist() for name in passes[0][0]},
+        "large": {key: mean(large[key] for _, large in passes) for key in passes[0][1]},
     }
 
 
@@ -107,9 +108,10 @@ def _memory_bytes(device: torch.device) -> float:
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
-def _products(device: torch.device) -> list[tuple[str, int, int, int, float]]:
+def _products(pace: Pace) -> list[tuple[str, int, int, int, float]]:
+    device = pace.device
     if device.type == "cpu":
-        return product_times(SIDES) + convolution_times()
+        return product_times(SIDES, pace) + convolution_times(pace)
     rows = []
     for name, dtype in {"fp32": torch.float32, "bf16": torch.bfloat16}.items():
         for m, n, k in product(CUDA_SIDES, repeat=3):

@@ -17,6 +17,8 @@ from statistics import median
 import torch
 from torch import Tensor
 
+from shardwise.planner.pace import Pace
+
 ATEN = torch.ops.aten
 ELEMENTS = (2**8, 2**13, 2**17, 2**20)
 HELD_BYTES = 12 * 2**20
@@ -174,8 +176,8 @@ def typical(call: Callable[[], object], budget_s: float = BUDGET_S) -> float:
     return median(times)
 
 
-def held(inputs: Callable[[], Made], call: Callable[..., object], budget_s: float = BUDGET_S) -> tuple[float, float]:
-    """Bytes that one call moves, and its seconds while outputs are kept and inputs change."""
+def held(inputs: Callable[[], Made], call: Callable[..., object]) -> tuple[float, Callable[[], object], int]:
+    """Bytes that one call moves, a round of calls whose outputs are kept while inputs change, and how many they are."""
     first = inputs()
     out = call(*first)
     made = [t for t in (out if isinstance(out, tuple | list) else (out,)) if torch.is_tensor(t)]
@@ -186,21 +188,21 @@ def held(inputs: Callable[[], Made], call: Callable[..., object], budget_s: floa
     def round_of() -> list[object]:
         return [call(*sets[i % len(sets)]) for i in range(count)]
 
-    return float(size), typical(round_of, budget_s) / count
+    return float(size), round_of, count
 
 
-def op_times() -> list[Row]:
+def op_times(pace: Pace) -> list[Row]:
     """(op, bytes it reads and writes, microseconds), sizes ascending."""
     rows: list[Row] = []
     with torch.no_grad():
         for name, (inputs, call) in OPS.items():
             for count in ELEMENTS:
-                size, took = held(partial(inputs, count), call)
-                rows.append((name, size, 1e6 * took))
-        return rows + _attention()
+                size, round_of, times = held(partial(inputs, count), call)
+                rows.append((name, size, 1e6 * pace.seconds(partial(typical, round_of)) / times))
+        return rows + _attention(pace)
 
 
-def _attention() -> list[Row]:
+def _attention(pace: Pace) -> list[Row]:
     """By FLOPs: the fused kernel, forward and backward."""
     rows: list[Row] = []
     forward = ATEN._scaled_dot_product_flash_attention_for_cpu
@@ -209,13 +211,14 @@ def _attention() -> list[Row]:
         q, k, v, g = (torch.randn(1, heads, length, width) for _ in range(4))
         out, lse = forward(q, k, v, 0.0, True)
         flops = 4.0 * heads * length * length * width
-        rows.append(("attention", flops, 1e6 * typical(partial(forward, q, k, v, 0.0, True))))
+        ahead = partial(forward, q, k, v, 0.0, True)
+        rows.append(("attention", flops, 1e6 * pace.seconds(partial(typical, ahead))))
         back = partial(backward, g, q, k, v, out, lse, 0.0, True)
-        rows.append(("attention_backward", 2.5 * flops, 1e6 * typical(back)))
+        rows.append(("attention_backward", 2.5 * flops, 1e6 * pace.seconds(partial(typical, back))))
     return rows
 
 
-def product_times(sides: Sequence[int]) -> list[Product]:
+def product_times(sides: Sequence[int], pace: Pace) -> list[Product]:
     """(fp32, m, n, k, microseconds): the mean of the three products that a linear layer runs in a step.
 
     Forward multiplies with a transposed weight, backward by the weight and by transposed inputs.
@@ -227,12 +230,17 @@ def product_times(sides: Sequence[int]) -> list[Product]:
             lambda m=m, n=n, k=k: (torch.randn(m, k), torch.randn(k, n)),
             lambda m=m, n=n, k=k: (torch.randn(k, m).t(), torch.randn(k, n)),
         )
-        took = [held(way, ATEN.mm, BUDGET_S / 3)[1] for way in ways]
+        took = [pace.seconds(partial(_one, way)) for way in ways]
         rows.append(("fp32", m, n, k, 1e6 * sum(took) / 3))
     return rows
 
 
-def convolution_times() -> list[Product]:
+def _one(way: Callable[[], Made]) -> float:
+    _, round_of, count = held(way, ATEN.mm)
+    return typical(round_of, BUDGET_S / 3) / count
+
+
+def convolution_times(pace: Pace) -> list[Product]:
     """(conv or conv_backward, cells, channels out, 9 x channels in, microseconds) of 3 x 3 over square fields."""
     rows: list[Product] = []
     for side, outward, inward in product((4, 24, 96), (8, 32, 128), (8, 32, 128)):
@@ -243,6 +251,6 @@ def convolution_times() -> list[Product]:
         g = torch.randn(2, outward, side, side)  # one sample alone goes another way through PyTorch
         shape = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
         back = partial(ATEN.convolution_backward, g, x, w, [outward], *shape, [True, True, True])
-        rows.append(("conv", cells, outward, deep, 1e6 * typical(partial(ATEN.convolution, x, w, None, *shape))))
-        rows.append(("conv_backward", cells, outward, deep, 1e6 * typical(back)))
+        for name, call in (("conv", partial(ATEN.convolution, x, w, None, *shape)), ("conv_backward", back)):
+            rows.append((name, cells, outward, deep, 1e6 * pace.seconds(partial(typical, call))))
     return rows

@@ -14,22 +14,21 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import combinations
 from statistics import geometric_mean, median
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from shardwise.cluster import Cluster
 from shardwise.cluster.cluster import Overhead as OverheadRow
+from shardwise.comm import everybody, gather_rows
 from shardwise.costs.kernels import KINDS
 from shardwise.costs.layout import Layout, of_plan
 from shardwise.costs.overhead import BASE, Overhead, events
 from shardwise.costs.software import software
 from shardwise.layout import Plan
-from shardwise.planner.pace import Pace
+from shardwise.planner.pace import Beat, Pace, over_ranks, pace_beside
 from shardwise.planner.progress import Say, silent
 from shardwise.planner.references import large_tasks, reference_task
 from shardwise.planner.traced import Traced
@@ -69,7 +68,7 @@ def step_times(ranks: int, pace: Pace, say: Say = silent) -> dict[str, list[floa
     for name, each in plans(ranks).items():
         say(f"probe: steps of three tiny modules under {name}")
         found[name] = [
-            pace.seconds(partial(_seconds, reference_task(blocks, deep, 4 * ranks), plan))
+            _seconds(reference_task(blocks, deep, 4 * ranks), plan, pace)
             for plan, (blocks, deep) in zip(each, REFERENCES, strict=True)
         ]
     return found
@@ -85,32 +84,37 @@ def large_times(ranks: int, pace: Pace, say: Say = silent) -> Large:
         for name in LARGE[kind]:
             if name in plans(ranks):
                 say(f"probe: steps of a module of {kind} under {name}")
-                found[kind, name] = pace.seconds(partial(_seconds, task, plans(ranks)[name][0]))
+                found[kind, name] = _seconds(task, plans(ranks)[name][0], pace)
     return found
 
 
-def _seconds(task: Task, plan: str) -> float:
+def _seconds(task: Task, plan: str, pace: Pace) -> float:
+    """The median step of a module, at the reference pace."""
     from shardwise.engine.engine import parallelize
 
-    assert task.batch is not None
+    assert task.batch is not None and pace.reference is not None
     engine, make = parallelize(task, plan, check_loss=False), task.batch
+    beat = Beat(pace.device)
     times: list[float] = []
 
     def take(steps: int) -> None:
         for _ in range(steps):
             batch = make(len(times))
+            beat.before(len(times))
             began = time.perf_counter()
             engine.step(batch)
             times.append(time.perf_counter() - began)
 
-    take(WARM + STEPS)
-    more = torch.tensor([BUDGET_S / median(times[WARM:]) - STEPS])
-    if dist.is_initialized():
-        dist.all_reduce(more)  # the same number on every rank
-        more /= dist.get_world_size()
-    take(max(0, min(MOST - STEPS, int(more))))
+    take(WARM)
+    step_s = over_ranks(median(times))
+    beat.spread(step_s)
+    take(min(MOST, max(STEPS, int(BUDGET_S / step_s))))
+    beat.end(len(times))
+    seen = gather_rows(torch.tensor(beat.us, dtype=torch.float64), everybody()).tolist()
     engine.close()
-    return median(times[WARM:])
+    steps = list(enumerate(times))[WARM:]
+    beside = pace_beside(steps, beat.at, seen, in_turn=engine.plan.pp > 1)
+    return median(times[WARM:]) * pace.reference / beside
 
 
 def _traced(cluster: Cluster, plan: Plan, task: Task) -> tuple[Layout, Traced, int]:

@@ -1,18 +1,29 @@
-"""Times as they would have been at one pace: a virtual CPU slows down and speeds up while it is probed.
+"""Times as they would have been at one pace: a virtual CPU slows down and speeds up while it is measured.
 
-A fixed piece of work is timed before and after each measurement, and what was measured is divided by how much longer
-that took than at first. So the pace of the first moment cancels out where a run compares its own with it.
+    pace      . work .  . work .  . work .          a fixed piece of work, a few times, every so often
+    steps      |---|----|---|-----|---|----|        of a run or of a reference module, on all ranks at once
+    figures    op op . op op . op op . op op        of a probe, each between two looks at the pace
+
+What was measured is divided by how long the fixed work took beside it, so a forecast and a run are compared at one
+pace, though one core may be two thirds faster than the other and than itself a second later.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
 from typing import TypeVar
 
+import numpy as np
 import torch
+import torch.distributed as dist
 
 from shardwise.device import pace_us
+
+BRIEF = 3  # rounds of the fixed work: a millisecond or two
+EVERY_S = 0.05  # between two looks while steps are taken
 
 Found = TypeVar("Found")
 Row = TypeVar("Row", bound=tuple)
@@ -27,18 +38,68 @@ class Pace:
 
     def seconds(self, measure: Callable[[], float]) -> float:
         """What `measure` returns, a time in any unit, at the reference pace."""
-        found, slower = self._around(measure)
-        return found / slower
-
-    def rows(self, measure: Callable[[], list[Row]]) -> list[Row]:
-        """The same for the last cells of the rows that `measure` returns."""
-        found, slower = self._around(measure)
-        return [(*row[:-1], row[-1] / slower) for row in found]  # type: ignore[misc]
-
-    def _around(self, measure: Callable[[], Found]) -> tuple[Found, float]:
-        before = pace_us(self.device)
+        before = pace_us(self.device, BRIEF)
         found = measure()
-        after = pace_us(self.device)
+        after = pace_us(self.device, BRIEF)
         if before is None or after is None or self.reference is None:
-            return found, 1.0
-        return found, (before + after) / 2 / self.reference
+            return found
+        return found * self.reference * 2 / (before + after)
+
+
+@dataclass
+class Beat:
+    """Looks at the pace between the steps of a run; every rank has to look before the same steps.
+
+    every   steps from one look to the next
+    """
+
+    device: torch.device
+    every: int = 1
+    at: list[int] = field(default_factory=list)
+    us: list[float] = field(default_factory=list)
+
+    def before(self, step: int) -> None:
+        """Look, where it is time to; nothing on a device whose pace is its own."""
+        if step % self.every == 0:
+            self._look(step)
+
+    def end(self, steps: int) -> None:
+        """The last look, after so many steps."""
+        self._look(steps)
+
+    def _look(self, step: int) -> None:
+        us = pace_us(self.device, BRIEF)
+        if us is not None:
+            self.at.append(step)
+            self.us.append(us)
+
+    def spread(self, step_s: float) -> None:
+        """Look every `EVERY_S` from now on, where a step takes `step_s`: the same number on all ranks."""
+        self.every = max(1, math.ceil(EVERY_S / step_s))
+
+
+def pace_beside(
+    steps: Sequence[tuple[int, float]], at: Sequence[int], ranks: Sequence[Sequence[float]], in_turn: bool
+) -> float:
+    """Microseconds of the fixed work beside the median step.
+
+    steps     (index, seconds)
+    at        the steps before which it was looked, the last one after all
+    ranks     what each rank saw then
+    in_turn   ranks work one after another, so that their mean counts; else the slowest is waited for
+
+    Each step is divided by the pace at its own time: the median of what is left is a step at one pace.
+    """
+    seen = np.mean(ranks, axis=0) if in_turn else np.max(ranks, axis=0)
+    beside = np.interp([index + 0.5 for index, _ in steps], at, seen)
+    times = [seconds for _, seconds in steps]
+    return median(times) / median(np.divide(times, beside).tolist())
+
+
+def over_ranks(value: float) -> float:
+    """The mean over ranks, the same on each of them. Collective."""
+    if not dist.is_initialized():
+        return value
+    row = torch.tensor([value], dtype=torch.float64)
+    dist.all_reduce(row)
+    return float(row) / dist.get_world_size()

@@ -10,12 +10,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 
 from shardwise.cluster import Cluster
 from shardwise.costs.layout import Layout
 from shardwise.costs.memory import CONTEXT_BYTES, Ledger
 from shardwise.costs.shapes import Shape
-from shardwise.costs.software import Software
+from shardwise.costs.software import Software, as_planned
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan, check
 from shardwise.planner.candidates import MICRO_BATCHES, Constraints, axes, decoder_layouts, family, plan_of
@@ -109,15 +110,17 @@ def decoder(shape: Shape, cluster: Cluster, soft: Software, global_batch: int, s
         )
     if soft.name == "shardwise":  # the others have one policy each
         soft = replace(soft, states="bf16-full" if precision == "bf16-full" else "bf16")
-    estimator = Estimator(shape, cluster, soft)
+    estimators = cache(partial(Estimator, shape, cluster))
     node = cluster.sizes[0] if len(cluster.tiers) > 1 else cluster.world_size
 
     def layouts(world: int, constraints: Constraints) -> Iterable[Layout]:
         return decoder_layouts(shape, world, global_batch, seq, node, constraints)
 
     return Subject(
-        shape.name or "decoder", shape.layers, global_batch, seq, layouts, estimator.estimate, estimator.memory,
-        lambda layout: simulate(shape, layout, cluster, soft),
+        shape.name or "decoder", shape.layers, global_batch, seq, layouts,
+        lambda layout: estimators(as_planned(soft, layout)).estimate(layout),
+        lambda layout: estimators(as_planned(soft, layout)).memory(layout),
+        lambda layout: simulate(shape, layout, cluster, as_planned(soft, layout)),
         with_batch=lambda count: decoder(shape, cluster, soft, count, seq, precision),
     )  # fmt: skip
 
@@ -132,7 +135,7 @@ def search(
     fits: list[tuple[float, Layout]] = []
     tightest: dict[str, tuple[float, Layout]] = {}
     considered = 0
-    for layout in subject.layouts(cluster.world_size, constraints):
+    for layout in map(constraints.applied, subject.layouts(cluster.world_size, constraints)):
         if constraints.fixed and not constraints.allows(plan_of(layout, precision)):
             continue
         if constraints.check is not None and not _passes(constraints.check, plan_of(layout, precision)):

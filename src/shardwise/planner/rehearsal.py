@@ -30,7 +30,7 @@ from shardwise.planner.counting import Count, Trace
 from shardwise.planner.gathered import Gathered
 from shardwise.planner.routed import Values
 from shardwise.planner.rows import telling
-from shardwise.planner.tracing import DTYPES, batch_norms, build, drop, fake_batch, in_order, wide
+from shardwise.planner.tracing import batch_norms, build, drop, fake_batch, in_order, inputs_of, on_device
 from shardwise.planner.watching import Watch
 from shardwise.precision import Precision
 from shardwise.trace.blocks import find_blocks
@@ -82,7 +82,6 @@ class Rehearsal:
         self.shares, self.task, self.rank = shares, shares.task, pp
         self.found = RankTrace(max(sizes))
         self.fake = Fake()
-        self.dtype = DTYPES[shares.cuts.precision]
         self.ledger = Ledger()
         degree = shares.cuts.tp
         ranks = tuple(range(degree))
@@ -95,7 +94,7 @@ class Rehearsal:
         self.experts = ExpertParallel(shares.stacks, group)
         count = shares.schedule.microbatches * shares.cuts.rounds
         self.sizes = [*sizes, *[sizes[-1]] * (count - len(sizes))]
-        self.batches = {n: fake_batch(self.fake, shares.looks.one, n, self.dtype) for n in {*self.sizes}}
+        self.batches = {n: fake_batch(self.fake, shares.looks.one, n) for n in {*self.sizes}}
         self.cut = shares.cut(pp)
         self.sent: list[torch.Tensor] = []  # messages that may be under way
         self.resized: list[torch.UntypedStorage] = []  # since live bytes were last looked at
@@ -166,10 +165,10 @@ class Rehearsal:
         key = op.stage, op.microbatch
         if op.kind == "F":
             inbox = [(torch.empty(shape, dtype=kind), needs) for shape, kind, needs in told.get(op.stage - 1, ())]
-            batch = self.batches[size]
+            batch = on_device(self.batches[size], self.precision)
             output = self._forward(batch, op.stage, inbox, model, staged)
             if op.stage == last:
-                output = pytree.tree_map(wide, output)
+                output = self.precision.cast_outputs(output)
                 outputs = [self.task.loss(output, batch)[0]]
             else:
                 outputs = list(output)
@@ -211,7 +210,7 @@ class Rehearsal:
 
     def _forward(self, batch: Any, stage: int, inbox: list, model: nn.Module, staged: StagedModule | None) -> Any:
         def forward() -> Any:
-            args, kwargs = self.task.inputs(batch)
+            args, kwargs = inputs_of(self.task, batch, self.precision)
             return model(*args, **kwargs)
 
         return forward() if staged is None else staged.run(stage, inbox, forward)
@@ -229,21 +228,22 @@ class Rehearsal:
         """What each stage sends, from all stages in turn on one module that has everything."""
         assert self.cut is not None
         model, _ = self._module(None)
-        staged = _FakeStages(model, self.cut.stages, self.dtype)
+        staged = _FakeStages(model, self.cut.stages, self.precision.compute)
         told: dict[int, Told] = {}
         with batch_norms(model, self.shares.cuts.joined, Ledger()), self.fake, Values(self.fake):
             for stage in self.cut.stages[:-1]:
                 inbox = [
                     (torch.empty(shape, dtype=kind), needs) for shape, kind, needs in told.get(stage.index - 1, ())
                 ]
-                sent: Sequence[torch.Tensor] = self._forward(self.batches[samples], stage.index, inbox, model, staged)
+                batch = on_device(self.batches[samples], self.precision)
+                sent: Sequence[torch.Tensor] = self._forward(batch, stage.index, inbox, model, staged)
                 told[stage.index] = [(one.shape, one.dtype, one.requires_grad) for one in sent]
         forget()
         return told
 
     def _module(self, cut: Cut | None) -> tuple[nn.Module, StagedModule | None]:
         """The module with this rank's shares, in the order in which a run applies things."""
-        model = build(self.task, self.fake, self.dtype)
+        model = build(self.task, self.fake, self.precision)
         blocks = find_blocks(model, nested=self.task.branches == "same")
         absent = cut.absent if cut is not None else set()
         self._replace(model, absent)
@@ -257,7 +257,7 @@ class Rehearsal:
             for block in {id(b): b for b in map(model.get_submodule, blocks.paths)}.values():
                 recompute_block(block, self.shares.cuts.recompute)
         self.blocks = blocks
-        return model, _FakeStages(model, cut.mine, self.dtype) if cut is not None else None
+        return model, _FakeStages(model, cut.mine, self.precision.compute) if cut is not None else None
 
     def _techniques(self, model: nn.Module, held: dict[str, nn.Parameter]) -> list[Gathered | Flat]:
         """What owns the gradients while micro-batches run; without it they are an account of their own."""

@@ -76,6 +76,7 @@ class Cuts:
     gloo: bool = False
     ep: int = 1
     joined: int = 0
+    reduce_dtype: str = "auto"
 
     @classmethod
     def of(cls, layout: Layout, precision: str, *, gloo: bool = False) -> Cuts:
@@ -89,7 +90,8 @@ class Cuts:
             if layout.n_micro % layout.pp == 0:
                 count -= count % layout.pp
         own = cls(layout.tp, layout.sp, layout.tp_whole, microbatches=count, recompute=layout.recompute,
-                  precision=precision, rounds=rounds, gloo=gloo, ep=layout.ep)  # fmt: skip
+                  precision=precision, rounds=rounds, gloo=gloo, ep=layout.ep,
+                  reduce_dtype=layout.reduce_dtype)  # fmt: skip
         if layout.pp > 1:
             own = replace(own, pp=layout.pp, schedule=layout.schedule, stages=layout.stages)
         return replace(own, zero=layout.zero, shard=layout.shard) if played else own
@@ -104,7 +106,7 @@ class Cuts:
         """As a plan."""
         values: dict[str, object] = {
             "tp": self.tp, "sp": self.sp, "tp_whole": self.tp_whole, "remat": self.recompute,
-            "precision": self.precision,
+            "precision": self.precision, "reduce_dtype": self.reduce_dtype,
         }  # fmt: skip
         if self.pp > 1:
             values |= {"pp": self.pp, "schedule": self.schedule, "microbatches": self.microbatches,

@@ -9,12 +9,15 @@ from itertools import chain, product
 from time import perf_counter
 
 from shardwise.cluster import Cluster
+from shardwise.costs.block import EAGER
 from shardwise.costs.layout import RECOMPUTES, Layout
 from shardwise.costs.memory import CONTEXT_BYTES, Ledger
-from shardwise.costs.software import Software
+from shardwise.costs.software import Software, as_planned
 from shardwise.engine.batching import samples_in
 from shardwise.errors import InputError, RefusedPlan
+from shardwise.layout import Plan
 from shardwise.layout.dealing import deal
+from shardwise.parallel.batchnorm import joins_batch_norms
 from shardwise.planner.candidates import MICRO_BATCHES, Constraints, divisors, plan_of
 from shardwise.planner.progress import Say, silent
 from shardwise.planner.propose import Reading, Subject
@@ -118,7 +121,10 @@ class Traced:
 
     def model(self, recompute: str, data_ranks: int = 1) -> Model:
         """The traces of the whole module under a recompute policy."""
-        key = recompute, self.joined(recompute, data_ranks)
+        return self._model_of(recompute, self.joined(recompute, data_ranks))
+
+    def _model_of(self, recompute: str, joined: int) -> Model:
+        key = recompute, joined
         if key not in self._models:
             self.say(f"{self.task.name}: tracing the whole module, remat={recompute}")
             one, two = (self._trace(count, *key) for count in self.samples)
@@ -130,13 +136,13 @@ class Traced:
 
     def joined(self, recompute: str, data_ranks: int) -> int:
         """Over how many ranks a run joins batch norms: 0 where they are the module's own; 2 stand for many."""
-        if data_ranks == 1 and recompute == "none":
+        if not joins_batch_norms(data_ranks, Plan(remat=recompute, precision=self.precision)):
             return 0
-        return min(2, data_ranks) if self.model("none").one.batch_norms else 0
+        return min(2, data_ranks) if self._model_of("none", 0).one.batch_norms else 0
 
     def can_run(self, layout: Layout) -> bool:
         """Whether batch norms find more than one value in a micro-batch."""
-        return layout.dp * layout.micro_batch > 1 or not self.model("none").one.alone
+        return layout.dp * layout.micro_batch > 1 or not self._model_of("none", 0).one.alone
 
     def _cuts(self, layout: Layout) -> Cuts:
         joined = self.joined(layout.recompute, layout.dp)
@@ -241,7 +247,7 @@ class Traced:
         asked = any(constraints.value(name) is not None for name in ("tp", "pp", "ep"))
         fitted: set[Layout] = set()
         left: dict[str, None] = {}
-        for layout in layouts:
+        for layout in map(constraints.applied, layouts):
             if constraints.fixed and not constraints.allows(plan_of(layout, self.precision)):
                 continue  # before it is rehearsed
             plain = layout.with_(recompute="none")
@@ -287,13 +293,28 @@ class Traced:
         """One step."""
         if layout.cp * layout.ulysses > 1:
             raise RefusedPlan("cp and cp_ulysses are not forecast for a traced module, only for decoders by name")
-        held, where = self.ledgers(layout, batch), (self.cluster, self.software, self.precision)
+        soft = as_planned(self.software, layout)
+        held, where = self.ledgers(layout, batch), (self.cluster, soft, self.precision)
         if layout.tp * layout.pp * layout.ep > 1:
             found = simulate_cut(self.cut(layout, batch), layout, *where, held)
         else:
             found = simulate_traced(self.model(layout.recompute, layout.dp), layout, *where, held)
         found.flops = self.model("none").flops(layout.global_batch)  # the model's: not what ranks do twice
+        found.basis |= _switches(layout, eager=bool(self.cluster.device.ops))
         return found
+
+
+def _switches(layout: Layout, *, eager: bool) -> dict[str, str]:
+    """What a forecast makes of a plan's switches. `eager`: on a device whose ops were timed one by one."""
+    found = {}
+    if layout.compile:
+        found["compile"] = (
+            "not modelled here, where ops were timed one by one: as if blocks were not compiled" if eager else
+            f"elementwise ops move 1/{EAGER:g} of the bytes (assumed); memory as of blocks that are not compiled"
+        )  # fmt: skip
+    if layout.tp_overlap:
+        found["tp_overlap"] = "not modelled for a traced module: as if each sum were waited for"
+    return found
 
 
 def dealt(layout: Layout, batch: int, data_rank: int) -> tuple[int, ...]:

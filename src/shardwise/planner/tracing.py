@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,6 +27,7 @@ from shardwise.engine.batching import parts_of, samples_in
 from shardwise.engine.groups import named_groups
 from shardwise.engine.recipe import refuse
 from shardwise.errors import InputError, RefusedPlan
+from shardwise.layout import Plan
 from shardwise.memory.live import LiveBytes
 from shardwise.memory.recompute import recompute_block
 from shardwise.parallel.batchnorm import CountBatchNorm, JoinBatchNorm, batch_norm_modules, sync_module
@@ -34,18 +35,11 @@ from shardwise.parallel.slots import Phase
 from shardwise.planner.counting import Count, Trace
 from shardwise.planner.routed import Values, give
 from shardwise.planner.watching import Watch
+from shardwise.precision import Precision
 from shardwise.simulator.counted import Update
 from shardwise.task import Task
 from shardwise.trace.blocks import find_blocks
 from shardwise.trace.fake import Fake
-
-DTYPES = {
-    "fp32": torch.float32,
-    "fp64": torch.float64,
-    "bf16": torch.bfloat16,
-    "bf16-full": torch.bfloat16,
-    "fp16": torch.float16,
-}
 
 
 @contextmanager
@@ -80,7 +74,7 @@ def _unpadded() -> Iterator[None]:
             setattr(masking_utils, name, value)
 
 
-def build(task: Task, fake: FakeTensorMode, dtype: torch.dtype) -> nn.Module:
+def build(task: Task, fake: FakeTensorMode, precision: Precision) -> nn.Module:
     """The module with fake parameters; built for real where its constructor reads values."""
     try:
         with fake:
@@ -88,19 +82,32 @@ def build(task: Task, fake: FakeTensorMode, dtype: torch.dtype) -> nn.Module:
     except Exception:
         with torch.random.fork_rng(devices=[]):
             model = task.model()
+        _replaced(model, lambda parameter: fake.from_tensor(parameter.data))
         for module in model.modules():
-            for name, parameter in list(module._parameters.items()):
-                if parameter is not None:
-                    module._parameters[name] = nn.Parameter(fake.from_tensor(parameter.data), parameter.requires_grad)
             for name, buffer in list(module._buffers.items()):
                 if buffer is not None:
                     module._buffers[name] = fake.from_tensor(buffer)
     with fake:
+        _replaced(model, lambda p: p.data.to(precision.held(p)) if p.dtype != precision.held(p) else None)
         for module in model.modules():
-            for name, parameter in list(module._parameters.items()):
-                if parameter is not None and parameter.is_floating_point() and parameter.dtype != dtype:
-                    module._parameters[name] = nn.Parameter(parameter.data.to(dtype), parameter.requires_grad)
+            for name, buffer in list(module._buffers.items()):
+                if buffer is not None:
+                    module._buffers[name] = buffer.to(precision.held(buffer))
     return model.train()
+
+
+def _replaced(model: nn.Module, made: Callable[[nn.Parameter], torch.Tensor | None]) -> None:
+    """Other tensors for the parameters of a module, None for those that stay; what is tied stays tied."""
+    known: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is None:
+                continue
+            if id(parameter) not in known:
+                value = made(parameter)
+                new = parameter if value is None else nn.Parameter(value, parameter.requires_grad)
+                known[id(parameter)] = parameter, new  # the old one too, so that no other gets its id
+            module._parameters[name] = known[id(parameter)][1]
 
 
 def one_sample(task: Task) -> Any:
@@ -129,8 +136,8 @@ def repeated(batch: Any, times: int) -> Any:
     return pytree.tree_map(convert, batch)
 
 
-def fake_batch(fake: FakeTensorMode, sample: Any, samples: int, dtype: torch.dtype) -> Any:
-    """The sample, `samples` times, without values."""
+def fake_batch(fake: FakeTensorMode, sample: Any, samples: int) -> Any:
+    """The sample, `samples` times, without values, as the task makes it."""
 
     def convert(leaf: Any) -> Any:
         if isinstance(leaf, np.ndarray):
@@ -138,7 +145,6 @@ def fake_batch(fake: FakeTensorMode, sample: Any, samples: int, dtype: torch.dty
         if not isinstance(leaf, torch.Tensor):
             return leaf
         made = fake.from_tensor(leaf)
-        made = made.to(dtype) if leaf.is_floating_point() else made
         many = torch.cat([made] * samples) if made.dim() else made
         if leaf.is_floating_point() or leaf.is_complex():
             return many
@@ -159,18 +165,18 @@ def trace(
 
     A module that cannot be traced raises `InputError` with the line that failed.
     """
-    dtype = DTYPES[precision]
+    kept = Precision.of(Plan(precision=precision))
     fake = Fake()
     found, inside = Trace(samples), Inside()
     try:
         with as_real():
-            model = build(task, fake, dtype)
+            model = build(task, fake, kept)
             refuse(model)
             _sizes(model, found)
             if recompute != "none":
                 for path in find_blocks(model).paths:
                     recompute_block(model.get_submodule(path), recompute)
-            batch = fake_batch(fake, one_sample(task) if sample is None else sample, samples, dtype)
+            batch = fake_batch(fake, one_sample(task) if sample is None else sample, samples)
             inside.watch(model)
             for parameter in model.parameters():
                 if parameter.requires_grad:  # gradients are an account of their own: buckets, or shards
@@ -181,9 +187,10 @@ def trace(
             live.count(leaf for leaf in rests if isinstance(leaf, torch.Tensor))
             base = live.now
             with norms, fake, Watch(routed, live, Count(found)):
-                args, kwargs = task.inputs(batch)
-                output = model(*args, **kwargs)
-                output = pytree.tree_map(lambda t: wide(t), output)
+                batch = on_device(batch, kept)
+                args, kwargs = inputs_of(task, batch, kept)
+                output = kept.cast_outputs(model(*args, **kwargs))
+                del args, kwargs
                 total = task.loss(output, batch)[0]
                 del output
                 total.backward()
@@ -219,11 +226,17 @@ def sizes_of(sent: Ledger, ranks: int) -> Counter[tuple[str, float]]:
     return found
 
 
-def wide(leaf: Any) -> Any:
-    """Outputs are widened to float32 before a loss sees them."""
-    if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.dtype in (torch.bfloat16, torch.float16):
-        return leaf.float()
-    return leaf
+def on_device(batch: Any, precision: Precision) -> Any:
+    """A batch as a run moves it: float64 runs see float64 data."""
+    if precision.compute != torch.float64:
+        return batch
+    return pytree.tree_map_only(torch.Tensor, lambda leaf: leaf.double() if leaf.is_floating_point() else leaf, batch)
+
+
+def inputs_of(task: Task, batch: Any, precision: Precision) -> tuple[tuple, dict]:
+    """What the module is called with, in its dtype."""
+    args, kwargs = task.inputs(batch)
+    return precision.cast_inputs((args, kwargs)) if precision.compute != torch.float32 else (args, kwargs)
 
 
 def drop(parameter: torch.Tensor) -> None:

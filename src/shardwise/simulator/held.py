@@ -9,22 +9,29 @@ Under zero=3, and zero=2 beside a pipeline, a micro-batch was played with what t
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from shardwise.costs.layout import Layout
 from shardwise.costs.memory import Ledger
-from shardwise.costs.software import STATES, States
+from shardwise.costs.software import States
+from shardwise.layout import Plan
+from shardwise.precision import Precision
 from shardwise.simulator.counted import Counted, Model
 
 IN_FLIGHT_BYTES = 2 * 25 * 2**20  # of gradients: two buckets, as comm/buckets.py cuts them
 
 
-def policy(precision: str, state_elements: float) -> States:
-    """Bytes for one parameter under a precision of this package, for the optimizer that the task has."""
-    base = STATES[{"fp32": "fp32", "bf16-full": "bf16-full", "fp64": "fp32"}.get(precision, "bf16")]
-    width = {"fp64": 8.0, "bf16-full": 2.0}.get(precision, 4.0)
-    base = replace(base, optimizer=state_elements * width)
-    return replace(base, weight=8.0, gradient=8.0) if precision == "fp64" else base
+def policy(precision: str, state_elements: float, layout: Layout) -> States:
+    """Bytes for one parameter under a precision of this package, for the optimizer that the task has.
+
+    Replicas and ZeRO 1 and 2 sum gradients in buckets of the dtype that they are sent in, and give the optimizer
+    copies where it wants another; FSDP2's shards have the masters' dtype.
+    """
+    chosen = Precision.of(Plan(precision=precision, reduce_dtype=layout.reduce_dtype))
+    master, sent = chosen.master.itemsize, chosen.reduce.itemsize
+    in_buckets = layout.zero < 3 or layout.shard == 1
+    return States(
+        precision, chosen.compute.itemsize, sent if in_buckets else master, master if chosen.mixed else 0,
+        state_elements * master, master if in_buckets and sent != master else 0, sent,
+    )  # fmt: skip
 
 
 def memory(
@@ -35,7 +42,7 @@ def memory(
     samples     of the global batch, where a rank holds all of it
     shard_rank  whose shard, where the ranks do not divide a weight: the first rank's are the largest
     """
-    one, states = model.one, policy(precision, model.update.state_elements)
+    one, states = model.one, policy(precision, model.update.state_elements, layout)
     zero, share = layout.zero, 1.0 / layout.shard
     of_experts = 1.0 / max(1, layout.shard // layout.ep)  # of the ranks that hold the same ones
     rest = sum(size * count for size, count in one.sizes.items()) - one.experts
@@ -90,7 +97,8 @@ def _peaks(model: Model, layout: Layout, states: States, updated: float, reduced
     here = model.batch_on_device  # a CPU, where an optimizer goes from tensor to tensor and gloo reduces a copy
     out = {
         "micro-batch": model.peak(layout.micro_batch),
-        "optimizer's temporaries": _temporaries(model, layout, updated) * (states.master or states.weight),
+        "optimizer's temporaries": _temporaries(model, layout, updated) * (states.master or states.weight)
+        + updated * states.copies,
     }
     if here and layout.zero == 1 and layout.shard > 1:
         # gloo keeps every copy until all are waited for. The gradient that completes the last bucket came in a tensor

@@ -20,21 +20,21 @@ def data_seconds(
     """What data ranks add to a step in which a micro-batch takes `micro` seconds; under ZeRO-3 a timeline too."""
     count, inside = model.one.parameters - model.one.experts, layout.tp  # ranks of tp lie inside
     alike = Group(layout.dp // layout.ep, inside * layout.ep)  # ranks that hold the same experts
-    experts_s = wire.collective("all_reduce", alike, model.one.experts * states.gradient)
+    experts_s = wire.collective("all_reduce", alike, model.one.experts * states.on_wire)
     shard, replicas = Group(layout.shard, inside), Group(layout.replicas, layout.shard * layout.pp * inside)
     if layout.dp == 1:
         return 0.0, []
     if layout.zero >= 3 and layout.shard > 1:
         if layout.pp > 1:  # what is gathered is part of each stage's ops
-            return experts_s + wire.collective("all_reduce", replicas, count * states.gradient / shard.size), []
+            return experts_s + wire.collective("all_reduce", replicas, count * states.on_wire / shard.size), []
         total, timeline = _gathered(model, layout, micro, wire, states, shard, replicas)
         return experts_s + max(0.0, total - layout.n_micro * micro), timeline
     if layout.zero:
-        reduce_s = wire.collective("reduce_scatter", shard, count * states.gradient)
-        reduce_s += wire.collective("all_reduce", replicas, count * states.gradient / layout.shard)
+        reduce_s = wire.collective("reduce_scatter", shard, count * states.on_wire)
+        reduce_s += wire.collective("all_reduce", replicas, count * states.on_wire / layout.shard)
         gather_s = wire.collective("all_gather", shard, count * states.weight)
     else:
-        reduce_s, gather_s = wire.collective("all_reduce", Group(layout.dp, inside), count * states.gradient), 0.0
+        reduce_s, gather_s = wire.collective("all_reduce", Group(layout.dp, inside), count * states.on_wire), 0.0
     hidden = 1 - FORWARD_SHARE if software.overlap_dp and not on_cores(wire) else 0.0
     pieces = max(1, len(model.one.units))
     times = layout.n_micro * layout.rounds if layout.zero == 2 else 1  # ZeRO-2 reduces after every micro-batch
@@ -62,7 +62,7 @@ def _gathered(
         link.play(ops, units, FORWARD_SHARE * micro, back=False)
         link.play(ops, units[::-1], (1 - FORWARD_SHARE) * micro, back=True)
     seconds = run(ops)
-    once = wire.collective("all_reduce", replicas, model.one.parameters * states.gradient / shard.size)
+    once = wire.collective("all_reduce", replicas, model.one.parameters * states.on_wire / shard.size)
     once += layout.n_micro * (2 * link.gather(rest) + link.scatter(rest)) if rest else 0.0
     return once + seconds * layout.n_micro / times, [(op.stream, op.name, op.start, op.end) for op in ops]
 
@@ -82,8 +82,8 @@ class Sharded:
 
     def scatter(self, count: float) -> float:
         """Seconds to sum the gradients of so many weights, each rank its shard."""
-        copied = 2 * count * self.states.gradient / self.wire.bandwidth
-        return self.wire.collective("reduce_scatter", self.shard, count * self.states.gradient) + copied
+        copied = 2 * count * self.states.on_wire / self.wire.bandwidth
+        return self.wire.collective("reduce_scatter", self.shard, count * self.states.on_wire) + copied
 
     def play(self, ops: list[Op], units: Sequence[float], seconds: float, *, back: bool) -> None:
         """Add one pass through the units, after what was added before it."""

@@ -120,7 +120,7 @@ def simulate_traced(
     kernels, added = kernels_of(cluster, layout, software, dtype)
     wire = Wire(cluster)
     micro = between(model.one, model.two, layout.micro_batch, kernels, software)
-    states = policy(precision, model.update.state_elements)
+    states = policy(precision, model.update.state_elements, layout)
     data, timeline = data_seconds(model, layout, micro, wire, states, software)
     optimizer = optimizer_seconds(model, layout, kernels, states)
     parts = {"compute": layout.n_micro * micro, "data-parallel communication": data, "optimizer": optimizer}

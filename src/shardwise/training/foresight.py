@@ -52,7 +52,7 @@ def foresee(job: Job) -> dict[str, Any]:
 def beside(forecast: dict[str, Any], summary: dict[str, Any]) -> dict[str, Any]:
     """The forecast with `beside`: what -> (forecast, measured on the rank that holds most).
 
-    `pace`: how much longer the same work took when the run began than while the cluster was probed; the step's
+    `pace`: how much longer the same work took beside the run's steps than while the cluster was probed; the step's
     forecast is multiplied by it.
     """
     pace = summary.get("pace_us") / forecast["pace_us"] if summary.get("pace_us") and forecast["pace_us"] else 1.0

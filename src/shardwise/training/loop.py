@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from shardwise.comm import everybody, gather_json, gather_rows
 from shardwise.data import Loader, evaluation_parts, parts_of, samples_in
 from shardwise.dataset import name_of
-from shardwise.device import pace_us, pick_device
+from shardwise.device import pick_device
 from shardwise.engine.ema import Ema
 from shardwise.engine.engine import Engine, parallelize
 from shardwise.engine.result import StepResult
@@ -29,6 +29,7 @@ from shardwise.observe.profile import StepProfile, as_text
 from shardwise.observe.profile_steps import read_steps
 from shardwise.observe.progress import Display, Speed
 from shardwise.observe.sinks import open_sinks
+from shardwise.planner.pace import Beat, over_ranks, pace_beside
 from shardwise.task import Task
 from shardwise.training.held_out import Spread
 from shardwise.training.job import Job
@@ -38,6 +39,7 @@ from shardwise.training.writing import written_text
 WEIGHTS = "model.safetensors"
 EMA_WEIGHTS = "ema.safetensors"
 OBSERVED = 1  # the step whose communication is counted; the first one differs (buffers are made, shapes learnt)
+PACED = 4  # from this step on the pace of the CPU is looked at every so often, before at each
 
 
 def run_rank(job: Job) -> dict[str, Any]:
@@ -104,8 +106,9 @@ class _Rank:
         self.skipped = 0
         self.peak_bytes = 0
         self.timed = [0, 0.0]  # samples and seconds after the first step
-        self.step_times: list[float] = []
-        self.pace: float | None = None
+        self.step_times: list[tuple[int, float]] = []
+        # the forecast is for the pace of its probe
+        self.beat = Beat(torch.device(engine.device)) if config.cluster is not None else None
         self.eval_loss: float | None = None
         self.eval_metrics: dict[str, float] = {}
         self.ema = Ema(engine, config.ema_decay) if config.ema_decay is not None else None
@@ -114,8 +117,6 @@ class _Rank:
         """Every step, then the end."""
         started = time.monotonic()
         self._announce()
-        if self.job.effective.config.train.cluster is not None:  # the forecast is for the pace of its probe
-            self.pace = pace_us(torch.device(self.engine.device))
         for step in range(self.job.steps):
             self._step(step)
             if self._evaluates_after(step):
@@ -174,6 +175,10 @@ class _Rank:
         return f"set train.workers to {max(2, 2 * workers)} (now {workers}), or make reading of {name} cheaper"
 
     def _step(self, step: int) -> None:
+        if self.beat is not None:
+            if step == PACED and self.beat.us:
+                self.beat.spread(over_ranks(self.step_times[-1][1]))
+            self.beat.before(step)
         self.profile.before(step)
         asked = time.perf_counter()
         with self.profile.inside(step, "input"):
@@ -191,7 +196,7 @@ class _Rank:
         if step > OBSERVED or (step > 0 and self.job.steps <= OBSERVED + 1):
             self.timed[0] += result.samples
             self.timed[1] += seconds
-            self.step_times.append(seconds)
+            self.step_times.append((step, seconds))
         if step == 0 or (step + 1) % self.job.effective.config.train.log_every == 0:
             self.peak_bytes = self.engine.memory().get("peak") or 0
         record = {
@@ -274,6 +279,14 @@ class _Rank:
             told = "".join(f"  {name} {value:.4g}" for name, value in self.eval_metrics.items())
             self.display.say(f"step {step + 1}/{self.job.steps}  held-out loss {self.eval_loss:.4f}{told}")
 
+    def _pace(self) -> float | None:
+        """Microseconds of the fixed work beside the median step; None where nothing asks for it. Collective."""
+        if self.beat is None or not self.beat.us or not self.step_times:
+            return None
+        self.beat.end(self.job.steps)
+        seen = gather_rows(torch.tensor(self.beat.us, dtype=torch.float64, device=self.engine.device), everybody())
+        return pace_beside(self.step_times, self.beat.at, seen.tolist(), self.engine.plan.pp > 1)
+
     def _summary(self, seconds: float, text: str | None) -> dict[str, Any]:
         plan = self.job.effective.plan
         samples, timed = self.timed if self.timed[0] else (self.job.batch_samples, seconds)
@@ -285,7 +298,7 @@ class _Rank:
             "steps": self.job.steps,
             "skipped": self.skipped,
             "seconds": seconds,
-            "step_s": median(self.step_times) if self.step_times else None,
+            "step_s": median(seconds for _, seconds in self.step_times) if self.step_times else None,
             "first_loss": self.losses[0],
             "loss": self.losses[-1],
             "eval_loss": self.eval_loss,
@@ -293,7 +306,7 @@ class _Rank:
             "unit": self.unit,
             **self.speed.of(int(samples), timed),
             "flops_convention": self._convention(),
-            "pace_us": mean(self._of_all_ranks(self.pace)) if self.pace is not None else None,
+            "pace_us": self._pace(),
             "memory": gather_json(memory_of(self.engine), everybody(), self.engine.device),
             "weights": str(self.job.folder / WEIGHTS),
             "notices": [*self.job.effective.notes, *self.engine.notices],

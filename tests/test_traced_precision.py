@@ -1,0 +1,105 @@
+"""Forecasts in other dtypes than float32: memory of every rank within 2% of its live bytes, and what is switched."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_traced import HERE, beyond, summed
+from torch import nn
+
+from shardwise import Plan, Task, parallelize
+from shardwise.costs.layout import of_plan
+from shardwise.costs.software import software
+from shardwise.models import tasks
+from shardwise.planner import Constraints
+from shardwise.planner.door import simulate, subject_of
+from shardwise.planner.propose import search
+from shardwise.planner.tracing import build
+from shardwise.precision import Precision
+from shardwise.trace.fake import Fake
+
+PRECISIONS = ["bf16", "bf16,reduce_dtype=bf16", "fp32,reduce_dtype=bf16", "bf16-full", "fp64"]
+LAYOUTS = ["dp_replicate=2", "dp_shard=2,zero=1", "dp_shard=2,zero=2", "dp_shard=2,zero=3", "tp=2", "pp=2",
+           "dp_shard=2,zero=3,remat=full,accumulate=2", "dp_shard=2,zero=2,accumulate=2", "tp=2,sp=true"]  # fmt: skip
+ALL = [f"{layout},precision={precision}" for precision in PRECISIONS for layout in LAYOUTS]
+
+
+@pytest.mark.parametrize(
+    ("name", "plans"),
+    [
+        pytest.param("gpt2", [ALL[0], ALL[3], "dp_shard=2,zero=2,precision=bf16-full"], id="tied-weights"),
+        pytest.param("gpt2", ["dp_shard=2,zero=1,precision=bf16,reduce_dtype=bf16"], id="narrow-sums"),
+        pytest.param("vit", ["pp=2,precision=bf16,accumulate=2", "dp_replicate=2,precision=fp64"], id="cast-inputs"),
+        pytest.param("unet_batchnorm", ["tp=2,precision=bf16"], id="batch-norm"),
+        *(pytest.param(name, ALL, id=f"{name}-all", marks=pytest.mark.long)
+          for name in ("gpt2", "vit", "unet_batchnorm", "moe", "recurrent", "hf_llama")),
+    ],
+)  # fmt: skip
+def test_memory_of_every_rank_in_other_dtypes(name: str, plans: list[str], pool) -> None:
+    wrong = beyond(pool, name, plans)
+    assert not wrong, "\n".join(wrong)
+
+
+def test_what_is_tied_stays_tied_in_other_dtypes() -> None:
+    """A cast that gave each name a tensor of its own would count the table of words twice."""
+    whole = tasks.gpt2().model()
+    cast = build(tasks.gpt2(), Fake(), Precision.of(Plan(precision="bf16")))
+    assert sum(p.numel() for p in cast.parameters()) == sum(p.numel() for p in whole.parameters())
+    assert {p.dtype for p in cast.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16-full", "fp16"])
+def test_batch_norm_runs_in_sixteen_bits_on_one_rank(precision: str) -> None:
+    """Statistics stay float32 beside weights of 16 bits, which no kernel takes as it is; evaluation too."""
+    task = Task(
+        model=lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 3)),
+        loss=summed, batch=lambda step: torch.linspace(-1, 1, 4 * 2 * 8 * 8).view(4, 2, 8, 8), name="normed",
+    )  # fmt: skip
+    wide, narrow = (parallelize(task, plan) for plan in ("precision=fp32", f"precision={precision}"))
+    steps = 1 if precision == "fp16" else 3  # whose first steps overflow and are skipped
+    losses = [[float(engine.step(task.batch(0)).loss) for _ in range(steps)] for engine in (wide, narrow)]
+    assert losses[1] == pytest.approx(losses[0], rel=0.05)
+    for engine in (wide, narrow):
+        engine.module.eval()
+        out = engine.module(task.batch(0).to(next(engine.module.parameters()).dtype))
+        assert out.isfinite().all()
+
+
+def test_a_compiled_plan_is_forecast_with_fused_ops_and_says_so() -> None:
+    plain, compiled = (
+        simulate(tasks.gpt2(), plan, "2 h100-sxm-80gb") for plan in ("dp_shard=2", "dp_shard=2,compile=true")
+    )
+    assert compiled.step_s < plain.step_s
+    assert "compile" in compiled.basis and "compile" not in plain.basis
+    shapes = [
+        simulate("llama3-8b", plan + ",precision=bf16", "8 h100-sxm-80gb", global_batch=8, seq=4096).step_s
+        for plan in ("dp_shard=8", "dp_shard=8,compile=true", "dp_shard=8,reduce_dtype=bf16")
+    ]
+    assert shapes[1] < shapes[0]
+    assert shapes[2] <= shapes[0]
+
+
+def test_switches_that_are_fixed_are_on_in_every_plan_of_a_search() -> None:
+    where = HERE.parse("8 h100-sxm-80gb")
+    fixed = Constraints(fixed=(("compile", True), ("reduce_dtype", "bf16")))
+    for subject in (
+        subject_of("llama3-8b", where, global_batch=64, seq=2048, precision="bf16"),
+        subject_of(tasks.gpt2(), where, global_batch=8, precision="bf16"),
+    ):
+        found = search(subject, where, fixed, precision="bf16")
+        assert all(p.plan.compile and p.plan.reduce_dtype == "bf16" for p in found.proposals)
+
+
+def test_gradients_are_sent_in_the_dtype_that_a_plan_says() -> None:
+    from shardwise.simulator.held import policy
+
+    def bytes_of(text: str) -> tuple[float, float, float]:
+        plan = Plan.parse(text)
+        states = policy(plan.precision, 2.0, of_plan(plan, global_batch=8, seq=1))
+        return states.gradient, states.copies, states.on_wire
+
+    assert bytes_of("dp_replicate=2,precision=bf16") == (4, 0, 4)
+    assert bytes_of("dp_replicate=2,precision=bf16,reduce_dtype=bf16") == (2, 4, 2)
+    assert bytes_of("dp_shard=2,zero=1,precision=bf16-full") == (4, 2, 4)
+    assert bytes_of("dp_shard=2,zero=3,precision=bf16-full") == (2, 0, 4)
+    assert software("shardwise").grad_reduce_bytes == 4
