@@ -1,0 +1,146 @@
+"""Links between nodes: how a forecast reads what was measured there, and a probe of two nodes."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import replace
+
+import pytest
+
+from shardwise.cluster import Cluster, Figure, Tier
+from shardwise.costs.layout import of_plan
+from shardwise.costs.software import software
+from shardwise.costs.wire import Group, Wire
+from shardwise.errors import InputError
+from shardwise.layout import Plan
+from shardwise.planner.traced import traced_subject
+
+SIZES = (1024, 65536, 2**20, 2**24)
+OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+
+
+def made_us(nodes: int, each: int, size: int) -> float:
+    """Something that grows with each of the three."""
+    return 50.0 * nodes + 10.0 * each + size / 200.0 * (1 + 0.1 * nodes) / each
+
+
+BETWEEN = tuple(
+    (op, nodes, each, size, made_us(nodes, each, size))
+    for op in OPS for nodes in (2, 4) for each in (1, 4) for size in SIZES
+) + tuple(("send", 2, 1, size, 80.0 + size / 500.0) for size in SIZES)  # fmt: skip
+
+
+def probed(nodes: int = 4, between: tuple = BETWEEN) -> Cluster:
+    """Nodes of four CPU ranks whose links were measured."""
+    base = Cluster.parse("4 l40s")
+    device = replace(base.device, kind="cpu", table="")
+
+    def measured(value: float) -> Figure:
+        return Figure(value, "measured", "probe")
+
+    tiers = (Tier("shared-memory", 4, measured(6.0), measured(200.0)),
+             Tier("network", nodes, measured(0.5), measured(80.0)))  # fmt: skip
+    collectives = tuple((op, ranks, size, 20.0 + size / 6000.0) for op in OPS for ranks in (2, 4) for size in SIZES)
+    return Cluster(device, tiers, "probed", collectives, between)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_group_that_was_measured_has_its_row(op: str) -> None:
+    wire = Wire(probed())
+    for nodes in (2, 4):
+        for size in SIZES:
+            assert wire.collective(op, Group(nodes, 4), size) == pytest.approx(1e-6 * made_us(nodes, 1, size))
+            assert wire.collective(op, Group(4 * nodes, 1), size) == pytest.approx(1e-6 * made_us(nodes, 4, size))
+    assert wire.collective(op, Group(4, 1), 1024) < 1e-4, "inside a node nothing has changed"
+    assert wire.basis(op, Group(2, 4)) == "measured: network between 2 nodes, 1 rank(s) of each"
+    assert wire.basis(op, Group(4, 1)).startswith("measured: measured here")
+
+
+def test_between_the_rows_times_grow_with_bytes_and_with_nodes() -> None:
+    wire = Wire(probed())
+    over_bytes = [wire.collective("all_reduce", Group(2, 4), size) for size in range(1024, 2**20, 2**15)]
+    assert over_bytes == sorted(over_bytes)
+    over_nodes = [wire.collective("all_gather", Group(nodes, 4), 2**18) for nodes in (2, 3, 4)]
+    assert over_nodes == sorted(over_nodes) and len(set(over_nodes)) == 3
+    over_ranks = [wire.collective("all_gather", Group(2 * each, 4 // each), 2**24) for each in (1, 2, 4)]
+    assert over_ranks == sorted(over_ranks, reverse=True), "more ranks of a node, more of its links"
+    assert wire.basis("all_gather", Group(3, 4)).endswith(", read between 2 and 4 nodes")
+    assert wire.basis("all_gather", Group(4, 2)).endswith(", read between 1 and 4 rank(s) a node")
+
+
+def test_beyond_the_rows_the_nearest_is_scaled() -> None:
+    wire = Wire(probed(nodes=16))
+    for op in OPS:
+        four, eight, sixteen = (wire.collective(op, Group(nodes, 4), 2**20) for nodes in (4, 8, 16))
+        assert four < eight < sixteen
+        assert wire.basis(op, Group(16, 4)).endswith("between 16 nodes, 1 rank(s) of each, scaled from 4 nodes")
+    small = wire.collective("all_reduce", Group(16, 4), 8)
+    assert small == pytest.approx(1e-6 * made_us(4, 1, 1024) * math.log2(16) / math.log2(4)), "a tree's hops"
+
+
+def test_messages_read_their_rows_and_without_them_the_measured_tier() -> None:
+    wire = Wire(probed())
+    assert wire.send(2**20, 3, 4) == pytest.approx(1e-6 * (80 + 2**20 / 500))
+    plain = Wire(probed(between=()))
+    assert plain.send(2**20, 3, 4) == pytest.approx(80e-6 + 2**20 / 0.5e9)
+    assert plain.send(2**20, 2, 3) == wire.send(2**20, 2, 3)
+    assert plain.basis("all_reduce", Group(2, 4)).startswith("formula: network")
+
+
+def test_an_op_without_rows_and_an_outer_tier_keep_the_formula() -> None:
+    few = Wire(probed(between=tuple(row for row in BETWEEN if row[0] == "all_reduce")))
+    assert few.basis("all_gather", Group(2, 4)).startswith("formula")
+    assert few.basis("all_reduce", Group(2, 4)).startswith("measured")
+    cluster = probed(nodes=2)
+    racks = replace(cluster, tiers=(*cluster.tiers, replace(cluster.tiers[1], name="racks", count=2)))
+    assert Wire(racks).basis("all_reduce", Group(2, 8)).startswith("formula: racks")
+
+
+def test_a_file_keeps_the_rows_and_one_without_them_still_reads() -> None:
+    cluster = probed()
+    import tomllib
+
+    again = Cluster.from_dict(tomllib.loads(cluster.to_toml()))
+    assert again.between == cluster.between and again == cluster
+    data = cluster.as_dict()
+    del data["between"]
+    assert Cluster.from_dict(data).between == ()
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (["all_reduce", 2, 1, 1024, -3.0], r"between\[1\]: -3.0 is not a float above 0"),
+        (["all_reduce", 2, 1, 1024, math.nan], r"between\[1\]: nan is not"),
+        (["all_reduce", 2, 1024, 3.0], r"between\[1\] must have 5 cells"),
+        (["all_reduce", 2.5, 1, 1024, 3.0], r"between\[1\]: 2.5 is not a int"),
+        (["all_reduce", 2, 0, 1024, 3.0], r"between\[1\]: 0 is not a int"),
+        (["all_reduce", 1, 4, 1024, 3.0], r"between\[1\]: 1 is not a number of nodes .* at least 2"),
+        (["all_reduced", 2, 1, 1024, 3.0], r"between\[1\]: unknown op 'all_reduced'; did you mean 'all_reduce'"),
+    ],
+)
+def test_a_bad_row_is_refused_with_its_place(row: list, words: str) -> None:
+    data = copy.deepcopy(probed().as_dict())
+    data["between"] = [data["between"][0], row]
+    with pytest.raises(InputError, match=words):
+        Cluster.from_dict(data, "cluster.toml")
+
+
+def test_data_ranks_across_nodes_are_forecast_by_the_rows() -> None:
+    from shardwise.planner.references import reference_task
+
+    def of(cluster: Cluster, plan: str):
+        layout = of_plan(Plan.parse(plan), global_batch=16, seq=1, uneven=True)
+        micro = (layout.micro_batch, layout.micro_batch)
+        task = reference_task(2, 1, 16)
+        subject = traced_subject(task, cluster, software("shardwise"), 16, "fp32", ("none",), micro)
+        return subject.simulate(layout)
+
+    slow = tuple((*row[:-1], 100 * row[-1]) for row in BETWEEN)
+    for plan in ("dp_replicate=8", "dp_shard=8,zero=3", "tp=4,dp_replicate=2"):
+        fast, slower = of(probed(), plan), of(probed(between=slow), plan)
+        assert fast.basis["data ranks"].startswith("measured: network between 2 nodes")
+        assert slower.step_s > 2 * fast.step_s, plan
+    inside = [of(each, "dp_replicate=4").step_s for each in (probed(), probed(between=slow))]
+    assert inside[0] == inside[1]
