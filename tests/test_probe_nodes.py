@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
+import os
+import subprocess
+import sys
+import tomllib
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -14,7 +20,10 @@ from shardwise.costs.software import software
 from shardwise.costs.wire import Group, Wire
 from shardwise.errors import InputError
 from shardwise.layout import Plan
+from shardwise.planner.between_nodes import groups
+from shardwise.planner.measure import text
 from shardwise.planner.traced import traced_subject
+from shardwise.ranks import launchers, nodes_of
 
 SIZES = (1024, 65536, 2**20, 2**24)
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
@@ -99,8 +108,6 @@ def test_an_op_without_rows_and_an_outer_tier_keep_the_formula() -> None:
 
 def test_a_file_keeps_the_rows_and_one_without_them_still_reads() -> None:
     cluster = probed()
-    import tomllib
-
     again = Cluster.from_dict(tomllib.loads(cluster.to_toml()))
     assert again.between == cluster.between and again == cluster
     data = cluster.as_dict()
@@ -144,3 +151,125 @@ def test_data_ranks_across_nodes_are_forecast_by_the_rows() -> None:
         assert slower.step_s > 2 * fast.step_s, plan
     inside = [of(each, "dp_replicate=4").step_s for each in (probed(), probed(between=slow))]
     assert inside[0] == inside[1]
+
+
+# --- which ranks share a node
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        ([("a", 0), ("a", 1), ("b", 0), ("b", 1)], [[0, 1], [2, 3]]),
+        ([("a", 0), ("a", 1), ("a", 0), ("a", 1)], [[0, 1], [2, 3]]),  # as the launcher says, whatever their names
+        ([("a", None), ("a", None), ("b", None), ("b", None)], [[0, 1], [2, 3]]),
+        ([("a", 0), ("b", 0), ("c", 0)], [[0], [1], [2]]),
+        ([("a", 0), ("a", 1), ("a", 2)], [[0, 1, 2]]),
+        ([("a", None)], [[0]]),
+    ],
+)
+def test_ranks_of_a_node(told: list, expected: list) -> None:
+    assert nodes_of(told) == expected
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ([("a", 0), ("a", 1), ("b", 0)], "the nodes have 2, 1 ranks, .* start the same number on every host"),
+        ([("a", None), ("b", None), ("b", None)], "the nodes have 1, 2 ranks"),
+        ([("a", 0), ("b", 0), ("a", 1), ("b", 1)], "do not follow each other.*--distribution=block"),
+        ([("a", None), ("b", None), ("a", None), ("b", None)], "do not follow each other"),
+    ],
+)
+def test_unequal_nodes_and_ranks_dealt_in_turns_are_refused(told: list, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        nodes_of(told)
+
+
+def test_groups_between_nodes() -> None:
+    nodes = [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert groups(nodes, 2, 1) == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert groups(nodes, 2, 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert groups(nodes, 4, 1) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert groups([[0], [1]], 2, 1) == [[0, 1]]
+
+
+# --- a probe of two nodes, which are two pairs of processes here
+
+SHORT = """
+import os
+import sys
+from functools import partial
+
+import torch.distributed as dist
+
+from shardwise.planner import collective_times, measure
+
+
+def steps(say, reference):
+    assert reference > 0 and dist.get_world_size() == 2, "a node by itself"
+    assert dist.get_rank() == int(os.environ["LOCAL_RANK"])
+    return {"steps": {"replicas": [0.02, 0.03, 0.04]}, "large": []}
+
+
+if __name__ == "__main__":
+    sizes = (1024, 2**16, 2**18)
+    collective_times.BYTES = sizes
+    measure._products = lambda device: measure.product_times((32, 64))
+    measure.op_times = lambda: [("add", 1e3, 1.0), ("add", 1e6, 50.0)]
+    measure.measure_engine = steps
+    measure.between_times = partial(measure.between_times, sizes=sizes)
+    from shardwise.cli.main import run
+
+    sys.argv = ["shardwise", "probe", "-o", sys.argv[1], "--json"]
+    run()
+"""
+
+
+def two_nodes(folder: Path, script: Path) -> list[tuple[int, str, str]]:
+    """Exit code, stdout and stderr of four ranks of a launcher that calls them two nodes."""
+    import torch.distributed as dist
+
+    names = {name for family in (launchers.OPENMPI, launchers.PMI, launchers.SLURM)
+             for kind in (family.rank, family.size, family.local_rank, family.local_size, family.job)
+             for name in kind}  # fmt: skip
+    plain = {name: value for name, value in os.environ.items() if name not in names}
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # the launcher's own
+    ranks = []
+    try:
+        for rank in range(4):
+            own = {"RANK": rank, "WORLD_SIZE": 4, "LOCAL_RANK": rank % 2, "LOCAL_WORLD_SIZE": 2, "OMP_NUM_THREADS": 1,
+                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_RUN_ID": "two",
+                   "TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": "lo"}  # fmt: skip
+            ranks.append(subprocess.Popen(
+                [sys.executable, str(script), f"cluster{rank}.toml"], cwd=folder, text=True,
+                env=plain | {name: str(value) for name, value in own.items()},
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            ))  # fmt: skip
+        return [(rank.wait(), *told) for rank in ranks for told in [rank.communicate(timeout=120)]]
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+def test_two_nodes_are_measured_each_by_itself_and_between_them(tmp_path: Path) -> None:
+    script = tmp_path / "short.py"
+    script.write_text(SHORT)
+    told = two_nodes(tmp_path, script)
+    assert [code for code, *_ in told] == [0] * 4, told
+    assert [bool(out) for _, out, _ in told] == [True, False, False, False], "rank 0 alone answers"
+    assert [path.name for path in tmp_path.glob("*.toml")] == ["cluster0.toml"], "and writes"
+    cluster = Cluster.from_toml(tmp_path / "cluster0.toml")
+    assert Cluster.from_dict(json.loads(told[0][1])["cluster"]) == cluster
+    assert [tier.count for tier in cluster.tiers] == [2, 2] and cluster.world_size == 4
+    assert {row[1] for row in cluster.collectives} == {2}, "groups inside a node"
+    link = cluster.tiers[1]
+    assert link.name == "network" and link.gbps.kind == link.latency_us.kind == "measured"
+    assert link.gbps.source.startswith("probe on 2 nodes of 2 rank(s)")
+    assert {row[:3] for row in cluster.between} == {*((op, 2, each) for op in OPS for each in (1, 2)), ("send", 2, 1)}
+    assert len(cluster.between) == 3 * 9 and all(row[-1] > 0 for row in cluster.between)
+    assert {row[0] for row in cluster.device.overheads} == {"replicas"}
+    wire = Wire(cluster)
+    for op, nodes, each, size, us in cluster.between:
+        if op != "send":
+            assert wire.collective(op, Group(nodes * each, 2 // each), size) == pytest.approx(1e-6 * us)
+    assert "2 nodes of 2 x" in text(cluster) and "network: " in text(cluster)
