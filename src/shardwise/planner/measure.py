@@ -292,7 +292,8 @@ def _with_links(cluster: Cluster, nodes: int, found: list[list[Between]]) -> Clu
     def figure(value: float) -> Figure:
         return Figure(float(f"{value:.4g}"), "measured", source)
 
-    rate = figure(max(size / us for size, us in sends) / 1e3)
+    large, took = sends[-1]  # smaller ones may pass in the buffers on the way
+    rate = figure(large / took / 1e3)
     return replace(cluster, tiers=(*cluster.tiers, Tier("network", nodes, rate, figure(sends[0][1]))), between=rows)
 
 
@@ -321,14 +322,12 @@ def _links_text(cluster: Cluster) -> list[str]:
     if not cluster.between:
         return []
     inner, link = cluster.tiers[:2]
-    lines = [
-        f"  {link.name}: {link.gbps.value:.3g} GB/s of messages by each rank, {link.latency_us.value:.3g} us for one"
-    ]
-    most = link.count
+    rate, wait, most = link.gbps.value, link.latency_us.value, link.count
+    lines = [f"  {link.name}: {rate:.3g} GB/s of messages from each rank, {wait:.3g} us for a small one"]
     for each in sorted({1, inner.count}):
-        rates = [bus_factor(op, most * each) * size / us / 1e3 for op, nodes, many, size, us in cluster.between
-                 if (op, nodes, many) == ("all_reduce", most, each)]  # fmt: skip
-        lines.append(f"    all-reduce over {most} nodes, {each} rank(s) of each: {max(rates):.3g} GB/s")
+        size, us = max((size, us) for *key, size, us in cluster.between if key == ["all_reduce", most, each])
+        rate = bus_factor("all_reduce", most * each) * size / us / 1e3
+        lines.append(f"    {rate:.3g} GB/s of all-reduce over {most} nodes, {each} rank(s) of each")
     if inner.count == 1 and cluster.device.overheads:
-        lines.append("    a node has one rank: what zero, tp and pp add to their collectives was not measured")
+        lines.append("    a node has one rank: what the engine adds under zero, tp and pp was not measured")
     return lines
