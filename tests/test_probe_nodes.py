@@ -6,10 +6,12 @@ import copy
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -287,3 +289,72 @@ def test_two_nodes_are_measured_each_by_itself_and_between_them(tmp_path: Path) 
         if op != "send":
             assert wire.collective(op, Group(nodes * each, 2 // each), size) == pytest.approx(1e-6 * us)
     assert "2 nodes of 2 x" in text(cluster) and "network: " in text(cluster)
+
+
+# --- a link of a known rate, between two hosts that are namespaces of this one
+
+LINK = """
+import json
+import sys
+
+from shardwise.comm import everybody, gather_json
+from shardwise.device import pick_device
+from shardwise.planner.between_nodes import between_times
+from shardwise.ranks import join, leave
+
+if __name__ == "__main__":
+    rank, _ = join()
+    device = pick_device()
+    rows = gather_json(between_times(device, [[0], [1]], (1024, 2**22)), everybody(), device)
+    if rank == 0:
+        print(json.dumps(rows[0]))
+    leave(0)
+"""
+MBIT = 100
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[str]]:
+    """Two network namespaces, a link of MBIT between their interfaces, which have the namespaces' names."""
+    if shutil.which("ip") is None or shutil.which("tc") is None or os.geteuid() != 0:
+        pytest.skip("needs root, ip and tc, to make two hosts of this one")
+    names = [f"sw{os.getpid()}{end}" for end in "ab"]
+    lines = [f"ip netns add {name}" for name in names]
+    lines += ["ip link add {0} netns {0} type veth peer name {1} netns {1}".format(*names)]
+    for at, name in enumerate(names):
+        lines += [f"ip -n {name} addr add 10.77.0.{at + 1}/24 dev {name}", f"ip -n {name} link set {name} up",
+                  f"ip netns exec {name} tc qdisc add dev {name} root tbf rate {MBIT}mbit burst 64kb latency 50ms",
+                  f"ip -n {name} link set lo up"]  # fmt: skip
+    try:
+        for line in lines:
+            ran = subprocess.run(line.split(), capture_output=True, text=True, timeout=30)
+            if ran.returncode != 0:
+                pytest.skip(f"two hosts cannot be made here: {line}: {ran.stderr.strip()}")
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=30)
+
+
+@pytest.mark.long
+def test_the_rate_of_a_throttled_link_is_found(hosts: list[str], tmp_path: Path) -> None:
+    (tmp_path / "link.py").write_text(LINK)
+    ranks = []
+    try:
+        for rank, name in enumerate(hosts):  # each namespace has all ports to itself
+            own = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "10.77.0.1",
+                   "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": name, "OMP_NUM_THREADS": "1"}  # fmt: skip
+            ranks.append(subprocess.Popen(
+                ["ip", "netns", "exec", name, sys.executable, "link.py"], cwd=tmp_path, env=os.environ | own,
+                stdout=subprocess.PIPE, text=True,
+            ))  # fmt: skip
+        told = [rank.communicate(timeout=120)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    rows = {(op, size): us for op, _, _, size, us in json.loads(told[0])}
+    wire_us = 2**22 / (MBIT / 8)  # of all bits; a little of them is headers
+    assert rows["send", 2**22] == pytest.approx(wire_us, rel=0.25)
+    assert rows["all_gather", 2**22] == pytest.approx(wire_us / 2, rel=0.35)
+    assert rows["all_reduce", 2**22] > rows["all_gather", 2**22]

@@ -287,16 +287,19 @@ def probe(answer: Answer, output: str, ranks: int | None, refine: str | None) ->
     shardwise probe                          then: shardwise train --cluster cluster.toml --plan dp_replicate=2
     shardwise probe --refine runs/NAME       and the next forecast is corrected by what that run measured
 
-    Under torchrun, srun or mpirun the launcher's ranks measure; on several hosts, the links between them too:
+    Under torchrun, srun or mpirun the launcher's ranks measure, on several hosts the links between them too, and
+    rank 0 writes the file:
 
     \b
-    torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint HOST:PORT --no-python shardwise probe
+    torchrun --nnodes 2 --nproc-per-node 2 --no-python shardwise probe -o cluster.toml
     """
     from shardwise.cluster import Cluster
     from shardwise.planner.door import probe as measure
     from shardwise.planner.measure import text
     from shardwise.planner.progress import telling
 
+    if refine is not None and not speaks():
+        return  # one of a launcher's ranks corrects the file
     if refine is not None:
         from shardwise.training.foresight import refine as refined
 

@@ -214,8 +214,7 @@ def _joined(place: Place, ranks: int | None, say: Say) -> Cluster:
     steps = None if pace is None else on_each_node(measure_engine, say, pace.value)
     if len(nodes) > 1:
         say(f"probe: collectives and messages between {len(nodes)} nodes by size")
-        own = Pace(device, results[rank]["pace"])
-        rows = gather_json(own.rows(partial(between_times, device, nodes)), everybody(), device)
+        rows = gather_json(between_times(device, nodes), everybody(), device)  # a link keeps its pace
     if rank == 0:  # the others wait: they share its CPUs
         cluster = cluster if steps is None else _with_engine(cluster, steps, say)
         cluster = cluster if len(nodes) == 1 else _with_links(cluster, len(nodes), rows)
