@@ -356,5 +356,5 @@ def test_the_rate_of_a_throttled_link_is_found(hosts: list[str], tmp_path: Path)
     rows = {(op, size): us for op, _, _, size, us in json.loads(told[0])}
     wire_us = 2**22 / (MBIT / 8)  # of all bits; a little of them is headers
     assert rows["send", 2**22] == pytest.approx(wire_us, rel=0.25)
-    assert rows["all_gather", 2**22] == pytest.approx(wire_us / 2, rel=0.35)
+    assert 0.8 * wire_us / 2 < rows["all_gather", 2**22] < wire_us, "each sends half"
     assert rows["all_reduce", 2**22] > rows["all_gather", 2**22]
