@@ -210,14 +210,17 @@ from shardwise.cli.main import run
 from shardwise.planner import between_nodes, collective_times, measure, pace
 
 
+EACH = int(os.environ["LOCAL_WORLD_SIZE"])
+
+
 def steps(say, reference):
-    assert reference > 0 and dist.get_world_size() == 2, "a node by itself"
+    assert reference > 0 and dist.get_world_size() == EACH, "a node by itself"
     assert dist.get_rank() == int(os.environ["LOCAL_RANK"])
     return {"steps": {"replicas": [0.02, 0.03, 0.04]}, "large": []}
 
 
-def rank_of_two_nodes(rank):
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank % 2)}
+def one_rank(rank):
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank % EACH)}
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{name}{rank}", os.O_WRONLY | os.O_CREAT), number)
     sys.argv = ["shardwise", "probe", "-o", f"cluster{rank}.toml", "--json"]
@@ -237,14 +240,14 @@ if __name__ == "__main__":
     measure.between_times = partial(measure.between_times, sizes=sizes)
     for rank in range(4):  # all is imported once
         if os.fork() == 0:
-            rank_of_two_nodes(rank)
+            one_rank(rank)
     codes = [os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(4)]
     sys.exit(max(codes, key=abs))
 """
 
 
-def two_nodes(folder: Path) -> tuple[int, list[str], str]:
-    """The short probe by four ranks of a launcher that calls them two nodes: exit code, stdouts, all stderr."""
+def short_probe(folder: Path, each: int) -> tuple[int, list[str], str]:
+    """By four ranks of a launcher that says how many are on each node: exit code, stdouts, all stderr."""
     import torch.distributed as dist
 
     names = {name for family in (launchers.OPENMPI, launchers.PMI, launchers.SLURM)
@@ -252,7 +255,7 @@ def two_nodes(folder: Path) -> tuple[int, list[str], str]:
              for name in kind}  # fmt: skip
     plain = {name: value for name, value in os.environ.items() if name not in names}
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # the launcher's own
-    own = {"WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2, "OMP_NUM_THREADS": 1, "MASTER_ADDR": "127.0.0.1",
+    own = {"WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": each, "OMP_NUM_THREADS": 1, "MASTER_ADDR": "127.0.0.1",
            "MASTER_PORT": store.port, "TORCHELASTIC_RUN_ID": "two", "TORCHELASTIC_USE_AGENT_STORE": True,
            "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}  # fmt: skip
     (folder / "short.py").write_text(SHORT)
@@ -270,7 +273,7 @@ def two_nodes(folder: Path) -> tuple[int, list[str], str]:
 
 
 def test_two_nodes_are_measured_each_by_itself_and_between_them(tmp_path: Path) -> None:
-    code, outs, said = two_nodes(tmp_path)
+    code, outs, said = short_probe(tmp_path, 2)
     assert code == 0, said
     assert [bool(out) for out in outs] == [True, False, False, False], "rank 0 alone answers"
     assert [path.name for path in tmp_path.glob("*.toml")] == ["cluster0.toml"], "and writes"
@@ -289,6 +292,16 @@ def test_two_nodes_are_measured_each_by_itself_and_between_them(tmp_path: Path) 
         if op != "send":
             assert wire.collective(op, Group(nodes * each, 2 // each), size) == pytest.approx(1e-6 * us)
     assert "2 nodes of 2 x" in text(cluster) and "network: " in text(cluster)
+
+
+@pytest.mark.long
+def test_on_one_host_a_launchers_ranks_measure_one_tier(tmp_path: Path) -> None:
+    code, outs, said = short_probe(tmp_path, 4)
+    assert code == 0, said
+    cluster = Cluster.from_toml(tmp_path / "cluster0.toml")
+    assert [tier.count for tier in cluster.tiers] == [4] and cluster.between == ()
+    assert {row[1] for row in cluster.collectives} == {2, 4}
+    assert cluster.name.startswith("probe on 4 rank(s)") and outs[1:] == [""] * 3
 
 
 # --- a link of a known rate, between two hosts that are namespaces of this one
