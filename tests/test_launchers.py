@@ -272,6 +272,25 @@ def test_under_torchrun(plain: str, tmp_path: Path) -> None:
     assert train(tmp_path, [torchrun, "--standalone", "--nproc-per-node", "2", "--no-python"]) == plain
 
 
+@pytest.mark.long
+def test_a_forecast_is_beside_the_measured_step_under_a_launcher(tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    from shardwise.cluster import Cluster
+
+    mpirun = one_of("mpirun.openmpi", "mpirun.mpich")
+    base = Cluster.parse("2 l40s")
+    cluster = tmp_path / "cluster.toml"
+    cluster.write_text(replace(base, device=replace(base.device, kind="cpu", table="")).to_toml())
+    many = ["--oversubscribe"] if "openmpi" in mpirun else []
+    command = [mpirun, *many, "-n", "2", *RUN[:-1], "4", "--cluster", str(cluster), "--json"]
+    ran = subprocess.run(command, env=clean_environment(), cwd=tmp_path, capture_output=True, text=True, timeout=180)
+    assert ran.returncode == 0, ran.stderr
+    answer = json.loads(ran.stdout)
+    assert all(value > 0 for value in answer["forecast"]["beside"]["step"])
+    assert json.loads((tmp_path / answer["folder"] / "summary.json").read_text())["forecast"] == answer["forecast"]
+
+
 MPI4PY = """
 import sys
 from mpi4py import MPI

@@ -113,6 +113,17 @@ def _whole(error: BaseException) -> str:
     return "".join(traceback.format_exception(error)).rstrip()
 
 
+def speaks() -> bool:
+    """Of the ranks that a launcher started, the first writes the answer."""
+    from shardwise.ranks import here
+
+    try:
+        place = here()
+    except ShardwiseError:  # an environment that contradicts itself: each process says so
+        return True
+    return place is None or place.rank == 0
+
+
 @contextmanager
 def quiet_stdout(active: bool) -> Iterator[None]:
     """Send what is written to stdout, by Python and by everything below it, to stderr meanwhile."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from shardwise.cli.answer import Answer
+from shardwise.cli.answer import Answer, speaks
 from shardwise.cli.options import common
 from shardwise.errors import InputError
 
@@ -286,12 +286,20 @@ def probe(answer: Answer, output: str, ranks: int | None, refine: str | None) ->
     \b
     shardwise probe                          then: shardwise train --cluster cluster.toml --plan dp_replicate=2
     shardwise probe --refine runs/NAME       and the next forecast is corrected by what that run measured
+
+    Under torchrun, srun or mpirun the launcher's ranks measure, on several hosts the links between them too, and
+    rank 0 writes the file:
+
+    \b
+    torchrun --nnodes 2 --nproc-per-node 2 --no-python shardwise probe -o cluster.toml
     """
     from shardwise.cluster import Cluster
     from shardwise.planner.door import probe as measure
     from shardwise.planner.measure import text
     from shardwise.planner.progress import telling
 
+    if refine is not None and not speaks():
+        return  # one of a launcher's ranks corrects the file
     if refine is not None:
         from shardwise.training.foresight import refine as refined
 
@@ -299,7 +307,8 @@ def probe(answer: Answer, output: str, ranks: int | None, refine: str | None) ->
     else:
         with telling(not answer.as_json) as say:
             cluster = measure(ranks, say)
-    _write(output, cluster.to_toml())
+    if speaks():
+        _write(output, cluster.to_toml())
     answer.fields.update(cluster=cluster.as_dict(), file=output)
     correction = cluster.device.correction
     lines = [text(cluster), f"written to {output}"]

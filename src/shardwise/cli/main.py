@@ -14,9 +14,9 @@ import click
 
 import shardwise
 from shardwise.cli import foresee
-from shardwise.cli.answer import Answer, quiet_stdout
+from shardwise.cli.answer import Answer, quiet_stdout, speaks
 from shardwise.cli.options import common
-from shardwise.errors import RefusedPlan, ShardwiseError
+from shardwise.errors import RefusedPlan
 
 PLAN_HELP = "How to spread it: dp_shard=2,zero=3, or a .toml file with the same keys."
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
@@ -267,20 +267,9 @@ def call(args: list[str]) -> int:
                 answer.fields["error"] = "nothing was run: only help or the version was asked for"
         except (Exception, KeyboardInterrupt, SystemExit) as error:
             answer.fail(error)
-    if (answer.as_json or answer.text) and _speaks():
+    if (answer.as_json or answer.text) and speaks():
         click.echo(answer.output())
     return answer.code
-
-
-def _speaks() -> bool:
-    """Of the ranks that a launcher started, the first writes the answer."""
-    from shardwise.ranks import here
-
-    try:
-        place = here()
-    except ShardwiseError:  # an environment that contradicts itself: each process says so
-        return True
-    return place is None or place.rank == 0
 
 
 def run() -> None:

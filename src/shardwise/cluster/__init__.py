@@ -4,17 +4,20 @@ from shardwise.cluster.catalogue import device, device_names, model, model_names
 from shardwise.cluster.cluster import Cluster, Device, Tier
 from shardwise.cluster.figure import Figure
 from shardwise.cluster.tables import (
+    BetweenTable,
     CollectiveTable,
     GemmTable,
     OpTable,
     collective_table,
     gemm_table,
+    measured_between,
     measured_collectives,
     measured_ops,
     measured_products,
 )
 
 __all__ = [
+    "BetweenTable",
     "Cluster",
     "CollectiveTable",
     "Device",
@@ -26,6 +29,7 @@ __all__ = [
     "device",
     "device_names",
     "gemm_table",
+    "measured_between",
     "measured_collectives",
     "measured_ops",
     "measured_products",

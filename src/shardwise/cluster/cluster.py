@@ -30,8 +30,11 @@ OPTIONAL = (
     "disk_gbps",
     "pace_us",
 )
+BETWEEN = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]  # what is measured between nodes
 Product = tuple[str, int, int, int, float]  # dtype, m, n, k, microseconds
 Message = tuple[str, int, int, float]  # op, ranks, bytes, microseconds
+# op ("send" too), nodes, ranks of each node, bytes, microseconds
+Between = tuple[str, int, int, int, float]
 OpTime = tuple[str, float, float]  # op, bytes (FLOPs of convolutions and attention), microseconds
 Factor = tuple[str, float]  # kind of op, factor on its time
 # technique; microseconds of a step, of an op, of a unit or message; share of its work that a rank waits for others
@@ -96,6 +99,7 @@ class Cluster:
     tiers: tuple[Tier, ...]
     name: str = ""
     collectives: tuple[Message, ...] = ()  # measured here, inside the innermost tier
+    between: tuple[Between, ...] = ()  # and over several of its units, which are nodes
 
     @property
     def world_size(self) -> int:
@@ -142,12 +146,13 @@ class Cluster:
     @classmethod
     def from_dict(cls, data: dict[str, Any], where: str = "cluster") -> Cluster:
         """Build from `{device: {...}, tiers: [{...}]}`."""
-        _only(where, data, ("name", "device", "tiers", "collectives"))
+        _only(where, data, ("name", "device", "tiers", "collectives", "between"))
         if not isinstance(data.get("device"), dict) or not isinstance(data.get("tiers"), list) or not data["tiers"]:
             raise InputError(f"{where}: a cluster has a [device] and one or more [[tiers]]")
         tiers = tuple(_tier(f"{where}: tiers[{i}]", raw) for i, raw in enumerate(data["tiers"]))
         messages = _rows(f"{where}: collectives", data.get("collectives", []), (str, int, int, float))
-        return cls(_device(f"{where}: device", data["device"]), tiers, str(data.get("name", "")), messages)
+        between = _between(f"{where}: between", data.get("between", []))
+        return cls(_device(f"{where}: device", data["device"]), tiers, str(data.get("name", "")), messages, between)
 
     def as_dict(self) -> dict[str, Any]:
         """The TOML and JSON form, every number with its provenance."""
@@ -156,6 +161,8 @@ class Cluster:
         plain: dict[str, Any] = {"name": self.name, "device": _plain(device), "tiers": [_plain(tier) for tier in tiers]}
         if self.collectives:
             plain["collectives"] = [list(row) for row in self.collectives]
+        if self.between:
+            plain["between"] = [list(row) for row in self.between]
         return plain
 
     def to_toml(self) -> str:
@@ -201,6 +208,16 @@ def _rows(where: str, raw: Any, kinds: tuple[type, ...], nothing: bool = False) 
                 raise InputError(f"{where}[{index}]: {cell!r} is not a {kind.__name__} {least} 0")
         out.append(tuple(row))
     return tuple(out)
+
+
+def _between(where: str, raw: Any) -> tuple[Between, ...]:
+    rows = _rows(where, raw, (str, int, int, int, float))
+    for index, (op, nodes, *_) in enumerate(rows):
+        if op not in BETWEEN:
+            raise InputError(f"{where}[{index}]: unknown op {op!r}{did_you_mean(op, BETWEEN)}")
+        if nodes < 2:
+            raise InputError(f"{where}[{index}]: {nodes} is not a number of nodes that a group crosses: at least 2")
+    return rows
 
 
 def _only(where: str, data: dict[str, Any], known: tuple[str, ...]) -> None:

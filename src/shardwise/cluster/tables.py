@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 
@@ -91,6 +91,60 @@ def bus_factor(op: str, ranks: int) -> float:
     return 2 * share if op == "all_reduce" else share
 
 
+@dataclass(frozen=True, eq=False)
+class BetweenTable:
+    """Collectives, and messages ("send"), that cross nodes: op -> ranks of each node -> nodes -> ((bytes, us), ...).
+
+    Bytes: the whole tensor.
+    """
+
+    times: dict[str, dict[int, dict[int, tuple[tuple[int, float], ...]]]]
+
+    def seconds(self, op: str, nodes: int, each: int, size_bytes: float) -> float:
+        """Time over `each` ranks of each of `nodes` nodes.
+
+        Read between what was measured, in the logarithm of bytes, nodes and ranks. Beyond it the nearest is scaled:
+        what the smallest message takes by the hops of a tree (all-reduce) or a ring, the rest by the bytes on a link.
+        """
+        total, by_each = 0.0, self.times[op]
+        for e, share in _around(tuple(sorted(by_each)), each):
+            for n, part in _around(tuple(sorted(by_each[e])), nodes):
+                points = by_each[e][n]
+                wanted = (_outside(by_each[e], nodes, n), _outside(by_each, each, e))
+                us = _over(op, _read(points, size_bytes), points[0][1], (n, e), wanted)
+                total += share * part * math.log(us)
+        return math.exp(total) * 1e-6
+
+    def near(self, op: str, nodes: int, each: int) -> str:
+        """From which measurements a figure is read, "" where that very group was measured."""
+        told = []
+        grid_each = tuple(sorted(self.times[op]))
+        beside = [near for near, share in _around(grid_each, each) if share > 0]
+        grid_nodes = tuple(sorted(self.times[op][beside[0]]))
+        for wanted, grid, unit in ((nodes, grid_nodes, "nodes"), (each, grid_each, "rank(s) a node")):
+            found = [near for near, share in _around(grid, wanted) if share > 0]
+            if len(found) == 2:
+                told.append(f"read between {found[0]} and {found[1]} {unit}")
+            elif found[0] != wanted:
+                told.append(f"scaled from {found[0]} {unit}")
+        return ", ".join(told)
+
+
+def _outside(grid: Iterable[int], value: int, near: int) -> int:
+    """What a figure of `near` is scaled to: the value beyond the grid; inside it, figures are mixed as they are."""
+    return near if min(grid) <= value <= max(grid) else value
+
+
+def _over(op: str, us: float, least: float, measured: tuple[int, int], wanted: tuple[int, int]) -> float:
+    """Microseconds over `wanted` (nodes, ranks of each), from those over `measured`; `least`: of a small message."""
+    if wanted == measured:
+        return us
+    wait = min(least, us)
+    hops = [math.log2(nodes) if op == "all_reduce" else nodes - 1.0 for nodes, _ in (wanted, measured)]
+    factors = [bus_factor(op, nodes * each) for nodes, each in (wanted, measured)]
+    return wait * hops[0] / hops[1] + (us - wait) * factors[0] / factors[1]
+
+
 def _read(points: Sequence[tuple[float, float]], size: float) -> float:
     first, last = points[0], points[-1]
     if size <= first[0]:
@@ -141,6 +195,18 @@ def measured_collectives(rows: tuple[tuple[str, int, int, float], ...]) -> Colle
         times.setdefault(op, {}).setdefault(ranks, []).append((size, us))
     plain = {op: {p: tuple(sorted(points)) for p, points in by.items()} for op, by in times.items()}
     return CollectiveTable("this machine", "measured here", plain) if plain else None
+
+
+@cache
+def measured_between(rows: tuple[tuple[str, int, int, int, float], ...]) -> BetweenTable | None:
+    """The table between nodes that a cluster file brings, or None."""
+    points: dict[tuple[str, int, int], list[tuple[int, float]]] = {}
+    for op, nodes, each, size, us in rows:
+        points.setdefault((op, each, nodes), []).append((size, us))
+    times: dict[str, dict[int, dict[int, tuple[tuple[int, float], ...]]]] = {}
+    for (op, each, nodes), found in points.items():
+        times.setdefault(op, {}).setdefault(each, {})[nodes] = tuple(sorted(found))
+    return BetweenTable(times) if times else None
 
 
 @cache

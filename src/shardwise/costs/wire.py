@@ -1,7 +1,8 @@
 """How long a collective takes: the measured table inside a domain, a formula between domains, and which it was.
 
     inside a domain   microseconds by op, ranks and bytes (collectives.csv), else bytes on the link over its rate
-    between domains   a ring whose slowest hop is the outer link: each of the g ranks that a domain contributes
+    between domains   microseconds by op, nodes, ranks of each and bytes where a probe measured them, else
+                      a ring whose slowest hop is the outer link: each of the g ranks that a domain contributes
                       drives its own port, so the bus bandwidth is min(inside, g x port), and every domain adds a hop
 
 Bytes of a collective are those of the whole tensor. *What this does not do*: congestion between groups, trees that
@@ -13,7 +14,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from shardwise.cluster import Cluster, CollectiveTable, collective_table, measured_collectives
+from shardwise.cluster import (
+    BetweenTable,
+    Cluster,
+    CollectiveTable,
+    collective_table,
+    measured_between,
+    measured_collectives,
+)
 from shardwise.cluster.tables import bus_factor
 
 # Inside a step a collective also waits for the slowest of its ranks. SimuMax fits 5.5 to 9.2 microseconds for each rank
@@ -47,6 +55,11 @@ class Wire:
             return measured_collectives(self.cluster.collectives)
         return collective_table(self.cluster.device.table) if self.cluster.device.table else None
 
+    def between(self, op: str, tier: int) -> BetweenTable | None:
+        """What was measured between units of the innermost tier, where it has this op."""
+        found = measured_between(self.cluster.between) if tier == 1 else None
+        return found if found is not None and op in found.times else None
+
     @property
     def bandwidth(self) -> float:
         """Bytes a second of the device's own memory, for copies to and from communication buffers."""
@@ -69,6 +82,9 @@ class Wire:
             return self._inside(op, group.size, size_bytes)
         local = self.inside(group)
         nodes = math.ceil(group.size / local)
+        measured = self.between(op, tier)
+        if measured is not None:
+            return measured.seconds(op, nodes, local, size_bytes)
         on_link = bus_factor(op, group.size) * size_bytes
         rate = local * self.cluster.tiers[tier].gbps.value * 1e9
         if local > 1:
@@ -113,7 +129,13 @@ class Wire:
                 else f", scaled from {min(measured, key=lambda p: abs(p - group.size))} ranks"
             )
             return f"measured: {table.nccl if self.cluster.collectives else 'NCCL ' + table.nccl} on {table.name}{near}"
-        domains = math.ceil(group.size / self.inside(group))
+        local = self.inside(group)
+        domains = math.ceil(group.size / local)
+        between = self.between(op, tier)
+        if between is not None:
+            near = between.near(op, domains, local)
+            what = f"measured: {self.cluster.tiers[tier].name} between {domains} nodes, {local} rank(s) of each"
+            return f"{what}, {near}" if near else what
         return f"formula: {self.cluster.tiers[tier].name}, ring between {domains} domains"
 
     def skew(self, ranks: int) -> float:
@@ -129,6 +151,10 @@ class Wire:
 
     def send(self, size_bytes: float, first: int, second: int) -> float:
         """Point to point between two ranks."""
-        tier = self.cluster.tiers[self.crosses(first, second)]
+        index = self.crosses(first, second)
+        measured = self.between("send", index)
+        if measured is not None:
+            return measured.seconds("send", 2, 1, size_bytes)
+        tier = self.cluster.tiers[index]
         share = INSIDE_SHARE if tier is self.cluster.tiers[0] and tier.gbps.kind != "measured" else 1.0
         return tier.latency_us.value * 1e-6 + size_bytes / (tier.gbps.value * 1e9 * share)

@@ -31,14 +31,15 @@ def collective_times(device: torch.device, ranks: int, pace: Pace) -> list[Messa
     for size in divisors(ranks)[1:]:
         group, every = dist.new_subgroups(size)
         axis = Axis("probe", size, dist.get_rank(group), group, tuple(dist.get_process_group_ranks(group)))
-        rows += [row for count in BYTES for row in _of_size(pace, axis, count)]
+        rows += [row for count in BYTES for row in of_size(pace, axis, count)]
         for each in every:
             if dist.get_rank(each) >= 0:
                 dist.destroy_process_group(each)
     return rows
 
 
-def _of_size(pace: Pace, axis: Axis, size_bytes: int) -> list[Message]:
+def of_size(pace: Pace, axis: Axis, size_bytes: int) -> list[Message]:
+    """Each collective of the axis with a tensor of so many bytes, at one pace."""
     device, ranks = pace.device, axis.size
     each = max(1, size_bytes // 4 // ranks)
     full, other = (torch.zeros(each * ranks, device=device) for _ in range(2))
@@ -52,12 +53,12 @@ def _of_size(pace: Pace, axis: Axis, size_bytes: int) -> list[Message]:
     times = OFTEN if size_bytes <= LARGE else SELDOM
 
     def took(call: Callable[[], Any]) -> float:
-        return 1e6 * pace.seconds(partial(_after_work, call, device, times))
+        return 1e6 * pace.seconds(partial(after_work, call, device, times))
 
     return [(op, ranks, full.nbytes, took(call)) for op, call in calls.items()]
 
 
-def _after_work(call: Callable[[], Any], device: torch.device, times: int) -> float:
+def after_work(call: Callable[[], Any], device: torch.device, times: int) -> float:
     """Seconds of a call for which ranks come from computing, as in a step: those that come late are waited for.
 
     A step has many, and their sum tends to a multiple of the mean, which the slowest tenth is left out of.

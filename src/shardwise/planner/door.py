@@ -116,6 +116,10 @@ def simulate(
 def probe(ranks: int | None = None, say: Say = silent) -> Cluster:
     """Measure this machine, with `ranks` ranks at once: products, memory, collectives, disk.
 
+    Ranks that a launcher started are joined, and those of several hosts measure the links between them too. Collective
+    then, with the same `Cluster` on every rank; process groups that were made before are gone afterwards. Raises
+    `InputError` where hosts have unequal numbers of ranks, or ranks of a host do not follow each other.
+
     `say` is told what is being measured, by rank 0 too: it has to be a function that can be pickled.
     """
     from shardwise.planner.measure import probe as measure

@@ -6,16 +6,21 @@ with what, when.
     rank 0   products  stream  ops | all_reduce  all_gather  reduce_scatter  all_to_all | disk | steps
     rank 1   products  stream  ops | all_reduce  all_gather  reduce_scatter  all_to_all |      | steps
 
-*What this does not do*: probe links between nodes from one node.
+Ranks that a launcher started are joined. On several nodes each measures this by itself, all at the same time, and
+then the links between them (`between_nodes`).
+
+*What this does not do*: probe links between nodes from one node; what the engine adds under plans over several nodes.
 """
 
 from __future__ import annotations
 
 import os
 import platform
+import socket
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import date
 from functools import partial
@@ -28,17 +33,23 @@ import torch
 import torch.distributed as dist
 
 from shardwise.cluster import Cluster, Device, Figure, Tier
+from shardwise.cluster.cluster import Between
+from shardwise.cluster.tables import bus_factor
+from shardwise.comm import everybody, gather_json
 from shardwise.device import pace_us, pick_device, synchronize
+from shardwise.errors import InputError
+from shardwise.planner.between_nodes import between_times
 from shardwise.planner.collective_times import collective_times
 from shardwise.planner.op_times import convolution_times, op_times, product_times
-from shardwise.planner.overheads import fit, large_times, step_times
+from shardwise.planner.overheads import Large, fit, large_times, step_times
 from shardwise.planner.pace import Pace, over_ranks
 from shardwise.planner.progress import Say, silent
-from shardwise.ranks import launch
+from shardwise.ranks import Place, apart, here, join, launch, nodes_of
 
 SIDES = (32, 128, 512, 1024)
 CUDA_SIDES = (512, 1024, 2048, 4096, 8192)
 BUDGET_S = 0.03  # for one figure, after a first call
+LIMIT_S = 600.0  # for one part of a probe
 PASSES = 2  # over the steps of reference modules, of which the mean counts
 
 
@@ -98,7 +109,7 @@ def measure_engine(say: Say, reference: float) -> dict[str, Any]:
     passes = [(step_times(ranks, pace, say), large_times(ranks, pace, say)) for _ in range(PASSES)]
     return {
         "steps": {name: np.mean([steps[name] for steps, _ in passes], axis=0).tolist() for name in passes[0][0]},
-        "large": {key: mean(large[key] for _, large in passes) for key in passes[0][1]},
+        "large": [(*key, mean(large[key] for _, large in passes)) for key in passes[0][1]],
     }
 
 
@@ -165,20 +176,58 @@ def _disk() -> float:
 
 
 def probe(ranks: int | None = None, say: Say = silent) -> Cluster:
-    """Measure with `ranks` ranks at once (by default one for each CUDA device, or two on a CPU)."""
+    """Measure with `ranks` ranks at once (by default one for each CUDA device, or two on a CPU).
+
+    Ranks of a launcher are joined instead: collective then, and the same on every rank.
+    """
+    place = here()
+    if place is not None:
+        return _joined(place, ranks, say)
     say("probe: starting its ranks")
     count = ranks or max(torch.cuda.device_count(), 2 if not torch.cuda.is_available() else 1)
-    cluster = _cluster(launch(measure, count, (say,), timeout_s=600.0))
+    cluster = _cluster(launch(measure, count, (say,), timeout_s=LIMIT_S))
     if cluster.device.pace_us is None:  # no CPU
         return cluster
-    results = launch(measure_engine, count, (say, cluster.device.pace_us.value), timeout_s=600.0)
-    say("probe: comparing the steps with the sums of their ops")
-    return _with_engine(cluster, results)
+    results = launch(measure_engine, count, (say, cluster.device.pace_us.value), timeout_s=LIMIT_S)
+    return _with_engine(cluster, results, say)
+
+
+def _joined(place: Place, ranks: int | None, say: Say) -> Cluster:
+    """A probe by ranks that a launcher started, node by node at the same time, and then between the nodes."""
+    if ranks is not None and ranks != place.world_size:
+        raise InputError(
+            f"{place.launcher} started {place.world_size} rank(s), which measure: leave --ranks {ranks} out, or start "
+            "as many"
+        )
+    rank, _ = join(LIMIT_S)
+    device, say = pick_device(), say if rank == 0 else silent
+    nodes = nodes_of(gather_json((socket.gethostname(), place.local_rank), everybody(), device))
+    mine = next(node for node in nodes if rank in node)
+
+    def on_each_node(function: Callable[..., dict[str, Any]], *args: Any) -> list[dict[str, Any]]:
+        """What all ranks of all nodes return, each node a world of its own meanwhile."""
+        with apart(mine, LIMIT_S) if len(nodes) > 1 else nullcontext():
+            found = function(*args)
+        return gather_json(found, everybody(), device)
+
+    results = on_each_node(measure, say)
+    cluster = _cluster(results)
+    pace = cluster.device.pace_us
+    steps = None if pace is None else on_each_node(measure_engine, say, pace.value)
+    if len(nodes) > 1:
+        say(f"probe: collectives and messages between {len(nodes)} nodes by size")
+        rows = gather_json(between_times(device, nodes), everybody(), device)  # a link keeps its pace
+    if rank == 0:  # the others wait: they share its CPUs
+        cluster = cluster if steps is None else _with_engine(cluster, steps, say)
+        cluster = cluster if len(nodes) == 1 else _with_links(cluster, len(nodes), rows)
+    return Cluster.from_dict(gather_json(cluster.as_dict() if rank == 0 else None, everybody(), device)[0], "probe")
 
 
 def _cluster(results: list[dict[str, Any]]) -> Cluster:
     first = results[0]
-    source = f"probe on {first['ranks']} rank(s), torch {torch.__version__}, {date.today().isoformat()}"
+    nodes = len(results) // first["ranks"]
+    where = f"{first['ranks']} rank(s)" if nodes == 1 else f"{nodes} nodes of {first['ranks']} rank(s)"
+    source = f"probe on {where}, torch {torch.__version__}, {date.today().isoformat()}"
 
     def figure(value: float) -> Figure:
         return Figure(float(f"{value:.4g}"), "measured", source)
@@ -206,7 +255,7 @@ def _cluster(results: list[dict[str, Any]]) -> Cluster:
         memory_bandwidth_gbps=figure(min(r["stream"] for r in results) / 1e9),
         op_us=figure(max(r["op"] for r in results)),
         pace_us=None if first["pace"] is None else figure(mean(r["pace"] for r in results)),
-        disk_gbps=figure(first["disk"] / 1e9),
+        disk_gbps=figure(min(r["disk"] for r in results if r["disk"] is not None) / 1e9),
         host_gbps=None if first["host"] is None else figure(min(r["host"] for r in results) / 1e9),
         products=products,
         ops=ops,
@@ -220,22 +269,43 @@ def _cluster(results: list[dict[str, Any]]) -> Cluster:
     return cluster
 
 
-def _with_engine(cluster: Cluster, results: list[dict[str, Any]]) -> Cluster:
-    """The cluster with what the engine adds to ops, of steps that ran in processes of their own, as a job's do."""
+def _with_engine(cluster: Cluster, results: list[dict[str, Any]], say: Say) -> Cluster:
+    """The cluster, one node, with what the engine adds to ops, of steps that ran as a job's do."""
+    say("probe: comparing the steps with the sums of their ops")
     first = results[0]
     steps = {name: np.max([r["steps"][name] for r in results], axis=0).tolist() for name in first["steps"]}
-    large = {key: max(r["large"][key] for r in results) for key in first["large"]}
+    large: Large = {}
+    for kind, technique, took in (row for r in results for row in r["large"]):
+        large[kind, technique] = max(took, large.get((kind, technique), 0.0))
     rows, factors = fit(cluster, steps, large)
     return replace(cluster, device=replace(cluster.device, overheads=rows, factors=factors))
+
+
+def _with_links(cluster: Cluster, nodes: int, found: list[list[Between]]) -> Cluster:
+    """The cluster of so many nodes, with what each rank found between them, of which the slowest counts."""
+    most: dict[tuple[str, int, int, int], float] = {}
+    for op, count, each, size, us in (row for rows in found for row in rows):
+        most[op, count, each, size] = max(us, most.get((op, count, each, size), 0.0))
+    rows = tuple((*key, float(f"{us:.4g}")) for key, us in most.items())
+    sends = sorted((size, us) for op, _, _, size, us in rows if op == "send")
+    source = f"{cluster.name}: messages of all ranks of a node at once"
+
+    def figure(value: float) -> Figure:
+        return Figure(float(f"{value:.4g}"), "measured", source)
+
+    large, took = sends[-1]  # smaller ones may pass in the buffers on the way
+    rate = figure(large / took / 1e3)
+    return replace(cluster, tiers=(*cluster.tiers, Tier("network", nodes, rate, figure(sends[0][1]))), between=rows)
 
 
 def text(cluster: Cluster) -> str:
     """The figures for a reader."""
     d, tier = cluster.device, cluster.tiers[0]
+    nodes = "" if len(cluster.tiers) == 1 else f"{cluster.tiers[1].count} nodes of "
     rate = (d.fp32_tflops or d.bf16_tflops).value
     lines = [
         f"{cluster.name}",
-        f"  {tier.count} x {d.name}: {rate * 1e3:.4g} GFLOP/s of large fp32 products, "
+        f"  {nodes}{tier.count} x {d.name}: {rate * 1e3:.4g} GFLOP/s of large fp32 products, "
         f"{d.memory_bandwidth_gbps.value:.3g} GB/s of memory, {d.memory_gb.value:.3g} GB for each rank",
     ]
     if d.op_us is not None and d.disk_gbps is not None:
@@ -246,4 +316,19 @@ def text(cluster: Cluster) -> str:
     if tier.count > 1:
         rate, wait = tier.gbps.value, tier.latency_us.value
         lines.append(f"  {tier.name}: {rate:.3g} GB/s of all-reduce, {wait:.3g} us for a small one")
-    return "\n".join(lines)
+    return "\n".join(lines + _links_text(cluster))
+
+
+def _links_text(cluster: Cluster) -> list[str]:
+    if not cluster.between:
+        return []
+    inner, link = cluster.tiers[:2]
+    rate, wait, most = link.gbps.value, link.latency_us.value, link.count
+    lines = [f"  {link.name}: {rate:.3g} GB/s of messages from each rank, {wait:.3g} us for a small one"]
+    for each in sorted({1, inner.count}):
+        size, us = max((size, us) for *key, size, us in cluster.between if key == ["all_reduce", most, each])
+        rate = bus_factor("all_reduce", most * each) * size / us / 1e3
+        lines.append(f"    {rate:.3g} GB/s of all-reduce over {most} nodes, {each} rank(s) of each")
+    if inner.count == 1 and cluster.device.overheads:
+        lines.append("    a node has one rank: what the engine adds under zero, tp and pp was not measured")
+    return lines

@@ -31,18 +31,19 @@ Row = TypeVar("Row", bound=tuple)
 
 @dataclass(frozen=True)
 class Pace:
-    """Of one rank. `reference`: microseconds of the fixed work; None where a device's pace is its own."""
+    """Of one rank. `reference`: microseconds of the fixed work; None where there is nothing to divide by."""
 
     device: torch.device
     reference: float | None
 
     def seconds(self, measure: Callable[[], float]) -> float:
         """What `measure` returns, a time in any unit, at the reference pace."""
+        if self.reference is None:
+            return measure()
         before = pace_us(self.device, BRIEF)
         found = measure()
         after = pace_us(self.device, BRIEF)
-        if before is None or after is None or self.reference is None:
-            return found
+        assert before is not None and after is not None
         return found * self.reference * 2 / (before + after)
 
 

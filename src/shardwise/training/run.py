@@ -108,9 +108,9 @@ def execute(effective: Effective, task: Task | Callable[[], Task] | None = None,
     _check_ranks(effective, nproc, place)
     check(effective.plan)
     job = make_job(effective, task, keep=place is not None or world == 1)
+    forecast = _forecast(job)  # a launcher's ranks all make it, so that all refuse together
     if place is not None:
-        return _joined(job)
-    forecast = _forecast(job)
+        return _joined(job, forecast)
     job = job.with_(folder=_new_folder(job), launched=world > 1)
     with _kept_errors(job.folder, "error.log"):
         summary = _launched(job, world) if world > 1 else _here(job)
@@ -175,7 +175,7 @@ def train_rank(job: Job) -> dict[str, Any]:
     return _here(job)
 
 
-def _joined(job: Job) -> Run:
+def _joined(job: Job, forecast: dict[str, Any] | None) -> Run:
     """One rank of a world that a launcher started: rank 0 makes the folder and tells the others."""
     from shardwise.comm import everybody, gather_json
     from shardwise.device import pick_device
@@ -186,7 +186,9 @@ def _joined(job: Job) -> Run:
     mine = str(_new_folder(job)) if rank == 0 else ""
     folder = Path(gather_json(mine, everybody(), device)[0])
     with _kept_errors(folder, f"error-rank{rank}.log"):
-        return Run(folder, _here(job.with_(folder=folder)))
+        job = job.with_(folder=folder)
+        summary = _here(job)
+        return Run(folder, _beside(job, forecast, summary) if rank == 0 else summary)
 
 
 @contextmanager

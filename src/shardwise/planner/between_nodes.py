@@ -1,0 +1,104 @@
+"""Collectives and messages between nodes, timed by kind, size, number of nodes and ranks of each.
+
+Two nodes of two ranks:
+
+    one rank of each    [0 2] [1 3]    at once, as the groups of a layout are: they share what a node has of links
+    all ranks           [0 1 2 3]
+    messages            0 <-> 2, 1 <-> 3 at once, there and back
+
+Four nodes: the same for two of them (both pairs at once) and for four.
+
+*What this does not do*: part of a node's ranks in one group, which is read between one and all; far and near nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from shardwise.cluster.cluster import Between
+from shardwise.comm.collectives import Axis, all_reduce, receive, send
+from shardwise.planner.candidates import divisors
+from shardwise.planner.collective_times import BYTES, LARGE, OFTEN, SELDOM, after_work, of_size
+from shardwise.planner.pace import Pace
+
+LONG_US = 1e6  # a size whose slowest call takes so long is a link's last: larger ones take as many times longer
+
+Nodes = Sequence[Sequence[int]]
+
+
+def between_times(device: torch.device, nodes: Nodes, sizes: Sequence[int] = BYTES) -> list[Between]:
+    """(op, nodes, ranks of each, bytes of the whole tensor, microseconds). Collective over all ranks.
+
+    nodes   the ranks of each, all of the same number, two nodes or more
+    sizes   bytes, ascending
+
+    A message ("send") is half of what it takes there and back. Of an odd number of nodes the last sends none.
+    """
+    rows: list[Between] = []
+    for count in divisors(len(nodes))[1:]:
+        for each in sorted({1, len(nodes[0])}):
+            with _axis(groups(nodes, count, each)) as axis:
+                rows += _growing(device, axis, count, each, sizes)
+    with _axis(groups(nodes[: len(nodes) // 2 * 2], 2, 1)) as axis:
+        if axis is not None:
+            rows += [("send", 2, 1, size, us) for size, us in _messages(device, axis, sizes)]
+    return rows
+
+
+def groups(nodes: Nodes, count: int, each: int) -> list[list[int]]:
+    """Groups over `count` neighbouring nodes: of all their ranks, or (`each` is 1) of those at one place."""
+    blocks = [nodes[at : at + count] for at in range(0, len(nodes), count)]
+    if each == len(nodes[0]):
+        return [[rank for node in block for rank in node] for block in blocks]
+    return [list(ranks) for block in blocks for ranks in zip(*block, strict=True)]
+
+
+@contextmanager
+def _axis(members: list[list[int]]) -> Iterator[Axis | None]:
+    """This rank's group among these; None where it is in none of them."""
+    group, every = dist.new_subgroups_by_enumeration(members)
+    mine = next((tuple(ranks) for ranks in members if dist.get_rank() in ranks), None)
+    yield None if mine is None else Axis("probe", len(mine), dist.get_rank(group), group, mine)
+    for each in every:
+        if dist.get_rank(each) >= 0:
+            dist.destroy_process_group(each)
+
+
+def _growing(device: torch.device, axis: Axis | None, nodes: int, each: int, sizes: Sequence[int]) -> list[Between]:
+    rows: list[Between] = []
+    assert axis is not None  # the number of nodes is divided evenly
+    for wanted in sizes:
+        found = of_size(Pace(device, None), axis, wanted)  # a link does not slow down with the CPU
+        rows += [(op, nodes, each, size, us) for op, _, size, us in found]
+        if _slowest(max(us for *_, us in found), axis, device) > LONG_US:
+            break
+    return rows
+
+
+def _messages(device: torch.device, axis: Axis, sizes: Sequence[int]) -> list[tuple[int, float]]:
+    rows: list[tuple[int, float]] = []
+    for wanted in sizes:
+        tensor = torch.zeros(max(1, wanted // 4), device=device)
+        call = partial(_there_and_back, tensor, axis)
+        rows.append((tensor.nbytes, 1e6 * after_work(call, device, OFTEN if wanted <= LARGE else SELDOM) / 2))
+        if _slowest(rows[-1][1], axis, device) > LONG_US:
+            break
+    return rows
+
+
+def _there_and_back(tensor: torch.Tensor, axis: Axis) -> None:
+    turns = (send, receive) if axis.index == 0 else (receive, send)
+    for turn in turns:
+        turn(tensor, axis, 1 - axis.index, "probe", 0).wait()
+
+
+def _slowest(value: float, axis: Axis, device: torch.device) -> float:
+    """The same on every rank of the axis, which go on together or not at all."""
+    most = torch.tensor([value], device=device)
+    all_reduce(most, axis, "probe", op="max")
+    return float(most)

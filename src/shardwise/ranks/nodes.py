@@ -1,0 +1,93 @@
+"""Which ranks share a node, and `apart`: for a while, the ranks of each node are a world of their own.
+
+    world    0 1 2 3          one group
+    apart    0 1 | 0 1        the same processes, a group for each node
+    world    0 1 2 3          again
+
+What this does not do: nodes with unequal numbers of ranks, or ranks dealt to hosts in turns; both are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from itertools import count
+from typing import Any
+
+from shardwise.errors import InputError
+from shardwise.ranks.join import _backend
+from shardwise.ranks.scheduling import take_turns
+
+_TIMES = count()  # every rank parts as often as the others
+
+
+def nodes_of(told: Sequence[tuple[str, int | None]]) -> list[list[int]]:
+    """The ranks of each node, of what each rank tells: its host's name, and its local rank where the launcher says.
+
+    Local ranks decide where all have one. Raises `InputError`, with what to do, where the nodes have unequal numbers
+    of ranks, or where a node's ranks do not follow each other.
+    """
+    known = all(local is not None for _, local in told)
+    first = [local == 0 if known else rank == 0 or told[rank - 1][0] != host for rank, (host, local) in enumerate(told)]
+    starts = [rank for rank, begins in enumerate(first) if begins]
+    nodes = [list(range(a, b)) for a, b in zip(starts, [*starts[1:], len(told)], strict=True)]
+    if known:
+        in_order = [rank - node[0] for node in nodes for rank in node] == [local for _, local in told]
+    else:
+        in_order = len({told[node[0]][0] for node in nodes}) == len(nodes)
+    if not in_order:
+        raise InputError(
+            "ranks of one host do not follow each other, as plans lay them out: deal them host by host "
+            "(srun --distribution=block, mpirun --map-by slot)"
+        )
+    if len({len(node) for node in nodes}) > 1:
+        sizes = ", ".join(str(len(node)) for node in nodes)
+        raise InputError(
+            f"the nodes have {sizes} ranks, and a cluster has as many in each: start the same number on every host "
+            "(torchrun --nproc-per-node, srun --ntasks-per-node, mpirun --map-by ppr:N:node)"
+        )
+    return nodes
+
+
+@contextmanager
+def apart(ranks: Sequence[int], timeout_s: float) -> Iterator[None]:
+    """Make these ranks, this one among them, the default process group; afterwards it is that of all again.
+
+    Collective over all ranks, each of which names the ranks of its own part. Groups made before, or inside, are gone
+    afterwards. `timeout_s`: of collectives, and of the wait for the ranks of other parts. An error inside is raised
+    without a wait for others.
+    """
+    import torch.distributed as dist
+
+    rank, size, name = dist.get_rank(), dist.get_world_size(), f"apart/{next(_TIMES)}"
+    store, timeout = dist.distributed_c10d._get_default_store(), timedelta(seconds=timeout_s)
+
+    def be(which: str, rank: int, members: int) -> None:
+        dist.init_process_group(
+            _own_backend(),
+            store=dist.PrefixStore(f"{name}/{which}", store),
+            rank=rank,
+            world_size=members,
+            timeout=timeout,
+        )
+        take_turns()
+
+    def end(which: str) -> None:
+        """A group may close when no rank has anything under way in it, which the store alone can tell."""
+        store.set(f"{name}/{which}/{rank}", "")
+        store.wait([f"{name}/{which}/{other}" for other in range(size)], timeout)
+        dist.destroy_process_group()
+
+    end("before")
+    be(f"part/{ranks[0]}", list(ranks).index(rank), len(ranks))
+    yield
+    end("inside")
+    be("after", rank, size)
+
+
+def _own_backend() -> Any:
+    """That of `join`, on the device this rank has."""
+    import torch
+
+    return _backend(torch.cuda.current_device() if torch.cuda.is_available() else 0)
