@@ -17,7 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -81,26 +86,44 @@ def _unpadded() -> Iterator[None]:
 
 
 def build(task: Task, fake: FakeTensorMode, dtype: torch.dtype) -> nn.Module:
-    """The module with fake parameters; built for real where its constructor reads values."""
+    """The module with fake parameters of `dtype`; built for real where its constructor reads values."""
     try:
         with fake:
             model = task.model()
     except Exception:
         with torch.random.fork_rng(devices=[]):
             model = task.model()
-        for module in model.modules():
-            for name, parameter in list(module._parameters.items()):
-                if parameter is not None:
-                    module._parameters[name] = nn.Parameter(fake.from_tensor(parameter.data), parameter.requires_grad)
-            for name, buffer in list(module._buffers.items()):
-                if buffer is not None:
-                    module._buffers[name] = fake.from_tensor(buffer)
+    made: dict[int, torch.Tensor] = {}  # by what it stands for: a weight that is tied stays so
+
+    def ours(tensor: torch.Tensor, trained: bool = False) -> torch.Tensor:
+        if id(tensor) not in made:
+            whole = tensor.data if isinstance(tensor, FakeTensor) else fake.from_tensor(tensor.data)
+            made[id(tensor)] = _as_parameter(tensor, whole, dtype) if trained else whole
+        return made[id(tensor)]
+
+    kept = [*model.parameters(), *model.buffers()]  # else an id might be given again
     with fake:
         for module in model.modules():
-            for name, parameter in list(module._parameters.items()):
-                if parameter is not None and parameter.is_floating_point() and parameter.dtype != dtype:
-                    module._parameters[name] = nn.Parameter(parameter.data.to(dtype), parameter.requires_grad)
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    module._parameters[name] = ours(parameter, True)
+            for name, buffer in module._buffers.items():
+                if buffer is not None and not isinstance(buffer, FakeTensor):
+                    module._buffers[name] = ours(buffer)
+    del kept
     return model.train()
+
+
+def _as_parameter(was: torch.Tensor, whole: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The parameter itself, or one made of `whole` in its place.
+
+    A copy of a fake parameter (`copy.deepcopy`) names another storage than its views have, which would count twice.
+    """
+    if was.is_floating_point() and was.dtype != dtype:
+        whole = whole.to(dtype)
+    elif whole is was or was.untyped_storage()._cdata == whole.untyped_storage()._cdata:
+        return was
+    return nn.Parameter(whole, was.requires_grad)
 
 
 def one_sample(task: Task) -> Any:
@@ -184,7 +207,7 @@ def trace(
                 args, kwargs = task.inputs(batch)
                 output = model(*args, **kwargs)
                 output = pytree.tree_map(lambda t: wide(t), output)
-                total = task.loss(output, batch)[0]
+                total = objective(task.loss(output, batch))
                 del output
                 total.backward()
             found.peak, found.balanced = live.peak - base, routed.assumed
@@ -217,6 +240,14 @@ def sizes_of(sent: Ledger, ranks: int) -> Counter[tuple[str, float]]:
     for (_, op, _), entry in sent.entries.items():
         found[op, entry.received_bytes / FACTORS[op](ranks) / entry.calls] += entry.calls
     return found
+
+
+def objective(told: tuple) -> torch.Tensor:
+    """What a run differentiates of what `Task.loss` returned: the sum and the terms beside it (engine/objective.py)."""
+    total = told[0]
+    for term in (told[2] if len(told) > 2 else {}).values():
+        total = total + (term[0] if isinstance(term, tuple | list) else term) * 1.0
+    return total
 
 
 def wide(leaf: Any) -> Any:
