@@ -18,7 +18,7 @@ from shardwise.costs.shapes import Shape
 from shardwise.costs.software import Software
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan, check
-from shardwise.planner.candidates import MICRO_BATCHES, Constraints, axes, decoder_layouts, family, plan_of
+from shardwise.planner.candidates import Constraints, axes, decoder_layouts, family, micro_batches, plan_of
 from shardwise.planner.units import bytes_text, seconds_text
 from shardwise.simulator.forecast import Forecast
 from shardwise.simulator.quick import Estimator, Quick
@@ -228,9 +228,7 @@ def _input_bound(reads: Reading, wait: float, best: Proposal) -> str:
 def _alone(subject: Subject, like: Layout, capacity: float) -> tuple[Layout, float] | None:
     """The fastest way to run on one device that fits, and the bytes it needs."""
     found: list[tuple[float, Layout, float]] = []
-    for micro in MICRO_BATCHES:
-        if subject.global_batch % micro:
-            continue
+    for micro in micro_batches(subject.global_batch):
         layout = like.with_(
             tp=1, sp=False, cp=1, ulysses=1, pp=1, ep=1, shard=1, replicas=1, zero=0, chunks=1, rounds=1,
             schedule="1f1b", stage_layers=(), micro_batch=micro, n_micro=subject.global_batch // micro,
