@@ -75,3 +75,29 @@ def test_terms_beside_the_loss_are_differentiated_too() -> None:
     with_term, without = (trace(Task(model=Two, loss=each, batch=lambda step: torch.ones(4, 8)), 4)
                           for each in (loss, plain))  # fmt: skip
     assert with_term.peak >= without.peak + 4 * 512 * 4, "the term's graph keeps its exponential"
+
+
+def test_transforms_and_bilinear_layers_are_flops() -> None:
+    """By hand: 5 n log2 n for n complex points, half of it for real ones, and a product for x W y."""
+
+    class Transforms(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.fft.irfft2(torch.fft.rfft2(x * self.scale), s=(8, 16))
+
+    task = Task(model=Transforms, loss=summed, batch=lambda step: torch.ones(4, 8, 16))
+    assert trace(task, 2).flops == (3 * 2.5 + 5) * 2 * 8 * 16 * 7, "backward of a real one is complex"
+
+    class Pairs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pair = nn.Bilinear(5, 4, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.pair(x, x[:, :4])
+
+    task = Task(model=Pairs, loss=summed, batch=lambda step: torch.ones(6, 5))
+    assert trace(task, 6).flops == 2 * 2 * 6 * 3 * 5 * 4, "forward, and the weight's gradient"
