@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from shardwise import Task
+from shardwise.errors import InputError
 from shardwise.planner.tracing import build, trace
 from shardwise.trace.fake import Fake
 
@@ -90,6 +91,9 @@ def test_transforms_and_bilinear_layers_are_flops() -> None:
 
     task = Task(model=Transforms, loss=summed, batch=lambda step: torch.ones(4, 8, 16))
     assert trace(task, 2).flops == (3 * 2.5 + 5) * 2 * 8 * 16 * 7, "backward of a real one is complex"
+
+    with pytest.raises(InputError, match=r"BFloat16; .*plan with precision=fp32"):
+        trace(task, 2, "bf16")
 
     class Pairs(nn.Module):
         def __init__(self) -> None:

@@ -52,6 +52,8 @@ DTYPES = {
     "fp16": torch.float16,
 }
 
+NARROW = ("BFloat16", "bfloat16", "'Half'", "dtype Half")  # as torch's errors name them
+
 
 @contextmanager
 def as_real() -> Iterator[None]:
@@ -336,6 +338,8 @@ def untraced(error: BaseException, inside: Inside) -> str:
             f"a value that only a real run has is asked for ({text}); decide by shapes or by integers of the batch, "
             "or compute both ways and choose with torch.where"
         )
+    elif any(name in text for name in NARROW):  # "Unsupported dtype BFloat16", as Fourier transforms say
+        what += "; an op of it does not take that precision: plan with precision=fp32"
     return f"the model cannot be traced without values: {where}{_line_of(error)}{what}"
 
 
