@@ -14,7 +14,8 @@ from shardwise.planner.decoders import decoder_from_config, shape_of_config
 LAYERS = 2
 FAMILIES = (
     "llama mistral mixtral qwen2 qwen3 qwen2_moe qwen3_moe gemma gemma2 gemma3_text phi phi3 phimoe gpt_neox falcon "
-    "gpt2 opt starcoder2 cohere cohere2 olmo olmo2 olmo3 olmoe bloom stablelm granite granitemoe smollm3 glm glm4 persimmon "
+    "gpt2 opt starcoder2 cohere cohere2 olmo olmo2 olmo3 olmoe bloom "
+    "stablelm granite granitemoe smollm3 glm glm4 persimmon "
     "gpt_bigcode ernie4_5 exaone4 gpt_oss arcee helium seed_oss"
 )
 
