@@ -158,6 +158,18 @@ def score_file(name: str, rows: Iterable[Mapping[str | None, object]]) -> dict[s
     return result
 
 
+def score_path(path: Path) -> dict[str, Any]:
+    """The figures of a file, or why it cannot be read: it is text in UTF-8, with a line of column names."""
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            rows = list(csv.DictReader(file))
+    except (UnicodeDecodeError, csv.Error) as error:
+        return {"file": path.stem, "skipped": {f"the file cannot be read: {error}": 1}, "lines": []}
+    if not rows:
+        return {"file": path.stem, "skipped": {"the file has no rows": 1}, "lines": []}
+    return score_file(path.stem, rows)
+
+
 def leave_one_out(results: list[dict[str, Any]]) -> None:
     """For each file its time errors with GAPS taken from the other files: the mean of their medians."""
     bare = {}
@@ -245,8 +257,7 @@ def main() -> None:
         parser.error(f"no {missing[0]}.csv in {args.data} (there are {', '.join(here) or 'no CSV files'})")
     results = []
     for name in args.file or [name for name in here if name not in FACTS]:
-        with (args.data / f"{name}.csv").open(newline="") as file:
-            results.append(score_file(name, csv.DictReader(file)))
+        results.append(score_path(args.data / f"{name}.csv"))
     leave_one_out(results)
     facts = {name: FACTS[name] for name in here if name in FACTS and not args.file}
     if args.json:

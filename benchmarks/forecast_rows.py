@@ -40,6 +40,12 @@ OTHERS = 400
 MOST = {"n_gpus": 10**6, "layers": 2000, "pp": 1024, "global_batch": 10**6, "tp": 1024, "cp": 1024, "vpp": 256}
 OPS = 2_000_000  # of one pipeline
 NEAR = 0.03  # a parameter count that is rounded to two digits is as far off as this
+FAR = 0.2  # a shape whose parameters are this far from the published count is another model's
+# Models by name that are no decoders, and those that have experts: "8x7B", "30B-A3B"
+OTHER_MODELS = r"\b(bert|roberta|t5|ul2|bart|vit|clip|mamba|rwkv|whisper|resnet|unet|swin|dit|sdxl|dlrm)\b|diffusion"
+EXPERTS = r"\d+x\d+(\.\d+)?b|moe\b|mixture of experts|\d+b-?a\d+(\.\d+)?b"
+EXPERT_COLUMNS = ("num_experts", "n_experts", "experts", "moe_ffn")
+OTHER_WORK = r"\b(q?lora|inference|decoding|cpu offload(ing)?|offload(ing)? on)\b"
 
 
 class Skip(Exception):
@@ -50,7 +56,7 @@ class Row(dict[str, str]):
     """A row of which a missing column and an empty cell are the same; columns without a name are dropped."""
 
     def __init__(self, cells: Mapping[str | None, object]) -> None:
-        super().__init__({k.strip(): str(v or "").strip() for k, v in cells.items() if isinstance(k, str)})
+        super().__init__({k.strip().lower(): str(v or "").strip() for k, v in cells.items() if isinstance(k, str)})
 
     def __missing__(self, key: str) -> str:
         return ""
@@ -111,13 +117,19 @@ def case_of(file: str, cells: Mapping[str | None, object]) -> Case:
             raise Skip(f"its notes say {word}")
     if "mem_max_allocated_gib" in row:
         return _ci(file, row)
+    if absent := [column for column in ("model", "gpu") if column not in row]:
+        raise Skip(f"not a run: there is no column {' and none '.join(absent)}")
     if not row["model"] or not row["gpu"]:
         raise Skip("neither model nor gpu may be empty")
+    if other := re.search(OTHER_WORK, notes):
+        raise Skip(f"its notes say {other[0]}, which is not modelled")
     shape = _shape(file, row)
+    _as_told(row, shape)
     precision = _precision(row)
     plausible(row, device_name(row["gpu"]))
     layout = _layout(file, row, shape)
     seconds, memory, in_gb = _measured(file, row, shape, layout)
+    _possible(seconds, row, shape, layout)
     if seconds is None and not memory:
         raise Skip("neither time nor memory is published")
     return Case(
@@ -144,6 +156,30 @@ def plausible(row: Mapping[str, str], device: str) -> None:
     best = devices(device)[0].sustained_bf16_tflops
     if re.fullmatch(r"[\d.]+", tflops) and best is not None and float(tflops) > 0.8 * best.value:
         raise Skip(f"{tflops} TFLOP/s of a whole step is above 80% of the best bf16 product of {device}: not bf16")
+
+
+def _possible(seconds: float | None, row: Mapping[str, str], shape: Shape, layout: Layout) -> None:
+    """Raise `Skip` where the step is shorter than the data sheet lets its FLOPs be: a unit or a cell is wrong."""
+    if seconds is None or "one layer" in row["table"]:
+        return
+    name = device_name(row["gpu"])
+    peak = devices(name)[0].bf16_tflops.value * 1e12 * layout.world_size
+    least = shape.flops_per_token(layout.seq) * layout.global_batch * layout.seq / peak
+    if seconds < least:
+        raise Skip(f"a step of {seconds:.3g} s is shorter than its FLOPs take at the peak of {name}: {least:.3g} s")
+
+
+def _as_told(row: Mapping[str, str], shape: Shape) -> None:
+    """Raise `Skip` where the row says of its model what the shape is not: no decoder, experts, another size."""
+    told = f"{row['model']} {row['notes']}".lower().replace("_", "-")
+    if other := re.search(OTHER_MODELS, row["model"].lower().replace("_", "-")):
+        raise Skip(f"{other[0]} is not a decoder")
+    counted = next((row[name] for name in EXPERT_COLUMNS if row[name] not in ("", "0", "1", "n/a")), "")
+    if not shape.experts and (counted or number(row, "ep", 1) > 1 or re.search(EXPERTS, told)):
+        raise Skip("the row does not give the shape of its experts or of its compressed attention")
+    published = row["params_b"]
+    if published and abs(shape.parameters / (real(row, "params_b") * 1e9) - 1) > FAR:
+        raise Skip(f"params_b says {published}, and the columns give {shape.parameters / 1e9:.3g}")
 
 
 def _precision(row: Mapping[str, str]) -> str:
@@ -258,7 +294,7 @@ def _layout(file: str, row: Mapping[str, str], shape: Shape) -> Layout:
         micro_batch=micro,
         n_micro=max(1, batch // (micro * dp)),
         seq=number(row, "seq_len"),
-        recompute=row["recompute"] or "none",
+        recompute=row["recompute"].lower() or "none",
         schedule=schedule,
         stage_layers=stage_layers,
     )

@@ -83,6 +83,19 @@ def test_a_batch_that_no_plan_takes_names_the_nearest_that_would() -> None:
         search("llama3-8b", "8 h100-sxm-80gb", 3, 4096, only)
 
 
+def test_no_batch_is_named_that_would_not_do_either() -> None:
+    """8 devices are not a multiple of 3, whatever the batch."""
+    from shardwise.models import tasks
+    from shardwise.planner.traced import traced_subject
+
+    for subject in (
+        traced_subject(tasks.mlp(), NODE, software("shardwise"), 12, "bf16", ("none",)),
+        decoder(LLAMA, NODE, software("shardwise"), 12, 4096, "bf16"),
+    ):
+        with pytest.raises(InputError, match=r"do not divide by them$"):
+            search_plans(subject, NODE, Constraints(fixed=(("tp", 3),)))
+
+
 def a_task(read_s: float = 0.0, *, from_data: bool = False):
     """A small network whose input takes `read_s` a sample."""
     import torch

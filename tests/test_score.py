@@ -79,11 +79,52 @@ def test_a_run_is_scored(tmp_path: Path) -> None:
         ({"precision": "fp8 (bf16 alt in parens)"}, "another FP8 granularity"),
         ({"dp_shard": "64 (0)"}, "not a ZeRO stage"),
         ({"gpu": ""}, "may be empty"),
+        ({"model": "nobody's-30B-A3B"}, "shape of its experts"),
+        ({"model": "nobody's 8x7B"}, "shape of its experts"),
+        ({"num_experts": "64"}, "shape of its experts"),
+        ({"ep": "4"}, "shape of its experts"),
+        ({"params_b": "30.5"}, "params_b says 30.5, and the columns give 8.03"),
+        ({"model": "BERT-large"}, "bert is not a decoder"),
+        ({"notes": "LoRA, rank 16"}, "lora, which is not modelled"),
+        ({"step_time_s": "0.001"}, "shorter than its FLOPs take"),
     ],
 )
 def test_a_row_is_skipped_with_its_reason(changes: dict[str, str], told: str, tmp_path: Path) -> None:
     found = score(published(tmp_path, **changes))
     assert "time" not in found
+    assert any(told in reason for reason in found["skipped"])
+
+
+def test_a_file_as_a_spreadsheet_writes_it_is_the_same(tmp_path: Path) -> None:
+    """A mark of the byte order, other capitals, another order of the columns, lines without cells."""
+    plain = score(published(tmp_path))
+    lines = (tmp_path / "runs.csv").read_text().splitlines()
+    head, cells = next(csv.reader(lines[:1])), next(csv.reader(lines[1:2]))
+    order = sorted(range(len(head)), key=lambda place: head[place])
+    with (tmp_path / "runs.csv").open("w", newline="", encoding="utf-8-sig") as file:
+        out = csv.writer(file)
+        out.writerow(head[place].upper() for place in order)
+        out.writerow(cells[place] for place in order)
+        file.write("\r\n")
+    assert score(tmp_path)["lines"] == plain["lines"]
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"", "no rows"),
+        (b"model,gpu\n", "no rows"),
+        ("model,gpu\ncaf\xe9,H100\n".encode("latin-1"), "cannot be read"),
+        (bytes(range(256)) * 9, "cannot be read"),
+        ("model,gpu\nllama,H100\n".encode("utf-16"), "cannot be read"),
+        (b"model,gpu\n" + b"x" * 200_000 + b",H100\n", "cannot be read"),
+        (b"gpu,m,n,k\nH100,1,2,3\n", "there is no column model"),
+    ],
+)
+def test_a_file_that_is_none_is_told(content: bytes, told: str, tmp_path: Path) -> None:
+    (tmp_path / "runs.csv").write_bytes(content)
+    found = score(tmp_path)
+    assert not found["lines"]
     assert any(told in reason for reason in found["skipped"])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -12,7 +13,7 @@ from shardwise.layout import Plan
 from shardwise.models import tasks
 from shardwise.planner.candidates import Constraints
 from shardwise.planner.door import layout_of
-from shardwise.planner.propose import Subject
+from shardwise.planner.propose import Subject, search
 from shardwise.planner.traced import Traced, cut_layouts, data_layouts, expert_layouts, traced_subject
 
 NODE = Cluster.parse("8 h100-sxm-80gb")
@@ -85,3 +86,40 @@ def test_a_search_of_routed_experts_looks_at_dealt_ones() -> None:
     dealt = [each for each in seen.layouts(2, Constraints(fixed=(("ep", 2), ("zero", 1)))) if each.ep == 2]
     assert dealt
     assert min(seen.simulate(each).step_s for each in dealt) > 0
+
+
+def test_micro_batches_are_all_that_divide_a_small_share() -> None:
+    from shardwise.planner.candidates import micro_batches
+
+    assert micro_batches(12) == [1, 2, 3, 4, 6, 12]
+    assert micro_batches(7) == [1, 7]
+    assert micro_batches(256) == [1, 2, 4, 8, 16, 32, 64], "a large share has enough powers of two"
+    assert {each.micro_batch for each in data_layouts(4, 48, 4, ["none"])} == {1, 2, 3, 4, 6, 12}
+
+
+@pytest.mark.parametrize(("batch", "world"), [(7, 2), (7, 4), (13, 4), (100, 8), (3, 2), (129, 64)])
+def test_a_batch_that_does_not_divide_is_dealt_as_a_run_deals_it(batch: int, world: int) -> None:
+    """Each layout comes back from its plan, and no rank of it is without samples in a micro-batch."""
+    from shardwise.costs.layout import of_plan
+    from shardwise.planner.candidates import plan_of
+    from shardwise.planner.traced import dealt
+
+    found = list(data_layouts(world, batch, 8, ["none"]))
+    over_all = [each for each in found if each.dp == world]
+    assert {each.zero for each in over_all} == {0, 1, 2, 3}
+    for each in over_all:
+        back = of_plan(plan_of(each, "bf16"), global_batch=batch, seq=1, uneven=True)
+        assert (back.micro_batch, back.n_micro) == (each.micro_batch, each.n_micro)
+        counts = [dealt(each, batch, rank) for rank in range(world)]
+        assert max(max(row) for row in counts) == each.micro_batch
+        assert sum(sum(row) for row in counts) == batch, "a rank without samples runs a stand-in"
+
+
+def test_an_uneven_batch_counts_its_own_samples() -> None:
+    task = tied()
+    machine = Cluster.parse("4 h100-sxm-80gb")
+    traced = traced_subject(task, machine, software("shardwise"), 7, "bf16", ("none",), cuts=False)
+    proposals = search(traced, machine, precision="bf16").proposals
+    best = next(each for each in proposals if each.plan.world_size == 4)
+    even = traced_subject(task, machine, software("shardwise"), 8, "bf16", ("none",), cuts=False)
+    assert best.forecast.flops == pytest.approx(even.simulate(best.layout).flops * 7 / 8, rel=0.02)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 
 from shardwise.costs.layout import RECOMPUTES, Layout
 from shardwise.costs.shapes import Shape
 from shardwise.layout import Plan
 
-MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
+MOST_MICRO = 64  # samples of a micro-batch
+FEW = 128  # samples of a rank: up to here every divisor is looked at, beyond the powers of two
 SWITCHES = ("compile", "tp_overlap", "reduce_dtype")  # of a plan: as asked for, never searched
 CONTEXT_FROM = 4096  # a rank keeps at least half of these positions under context parallelism
 
@@ -53,6 +55,13 @@ def divisors(n: int) -> list[int]:
     return sorted({*small, *(n // d for d in small)})
 
 
+@cache
+def micro_batches(samples: int) -> list[int]:
+    """Sizes of micro-batch to look at, where a rank is dealt so many samples."""
+    powers = samples > FEW
+    return [d for d in divisors(samples) if d <= MOST_MICRO and not (powers and d & (d - 1))]
+
+
 def decoder_layouts(
     shape: Shape, world: int, global_batch: int, seq: int, node: int, constraints: Constraints
 ) -> Iterator[Layout]:
@@ -79,9 +88,7 @@ def _limit(values: list[int], most: int, fixed: object | None) -> list[int]:
 
 def _data(shape: Shape, base: Layout, dp: int, per_rank: int, node: int) -> Iterator[Layout]:
     for zero, shard in _sharding(base, dp, node):
-        for micro in MICRO_BATCHES:
-            if per_rank % micro:
-                continue
+        for micro in micro_batches(per_rank):
             for recompute in RECOMPUTES:
                 for schedule, chunks in _schedules(shape, base.pp, per_rank // micro):
                     for ep in _experts(shape, base, shard, node):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,7 @@ _SDPA_BACK = {
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward, _ATEN._scaled_dot_product_flash_attention_backward,
     _ATEN._scaled_dot_product_efficient_attention_backward, _ATEN._scaled_dot_product_cudnn_attention_backward,
 }  # fmt: skip
+_FFT = {_ATEN._fft_c2c, _ATEN._fft_r2c, _ATEN._fft_c2r}
 DEVICE = torch.ops.prim.device.default
 _RNN = {_ATEN.mkldnn_rnn_layer, _ATEN.mkldnn_rnn_layer_backward}
 _VIEWS = ("view", "expand", "transpose", "permute", "t", "slice", "select", "split", "unsqueeze", "squeeze", "detach",
@@ -42,7 +44,7 @@ class Trace:
     order        (kind, shape, times) of every op but views, as they ran; see `Entry`
     products     (m, n, k) -> how often
     attention    (batch x heads, queries, keys, width, backward?) -> how often
-    conv_flops   of convolutions
+    conv_flops   of convolutions and Fourier transforms
     moved        bytes that all other ops read and write
     kernels      ops that compute something
     calls        ops, views among them
@@ -129,6 +131,11 @@ class Count(TorchDispatchMode):
             self._attend(args, packet in _SDPA_BACK)
         elif packet in (_ATEN.convolution, _ATEN.convolution_backward, _ATEN._convolution):
             self._convolve(packet, args, out)
+        elif packet is _ATEN._trilinear:
+            self._contract(args)
+        elif packet in _FFT:  # bound by memory on every device: as long as its bytes take
+            self.trace.conv_flops += _transform_flops(args, out)
+            self._stream(packet.__name__, args, out)
         elif packet in _RNN:
             self._recur(args, packet is _ATEN.mkldnn_rnn_layer_backward)
             self._stream(packet.__name__, args, out)
@@ -147,6 +154,19 @@ class Count(TorchDispatchMode):
         self.trace.attention[*shape, back] += 1
         self.trace.order.append(("attention", (*shape, float(back)), 1))
         self.trace.kernels += 1
+
+    def _contract(self, args: tuple) -> None:
+        """Three factors, each repeated along the dims it is told; a product over the dims that are summed."""
+        shapes = []
+        for factor, places in zip(args[:3], args[3:6], strict=True):
+            shape = list(factor.shape)
+            for place in sorted(places):
+                shape.insert(place, 1)
+            shapes.append(shape)
+        whole = [max(sizes) for sizes in zip(*shapes, strict=True)]
+        deep = math.prod(whole[place] for place in args[6])
+        rows, *others = sorted((size for place, size in enumerate(whole) if place not in args[6]), reverse=True) or [1]
+        self._product(1, rows, math.prod(others), deep)
 
     def _recur(self, args: tuple, back: bool) -> None:
         """One layer and direction: a product over all steps for the input, and one for each step for the state."""
@@ -175,6 +195,13 @@ class Count(TorchDispatchMode):
         self.trace.moved += moved
         self.trace.order.append((name, (float(moved),), 1))
         self.trace.kernels += 1
+
+
+def _transform_flops(args: tuple, out: torch.Tensor) -> float:
+    """5 n log2 n for n complex points (Cooley and Tukey 1965, as FFTW counts), half of it where one side is real."""
+    real = args[0] if not args[0].is_complex() else out
+    points = math.prod(real.shape[dim] for dim in args[1])
+    return (2.5 if not real.is_complex() else 5.0) * real.numel() * math.log2(max(1, points))
 
 
 def _reals(factor: torch.Tensor) -> int:

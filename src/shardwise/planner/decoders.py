@@ -4,14 +4,31 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from shardwise.cluster.catalogue import key_of, model, model_names
 from shardwise.costs.shapes import Shape
 from shardwise.errors import InputError
+from shardwise.planner.families import FAMILIES, Family, layers_differ
 
-NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+WORDS = {  # of each number, as the families write it
+    "hidden": ("hidden_size", "n_embd", "n_embed"),
+    "layers": ("num_hidden_layers", "n_layer"),
+    "heads": ("num_attention_heads", "n_head"),
+    "vocab": ("vocab_size",),
+    "kv_heads": ("num_key_value_heads", "num_kv_heads"),
+    "head_dim": ("head_dim",),
+    "ffn": ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner"),
+    "expert_ffn": ("moe_intermediate_size",),
+    "shared_ffn": ("shared_expert_intermediate_size",),
+    "experts": ("num_local_experts", "num_experts"),
+    "top_k": ("num_experts_per_tok",),
+    "positions": ("n_positions", "max_position_embeddings"),
+}
+NEEDED = ("hidden", "layers", "heads", "vocab")
+NOT_ZERO = {word for name in (*NEEDED, "kv_heads", "head_dim", "ffn") for word in WORDS[name]}
 
 
 def is_catalogue_name(name: str) -> bool:
@@ -31,7 +48,7 @@ def decoder_from_config(path: str) -> Shape:
         config = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError(f"task: no file {file}") from None
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # not JSON, or not UTF-8
         raise InputError(f"task: {file} is not JSON: {error}") from None
     if not isinstance(config, dict):
         raise InputError(f"task: {file} holds a {type(config).__name__}, not the keys of a transformers configuration")
@@ -41,48 +58,105 @@ def decoder_from_config(path: str) -> Shape:
 def shape_of_config(config: Mapping[str, Any], where: str) -> Shape:
     """The numbers of a transformers configuration of a decoder.
 
-    Raises `InputError` for one that is not described by them (an encoder, an encoder-decoder, another head than one
-    over the vocabulary, compressed attention): give such a model as `module:name`, and it is traced.
+    What it leaves out is as in its family (`model_type`; without one, as in Llama, or GPT-2 where it names `n_embd`).
+    Raises `InputError` for one that is not described by them (an unknown family, an encoder, an encoder-decoder,
+    another head than one over the vocabulary, compressed attention, layers that differ): give such a model as
+    `module:name`, and it is traced.
     """
-    names = {**{k: k for k in NEEDED}, "hidden_size": "n_embd" if "n_embd" in config else "hidden_size"}
-    names["num_hidden_layers"] = "n_layer" if "n_layer" in config else "num_hidden_layers"
-    names["num_attention_heads"] = "n_head" if "n_head" in config else "num_attention_heads"
-    missing = [name for name in names.values() if not isinstance(config.get(name), int)]
+    numbers = {name: _number(config, words, where) for name, words in WORDS.items()}
+    missing = [WORDS[name][0] for name in NEEDED if numbers[name] is None]
     why = f"it lacks {', '.join(missing)}" if missing else _other_than_a_decoder(config)
+    kind = config.get("model_type") or ("gpt2" if "n_embd" in config else "llama")
+    if not why and kind not in FAMILIES:
+        near = get_close_matches(str(kind), FAMILIES, 1)
+        why = f"its model_type {kind!r} is not among the families known here" + (
+            f" (did you mean {near[0]!r}?)" if near else f" ({', '.join(sorted(FAMILIES))})"
+        )
     if why:
         raise InputError(
             f"task: {where} is not a decoder described by widths and heads: {why}; give the model as a task of your "
             "own (module:name), and its own forward is traced"
         )
-    hidden, heads = config[names["hidden_size"]], config[names["num_attention_heads"]]
-    old = "n_embd" in config
-    experts = config.get("num_local_experts") or config.get("num_experts") or 0
-    ffn = config.get("moe_intermediate_size") or config.get("intermediate_size") or config.get("n_inner") or 4 * hidden
-    return Shape(
-        layers=config[names["num_hidden_layers"]],
+    return _shape(config, {name: value or 0 for name, value in numbers.items()}, FAMILIES[kind], where)
+
+
+def _shape(config: Mapping[str, Any], numbers: Mapping[str, int], family: Family, where: str) -> Shape:
+    """The shape of a member of a family; numbers that the file does not give are 0."""
+    hidden, heads, experts = numbers["hidden"], numbers["heads"], numbers["experts"]
+    ffn = (numbers["expert_ffn"] if experts else 0) or numbers["ffn"] or 4 * hidden
+    bias = bool(config.get(family.bias_key, family.bias))
+    shape = Shape(
+        layers=numbers["layers"],
         hidden=hidden,
         heads=heads,
-        kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or hidden // heads,
+        kv_heads=_kv_heads(config, numbers, family),
+        head_dim=numbers["head_dim"] or hidden // heads,
         ffn=ffn,
-        vocab=config["vocab_size"],
-        gated=not old and config.get("hidden_act", "silu") in ("silu", "swish", "gelu_pytorch_tanh"),
-        tied=bool(config.get("tie_word_embeddings", old)),
-        bias=old,
-        qkv_bias=bool(config.get("attention_bias", False)),
-        learned_positions=config.get("n_positions") or 0 if old else 0,
-        layer_norm=old,
+        vocab=numbers["vocab"],
+        gated=family.gated,
+        tied=bool(config.get("tie_word_embeddings", family.tied)),
+        bias=bias,
+        qkv_bias=bool(config.get(family.qkv_key, family.qkv_bias)),
+        qk_norm=family.qk_norm,
+        learned_positions=0 if family.positions is None else numbers["positions"] + family.positions,
+        layer_norm=family.layer_norm,
+        norm_bias=family.norm_bias,
         experts=experts,
-        top_k=config.get("num_experts_per_tok") or 0,
+        top_k=numbers["top_k"] if experts else 0,
+        shared_experts=numbers["shared_ffn"] // ffn if experts else 0,
         dropout=bool(config.get("resid_pdrop", 0.0)),
         name=str(config.get("_name_or_path") or config.get("model_type") or "decoder"),
     )
+    wrong = _contradiction(shape, numbers)
+    if wrong:
+        raise InputError(f"task: {where}: {wrong}")
+    return shape
+
+
+def _contradiction(shape: Shape, numbers: Mapping[str, int]) -> str:
+    """What cannot be true at once, or not be told by a shape."""
+    if shape.heads % shape.kv_heads:
+        return f"num_attention_heads={shape.heads} is not a multiple of num_key_value_heads={shape.kv_heads}"
+    if shape.experts and not 0 < shape.top_k <= shape.experts:
+        return f"num_experts_per_tok={shape.top_k} of {shape.experts} experts"
+    if shape.experts and numbers["shared_ffn"] % shape.ffn:
+        return (
+            f"shared_expert_intermediate_size={numbers['shared_ffn']} is not a multiple of the experts' {shape.ffn}; "
+            "give the model as a task of your own (module:name)"
+        )
+    return ""
+
+
+def _kv_heads(config: Mapping[str, Any], numbers: Mapping[str, int], family: Family) -> int:
+    if family.one_kv:  # Falcon and StarCoder: several only where the file says so
+        if config.get("new_decoder_architecture"):
+            return numbers["kv_heads"] or numbers["heads"]
+        return 1 if config.get("multi_query", True) else numbers["heads"]
+    return numbers["kv_heads"] or numbers["heads"]
+
+
+def _number(config: Mapping[str, Any], words: tuple[str, ...], where: str) -> int | None:
+    """The first of the words that the file has a number for; not a count raises `InputError`."""
+    for word in words:
+        value = config.get(word)
+        if value is None:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0 or (value == 0 and word in NOT_ZERO):
+            raise InputError(f"task: {where}: {word} is a whole number above 0, not {value!r}")
+        return value
+    return None
 
 
 def _other_than_a_decoder(config: Mapping[str, Any]) -> str:
     """What a configuration says of itself that widths and heads do not; empty for a decoder."""
-    if config.get("is_encoder_decoder") or config.get("kv_lora_rank"):
-        return "its attention or its two halves need more than that"
+    if config.get("is_encoder_decoder"):
+        return "it is an encoder and a decoder"
+    if config.get("kv_lora_rank"):
+        return "its keys and values are compressed (kv_lora_rank)"
+    if other := layers_differ(config):
+        return f"its layers are not all alike ({other}={config[other]})"
+    if config.get("word_embed_proj_dim", config.get("hidden_size")) != config.get("hidden_size"):
+        return "its embedding has another width than its layers (word_embed_proj_dim)"
     named = [str(name) for name in config.get("architectures") or ()]  # as transformers writes them: LlamaForCausalLM
     if any("ForCausalLM" in name for name in named):
         return ""

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from itertools import islice
 
 from shardwise.cluster import Cluster
 from shardwise.costs.layout import Layout
@@ -19,7 +20,7 @@ from shardwise.costs.shapes import Shape
 from shardwise.costs.software import Software, as_planned
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan, check
-from shardwise.planner.candidates import MICRO_BATCHES, Constraints, axes, decoder_layouts, family, plan_of
+from shardwise.planner.candidates import Constraints, axes, decoder_layouts, family, micro_batches, plan_of
 from shardwise.planner.units import bytes_text, seconds_text
 from shardwise.simulator.forecast import Forecast
 from shardwise.simulator.quick import Estimator, Quick
@@ -28,6 +29,7 @@ from shardwise.simulator.step import simulate
 SIXTEEN_BITS = ("bf16", "bf16-full", "fp16")
 WITHIN = 1.03  # plans this close count as equal, and the simpler one comes first
 MOST_AWAY = 4096  # samples, of the nearest batch that would do
+LOOKED_AT = 200  # layouts of each other batch
 SIMULATED = 24  # of all that fit, the best by estimate; beside them the best of each family
 
 
@@ -231,9 +233,7 @@ def _input_bound(reads: Reading, wait: float, best: Proposal) -> str:
 def _alone(subject: Subject, like: Layout, capacity: float) -> tuple[Layout, float] | None:
     """The fastest way to run on one device that fits, and the bytes it needs."""
     found: list[tuple[float, Layout, float]] = []
-    for micro in MICRO_BATCHES:
-        if subject.global_batch % micro:
-            continue
+    for micro in micro_batches(subject.global_batch):
         layout = like.with_(
             tp=1, sp=False, cp=1, ulysses=1, pp=1, ep=1, shard=1, replicas=1, zero=0, chunks=1, rounds=1,
             schedule="1f1b", stage_layers=(), micro_batch=micro, n_micro=subject.global_batch // micro,
@@ -249,7 +249,7 @@ def _alone(subject: Subject, like: Layout, capacity: float) -> tuple[Layout, flo
 
 def _nothing(subject: Subject, cluster: Cluster, constraints: Constraints) -> str:
     """Why there was nothing to look at, and the nearest batch for which there would be."""
-    why = "no plan has the degrees asked for: the batch, the heads or the layers do not divide by them"
+    why = "no plan has the degrees asked for: the devices, the batch, the heads or the layers do not divide by them"
     if subject.with_batch is None:
         return why
     world, batch = cluster.world_size, subject.global_batch
@@ -257,7 +257,7 @@ def _nothing(subject: Subject, cluster: Cluster, constraints: Constraints) -> st
         near = [
             count
             for count in (batch - away, batch + away)
-            if count > 0 and next(iter(subject.with_batch(count).layouts(world, constraints)), None) is not None
+            if count > 0 and _has_any(subject.with_batch(count), world, constraints)
         ]
         if near:
             return (
@@ -265,6 +265,17 @@ def _nothing(subject: Subject, cluster: Cluster, constraints: Constraints) -> st
                 f"ranks that are left; the nearest that would: {' or '.join(map(str, near))}"
             )
     return why
+
+
+def _has_any(subject: Subject, world: int, constraints: Constraints) -> bool:
+    """Whether there is a layout as asked for, among the first many."""
+    some = islice(subject.layouts(world, constraints), LOOKED_AT)
+    return any(not constraints.fixed or constraints.allows(plan_of(layout, _asked(constraints))) for layout in some)
+
+
+def _asked(constraints: Constraints) -> str:
+    """The precision that is fixed, or the default."""
+    return str(constraints.value("precision") or "bf16")
 
 
 def _ranked(subject: Subject, fits: list[tuple[float, Layout]], precision: str) -> list[Proposal]:

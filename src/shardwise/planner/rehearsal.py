@@ -30,7 +30,16 @@ from shardwise.planner.counting import Count, Trace
 from shardwise.planner.gathered import Gathered
 from shardwise.planner.routed import Values
 from shardwise.planner.rows import telling
-from shardwise.planner.tracing import batch_norms, build, drop, fake_batch, in_order, inputs_of, on_device
+from shardwise.planner.tracing import (
+    batch_norms,
+    build,
+    drop,
+    fake_batch,
+    in_order,
+    inputs_of,
+    objective,
+    on_device,
+)  # fmt: skip
 from shardwise.planner.watching import Watch
 from shardwise.precision import Precision
 from shardwise.trace.blocks import find_blocks
@@ -169,7 +178,7 @@ class Rehearsal:
             output = self._forward(batch, op.stage, inbox, model, staged)
             if op.stage == last:
                 output = self.precision.cast_outputs(output)
-                outputs = [self.task.loss(output, batch)[0]]
+                outputs = [objective(self.task.loss(output, batch))]
             else:
                 outputs = list(output)
                 self.found.messages[op.stage] = max(

@@ -18,7 +18,7 @@ from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
 from shardwise.layout.dealing import deal
 from shardwise.parallel.batchnorm import joins_batch_norms
-from shardwise.planner.candidates import MICRO_BATCHES, Constraints, divisors, plan_of
+from shardwise.planner.candidates import MOST_MICRO, Constraints, divisors, micro_batches, plan_of
 from shardwise.planner.progress import Say, silent
 from shardwise.planner.propose import Reading, Subject
 from shardwise.planner.rehearsal import ALIKE, Beside
@@ -299,7 +299,9 @@ class Traced:
             found = simulate_cut(self.cut(layout, batch), layout, *where, held)
         else:
             found = simulate_traced(self.model(layout.recompute, layout.dp), layout, *where, held)
-        found.flops = self.model("none").flops(layout.global_batch)  # the model's: not what ranks do twice
+        uneven = 0 < layout.global_batch - batch < layout.dp * layout.n_micro * layout.rounds
+        found.tokens = batch if uneven else layout.global_batch
+        found.flops = self.model("none").flops(found.tokens)  # the model's: not what ranks do twice
         found.basis |= _switches(layout, eager=bool(self.cluster.device.ops))
         return found
 
@@ -369,19 +371,33 @@ def _degrees(layout: Layout) -> str:
 def data_layouts(world: int, batch: int, node: int, recomputes: list[str]) -> Iterator[Layout]:
     """Replicas and ZeRO 1 to 3 over all ranks, and ZeRO-3 inside a node.
 
-    Where the batch does not divide over all ranks, over the most that it does.
+    A batch that does not divide over all ranks is dealt unevenly, as a run deals it; beside that, it is dealt evenly
+    over the most ranks that it does divide over.
     """
-    for dp in [world] if world == 1 or batch % world == 0 else [d for d in divisors(world) if batch % d == 0][-1:]:
+    even = [world] if batch % world == 0 else [d for d in divisors(world) if batch % d == 0][-1:]
+    for dp in dict.fromkeys([*even, *([world] if batch >= world else [])]):
         inside = max((d for d in divisors(dp) if d <= node), default=1)
         shardings = {(0, 1), *((z, dp) for z in (1, 2, 3) if dp > 1), *(((3, inside),) if 1 < inside < dp else ())}
         for zero, shard in sorted(shardings):
-            for micro in MICRO_BATCHES:
-                if (batch // dp) % micro == 0:
-                    for recompute in recomputes:
-                        yield Layout(
-                            shard=shard, replicas=dp // shard, zero=zero, micro_batch=micro,
-                            n_micro=batch // dp // micro, seq=1, recompute=recompute,
-                        )  # fmt: skip
+            for micro, n_micro in _dealt_over(batch, dp):
+                for recompute in recomputes:
+                    yield Layout(
+                        shard=shard, replicas=dp // shard, zero=zero, micro_batch=micro, n_micro=n_micro, seq=1,
+                        recompute=recompute,
+                    )  # fmt: skip
+
+
+def _dealt_over(batch: int, dp: int) -> list[tuple[int, int]]:
+    """(samples of the largest micro-batch, micro-batches) of a rank."""
+    if batch % dp == 0:
+        return [(micro, batch // dp // micro) for micro in micro_batches(batch // dp)]
+    found = []
+    for micro in range(1, min(-(-batch // dp), MOST_MICRO) + 1):
+        n_micro = -(-batch // (dp * micro))
+        fits = -(-batch // (dp * n_micro)) == micro  # else the same number of them is smaller ones
+        if fits and batch // n_micro >= dp and (micro in (1, 3) or micro & (micro - 1) == 0 or n_micro == 1):
+            found.append((micro, n_micro))
+    return found
 
 
 def cut_layouts(
@@ -408,9 +424,9 @@ def cut_layouts(
             or not all(constraints.value(name) in (None, have) for name, have in (("tp", tp), ("pp", pp), ("sp", sp)))
         ):
             continue
-        for micro in MICRO_BATCHES:
-            n_micro, left = divmod(batch // dp, micro)
-            if left or n_micro < 2 * pp * (pp > 1):  # fewer would leave half of the pipeline waiting
+        for micro in micro_batches(batch // dp):
+            n_micro = batch // dp // micro
+            if n_micro < 2 * pp * (pp > 1):  # fewer would leave half of the pipeline waiting
                 continue
             stages = (1, 3) if constraints.value("zero") is None else (1, 2, 3)
             for zero, shard in [(0, 1), *((zero, dp) for zero in stages if dp > 1)]:

@@ -10,14 +10,19 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -40,6 +45,8 @@ from shardwise.simulator.counted import Update
 from shardwise.task import Task
 from shardwise.trace.blocks import find_blocks
 from shardwise.trace.fake import Fake
+
+NARROW = ("BFloat16", "bfloat16", "'Half'", "dtype Half")  # as torch's errors name them
 
 
 @contextmanager
@@ -75,39 +82,45 @@ def _unpadded() -> Iterator[None]:
 
 
 def build(task: Task, fake: FakeTensorMode, precision: Precision) -> nn.Module:
-    """The module with fake parameters; built for real where its constructor reads values."""
+    """The module with fake tensors in the plan's dtypes; built for real where its constructor reads values."""
     try:
         with fake:
             model = task.model()
     except Exception:
         with torch.random.fork_rng(devices=[]):
             model = task.model()
-        _replaced(model, lambda parameter: fake.from_tensor(parameter.data))
-        for module in model.modules():
-            for name, buffer in list(module._buffers.items()):
-                if buffer is not None:
-                    module._buffers[name] = fake.from_tensor(buffer)
+    made: dict[int, torch.Tensor] = {}  # by what it stands for: a weight that is tied stays so
+
+    def ours(tensor: torch.Tensor, trained: bool = False) -> torch.Tensor:
+        if id(tensor) not in made:
+            whole = tensor.data if isinstance(tensor, FakeTensor) else fake.from_tensor(tensor.data)
+            whole = whole.to(precision.held(tensor))
+            made[id(tensor)] = _as_parameter(tensor, whole) if trained else whole
+        return made[id(tensor)]
+
+    kept = [*model.parameters(), *model.buffers()]  # else an id might be given again
     with fake:
-        _replaced(model, lambda p: p.data.to(precision.held(p)) if p.dtype != precision.held(p) else None)
         for module in model.modules():
-            for name, buffer in list(module._buffers.items()):
-                if buffer is not None:
-                    module._buffers[name] = buffer.to(precision.held(buffer))
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    module._parameters[name] = ours(parameter, True)
+            for name, buffer in module._buffers.items():
+                if buffer is not None and not (
+                    isinstance(buffer, FakeTensor) and buffer.dtype == precision.held(buffer)
+                ):
+                    module._buffers[name] = ours(buffer)
+    del kept
     return model.train()
 
 
-def _replaced(model: nn.Module, made: Callable[[nn.Parameter], torch.Tensor | None]) -> None:
-    """Other tensors for the parameters of a module, None for those that stay; what is tied stays tied."""
-    known: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
-    for module in model.modules():
-        for name, parameter in list(module._parameters.items()):
-            if parameter is None:
-                continue
-            if id(parameter) not in known:
-                value = made(parameter)
-                new = parameter if value is None else nn.Parameter(value, parameter.requires_grad)
-                known[id(parameter)] = parameter, new  # the old one too, so that no other gets its id
-            module._parameters[name] = known[id(parameter)][1]
+def _as_parameter(was: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """The parameter itself, or one made of `whole` in its place.
+
+    A copy of a fake parameter (`copy.deepcopy`) names another storage than its views have, which would count twice.
+    """
+    if was.dtype == whole.dtype and was.untyped_storage()._cdata == whole.untyped_storage()._cdata:
+        return was
+    return nn.Parameter(whole, was.requires_grad)
 
 
 def one_sample(task: Task) -> Any:
@@ -191,7 +204,7 @@ def trace(
                 args, kwargs = inputs_of(task, batch, kept)
                 output = kept.cast_outputs(model(*args, **kwargs))
                 del args, kwargs
-                total = task.loss(output, batch)[0]
+                total = objective(task.loss(output, batch))
                 del output
                 total.backward()
             found.peak, found.balanced = live.peak - base, routed.assumed
@@ -237,6 +250,14 @@ def inputs_of(task: Task, batch: Any, precision: Precision) -> tuple[tuple, dict
     """What the module is called with, in its dtype."""
     args, kwargs = task.inputs(batch)
     return precision.cast_inputs((args, kwargs)) if precision.compute != torch.float32 else (args, kwargs)
+
+
+def objective(told: tuple) -> torch.Tensor:
+    """What a run differentiates of what `Task.loss` returned: the sum and the terms beside it (engine/objective.py)."""
+    total = told[0]
+    for term in (told[2] if len(told) > 2 else {}).values():
+        total = total + (term[0] if isinstance(term, tuple | list) else term) * 1.0
+    return total
 
 
 def drop(parameter: torch.Tensor) -> None:
@@ -318,6 +339,8 @@ def untraced(error: BaseException, inside: Inside) -> str:
             f"a value that only a real run has is asked for ({text}); decide by shapes or by integers of the batch, "
             "or compute both ways and choose with torch.where"
         )
+    elif any(name in text for name in NARROW):  # "Unsupported dtype BFloat16", as Fourier transforms say
+        what += "; an op of it does not take that precision: plan with precision=fp32"
     return f"the model cannot be traced without values: {where}{_line_of(error)}{what}"
 
 

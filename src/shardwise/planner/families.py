@@ -1,0 +1,64 @@
+"""What transformers' decoder families have that a `config.json` does not say, by `model_type`.
+
+Values are the defaults of each family's configuration class and the modules of its modelling file in transformers:
+published files leave out what is the default there. A norm more or less in a layer is not told apart (below 0.2% of
+the parameters).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Family:
+    """Traits of a family. Each `*_key` names the configuration's own word on it, where there is one.
+
+    tied        the output matrix is the embedding's, where the file does not say
+    positions   a learned position table has this many rows beside `max_position_embeddings`; None: no table
+    one_kv      without a word on them, queries share one head of keys and values
+    """
+
+    tied: bool = False
+    gated: bool = True
+    bias: bool = False
+    bias_key: str = ""
+    qkv_bias: bool = False
+    qkv_key: str = "attention_bias"
+    qk_norm: bool = False
+    layer_norm: bool = False
+    norm_bias: bool = True
+    positions: int | None = None
+    one_kv: bool = False
+
+
+LLAMA = Family()
+_PLAIN = Family(gated=False, layer_norm=True, bias=True, qkv_key="")  # as GPT-2: two matrices, biases, layer norms
+FAMILIES: dict[str, Family] = {
+    **dict.fromkeys(("llama", "mistral", "mixtral", "phi3", "granite", "granitemoe", "helium", "olmo"), LLAMA),
+    **dict.fromkeys(("glm", "glm4", "qwen2", "qwen2_moe", "seed_oss"), replace(LLAMA, qkv_bias=True)),
+    **dict.fromkeys(("qwen3", "qwen3_moe", "olmo2", "olmo3", "olmoe", "exaone4"), replace(LLAMA, qk_norm=True)),
+    **dict.fromkeys(("gemma", "gemma2", "smollm3"), replace(LLAMA, tied=True)),
+    "gemma3_text": replace(LLAMA, tied=True, qk_norm=True),
+    "ernie4_5": replace(LLAMA, tied=True, bias_key="use_bias"),
+    "gpt_oss": replace(LLAMA, bias=True),
+    "arcee": replace(LLAMA, gated=False),
+    "phimoe": replace(LLAMA, layer_norm=True),
+    "stablelm": replace(LLAMA, layer_norm=True, qkv_key="use_qkv_bias"),
+    **dict.fromkeys(("cohere", "cohere2"), replace(LLAMA, tied=True, layer_norm=True, norm_bias=False)),
+    **dict.fromkeys(("phi", "persimmon", "gpt_neox"), _PLAIN),
+    "starcoder2": replace(_PLAIN, tied=True, bias_key="use_bias"),
+    "bloom": replace(_PLAIN, tied=True),
+    "falcon": replace(_PLAIN, tied=True, bias=False, bias_key="bias", one_kv=True),
+    "gpt2": replace(_PLAIN, tied=True, positions=0),
+    "gpt_bigcode": replace(_PLAIN, tied=True, positions=0, one_kv=True),
+    "opt": replace(_PLAIN, tied=True, positions=2, bias_key="enable_bias"),
+}
+
+
+def layers_differ(config: Mapping[str, Any]) -> str:
+    """Which word of a configuration says that its layers are not all alike; empty where they are."""
+    alike = {"mlp_only_layers": [], "decoder_sparse_step": 1, "first_k_dense_replace": 0, "block_sparse_moe_step": 1}
+    return next((name for name, plain in alike.items() if config.get(name) not in (None, plain)), "")

@@ -1,0 +1,108 @@
+"""What a trace makes of modules as their constructors leave them: tied, deep-copied, with terms of the loss besides."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from shardwise import Plan, Task
+from shardwise.errors import InputError
+from shardwise.planner.tracing import build, trace
+from shardwise.precision import Precision
+from shardwise.trace.fake import Fake
+
+WIDTH, WORDS = 16, 60
+
+
+class Tied(nn.Module):
+    """An embedding whose weight is the head's too."""
+
+    def __init__(self, values: bool = False) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.words.weight
+        if values:  # so that it is built for real
+            float(self.words.weight.detach().sum())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.words(x))
+
+
+def summed(output: torch.Tensor, batch: object) -> tuple[torch.Tensor, int]:
+    return output.square().sum(), len(output)
+
+
+@pytest.mark.parametrize("values", [False, True])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp64"])
+def test_tied_weights_are_one_whatever_the_precision(precision: str, values: bool) -> None:
+    task = Task(model=lambda: Tied(values), loss=summed, batch=lambda step: torch.arange(12).view(4, 3))
+    found = trace(task, 2, precision)
+    assert found.parameters == WORDS * WIDTH
+    assert found.tensors == 1
+    model = build(task, Fake(), Precision.of(Plan(precision=precision)))
+    assert model.head.weight is model.words.weight
+
+
+def test_weights_of_copied_layers_are_not_made_by_the_step() -> None:
+    """`nn.Transformer` copies a layer as often as it is deep."""
+
+    def peak(copied: bool) -> int:
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 4096, dropout=0.0, batch_first=True)
+        return nn.TransformerEncoder(layer, 1, enable_nested_tensor=False) if copied else layer
+
+    tasks = [Task(model=lambda c=copied: peak(c), loss=summed, batch=lambda step: torch.ones(4, 3, WIDTH))
+             for copied in (False, True)]  # fmt: skip
+    plain, copied = (trace(task, 2) for task in tasks)
+    assert copied.parameters == plain.parameters
+    assert copied.peak == plain.peak
+
+
+def test_terms_beside_the_loss_are_differentiated_too() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 512)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x)
+
+    def loss(output: torch.Tensor, batch: object) -> tuple:
+        return output.sum(), len(output), {"spread": (output.exp().sum(), len(output))}
+
+    def plain(output: torch.Tensor, batch: object) -> tuple:
+        return output.sum(), len(output)
+
+    with_term, without = (trace(Task(model=Two, loss=each, batch=lambda step: torch.ones(4, 8)), 4)
+                          for each in (loss, plain))  # fmt: skip
+    assert with_term.peak >= without.peak + 4 * 512 * 4, "the term's graph keeps its exponential"
+
+
+def test_transforms_and_bilinear_layers_are_flops() -> None:
+    """By hand: 5 n log2 n for n complex points, half of it for real ones, and a product for x W y."""
+
+    class Transforms(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.fft.irfft2(torch.fft.rfft2(x * self.scale), s=(8, 16))
+
+    task = Task(model=Transforms, loss=summed, batch=lambda step: torch.ones(4, 8, 16))
+    assert trace(task, 2).flops == (3 * 2.5 + 5) * 2 * 8 * 16 * 7, "backward of a real one is complex"
+
+    with pytest.raises(InputError, match=r"BFloat16; .*plan with precision=fp32"):
+        trace(task, 2, "bf16")
+
+    class Pairs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pair = nn.Bilinear(5, 4, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.pair(x, x[:, :4])
+
+    task = Task(model=Pairs, loss=summed, batch=lambda step: torch.ones(6, 5))
+    assert trace(task, 6).flops == 2 * 2 * 6 * 3 * 5 * 4, "forward, and the weight's gradient"
