@@ -231,11 +231,11 @@ if __name__ == "__main__":
     sizes = (1024, 2**16)
     collective_times.BYTES = sizes
     collective_times.OFTEN = between_nodes.OFTEN = 4
-    measure.pace_us = pace.pace_us = lambda device: 1000.0
+    measure.pace_us = pace.pace_us = lambda device, rounds=1: 1000.0
     measure._stream, measure._disk = lambda device: 1e10, lambda: 1e9
     measure._op = lambda device, found: 5.0
-    measure._products = lambda device: measure.product_times((32, 64))
-    measure.op_times = lambda: [("add", 1e3, 1.0), ("add", 1e6, 50.0)]
+    measure._products = lambda pace: measure.product_times((32, 64), pace)
+    measure.op_times = lambda pace: [("add", 1e3, 1.0), ("add", 1e6, 50.0)]
     measure.measure_engine = steps
     measure.between_times = partial(measure.between_times, sizes=sizes)
     for rank in range(4):  # all is imported once
