@@ -35,6 +35,31 @@ def tell_policies() -> set[int]:
     return {os.sched_getscheduler(int(thread)) for thread in os.listdir("/proc/self/task")}
 
 
+def faults_of_freed_memory() -> float:
+    """Page faults for each MiB that is asked for and freed again and again."""
+    import resource
+
+    def faults() -> int:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+    for _ in range(200):  # until there is a place that fits
+        torch.ones(2**20)
+    before = faults()
+    for _ in range(50):
+        torch.ones(2**20)
+    return (faults() - before) / 200
+
+
+def keeps_memory_where_somebody_chose() -> bool:
+    from shardwise.ranks.allocation import keep_freed_memory
+
+    os.environ["MALLOC_TRIM_THRESHOLD_"] = "131072"
+    try:
+        return keep_freed_memory()
+    finally:
+        del os.environ["MALLOC_TRIM_THRESHOLD_"]
+
+
 def tell_policy_of_ones_own() -> set[int]:
     """The same, where somebody chose a policy for the main thread before it joined."""
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
@@ -344,6 +369,13 @@ def test_join_refuses_numbers_that_are_none(bare_environment: pytest.MonkeyPatch
 def test_threads_of_ranks_that_share_cores_take_turns(pool: RankPool) -> None:
     assert pool.run(tell_policies, 2) == [{os.SCHED_BATCH}] * 2
     assert launch(tell_policy_of_ones_own, 2, timeout_s=60) == [{os.SCHED_IDLE}] * 2
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="mallopt is glibc's")
+def test_ranks_keep_the_memory_that_they_free(pool: RankPool) -> None:
+    """Handed back, each MiB would come again as 256 pages."""
+    assert max(pool.run(faults_of_freed_memory, 2)) < 10
+    assert pool.run(keeps_memory_where_somebody_chose, 2) == [False, False]
 
 
 def test_join_keeps_a_group_that_is_there(pool: RankPool) -> None:

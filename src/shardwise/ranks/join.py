@@ -11,6 +11,7 @@ import sys
 from datetime import timedelta
 from typing import Any
 
+from shardwise.ranks.allocation import keep_freed_memory
 from shardwise.ranks.launchers import Place
 from shardwise.ranks.meet import MEET_S, meet
 from shardwise.ranks.mpi import here
@@ -34,6 +35,8 @@ def join(timeout_s: float | None = None, *, meet_s: float = MEET_S) -> tuple[int
     if not dist.is_initialized():
         _open_group(timeout_s, meet_s)
     take_turns()
+    if dist.get_world_size() > 1:  # else this may be anybody's process
+        keep_freed_memory()
     return dist.get_rank(), dist.get_world_size()
 
 

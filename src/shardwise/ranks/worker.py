@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from shardwise.errors import ShardwiseError
+from shardwise.ranks.allocation import keep_freed_memory
 from shardwise.ranks.messages import IDLE, READY, Failure, Job, Report, dumps
 from shardwise.ranks.scheduling import take_turns
 
@@ -140,6 +141,7 @@ def _open_group(job: Job) -> None:
     backend = job.backend or _backend_for(job)
     dist.init_process_group(backend, store=store, rank=job.rank, world_size=job.world_size, **options)
     take_turns()
+    keep_freed_memory()
 
 
 def _backend_for(job: Job) -> str:
