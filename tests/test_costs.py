@@ -16,7 +16,7 @@ from shardwise.costs.wire import Group, Wire
 from shardwise.layout.schedules import Times, make_schedule
 from shardwise.simulator import simulate
 from shardwise.simulator.events import Op, run
-from shardwise.simulator.pipeline import play
+from shardwise.simulator.pipeline import play, play_all, schedule
 from shardwise.simulator.quick import Estimator
 
 ROOT = Path(__file__).parents[1]
@@ -174,3 +174,29 @@ def test_the_estimate_is_near_the_simulation() -> None:
         assert estimator.estimate(layout).seconds == pytest.approx(
             simulate(LLAMA, layout, NODE, soft).step_s, rel=0.12
         ), layout
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "count", "chunks"),
+    [
+        ("1f1b", 4, 403, 1),
+        ("gpipe", 3, 200, 1),
+        ("zbh1", 4, 330, 1),
+        ("interleaved1f1b", 4, 400, 2),
+        ("zbv", 2, 301, 2),
+    ],
+)
+def test_a_very_long_pipeline_is_as_long_as_if_all_of_it_were_played(
+    name: str, ranks: int, count: int, chunks: int
+) -> None:
+    """Uneven stages, blocking or not; what is kept too."""
+    stages = ranks * chunks
+    times = [[scale * (1 + 0.1 * (stage % 3)) for stage in range(stages)] for scale in (1.0, 1.1, 0.9)]
+    for blocking in (False, True):
+        send = [0.05] * (stages - 1)
+        whole = play(schedule(name, ranks, count, chunks), *times, send, blocking=blocking)
+        quick = play_all(name, ranks, count, chunks, *times, send, blocking=blocking)
+        assert len(quick.ops) < len(whole.ops)
+        assert quick.seconds == pytest.approx(whole.seconds, rel=1e-3)
+        assert quick.busy == pytest.approx(whole.busy, rel=1e-9)
+        assert quick.in_flight == whole.in_flight

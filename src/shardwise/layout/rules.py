@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from shardwise.errors import RefusedPlan
 from shardwise.layout.plan import Plan
-from shardwise.layout.schedules import SPLIT, schedule_of
+from shardwise.layout.schedules import SPLIT, few_microbatches, schedule_of
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ def _no_schedule(plan: Plan) -> bool:
     if plan.pp == 1 or (plan.stages and (len(plan.stages) + 1) % plan.pp):
         return False
     try:
-        schedule_of(plan)
+        schedule_of(plan.with_(microbatches=few_microbatches(plan.pp, plan.microbatches, plan.stages_per_rank)))
     except RefusedPlan:
         return True
     return False

@@ -375,6 +375,15 @@ def plain_schedule(owner: tuple[int, ...], microbatches: int) -> Schedule:
     return schedule
 
 
+LONG = 16  # micro-batches for each model stage; more repeat what is between filling and emptying
+
+
+def few_microbatches(ranks: int, microbatches: int, chunks: int) -> int:
+    """As many, or where there are very many, fewer that show the same: filling, repeating, emptying."""
+    most = LONG * ranks * chunks
+    return microbatches if microbatches < most + 2 * ranks else most + microbatches % ranks
+
+
 def schedule_of(plan: Plan) -> Schedule:
     """The table that a plan asks for."""
     if plan.pp == 1:

@@ -9,7 +9,6 @@ from itertools import chain, product
 from time import perf_counter
 
 from shardwise.cluster import Cluster
-from shardwise.costs.block import EAGER
 from shardwise.costs.layout import RECOMPUTES, Layout
 from shardwise.costs.memory import CONTEXT_BYTES, Ledger
 from shardwise.costs.software import Software, as_planned
@@ -29,7 +28,7 @@ from shardwise.simulator.cut import simulate_cut
 from shardwise.simulator.forecast import Forecast
 from shardwise.simulator.held import memory
 from shardwise.simulator.quick import Quick
-from shardwise.simulator.traced import simulate_traced
+from shardwise.simulator.traced import simulate_traced, switches
 from shardwise.task import Task
 
 DEFAULT_SAMPLES = 32  # of a step, for a task with a data source and no batch of its own
@@ -164,6 +163,15 @@ class Traced:
                 self._remark(f"remat={name} is left out: {error}")
         return found
 
+    def _left_out(self, what: str, why: str) -> None:
+        """One remark for all that have a reason in common."""
+        for at, text in enumerate(self.remarks):
+            if text.endswith(why):
+                named = text.removesuffix(why).split("; ")
+                self.remarks[at] = "; ".join(dict.fromkeys([*named, what])) + why
+                return
+        self._remark(what + why)
+
     def _remark(self, text: str) -> None:
         if text not in self.remarks:
             self.remarks.append(text)
@@ -275,7 +283,7 @@ class Traced:
             self.cut(layout, batch)
         except (RefusedPlan, InputError) as refused:
             degrees = _degrees(layout.with_(sp=False, recompute="none"))
-            self._remark(f"{degrees} is left out: {refused}")
+            self._left_out(degrees, f" is left out: {refused}")
             return False
         return True
 
@@ -302,21 +310,8 @@ class Traced:
         uneven = 0 < layout.global_batch - batch < layout.dp * layout.n_micro * layout.rounds
         found.tokens = batch if uneven else layout.global_batch
         found.flops = self.model("none").flops(found.tokens)  # the model's: not what ranks do twice
-        found.basis |= _switches(layout, eager=bool(self.cluster.device.ops))
+        found.basis |= switches(layout, eager=bool(self.cluster.device.ops))
         return found
-
-
-def _switches(layout: Layout, *, eager: bool) -> dict[str, str]:
-    """What a forecast makes of a plan's switches. `eager`: on a device whose ops were timed one by one."""
-    found = {}
-    if layout.compile:
-        found["compile"] = (
-            "not modelled here, where ops were timed one by one: as if blocks were not compiled" if eager else
-            f"elementwise ops move 1/{EAGER:g} of the bytes (assumed); memory as of blocks that are not compiled"
-        )  # fmt: skip
-    if layout.tp_overlap:
-        found["tp_overlap"] = "not modelled for a traced module: as if each sum were waited for"
-    return found
 
 
 def dealt(layout: Layout, batch: int, data_rank: int) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from shardwise.costs.wire import Group, Wire
 from shardwise.simulator.counted import Counted, Model
 from shardwise.simulator.forecast import Forecast
 from shardwise.simulator.held import policy
-from shardwise.simulator.pipeline import play, schedule
+from shardwise.simulator.pipeline import play_all
 from shardwise.simulator.sharded import Sharded, data_seconds
 from shardwise.simulator.step import GAPS
 from shardwise.simulator.traced import (
@@ -66,8 +66,6 @@ def simulate_cut(
     bubble, gathered = 0.0, 0.0
     talk = max(sum(sent[key] for key in _seen(rank)[0].ops) for rank in ranks)
     if layout.pp > 1:
-        table = schedule(layout.schedule, layout.pp, layout.n_micro, layout.chunks)
-
         link = Sharded(wire, states, Group(layout.shard, layout.tp))
         waits = _gathers(ranks, {key: work[key] + sent[key] for key in work}, link)
         gathered = max(sum(waits[key] for key in _seen(rank)[0].ops) for rank in ranks)
@@ -78,7 +76,10 @@ def simulate_cut(
 
         whole, first, second = seconds("B"), seconds("I"), seconds("W")
         inputs = [b or i for b, i in zip(whole, first, strict=True)]
-        played = play(table, seconds("F"), inputs, second, _messages(ranks, layout, wire, last))
+        played = play_all(
+            layout.schedule, layout.pp, layout.n_micro, layout.chunks, seconds("F"), inputs, second,
+            _messages(ranks, layout, wire, last),
+        )  # fmt: skip
         bubble = played.bubble
         timeline = [(f"rank {r}", f"{op.kind}{op.microbatch} of {op.stage}", a, b) for r, op, a, b in played.ops]
         step = layout.rounds * played.seconds

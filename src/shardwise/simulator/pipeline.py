@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from shardwise.errors import RefusedPlan
-from shardwise.layout.schedules import Op, Schedule, make_schedule
+from shardwise.layout.schedules import Op, Schedule, few_microbatches, make_schedule
 
 
 @lru_cache(maxsize=64)
@@ -105,6 +105,37 @@ def play(
     if any(pointer[r] < len(table.rows[r]) for r in range(table.ranks)):
         raise RefusedPlan(f"schedule {table.name} waits for itself")
     return Played(max(free), busy, ops, most)
+
+
+def outline(name: str, ranks: int, micro_batches: int, chunks: int) -> Schedule:
+    """The table of a schedule, of fewer micro-batches where there are very many: the stages are the same."""
+    return schedule(name, ranks, few_microbatches(ranks, micro_batches, chunks), chunks)
+
+
+def play_all(
+    name: str, ranks: int, micro_batches: int, chunks: int, forward: Sequence[float], backward: Sequence[float],
+    weight: Sequence[float], send: Sequence[float], *, blocking: bool = False,
+) -> Played:  # fmt: skip
+    """`play` for a schedule by name, in a time that does not grow with very many micro-batches.
+
+    Those are played for a few, and for as many more as there are ranks; the rest adds as much each time. `ops` are
+    those of the few.
+    """
+    few = few_microbatches(ranks, micro_batches, chunks)
+
+    def of(count: int) -> Played:
+        return play(schedule(name, ranks, count, chunks), forward, backward, weight, send, blocking=blocking)
+
+    if few == micro_batches:
+        return of(few)
+    one, two, times = of(few), of(few + ranks), (micro_batches - few) / ranks
+
+    def grown(a: float, b: float) -> float:
+        return a + (b - a) * times
+
+    busy = [grown(a, b) for a, b in zip(one.busy, two.busy, strict=True)]
+    kept = [round(grown(a, b)) for a, b in zip(one.in_flight, two.in_flight, strict=True)]
+    return Played(grown(one.seconds, two.seconds), busy, one.ops, kept)
 
 
 def _needs(

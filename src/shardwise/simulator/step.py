@@ -22,7 +22,7 @@ from shardwise.costs.wire import Group, Wire
 from shardwise.layout.schedules import SEVERAL
 from shardwise.simulator.events import CONTENTION, Op, run
 from shardwise.simulator.forecast import Forecast
-from shardwise.simulator.pipeline import play, schedule
+from shardwise.simulator.pipeline import outline, play_all
 
 # Megatron's batched send and receive ends in a device synchronise: the queue of kernels runs empty and is filled again
 BLOCKED_US = 400.0  # (assumed)
@@ -320,7 +320,7 @@ def _pipelined(step: Step, layer: Stage, ends: tuple[Stage, Stage]) -> Forecast:
         step = replace(step, layout=lay.with_(chunks=2))
         lay = step.layout
     name = lay.schedule if lay.chunks > 1 or lay.schedule not in SEVERAL else "1f1b"
-    drawn = schedule(name, lay.pp, lay.n_micro, lay.chunks)
+    drawn = outline(name, lay.pp, lay.n_micro, lay.chunks)
     layers = stage_layers(shape, lay)
     stages = len(layers)
     forward = [n * layer.forward for n in layers]
@@ -338,7 +338,7 @@ def _pipelined(step: Step, layer: Stage, ends: tuple[Stage, Stage]) -> Forecast:
     blocking = not step.software.overlap_p2p
     blocked = BLOCKED_US * 1e-6 if blocking else 0.0
     send = [step.wire.send(message, home[s], home[s + 1]) + blocked for s in range(stages - 1)]
-    played = play(drawn, forward, backward, weight, send, blocking=blocking)
+    played = play_all(name, lay.pp, lay.n_micro, lay.chunks, forward, backward, weight, send, blocking=blocking)
     memory, tails = [], []
     for rank in range(lay.pp):
         mine = drawn.stages_of(rank)

@@ -186,6 +186,19 @@ def optimizer_seconds(model: Model, layout: Layout, kernels: Kernels, states: St
     return seconds
 
 
+def switches(layout: Layout, *, eager: bool) -> dict[str, str]:
+    """What a forecast makes of a plan's switches. `eager`: on a device whose ops were timed one by one."""
+    found = {}
+    if layout.compile:
+        found["compile"] = (
+            "not modelled here, where ops were timed one by one: as if blocks were not compiled" if eager else
+            f"elementwise ops move 1/{EAGER:g} of the bytes (assumed); memory as of blocks that are not compiled"
+        )  # fmt: skip
+    if layout.tp_overlap:
+        found["tp_overlap"] = "not modelled for a traced module: as if each sum were waited for"
+    return found
+
+
 def peak_of(cluster: Cluster, dtype: str) -> float:
     device = cluster.device
     if dtype == "fp32" and device.fp32_tflops is not None:
