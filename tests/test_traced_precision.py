@@ -69,11 +69,11 @@ def test_a_compiled_plan_is_forecast_with_fused_ops_and_says_so() -> None:
 
 
 def test_switches_that_are_fixed_are_on_in_every_plan_of_a_search() -> None:
-    where = HERE.parse("8 h100-sxm-80gb")
     fixed = Constraints(fixed=(("compile", True), ("reduce_dtype", "bf16")))
-    for subject in (
-        subject_of("llama3-8b", where, global_batch=64, seq=2048, precision="bf16"),
-        subject_of(tasks.gpt2(), where, global_batch=8, precision="bf16"),
+    eight, two = (HERE.parse(f"{count} h100-sxm-80gb") for count in (8, 2))
+    for subject, where in (
+        (subject_of("llama3-8b", eight, global_batch=64, seq=2048, precision="bf16"), eight),
+        (subject_of(tasks.gpt2(), two, global_batch=4, precision="bf16"), two),
     ):
         found = search(subject, where, fixed, precision="bf16")
         assert all(p.plan.compile and p.plan.reduce_dtype == "bf16" for p in found.proposals)
