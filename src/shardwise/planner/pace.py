@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from shardwise.device import pace_us
 
-BRIEF = 3  # rounds of the fixed work: a millisecond or two
+BRIEF = 5  # rounds of the fixed work: a millisecond or two
 EVERY_S = 0.05  # between two looks while steps are taken
 
 Found = TypeVar("Found")
