@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 from shardwise import Task
-from shardwise.cluster import Cluster
+from shardwise.cluster import Cluster, Figure
+from shardwise.costs.memory import CONTEXT_BYTES
 from shardwise.costs.software import software
 from shardwise.layout import Plan
 from shardwise.models import tasks
@@ -123,3 +126,28 @@ def test_an_uneven_batch_counts_its_own_samples() -> None:
     best = next(each for each in proposals if each.plan.world_size == 4)
     even = traced_subject(task, machine, software("shardwise"), 8, "bf16", ("none",), cuts=False)
     assert best.forecast.flops == pytest.approx(even.simulate(best.layout).flops * 7 / 8, rel=0.02)
+
+
+def deep() -> Task:
+    return Task(model=lambda: nn.Sequential(*(Block(16) for _ in range(6))), loss=lambda out, batch: (out.sum(), 32),
+                batch=lambda step: torch.ones(32, 64, 16), name="deep")  # fmt: skip
+
+
+def test_recompute_is_traced_only_where_memory_is_short() -> None:
+    said: list[str] = []
+
+    def remats(cluster: Cluster, **fixed: object) -> set[str]:
+        said.clear()
+        seen = traced_subject(deep(), cluster, software("shardwise"), 32, "fp32", say=said.append)
+        found = search(seen, cluster, Constraints(fixed=tuple(fixed.items())), precision="fp32")
+        return {proposal.plan.remat for proposal in found.proposals}
+
+    def traced() -> bool:
+        return any("remat=full" in text for text in said)
+
+    assert remats(NODE) == {"none"} and not traced()
+    assert remats(NODE, remat="full") == {"full"} and traced()
+    plain = subject(deep(), 32)
+    needed = plain.memory(layout_of(Plan(dp_replicate=8), plain)).reserved + CONTEXT_BYTES
+    small = replace(NODE.device, memory_gb=Figure((needed - 1) / 1e9, "assumed", "a byte too few"))
+    assert "full" in remats(replace(NODE, device=small), dp_replicate=8) and traced()

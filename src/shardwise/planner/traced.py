@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain, product
@@ -94,15 +94,15 @@ class Traced:
     def subject(self, batch: int, wanted: tuple[str, ...]) -> Subject:
         """What a search needs to know, for one global batch."""
         units = len(self.model("none").one.units)
-        recomputes = self.recomputes(wanted) if units else ["none"]
+        recomputes = [*dict.fromkeys(("none", *wanted))] if units else ["none"]
 
         def layouts(world: int, constraints: Constraints) -> Iterable[Layout]:
-            yield from filter(self.can_run, data_layouts(world, batch, self.node, recomputes))
+            own = [*filter(self.can_run, data_layouts(world, batch, self.node, recomputes))]
+            yield from self.lean(own, batch, constraints, lambda layout, _: self.can_recompute(layout.recompute))
             if self.cuts:
                 cut = [*filter(self.can_run, cut_layouts(world, batch, self.node, recomputes, constraints))]
-                own = data_layouts(world, batch, self.node, recomputes) if self.routed else ()
-                few, many = (expert_layouts(each, self.node, constraints) for each in (own, cut if self.routed else ()))
-                yield from self.cut_within(chain(filter(self.can_run, few), cut, many), batch, constraints)
+                few, many = (expert_layouts(each if self.routed else (), self.node, constraints) for each in (own, cut))
+                yield from self.cut_within(chain(few, cut, many), batch, constraints)
 
         def estimate(layout: Layout) -> Quick:
             return Quick(self.simulate(layout, batch).step_s, self.memory(layout, batch))
@@ -150,18 +150,43 @@ class Traced:
     def _model(self, one: Counted, two: Counted) -> Model:
         return Model(one, two, self.state, self.task.name, self.whole, self.on_cpu)
 
-    def recomputes(self, wanted: tuple[str, ...]) -> list[str]:
-        """Those of the policies wanted under which the module can be traced; a remark on each other one."""
-        found = ["none"]
-        for name in wanted:
-            if name == "none":
+    def lean(
+        self, layouts: Iterable[Layout], batch: int, constraints: Constraints,
+        can: Callable[[Layout, set[Layout]], bool],
+    ) -> Iterator[Layout]:  # fmt: skip
+        """Those of the layouts that are as asked for, without recompute where none is needed.
+
+        Of the same layout, that without recompute comes first: where it fits, recompute only adds time.
+
+        can   whether a layout can be traced and should be, given those that fit so far; asked last, since it takes long
+        """
+        asked = constraints.value("remat") is not None
+        fitted: set[Layout] = set()
+        for layout in map(constraints.applied, layouts):
+            plain = layout.with_(recompute="none")
+            if constraints.fixed and not constraints.allows(plan_of(layout, self.precision)):
                 continue
-            try:
-                self.model(name)
-                found.append(name)
-            except InputError as error:
-                self._remark(f"remat={name} is left out: {error}")
-        return found
+            if (plain in fitted and not asked) or not can(layout, fitted):
+                continue
+            if layout == plain and self.fits(layout, batch, constraints):
+                fitted.add(plain)
+            yield layout
+
+    def fits(self, layout: Layout, batch: int, constraints: Constraints) -> bool:
+        """Whether the fullest rank of a layout has room."""
+        room = self.cluster.device.memory_bytes * (1 - constraints.headroom) - CONTEXT_BYTES
+        return self.memory(layout, batch).reserved <= room
+
+    def can_recompute(self, name: str) -> bool:
+        """Whether the module can be traced under a recompute policy; a remark where not."""
+        if name == "none":
+            return True
+        try:
+            self.model(name)
+        except InputError as error:
+            self._remark(f"remat={name} is left out: {error}")
+            return False
+        return True
 
     def _left_out(self, what: str, why: str) -> None:
         """One remark for all that have a reason in common."""
@@ -249,27 +274,21 @@ class Traced:
     def cut_within(self, layouts: Iterable[Layout], batch: int, constraints: Constraints) -> Iterator[Layout]:
         """Those of the layouts that can be cut, as far as rehearsing them is a matter of seconds.
 
-        Recompute and zero=3 are left out where the same layout fits without: they only ever add time.
+        zero=3 is left out where the same layout fits without: it only ever adds time.
         """
-        room = self.cluster.device.memory_bytes * (1 - constraints.headroom) - CONTEXT_BYTES
         asked = any(constraints.value(name) is not None for name in ("tp", "pp", "ep"))
-        fitted: set[Layout] = set()
         left: dict[str, None] = {}
-        for layout in map(constraints.applied, layouts):
-            if constraints.fixed and not constraints.allows(plan_of(layout, self.precision)):
-                continue  # before it is rehearsed
+
+        def can(layout: Layout, fitted: set[Layout]) -> bool:
             plain = layout.with_(recompute="none")
-            if plain in fitted and constraints.value("remat") is None:
-                continue
             if layout.zero > 1 and constraints.value("zero") is None and plain.with_(zero=1) in fitted:
-                continue
+                return False
             if self._spent > MOST_OPS and not asked and not self._known(layout, batch):
-                left[_degrees(layout.with_(sp=False, recompute="none"))] = None
-                continue
-            if self.can_cut(layout, batch):
-                if layout == plain and self.memory(layout, batch).reserved <= room:
-                    fitted.add(plain)
-                yield layout
+                left[_degrees(plain.with_(sp=False))] = None
+                return False
+            return self.can_cut(layout, batch)
+
+        yield from self.lean(layouts, batch, constraints, can)
         if left:
             self._remark(f"not looked at, since rehearsing all of them takes minutes: {'; '.join(left)} (ask for one "
                          "with --fix)")  # fmt: skip
