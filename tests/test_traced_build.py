@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
 from shardwise import Plan, Task
 from shardwise.errors import InputError
-from shardwise.planner.tracing import build, trace
+from shardwise.memory.live import LiveBytes
+from shardwise.planner.counting import Count, Trace
+from shardwise.planner.tracing import build, trace, update_of
 from shardwise.precision import Precision
+from shardwise.simulator.step import FOREACH
 from shardwise.trace.fake import Fake
 
 WIDTH, WORDS = 16, 60
@@ -106,3 +112,37 @@ def test_transforms_and_bilinear_layers_are_flops() -> None:
 
     task = Task(model=Pairs, loss=summed, batch=lambda step: torch.ones(6, 5))
     assert trace(task, 6).flops == 2 * 2 * 6 * 3 * 5 * 4, "forward, and the weight's gradient"
+
+
+OPTIMIZERS = (
+    torch.optim.AdamW, torch.optim.NAdam, torch.optim.RMSprop, partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    torch.optim.Adagrad,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS, ids=lambda make: getattr(make, "func", make).__name__)
+def test_an_optimizer_on_a_gpu_goes_over_all_tensors_at_once(make: Callable) -> None:
+    """What it moves and what lives meanwhile, of tensors of other sizes than those on which it was seen."""
+    task = Task(model=nn.Identity, loss=summed, batch=lambda step: torch.ones(1), optimizer=make)
+    seen = update_of(task, at_once=True)
+    parameters = [nn.Parameter(torch.ones(size)) for size in ((300, 40), (128, 128), (4096,))]
+    optimizer = make(parameters, foreach=True)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    held = [t for p in parameters for t in (p, p.grad, *optimizer.state[p].values()) if isinstance(t, torch.Tensor)]
+    counted, live = Trace(1), LiveBytes()
+    live.count(held)
+    rests, elements = live.now, sum(parameter.numel() for parameter in parameters)
+    with live, Count(counted):
+        optimizer.step()
+    assert (live.peak - rests) / (4 * elements) == pytest.approx(seen.temporary, rel=0.01)
+    assert counted.moved / elements == pytest.approx(sum(wide for _, wide in seen.work), rel=0.01)
+    assert seen.calls == counted.calls > 0
+
+
+def test_decoders_by_name_take_the_same_optimizer() -> None:
+    task = Task(model=nn.Identity, loss=summed, batch=lambda step: torch.ones(1), optimizer=torch.optim.AdamW)
+    moved = sum(wide for _, wide in update_of(task, at_once=True).work)
+    read_and_written = 2 * 4 * (1 + 1 + 2)  # the gradient, the weight, two moments, once each
+    assert pytest.approx(moved / read_and_written, rel=1e-3) == FOREACH

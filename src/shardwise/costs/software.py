@@ -60,6 +60,7 @@ class Software:
 
     attention        "unfused" (scores are written), or a kernel of attention.csv
     fused            norms, activations, dropout and residuals each read and write their tensors once
+    fused_adam       the optimizer's step is one kernel, not torch's ops over all tensors
     overlap_dp       gradient reductions (and ZeRO-1 gathers) run beside backward (and forward)
     overlap_tp       tensor-parallel collectives run beside matrix products
     gathers_per_unit collectives in which ZeRO-3 gathers one layer: 1 where it is flattened, else one for each parameter
@@ -78,6 +79,7 @@ class Software:
     name: str
     attention: str = "flash2"
     fused: bool = True
+    fused_adam: bool = True
     overlap_dp: bool = True
     overlap_tp: bool = False
     overlap_p2p: bool = False
@@ -101,6 +103,7 @@ SOFTWARE: dict[str, Software] = {
             "shardwise",
             attention="flash2",
             fused=False,
+            fused_adam=False,
             overlap_dp=True,
             accumulates=False,
             states="bf16",
@@ -155,6 +158,7 @@ SOFTWARE: dict[str, Software] = {
             "llm-foundry",
             attention="flash1",
             fused=False,
+            fused_adam=False,
             overlap_dp=True,
             prefetch="after",
             accumulates=False,
@@ -166,6 +170,7 @@ SOFTWARE: dict[str, Software] = {
             "fsdp",
             attention="flash2",
             fused=False,
+            fused_adam=False,
             overlap_dp=True,
             accumulates=False,
             states="fsdp-mixed",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -99,6 +100,13 @@ class Trace:
         return products + scores + self.conv_flops
 
 
+@cache
+def written(func: Any) -> list[int]:
+    """Places of the arguments into which an op writes; schemas are slow to read."""
+    told = [argument.alias_info for argument in func._schema.arguments]
+    return [place for place, alias in enumerate(told) if alias is not None and alias.is_write]
+
+
 class Count(TorchDispatchMode):
     """Adds each op to a trace."""
 
@@ -117,8 +125,10 @@ class Count(TorchDispatchMode):
 
     def note(self, func: Any, args: tuple, out: Any) -> None:
         """Add an op, its arguments and what it gave."""
-        if not tensors_in(out):
-            return  # a question, such as where a tensor lies
+        if not tensors_in(out):  # a question, such as where a tensor lies, or what an op has done to a list
+            out = [args[place] for place in written(func) if place < len(args)]
+            if not tensors_in(out):
+                return
         self.trace.calls += 1
         packet = func._overloadpacket
         if packet in (_ATEN.mm, _ATEN.addmm):

@@ -23,7 +23,6 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -33,6 +32,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from shardwise.part.leaves import tensors_in
+from shardwise.planner.counting import written
 from shardwise.planner.kept import LAYER, workspace_bytes
 
 MOST, MOST_FLOATS = 2**25, 2**20  # elements of a shadow: beyond, a tensor has no values
@@ -151,7 +151,7 @@ class Values(TorchDispatchMode):
 
     def _forget(self, func: Any, args: tuple) -> None:
         """What an op wrote without values into a tensor has none from then on."""
-        for place in _written(func):
+        for place in written(func):
             if place < len(args) and isinstance(args[place], torch.Tensor) and shadow(args[place]) is not None:
                 getattr(args[place], _SHADOW)[1].known = False
 
@@ -182,13 +182,6 @@ class Values(TorchDispatchMode):
             chosen = balanced(shape, dim % scores.dim() if keeps else -1, scores.shape[dim])
             give(index, chosen if keeps else chosen.squeeze(-1))
         self.assumed = True
-
-
-@cache
-def _written(func: Any) -> list[int]:
-    """Places of the arguments into which an op writes; schemas are slow to read."""
-    told = [argument.alias_info for argument in func._schema.arguments]
-    return [place for place, alias in enumerate(told) if alias is not None and alias.is_write]
 
 
 _FACTORIES = {_ATEN.arange, _ATEN.linspace, _ATEN.eye, _ATEN.zeros, _ATEN.ones, _ATEN.full, _ATEN.scalar_tensor}

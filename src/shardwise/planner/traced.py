@@ -77,7 +77,7 @@ class Traced:
         began = perf_counter()
         self.sample = one_sample(task)
         self._first_read_s = perf_counter() - began
-        self.state = update_of(task)
+        self.state = update_of(task, at_once=not self.on_cpu)
         self.whole = batch_bytes(self.sample) if task.batch is not None else 0.0
         self.node = cluster.sizes[0] if len(cluster.tiers) > 1 else cluster.world_size
         self.looks = Looks(task, self.sample)

@@ -264,11 +264,18 @@ def drop(parameter: torch.Tensor) -> None:
     parameter.grad = None
 
 
-def update_of(task: Task) -> Update:
-    """What the task's optimizer keeps and does for one tensor, seen on small ones."""
+def update_of(task: Task, at_once: bool = False) -> Update:
+    """What the task's optimizer keeps and does for one tensor, seen on small ones.
+
+    at_once   as torch's optimizers do on a GPU unless told otherwise: each op on all tensors, which keeps its results
+              for all of them
+    """
     parameter = nn.Parameter(torch.zeros(64, 64))
     others = [nn.Parameter(torch.zeros(64)), nn.Parameter(torch.zeros(64, 64))]
     optimizer = task.optimizer(named_groups([parameter, *others]))
+    for group in optimizer.param_groups if at_once else ():
+        if not group.get("fused") and group.get("foreach", False) is None:
+            group["foreach"] = True
     for each in (parameter, *others):
         each.grad = torch.ones_like(each)
     optimizer.step()

@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-OPTIMIZER_OPS = 14  # of Adam, for one tensor
-
 
 class Counted(Protocol):
     """What a trace says; see planner/counting.py. Each is itself alone: two with the same counts differ."""
@@ -94,15 +92,15 @@ class Counted(Protocol):
 class Update:
     """An optimizer's step for one tensor: elements of state it keeps and ops it runs, for each element of the tensor.
 
-    work       (op, bytes it moves for each element)
+    work       (op, bytes it moves for each element of float32)
     calls      ops, views among them
     temporary  elements that live only while it runs
     left       of these, elements that the tensor before leaves behind until the next is done
     """
 
-    state_elements: float = 2.0
-    work: tuple[tuple[str, float], ...] = ()
-    calls: int = OPTIMIZER_OPS
+    state_elements: float
+    work: tuple[tuple[str, float], ...]
+    calls: int
     temporary: float = 0.0
     left: float = 0.0
 

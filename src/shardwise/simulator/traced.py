@@ -18,7 +18,7 @@ from shardwise.costs.memory import Ledger
 from shardwise.costs.overhead import Overhead, events, overhead_of
 from shardwise.costs.software import Software, States
 from shardwise.costs.wire import Group, Wire
-from shardwise.simulator.counted import OPTIMIZER_OPS, Counted, Model
+from shardwise.simulator.counted import Counted, Model
 from shardwise.simulator.forecast import Forecast
 from shardwise.simulator.held import memory, policy
 from shardwise.simulator.sharded import data_seconds
@@ -168,21 +168,23 @@ def engine_seconds(model: Model, layout: Layout, added: Overhead, compute: float
 
 def optimizer_seconds(model: Model, layout: Layout, kernels: Kernels, states: States) -> float:
     """The update of what this rank holds."""
-    over = layout.shard if layout.zero else 1
+    over, work = layout.shard if layout.zero else 1, model.update.work
+    held = sum(size * times for size, times in model.one.sizes.items())
+    into = 2 * states.gradient * held if layout.zero < 3 else 0.0  # gradients into their buckets, copied
+    divided = 2 * states.gradient * held / over  # by the weight
     if kernels.ops is not None:
-        ops, work = kernels.ops, model.update.work
+        ops = kernels.ops
         each = {size: sum(ops.seconds(name, size / over * wide) for name, wide in work) for size in model.one.sizes}
         calls = model.update.calls * kernels.call_s
         updates = sum(times * each[size] for size, times in model.one.sizes.items())
-        moved = 2 * states.gradient * sum(size * times for size, times in model.one.sizes.items())
-        into = ops.seconds("copy_", moved) if layout.zero < 3 else 0.0  # gradients into their buckets
-        divided = ops.seconds("mul_", moved / over)  # by the weight
-        return kernels.factor("mul_") * (updates + into + divided) + calls * sum(model.one.sizes.values())
-    moved = 2 * states.gradient + 2 * (states.master or states.weight) + 2 * states.optimizer
-    held = model.one.parameters / over
-    seconds = kernels.stream(held * moved * EAGER, OPTIMIZER_OPS)
+        moved = (ops.seconds("copy_", into) if into else 0.0) + ops.seconds("mul_", divided)
+        return kernels.factor("mul_") * (updates + moved) + calls * sum(model.one.sizes.values())
+    wide = (states.master or states.weight) / 4  # of float32, in which it was seen
+    copies = 2 * held / over * states.copies
+    seconds = sum(kernels.stream(held / over * moved * wide, 1) for _, moved in work)
+    seconds += sum(kernels.stream(moved, 1) for moved in (into, divided, copies) if moved)
     if kernels.device.kind == "cpu":  # there, an optimizer goes from tensor to tensor
-        seconds += model.one.tensors * OPTIMIZER_OPS * kernels.launch_us * 1e-6
+        seconds += model.one.tensors * model.update.calls * kernels.launch_us * 1e-6
     return seconds
 
 
