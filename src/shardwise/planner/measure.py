@@ -1,6 +1,6 @@
 """Measure this machine: products and other ops, memory, collectives, disk, the engine. Ends in a `Cluster`.
 
-All ranks measure at the same time, as they do in a run, and the slowest counts. Each figure says that it was measured,
+All ranks measure at the same time, as they do in a run, and the slower one counts. Each figure says that it was measured,
 with what, when.
 
     rank 0   products  stream  ops | all_reduce  all_gather  reduce_scatter  all_to_all | disk | steps
@@ -28,7 +28,6 @@ from itertools import product
 from statistics import mean, median
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -41,8 +40,8 @@ from shardwise.errors import InputError
 from shardwise.planner.between_nodes import between_times
 from shardwise.planner.collective_times import collective_times
 from shardwise.planner.op_times import convolution_times, op_times, product_times
-from shardwise.planner.overheads import Large, fit, large_times, step_times
-from shardwise.planner.pace import Pace, over_ranks
+from shardwise.planner.overheads import fit, step_times
+from shardwise.planner.pace import Pace, over_ranks, slower
 from shardwise.planner.progress import Say, silent
 from shardwise.ranks import Place, apart, here, join, launch, nodes_of
 
@@ -50,7 +49,6 @@ SIDES = (32, 128, 512, 1024)
 CUDA_SIDES = (512, 1024, 2048, 4096, 8192)
 BUDGET_S = 0.03  # for one figure, after a first call
 LIMIT_S = 600.0  # for one part of a probe
-PASSES = 2  # over the steps of reference modules, of which the mean counts
 
 
 def seconds(call: Callable[[], Any], device: torch.device, budget_s: float = BUDGET_S) -> float:
@@ -105,12 +103,9 @@ def measure_engine(say: Say, reference: float) -> dict[str, Any]:
     reference   the pace at which all else was measured, microseconds
     """
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    say, pace = _of_rank_zero(say), Pace(torch.device("cpu"), reference)
-    passes = [(step_times(ranks, pace, say), large_times(ranks, pace, say)) for _ in range(PASSES)]
-    return {
-        "steps": {name: np.mean([steps[name] for steps, _ in passes], axis=0).tolist() for name in passes[0][0]},
-        "large": [(*key, mean(large[key] for _, large in passes)) for key in passes[0][1]],
-    }
+    steps, large = step_times(ranks, Pace(torch.device("cpu"), reference), _of_rank_zero(say))
+    return {"steps": [(name, at, took) for name, each in steps.items() for at, took in enumerate(each)],
+            "large": [(*key, took) for key, took in large.items()]}  # fmt: skip
 
 
 def _memory_bytes(device: torch.device) -> float:
@@ -232,18 +227,14 @@ def _cluster(results: list[dict[str, Any]]) -> Cluster:
     def figure(value: float) -> Figure:
         return Figure(float(f"{value:.4g}"), "measured", source)
 
-    def slowest(name: str) -> list[Any]:
-        rows = zip(*(r[name] for r in results), strict=True)
-        return [(*cells[0][:-1], float(f"{max(cell[-1] for cell in cells):.4g}")) for cells in rows]
-
-    products = tuple(slowest("products"))
-    ops = tuple(slowest("ops")) if "ops" in first else ()
+    products = slower([r["products"] for r in results])
+    ops = slower([r["ops"] for r in results]) if "ops" in first else ()
     rates = {"fp32": 0.0, "bf16": 0.0}
     for dtype, m, n, k, us in products:
         if dtype in rates:
             rates[dtype] = max(rates[dtype], 2e-6 * m * n * k / us)
     best = figure(rates["bf16"] or rates["fp32"])
-    collectives = tuple(slowest("collectives"))
+    collectives = slower([r["collectives"] for r in results])
     reduced = [(2 * (p - 1) / p * size / us / 1e3, size, us) for op, p, size, us in collectives if op == "all_reduce"]
     large = [rate for rate, size, _ in reduced if size >= 2**20]
     small = [us for _, _, us in reduced][:1]
@@ -272,11 +263,10 @@ def _cluster(results: list[dict[str, Any]]) -> Cluster:
 def _with_engine(cluster: Cluster, results: list[dict[str, Any]], say: Say) -> Cluster:
     """The cluster, one node, with what the engine adds to ops, of steps that ran as a job's do."""
     say("probe: comparing the steps with the sums of their ops")
-    first = results[0]
-    steps = {name: np.max([r["steps"][name] for r in results], axis=0).tolist() for name in first["steps"]}
-    large: Large = {}
-    for kind, technique, took in (row for r in results for row in r["large"]):
-        large[kind, technique] = max(took, large.get((kind, technique), 0.0))
+    steps: dict[str, list[float]] = {}
+    for name, _, took in slower([r["steps"] for r in results]):
+        steps.setdefault(name, []).append(took)
+    large = {(kind, name): took for kind, name, took in slower([r["large"] for r in results])}
     rows, factors = fit(cluster, steps, large)
     return replace(cluster, device=replace(cluster.device, overheads=rows, factors=factors))
 

@@ -36,6 +36,7 @@ from shardwise.task import Task
 
 REFERENCES = ((2, 1), (6, 1), (2, 4))  # blocks, feed-forward parts of a block
 WARM, STEPS, MOST, BUDGET_S = 4, 24, 320, 0.6  # steps of one module: at least STEPS, and more within the budget
+PASSES, AGREE = 2, 1.08  # over all of them; within this factor two of them agree
 TURNS = 6
 OWN_CALLS = ("tp", "sp")
 OFTEN = ("zero3", "tp", "sp")  # techniques whose ranks meet many times in a step
@@ -62,30 +63,31 @@ def _busier(name: str, plan: str, reference: int) -> str:
     return f"{plan},microbatches=4" if name == "pp" and reference == len(REFERENCES) - 1 else plan
 
 
-def step_times(ranks: int, pace: Pace, say: Say = silent) -> dict[str, list[float]]:
-    """Median seconds of a step of each reference under each technique. Collective."""
-    found: dict[str, list[float]] = {}
-    for name, each in plans(ranks).items():
-        say(f"probe: steps of three tiny modules under {name}")
-        found[name] = [
-            _seconds(reference_task(blocks, deep, 4 * ranks), plan, pace)
-            for plan, (blocks, deep) in zip(each, REFERENCES, strict=True)
-        ]
-    return found
-
-
 Large = dict[tuple[str, str], float]  # (kind of op, technique) -> seconds of a step
 
 
-def large_times(ranks: int, pace: Pace, say: Say = silent) -> Large:
-    """Median seconds of a step of each larger module under a few techniques. Collective."""
-    found: Large = {}
-    for kind, task in large_tasks(ranks).items():
-        for name in LARGE[kind]:
-            if name in plans(ranks):
-                say(f"probe: steps of a module of {kind} under {name}")
-                found[kind, name] = _seconds(task, plans(ranks)[name][0], pace)
-    return found
+def step_times(ranks: int, pace: Pace, say: Say = silent) -> tuple[dict[str, list[float]], Large]:
+    """Seconds of a step of each tiny reference by technique, and of the larger ones under a few. Collective.
+
+    All are gone through `PASSES` times, so that what slows the machine for a while is not all in one of them. What
+    these disagree on is measured once more, and the median counts.
+    """
+    tiny = {(name, at): (reference_task(*sizes, 4 * ranks), plan) for name, each in plans(ranks).items()
+            for at, (plan, sizes) in enumerate(zip(each, REFERENCES, strict=True))}  # fmt: skip
+    large = {(kind, name): (task, plans(ranks)[name][0]) for kind, task in large_tasks(ranks).items()
+             for name in LARGE[kind] if name in plans(ranks)}  # fmt: skip
+    work = [*tiny.values(), *large.values()]
+    found: list[list[float]] = [[] for _ in work]
+    for turn in range(PASSES + 1):
+        for at, ((task, plan), seen) in enumerate(zip(work, found, strict=True)):
+            if turn == PASSES and over_ranks(max(seen) / min(seen)) < AGREE:
+                continue
+            say(f"probe: steps of small modules, round {turn + 1}, {at + 1} of {len(work)}: {plan}")
+            seen.append(_seconds(task, plan, pace))
+    times = [median(seen) for seen in found]
+    of_tiny = dict(zip(tiny, times, strict=False))
+    steps = {name: [of_tiny[name, at] for at in range(len(REFERENCES))] for name in plans(ranks)}
+    return steps, dict(zip(large, times[len(tiny) :], strict=True))
 
 
 def _seconds(task: Task, plan: str, pace: Pace) -> float:

@@ -26,7 +26,6 @@ BRIEF = 5  # rounds of the fixed work: a millisecond or two
 EVERY_S = 0.05  # between two looks while steps are taken
 
 Found = TypeVar("Found")
-Row = TypeVar("Row", bound=tuple)
 
 
 @dataclass(frozen=True)
@@ -104,3 +103,17 @@ def over_ranks(value: float) -> float:
     row = torch.tensor([value], dtype=torch.float64)
     dist.all_reduce(row)
     return float(row) / dist.get_world_size()
+
+
+def slower(ranks: Sequence[Sequence[tuple]]) -> tuple[tuple, ...]:
+    """Rows of all ranks, alike but for the time that each ends in, as those of the slowest rank.
+
+    Times are the mean of the ranks', times what the slowest takes longer on the whole. The largest of each row would be
+    that of a rank that was late just then, and in sum too slow.
+    """
+    times = np.array([[row[-1] for row in rows] for rows in ranks])
+    if not times.size:
+        return ()
+    mean = times.mean(axis=0)
+    most = float(np.median(times / mean, axis=1).max())
+    return tuple((*row[:-1], float(f"{most * took:.4g}")) for row, took in zip(ranks[0], mean, strict=True))
