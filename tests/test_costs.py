@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from shardwise.cluster import Cluster, model
+from shardwise.cluster import Cluster, Device, model
 from shardwise.costs.kernels import Kernels
 from shardwise.costs.layout import Layout
 from shardwise.costs.memory import layer_activations, stage_parameters, states
@@ -14,6 +16,7 @@ from shardwise.costs.shapes import Shape
 from shardwise.costs.software import STATES, software
 from shardwise.costs.wire import Group, Wire
 from shardwise.layout.schedules import Times, make_schedule
+from shardwise.planner.measure import attention_times
 from shardwise.simulator import simulate
 from shardwise.simulator.events import Op, run
 from shardwise.simulator.pipeline import play, play_all, schedule
@@ -200,3 +203,35 @@ def test_a_very_long_pipeline_is_as_long_as_if_all_of_it_were_played(
         assert quick.seconds == pytest.approx(whole.seconds, rel=1e-9)
         assert quick.busy == pytest.approx(whole.busy, rel=1e-9)
         assert quick.in_flight == whole.in_flight
+
+
+def _probed(**changes: object) -> Device:
+    """A GPU as a probe would write it."""
+    device = Cluster.parse("1 h200-sxm-141gb").device
+    return replace(device, table="", **changes)
+
+
+def test_attention_that_was_measured_takes_as_long_as_that() -> None:
+    rows = tuple(attention_times(torch.device("cpu"), lengths=(16, 64), widths=(8, 16), tokens=128))
+    assert {row[:4] for row in rows} == {
+        (kind, length, 128 // length, width)
+        for kind in ("attention", "attention_backward") for length in (16, 64) for width in (8, 16)
+    }  # fmt: skip
+    kernels = Kernels(_probed(products=rows), launch_us=0.0)
+    for kind, length, heads, width, us in rows:
+        found = kernels.attention("flash2", 1, heads, length, length, width, backward=kind != "attention")
+        assert found == pytest.approx(1e-6 * us)
+
+
+def test_a_measured_rate_is_not_taken_at_a_discount() -> None:
+    plain = _probed()
+    measured = replace(
+        plain,
+        memory_bandwidth_gbps=replace(plain.memory_bandwidth_gbps, kind="measured"),
+        bf16_tflops=replace(plain.bf16_tflops, kind="measured"),
+        sustained_bf16_tflops=None,
+    )
+    kernels = Kernels(measured)
+    assert kernels.bandwidth == plain.memory_bandwidth_gbps.value * 1e9
+    assert kernels.peak_tflops == plain.bf16_tflops.value
+    assert Kernels(plain).bandwidth < kernels.bandwidth

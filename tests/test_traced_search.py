@@ -151,3 +151,13 @@ def test_recompute_is_traced_only_where_memory_is_short() -> None:
     needed = plain.memory(layout_of(Plan(dp_replicate=8), plain)).reserved + CONTEXT_BYTES
     small = replace(NODE.device, memory_gb=Figure((needed - 1) / 1e9, "assumed", "a byte too few"))
     assert "full" in remats(replace(NODE, device=small), dp_replicate=8) and traced()
+
+
+def test_small_ops_on_a_gpu_take_as_long_as_the_host_needs_to_start_them() -> None:
+    def seconds(op_us: float, samples: int) -> float:
+        device = replace(NODE.device, op_us=Figure(op_us, "measured", "here"))
+        seen = traced_subject(deep(), replace(NODE, device=device), software("shardwise"), samples, "fp32")
+        return seen.simulate(layout_of(Plan(dp_replicate=1), seen)).parts["compute"]
+
+    assert seconds(50.0, 1) == pytest.approx(5 * seconds(10.0, 1)), "of tiny ops the host is the limit"
+    assert seconds(50.0, 2**22) == pytest.approx(seconds(10.0, 2**22)), "of large ones it is not"

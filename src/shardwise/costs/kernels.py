@@ -48,18 +48,33 @@ def _attention_rates(device: str, kernel: str, direction: str) -> dict[int, tupl
     return out
 
 
+@cache
+def _own_rates(
+    products: tuple[tuple[str, int, int, int, float], ...], kind: str
+) -> dict[int, tuple[tuple[int, float], ...]]:
+    """The same of a device that was probed: its rows are (kind, length, heads times samples, width, microseconds)."""
+    found: dict[int, dict[int, float]] = {}
+    for name, length, heads, width, us in products:
+        if name == kind:
+            flops = 2.0 * heads * length * length * width * (2.5 if kind == "attention_backward" else 1.0)
+            found.setdefault(width, {})[length] = flops / us / 1e6
+    return {width: tuple(sorted(points.items())) for width, points in found.items()}
+
+
 @dataclass(frozen=True)
 class Kernels:
     """Times of kernels on one device, in seconds.
 
     launch_us   what a kernel's launch adds on the device
     call_s      what the host takes to start an op or a view, where it computes the ops itself
+    host_s      what it takes to start one that a device computes behind it: a lower bound of the time of many
     """
 
     device: Device
     launch_us: float = 2.0
     dtype: str = "bf16"
     call_s: float = 0.0
+    host_s: float = 0.0
 
     @property
     def table(self) -> GemmTable | None:
@@ -87,7 +102,8 @@ class Kernels:
             if d.fp32_tflops is not None:
                 return d.fp32_tflops.value
             return d.bf16_tflops.value / 2 * ROOFLINE_SHARE  # TF32 on tensor cores
-        return d.sustained_bf16_tflops.value if d.sustained_bf16_tflops else d.bf16_tflops.value * ROOFLINE_SHARE
+        share = 1.0 if d.bf16_tflops.kind == "measured" else ROOFLINE_SHARE
+        return d.sustained_bf16_tflops.value if d.sustained_bf16_tflops else d.bf16_tflops.value * share
 
     def product(self, m: float, n: float, k: float, *, accumulate: bool = False) -> float:
         """(m, k) x (k, n). `accumulate`: the result is added into a float32 matrix."""
@@ -106,8 +122,9 @@ class Kernels:
     @property
     def bandwidth(self) -> float:
         """Bytes a second that a streaming kernel moves."""
+        rate = self.device.memory_bandwidth_gbps
         share = sustained(self.device.table, "stream") or STREAM_SHARE
-        return self.device.memory_bandwidth_gbps.value * 1e9 * (1.0 if self.device.kind == "cpu" else share)
+        return rate.value * 1e9 * (1.0 if rate.kind == "measured" or self.device.kind == "cpu" else share)
 
     def stream(self, size_bytes: float, kernels: int = 1) -> float:
         """`kernels` launches that move `size_bytes` between them."""
@@ -149,7 +166,8 @@ class Kernels:
     def attention_tflops(self, kernel: str, seq: float, head_dim: int, backward: bool) -> float:
         """Rate of a fused attention kernel, TFLOP/s."""
         direction = "backward" if backward else "forward"
-        rates, scale = _attention_rates(self.device.table, kernel, direction), 1.0
+        own = _own_rates(self.device.products, "attention_backward" if backward else "attention")
+        rates, scale = own or _attention_rates(self.device.table, kernel, direction), 1.0
         if not rates:
             rates, scale = self._borrowed(kernel, direction, head_dim)
         if not rates:

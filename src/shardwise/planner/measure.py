@@ -1,7 +1,7 @@
 """Measure this machine: products and other ops, memory, collectives, disk, the engine. Ends in a `Cluster`.
 
-All ranks measure at the same time, as they do in a run, and the slower one counts. Each figure says that it was measured,
-with what, when.
+All ranks measure at the same time, as they do in a run, and the slower one counts. Each figure says that it was
+measured, with what, when.
 
     rank 0   products  stream  ops | all_reduce  all_gather  reduce_scatter  all_to_all | disk | steps
     rank 1   products  stream  ops | all_reduce  all_gather  reduce_scatter  all_to_all |      | steps
@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.functional import scaled_dot_product_attention
 
 from shardwise.cluster import Cluster, Device, Figure, Tier
 from shardwise.cluster.cluster import Between
@@ -47,6 +48,7 @@ from shardwise.ranks import Place, apart, here, join, launch, nodes_of
 
 SIDES = (32, 128, 512, 1024)
 CUDA_SIDES = (512, 1024, 2048, 4096, 8192)
+LENGTHS, WIDTHS = (512, 2048, 8192), (64, 128)  # of attention on a GPU: positions, and one head's width
 BUDGET_S = 0.03  # for one figure, after a first call
 LIMIT_S = 600.0  # for one part of a probe
 
@@ -124,6 +126,28 @@ def _products(pace: Pace) -> list[tuple[str, int, int, int, float]]:
             a = torch.randn(m, k, device=device, dtype=dtype)
             b = torch.randn(k, n, device=device, dtype=dtype)
             rows.append((name, m, n, k, 1e6 * seconds(partial(torch.matmul, a, b), device, BUDGET_S / 3)))
+    return rows + attention_times(device)
+
+
+def attention_times(
+    device: torch.device, lengths: tuple[int, ...] = LENGTHS, widths: tuple[int, ...] = WIDTHS, tokens: int = 2**17
+) -> list[tuple[str, int, int, int, float]]:
+    """Rows ("attention" or "attention_backward", length, heads times samples, width, microseconds), causal, in bf16.
+
+    tokens   length times heads times samples of each
+    """
+    rows = []
+    for width, length in product(widths, lengths):
+        heads = max(1, tokens // length)
+        shape = (1, heads, length, width)
+        q, k, v = (torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+        forward = partial(scaled_dot_product_attention, q, k, v, is_causal=True)
+        with torch.no_grad():
+            alone = seconds(forward, device)
+        out = forward()
+        backward = partial(torch.autograd.grad, out, (q, k, v), torch.ones_like(out), retain_graph=True)
+        for name, took in (("attention", alone), ("attention_backward", seconds(backward, device))):
+            rows.append((name, length, heads, width, 1e6 * took))
     return rows
 
 

@@ -24,6 +24,7 @@ from shardwise.simulator.held import memory, policy
 from shardwise.simulator.sharded import data_seconds
 from shardwise.simulator.step import GAPS
 
+HOST_US = 10.0  # in which eager PyTorch starts an op of a forward or backward on a GPU (assumed)
 CONV_SHARE = 0.5  # of the rate of large products that convolutions reach (assumed)
 BALANCED = "every choice of a router equally often: a balanced load (assumed)"
 
@@ -44,7 +45,7 @@ def between(one: Counted, two: Counted, samples: float, kernels: Kernels, softwa
     for (kind, shape, times, other, often), count in _pairs(one, two).items():
         at = tuple(max(0.0, a + (b - a) * share) for a, b in zip(shape, other, strict=True))
         seconds += count * op_seconds(kind, at, times + (often - times) * share, kernels, software)
-    return seconds
+    return max(seconds, kernels.host_s * (one.kernels + (two.kernels - one.kernels) * share))
 
 
 @lru_cache(maxsize=256)
@@ -58,7 +59,7 @@ def compute_seconds(trace: Counted, kernels: Kernels, software: Software) -> flo
     seconds = trace.calls * kernels.call_s
     for (kind, shape, times, _, _), count in _pairs(trace, trace).items():
         seconds += count * op_seconds(kind, shape, times, kernels, software)
-    return seconds
+    return max(seconds, kernels.host_s * trace.kernels)
 
 
 def op_seconds(kind: str, shape: Sequence[float], times: float, kernels: Kernels, software: Software) -> float:
@@ -156,7 +157,11 @@ def kernels_of(cluster: Cluster, layout: Layout, software: Software, dtype: str)
     device, added = cluster.device, overhead_of(cluster.device, layout)
     if device.ops:  # measured as they are called, one by one
         return Kernels(device, 0.0, dtype, added.call), added
-    return Kernels(device, device.op_us.value if device.op_us is not None else software.launch_us, dtype), added
+    each = device.op_us.value if device.op_us is not None else None
+    if device.kind == "cpu":
+        return Kernels(device, software.launch_us if each is None else each, dtype), added
+    host_s = 1e-6 * (HOST_US if each is None else each) / (EAGER if software.fused else 1.0)
+    return Kernels(device, software.launch_us, dtype, host_s=host_s), added
 
 
 def engine_seconds(model: Model, layout: Layout, added: Overhead, compute: float) -> dict[str, float]:
