@@ -84,7 +84,8 @@ def forward(func: Any, args: tuple, kwargs: dict) -> tuple:
     """Output and log-sum-exp are cut along heads; generator states are the same on all ranks."""
     names = _names(func, args, kwargs)
     if names.get("dropout_p"):
-        raise Uncut("dropout inside a fused attention kernel draws for a rank's heads alone")
+        raise Uncut("dropout inside a fused attention kernel draws for a rank's heads alone: randomness='global' draws "
+                    "for all, with scores that are written")  # fmt: skip
     heads = _Heads(func, args, names)
     output = func(*map(heads.local, args), **{k: heads.local(v) for k, v in kwargs.items()})
     return tuple(heads.output(each) for each in output)

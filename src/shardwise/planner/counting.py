@@ -32,7 +32,7 @@ _VIEWS = ("view", "expand", "transpose", "permute", "t", "slice", "select", "spl
 
 
 # product                (m, n, k), times the batch of a batched one
-# attention              (batch x heads, queries, keys, width, backward?)
+# attention              (batch x heads, queries, keys, width, backward?, causal?)
 # conv, conv_backward    (cells, channels out, inputs of a cell, bytes moved)
 # the name of an op      (bytes moved,)
 Entry = tuple[str, tuple[float, ...], int]
@@ -138,7 +138,7 @@ class Count(TorchDispatchMode):
             a, b = args[-2:] if packet is _ATEN.baddbmm else args[:2]
             self._product(_reals(a) * a.shape[0], a.shape[1], b.shape[2], a.shape[2])
         elif packet in _SDPA or packet in _SDPA_BACK:
-            self._attend(args, packet in _SDPA_BACK)
+            self._attend(args, packet in _SDPA_BACK, func)
         elif packet in (_ATEN.convolution, _ATEN.convolution_backward, _ATEN._convolution):
             self._convolve(packet, args, out)
         elif packet is _ATEN._trilinear:
@@ -157,12 +157,14 @@ class Count(TorchDispatchMode):
         self.trace.order.append(("product", (m, n, k), batch))
         self.trace.kernels += 1
 
-    def _attend(self, args: tuple, back: bool) -> None:
+    def _attend(self, args: tuple, back: bool, func: Any) -> None:
         q, k = (args[1], args[2]) if back else (args[0], args[1])
         batch, heads, queries, width = q.shape
         shape = (batch * heads, queries, k.shape[2], width)
         self.trace.attention[*shape, back] += 1
-        self.trace.order.append(("attention", (*shape, float(back)), 1))
+        place = next(at for at, one in enumerate(func._schema.arguments) if one.name == "is_causal")
+        causal = place < len(args) and bool(args[place])
+        self.trace.order.append(("attention", (*shape, float(back), float(causal)), 1))
         self.trace.kernels += 1
 
     def _contract(self, args: tuple) -> None:

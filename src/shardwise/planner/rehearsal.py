@@ -27,6 +27,7 @@ from shardwise.parallel.tensor import TensorParallel
 from shardwise.parallel.tensor.apply import see_parts
 from shardwise.part import forget
 from shardwise.planner.counting import Count, Trace
+from shardwise.planner.fused import like_gpu
 from shardwise.planner.gathered import Gathered
 from shardwise.planner.routed import Values
 from shardwise.planner.rows import telling
@@ -122,7 +123,12 @@ class Rehearsal:
         base = live.now
         waiting: dict[tuple[int, int], tuple[list[torch.Tensor], list[torch.Tensor], list[Any]]] = {}
         norms = batch_norms(model, self.shares.cuts.joined, self.ledger)
-        with norms, self.fake, Watch(routed, live, self.count):
+        with (
+            norms,
+            like_gpu(self.shares.cuts.fused, cut=self.shares.cuts.tp > 1),
+            self.fake,
+            Watch(routed, live, self.count),
+        ):
             for at in range(self.shares.cuts.rounds):
                 self._round(at, model, staged, told, waiting)
         self.found.peak, self.found.balanced = live.peak - base - self.found.held_gradients, routed.assumed

@@ -59,6 +59,7 @@ class Cuts:
     rounds  times that the pipeline is filled and emptied: twice where the first leaves gradients behind
     joined  data ranks over which batch norms take their statistics: 0 for the module's own, and 2 stands for many
     gloo    reductions work on copies, and messages are kept to the end of a step, all of which is played
+    fused   attention and dropout as a GPU has them
     """
 
     tp: int = 1
@@ -74,6 +75,7 @@ class Cuts:
     shard: int = 1
     rounds: int = 1
     gloo: bool = False
+    fused: bool = False
     ep: int = 1
     joined: int = 0
     reduce_dtype: str = "auto"

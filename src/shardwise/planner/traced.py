@@ -131,7 +131,7 @@ class Traced:
         return self._models[key]
 
     def _trace(self, count: int, recompute: str, joined: int) -> Counted:
-        return trace(self.task, count, self.precision, recompute, self.sample, joined)
+        return trace(self.task, count, self.precision, recompute, self.sample, joined, fused=not self.on_cpu)
 
     def joined(self, recompute: str, data_ranks: int) -> int:
         """Over how many ranks a run joins batch norms: 0 where they are the module's own; 2 stand for many."""
@@ -145,7 +145,7 @@ class Traced:
 
     def _cuts(self, layout: Layout) -> Cuts:
         joined = self.joined(layout.recompute, layout.dp)
-        return replace(Cuts.of(layout, self.precision, gloo=self.on_cpu), joined=joined)
+        return replace(Cuts.of(layout, self.precision, gloo=self.on_cpu), joined=joined, fused=not self.on_cpu)
 
     def _model(self, one: Counted, two: Counted) -> Model:
         return Model(one, two, self.state, self.task.name, self.whole, self.on_cpu)

@@ -38,6 +38,7 @@ from shardwise.memory.recompute import recompute_block
 from shardwise.parallel.batchnorm import CountBatchNorm, JoinBatchNorm, batch_norm_modules, sync_module
 from shardwise.parallel.slots import Phase
 from shardwise.planner.counting import Count, Trace
+from shardwise.planner.fused import like_gpu
 from shardwise.planner.routed import Values, give
 from shardwise.planner.watching import Watch
 from shardwise.precision import Precision
@@ -169,12 +170,14 @@ def fake_batch(fake: FakeTensorMode, sample: Any, samples: int) -> Any:
 
 
 def trace(
-    task: Task, samples: int, precision: str = "fp32", recompute: str = "none", sample: Any = None, joined: int = 0
-) -> Trace:
+    task: Task, samples: int, precision: str = "fp32", recompute: str = "none", sample: Any = None, joined: int = 0,
+    fused: bool = False,
+) -> Trace:  # fmt: skip
     """Trace one micro-batch.
 
     sample   a batch of one, so that the task need not make it again
     joined   ranks over which batch norms take their statistics, none for the module's own
+    fused    attention and dropout as a GPU has them (planner/fused.py)
 
     A module that cannot be traced raises `InputError` with the line that failed.
     """
@@ -199,7 +202,7 @@ def trace(
             rests = [*model.parameters(), *model.buffers(), *pytree.tree_leaves(batch)]
             live.count(leaf for leaf in rests if isinstance(leaf, torch.Tensor))
             base = live.now
-            with norms, fake, Watch(routed, live, Count(found)):
+            with norms, like_gpu(fused), fake, Watch(routed, live, Count(found)):
                 batch = on_device(batch, kept)
                 args, kwargs = inputs_of(task, batch, kept)
                 output = kept.cast_outputs(model(*args, **kwargs))

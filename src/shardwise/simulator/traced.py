@@ -89,14 +89,14 @@ def _product(m: float, n: float, k: float, times: float, kernels: Kernels) -> fl
 
 
 def _attention(shape: Sequence[float], kernels: Kernels, software: Software) -> float:
-    rows, queries, keys, width, back = shape
+    rows, queries, keys, width, back, causal = shape
     flops = 4.0 * rows * queries * keys * width * (2.5 if back else 1.0)
     if kernels.ops is not None:
         return kernels.ops.seconds("attention_backward" if back else "attention", flops)
     if kernels.device.kind == "cpu":
         return flops / (kernels.peak_tflops * 1e12)
-    # the kernel's figures count the causal half
-    return 2 * kernels.attention(software.attention, rows, 1, queries, keys, int(width), backward=bool(back))
+    whole = 1 if causal else 2  # the kernel's figures count the causal half
+    return whole * kernels.attention(software.attention, rows, 1, queries, keys, int(width), backward=bool(back))
 
 
 def _convolution(kind: str, shape: Sequence[float], kernels: Kernels, software: Software) -> float:

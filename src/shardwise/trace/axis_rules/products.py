@@ -179,9 +179,8 @@ def attention(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> 
         return False
     for other in known[1:]:
         axes.unite(known[0], other)
-    names = [argument.name for argument in func._schema.arguments]
-    mask = dict(zip(names, args, strict=False)).get("attn_mask", kwargs.get("attn_mask"))
-    of_mask = axes.labels(mask)
+    given = dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)) | kwargs
+    of_mask = axes.labels(given.get("attn_mask", given.get("attn_bias")))
     if of_mask is not None:
         axes.keep_whole(of_mask, "it is an attention bias inside a fused kernel")
     if known:

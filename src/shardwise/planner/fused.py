@@ -1,0 +1,113 @@
+"""Attention and dropout in a trace as a GPU's kernels keep them, though it is the ops of a CPU that are traced.
+
+    attention   a CPU writes the scores of attention with dropout, or with values of another width than the keys'; a GPU
+                has a fused kernel for these: FlashAttention without a mask, the memory-efficient one else. As in
+                torch, scores are written in float64, and under tp where there is dropout (randomness="global")
+    dropout     a CPU keeps a mask in the dtype of its input, a GPU one byte for each element
+
+Source: which kernel torch takes, `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`.
+
+*What this does not do*: cuDNN's kernels, for attention and for recurrent layers.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+_ATEN = torch.ops.aten
+_ATTENTION = functional.scaled_dot_product_attention
+_DROPOUT = functional.dropout
+_HALF = (torch.bfloat16, torch.float16)
+MOST_WIDTH = 256  # of a head, in FlashAttention
+
+
+class Fused(TorchFunctionMode):
+    """While active, functions of `torch.nn.functional` take the ops that they take on a GPU.
+
+    Inside torch's own functions, among them those that run backward and with it recomputed blocks, no mode is met. So
+    the two names are exchanged as well; the mode is for whoever imported them by name.
+    """
+
+    def __init__(self, cut: bool = False) -> None:
+        super().__init__()
+        self.attention = partial(_attention, cut)
+
+    def __enter__(self) -> Fused:
+        functional.scaled_dot_product_attention = self.attention
+        functional.dropout = partial(_dropout, _DROPOUT)
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        functional.scaled_dot_product_attention, functional.dropout = _ATTENTION, _DROPOUT
+        super().__exit__(*error)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is _ATTENTION:
+            return self.attention(*args, **kwargs)
+        if func is _DROPOUT or func is torch.dropout:
+            return _dropout(func, *args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def like_gpu(yes: bool, cut: bool = False) -> AbstractContextManager:
+    """Around forward and backward of a trace: attention and dropout as a GPU has them, or as they are.
+
+    cut   heads are dealt over ranks of tp
+    """
+    return Fused(cut) if yes else nullcontext()
+
+
+def _dropout(func: Any, input: torch.Tensor, p: float = 0.5, *args: Any, **kwargs: Any) -> torch.Tensor:
+    training = kwargs.get("training", kwargs.get("train", args[0] if args else True))
+    inplace = kwargs.get("inplace", len(args) > 1 and args[1])
+    if not training or inplace or not 0 < p < 1:
+        return func(input, p, *args, **kwargs)
+    return _ATEN.native_dropout(input, p, True)[0]
+
+
+def _attention(
+    cut: bool, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """As torch's, by the kernel that a GPU would take; by torch's own where it would take none.
+
+    cut   masks are drawn for all heads, of which a rank has some: no kernel does that
+    """
+    words: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
+    if query.dim() != 4 or query.dtype not in (*_HALF, torch.float32) or (cut and dropout_p):
+        return _ATTENTION(query, key, value, attn_mask, enable_gqa=enable_gqa, **words)
+    width = value.shape[-1]
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    same = query.shape[-1] == width <= MOST_WIDTH
+    if attn_mask is None and query.dtype in _HALF and same:
+        q, k, v = (_padded(each, 8) for each in (query, key, value))
+        out = _ATEN._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, False, scale=scale)[0]
+        return out[..., :width] if out.shape[-1] != width else out
+    if query.shape[1] != key.shape[1]:  # the kernel has no groups of queries
+        key, value = (each.repeat_interleave(query.shape[1] // key.shape[1], 1) for each in (key, value))
+    bias = None if attn_mask is None else _bias(attn_mask, query, key)
+    return _ATEN._scaled_dot_product_efficient_attention(
+        query, key, value, bias, True, dropout_p, is_causal, scale=scale
+    )[0]
+
+
+def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """What is added to the scores, (B, H, queries, keys), its rows beginning at multiples of 16 elements."""
+    if mask.dtype == torch.bool:
+        mask = torch.where(mask, 0.0, torch.full((), -torch.inf, dtype=query.dtype, device=query.device))
+    keys = key.shape[2]
+    mask = _padded(mask, 16)[..., :keys] if keys % 16 else mask
+    return mask.expand(*query.shape[:2], query.shape[2], keys)
+
+
+def _padded(tensor: torch.Tensor, multiple: int) -> torch.Tensor:
+    """With zeros at the end of the last dim, where it is no multiple."""
+    beyond = -tensor.shape[-1] % multiple
+    return functional.pad(tensor, (0, beyond)) if beyond else tensor

@@ -1,0 +1,140 @@
+"""Traces for a GPU: attention and dropout keep what its kernels keep, which ops of a CPU do not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from shardwise import Task
+from shardwise.cluster import Cluster
+from shardwise.costs.software import software
+from shardwise.layout import Plan
+from shardwise.memory.live import LiveBytes
+from shardwise.planner.counting import Count, Trace
+from shardwise.planner.door import layout_of
+from shardwise.planner.fused import Fused
+from shardwise.planner.traced import traced_subject
+from shardwise.planner.tracing import trace
+from shardwise.trace.fake import Fake
+
+BATCH, HEADS, LENGTH, WIDTH = 2, 8, 512, 64
+SCORES = BATCH * HEADS * LENGTH * LENGTH  # elements
+
+
+def _attend(dtype: torch.dtype, mask: str, value: int, groups: int, dropout: float) -> tuple[Trace, int, list]:
+    """Forward and backward: what it did, the most live bytes, and shapes of output and gradients."""
+    seen, live = Trace(1), LiveBytes()
+    with Fake(), Fused():
+        shapes = (HEADS, LENGTH, WIDTH), (HEADS // groups, LENGTH, WIDTH), (HEADS // groups, LENGTH, value)
+        q, k, v = (torch.empty(BATCH, *shape, dtype=dtype, requires_grad=True) for shape in shapes)
+        masks = {"bool": torch.ones(BATCH, 1, LENGTH, LENGTH, dtype=torch.bool),
+                 "float": torch.zeros(LENGTH, LENGTH, dtype=dtype), "none": None}  # fmt: skip
+        with Count(seen), live:
+            out = F.scaled_dot_product_attention(
+                q, k, v, masks[mask], dropout_p=dropout, is_causal=mask == "none", enable_gqa=groups > 1
+            )
+            out.sum().backward()
+    return seen, live.peak, [tuple(each.shape) for each in (out, q.grad, k.grad, v.grad)]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("value", [WIDTH, 32])
+@pytest.mark.parametrize("mask", ["none", "bool", "float"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_no_scores_are_written(dtype: torch.dtype, mask: str, value: int, groups: int, dropout: float) -> None:
+    seen, peak, shapes = _attend(dtype, mask, value, groups, dropout)
+    assert shapes == [(BATCH, HEADS, LENGTH, value), (BATCH, HEADS, LENGTH, WIDTH),
+                      (BATCH, HEADS // groups, LENGTH, WIDTH), (BATCH, HEADS // groups, LENGTH, value)]  # fmt: skip
+    assert not seen.products
+    assert sum(seen.attention.values()) == 2
+    causal = {shape[-1] for kind, shape, _ in seen.order if kind == "attention"}
+    assert causal == {float(mask == "none")}
+    assert peak < SCORES * dtype.itemsize
+
+
+def test_scores_are_written_in_float64() -> None:
+    seen, peak, _ = _attend(torch.float64, "none", WIDTH, 1, 0.1)
+    assert seen.products and not seen.attention
+    assert peak > SCORES * 8
+
+
+def test_a_head_of_any_width_and_rows_of_any_length() -> None:
+    with Fake(), Fused():
+        q = torch.empty(2, 4, 13, 20, dtype=torch.bfloat16, requires_grad=True)
+        F.scaled_dot_product_attention(q, q, q).sum().backward()
+        assert q.grad.shape == q.shape
+        F.scaled_dot_product_attention(q, q, q, torch.ones(13, 13, dtype=torch.bool)).sum().backward()
+
+
+@pytest.mark.parametrize("drop", [F.dropout, torch.dropout, lambda x, p, training: nn.Dropout(p)(x)])
+def test_a_dropout_keeps_a_byte_for_each_element(drop) -> None:
+    live = LiveBytes()
+    with Fake(), Fused():
+        x = torch.empty(1000, dtype=torch.float32, requires_grad=True)
+        live.count([x])
+        with live:
+            out = drop(x, 0.1, True)
+    assert live.now - x.nbytes - out.nbytes == 1000
+    with Fake(), Fused():
+        assert F.dropout(x, 0.1, training=False) is not None
+        assert F.dropout(x, 0.0, True) is not None
+
+
+class Encoder(nn.Module):
+    """torch's own layer, whose attention is called from inside torch."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(64, 4, 64, dropout, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+def _task(dropout: float) -> Task:
+    return Task(model=lambda: Encoder(dropout), loss=lambda out, batch: (out.sum(), 1),
+                batch=lambda step: torch.ones(4, 256, 64), name="encoder")  # fmt: skip
+
+
+def test_attention_inside_torchs_own_modules_is_met() -> None:
+    plain, dropped, on_cpu = trace(_task(0.0), 2, fused=True), trace(_task(0.1), 2, fused=True), trace(_task(0.1), 2)
+    assert plain.attention == dropped.attention
+    masks = 4 * 2 * 256 * 64  # at most, one byte each: beside attention, in the feed-forward, after both
+    assert plain.peak <= dropped.peak <= plain.peak + masks + 2 * 256 * 64 * 4
+    assert dropped.peak < on_cpu.peak / 2, "on a CPU the scores and their mask are written"
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_recomputed_blocks_meet_them_too(recompute: str) -> None:
+    def task() -> Task:
+        model = lambda: nn.Sequential(*(Encoder(0.1) for _ in range(3)))  # noqa: E731
+        return Task(model=model, loss=lambda out, batch: (out.sum(), 1), batch=lambda step: torch.ones(4, 256, 64))
+
+    plain, again = trace(task(), 2, fused=True), trace(task(), 2, recompute=recompute, fused=True)
+    assert again.peak < plain.peak
+    assert sum(again.attention.values()) - sum(plain.attention.values()) == (3 if recompute == "full" else 0)
+
+
+def test_nothing_is_left_behind() -> None:
+    before = F.dropout, F.scaled_dot_product_attention
+    with pytest.raises(RuntimeError, match="inside"), Fused():
+        raise RuntimeError("inside")
+    assert (F.dropout, F.scaled_dot_product_attention) == before
+
+
+def test_a_plan_for_gpus_has_their_kernels_and_one_for_cpus_does_not() -> None:
+    def peak(cluster: Cluster) -> float:
+        seen = traced_subject(_task(0.1), cluster, software("shardwise"), 4, "fp32", cuts=False)
+        return seen.memory(layout_of(Plan(dp_replicate=2), seen)).terms["micro-batch"]
+
+    gpus = Cluster.parse("2 h100-sxm-80gb")
+    assert peak(gpus) < peak(_cpu(gpus)) / 2
+
+
+def _cpu(like: Cluster) -> Cluster:
+    return replace(like, device=replace(like.device, kind="cpu", table=""))
