@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 
 TASK = "TASK"
 TASK_HELP = """
-    TASK is a catalogue name such as llama3-405b, a transformers config.json of a decoder, module:name or
-    file.py:name of a task of your own (its model is traced without being run), or a built-in task.
+    TASK is a catalogue name such as llama3-405b, the config.json of a transformers model (decoders by their numbers,
+    any other is built without weights and traced), module:name or file.py:name of a task of your own (its model is
+    traced without being run), or a built-in task.
 """
 
 
@@ -34,7 +35,7 @@ def where(function: Callable) -> Callable:
             help='Devices and links: "16x8 h100-sxm-80gb, ib-400" (nodes x devices, device, links), or a .toml file.',
         ),
         click.option("--global-batch", help="Samples of a step: 512, or 16M-tokens (k and M are 1024 and 1024^2)."),
-        click.option("--seq", help="Tokens of a sample, for decoders: 8192 or 8k."),
+        click.option("--seq", help="Tokens of a sample, for names and configurations of models of text: 8192 or 8k."),
         click.option(
             "--software", default="shardwise", show_default=True,
             help="Whose kernels and overlap to assume: shardwise, megatron-core, nemo, llm-foundry ...",
@@ -81,7 +82,7 @@ def plan(answer: Answer, task: str, **words: Any) -> None:
         subject, batch = _subject(task, cluster, words, words["precision"], say=say)
         found = search_plans(subject, cluster, constraints, precision=words["precision"])
     best = found.best
-    named = task if subject.own else "MODULE:TASK"  # a catalogue name is a shape, not a model that can be trained
+    named = task if subject.own and not subject.head else "MODULE:TASK"  # a shape or a configuration has no data
     chosen = next((p.plan for p in found.proposals if not p.runnable), best.plan)  # what can be run as it stands
     written = str(chosen)
     if words["output"]:
@@ -99,6 +100,8 @@ def plan(answer: Answer, task: str, **words: Any) -> None:
         fitted=found.fitted,
         command=command,
     )
+    if subject.head:
+        command += f"\n{_how_to_train(task, subject.head)}"
     answer.text = search_text(found, cluster, subject.name, batch, command, words["top"])
 
 
@@ -146,6 +149,7 @@ def simulate(answer: Answer, task: str, plan_text: str, **words: Any) -> None:
     )
     lines = [
         f"{subject.name} under {parsed} on {cluster}, {batch}",
+        *subject.remarks,
         *forecast_lines(forecast),
         *rank_map(layout, cluster),
     ]
@@ -317,6 +321,14 @@ def probe(answer: Answer, output: str, ranks: int | None, refine: str | None) ->
     answer.text = "\n".join(lines)
 
 
+def _how_to_train(path: str, head: str) -> str:
+    """How a configuration becomes the task that the command names."""
+    return (
+        f"MODULE:TASK is a task with your data: hf.task(AutoConfig.from_pretrained({path!r}), {head!r}, data=...), or "
+        "of the folder where it holds weights (docs/huggingface.md)"
+    )
+
+
 def _fixed(words: tuple[str, ...]) -> tuple[tuple[str, object], ...]:
     from shardwise.layout import Plan
 
@@ -351,7 +363,7 @@ def _subject(
         global_batch=words["global_batch"], seq=words["seq"], precision=precision, software_name=words["software"],
         plan=plan, say=say or silent,
     )  # fmt: skip
-    of = f" of {subject.seq} tokens" if by_numbers else ""
+    of = f" of {subject.sample}" if subject.sample else f" of {subject.seq} tokens" if by_numbers else ""
     return subject, f"{subject.global_batch} samples{of}"
 
 

@@ -5,8 +5,9 @@ Importing this room does not import transformers; the extra `hf` brings it.
 
 from __future__ import annotations
 
+from shardwise.heads import HEADS
 from shardwise.hf.checkpoint import Checkpoint
 from shardwise.hf.export import export
-from shardwise.hf.task import HEADS, task
+from shardwise.hf.task import task
 
 __all__ = ["HEADS", "Checkpoint", "export", "task"]

@@ -20,9 +20,9 @@ import torch
 
 from shardwise.engine.engine import Engine
 from shardwise.errors import InputError
+from shardwise.heads import read_config
 from shardwise.hf.checkpoint import INDEX, SINGLE
 from shardwise.hf.names import as_on_disk, is_renamed
-from shardwise.hf.task import read_config
 
 FILE_BYTES = 5 * 10**9
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".index.json", ".msgpack", ".h5", ".onnx")

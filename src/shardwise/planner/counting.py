@@ -50,6 +50,7 @@ class Trace:
     kernels      ops that compute something
     calls        ops, views among them
     peak         the most live bytes beyond parameters, inputs and their summed gradients
+    idle         parameters that are trained and that no gradient reached
     tensors      parameter tensors
     sizes        elements of a trainable one -> how many
     in_order     elements of each, in the order in which the optimizer is given them
@@ -59,6 +60,7 @@ class Trace:
     experts      elements of experts that are trained here, where ep deals them
     rows         of what zero=3 cuts: (indices along the dim that is cut, elements at each) -> how many
     balanced     a router's choices were taken to load its experts evenly
+    drawn        single random numbers were taken as their median
     batch_norms  of a forward, where they are not joined over data ranks
     alone        one of them has one value for each channel, of which there is no variance
     joined       what joined ones send: (op, bytes of the whole tensor) -> times
@@ -80,12 +82,14 @@ class Trace:
     kernels: int = 0
     calls: int = 0
     peak: int = 0
+    idle: int = 0
     gradients: int = 0
     held: int = 0
     held_gradients: int = 0
     experts: int = 0
     rows: Counter[tuple[int, int]] = field(default_factory=Counter)
     balanced: bool = False
+    drawn: bool = False
     batch_norms: int = 0
     alone: bool = False
     joined: Counter[tuple[str, float]] = field(default_factory=Counter)
@@ -137,6 +141,8 @@ class Count(TorchDispatchMode):
         elif packet in (_ATEN.bmm, _ATEN.baddbmm):
             a, b = args[-2:] if packet is _ATEN.baddbmm else args[:2]
             self._product(_reals(a) * a.shape[0], a.shape[1], b.shape[2], a.shape[2])
+        elif packet is _ATEN._grouped_mm:
+            self._product(*_groups(args[0], args[1], args[2] if len(args) > 2 else None))
         elif packet in _SDPA or packet in _SDPA_BACK:
             self._attend(args, packet in _SDPA_BACK, func)
         elif packet in (_ATEN.convolution, _ATEN.convolution_backward, _ATEN._convolution):
@@ -214,6 +220,17 @@ def _transform_flops(args: tuple, out: torch.Tensor) -> float:
     real = args[0] if not args[0].is_complex() else out
     points = math.prod(real.shape[dim] for dim in args[1])
     return (2.5 if not real.is_complex() else 5.0) * real.numel() * math.log2(max(1, points))
+
+
+def _groups(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor | None) -> tuple[int, int, int, int]:
+    """(how many, m, n, k) of a grouped product; what the groups share out is taken to be dealt evenly."""
+    m, n, k = a.shape[-2], b.shape[-1], a.shape[-1]
+    if a.dim() == b.dim() == 3 or offsets is None:
+        return a.shape[0], m, n, k
+    count = offsets.numel()
+    if a.dim() == b.dim():  # of the weights' gradients: rows are summed over
+        return count, m, n, -(-k // count)
+    return (count, -(-m // count), n, k) if a.dim() == 2 else (count, m, -(-n // count), k)
 
 
 def _reals(factor: torch.Tensor) -> int:

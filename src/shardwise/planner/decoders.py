@@ -31,6 +31,10 @@ NEEDED = ("hidden", "layers", "heads", "vocab")
 NOT_ZERO = {word for name in (*NEEDED, "kv_heads", "head_dim", "ffn") for word in WORDS[name]}
 
 
+class NotByNumbers(InputError):
+    """A configuration of a model that widths and heads do not describe."""
+
+
 def is_catalogue_name(name: str) -> bool:
     """Whether a word names a packaged model."""
     return any(key_of(known) == key_of(name) for known in model_names())
@@ -41,8 +45,8 @@ def decoder_by_name(name: str) -> Shape:
     return Shape.from_row(model(name))
 
 
-def decoder_from_config(path: str) -> Shape:
-    """A decoder from a transformers `config.json` (the file, or the folder that holds it)."""
+def read_file(path: str) -> tuple[dict[str, Any], Path]:
+    """The keys of a transformers `config.json` (the file, or the folder that holds it), and the file."""
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -52,6 +56,12 @@ def decoder_from_config(path: str) -> Shape:
         raise InputError(f"task: {file} is not JSON: {error}") from None
     if not isinstance(config, dict):
         raise InputError(f"task: {file} holds a {type(config).__name__}, not the keys of a transformers configuration")
+    return config, file
+
+
+def decoder_from_config(path: str) -> Shape:
+    """A decoder from a transformers `config.json` (the file, or the folder that holds it)."""
+    config, file = read_file(path)
     return shape_of_config(config, str(file))
 
 
@@ -59,25 +69,33 @@ def shape_of_config(config: Mapping[str, Any], where: str) -> Shape:
     """The numbers of a transformers configuration of a decoder.
 
     What it leaves out is as in its family (`model_type`; without one, as in Llama, or GPT-2 where it names `n_embd`).
-    Raises `InputError` for one that is not described by them (an unknown family, an encoder, an encoder-decoder,
-    another head than one over the vocabulary, compressed attention, layers that differ): give such a model as
-    `module:name`, and it is traced.
+    Raises `NotByNumbers` for one that is not described by them (an unknown family, an encoder, an encoder-decoder,
+    another head than one over the vocabulary, compressed attention, layers that differ), and `InputError` for numbers
+    that cannot be true.
     """
-    numbers = {name: _number(config, words, where) for name, words in WORDS.items()}
-    missing = [WORDS[name][0] for name in NEEDED if numbers[name] is None]
-    why = f"it lacks {', '.join(missing)}" if missing else _other_than_a_decoder(config)
     kind = config.get("model_type") or ("gpt2" if "n_embd" in config else "llama")
-    if not why and kind not in FAMILIES:
-        near = get_close_matches(str(kind), FAMILIES, 1)
-        why = f"its model_type {kind!r} is not among the families known here" + (
-            f" (did you mean {near[0]!r}?)" if near else f" ({', '.join(sorted(FAMILIES))})"
-        )
-    if why:
-        raise InputError(
-            f"task: {where} is not a decoder described by widths and heads: {why}; give the model as a task of your "
-            "own (module:name), and its own forward is traced"
-        )
+    if why := _other_family(kind) or _other_than_a_decoder(config):
+        raise NotByNumbers(_not_described(where, why))
+    numbers = {name: _number(config, words, where) for name, words in WORDS.items()}
+    if missing := [WORDS[name][0] for name in NEEDED if numbers[name] is None]:
+        raise NotByNumbers(_not_described(where, f"it lacks {', '.join(missing)}"))
     return _shape(config, {name: value or 0 for name, value in numbers.items()}, FAMILIES[kind], where)
+
+
+def _other_family(kind: object) -> str:
+    """Why a `model_type` is none of those known here; empty for one that is."""
+    if kind in FAMILIES:
+        return ""
+    near = get_close_matches(str(kind), FAMILIES, 1)
+    said = f" (did you mean {near[0]!r}?)" if near else f" ({', '.join(sorted(FAMILIES))})"
+    return f"its model_type {kind!r} is not among the families known here{said}"
+
+
+def _not_described(where: str, why: str) -> str:
+    return (
+        f"task: {where} is not a decoder described by widths and heads: {why}; give the model as a task of your "
+        "own (module:name), and its own forward is traced"
+    )
 
 
 def _shape(config: Mapping[str, Any], numbers: Mapping[str, int], family: Family, where: str) -> Shape:
@@ -107,23 +125,20 @@ def _shape(config: Mapping[str, Any], numbers: Mapping[str, int], family: Family
         dropout=bool(config.get("resid_pdrop", 0.0)),
         name=str(config.get("_name_or_path") or config.get("model_type") or "decoder"),
     )
-    wrong = _contradiction(shape, numbers)
-    if wrong:
+    if wrong := _contradiction(shape):
         raise InputError(f"task: {where}: {wrong}")
+    if experts and numbers["shared_ffn"] % ffn:
+        shared = f"shared_expert_intermediate_size={numbers['shared_ffn']} is not a multiple of the experts' {ffn}"
+        raise NotByNumbers(_not_described(where, shared))
     return shape
 
 
-def _contradiction(shape: Shape, numbers: Mapping[str, int]) -> str:
-    """What cannot be true at once, or not be told by a shape."""
+def _contradiction(shape: Shape) -> str:
+    """What cannot be true at once."""
     if shape.heads % shape.kv_heads:
         return f"num_attention_heads={shape.heads} is not a multiple of num_key_value_heads={shape.kv_heads}"
     if shape.experts and not 0 < shape.top_k <= shape.experts:
         return f"num_experts_per_tok={shape.top_k} of {shape.experts} experts"
-    if shape.experts and numbers["shared_ffn"] % shape.ffn:
-        return (
-            f"shared_expert_intermediate_size={numbers['shared_ffn']} is not a multiple of the experts' {shape.ffn}; "
-            "give the model as a task of your own (module:name)"
-        )
     return ""
 
 

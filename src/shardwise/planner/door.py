@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.cluster import Cluster
 from shardwise.costs.layout import Layout, of_plan
-from shardwise.costs.software import software
+from shardwise.costs.shapes import Shape
+from shardwise.costs.software import Software, software
 from shardwise.errors import InputError
 from shardwise.layout import Plan
 from shardwise.planner import decoders, units
@@ -37,27 +40,87 @@ def subject_of(
 ) -> Subject:
     """What a search needs to know about a task: a catalogue name, a `config.json`, or a `Task`, which is traced.
 
+    A configuration that widths and heads do not describe is built by transformers, without weights, and traced too.
+
     plan  the only one that will be asked about: a task is traced with its micro-batch then
     say   is told what is being traced
     """
     soft, precision = software(software_name), Plan(precision=precision).precision
-    if isinstance(task, str):
-        from_file = task.endswith(".json") or Path(task).is_dir()
-        shape = decoders.decoder_from_config(task) if from_file else decoders.decoder_by_name(task)
-        if seq is None or global_batch is None:
-            raise InputError(f"{task} is a decoder by its numbers: give --seq and --global-batch")
-        length = units.count(str(seq), "--seq")
-        return decoder(shape, cluster, soft, units.batch(str(global_batch), length), length, precision)
-    from shardwise.planner.traced import default_samples, traced_subject
+    where = _Where(cluster, soft, precision, plan, say)
+    length = None if seq is None else units.count(str(seq), "--seq")
+    samples = None if global_batch is None else units.batch(str(global_batch), length)
+    if not isinstance(task, str):
+        if length is not None:
+            raise InputError("--seq is for decoders by name; a task of your own brings its own batch")
+        return where.traced(task, samples)
+    if not (task.endswith(".json") or Path(task).is_dir()):
+        return where.by_numbers(task, decoders.decoder_by_name(task), samples, length)
+    return where.of_file(task, samples, length)
 
-    if seq is not None:
-        raise InputError("--seq is for decoders by name; a task of your own brings its own batch")
-    samples = None if global_batch is None else units.batch(str(global_batch), None)
-    if plan is None:
-        return traced_subject(task, cluster, soft, samples, precision, say=say)
-    layout = of_plan(plan, global_batch=samples or default_samples(task), seq=1, uneven=True)
-    micro = (layout.micro_batch, layout.micro_batch)
-    return traced_subject(task, cluster, soft, samples, precision, (plan.remat,), micro, say=say)
+
+@dataclass(frozen=True)
+class _Where:
+    """What a forecast is asked for beside the task, and the three kinds of subject."""
+
+    cluster: Cluster
+    software: Software
+    precision: str
+    plan: Plan | None
+    say: Say
+
+    def by_numbers(self, name: str, shape: Shape, samples: int | None, length: int | None) -> Subject:
+        """A decoder of which the numbers tell all."""
+        if length is None or samples is None:
+            raise InputError(f"{name} is a decoder by its numbers: give --seq and --global-batch")
+        return decoder(shape, self.cluster, self.software, samples, length, self.precision)
+
+    def traced(self, task: Task, samples: int | None, remarks: tuple[str, ...] = ()) -> Subject:
+        """Any task: its module is traced."""
+        from shardwise.planner.traced import default_samples, traced_subject
+
+        where = (self.cluster, self.software, samples, self.precision)
+        if self.plan is None:
+            return traced_subject(task, *where, say=self.say, remarks=remarks)
+        layout = of_plan(self.plan, global_batch=samples or default_samples(task), seq=1, uneven=True)
+        micro = (layout.micro_batch, layout.micro_batch)
+        return traced_subject(task, *where, (self.plan.remat,), micro, say=self.say, remarks=remarks)
+
+    def of_file(self, path: str, samples: int | None, length: int | None) -> Subject:
+        """A configuration: by its numbers where they tell all of transformers' model, else that model is traced."""
+        named = decoders.read_file(path)[0].get("model_type")
+        try:
+            shape = decoders.decoder_from_config(path)
+        except decoders.NotByNumbers as why:
+            if not named:  # transformers cannot tell which model it is either
+                raise
+            if find_spec("transformers") is None:
+                install = "or install transformers, which builds it: pip install 'shardwise[hf]'"
+                raise InputError(f"{why}; {install}") from why
+            return self._built(path, samples, length)
+        remarks: list[str] = []
+        if named and find_spec("transformers") is not None:
+            from shardwise.planner.configured import differs
+
+            remarks, other = differs(path, shape)
+            if other:
+                return self._built(path, samples, length, *remarks)
+        return replace(self.by_numbers(path, shape, samples, length), remarks=tuple(remarks))
+
+    def _built(self, path: str, samples: int | None, length: int | None, *remarks: str) -> Subject:
+        """The model that transformers builds, traced on the first kind of sample that it takes."""
+        from shardwise.planner.configured import configured
+
+        if samples is None:
+            raise InputError(f"{path} is a model without data of its own: give --global-batch")
+        found = configured(path, length)
+        told: list[InputError] = []
+        for task, sample in zip(found.tasks, found.samples, strict=True):
+            try:
+                subject = self.traced(task, samples, (*remarks, *found.notes))
+                return replace(subject, sample=sample, head=found.head, reading=None)
+            except InputError as error:
+                told.append(error)
+        raise InputError(f"{path} ({found.tasks[0].name}) on {found.samples[0]}: {told[0]}{found.hint}") from told[0]
 
 
 def check_devices(plan: Plan, cluster: Cluster) -> None:
@@ -86,7 +149,7 @@ def plan(
     task          a catalogue name ("llama3-8b"), the path of a transformers `config.json`, or a `Task`
     cluster       "16x8 h100-sxm-80gb, ib-400", a .toml file, or a `Cluster`
     global_batch  samples of a step, or text such as "16M-tokens"
-    seq           tokens of a sample, for decoders by name
+    seq           tokens of a sample, for a name or a configuration that reads them
 
     Raises `InputError` where no plan fits, with the nearest.
     """

@@ -85,6 +85,8 @@ class Subject:
     # the same with another global batch, where that is cheap to ask for
     with_batch: Callable[[int], Subject] | None = None
     reading: Callable[[], Reading] | None = None  # times the task's input
+    sample: str = ""  # made up for a model without data, in words
+    head: str = ""  # of transformers, for a model that was built of a configuration
 
 
 @dataclass(frozen=True)

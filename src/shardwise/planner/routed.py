@@ -9,6 +9,7 @@ can carry real values beside it (its *shadow*), and so can a small one of floats
     integers of the batch           the values of the task's own sample
     factories                       arange, zeros, ones_like, tensor([...]): their values
     any op on shadows alone         its own result, so that counts, offsets and masks follow
+    rand of one number              its median: layers that are left out with a small chance (layerdrop) all run
     x[mask], masked_select          with the mask's shadow, so that the number of rows is known
 
 Floats of the batch, of weights, and all that is computed from them have no values, so a branch on a loss or an
@@ -36,6 +37,7 @@ from shardwise.planner.counting import written
 from shardwise.planner.kept import LAYER, workspace_bytes
 
 MOST, MOST_FLOATS = 2**25, 2**20  # elements of a shadow: beyond, a tensor has no values
+MEDIAN = 0.5
 _ATEN = torch.ops.aten
 _CHOICES = {_ATEN.topk: 1, _ATEN.max: 1, _ATEN.argmax: 0, _ATEN.sort: 1, _ATEN.argsort: 0}
 _FILLED = {_ATEN.zeros_like: 0, _ATEN.new_zeros: 0, _ATEN.ones_like: 1, _ATEN.new_ones: 1}  # whatever the first holds
@@ -76,12 +78,16 @@ def balanced(shape: torch.Size, dim: int, choices: int) -> torch.Tensor:
 
 
 class Values(TorchDispatchMode):
-    """Enter above the fake mode and below what counts. `assumed`: whether a load was taken to be balanced."""
+    """Enter above the fake mode and below what counts.
+
+    assumed  a load was taken to be balanced
+    drawn    single random numbers were taken as their median
+    """
 
     def __init__(self, fake: FakeMode) -> None:
         super().__init__()
         self.fake = fake
-        self.assumed = False
+        self.assumed = self.drawn = False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(getattr(kind, "observes_inside", False) for kind in types):
@@ -91,6 +97,8 @@ class Values(TorchDispatchMode):
     def run(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """What an op gives."""
         leaves = tensors_in((args, kwargs))
+        if func is _ATEN.embedding.default:
+            _look_up(*args[:2])
         known = [shadow(leaf) if isinstance(leaf, FakeTensor) else leaf for leaf in leaves]
         if any(one is not None for one in known) or not leaves:
             if all(one is not None for one in known):
@@ -106,10 +114,8 @@ class Values(TorchDispatchMode):
 
     def _on_values(self, func: Any, args: tuple, kwargs: dict, leaves: list) -> Any:
         """An op of which all tensors have values, or that makes some out of nothing."""
-        if not leaves and not _makes_values(func, args):
-            return func(*args, **kwargs)
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            return func(*args, **kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags or (not leaves and not _makes_values(func, args)):
+            return self._draw(func, func(*args, **kwargs))
 
         def value_of(leaf: Any) -> Any:
             values = shadow(leaf) if isinstance(leaf, FakeTensor) else None
@@ -163,6 +169,14 @@ class Values(TorchDispatchMode):
             with _disable_current_modes():
                 give(out, torch.full(out.shape, number, dtype=out.dtype))
 
+    def _draw(self, func: Any, out: Any) -> Any:
+        """One number between 0 and 1 that was drawn: a choice hangs on it, such as whether a layer is left out."""
+        if func._overloadpacket is _ATEN.rand and out.numel() == 1:
+            with _disable_current_modes():
+                give(out, torch.full(out.shape, MEDIAN, dtype=out.dtype))
+            self.drawn = True
+        return out
+
     def _choose(self, packet: Any, args: tuple, kwargs: dict, out: Any) -> None:
         """Indices that were chosen by scores without values."""
         place = _CHOICES.get(packet)
@@ -182,6 +196,16 @@ class Values(TorchDispatchMode):
             chosen = balanced(shape, dim % scores.dim() if keeps else -1, scores.shape[dim])
             give(index, chosen if keeps else chosen.squeeze(-1))
         self.assumed = True
+
+
+def _look_up(table: torch.Tensor, index: torch.Tensor) -> None:
+    """Refuse a row that a table does not have, as a run does: positions beyond those that were learned."""
+    values = shadow(index) if isinstance(index, FakeTensor) else None
+    if values is not None and values.numel():
+        with _disable_current_modes():
+            last = int(values.max())
+        if last >= table.shape[0]:
+            raise IndexError(f"row {last} is asked for of a table (Embedding) of {table.shape[0]} rows")
 
 
 _FACTORIES = {_ATEN.arange, _ATEN.linspace, _ATEN.eye, _ATEN.zeros, _ATEN.ones, _ATEN.full, _ATEN.scalar_tensor}

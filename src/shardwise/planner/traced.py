@@ -54,14 +54,15 @@ def traced_subject(
     samples: tuple[int, int] = (1, 2),
     cuts: bool = True,
     say: Say = silent,
+    remarks: tuple[str, ...] = (),
 ) -> Subject:
     """The subject of a task: replicas, ZeRO 1 to 3, hybrid sharding, micro-batches, tp or pp, the recompute wanted.
 
     `cuts`: whether a search looks at tp and pp. `samples`: the two sizes of micro-batch that are traced; what lies
-    beyond is on the line through them. `say`: is told what is being traced.
+    beyond is on the line through them. `say`: is told what is being traced. `remarks`: to be told beside its own.
     """
     batch = default_samples(task) if global_batch is None else global_batch
-    return Traced(task, cluster, software, precision, samples, cuts, say).subject(batch, wanted)
+    return Traced(task, cluster, software, precision, samples, cuts, say, remarks).subject(batch, wanted)
 
 
 class Traced:
@@ -69,7 +70,7 @@ class Traced:
 
     def __init__(
         self, task: Task, cluster: Cluster, software: Software, precision: str, samples: tuple[int, int], cuts: bool,
-        say: Say = silent,
+        say: Say = silent, remarks: tuple[str, ...] = (),
     ):  # fmt: skip
         self.task, self.cluster, self.software, self.precision = task, cluster, software, precision
         self.samples, self.cuts, self.say = samples, cuts, say
@@ -81,7 +82,7 @@ class Traced:
         self.whole = batch_bytes(self.sample) if task.batch is not None else 0.0
         self.node = cluster.sizes[0] if len(cluster.tiers) > 1 else cluster.world_size
         self.looks = Looks(task, self.sample)
-        self.remarks: list[str] = []
+        self.remarks = list(remarks)
         self._spent = 0  # ops of rehearsals
         self._models: dict[tuple[str, int], Model] = {}
         self._ranks: dict[tuple[Cuts, Sizes, Beside], list[Model]] = {}
@@ -94,6 +95,7 @@ class Traced:
     def subject(self, batch: int, wanted: tuple[str, ...]) -> Subject:
         """What a search needs to know, for one global batch."""
         units = len(self.model("none").one.units)
+        self._remark_on(self.model("none").one)
         recomputes = [*dict.fromkeys(("none", *wanted))] if units else ["none"]
 
         def layouts(world: int, constraints: Constraints) -> Iterable[Layout]:
@@ -112,6 +114,12 @@ class Traced:
             lambda layout: self.simulate(layout, batch), self.remarks, own=True,
             with_batch=lambda count: self.subject(count, wanted), reading=lambda: self.reading,
         )  # fmt: skip
+
+    def _remark_on(self, one: Counted) -> None:
+        if one.idle:
+            self._remark(f"no gradient reaches {one.idle:,} of {one.parameters:,} parameters on such samples")
+        if one.drawn:
+            self._remark("a single random number is taken as 0.5: what it decides (layerdrop) goes the likelier way")
 
     @property
     def routed(self) -> bool:

@@ -12,6 +12,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,7 @@ from shardwise.precision import Precision
 from shardwise.simulator.counted import Update
 from shardwise.task import Task
 from shardwise.trace.blocks import find_blocks
+from shardwise.trace.deferred import build as build_deferred
 from shardwise.trace.fake import Fake
 
 NARROW = ("BFloat16", "bfloat16", "'Half'", "dtype Half")  # as torch's errors name them
@@ -83,18 +85,13 @@ def _unpadded() -> Iterator[None]:
 
 
 def build(task: Task, fake: FakeTensorMode, precision: Precision) -> nn.Module:
-    """The module with fake tensors in the plan's dtypes; built for real where its constructor reads values."""
-    try:
-        with fake:
-            model = task.model()
-    except Exception:
-        with torch.random.fork_rng(devices=[]):
-            model = task.model()
+    """The module with fake tensors in the plan's dtypes."""
+    model = _built(task, fake)
     made: dict[int, torch.Tensor] = {}  # by what it stands for: a weight that is tied stays so
 
     def ours(tensor: torch.Tensor, trained: bool = False) -> torch.Tensor:
         if id(tensor) not in made:
-            whole = tensor.data if isinstance(tensor, FakeTensor) else fake.from_tensor(tensor.data)
+            whole = tensor.data if isinstance(tensor, FakeTensor) else _without_values(tensor.data, fake)
             whole = whole.to(precision.held(tensor))
             made[id(tensor)] = _as_parameter(tensor, whole) if trained else whole
         return made[id(tensor)]
@@ -112,6 +109,31 @@ def build(task: Task, fake: FakeTensorMode, precision: Precision) -> nn.Module:
                     module._buffers[name] = ours(buffer)
     del kept
     return model.train()
+
+
+def _built(task: Task, fake: FakeTensorMode) -> nn.Module:
+    """The module without weights, as far as its constructor allows.
+
+    One that reads values may read such as lie on the CPU by its own word, whatever the device around it is.
+    """
+    failed: list[Exception] = []
+    for without_values in (fake, torch.device("meta")):
+        try:
+            with without_values:
+                return task.model()
+        except Exception as error:
+            failed.append(error)
+    if repr(failed[0]) == repr(failed[1]):  # no matter of values: with weights in memory it would fail alike
+        raise InputError(f"the model's constructor fails: {type(failed[0]).__name__}: {failed[0]}") from failed[0]
+    with torch.random.fork_rng(devices=[]):
+        return build_deferred(task.model, 0).module
+
+
+def _without_values(tensor: torch.Tensor, fake: FakeTensorMode) -> torch.Tensor:
+    """The same as a fake tensor on the CPU; a deferred one has no place yet."""
+    if tensor.device.type == "meta":
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+    return fake.from_tensor(tensor)
 
 
 def _as_parameter(was: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
@@ -196,7 +218,8 @@ def trace(
             inside.watch(model)
             for parameter in model.parameters():
                 if parameter.requires_grad:  # gradients are an account of their own: buckets, or shards
-                    parameter.register_post_accumulate_grad_hook(drop)
+                    found.idle += parameter.numel()
+                    parameter.register_post_accumulate_grad_hook(partial(_reached, found))
             live, routed, sent = LiveBytes(resized=[]), Values(fake), Ledger()
             norms = batch_norms(model, joined, sent)
             rests = [*model.parameters(), *model.buffers(), *pytree.tree_leaves(batch)]
@@ -211,6 +234,7 @@ def trace(
                 del output
                 total.backward()
             found.peak, found.balanced = live.peak - base, routed.assumed
+            found.drawn = routed.drawn
             if isinstance(norms, CountBatchNorm):
                 found.batch_norms, found.alone = norms.met, norms.alone
             found.joined = sizes_of(sent, joined)
@@ -261,6 +285,11 @@ def objective(told: tuple) -> torch.Tensor:
     for term in (told[2] if len(told) > 2 else {}).values():
         total = total + (term[0] if isinstance(term, tuple | list) else term) * 1.0
     return total
+
+
+def _reached(found: Trace, parameter: torch.Tensor) -> None:
+    found.idle -= parameter.numel()
+    drop(parameter)
 
 
 def drop(parameter: torch.Tensor) -> None:

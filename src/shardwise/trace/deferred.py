@@ -18,6 +18,7 @@ The idea is that of deferred initialisation in torchdistX.
 from __future__ import annotations
 
 import hashlib
+import mmap
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,6 +33,7 @@ from torch.utils._pytree import tree_map_only
 from shardwise.errors import InputError
 from shardwise.trace.tape import NotReplayable, Op, Ref, Tape, ref_of, storage_key, tensors_in
 
+MAP_NORESERVE = 0x4000  # of Linux; Python's mmap names it from 3.13 on
 LARGE = 4096  # elements from which a new tensor gets no values
 
 
@@ -121,7 +123,10 @@ class _Recorder(TorchDispatchMode):
 
     def _unfilled(self, shape: torch.Tensor) -> torch.Tensor:
         """Address space without values: the pages are never touched, so they take no memory."""
-        tensor = torch.empty_strided(shape.shape, shape.stride(), dtype=shape.dtype)
+        try:
+            tensor = torch.empty_strided(shape.shape, shape.stride(), dtype=shape.dtype)
+        except RuntimeError:  # more than this machine has, and Linux was asked to vouch for it
+            tensor = _unvouched(shape)
         self.tape.deferred.add(storage_key(tensor))
         return tensor
 
@@ -140,6 +145,13 @@ class _Recorder(TorchDispatchMode):
         args, kwargs = tree_map_only(torch.Tensor, ref_of, (args, kwargs))
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         tape.add(Op(func, args, kwargs, [ref_of(t) for t in outputs], before, written, is_random))
+
+
+def _unvouched(shape: torch.Tensor) -> torch.Tensor:
+    """Address space for a tensor that no memory may stand behind."""
+    pages = mmap.mmap(-1, shape.untyped_storage().nbytes(), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+    flat = torch.frombuffer(pages, dtype=shape.dtype)
+    return flat.as_strided(shape.shape, shape.stride())
 
 
 def _argument_names(func) -> set[str]:

@@ -1,0 +1,224 @@
+"""A transformers configuration as a task with made-up data: what `config.json` describes, built by transformers.
+
+    head     the one whose model `architectures` names, else the first that transformers offers
+    sample   by the model's main input, its forward's arguments and sizes of the configuration; labels by the head
+    weights  none are ever made: the model is built without values and traced
+
+Where a configuration does not settle how an input lies, or which beside the main one are needed, several are given and
+the first that can be traced counts.
+
+*What this does not do*: pictures and sounds for models whose main input is text; custom code (`auto_map`).
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.costs.shapes import Shape
+from shardwise.errors import InputError
+from shardwise.heads import (
+    HEADS,
+    arguments_of,
+    build_model,
+    heads_of,
+    labels_of,
+    model_class,
+    parts_of,
+    read_config,
+    settings,
+)
+from shardwise.task import Task
+
+NEAR = 2e-3  # of the parameters: a norm more or less in a layer is not told apart by numbers
+OWN = "give the model as a task of your own (module:name), and its own forward is traced"
+COMPANIONS = {"attention_mask": 1, "token_type_ids": 0, "mm_token_type_ids": 0}  # what tokenizers make beside the ids
+WIDTHS = ("num_mel_bins", "feature_projection_input_dim", "input_feat_per_channel")  # of a spectrogram's column
+IMAGE = 224  # pixels, where nothing says how many
+Sample = dict[str, torch.Tensor]
+
+
+class MadeUp:
+    """A source of one sample, as often as it is asked for."""
+
+    def __init__(self, sample: Sample) -> None:
+        self.sample = sample
+
+    def __len__(self) -> int:
+        return 2**20
+
+    def read(self, indices: list[int], region: Any = None) -> Sample:
+        """So many times the same."""
+        return {name: one.expand(len(indices), *one.shape[1:]) for name, one in self.sample.items()}
+
+
+@dataclass(frozen=True)
+class Configured:
+    """What a configuration describes.
+
+    tasks    differ in their sample; the first that can be traced is meant
+    samples  of each, in words
+    head     of `HEADS`
+    notes    what was taken for granted
+    hint     where none of the samples is taken
+    """
+
+    tasks: tuple[Task, ...]
+    samples: tuple[str, ...]
+    head: str
+    notes: tuple[str, ...]
+    hint: str = ""
+
+
+def configured(path: str, seq: int | None) -> Configured:
+    """The model of a `config.json` (the file, or its folder) as a task, on samples of `seq` tokens.
+
+    Raises `InputError` where transformers cannot read it, offers none of the heads, or a size is missing or too much.
+    """
+    config = copy.deepcopy(read_config(path))
+    head, notes = head_of(config, path)
+    if getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = 0  # which token it is makes no difference here
+    fields = {**settings(config, head), "model": partial(build_model, config, head)}
+    given = list(samples(config, head, seq, path, notes))
+    tasks = tuple(Task(data=MadeUp(each), **fields) for each in given)
+    sound = seq is not None and "input_ids" not in given[0] and labels_of(config, head) != "decoder"
+    hint = "; without --seq it is given the length that it names itself, if any" if sound else ""
+    return Configured(tasks, tuple(map(sizes_of, given)), head, tuple(notes), hint)
+
+
+def head_of(config: Any, path: str) -> tuple[str, list[str]]:
+    """The head that a configuration means, and what to know about the choice."""
+    able = _usual_first(config, heads_of(config))
+    if not able:
+        raise InputError(
+            f"task: {path}: transformers has no model for a {type(config).__name__} with one of the heads known here "
+            f"({', '.join(HEADS)}); {OWN}"
+        )
+    named = getattr(config, "architectures", None) or ()
+    for head in able:
+        if model_class(config, head).__name__ in named:
+            return head, []
+    head = able[0]
+    said = f"its architecture {named[0]} has no head known here" if named else "it names no architecture"
+    return head, [f"{path}: {said}; taken as {model_class(config, head).__name__} ({head})"]
+
+
+def _usual_first(config: Any, able: list[str]) -> list[str]:
+    """Encoders are trained on masked tokens, those with a decoder on its tokens, whatever else can be made of them."""
+    first = ["masked-lm"] if not getattr(config, "is_decoder", False) else []
+    if getattr(config, "is_encoder_decoder", False):
+        first = ["seq2seq", "speech-seq2seq"]
+    return sorted(able, key=lambda head: head not in first)
+
+
+def sizes_of(sample: Sample) -> str:
+    """A sample in words."""
+    return ", ".join(f"{name} {' x '.join(map(str, one.shape[1:])) or '1'}" for name, one in sample.items())
+
+
+def differs(path: str, shape: Shape) -> tuple[list[str], bool]:
+    """Whether transformers' own model has other parameters than its numbers say, and what to know about that."""
+    try:
+        config = copy.deepcopy(read_config(path))
+        with torch.device("meta"):
+            model = build_model(config, "causal-lm")
+    except Exception as error:  # the numbers stand for themselves, as they do without transformers
+        return [f"{path}: its parameters were not compared, since transformers does not build it: {error}"], False
+    count = sum(parameter.numel() for parameter in model.parameters())
+    if abs(shape.parameters - count) <= NEAR * count:
+        return [], False
+    name = type(model).__name__
+    return [f"{path}: {name} has {count:,} parameters and not {shape.parameters:,}, as its numbers say: traced"], True
+
+
+# --- samples
+
+
+def samples(config: Any, head: str, seq: int | None, path: str, notes: list[str]) -> Iterator[Sample]:
+    """Batches of one that the model may take, likeliest first."""
+    kind, takes, labels = model_class(config, head), arguments_of(config, head), labels_of(config, head)
+    main = getattr(kind, "main_input_name", "input_ids")
+    reads_text = main == "input_ids"
+    if reads_text or labels == "decoder":
+        if seq is None:
+            raise InputError(f"{path} ({kind.__name__}) reads tokens: give --seq")
+        ids = tokens(config, seq)
+    if reads_text:
+        found: list[Sample] = [{main: ids}]
+        beside = {name: torch.full_like(ids, value) for name, value in COMPANIONS.items() if name in takes}
+        found += [{main: ids, **beside}] if beside else []
+    elif main == "pixel_values":
+        found = [{main: torch.zeros(1, *_picture(config, path, notes))}]
+    elif main in ("input_values", "input_features"):
+        free = seq if labels != "decoder" else None
+        found = [{main: torch.zeros(1, *shape)} for shape in _sounds(config, free)]
+    else:
+        raise InputError(f"task: {path}: {kind.__name__} is given {main}, of which no sample is made up here; {OWN}")
+    if not found:
+        raise InputError(f"{path} ({kind.__name__}) reads a waveform: give --seq, its values (16000 for a second)")
+    if seq is not None and main == "pixel_values" and labels != "decoder":
+        raise InputError(f"--seq: {path} ({kind.__name__}) reads {sizes_of(found[0])}, as it says itself: leave it out")
+    target = torch.zeros(1, dtype=torch.long) if labels == "classes" else ids
+    yield from ({**one, "labels": target} for one in found)
+
+
+def tokens(config: Any, count: int) -> torch.Tensor:
+    """One row of a token that means nothing in particular, and the end of a sequence where there is such a token."""
+    named = [pair for part in parts_of(config) for pair in vars(part).items()]
+    special = {value for name, value in named if name.endswith(("token_id", "token_index")) and isinstance(value, int)}
+    ids = torch.full((1, count), next(index for index in range(len(special) + 1) if index not in special))
+    end, rows = _find(config, "eos_token_id"), _find(config, "vocab_size")
+    if isinstance(end, int) and isinstance(rows, int) and 0 <= end < rows:
+        ids[:, -1] = end
+    return ids
+
+
+def _picture(config: Any, path: str, notes: list[str]) -> tuple[int, int, int]:
+    """Channels, height and width."""
+    channels = _find(config, "num_channels", "in_channels", "in_chans")
+    size = _find(config, "image_size", "img_size")
+    if size is None:
+        size = _preprocessed(path)
+    if size is None:
+        size = IMAGE
+        notes.append(
+            f"{path}: no size of images is given there or in preprocessor_config.json: {IMAGE} x {IMAGE} taken"
+        )
+    if isinstance(size, dict):
+        size = [size.get("height", size.get("shortest_edge")), size.get("width", size.get("shortest_edge"))]
+    height, width = (size, size) if isinstance(size, int) else (size[0], size[-1])
+    return (channels if isinstance(channels, int) else 3), int(height), int(width)
+
+
+def _preprocessed(path: str) -> Any:
+    """The size of images that the processor beside a configuration makes."""
+    folder = Path(path) if Path(path).is_dir() else Path(path).parent
+    try:
+        told = json.loads((folder / "preprocessor_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return told.get("crop_size") or told.get("size")
+
+
+def _sounds(config: Any, seq: int | None) -> list[tuple[int, ...]]:
+    """A waveform, or a spectrogram with its columns first or last; none where a length is missing."""
+    width, places = _find(config, *WIDTHS), _find(config, "max_source_positions")
+    own = 2 * places if isinstance(places, int) else _find(config, "max_length")
+    length = seq if seq is not None else own if isinstance(own, int) else None
+    if length is None:
+        return []
+    return [(width, length), (length, width)] if isinstance(width, int) else [(length,)]
+
+
+def _find(config: Any, *words: str) -> Any:
+    """The first value of one of these names that a configuration, or one inside it, has."""
+    values = (getattr(part, word, None) for part in parts_of(config) for word in words)
+    return next((value for value in values if value is not None), None)
