@@ -123,3 +123,51 @@ def test_an_uneven_batch_counts_its_own_samples() -> None:
     best = next(each for each in proposals if each.plan.world_size == 4)
     even = traced_subject(task, machine, software("shardwise"), 8, "bf16", ("none",), cuts=False)
     assert best.forecast.flops == pytest.approx(even.simulate(best.layout).flops * 7 / 8, rel=0.02)
+
+
+class Folded(nn.Module):
+    """Over four ranks its groups of channels do not come out, and over two they do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.fft.fft(layer(x)).real
+        return x
+
+
+def test_what_is_refused_is_refused_once(monkeypatch) -> None:
+    """A degree whose cuts are refused is not derived again for each recompute, stage of ZeRO and micro-batch."""
+    from shardwise.planner import shares
+
+    asked = []
+    derive = shares.derive_cuts
+
+    def counted(task: Task, plan: Plan, *rest: object) -> object:
+        asked.append((plan.tp, plan.sp))
+        return derive(task, plan, *rest)
+
+    monkeypatch.setattr(shares, "derive_cuts", counted)
+    task = Task(model=Folded, loss=lambda o, b: (o.sum(), len(o)), batch=lambda step: torch.ones(32, 6))
+    found = traced_subject(task, NODE, software("shardwise"), 32, "fp32")
+    assert not [layout for layout in found.layouts(8, Constraints()) if layout.tp > 1]
+    assert asked and len(asked) == len(set(asked))
+
+
+def test_a_layout_that_cannot_be_rehearsed_is_not_tried_with_recompute_and_zero_3(monkeypatch) -> None:
+    from shardwise.errors import RefusedPlan
+    from shardwise.planner import shares
+
+    tried = []
+
+    def refused(self, tp, pp, sizes, beside=None):
+        tried.append((self.cuts.tp, self.cuts.sp, self.cuts.pp, self.cuts.microbatches))
+        raise RefusedPlan("not this one")
+
+    made = Traced(tied(), NODE, software("shardwise"), "fp32", (1, 2), True)
+    found = made.subject(32, ("selective", "full"))
+    monkeypatch.setattr(shares.Shares, "trace", refused)
+    assert not [layout for layout in found.layouts(8, Constraints(max_tp=2, max_pp=2)) if layout.tp * layout.pp > 1]
+    assert tried and len(set(tried)) == len(tried)

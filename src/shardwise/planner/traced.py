@@ -13,7 +13,7 @@ from shardwise.costs.layout import RECOMPUTES, Layout
 from shardwise.costs.memory import CONTEXT_BYTES, Ledger
 from shardwise.costs.software import Software, as_planned
 from shardwise.engine.batching import samples_in
-from shardwise.errors import InputError, RefusedPlan
+from shardwise.errors import InputError, RefusedPlan, ShardwiseError
 from shardwise.layout import Plan
 from shardwise.layout.dealing import deal
 from shardwise.parallel.batchnorm import joins_batch_norms
@@ -21,7 +21,7 @@ from shardwise.planner.candidates import MOST_MICRO, Constraints, divisors, micr
 from shardwise.planner.progress import Say, silent
 from shardwise.planner.propose import Reading, Subject
 from shardwise.planner.rehearsal import ALIKE, Beside
-from shardwise.planner.shares import Cuts, Looks, Shares
+from shardwise.planner.shares import Cuts, Looks, Shares, once
 from shardwise.planner.tracing import batch_bytes, one_sample, trace, update_of
 from shardwise.simulator.counted import Counted, Model
 from shardwise.simulator.cut import simulate_cut
@@ -84,7 +84,7 @@ class Traced:
         self.remarks: list[str] = []
         self._spent = 0  # ops of rehearsals
         self._models: dict[tuple[str, int], Model] = {}
-        self._ranks: dict[tuple[Cuts, Sizes, Beside], list[Model]] = {}
+        self._ranks: dict[tuple[Cuts, Sizes, Beside], list[Model] | ShardwiseError] = {}
 
     @property
     def on_cpu(self) -> bool:
@@ -200,17 +200,18 @@ class Traced:
 
     def ranks(self, key: Cuts, sizes: Sizes, beside: Beside = ALIKE) -> list[Model]:
         """The ranks of a cut module that differ, each rehearsed with the micro-batches given."""
-        if (key, sizes, beside) not in self._ranks:
-            self.say(f"{self.task.name}: deriving the cuts of {key.plan}")
-            shares = Shares(self.looks, key)
-            found = []
-            for tp, pp in shares.ranks:
-                self.say(f"{self.task.name}: rehearsing {key.plan}, rank {tp} of tp, stage {pp}")
-                traces = [shares.trace(tp, pp, each, beside) for each in sizes]
-                self._spent += len(sizes) * self.model("none").one.kernels
-                found.append(self._model(traces[0], traces[-1]))
-            self._ranks[key, sizes, beside] = found
-        return self._ranks[key, sizes, beside]
+        return once(self._ranks, (key, sizes, beside), lambda: self._rehearsed(key, sizes, beside))
+
+    def _rehearsed(self, key: Cuts, sizes: Sizes, beside: Beside) -> list[Model]:
+        self.say(f"{self.task.name}: deriving the cuts of {key.plan}")
+        shares = Shares(self.looks, key)
+        found = []
+        for tp, pp in shares.ranks:
+            self.say(f"{self.task.name}: rehearsing {key.plan}, rank {tp} of tp, stage {pp}")
+            self._spent += len(sizes) * self.model("none").one.kernels
+            traces = [shares.trace(tp, pp, each, beside) for each in sizes]
+            found.append(self._model(traces[0], traces[-1]))
+        return found
 
     def cut(self, layout: Layout, batch: int) -> list[Model]:
         """The ranks of a layout, as its fullest data rank has them; `RefusedPlan` as in a run."""
@@ -249,16 +250,21 @@ class Traced:
     def cut_within(self, layouts: Iterable[Layout], batch: int, constraints: Constraints) -> Iterator[Layout]:
         """Those of the layouts that can be cut, as far as rehearsing them is a matter of seconds.
 
-        Recompute and zero=3 are left out where the same layout fits without: they only ever add time.
+        Recompute and zero=3 are left out where the same layout fits without, since they only ever add time, and where
+        it cannot be cut without, since they cut nothing.
         """
         room = self.cluster.device.memory_bytes * (1 - constraints.headroom) - CONTEXT_BYTES
         asked = any(constraints.value(name) is not None for name in ("tp", "pp", "ep"))
         fitted: set[Layout] = set()
+        refused: set[Layout] = set()
         left: dict[str, None] = {}
         for layout in map(constraints.applied, layouts):
             if constraints.fixed and not constraints.allows(plan_of(layout, self.precision)):
                 continue  # before it is rehearsed
             plain = layout.with_(recompute="none")
+            bare = plain.with_(zero=0, shard=1, replicas=layout.dp) if layout.ep == 1 else plain
+            if plain in refused or bare in refused:
+                continue
             if plain in fitted and constraints.value("remat") is None:
                 continue
             if layout.zero > 1 and constraints.value("zero") is None and plain.with_(zero=1) in fitted:
@@ -266,7 +272,9 @@ class Traced:
             if self._spent > MOST_OPS and not asked and not self._known(layout, batch):
                 left[_degrees(layout.with_(sp=False, recompute="none"))] = None
                 continue
-            if self.can_cut(layout, batch):
+            if not self.can_cut(layout, batch):
+                refused.add(layout)
+            else:
                 if layout == plain and self.memory(layout, batch).reserved <= room:
                     fitted.add(plain)
                 yield layout
