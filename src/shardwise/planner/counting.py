@@ -52,6 +52,7 @@ class Trace:
     tensors      parameter tensors
     sizes        elements of a trainable one -> how many
     in_order     elements of each, in the order in which the optimizer is given them
+    final        elements of the gradient that came last in backward, none where one never came
     units        parameters of each repeated block, and of the rest
     held, held_gradients   elements of the weights and bytes of the gradients that rest on a rank, where a technique
                            that shards them was played around the micro-batches; `peak` has what it makes besides
@@ -71,6 +72,7 @@ class Trace:
     tensors: int = 0
     sizes: Counter[int] = field(default_factory=Counter)
     in_order: list[int] = field(default_factory=list)
+    final: int = 0
     products: Counter[tuple[int, int, int]] = field(default_factory=Counter)
     order: list[Entry] = field(default_factory=list)
     attention: Counter[tuple[int, int, int, int, bool]] = field(default_factory=Counter)

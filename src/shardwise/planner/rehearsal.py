@@ -31,9 +31,9 @@ from shardwise.planner.gathered import Gathered
 from shardwise.planner.routed import Values
 from shardwise.planner.rows import telling
 from shardwise.planner.tracing import (
+    Arrivals,
     batch_norms,
     build,
-    drop,
     fake_batch,
     in_order,
     inputs_of,
@@ -125,6 +125,7 @@ class Rehearsal:
         with norms, self.fake, Watch(routed, live, self.count):
             for at in range(self.shares.cuts.rounds):
                 self._round(at, model, staged, told, waiting)
+        self.found.final = self.arrivals.final
         self.found.peak, self.found.balanced = live.peak - base - self.found.held_gradients, routed.assumed
         for part in self.found.ops.values():
             self.found.products.update(part.products)
@@ -294,8 +295,7 @@ class Rehearsal:
                 techniques.append(self._flat(named, ranks))
             elif cuts.zero < 3 or named is mine:
                 alone |= named
-        for parameter in alone.values():
-            parameter.register_post_accumulate_grad_hook(drop)
+        self.arrivals = Arrivals(alone.values())
         return techniques
 
     def _flat(self, named: dict[str, nn.Parameter], ranks: int) -> Flat:

@@ -191,9 +191,7 @@ def trace(
                     recompute_block(model.get_submodule(path), recompute)
             batch = fake_batch(fake, one_sample(task) if sample is None else sample, samples)
             inside.watch(model)
-            for parameter in model.parameters():
-                if parameter.requires_grad:  # gradients are an account of their own: buckets, or shards
-                    parameter.register_post_accumulate_grad_hook(drop)
+            arrivals = Arrivals(model.parameters())  # gradients are an account of their own: buckets, or shards
             live, routed, sent = LiveBytes(resized=[]), Values(fake), Ledger()
             norms = batch_norms(model, joined, sent)
             rests = [*model.parameters(), *model.buffers(), *pytree.tree_leaves(batch)]
@@ -207,6 +205,7 @@ def trace(
                 total = objective(task.loss(output, batch))
                 del output
                 total.backward()
+            found.final = arrivals.final
             found.peak, found.balanced = live.peak - base, routed.assumed
             if isinstance(norms, CountBatchNorm):
                 found.batch_norms, found.alone = norms.met, norms.alone
@@ -260,8 +259,25 @@ def objective(told: tuple) -> torch.Tensor:
     return total
 
 
-def drop(parameter: torch.Tensor) -> None:
-    parameter.grad = None
+class Arrivals:
+    """Drops the gradient of each trained parameter as it comes, and knows which came last."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._seen: dict[int, int] = {}  # elements by parameter, in the order in which gradients first came
+        self._count = 0
+        for parameter in parameters:
+            if parameter.requires_grad:
+                self._count += 1
+                parameter.register_post_accumulate_grad_hook(self._drop)
+
+    def _drop(self, parameter: torch.Tensor) -> None:
+        self._seen.setdefault(id(parameter), parameter.numel())
+        parameter.grad = None
+
+    @property
+    def final(self) -> int:
+        """Elements of the gradient that came last; none where one never came."""
+        return [*self._seen.values()][-1] if self._seen and len(self._seen) == self._count else 0
 
 
 def update_of(task: Task) -> Update:

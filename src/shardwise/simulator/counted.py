@@ -39,6 +39,9 @@ class Counted(Protocol):
     def in_order(self) -> Sequence[int]: ...
 
     @property
+    def final(self) -> int: ...
+
+    @property
     def products(self) -> Mapping[tuple[int, int, int], int]: ...
 
     @property
