@@ -171,3 +171,57 @@ def test_a_layout_that_cannot_be_rehearsed_is_not_tried_with_recompute_and_zero_
     monkeypatch.setattr(shares.Shares, "trace", refused)
     assert not [layout for layout in found.layouts(8, Constraints(max_tp=2, max_pp=2)) if layout.tp * layout.pp > 1]
     assert tried and len(set(tried)) == len(tried)
+
+
+def picks(name: str) -> Task:
+    """Modules that pick by scores: the largest of each channel, rows by an index, or as many rows as were picked."""
+
+    class Picks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lift, self.head = nn.Linear(3, 16), nn.Linear(16, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.lift(x)
+            if name == "max":
+                return self.head(h.max(1).values)
+            index = h[..., 0].topk(2, dim=1).indices
+            if name == "topk":
+                return self.head(h.gather(1, index[..., None].expand(-1, -1, 16)).sum(1))
+            return self.head(h + (index == 0).nonzero().shape[0])
+
+    return Task(model=Picks, loss=lambda o, b: (o.sum(), len(o)), batch=lambda step: torch.ones(8, 5, 3))
+
+
+@pytest.mark.parametrize(("name", "counts"), [("max", False), ("topk", False), ("nonzero", True)])
+def test_what_picks_by_scores_is_no_router_unless_work_hangs_on_it(name: str, counts: bool) -> None:
+    made = Traced(picks(name), NODE, software("shardwise"), "fp32", (1, 2), True)
+    found = made.subject(8, ("none",))
+    forecast = found.simulate(next(iter(found.layouts(8, Constraints()))))
+    assert ("routing" in forecast.basis) is counts
+    if not counts:
+        assert not made.routed
+        assert not any("ep=" in remark for remark in made.remarks)
+
+
+def test_integers_of_the_batch_that_decide_are_told() -> None:
+    """How often a layer runs is what the first sample says: no other is looked at, and the forecast says so."""
+
+    class Repeats(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x: torch.Tensor, times: torch.Tensor) -> torch.Tensor:
+            for _ in range(int(times.max())):
+                x = self.layer(x)
+            return x
+
+    def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.ones(8, 3), torch.arange(1, 9)
+
+    for given, told in ((lambda b: (b, {}), True), (lambda b: ((b[0], torch.ones(1, dtype=torch.long)), {}), False)):
+        task = Task(model=Repeats, loss=lambda o, b: (o.sum(), len(o)), batch=batch, inputs=given)
+        found = traced_subject(task, NODE, software("shardwise"), 8, "fp32", ("none",))
+        forecast = found.simulate(next(iter(found.layouts(8, Constraints()))))
+        assert ("batch" in forecast.basis) is told

@@ -58,7 +58,9 @@ class Trace:
                            that shards them was played around the micro-batches; `peak` has what it makes besides
     experts      elements of experts that are trained here, where ep deals them
     rows         of what zero=3 cuts: (indices along the dim that is cut, elements at each) -> how many
-    balanced     a router's choices were taken to load its experts evenly
+    chose        something was picked by scores without values (top-k, sort, max over a dim)
+    balanced     such picks decided how much there is to do: a router's were taken to load its experts evenly
+    by_batch     integers of the batch decided how much there is to do: those of one sample, repeated
     batch_norms  of a forward, where they are not joined over data ranks
     alone        one of them has one value for each channel, of which there is no variance
     joined       what joined ones send: (op, bytes of the whole tensor) -> times
@@ -86,7 +88,9 @@ class Trace:
     held_gradients: int = 0
     experts: int = 0
     rows: Counter[tuple[int, int]] = field(default_factory=Counter)
+    chose: bool = False
     balanced: bool = False
+    by_batch: bool = False
     batch_norms: int = 0
     alone: bool = False
     joined: Counter[tuple[str, float]] = field(default_factory=Counter)

@@ -126,7 +126,9 @@ class Rehearsal:
             for at in range(self.shares.cuts.rounds):
                 self._round(at, model, staged, told, waiting)
         self.found.final = self.arrivals.final
-        self.found.peak, self.found.balanced = live.peak - base - self.found.held_gradients, routed.assumed
+        self.found.peak = live.peak - base - self.found.held_gradients
+        routed.tell(self.found)
+        self.found.balanced |= bool(self.experts.stacks)  # whose exchange is rehearsed with an even load
         for part in self.found.ops.values():
             self.found.products.update(part.products)
             self.found.order += part.order

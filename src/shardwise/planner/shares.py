@@ -24,11 +24,13 @@ from shardwise.comm import Axis
 from shardwise.costs.layout import Layout
 from shardwise.engine.cutting import Cut, cut_forward
 from shardwise.engine.experts import look_for_experts
+from shardwise.engine.forward import run_alone
 from shardwise.engine.samples import SAMPLES, a_few, few_samples
 from shardwise.engine.tensor import derive_cuts
 from shardwise.errors import InputError, RefusedPlan, ShardwiseError
 from shardwise.layout import Plan
 from shardwise.layout.schedules import Op, Schedule, make_schedule
+from shardwise.parallel.expert import holds_experts
 from shardwise.parallel.expert.apply import Stack
 from shardwise.parallel.tensor import Derived, Followed
 from shardwise.part import forget
@@ -149,6 +151,12 @@ class Looks:
             self.task, plan, Precision.of(plan), self.built, a_few(self.few),
             self._followed.setdefault(plan.precision, {}),
         ))  # fmt: skip
+
+    @cached_property
+    def holds_experts(self) -> bool:
+        """Whether there are modules that are called as experts are."""
+        precision = Precision.of(Plan())
+        return holds_experts(self.built, a_few(self.few), run_alone(self.task, precision), precision.held)
 
     def stacks(self, plan: Plan) -> list[Stack]:
         """The modules whose experts ep deals."""

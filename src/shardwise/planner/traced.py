@@ -116,7 +116,8 @@ class Traced:
     @property
     def routed(self) -> bool:
         """Whether the module chooses among experts."""
-        return self.model("none").one.balanced
+        one = self.model("none").one
+        return one.balanced or (one.chose and self.looks.holds_experts)
 
     def model(self, recompute: str, data_ranks: int = 1) -> Model:
         """The traces of the whole module under a recompute policy."""

@@ -38,7 +38,7 @@ from shardwise.memory.recompute import recompute_block
 from shardwise.parallel.batchnorm import CountBatchNorm, JoinBatchNorm, batch_norm_modules, sync_module
 from shardwise.parallel.slots import Phase
 from shardwise.planner.counting import Count, Trace
-from shardwise.planner.routed import Values, give
+from shardwise.planner.routed import BATCH, Values, give
 from shardwise.planner.watching import Watch
 from shardwise.precision import Precision
 from shardwise.simulator.counted import Update
@@ -162,7 +162,7 @@ def fake_batch(fake: FakeTensorMode, sample: Any, samples: int) -> Any:
         if leaf.is_floating_point() or leaf.is_complex():
             return many
         with _disable_current_modes():
-            return give(many, torch.cat([leaf] * samples) if leaf.dim() else leaf)
+            return give(many, torch.cat([leaf] * samples) if leaf.dim() else leaf, origins=frozenset({BATCH}))
 
     with fake:
         return pytree.tree_map(convert, sample)
@@ -206,7 +206,8 @@ def trace(
                 del output
                 total.backward()
             found.final = arrivals.final
-            found.peak, found.balanced = live.peak - base, routed.assumed
+            found.peak = live.peak - base
+            routed.tell(found)
             if isinstance(norms, CountBatchNorm):
                 found.batch_norms, found.alone = norms.met, norms.alone
             found.joined = sizes_of(sent, joined)
