@@ -106,3 +106,51 @@ def test_transforms_and_bilinear_layers_are_flops() -> None:
 
     task = Task(model=Pairs, loss=summed, batch=lambda step: torch.ones(6, 5))
     assert trace(task, 6).flops == 2 * 2 * 6 * 3 * 5 * 4, "forward, and the weight's gradient"
+
+
+def _own(model) -> Task:
+    return Task(model=model, loss=lambda o, b: (o.sum(), len(o)), batch=lambda step: torch.ones(4, 4))
+
+
+def test_weights_without_a_shape_are_refused_by_name() -> None:
+    """In a forecast and in a run alike."""
+    from shardwise.errors import InputError
+    from shardwise.planner.tracing import trace
+    from shardwise.trace.deferred import build
+
+    def lazy() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(2))
+
+    for look in (lambda: trace(_own(lazy), 2), lambda: build(lazy, 0)):
+        with pytest.raises(InputError, match=r"'1\.weight' \(LazyLinear\) has no shape before a first forward"):
+            look()
+
+
+def test_a_scripted_module_is_refused_where_its_forward_would_be_looked_into() -> None:
+    from shardwise.engine.recipe import refuse_scripted
+    from shardwise.errors import InputError, RefusedPlan
+    from shardwise.layout import Plan
+    from shardwise.planner.tracing import trace
+
+    def compiled() -> nn.Module:
+        return nn.Sequential(torch.jit.script(nn.Linear(4, 4)), nn.Linear(4, 2))
+
+    with pytest.raises(InputError, match=r"'0' was made by torch\.jit"):
+        trace(_own(compiled), 2)
+    for text in ("tp=2", "pp=2", "dp_shard=2,zero=3", "dp_replicate=2,remat=full"):
+        with pytest.raises(RefusedPlan, match=r"'0' was made by torch\.jit"):
+            refuse_scripted(compiled(), Plan.parse(text))
+    for text in ("dp_replicate=2", "dp_shard=2,zero=2"):
+        refuse_scripted(compiled(), Plan.parse(text))
+
+
+def test_sparse_gradients_are_traced_as_the_dense_ones_of_a_run() -> None:
+    from shardwise.planner.tracing import trace
+
+    def table(sparse: bool) -> Task:
+        return Task(
+            model=lambda: nn.Sequential(nn.Embedding(64, 8, sparse=sparse), nn.Linear(8, 2)),
+            loss=lambda o, b: (o.sum(), len(o)), batch=lambda step: torch.arange(8),
+        )  # fmt: skip
+
+    assert trace(table(True), 4).peak == trace(table(False), 4).peak

@@ -25,6 +25,7 @@ from shardwise.costs.layout import Layout
 from shardwise.engine.cutting import Cut, cut_forward
 from shardwise.engine.experts import look_for_experts
 from shardwise.engine.forward import run_alone
+from shardwise.engine.recipe import make_gradients_dense
 from shardwise.engine.samples import SAMPLES, a_few, few_samples
 from shardwise.engine.tensor import derive_cuts
 from shardwise.errors import InputError, RefusedPlan, ShardwiseError
@@ -133,7 +134,9 @@ class Looks:
     @cached_property
     def built(self) -> Built:
         """The module without its weights."""
-        return build_deferred(self.task.model, 0)
+        built = build_deferred(self.task.model, 0)
+        make_gradients_dense(built.module)
+        return built
 
     @cached_property
     def few(self) -> Any:

@@ -30,7 +30,7 @@ from shardwise.comm import Axis, Ledger
 from shardwise.comm.ledger import FACTORS
 from shardwise.engine.batching import parts_of, samples_in
 from shardwise.engine.groups import named_groups
-from shardwise.engine.recipe import refuse
+from shardwise.engine.recipe import make_gradients_dense, refuse, scripted
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
 from shardwise.memory.live import LiveBytes
@@ -44,6 +44,7 @@ from shardwise.precision import Precision
 from shardwise.simulator.counted import Update
 from shardwise.task import Task
 from shardwise.trace.blocks import find_blocks
+from shardwise.trace.deferred import checked
 from shardwise.trace.fake import Fake
 
 NARROW = ("BFloat16", "bfloat16", "'Half'", "dtype Half")  # as torch's errors name them
@@ -89,6 +90,11 @@ def build(task: Task, fake: FakeTensorMode, precision: Precision) -> nn.Module:
     except Exception:
         with torch.random.fork_rng(devices=[]):
             model = task.model()
+    if (path := scripted(checked(model))) is not None:
+        raise InputError(
+            f"'{path}' was made by torch.jit and cannot be traced without values: give it as it was before"
+        )
+    make_gradients_dense(model)
     made: dict[int, torch.Tensor] = {}  # by what it stands for: a weight that is tied stays so
 
     def ours(tensor: torch.Tensor, trained: bool = False) -> torch.Tensor:
