@@ -225,3 +225,11 @@ def test_integers_of_the_batch_that_decide_are_told() -> None:
         found = traced_subject(task, NODE, software("shardwise"), 8, "fp32", ("none",))
         forecast = found.simulate(next(iter(found.layouts(8, Constraints()))))
         assert ("batch" in forecast.basis) is told
+
+
+def test_every_key_of_a_fix_counts() -> None:
+    """Several in one word, as in a plan: none is dropped in silence."""
+    from shardwise.cli.foresee import _fixed
+
+    both = (("dp_shard", 8), ("zero", 3))
+    assert _fixed(("dp_shard=8,zero=3",)) == _fixed(("dp_shard=8", "zero=3")) == both
