@@ -154,3 +154,27 @@ def test_sparse_gradients_are_traced_as_the_dense_ones_of_a_run() -> None:
         )  # fmt: skip
 
     assert trace(table(True), 4).peak == trace(table(False), 4).peak
+
+
+@pytest.mark.parametrize("name", ["mse_loss", "l1_loss", "smooth_l1_loss", "binary_cross_entropy"])
+def test_the_one_number_of_a_loss_holds_what_its_kernel_leaves_behind_it(name: str) -> None:
+    """Against the live bytes of a real step on a module that is mostly its output."""
+    from shardwise.memory.live import LiveBytes
+
+    def loss(output: torch.Tensor, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return getattr(nn.functional, name)(output, batch, reduction="sum"), len(output)
+
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(64, 64), nn.Sigmoid())
+
+    task = Task(model=model, loss=loss, batch=lambda step: torch.full((32, 64), 0.5))
+    built, batch = task.model(), task.batch(0)
+    for parameter in built.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    live = LiveBytes()
+    live.count([*built.parameters(), batch])
+    base = live.now
+    with live:
+        total = loss(built(batch), batch)[0]
+        total.backward()
+    assert trace(task, 32).peak == pytest.approx(live.peak - base, rel=0.01)

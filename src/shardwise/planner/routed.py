@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from shardwise.part.leaves import tensors_in
 from shardwise.planner.counting import Trace
-from shardwise.planner.kept import LAYER, workspace_bytes
+from shardwise.planner.kept import LAYER, behind_one_number, workspace_bytes
 
 MOST, MOST_FLOATS = 2**25, 2**20  # elements of a shadow: beyond, a tensor has no values
 _ATEN = torch.ops.aten
@@ -138,6 +138,9 @@ class Values(TorchDispatchMode):
         out = func(*args, **kwargs)
         if func._overloadpacket is LAYER:
             out = (*out[:3], torch.empty(workspace_bytes(args), dtype=torch.uint8, device=args[0].device))
+        if type(out) is FakeTensor and not out.dim() and func._schema.returns[0].alias_info is None:
+            held = behind_one_number(func, args, kwargs)
+            out = torch.empty(held, dtype=out.dtype, device=out.device).as_strided((), ()) if held > 1 else out
         self._forget(func, args)
         self._choose(func._overloadpacket, args, kwargs, out)
         self._fill(func._overloadpacket, args, out)
