@@ -178,3 +178,52 @@ def test_the_one_number_of_a_loss_holds_what_its_kernel_leaves_behind_it(name: s
         total = loss(built(batch), batch)[0]
         total.backward()
     assert trace(task, 32).peak == pytest.approx(live.peak - base, rel=0.01)
+
+
+def test_tensors_of_a_batch_that_lie_in_one_another_count_once() -> None:
+    from shardwise.planner.tracing import batch_bytes, one_sample
+
+    def batch(step: int) -> tuple[torch.Tensor, ...]:
+        words = torch.zeros(8, 5, dtype=torch.long)
+        other = torch.zeros(8, 3)
+        return words, words, words[:, 1:], other
+
+    task = Task(model=lambda: nn.Linear(1, 1), loss=summed, batch=batch)
+    assert batch_bytes(one_sample(task)) == 5 * 8 + 3 * 4
+
+
+def test_a_forward_that_takes_gradients_is_refused_where_it_is_followed_without() -> None:
+    """A residual of a differential equation: replicas and ZeRO are searched, tp and pp left out with the reason."""
+    from shardwise.cluster import Cluster
+    from shardwise.costs.software import software
+    from shardwise.planner.candidates import Constraints
+    from shardwise.planner.traced import Traced
+
+    made = Traced(pinn(), Cluster.parse("4 h100-sxm-80gb"), software("shardwise"), "fp32", (1, 2), True)
+    found = list(made.subject(16, ("none",)).layouts(4, Constraints()))
+    assert found and all(layout.tp * layout.pp == 1 for layout in found)
+    assert any("torch.autograd.grad" in remark and "tp=2" in remark for remark in made.remarks)
+    assert any("torch.autograd.grad" in remark and "pp=2" in remark for remark in made.remarks)
+
+
+def pinn() -> Task:
+    """The residual of a differential equation, whose forward takes gradients."""
+
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x.requires_grad_(True)
+            return torch.autograd.grad(self.layers(x).sum(), x, create_graph=True)[0]
+
+    return Task(model=Residual, loss=summed, batch=lambda step: torch.linspace(-1, 1, 32).view(16, 2))
+
+
+def test_a_forward_that_takes_gradients_is_equal_to_one_process(pool) -> None:
+    """The look at a few samples runs it with gradients; zero=3, which has freed its weights, is refused."""
+    from shardwise import verify
+
+    assert verify(pinn, "dp_shard=2,zero=2", pool=pool).parity
+    assert "use zero=2" in (verify(pinn, "dp_shard=2,zero=3", pool=pool).refused or "")

@@ -139,9 +139,17 @@ def one_sample(task: Task) -> Any:
 
 
 def batch_bytes(batch: Any) -> float:
-    """Bytes of all tensors of a batch."""
+    """Bytes of all tensors of a batch; those that lie in one another count once."""
     leaves = pytree.tree_leaves(batch)
-    return float(sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor | np.ndarray)))
+    spans: dict[int, tuple[int, int]] = {}
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and leaf.numel():
+            first = leaf.storage_offset()
+            last = first + sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True)) + 1
+            low, high = spans.get(key := leaf.untyped_storage()._cdata, (first * leaf.itemsize, 0))
+            spans[key] = min(low, first * leaf.itemsize), max(high, last * leaf.itemsize)
+    arrays = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, np.ndarray))
+    return float(arrays + sum(high - low for low, high in spans.values()))
 
 
 def repeated(batch: Any, times: int) -> Any:
