@@ -627,7 +627,64 @@ def recurrent():
     return Task(model=Remembers, loss=summed, batch=lambda step: torch.linspace(-1, 1, 8 * 320).view(8, 20, 16).sin())
 
 
-OWN = {"normed": normed, "recurrent": recurrent}
+def looked_up():
+    """Its first parameter is its largest, and what it uses first is another."""
+    import torch
+    from torch import nn
+
+    from shardwise import Task
+
+    class Adds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.lift = nn.Embedding(500, 16), nn.Linear(4, 16)
+            self.head = nn.Linear(16, 1)
+
+        def forward(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+            return self.head(self.lift(x) + self.table(rows))
+
+    def batch(step: int):
+        return torch.linspace(-1, 1, 64).view(16, 4), torch.arange(16)
+
+    return Task(
+        model=Adds, loss=lambda o, b: (o.square().sum(), len(o)), batch=batch, inputs=lambda b: (b, {}),
+        optimizer=lambda p: torch.optim.SGD(p, 0.1),
+    )  # fmt: skip
+
+
+def repeated(reentrant: bool):
+    """Blocks that the forward above them recomputes."""
+    import torch
+    from torch import nn
+    from torch.utils.checkpoint import checkpoint
+
+    from shardwise import Task
+
+    class Repeats(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            blocks = [nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+                      for _ in range(4)]  # fmt: skip
+            self.lift, self.blocks = nn.Linear(8, 32), nn.ModuleList(blocks)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.lift(x)
+            for block in self.blocks:
+                x = x + checkpoint(block, x, use_reentrant=reentrant)
+            return x
+
+    return Task(model=Repeats, loss=summed, batch=lambda step: torch.linspace(-1, 1, 1280).view(16, 10, 8).sin())
+
+
+def reentrant():
+    return repeated(True)
+
+
+def not_reentrant():
+    return repeated(False)
+
+
+OWN = {f.__name__: f for f in (normed, recurrent, looked_up, reentrant, not_reentrant)}
 
 
 @pytest.mark.parametrize(
@@ -635,6 +692,9 @@ OWN = {"normed": normed, "recurrent": recurrent}
     [
         ("normed", ["dp_replicate=2", "dp_shard=2,zero=3,remat=selective", "pp=2,dp_shard=2,zero=2,remat=full"]),
         ("recurrent", ["dp_replicate=2", "dp_shard=2,zero=3", "pp=2"]),
+        ("reentrant", ["dp_shard=2,zero=3", "dp_shard=2,zero=3,accumulate=2"]),
+        ("not_reentrant", ["dp_shard=2,zero=3"]),
+        ("looked_up", ["dp_shard=2,zero=1", "dp_shard=2,zero=2,accumulate=2"]),
     ],
 )
 def test_memory_of_modules_of_ones_own(name: str, plans: list[str], pool) -> None:

@@ -146,3 +146,126 @@ def test_decoders_by_name_take_the_same_optimizer() -> None:
     moved = sum(wide for _, wide in update_of(task, at_once=True).work)
     read_and_written = 2 * 4 * (1 + 1 + 2)  # the gradient, the weight, two moments, once each
     assert pytest.approx(moved / read_and_written, rel=1e-3) == FOREACH
+
+
+def _own(model) -> Task:
+    return Task(model=model, loss=lambda o, b: (o.sum(), len(o)), batch=lambda step: torch.ones(4, 4))
+
+
+def test_weights_without_a_shape_are_refused_by_name() -> None:
+    """In a forecast and in a run alike."""
+    from shardwise.errors import InputError
+    from shardwise.planner.tracing import trace
+    from shardwise.trace.deferred import build
+
+    def lazy() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(2))
+
+    for look in (lambda: trace(_own(lazy), 2), lambda: build(lazy, 0)):
+        with pytest.raises(InputError, match=r"'1\.weight' \(LazyLinear\) has no shape before a first forward"):
+            look()
+
+
+def test_a_scripted_module_is_refused_where_its_forward_would_be_looked_into() -> None:
+    from shardwise.engine.recipe import refuse_scripted
+    from shardwise.errors import InputError, RefusedPlan
+    from shardwise.layout import Plan
+    from shardwise.planner.tracing import trace
+
+    def compiled() -> nn.Module:
+        return nn.Sequential(torch.jit.script(nn.Linear(4, 4)), nn.Linear(4, 2))
+
+    with pytest.raises(InputError, match=r"'0' was made by torch\.jit"):
+        trace(_own(compiled), 2)
+    for text in ("tp=2", "pp=2", "dp_shard=2,zero=3", "dp_replicate=2,remat=full"):
+        with pytest.raises(RefusedPlan, match=r"'0' was made by torch\.jit"):
+            refuse_scripted(compiled(), Plan.parse(text))
+    for text in ("dp_replicate=2", "dp_shard=2,zero=2"):
+        refuse_scripted(compiled(), Plan.parse(text))
+
+
+def test_sparse_gradients_are_traced_as_the_dense_ones_of_a_run() -> None:
+    from shardwise.planner.tracing import trace
+
+    def table(sparse: bool) -> Task:
+        return Task(
+            model=lambda: nn.Sequential(nn.Embedding(64, 8, sparse=sparse), nn.Linear(8, 2)),
+            loss=lambda o, b: (o.sum(), len(o)), batch=lambda step: torch.arange(8),
+        )  # fmt: skip
+
+    assert trace(table(True), 4).peak == trace(table(False), 4).peak
+
+
+@pytest.mark.parametrize("name", ["mse_loss", "l1_loss", "smooth_l1_loss", "binary_cross_entropy"])
+def test_the_one_number_of_a_loss_holds_what_its_kernel_leaves_behind_it(name: str) -> None:
+    """Against the live bytes of a real step on a module that is mostly its output."""
+    from shardwise.memory.live import LiveBytes
+
+    def loss(output: torch.Tensor, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return getattr(nn.functional, name)(output, batch, reduction="sum"), len(output)
+
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(64, 64), nn.Sigmoid())
+
+    task = Task(model=model, loss=loss, batch=lambda step: torch.full((32, 64), 0.5))
+    built, batch = task.model(), task.batch(0)
+    for parameter in built.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    live = LiveBytes()
+    live.count([*built.parameters(), batch])
+    base = live.now
+    with live:
+        total = loss(built(batch), batch)[0]
+        total.backward()
+    assert trace(task, 32).peak == pytest.approx(live.peak - base, rel=0.01)
+
+
+def test_tensors_of_a_batch_that_lie_in_one_another_count_once() -> None:
+    from shardwise.planner.tracing import batch_bytes, one_sample
+
+    def batch(step: int) -> tuple[torch.Tensor, ...]:
+        words = torch.zeros(8, 5, dtype=torch.long)
+        other = torch.zeros(8, 3)
+        return words, words, words[:, 1:], other
+
+    task = Task(model=lambda: nn.Linear(1, 1), loss=summed, batch=batch)
+    assert batch_bytes(one_sample(task)) == 5 * 8 + 3 * 4
+
+
+def test_a_forward_that_takes_gradients_is_refused_where_it_is_followed_without() -> None:
+    """A residual of a differential equation: replicas and ZeRO are searched, tp and pp left out with the reason."""
+    from shardwise.cluster import Cluster
+    from shardwise.costs.software import software
+    from shardwise.planner.candidates import Constraints
+    from shardwise.planner.traced import Traced
+
+    made = Traced(pinn(), Cluster.parse("4 h100-sxm-80gb"), software("shardwise"), "fp32", (1, 2), True)
+    found = list(made.subject(16, ("none",)).layouts(4, Constraints()))
+    assert {layout.zero for layout in found if layout.tp * layout.pp == 1} == {0, 1, 2}
+    assert all(layout.tp * layout.pp == 1 for layout in found)
+    assert any("zero=3 is left out" in remark and "use zero=2" in remark for remark in made.remarks)
+    assert any("torch.autograd.grad" in remark and "tp=2" in remark for remark in made.remarks)
+    assert any("torch.autograd.grad" in remark and "pp=2" in remark for remark in made.remarks)
+
+
+def pinn() -> Task:
+    """The residual of a differential equation, whose forward takes gradients."""
+
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x.requires_grad_(True)
+            return torch.autograd.grad(self.layers(x).sum(), x, create_graph=True)[0]
+
+    return Task(model=Residual, loss=summed, batch=lambda step: torch.linspace(-1, 1, 32).view(16, 2))
+
+
+def test_a_forward_that_takes_gradients_is_equal_to_one_process(pool) -> None:
+    """The look at a few samples runs it with gradients; zero=3, which has freed its weights, is refused."""
+    from shardwise import verify
+
+    assert verify(pinn, "dp_shard=2,zero=2", pool=pool).parity
+    assert "use zero=2" in (verify(pinn, "dp_shard=2,zero=3", pool=pool).refused or "")

@@ -14,10 +14,10 @@ from shardwise.costs.memory import CONTEXT_BYTES
 from shardwise.costs.software import software
 from shardwise.layout import Plan
 from shardwise.models import tasks
-from shardwise.planner.candidates import Constraints
+from shardwise.planner.candidates import Constraints, cut_layouts, data_layouts, expert_layouts
 from shardwise.planner.door import layout_of
 from shardwise.planner.propose import Subject, search
-from shardwise.planner.traced import Traced, cut_layouts, data_layouts, expert_layouts, traced_subject
+from shardwise.planner.traced import Traced, traced_subject
 
 NODE = Cluster.parse("8 h100-sxm-80gb")
 
@@ -161,3 +161,113 @@ def test_small_ops_on_a_gpu_take_as_long_as_the_host_needs_to_start_them() -> No
 
     assert seconds(50.0, 1) == pytest.approx(5 * seconds(10.0, 1)), "of tiny ops the host is the limit"
     assert seconds(50.0, 2**22) == pytest.approx(seconds(10.0, 2**22)), "of large ones it is not"
+
+
+class Folded(nn.Module):
+    """Over four ranks its groups of channels do not come out, and over two they do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.fft.fft(layer(x)).real
+        return x
+
+
+def test_what_is_refused_is_refused_once(monkeypatch) -> None:
+    """A degree whose cuts are refused is not derived again for each recompute, stage of ZeRO and micro-batch."""
+    from shardwise.planner import shares
+
+    asked = []
+    derive = shares.derive_cuts
+
+    def counted(task: Task, plan: Plan, *rest: object) -> object:
+        asked.append((plan.tp, plan.sp))
+        return derive(task, plan, *rest)
+
+    monkeypatch.setattr(shares, "derive_cuts", counted)
+    task = Task(model=Folded, loss=lambda o, b: (o.sum(), len(o)), batch=lambda step: torch.ones(32, 6))
+    found = traced_subject(task, NODE, software("shardwise"), 32, "fp32")
+    assert not [layout for layout in found.layouts(8, Constraints()) if layout.tp > 1]
+    assert asked and len(asked) == len(set(asked))
+
+
+def test_a_layout_that_cannot_be_rehearsed_is_not_tried_with_recompute_and_zero_3(monkeypatch) -> None:
+    from shardwise.errors import RefusedPlan
+    from shardwise.planner import shares
+
+    tried = []
+
+    def refused(self, tp, pp, sizes, beside=None):
+        tried.append((self.cuts.tp, self.cuts.sp, self.cuts.pp, self.cuts.microbatches, self.cuts.zero))
+        raise RefusedPlan("not this one")
+
+    made = Traced(tied(), NODE, software("shardwise"), "fp32", (1, 2), True)
+    found = made.subject(32, ("selective", "full"))
+    monkeypatch.setattr(shares.Shares, "trace", refused)
+    assert not [layout for layout in found.layouts(8, Constraints(max_tp=2, max_pp=2)) if layout.tp * layout.pp > 1]
+    assert tried and len(set(tried)) == len(tried)
+
+
+def picks(name: str) -> Task:
+    """Modules that pick by scores: the largest of each channel, rows by an index, or as many rows as were picked."""
+
+    class Picks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lift, self.head = nn.Linear(3, 16), nn.Linear(16, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.lift(x)
+            if name == "max":
+                return self.head(h.max(1).values)
+            index = h[..., 0].topk(2, dim=1).indices
+            if name == "topk":
+                return self.head(h.gather(1, index[..., None].expand(-1, -1, 16)).sum(1))
+            return self.head(h + (index == 0).nonzero().shape[0])
+
+    return Task(model=Picks, loss=lambda o, b: (o.sum(), len(o)), batch=lambda step: torch.ones(8, 5, 3))
+
+
+@pytest.mark.parametrize(("name", "counts"), [("max", False), ("topk", False), ("nonzero", True)])
+def test_what_picks_by_scores_is_no_router_unless_work_hangs_on_it(name: str, counts: bool) -> None:
+    made = Traced(picks(name), NODE, software("shardwise"), "fp32", (1, 2), True)
+    found = made.subject(8, ("none",))
+    forecast = found.simulate(next(iter(found.layouts(8, Constraints()))))
+    assert ("routing" in forecast.basis) is counts
+    if not counts:
+        assert not made.routed
+        assert not any("ep=" in remark for remark in made.remarks)
+
+
+def test_integers_of_the_batch_that_decide_are_told() -> None:
+    """How often a layer runs is what the first sample says: no other is looked at, and the forecast says so."""
+
+    class Repeats(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x: torch.Tensor, times: torch.Tensor) -> torch.Tensor:
+            for _ in range(int(times.max())):
+                x = self.layer(x)
+            return x
+
+    def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.ones(8, 3), torch.arange(1, 9)
+
+    for given, told in ((lambda b: (b, {}), True), (lambda b: ((b[0], torch.ones(1, dtype=torch.long)), {}), False)):
+        task = Task(model=Repeats, loss=lambda o, b: (o.sum(), len(o)), batch=batch, inputs=given)
+        found = traced_subject(task, NODE, software("shardwise"), 8, "fp32", ("none",))
+        forecast = found.simulate(next(iter(found.layouts(8, Constraints()))))
+        assert ("batch" in forecast.basis) is told
+
+
+def test_every_key_of_a_fix_counts() -> None:
+    """Several in one word, as in a plan: none is dropped in silence."""
+    from shardwise.cli.foresee import _fixed
+
+    both = (("dp_shard", 8), ("zero", 3))
+    assert _fixed(("dp_shard=8,zero=3",)) == _fixed(("dp_shard=8", "zero=3")) == both

@@ -335,7 +335,8 @@ def _fixed(words: tuple[str, ...]) -> tuple[tuple[str, object], ...]:
     if not words:
         return ()
     parsed = Plan.parse(",".join(words))
-    return tuple((word.partition("=")[0].strip(), getattr(parsed, word.partition("=")[0].strip())) for word in words)
+    names = [part.partition("=")[0].strip() for word in words for part in word.split(",")]
+    return tuple((name, getattr(parsed, name)) for name in names if name)
 
 
 def _write(path: str, text: str) -> None:

@@ -42,10 +42,19 @@ class Findings:
     assigned: list[str] = field(default_factory=list)  # those whose .data it replaces
 
 
+WEIGHTS_FREED = (
+    "the forward takes gradients itself (torch.autograd.grad), whose own backward needs weights that zero=3 has freed "
+    "by then: use zero=2"
+)
+
+
 def look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, Any] | None,
          sizes: tuple[int, int, int], *, joined: Callable[[Any], Loss] | None, dtype: torch.dtype, strict: bool,
          masks: bool, share: Callable[[list[str]], list[str]] = list) -> Findings:  # fmt: skip
     """Evaluate `whole` and its two `parts` (sizes gives their samples) and compare.
+
+    Without gradients; with them for a forward that takes some itself.
+
 
     joined   for a loss declared not to add up over samples: (whole, parts) -> the loss on the parts' outputs put
              together
@@ -54,12 +63,33 @@ def look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, An
     share    what any rank that runs a part of the forward found, so that all go the same way from there
     """
 
+    settings = {"joined": joined, "dtype": dtype, "strict": strict, "masks": masks, "share": share}
+    try:
+        with torch.no_grad():
+            return _look(module, evaluate, whole, parts, sizes, **settings)
+    except RuntimeError as error:
+        if not needs_gradients(error):
+            raise
+    if any(isinstance(child, FSDPModule) for child in module.modules()):
+        raise RefusedPlan(WEIGHTS_FREED)
+    with torch.enable_grad():
+        return _look(module, evaluate, whole, parts, sizes, **settings)
+
+
+def needs_gradients(error: Exception) -> bool:
+    """Whether a forward failed since it takes gradients itself, and ran without."""
+    return isinstance(error, RuntimeError) and "does not require grad" in str(error)
+
+
+def _look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, Any] | None,
+          sizes: tuple[int, int, int], *, joined: Callable[[Any], Loss] | None, dtype: torch.dtype, strict: bool,
+          masks: bool, share: Callable[[list[str]], list[str]]) -> Findings:  # fmt: skip
     def anywhere(here: object) -> bool:
         return bool(share(["here"] if here else []))
 
     findings = Findings([], BatchDims())
     seen = _Seen(module)
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), seen.watching():
+    with torch.random.fork_rng(devices=[]), seen.watching():
         run = _Runner(module, evaluate, seen)
         findings.batch_norms = batch_norm_modules(module)
         of_whole, calls, _ = run(whole)
@@ -331,6 +361,11 @@ def wrong_model(error: Exception, samples: int) -> InputError | RefusedPlan:
         return RefusedPlan(
             "a parameter is used outside the forward of the unit that holds it, where zero=3 has only pieces of it: "
             "name units with wrap= so that a unit's parameters are used inside its forward, or use zero=2"
+        )
+    if needs_gradients(error):
+        return RefusedPlan(
+            "the forward takes gradients itself (torch.autograd.grad), and where it can be cut is looked for without: "
+            "use pp=1 and tp=1"
         )
     hint = ""
     if isinstance(error, TypeError) and "argument" in str(error):

@@ -62,8 +62,9 @@ def apply_plan(task: Task, plan: Plan, mesh: Mesh, precision: Precision, seed: i
     module = built.module
     notices = [built.notice] if built.notice else []
     refuse(module)
+    refuse_scripted(module, plan)
     notices += _other_dtypes(module, plan, precision)
-    _make_gradients_dense(module)
+    make_gradients_dense(module)
     if few is None and (plan.tp > 1 or plan.ep > 1):
         few = a_few(few_samples(task, plan, mesh.data, mesh.device))
     tensor = None
@@ -217,6 +218,23 @@ def refuse(module: nn.Module) -> None:
     _refuse_shared_memory(module)
 
 
+def scripted(module: nn.Module) -> str | None:
+    """The path of a module that `torch.jit.script` or `trace` made, if there is one."""
+    return next((path for path, child in module.named_modules() if isinstance(child, torch.jit.ScriptModule)), None)
+
+
+def refuse_scripted(module: nn.Module, plan: Plan) -> None:
+    """Hooks, cuts and recompute go into a module's own forward, which a compiled one does not have."""
+    path = scripted(module)
+    inside = [name for name in ("tp", "pp", "ep") if getattr(plan, name) > 1]
+    inside += ["zero=3"] * (plan.zero == 3 and plan.dp_shard > 1) + ["remat"] * (plan.remat != "none")
+    if path is not None and inside:
+        raise RefusedPlan(
+            f"'{path}' was made by torch.jit, and {inside[0]} has to look into its forward: give the module as it was "
+            "before, or use replicas, zero=1 or zero=2 without recompute"
+        )
+
+
 def _refuse_complex(module: nn.Module) -> None:
     for name, param in module.named_parameters():
         if param.is_complex():
@@ -245,7 +263,7 @@ def _refuse_shared_memory(module: nn.Module) -> None:
                     )
 
 
-def _make_gradients_dense(module: nn.Module) -> None:
+def make_gradients_dense(module: nn.Module) -> None:
     """Embeddings whose gradients would be sparse make dense ones of the same values: buckets and shards are dense."""
     for child in module.modules():
         if isinstance(child, nn.Embedding | nn.EmbeddingBag):

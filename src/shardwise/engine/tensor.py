@@ -11,7 +11,7 @@ from shardwise.comm import Axis
 from shardwise.engine.batching import samples_in
 from shardwise.engine.forward import run_alone
 from shardwise.engine.samples import SAMPLES, a_few, few_samples
-from shardwise.errors import InputError, RefusedPlan
+from shardwise.errors import InputError, RefusedPlan, ShardwiseError
 from shardwise.layout import Plan
 from shardwise.mesh import Mesh
 from shardwise.parallel.tensor import Derived, Followed, TensorParallel, find_cuts
@@ -39,16 +39,24 @@ def derive_cuts(
 
     followed  what earlier calls for this task and precision found, whatever the degree; grows
     """
-    derived = find_cuts(
-        built,
-        batch,
-        run_alone(task, precision),
-        plan.tp,
-        plan.tp_whole,
-        sequence=plan.sp,
-        dtype_of=precision.held,
-        followed=followed,
-    )
+    try:
+        derived = find_cuts(
+            built,
+            batch,
+            run_alone(task, precision),
+            plan.tp,
+            plan.tp_whole,
+            sequence=plan.sp,
+            dtype_of=precision.held,
+            followed=followed,
+        )
+    except ShardwiseError:
+        raise
+    except Exception as error:
+        raise RefusedPlan(
+            f"tp={plan.tp}: the forward cannot be followed on a few samples without gradients, from which the cuts are "
+            f"derived: {type(error).__name__}: {error}; use tp=1 (one that calls torch.autograd.grad cannot be cut)"
+        ) from error
     if not derived.cuts:
         reasons = sorted({reason for reason in derived.whole.values() if reason})
         raise RefusedPlan(

@@ -6,7 +6,7 @@ Innermost to outermost: tp, cp_ulysses, cp, dp_shard, pp, dp_replicate. What is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 
@@ -17,6 +17,7 @@ from shardwise.layout import Plan
 MOST_MICRO = 64  # samples of a micro-batch
 FEW = 128  # samples of a rank: up to here every divisor is looked at, beyond the powers of two
 SWITCHES = ("compile", "tp_overlap", "reduce_dtype")  # of a plan: as asked for, never searched
+MOST_SHARES, MOST_STAGES = 8, 4  # of tp or ep, and of pp, for a traced task, unless the user asks for more
 CONTEXT_FROM = 4096  # a rank keeps at least half of these positions under context parallelism
 
 
@@ -158,3 +159,84 @@ def axes(layout: Layout) -> int:
     """How many things a plan asks a reader to know; fewer is simpler."""
     count = sum(getattr(layout, name) > 1 for name in ("tp", "cp", "ep", "pp", "replicas")) + (layout.shard > 1)
     return 10 * count + layout.zero + (layout.recompute != "none") + (layout.schedule != "1f1b") + (layout.chunks > 1)
+
+
+# --- of a task of one's own, which is traced
+
+
+def data_layouts(world: int, batch: int, node: int, recomputes: list[str]) -> Iterator[Layout]:
+    """Replicas and ZeRO 1 to 3 over all ranks, and ZeRO-3 inside a node.
+
+    A batch that does not divide over all ranks is dealt unevenly, as a run deals it; beside that, it is dealt evenly
+    over the most ranks that it does divide over.
+    """
+    even = [world] if batch % world == 0 else [d for d in divisors(world) if batch % d == 0][-1:]
+    for dp in dict.fromkeys([*even, *([world] if batch >= world else [])]):
+        inside = max((d for d in divisors(dp) if d <= node), default=1)
+        shardings = {(0, 1), *((z, dp) for z in (1, 2, 3) if dp > 1), *(((3, inside),) if 1 < inside < dp else ())}
+        for zero, shard in sorted(shardings):
+            for micro, n_micro in _dealt_over(batch, dp):
+                for recompute in recomputes:
+                    yield Layout(
+                        shard=shard, replicas=dp // shard, zero=zero, micro_batch=micro, n_micro=n_micro, seq=1,
+                        recompute=recompute,
+                    )  # fmt: skip
+
+
+def _dealt_over(batch: int, dp: int) -> list[tuple[int, int]]:
+    """(samples of the largest micro-batch, micro-batches) of a rank."""
+    if batch % dp == 0:
+        return [(micro, batch // dp // micro) for micro in micro_batches(batch // dp)]
+    found = []
+    for micro in range(1, min(-(-batch // dp), MOST_MICRO) + 1):
+        n_micro = -(-batch // (dp * micro))
+        fits = -(-batch // (dp * n_micro)) == micro  # else the same number of them is smaller ones
+        if fits and batch // n_micro >= dp and (micro in (1, 3) or micro & (micro - 1) == 0 or n_micro == 1):
+            found.append((micro, n_micro))
+    return found
+
+
+def cut_layouts(
+    world: int, batch: int, node: int, recomputes: list[str], constraints: Constraints
+) -> Iterator[Layout]:  # fmt: skip
+    """Layouts with tp (inside a node), pp, or both; over what is left replicas, ZeRO-1 or 3, and ZeRO-2 if asked for.
+
+    Of small degrees first, and no more stages than `MOST_STAGES`: every rank that differs is rehearsed.
+    """
+    tps = [d for d in divisors(world) if 1 < d <= min(node, constraints.max_tp or MOST_SHARES)]
+    pps = [d for d in divisors(world) if 1 < d <= (constraints.max_pp or MOST_STAGES)]
+    degrees = [
+        (tp, sp, pp)
+        for tp in (1, *tps)
+        for sp in ((False, True) if tp > 1 else (False,))
+        for pp in (1, *pps)
+        if tp * pp > 1
+    ]
+    for tp, sp, pp in sorted(degrees, key=lambda d: (d[0] > 1 and d[2] > 1, d[0] * d[2], d[1], d)):
+        dp, left_over = divmod(world, tp * pp)
+        if (
+            left_over
+            or batch % dp
+            or not all(constraints.value(name) in (None, have) for name, have in (("tp", tp), ("pp", pp), ("sp", sp)))
+        ):
+            continue
+        for micro in micro_batches(batch // dp):
+            n_micro = batch // dp // micro
+            if n_micro < 2 * pp * (pp > 1):  # fewer would leave half of the pipeline waiting
+                continue
+            stages = (1, 3) if constraints.value("zero") is None else (1, 2, 3)
+            for zero, shard in [(0, 1), *((zero, dp) for zero in stages if dp > 1)]:
+                for recompute in recomputes:
+                    yield Layout(
+                        tp=tp, sp=sp, pp=pp, shard=shard, replicas=dp // shard, zero=zero, micro_batch=micro,
+                        n_micro=n_micro, seq=1, recompute=recompute,
+                    )  # fmt: skip
+
+
+def expert_layouts(layouts: Iterable[Layout], node: int, constraints: Constraints) -> Iterator[Layout]:
+    """The same layouts with experts dealt over ranks of dp_shard, inside a node and up to `MOST_SHARES`."""
+    asked = constraints.value("ep")
+    for layout in layouts:
+        for degree in divisors(layout.shard):
+            if 1 < degree <= min(node, MOST_SHARES) and asked in (None, degree):
+                yield layout.with_(ep=degree)

@@ -54,13 +54,17 @@ class Trace:
     tensors      parameter tensors
     sizes        elements of a trainable one -> how many
     in_order     elements of each, in the order in which the optimizer is given them
+    final        elements of the gradient that came last in backward, none where one never came
     units        parameters of each repeated block, and of the rest
     held, held_gradients   elements of the weights and bytes of the gradients that rest on a rank, where a technique
                            that shards them was played around the micro-batches; `peak` has what it makes besides
     experts      elements of experts that are trained here, where ep deals them
     rows         of what zero=3 cuts: (indices along the dim that is cut, elements at each) -> how many
-    balanced     a router's choices were taken to load its experts evenly
+    chose        something was picked by scores without values (top-k, sort, max over a dim)
+    balanced     such picks decided how much there is to do: a router's were taken to load its experts evenly
+    by_batch     integers of the batch decided how much there is to do: those of one sample, repeated
     drawn        single random numbers were taken as their median
+    own_backward the forward takes gradients itself
     batch_norms  of a forward, where they are not joined over data ranks
     alone        one of them has one value for each channel, of which there is no variance
     joined       what joined ones send: (op, bytes of the whole tensor) -> times
@@ -74,6 +78,7 @@ class Trace:
     tensors: int = 0
     sizes: Counter[int] = field(default_factory=Counter)
     in_order: list[int] = field(default_factory=list)
+    final: int = 0
     products: Counter[tuple[int, int, int]] = field(default_factory=Counter)
     order: list[Entry] = field(default_factory=list)
     attention: Counter[tuple[int, int, int, int, bool]] = field(default_factory=Counter)
@@ -88,8 +93,11 @@ class Trace:
     held_gradients: int = 0
     experts: int = 0
     rows: Counter[tuple[int, int]] = field(default_factory=Counter)
+    chose: bool = False
     balanced: bool = False
+    by_batch: bool = False
     drawn: bool = False
+    own_backward: bool = False
     batch_norms: int = 0
     alone: bool = False
     joined: Counter[tuple[str, float]] = field(default_factory=Counter)

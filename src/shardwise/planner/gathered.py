@@ -111,6 +111,7 @@ class Gathered:
         self._order: list[Unit] = []  # units as their forwards ended
         self._last_gathered: torch.Tensor | None = None  # kept until the next unit of the forward has its weights
         self._scattered: torch.Tensor | None = None  # kept until the next unit's gradients are there
+        self._outermost: Unit | None = None  # whose forward began first: of a block that a checkpoint repeats, its own
         self._queued = False
         self.seen: list[int] = []  # elements of each gather, in order
         self.last = True  # whether this backward is the last of the step
@@ -125,7 +126,7 @@ class Gathered:
             taken |= {id(p) for p in params}
             unit = Unit([Weight.of(p, ranks) for p in params])
             self.units.append(unit)
-            self._hook(child, unit, root=child is module)
+            self._hook(child, unit)
         for unit in self.units:
             for weight in unit.weights:
                 self._take(weight)
@@ -172,13 +173,14 @@ class Gathered:
         if self.resized is not None:
             self.resized.append(storage)
 
-    def _hook(self, child: nn.Module, unit: Unit, *, root: bool) -> None:
+    def _hook(self, child: nn.Module, unit: Unit) -> None:
         def before(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
             if unit.state in (BACKWARD, AFTER):  # run again in backward, inside a block that is recomputed
                 self._gather(unit)
                 self._fill(unit)
                 return None
             entering, unit.state = unit.state != FORWARD, FORWARD
+            self._outermost = self._outermost or unit
             self._gather(unit)
             self._fill(unit)
             return self._watched(unit, args, kwargs) if entering and torch.is_grad_enabled() else None
@@ -194,8 +196,8 @@ class Gathered:
             if torch.is_grad_enabled():
                 for leaf in _grown(output):
                     leaf.register_hook(lambda gradient: self._enter(unit, gradient))
-            if root:
-                self._last_gathered = None
+            if unit is self._outermost:
+                self._last_gathered = self._outermost = None
 
         child.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         child.register_forward_hook(after)
@@ -301,6 +303,7 @@ class Gathered:
     def _end(self) -> None:
         """Backward is over: units that it did not leave by their inputs are left now."""
         self._queued = False
+        self._outermost = None
         for unit in reversed(self.units):  # the root first
             if unit.state != AFTER:
                 self.leave(unit)

@@ -1,7 +1,10 @@
-"""What kernels keep from forward to backward and tensors without values do not tell: the workspace of recurrent layers.
+"""What kernels keep and tensors without values do not tell: a recurrent layer's workspace, and what a loss lies in.
 
-torch's own shape rule says that it is empty. Its size is asked of the kernel itself, run once on zeros: as long as it
-is quick on the layer's own shape, else on fewer steps and sequences, from which it grows in proportion.
+torch's own shape rule says that the workspace is empty. Its size is asked of the kernel itself, run once on zeros: as
+long as it is quick on the layer's own shape, else on fewer steps and sequences, from which it grows in proportion.
+
+Some losses (mse_loss, smooth_l1_loss, binary_cross_entropy) sum into a tensor that was made for all terms: the one
+number that they give holds the memory of all as long as it lives. Which do is asked of the kernel too.
 
 What this does not do: see memory that a kernel frees before it returns; know another device's kernels (the recurrent
 layers of a GPU keep about as much, in another form).
@@ -9,11 +12,14 @@ layers of a GPU keep about as much, in another form).
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+FEW = 4  # indices of a dim, of what a kernel is run on to see what it keeps
 LAYER = torch.ops.aten.mkldnn_rnn_layer
 QUICK_FLOPS = 2e9  # of a layer that is run on its own shape: some tens of milliseconds
 FEW_STEPS = 8
@@ -37,6 +43,30 @@ def workspace_bytes(args: tuple) -> int:
         slope = (size - _run(few_steps // 2, few, *options)) / (few_steps - few_steps // 2)
         size += slope * (steps - few_steps)
     return round(size * batch / few)
+
+
+def behind_one_number(func: Any, args: tuple, kwargs: dict) -> int:
+    """Elements that the storage of an op's one number has: 1, or those of all its terms."""
+    tensors = [one for one in args if isinstance(one, torch.Tensor)]
+    if len(tensors) < 2 or kwargs or not all(one.is_floating_point() for one in tensors):
+        return 1
+    if not all(one is None or isinstance(one, torch.Tensor | int | float) for one in args):
+        return 1
+    told = tuple((one.dim(), one.dtype) if isinstance(one, torch.Tensor) else one for one in args)
+    return math.prod(torch.broadcast_shapes(*(one.shape for one in tensors))) if _holds_all(func, told) else 1
+
+
+@lru_cache(maxsize=256)
+def _holds_all(func: Any, told: tuple) -> bool:
+    """Whether the kernel's result holds the memory of as many numbers as it was given."""
+    with _disable_current_modes(), torch.no_grad():
+        args = [torch.full((FEW,) * one[0], 0.5, dtype=one[1]) if isinstance(one, tuple) else one for one in told]
+        dims = max(one[0] for one in told if isinstance(one, tuple))
+        try:
+            found = func(*args)
+        except (RuntimeError, NotImplementedError):
+            return False  # not for these shapes or this dtype: nothing is known
+    return found.untyped_storage().nbytes() >= FEW**dims * found.element_size() > found.element_size()
 
 
 @lru_cache(maxsize=256)

@@ -32,9 +32,9 @@ from shardwise.planner.gathered import Gathered
 from shardwise.planner.routed import Values
 from shardwise.planner.rows import telling
 from shardwise.planner.tracing import (
+    Arrivals,
     batch_norms,
     build,
-    drop,
     fake_batch,
     in_order,
     inputs_of,
@@ -131,7 +131,10 @@ class Rehearsal:
         ):
             for at in range(self.shares.cuts.rounds):
                 self._round(at, model, staged, told, waiting)
-        self.found.peak, self.found.balanced = live.peak - base - self.found.held_gradients, routed.assumed
+        self.found.final = self.arrivals.final
+        self.found.peak = live.peak - base - self.found.held_gradients
+        routed.tell(self.found)
+        self.found.balanced |= bool(self.experts.stacks)  # whose exchange is rehearsed with an even load
         for part in self.found.ops.values():
             self.found.products.update(part.products)
             self.found.order += part.order
@@ -300,8 +303,7 @@ class Rehearsal:
                 techniques.append(self._flat(named, ranks))
             elif cuts.zero < 3 or named is mine:
                 alone |= named
-        for parameter in alone.values():
-            parameter.register_post_accumulate_grad_hook(drop)
+        self.arrivals = Arrivals(alone.values())
         return techniques
 
     def _flat(self, named: dict[str, nn.Parameter], ranks: int) -> Flat:

@@ -10,6 +10,7 @@ can carry real values beside it (its *shadow*), and so can a small one of floats
     factories                       arange, zeros, ones_like, tensor([...]): their values
     any op on shadows alone         its own result, so that counts, offsets and masks follow
     rand of one number              its median: layers that are left out with a small chance (layerdrop) all run
+    .item(), nonzero, x[mask]       note whence the values came that were asked for: chosen, or of the batch
     x[mask], masked_select          with the mask's shadow, so that the number of rows is known
 
 Floats of the batch, of weights, and all that is computed from them have no values, so a branch on a loss or an
@@ -33,8 +34,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from shardwise.part.leaves import tensors_in
-from shardwise.planner.counting import written
-from shardwise.planner.kept import LAYER, workspace_bytes
+from shardwise.planner.counting import Trace, written
+from shardwise.planner.kept import LAYER, behind_one_number, workspace_bytes
 
 MOST, MOST_FLOATS = 2**25, 2**20  # elements of a shadow: beyond, a tensor has no values
 MEDIAN = 0.5
@@ -45,11 +46,15 @@ _FILLED_WITH = {_ATEN.full_like: 1, _ATEN.new_full: 2}  # the place of the numbe
 _SHADOW = "_shardwise_shadow"
 
 
+CHOSEN, BATCH = "chosen", "batch"
+
+
 @dataclass(eq=False)
 class _Memory:
-    """What a tensor and its views have in common: whether their values are still those of the shadow."""
+    """What a tensor and its views have in common: whether their values are still those of the shadow, and whence."""
 
     known: bool = True
+    origins: frozenset[str] = frozenset()
 
 
 def shadow(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -58,14 +63,34 @@ def shadow(tensor: torch.Tensor) -> torch.Tensor | None:
     return values if memory is not None and memory.known else None
 
 
-def give(tensor: torch.Tensor, values: torch.Tensor, viewed: Iterable[torch.Tensor] = ()) -> torch.Tensor:
-    """Note the values of a fake tensor of moderate size; `viewed`: tensors with values of which it may be a view."""
+def origins_of(leaves: Iterable[Any]) -> frozenset[str]:
+    """Whence the values of tensors came, as far as they are known."""
+    found = [getattr(leaf, _SHADOW)[1].origins for leaf in leaves if isinstance(leaf, FakeTensor) and known(leaf)]
+    return frozenset().union(*found)
+
+
+def known(tensor: torch.Tensor) -> bool:
+    """Whether the values of a fake tensor are known."""
+    return shadow(tensor) is not None
+
+
+def give(
+    tensor: torch.Tensor, values: torch.Tensor, viewed: Iterable[torch.Tensor] = (),
+    origins: frozenset[str] | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Note the values of a fake tensor of moderate size.
+
+    viewed    tensors with values that it was made of, of which it may be a view
+    origins   whence the values came, if not from these
+    """
     real = values.is_floating_point() or values.is_complex()
     if values.numel() <= (MOST_FLOATS if real else MOST):
         lies = values.untyped_storage()._cdata
-        shared = (getattr(one, _SHADOW) for one in viewed if (known := shadow(one)) is not None
-                  and known.untyped_storage()._cdata == lies)  # fmt: skip
-        setattr(tensor, _SHADOW, (values, next((memory for _, memory in shared), _Memory())))
+        viewed = [one for one in viewed if isinstance(one, FakeTensor) and known(one)]
+        pairs = [getattr(one, _SHADOW) for one in viewed]
+        shared = [memory for seen, memory in pairs if seen.untyped_storage()._cdata == lies]
+        own = _Memory(origins=origins_of(viewed) if origins is None else origins)
+        setattr(tensor, _SHADOW, (values, next(iter(shared), own)))
     return tensor
 
 
@@ -80,14 +105,26 @@ def balanced(shape: torch.Size, dim: int, choices: int) -> torch.Tensor:
 class Values(TorchDispatchMode):
     """Enter above the fake mode and below what counts.
 
-    assumed  a load was taken to be balanced
-    drawn    single random numbers were taken as their median
+    chose   whether anything was chosen by scores without values
+    asked   whence values came on which the forward's course or shapes hung
+    drawn   single random numbers were taken as their median
     """
 
     def __init__(self, fake: FakeMode) -> None:
         super().__init__()
         self.fake = fake
-        self.assumed = self.drawn = False
+        self.chose = self.drawn = False
+        self.asked: set[str] = set()
+
+    @property
+    def assumed(self) -> bool:
+        """Whether a load was taken to be balanced, and mattered."""
+        return CHOSEN in self.asked
+
+    def tell(self, trace: Trace) -> None:
+        """What a trace hung on."""
+        trace.balanced, trace.chose, trace.by_batch = self.assumed, self.chose, BATCH in self.asked
+        trace.drawn = self.drawn
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(getattr(kind, "observes_inside", False) for kind in types):
@@ -107,6 +144,9 @@ class Values(TorchDispatchMode):
         out = func(*args, **kwargs)
         if func._overloadpacket is LAYER:
             out = (*out[:3], torch.empty(workspace_bytes(args), dtype=torch.uint8, device=args[0].device))
+        if type(out) is FakeTensor and not out.dim() and func._schema.returns[0].alias_info is None:
+            held = behind_one_number(func, args, kwargs)
+            out = torch.empty(held, dtype=out.dtype, device=out.device).as_strided((), ()) if held > 1 else out
         self._forget(func, args)
         self._choose(func._overloadpacket, args, kwargs, out)
         self._fill(func._overloadpacket, args, out)
@@ -125,7 +165,10 @@ class Values(TorchDispatchMode):
         with _disable_current_modes():
             real = func(*real_args, **real_kwargs)
         if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(real)):
+            self.asked |= origins_of(leaves)
             return real  # .item()
+        if torch.Tag.dynamic_output_shape in func.tags:
+            self.asked |= origins_of(leaves)
         try:
             out = func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException, RuntimeError):
@@ -140,7 +183,7 @@ class Values(TorchDispatchMode):
         if func is _ATEN.masked_select.default and (given := shadow(args[1])) is not None:
             whole, mask = torch.broadcast_tensors(args[0], args[1])
             with _disable_current_modes():
-                give(mask, given.expand(mask.shape))
+                give(mask, given.expand(mask.shape), origins=origins_of([args[1]]))
             func, args = _ATEN.index.Tensor, (whole, [mask])
         if func._overloadpacket not in (_ATEN.index, _ATEN.index_put, _ATEN.index_put_):
             return func, args
@@ -150,9 +193,10 @@ class Values(TorchDispatchMode):
             if values is None or values.dtype not in (torch.bool, torch.uint8):
                 rows.append(one)
                 continue
+            self.asked |= (origins := origins_of([one]))
             with _disable_current_modes():
                 found = values.nonzero(as_tuple=True)
-            rows += [give(self.fake.from_tensor(index), index) for index in found]
+            rows += [give(self.fake.from_tensor(index), index, origins=origins) for index in found]
         return func, (args[0], rows, *args[2:])
 
     def _forget(self, func: Any, args: tuple) -> None:
@@ -194,8 +238,8 @@ class Values(TorchDispatchMode):
         with _disable_current_modes():
             shape = index.shape if keeps else torch.Size((*index.shape, 1))
             chosen = balanced(shape, dim % scores.dim() if keeps else -1, scores.shape[dim])
-            give(index, chosen if keeps else chosen.squeeze(-1))
-        self.assumed = True
+            give(index, chosen if keeps else chosen.squeeze(-1), origins=frozenset({CHOSEN}))
+        self.chose = True
 
 
 def _look_up(table: torch.Tensor, index: torch.Tensor) -> None:

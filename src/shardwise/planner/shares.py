@@ -13,7 +13,7 @@ bytes moved, messages, and the peak of live bytes are those of that very rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -24,11 +24,14 @@ from shardwise.comm import Axis
 from shardwise.costs.layout import Layout
 from shardwise.engine.cutting import Cut, cut_forward
 from shardwise.engine.experts import look_for_experts
+from shardwise.engine.forward import run_alone
+from shardwise.engine.recipe import make_gradients_dense
 from shardwise.engine.samples import SAMPLES, a_few, few_samples
 from shardwise.engine.tensor import derive_cuts
-from shardwise.errors import InputError, RefusedPlan
+from shardwise.errors import InputError, RefusedPlan, ShardwiseError
 from shardwise.layout import Plan
 from shardwise.layout.schedules import Op, Schedule, make_schedule
+from shardwise.parallel.expert import holds_experts
 from shardwise.parallel.expert.apply import Stack
 from shardwise.parallel.tensor import Derived, Followed
 from shardwise.part import forget
@@ -126,14 +129,16 @@ class Looks:
 
     def __init__(self, task: Task, one: Any):
         self.task, self.one = task, one
-        self._derived: dict[tuple, Derived] = {}
+        self._derived: dict[tuple, Derived | ShardwiseError] = {}
         self._followed: dict[str, Followed] = {}  # by precision
-        self._stacks: dict[tuple, list[Stack]] = {}
+        self._stacks: dict[tuple, list[Stack] | ShardwiseError] = {}
 
     @cached_property
     def built(self) -> Built:
         """The module without its weights."""
-        return build_deferred(self.task.model, 0)
+        built = build_deferred(self.task.model, 0)
+        make_gradients_dense(built.module)
+        return built
 
     @cached_property
     def few(self) -> Any:
@@ -147,24 +152,39 @@ class Looks:
         if plan.tp == 1:
             return None
         key = plan.tp, plan.sp, plan.tp_whole, plan.precision
-        if key not in self._derived:
-            self._derived[key] = derive_cuts(
-                self.task, plan, Precision.of(plan), self.built, a_few(self.few),
-                self._followed.setdefault(plan.precision, {}),
-            )  # fmt: skip
-        return self._derived[key]
+        return once(self._derived, key, lambda: derive_cuts(
+            self.task, plan, Precision.of(plan), self.built, a_few(self.few),
+            self._followed.setdefault(plan.precision, {}),
+        ))  # fmt: skip
+
+    @cached_property
+    def holds_experts(self) -> bool:
+        """Whether there are modules that are called as experts are."""
+        precision = Precision.of(Plan())
+        return holds_experts(self.built, a_few(self.few), run_alone(self.task, precision), precision.held)
 
     def stacks(self, plan: Plan) -> list[Stack]:
         """The modules whose experts ep deals."""
         if plan.ep == 1:
             return []
         key = plan.ep, plan.tp, plan.sp, plan.tp_whole, plan.precision
-        if key not in self._stacks:
-            derived = self.derived(plan)
-            cuts = derived.cuts if derived is not None else {}
-            precision = Precision.of(plan)
-            self._stacks[key] = look_for_experts(self.task, plan, precision, self.built, cuts, a_few(self.few))
-        return self._stacks[key]
+        derived = self.derived(plan)
+        cuts = derived.cuts if derived is not None else {}
+        return once(self._stacks, key, lambda: look_for_experts(
+            self.task, plan, Precision.of(plan), self.built, cuts, a_few(self.few)
+        ))  # fmt: skip
+
+
+def once(known: dict[Any, Any], key: tuple, make: Callable[[], Any]) -> Any:
+    """What `make` gives for a key, or its refusal: each is found once."""
+    if key not in known:
+        try:
+            known[key] = make()
+        except ShardwiseError as refused:
+            known[key] = refused
+    if isinstance(found := known[key], ShardwiseError):
+        raise found.with_traceback(None)
+    return found
 
 
 class Shares:

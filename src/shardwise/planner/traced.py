@@ -13,15 +13,16 @@ from shardwise.costs.layout import RECOMPUTES, Layout
 from shardwise.costs.memory import CONTEXT_BYTES, Ledger
 from shardwise.costs.software import Software, as_planned
 from shardwise.engine.batching import samples_in
-from shardwise.errors import InputError, RefusedPlan
+from shardwise.engine.check import WEIGHTS_FREED
+from shardwise.errors import InputError, RefusedPlan, ShardwiseError
 from shardwise.layout import Plan
 from shardwise.layout.dealing import deal
 from shardwise.parallel.batchnorm import joins_batch_norms
-from shardwise.planner.candidates import MOST_MICRO, Constraints, divisors, micro_batches, plan_of
+from shardwise.planner.candidates import Constraints, cut_layouts, data_layouts, expert_layouts, plan_of
 from shardwise.planner.progress import Say, silent
 from shardwise.planner.propose import Reading, Subject
 from shardwise.planner.rehearsal import ALIKE, Beside
-from shardwise.planner.shares import Cuts, Looks, Shares
+from shardwise.planner.shares import Cuts, Looks, Shares, once
 from shardwise.planner.tracing import batch_bytes, one_sample, trace, update_of
 from shardwise.simulator.counted import Counted, Model
 from shardwise.simulator.cut import simulate_cut
@@ -36,7 +37,6 @@ READS = 3  # of the task's input, of which the quickest is taken
 MOST_OPS = 60_000  # of the rehearsals of a search: some ten seconds
 LONG_S = 0.5  # one read that takes as long is enough
 Sizes = tuple[tuple[int, ...], ...]  # of the micro-batches of each rehearsal
-MOST_SHARES, MOST_STAGES = 8, 4  # of a search, unless the user asks for more
 
 
 def default_samples(task: Task) -> int:
@@ -85,7 +85,7 @@ class Traced:
         self.remarks = list(remarks)
         self._spent = 0  # ops of rehearsals
         self._models: dict[tuple[str, int], Model] = {}
-        self._ranks: dict[tuple[Cuts, Sizes, Beside], list[Model]] = {}
+        self._ranks: dict[tuple[Cuts, Sizes, Beside], list[Model] | ShardwiseError] = {}
 
     @property
     def on_cpu(self) -> bool:
@@ -100,7 +100,7 @@ class Traced:
 
         def layouts(world: int, constraints: Constraints) -> Iterable[Layout]:
             own = [*filter(self.can_run, data_layouts(world, batch, self.node, recomputes))]
-            yield from self.lean(own, batch, constraints, lambda layout, _: self.can_recompute(layout.recompute))
+            yield from self.lean(own, batch, constraints, lambda layout, _: self.can_hold(layout, batch))
             if self.cuts:
                 cut = [*filter(self.can_run, cut_layouts(world, batch, self.node, recomputes, constraints))]
                 few, many = (expert_layouts(each if self.routed else (), self.node, constraints) for each in (own, cut))
@@ -124,7 +124,8 @@ class Traced:
     @property
     def routed(self) -> bool:
         """Whether the module chooses among experts."""
-        return self.model("none").one.balanced
+        one = self.model("none").one
+        return one.balanced or (one.chose and self.looks.holds_experts)
 
     def model(self, recompute: str, data_ranks: int = 1) -> Model:
         """The traces of the whole module under a recompute policy."""
@@ -170,11 +171,15 @@ class Traced:
         """
         asked = constraints.value("remat") is not None
         fitted: set[Layout] = set()
+        refused: set[Layout] = set()  # what cannot be traced without recompute cannot be with it
         for layout in map(constraints.applied, layouts):
             plain = layout.with_(recompute="none")
             if constraints.fixed and not constraints.allows(plan_of(layout, self.precision)):
                 continue
-            if (plain in fitted and not asked) or not can(layout, fitted):
+            if plain in refused or (plain in fitted and not asked):
+                continue
+            if not can(layout, fitted):
+                refused.add(layout)
                 continue
             if layout == plain and self.fits(layout, batch, constraints):
                 fitted.add(plain)
@@ -233,17 +238,20 @@ class Traced:
 
     def ranks(self, key: Cuts, sizes: Sizes, beside: Beside = ALIKE) -> list[Model]:
         """The ranks of a cut module that differ, each rehearsed with the micro-batches given."""
-        if (key, sizes, beside) not in self._ranks:
-            self.say(f"{self.task.name}: deriving the cuts of {key.plan}")
-            shares = Shares(self.looks, key)
-            found = []
-            for tp, pp in shares.ranks:
-                self.say(f"{self.task.name}: rehearsing {key.plan}, rank {tp} of tp, stage {pp}")
-                traces = [shares.trace(tp, pp, each, beside) for each in sizes]
-                self._spent += len(sizes) * self.model("none").one.kernels
-                found.append(self._model(traces[0], traces[-1]))
-            self._ranks[key, sizes, beside] = found
-        return self._ranks[key, sizes, beside]
+        return once(self._ranks, (key, sizes, beside), lambda: self._rehearsed(key, sizes, beside))
+
+    def _rehearsed(self, key: Cuts, sizes: Sizes, beside: Beside) -> list[Model]:
+        if key.zero == 3 and self.model("none").one.own_backward:
+            raise RefusedPlan(WEIGHTS_FREED)
+        self.say(f"{self.task.name}: deriving the cuts of {key.plan}")
+        shares = Shares(self.looks, key)
+        found = []
+        for tp, pp in shares.ranks:
+            self.say(f"{self.task.name}: rehearsing {key.plan}, rank {tp} of tp, stage {pp}")
+            self._spent += len(sizes) * self.model("none").one.kernels
+            traces = [shares.trace(tp, pp, each, beside) for each in sizes]
+            found.append(self._model(traces[0], traces[-1]))
+        return found
 
     def cut(self, layout: Layout, batch: int) -> list[Model]:
         """The ranks of a layout, as its fullest data rank has them; `RefusedPlan` as in a run."""
@@ -282,19 +290,26 @@ class Traced:
     def cut_within(self, layouts: Iterable[Layout], batch: int, constraints: Constraints) -> Iterator[Layout]:
         """Those of the layouts that can be cut, as far as rehearsing them is a matter of seconds.
 
-        zero=3 is left out where the same layout fits without: it only ever adds time.
+        zero=3 is left out where the same layout fits without, since it only ever adds time, and where it cannot be cut
+        without, since it cuts nothing.
         """
         asked = any(constraints.value(name) is not None for name in ("tp", "pp", "ep"))
+        refused: set[Layout] = set()
         left: dict[str, None] = {}
 
         def can(layout: Layout, fitted: set[Layout]) -> bool:
             plain = layout.with_(recompute="none")
+            if layout.ep == 1 and plain.with_(zero=0, shard=1, replicas=layout.dp) in refused:
+                return False
             if layout.zero > 1 and constraints.value("zero") is None and plain.with_(zero=1) in fitted:
                 return False
             if self._spent > MOST_OPS and not asked and not self._known(layout, batch):
                 left[_degrees(plain.with_(sp=False))] = None
                 return False
-            return self.can_cut(layout, batch)
+            if not self.can_cut(layout, batch):
+                refused.add(layout)
+                return False
+            return True
 
         yield from self.lean(layouts, batch, constraints, can)
         if left:
@@ -304,13 +319,19 @@ class Traced:
     def _known(self, layout: Layout, batch: int) -> bool:
         return self._key(layout, batch) in self._ranks
 
+    def can_hold(self, layout: Layout, batch: int) -> bool:
+        """Whether a search may have a layout of data ranks alone."""
+        if self._cuts(layout).differ:
+            return self.can_cut(layout, batch)
+        return self.can_recompute(layout.recompute)
+
     def can_cut(self, layout: Layout, batch: int) -> bool:
         """Whether a search may have it; a remark where not."""
         try:
             self.cut(layout, batch)
         except (RefusedPlan, InputError) as refused:
-            degrees = _degrees(layout.with_(sp=False, recompute="none"))
-            self._left_out(degrees, f" is left out: {refused}")
+            plain = layout.with_(sp=False, recompute="none")
+            self._left_out(_degrees(plain) or f"zero={layout.zero}", f" is left out: {refused}")
             return False
         return True
 
@@ -388,81 +409,3 @@ def _degrees(layout: Layout) -> str:
             *([f"remat={layout.recompute}"] if layout.recompute != "none" else []),
         ]
     )
-
-
-def data_layouts(world: int, batch: int, node: int, recomputes: list[str]) -> Iterator[Layout]:
-    """Replicas and ZeRO 1 to 3 over all ranks, and ZeRO-3 inside a node.
-
-    A batch that does not divide over all ranks is dealt unevenly, as a run deals it; beside that, it is dealt evenly
-    over the most ranks that it does divide over.
-    """
-    even = [world] if batch % world == 0 else [d for d in divisors(world) if batch % d == 0][-1:]
-    for dp in dict.fromkeys([*even, *([world] if batch >= world else [])]):
-        inside = max((d for d in divisors(dp) if d <= node), default=1)
-        shardings = {(0, 1), *((z, dp) for z in (1, 2, 3) if dp > 1), *(((3, inside),) if 1 < inside < dp else ())}
-        for zero, shard in sorted(shardings):
-            for micro, n_micro in _dealt_over(batch, dp):
-                for recompute in recomputes:
-                    yield Layout(
-                        shard=shard, replicas=dp // shard, zero=zero, micro_batch=micro, n_micro=n_micro, seq=1,
-                        recompute=recompute,
-                    )  # fmt: skip
-
-
-def _dealt_over(batch: int, dp: int) -> list[tuple[int, int]]:
-    """(samples of the largest micro-batch, micro-batches) of a rank."""
-    if batch % dp == 0:
-        return [(micro, batch // dp // micro) for micro in micro_batches(batch // dp)]
-    found = []
-    for micro in range(1, min(-(-batch // dp), MOST_MICRO) + 1):
-        n_micro = -(-batch // (dp * micro))
-        fits = -(-batch // (dp * n_micro)) == micro  # else the same number of them is smaller ones
-        if fits and batch // n_micro >= dp and (micro in (1, 3) or micro & (micro - 1) == 0 or n_micro == 1):
-            found.append((micro, n_micro))
-    return found
-
-
-def cut_layouts(
-    world: int, batch: int, node: int, recomputes: list[str], constraints: Constraints
-) -> Iterator[Layout]:  # fmt: skip
-    """Layouts with tp (inside a node), pp, or both; over what is left replicas, ZeRO-1 or 3, and ZeRO-2 if asked for.
-
-    Of small degrees first, and no more stages than `MOST_STAGES`: every rank that differs is rehearsed.
-    """
-    tps = [d for d in divisors(world) if 1 < d <= min(node, constraints.max_tp or MOST_SHARES)]
-    pps = [d for d in divisors(world) if 1 < d <= (constraints.max_pp or MOST_STAGES)]
-    degrees = [
-        (tp, sp, pp)
-        for tp in (1, *tps)
-        for sp in ((False, True) if tp > 1 else (False,))
-        for pp in (1, *pps)
-        if tp * pp > 1
-    ]
-    for tp, sp, pp in sorted(degrees, key=lambda d: (d[0] > 1 and d[2] > 1, d[0] * d[2], d[1], d)):
-        dp, left_over = divmod(world, tp * pp)
-        if (
-            left_over
-            or batch % dp
-            or not all(constraints.value(name) in (None, have) for name, have in (("tp", tp), ("pp", pp), ("sp", sp)))
-        ):
-            continue
-        for micro in micro_batches(batch // dp):
-            n_micro = batch // dp // micro
-            if n_micro < 2 * pp * (pp > 1):  # fewer would leave half of the pipeline waiting
-                continue
-            stages = (1, 3) if constraints.value("zero") is None else (1, 2, 3)
-            for zero, shard in [(0, 1), *((zero, dp) for zero in stages if dp > 1)]:
-                for recompute in recomputes:
-                    yield Layout(
-                        tp=tp, sp=sp, pp=pp, shard=shard, replicas=dp // shard, zero=zero, micro_batch=micro,
-                        n_micro=n_micro, seq=1, recompute=recompute,
-                    )  # fmt: skip
-
-
-def expert_layouts(layouts: Iterable[Layout], node: int, constraints: Constraints) -> Iterator[Layout]:
-    """The same layouts with experts dealt over ranks of dp_shard, inside a node and up to `MOST_SHARES`."""
-    asked = constraints.value("ep")
-    for layout in layouts:
-        for degree in divisors(layout.shard):
-            if 1 < degree <= min(node, MOST_SHARES) and asked in (None, degree):
-                yield layout.with_(ep=degree)

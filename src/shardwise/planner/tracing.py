@@ -12,7 +12,6 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -31,7 +31,7 @@ from shardwise.comm import Axis, Ledger
 from shardwise.comm.ledger import FACTORS
 from shardwise.engine.batching import parts_of, samples_in
 from shardwise.engine.groups import named_groups
-from shardwise.engine.recipe import refuse
+from shardwise.engine.recipe import make_gradients_dense, refuse, scripted
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
 from shardwise.memory.live import LiveBytes
@@ -40,13 +40,14 @@ from shardwise.parallel.batchnorm import CountBatchNorm, JoinBatchNorm, batch_no
 from shardwise.parallel.slots import Phase
 from shardwise.planner.counting import Count, Trace
 from shardwise.planner.fused import like_gpu
-from shardwise.planner.routed import Values, give
+from shardwise.planner.routed import BATCH, Values, give
 from shardwise.planner.watching import Watch
 from shardwise.precision import Precision
 from shardwise.simulator.counted import Update
 from shardwise.task import Task
 from shardwise.trace.blocks import find_blocks
 from shardwise.trace.deferred import build as build_deferred
+from shardwise.trace.deferred import checked
 from shardwise.trace.fake import Fake
 
 NARROW = ("BFloat16", "bfloat16", "'Half'", "dtype Half")  # as torch's errors name them
@@ -86,7 +87,12 @@ def _unpadded() -> Iterator[None]:
 
 def build(task: Task, fake: FakeTensorMode, precision: Precision) -> nn.Module:
     """The module with fake tensors in the plan's dtypes."""
-    model = _built(task, fake)
+    model = checked(_built(task, fake))
+    if (path := scripted(model)) is not None:
+        raise InputError(
+            f"'{path}' was made by torch.jit and cannot be traced without values: give it as it was before"
+        )
+    make_gradients_dense(model)
     made: dict[int, torch.Tensor] = {}  # by what it stands for: a weight that is tied stays so
 
     def ours(tensor: torch.Tensor, trained: bool = False) -> torch.Tensor:
@@ -156,9 +162,17 @@ def one_sample(task: Task) -> Any:
 
 
 def batch_bytes(batch: Any) -> float:
-    """Bytes of all tensors of a batch."""
+    """Bytes of all tensors of a batch; those that lie in one another count once."""
     leaves = pytree.tree_leaves(batch)
-    return float(sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor | np.ndarray)))
+    spans: dict[int, tuple[int, int]] = {}
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and leaf.numel():
+            first = leaf.storage_offset()
+            last = first + sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True)) + 1
+            low, high = spans.get(key := leaf.untyped_storage()._cdata, (first * leaf.itemsize, 0))
+            spans[key] = min(low, first * leaf.itemsize), max(high, last * leaf.itemsize)
+    arrays = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, np.ndarray))
+    return float(arrays + sum(high - low for low, high in spans.values()))
 
 
 def repeated(batch: Any, times: int) -> Any:
@@ -185,7 +199,7 @@ def fake_batch(fake: FakeTensorMode, sample: Any, samples: int) -> Any:
         if leaf.is_floating_point() or leaf.is_complex():
             return many
         with _disable_current_modes():
-            return give(many, torch.cat([leaf] * samples) if leaf.dim() else leaf)
+            return give(many, torch.cat([leaf] * samples) if leaf.dim() else leaf, origins=frozenset({BATCH}))
 
     with fake:
         return pytree.tree_map(convert, sample)
@@ -216,10 +230,7 @@ def trace(
                     recompute_block(model.get_submodule(path), recompute)
             batch = fake_batch(fake, one_sample(task) if sample is None else sample, samples)
             inside.watch(model)
-            for parameter in model.parameters():
-                if parameter.requires_grad:  # gradients are an account of their own: buckets, or shards
-                    found.idle += parameter.numel()
-                    parameter.register_post_accumulate_grad_hook(partial(_reached, found))
+            arrivals = Arrivals(model.parameters())  # gradients are an account of their own: buckets, or shards
             live, routed, sent = LiveBytes(resized=[]), Values(fake), Ledger()
             norms = batch_norms(model, joined, sent)
             rests = [*model.parameters(), *model.buffers(), *pytree.tree_leaves(batch)]
@@ -228,13 +239,15 @@ def trace(
             with norms, like_gpu(fused), fake, Watch(routed, live, Count(found)):
                 batch = on_device(batch, kept)
                 args, kwargs = inputs_of(task, batch, kept)
-                output = kept.cast_outputs(model(*args, **kwargs))
+                with OwnBackward() as seen:
+                    output = kept.cast_outputs(model(*args, **kwargs))
                 del args, kwargs
                 total = objective(task.loss(output, batch))
                 del output
                 total.backward()
-            found.peak, found.balanced = live.peak - base, routed.assumed
-            found.drawn = routed.drawn
+            found.final, found.idle, found.own_backward = arrivals.final, arrivals.idle, seen.met
+            found.peak = live.peak - base
+            routed.tell(found)
             if isinstance(norms, CountBatchNorm):
                 found.batch_norms, found.alone = norms.met, norms.alone
             found.joined = sizes_of(sent, joined)
@@ -287,13 +300,40 @@ def objective(told: tuple) -> torch.Tensor:
     return total
 
 
-def _reached(found: Trace, parameter: torch.Tensor) -> None:
-    found.idle -= parameter.numel()
-    drop(parameter)
+class OwnBackward(TorchFunctionMode):
+    """Notes in `met` whether a forward takes gradients itself."""
+
+    met = False
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.met = self.met or func is torch.autograd.grad
+        return func(*args, **(kwargs or {}))
 
 
-def drop(parameter: torch.Tensor) -> None:
-    parameter.grad = None
+class Arrivals:
+    """Drops the gradient of each trained parameter as it comes, and knows which came last."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._seen: dict[int, int] = {}  # elements by parameter, in the order in which gradients first came
+        self._sizes: list[int] = []
+        for parameter in parameters:
+            if parameter.requires_grad:
+                self._sizes.append(parameter.numel())
+                parameter.register_post_accumulate_grad_hook(self._drop)
+
+    def _drop(self, parameter: torch.Tensor) -> None:
+        self._seen.setdefault(id(parameter), parameter.numel())
+        parameter.grad = None
+
+    @property
+    def final(self) -> int:
+        """Elements of the gradient that came last; none where one never came."""
+        return [*self._seen.values()][-1] if self._seen and len(self._seen) == len(self._sizes) else 0
+
+    @property
+    def idle(self) -> int:
+        """Elements of parameters that no gradient reached."""
+        return sum(self._sizes) - sum(self._seen.values())
 
 
 def update_of(task: Task, at_once: bool = False) -> Update:

@@ -14,7 +14,7 @@ def count(text: str, what: str) -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKmMgG]?)", text.strip())
     value = float(found[1]) * FACTORS[found[2].lower()] if found else 0.0
     if not found or value != int(value) or value < 1:
-        raise InputError(f"{what}: expected a whole number such as 512, 8k or 16M, got {text!r}")
+        raise InputError(f"{what}: expected a whole number of at least 1, such as 512, 8k or 16M, got {text!r}")
     return int(value)
 
 

@@ -23,12 +23,12 @@ from shardwise.simulator.pipeline import play_all
 from shardwise.simulator.sharded import Sharded, data_seconds
 from shardwise.simulator.step import GAPS
 from shardwise.simulator.traced import (
-    BALANCED,
     between,
     engine_seconds,
     kernels_of,
     optimizer_seconds,
     peak_of,
+    taken,
 )
 
 OpKey = tuple[str, int]  # (kind, stage)
@@ -114,8 +114,7 @@ def simulate_cut(
         "data ranks": wire.basis("all_reduce", Group(layout.dp, layout.tp)),
         "work": f"{len(ranks)} rank(s) that differ, each rehearsed on fake tensors",
     }
-    if any(rank.one.balanced for rank in ranks):
-        forecast.basis["routing"] = BALANCED
+    forecast.basis |= taken(ranks)
     return forecast
 
 

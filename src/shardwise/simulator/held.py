@@ -103,7 +103,7 @@ def _peaks(model: Model, layout: Layout, states: States, updated: float, reduced
     if here and layout.zero == 1 and layout.shard > 1:
         # gloo keeps every copy until all are waited for. The gradient that completes the last bucket came in a tensor
         # of its own, unless it was accumulated in the bucket itself
-        last = model.one.in_order[0] if model.one.in_order and layout.n_micro == 1 else 0
+        last = model.one.final if layout.n_micro == 1 else 0
         out["reduction in flight"] = (reduced + last) * states.gradient
     return out
 

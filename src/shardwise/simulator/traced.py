@@ -27,6 +27,13 @@ from shardwise.simulator.step import GAPS
 HOST_US = 10.0  # in which eager PyTorch starts an op of a forward or backward on a GPU (assumed)
 CONV_SHARE = 0.5  # of the rate of large products that convolutions reach (assumed)
 BALANCED = "every choice of a router equally often: a balanced load (assumed)"
+BY_BATCH = "integers of the batch decide how much there is to do: those of its first sample, repeated (assumed)"
+
+
+def taken(ranks: Sequence[Model]) -> dict[str, str]:
+    """What was taken to be so where the course of a forward hung on values."""
+    found = {"routing": BALANCED} if any(rank.one.balanced for rank in ranks) else {}
+    return found | ({"batch": BY_BATCH} if any(rank.one.by_batch for rank in ranks) else {})
 
 
 def between(one: Counted, two: Counted, samples: float, kernels: Kernels, software: Software) -> float:
@@ -145,8 +152,7 @@ def simulate_traced(
         "data ranks": wire.basis("all_reduce", Group(layout.dp, 1)),
         "work": f"{len(model.one.products)} shapes of products and {model.one.kernels} ops counted on fake tensors",
     }
-    if model.one.balanced:
-        forecast.basis["routing"] = BALANCED
+    forecast.basis |= taken([model])
     if cluster.device.correction is not None:
         forecast.basis["correction"] = f"x {correction:.3g}, {cluster.device.correction.source}"
     return forecast

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
@@ -356,7 +357,7 @@ def build(model: Callable[[], nn.Module], seed: int) -> Built:
         recorder = _Recorder(tape)
         with _Guard(tape), recorder, _initialisers(recorder):
             module = model()
-        return Built(_checked(module), seed, tape)
+        return Built(checked(module), seed, tape)
     except InputError:
         raise
     except Exception as error:
@@ -368,7 +369,7 @@ def build_for_real(model: Callable[[], nn.Module], seed: int, reason: str) -> Bu
     """Build every weight here; the engine then hands rank 0's to all ranks, one by one."""
     _seed_everything(seed)
     try:
-        module = _checked(model())
+        module = checked(model())
     except InputError:
         raise
     except Exception as error:
@@ -383,7 +384,15 @@ def build_for_real(model: Callable[[], nn.Module], seed: int, reason: str) -> Bu
     return Built(module, seed, None, notice)
 
 
-def _checked(module: Any) -> nn.Module:
+def checked(module: Any) -> nn.Module:
+    """What a constructor gave; `InputError` where it is no module, or has weights without a shape."""
     if not isinstance(module, nn.Module):
         raise InputError(f"Task.model must return an nn.Module, got {type(module).__name__}")
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if is_lazy(tensor):
+            kind = type(module.get_submodule(name.rpartition(".")[0])).__name__
+            raise InputError(
+                f"'{name}' ({kind}) has no shape before a first forward, and weights are dealt before there is one: "
+                "give the layer the size of its input"
+            )
     return module

@@ -66,6 +66,13 @@ def find_experts(
     return stacks
 
 
+def holds_experts(
+    built: Built, batch: Any, run: Callable[[nn.Module, Any], Any], dtype_of: DtypeOf
+) -> bool:  # fmt: skip
+    """Whether a module is called as experts are; see `find_experts`."""
+    return bool(_look(built, batch, run, dtype_of)[0])
+
+
 def _refuse_shared(module: nn.Module, stack: Stack, touched: set[str], ranks: int) -> None:
     inside = set(module.get_submodule(stack.path).modules())
     mine = {name: module.get_parameter(name) for name in stack.names}
