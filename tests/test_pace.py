@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import random
 from statistics import mean
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from shardwise.layout import Plan
-from shardwise.planner import overheads
-from shardwise.planner.overheads import AGREE, PASSES, REFERENCES, plans, step_times
-from shardwise.planner.pace import Pace, pace_beside, slower
+from shardwise.planner import overheads, pace
+from shardwise.planner.overheads import AGREE, PASSES, REFERENCES, _seconds, plans, step_times
+from shardwise.planner.pace import MANY, Beat, Pace, pace_beside, slower
+from shardwise.planner.references import reference_task
 
 
 def test_a_step_is_told_at_one_pace_though_the_machine_slows_down_halfway() -> None:
@@ -61,3 +65,35 @@ def test_steps_on_which_rounds_disagree_are_measured_once_more(monkeypatch: pyte
         again = Plan.parse(each[0]).dp_shard > 1
         assert sum(calls.count(plan) for plan in {*each}) == len(each) * (PASSES + again), name
         assert steps[name] == [AGREE + 0.1 if again else 1.0] * len(each)
+
+
+def test_a_long_run_is_looked_at_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pace, "pace_us", lambda device, rounds: 1.0)
+    beat = Beat(torch.device("cpu"))
+    for step in range(100 * MANY):
+        beat.before(step)
+    assert MANY < len(beat.us) < 10 * MANY
+    assert beat.at == sorted(beat.at)
+
+
+def _left_behind(plans: list[str]) -> tuple[int, int]:
+    """Threads and process groups that engines leave behind, all plans together."""
+    task = reference_task(2, 1, 4)
+
+    def all_of_them() -> None:
+        for plan in plans:
+            _seconds(task, plan, Pace(torch.device("cpu"), 1000.0))
+
+    def held() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/task")), len(dist.distributed_c10d._world.pg_map)
+
+    all_of_them()
+    before = held()
+    all_of_them()
+    return held()[0] - before[0], held()[1] - before[1]
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="threads are counted in /proc, which Linux has")
+def test_an_engine_that_is_closed_leaves_no_groups_behind(pool) -> None:
+    found = pool.run(_left_behind, 2, [each[0] for each in plans(2).values()])
+    assert found == [(0, 0)] * 2

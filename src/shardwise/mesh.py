@@ -40,6 +40,7 @@ class Mesh:
     expert_shard: Axis  # ranks of dp_shard with the same experts
     expert_data: Axis  # and of all replicas
     device_mesh: DeviceMesh | None  # (dp_replicate, dp_shard) of this rank, where data has more than one rank
+    made: tuple[dist.ProcessGroup, ...] = ()  # groups that were made for it, and end with it
 
     @property
     def expert_axes(self) -> tuple[Axis, Axis, Axis]:
@@ -51,6 +52,11 @@ class Mesh:
         """Process group name -> axis name, for the ledger."""
         axes = (self.world, self.data, self.replicate, self.shard, self.tp, self.pp, *self.expert_axes)
         return {axis.group.group_name: axis.name for axis in axes if axis.group is not None}
+
+    def close(self) -> None:
+        """End its groups, each of which has threads and connections of its own. No collective may be under way."""
+        for group in self.made:
+            dist.destroy_process_group(group)
 
 
 def build_mesh(plan: Plan, device: torch.device) -> Mesh:
@@ -78,8 +84,14 @@ def build_mesh(plan: Plan, device: torch.device) -> Mesh:
     experts = _experts(plan, grid, rank, axes["dp_shard"], data)
     return Mesh(
         plan, rank, device, axes["dp_replicate"], axes["dp_shard"], data, axes["tp"], axes["pp"], everyone, *experts,
-        rows,
+        rows, _made(mesh, data, *experts),
     )  # fmt: skip
+
+
+def _made(mesh: DeviceMesh, *axes: Axis) -> tuple[dist.ProcessGroup, ...]:
+    """The groups of a device mesh and of axes, but the world's."""
+    groups = [*mesh.get_all_groups(), *(axis.group for axis in axes if axis.group is not None)]
+    return tuple({id(group): group for group in groups if group is not dist.group.WORLD}.values())
 
 
 def _experts(plan: Plan, grid: Grid, rank: int, shard: Axis, data: Axis) -> tuple[Axis, Axis, Axis]:

@@ -389,9 +389,13 @@ class Engine(Whole):
             yield ledger
 
     def close(self) -> None:
-        """Wait for all ranks; the process group stays with whoever made it."""
+        """Wait for all ranks and end the plan's process groups; the world's stays with whoever made it.
+
+        The engine has taken its last step then.
+        """
         if dist.is_initialized():
             barrier(self.mesh.world)
+            self.mesh.close()
 
     @property
     def device(self) -> torch.device:

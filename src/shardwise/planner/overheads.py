@@ -11,6 +11,7 @@ techniques whose ranks meet many times in a step what share of its work a rank w
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -92,6 +93,12 @@ def step_times(ranks: int, pace: Pace, say: Say = silent) -> tuple[dict[str, lis
 
 def _seconds(task: Task, plan: str, pace: Pace) -> float:
     """The median step of a module, at the reference pace."""
+    found = _alone(task, plan, pace)
+    gc.collect()  # with the engine go the threads of its groups, which would slow down the next one's steps
+    return found
+
+
+def _alone(task: Task, plan: str, pace: Pace) -> float:
     from shardwise.engine.engine import parallelize
 
     assert task.batch is not None and pace.reference is not None
@@ -115,7 +122,7 @@ def _seconds(task: Task, plan: str, pace: Pace) -> float:
     seen = gather_rows(torch.tensor(beat.us, dtype=torch.float64), everybody()).tolist()
     engine.close()
     steps = list(enumerate(times))[WARM:]
-    beside = pace_beside(steps, beat.at, seen, in_turn=engine.plan.pp > 1)
+    beside = pace_beside(steps, beat.at, seen, in_turn=Plan.parse(plan).pp > 1)
     return median(times[WARM:]) * pace.reference / beside
 
 

@@ -24,6 +24,7 @@ from shardwise.device import pace_us
 
 BRIEF = 5  # rounds of the fixed work: a millisecond or two
 EVERY_S = 0.05  # between two looks while steps are taken
+MANY = 100  # looks, after which they are half as often, again and again: a long run is not held up
 
 Found = TypeVar("Found")
 
@@ -50,7 +51,7 @@ class Pace:
 class Beat:
     """Looks at the pace between the steps of a run; every rank has to look before the same steps.
 
-    every   steps from one look to the next
+    every   steps from one look to the next; twice as many after each `MANY` looks
     """
 
     device: torch.device
@@ -72,6 +73,8 @@ class Beat:
         if us is not None:
             self.at.append(step)
             self.us.append(us)
+            if len(self.us) % MANY == 0:
+                self.every *= 2
 
     def spread(self, step_s: float) -> None:
         """Look every `EVERY_S` from now on, where a step takes `step_s`: the same number on all ranks."""
