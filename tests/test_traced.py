@@ -684,7 +684,21 @@ def not_reentrant():
     return repeated(False)
 
 
-OWN = {f.__name__: f for f in (normed, recurrent, looked_up, reentrant, not_reentrant)}
+def whole_tensors():
+    """An optimizer that needs them, so that each has one rank that updates it."""
+    import torch
+    from torch import nn
+
+    from shardwise import Task
+
+    def model() -> nn.Module:
+        return nn.Sequential(*(part for wide in (96, 160, 64) for part in (nn.Linear(64, wide), nn.Linear(wide, 64))))
+
+    return Task(model=model, loss=summed, batch=lambda step: torch.linspace(-1, 1, 512).view(8, 64).sin(),
+                optimizer=torch.optim.Adafactor)  # fmt: skip
+
+
+OWN = {f.__name__: f for f in (normed, recurrent, looked_up, reentrant, not_reentrant, whole_tensors)}
 
 
 @pytest.mark.parametrize(
@@ -695,6 +709,7 @@ OWN = {f.__name__: f for f in (normed, recurrent, looked_up, reentrant, not_reen
         ("reentrant", ["dp_shard=2,zero=3", "dp_shard=2,zero=3,accumulate=2"]),
         ("not_reentrant", ["dp_shard=2,zero=3"]),
         ("looked_up", ["dp_shard=2,zero=1", "dp_shard=2,zero=2,accumulate=2"]),
+        ("whole_tensors", ["dp_replicate=2", *(f"dp_shard=2,zero={stage}" for stage in (1, 2, 3))]),
     ],
 )
 def test_memory_of_modules_of_ones_own(name: str, plans: list[str], pool) -> None:

@@ -269,3 +269,12 @@ def test_a_forward_that_takes_gradients_is_equal_to_one_process(pool) -> None:
 
     assert verify(pinn, "dp_shard=2,zero=2", pool=pool).parity
     assert "use zero=2" in (verify(pinn, "dp_shard=2,zero=3", pool=pool).refused or "")
+
+
+def test_an_optimizer_with_a_closure_is_refused_by_name() -> None:
+    def lbfgs(groups: list[dict]) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS([each for group in groups for each in group["params"]])
+
+    task = Task(model=nn.Identity, loss=summed, batch=lambda step: torch.ones(1), optimizer=lbfgs)
+    with pytest.raises(InputError, match="LBFGS asks for a forward and backward as often as it likes"):
+        update_of(task)

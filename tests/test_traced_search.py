@@ -271,3 +271,29 @@ def test_every_key_of_a_fix_counts() -> None:
 
     both = (("dp_shard", 8), ("zero", 3))
     assert _fixed(("dp_shard=8,zero=3",)) == _fixed(("dp_shard=8", "zero=3")) == both
+
+
+class Jointly(torch.optim.SGD):
+    """A step is as long as all gradients together are large."""
+
+    def step(self, closure=None):
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        length = torch.linalg.vector_norm(torch.stack([gradient.norm() for gradient in gradients]))
+        for gradient in gradients:
+            gradient.div_(length)
+        return super().step(closure)
+
+
+def test_plans_for_which_the_optimizer_would_have_too_little_are_left_out() -> None:
+    """As in a run: one that needs whole tensors bears no shares of tp, one that needs all of them no ZeRO."""
+    for optimizer, zeros, cut in (
+        (torch.optim.Adafactor, {0, 1, 2, 3}, set()),
+        (Jointly, {0}, set()),
+        (torch.optim.AdamW, {0, 1, 2, 3}, {"tp", "pp"}),
+    ):
+        made = Traced(replace(deep(), optimizer=optimizer), NODE, software("shardwise"), "fp32", (1, 2), True)
+        found = list(made.subject(32, ("none",)).layouts(8, Constraints(max_tp=2, max_pp=2)))
+        assert {layout.zero for layout in found if layout.tp * layout.pp == 1} == zeros
+        assert {"tp" for layout in found if layout.tp > 1} <= cut
+        assert all("optimizer's update" in remark for remark in made.remarks if "left out" in remark)
+        assert any("tp=2" in remark for remark in made.remarks) is not bool(cut)

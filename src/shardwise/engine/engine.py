@@ -32,6 +32,7 @@ from shardwise.engine.forward import Forward
 from shardwise.engine.normalise import normalise, square_norm
 from shardwise.engine.objective import objective_of
 from shardwise.engine.optimizer import make_optimizer
+from shardwise.engine.optimizer import refuse as refuse_optimizer
 from shardwise.engine.pipelined import Pipeline, StagedForward
 from shardwise.engine.predict import predict
 from shardwise.engine.recipe import apply_plan, trainable
@@ -154,11 +155,7 @@ class Engine(Whole):
         self.optimizer, self.optimizer_nature, self.owners = make_optimizer(
             task.optimizer, self.technique, self.names, shapes, mesh.shard, zero=zero, shares=",".join(shares)
         )
-        if self.pipeline is not None and self.optimizer_nature.kind == "joint":
-            raise RefusedPlan(
-                "on a trial the optimizer's update of one tensor depends on the others, and pipeline stages hold "
-                "different ones: use an optimizer that updates each tensor by itself"
-            )
+        refuse_optimizer(self.optimizer_nature, 0, stages=plan.pp)
         if self.optimizer_nature.narrow is not None:
             self.notices.append(f"the optimizer's own arithmetic runs in {self.optimizer_nature.narrow}")
         self.base_lrs = [group.get("lr") for group in self.optimizer.param_groups]

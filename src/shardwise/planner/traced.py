@@ -14,6 +14,8 @@ from shardwise.costs.memory import CONTEXT_BYTES, Ledger
 from shardwise.costs.software import Software, as_planned
 from shardwise.engine.batching import samples_in
 from shardwise.engine.check import WEIGHTS_FREED
+from shardwise.engine.optimizer import Nature, try_out
+from shardwise.engine.optimizer import refuse as refuse_optimizer
 from shardwise.errors import InputError, RefusedPlan, ShardwiseError
 from shardwise.layout import Plan
 from shardwise.layout.dealing import deal
@@ -78,7 +80,7 @@ class Traced:
         began = perf_counter()
         self.sample = one_sample(task)
         self._first_read_s = perf_counter() - began
-        self.state = update_of(task, at_once=not self.on_cpu)
+        self.seen = update_of(task, at_once=not self.on_cpu)
         self.whole = batch_bytes(self.sample) if task.batch is not None else 0.0
         self.node = cluster.sizes[0] if len(cluster.tiers) > 1 else cluster.world_size
         self.looks = Looks(task, self.sample)
@@ -157,7 +159,14 @@ class Traced:
         return replace(Cuts.of(layout, self.precision, gloo=self.on_cpu), joined=joined, fused=not self.on_cpu)
 
     def _model(self, one: Counted, two: Counted) -> Model:
-        return Model(one, two, self.state, self.task.name, self.whole, self.on_cpu)
+        update = replace(self.seen, whole=self.nature.kind != "elementwise")
+        return Model(one, two, update, self.task.name, self.whole, self.on_cpu)
+
+    @cached_property
+    def nature(self) -> Nature:
+        """What the optimizer needs of a tensor, tried out as a run does."""
+        trained = (param for param in self.looks.built.module.parameters() if param.requires_grad)
+        return try_out(self.task.optimizer, [param.shape for param in trained])
 
     def lean(
         self, layouts: Iterable[Layout], batch: int, constraints: Constraints,
@@ -321,14 +330,21 @@ class Traced:
 
     def can_hold(self, layout: Layout, batch: int) -> bool:
         """Whether a search may have a layout of data ranks alone."""
-        if self._cuts(layout).differ:
-            return self.can_cut(layout, batch)
+        if self._cuts(layout).differ or layout.zero:
+            return self.can_cut(layout, batch) and self.can_recompute(layout.recompute)
         return self.can_recompute(layout.recompute)
+
+    def _refuse(self, layout: Layout) -> None:
+        """Raise `RefusedPlan` where the optimizer would find too little on a rank."""
+        shares = ",".join(f"{name}={n}" for name, n in (("tp", layout.tp), ("ep", layout.ep)) if n > 1)
+        refuse_optimizer(self.nature, layout.zero if layout.shard > 1 else 0, shares, layout.pp)
 
     def can_cut(self, layout: Layout, batch: int) -> bool:
         """Whether a search may have it; a remark where not."""
         try:
-            self.cut(layout, batch)
+            self._refuse(layout)
+            if self._cuts(layout).differ:
+                self.cut(layout, batch)
         except (RefusedPlan, InputError) as refused:
             plain = layout.with_(sp=False, recompute="none")
             self._left_out(_degrees(plain) or f"zero={layout.zero}", f" is left out: {refused}")
@@ -349,6 +365,7 @@ class Traced:
         """One step."""
         if layout.cp * layout.ulysses > 1:
             raise RefusedPlan("cp and cp_ulysses are not forecast for a traced module, only for decoders by name")
+        self._refuse(layout)
         soft = as_planned(self.software, layout)
         held, where = self.ledgers(layout, batch), (self.cluster, soft, self.precision)
         if layout.tp * layout.pp * layout.ep > 1:

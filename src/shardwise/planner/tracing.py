@@ -31,6 +31,7 @@ from shardwise.comm import Axis, Ledger
 from shardwise.comm.ledger import FACTORS
 from shardwise.engine.batching import parts_of, samples_in
 from shardwise.engine.groups import named_groups
+from shardwise.engine.optimizer import needs_closure
 from shardwise.engine.recipe import make_gradients_dense, refuse, scripted
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
@@ -345,6 +346,11 @@ def update_of(task: Task, at_once: bool = False) -> Update:
     parameter = nn.Parameter(torch.zeros(64, 64))
     others = [nn.Parameter(torch.zeros(64)), nn.Parameter(torch.zeros(64, 64))]
     optimizer = task.optimizer(named_groups([parameter, *others]))
+    if needs_closure(optimizer):
+        raise InputError(
+            f"{type(optimizer).__name__} asks for a forward and backward as often as it likes in one step (a closure), "
+            "which no forecast knows: plan with an optimizer that takes one, or train with dp_replicate, which runs it"
+        )
     for group in optimizer.param_groups if at_once else ():
         if not group.get("fused") and group.get("foreach", False) is None:
             group["foreach"] = True

@@ -114,6 +114,7 @@ class Update:
     calls      ops, views among them
     temporary  elements that live only while it runs
     left       of these, elements that the tensor before leaves behind until the next is done
+    whole      it needs whole tensors: under ZeRO each has one rank that updates it (engine/owners.py)
     """
 
     state_elements: float
@@ -121,6 +122,7 @@ class Update:
     calls: int
     temporary: float = 0.0
     left: float = 0.0
+    whole: bool = False
 
 
 @dataclass(frozen=True)

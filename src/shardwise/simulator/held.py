@@ -12,6 +12,7 @@ from __future__ import annotations
 from shardwise.costs.layout import Layout
 from shardwise.costs.memory import Ledger
 from shardwise.costs.software import States
+from shardwise.engine.owners import choose_owners
 from shardwise.layout import Plan
 from shardwise.precision import Precision
 from shardwise.simulator.counted import Counted, Model
@@ -35,31 +36,33 @@ def policy(precision: str, state_elements: float, layout: Layout) -> States:
 
 
 def memory(
-    model: Model, layout: Layout, precision: str, samples: int | None = None, shard_rank: int = 0
+    model: Model, layout: Layout, precision: str, samples: int | None = None, shard_rank: int | None = None
 ) -> Ledger:  # fmt: skip
     """What rests, and the peak.
 
     samples     of the global batch, where a rank holds all of it
-    shard_rank  whose shard, where the ranks do not divide a weight: the first rank's are the largest
+    shard_rank  whose shard, where the ranks do not divide a weight; the fullest's by default
     """
     one, states = model.one, policy(precision, model.update.state_elements, layout)
     zero, share = layout.zero, 1.0 / layout.shard
     of_experts = 1.0 / max(1, layout.shard // layout.ep)  # of the ranks that hold the same ones
     rest = sum(size * count for size, count in one.sizes.items()) - one.experts
     gathered = zero >= 3 and layout.shard > 1
-    updated = _cut(one, layout.shard, shard_rank) if gathered else rest * (share if zero else 1.0)
+    updated = _cut(one, layout.shard, shard_rank or 0) if gathered else rest * (share if zero else 1.0)
+    owned = _owned(model, layout, shard_rank)
     experts = one.experts * (of_experts if zero else 1.0)
     terms = {
         "weights": (one.held + one.experts if gathered else one.parameters) * states.weight,
         "gradients": _gradients(one, layout, states, rest * (share if zero >= 2 else 1.0), of_experts),
         "master": ((one.held if gathered else updated) + experts) * states.master,
-        "optimizer": (updated + experts) * states.optimizer,
+        "optimizer": (updated + experts if owned is None else owned) * states.optimizer,
+        "whole weights of the optimizer": (owned or 0) * (states.master or states.weight),
         "module's buffers": float(one.buffers_bytes),
     }
     if gathered and states.master:  # the masters are the shards
         terms["weights"] = one.experts * states.weight
     reduced = rest + (one.experts if of_experts < 1 else 0)  # over dp_shard: experts of one rank's own are not
-    peaks = _peaks(model, layout, states, updated + experts, reduced)
+    peaks = _peaks(model, layout, states, updated + experts, reduced, owned)
     top = max(peaks, key=lambda name: peaks[name])
     terms[top] = peaks[top]
     if model.batch_bytes:
@@ -70,6 +73,16 @@ def memory(
         new = 1.0 if layout.n_micro > 1 else 1.0 - share
         terms["gradients in flight"] = min(rest * states.gradient, IN_FLIGHT_BYTES) * new
     return Ledger({k: v for k, v in terms.items() if v}, top)
+
+
+def _owned(model: Model, layout: Layout, shard_rank: int | None) -> int | None:
+    """Elements of the weights that a rank updates whole; None where it updates what it holds."""
+    if not (model.update.whole and layout.zero and layout.shard > 1):
+        return None
+    sizes, load = [*model.one.in_order], [0] * layout.shard
+    for size, owner in zip(sizes, choose_owners(sizes, layout.shard), strict=True):
+        load[owner] += size
+    return max(load) if shard_rank is None else load[shard_rank]
 
 
 def _gradients(one: Counted, layout: Layout, states: States, rest: float, of_experts: float) -> float:
@@ -89,16 +102,21 @@ def _cut(one: Counted, ranks: int, rank: int) -> int:
     return updated
 
 
-def _peaks(model: Model, layout: Layout, states: States, updated: float, reduced: float) -> dict[str, float]:
+def _peaks(
+    model: Model, layout: Layout, states: States, updated: float, reduced: float, owned: int | None
+) -> dict[str, float]:
     """What comes and goes in a step beside what rests, each at its own time: the largest makes the peak.
 
     updated, reduced   elements that the optimizer updates here, and whose gradients are summed over dp_shard
+    owned              elements of the weights that it updates whole, if it does
     """
     here = model.batch_on_device  # a CPU, where an optimizer goes from tensor to tensor and gloo reduces a copy
+    temporaries = _temporaries(model, layout, updated if owned is None else owned)
+    if owned is not None:  # whole gradients, beside what is sent and received, and beside the update
+        temporaries = max(owned + temporaries, 2 * owned + updated)
     out = {
         "micro-batch": model.peak(layout.micro_batch),
-        "optimizer's temporaries": _temporaries(model, layout, updated) * (states.master or states.weight)
-        + updated * states.copies,
+        "optimizer's temporaries": temporaries * (states.master or states.weight) + updated * states.copies,
     }
     if here and layout.zero == 1 and layout.shard > 1:
         # gloo keeps every copy until all are waited for. The gradient that completes the last bucket came in a tensor
