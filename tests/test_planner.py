@@ -208,13 +208,26 @@ def test_plan_then_simulate_the_file(tmp_path: Path) -> None:
 def test_compare_puts_plans_side_by_side() -> None:
     code, found = shardwise(
         "compare", "llama3-8b", "--plans",
-        "dp_shard=8,zero=3,precision=bf16;dp_replicate=8,precision=bf16;dp_replicate=7,precision=bf16",
+        "dp_shard=8,zero=3,precision=bf16;dp_replicate=8,precision=bf16;dp_replicate=7,precision=bf16;dp_shard=8,zero=3",
         "--cluster", "8 h100-sxm-80gb", "--global-batch", "16", "--seq", "4k",
     )  # fmt: skip
     assert code == 0
     fits = [row.get("fits") for row in found["plans"]]
-    assert fits == [True, False, None]
+    assert fits == [True, False, None, None]
     assert "does not divide" in found["plans"][2]["error"]
+    assert "not fp32" in found["plans"][3]["error"]
+
+
+def test_compare_says_why_where_no_plan_can_be_forecast() -> None:
+    words = ("--plans", "dp_shard=8;dp_shard=16", "--global-batch", "16", "--seq", "4k")
+    code, found = shardwise("compare", "llama3-8b", *words, "--cluster", "8 h100-sxm-80gb")
+    assert code == 2
+    assert "none of the plans" in found["error"] and "not fp32" in found["error"]
+
+
+def test_a_cluster_has_an_end() -> None:
+    with pytest.raises(InputError, match="up to 1,048,576 are planned for"):
+        Cluster.parse("100000000x8 h100-sxm-80gb, ib-400")
 
 
 def test_compare_measures_on_the_ranks_at_hand() -> None:

@@ -297,3 +297,11 @@ def test_plans_for_which_the_optimizer_would_have_too_little_are_left_out() -> N
         assert {"tp" for layout in found if layout.tp > 1} <= cut
         assert all("optimizer's update" in remark for remark in made.remarks if "left out" in remark)
         assert any("tp=2" in remark for remark in made.remarks) is not bool(cut)
+
+
+def test_a_forecast_says_where_the_host_is_the_limit() -> None:
+    seen = subject(deep(), 2**22)
+    assert "host" not in seen.simulate(layout_of(Plan(dp_replicate=1), seen)).basis
+    few = subject(deep(), 8)
+    for text in ("dp_replicate=1", "tp=2", "pp=2,microbatches=4"):
+        assert "10 us each (assumed)" in few.simulate(layout_of(Plan.parse(text), few)).basis["host"]

@@ -213,6 +213,8 @@ def compare(answer: Answer, task: str, plans: str, **words: Any) -> None:
         found.append({"plan": str(parsed), **fields})
     if not rows:
         raise InputError('--plans: no plan given; write them as "dp_replicate=8;dp_shard=8,zero=3"')
+    if all("error" in fields for fields in found):
+        raise InputError(f"compare: none of the plans can be forecast: {found[0]['error']}")
     head = ["plan", "step", "MFU", "memory", "fits", "largest beside compute"]
     if words["measure"]:
         head += ["measured step", "live bytes, forecast", "measured", "received a step", "loss"]
@@ -226,9 +228,9 @@ def _forecast_row(task: str, cluster: Cluster, plan: Plan, words: dict[str, Any]
     from shardwise.planner.door import check_devices, layout_of
     from shardwise.planner.units import bytes_text, seconds_text
 
-    subject, _ = _subject(task, cluster, words, plan.precision, plan)
     try:
         check_devices(plan, cluster)
+        subject, _ = _subject(task, cluster, words, plan.precision, plan)
         forecast = subject.simulate(layout_of(plan, subject))
     except ShardwiseError as error:
         return ["-", "-", "-", "-", str(error)], {"error": str(error)}

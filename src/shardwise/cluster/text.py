@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from math import prod
 
 from shardwise.cluster.catalogue import device, link
 from shardwise.cluster.cluster import Cluster, Tier
 from shardwise.errors import InputError
 
+MOST = 2**20  # devices: ten times the largest run that was ever published
 FORM = 'a cluster is written as "16x8 h100-sxm-80gb, ib-400": nodes x devices, the device, the links between tiers'
 
 
@@ -20,6 +22,8 @@ def parse(text: str) -> Cluster:
     counts = [int(count) for count in reversed(words[0].split("x"))]
     if min(counts) < 1:
         raise InputError(f"cluster: counts must be at least 1, got {words[0]!r}")
+    if prod(counts) > MOST:
+        raise InputError(f"cluster: {prod(counts):,} devices; up to {MOST:,} are planned for")
     while len(counts) > 1 and counts[-1] == 1 and len(links) < len(counts) - 1:
         counts.pop()  # one node has no neighbour to be linked to
     found, own = device(words[1])

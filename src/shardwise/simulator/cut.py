@@ -25,6 +25,7 @@ from shardwise.simulator.step import GAPS
 from shardwise.simulator.traced import (
     between,
     engine_seconds,
+    host_basis,
     kernels_of,
     optimizer_seconds,
     peak_of,
@@ -114,7 +115,8 @@ def simulate_cut(
         "data ranks": wire.basis("all_reduce", Group(layout.dp, layout.tp)),
         "work": f"{len(ranks)} rank(s) that differ, each rehearsed on fake tensors",
     }
-    forecast.basis |= taken(ranks)
+    ops = max(rank.linear(rank.one.kernels, rank.two.kernels, layout.micro_batch) for rank in ranks)
+    forecast.basis |= taken(ranks) | host_basis(kernels, ops, busy, measured=cluster.device.op_us is not None)
     return forecast
 
 

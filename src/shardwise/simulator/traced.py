@@ -152,10 +152,22 @@ def simulate_traced(
         "data ranks": wire.basis("all_reduce", Group(layout.dp, 1)),
         "work": f"{len(model.one.products)} shapes of products and {model.one.kernels} ops counted on fake tensors",
     }
-    forecast.basis |= taken([model])
+    ops = model.linear(model.one.kernels, model.two.kernels, layout.micro_batch)
+    forecast.basis |= taken([model]) | host_basis(kernels, ops, micro, measured=cluster.device.op_us is not None)
     if cluster.device.correction is not None:
         forecast.basis["correction"] = f"x {correction:.3g}, {cluster.device.correction.source}"
     return forecast
+
+
+def host_basis(kernels: Kernels, ops: float, seconds: float, *, measured: bool) -> dict[str, str]:
+    """What to say where a device waits for the host to start so many ops, which take so many seconds."""
+    if not kernels.host_s or seconds > 1.001 * kernels.host_s * ops:
+        return {}
+    how = "measured" if measured else "assumed"
+    return {
+        "host": f"the limit: {ops:.0f} ops of a micro-batch take it {1e6 * kernels.host_s:.3g} us each ({how}); larger "
+        "micro-batches cost no more, compile=true starts fewer"
+    }
 
 
 def kernels_of(cluster: Cluster, layout: Layout, software: Software, dtype: str) -> tuple[Kernels, Overhead]:
