@@ -19,8 +19,10 @@ from shardwise.layout.schedules import (
     INTERLEAVED,
     ROWS,
     SEVERAL,
+    TOLD,
     Op,
     Times,
+    few_microbatches,
     make_schedule,
     schedule_of,
 )
@@ -181,3 +183,19 @@ def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert call(["show", "schedule", "pp=4,schedule=dualpipev,microbatches=4"]) == 3
     assert call(["show", "schedule", "pp=4", "-o", str(tmp_path / "no" / "where.svg")]) == 2
     assert "cannot write" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("name", sorted(ROWS))
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_few_micro_batches_tell_whether_a_schedule_can_be_made(name: str, ranks: int, chunks: int) -> None:
+    def made(count: int) -> bool:
+        try:
+            make_schedule(name, ranks, count, chunks)
+        except RefusedPlan:
+            return False
+        return True
+
+    most = few_microbatches(ranks, 10**6, chunks, TOLD) + 3 * ranks
+    for count in (*range(1, 2 * ranks + 2), *range(most, most + ranks + 2)):
+        assert made(few_microbatches(ranks, count, chunks, TOLD)) is made(count), count

@@ -376,11 +376,15 @@ def plain_schedule(owner: tuple[int, ...], microbatches: int) -> Schedule:
 
 
 LONG = 16  # micro-batches for each model stage; more repeat what is between filling and emptying
+TOLD = 4  # as many tell whether a schedule can be made at all
 
 
-def few_microbatches(ranks: int, microbatches: int, chunks: int) -> int:
-    """As many, or where there are very many, fewer that show the same: filling, repeating, emptying."""
-    most = LONG * ranks * chunks
+def few_microbatches(ranks: int, microbatches: int, chunks: int, each: int = LONG) -> int:
+    """As many, or where there are very many, fewer that show the same: filling, repeating, emptying.
+
+    each   of them for each model stage
+    """
+    most = each * ranks * chunks
     return microbatches if microbatches < most + 2 * ranks else most + microbatches % ranks
 
 
