@@ -138,3 +138,11 @@ def test_a_plan_for_gpus_has_their_kernels_and_one_for_cpus_does_not() -> None:
 
 def _cpu(like: Cluster) -> Cluster:
     return replace(like, device=replace(like.device, kind="cpu", table=""))
+
+
+def test_dropout_beside_cut_heads_writes_its_scores_and_says_so() -> None:
+    """As a run with randomness=global; without dropout, or without cut heads, a kernel does it."""
+    for dropout, text, told in ((0.1, "tp=2", True), (0.0, "tp=2", False), (0.1, "dp_shard=2,zero=3", False)):
+        seen = traced_subject(_task(dropout), Cluster.parse("2 h100-sxm-80gb"), software("shardwise"), 4, "fp32")
+        found = seen.simulate(layout_of(Plan.parse(text), seen))
+        assert ("randomness=global" in found.basis.get("attention", "")) is told

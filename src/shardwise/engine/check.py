@@ -55,7 +55,6 @@ def look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, An
 
     Without gradients; with them for a forward that takes some itself.
 
-
     joined   for a loss declared not to add up over samples: (whole, parts) -> the loss on the parts' outputs put
              together
     strict   the plan splits samples, so what does not add up is refused; otherwise it is a notice

@@ -31,7 +31,7 @@ from shardwise.engine.control import Agreement, Asked, Tally, agree, gather_reac
 from shardwise.engine.forward import Forward
 from shardwise.engine.normalise import normalise, square_norm
 from shardwise.engine.objective import objective_of
-from shardwise.engine.optimizer import make_optimizer
+from shardwise.engine.optimizer import make_optimizer, shares_of
 from shardwise.engine.optimizer import refuse as refuse_optimizer
 from shardwise.engine.pipelined import Pipeline, StagedForward
 from shardwise.engine.predict import predict
@@ -151,9 +151,14 @@ class Engine(Whole):
         if self.experts is not None:
             shapes = [self.experts.full_shape(name, shape) for name, shape in zip(self.names, shapes, strict=True)]
         zero = plan.zero if plan.dp_shard > 1 else 0
-        shares = [f"{axis}={n}" for axis, n in (("tp", plan.tp), ("ep", plan.ep)) if n > 1]
         self.optimizer, self.optimizer_nature, self.owners = make_optimizer(
-            task.optimizer, self.technique, self.names, shapes, mesh.shard, zero=zero, shares=",".join(shares)
+            task.optimizer,
+            self.technique,
+            self.names,
+            shapes,
+            mesh.shard,
+            zero=zero,
+            shares=shares_of(plan.tp, plan.ep),
         )
         refuse_optimizer(self.optimizer_nature, 0, stages=plan.pp)
         if self.optimizer_nature.narrow is not None:

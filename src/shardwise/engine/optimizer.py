@@ -188,28 +188,32 @@ def _one_at_a_time(make: OptimizerFn, values, gradients) -> list[torch.Tensor]:
     return done
 
 
-def refuse(nature: Nature, zero: int, shares: str = "", stages: int = 1) -> None:
+def shares_of(tp: int, ep: int) -> str:
+    """The axes that leave a rank a share of some weights beside those of zero, as a plan has them."""
+    return ",".join(f"{axis}={n}" for axis, n in (("tp", tp), ("ep", ep)) if n > 1)
+
+
+def refuse(nature: Nature, zero: int, shares: str = "", stages: int = 1, named: str = "the optimizer") -> None:
     """Raise `RefusedPlan` where a rank would have too little for the optimizer.
 
     zero     the stage, 0 where parameters lie whole on each rank
-    shares   the axes that leave a rank a share of some weights beside those of zero, as the plan has them
+    shares   see `shares_of`
     stages   of a pipeline
     """
     if shares and nature.kind != "elementwise":
         raise RefusedPlan(
-            f"{shares} leaves each rank a share of a weight, and on a trial the optimizer's update of an element hangs "
-            "on the rest of its tensor: leave it out, or use an optimizer that treats elements one by one (Adam, SGD)"
+            f"{shares} leaves each rank a share of a weight, and on a trial {named}'s update of an element hangs on "
+            "the rest of its tensor: leave it out, or use an optimizer that treats elements one by one (Adam, SGD)"
         )
     if zero and nature.kind == "joint":
         raise RefusedPlan(
-            f"zero={zero} spreads parameters over ranks, and on a trial the optimizer's update of one tensor depends "
-            "on the others (or it needs a closure): use zero=0 (dp_replicate), or an optimizer that treats tensors "
-            "one by one"
+            f"zero={zero} spreads parameters over ranks, and on a trial {named}'s update of one tensor depends on the "
+            "others (or it needs a closure): use zero=0 (dp_replicate), or an optimizer that treats tensors one by one"
         )
     if stages > 1 and nature.kind == "joint":
         raise RefusedPlan(
-            "on a trial the optimizer's update of one tensor depends on the others, and pipeline stages hold "
-            "different ones: use an optimizer that updates each tensor by itself"
+            f"on a trial {named}'s update of one tensor depends on the others, and pipeline stages hold different "
+            "ones: use an optimizer that updates each tensor by itself"
         )
 
 
@@ -225,15 +229,14 @@ def make_optimizer(
 ) -> tuple[Optimizer, Nature, Owners | None]:
     """The optimizer for this rank, what the trial found, and the owners where whole tensors are needed.
 
-    shares  the axes that leave this rank a share of some weights beside those of zero, as the plan has them
+    shares  see `shares_of`
 
     Raises `RefusedPlan` when the optimizer bears neither pieces nor single tensors.
     """
     nature = try_out(make, shapes)
     slots = technique.slots
-    whole = all(slot.whole for slot in slots) and zero == 0
-    refuse(nature, 0 if whole else zero, shares)
-    if whole and not shares:
+    refuse(nature, zero, shares)
+    if all(slot.whole for slot in slots) and zero == 0 and not shares:
         return construct(make, [slot.master for slot in slots]), nature, None
     if nature.kind == "per tensor":
         owners = Owners(cast(Pieces, technique), names, shapes, shard)

@@ -64,6 +64,7 @@ class Trace:
     balanced     such picks decided how much there is to do: a router's were taken to load its experts evenly
     by_batch     integers of the batch decided how much there is to do: those of one sample, repeated
     drawn        single random numbers were taken as their median
+    wrote_scores attention beside cut heads met dropout, which no fused kernel draws for all heads
     own_backward the forward takes gradients itself
     batch_norms  of a forward, where they are not joined over data ranks
     alone        one of them has one value for each channel, of which there is no variance
@@ -97,6 +98,7 @@ class Trace:
     balanced: bool = False
     by_batch: bool = False
     drawn: bool = False
+    wrote_scores: bool = False
     own_backward: bool = False
     batch_norms: int = 0
     alone: bool = False

@@ -12,7 +12,7 @@ Source: which kernel torch takes, `aten/src/ATen/native/transformers/cuda/sdp_ut
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -32,14 +32,17 @@ class Fused(TorchFunctionMode):
 
     Inside torch's own functions, among them those that run backward and with it recomputed blocks, no mode is met. So
     the two names are exchanged as well; the mode is for whoever imported them by name.
+
+    cut           heads are dealt over ranks of tp: masks are drawn for all of them, which no kernel does
+    wrote_scores  whether attention met a mask of that kind
     """
 
     def __init__(self, cut: bool = False) -> None:
         super().__init__()
-        self.attention = partial(_attention, cut)
+        self.cut, self.wrote_scores = cut, False
 
     def __enter__(self) -> Fused:
-        functional.scaled_dot_product_attention = self.attention
+        functional.scaled_dot_product_attention = self._attend
         functional.dropout = partial(_dropout, _DROPOUT)
         return super().__enter__()
 
@@ -50,17 +53,23 @@ class Fused(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func is _ATTENTION:
-            return self.attention(*args, **kwargs)
+            return self._attend(*args, **kwargs)
         if func is _DROPOUT or func is torch.dropout:
             return _dropout(func, *args, **kwargs)
         return func(*args, **kwargs)
 
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0, *args: Any, **kwargs: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        if self.cut and dropout_p:
+            self.wrote_scores = True
+            return _ATTENTION(query, key, value, attn_mask, dropout_p, *args, **kwargs)
+        return _attention(query, key, value, attn_mask, dropout_p, *args, **kwargs)
 
-def like_gpu(yes: bool, cut: bool = False) -> AbstractContextManager:
-    """Around forward and backward of a trace: attention and dropout as a GPU has them, or as they are.
 
-    cut   heads are dealt over ranks of tp
-    """
+def like_gpu(yes: bool, cut: bool = False) -> Fused | nullcontext:
+    """Around forward and backward of a trace: attention and dropout as a GPU has them, or as they are."""
     return Fused(cut) if yes else nullcontext()
 
 
@@ -73,15 +82,12 @@ def _dropout(func: Any, input: torch.Tensor, p: float = 0.5, *args: Any, **kwarg
 
 
 def _attention(
-    cut: bool, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
     dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """As torch's, by the kernel that a GPU would take; by torch's own where it would take none.
-
-    cut   masks are drawn for all heads, of which a rank has some: no kernel does that
-    """
+    """As torch's, by the kernel that a GPU would take; by torch's own where it would take none."""
     words: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
-    if query.dim() != 4 or query.dtype not in (*_HALF, torch.float32) or (cut and dropout_p):
+    if query.dim() != 4 or query.dtype not in (*_HALF, torch.float32):
         return _ATTENTION(query, key, value, attn_mask, enable_gqa=enable_gqa, **words)
     width = value.shape[-1]
     scale = query.shape[-1] ** -0.5 if scale is None else scale

@@ -27,7 +27,7 @@ from shardwise.parallel.tensor import TensorParallel
 from shardwise.parallel.tensor.apply import see_parts
 from shardwise.part import forget
 from shardwise.planner.counting import Count, Trace
-from shardwise.planner.fused import like_gpu
+from shardwise.planner.fused import Fused, like_gpu
 from shardwise.planner.gathered import Gathered
 from shardwise.planner.routed import Values
 from shardwise.planner.rows import telling
@@ -123,17 +123,14 @@ class Rehearsal:
         base = live.now
         waiting: dict[tuple[int, int], tuple[list[torch.Tensor], list[torch.Tensor], list[Any]]] = {}
         norms = batch_norms(model, self.shares.cuts.joined, self.ledger)
-        with (
-            norms,
-            like_gpu(self.shares.cuts.fused, cut=self.shares.cuts.tp > 1),
-            self.fake,
-            Watch(routed, live, self.count),
-        ):
+        kernels = like_gpu(self.shares.cuts.fused, cut=self.shares.cuts.tp > 1)
+        with norms, kernels, self.fake, Watch(routed, live, self.count):
             for at in range(self.shares.cuts.rounds):
                 self._round(at, model, staged, told, waiting)
         self.found.final = self.arrivals.final
         self.found.peak = live.peak - base - self.found.held_gradients
         routed.tell(self.found)
+        self.found.wrote_scores = isinstance(kernels, Fused) and kernels.wrote_scores
         self.found.balanced |= bool(self.experts.stacks)  # whose exchange is rehearsed with an even load
         for part in self.found.ops.values():
             self.found.products.update(part.products)

@@ -14,7 +14,7 @@ from shardwise.costs.memory import CONTEXT_BYTES, Ledger
 from shardwise.costs.software import Software, as_planned
 from shardwise.engine.batching import samples_in
 from shardwise.engine.check import WEIGHTS_FREED
-from shardwise.engine.optimizer import Nature, try_out
+from shardwise.engine.optimizer import Nature, shares_of, try_out
 from shardwise.engine.optimizer import refuse as refuse_optimizer
 from shardwise.errors import InputError, RefusedPlan, ShardwiseError
 from shardwise.layout import Plan
@@ -336,8 +336,8 @@ class Traced:
 
     def _refuse(self, layout: Layout) -> None:
         """Raise `RefusedPlan` where the optimizer would find too little on a rank."""
-        shares = ",".join(f"{name}={n}" for name, n in (("tp", layout.tp), ("ep", layout.ep)) if n > 1)
-        refuse_optimizer(self.nature, layout.zero if layout.shard > 1 else 0, shares, layout.pp)
+        zero = layout.zero if layout.shard > 1 else 0
+        refuse_optimizer(self.nature, zero, shares_of(layout.tp, layout.ep), layout.pp)
 
     def can_cut(self, layout: Layout, batch: int) -> bool:
         """Whether a search may have it; a remark where not."""

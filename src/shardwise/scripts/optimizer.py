@@ -17,10 +17,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.comm import Axis
-from shardwise.engine.optimizer import Nature, try_out
+from shardwise.engine.optimizer import Nature, refuse, try_out
 from shardwise.engine.owners import Owners, Pieces
-from shardwise.errors import InputError, RefusedPlan
-from shardwise.layout import Plan
+from shardwise.errors import InputError
 from shardwise.parallel.slots import DataParallel
 
 _ORDER = ("elementwise", "per tensor", "joint")
@@ -96,17 +95,6 @@ def nature_of(optimizer: Optimizer, shapes: Sequence[Sequence[torch.Size]]) -> N
     return max(found, key=lambda nature: _ORDER.index(nature.kind))
 
 
-def refuse_shares(nature: Nature, optimizer: Optimizer, plan: Plan) -> None:
-    """An optimizer that looks at whole tensors, where a rank holds shares of them."""
-    if nature.kind != "elementwise":
-        shares = ",".join(f"{axis}={n}" for axis, n in (("tp", plan.tp), ("ep", plan.ep)) if n > 1)
-        raise RefusedPlan(
-            f"{shares} leaves each rank a share of a weight, and on a trial {type(optimizer).__name__}'s update of an "
-            "element hangs on the rest of its tensor: leave it out, or use an optimizer that treats elements one by "
-            "one (Adam, SGD)"
-        )
-
-
 def _flat(optimizer: Optimizer, settings: dict[str, Any]) -> Callable[[list[dict]], Optimizer]:
     def make(groups: list[dict]) -> Optimizer:
         return _made(optimizer, [{**settings, "params": [param for group in groups for param in group["params"]]}])
@@ -121,18 +109,14 @@ def adopt(
     """Point the optimizer at this rank's pieces, in place. Raises `RefusedPlan` for one that bears none."""
     owners = None
     held: dict[str, list[nn.Parameter]] = {}
+    refuse(nature, zero, named=type(optimizer).__name__)
     if zero == 0 or nature.kind == "elementwise":
         for slot in technique.slots:
             if slot.master.numel() or slot.whole:
                 held.setdefault(slot.name, []).append(slot.master)
-    elif nature.kind == "per tensor":
+    else:
         owners = Owners(cast(Pieces, technique), names, [shapes[name] for name in names], shard)
         held = {names[index]: [master] for index, master in owners.masters.items()}
-    else:
-        raise RefusedPlan(
-            f"zero={zero} spreads parameters over ranks, and on a trial {type(optimizer).__name__}'s update of one "
-            "tensor depends on the others (or it needs a closure): use dp_replicate, or another optimizer"
-        )
     pieces = [[piece for name in group for piece in held.get(name, [])] for group in groups]
     filled = [{**_settings(g), "params": p} for g, p in zip(optimizer.param_groups, pieces, strict=True) if p]
     made = _made(optimizer, filled) if filled else None

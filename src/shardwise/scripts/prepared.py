@@ -29,6 +29,7 @@ from shardwise.engine.control import Tally, gather_reached
 from shardwise.engine.engine import Engine
 from shardwise.engine.loss import Loss
 from shardwise.engine.normalise import held_gradients, normalise, sum_of_squares
+from shardwise.engine.optimizer import refuse, shares_of
 from shardwise.engine.recipe import trainable
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
@@ -103,18 +104,15 @@ class Prepared(Held):
     ) -> None:  # fmt: skip
         self.plan = plan = with_dtype(plan, model)
         self.model, self.optimizer = model, optimizer
-        self.mesh = build_mesh(plan, device)
-        self.seed, self.branches = seed, branches
+        self.mesh, self.seed, self.branches = build_mesh(plan, device), seed, branches
         optimizers.refuse_used(optimizer)
         self._groups = optimizers.names_in_groups(optimizer, model)
         self._shapes = {name: param.shape for name, param in trainable(model)}
         with generators_kept():
-            self._nature = optimizers.nature_of(
-                optimizer, [[self._shapes[name] for name in group] for group in self._groups]
-            )
+            shapes = [[self._shapes[name] for name in group] for group in self._groups]
+            self._nature = optimizers.nature_of(optimizer, shapes)
         self._shares = plan.tp > 1 or plan.ep > 1
-        if self._shares:
-            optimizers.refuse_shares(self._nature, optimizer, plan)
+        refuse(self._nature, 0, shares_of(plan.tp, plan.ep), named=type(optimizer).__name__)
         ranks = self.mesh.data.size
         if plan.remat != "none" and device.type != "cpu" and randomness == "global" and ranks > 1:
             raise RefusedPlan('prepare: recompute on a GPU cannot repeat one process\'s draws: use randomness="fast"')

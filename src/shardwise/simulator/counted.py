@@ -91,6 +91,9 @@ class Counted(Protocol):
     def by_batch(self) -> bool: ...
 
     @property
+    def wrote_scores(self) -> bool: ...
+
+    @property
     def chose(self) -> bool: ...
 
     @property

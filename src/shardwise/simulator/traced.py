@@ -29,11 +29,17 @@ CONV_SHARE = 0.5  # of the rate of large products that convolutions reach (assum
 BALANCED = "every choice of a router equally often: a balanced load (assumed)"
 BY_BATCH = "integers of the batch decide how much there is to do: those of its first sample, repeated (assumed)"
 
+SCORES = "its scores are written: on a GPU, dropout beside cut heads runs with randomness=global alone"
+
 
 def taken(ranks: Sequence[Model]) -> dict[str, str]:
     """What was taken to be so where the course of a forward hung on values."""
-    found = {"routing": BALANCED} if any(rank.one.balanced for rank in ranks) else {}
-    return found | ({"batch": BY_BATCH} if any(rank.one.by_batch for rank in ranks) else {})
+    seen = {
+        "routing": (BALANCED, any(rank.one.balanced for rank in ranks)),
+        "batch": (BY_BATCH, any(rank.one.by_batch for rank in ranks)),
+        "attention": (SCORES, any(rank.one.wrote_scores for rank in ranks)),
+    }
+    return {name: told for name, (told, so) in seen.items() if so}
 
 
 def between(one: Counted, two: Counted, samples: float, kernels: Kernels, software: Software) -> float:
