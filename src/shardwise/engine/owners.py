@@ -13,27 +13,11 @@ at once.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import nn
 
 from shardwise.comm import Axis, all_to_all
-from shardwise.parallel.slots import Slot
-
-
-class Pieces(Protocol):
-    """A technique whose slots are pieces, told where each rank's piece lies in the whole."""
-
-    slots: list[Slot]
-
-    def select(self, index: int, whole: torch.Tensor, shard_rank: int) -> torch.Tensor:
-        """The view of `whole` (the index-th parameter) that is the piece of a rank of dp_shard; may be empty."""
-        ...
-
-    def full_parameter(self, index: int) -> torch.Tensor:
-        """The whole weight, gathered."""
-        ...
+from shardwise.parallel.slots import Pieces
 
 
 def choose_owners(sizes: list[int], ranks: int) -> list[int]:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from shardwise.engine import export
+from shardwise.engine.optimizer_state import full_optimizer_state
 from shardwise.parallel.slots import DataParallel
 
 if TYPE_CHECKING:
@@ -64,6 +65,30 @@ class Whole:
     def full_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, tensor) of every buffer. Collective under a pipeline."""
         return self.module.named_buffers() if self.pipeline is None else self.pipeline.buffers()
+
+    def full_optimizer_state(self) -> Iterator[tuple[str, dict[Any, Any]]]:
+        """(name, state) of every trained parameter, whole whatever the technique, {} where there is none. Collective.
+
+        Tensors may be the optimizer's own: copy what is to outlive the next step.
+        """
+        return full_optimizer_state(cast("Engine", self))
+
+    def used_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, whole tensor) of each parameter of this rank's stages, as its module computes with it. Collective.
+
+        Beside `full_parameters`, which tells the masters: under zero=1 and 2 and in mixed precision they are others.
+        """
+        held = {*self.names, *self.held_frozen}
+        for name, param in self.module.named_parameters():
+            if name in held:
+                full = param.full_tensor() if hasattr(param, "full_tensor") else param
+                yield name, self._whole(name, full.detach())
+
+    def used_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, tensor) of each buffer that this rank's stages use, as they have it."""
+        for name, buffer in self.module.named_buffers():
+            if self.pipeline is None or self.pipeline.cut.buffers[name] == self.pipeline.axis.index:
+                yield name, buffer
 
     def _held_gradients_by_name(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         for index, name in enumerate(self.names):

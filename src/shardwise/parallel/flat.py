@@ -24,7 +24,7 @@ from torch import nn
 
 from shardwise.comm import Axis, Pending, all_gather, all_reduce, reduce_scatter
 from shardwise.comm.buckets import Bucket, GradientBuckets
-from shardwise.parallel.slots import Slot
+from shardwise.parallel.slots import Slot, joined
 from shardwise.precision import Precision
 
 
@@ -178,6 +178,10 @@ class Flat:
         if part.gradient is None or index not in self._used:
             return None
         return self._whole(part, part.gradient, entry, index)
+
+    def whole(self, index: int, piece: torch.Tensor) -> torch.Tensor:
+        """The whole tensor from every rank's piece."""
+        return joined(self, index, self.shapes[index], piece, self.axis)
 
     def select(self, index: int, whole: torch.Tensor, shard_rank: int) -> torch.Tensor:
         """The view of a whole parameter that is the piece of a rank of dp_shard."""

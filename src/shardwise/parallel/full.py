@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_map_only
 from shardwise.comm import Trail, all_reduce, broadcast
 from shardwise.errors import RefusedPlan
 from shardwise.mesh import Mesh
-from shardwise.parallel.slots import Slot, ValueOf
+from shardwise.parallel.slots import Slot, ValueOf, joined
 from shardwise.precision import Precision
 
 _END = "the end of the forward"
@@ -267,6 +267,10 @@ class FullShard:
         each = -(-whole.shape[dim] // self.ranks)
         low = min(shard_rank * each, whole.shape[dim])
         return whole.narrow(dim, low, min(each, whole.shape[dim] - low))
+
+    def whole(self, index: int, piece: torch.Tensor) -> torch.Tensor:
+        """The whole tensor from every rank's piece."""
+        return joined(self, index, self.slots[index].shape, piece, self._shards)
 
     def full_parameter(self, index: int) -> torch.Tensor:
         """The whole weight, gathered."""

@@ -101,3 +101,7 @@ class Replicate:
     def full_gradient(self, index: int) -> torch.Tensor | None:
         """The gradient; every rank has it."""
         return self.slots[index].master.grad
+
+    def whole(self, index: int, piece: torch.Tensor) -> torch.Tensor:
+        """The piece itself: every rank holds all of it."""
+        return piece

@@ -12,6 +12,8 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from shardwise.comm import Axis, gather_rows
+
 
 @dataclass
 class Slot:
@@ -77,3 +79,36 @@ class DataParallel(Protocol):
     def full_gradient(self, index: int) -> torch.Tensor | None:
         """The whole gradient, on every rank, None where unused. Collective."""
         ...
+
+    def whole(self, index: int, piece: torch.Tensor) -> torch.Tensor:
+        """The whole of what lies over ranks as the master does, from every rank's piece (may be empty). Collective."""
+        ...
+
+
+class Pieces(Protocol):
+    """A technique whose slots are pieces, told where each rank's piece lies in the whole."""
+
+    slots: list[Slot]
+
+    def select(self, index: int, whole: torch.Tensor, shard_rank: int) -> torch.Tensor:
+        """The view of `whole` (the index-th parameter) that is the piece of a rank of dp_shard; may be empty."""
+        ...
+
+    def full_parameter(self, index: int) -> torch.Tensor:
+        """The whole weight, gathered."""
+        ...
+
+
+def joined(technique: Pieces, index: int, shape: torch.Size, piece: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """The tensor of this shape whose pieces lie as `technique` says, from every rank's piece. Collective."""
+    like = torch.empty(shape, device="meta")
+    sizes = [technique.select(index, like, rank).numel() for rank in range(axis.size)]
+    row = piece.new_zeros(max(sizes))
+    row[: piece.numel()] = piece.reshape(-1)
+    table = gather_rows(row, axis)
+    whole = piece.new_empty(shape)
+    for rank, size in enumerate(sizes):
+        if size:
+            goal = technique.select(index, whole, rank)
+            goal.copy_(table[rank, :size].view(goal.shape))
+    return whole

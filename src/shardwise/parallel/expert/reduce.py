@@ -101,3 +101,8 @@ class WithExperts:
         """The gradient likewise, None where unused. Collective."""
         technique, place = self._home[index]
         return technique.full_gradient(place)
+
+    def whole(self, index: int, piece: torch.Tensor) -> torch.Tensor:
+        """The whole of a tensor (of an expert one: of this rank's experts), from pieces. Collective."""
+        technique, place = self._home[index]
+        return technique.whole(place, piece)

@@ -1,0 +1,184 @@
+"""Whole optimizer state out of ranks that hold pieces of it, parameter by parameter.
+
+    replicas          every rank has all of it
+    zero=1, 2, 3      pieces like the parameter's own, gathered over dp_shard (experts: over the ranks that share them)
+    whole tensors     (Adafactor, Muon under zero) the state lies on the rank that owns the parameter
+    tp, ep            shares like the parameter's own, gathered
+    pp                the stage that holds the parameter tells the others
+
+One table of what every rank holds is exchanged first, so that all ranks know which collectives follow. A tensor is a
+piece where on every rank it has the shape of that rank's piece of the parameter; one of a single element (a count of
+steps) is the same for all pieces, and travels in the table.
+
+What this does not do: tell what an optimizer keeps in its groups or attributes, beside `state`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardwise.comm import broadcast, gather_json
+from shardwise.errors import RefusedPlan, ShardwiseError
+
+if TYPE_CHECKING:
+    from shardwise.engine.engine import Engine
+
+
+@dataclass
+class _Row:
+    """What one rank holds of the state of one parameter; plain JSON in the table.
+
+    piece     shape of what its optimizer updates
+    whole     that is the whole parameter
+    template  the state, with the number of a tensor in the place of each; None: no state
+    tensors   [dtype, shape, the value where it is one number] of each
+    """
+
+    piece: list[int]
+    whole: bool
+    template: Any
+    tensors: list[list[Any]]
+
+
+def full_optimizer_state(engine: Engine) -> Iterator[tuple[str, dict[Any, Any]]]:
+    """(name, state) of every trained parameter, as one process would have it; {} where there is none. Collective.
+
+    Values are tensors (whole; they may be the optimizer's own), numbers, or lists, tuples and dicts of them. Raises
+    `RefusedPlan` where nothing tells how a tensor is made of what the ranks hold, `ShardwiseError` where a rank lost
+    the state of its piece.
+    """
+    rows, held = _mine(engine)
+    table = gather_json({name: vars(row) for name, row in rows.items()}, engine.mesh.world, engine.device)
+    by_rank = [{name: _Row(**row) for name, row in ranks_rows.items()} for ranks_rows in table]
+    forms = {name: _Form(name, by_rank, _source(engine, name)) for name in engine.all_names}
+    leaves = _leaves(engine, forms, held)
+    if engine.pipeline is not None:
+        leaves = engine.pipeline.spread(leaves, [name for name in engine.all_names for _ in forms[name].sent])
+    for name in engine.all_names:
+        form = forms[name]
+        tensors = dict(form.told)
+        for place in form.sent:
+            tensors[place] = next(leaves)[1]
+        yield name, {} if form.template is None else _decoded(form.template, tensors)
+
+
+def _source(engine: Engine, name: str) -> int:
+    """The rank whose stage tells this one about a parameter: itself, where it holds it alone."""
+    if engine.pipeline is None:
+        return engine.rank
+    return engine.mesh.pp.ranks[engine.pipeline.cut.holders[name][0]]
+
+
+def _mine(engine: Engine) -> tuple[dict[str, _Row], dict[str, list[torch.Tensor]]]:
+    """This rank's row of the table, and the tensors in it, by parameter."""
+    cuts = set(engine.tensor.cuts if engine.tensor is not None else ())
+    cuts |= set(engine.experts.experts if engine.experts is not None else ())
+    masters = [(slot.name, slot.master, slot.whole and slot.name not in cuts) for slot in engine.technique.slots]
+    if engine.owners is not None:
+        masters = [(engine.names[index], master, True) for index, master in engine.owners.masters.items()]
+    rows, held = {}, {}
+    for name, master, whole in masters:
+        state = engine.optimizer.state.get(master)
+        tensors: list[torch.Tensor] = []
+        template = _encoded(dict(state), tensors, name) if state else None
+        told = [[str(t.dtype)[6:], list(t.shape), t.item() if t.numel() == 1 else None] for t in tensors]
+        rows[name], held[name] = _Row(list(master.shape), whole, template, told), tensors
+    return rows, held
+
+
+class _Form:
+    """How the state of one parameter is made of what the ranks hold, the same on all ranks that meet in collectives.
+
+    template  the state with numbers for tensors; None: there is none
+    told      tensors of one element, by number: they came with the table
+    sent      numbers of the others; `pieces` are those that are pieces, and the rest lie whole on `owner`
+    """
+
+    def __init__(self, name: str, table: list[dict[str, _Row]], source: int):
+        rows = {rank: row[name] for rank, row in enumerate(table) if name in row}
+        with_state = {rank: row for rank, row in rows.items() if row.template is not None}
+        self.told: dict[int, torch.Tensor] = {}
+        self.sent: list[int] = []
+        self.pieces: set[int] = set()
+        self.template = None
+        whole = all(row.whole for row in rows.values())
+        first = rows.get(source) if whole and source in rows else next(iter(with_state.values()), None)
+        if first is None or first.template is None:
+            return
+        self.template, self.tensors = first.template, first.tensors
+        if whole:
+            self.sent = list(range(len(first.tensors)))
+            return
+        _refuse_lost(name, rows)
+        for place, (dtype, shape, value) in enumerate(first.tensors):
+            if all(row.tensors[place][1] == row.piece for row in with_state.values()):
+                self.pieces.add(place)
+                self.sent.append(place)
+            elif value is not None:
+                self.told[place] = torch.tensor(value, dtype=getattr(torch, dtype)).reshape(shape)
+            else:
+                raise RefusedPlan(
+                    f"the optimizer's state of '{name}' holds a tensor of shape {shape}, which is neither one number "
+                    f"nor like this rank's piece {first.piece} of the parameter, so that nothing tells what the whole "
+                    "of it is"
+                )
+
+
+def _refuse_lost(name: str, rows: dict[int, _Row]) -> None:
+    for rank, row in rows.items():
+        if row.template is None and 0 not in row.piece:
+            raise ShardwiseError(
+                f"rank {rank} has no optimizer state for its piece of '{name}', and other ranks have it for theirs"
+            )
+
+
+def _leaves(
+    engine: Engine, forms: dict[str, _Form], held: dict[str, list[torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, whole tensor) of what is sent of the state of this rank's stages, in order. Collective over them."""
+    for index, name in enumerate(engine.names):
+        form, mine = forms[name], held.get(name, [])
+        for place in form.sent:
+            dtype, shape, _ = form.tensors[place]
+            empty = [0] if place in form.pieces else shape
+            tensor = mine[place].detach() if mine else torch.empty(empty, dtype=getattr(torch, dtype))
+            if place in form.pieces:
+                piece = engine.technique.whole(index, tensor.to(engine.device))
+                yield name, engine._whole(name, piece)
+                continue
+            if engine.owners is not None:
+                tensor = tensor.to(engine.device).contiguous()
+                broadcast(tensor, engine.owners.axis, engine.owners.owner_of[index], "control")
+            yield name, tensor
+
+
+def _encoded(value: Any, tensors: list[torch.Tensor], name: str) -> Any:
+    """JSON of a state, its tensors replaced by their numbers."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return {"tensor": len(tensors) - 1}
+    if isinstance(value, dict):
+        return {"dict": [[key, _encoded(item, tensors, name)] for key, item in value.items()]}
+    if isinstance(value, list | tuple):
+        return {type(value).__name__: [_encoded(item, tensors, name) for item in value]}
+    if value is None or isinstance(value, bool | int | float | str):
+        return {"value": value}
+    raise RefusedPlan(
+        f"the optimizer's state of '{name}' holds a {type(value).__name__}; tensors, numbers, texts, and lists, tuples "
+        "and dicts of them can be told to other ranks"
+    )
+
+
+def _decoded(template: Any, tensors: dict[int, torch.Tensor]) -> Any:
+    ((kind, value),) = template.items()
+    if kind == "tensor":
+        return tensors[value]
+    if kind == "dict":
+        return {key: _decoded(item, tensors) for key, item in value}
+    if kind in ("list", "tuple"):
+        return (list if kind == "list" else tuple)(_decoded(item, tensors) for item in value)
+    return value
