@@ -23,9 +23,9 @@ import torch
 from torch import nn
 
 from shardwise import Task, train
+from shardwise.measure.machine import probe
 from shardwise.models import Decoder, DecoderConfig
 from shardwise.models import tasks as small
-from shardwise.planner.measure import probe
 
 PLANS = (
     "dp_replicate=2",

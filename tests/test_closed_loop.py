@@ -13,10 +13,10 @@ from shardwise.costs.overhead import Overhead, events, overhead_of, techniques
 from shardwise.costs.software import software
 from shardwise.errors import InputError
 from shardwise.layout import Plan
-from shardwise.planner.overheads import LARGE, REFERENCES, fit, non_negative, plans
-from shardwise.planner.references import large_tasks, reference_task
-from shardwise.planner.traced import traced_subject
-from shardwise.planner.tracing import trace
+from shardwise.measure.overheads import LARGE, REFERENCES, fit, non_negative, plans
+from shardwise.measure.reference_modules import large_tasks, reference_task
+from shardwise.planner.traced_task import traced_subject
+from shardwise.rehearsal.step_trace import trace
 from shardwise.task import Task
 
 ROWS = (

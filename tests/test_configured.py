@@ -14,11 +14,11 @@ from shardwise import InputError, Task, hf
 from shardwise.cli.main import call
 from shardwise.cluster import Cluster
 from shardwise.layout import Plan
-from shardwise.planner.configured import configured
+from shardwise.planner.configured_task import configured
+from shardwise.planner.decoder_families import FAMILIES
 from shardwise.planner.door import layout_of, plan, simulate, subject_of
-from shardwise.planner.families import FAMILIES
 from shardwise.planner.propose import Subject
-from shardwise.planner.tracing import trace
+from shardwise.rehearsal.step_trace import trace
 
 transformers = pytest.importorskip("transformers")
 

@@ -16,7 +16,7 @@ from shardwise.costs.shapes import Shape
 from shardwise.costs.software import STATES, software
 from shardwise.costs.wire import Group, Wire
 from shardwise.layout.schedules import Times, make_schedule
-from shardwise.planner.measure import attention_times
+from shardwise.measure.machine import attention_times
 from shardwise.simulator import simulate
 from shardwise.simulator.events import Op, run
 from shardwise.simulator.pipeline import play, play_all, schedule

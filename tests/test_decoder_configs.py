@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from shardwise.errors import InputError
+from shardwise.planner.decoder_families import FAMILIES
 from shardwise.planner.decoders import decoder_from_config, shape_of_config
-from shardwise.planner.families import FAMILIES
 
 LAYERS = 2
 

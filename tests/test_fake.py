@@ -10,8 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from shardwise.models import tasks
-from shardwise.planner import rehearsal, tracing
-from shardwise.planner.shares import Cuts, Looks, Shares
+from shardwise.rehearsal import rank_row, step_trace
+from shardwise.rehearsal.cut_module import Cuts, Looks, Shares
 from shardwise.trace import fake
 from shardwise.trace.fake import Fake
 
@@ -66,8 +66,8 @@ def test_what_is_remembered_is_what_torch_gives(name: str, recompute: str, monke
     task = getattr(tasks, name)()
     counted = {}
     for how in (plain, Compared, Fake):
-        monkeypatch.setattr(tracing, "Fake", how)
-        counted[how] = tracing.trace(task, 2, "bf16", recompute)
+        monkeypatch.setattr(step_trace, "Fake", how)
+        counted[how] = step_trace.trace(task, 2, "bf16", recompute)
     assert Compared.remembered > 100
     for how in (Compared, Fake):
         assert vars(counted[how]) == vars(counted[plain])
@@ -78,8 +78,8 @@ def test_rehearsals_are_those_of_torchs_mode(cuts: Cuts, monkeypatch: pytest.Mon
     task = tasks.decoder()
     found = {}
     for how in (plain, Compared, Fake):
-        monkeypatch.setattr(rehearsal, "Fake", how)
-        found[how] = Shares(Looks(task, tracing.one_sample(task)), cuts).trace(0, 0, (2,))
+        monkeypatch.setattr(rank_row, "Fake", how)
+        found[how] = Shares(Looks(task, step_trace.one_sample(task)), cuts).trace(0, 0, (2,))
     for how in (Compared, Fake):
         now, was = (vars(found[each]) | {"ops": {key: vars(op) for key, op in found[each].ops.items()}}
                     for each in (how, plain))  # fmt: skip

@@ -14,11 +14,11 @@ from shardwise.cluster import Cluster
 from shardwise.costs.software import software
 from shardwise.layout import Plan
 from shardwise.memory.live import LiveBytes
-from shardwise.planner.counting import Count, Trace
 from shardwise.planner.door import layout_of
-from shardwise.planner.fused import Fused
-from shardwise.planner.traced import traced_subject
-from shardwise.planner.tracing import trace
+from shardwise.planner.traced_task import traced_subject
+from shardwise.rehearsal.gpu_kernels import Fused
+from shardwise.rehearsal.op_counts import Count, Trace
+from shardwise.rehearsal.step_trace import trace
 from shardwise.trace.fake import Fake
 
 BATCH, HEADS, LENGTH, WIDTH = 2, 8, 512, 64

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from shardwise.layout import Plan
-from shardwise.planner import overheads, pace
-from shardwise.planner.overheads import AGREE, PASSES, REFERENCES, _seconds, plans, step_times
-from shardwise.planner.pace import MANY, Beat, Pace, pace_beside, slower
-from shardwise.planner.references import reference_task
+from shardwise.measure import overheads, pace
+from shardwise.measure.overheads import AGREE, PASSES, REFERENCES, _seconds, plans, step_times
+from shardwise.measure.pace import MANY, Beat, Pace, pace_beside, slower
+from shardwise.measure.reference_modules import reference_task
 
 
 def test_a_step_is_told_at_one_pace_though_the_machine_slows_down_halfway() -> None:

@@ -86,7 +86,7 @@ def test_a_batch_that_no_plan_takes_names_the_nearest_that_would() -> None:
 def test_no_batch_is_named_that_would_not_do_either() -> None:
     """8 devices are not a multiple of 3, whatever the batch."""
     from shardwise.models import tasks
-    from shardwise.planner.traced import traced_subject
+    from shardwise.planner.traced_task import traced_subject
 
     for subject in (
         traced_subject(tasks.mlp(), NODE, software("shardwise"), 12, "bf16", ("none",)),

@@ -24,9 +24,9 @@ from shardwise.costs.software import software
 from shardwise.costs.wire import Group, Wire
 from shardwise.errors import InputError
 from shardwise.layout import Plan
-from shardwise.planner.between_nodes import groups
-from shardwise.planner.measure import text
-from shardwise.planner.traced import traced_subject
+from shardwise.measure.between_nodes import groups
+from shardwise.measure.machine import text
+from shardwise.planner.traced_task import traced_subject
 from shardwise.ranks import launchers, nodes_of
 
 SIZES = (1024, 65536, 2**20, 2**24)
@@ -139,7 +139,7 @@ def test_a_bad_row_is_refused_with_its_place(row: list, words: str) -> None:
 
 
 def test_data_ranks_across_nodes_are_forecast_by_the_rows() -> None:
-    from shardwise.planner.references import reference_task
+    from shardwise.measure.reference_modules import reference_task
 
     def of(cluster: Cluster, plan: str):
         layout = of_plan(Plan.parse(plan), global_batch=16, seq=1, uneven=True)
@@ -207,7 +207,7 @@ from functools import partial
 import torch.distributed as dist
 
 from shardwise.cli.main import run
-from shardwise.planner import between_nodes, collective_times, measure, pace
+from shardwise.measure import between_nodes, collective_times, machine, pace
 
 
 EACH = int(os.environ["LOCAL_WORLD_SIZE"])
@@ -231,13 +231,13 @@ if __name__ == "__main__":
     sizes = (1024, 2**16)
     collective_times.BYTES = sizes
     collective_times.OFTEN = between_nodes.OFTEN = 4
-    measure.pace_us = pace.pace_us = lambda device, rounds=1: 1000.0
-    measure._stream, measure._disk = lambda device: 1e10, lambda: 1e9
-    measure._op = lambda device, found: 5.0
-    measure._products = lambda pace: measure.product_times((32, 64), pace)
-    measure.op_times = lambda pace: [("add", 1e3, 1.0), ("add", 1e6, 50.0)]
-    measure.measure_engine = steps
-    measure.between_times = partial(measure.between_times, sizes=sizes)
+    machine.pace_us = pace.pace_us = lambda device, rounds=1: 1000.0
+    machine._stream, machine._disk = lambda device: 1e10, lambda: 1e9
+    machine._op = lambda device, found: 5.0
+    machine._products = lambda pace: machine.product_times((32, 64), pace)
+    machine.op_times = lambda pace: [("add", 1e3, 1.0), ("add", 1e6, 50.0)]
+    machine.measure_engine = steps
+    machine.between_times = partial(machine.between_times, sizes=sizes)
     for rank in range(4):  # all is imported once
         if os.fork() == 0:
             one_rank(rank)
@@ -312,7 +312,7 @@ import sys
 
 from shardwise.comm import everybody, gather_json
 from shardwise.device import pick_device
-from shardwise.planner.between_nodes import between_times
+from shardwise.measure.between_nodes import between_times
 from shardwise.ranks import join, leave
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ def test_a_trace_counts_what_a_step_does() -> None:
     from torch import nn
 
     from shardwise import Task
-    from shardwise.planner.tracing import trace
+    from shardwise.rehearsal.step_trace import trace
 
     def chain() -> nn.Module:
         return nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
@@ -52,7 +52,7 @@ def test_a_trace_counts_what_a_step_does() -> None:
 @pytest.mark.parametrize("name", ["decoder", "gpt2", "vit", "mlp", "unet_field"])
 def test_reference_tasks_get_a_ranked_table(name: str) -> None:
     from shardwise.models import tasks
-    from shardwise.planner.traced import traced_subject
+    from shardwise.planner.traced_task import traced_subject
 
     make = getattr(tasks, name, None) or next(
         getattr(tasks, other) for other in dir(tasks) if other.startswith(name.split("_")[0])
@@ -69,7 +69,7 @@ def test_reference_tasks_get_a_ranked_table(name: str) -> None:
 
 def test_recompute_keeps_less_and_computes_more() -> None:
     from shardwise.models.tasks import decoder as task
-    from shardwise.planner.tracing import trace
+    from shardwise.rehearsal.step_trace import trace
 
     none, full = (trace(task(), 16, "fp32", policy) for policy in ("none", "full"))
     assert full.peak < none.peak
@@ -80,7 +80,7 @@ def test_flops_are_those_of_the_model_whatever_ranks_do_twice() -> None:
     """Recompute, and what tp does not cut, add work but no model FLOPs: MFU follows the rate."""
     from shardwise.costs.layout import Layout
     from shardwise.models import tasks
-    from shardwise.planner.traced import traced_subject
+    from shardwise.planner.traced_task import traced_subject
 
     subject = traced_subject(tasks.gpt2(), NODE, software("shardwise"), 8, "bf16", ("full",))
     plain = subject.simulate(Layout(seq=1, micro_batch=4, n_micro=1, replicas=2))
@@ -96,7 +96,7 @@ def test_a_module_that_looks_at_values_is_named_with_its_line() -> None:
     from torch import nn
 
     from shardwise import Task
-    from shardwise.planner.tracing import trace
+    from shardwise.rehearsal.step_trace import trace
 
     class Peeks(nn.Module):
         def __init__(self) -> None:
@@ -116,7 +116,7 @@ def test_a_module_that_fails_is_named_by_its_path() -> None:
     from torch import nn
 
     from shardwise import Task
-    from shardwise.planner.tracing import trace
+    from shardwise.rehearsal.step_trace import trace
 
     class Fails(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -136,7 +136,7 @@ def test_a_recurrent_layer_is_counted() -> None:
     from torch import nn
 
     from shardwise import Task
-    from shardwise.planner.tracing import trace
+    from shardwise.rehearsal.step_trace import trace
 
     class Remembers(nn.Module):
         def __init__(self) -> None:
@@ -155,7 +155,7 @@ def test_time_between_two_traces_is_that_of_the_trace_there() -> None:
     """Shapes are on a line, not seconds: a forecast for 64 samples from traces of 2 and 4 is that of a trace of 64."""
     from shardwise.costs.kernels import Kernels
     from shardwise.models.tasks import gpt2
-    from shardwise.planner.tracing import trace
+    from shardwise.rehearsal.step_trace import trace
     from shardwise.simulator.traced import between, compute_seconds
 
     soft, kernels = software("shardwise"), Kernels(NODE.device)
@@ -169,7 +169,7 @@ def test_peak_of_a_trace_is_that_of_a_real_step() -> None:
 
     from shardwise.memory.live import LiveBytes
     from shardwise.models.tasks import decoder as make
-    from shardwise.planner.tracing import trace
+    from shardwise.rehearsal.step_trace import trace
 
     task = make()
     batch = task.batch(0) if task.batch is not None else None
@@ -195,7 +195,7 @@ def test_routed_experts_are_traced_under_a_balanced_load(name: str) -> None:
     """Counts of tokens are asked for by value; the peak is within 2% of a step whose router chose for itself."""
     from shardwise.memory.live import LiveBytes
     from shardwise.models import tasks
-    from shardwise.planner.tracing import trace
+    from shardwise.rehearsal.step_trace import trace
 
     if name.startswith("hf_"):
         pytest.importorskip("transformers", reason="the task's model is one of transformers")
@@ -223,7 +223,7 @@ def test_values_follow_masks_counts_and_views() -> None:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from shardwise.planner.routed import Values, balanced, shadow
+    from shardwise.rehearsal.known_values import Values, balanced, shadow
 
     fake = FakeTensorMode()
     with fake, Values(fake) as mode:
@@ -273,7 +273,7 @@ def test_a_run_writes_its_forecast_beside_what_it_measured(tmp_path: Path) -> No
 
 @pytest.mark.long
 def test_probe_measures_two_ranks() -> None:
-    from shardwise.planner.measure import probe
+    from shardwise.measure.machine import probe
 
     found = probe(2)
     assert found.world_size == 2
@@ -301,7 +301,7 @@ def evenly():
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from shardwise.planner.routed import balanced
+    from shardwise.rehearsal.known_values import balanced
 
     class Evenly(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -349,7 +349,7 @@ def live_peak(name: str, text: str, even: bool = False) -> tuple[int, int]:
 def both(pool, name: str, text: str, even: bool = False) -> tuple[list[float], list[int]]:
     """Bytes of every rank: forecast, and the peak of what was live."""
     from shardwise.engine.batching import samples_in
-    from shardwise.planner.traced import Traced
+    from shardwise.planner.traced_task import Traced
 
     task, plan = task_of(name), Plan.parse(text)
     samples = samples_in(task.batch(0))
@@ -464,8 +464,8 @@ def test_memory_of_ranks_whose_router_is_even_is_within_two_percent(name: str, p
 
 @pytest.mark.parametrize("text", ["dp_shard=2,zero=3", "dp_shard=2,zero=2,accumulate=2"])
 def test_a_rank_run_alone_has_the_bytes_of_the_real_one(text: str, pool) -> None:
+    from shardwise.measure.one_rank import measure_rank
     from shardwise.models.tasks import decoder as make
-    from shardwise.planner.onerank import measure_rank
 
     real = pool.run(live_peak, 2, "decoder", text)
     alone = [measure_rank(make, Plan.parse(text), rank) for rank in range(2)]
@@ -475,8 +475,8 @@ def test_a_rank_run_alone_has_the_bytes_of_the_real_one(text: str, pool) -> None
 
 
 def test_a_rank_of_many_is_measured_here() -> None:
+    from shardwise.measure.one_rank import measure_rank
     from shardwise.models.tasks import decoder as make
-    from shardwise.planner.onerank import measure_rank
 
     few, many = (measure_rank(make, Plan.parse(f"dp_replicate={n}"), n - 1) for n in (2, 7))
     assert many["seconds"] > 0
@@ -494,24 +494,24 @@ def test_a_rank_of_many_is_measured_here() -> None:
 def test_the_telling_part_of_a_row_holds_as_much_as_the_whole(name: str, degree: int, chunks: int, monkeypatch) -> None:
     """Uneven micro-batches and tied ends: the same peak, and the same ops, as of the row played to its end."""
     from shardwise.models import tasks
-    from shardwise.planner import rehearsal, shares
-    from shardwise.planner.tracing import one_sample
+    from shardwise.rehearsal import cut_module, rank_row
+    from shardwise.rehearsal.step_trace import one_sample
 
     task = tasks.gpt2()
     stages = ("blocks.0", "blocks.1", "head") if chunks == 2 else ()
-    cuts = shares.Cuts(pp=degree, schedule=name, microbatches=4, stages=stages)
-    looks = shares.Looks(task, one_sample(task))
+    cuts = cut_module.Cuts(pp=degree, schedule=name, microbatches=4, stages=stages)
+    looks = cut_module.Looks(task, one_sample(task))
     shorter = 0
     for sizes in ((1,), (2, 1, 1, 1)):
         for rank in range(degree):
-            short = shares.Shares(looks, cuts).trace(0, rank, sizes)
+            short = cut_module.Shares(looks, cuts).trace(0, rank, sizes)
             with monkeypatch.context() as patch:
-                patch.setattr(rehearsal, "telling", lambda row, sizes, stages: list(row))
-                whole = shares.Shares(looks, cuts).trace(0, rank, sizes)
+                patch.setattr(rank_row, "telling", lambda row, sizes, stages: list(row))
+                whole = cut_module.Shares(looks, cuts).trace(0, rank, sizes)
             assert (short.peak, short.messages, short.wire) == (whole.peak, whole.messages, whole.wire)
             assert {key: op.order for key, op in short.ops.items()} == {key: op.order for key, op in whole.ops.items()}
-            row = shares.Shares(looks, cuts).schedule.rows[rank]
-            shorter += len(rehearsal.telling(row, [1] * 4, degree * chunks)) < len(row)
+            row = cut_module.Shares(looks, cuts).schedule.rows[rank]
+            shorter += len(rank_row.telling(row, [1] * 4, degree * chunks)) < len(row)
     assert shorter, "nothing was left out"
 
 
@@ -521,7 +521,8 @@ def test_a_large_sample_is_read_once(monkeypatch) -> None:
     from torch import nn
 
     from shardwise import Task
-    from shardwise.planner import shares, traced
+    from shardwise.planner import traced_task
+    from shardwise.rehearsal import cut_module
 
     reads = []
 
@@ -536,11 +537,11 @@ def test_a_large_sample_is_read_once(monkeypatch) -> None:
     def chain() -> nn.Module:
         return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(4)))
 
-    monkeypatch.setattr(shares, "LARGE_BYTES", 1)
-    monkeypatch.setattr(traced, "LONG_S", 0.0)
+    monkeypatch.setattr(cut_module, "LARGE_BYTES", 1)
+    monkeypatch.setattr(traced_task, "LONG_S", 0.0)
     task = Task(model=chain, loss=lambda output, batch: (output.sum(), len(batch)), data=Fields())
     said: list[str] = []
-    subject = traced.traced_subject(
+    subject = traced_task.traced_subject(
         task, Cluster.parse("4 l40s"), software("shardwise"), 16, "bf16", ("none",), say=said.append
     )
     found = search_plans(subject, Cluster.parse("4 l40s"))
@@ -720,8 +721,8 @@ def test_memory_of_modules_of_ones_own(name: str, plans: list[str], pool) -> Non
 
 def test_batch_norms_over_ranks_are_in_the_step() -> None:
     """Each sends twice in forward and twice in backward; alone it sends nothing, and needs more than one sample."""
-    from shardwise.planner.traced import traced_subject
-    from shardwise.planner.tracing import trace
+    from shardwise.planner.traced_task import traced_subject
+    from shardwise.rehearsal.step_trace import trace
 
     assert sum(trace(normed(), 1, joined=2).joined.values()) == 4 * 4
     alone = trace(normed(), 1)
@@ -739,7 +740,7 @@ def test_convolutions_that_enlarge_are_counted_by_their_small_side() -> None:
     from torch import nn
 
     from shardwise import Task
-    from shardwise.planner.tracing import trace
+    from shardwise.rehearsal.step_trace import trace
 
     class Mixes(nn.Module):
         def __init__(self) -> None:
@@ -762,7 +763,7 @@ def test_a_mask_made_of_ones_is_known() -> None:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from shardwise.planner.routed import Values, shadow
+    from shardwise.rehearsal.known_values import Values, shadow
 
     fake = FakeTensorMode()
     with fake, Values(fake):
@@ -783,7 +784,7 @@ def test_a_module_that_no_run_takes_is_not_planned() -> None:
 
     from shardwise import Task
     from shardwise.errors import RefusedPlan
-    from shardwise.planner.tracing import trace
+    from shardwise.rehearsal.step_trace import trace
 
     class Complex(nn.Module):
         def __init__(self) -> None:

@@ -12,9 +12,9 @@ from torch import nn
 from shardwise import Plan, Task
 from shardwise.errors import InputError
 from shardwise.memory.live import LiveBytes
-from shardwise.planner.counting import Count, Trace
-from shardwise.planner.tracing import build, trace, update_of
 from shardwise.precision import Precision
+from shardwise.rehearsal.op_counts import Count, Trace
+from shardwise.rehearsal.step_trace import build, trace, update_of
 from shardwise.simulator.step import FOREACH
 from shardwise.trace.fake import Fake
 
@@ -155,7 +155,7 @@ def _own(model) -> Task:
 def test_weights_without_a_shape_are_refused_by_name() -> None:
     """In a forecast and in a run alike."""
     from shardwise.errors import InputError
-    from shardwise.planner.tracing import trace
+    from shardwise.rehearsal.step_trace import trace
     from shardwise.trace.deferred import build
 
     def lazy() -> nn.Module:
@@ -170,7 +170,7 @@ def test_a_scripted_module_is_refused_where_its_forward_would_be_looked_into() -
     from shardwise.engine.recipe import refuse_scripted
     from shardwise.errors import InputError, RefusedPlan
     from shardwise.layout import Plan
-    from shardwise.planner.tracing import trace
+    from shardwise.rehearsal.step_trace import trace
 
     def compiled() -> nn.Module:
         return nn.Sequential(torch.jit.script(nn.Linear(4, 4)), nn.Linear(4, 2))
@@ -185,7 +185,7 @@ def test_a_scripted_module_is_refused_where_its_forward_would_be_looked_into() -
 
 
 def test_sparse_gradients_are_traced_as_the_dense_ones_of_a_run() -> None:
-    from shardwise.planner.tracing import trace
+    from shardwise.rehearsal.step_trace import trace
 
     def table(sparse: bool) -> Task:
         return Task(
@@ -221,7 +221,7 @@ def test_the_one_number_of_a_loss_holds_what_its_kernel_leaves_behind_it(name: s
 
 
 def test_tensors_of_a_batch_that_lie_in_one_another_count_once() -> None:
-    from shardwise.planner.tracing import batch_bytes, one_sample
+    from shardwise.rehearsal.step_trace import batch_bytes, one_sample
 
     def batch(step: int) -> tuple[torch.Tensor, ...]:
         words = torch.zeros(8, 5, dtype=torch.long)
@@ -237,7 +237,7 @@ def test_a_forward_that_takes_gradients_is_refused_where_it_is_followed_without(
     from shardwise.cluster import Cluster
     from shardwise.costs.software import software
     from shardwise.planner.candidates import Constraints
-    from shardwise.planner.traced import Traced
+    from shardwise.planner.traced_task import Traced
 
     made = Traced(pinn(), Cluster.parse("4 h100-sxm-80gb"), software("shardwise"), "fp32", (1, 2), True)
     found = list(made.subject(16, ("none",)).layouts(4, Constraints()))

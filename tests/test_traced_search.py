@@ -17,7 +17,7 @@ from shardwise.models import tasks
 from shardwise.planner.candidates import Constraints, cut_layouts, data_layouts, expert_layouts
 from shardwise.planner.door import layout_of
 from shardwise.planner.propose import Subject, search
-from shardwise.planner.traced import Traced, traced_subject
+from shardwise.planner.traced_task import Traced, traced_subject
 
 NODE = Cluster.parse("8 h100-sxm-80gb")
 
@@ -105,7 +105,7 @@ def test_a_batch_that_does_not_divide_is_dealt_as_a_run_deals_it(batch: int, wor
     """Each layout comes back from its plan, and no rank of it is without samples in a micro-batch."""
     from shardwise.costs.layout import of_plan
     from shardwise.planner.candidates import plan_of
-    from shardwise.planner.traced import dealt
+    from shardwise.planner.traced_task import dealt
 
     found = list(data_layouts(world, batch, 8, ["none"]))
     over_all = [each for each in found if each.dp == world]
@@ -178,16 +178,16 @@ class Folded(nn.Module):
 
 def test_what_is_refused_is_refused_once(monkeypatch) -> None:
     """A degree whose cuts are refused is not derived again for each recompute, stage of ZeRO and micro-batch."""
-    from shardwise.planner import shares
+    from shardwise.rehearsal import cut_module
 
     asked = []
-    derive = shares.derive_cuts
+    derive = cut_module.derive_cuts
 
     def counted(task: Task, plan: Plan, *rest: object) -> object:
         asked.append((plan.tp, plan.sp))
         return derive(task, plan, *rest)
 
-    monkeypatch.setattr(shares, "derive_cuts", counted)
+    monkeypatch.setattr(cut_module, "derive_cuts", counted)
     task = Task(model=Folded, loss=lambda o, b: (o.sum(), len(o)), batch=lambda step: torch.ones(32, 6))
     found = traced_subject(task, NODE, software("shardwise"), 32, "fp32")
     assert not [layout for layout in found.layouts(8, Constraints()) if layout.tp > 1]
@@ -196,7 +196,7 @@ def test_what_is_refused_is_refused_once(monkeypatch) -> None:
 
 def test_a_layout_that_cannot_be_rehearsed_is_not_tried_with_recompute_and_zero_3(monkeypatch) -> None:
     from shardwise.errors import RefusedPlan
-    from shardwise.planner import shares
+    from shardwise.rehearsal import cut_module
 
     tried = []
 
@@ -206,7 +206,7 @@ def test_a_layout_that_cannot_be_rehearsed_is_not_tried_with_recompute_and_zero_
 
     made = Traced(tied(), NODE, software("shardwise"), "fp32", (1, 2), True)
     found = made.subject(32, ("selective", "full"))
-    monkeypatch.setattr(shares.Shares, "trace", refused)
+    monkeypatch.setattr(cut_module.Shares, "trace", refused)
     assert not [layout for layout in found.layouts(8, Constraints(max_tp=2, max_pp=2)) if layout.tp * layout.pp > 1]
     assert tried and len(set(tried)) == len(tried)
 

@@ -19,7 +19,7 @@ _HOME = {
     "verify": "shardwise.proof.parity",
     "Cluster": "shardwise.cluster.cluster",
     "plan": "shardwise.planner.door",
-    "probe": "shardwise.planner.door",
+    "probe": "shardwise.measure.machine",
     "simulate": "shardwise.planner.door",
     "ShardwiseError": "shardwise.errors",
     "InputError": "shardwise.errors",
@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from shardwise.engine.engine import Engine, parallelize
     from shardwise.errors import InputError, RefusedPlan, RunError, ShardwiseError
     from shardwise.layout.plan import Plan
-    from shardwise.planner.door import plan, probe, simulate
+    from shardwise.measure.machine import probe
+    from shardwise.planner.door import plan, simulate
     from shardwise.proof.parity import verify
     from shardwise.scripts.prepared import prepare
     from shardwise.task import Source, Task

@@ -257,7 +257,7 @@ def _can_be_measured(task: str, words: dict[str, Any]) -> None:
 def _measured_row(task: str, plan: Plan, forecast: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
     """Cells and fields of one plan as it ran here, or why it did not."""
     from shardwise.errors import RefusedPlan
-    from shardwise.planner.here import measure_here
+    from shardwise.measure.plan_here import measure_here
     from shardwise.planner.units import seconds_text
 
     expected = "-" if "memory" not in forecast else _mib(max(m["allocated"] for m in forecast["memory"]))
@@ -300,8 +300,8 @@ def probe(answer: Answer, output: str, ranks: int | None, refine: str | None) ->
     torchrun --nnodes 2 --nproc-per-node 2 --no-python shardwise probe -o cluster.toml
     """
     from shardwise.cluster import Cluster
-    from shardwise.planner.door import probe as measure
-    from shardwise.planner.measure import text
+    from shardwise.measure.machine import probe as measure
+    from shardwise.measure.machine import text
     from shardwise.planner.progress import telling
 
     if refine is not None and not speaks():
@@ -372,8 +372,8 @@ def _subject(
 
 def _measured(answer: Answer, task: str, plan: Plan, rank: int, forecast: Forecast) -> list[str]:
     """One rank run alone, with the simulated communication added."""
+    from shardwise.measure.one_rank import measure_rank
     from shardwise.planner.door import is_shape
-    from shardwise.planner.onerank import measure_rank
     from shardwise.planner.units import bytes_text, seconds_text
 
     if is_shape(task) and task not in _builtins():

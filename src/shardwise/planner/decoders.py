@@ -11,7 +11,7 @@ from typing import Any
 from shardwise.cluster.catalogue import key_of, model, model_names
 from shardwise.costs.shapes import Shape
 from shardwise.errors import InputError
-from shardwise.planner.families import FAMILIES, Family, layers_differ
+from shardwise.planner.decoder_families import FAMILIES, Family, layers_differ
 
 WORDS = {  # of each number, as the families write it
     "hidden": ("hidden_size", "n_embd", "n_embed"),

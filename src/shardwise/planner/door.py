@@ -1,4 +1,4 @@
-"""The verbs `plan`, `simulate` and `probe` from Python."""
+"""The verbs `plan` and `simulate` from Python."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class _Where:
 
     def traced(self, task: Task, samples: int | None, remarks: tuple[str, ...] = ()) -> Subject:
         """Any task: its module is traced."""
-        from shardwise.planner.traced import default_samples, traced_subject
+        from shardwise.planner.traced_task import default_samples, traced_subject
 
         where = (self.cluster, self.software, samples, self.precision)
         if self.plan is None:
@@ -99,7 +99,7 @@ class _Where:
             return self._built(path, samples, length)
         remarks: list[str] = []
         if named and find_spec("transformers") is not None:
-            from shardwise.planner.configured import differs
+            from shardwise.planner.configured_task import differs
 
             remarks, other = differs(path, shape)
             if other:
@@ -108,7 +108,7 @@ class _Where:
 
     def _built(self, path: str, samples: int | None, length: int | None, *remarks: str) -> Subject:
         """The model that transformers builds, traced on the first kind of sample that it takes."""
-        from shardwise.planner.configured import configured
+        from shardwise.planner.configured_task import configured
 
         if samples is None:
             raise InputError(f"{path} is a model without data of its own: give --global-batch")
@@ -174,17 +174,3 @@ def simulate(
         task, where, global_batch=global_batch, seq=seq, precision=parsed.precision, software_name=software, plan=parsed
     )
     return subject.simulate(layout_of(parsed, subject))
-
-
-def probe(ranks: int | None = None, say: Say = silent) -> Cluster:
-    """Measure this machine, with `ranks` ranks at once: products, memory, collectives, disk.
-
-    Ranks that a launcher started are joined, and those of several hosts measure the links between them too. Collective
-    then, with the same `Cluster` on every rank; process groups that were made before are gone afterwards. Raises
-    `InputError` where hosts have unequal numbers of ranks, or ranks of a host do not follow each other.
-
-    `say` is told what is being measured, by rank 0 too: it has to be a function that can be pickled.
-    """
-    from shardwise.planner.measure import probe as measure
-
-    return measure(ranks, say)

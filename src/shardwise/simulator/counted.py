@@ -8,7 +8,7 @@ from typing import Protocol
 
 
 class Counted(Protocol):
-    """What a trace says; see planner/counting.py. Each is itself alone: two with the same counts differ."""
+    """What a trace says; see rehearsal/op_counts.py. Each is itself alone: two with the same counts differ."""
 
     def __hash__(self) -> int: ...
 

@@ -36,7 +36,7 @@ OpKey = tuple[str, int]  # (kind, stage)
 
 
 class CountedRank(Counted, Protocol):
-    """What the rehearsal of a rank says; see planner/shares.py."""
+    """What the rehearsal of a rank says; see rehearsal/cut_module.py."""
 
     @property
     def ops(self) -> Mapping[OpKey, Counted]: ...

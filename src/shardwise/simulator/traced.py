@@ -76,7 +76,7 @@ def compute_seconds(trace: Counted, kernels: Kernels, software: Software) -> flo
 
 
 def op_seconds(kind: str, shape: Sequence[float], times: float, kernels: Kernels, software: Software) -> float:
-    """One op of a trace (see planner/counting); `times`: the batch of a batched product."""
+    """One op of a trace (see rehearsal/op_counts); `times`: the batch of a batched product."""
     return kernels.factor(kind) * _alone(kind, shape, times, kernels, software)
 
 

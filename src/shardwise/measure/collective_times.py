@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from shardwise.comm.collectives import Axis, all_gather, all_reduce, all_to_all, reduce_scatter
 from shardwise.device import synchronize
+from shardwise.measure.pace import Pace
 from shardwise.planner.candidates import divisors
-from shardwise.planner.pace import Pace
 
 BYTES = tuple(2**i for i in range(10, 27, 2))
 WORK = 256  # rows and columns of a product before each collective: half a millisecond of a CPU

@@ -17,7 +17,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from shardwise.planner.pace import Pace
+from shardwise.measure.pace import Pace
 
 ATEN = torch.ops.aten
 ELEMENTS = (2**8, 2**13, 2**17, 2**20)

@@ -35,9 +35,9 @@ from shardwise.parallel.expert import holds_experts
 from shardwise.parallel.expert.apply import Stack
 from shardwise.parallel.tensor import Derived, Followed
 from shardwise.part import forget
-from shardwise.planner.rehearsal import ALIKE, Beside, RankTrace, Rehearsal, Told
-from shardwise.planner.tracing import Inside, as_real, batch_bytes, repeated, untraced
 from shardwise.precision import Precision
+from shardwise.rehearsal.rank_row import ALIKE, Beside, RankTrace, Rehearsal, Told
+from shardwise.rehearsal.step_trace import Inside, as_real, batch_bytes, repeated, untraced
 from shardwise.task import Task
 from shardwise.trace.blocks import find_blocks
 from shardwise.trace.deferred import Built

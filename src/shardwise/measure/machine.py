@@ -38,11 +38,11 @@ from shardwise.cluster.tables import bus_factor
 from shardwise.comm import everybody, gather_json
 from shardwise.device import pace_us, pick_device, synchronize
 from shardwise.errors import InputError
-from shardwise.planner.between_nodes import between_times
-from shardwise.planner.collective_times import collective_times
-from shardwise.planner.op_times import convolution_times, op_times, product_times
-from shardwise.planner.overheads import fit, step_times
-from shardwise.planner.pace import Pace, over_ranks, slower
+from shardwise.measure.between_nodes import between_times
+from shardwise.measure.collective_times import collective_times
+from shardwise.measure.op_times import convolution_times, op_times, product_times
+from shardwise.measure.overheads import fit, step_times
+from shardwise.measure.pace import Pace, over_ranks, slower
 from shardwise.planner.progress import Say, silent
 from shardwise.ranks import Place, apart, here, join, launch, nodes_of
 
@@ -160,8 +160,8 @@ def _stream(device: torch.device) -> float:
 
 def _op(device: torch.device, found: dict[str, Any]) -> float:
     """Microseconds of an op of a forward and backward whose tensors are tiny."""
-    from shardwise.planner.references import reference_task
-    from shardwise.planner.tracing import trace
+    from shardwise.measure.reference_modules import reference_task
+    from shardwise.rehearsal.step_trace import trace
 
     task = reference_task()
     assert task.batch is not None
@@ -195,9 +195,14 @@ def _disk() -> float:
 
 
 def probe(ranks: int | None = None, say: Say = silent) -> Cluster:
-    """Measure with `ranks` ranks at once (by default one for each CUDA device, or two on a CPU).
+    """Measure this machine, with `ranks` ranks at once: products, memory, collectives, disk.
 
-    Ranks of a launcher are joined instead: collective then, and the same on every rank.
+    By default one rank for each CUDA device, or two on a CPU. Ranks that a launcher started are joined, and those of
+    several hosts measure the links between them too. Collective then, with the same `Cluster` on every rank; process
+    groups that were made before are gone afterwards. Raises `InputError` where hosts have unequal numbers of ranks,
+    or ranks of a host do not follow each other.
+
+    `say` is told what is being measured, by rank 0 too: it has to be a function that can be pickled.
     """
     place = here()
     if place is not None:

@@ -22,9 +22,9 @@ import torch.distributed as dist
 
 from shardwise.cluster.cluster import Between
 from shardwise.comm.collectives import Axis, all_reduce, receive, send
+from shardwise.measure.collective_times import BYTES, LARGE, OFTEN, SELDOM, after_work, of_size
+from shardwise.measure.pace import Pace
 from shardwise.planner.candidates import divisors
-from shardwise.planner.collective_times import BYTES, LARGE, OFTEN, SELDOM, after_work, of_size
-from shardwise.planner.pace import Pace
 
 LONG_US = 1e6  # a size whose slowest call takes so long is a link's last: larger ones take as many times longer
 

@@ -9,8 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.memory.live import LiveBytes
-from shardwise.planner.counting import DEVICE, Count
-from shardwise.planner.routed import Values
+from shardwise.rehearsal.known_values import Values
+from shardwise.rehearsal.op_counts import DEVICE, Count
 
 
 class Watch(TorchDispatchMode):

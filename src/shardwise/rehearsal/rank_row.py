@@ -1,4 +1,4 @@
-"""One rank's row of a schedule, played on tensors without values: see planner/shares.py."""
+"""One rank's row of a schedule, played on tensors without values: see rehearsal/cut_module.py."""
 
 from __future__ import annotations
 
@@ -26,12 +26,14 @@ from shardwise.parallel.pipeline.stage import StagedModule
 from shardwise.parallel.tensor import TensorParallel
 from shardwise.parallel.tensor.apply import see_parts
 from shardwise.part import forget
-from shardwise.planner.counting import Count, Trace
-from shardwise.planner.fused import Fused, like_gpu
-from shardwise.planner.gathered import Gathered
-from shardwise.planner.routed import Values
-from shardwise.planner.rows import telling
-from shardwise.planner.tracing import (
+from shardwise.precision import Precision
+from shardwise.rehearsal.dispatch import Watch
+from shardwise.rehearsal.fsdp2 import Gathered
+from shardwise.rehearsal.gpu_kernels import Fused, like_gpu
+from shardwise.rehearsal.known_values import Values
+from shardwise.rehearsal.op_counts import Count, Trace
+from shardwise.rehearsal.short_rows import telling
+from shardwise.rehearsal.step_trace import (
     Arrivals,
     batch_norms,
     build,
@@ -41,13 +43,11 @@ from shardwise.planner.tracing import (
     objective,
     on_device,
 )  # fmt: skip
-from shardwise.planner.watching import Watch
-from shardwise.precision import Precision
 from shardwise.trace.blocks import find_blocks
 from shardwise.trace.fake import Fake
 
 if TYPE_CHECKING:
-    from shardwise.planner.shares import Shares
+    from shardwise.rehearsal.cut_module import Shares
 
 
 Beside = tuple[int, tuple[tuple[int, ...], ...]]  # place in ep; of each micro-batch, the samples of each rank there

@@ -34,8 +34,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from shardwise.part.leaves import tensors_in
-from shardwise.planner.counting import Trace, written
-from shardwise.planner.kept import LAYER, behind_one_number, workspace_bytes
+from shardwise.rehearsal.op_counts import Trace, written
+from shardwise.rehearsal.workspaces import LAYER, behind_one_number, workspace_bytes
 
 MOST, MOST_FLOATS = 2**25, 2**20  # elements of a shadow: beyond, a tensor has no values
 MEDIAN = 0.5

@@ -3,7 +3,8 @@
 The module's own forward, loss and backward run under a dispatch mode on tensors without values; nothing is computed
 and no memory is used. Recompute is applied as it is in a run, so what it adds is seen, not estimated.
 
-*What this does not do*: see kernels' workspace; follow modules that look at values other than integers (routed.py).
+*What this does not do*: see kernels' workspace; follow modules that look at values other than integers
+(known_values.py).
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ from shardwise.memory.live import LiveBytes
 from shardwise.memory.recompute import recompute_block
 from shardwise.parallel.batchnorm import CountBatchNorm, JoinBatchNorm, batch_norm_modules, sync_module
 from shardwise.parallel.slots import Phase
-from shardwise.planner.counting import Count, Trace
-from shardwise.planner.fused import like_gpu
-from shardwise.planner.routed import BATCH, Values, give
-from shardwise.planner.watching import Watch
 from shardwise.precision import Precision
+from shardwise.rehearsal.dispatch import Watch
+from shardwise.rehearsal.gpu_kernels import like_gpu
+from shardwise.rehearsal.known_values import BATCH, Values, give
+from shardwise.rehearsal.op_counts import Count, Trace
 from shardwise.simulator.counted import Update
 from shardwise.task import Task
 from shardwise.trace.blocks import find_blocks
@@ -214,7 +215,7 @@ def trace(
 
     sample   a batch of one, so that the task need not make it again
     joined   ranks over which batch norms take their statistics, none for the module's own
-    fused    attention and dropout as a GPU has them (planner/fused.py)
+    fused    attention and dropout as a GPU has them (rehearsal/gpu_kernels.py)
 
     A module that cannot be traced raises `InputError` with the line that failed.
     """

@@ -29,10 +29,10 @@ from shardwise.costs.layout import Layout, of_plan
 from shardwise.costs.overhead import BASE, Overhead, events
 from shardwise.costs.software import software
 from shardwise.layout import Plan
-from shardwise.planner.pace import Beat, Pace, over_ranks, pace_beside
+from shardwise.measure.pace import Beat, Pace, over_ranks, pace_beside
+from shardwise.measure.reference_modules import large_tasks, reference_task
 from shardwise.planner.progress import Say, silent
-from shardwise.planner.references import large_tasks, reference_task
-from shardwise.planner.traced import Traced
+from shardwise.planner.traced_task import Traced
 from shardwise.task import Task
 
 REFERENCES = ((2, 1), (6, 1), (2, 4))  # blocks, feed-forward parts of a block
