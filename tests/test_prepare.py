@@ -391,7 +391,6 @@ def test_more_ranks_than_this_run_has() -> None:
             lambda model: torch.optim.SGD([*model.parameters(), nn.Parameter(torch.zeros(3))], 0.1),
             r"shape \(3,\).*no pa",
         ),
-        (lambda model: stepped(model), "has done steps already"),
         (lambda model: Forgetful(model.parameters(), power=3), "'power' is 3, and would be 2"),
         (lambda model: "sgd", "of type str"),
     ],
@@ -400,13 +399,6 @@ def test_optimizers_that_cannot_be_made_anew(make: Any, words: str) -> None:
     model = net()
     with pytest.raises(InputError, match=words):
         shardwise.prepare(model, make(model), [])
-
-
-def stepped(model: nn.Module) -> torch.optim.Optimizer:
-    optimizer = adamw(model)
-    model(torch.zeros(1, 6, dtype=torch.float64)).sum().backward()
-    optimizer.step()
-    return optimizer
 
 
 class Forgetful(torch.optim.SGD):

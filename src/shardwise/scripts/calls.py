@@ -29,6 +29,7 @@ from shardwise.scripts.draws import SampleDraws
 from shardwise.scripts.loader import Events, PartLoader
 from shardwise.scripts.lookout import look_at_model
 from shardwise.scripts.reading import share_generators
+from shardwise.scripts.saying import Notices, names_line
 from shardwise.scripts.spread import seen_outside, tensors_of
 from shardwise.trace.deferred import seed_of
 
@@ -56,6 +57,7 @@ class Calls(Events):
         self.model, self.mesh = model, mesh
         self.randomness, self.seed = randomness, seed
         self.engine: Engine | None = None
+        self.told = leader.told if leader is not None else Notices(mesh.rank)
         self.leader = leader or self  # the first of the models that one loop trains
         self.together: list[Calls] = leader.together if leader is not None else []
         self.together.append(self)
@@ -133,6 +135,7 @@ class Calls(Events):
             self._listen(engine)
         self.resume()
 
+    @names_line
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         assert self.engine is not None
         precision = self.engine.precision
@@ -152,6 +155,7 @@ class Calls(Events):
             seed_generators(seed_of("fast", self.seed, self._forwards, self.engine.data_rank))
         return args, kwargs
 
+    @names_line
     def _leave(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         assert self.engine is not None
         if self.draws is not None:

@@ -3,7 +3,10 @@
 Schedulers and logging hold the object and its groups, so both stay; what the groups hold becomes the pieces that the
 plan gives this rank. Which pieces the optimizer bears is found by trial, as for a task (`engine/optimizer`).
 
-What this does not do: carry over state from steps that were done before.
+Where every rank holds whole tensors, frozen ones stay in their groups and the state of steps that were done before
+stays too, so that numbers in a saved state mean the same parameters as in one process.
+
+What this does not do: cut state from steps that were done before.
 """
 
 from __future__ import annotations
@@ -43,13 +46,14 @@ def names_in_groups(optimizer: Optimizer, module: nn.Module) -> list[list[str]]:
     return groups
 
 
-def refuse_used(optimizer: Optimizer) -> None:
-    """Steps that were done on one process's tensors have left state that no piece has."""
+def refuse_used(optimizer: Optimizer, *, whole: bool) -> None:
+    """Steps that were done on one process's tensors have left state that no piece has; `whole`: there are none."""
     fresh = _made(optimizer, [{**_settings(group), "params": group["params"]} for group in optimizer.param_groups])
-    if len(optimizer.state) > len(fresh.state):
+    if len(optimizer.state) > len(fresh.state) and not whole:
         raise InputError(
-            "prepare: the optimizer has done steps already, and its state belongs to whole parameters: prepare a new "
-            "one before the first step"
+            "prepare: the optimizer has done steps already (or was given the state of some), and its state belongs to "
+            "whole parameters, of which the plan gives each rank pieces: prepare a new one before the first step, or "
+            "use dp_replicate"
         )
     _refuse_lost(optimizer, fresh)
 
@@ -104,9 +108,12 @@ def _flat(optimizer: Optimizer, settings: dict[str, Any]) -> Callable[[list[dict
 
 def adopt(
     optimizer: Optimizer, groups: list[list[str]], technique: DataParallel, names: list[str],
-    shapes: dict[str, torch.Size], shard: Axis, nature: Nature, *, zero: int,
+    shapes: dict[str, torch.Size], shard: Axis, nature: Nature, *, zero: int, whole: bool,
 ) -> Owners | None:  # fmt: skip
-    """Point the optimizer at this rank's pieces, in place. Raises `RefusedPlan` for one that bears none."""
+    """Point the optimizer at this rank's pieces, in place. Raises `RefusedPlan` for one that bears none.
+
+    whole   every piece is a whole parameter
+    """
     owners = None
     held: dict[str, list[nn.Parameter]] = {}
     refuse(nature, zero, named=type(optimizer).__name__)
@@ -118,6 +125,12 @@ def adopt(
         owners = Owners(cast(Pieces, technique), names, [shapes[name] for name in names], shard)
         held = {names[index]: [master] for index, master in owners.masters.items()}
     pieces = [[piece for name in group for piece in held.get(name, [])] for group in groups]
+    state: dict[Any, Any] = {}
+    if whole:
+        pieces = [_with_frozen(g["params"], of_group) for g, of_group in zip(optimizer.param_groups, pieces, strict=True)]
+        olds = [param for group in optimizer.param_groups for param in group["params"]]
+        news = [param for group in pieces for param in group]
+        state = {new: optimizer.state[old] for old, new in zip(olds, news, strict=True) if old in optimizer.state}
     filled = [{**_settings(g), "params": p} for g, p in zip(optimizer.param_groups, pieces, strict=True) if p]
     made = _made(optimizer, filled) if filled else None
     for group, params in zip(optimizer.param_groups, pieces, strict=True):
@@ -125,7 +138,13 @@ def adopt(
         group.pop("param_names", None)
     optimizer.state.clear()
     if made is not None:
-        optimizer.state.update(made.state)
+        optimizer.state.update({**made.state, **state})
         kept = {key: value for key, value in vars(made).items() if key not in _NOT_TAKEN and "hook" not in key}
         vars(optimizer).update(kept)
     return owners
+
+
+def _with_frozen(given: list[nn.Parameter], trained: list[nn.Parameter]) -> list[nn.Parameter]:
+    """A group's parameters in their order: what is trained, and between them the frozen ones as they are."""
+    masters = iter(trained)
+    return [next(masters) if param.requires_grad else param for param in given]

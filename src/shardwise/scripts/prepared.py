@@ -44,12 +44,15 @@ from shardwise.scripts.divisor import Divisor, divisor_of, refuse_division
 from shardwise.scripts.guard import Gate, RefusedScaler, guard_gradients, guard_state_dict
 from shardwise.scripts.held import Held, loading
 from shardwise.scripts.loader import PartLoader, Reads
+from shardwise.scripts.saying import names_line
 from shardwise.scripts.spread import check_cuts, shared_call, wait_for_call
 from shardwise.scripts.start import check_given, generators_kept, is_compiled, make_engine, with_dtype
+from shardwise.scripts.state import guard_optimizer, holds_pieces
 
 Randomness = Literal["global", "fast"]
 
 
+@names_line
 def prepare(
     model: nn.Module,
     optimizer: Optimizer,
@@ -105,7 +108,7 @@ class Prepared(Held):
         self.plan = plan = with_dtype(plan, model)
         self.model, self.optimizer = model, optimizer
         self.mesh, self.seed, self.branches = build_mesh(plan, device), seed, branches
-        optimizers.refuse_used(optimizer)
+        optimizers.refuse_used(optimizer, whole=not holds_pieces(plan))
         self._groups = optimizers.names_in_groups(optimizer, model)
         self._shapes = {name: param.shape for name, param in trainable(model)}
         with generators_kept():
@@ -131,12 +134,14 @@ class Prepared(Held):
         self._gate, self._state_gate = Gate(), Gate()
         self._unguarded = self._shares and plan.zero == 3 and plan.dp_shard > 1  # FSDP's own parameters
         self._square: torch.Tensor | None = None  # of this rank's gradients, when they were whole
+        self._told = self.calls.told
         self._hook_optimizer()
         if self._shares:
             wait_for_call(model, self._spread)
         else:
             self._spread()
 
+    @names_line
     def _spread(self, args: tuple = (), kwargs: dict | None = None) -> None:
         """Put the model's weights where the plan has them. Collective."""
         model, plan, mesh = self.model, self.plan, self.mesh
@@ -147,7 +152,7 @@ class Prepared(Held):
             self._engine = engine = make_engine(model, plan, mesh, self.branches, self.seed, call)
             engine.owners = optimizers.adopt(
                 self.optimizer, self._groups, engine.technique, engine.names, self._shapes, mesh.shard, self._nature,
-                zero=plan.zero if plan.dp_shard > 1 else 0,
+                zero=plan.zero if plan.dp_shard > 1 else 0, whole=not holds_pieces(plan),
             )  # fmt: skip
         for child, mode in training.items():
             child.training = mode
@@ -164,10 +169,11 @@ class Prepared(Held):
         for buckets in _buckets(engine):
             buckets.asleep = True
         self.calls.watch(engine)
+        self._told.say(self.notices)
 
     @property
     def notices(self) -> list[str]:
-        """What is worth knowing about this run, found so far."""
+        """What is worth knowing about this run, found so far. Each is printed once, by rank 0."""
         return [*(self._engine.notices if self._engine is not None else []), *self.loader.notices]
 
     @property
@@ -185,6 +191,7 @@ class Prepared(Held):
 
     # --- what a script calls
 
+    @names_line
     def backward(
         self, loss: torch.Tensor, weight: torch.Tensor | float | None = None, *,
         mean_over: torch.Tensor | float | None = None,
@@ -259,6 +266,7 @@ class Prepared(Held):
         whole, divisor = self.sum(total.detach(), self._once() if self._given != "given" else float(weight or 0.0))
         return torch.tensor(whole / divisor if divisor else float("nan"), dtype=torch.float64)
 
+    @names_line
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Stands for `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)`: the norm over all ranks."""
         self._flush()
@@ -370,12 +378,14 @@ class Prepared(Held):
             self._square = sum_of_squares(engine, engine.technique.slots) if self._unguarded else None
         forget()
         self._finished = True
+        self._told.say(self.notices)
         self.grad_norm = result.grad_norm
         self.loss = torch.tensor(result.loss, dtype=torch.float64)
 
     # --- the optimizer's calls
 
     def _hook_optimizer(self) -> None:
+        guard_optimizer(self.optimizer, self.plan)
         inner = self.optimizer.step
         prepared = self
 
@@ -396,6 +406,7 @@ class Prepared(Held):
         self.model.load_state_dict = types.MethodType(loading(self), self.model)
         self.model.zero_grad = types.MethodType(lambda module, set_to_none=True: prepared._discard(), self.model)
 
+    @names_line
     def _step(self, inner: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
         if self._engine is None and closure is None:
             return inner()  # nothing has a gradient yet
@@ -432,6 +443,7 @@ class Prepared(Held):
         self._flush()
         return self.loss
 
+    @names_line
     def _discard(self) -> None:
         """zero_grad: whatever was added up is forgotten."""
         self.calls.stray = False

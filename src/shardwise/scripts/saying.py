@@ -1,0 +1,65 @@
+"""What a script is told: notices once, by rank 0; errors with the line of the script that met them."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+from collections.abc import Callable, Iterable
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import shardwise
+from shardwise.errors import ShardwiseError
+
+_OURS = tuple(str(Path(module.__file__ or "").parent) for module in (shardwise, torch))
+
+
+class Notices:
+    """Prints each notice once, on rank 0's standard error."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._said: set[str] = set()
+
+    def say(self, notices: Iterable[str]) -> None:
+        """Print those that are new."""
+        for notice in notices:
+            if notice not in self._said and self._rank == 0:
+                sys.stderr.write(f"shardwise: {notice}\n")
+            self._said.add(notice)
+
+
+def names_line(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, whose errors end in the script's line that called it: "[train.py, line 12: loss.backward()]"."""
+
+    @wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except ShardwiseError as error:
+            line = _line()
+            if line and not getattr(error, "names_line", False):
+                error.names_line = True  # type: ignore[attr-defined]
+                error.args = (f"{error} [{line}]", *error.args[1:])
+            raise
+
+    return called
+
+
+def _line() -> str:
+    """The innermost line under way that is neither ours nor torch's."""
+    frame = sys._getframe(2)
+    while frame is not None and (_is_ours(frame.f_code.co_filename)):
+        frame = frame.f_back  # type: ignore[assignment]
+    if frame is None:
+        return ""
+    name, number = frame.f_code.co_filename, frame.f_lineno
+    text = linecache.getline(name, number, frame.f_globals).strip()
+    return f"{Path(name).name}, line {number}" + (f": {text}" if text else "")
+
+
+def _is_ours(name: str) -> bool:
+    return name.startswith(_OURS) or name.startswith("<") or name.endswith(("contextlib.py", "functools.py"))
