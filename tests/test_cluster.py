@@ -52,6 +52,7 @@ def test_every_device_survives_a_file(name: str, tmp_path: Path) -> None:
         ("2x8 h100-sxm-80gb, ibx-400", "did you mean 'ib'"),
         ("2x8 h100-sxm-80gb, ib-0", "above 0"),
         ("0x8 h100-sxm-80gb, ib-400", "at least 1"),
+        ("36x4 gb200, nvlink-72", "nvlink-72 joins 72 devices, and 36x4 are 144"),
         ("64 h100-sxm-80gb", "write 8x8"),
         ("some gpus", "a cluster is written as"),
         ("nowhere.toml", "no file nowhere.toml"),

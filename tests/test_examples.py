@@ -15,7 +15,7 @@ import pytest
 
 from shardwise import Task, parallelize
 from shardwise.ranks import RankPool
-from shardwise.training.resolve import resolve_task
+from shardwise.task_names import resolve_task
 
 FOLDER = Path(__file__).parents[1] / "examples"
 NEEDS = {"images": ["sklearn"], "fields": ["netCDF4", "iris_sample_data"], "finetune": ["transformers"], "text": []}

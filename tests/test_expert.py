@@ -16,7 +16,7 @@ from shardwise.comm import Axis
 from shardwise.engine.forward import Forward
 from shardwise.errors import RefusedPlan, RunError
 from shardwise.layout.plan import SCHEDULES
-from shardwise.layout.schedules import SPLIT
+from shardwise.layout.schedule_kinds import KINDS
 from shardwise.models import tasks
 from shardwise.models.moe import Experts, MoEConfig, MoEDecoder, Router
 from shardwise.parallel.expert import find_experts
@@ -48,7 +48,7 @@ PLANS = [
 ]  # fmt: skip
 STAGED = [
     *(f"pp=2,dp_shard=2,ep=2,schedule={schedule},microbatches=4,zero={zero}" for schedule in SCHEDULES
-      for zero in ((2, 0) if schedule in SPLIT else (3, 1))),
+      for zero in ((2, 0) if KINDS[schedule].split else (3, 1))),
     "pp=2,dp_shard=2,ep=2,remat=full", "pp=2,dp_replicate=2,dp_shard=2,ep=2,accumulate=2",
     "pp=2,dp_shard=4,ep=2,zero=1",
     "pp=2,tp=2,dp_shard=2,ep=2,zero=1", "pp=2,tp=2,sp=true,dp_shard=2,ep=2,zero=2,schedule=zbh1",

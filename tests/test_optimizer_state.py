@@ -12,8 +12,8 @@ from shardwise import Plan, Task, parallelize
 from shardwise.digest import digest
 from shardwise.errors import ShardwiseError
 from shardwise.models import tasks
-from shardwise.proof.parity import resolve
 from shardwise.ranks import RankPool
+from shardwise.task_names import resolve_task
 
 STEPS = 2
 
@@ -65,7 +65,7 @@ def flattened(name: str, value: Any) -> dict[str, Any]:
 
 def state_after_steps(name: str, plan: str) -> tuple[dict[str, Any], dict[str, str]]:
     """What every rank is told, and its digests."""
-    task = resolve(name)
+    task = resolve_task(name)
     engine = parallelize(task, f"{plan},precision=fp64", randomness="global", device="cpu")
     assert task.batch is not None
     for step in range(STEPS):

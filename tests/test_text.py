@@ -15,7 +15,8 @@ from shardwise.config import load
 from shardwise.data import JsonlSource, TokenSource, tokenized
 from shardwise.data.tokenizer import read_tokenizer
 from shardwise.errors import InputError
-from shardwise.training import execute, resolve_task
+from shardwise.task_names import resolve_task
+from shardwise.training import execute
 
 
 def small_tokenizer(folder: Path, **beside: Any) -> Path:

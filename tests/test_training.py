@@ -21,7 +21,7 @@ from shardwise.observe.flops import BY_COUNTING, BY_PARAMETERS, Flops, count_flo
 from shardwise.observe.folder import make_folder
 from shardwise.observe.metrics import MetricsFile
 from shardwise.observe.progress import Speed
-from shardwise.training.builtin import builtin_task
+from shardwise.training.builtin import text_task
 from shardwise.training.held_out import Spread
 from shardwise.training.job import make_job
 from shardwise.training.optimizers import CLASSES, make_optimizer
@@ -77,7 +77,7 @@ def test_a_text_run_on_two_ranks_writes_the_run_folder_completely(here, capfd):
     assert records[-1]["eval_weight"] == 5 * 16
 
     weights = load_file(folder / "model.safetensors")
-    assert weights.keys() == builtin_task(load(None, TINY).config.task).model().state_dict().keys()
+    assert weights.keys() == text_task(load(None, TINY).config.task).model().state_dict().keys()
     assert len(summary["memory"]) == 2 and summary["text"].startswith("def ")
     assert summary["loss"] == steps[-1]["loss"] and summary["unit"] == "tokens"
 
@@ -178,7 +178,7 @@ def lbfgs(groups):
 
 def test_steps_from_epochs_and_batches_from_tokens():
     job = make_job(load(None, [*TINY[:4], "train.batch_tokens=64", "train.epochs=0.5"]))
-    windows = len(builtin_task(job.effective.config.task).data)
+    windows = len(text_task(job.effective.config.task).data)
     assert job.batch_samples == 4 and job.steps == math.ceil(0.5 * math.ceil(windows / 4))
 
 

@@ -89,7 +89,7 @@ def _told(error: BaseException) -> tuple[int, str]:
         return 130, "interrupted"
     if isinstance(error, click.ClickException):
         return error.exit_code, error.format_message()
-    from shardwise.training.resolve import where, where_in_text
+    from shardwise.task_names import where, where_in_text
 
     log = getattr(error, "log", None)
     if isinstance(error, ShardwiseError):

@@ -246,7 +246,7 @@ def _forecast_row(task: str, cluster: Cluster, plan: Plan, words: dict[str, Any]
 def _can_be_measured(task: str, words: dict[str, Any]) -> None:
     from shardwise.planner.door import is_shape
 
-    if is_shape(task) and task not in _builtins():
+    if is_shape(task):
         raise InputError(f"--measure: {task} is a shape, not a model that can be run; give module:name")
     if words["global_batch"] is not None:
         raise InputError(
@@ -259,10 +259,11 @@ def _measured_row(task: str, plan: Plan, forecast: dict[str, Any]) -> tuple[list
     from shardwise.errors import RefusedPlan
     from shardwise.measure.plan_here import measure_here
     from shardwise.planner.units import seconds_text
+    from shardwise.task_names import resolve_task
 
     expected = "-" if "memory" not in forecast else _mib(max(m["allocated"] for m in forecast["memory"]))
     try:
-        found = measure_here(partial(_own_task, task), plan)
+        found = measure_here(partial(resolve_task, task), plan)
     except RefusedPlan as refused:
         return [str(refused), expected, "-", "-", "-"], {"refused": str(refused)}
     cells = [
@@ -360,13 +361,12 @@ def _subject(
     from shardwise.planner.door import is_shape, subject_of
     from shardwise.planner.progress import silent
 
-    by_numbers = is_shape(task) and task not in _builtins() and not task.endswith((".toml", ".py"))
     subject = subject_of(
-        task if by_numbers else _own_task(task), cluster,
+        task, cluster,
         global_batch=words["global_batch"], seq=words["seq"], precision=precision, software_name=words["software"],
         plan=plan, say=say or silent,
     )  # fmt: skip
-    of = f" of {subject.sample}" if subject.sample else f" of {subject.seq} tokens" if by_numbers else ""
+    of = f" of {subject.sample}" if subject.sample else f" of {subject.seq} tokens" if is_shape(task) else ""
     return subject, f"{subject.global_batch} samples{of}"
 
 
@@ -375,10 +375,11 @@ def _measured(answer: Answer, task: str, plan: Plan, rank: int, forecast: Foreca
     from shardwise.measure.one_rank import measure_rank
     from shardwise.planner.door import is_shape
     from shardwise.planner.units import bytes_text, seconds_text
+    from shardwise.task_names import resolve_task
 
-    if is_shape(task) and task not in _builtins():
+    if is_shape(task):
         raise InputError(f"--measure-rank: {task} is a shape, not a model that can be run; give module:name")
-    found = measure_rank(partial(_own_task, task), plan, rank)
+    found = measure_rank(partial(resolve_task, task), plan, rank)
     waits = sum(seconds for name, seconds in forecast.parts.items() if "communication" in name)
     answer.fields["measured_rank"] = {**found, "with_communication_s": found["seconds"] + waits}
     return [
@@ -386,25 +387,3 @@ def _measured(answer: Answer, task: str, plan: Plan, rank: int, forecast: Foreca
         f"{seconds_text(found['seconds'] + waits)} with the simulated communication",
         f"  peak of live tensor bytes {bytes_text(found['peak_live'])}, at rest {bytes_text(found['rest_live'])}",
     ]
-
-
-def _builtins() -> tuple[str, ...]:
-    from shardwise.config.schema import BUILTINS
-
-    return tuple(BUILTINS)
-
-
-def _own_task(task: str) -> Any:
-    from shardwise.training.resolve import resolve_task
-
-    if task.endswith(".toml"):
-        from shardwise.config import load
-        from shardwise.training.job import find_task
-
-        return find_task(load(task, ()), None)
-    if task in _builtins():
-        from shardwise.config import Given, load
-        from shardwise.training.job import find_task
-
-        return find_task(load(None, (), [Given("task.name", task, "the task argument")]), None)
-    return resolve_task(task)

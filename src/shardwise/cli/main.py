@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-from functools import partial
 from typing import Any
 
 import click
@@ -103,11 +102,9 @@ def verify(answer: Answer, task: str, plan: str, steps: int, seed: int, shrink: 
     answer.fields.update(plan=str(parsed), world_size=parsed.world_size)
     check(parsed)
     from shardwise.proof.parity import verify as prove
-    from shardwise.training import resolve_task
 
-    resolve_task(task)  # a mistake in the name is told before any rank starts
     extra = {"shrink": True} if shrink else {}
-    parity = prove(partial(resolve_task, task), parsed, steps=steps, seed=seed, **extra)
+    parity = prove(task, parsed, steps=steps, seed=seed, **extra)
     answer.fields.update(_plain(parity.as_dict()))
     if parity.refused:
         raise RefusedPlan(parity.refused)
@@ -202,7 +199,7 @@ def tp(answer: Answer, task: str, plan: str) -> None:
     from shardwise.cli.tables import cuts_table
     from shardwise.engine.tensor import describe
     from shardwise.layout import Plan, check
-    from shardwise.training import resolve_task
+    from shardwise.task_names import resolve_task
 
     parsed = Plan.parse(plan)
     answer.fields.update(plan=str(parsed), world_size=parsed.world_size)

@@ -11,11 +11,6 @@ from shardwise.cluster.cluster import Device, Tier
 from shardwise.cluster.figure import Figure
 from shardwise.errors import InputError, did_you_mean
 
-# Latency of one message between nodes. Common values of the field, not measured by anyone named here.
-HOP_US = {"ib": 5.0, "roce": 7.0, "efa": 15.0, "eth": 30.0}
-# Share of the line rate that large messages reach: NCCL's own figure for 400 Gb/s InfiniBand is 48.5 of 50 GB/s.
-LINE_SHARE = {"ib": 0.95, "roce": 0.90, "efa": 0.80, "eth": 0.85}
-
 
 def read(name: str) -> list[dict[str, str]]:
     """The rows of a packaged CSV file."""
@@ -61,26 +56,42 @@ def device(name: str) -> tuple[Device, Tier]:
     return found, Tier("pcie" if row["link_domain"] == "1" else "nvlink", joined, own, latency)
 
 
-def link(name: str, count: int, inner: Device, own: Tier) -> Tier:
-    """A named link: `ib-400`, `roce-200`, `efa-400`, `eth-100` (Gb/s for each device), `nvlink-72` (a domain)."""
+@cache
+def _links() -> dict[str, dict[str, str]]:
+    return {row["name"]: row for row in read("links.csv")}
+
+
+def link(name: str, count: int, below: int, own: Tier) -> Tier:
+    """A tier of `count` units of `below` devices each, joined by a named link.
+
+    `ib-400`, `roce-200`, `efa-400`, `eth-100` are Gb/s for each device; `nvlink-72` is a domain of up to 72 devices at
+    the rate of the device's own link. Raises `InputError` for unknown names, and for domains of more devices.
+    """
+    known = _links()
     found = re.fullmatch(r"([a-z]+)-(\d+(?:\.\d+)?)", name.lower())
-    if not found or found[1] not in (*HOP_US, "nvlink"):
-        hint = did_you_mean(name.split("-")[0].lower(), [*HOP_US, "nvlink"])
+    if not found or found[1] not in known:
+        hint = did_you_mean(name.split("-")[0].lower(), list(known))
         raise InputError(
             f"cluster: no link {name!r}{hint}; a link is ib-400, roce-200, efa-400 or eth-100 (Gb/s for each device), "
             "or nvlink-72 (a rack-scale domain)"
         )
-    kind, number = found[1], float(found[2])
+    row, number = known[found[1]], float(found[2])
     if number <= 0:
         raise InputError(f"cluster: link {name!r} needs a rate above 0")
-    if kind == "nvlink":
+    if row["number"] == "devices":
+        if count * below > number:
+            raise InputError(
+                f"cluster: {name} joins {number:g} devices, and {count}x{below} are {count * below}: name a link of "
+                "more devices, or another link above a smaller domain"
+            )
         return Tier(name.lower(), count, own.gbps, own.latency_us)
-    source = f"{number:g} Gb/s line rate x {LINE_SHARE[kind]} for large messages: a formula, not a measurement"
+    share = float(row["line_share"])
+    source = f"{number:g} Gb/s line rate x {share} for large messages: a formula, not a measurement"
     return Tier(
         name.lower(),
         count,
-        Figure(number / 8 * LINE_SHARE[kind], "formula", source),
-        Figure(HOP_US[kind], "assumed", "a common value of the field"),
+        Figure(number / 8 * share, "formula", source),
+        Figure(float(row["hop_us"]), "assumed", "a common value of the field"),
     )
 
 

@@ -39,8 +39,8 @@ def parse(text: str) -> Cluster:
             f"cluster: {counts[0]} {found.name} in the innermost tier, but its own link ({own.name}) joins {domain}; "
             f"write {math_split(counts[0], domain)} and name the link between them"
         )
-    for count, name in zip(counts[1:], links, strict=True):
-        tiers.append(link(name, count, found, own))
+    for level, name in enumerate(links, start=1):
+        tiers.append(link(name, counts[level], prod(counts[:level]), own))
     return Cluster(found, tuple(tiers), text)
 
 

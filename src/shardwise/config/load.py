@@ -134,7 +134,7 @@ def _validate(given: list[Given], problems: list[str]) -> tuple[Config | None, l
 
 def _parse(given: list[Given], problems: list[str]) -> Config | None:
     sources = _sources(given)
-    name = {item.key: item.value for item in given}.get("task.name", BUILTINS[0])
+    name = {item.key: item.value for item in given}.get("task.name", next(iter(BUILTINS)))
     try:
         return Config.model_validate(_tree([*_builtin_defaults(name, sources), *given], problems))
     except ValidationError as error:

@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-BUILTINS = ("text", "digits")
+# the built-in tasks, as a task of one's own is named; each takes its [task] section
+BUILTINS = {"text": "shardwise.training.builtin:text_task", "digits": "shardwise.training.builtin:digits_task"}
 PATHS = ("task.files", "task.tokenizer")  # files and folders, kept as absolute paths
 UNITS = {"k": 1024, "M": 1024**2}
 

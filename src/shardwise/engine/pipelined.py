@@ -32,7 +32,8 @@ from shardwise.engine.normalise import square_norm
 from shardwise.engine.objective import objective_of
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout.dealing import Share
-from shardwise.layout.schedules import Op, plain_schedule
+from shardwise.layout.schedule_kinds import Op
+from shardwise.layout.schedules import plain_schedule
 from shardwise.parallel.pipeline import backward
 from shardwise.parallel.pipeline.messages import DTYPES, MOST_DIMS, Mail
 from shardwise.parallel.pipeline.stage import StagedModule

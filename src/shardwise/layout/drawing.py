@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from shardwise.layout.schedules import Op, Schedule, Times
+from shardwise.layout.schedule_kinds import Op
+from shardwise.layout.schedules import Schedule, Times
 
 
 def as_text(schedule: Schedule, times: Times | None = None) -> str:

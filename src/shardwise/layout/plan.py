@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import InputError, did_you_mean
+from shardwise.layout.schedule_kinds import KINDS
 
 PRECISIONS = ("fp32", "fp64", "bf16", "bf16-full", "fp16")
 PRECISION_ALIASES = {"bf16-mixed": "bf16", "fp16-mixed": "fp16", "bf16-true": "bf16-full"}
 REDUCE_DTYPES = ("auto", "fp32", "bf16", "fp16", "fp64")
 REMATS = ("none", "selective", "full")
-SCHEDULES = ("gpipe", "1f1b", "interleaved1f1b", "zbh1", "zbh2", "interleavedzb", "zbv", "dualpipev")
+SCHEDULES = tuple(KINDS)
 OFFLOADS = ("none", "optimizer", "parameters", "activations")
 CHOICES = {
     "precision": PRECISIONS,
@@ -29,7 +30,6 @@ CHOICES = {
 }
 FLAGS = ("sp", "tp_overlap", "compile")
 DEGREES = ("dp_replicate", "dp_shard", "tp", "pp", "cp", "cp_ulysses", "ep", "microbatches", "accumulate")
-TWO_STAGES = ("interleaved1f1b", "interleavedzb", "zbv", "dualpipev")  # on each rank, unless `stages` says otherwise
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class Plan:
         """Stages that each rank of the pipeline runs."""
         if self.stages:
             return max(1, (len(self.stages) + 1) // self.pp)
-        return 2 if self.schedule in TWO_STAGES else 1
+        return KINDS[self.schedule].stages_per_rank if self.pp > 1 else 1
 
     @property
     def world_size(self) -> int:

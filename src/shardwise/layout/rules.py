@@ -13,7 +13,8 @@ from functools import lru_cache
 
 from shardwise.errors import RefusedPlan
 from shardwise.layout.plan import Plan
-from shardwise.layout.schedules import SPLIT, TOLD, few_microbatches, make_schedule
+from shardwise.layout.schedule_kinds import KINDS
+from shardwise.layout.schedules import TOLD, few_microbatches, make_schedule
 
 
 @dataclass(frozen=True)
@@ -113,21 +114,21 @@ RULES: tuple[Rule, ...] = (
         "illegal",
         "zbh1, zbh2, interleavedzb, zbv and dualpipev run a backward in two parts, and a recomputed block would run "
         "again for each weight in the second: use 1f1b or interleaved1f1b",
-        lambda p: p.pp > 1 and p.remat != "none" and p.schedule in SPLIT,
+        lambda p: p.pp > 1 and p.remat != "none" and KINDS[p.schedule].split,
     ),
     Rule(
         "compile with a schedule that splits backwards",
         "illegal",
         "a compiled block's backward is one program, which would run for the input's gradient and once more for the "
         "weights': use 1f1b or interleaved1f1b",
-        lambda p: p.pp > 1 and p.compile and p.schedule in SPLIT,
+        lambda p: p.pp > 1 and p.compile and KINDS[p.schedule].split,
     ),
     Rule(
         "zero = 3 with a schedule that splits backwards",
         "illegal",
         "fully_shard frees a block's weights and reduces its gradients once, after the first part of the backward, "
         "before the second has made them: use zero=2, or 1f1b or interleaved1f1b",
-        lambda p: p.pp > 1 and p.zero == 3 and p.schedule in SPLIT,
+        lambda p: p.pp > 1 and p.zero == 3 and KINDS[p.schedule].split,
     ),
     Rule(
         "zero >= 1 with dp_shard = 1",

@@ -9,14 +9,7 @@
 F is a forward, B a whole backward. Zero-bubble schedules split it: I gives the gradient of the stage's input, which
 the stage before waits for; W gives the gradients of the weights, which nobody waits for and which fills the gaps.
 
-    gpipe            all forwards, then all backwards                    Huang et al. (2019)
-    1f1b             at most p - r micro-batches in flight on rank r     Narayanan et al., PipeDream (2019)
-    interleaved1f1b  several stages on each rank, in turns               Narayanan et al. (2021), section 2.2
-    zbh1             1f1b's memory, a third of its bubble                Qi et al. (2024), section 2.3
-    zbh2             no bubble between a rank's first and last op        Qi et al. (2024), section 2.3
-    interleavedzb    interleaved1f1b with its backwards split            the same idea on several stages
-    zbv              stages down the ranks and up again: a V             Qi et al. (2024), section 6
-    dualpipev        the same V, F and B of two micro-batches in pairs   DeepSeek-AI (2025), DualPipeV
+Which schedules there are, and what each is: `schedule_kinds`.
 
 Times and memory are counted from the table, not from formulas; tests compare them with the formulas.
 
@@ -25,29 +18,15 @@ What this does not do: know how long messages take. In the table they take none.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from shardwise.errors import RefusedPlan
-from shardwise.layout.plan import Plan
+from shardwise.layout.schedule_kinds import KINDS, Op
 
-SPLIT = ("zbh1", "zbh2", "interleavedzb", "zbv", "dualpipev")  # backwards in two parts
-V_SHAPED = ("zbv", "dualpipev")
-INTERLEAVED = ("interleaved1f1b", "interleavedzb")
-SEVERAL = (*INTERLEAVED, *V_SHAPED)  # more than one stage on each rank
-
-
-@dataclass(frozen=True, order=True)
-class Op:
-    """One box of the table: F forward, B whole backward, I backward of the input, W of the weights."""
-
-    kind: str
-    stage: int
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"{self.kind}{self.stage}.{self.microbatch}"
+if TYPE_CHECKING:
+    from shardwise.layout.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -61,9 +40,6 @@ class Times:
     def of(self, kind: str) -> float:
         """The time of one op of this kind."""
         return {"F": self.forward, "I": self.input, "W": self.weight, "B": self.input + self.weight}[kind]
-
-
-Row = list[Op]
 
 
 @dataclass(frozen=True)
@@ -192,173 +168,14 @@ class Schedule:
         return max(place for place, op in enumerate(self.rows[rank]) if op.kind in "BW")
 
 
-# --- the rows of each schedule: (ranks, micro-batches, stages on each rank, rank) -> row
-
-
-def _gpipe(p: int, m: int, v: int, rank: int) -> Row:
-    return [Op("F", rank, i) for i in range(m)] + [Op("B", rank, i) for i in range(m)]
-
-
-def _in_turns(forwards: Row, backwards: Row, ahead: int, delay: int | None) -> Row:
-    """`ahead` forwards, then one forward and one backward in turns. `delay`: W comes that many backwards later."""
-    row = forwards[:ahead]
-    pending: Row = []
-    for place, backward in enumerate(backwards):
-        row += forwards[ahead + place : ahead + place + 1]
-        if delay is None:
-            row.append(backward)
-            continue
-        row.append(Op("I", backward.stage, backward.microbatch))
-        pending.append(Op("W", backward.stage, backward.microbatch))
-        if len(pending) > delay:
-            row.append(pending.pop(0))
-    return row + pending
-
-
-def _one_stage(p: int, m: int, rank: int, ahead: int, delay: int | None) -> Row:
-    forwards = [Op("F", rank, i) for i in range(m)]
-    backwards = [Op("B", rank, i) for i in range(m)]
-    return _in_turns(forwards, backwards, min(ahead, m), delay)
-
-
-def _1f1b(p: int, m: int, v: int, rank: int) -> Row:
-    return _one_stage(p, m, rank, p - rank - 1, None)
-
-
-def _zbh1(p: int, m: int, v: int, rank: int) -> Row:
-    """Every rank holds p micro-batches, those of later ranks waiting for their W alone."""
-    return _one_stage(p, m, rank, p - rank - 1, rank)
-
-
-def _zbh2(p: int, m: int, v: int, rank: int) -> Row:
-    """As many forwards ahead as a gradient takes to come back: 2p - 1 micro-batches on every rank."""
-    return _one_stage(p, m, rank, 2 * (p - rank) - 2, 2 * rank)
-
-
-def _rounds(p: int, m: int, v: int, rank: int, kind: str) -> Row:
-    """p micro-batches through each of the rank's stages in turn, then the next p."""
-    chunks = range(v) if kind == "F" else reversed(range(v))
-    order = list(chunks)
-    return [
-        Op(kind, chunk * p + rank, i) for low in range(0, m, p) for chunk in order for i in range(low, min(low + p, m))
-    ]
-
-
-def _interleaved(p: int, m: int, v: int, rank: int) -> Row:
-    ahead = min(m * v, 2 * (p - rank - 1) + (v - 1) * p)
-    return _in_turns(_rounds(p, m, v, rank, "F"), _rounds(p, m, v, rank, "B"), ahead, None)
-
-
-def _interleavedzb(p: int, m: int, v: int, rank: int) -> Row:
-    ahead = min(m * v, 2 * (p - rank - 1) + (v - 1) * p)
-    return _in_turns(_rounds(p, m, v, rank, "F"), _rounds(p, m, v, rank, "B"), ahead, 2 * rank)
-
-
-class _V:
-    """Writes the row of one rank of a V: its stage 0 on the way down, its stage 1 on the way up."""
-
-    def __init__(self, p: int, m: int, rank: int):
-        self.stage = (rank, 2 * p - 1 - rank)
-        self.m = m
-        self.row: Row = []
-        self.next = {(kind, side): 0 for kind in "FIWB" for side in (0, 1)}
-        self.waiting: Row = []  # W in the order of their I
-
-    def add(self, *boxes: str) -> None:
-        """Boxes such as "F0" or "I1": the next micro-batch of this kind and side. "W" is the oldest that waits."""
-        for box in boxes:
-            if box == "W":
-                if self.waiting:
-                    self.row.append(self.waiting.pop(0))
-                continue
-            kind, side = box[0], int(box[1])
-            counter = ("F", side) if kind == "F" else ("B", side)  # I and B count together
-            if kind == "W":
-                place = next((i for i, op in enumerate(self.waiting) if op.stage == self.stage[side]), None)
-                if place is not None:
-                    self.row.append(self.waiting.pop(place))
-                continue
-            batch = self.next[counter]
-            self.next[counter] += 1
-            if batch < self.m:
-                self.row.append(Op(kind, self.stage[side], batch))
-                if kind == "I":
-                    self.waiting.append(Op("W", self.stage[side], batch))
-
-    def count(self, kind: str, side: int) -> int:
-        """How many of these were asked for."""
-        return self.next[("F" if kind == "F" else "B", side)]
-
-
-def _zbv(p: int, m: int, v: int, rank: int) -> Row:
-    """Fewer than 2p - 1 micro-batches: the row for 2p - 1 without the others."""
-    padded = max(m, 2 * p - 1)
-    row = _V(p, m, rank)
-    row.add(*["F0"] * (2 * (p - rank) - 1))
-    row.add(*["F1", "F0"] * rank)
-    row.add(*["F1", "I1", "W1"] * (p - rank))
-    while row.count("F", 1) < padded:
-        row.add(*(["F0"] if row.count("F", 0) < padded else []), "I0", "W0", "F1", "I1", "W1")
-    row.add(*["I0", "I1"] * rank)
-    row.add(*["I0", "W0"] * (p - rank))
-    return row.row + sorted(row.waiting, key=lambda op: (-op.stage, op.microbatch))
-
-
-def _dualpipev(p: int, m: int, v: int, rank: int) -> Row:
-    """The eight phases of DualPipeV; where F and B run as a pair there, F comes first here."""
-    row = _V(p, m, rank)
-    left = p - rank - 1
-    row.add(*["F0"] * (2 * left))
-    row.add(*["F0", "F1"] * (rank + 1))
-    row.add(*["I1", "W", "F1"] * left)
-    row.add(*["F0", "B1", "F1", "B0"] * (m - 2 * p + rank + 1))
-    row.add(*["B1", "F1", "B0"] * left)
-    boxes = ["B1", "B0"] * (rank + 1)
-    whole = rank + 1  # the first half keeps whole backwards, the second leaves its W for later
-    row.add(*boxes[:whole], *(box.replace("B", "I") for box in boxes[whole:]))
-    row.add(*["W", "I0"] * left)
-    return row.row + row.waiting
-
-
-ROWS: dict[str, Callable[[int, int, int, int], Row]] = {
-    "gpipe": _gpipe,
-    "1f1b": _1f1b,
-    "interleaved1f1b": _interleaved,
-    "zbh1": _zbh1,
-    "zbh2": _zbh2,
-    "interleavedzb": _interleavedzb,
-    "zbv": _zbv,
-    "dualpipev": _dualpipev,
-}
-
-
-def owners(name: str, ranks: int, per_rank: int) -> tuple[int, ...]:
-    """The rank of each stage: around and around, or down and up again for a V."""
-    if name in V_SHAPED:
-        return (*range(ranks), *reversed(range(ranks)))
-    return tuple(stage % ranks for stage in range(ranks * per_rank))
-
-
 def make_schedule(name: str, ranks: int, microbatches: int, per_rank: int = 1) -> Schedule:
     """The table of a schedule; raises `RefusedPlan` where the schedule cannot be made for these numbers."""
-    if name in V_SHAPED and per_rank != 2:
-        raise RefusedPlan(f"schedule {name} has two stages on each rank, not {per_rank}")
-    if name in INTERLEAVED and per_rank < 2:
-        raise RefusedPlan(f"schedule {name} needs two stages or more on each rank: name them with stages=, or use 1f1b")
-    if name not in SEVERAL and per_rank != 1:
-        raise RefusedPlan(f"schedule {name} has one stage on each rank, not {per_rank}: use interleaved1f1b")
-    if name in INTERLEAVED and microbatches % ranks:
-        raise RefusedPlan(
-            f"schedule {name} sends micro-batches through in rounds of pp={ranks}: microbatches={microbatches} is not "
-            "a multiple of it"
-        )
-    if name == "dualpipev" and microbatches < 2 * ranks:
-        raise RefusedPlan(
-            f"schedule dualpipev fills both ways of its V before it turns: it needs microbatches of at least "
-            f"2 pp = {2 * ranks}, got {microbatches}"
-        )
-    rows = tuple(tuple(ROWS[name](ranks, microbatches, per_rank, rank)) for rank in range(ranks))
-    schedule = Schedule(name, microbatches, owners(name, ranks, per_rank), rows)
+    kind = KINDS[name]
+    why = kind.misfit(ranks, microbatches, per_rank)
+    if why:
+        raise RefusedPlan(f"schedule {name} {why}")
+    rows = tuple(tuple(kind.row(ranks, microbatches, per_rank, rank)) for rank in range(ranks))
+    schedule = Schedule(name, microbatches, kind.owners(ranks, per_rank), rows)
     schedule.validate()
     return schedule
 

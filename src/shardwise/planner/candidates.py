@@ -13,6 +13,7 @@ from functools import cache
 from shardwise.costs.layout import RECOMPUTES, Layout
 from shardwise.costs.shapes import Shape
 from shardwise.layout import Plan
+from shardwise.layout.schedule_kinds import KINDS
 
 MOST_MICRO = 64  # samples of a micro-batch
 FEW = 128  # samples of a rank: up to here every divisor is looked at, beyond the powers of two
@@ -122,11 +123,10 @@ def _schedules(shape: Shape, pp: int, n_micro: int) -> Iterator[tuple[str, int]]
     if pp == 1:
         yield "1f1b", 1
         return
-    yield "1f1b", 1
-    yield "zbh1", 1
-    chunks = 2  # more would need the paths of the places to cut, which a shape does not have
-    if n_micro % pp == 0 and shape.layers >= pp * chunks:
-        yield "interleaved1f1b", chunks
+    for name, kind in KINDS.items():
+        chunks = kind.stages_per_rank  # more would need the paths of the places to cut, which a shape does not have
+        if kind.searched and shape.layers >= pp * chunks and kind.misfit(pp, n_micro, chunks) is None:
+            yield name, chunks
 
 
 def plan_of(layout: Layout, precision: str) -> Plan:

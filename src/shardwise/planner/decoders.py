@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from shardwise.cluster.catalogue import key_of, model, model_names
+from shardwise.cluster.catalogue import model
 from shardwise.costs.shapes import Shape
 from shardwise.errors import InputError
 from shardwise.planner.decoder_families import FAMILIES, Family, layers_differ
@@ -33,11 +33,6 @@ NOT_ZERO = {word for name in (*NEEDED, "kv_heads", "head_dim", "ffn") for word i
 
 class NotByNumbers(InputError):
     """A configuration of a model that widths and heads do not describe."""
-
-
-def is_catalogue_name(name: str) -> bool:
-    """Whether a word names a packaged model."""
-    return any(key_of(known) == key_of(name) for known in model_names())
 
 
 def decoder_by_name(name: str) -> Shape:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from shardwise.cluster import Cluster
+from shardwise.config import BUILTINS
 from shardwise.costs.layout import Layout, of_plan
 from shardwise.costs.shapes import Shape
 from shardwise.costs.software import Software, software
@@ -17,18 +18,19 @@ from shardwise.planner import decoders, units
 from shardwise.planner.progress import Say, silent
 from shardwise.planner.propose import Constraints, Search, Subject, decoder, search
 from shardwise.simulator.forecast import Forecast
+from shardwise.task import Task
+from shardwise.task_names import resolve_task
 
-if TYPE_CHECKING:
-    from shardwise.task import Task
 
-
-def is_shape(task: str) -> bool:
-    """Whether a word names a decoder by its numbers: a catalogue name or a transformers configuration."""
+def is_shape(task: str | Task | Callable[[], Task]) -> bool:
+    """Whether a task is a word for a model without data: a catalogue name or a transformers configuration."""
+    if not isinstance(task, str) or task in BUILTINS or task.endswith((".toml", ".py")):
+        return False
     return task.endswith(".json") or Path(task).is_dir() or ":" not in task
 
 
 def subject_of(
-    task: str | Task,
+    task: str | Task | Callable[[], Task],
     cluster: Cluster,
     *,
     global_batch: int | str | None = None,
@@ -38,7 +40,7 @@ def subject_of(
     plan: Plan | None = None,
     say: Say = silent,
 ) -> Subject:
-    """What a search needs to know about a task: a catalogue name, a `config.json`, or a `Task`, which is traced.
+    """What a search needs to know about a task: a catalogue name, a `config.json`, or any task, which is traced.
 
     A configuration that widths and heads do not describe is built by transformers, without weights, and traced too.
 
@@ -49,10 +51,11 @@ def subject_of(
     where = _Where(cluster, soft, precision, plan, say)
     length = None if seq is None else units.count(str(seq), "--seq")
     samples = None if global_batch is None else units.batch(str(global_batch), length)
-    if not isinstance(task, str):
+    if not is_shape(task):
         if length is not None:
             raise InputError("--seq is for decoders by name; a task of your own brings its own batch")
-        return where.traced(task, samples)
+        return where.traced(resolve_task(task), samples)
+    assert isinstance(task, str)
     if not (task.endswith(".json") or Path(task).is_dir()):
         return where.by_numbers(task, decoders.decoder_by_name(task), samples, length)
     return where.of_file(task, samples, length)
@@ -135,7 +138,7 @@ def layout_of(plan: Plan, subject: Subject) -> Layout:
 
 
 def plan(
-    task: str | Task,
+    task: str | Task | Callable[[], Task],
     cluster: str | Cluster,
     *,
     global_batch: int | str | None = None,
@@ -146,7 +149,7 @@ def plan(
 ) -> Search:
     """Every plan that fits, fastest first, and why the other families lost; nothing is run.
 
-    task          a catalogue name ("llama3-8b"), the path of a transformers `config.json`, or a `Task`
+    task          a catalogue name ("llama3-8b"), a transformers `config.json`, or a task as `train` finds it
     cluster       "16x8 h100-sxm-80gb, ib-400", a .toml file, or a `Cluster`
     global_batch  samples of a step, or text such as "16M-tokens"
     seq           tokens of a sample, for a name or a configuration that reads them
@@ -159,7 +162,7 @@ def plan(
 
 
 def simulate(
-    task: str | Task,
+    task: str | Task | Callable[[], Task],
     plan: str | Plan,
     cluster: str | Cluster,
     *,

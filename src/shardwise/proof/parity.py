@@ -13,18 +13,16 @@ What this does not prove: the plan's own precision (both sides run in float64), 
 
 from __future__ import annotations
 
-import importlib
-import os
-import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardwise.errors import InputError, RefusedPlan, ShardwiseError, did_you_mean
+from shardwise.errors import InputError, RefusedPlan, ShardwiseError
 from shardwise.layout import Plan, check
 from shardwise.task import Task
+from shardwise.task_names import resolve_task
 
 LOSS_BAR = 1e-10
 PARAMETER_BAR = 1e-10
@@ -102,33 +100,6 @@ class Parity:
         return "\n".join(lines)
 
 
-def resolve(task: Task | str | Callable[[], Task]) -> Task:
-    """A `Task`, from itself, from a zero-argument callable, or from `module:name`."""
-    if isinstance(task, Task):
-        return task
-    made = _imported(task) if isinstance(task, str) else task
-    value = made() if callable(made) and not isinstance(made, Task) else made
-    if not isinstance(value, Task):
-        raise InputError(f"{task} must return a shardwise.Task, got {type(value).__name__}")
-    return value
-
-
-def _imported(name: str) -> Any:
-    module_name, colon, attribute = name.partition(":")
-    if not colon or not attribute:
-        raise InputError(f"a task is given as module:name, got {name!r}")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise InputError(f"task {name}: no module '{error.name}' on the Python path or in {os.getcwd()}") from None
-    if not hasattr(module, attribute):
-        hint = did_you_mean(attribute, dir(module))
-        raise InputError(f"task {name}: module '{module_name}' has no '{attribute}'{hint}")
-    return getattr(module, attribute)
-
-
 def verify(
     task: Task | str | Callable[[], Task],
     plan: Plan | str,
@@ -159,7 +130,7 @@ def verify(
     except RefusedPlan as refusal:
         parity.refused = str(refusal)
         return parity
-    resolved = resolve(task)
+    resolved = resolve_task(task)
     if shrink:
         small = _shrunk(task, resolved, chosen)
         task, chosen, resolved = small.task, small.plan, small.task()

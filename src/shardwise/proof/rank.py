@@ -9,15 +9,15 @@ import torch
 
 from shardwise.engine.engine import Engine, parallelize
 from shardwise.layout import Plan
-from shardwise.proof.parity import resolve
 from shardwise.proof.record import Record, kept
 from shardwise.proof.settings import Settings, global_batch, raise_eps
+from shardwise.task_names import resolve_task
 from shardwise.trace.double import KeepDouble, default_dtype
 
 
 def run_rank(task: Any, plan: Plan, settings: Settings) -> Record | None:
     """Train under the plan and record; None on every rank but 0. Collective."""
-    resolved = resolve(task)
+    resolved = resolve_task(task)
     with KeepDouble():
         engine = parallelize(
             resolved, plan, seed=settings.seed, randomness="global", clip_norm=settings.clip_norm, device="cpu"

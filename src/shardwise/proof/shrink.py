@@ -21,6 +21,7 @@ from shardwise.engine.batching import samples_in, slice_samples
 from shardwise.layout import Plan
 from shardwise.proof.settings import Settings, global_batch
 from shardwise.task import Task
+from shardwise.task_names import resolve_task
 from shardwise.trace.blocks import find_blocks
 
 KEPT_BLOCKS = 2
@@ -44,9 +45,7 @@ class _SmallTask:
     kept_blocks: int  # 0: all
 
     def __call__(self) -> Task:
-        from shardwise.proof.parity import resolve
-
-        task = resolve(self.reference)
+        task = resolve_task(self.reference)
         model = _Shallow(task.model, self.kept_blocks) if self.kept_blocks else task.model
         return task.with_(model=model, batch=_FirstSamples(task, self.samples), data=None)
 

@@ -30,7 +30,8 @@ from shardwise.engine.samples import SAMPLES, a_few, few_samples
 from shardwise.engine.tensor import derive_cuts
 from shardwise.errors import InputError, RefusedPlan, ShardwiseError
 from shardwise.layout import Plan
-from shardwise.layout.schedules import Op, Schedule, make_schedule
+from shardwise.layout.schedule_kinds import Op
+from shardwise.layout.schedules import Schedule, make_schedule
 from shardwise.parallel.expert import holds_experts
 from shardwise.parallel.expert.apply import Stack
 from shardwise.parallel.tensor import Derived, Followed

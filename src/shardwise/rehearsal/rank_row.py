@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from shardwise.comm import Axis, Ledger
 from shardwise.comm.ledger import FACTORS
 from shardwise.engine.cutting import Cut
-from shardwise.layout.schedules import Op
+from shardwise.layout.schedule_kinds import Op
 from shardwise.memory.live import LiveBytes
 from shardwise.memory.recompute import recompute_block
 from shardwise.parallel.expert import ExpertParallel, install

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardwise.layout.schedules import Op
+from shardwise.layout.schedule_kinds import Op
 
 Kind = tuple[str, int, int]  # F, B, I or W; stage; samples of the micro-batch
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from shardwise.errors import RefusedPlan
-from shardwise.layout.schedules import Op, Schedule, few_microbatches, make_schedule
+from shardwise.layout.schedule_kinds import Op
+from shardwise.layout.schedules import Schedule, few_microbatches, make_schedule
 
 
 @lru_cache(maxsize=64)

@@ -15,6 +15,7 @@ from shardwise.costs.layout import Layout
 from shardwise.costs.memory import Ledger, rank_memory, stage_parameters
 from shardwise.costs.shapes import Shape
 from shardwise.costs.software import Software
+from shardwise.layout.schedule_kinds import KINDS, in_flight
 from shardwise.simulator.step import GAPS, Stage, Step, optimizer_seconds, reduction_seconds, stage_layers
 
 
@@ -24,22 +25,6 @@ class Quick:
 
     seconds: float
     memory: Ledger
-
-
-def in_flight(layout: Layout, rank: int) -> float:
-    """Micro-batches that a pipeline rank keeps at once, in units of all its layers."""
-    p, n, v = layout.pp, layout.n_micro, layout.chunks
-    if p == 1:
-        return 1.0
-    if layout.schedule == "gpipe":
-        return float(n)
-    if layout.schedule in ("zbh1", "zbv", "dualpipev"):
-        return float(min(p, n))
-    if layout.schedule == "zbh2":
-        return float(min(2 * p - 1, n))
-    if v > 1:
-        return min(n * v, (p - rank - 1) * 2 + (v - 1) * p + 1) / v
-    return float(min(p - rank, n))
 
 
 class Estimator:
@@ -58,7 +43,8 @@ class Estimator:
             (
                 rank_memory(
                     self.shape, layout, self.software, layers=per_rank[rank], first=rank == 0,
-                    last=rank == layout.pp - 1, in_flight=in_flight(layout, rank),
+                    last=rank == layout.pp - 1,
+                    in_flight=in_flight(layout.schedule, layout.pp, layout.n_micro, layout.chunks, rank),
                 )
                 for rank in ends
             ),
@@ -81,8 +67,7 @@ class Estimator:
         else:
             held = [sum(layers[r::p]) for r in range(p)]
             work = [h * total + (ends[0] if r == 0 else 0) + (ends[1] if r == p - 1 else 0) for r, h in enumerate(held)]
-            split = {"zbh1": 1 / 3, "interleavedzb": 1 / 3, "zbh2": 0.0, "zbv": 0.1, "dualpipev": 0.1}
-            bubble = (p - 1) * min(work) / v * split.get(layout.schedule, 1.0)
+            bubble = (p - 1) * min(work) / v * KINDS[layout.schedule].bubble
             seconds = layout.rounds * (n * max(work) + bubble)
         parameters = stage_parameters(self.shape, layout, self.shape.layers / p, first=p == 1, last=True)
         reduce_s, gather_s = reduction_seconds(step, parameters)

@@ -19,7 +19,7 @@ from shardwise.costs.memory import Ledger, rank_memory, stage_parameters
 from shardwise.costs.shapes import Shape
 from shardwise.costs.software import STATES, Software
 from shardwise.costs.wire import Group, Wire
-from shardwise.layout.schedules import SEVERAL
+from shardwise.layout.schedule_kinds import KINDS
 from shardwise.simulator.events import CONTENTION, Op, run
 from shardwise.simulator.forecast import Forecast
 from shardwise.simulator.pipeline import outline, play_all
@@ -318,10 +318,10 @@ def stage_layers(shape: Shape, layout: Layout) -> list[float]:
 
 def _pipelined(step: Step, layer: Stage, ends: tuple[Stage, Stage]) -> Forecast:
     lay, shape = step.layout, step.shape
-    if lay.schedule in SEVERAL and lay.chunks == 1:
-        step = replace(step, layout=lay.with_(chunks=2))
+    if lay.chunks == 1:
+        step = replace(step, layout=lay.with_(chunks=KINDS[lay.schedule].stages_per_rank))
         lay = step.layout
-    name = lay.schedule if lay.chunks > 1 or lay.schedule not in SEVERAL else "1f1b"
+    name = lay.schedule
     drawn = outline(name, lay.pp, lay.n_micro, lay.chunks)
     layers = stage_layers(shape, lay)
     stages = len(layers)

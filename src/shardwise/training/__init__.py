@@ -1,7 +1,6 @@
 """Training runs: built-in tasks, schedules, the loop of a rank, and `train`, the door from Python."""
 
-from shardwise.training.resolve import resolve_task
 from shardwise.training.run import Run, execute, train
 from shardwise.training.schedules import make_schedule, scaled_lr
 
-__all__ = ["Run", "execute", "make_schedule", "resolve_task", "scaled_lr", "train"]
+__all__ = ["Run", "execute", "make_schedule", "scaled_lr", "train"]

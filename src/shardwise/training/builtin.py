@@ -11,17 +11,11 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from shardwise.config.schema import BUILTIN_DEFAULTS, TaskSection
+from shardwise.config.schema import TaskSection
 from shardwise.task import Source, Task
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-def builtin_task(section: TaskSection | None = None, name: str = "text") -> Task:
-    """The task that `section` describes; without one, `name` at its default sizes."""
-    section = section or TaskSection.model_validate({"name": name, **BUILTIN_DEFAULTS[name]["task"]})
-    return text_task(section) if section.name == "text" else digits_task(section)
 
 
 def text_task(section: TaskSection) -> Task:

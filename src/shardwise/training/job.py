@@ -18,8 +18,8 @@ from shardwise.layout.dealing import micro_batches
 from shardwise.observe.profile_steps import read_steps
 from shardwise.observe.sinks import check_sinks
 from shardwise.task import Task
+from shardwise.task_names import call_task, resolve_task, where
 from shardwise.training.optimizers import make_optimizer
-from shardwise.training.resolve import call_task, resolve_task, where
 from shardwise.training.schedules import make_schedule, scaled_lr
 
 STEPS = 100

@@ -1,4 +1,9 @@
-"""From a name to a `Task`: a builtin, or `module:name` from the Python path or the current folder.
+"""What a verb was given as its task, as a `Task`: the one resolver that every verb asks.
+
+    Task, or a function that returns one    itself, or its result
+    text, digits                            a built-in task at its default sizes
+    my.toml                                 the task that the configuration file describes
+    module:name                             from the Python path or the current folder
 
 The module may also be the path of a file, as in `examples/moons.py:task`. What goes wrong in the user's module is
 told in one line with its file and line.
@@ -13,20 +18,36 @@ import re
 import sys
 import sysconfig
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from shardwise.config.schema import BUILTINS, TaskSection
+from shardwise.config import load
+from shardwise.config.schema import BUILTIN_DEFAULTS, BUILTINS, TaskSection
 from shardwise.errors import InputError, ShardwiseError, did_you_mean
 from shardwise.task import Task
-from shardwise.training.builtin import builtin_task
 
 
-def resolve_task(name: str, section: TaskSection | None = None) -> Task:
-    """The task of this name; `section` holds the sizes of a builtin one."""
-    if name in BUILTINS:
-        return builtin_task(section, name)
+def resolve_task(given: Task | str | Callable[[], Task], section: TaskSection | None = None) -> Task:
+    """The `Task` that was given, by itself, by a function or by its name; `section` holds the sizes of a built-in one.
+
+    Raises `InputError` for a name that is not found, code that fails where it is imported or called, and results that
+    are no `Task`.
+    """
+    if not isinstance(given, str):
+        return call_task(getattr(given, "__name__", type(given).__name__), given)
+    if given.endswith(".toml"):
+        section = load(given).config.task
+        given = section.name
+    if given in BUILTINS:
+        section = section or TaskSection.model_validate({"name": given, **BUILTIN_DEFAULTS[given]["task"]})
+        module_name, _, attribute = BUILTINS[given].rpartition(":")
+        return getattr(importlib.import_module(module_name), attribute)(section)
+    return _of_module(given)
+
+
+def _of_module(name: str) -> Task:
     module_name, colon, attribute = name.rpartition(":")
     if not colon or not module_name or not attribute:
         hint = did_you_mean(name, list(BUILTINS))

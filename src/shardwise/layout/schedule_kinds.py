@@ -1,0 +1,234 @@
+"""What a pipeline schedule is, one row for each: plans, rules, forecasts and the search read `KINDS`.
+
+A new schedule is a function that writes a rank's ops and one row of the table at the end of this file.
+
+    gpipe            all forwards, then all backwards                    Huang et al. (2019)
+    1f1b             at most p - r micro-batches in flight on rank r     Narayanan et al., PipeDream (2019)
+    interleaved1f1b  several stages on each rank, in turns               Narayanan et al. (2021), section 2.2
+    zbh1             1f1b's memory, a third of its bubble                Qi et al. (2024), section 2.3
+    zbh2             no bubble between a rank's first and last op        Qi et al. (2024), section 2.3
+    interleavedzb    interleaved1f1b with its backwards split            the same idea on several stages
+    zbv              stages down the ranks and up again: a V             Qi et al. (2024), section 6
+    dualpipev        the same V, F and B of two micro-batches in pairs   DeepSeek-AI (2025), DualPipeV
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, order=True)
+class Op:
+    """One box of the table: F forward, B whole backward, I backward of the input, W of the weights."""
+
+    kind: str
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.stage}.{self.microbatch}"
+
+
+Row = list[Op]
+
+
+# --- the rows of each schedule: (ranks, micro-batches, stages on each rank, rank) -> row
+
+
+def _gpipe(p: int, m: int, v: int, rank: int) -> Row:
+    return [Op("F", rank, i) for i in range(m)] + [Op("B", rank, i) for i in range(m)]
+
+
+def _in_turns(forwards: Row, backwards: Row, ahead: int, delay: int | None) -> Row:
+    """`ahead` forwards, then one forward and one backward in turns. `delay`: W comes that many backwards later."""
+    row = forwards[:ahead]
+    pending: Row = []
+    for place, backward in enumerate(backwards):
+        row += forwards[ahead + place : ahead + place + 1]
+        if delay is None:
+            row.append(backward)
+            continue
+        row.append(Op("I", backward.stage, backward.microbatch))
+        pending.append(Op("W", backward.stage, backward.microbatch))
+        if len(pending) > delay:
+            row.append(pending.pop(0))
+    return row + pending
+
+
+def _one_stage(p: int, m: int, rank: int, ahead: int, delay: int | None) -> Row:
+    forwards = [Op("F", rank, i) for i in range(m)]
+    backwards = [Op("B", rank, i) for i in range(m)]
+    return _in_turns(forwards, backwards, min(ahead, m), delay)
+
+
+def _1f1b(p: int, m: int, v: int, rank: int) -> Row:
+    return _one_stage(p, m, rank, p - rank - 1, None)
+
+
+def _zbh1(p: int, m: int, v: int, rank: int) -> Row:
+    """Every rank holds p micro-batches, those of later ranks waiting for their W alone."""
+    return _one_stage(p, m, rank, p - rank - 1, rank)
+
+
+def _zbh2(p: int, m: int, v: int, rank: int) -> Row:
+    """As many forwards ahead as a gradient takes to come back: 2p - 1 micro-batches on every rank."""
+    return _one_stage(p, m, rank, 2 * (p - rank) - 2, 2 * rank)
+
+
+def _rounds(p: int, m: int, v: int, rank: int, kind: str) -> Row:
+    """p micro-batches through each of the rank's stages in turn, then the next p."""
+    chunks = range(v) if kind == "F" else reversed(range(v))
+    order = list(chunks)
+    return [
+        Op(kind, chunk * p + rank, i) for low in range(0, m, p) for chunk in order for i in range(low, min(low + p, m))
+    ]
+
+
+def _interleaved(p: int, m: int, v: int, rank: int) -> Row:
+    ahead = min(m * v, 2 * (p - rank - 1) + (v - 1) * p)
+    return _in_turns(_rounds(p, m, v, rank, "F"), _rounds(p, m, v, rank, "B"), ahead, None)
+
+
+def _interleavedzb(p: int, m: int, v: int, rank: int) -> Row:
+    ahead = min(m * v, 2 * (p - rank - 1) + (v - 1) * p)
+    return _in_turns(_rounds(p, m, v, rank, "F"), _rounds(p, m, v, rank, "B"), ahead, 2 * rank)
+
+
+class _V:
+    """Writes the row of one rank of a V: its stage 0 on the way down, its stage 1 on the way up."""
+
+    def __init__(self, p: int, m: int, rank: int):
+        self.stage = (rank, 2 * p - 1 - rank)
+        self.m = m
+        self.row: Row = []
+        self.next = {(kind, side): 0 for kind in "FIWB" for side in (0, 1)}
+        self.waiting: Row = []  # W in the order of their I
+
+    def add(self, *boxes: str) -> None:
+        """Boxes such as "F0" or "I1": the next micro-batch of this kind and side. "W" is the oldest that waits."""
+        for box in boxes:
+            if box == "W":
+                if self.waiting:
+                    self.row.append(self.waiting.pop(0))
+                continue
+            kind, side = box[0], int(box[1])
+            counter = ("F", side) if kind == "F" else ("B", side)  # I and B count together
+            if kind == "W":
+                place = next((i for i, op in enumerate(self.waiting) if op.stage == self.stage[side]), None)
+                if place is not None:
+                    self.row.append(self.waiting.pop(place))
+                continue
+            batch = self.next[counter]
+            self.next[counter] += 1
+            if batch < self.m:
+                self.row.append(Op(kind, self.stage[side], batch))
+                if kind == "I":
+                    self.waiting.append(Op("W", self.stage[side], batch))
+
+    def count(self, kind: str, side: int) -> int:
+        """How many of these were asked for."""
+        return self.next[("F" if kind == "F" else "B", side)]
+
+
+def _zbv(p: int, m: int, v: int, rank: int) -> Row:
+    """Fewer than 2p - 1 micro-batches: the row for 2p - 1 without the others."""
+    padded = max(m, 2 * p - 1)
+    row = _V(p, m, rank)
+    row.add(*["F0"] * (2 * (p - rank) - 1))
+    row.add(*["F1", "F0"] * rank)
+    row.add(*["F1", "I1", "W1"] * (p - rank))
+    while row.count("F", 1) < padded:
+        row.add(*(["F0"] if row.count("F", 0) < padded else []), "I0", "W0", "F1", "I1", "W1")
+    row.add(*["I0", "I1"] * rank)
+    row.add(*["I0", "W0"] * (p - rank))
+    return row.row + sorted(row.waiting, key=lambda op: (-op.stage, op.microbatch))
+
+
+def _dualpipev(p: int, m: int, v: int, rank: int) -> Row:
+    """The eight phases of DualPipeV; where F and B run as a pair there, F comes first here."""
+    row = _V(p, m, rank)
+    left = p - rank - 1
+    row.add(*["F0"] * (2 * left))
+    row.add(*["F0", "F1"] * (rank + 1))
+    row.add(*["I1", "W", "F1"] * left)
+    row.add(*["F0", "B1", "F1", "B0"] * (m - 2 * p + rank + 1))
+    row.add(*["B1", "F1", "B0"] * left)
+    boxes = ["B1", "B0"] * (rank + 1)
+    whole = rank + 1  # the first half keeps whole backwards, the second leaves its W for later
+    row.add(*boxes[:whole], *(box.replace("B", "I") for box in boxes[whole:]))
+    row.add(*["W", "I0"] * left)
+    return row.row + row.waiting
+
+
+# --- the table
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The facts of one schedule. p: ranks, m: micro-batches, v: stages on each rank.
+
+    row        (p, m, v, rank) -> the rank's ops in order
+    placed     where stages lie: "one" on each rank, "around" the ranks several times, or down and up again ("v")
+    in_flight  (p, m, v, rank) -> micro-batches kept at once, in units of all the rank's layers; `m` at most
+    bubble     share of 1f1b's bubble, on as many stages, that is left: an estimate for the search
+    split      backwards come in two parts, I and W
+    searched   whether a search looks at it without being asked
+    """
+
+    row: Callable[[int, int, int, int], Row]
+    placed: str
+    in_flight: Callable[[int, int, int, int], float]
+    bubble: float
+    split: bool = False
+    searched: bool = False
+    least: Callable[[int], int] = lambda p: 1  # micro-batches
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Stages on each rank unless a plan says otherwise."""
+        return 1 if self.placed == "one" else 2
+
+    def misfit(self, p: int, m: int, v: int) -> str | None:
+        """Why there is no such schedule for these numbers; None where there is."""
+        if self.placed == "v" and v != 2:
+            return f"has two stages on each rank, not {v}"
+        if self.placed == "around" and v < 2:
+            return "needs two stages or more on each rank: name them with stages=, or use 1f1b"
+        if self.placed == "one" and v != 1:
+            return f"has one stage on each rank, not {v}: use interleaved1f1b"
+        if self.placed == "around" and m % p:
+            return f"sends micro-batches through in rounds of pp={p}: microbatches={m} is not a multiple of it"
+        if m < self.least(p):
+            return (
+                f"fills both ways of its V before it turns: it needs microbatches of at least 2 pp = {self.least(p)}, "
+                f"got {m}"
+            )
+        return None
+
+    def owners(self, p: int, v: int) -> tuple[int, ...]:
+        """The rank of each stage."""
+        if self.placed == "v":
+            return (*range(p), *reversed(range(p)))
+        return tuple(stage % p for stage in range(p * v))
+
+
+def _in_rounds(p: int, m: int, v: int, rank: int) -> float:
+    return min(m * v, (p - rank - 1) * 2 + (v - 1) * p + 1) / v
+
+
+KINDS: dict[str, Kind] = {
+    "gpipe": Kind(_gpipe, "one", lambda p, m, v, rank: m, 1.0),
+    "1f1b": Kind(_1f1b, "one", lambda p, m, v, rank: p - rank, 1.0, searched=True),
+    "interleaved1f1b": Kind(_interleaved, "around", _in_rounds, 1.0, searched=True),
+    "zbh1": Kind(_zbh1, "one", lambda p, m, v, rank: p, 1 / 3, split=True, searched=True),
+    "zbh2": Kind(_zbh2, "one", lambda p, m, v, rank: 2 * p - 1, 0.0, split=True),
+    "interleavedzb": Kind(_interleavedzb, "around", lambda p, m, v, rank: _in_rounds(p, m, v, 0), 1 / 3, split=True),
+    "zbv": Kind(_zbv, "v", lambda p, m, v, rank: p, 0.1, split=True),
+    "dualpipev": Kind(_dualpipev, "v", lambda p, m, v, rank: p + 0.5, 0.1, split=True, least=lambda p: 2 * p),
+}
+
+
+def in_flight(name: str, p: int, m: int, v: int, rank: int) -> float:
+    """Micro-batches that a pipeline rank keeps at once, in units of all its layers."""
+    return float(min(m, KINDS[name].in_flight(p, m, v, rank))) if p > 1 else 1.0

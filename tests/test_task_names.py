@@ -1,0 +1,54 @@
+"""One resolver for every verb: a task by name, by file, by configuration, by function, or itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import shardwise
+from shardwise import Task
+from shardwise.errors import InputError
+from shardwise.models import tasks
+from shardwise.ranks import RankPool
+from shardwise.task_names import resolve_task
+
+SMALL = """
+[task]
+name = "text"
+seq_len = 8
+model = {layers = 1, hidden = 8, heads = 2}
+"""
+
+
+def test_every_way_to_give_a_task(tmp_path: Path) -> None:
+    (tmp_path / "small.toml").write_text(SMALL)
+    given = tasks.mlp()
+    assert resolve_task(given) is given
+    assert resolve_task(tasks.mlp).name == resolve_task("shardwise.models.tasks:mlp").name == given.name
+    assert resolve_task("text").name == "text"
+    assert resolve_task(str(tmp_path / "small.toml")).model().head.weight.shape == (256, 8)
+
+
+@pytest.mark.parametrize(
+    "given, why",
+    [
+        ("txet", "did you mean 'text'"),
+        ("nowhere_at_all:task", "no module 'nowhere_at_all'"),
+        ("shardwise.models.tasks:mpl", "did you mean 'mlp'"),
+        (lambda: 3, "returned int, not a shardwise.Task"),
+    ],
+)
+def test_what_is_no_task_is_told(given: object, why: str) -> None:
+    with pytest.raises(InputError, match=why):
+        resolve_task(given)  # type: ignore[arg-type]
+
+
+def test_verbs_find_what_train_finds(tmp_path: Path, pool: RankPool) -> None:
+    path = tmp_path / "small.toml"
+    path.write_text(SMALL)
+    assert shardwise.verify(str(path), "dp_replicate=2", pool=pool, steps=1).parity
+    forecast = shardwise.simulate(str(path), "dp_replicate=2", "2 h100-sxm-80gb", global_batch=8)
+    assert forecast.step_s > 0
+    task: Task = resolve_task(str(path))
+    assert shardwise.simulate(task, "dp_replicate=2", "2 h100-sxm-80gb", global_batch=8).step_s == forecast.step_s
