@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from test_prepare import BAR, adamw, net, samples
-from torch import nn
 from torch.utils.data import DataLoader
 
 import shardwise

@@ -10,7 +10,9 @@ ended. So ranks always meet the same collectives, whether or not they used the s
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import nn
@@ -20,6 +22,29 @@ from shardwise.layout.buckets import BucketLayout, lay_out
 
 BUCKET_BYTES = 25 * 2**20
 FIRST_BUCKET_BYTES = 2**20
+_small: ContextVar[list[int] | None] = ContextVar("small buckets", default=None)
+
+
+@contextmanager
+def small_buckets() -> Iterator[list[int]]:
+    """Buckets made inside hold about a third of their parameters each, so that a small model has several too.
+
+    Yields how many buckets each set of parameters came to.
+    """
+    made: list[int] = []
+    token = _small.set(made)
+    try:
+        yield made
+    finally:
+        _small.reset(token)
+
+
+def _caps(sizes: list[int], width: int) -> tuple[int, int]:
+    """Most elements of a bucket, and of the first."""
+    if _small.get() is not None:
+        third = max(1, sum(sizes) // 3)
+        return third, third
+    return BUCKET_BYTES // width, FIRST_BUCKET_BYTES // width
 
 
 class Bucket:
@@ -84,7 +109,12 @@ class GradientBuckets:
         self.names = [name for name, _ in named]
         params = [param for _, param in named]
         width = torch.empty((), dtype=dtype).element_size()
-        layouts = lay_out([p.numel() for p in params], BUCKET_BYTES // width, ranks, FIRST_BUCKET_BYTES // width)
+        sizes = [param.numel() for param in params]
+        cap, first_cap = _caps(sizes, width)
+        layouts = lay_out(sizes, cap, ranks, first_cap)
+        made = _small.get()
+        if made is not None:
+            made.append(len(layouts))
         self.buckets = [Bucket(layout, [params[e.index] for e in layout.entries], dtype) for layout in layouts]
         self.keep = keep
         self.launch = launch

@@ -1,64 +1,159 @@
-"""Two records side by side: the error of each tensor, the largest over the steps."""
+"""Two records side by side: the error of each tensor on every rank, the largest over ranks and steps.
+
+    error of a tensor = max|a - b| / max(max|b|, floor)      b: one process
+    floor   gradient: 1e-4 of the model's largest; parameter: the learning rate; buffer: 1;
+            optimizer: 1e-4 of the largest under the same key
+
+The floors keep a true zero (the gradient of a bias before batch norm) from failing a run by its rounding.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterable
+
 import torch
 
-from shardwise.proof.parity import (
-    BUFFER_BAR,
-    GRADIENT_BAR,
-    GRADIENT_FLOOR,
-    LOSS_BAR,
-    PARAMETER_BAR,
-    Parity,
-)
-from shardwise.proof.record import Record
+from shardwise.proof.outcome import FLOAT64_BARS, GRADIENT_FLOOR, KINDS, Parity
+from shardwise.proof.record import Deviation, Record, Tensors
+
+Floor = Callable[[str], float]  # of a name
 
 
 def tensor_error(a: torch.Tensor, b: torch.Tensor, floor: float) -> float:
-    """max|a - b| / max(max|b|, floor); infinite where shapes or finiteness differ."""
-    if a.shape != b.shape:
+    """max|a - b| / max(max|b|, floor); infinite where shapes differ, or values that are not finite and the same."""
+    if a.shape != b.shape or a.is_complex() != b.is_complex():
         return float("inf")
     if not a.numel():
         return 0.0
-    a, b = a.double(), b.double()
-    error = float((a - b).abs().max()) / max(float(b.abs().max()), floor)
+    wide = torch.complex128 if b.is_complex() else torch.float64
+    same = a == b  # infinities too, whose difference is no number
+    if bool(same.all()):
+        return 0.0
+    a, b = a.to(wide), b.to(wide)
+    finite = b[torch.isfinite(b)]
+    largest = max(float(finite.abs().max()) if finite.numel() else 0.0, floor)
+    error = float((a - b)[~same].abs().max()) / largest
     return error if error == error else float("inf")
+
+
+def number_error(a: float, b: float) -> float:
+    """|a - b| / |b|; infinite where one of them is not finite."""
+    return abs(a - b) / max(abs(b), 1e-12) if math.isfinite(a) and math.isfinite(b) else float("inf")
 
 
 def compare(parity: Parity, one: Record, many: Record) -> None:
     """Write the errors of `many` ranks against `one` process into `parity`."""
     parity.notes += one.notices + many.notices
-    float64 = {"loss": LOSS_BAR, "gradient": GRADIENT_BAR, "parameter": PARAMETER_BAR, "buffer": BUFFER_BAR}
-    parity.bars = parity.bars or float64
-    _compare_named(parity, "initial value", one.initial, many.initial, {}, one.lr)
-    losses = zip(many.losses, one.losses, strict=True)
-    parity.loss_error = max(abs(a - b) / max(abs(b), 1e-12) for a, b in losses)
-    for step, expected in enumerate(one.gradients):
-        largest = max((float(g.abs().max()) for g in expected.values() if g is not None and g.numel()), default=0.0)
-        floor = GRADIENT_FLOOR * largest
-        _compare_named(parity, "gradient", expected, many.gradients[step], parity.gradient_error, floor)
-        _compare_named(parity, "parameter", one.parameters[step], many.parameters[step], parity.parameter_error, one.lr)
-        _compare_named(parity, "buffer", one.buffers[step], many.buffers[step], parity.buffer_error, 1.0)
+    parity.differences += many.differences
+    parity.bars = parity.bars or dict(FLOAT64_BARS)
+    floors = _floors(one, -1)
+    _compare_named(parity, "parameter", one.initial, many.initial, floors["parameter"], -1)
+    parity.loss_error = max(number_error(a, b) for a, b in zip(many.losses, one.losses, strict=True))
+    parity.norm_error = max(number_error(a, b) for a, b in zip(many.norms, one.norms, strict=True))
+    for step in range(len(one.losses)):
+        floors = _floors(one, step)
+        for kind in KINDS:
+            if kind != "optimizer" or many.states_known:
+                _compare_named(parity, kind, one.of(kind, step), many.of(kind, step), floors[kind], step)
+    for deviation in many.deviations:
+        if deviation.kind != "optimizer" or many.states_known:
+            _compare_deviation(parity, one, deviation)
+    _look_for_nothing(parity, one, many)
 
 
-def _compare_named(
+def _floors(one: Record, step: int) -> dict[str, Floor]:
+    if step < 0:
+        return {"parameter": lambda name: one.lr}
+    gradient = GRADIENT_FLOOR * _largest(one.gradients[step].values())
+    by_key: dict[str, list[torch.Tensor | None]] = {}
+    for name, tensor in one.states[step].items():
+        by_key.setdefault(_key(name), []).append(tensor)
+    states = {key: GRADIENT_FLOOR * _largest(tensors) for key, tensors in by_key.items()}
+    return {
+        "gradient": lambda name: gradient,
+        "parameter": lambda name: one.lr,
+        "buffer": lambda name: 1.0,
+        "optimizer": lambda name: states.get(_key(name), 1.0),
+    }
+
+
+def _key(name: str) -> str:
+    """The optimizer's key in "exp_avg of blocks.0.weight"."""
+    return name.partition(" of ")[0]
+
+
+def _largest(tensors: Iterable[torch.Tensor | None]) -> float:
+    return max((float(t.abs().max()) for t in tensors if t is not None and t.numel()), default=0.0)
+
+
+def _compare_named(parity: Parity, kind: str, expected: Tensors, found: Tensors, floor: Floor, step: int) -> None:
+    for name in sorted(expected.keys() | found.keys()):
+        _compare_one(parity, kind, name, found.get(name), expected.get(name), floor(name), step, "rank 0")
+
+
+def _compare_deviation(parity: Parity, one: Record, deviation: Deviation) -> None:
+    kind, name, step = deviation.kind, deviation.name, deviation.step
+    expected = one.of(kind, step).get(name)
+    floor = _floors(one, step)[kind](name)
+    _compare_one(parity, kind, name, deviation.tensor, expected, floor, step, f"rank {deviation.rank}")
+
+
+def _compare_one(
     parity: Parity,
     kind: str,
-    expected: dict[str, torch.Tensor | None],
-    found: dict[str, torch.Tensor | None],
-    errors: dict[str, float],
+    name: str,
+    a: torch.Tensor | None,
+    b: torch.Tensor | None,
     floor: float,
+    step: int,
+    rank: str,
 ) -> None:
-    for name in sorted(expected.keys() | found.keys()):
-        a, b = found.get(name), expected.get(name)
-        if (a is None) != (b is None):
-            side = "one process" if a is None else "the plan"
-            message = f"{kind} of '{name}' exists only in {side}"
-            if message not in parity.differences:
-                parity.differences.append(message)
-        elif a is not None and b is not None:
-            error = tensor_error(a, b, max(floor, 1e-300))
-            if kind == "initial value" and error > parity.bars["parameter"]:
-                parity.differences.append(f"{kind} of '{name}' differs by {error:.1e}")
-            errors[name] = max(errors.get(name, 0.0), error)
+    if (a is None) != (b is None):
+        where = "" if rank == "rank 0" else f" on {rank}"
+        message = f"{kind} of '{name}' exists only in {'one process' if a is None else 'the plan'}{where}"
+        parity.differences += [message] if message not in parity.differences else []
+        return
+    if a is None or b is None:
+        return
+    error = tensor_error(a, b, max(floor, 1e-300))
+    if step < 0:
+        where = "" if rank == "rank 0" else f" on {rank}"
+        if error > parity.bar("parameter", name):
+            parity.differences.append(f"initial value of '{name}' differs by {error:.1e}{where}")
+    errors = parity.errors(kind)
+    if error > errors.get(name, -1.0):
+        errors[name] = error
+        parity.worst[kind, name] = f"{rank}, step {step}" if step >= 0 else f"{rank}, before the first step"
+
+
+def _look_for_nothing(parity: Parity, one: Record, many: Record) -> None:
+    """Agreement on a run in which nothing happened proves nothing; what did not happen is told."""
+    last = one.parameters[-1]
+    still = {n for n in one.trained if (a := one.initial[n]) is not None and torch.equal(a, _there(last[n]))}
+    reached = {n for gradients in one.gradients for n, g in gradients.items() if g is not None and bool(g.any())}
+    if not one.trained & reached:
+        parity.unproven.append("every gradient is zero in one process, so that any plan would agree with it")
+    elif one.trained == still:
+        parity.unproven.append("no parameter moved in one process (a learning rate of zero?), so no update was seen")
+    else:
+        _tell(parity, one.trained - reached, "has a gradient of zero in every step, so that its training is not proven")
+        _tell(parity, still & reached, "did not move, so that its update is not proven")
+    if many.buckets == 1:
+        parity.notes.append(
+            "scope: gradients of a single parameter travel in one bucket; the order of several is not seen"
+        )
+    if len(one.losses) == 1:
+        parity.notes.append("scope: one step; what is carried from step to step is proven from two steps on")
+
+
+def _there(tensor: torch.Tensor | None) -> torch.Tensor:
+    assert tensor is not None
+    return tensor
+
+
+def _tell(parity: Parity, names: set[str], what: str) -> None:
+    if names:
+        first = sorted(names)[0]
+        more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+        parity.notes.append(f"scope: '{first}'{more} {what}")

@@ -7,6 +7,7 @@ the optimizer steps. Masks are drawn by global index, as the engine's `global` m
 from __future__ import annotations
 
 import inspect
+import math
 from typing import Any
 
 import torch
@@ -17,8 +18,9 @@ from shardwise.engine.groups import named_groups
 from shardwise.engine.loss import read_loss
 from shardwise.errors import InputError
 from shardwise.layout.dealing import micro_batches
-from shardwise.proof.record import Record, kept
-from shardwise.proof.settings import Settings, global_batch, raise_eps
+from shardwise.proof.eps import EpsWatch
+from shardwise.proof.record import Record, kept, kept_state
+from shardwise.proof.settings import Settings, global_batch
 from shardwise.random import BatchDims, GlobalRandom, Samples
 from shardwise.task import Task
 from shardwise.trace.deferred import build, named_tensors
@@ -30,16 +32,20 @@ def run_oracle(task: Task, settings: Settings) -> Record:
     module = _module(task, settings.seed, settings.dtype)
     named = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
     optimizer = task.optimizer(named_groups([param for _, param in named]))
-    raise_eps(optimizer)
+    eps = EpsWatch(named, optimizer, task.optimizer)
     record = Record(lr=max(float(group.get("lr", 0.0)) for group in optimizer.param_groups))
+    record.trained = {name for name, _ in named}
     record.initial = {name: kept(param) for name, param in module.named_parameters()}
     random = GlobalRandom(BatchDims())
     arithmetic = KeepDouble()
     for step in range(settings.steps):
+        norms: list[float] = []
         batch = _cast(global_batch(task, settings, step), settings.dtype)
 
-        def gradients(batch: Any = batch, step: int = step) -> float:
-            return _gradients(task, module, named, batch, step, settings, random)
+        def gradients(batch: Any = batch, step: int = step, norms: list[float] = norms) -> float:
+            loss, norm = _gradients(task, module, named, batch, step, settings, random)
+            norms.append(norm)
+            return loss
 
         if _needs_closure(optimizer):
             losses: list[float] = []
@@ -54,16 +60,22 @@ def run_oracle(task: Task, settings: Settings) -> Record:
         else:
             record.losses.append(gradients())
             with arithmetic, default_dtype(settings.dtype):  # scalars of an optimizer's state follow the default
+                eps.begin()
                 optimizer.step()
+                eps.end()
+        record.norms.append(norms[0])
         record.gradients.append({name: None if p.grad is None else kept(p.grad) for name, p in named})
         record.parameters.append({name: kept(param) for name, param in module.named_parameters()})
+        states = [kept_state(name, optimizer.state.get(param, {})) for name, param in named if param.numel()]
+        record.states.append({key: value for state in states for key, value in state.items()})
         record.buffers.append({name: kept(buffer) for name, buffer in module.named_buffers()})
+    record.notices += eps.notes()
     if arithmetic.met:
         record.notices.append("the optimizer computes in less than float64 by itself; both sides kept it in float64")
     return record
 
 
-def _gradients(task, module, named, batch, step, settings: Settings, random: GlobalRandom) -> float:
+def _gradients(task, module, named, batch, step, settings: Settings, random: GlobalRandom) -> tuple[float, float]:
     for _, param in named:
         param.grad = None
     total, weight = 0.0, 0.0
@@ -85,9 +97,10 @@ def _gradients(task, module, named, batch, step, settings: Settings, random: Glo
     gradients = [param.grad for _, param in named if param.grad is not None]
     for gradient in gradients:
         gradient.div_(weight)
+    norm = math.sqrt(sum(float(gradient.abs().square().sum()) for gradient in gradients))
     if settings.clip_norm is not None:
         nn.utils.clip_grad_norm_([p for _, p in named if p.grad is not None], settings.clip_norm)
-    return total / weight
+    return total / weight, norm
 
 
 def _ratio(a: float, b: float) -> float:

@@ -1,12 +1,8 @@
 """`verify(task, plan)`: is the plan, on this task, equal to one process?
 
 One process in float64 and N ranks under the plan take the same optimizer steps on the same global batches. Compared
-by name: the loss, every gradient, every updated parameter and buffer.
-
-    error of a tensor = max|a - b| / max(max|b|, floor)      b: one process
-    floor             gradient: 1e-4 of the model's largest; parameter: the learning rate; buffer: 1
-
-The floors keep a true gradient of zero (a bias before batch norm) from failing or hiding a run by its rounding.
+by name, after every step and on every rank: the loss and the gradient's norm, every gradient, every parameter as the
+module uses it, every buffer, and the optimizer's state (`compare`).
 
 What this does not prove: the plan's own precision (both sides run in float64), its speed, or other batch shapes.
 """
@@ -15,89 +11,14 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from shardwise.errors import InputError, RefusedPlan, ShardwiseError
 from shardwise.layout import Plan, check
+from shardwise.proof.outcome import Parity
 from shardwise.task import Task
 from shardwise.task_names import resolve_task
-
-LOSS_BAR = 1e-10
-PARAMETER_BAR = 1e-10
-BUFFER_BAR = 1e-10
-GRADIENT_BAR = 1e-9
-GRADIENT_FLOOR = 1e-4
-
-
-@dataclass
-class Parity:
-    """The outcome of one proof; errors are relative, the largest over the steps, by tensor name."""
-
-    plan: str
-    world_size: int
-    loss_error: float | None = None
-    gradient_error: dict[str, float] = field(default_factory=dict)
-    parameter_error: dict[str, float] = field(default_factory=dict)
-    buffer_error: dict[str, float] = field(default_factory=dict)
-    bars: dict[str, float] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    differences: list[str] = field(default_factory=list)  # what no number expresses: a gradient on one side only
-    proven: str = ""  # the small plan that was run, where the proof was shrunk
-    refused: str | None = None
-    error: str | None = None
-    float64: bool = True  # False: float32, since a kernel of the task has no float64
-
-    @property
-    def parity(self) -> bool:
-        """Whether everything compared is within its bar."""
-        if self.refused or self.error or self.differences or self.loss_error is None:
-            return False
-        within = [self.loss_error <= self.bars["loss"]]
-        within += [error <= self.bars["gradient"] for error in self.gradient_error.values()]
-        within += [error <= self.bars["parameter"] for error in self.parameter_error.values()]
-        within += [error <= self.bars["buffer"] for error in self.buffer_error.values()]
-        return all(within)
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {
-            "parity": self.parity,
-            "loss_error": self.loss_error,
-            "gradient_error": self.gradient_error,
-            "parameter_error": self.parameter_error,
-            "buffer_error": self.buffer_error,
-            "bars": self.bars,
-            "refused": self.refused,
-            "error": self.error,
-            "differences": self.differences,
-            "world_size": self.world_size,
-            "plan": self.plan,
-            "notes": self.notes,
-        }
-
-    def text(self) -> str:
-        """A few lines for a person."""
-        if self.refused:
-            return f"refused: {self.refused}"
-        if self.error:
-            return f"error: {self.error}"
-        dtype = "float64" if self.float64 else "float32"
-        lines = [f"plan {self.proven or self.plan} on {self.world_size} ranks against one process, {dtype}"]
-        lines.append(f"  loss        {self.loss_error:.1e}   (bar {self.bars['loss']:.0e})")
-        for kind in ("gradient", "parameter", "buffer"):
-            errors: dict[str, float] = getattr(self, f"{kind}_error")
-            if errors:
-                worst = max(errors, key=lambda name: errors[name])
-                lines.append(
-                    f"  {kind + 's':11s} {errors[worst]:.1e}   (bar {self.bars[kind]:.0e}; "
-                    f"largest of {len(errors)}: {worst})"
-                )
-        lines += [f"  different: {what}" for what in self.differences]
-        lines += [f"  note: {note}" for note in self.notes]
-        lines.append("EQUAL to one process" if self.parity else "NOT EQUAL to one process")
-        return "\n".join(lines)
 
 
 def verify(
@@ -208,6 +129,17 @@ def _run_ranks(task: Any, plan: Plan, settings: Any, parity: Parity, pool: Any, 
     precision = "fp64" if parity.float64 else "fp32"
     exact = plan.with_(precision=precision, reduce_dtype="auto", compile=False)
     if pool is not None:
-        return pool.run(run_rank, plan.world_size, task, exact, settings, timeout_s=timeout_s)[0]
+        return _joined(pool.run(run_rank, plan.world_size, task, exact, settings, timeout_s=timeout_s))
     with RankPool() as own:
-        return own.run(run_rank, plan.world_size, task, exact, settings, timeout_s=timeout_s)[0]
+        return _joined(own.run(run_rank, plan.world_size, task, exact, settings, timeout_s=timeout_s))
+
+
+def _joined(records: list[Any]) -> Any:
+    """Rank 0's record with what other ranks had otherwise."""
+    first, *others = records
+    for rank, other in enumerate(others, 1):
+        for name, mine, theirs in (("loss", first.losses, other.losses), ("norm", first.norms, other.norms)):
+            if mine != theirs:
+                first.differences.append(f"the {name} that rank {rank} is told is not that of rank 0")
+        first.deviations += other.deviations
+    return first

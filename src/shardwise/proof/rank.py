@@ -1,32 +1,43 @@
-"""One rank's side of a proof: the engine under the plan, in float64, everything gathered and recorded on rank 0."""
+"""One rank's side of a proof: the engine under the plan, in float64, and every rank's answers after every step.
+
+Rank 0 records whole tensors. Every rank then answers for what it has itself: parameters as its module computes with
+them, gradients, the buffers that its stages use, the optimizer's state. It tells digests; where one differs from that
+of rank 0's record, the tensor is kept and compared with one process by itself.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 
+from shardwise.comm import gather_json
+from shardwise.comm.buckets import small_buckets
+from shardwise.digest import digest
 from shardwise.engine.engine import Engine, parallelize
+from shardwise.errors import RefusedPlan, ShardwiseError
 from shardwise.layout import Plan
-from shardwise.proof.record import Record, kept
+from shardwise.proof.record import Deviation, Record, Tensors, kept, kept_state
 from shardwise.proof.settings import Settings, global_batch, raise_eps
 from shardwise.task_names import resolve_task
 from shardwise.trace.double import KeepDouble, default_dtype
 
+Answers = Iterator[tuple[str, str, torch.Tensor | None]]  # kind, name, value
 
-def run_rank(task: Any, plan: Plan, settings: Settings) -> Record | None:
-    """Train under the plan and record; None on every rank but 0. Collective."""
+
+def run_rank(task: Any, plan: Plan, settings: Settings) -> Record:
+    """Train under the plan and record; ranks but 0 keep only what differs from rank 0's. Collective."""
     resolved = resolve_task(task)
-    with KeepDouble():
+    with KeepDouble(), small_buckets() as buckets:
         engine = parallelize(
             resolved, plan, seed=settings.seed, randomness="global", clip_norm=settings.clip_norm, device="cpu"
         )
-    raised = raise_eps(engine.optimizer)
-    record = Record(notices=list(engine.notices))
-    if raised:
-        record.notices.append(f"Adam-family eps raised from {min(raised):g} to 1e-4 on both sides")
-    record.initial = _parameters(engine)
+    raise_eps(engine.optimizer)
+    record = Record(notices=list(engine.notices), buckets=min(buckets, default=0) if engine.data_ranks > 1 else 0)
+    record.initial = _named(engine.full_parameters())
+    _compare_ranks(engine, record, -1, (("parameter", n, t) for n, t in engine.used_parameters()))
     for step in range(settings.steps):
         last = step == settings.steps - 1
         batch = global_batch(resolved, settings, step)
@@ -34,11 +45,59 @@ def run_rank(task: Any, plan: Plan, settings: Settings) -> Record | None:
             result = engine.step(batch)
         record.ledger = ledger.rows() if ledger is not None else []
         record.losses.append(result.loss)
-        record.gradients.append({n: None if g is None else kept(g) for n, g in engine.full_gradients()})
-        record.parameters.append(_parameters(engine))
-        record.buffers.append({name: kept(buffer) for name, buffer in engine.full_buffers()})
-    return record if engine.rank == 0 else None
+        record.norms.append(result.grad_norm)
+        record.gradients.append(_named(engine.full_gradients()))
+        record.parameters.append(_named(engine.full_parameters()))
+        record.buffers.append(_named(engine.full_buffers()))
+        record.states.append(_states(engine, record))
+        _compare_ranks(engine, record, step, _answers(engine, record, step))
+    if engine.rank == 0:
+        return record
+    return Record(losses=record.losses, norms=record.norms, deviations=record.deviations)
 
 
-def _parameters(engine: Engine) -> dict[str, torch.Tensor]:
-    return {name: kept(tensor) for name, tensor in engine.full_parameters()}
+def _named(tensors: Iterator[tuple[str, torch.Tensor | None]]) -> Tensors:
+    return {name: None if tensor is None else kept(tensor) for name, tensor in tensors}
+
+
+def _states(engine: Engine, record: Record) -> Tensors:
+    states: Tensors = {}
+    try:
+        for name, state in engine.full_optimizer_state():
+            value = record.initial[name]
+            if value is not None and value.numel():  # under zero nobody updates what has no elements
+                states |= kept_state(name, state)
+    except RefusedPlan as refusal:  # on every rank alike, before anything is sent
+        record.notices += [] if not record.states_known else [f"the optimizer's state was not compared: {refusal}"]
+        record.states_known = False
+    except ShardwiseError as error:
+        record.differences.append(str(error))
+    return states
+
+
+def _answers(engine: Engine, record: Record, step: int) -> Answers:
+    """What this rank has itself. Collective."""
+    yield from (("gradient", name, tensor) for name, tensor in record.gradients[step].items())
+    yield from (("parameter", name, tensor) for name, tensor in engine.used_parameters())
+    yield from (("buffer", name, tensor) for name, tensor in engine.used_buffers())
+    yield from (("optimizer", name, tensor) for name, tensor in record.states[step].items())
+
+
+def _compare_ranks(engine: Engine, record: Record, step: int, answers: Answers) -> None:
+    """Keep what differs in a bit from what rank 0 recorded. Collective."""
+    kinds = ("parameter",) if step < 0 else ("gradient", "parameter", "buffer", "optimizer")
+    mine: dict[str, dict[str, str | None]] = {kind: {} for kind in kinds}
+    if engine.rank == 0:
+        mine = {
+            kind: {name: None if t is None else digest(t) for name, t in record.of(kind, step).items()}
+            for kind in kinds
+        }
+    expected = gather_json(mine, engine.mesh.world, engine.device)[0]
+    seen = set()
+    for kind, name, tensor in answers:
+        seen.add((kind, name))
+        value = None if tensor is None else kept(tensor)
+        if (None if value is None else digest(value)) != expected[kind].get(name):
+            record.deviations.append(Deviation(engine.rank, step, kind, name, value))
+    everywhere = [(kind, name) for kind in ("gradient", "optimizer") if kind in kinds for name in expected[kind]]
+    record.deviations += [Deviation(engine.rank, step, *which, None) for which in everywhere if which not in seen]

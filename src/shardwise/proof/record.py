@@ -1,10 +1,24 @@
-"""What a run leaves for comparison: losses, and every gradient, parameter and buffer after each step."""
+"""What a run leaves for comparison: losses, and every gradient, parameter, buffer and optimizer state of each step."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+
+Tensors = dict[str, torch.Tensor | None]
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """What a rank has that differs in a bit from what rank 0 recorded; None: it has nothing of the name."""
+
+    rank: int
+    step: int  # -1: before the first
+    kind: str
+    name: str
+    tensor: torch.Tensor | None
 
 
 @dataclass
@@ -12,18 +26,54 @@ class Record:
     """Whole tensors in float64 on the CPU; the lists have one entry for each optimizer step."""
 
     losses: list[float] = field(default_factory=list)
-    gradients: list[dict[str, torch.Tensor | None]] = field(default_factory=list)
-    parameters: list[dict[str, torch.Tensor]] = field(default_factory=list)
-    buffers: list[dict[str, torch.Tensor]] = field(default_factory=list)
-    initial: dict[str, torch.Tensor] = field(default_factory=dict)
+    norms: list[float] = field(default_factory=list)  # of the whole gradient, before clipping
+    gradients: list[Tensors] = field(default_factory=list)
+    parameters: list[Tensors] = field(default_factory=list)
+    buffers: list[Tensors] = field(default_factory=list)
+    states: list[Tensors] = field(default_factory=list)  # of the optimizer: "exp_avg of blocks.0.weight"
+    initial: Tensors = field(default_factory=dict)
     lr: float = 0.0
+    trained: set[str] = field(default_factory=set)  # names of parameters that get a gradient
     notices: list[str] = field(default_factory=list)
     ledger: list[dict] = field(default_factory=list)
+    deviations: list[Deviation] = field(default_factory=list)
+    differences: list[str] = field(default_factory=list)
+    buckets: int = 0  # in which gradients travel, at least; 0: they do not
+    states_known: bool = True  # False: nothing tells how the whole state is made of pieces
+
+    def of(self, kind: str, step: int) -> Tensors:
+        """What was recorded of a kind after a step; -1: initial parameters."""
+        if step < 0:
+            return self.initial
+        lists = {"gradient": self.gradients, "parameter": self.parameters, "buffer": self.buffers}
+        return (lists | {"optimizer": self.states})[kind][step]
 
 
 def kept(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in float64 (integers as they are) on the CPU."""
+    """A copy in float64 or complex128 (integers as they are) on the CPU."""
     tensor = tensor.detach().cpu()
     if tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
+    if tensor.is_complex():
+        return tensor.to(torch.complex128, copy=True)
     return tensor.to(torch.float64, copy=True) if tensor.is_floating_point() else tensor.clone()
+
+
+def kept_state(name: str, state: Any) -> dict[str, torch.Tensor]:
+    """Every tensor and number in the optimizer's state of a parameter, by "key of name", as copies."""
+    found: dict[str, torch.Tensor] = {}
+
+    def walk(path: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for key, item in value.items():
+                walk(f"{path}.{key}" if path else str(key), item)
+        elif isinstance(value, list | tuple):
+            for place, item in enumerate(value):
+                walk(f"{path}.{place}", item)
+        elif isinstance(value, torch.Tensor):
+            found[f"{path} of {name}"] = kept(value)
+        elif isinstance(value, bool | int | float):
+            found[f"{path} of {name}"] = torch.tensor(float(value), dtype=torch.float64)
+
+    walk("", state)
+    return found

@@ -1,0 +1,124 @@
+"""What a proof found: `Parity`, with the error of each tensor against its bar, and how it reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+LOSS_BAR = 1e-10
+NORM_BAR = 1e-9
+PARAMETER_BAR = 1e-10
+BUFFER_BAR = 1e-10
+GRADIENT_BAR = 1e-9
+OPTIMIZER_BAR = 1e-9
+GRADIENT_FLOOR = 1e-4  # of the model's largest gradient
+FLOAT64_BARS = {
+    "loss": LOSS_BAR,
+    "norm": NORM_BAR,
+    "gradient": GRADIENT_BAR,
+    "parameter": PARAMETER_BAR,
+    "buffer": BUFFER_BAR,
+    "optimizer": OPTIMIZER_BAR,
+}
+KINDS = ("gradient", "parameter", "buffer", "optimizer")  # compared by name
+
+
+@dataclass
+class Parity:
+    """The outcome of one proof; errors are relative, the largest over ranks and steps, by tensor name."""
+
+    plan: str
+    world_size: int
+    loss_error: float | None = None
+    norm_error: float | None = None  # of the gradient's global norm, before clipping
+    gradient_error: dict[str, float] = field(default_factory=dict)
+    parameter_error: dict[str, float] = field(default_factory=dict)
+    buffer_error: dict[str, float] = field(default_factory=dict)
+    optimizer_error: dict[str, float] = field(default_factory=dict)  # "exp_avg of blocks.0.weight"
+    bars: dict[str, float] = field(default_factory=dict)
+    own_bars: dict[tuple[str, str], float] = field(default_factory=dict)  # (kind, name): where `bars` is not its bar
+    worst: dict[tuple[str, str], str] = field(default_factory=dict)  # (kind, name): rank and step of the largest error
+    notes: list[str] = field(default_factory=list)
+    differences: list[str] = field(default_factory=list)  # what no number expresses: a gradient on one side only
+    unproven: list[str] = field(default_factory=list)  # why agreement would mean nothing
+    proven: str = ""  # the small plan that was run, where the proof was shrunk
+    refused: str | None = None
+    error: str | None = None
+    float64: bool = True  # False: float32, since a kernel of the task has no float64
+
+    def errors(self, kind: str) -> dict[str, float]:
+        """By name, of one of `KINDS`."""
+        found: dict[str, float] = getattr(self, f"{kind}_error")
+        return found
+
+    def bar(self, kind: str, name: str = "") -> float:
+        """What the error of a tensor may reach."""
+        return self.own_bars.get((kind, name), self.bars[kind])
+
+    @property
+    def equal(self) -> bool:
+        """Whether everything compared is within its bar."""
+        if self.refused or self.error or self.differences or self.loss_error is None:
+            return False
+        within = [self.loss_error <= self.bars["loss"]]
+        within += [] if self.norm_error is None else [self.norm_error <= self.bars["norm"]]
+        within += [error <= self.bar(kind, name) for kind in KINDS for name, error in self.errors(kind).items()]
+        return all(within)
+
+    @property
+    def parity(self) -> bool:
+        """Whether the plan is proven equal to one process."""
+        return self.equal and not self.unproven
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        named = {f"{kind}_error": self.errors(kind) for kind in KINDS}
+        return {
+            "parity": self.parity,
+            "loss_error": self.loss_error,
+            "norm_error": self.norm_error,
+            **named,
+            "bars": self.bars,
+            "refused": self.refused,
+            "error": self.error,
+            "differences": self.differences,
+            "unproven": self.unproven,
+            "world_size": self.world_size,
+            "plan": self.plan,
+            "notes": self.notes,
+        }
+
+    def text(self) -> str:
+        """A few lines for a person."""
+        if self.refused:
+            return f"refused: {self.refused}"
+        if self.error:
+            return f"error: {self.error}"
+        dtype = "float64" if self.float64 else "float32"
+        lines = [f"plan {self.proven or self.plan} on {self.world_size} ranks against one process, {dtype}"]
+        lines.append(f"  loss        {self.loss_error:.1e}   (bar {self.bars['loss']:.0e})")
+        if self.norm_error is not None:
+            lines.append(f"  norm        {self.norm_error:.1e}   (bar {self.bars['norm']:.0e})")
+        lines += [self._line(kind) for kind in KINDS if self.errors(kind)]
+        lines += [f"  different: {what}" for what in self.differences]
+        lines += [f"  not proven: {what}" for what in self.unproven]
+        lines += [f"  note: {note}" for note in self.notes]
+        lines.append(self.verdict)
+        return "\n".join(lines)
+
+    @property
+    def verdict(self) -> str:
+        """The last line."""
+        if not self.equal:
+            return "NOT EQUAL to one process"
+        return "NOT PROVEN" if self.unproven else "EQUAL to one process"
+
+    def _line(self, kind: str) -> str:
+        errors = self.errors(kind)
+        worst = max(errors, key=lambda name: errors[name] / self.bar(kind, name))
+        where = self.worst.get((kind, worst), "") if errors[worst] > self.bar(kind, worst) else ""
+        label = {"optimizer": "optimizer"}.get(kind, f"{kind}s")
+        return (
+            f"  {label:11s} {errors[worst]:.1e}   (bar {self.bar(kind, worst):.0e}; largest of {len(errors)}: {worst}"
+            f"{', ' + where if where else ''})"
+        )

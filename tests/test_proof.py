@@ -1,0 +1,119 @@
+"""What a proof looks at, and when agreement is worth nothing."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardwise import Task, verify
+from shardwise.models import tasks
+from shardwise.proof.compare import compare, tensor_error
+from shardwise.proof.oracle import run_oracle
+from shardwise.proof.outcome import Parity
+from shardwise.proof.record import Record
+from shardwise.proof.settings import Settings
+from shardwise.ranks import RankPool
+
+
+def sgd(groups: list[dict], lr: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, lr=lr)
+
+
+def still() -> Task:
+    return tasks.mlp().with_(optimizer=partial(sgd, lr=0.0))
+
+
+def flat_loss(output: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
+    return (output * 0).sum(), len(batch[1])
+
+
+def flat() -> Task:
+    return tasks.mlp().with_(loss=flat_loss)
+
+
+class One(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 12 * tasks.CLASSES).view(12, tasks.CLASSES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+def one_weight() -> Task:
+    return tasks.mlp().with_(model=One)
+
+
+@pytest.mark.parametrize(("name", "why"), [("still", "no parameter moved"), ("flat", "every gradient is zero")])
+def test_agreement_on_nothing_is_no_proof(name: str, why: str, pool: RankPool) -> None:
+    parity = verify(f"test_proof:{name}", "dp_replicate=2", pool=pool)
+    assert parity.equal and not parity.parity
+    assert why in parity.unproven[0] and parity.text().endswith("NOT PROVEN")
+    assert parity.as_dict()["unproven"] == parity.unproven
+
+
+def test_the_scope_is_told(pool: RankPool) -> None:
+    parity = verify("test_proof:one_weight", "dp_replicate=2", steps=1, pool=pool)
+    assert parity.parity
+    assert any("in one bucket" in note for note in parity.notes)
+    assert any(note.startswith("scope: one step") for note in parity.notes)
+    more = verify("shardwise.models.tasks:mlp_frozen_unused", "dp_shard=2,zero=1", pool=pool)
+    assert more.parity and not any("bucket" in note or "one step" in note for note in more.notes)
+    assert any("has a gradient of zero in every step" in note for note in more.notes)
+
+
+class BeforeNorm(nn.Module):
+    """A bias before a batch norm: its true gradient is zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(12, 8), nn.BatchNorm1d(8), nn.Linear(8, tasks.CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(self.first(x)))
+
+
+def before_norm() -> Task:
+    return tasks.mlp().with_(model=BeforeNorm)
+
+
+def test_the_raised_eps_is_told_with_whom_it_changes() -> None:
+    notes = run_oracle(before_norm(), Settings()).notices
+    assert any("eps raised from 1e-08 to 0.0001 on both sides" in note for note in notes)
+    assert any("the gradient of 'first.bias' is zero but for rounding" in note for note in notes)
+    large = tasks.mlp().with_(optimizer=lambda groups: torch.optim.AdamW(groups, eps=1e-3))
+    assert not any("eps" in note for note in run_oracle(large, Settings()).notices)
+
+
+def record(losses: list[float], weight: Tensor) -> Record:
+    found = Record(losses=losses, norms=[1.0] * len(losses), lr=0.1, trained={"w"}, initial={"w": weight})
+    for step in range(len(losses)):
+        found.parameters.append({"w": weight + step + 1})
+        found.gradients.append({"w": weight})
+        found.buffers.append({})
+        found.states.append({})
+    return found
+
+
+@pytest.mark.parametrize("losses", [[float("nan"), 1.0], [1.0, float("nan")], [1.0, float("inf")]])
+def test_a_loss_that_is_no_number_fails_in_any_step(losses: list[float]) -> None:
+    parity = Parity("single", 1)
+    compare(parity, record(losses, torch.ones(3)), record(losses, torch.ones(3)))
+    assert parity.loss_error == float("inf") and not parity.parity
+
+
+def test_values_that_are_no_numbers_are_equal_where_they_are_the_same() -> None:
+    mask = torch.tensor([[0.0, -torch.inf], [0.0, 0.0]])
+    assert tensor_error(mask, mask.clone(), 1.0) == 0
+    assert tensor_error(mask.t(), mask, 1.0) == float("inf")
+    bad = torch.tensor([1.0, torch.nan])
+    assert tensor_error(bad, bad.clone(), 1.0) == float("inf")
+
+
+def test_complex_values_are_compared_as_complex() -> None:
+    a = torch.complex(torch.ones(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64))
+    assert tensor_error(a + 0.5j, a, 1e-9) == pytest.approx(0.5)
+    assert tensor_error(a, a.real, 1e-9) == float("inf")
