@@ -26,7 +26,7 @@ FLOORS = {
     "memory": 3,
     "engine": 4,
     "simulator": 5, "rehearsal": 5, "planner": 5, "measure": 5,
-    "data": 6, "observe": 6, "training": 6, "proof": 6,
+    "data": 6, "observe": 6, "checkpoint": 6, "training": 6, "proof": 6,
     "cli": 7, "testing": 7, "scripts": 7, "hf": 7,
 }  # fmt: skip
 
@@ -52,6 +52,7 @@ WITHIN = {
     ("observe", "data"): "floor 6 has an order: data, observe, training, proof",
     ("training", "data"): "floor 6 has an order: data, observe, training, proof",
     ("training", "observe"): "floor 6 has an order: data, observe, training, proof",
+    ("training", "checkpoint"): "floor 6 has an order: data, observe, checkpoint, training, proof",
     ("proof", "data"): "floor 6 has an order: data, observe, training, proof",
     ("proof", "observe"): "floor 6 has an order: data, observe, training, proof",
     ("proof", "training"): "floor 6 has an order: data, observe, training, proof",

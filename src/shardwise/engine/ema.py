@@ -30,7 +30,8 @@ class Ema:
         if not 0 <= decay < 1:
             raise InputError(f"the decay of an average lies in [0, 1), got {decay}")
         self.engine, self.decay = engine, decay
-        self._held = [slot.master for slot in engine.technique.slots if slot.master.numel()]
+        held = [slot for slot in engine.technique.slots if slot.master.numel()]
+        self._names, self._held = [slot.name for slot in held], [slot.master for slot in held]
         self._averages = [master.detach().clone() for master in self._held]
 
     @torch.no_grad()
@@ -38,6 +39,10 @@ class Ema:
         """After each step."""
         if self._held:
             torch._foreach_lerp_(self._averages, [master.detach() for master in self._held], 1 - self.decay)
+
+    def named(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, this rank's piece of the average) of each weight that it holds something of."""
+        return iter(zip(self._names, self._averages, strict=True))
 
     @contextmanager
     @torch.no_grad()

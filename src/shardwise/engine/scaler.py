@@ -35,3 +35,11 @@ class LossScale:
             self.value /= 2
         elif self._good_steps % GROW_AFTER == 0:
             self.value *= 2
+
+    def state_dict(self) -> dict[str, float]:
+        """What `load_state_dict` takes; plain numbers."""
+        return {"value": self.value, "good_steps": self._good_steps}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Go on where `state` was taken."""
+        self.value, self._good_steps = float(state["value"]), int(state["good_steps"])

@@ -1,0 +1,129 @@
+"""The process that writes a rank's part of a checkpoint while training goes on. Without torch.
+
+It is started once, with a descriptor of the memory file that the rank fills, and told what to write as one line of
+JSON; it answers with one line. It ends when the rank does, after what it is writing: a rank that is killed in the
+middle of a save still leaves the checkpoint, if every rank's buffer was full.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from shardwise.checkpoint.files import Disk
+from shardwise.checkpoint.publish import Work, write_and_publish
+from shardwise.errors import RunError
+
+ALONE_S = 20.0  # how long rank 0's writer waits for the other ranks' once its own rank is gone
+_PROGRAM = "import sys; from shardwise.checkpoint.background import serve; serve(int(sys.argv[1]))"
+
+
+class Writer:
+    """A rank's handle on its writer."""
+
+    def __init__(self, file: int) -> None:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM, str(file)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(file,), env=environment, start_new_session=True,
+        )  # fmt: skip
+        self.step: int | None = None  # of the save under way
+
+    def begin(self, work: Work, size_bytes: int) -> None:
+        """Hand over what the memory file holds now."""
+        assert self.process.stdin is not None
+        self.step = work.step
+        told = {**asdict(work), "folder": str(work.folder)}
+        try:
+            self.process.stdin.write(json.dumps({"work": told, "bytes": size_bytes}).encode() + b"\n")
+            self.process.stdin.flush()
+        except OSError as error:
+            self._fail(f"its writer has ended ({error.strerror})")
+
+    def poll(self) -> bool:
+        """Whether nothing is under way. Raises `RunError` for what went wrong."""
+        if self.step is None:
+            return True
+        assert self.process.stdout is not None
+        if not select.select([self.process.stdout], [], [], 0)[0]:
+            return False
+        self._read()
+        return True
+
+    def wait(self) -> None:
+        """Return when nothing is under way. Raises `RunError` for what went wrong."""
+        if self.step is not None:
+            self._read()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            self._fail(f"its writer left with exit code {self.process.wait()}")
+        answer = json.loads(line)
+        if answer["error"]:
+            self._fail(answer["error"])
+        self.step = None
+
+    def _fail(self, why: str) -> None:
+        step, self.step = self.step, None
+        raise RunError(f"the checkpoint of step {step} was not written: {why}")
+
+    def close(self) -> None:
+        """Let it end; it has nothing under way."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.close()
+        self.process.stdout.close()
+        try:
+            self.process.wait(5)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+def serve(file: int) -> None:
+    """The writer's own side: works until its rank is gone."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)  # its rank decides when to stop
+    waiting = _Waiting()
+    for line in sys.stdin.buffer:
+        told = json.loads(line)
+        error = ""
+        waiting.gone_at = None
+        try:
+            _write(file, told, waiting)
+        except Exception as problem:
+            error = str(problem) or type(problem).__name__
+        try:
+            sys.stdout.buffer.write(json.dumps({"error": error}).encode() + b"\n")
+            sys.stdout.buffer.flush()
+        except OSError:
+            return
+
+
+def _write(file: int, told: dict[str, Any], waiting: _Waiting) -> None:
+    work = Work(**{**told["work"], "folder": Path(told["work"]["folder"])})
+    with mmap.mmap(file, told["bytes"], prot=mmap.PROT_READ) as buffer, memoryview(buffer) as view:
+        write_and_publish(work, view, Disk(), waiting.going)
+
+
+class _Waiting:
+    """Whether to go on waiting for other ranks: a while after one's own rank has gone, no longer."""
+
+    def __init__(self) -> None:
+        self.gone_at: float | None = None
+
+    def going(self) -> bool:
+        ready = select.select([sys.stdin.buffer], [], [], 0)[0]
+        if ready and self.gone_at is None:  # a rank sends nothing while a save is under way: this is its end
+            self.gone_at = time.monotonic()
+        return self.gone_at is None or time.monotonic() < self.gone_at + ALONE_S

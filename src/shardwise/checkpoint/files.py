@@ -1,0 +1,196 @@
+"""Files that are written to last: writes, syncs and renames, and safetensors' layout. Without torch.
+
+Every change goes through a `Disk`, one method each, so that a test can end the process before any of them, or keep a
+log of them and lose what was not yet synced.
+
+    file   8 bytes: length of the header | header: JSON, name -> dtype, shape, [begin, end) | the tensors' bytes
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import stat
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from shardwise.errors import InputError
+
+CHUNK = 16 * 2**20  # bytes of one write, and of one read
+MAX_HEADER = 100 * 2**20  # bytes; what the safetensors library allows
+ITEM_BYTES = {
+    "F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
+    "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1,
+}  # fmt: skip
+
+
+class Disk:
+    """What changes files. Subclasses may do something before each change."""
+
+    def reached(self, change: str, path: Path) -> None:
+        """Called before each change: "create", "write", "sync", "rename", "sync folder", "remove"."""
+
+    def folder(self, path: Path) -> None:
+        """Make a folder; it may exist."""
+        self.reached("create", path)
+        path.mkdir(parents=True, exist_ok=True)
+
+    def file(self, path: Path, parts: Iterable[bytes | memoryview]) -> str:
+        """A new file with these bytes, synced. Returns their digest."""
+        self.reached("create", path)
+        digest = xxhash.xxh3_128()
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        try:
+            for part in parts:
+                view = memoryview(part).cast("B")
+                for start in range(0, len(view), CHUNK):
+                    chunk = view[start : start + CHUNK]
+                    digest.update(chunk)
+                    self.reached("write", path)
+                    while chunk:
+                        chunk = chunk[os.write(handle, chunk) :]
+            self.reached("sync", path)
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+        return digest.hexdigest()
+
+    def rename(self, path: Path, to: Path) -> None:
+        """Rename a file, in place of another where there is one, or a folder."""
+        self.reached("rename", path)
+        os.rename(path, to)
+
+    def sync_folder(self, path: Path) -> None:
+        """Make the names in a folder last."""
+        self.reached("sync folder", path)
+        handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+    def remove(self, path: Path) -> None:
+        """Remove a file or a folder with all that is in it."""
+        self.reached("remove", path)
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+    def replace(self, path: Path, data: bytes) -> None:
+        """A small file in place of another, whole at any time."""
+        partial = path.with_name(path.name + ".partial")
+        self.remove(partial)
+        self.file(partial, [data])
+        self.rename(partial, path)
+        self.sync_folder(path.parent)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a safetensors file: its bytes lie at [begin, end) of the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def header_of(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes, dict[str, Entry]]:
+    """The first bytes of a safetensors file with these (dtype, shape), and where each tensor's bytes go.
+
+    Tensors lie in order of their item's size, largest first, so that each is aligned to its items.
+    """
+    fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: (-ITEM_BYTES[item[1][0]], item[0])):
+        size = math.prod(shape) * ITEM_BYTES[dtype]
+        fields[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    base = 8 + len(text)
+    entries = {
+        name: Entry(field["dtype"], tuple(field["shape"]), *(base + offset for offset in field["data_offsets"]))
+        for name, field in fields.items()
+        if name != "__metadata__"
+    }
+    return len(text).to_bytes(8, "little") + text, entries
+
+
+def read_header(path: Path) -> dict[str, Entry]:
+    """The tensors of a safetensors file. `InputError` for one that is damaged, cut short, or no such file."""
+    try:
+        size = size_of(path)
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(size - 8, MAX_HEADER):
+                raise ValueError(f"a header of {length} bytes in a file of {size}")
+            fields = parsed(file.read(length))
+        if not isinstance(fields, dict):
+            raise ValueError("the header is not a table")
+        fields.pop("__metadata__", None)
+        entries = {name: _entry(field, 8 + length) for name, field in fields.items()}
+        at = 8 + length
+        for entry in sorted(entries.values(), key=lambda entry: (entry.begin, entry.end)):
+            if entry.begin != at:
+                raise ValueError("tensors overlap, or there is a hole between them")
+            at = entry.end
+        if at != size:
+            raise ValueError(f"{size} bytes, and the header tells of {at}")
+        return entries
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise InputError(f"{path} cannot be read as safetensors ({error}): fetch it again") from error
+
+
+def _entry(field: Mapping[str, Any], base: int) -> Entry:
+    shape, (begin, end) = tuple(field["shape"]), field["data_offsets"]
+    if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
+        raise ValueError("sizes and offsets are whole numbers")
+    if field["dtype"] not in ITEM_BYTES:
+        raise ValueError(f"dtype {field['dtype']} is not known")
+    if math.prod(shape) * ITEM_BYTES[field["dtype"]] != end - begin:
+        raise ValueError(f"shape {shape} does not fill bytes [{begin}, {end})")
+    return Entry(field["dtype"], shape, base + begin, base + end)
+
+
+def parsed(text: bytes) -> Any:
+    """JSON, strictly: UTF-8, no names twice, no NaN. `ValueError` for anything else, however it is made."""
+
+    def table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            raise ValueError("a name stands twice in one table")
+        return found
+
+    def refuse(word: str) -> Any:
+        raise ValueError(f"{word} is no JSON")
+
+    try:
+        return json.loads(text.decode("utf-8"), object_pairs_hook=table, parse_constant=refuse)
+    except RecursionError:
+        raise ValueError("tables within tables without end") from None
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a regular file; `ValueError` for anything else, whose reading might not end."""
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError("it is no regular file")
+    return found.st_size
+
+
+def digest_of(path: Path) -> str:
+    """xxh3-128 of a file's bytes."""
+    digest = xxhash.xxh3_128()
+    buffer = bytearray(CHUNK)
+    with path.open("rb", buffering=0) as file:
+        while size := file.readinto(buffer):
+            digest.update(memoryview(buffer)[:size])
+    return digest.hexdigest()

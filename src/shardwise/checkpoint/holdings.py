@@ -1,0 +1,196 @@
+"""What a rank of an engine holds, each tensor as a piece of a whole one.
+
+    model/W        masters of trained weights, and frozen ones      pieces as the plan cuts them
+    buffer/B       buffers, of the stage that uses them             whole
+    optimizer/W/K  state K of the optimizer for weight W            as the weight, or whole
+    ema/W          the moving average                               as the weight
+    random/R/G     generator G of rank R                            whole
+
+Where a piece lies in the whole is asked of those who cut: tp's owners of indices, ep's experts, and the technique's
+`select` on a tensor without values, whose view tells its place.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from shardwise.checkpoint.pieces import Piece, Runs, narrowed, runs_of
+from shardwise.engine.ema import Ema
+from shardwise.engine.engine import Engine
+from shardwise.errors import RefusedPlan
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "C64": torch.complex64, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "U16": torch.uint16,
+    "U32": torch.uint32, "U64": torch.uint64,
+}  # fmt: skip
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Holding:
+    """A rank's piece of one tensor. `tensor` has its elements; `alike`: other ranks with the same piece hold the same.
+
+    Where `alike` is not sure (buffers), the first rank's counts.
+    """
+
+    key: str
+    piece: Piece
+    tensor: torch.Tensor
+    alike: bool = True
+
+    @property
+    def dtype(self) -> str:
+        """Its name in a file."""
+        return dtype_code(self.key, self.tensor.dtype)
+
+    def flat(self) -> torch.Tensor:
+        """Its elements in the piece's order."""
+        return self.tensor.detach().reshape(-1)
+
+
+def dtype_code(key: str, dtype: torch.dtype) -> str:
+    """A dtype's name in a file."""
+    if dtype not in _CODES:
+        raise RefusedPlan(f"'{key}' has dtype {dtype}, which a checkpoint's files have no name for")
+    return _CODES[dtype]
+
+
+# --- where a rank's tensors lie
+
+
+def _share(engine: Engine, name: str, shape: torch.Size) -> tuple[torch.Size, list[Runs]]:
+    """(whole shape, runs of each dim) of what tp and ep leave this rank of a parameter; `shape` is that share's."""
+    whole = shape
+    for spread in (engine.experts, engine.tensor):
+        whole = whole if spread is None else spread.full_shape(name, whole)
+    runs: list[Runs] = [((0, size),) if size else () for size in whole]
+    if engine.tensor is not None and name in engine.tensor.cuts:
+        cut, axis = engine.tensor.cuts[name], engine.tensor.axis
+        runs[cut.dim] = runs_of(cut.owners.indices(axis.index))
+    if engine.experts is not None and name in engine.experts.experts:
+        each, place = shape[0], engine.experts.axis.index
+        runs[0] = narrowed(runs[0], place * each, (place + 1) * each)
+    return whole, runs
+
+
+def _boxed(whole: torch.Size, runs: list[Runs], starts: list[int], sizes: list[int]) -> Piece:
+    """The piece of a share that is a box of it."""
+    kept = tuple(narrowed(one, start, start + size) for one, start, size in zip(runs, starts, sizes, strict=True))
+    count = 1
+    for size in sizes:
+        count *= size
+    return Piece(tuple(whole), kept, 0, count)
+
+
+def trained_piece(engine: Engine, index: int, shape: torch.Size) -> Piece:
+    """This rank's piece of the `index`-th trained parameter; `shape` is that of its share."""
+    whole, runs = _share(engine, engine.names[index], shape)
+    share = torch.empty(shape, device="meta")
+    select = getattr(engine.technique, "select", None)
+    view = share if select is None else select(index, share, engine.mesh.shard.index)
+    if view.dim() == 1:  # an interval of the flattened share
+        start = view.storage_offset()
+        return Piece(tuple(whole), tuple(runs), start, start + view.numel())
+    starts, rest = [], view.storage_offset()
+    for stride in share.stride():
+        starts.append(rest // stride if stride else 0)
+        rest = rest % stride if stride else rest
+    return _boxed(whole, runs, starts, list(view.shape))
+
+
+def _frozen_piece(engine: Engine, name: str, param: torch.Tensor) -> tuple[Piece, torch.Tensor]:
+    whole, runs = _share(engine, name, param.shape)
+    if not isinstance(param, DTensor):
+        return _boxed(whole, runs, [0] * len(whole), list(param.shape)), param
+    shape, offset = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
+    return _boxed(whole, runs, list(offset), list(shape)), param.to_local()
+
+
+def trained(engine: Engine) -> dict[str, tuple[Piece, torch.Tensor]]:
+    """Name -> (piece, master) of each trained parameter of which this rank holds something."""
+    shapes = {name: param.shape for name, param in engine.module.named_parameters()}
+    index_of = {name: index for index, name in enumerate(engine.names)}
+    return {
+        slot.name: (trained_piece(engine, index_of[slot.name], shapes[slot.name]), slot.master)
+        for slot in engine.technique.slots
+        if slot.master.numel()
+    }
+
+
+def optimized(engine: Engine) -> dict[int, tuple[str, Piece, torch.Tensor]]:
+    """id -> (name, piece, tensor) of what this rank's optimizer updates: masters, or whole ones of its owner."""
+    if engine.owners is None:
+        return {id(master): (name, piece, master) for name, (piece, master) in trained(engine).items()}
+    return {
+        id(master): (engine.names[index], Piece.whole(master.shape), master)
+        for index, master in engine.owners.masters.items()
+    }
+
+
+def weights(engine: Engine) -> Iterator[Holding]:
+    """Masters, frozen parameters and buffers."""
+    for name, (piece, master) in trained(engine).items():
+        yield Holding(f"model/{name}", piece, master)
+    for name, param in engine.module.named_parameters():
+        if not param.requires_grad and name in engine.held_frozen:
+            piece, local = _frozen_piece(engine, name, param)
+            yield Holding(f"model/{name}", piece, local)
+    for name, buffer in engine.module.named_buffers():
+        if engine.pipeline is None or engine.pipeline.cut.buffers[name] == engine.mesh.pp.index:
+            yield Holding(f"buffer/{name}", Piece.whole(buffer.shape), buffer, alike=False)
+
+
+def averages(engine: Engine, ema: Ema | None) -> Iterator[Holding]:
+    """The moving average of each master."""
+    if ema is None:
+        return
+    pieces = trained(engine)
+    for name, average in ema.named():
+        yield Holding(f"ema/{name}", pieces[name][0], average)
+
+
+# --- generators
+
+
+def generators(rank: int, device: torch.device) -> Iterator[Holding]:
+    """The states of torch's, numpy's and Python's generators in this process."""
+
+    def holding(name: str, state: torch.Tensor) -> Holding:
+        return Holding(f"random/{rank:05d}/{name}", Piece.whole(state.shape), state)
+
+    yield holding("torch", torch.default_generator.get_state())
+    if device.type == "cuda":
+        yield holding("cuda", torch.cuda.get_rng_state(device))
+    numbers: Any = np.random.get_state(legacy=True)
+    _, keys, position, has_gauss, gauss = numbers
+    words = np.concatenate([keys.astype(np.int64), [position, has_gauss], np.array([gauss], np.float64).view(np.int64)])
+    yield holding("numpy", torch.from_numpy(words))
+    version, words_of, gauss_next = random.getstate()
+    extra = [version, gauss_next is not None, int(np.float64(gauss_next or 0.0).view(np.int64))]
+    yield holding("python", torch.tensor([*words_of, *extra], dtype=torch.int64))
+
+
+def set_generator(name: str, state: torch.Tensor, device: torch.device) -> None:
+    """Put a generator's state back."""
+    if name == "torch":
+        torch.default_generator.set_state(state)
+    elif name == "cuda" and device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    elif name == "numpy":
+        words = state.numpy()
+        gauss = float(words[-1:].view(np.float64)[0])
+        np.random.set_state(("MT19937", words[:-3].astype(np.uint32), int(words[-3]), int(words[-2]), gauss))
+    elif name == "python":
+        words = state.numpy()
+        gauss_next = float(words[-1:].view(np.float64)[0]) if words[-2] else None
+        random.setstate((int(words[-3]), tuple(words[:-3].tolist()), gauss_next))

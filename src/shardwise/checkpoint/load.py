@@ -1,0 +1,284 @@
+"""A checkpoint's state into an engine, under whatever plan each of them has.
+
+    choose    the newest checkpoint that every rank finds whole: digests of all files, each read by one rank
+    compare   names, shapes and the kind of the optimizer with the engine's; every rank says alike what differs
+    read      each rank the pieces it needs, from whichever files hold them; nothing is sent between ranks
+    publish   as after an optimizer step
+
+Up to the third line nothing of the engine has changed, and all that a damaged or foreign checkpoint leads to is an
+error (or an older checkpoint). In the third a disk that fails ends the run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from shardwise.checkpoint import publish
+from shardwise.checkpoint.holdings import DTYPES, averages, generators, optimized, set_generator, weights
+from shardwise.checkpoint.manifest import Manifest
+from shardwise.checkpoint.optimizers import decoded, leaves, put_options
+from shardwise.checkpoint.pieces import Piece
+from shardwise.checkpoint.stored import Stored, of_checkpoint
+from shardwise.comm import gather_json
+from shardwise.engine.ema import Ema
+from shardwise.engine.engine import Engine
+from shardwise.errors import InputError, RunError
+
+MOST = 3  # names told of each kind of difference
+
+
+@dataclass
+class Restored:
+    """What was loaded: the checkpoint's folder, its manifest, what should be said, and checkpoints that are damaged."""
+
+    folder: Path
+    manifest: Manifest
+    notices: list[str] = field(default_factory=list)
+    damaged: list[Path] = field(default_factory=list)
+    same_plan: bool = False  # the engine's is the one that the checkpoint was written under
+
+
+def restore(engine: Engine, folder: str | Path, *, ema: Ema | None = None) -> Restored:
+    """Bring an engine to a checkpoint's state. Collective.
+
+    folder   a checkpoint, or a folder of them: the newest that is whole is taken
+    ema      the moving average to restore with the weights; one that the checkpoint lacks begins at its weights
+
+    Raises `InputError` where there is none, or it is another model's or another optimizer's.
+    """
+    chosen = choose(engine, Path(folder))
+    with of_checkpoint(chosen.folder) as stored:
+        _compare(engine, stored, ema)
+        _together(engine, lambda: _read(engine, stored, ema, chosen))
+    engine.technique.publish()
+    state = chosen.manifest.fields["engine"]
+    engine.steps_done, engine.skipped_steps = int(state["steps"]), int(state["skipped"])
+    if engine.scale is not None and state["scale"] is not None:
+        engine.scale.load_state_dict(state["scale"])
+    return chosen
+
+
+def choose(engine: Engine, folder: Path) -> Restored:
+    """The newest checkpoint whose files have their digests; the damaged ones before it are told. Collective."""
+    found = [str(path) for path in publish.scan(folder)] or [str(folder)]
+    notices: list[str] = []
+    damaged: list[Path] = []
+    for name in gather_json(found, engine.mesh.world, engine.device)[0]:
+        path = Path(name)
+        mine = publish.verify(path, engine.rank, engine.world_size)
+        wrong = sorted({word for words in gather_json(mine, engine.mesh.world, engine.device) for word in words})
+        if not wrong:
+            with of_checkpoint(path) as stored:
+                assert stored.manifest is not None
+                same = stored.manifest.fields["plan"] == str(engine.plan)
+                return Restored(path, stored.manifest, notices, damaged, same)
+        notices.append(f"checkpoint {path.name} is damaged and was not loaded: " + "; ".join(wrong[:MOST]))
+        damaged.append(path)
+    raise InputError(f"{folder} holds no checkpoint that can be loaded: " + "; ".join(notices))
+
+
+def _together(engine: Engine, work: Callable[[], None]) -> None:
+    """Do this on every rank; where it fails on one, every rank raises."""
+    error: Exception | None = None
+    try:
+        work()
+    except Exception as problem:
+        error = problem
+    told = gather_json("" if error is None else str(error) or type(error).__name__, engine.mesh.world, engine.device)
+    if error is not None:
+        raise error
+    for rank, word in enumerate(told):
+        if word:
+            raise RunError(f"rank {rank} could not load the checkpoint: {word}")
+
+
+# --- what has to fit
+
+
+def _compare(engine: Engine, stored: Stored, ema: Ema | None) -> None:
+    """Raise on every rank where the checkpoint is another model's or another optimizer's."""
+    problems = _differences(engine, stored, ema)
+    told = gather_json(problems, engine.mesh.world, engine.device)
+    words = list(dict.fromkeys(word for own in told for word in own))
+    if words:
+        raise InputError(f"{stored.folder} does not fit: " + "; ".join(words))
+
+
+def _differences(engine: Engine, stored: Stored, ema: Ema | None) -> list[str]:
+    assert stored.manifest is not None
+    fields = stored.manifest.fields
+    wanted = {one.key: one for one in weights(engine)}
+    missing = [key for key, one in wanted.items() if key not in stored.tensors and one.piece.count]
+    mine = {f"model/{name}" for name in engine.all_names + engine.frozen_names}
+    mine |= {f"buffer/{name}" for name, _ in engine.module.named_buffers()}
+    extra = [key for key in stored.tensors if key.startswith(("model/", "buffer/")) and key not in mine]
+    other = [
+        f"{key} is {stored.tensors[key].shape} there and {one.piece.shape} here"
+        for key, one in wanted.items()
+        if key in stored.tensors and stored.tensors[key].shape != one.piece.shape
+    ]
+    problems = [_listed("it lacks", missing), _listed("it has beside", extra), _listed("of another shape:", other)]
+    kind = type(engine.optimizer).__name__
+    if fields.get("optimizer_class") != kind:
+        problems.append(
+            f"its optimizer is {fields.get('optimizer_class')}, this run's {kind}: --init-from takes weights alone"
+        )
+    else:
+        problems += _state_differences(engine, stored, fields["optimizer"])
+    return [problem for problem in problems if problem]
+
+
+def _state_differences(engine: Engine, stored: Stored, tree: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Tensors of the optimizer's state that are not there, or not of their weight's shape."""
+    problems = []
+    for name, piece, _ in optimized(engine).values():
+        for key, node in tree.get(name, {}).items():
+            for kind, tensor in leaves(node):
+                if tensor not in stored.tensors:
+                    problems.append(f"'{key}' of '{name}' in the optimizer's state is missing")
+                elif kind == "like" and stored.tensors[tensor].shape != piece.shape:
+                    problems.append(f"'{key}' of '{name}' in the optimizer's state has another shape")
+    return problems[:MOST]
+
+
+def _listed(what: str, names: list[str]) -> str:
+    more = f" and {len(names) - MOST} more" if len(names) > MOST else ""
+    return f"{what} {', '.join(names[:MOST])}{more}" if names else ""
+
+
+# --- into place
+
+
+@torch.no_grad()
+def _read(engine: Engine, stored: Stored, ema: Ema | None, chosen: Restored) -> None:
+    for child in engine.module.modules():
+        if isinstance(child, FSDPModule):
+            child.reshard()  # else the next forward would use what was gathered before
+    for one in weights(engine):
+        if one.piece.count:
+            _put(one.tensor, tensor_of(stored, one.key, one.piece))
+    if engine.owners is not None:
+        for index, master in engine.owners.masters.items():
+            _put(master, tensor_of(stored, f"model/{engine.names[index]}", Piece.whole(master.shape)))
+    for one in averages(engine, ema):
+        name = one.key if one.key in stored.tensors else one.key.replace("ema/", "model/", 1)
+        _put(one.tensor, tensor_of(stored, name, one.piece))
+    fields = chosen.manifest.fields
+    _read_optimizer(engine, stored, fields["optimizer"])
+    put_options(engine, fields["group_of"], fields["groups"])
+    if chosen.same_plan:
+        for one in generators(engine.rank, engine.device):
+            if one.key in stored.tensors:
+                state = tensor_of(stored, one.key, Piece.whole(stored.tensors[one.key].shape))
+                set_generator(one.key.rpartition("/")[2], state, engine.device)
+
+
+def _read_optimizer(engine: Engine, stored: Stored, tree: Mapping[str, Mapping[str, Any]]) -> None:
+    for group in engine.optimizer.param_groups:
+        near = bool(group.get("capturable") or group.get("fused"))
+        known = optimized(engine)
+        for param in group["params"]:
+            name, piece, master = known[id(param)]
+            saved = stored.tensors[f"model/{name}"].dtype
+
+            def read(kind: str, key: str, piece=piece, master=master, saved=saved) -> torch.Tensor:
+                shape = stored.tensors[key].shape
+                value = tensor_of(stored, key, piece if kind == "like" else Piece.whole(shape))
+                value = value.view(master.shape if kind == "like" else shape)
+                as_weight = stored.tensors[key].dtype == saved and value.is_floating_point()
+                return value.to(master.device, master.dtype if as_weight else None)
+
+            state = {k: decoded(node, read, master.device, near) for k, node in tree.get(name, {}).items()}
+            if state:
+                engine.optimizer.state[param] = state
+            else:
+                engine.optimizer.state.pop(param, None)
+
+
+def tensor_of(stored: Stored, key: str, piece: Piece) -> torch.Tensor:
+    """The elements of a piece, flat, on the CPU."""
+    array = stored.read(key, piece)
+    dtype = DTYPES[stored.tensors[key].dtype]
+    return torch.from_numpy(array.view(np.uint8)).view(dtype)
+
+
+def _put(place: torch.Tensor, value: torch.Tensor) -> None:
+    place.detach().copy_(value.view(place.shape))
+
+
+# --- weights alone
+
+
+@dataclass(frozen=True)
+class Matched:
+    """Names of this model that were loaded, that the files lack (or have in another shape), and what is left over."""
+
+    loaded: list[str]
+    missing: list[str]
+    unused: list[str]
+
+
+def load_weights(engine: Engine, stored: Stored, renames: Mapping[str, str] | None = None) -> Matched:
+    """Weights and buffers by name into an engine, as far as names and shapes agree. Collective.
+
+    renames   pattern -> replacement, as `re.sub` takes them, applied to the files' names in turn
+
+    Raises `InputError` where nothing agrees, or two names become one.
+    """
+    names = _renamed(stored, renames or {})
+    wanted = {one.key.partition("/")[2]: one for one in weights(engine)}
+    fits = {
+        name: one
+        for name, one in wanted.items()
+        if name in names and stored.tensors[names[name]].shape == one.piece.shape
+    }
+    told = gather_json([sorted(fits), sorted(wanted.keys() - fits.keys())], engine.mesh.world, engine.device)
+    loaded = sorted({name for own, _ in told for name in own})
+    missing = sorted({name for _, own in told for name in own} - set(loaded))
+    if not loaded:
+        some = ", ".join(sorted(names)[:MOST])
+        raise InputError(f"{stored.folder}: no weight of this model has a name and shape in it; it has {some}, ...")
+
+    @torch.no_grad()
+    def read() -> None:
+        for child in engine.module.modules():
+            if isinstance(child, FSDPModule):
+                child.reshard()
+        for name, one in fits.items():
+            _put(one.tensor, tensor_of(stored, names[name], one.piece))
+        if engine.owners is not None:
+            for index, master in engine.owners.masters.items():
+                if engine.names[index] in loaded:
+                    _put(master, tensor_of(stored, names[engine.names[index]], Piece.whole(master.shape)))
+
+    _together(engine, read)
+    engine.technique.publish()
+    return Matched(loaded, missing, sorted(names.keys() - set(loaded)))
+
+
+def _renamed(stored: Stored, renames: Mapping[str, str]) -> dict[str, str]:
+    """Name for this model -> name in the files; of a checkpoint, the weights and buffers alone."""
+    names: dict[str, str] = {}
+    for key in stored.tensors:
+        name = key
+        if stored.manifest is not None:
+            kind, _, name = key.partition("/")
+            if kind not in ("model", "buffer"):
+                continue
+        for pattern, replacement in renames.items():
+            try:
+                name = re.sub(pattern, replacement, name)
+            except re.error as error:
+                raise InputError(f"{pattern!r} -> {replacement!r} is no renaming: {error}") from None
+        if name in names:
+            raise InputError(f"'{names[name]}' and '{key}' would both be '{name}'")
+        names[name] = key
+    return names

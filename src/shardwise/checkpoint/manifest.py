@@ -1,0 +1,207 @@
+"""What a checkpoint holds, as one JSON file: tensors, their pieces, the files with their digests, all other state.
+
+    {"format": "shardwise checkpoint", "version": 1, "digest": xxh3-128 of the content's canonical text, "content":
+      {"files":   {"rank-00000.safetensors": {"bytes": 4096, "xxh3_128": "..."}, ...},
+       "tensors": {"model/w": {"dtype": "F32", "shape": [6, 4], "parts": [[file, first byte, piece], ...]}, ...},
+       "step": 12, "plan": {...}, "optimizer": {...}, ...}}
+
+The digest tells of corruption, not of tampering: who can write the file can write its digest too. So everything is
+checked against the sizes of the files before it is believed: what is read costs no more than what lies there.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from shardwise.checkpoint.files import ITEM_BYTES, parsed, size_of
+from shardwise.checkpoint.pieces import Piece, common_count, from_json, to_json
+from shardwise.errors import InputError
+
+NAME = "manifest.json"
+FORMAT, VERSION = "shardwise checkpoint", 1
+MAX_BYTES = 2**28
+_DIMS = 64
+_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
+_EXACT = 64  # pieces of a tensor up to which each pair is compared
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of a tensor at `begin` of a file."""
+
+    file: str
+    begin: int
+    piece: Piece
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A whole tensor and the pieces that it was written in."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the whole."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class File:
+    """One file's size and digest."""
+
+    size_bytes: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A checkpoint's content. `fields` is everything beside tensors and files."""
+
+    files: dict[str, File]
+    tensors: dict[str, Tensor]
+    fields: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return int(self.fields["step"])
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all files but this one."""
+        return sum(file.size_bytes for file in self.files.values())
+
+    def content(self) -> dict[str, Any]:
+        """As JSON."""
+        places = {name: place for place, name in enumerate(self.files)}
+        return {
+            **self.fields,
+            "files": {name: {"bytes": f.size_bytes, "xxh3_128": f.digest} for name, f in self.files.items()},
+            "tensors": {
+                name: {
+                    "dtype": tensor.dtype,
+                    "shape": list(tensor.shape),
+                    "parts": [[places[part.file], part.begin, to_json(part.piece)] for part in tensor.parts],
+                }
+                for name, tensor in self.tensors.items()
+            },
+        }
+
+
+def sealed(content: Mapping[str, Any]) -> bytes:
+    """Content with its digest, as the bytes of a file."""
+    text = canonical(content)
+    return canonical(
+        {"format": FORMAT, "version": VERSION, "digest": xxhash.xxh3_128_hexdigest(text), "content": json.loads(text)}
+    )
+
+
+def canonical(value: Any) -> bytes:
+    """The one text of a JSON value."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def unsealed(path: Path) -> dict[str, Any]:
+    """The content of a file that `sealed` wrote. `InputError` naming what is wrong with it."""
+    try:
+        size = size_of(path)
+        if size > MAX_BYTES:
+            raise ValueError(f"{size} bytes are more than any checkpoint needs")
+        whole = parsed(path.read_bytes())
+        if not isinstance(whole, dict) or whole.get("format") != FORMAT:
+            raise ValueError("it is no manifest of a checkpoint")
+        if whole.get("version") != VERSION:
+            raise ValueError(
+                f"it has version {str(whole.get('version'))[:20]} of the format, this is version {VERSION}"
+            )
+        content = whole["content"]
+        actual = xxhash.xxh3_128_hexdigest(canonical(content))
+        if actual != whole["digest"]:
+            raise ValueError(f"its digest should be {str(whole['digest'])[:40]} and is {actual}")
+        if not isinstance(content, dict) or set(whole) != {"format", "version", "digest", "content"}:
+            raise ValueError("it has other fields than a manifest")
+        return content
+    except (OSError, ValueError, KeyError, RecursionError) as error:
+        told = getattr(error, "strerror", None) or error
+        raise InputError(f"{path}: {told}") from error
+
+
+def read(folder: Path) -> Manifest:
+    """The manifest of a checkpoint's folder, checked against itself and against the sizes of its files."""
+    path = folder / NAME
+    content = unsealed(path)
+    try:
+        manifest = _manifest(content)
+    except (ValueError, TypeError, KeyError, AttributeError, InputError) as error:
+        raise InputError(f"{path}: {error}") from error
+    for name, file in manifest.files.items():
+        _check_size(folder / name, file)
+    return manifest
+
+
+def _check_size(path: Path, file: File) -> None:
+    if path.is_symlink() or not path.is_file():
+        raise InputError(f"{path} is missing: it should have {file.size_bytes} bytes and digest {file.digest}")
+    if path.stat().st_size != file.size_bytes:
+        raise InputError(
+            f"{path} has {path.stat().st_size} bytes and should have {file.size_bytes} (digest {file.digest})"
+        )
+
+
+def _manifest(content: dict[str, Any]) -> Manifest:
+    files = {}
+    for name, found in content.pop("files").items():
+        if not _FILE.fullmatch(name):
+            raise ValueError(f"{name[:40]!r} is no name of a file in this folder")
+        files[name] = File(_count(found["bytes"]), str(found["xxh3_128"]))
+    names = list(files)
+    tensors = {}
+    for name, found in content.pop("tensors").items():
+        shape, dtype = tuple(_count(size) for size in found["shape"]), found["dtype"]
+        if dtype not in ITEM_BYTES or len(shape) > _DIMS:
+            raise ValueError(f"tensor '{name[:80]}' has dtype {str(dtype)[:20]} and {len(shape)} dims")
+        parts = tuple(Part(names[_count(at)], _count(begin), from_json(shape, piece))
+                      for at, begin, piece in found["parts"])  # fmt: skip
+        tensors[name] = Tensor(dtype, shape, parts)
+        check_parts(name[:80], tensors[name], files)
+    _count(content["step"])
+    return Manifest(files, tensors, content)
+
+
+def check_parts(name: str, tensor: Tensor, files: Mapping[str, File]) -> None:
+    """Every element lies somewhere, once, inside of its file."""
+    item = ITEM_BYTES[tensor.dtype]
+    for part in tensor.parts:
+        if part.begin + part.piece.count * item > files[part.file].size_bytes:
+            raise ValueError(f"tensor '{name}' reaches past the end of {part.file}")
+    held, wanted = sum(part.piece.count for part in tensor.parts), math.prod(tensor.shape)
+    if held != wanted:
+        raise ValueError(f"tensor '{name}' has {wanted} elements, its pieces {held}")
+    if 1 < len(tensor.parts) <= _EXACT:
+        for one, other in overlapping([part.piece for part in tensor.parts]):
+            raise ValueError(f"pieces {one} and {other} of tensor '{name}' overlap")
+
+
+def overlapping(pieces: list[Piece]) -> Iterator[tuple[int, int]]:
+    """Pairs of pieces of one tensor that have an element in common."""
+    for other in range(len(pieces)):
+        for one in range(other):
+            if common_count(pieces[one], pieces[other]):
+                yield one, other
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"expected a whole number, got {str(value)[:20]}")
+    return value

@@ -1,0 +1,203 @@
+"""Optimizer state as tensors of a checkpoint and a tree of JSON, and back, whatever the optimizer.
+
+A value of the state of one weight becomes a node:
+
+    ["like", key]                  a tensor of the weight's own shape: pieces, cut as the weight is
+    ["whole", key]                 any other tensor (Adafactor's rows, LBFGS's history): whole
+    ["number", dtype, value, shape, on]   one number in a tensor (a step counter), exactly, and on which device
+    ["float", value], ["plain", value], ["list" | "tuple", [...]], ["dict", {...}]
+
+Options of param groups are kept beside what they were when the optimizer was made: what moved since is state and is put
+back, the rest is the new run's own to choose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import xxhash
+
+from shardwise.checkpoint.holdings import DTYPES, Holding, dtype_code, optimized
+from shardwise.checkpoint.manifest import canonical
+from shardwise.checkpoint.pieces import Piece
+from shardwise.engine.engine import Engine
+from shardwise.errors import InputError, RefusedPlan
+
+Node = list[Any]
+Options = list[dict[str, Any]]  # of each param group, its parameters left out
+
+
+class NoJson(Exception):
+    """A value that has no form here."""
+
+
+# --- out
+
+
+def state_of(engine: Engine) -> tuple[dict[str, dict[str, Node]], list[Holding]]:
+    """(weight -> state key -> node, the tensors) of what this rank's optimizer holds."""
+    tree: dict[str, dict[str, Node]] = {}
+    holdings: list[Holding] = []
+    known = optimized(engine)
+    for param, state in engine.optimizer.state.items():
+        name, piece, master = known[id(param)]
+        tree[name] = {
+            str(key): _encoded(value, f"optimizer/{name}/{key}", piece, master, holdings)
+            for key, value in state.items()
+        }
+    return tree, holdings
+
+
+def _encoded(value: Any, key: str, piece: Piece, master: torch.Tensor, holdings: list[Holding]) -> Node:
+    if isinstance(value, torch.Tensor):
+        return _encoded_tensor(value, key, piece, master, holdings)
+    if isinstance(value, list | tuple):
+        kind = "list" if isinstance(value, list) else "tuple"
+        return [kind, [_encoded(one, f"{key}/{i}", piece, master, holdings) for i, one in enumerate(value)]]
+    if isinstance(value, dict) and all(isinstance(name, str) for name in value):
+        return ["dict", {name: _encoded(one, f"{key}/{name}", piece, master, holdings) for name, one in value.items()}]
+    try:
+        return plain_node(value)
+    except NoJson:
+        raise RefusedPlan(
+            f"'{key}' of the optimizer's state is of type {type(value).__name__}: a checkpoint holds tensors, numbers, "
+            "text, and lists and dicts of them"
+        ) from None
+
+
+def _encoded_tensor(value: torch.Tensor, key: str, piece: Piece, master: torch.Tensor, holdings: list[Holding]) -> Node:
+    if value.shape == master.shape:
+        holdings.append(Holding(key, piece, value))
+        return ["like", key]
+    if value.numel() == 1 and not value.is_complex():
+        on = "device" if value.device.type != "cpu" else "host" if master.device.type != "cpu" else "any"
+        number = value.item()
+        return ["number", dtype_code(key, value.dtype), _exact(number), list(value.shape), on]
+    if not piece.is_whole:
+        raise RefusedPlan(
+            f"'{key}' of the optimizer's state has shape {tuple(value.shape)} beside a piece of shape "
+            f"{tuple(master.shape)}: it is neither an element's nor one number, so no other plan could take it up"
+        )
+    holdings.append(Holding(key, Piece.whole(value.shape), value))
+    return ["whole", key]
+
+
+def _exact(number: Any) -> Any:
+    return number.hex() if isinstance(number, float) else number
+
+
+def plain_node(value: Any) -> Node:
+    """The node of a value without tensors of more than one element; `NoJson` for anything else."""
+    if isinstance(value, float):
+        return ["float", value.hex()]
+    if value is None or isinstance(value, bool | int | str):
+        return ["plain", value]
+    if isinstance(value, list | tuple):
+        return ["list" if isinstance(value, list) else "tuple", [plain_node(one) for one in value]]
+    if isinstance(value, dict) and all(isinstance(name, str) for name in value):
+        return ["dict", {name: plain_node(one) for name, one in value.items()}]
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
+        return ["number", dtype_code("option", value.dtype), _exact(value.item()), list(value.shape), "any"]
+    raise NoJson
+
+
+def options_of(engine: Engine) -> Options:
+    """Options of each param group as nodes; what has no form as JSON is left out."""
+    found: Options = []
+    for group in engine.optimizer.param_groups:
+        own: dict[str, Any] = {}
+        for key, value in group.items():
+            if key == "params":
+                continue
+            try:
+                own[key] = plain_node(value)
+            except NoJson:
+                continue
+        found.append(own)
+    return found
+
+
+def groups_of(engine: Engine, built: Options) -> tuple[dict[str, str], dict[str, Any]]:
+    """(weight -> its group's id, id -> {"options", "built"}). Groups with equal options are one."""
+    group_of: dict[str, str] = {}
+    groups: dict[str, Any] = {}
+    known = optimized(engine)
+    for group, now, before in zip(engine.optimizer.param_groups, options_of(engine), built, strict=True):
+        entry = {"options": now, "built": before}
+        number = xxhash.xxh3_64_hexdigest(canonical(entry))
+        groups[number] = entry
+        group_of |= {known[id(param)][0]: number for param in group["params"] if id(param) in known}
+    return group_of, groups
+
+
+# --- in
+
+
+Read = Callable[[str, Piece], torch.Tensor]  # key, piece -> its elements, flat
+
+
+def leaves(node: Node) -> Iterator[tuple[str, str]]:
+    """("like" or "whole", key) of each tensor of a node. `InputError` for what is no node."""
+    try:
+        kind = node[0]
+        if kind in ("like", "whole"):
+            yield kind, node[1]
+        elif kind in ("list", "tuple"):
+            for one in node[1]:
+                yield from leaves(one)
+        elif kind == "dict":
+            for one in node[1].values():
+                yield from leaves(one)
+        elif kind not in ("number", "float", "plain"):
+            raise ValueError
+    except (TypeError, ValueError, IndexError, AttributeError):
+        raise InputError(f"the optimizer's state has {str(node)[:60]} where a value is expected") from None
+
+
+def decoded(node: Node, read: Callable[[str, str], torch.Tensor] | None, device: torch.device, near: bool) -> Any:
+    """The value of a node.
+
+    read    (kind, key) -> the tensor; None: nodes have none
+    device  of the weight; one number in a tensor lies there when it did before, or when `near`
+    """
+    kind = node[0]
+    if kind in ("like", "whole"):
+        assert read is not None
+        return read(kind, node[1])
+    if kind == "number":
+        _, dtype, value, shape, on = node
+        number = float.fromhex(value) if isinstance(value, str) else value
+        where = device if on == "device" or (near and on == "any") else torch.device("cpu")
+        return torch.full(shape, number, dtype=DTYPES[dtype], device=where)
+    if kind == "float":
+        return float.fromhex(node[1])
+    if kind == "plain":
+        return node[1]
+    if kind == "dict":
+        return {name: decoded(one, read, device, near) for name, one in node[1].items()}
+    values = [decoded(one, read, device, near) for one in node[1]]
+    return values if kind == "list" else tuple(values)
+
+
+def put_options(engine: Engine, group_of: dict[str, str], groups: dict[str, Any]) -> None:
+    """Put back the options of param groups that moved while the saved run went on (a counter, an estimate)."""
+    known = optimized(engine)
+    for group in engine.optimizer.param_groups:
+        numbers = {group_of[name] for param in group["params"] if (name := known[id(param)][0]) in group_of}
+        moved = [_moved(groups[number]) for number in sorted(numbers)]
+        if any(one != moved[0] for one in moved[1:]):
+            raise InputError(
+                f"param group {group.get('name', '')!r} holds weights that were in groups with other options: "
+                f"{[sorted(one) for one in moved]}; keep the groups as they were, or start anew with --init-from"
+            )
+        device = group["params"][0].device if group["params"] else torch.device("cpu")
+        for key, node in (moved[0] if moved else {}).items():
+            if key in group:
+                group[key] = decoded(node, None, device, bool(group.get("capturable") or group.get("fused")))
+
+
+def _moved(group: dict[str, Any]) -> dict[str, Node]:
+    built = group["built"]
+    return {key: node for key, node in group["options"].items() if key in built and node != built[key]}

@@ -1,0 +1,261 @@
+"""From ranks' files to a checkpoint that is whole or not there. Without torch.
+
+    each rank   step-00000012.tmp-ab12/rank-00003.safetensors    written, synced, read back
+                step-00000012.tmp-ab12/rank-00003.json           what is in it, and its digest
+    rank 0      waits for every rank's .json; manifest.json; all synced
+                renames the folder to step-00000012, syncs the one above
+                `latest` (a hint for people and scripts); then removes what is older than the newest `keep`
+
+Until the rename nobody takes the folder for a checkpoint, and after it nothing in it changes: a published folder is
+never written again, and a second one of the same step gets a number. So whatever is killed, and whenever, what was
+published before is what is found. Ranks meet in the folder alone; no collective waits for a disk.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwise.checkpoint import manifest
+from shardwise.checkpoint.files import Disk, digest_of
+from shardwise.checkpoint.manifest import File, Manifest, Part, Tensor
+from shardwise.checkpoint.pieces import from_json
+from shardwise.errors import InputError, RunError
+
+LATEST = "latest"
+FAILED = ".failed"
+_STEP = re.compile(r"step-(\d{8,})(?:-(\d+))?")
+_POLL_S = 0.02
+
+
+@dataclass(frozen=True)
+class Work:
+    """One rank's part of a checkpoint.
+
+    folder    where checkpoints lie
+    partial   the folder's name while it is written, the same on every rank
+    step      steps done
+    ranks     how many write
+    tensors   name -> {"dtype", "shape", "parts": [[first byte, piece], ...]}
+    fields    what is not a tensor; see `merged`
+    """
+
+    folder: Path
+    partial: str
+    step: int
+    rank: int
+    ranks: int
+    tensors: dict[str, Any]
+    fields: dict[str, Any]
+    keep: int
+
+    @property
+    def at(self) -> Path:
+        """The folder that is being written."""
+        return self.folder / self.partial
+
+
+def write_rank(work: Work, parts: Iterable[bytes | memoryview], disk: Disk) -> None:
+    """This rank's file, and what is in it."""
+    name = rank_file(work.rank)
+    disk.folder(work.at)
+    path = work.at / name
+    digest = disk.file(path, parts)
+    found = digest_of(path)
+    if found != digest:
+        raise RunError(
+            f"{path} reads back with digest {found}, and {digest} was written: the disk is not to be trusted"
+        )
+    size = path.stat().st_size
+    content = {
+        "rank": work.rank,
+        "file": {"name": name, "bytes": size, "xxh3_128": digest},
+        "tensors": work.tensors,
+        "fields": work.fields,
+    }
+    told = work.at / f"rank-{work.rank:05d}.json"
+    partial = told.with_name(told.name + ".partial")
+    disk.file(partial, [manifest.sealed(content)])
+    disk.rename(partial, told)
+
+
+def rank_file(rank: int) -> str:
+    """The name of a rank's file."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+def publish(work: Work, disk: Disk, wait_s: float = 600.0, going: Callable[[], bool] = lambda: True) -> Path:
+    """On rank 0: wait for every rank's part, then make the checkpoint. Returns its folder.
+
+    going   asked while waiting: whether to go on
+
+    Raises `RunError` for what another rank failed with, or where one does not come.
+    """
+    contents = _collected(work, wait_s, going)
+    whole = joined(contents, work)
+    disk.file(work.at / manifest.NAME, [manifest.sealed(whole.content())])
+    for rank in range(work.ranks):
+        disk.remove(work.at / f"rank-{rank:05d}.json")
+    disk.sync_folder(work.at)
+    final = _free_name(work.folder, work.step)
+    disk.rename(work.at, final)
+    disk.sync_folder(work.folder)
+    disk.replace(work.folder / LATEST, f"{final.name}\n".encode())
+    retain(work.folder, final, work.keep, disk)
+    return final
+
+
+def _collected(work: Work, wait_s: float, going: Callable[[], bool]) -> list[dict[str, Any]]:
+    until = time.monotonic() + wait_s
+    missing = set(range(work.ranks))
+    while missing:
+        for rank in sorted(missing):
+            if (work.at / f"rank-{rank:05d}.json").exists():
+                missing.discard(rank)
+            elif (failed := work.at / f"rank-{rank:05d}{FAILED}").exists():
+                raise RunError(f"rank {rank}: {failed.read_text(encoding='utf-8', errors='replace')}")
+        if missing and (time.monotonic() > until or not going()):
+            raise RunError(f"{work.at}: nothing came from rank {sorted(missing)[0]} ({len(missing)} ranks in all)")
+        if missing:
+            time.sleep(_POLL_S)
+    return [manifest.unsealed(work.at / f"rank-{rank:05d}.json") for rank in range(work.ranks)]
+
+
+def joined(contents: list[dict[str, Any]], work: Work) -> Manifest:
+    """One manifest from all ranks' parts. Raises `RunError` where they do not add up to whole tensors."""
+    files: dict[str, File] = {}
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+    parts: dict[str, list[Part]] = {}
+    for content in contents:
+        name = content["file"]["name"]
+        files[name] = File(content["file"]["bytes"], content["file"]["xxh3_128"])
+        for key, found in content["tensors"].items():
+            shape = tuple(found["shape"])
+            known = tensors.setdefault(key, (found["dtype"], shape))
+            if known != (found["dtype"], shape):
+                raise RunError(f"'{key}' is {known} on one rank and {(found['dtype'], shape)} on another")
+            parts.setdefault(key, []).extend(
+                Part(name, begin, from_json(shape, piece)) for begin, piece in found["parts"]
+            )
+    whole = {key: Tensor(tensors[key][0], tensors[key][1], tuple(parts[key])) for key in sorted(tensors)}
+    for key, tensor in whole.items():
+        try:
+            manifest.check_parts(key, tensor, files)
+        except ValueError as error:
+            raise RunError(f"the ranks' pieces do not add up: {error}") from error
+    fields = merged([content["fields"] for content in contents])
+    fields |= {"step": work.step, "world_size": work.ranks}
+    return Manifest(files, whole, fields)
+
+
+def merged(fields: list[dict[str, Any]]) -> dict[str, Any]:
+    """All ranks' fields as one.
+
+    "shared"   name -> value: of any rank, equal where several have one
+    "listed"   name -> list: joined, equal entries once
+    "own"      anything: kept as a list with an entry for each rank
+    else       rank 0's
+    """
+    shared: dict[str, Any] = {}
+    listed: dict[str, list[Any]] = {}
+    for rank, own in enumerate(fields):
+        for table, values in own.get("shared", {}).items():
+            known = shared.setdefault(table, {})
+            for name, value in values.items():
+                if known.setdefault(name, value) != value:
+                    raise RunError(f"rank {rank} has {table} '{name}' = {value}, another rank {known[name]}")
+        for name, values in own.get("listed", {}).items():
+            held = listed.setdefault(name, [])
+            held += [value for value in values if value not in held]
+    rest = {name: value for name, value in fields[0].items() if name not in ("shared", "listed", "own")}
+    return {**rest, **shared, **listed, "own": [own.get("own") for own in fields]}
+
+
+def _free_name(folder: Path, step: int) -> Path:
+    for number in range(1, 10_000):
+        path = folder / (f"step-{step:08d}" + (f"-{number}" if number > 1 else ""))
+        if not os.path.lexists(path):
+            return path
+    raise RunError(f"{folder} holds ten thousand checkpoints of step {step}")
+
+
+def write_and_publish(work: Work, buffer: memoryview, disk: Disk, going: Callable[[], bool] = lambda: True) -> Path:
+    """A rank's part, and on rank 0 the checkpoint. Returns its folder (on other ranks: the one being written)."""
+    try:
+        write_rank(work, [buffer], disk)
+        return publish(work, disk, going=going) if work.rank == 0 else work.at
+    except Exception as error:
+        give_up(work, error, disk)
+        raise
+
+
+def give_up(work: Work, error: Exception, disk: Disk) -> None:
+    """Say in the folder that this rank's part will not come; rank 0 removes the folder. Never raises."""
+    try:
+        if work.rank:
+            disk.file(work.at / f"rank-{work.rank:05d}{FAILED}", [str(error).encode()])
+        elif work.at.exists():
+            disk.remove(work.at)
+    except OSError:  # no space for the word either: rank 0 waits until its deadline
+        return
+
+
+# --- what is there
+
+
+def scan(folder: Path) -> list[Path]:
+    """Published checkpoints below a folder, newest first. That one loads is not said: reading it tells."""
+    found = []
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return []
+    for name in names:
+        match = _STEP.fullmatch(name)
+        if match and (folder / name).is_dir():
+            found.append((int(match[1]), int(match[2] or 1), folder / name))
+    return [path for _, _, path in sorted(found, reverse=True)]
+
+
+def retain(folder: Path, newest: Path, keep: int, disk: Disk) -> None:
+    """Remove published checkpoints but `newest`, whose files were read back, and the `keep` - 1 before it."""
+    others = [path for path in scan(folder) if path != newest]
+    for path in others[max(keep - 1, 0) :]:
+        gone = path.with_name(f"{path.name}.gone-{os.getpid()}")
+        disk.rename(path, gone)
+        disk.remove(gone)
+
+
+def clear(folder: Path, disk: Disk) -> None:
+    """Remove what saves that did not end have left."""
+    for path in [*folder.glob("step-*.tmp-*"), *folder.glob("step-*.gone-*")]:
+        disk.remove(path)
+
+
+def set_aside(path: Path, why: str, disk: Disk) -> Path:
+    """Rename a checkpoint so that no scan finds it: it is damaged, or of steps that are taken again."""
+    to = path.with_name(f"{path.name}.{why}-{os.urandom(2).hex()}")
+    disk.rename(path, to)
+    return to
+
+
+def verify(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
+    """Read the files (each `parts`-th, from `part` on) and compare their digests. Returns what is wrong."""
+    try:
+        found = manifest.read(folder)
+    except InputError as error:
+        return [str(error)]
+    wrong = []
+    for name, file in list(found.files.items())[part::parts]:
+        try:
+            digest = digest_of(folder / name)
+        except OSError as error:
+            digest = f"none ({error.strerror})"
+        if digest != file.digest:
+            wrong.append(f"{folder / name}: its digest should be {file.digest} and is {digest}")
+    return wrong

@@ -1,0 +1,269 @@
+"""An engine's state into checkpoints, while training goes on.
+
+    rank     copies its pieces into a buffer that was made before (a memory file), and goes on with the next step
+    writer   a process of its own without torch: the buffer -> the rank's file -> (rank 0) the checkpoint
+
+Which pieces a rank writes is settled once for a layout: ranks tell each other what they hold, and those that hold the
+same each write a part of it. Afterwards a save costs one row of numbers from each rank, and the copy. One save is in
+flight; a second one waits for it. What a writer fails with is raised by `poll` (before the next step) or `wait`.
+
+Bytes: each element of the state once over all ranks; a buffer of that size beside it, in host memory.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import secrets
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+import shardwise
+from shardwise.checkpoint import publish
+from shardwise.checkpoint.background import Writer
+from shardwise.checkpoint.files import ITEM_BYTES, Disk, Entry, header_of
+from shardwise.checkpoint.holdings import Holding, averages, generators, weights
+from shardwise.checkpoint.optimizers import Options, groups_of, options_of, state_of
+from shardwise.checkpoint.pieces import Piece, from_json, to_json
+from shardwise.checkpoint.publish import Work
+from shardwise.comm import gather_json, gather_rows
+from shardwise.engine.ema import Ema
+from shardwise.engine.engine import Engine
+from shardwise.errors import RunError
+
+SPLIT_BYTES = 2**16  # a piece of fewer bytes is written by one of the ranks that hold it
+SLACK = 1.02  # of the bytes to be written, that must be free
+
+Fields = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What this rank writes of one tensor: elements [first, last) of what it holds, at `entry` of its file."""
+
+    first: int
+    last: int
+    entry: Entry
+
+
+class Saver:
+    """Checkpoints of an engine below `folder`. Every rank makes one and calls it at the same steps.
+
+    keep        published checkpoints that stay
+    background  a process writes while training goes on; else `save` returns when the checkpoint is published
+    ema         the moving average to save with the weights
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        folder: str | Path,
+        *,
+        keep: int = 2,
+        background: bool = True,
+        ema: Ema | None = None,
+        disk: Disk | None = None,
+    ) -> None:
+        self.engine, self.folder, self.keep, self.ema = engine, Path(folder).absolute(), keep, ema
+        self.background = background
+        self.disk = disk or Disk()
+        self.built: Options = options_of(engine)
+        self.token = gather_json(secrets.token_hex(4), engine.mesh.world, engine.device)[0]
+        self._count = 0
+        self._layout = ""
+        self._shares: dict[str, _Share] = {}
+        self._header = b""
+        self._total_bytes = 0  # of all ranks
+        self._file = os.memfd_create("shardwise-checkpoint", os.MFD_CLOEXEC)
+        self._buffer: mmap.mmap | None = None
+        self._writer: Writer | None = None
+        if engine.rank == 0:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            publish.clear(self.folder, self.disk)
+
+    # --- saving
+
+    def save(self, fields: Fields | None = None) -> None:
+        """Begin a checkpoint of the state as it is now. Collective. `fields`: JSON to keep with it, rank 0's.
+
+        Raises `RunError` for what the save before failed with, and where there is no space for this one.
+        """
+        self.wait()
+        tree, of_optimizer = state_of(self.engine)
+        engine = self.engine
+        holdings = [*weights(engine), *of_optimizer, *averages(engine, self.ema)]
+        holdings += generators(engine.rank, engine.device)
+        self._settle(holdings)
+        self._check_space()
+        work = self._work(holdings, tree, fields or {})
+        self._fill(holdings)
+        self._count += 1
+        if self.background:
+            self._started().begin(work, len(self._mapped()))
+        else:
+            self._write(work)
+
+    def _work(self, holdings: list[Holding], tree: Fields, fields: Fields) -> Work:
+        engine = self.engine
+        tensors = {}
+        for holding in holdings:
+            share = self._shares.get(holding.key)
+            if share is not None:
+                piece = to_json(holding.piece.part(share.first, share.last))
+                shape = list(holding.piece.shape)
+                parts = [[share.entry.begin, piece]]
+                tensors[holding.key] = {"dtype": holding.dtype, "shape": shape, "parts": parts}
+        group_of, groups = groups_of(engine, self.built)
+        scale = None if engine.scale is None else engine.scale.state_dict()
+        whole = {
+            **fields,
+            "plan": str(engine.plan),
+            "task": engine.task.name,
+            "engine": {
+                "seed": engine.seed,
+                "steps": engine.steps_done,
+                "skipped": engine.skipped_steps,
+                "scale": scale,
+            },
+            "optimizer_class": type(engine.optimizer).__name__,
+            "versions": {"shardwise": shardwise.__version__, "torch": str(torch.__version__)},
+            "shared": {"optimizer": tree, "group_of": group_of, "groups": groups},
+        }
+        partial = f"step-{engine.steps_done:08d}.tmp-{self.token}-{self._count}"
+        return Work(self.folder, partial, engine.steps_done, engine.rank, engine.world_size, tensors, whole, self.keep)
+
+    def _settle(self, holdings: list[Holding]) -> None:
+        """Who writes what, where that is not known for this layout. Collective."""
+        engine = self.engine
+        mine = [[one.key, to_json(one.piece), one.piece.shape, one.dtype, one.alike] for one in holdings]
+        text = json.dumps(mine)
+        number = xxhash.xxh3_64_intdigest(text.encode()) % 2**52
+        rows = gather_rows(torch.tensor([float(number)], dtype=torch.float64, device=engine.device), engine.mesh.world)
+        layout = str(rows.view(-1).tolist())
+        if layout == self._layout:
+            return
+        everybody = gather_json(mine, engine.mesh.world, engine.device)
+        shares = assigned(everybody)
+        sizes = [sum((last - first) * ITEM_BYTES[dtype] for _, dtype, first, last in own) for own in shares]
+        whole = {one.key: one.piece for one in holdings if one.piece.is_whole}
+        named: dict[str, tuple[str, tuple[int, ...]]] = {}
+        for key, dtype, first, last in shares[engine.rank]:
+            all_of_it = key in whole and last - first == whole[key].count
+            named[key] = (dtype, whole[key].shape if all_of_it else (last - first,))
+        self._header, entries = header_of(named)
+        self._shares = {key: _Share(first, last, entries[key]) for key, _, first, last in shares[engine.rank]}
+        self._total_bytes = sum(sizes) + sum(len(json.dumps(own)) * 2 for own in everybody)
+        end = max([len(self._header), *(entry.end for entry in entries.values())])
+        if self._buffer is None or len(self._buffer) != end:
+            os.ftruncate(self._file, end)
+            self._buffer = mmap.mmap(self._file, end)
+        self._mapped()[: len(self._header)] = self._header
+        self._layout = layout
+
+    def _mapped(self) -> mmap.mmap:
+        assert self._buffer is not None
+        return self._buffer
+
+    def _fill(self, holdings: list[Holding]) -> None:
+        """Copy this rank's shares into the buffer."""
+        for holding in holdings:
+            share = self._shares.get(holding.key)
+            if share is not None and share.last > share.first:
+                count = share.last - share.first
+                place = torch.frombuffer(
+                    self._mapped(), dtype=holding.tensor.dtype, count=count, offset=share.entry.begin
+                )
+                place.copy_(holding.flat()[share.first : share.last])
+
+    def _check_space(self) -> None:
+        """Raise where the disk has not the bytes, before anything is written."""
+        free = 0.0
+        if self.engine.rank == 0:
+            stat = os.statvfs(self.folder)
+            free = float(stat.f_bavail * stat.f_frsize)
+        rows = gather_rows(torch.tensor([free], dtype=torch.float64, device=self.engine.device), self.engine.mesh.world)
+        free = float(rows[0, 0])
+        if free < SLACK * self._total_bytes:
+            raise RunError(
+                f"no checkpoint of step {self.engine.steps_done} was written: it needs "
+                f"{self._total_bytes / 1e6:.3g} MB, and {self.folder} has {free / 1e6:.3g} MB left"
+            )
+
+    # --- writing
+
+    def _started(self) -> Writer:
+        if self._writer is None:
+            self._writer = Writer(self._file)
+        return self._writer
+
+    def prepare(self) -> None:
+        """Start the writer and make the buffer now, before the first step. Collective."""
+        self._settle([*weights(self.engine), *state_of(self.engine)[1], *averages(self.engine, self.ema)])
+        self._check_space()
+        if self.background:
+            self._started()
+
+    def _write(self, work: Work) -> None:
+        """Write in this process; every rank returns when the checkpoint is published, or raises."""
+        error = ""
+        try:
+            publish.write_and_publish(work, memoryview(self._mapped()), self.disk)
+        except (OSError, RunError) as problem:
+            error = str(problem)
+        told = gather_json(error, self.engine.mesh.world, self.engine.device)
+        first = next((word for word in told if word), "")
+        if first:
+            raise RunError(f"the checkpoint of step {work.step} was not written: {first}")
+
+    def poll(self) -> None:
+        """Raise what the save under way failed with, if it has."""
+        if self._writer is not None:
+            self._writer.poll()
+
+    def wait(self) -> None:
+        """Return when no save is under way on this rank. Raises what it failed with."""
+        if self._writer is not None:
+            self._writer.wait()
+
+    def close(self) -> None:
+        """Wait for the save under way and end the writer."""
+        try:
+            self.wait()
+        finally:
+            if self._writer is not None:
+                self._writer.close()
+            self._writer = None
+            os.close(self._file)
+
+
+def assigned(everybody: list[list[list[Any]]]) -> list[list[tuple[str, str, int, int]]]:
+    """For each rank what it writes: (key, dtype, first, last) of elements of the piece that it holds.
+
+    everybody   for each rank [key, piece, shape, dtype, alike] of each tensor
+    """
+    holders: dict[tuple[str, str], list[int]] = {}
+    about: dict[tuple[str, str], tuple[Piece, str, bool]] = {}
+    for rank, own in enumerate(everybody):
+        for key, piece, shape, dtype, alike in own:
+            name = (key, json.dumps(piece) if alike else "")
+            holders.setdefault(name, []).append(rank)
+            if name not in about:
+                about[name] = (from_json(tuple(shape), piece), dtype, alike)
+    shares: list[list[tuple[str, str, int, int]]] = [[] for _ in everybody]
+    for (key, _), ranks in holders.items():
+        piece, dtype, alike = about[key, _]
+        count = piece.count
+        if not alike:
+            shares[ranks[0]].append((key, dtype, 0, count))
+        elif len(ranks) == 1 or count * ITEM_BYTES[dtype] < SPLIT_BYTES:
+            shares[ranks[zlib.crc32(key.encode()) % len(ranks)]].append((key, dtype, 0, count))
+        else:
+            for place, rank in enumerate(ranks):
+                shares[rank].append((key, dtype, count * place // len(ranks), count * (place + 1) // len(ranks)))
+    return shares

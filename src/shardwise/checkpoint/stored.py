@@ -1,0 +1,122 @@
+"""Tensors that lie in files, read piece by piece: those of a checkpoint, or of anybody's safetensors. Without torch.
+
+What a rank needs is read with plain reads, at most so much at once: a file that is cut short or overwritten meanwhile
+is an error, where a mapped one would be zeros or the end of the process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+
+from shardwise.checkpoint import manifest
+from shardwise.checkpoint.files import ITEM_BYTES, MAX_HEADER, parsed, read_header, size_of
+from shardwise.checkpoint.manifest import Manifest, Part, Tensor
+from shardwise.checkpoint.pieces import Piece, common_count, copy_common
+from shardwise.errors import InputError, RunError
+
+AT_ONCE = 2**22  # elements of one read
+ITEMS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}  # values are moved, never looked at
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+class Stored:
+    """Tensors by name. `manifest` is there where the folder is a checkpoint."""
+
+    def __init__(self, folder: Path, tensors: dict[str, Tensor], whole: Manifest | None = None) -> None:
+        self.folder, self.tensors, self.manifest = folder, tensors, whole
+        self._open: dict[str, int] = {}
+
+    def read(self, name: str, wanted: Piece) -> np.ndarray:
+        """The elements of a piece, (count,), as unsigned integers of their size."""
+        tensor = self.tensors[name]
+        item = ITEM_BYTES[tensor.dtype]
+        target = np.empty(wanted.count, ITEMS[item])
+        done = 0
+        for part in tensor.parts:
+            for first in range(0, part.piece.count, AT_ONCE):
+                held = part.piece.part(first, min(first + AT_ONCE, part.piece.count))
+                if common_count(held, wanted):
+                    source = self._bytes(part, first * item, held.count * item).view(ITEMS[item])
+                    done += copy_common(source, held, target, wanted)
+        if done != wanted.count:
+            raise RunError(f"{self.folder}: '{name}' gives {done} of {wanted.count} elements")
+        return target
+
+    def _bytes(self, part: Part, begin: int, count: int) -> np.ndarray:
+        path = self.folder / part.file
+        buffer = np.empty(count, np.uint8)
+        try:
+            if part.file not in self._open:
+                self._open[part.file] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            view, at = memoryview(buffer.data), part.begin + begin
+            while view:
+                size = os.preadv(self._open[part.file], [view], at)
+                if size == 0:
+                    raise RunError(f"{path} ends at byte {at}, where '{part.piece.shape}' goes on")
+                view, at = view[size:], at + size
+        except OSError as error:
+            raise RunError(f"{path} cannot be read: {error.strerror}") from error
+        return buffer
+
+    def close(self) -> None:
+        """Close the files."""
+        for handle in self._open.values():
+            os.close(handle)
+        self._open.clear()
+
+    def __enter__(self) -> Stored:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def of_checkpoint(folder: Path) -> Stored:
+    """A published checkpoint. `InputError` where it is none, or damaged as far as sizes tell."""
+    whole = manifest.read(folder)
+    return Stored(folder, whole.tensors, whole)
+
+
+def of_safetensors(path: Path) -> Stored:
+    """A safetensors file, or a folder of them with `model.safetensors` or its index. Names are those in the files."""
+    if path.is_dir():
+        folder, files = path, _indexed(path)
+    else:
+        folder, files = path.parent, [path.name]
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        for name, entry in read_header(folder / file).items():
+            if name in tensors:
+                raise InputError(f"{folder}: '{name}' is in {file} and in {tensors[name].parts[0].file}")
+            tensors[name] = Tensor(entry.dtype, entry.shape, (Part(file, entry.begin, Piece.whole(entry.shape)),))
+    return Stored(folder, tensors)
+
+
+def _indexed(folder: Path) -> list[str]:
+    index = folder / INDEX
+    if not index.exists():
+        if (folder / SINGLE).exists():
+            return [SINGLE]
+        raise InputError(f"{folder} is no checkpoint and has neither {SINGLE} nor {INDEX}" + _pickles(folder))
+    try:
+        if size_of(index) > MAX_HEADER:
+            raise ValueError("it is too large")
+        names = sorted(set(parsed(index.read_bytes())["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{index} cannot be read ({error}): fetch it again") from error
+    for name in names:
+        if not isinstance(name, str) or "/" in name or name in ("", ".", ".."):
+            raise InputError(f"{index} names {json.dumps(name)[:60]}, which is no file of this folder")
+        if not (folder / name).exists():
+            raise InputError(f"{folder / name} is missing: {INDEX} names it; fetch it again")
+    return names
+
+
+def _pickles(folder: Path) -> str:
+    kinds = {".bin", ".pt", ".pth", ".ckpt", ".distcp"}
+    found = next((path for path in sorted(folder.glob("*")) if path.suffix in kinds), None)
+    return "" if found is None else f"; {found.name} may be a pickle, which runs code when it is loaded and is not read"
