@@ -117,3 +117,74 @@ def test_complex_values_are_compared_as_complex() -> None:
     a = torch.complex(torch.ones(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64))
     assert tensor_error(a + 0.5j, a, 1e-9) == pytest.approx(0.5)
     assert tensor_error(a, a.real, 1e-9) == float("inf")
+
+
+# --- float32, where a kernel has no float64
+
+
+def single(x: Tensor) -> Tensor:
+    """Like a kernel that has no float64."""
+    if x.dtype == torch.float64:
+        raise NotImplementedError('"single" not implemented for Double')
+    return torch.tanh(x)
+
+
+class Single(nn.Module):
+    """`noise` multiplies what rounding leaves of a difference of equals: a branch of the output is noise alone."""
+
+    def __init__(self, noise: float, wrong: float = 0.0, norm: bool = False) -> None:
+        super().__init__()
+        self.noise, self.wrong = noise, wrong
+        self.first, self.last = nn.Linear(12, 8), nn.Linear(8, tasks.CLASSES)
+        self.norm = nn.BatchNorm1d(8) if norm else nn.Identity()
+        self.lost = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = single(self.norm(self.first(x)))
+        rest = (hidden * 1000.1) / 1000.1 - hidden  # a rounding error, another one for each value
+        if torch.distributed.is_initialized():
+            hidden = hidden * (1 + self.wrong)
+        return self.last(hidden + rest * self.noise * self.lost)
+
+
+def plain_sgd(groups: list[dict]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, lr=0.01)
+
+
+def single_task(**options: float) -> Task:
+    return tasks.mlp().with_(model=partial(Single, **options), optimizer=plain_sgd)
+
+
+def in_float32() -> Task:
+    return single_task(noise=0.0)
+
+
+def in_float32_with_norm() -> Task:
+    return single_task(noise=0.0, norm=True)
+
+
+def in_float32_with_noise() -> Task:
+    return single_task(noise=3e5, norm=True)
+
+
+def wrong_in_float32() -> Task:
+    return single_task(noise=0.0, wrong=0.01)
+
+
+@pytest.mark.parametrize("name", ["in_float32", "in_float32_with_norm"])
+def test_a_kernel_without_float64_is_compared_in_float32(name: str, pool: RankPool) -> None:
+    parity = verify(f"test_proof:{name}", "dp_replicate=2", pool=pool)
+    assert parity.parity and not parity.float64, parity.text()
+    assert max(parity.own_bars.values()) <= 1e-3
+    assert "float32" in parity.text().splitlines()[0]
+
+
+def test_an_error_of_a_hundredth_is_found_in_float32(pool: RankPool) -> None:
+    parity = verify("test_proof:wrong_in_float32", "dp_replicate=2", pool=pool)
+    assert not parity.equal and not parity.float64
+
+
+def test_what_rounding_decides_is_not_proven(pool: RankPool) -> None:
+    parity = verify("test_proof:in_float32_with_noise", "dp_replicate=2", pool=pool)
+    assert not parity.parity, parity.text()
+    assert parity.unproven and "one process itself by" in parity.unproven[0]

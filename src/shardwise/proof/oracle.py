@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from shardwise.engine.batching import samples_in, slice_samples
 from shardwise.engine.groups import named_groups
@@ -20,7 +21,7 @@ from shardwise.errors import InputError
 from shardwise.layout.dealing import micro_batches
 from shardwise.proof.eps import EpsWatch
 from shardwise.proof.record import Record, kept, kept_state
-from shardwise.proof.settings import Settings, global_batch
+from shardwise.proof.settings import Settings, global_batch, nudged
 from shardwise.random import BatchDims, GlobalRandom, Samples
 from shardwise.task import Task
 from shardwise.trace.deferred import build, named_tensors
@@ -29,7 +30,7 @@ from shardwise.trace.double import KeepDouble, default_dtype
 
 def run_oracle(task: Task, settings: Settings) -> Record:
     """Train `settings.steps` steps in this process in float64 and record everything."""
-    module = _module(task, settings.seed, settings.dtype)
+    module = _module(task, settings)
     named = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
     optimizer = task.optimizer(named_groups([param for _, param in named]))
     eps = EpsWatch(named, optimizer, task.optimizer)
@@ -40,7 +41,7 @@ def run_oracle(task: Task, settings: Settings) -> Record:
     arithmetic = KeepDouble()
     for step in range(settings.steps):
         norms: list[float] = []
-        batch = _cast(global_batch(task, settings, step), settings.dtype)
+        batch = _cast(global_batch(task, settings, step), settings)
 
         def gradients(batch: Any = batch, step: int = step, norms: list[float] = norms) -> float:
             loss, norm = _gradients(task, module, named, batch, step, settings, random)
@@ -116,26 +117,31 @@ def _cuts(samples: int, settings: Settings):
                 yield index, first, last, Samples(first - low, last - first, high - low)
 
 
-def _module(task: Task, seed: int, dtype: torch.dtype) -> nn.Module:
+def _module(task: Task, settings: Settings) -> nn.Module:
     """The module with its replayed initial values, in the proof's dtype."""
-    built = build(task.model, seed)
+    dtype = settings.dtype
+    built = build(task.model, settings.seed)
     module = built.module
     built.given = task.weights
     values = {id(tensor): built.value(name).clone() for name, tensor in named_tensors(module)}
     with torch.no_grad():
-        for _, tensor in named_tensors(module):
+        for place, (_, tensor) in enumerate(named_tensors(module)):
             tensor.data = values[id(tensor)]
             if tensor.is_floating_point():
                 tensor.data = tensor.data.to(dtype)
             elif tensor.is_complex():
                 tensor.data = tensor.data.to(dtype.to_complex())
+            tensor.data = nudged(tensor.data, settings, place)
     return module.train()
 
 
-def _cast(batch: Any, dtype: torch.dtype) -> Any:
-    from torch.utils._pytree import tree_map_only
+def _cast(batch: Any, settings: Settings) -> Any:
+    """Floating-point data in the proof's dtype."""
 
-    return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return nudged(tensor.to(settings.dtype), settings, -1) if tensor.is_floating_point() else tensor
+
+    return tree_map_only(torch.Tensor, cast, batch)
 
 
 def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:

@@ -37,6 +37,8 @@ class Parity:
     optimizer_error: dict[str, float] = field(default_factory=dict)  # "exp_avg of blocks.0.weight"
     bars: dict[str, float] = field(default_factory=dict)
     own_bars: dict[tuple[str, str], float] = field(default_factory=dict)  # (kind, name): where `bars` is not its bar
+    noise: dict[tuple[str, str], float] = field(default_factory=dict)  # what one process differs by from itself
+    noisy: set[tuple[str, str]] = field(default_factory=set)  # neither equal nor different: see `narrow`
     worst: dict[tuple[str, str], str] = field(default_factory=dict)  # (kind, name): rank and step of the largest error
     notes: list[str] = field(default_factory=list)
     differences: list[str] = field(default_factory=list)  # what no number expresses: a gradient on one side only
@@ -60,10 +62,9 @@ class Parity:
         """Whether everything compared is within its bar."""
         if self.refused or self.error or self.differences or self.loss_error is None:
             return False
-        within = [self.loss_error <= self.bars["loss"]]
-        within += [] if self.norm_error is None else [self.norm_error <= self.bars["norm"]]
-        within += [error <= self.bar(kind, name) for kind in KINDS for name, error in self.errors(kind).items()]
-        return all(within)
+        errors = [("loss", "", self.loss_error), ("norm", "", self.norm_error or 0.0)]
+        errors += [(kind, name, error) for kind in KINDS for name, error in self.errors(kind).items()]
+        return all(error <= self.bar(kind, name) or (kind, name) in self.noisy for kind, name, error in errors)
 
     @property
     def parity(self) -> bool:

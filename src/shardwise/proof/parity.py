@@ -40,6 +40,7 @@ def verify(
     Raises `InputError` for a task that fails in one process too.
     """
     from shardwise.proof.compare import compare
+    from shardwise.proof.narrow import set_noise_apart
     from shardwise.proof.settings import Settings
 
     if steps < 1:
@@ -72,6 +73,7 @@ def verify(
         parity.refused = str(refusal)
         return parity
     compare(parity, oracle, record)
+    set_noise_apart(parity)
     return parity
 
 
@@ -83,8 +85,6 @@ def _shrunk(reference: Any, task: Task, plan: Plan) -> Any:
 
 def _one_process(task: Task, settings: Any, parity: Parity) -> Any:
     """The oracle's record and the settings it ran in: float64, or float32 where a kernel has no float64."""
-    from dataclasses import replace
-
     from shardwise.proof.narrow import float32_oracle
     from shardwise.proof.oracle import run_oracle
 
@@ -93,12 +93,7 @@ def _one_process(task: Task, settings: Any, parity: Parity) -> Any:
     except ShardwiseError:
         raise
     except Exception as failure:
-        record, bars, note = float32_oracle(task, settings, failure)
-        parity.bars, parity.float64 = bars, False
-        parity.notes.append(note)
-        import torch
-
-        return record, replace(settings, dtype=torch.float32)
+        return float32_oracle(task, settings, failure, parity)
 
 
 def _notes(plan: Plan, float64: bool) -> list[str]:

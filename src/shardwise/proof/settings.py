@@ -22,6 +22,7 @@ class Settings:
     clip_norm: float | None = None
     dtype: torch.dtype = torch.float64
     batch_samples: int = 8
+    nudge: int = 0  # above 0: weights and inputs move by one epsilon of the dtype, each up or down, as this seed has it
     halves: bool = False  # accumulate each micro-batch in two parts: the same sum in another order
 
 
@@ -44,3 +45,12 @@ def raise_eps(optimizer: torch.optim.Optimizer) -> list[float]:
             raised.append(eps)
             group["eps"] = LEAST_EPS
     return raised
+
+
+def nudged(tensor: torch.Tensor, settings: Settings, place: int) -> torch.Tensor:
+    """The tensor, or with `nudge` one whose elements moved by an epsilon up or down; `place` tells tensors apart."""
+    if not settings.nudge or not (tensor.is_floating_point() or tensor.is_complex()):
+        return tensor
+    generator = torch.Generator().manual_seed(1000003 * settings.nudge + place)
+    signs = torch.randint(0, 2, tensor.shape, generator=generator) * 2 - 1
+    return tensor * (1 + signs * torch.finfo(tensor.dtype).eps).to(tensor.dtype)
