@@ -18,10 +18,14 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 from shardwise.comm.ledger import Ledger
 from shardwise.comm.observe import tagged
+from shardwise.layout.grid import AXES
 
 # torch 2.13 renamed these two; earlier versions know the old names alone
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+_DEPTHS = {name: place for place, name in enumerate(AXES)}
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,11 @@ class Axis:
     def alone(cls, name: str, rank: int = 0) -> Axis:
         """An axis of one rank."""
         return cls(name, 1, 0, None, (rank,))
+
+    @property
+    def depth(self) -> int:
+        """Place of the axis among those of a plan, outermost first."""
+        return _DEPTHS[self.name.rstrip("0123456789")]
 
     @property
     def silent(self) -> bool:

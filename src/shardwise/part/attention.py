@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from shardwise.part.cuts import Uncut, repeated
-from shardwise.part.tensor import Part, no_rule, parts_in, reduced, rule
+from shardwise.part.tensor import Part, is_part, no_rule, parts_in, reduced, rule
 
 _FORWARD = (
     "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
@@ -25,12 +25,12 @@ class _Heads:
     def __init__(self, func: Any, args: tuple, names: dict[str, Any]):
         query, self.key, self.value = names["query"], names["key"], names["value"]
         parts = parts_in([query, self.key, self.value])
-        if not isinstance(query, Part) or query.dim_cut not in (0, 1):
+        if not is_part(query) or query.dim_cut not in (0, 1):
             raise Uncut(f"attention over cut positions ({no_rule(func, parts_in(args))})")
         self.func, self.part, self.dim = func, query, query.dim_cut
         self.each = query.shape[1] // self.key.shape[1] if self.dim == 1 else 1
         for part in parts[1:]:
-            if part.dim_cut != self.dim or repeated(part.owners, self.each) is not query.owners:
+            if part.dim_cut != self.dim or repeated(part.owners, self.each) != query.owners:
                 raise Uncut(f"attention of queries and keys whose heads are cut differently ({no_rule(func, parts)})")
         if isinstance(self.key, Part) != isinstance(self.value, Part):
             raise Uncut(f"attention of cut keys and whole values ({no_rule(func, parts)})")
@@ -43,7 +43,7 @@ class _Heads:
 
     def local(self, tensor: Any) -> Any:
         """The share of an input; masks that are the same for all heads stay."""
-        if isinstance(tensor, Part):
+        if is_part(tensor):
             return tensor.local
         if tensor is self.key or tensor is self.value:
             if self.dim == 1:
@@ -67,7 +67,7 @@ class _Heads:
         """The gradient of an input."""
         if local is None:
             return None
-        if isinstance(of, Part):
+        if is_part(of):
             return of.with_local(local, self.dim)
         if self.dim != 1:
             return self.part.with_local(local, self.dim)

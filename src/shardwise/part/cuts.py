@@ -1,22 +1,27 @@
-"""Who holds which index of a cut dim. Pure arithmetic, the same on every rank.
+"""Which rank owns which index of a cut dim. Pure arithmetic, the same on every rank.
 
-A dim of n indices is dealt by a vector of n owners. Slicing, splitting and merging dims are then the same operations
-on that vector, whatever the layout: heads, heads inside a fused (3, heads, head_dim), unequal q|k|v sections.
+A dim of n indices is dealt by a vector of n owners, kept as runs of equal owners. Slicing, splitting and merging dims
+are then the same operations on that vector, whatever the layout: heads, heads inside a fused (3, heads, head_dim),
+unequal q|k|v sections, blocks of a long sequence.
 
-    (3, heads=4, head_dim=2) flat, two ranks   0000 1111 | 0000 1111 | 0000 1111
-    after view(3, 4, 2)                        cut along dim 1 by 0 0 1 1
+    (3, heads=4, head_dim=2) flat, two ranks   0000 1111 | 0000 1111 | 0000 1111     six runs
+    after view(3, 4, 2)                        cut along dim 1 by 00 11              two runs
+
+What is computed from owners (their indices, slices, views) is remembered in caches of bounded size.
 """
 
 from __future__ import annotations
 
-from functools import cache, cached_property
-from typing import ClassVar
+import math
+from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
 
 from shardwise.errors import RefusedPlan
 from shardwise.layout.views import NoView, groups
+
+REMEMBERED = 4096  # entries of each cache; a dim of a million indices costs what its runs do
 
 
 class Uncut(RefusedPlan):
@@ -26,60 +31,81 @@ class Uncut(RefusedPlan):
 
 
 class Owners:
-    """The owner of each index of a dim. Interned: equal vectors are the same object."""
+    """The owner of each index of a dim, as runs: indices `stops[i-1]` to `stops[i]` belong to rank `who[i]`."""
 
-    _known: ClassVar[dict[tuple[int, bytes], Owners]] = {}
+    __slots__ = ("__dict__", "__weakref__", "_hash", "_key", "ranks", "stops", "who")
 
-    array: np.ndarray  # (n,) int16
-    ranks: int
+    def __init__(self, stops: np.ndarray, who: np.ndarray, ranks: int):
+        """`stops` (runs,) ascending, the last one the dim's size; neighbouring runs may have one owner."""
+        lengths = np.diff(stops, prepend=0)
+        stops, who = stops[lengths > 0], who[lengths > 0]
+        last = np.append(who[1:] != who[:-1], True) if len(who) else np.zeros(0, dtype=bool)
+        self.stops: np.ndarray = np.ascontiguousarray(stops[last], dtype=np.int64)
+        self.who: np.ndarray = np.ascontiguousarray(who[last], dtype=np.int16)
+        self.ranks = ranks
+        self._key = (ranks, self.stops.tobytes(), self.who.tobytes())
+        self._hash = hash(self._key)
 
     @classmethod
     def of(cls, array: np.ndarray, ranks: int) -> Owners:
-        """The one object for this vector."""
-        array = np.ascontiguousarray(array, dtype=np.int16)
-        key = (ranks, array.tobytes())
-        found = cls._known.get(key)
-        if found is None:
-            found = cls._known[key] = object.__new__(cls)
-            found.array, found.ranks = array, ranks
-        return found
+        """Owners from a vector with the rank of each index."""
+        array = np.asarray(array, dtype=np.int16)
+        return cls(np.arange(1, len(array) + 1), array, ranks)
 
     @classmethod
     def blocks(cls, n: int, ranks: int) -> Owners:
         """Contiguous blocks, the first ones larger by one where it does not divide."""
         sizes = [n // ranks + (r < n % ranks) for r in range(ranks)]
-        return cls.of(np.repeat(np.arange(ranks), sizes), ranks)
+        return cls(np.cumsum(sizes), np.arange(ranks), ranks)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Owners) and self._hash == other._hash and self._key == other._key)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __repr__(self) -> str:
+        return f"Owners(size={self.size}, counts={self.counts}, runs={len(self.who)})"
 
     @property
     def size(self) -> int:
-        """Indices in all."""
-        return len(self.array)
+        """Indices in all: the dim's global length."""
+        return int(self.stops[-1]) if len(self.stops) else 0
+
+    @property
+    def array(self) -> np.ndarray:
+        """(size,) the rank of each index."""
+        return np.repeat(self.who, np.diff(self.stops, prepend=0))
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
-        """Indices of each rank."""
-        return tuple(np.bincount(self.array, minlength=self.ranks).tolist())
+        """How many indices each rank has."""
+        lengths = np.diff(self.stops, prepend=0)
+        return tuple(int(lengths[self.who == rank].sum()) for rank in range(self.ranks))
 
-    @cache  # noqa: B019 - owners live as long as the process
     def indices(self, rank: int) -> np.ndarray:
-        """This rank's indices, ascending."""
-        return np.flatnonzero(self.array == rank)
+        """(counts[rank],) this rank's indices, ascending."""
+        return _indices(self, rank)
 
-    @cache  # noqa: B019
     def span(self, rank: int) -> tuple[int, int] | None:
-        """(first, count) where the rank's indices are contiguous."""
-        mine = self.indices(rank)
-        if not len(mine):
+        """(first, count) where the rank's indices are contiguous, else None."""
+        found = np.flatnonzero(self.who == rank)
+        if not len(found):
             return 0, 0
-        return (int(mine[0]), len(mine)) if mine[-1] - mine[0] + 1 == len(mine) else None
+        if len(found) > 1:
+            return None
+        first = int(self.stops[found[0] - 1]) if found[0] else 0
+        return first, int(self.stops[found[0]]) - first
 
     @cached_property
+    def in_rank_order(self) -> bool:
+        """Whether the ranks' pieces, put side by side, are the dim as it is."""
+        return bool((np.diff(self.who) >= 0).all())
+
+    @property
     def order(self) -> np.ndarray | None:
-        """Where each index lies when the ranks' pieces are put side by side; None where that is its own place."""
-        beside = np.argsort(self.array, kind="stable")
-        if (beside == np.arange(self.size)).all():
-            return None
-        return np.argsort(beside, kind="stable")
+        """(size,) where each index lies when the ranks' pieces are put side by side; None where in its own place."""
+        return None if self.in_rank_order else _order(self)
 
     def take(self, tensor: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
         """The rank's share of a whole tensor: a view where contiguous."""
@@ -88,34 +114,68 @@ class Owners:
             return tensor.narrow(dim, *span)
         return tensor.index_select(dim, torch.from_numpy(self.indices(rank)).to(tensor.device))
 
-    @cache  # noqa: B019
     def sliced(self, start: int, stop: int, step: int = 1) -> Owners:
-        """Owners of the dim after `[start:stop:step]`."""
-        return Owners.of(self.array[start:stop:step], self.ranks)
+        """Owners of the dim after `[start:stop:step]`, with `0 <= start`, `stop <= size`."""
+        return _sliced(self, start, max(stop, start), step)
 
-    @cache  # noqa: B019
-    def local_slice(self, rank: int, start: int, stop: int, step: int = 1) -> tuple[int, ...]:
+    def local_slice(self, rank: int, start: int, stop: int, step: int = 1) -> np.ndarray:
         """Places, among the rank's own indices, of those that the slice keeps."""
-        mine = self.indices(rank)
-        kept = (mine >= start) & (mine < stop) & ((mine - start) % step == 0)
-        return tuple(np.flatnonzero(kept).tolist())
+        return _local_slice(self, rank, start, stop, step)
 
 
-@cache
+@lru_cache(REMEMBERED)
+def _indices(owners: Owners, rank: int) -> np.ndarray:
+    starts = owners.stops - np.diff(owners.stops, prepend=0)
+    mine = owners.who == rank
+    runs = [np.arange(a, b) for a, b in zip(starts[mine], owners.stops[mine], strict=True)]
+    return np.concatenate(runs) if runs else np.zeros(0, dtype=np.int64)
+
+
+@lru_cache(REMEMBERED)
+def _order(owners: Owners) -> np.ndarray:
+    beside = np.concatenate([_indices(owners, rank) for rank in range(owners.ranks)])
+    places = np.empty(owners.size, dtype=np.int64)
+    places[beside] = np.arange(owners.size)
+    return places
+
+
+@lru_cache(REMEMBERED)
+def _sliced(owners: Owners, start: int, stop: int, step: int) -> Owners:
+    return Owners(-((start - np.clip(owners.stops, start, stop)) // step), owners.who, owners.ranks)
+
+
+@lru_cache(REMEMBERED)
+def _local_slice(owners: Owners, rank: int, start: int, stop: int, step: int) -> np.ndarray:
+    mine = owners.indices(rank)
+    low, high = np.searchsorted(mine, (start, stop))
+    places = np.arange(low, high)
+    return places if step == 1 else places[(mine[low:high] - start) % step == 0]
+
+
+@lru_cache(REMEMBERED)
 def joined(parts: tuple[Owners, ...]) -> Owners:
     """Owners of dims put one behind the other."""
-    return Owners.of(np.concatenate([part.array for part in parts]), parts[0].ranks)
+    before = np.cumsum([0] + [part.size for part in parts[:-1]])
+    stops = np.concatenate([part.stops + shift for part, shift in zip(parts, before, strict=True)])
+    return Owners(stops, np.concatenate([part.who for part in parts]), parts[0].ranks)
 
 
-@cache
+@lru_cache(REMEMBERED)
 def repeated(owners: Owners, each: int) -> Owners:
     """Every index `each` times in a row."""
-    return Owners.of(np.repeat(owners.array, each), owners.ranks)
+    return Owners(owners.stops * each, owners.who, owners.ranks)
 
 
-@cache
+@lru_cache(REMEMBERED)
+def tiled(owners: Owners, times: int) -> Owners:
+    """The whole dim `times` times."""
+    shifts = np.repeat(np.arange(times) * owners.size, len(owners.stops))
+    return Owners(np.tile(owners.stops, times) + shifts, np.tile(owners.who, times), owners.ranks)
+
+
+@lru_cache(REMEMBERED)
 def regrouped(before: tuple[int, ...], dim: int, owners: Owners, after: tuple[int, ...]) -> tuple[int, Owners]:
-    """Which dim of the view's result is cut, and by whom.
+    """(dim, owners) of a view's result, where dim `dim` of a tensor of shape `before` is cut.
 
     Raises `Uncut` where ranks' shares are no product of whole dims and a share of one.
     """
@@ -126,12 +186,11 @@ def regrouped(before: tuple[int, ...], dim: int, owners: Owners, after: tuple[in
     except NoView as error:
         raise Uncut(str(error)) from None
     sizes = [before[d] for d in run]
-    full = np.broadcast_to(
-        owners.array.reshape([-1 if d == dim else 1 for d in run]), sizes
-    ).reshape([after[d] for d in to])  # fmt: skip
+    place = list(run).index(dim)
+    merged = tiled(repeated(owners, math.prod(sizes[place + 1 :])), math.prod(sizes[:place]))
     for place, d in enumerate(to):
-        others = tuple(axis for axis in range(full.ndim) if axis != place)
-        vector = full[tuple(slice(None) if axis == place else 0 for axis in range(full.ndim))]
-        if (full == np.expand_dims(vector, others)).all() and (full.shape[place] > 1 or full.size == 1):
-            return d, Owners.of(vector, owners.ranks)
+        inner, outer = math.prod(after[e] for e in to[place + 1 :]), math.prod(after[e] for e in to[:place])
+        found = merged.sliced(0, after[d] * inner, inner)
+        if (after[d] > 1 or merged.size == 1) and tiled(repeated(found, inner), outer) == merged:
+            return d, found
     raise Uncut(f"a view from {before} to {after} mixes indices of dim {dim} that lie on different ranks")

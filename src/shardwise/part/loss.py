@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from shardwise.part.cuts import Uncut
 from shardwise.part.sums import Sum, plain
-from shardwise.part.tensor import FUNCTIONS, Part, no_rule, parts_in, reduced, rule
+from shardwise.part.tensor import FUNCTIONS, Part, is_part, no_rule, parts_in, reduced, rule
 
 
 def _place_of(part: Part, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -40,14 +40,14 @@ def nll_loss(func: Any, args: tuple, kwargs: dict) -> tuple[torch.Tensor, torch.
     """Loss and total weight of x (N, C, ...) log-probabilities, cut along C or along N."""
     x, target, weight, reduction, ignored = args
     classes = 0 if x.dim() == 1 else 1
-    if isinstance(x, Part) and x.dim_cut != classes and not parts_in([target, weight]):
+    if is_part(x) and x.dim_cut != classes and not parts_in([target, weight]):
         if reduction == 1:
             raise Uncut("a mean over samples that lie on different ranks: return a sum and a weight")
         value, total = func(x.local, x.share(target, 0), weight, reduction, ignored)
         if reduction == 0:
             return x.with_local(value), total
         return reduced(value, x), reduced(total, x)
-    if not isinstance(x, Part) or parts_in([target, weight]):
+    if not is_part(x) or parts_in([target, weight]):
         raise Uncut(no_rule(func, parts_in(args)))
     counts = target != ignored
     _check_range(target, x.shape[classes], "target", ignored)
@@ -68,12 +68,12 @@ def nll_loss_backward(func: Any, args: tuple, kwargs: dict) -> Part:
     """-weight of the target's class, at its place."""
     gradient, x, target, weight, reduction, ignored, total = args
     classes = 0 if x.dim() == 1 else 1
-    if isinstance(x, Part) and x.dim_cut != classes:
-        local = gradient.local if isinstance(gradient, Part) else gradient
-        if reduction == 0 and not isinstance(gradient, Part):
+    if is_part(x) and x.dim_cut != classes:
+        local = gradient.local if is_part(gradient) else gradient
+        if reduction == 0 and not is_part(gradient):
             local = x.share(gradient, 0)
         return x.with_local(func(local, x.local, x.share(target, 0), weight, reduction, ignored, total))
-    if not isinstance(x, Part) or isinstance(gradient, Part):
+    if not is_part(x) or is_part(gradient):
         raise Uncut(no_rule(func, parts_in(args)))
     held, place = _place_of(x, target)
     held = held & (target != ignored)
@@ -91,7 +91,7 @@ def nll_loss_backward(func: Any, args: tuple, kwargs: dict) -> Part:
 def embedding(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     """Rows of w (V, H): cut by rows, a sum of which all but one rank add zero; cut by columns, local."""
     weight, index = args[:2]
-    if not isinstance(weight, Part) or isinstance(index, Part):
+    if not is_part(weight) or is_part(index):
         raise Uncut(no_rule(func, parts_in(args)))
     if weight.dim_cut == 1:
         return weight.with_local(func(weight.local, index), index.dim())
@@ -138,7 +138,7 @@ def rows_of(
     sparse: bool = False,
 ) -> torch.Tensor:
     """`F.embedding` on a part."""
-    by_rows = isinstance(weight, Part) and weight.dim_cut == 0 and not isinstance(index, Part)
+    by_rows = is_part(weight) and weight.dim_cut == 0 and not is_part(index)
     if not by_rows or max_norm is not None or scale_grad_by_freq:
         return F.embedding(index, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
     padding = -1 if padding_idx is None else padding_idx % weight.shape[0]
@@ -172,7 +172,7 @@ class _Entries(torch.autograd.Function):
 
 def entries_of(x: torch.Tensor, dim: int, index: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     """`torch.gather` on a part."""
-    if not isinstance(x, Part) or isinstance(index, Part) or dim % x.dim() != x.dim_cut or kwargs:
+    if not is_part(x) or is_part(index) or dim % x.dim() != x.dim_cut or kwargs:
         return torch.gather(x, dim, index, **kwargs)
     return _Entries.apply(x, dim % x.dim(), index)
 
@@ -184,6 +184,6 @@ FUNCTIONS[torch.gather] = FUNCTIONS[torch.Tensor.gather] = entries_of
 def embedding_dense_backward(func: Any, args: tuple, kwargs: dict) -> Part:
     """The gradient of a table cut by columns."""
     gradient, _index = args[:2]
-    if not isinstance(gradient, Part) or gradient.dim_cut != gradient.dim() - 1:
+    if not is_part(gradient) or gradient.dim_cut != gradient.dim() - 1:
         raise Uncut(no_rule(func, parts_in(args)))
     return gradient.with_local(func(gradient.local, *args[1:], **kwargs), 1)

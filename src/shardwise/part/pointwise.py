@@ -8,7 +8,7 @@ import torch
 
 from shardwise.part.cuts import Uncut
 from shardwise.part.leaves import replaced, tensors_in
-from shardwise.part.tensor import Part, facts, gather, no_rule, parts_in, rule
+from shardwise.part.tensor import Part, facts, gather, is_part, no_rule, parts_in, rule
 
 # elementwise by their definition, though ATen does not tag them so; `add` stands for every operation with the tag
 ELEMENTWISE = (
@@ -24,7 +24,7 @@ class Agreement:
 
     def __init__(self, func: Any, tensors: list[torch.Tensor]):
         self.ndim = max(tensor.dim() for tensor in tensors)
-        parts = [tensor for tensor in tensors if isinstance(tensor, Part)]
+        parts = [tensor for tensor in tensors if is_part(tensor)]
         firm = [part for part in parts if not part.soft] or parts
         lead = max(firm, key=lambda part: part.dim())
         self.lead, self.dim, self.owners = lead, self.place(lead), lead.owners
@@ -40,7 +40,7 @@ class Agreement:
 
     def local(self, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's share of one input."""
-        if isinstance(tensor, Part):
+        if is_part(tensor):
             if self.place(tensor) == self.dim and tensor.beside(self.lead):
                 return tensor.local
             tensor = gather(tensor)  # soft, or it would have been refused
@@ -67,7 +67,7 @@ def pointwise(func: Any, args: tuple, kwargs: dict) -> Any:
 
 def _refuse_changing(func: Any, changed: Any, agreement: Agreement) -> None:
     """An in-place operation can change a share, but not put shares into a whole tensor."""
-    fits = isinstance(changed, Part) and agreement.place(changed) == agreement.dim and changed.beside(agreement.lead)
+    fits = is_part(changed) and agreement.place(changed) == agreement.dim and changed.beside(agreement.lead)
     if not fits:
         raise Uncut(f"{func} writes a cut tensor into one that is not cut alike")
 
@@ -85,10 +85,10 @@ def native_dropout(func: Any, args: tuple, kwargs: dict) -> Any:
 def random(func: Any, args: tuple, kwargs: dict) -> Any:
     """Drawn for the whole tensor, alike on all ranks, of which this rank keeps its share."""
     part = args[0]
-    if not isinstance(part, Part) or len(parts_in((args, kwargs))) > 1:
+    if not is_part(part) or len(parts_in((args, kwargs))) > 1:
         whole = replaced(Part, gather, (args[1:], kwargs))
         args, kwargs = (args[0], *whole[0]), whole[1]
-    if not isinstance(part, Part):
+    if not is_part(part):
         return func(*args, **kwargs)
     reads = func._schema.name == "aten::bernoulli"
     whole = gather(part) if reads else torch.empty(part.shape, dtype=part.dtype, device=part.device)

@@ -8,23 +8,23 @@ import torch
 
 from shardwise.part.cuts import Uncut, repeated
 from shardwise.part.sums import Sum
-from shardwise.part.tensor import Part, gather, no_rule, parts_in, reduced, rule
+from shardwise.part.tensor import Part, gather, is_part, no_rule, parts_in, reduced, rule
 
 
 def _product(func: Any, a: torch.Tensor, b: torch.Tensor, batch: int) -> torch.Tensor:
     """a (..., m, k) @ b (..., k, n) with `batch` batch dims; the result plain where k is cut."""
-    if isinstance(a, Part) and isinstance(b, Part):
+    if is_part(a) and is_part(b):
         a, b = _settled(func, a, b, batch)
-    kind_a = a.dim_cut - batch if isinstance(a, Part) else None  # 0 m, 1 k, negative batch
-    kind_b = b.dim_cut - batch if isinstance(b, Part) else None  # 0 k, 1 n
-    lead = a if isinstance(a, Part) else b
-    if not isinstance(lead, Part):
+    kind_a = a.dim_cut - batch if is_part(a) else None  # 0 m, 1 k, negative batch
+    kind_b = b.dim_cut - batch if is_part(b) else None  # 0 k, 1 n
+    lead = a if is_part(a) else b
+    if not is_part(lead):
         return func(a, b)
     if (kind_a is not None and kind_a < 0) or (kind_b is not None and kind_b < 0):
         dim = lead.dim_cut
         return lead.with_local(func(_share(a, lead, dim), _share(b, lead, dim)), dim)
     if kind_a == 1 or kind_b == 0:
-        rows = a.rows if isinstance(a, Part) else None
+        rows = a.rows if is_part(a) else None
         return Sum.of(func(_share(a, lead, batch + 1), _share(b, lead, batch)), lead.axis, lead.origin, rows=rows)
     if kind_a == 0:
         return a.with_local(func(a.local, b), batch)
@@ -33,7 +33,7 @@ def _product(func: Any, a: torch.Tensor, b: torch.Tensor, batch: int) -> torch.T
 
 def _share(tensor: torch.Tensor, lead: Part, dim: int) -> torch.Tensor:
     """This rank's share of an input along `dim`, dealt like `lead`."""
-    if not isinstance(tensor, Part):
+    if not is_part(tensor):
         return lead.share(tensor, dim)
     if tensor.dim_cut != dim or not tensor.beside(lead):
         raise Uncut(f"a product of tensors that are cut differently ({tensor!r}, {lead!r})")
@@ -80,8 +80,8 @@ def grouped_mm(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     a, b, *rest = args
     lead = parts_in([a, b])[0]
     k_a, k_b = a.dim() - 1, b.dim() - 2
-    cut_a = a.dim_cut if isinstance(a, Part) else None
-    cut_b = b.dim_cut if isinstance(b, Part) else None
+    cut_a = a.dim_cut if is_part(a) else None
+    cut_b = b.dim_cut if is_part(b) else None
     by_offsets = a.dim() == 2 and b.dim() == 2  # the contracted dim is the one that offsets divide
     together = cut_a is None or cut_b is None or a.beside(b)
     if parts_in(rest) or parts_in(list(kwargs.values())):
@@ -126,21 +126,21 @@ def convolution(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     x, w, b, stride, padding, dilation, transposed, output_padding, g = args
     rest = (stride, padding, dilation, transposed, output_padding)
     outer, inner = _channels(func, args, transposed, g)
-    x_cut = x.dim_cut if isinstance(x, Part) else None
-    w_cut = w.dim_cut if isinstance(w, Part) else None
+    x_cut = x.dim_cut if is_part(x) else None
+    w_cut = w.dim_cut if is_part(w) else None
     if x_cut == 0 and w_cut is None:
         return x.with_local(func(x.local, w, b, *rest, g), 0)
     if g == 1 and x_cut is None and w_cut == outer:
-        bias = b.local if isinstance(b, Part) else None if b is None else w.share(b, 0)
+        bias = b.local if is_part(b) else None if b is None else w.share(b, 0)
         return w.with_local(func(x, w.local, bias, *rest, 1), 1)
     if g == 1 and w_cut in (inner, None) and x_cut in (1, None) and (w_cut is None or x_cut is None or x.beside(w)):
-        lead = w if isinstance(w, Part) else x
+        lead = w if is_part(w) else x
         total = Sum.of(
             func(_share(x, lead, 1), _share(w, lead, inner), None, *rest, 1), lead.axis, lead.origin, spread=False
         )
         return total if b is None else total + b.view(-1, *([1] * (total.dim() - 2)))
-    if g > 1 and x_cut == 1 and w_cut == 0 and x.shape[1] == g and w.owners is repeated(x.owners, w.shape[0] // g):
-        bias = b.local if isinstance(b, Part) else None if b is None else w.share(b, 0)
+    if g > 1 and x_cut == 1 and w_cut == 0 and x.shape[1] == g and w.owners == repeated(x.owners, w.shape[0] // g):
+        bias = b.local if is_part(b) else None if b is None else w.share(b, 0)
         return w.with_local(func(x.local, w.local, bias, *rest, x.local.shape[1]), 1)
     raise Uncut(no_rule(func, parts_in(args)))
 
@@ -153,7 +153,7 @@ def convolution_backward(func: Any, args: tuple, kwargs: dict) -> tuple:
     outer, inner = _channels(func, args, transposed, g)
     lead = parts_in([w]) or parts_in([x]) or parts_in([dy])
     part = lead[0]
-    w_cut = w.dim_cut if isinstance(w, Part) else None
+    w_cut = w.dim_cut if is_part(w) else None
     if w_cut == outer and g == 1:  # by output channels: dx is a sum over ranks
         local = None if bias_sizes is None else [w.local.shape[outer]]
         dx, dw, db = func(_share(dy, w, 1), x, w.local, local, *rest, 1, mask)
@@ -165,7 +165,7 @@ def convolution_backward(func: Any, args: tuple, kwargs: dict) -> tuple:
         dx, dw, db = func(_share(dy, w, 1), x.local, w.local, local, *rest, x.local.shape[1], mask)
         dx = x.with_local(dx, 1) if mask[0] else None
         return dx, *(None if each is None else w.with_local(each, 0) for each in (dw, db))
-    if g == 1 and not isinstance(dy, Part) and (w_cut == inner or (isinstance(x, Part) and x.dim_cut == 1)):
+    if g == 1 and not is_part(dy) and (w_cut == inner or (is_part(x) and x.dim_cut == 1)):
         dx, dw, db = func(dy, _share(x, part, 1), _share(w, part, inner), bias_sizes, *rest, 1, mask)
         dx = part.with_local(dx, 1) if mask[0] else None
         return dx, part.with_local(dw, inner) if mask[1] else None, db

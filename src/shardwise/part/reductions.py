@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from shardwise.part.cuts import Uncut
-from shardwise.part.tensor import Part, gather, no_rule, parts_in, reduced, rule
+from shardwise.part.tensor import Part, gather, is_part, no_rule, parts_in, reduced, rule
 
 
 def _dims(part: Part, dim: Any) -> set[int]:
@@ -34,7 +34,7 @@ def reduce(func: Any, args: tuple, kwargs: dict) -> Any:
     part = args[0]
     name = func._schema.name.partition("::")[2]
     bound = _bound(func, args, kwargs)
-    if not isinstance(part, Part):
+    if not is_part(part):
         raise Uncut(no_rule(func, parts_in((args, kwargs))))
     if isinstance(bound.get("dim"), torch.Tensor) or "other" in bound:
         raise Uncut(no_rule(func, parts_in((args, kwargs))))
@@ -140,10 +140,10 @@ def _ones(x: torch.Tensor, dim: int) -> list[int]:
 def softmax_backward(func: Any, args: tuple, kwargs: dict) -> Part:
     """dx = y (dy - sum y dy), or dy - exp(y) sum dy."""
     gradient, output, dim = args[:3]
-    part = output if isinstance(output, Part) else gradient
+    part = output if is_part(output) else gradient
     dim %= part.dim()
-    dy = gradient.local if isinstance(gradient, Part) else part.share(gradient, part.dim_cut)
-    y = output.local if isinstance(output, Part) else part.share(output, part.dim_cut)
+    dy = gradient.local if is_part(gradient) else part.share(gradient, part.dim_cut)
+    y = output.local if is_part(output) else part.share(output, part.dim_cut)
     _alike(func, [gradient, output])
     if dim != part.dim_cut:
         return part.with_local(func(dy, y, *args[2:], **kwargs))
@@ -167,7 +167,7 @@ def _alike(func: Any, inputs: Any) -> Part:
 def layer_norm(func: Any, args: tuple, kwargs: dict) -> tuple:
     """Norms over last dims that are not cut."""
     part, shape = args[0], args[1]
-    if not isinstance(part, Part) or parts_in(args[2:]) or part.dim_cut >= part.dim() - len(shape):
+    if not is_part(part) or parts_in(args[2:]) or part.dim_cut >= part.dim() - len(shape):
         raise Uncut(f"a norm's statistics run over a cut dim ({no_rule(func, parts_in(args))})")
     return tuple(part.with_local(each) for each in func(part.local, *args[1:], **kwargs))
 
@@ -180,7 +180,7 @@ def layer_norm_backward(func: Any, args: tuple, kwargs: dict) -> tuple:
         raise Uncut(no_rule(func, parts_in(args)))
 
     def local(each: Any) -> Any:
-        if isinstance(each, Part):
+        if is_part(each):
             return each.local.contiguous()
         statistics = isinstance(each, torch.Tensor) and each.dim() == part.dim()
         # the kernel reads mean and rstd as if they were contiguous
@@ -197,7 +197,7 @@ def group_norm(func: Any, args: tuple, kwargs: dict) -> tuple:
     x, w, b, n, channels, area, count, eps = args
     groups = _group_owners(func, x, channels, count, args)
     rank = x.axis.index
-    wl, bl = (None if t is None else t.local if isinstance(t, Part) else x.share(t, 0) for t in (w, b))
+    wl, bl = (None if t is None else t.local if is_part(t) else x.share(t, 0) for t in (w, b))
     y, mean, rstd = func(x.local.contiguous(), wl, bl, n, x.owners.counts[rank], area, groups.counts[rank], eps)
     return x.with_local(y), x.with_local(mean, 1, groups), x.with_local(rstd, 1, groups)
 
@@ -205,9 +205,9 @@ def group_norm(func: Any, args: tuple, kwargs: dict) -> tuple:
 def _group_owners(func: Any, x: Any, channels: int, count: int, args: tuple):
     from shardwise.part.cuts import repeated
 
-    if isinstance(x, Part) and x.dim_cut == 1:
+    if is_part(x) and x.dim_cut == 1:
         groups = x.owners.sliced(0, channels, channels // count)
-        if repeated(groups, channels // count) is x.owners and all(groups.counts):
+        if repeated(groups, channels // count) == x.owners and all(groups.counts):
             return groups
     raise Uncut(f"a group norm's groups lie across ranks ({no_rule(func, parts_in(args))})")
 
@@ -219,8 +219,8 @@ def group_norm_backward(func: Any, args: tuple, kwargs: dict) -> tuple:
     groups = _group_owners(func, x, channels, count, args)
     rank = x.axis.index
     _alike(func, [dy, x])
-    dy = dy.local if isinstance(dy, Part) else x.share(dy, 1)
-    wl = None if w is None else w.local if isinstance(w, Part) else x.share(w, 0)
+    dy = dy.local if is_part(dy) else x.share(dy, 1)
+    wl = None if w is None else w.local if is_part(w) else x.share(w, 0)
     statistics = mean.local.contiguous(), rstd.local.contiguous()  # the kernel reads them as if they were
     dx, dw, db = func(
         dy.contiguous(),

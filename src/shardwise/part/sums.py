@@ -19,7 +19,8 @@ import torch
 from shardwise.comm import Axis, Pending, all_reduce
 from shardwise.part.cuts import Owners, Uncut
 from shardwise.part.leaves import replaced
-from shardwise.part.tensor import Part, Scatter, all_sum, facts, gathered, same_memory, scatter_sum, strides_of
+from shardwise.part.levels import Distributed, here
+from shardwise.part.tensor import Part, Scatter, all_sum, answer, facts, gathered, same_memory, scatter_sum, strides_of
 
 _REARRANGE = frozenset({
     "view", "_unsafe_view", "reshape", "_reshape_alias", "transpose", "t", "permute", "unsqueeze", "squeeze", "detach",
@@ -29,11 +30,9 @@ _ROWS = frozenset({"view", "_unsafe_view", "reshape", "_reshape_alias", "detach"
 _ADD = frozenset({"add", "sub"})
 
 
-class Sum(torch.Tensor):
+class Sum(Distributed):
     """The sum over `axis` of every rank's `local`, and `added` (a bias of the last dim); `total` once taken."""
 
-    local: torch.Tensor
-    axis: Axis
     origin: str
     added: torch.Tensor | None
     read_only_copy: bool  # `total` is a copy: writing into it would be lost
@@ -41,8 +40,6 @@ class Sum(torch.Tensor):
     total: torch.Tensor | None
     pending: Pending | None  # the reduction of `local`, in place, that is under way
     coming: Scatter | None  # the reduction of `local`, seen as (B, S, H), to shares of S that is under way
-
-    observes_inside = True
 
     @staticmethod
     def __new__(
@@ -77,9 +74,9 @@ class Sum(torch.Tensor):
         return made
 
     @classmethod
-    def read_only(cls, copy: torch.Tensor) -> Sum:
-        """A view of something gathered, into which nothing may be written."""
-        made = cls(copy, Axis.alone("tp"))
+    def read_only(cls, copy: torch.Tensor, axis: Axis) -> Sum:
+        """A view of something gathered over an axis, into which nothing may be written."""
+        made = cls(copy, axis)
         made.total, made.read_only_copy = copy, True
         return made
 
@@ -90,7 +87,20 @@ class Sum(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        return with_sums(func, args, kwargs or {})
+        return answer(func, args, kwargs or {})
+
+    @property
+    def held(self) -> torch.Tensor:
+        """The total, once taken."""
+        return self.local if self.total is None else self.total
+
+    def settled(self) -> torch.Tensor:
+        """The sum, taken. Collective."""
+        return self.value()
+
+    def like(self, local: torch.Tensor) -> Sum:
+        """Another sum over the same axis."""
+        return Sum(local, self.axis, self.origin, spread=self.spread)
 
     def value(self) -> torch.Tensor:
         """The sum: plain, or a share of it along the sequence. Collective, the first time."""
@@ -118,22 +128,28 @@ class Sum(torch.Tensor):
         return gathered(part).view(self.shape)
 
 
+def is_sum(tensor: Any) -> bool:
+    """Whether a tensor is a sum over the axis for which a rule is being applied."""
+    return isinstance(tensor, Sum) and here(tensor)
+
+
 def with_sums(func: Any, args: tuple, kwargs: dict) -> Any:
     """An operation of which some inputs are sums."""
     known = facts(func)
     first = args[0] if args else None
-    if isinstance(first, Sum) and first.total is None:
+    first = first if is_sum(first) else None
+    if first is not None and first.total is None:
         kept = _kept(known.name, func, first, args, kwargs)
         if kept is not None:
             return kept
-    changed = first if known.writes and isinstance(first, Sum) else None
-    copied = isinstance(first, Sum) and first.read_only_copy
+    changed = first if known.writes else None
+    copied = first is not None and first.read_only_copy
     if changed is not None and copied:
         raise Uncut(f"{func} writes into a view of a tensor that is cut along the sequence")
-    args, kwargs = replaced(Sum, Sum.value, (args, kwargs))
+    args, kwargs = replaced(Sum, lambda each: each.value() if is_sum(each) else each, (args, kwargs))
     output = func(*args, **kwargs)
-    if copied and known.is_view:
-        return replaced(torch.Tensor, Sum.read_only, output)
+    if first is not None and copied and known.is_view:
+        return replaced(torch.Tensor, lambda copy: Sum.read_only(copy, first.axis), output)
     return output if changed is None else changed
 
 
@@ -150,13 +166,13 @@ def _kept(name: str, func: Any, first: Sum, args: tuple, kwargs: dict) -> Sum | 
     if name not in _ADD or kwargs or len(args) != 2:
         return None
     second = args[1]
-    if isinstance(second, Sum) and _waits(first) and _waits(second) and first.shape == second.shape:
+    if is_sum(second) and _waits(first) and _waits(second) and first.shape == second.shape:
         added = first.added if second.added is None else second.added
         if first.added is None or second.added is None:
             if name == "sub" and second.added is not None:
                 added = -second.added
             return Sum(func(first.local, second.local), first.axis, first.origin, added, first.spread)
-    bias = isinstance(second, torch.Tensor) and not isinstance(second, Part | Sum) and second.dim() == 1
+    bias = isinstance(second, torch.Tensor) and not isinstance(second, Distributed) and second.dim() == 1
     if bias and name == "add" and first.added is None and second.shape == first.shape[-1:]:
         # a copy: zero=3 frees the bias when its module has run, and the sum may be taken later
         return _like(first, first.local, second.clone())
@@ -176,9 +192,10 @@ def _waits(summed: Sum) -> bool:
 
 def plain(tensor: Any) -> Any:
     """A tensor as every rank holds it whole. Collective where it is a part or a sum."""
-    if isinstance(tensor, Sum):
-        tensor = tensor.value()
-    return gathered(tensor) if isinstance(tensor, Part) else tensor
+    while isinstance(tensor, Distributed):
+        tensor = tensor.settled()
+        tensor = gathered(tensor) if isinstance(tensor, Part) else tensor
+    return tensor
 
 
 class _Whole(torch.autograd.Function):
@@ -193,7 +210,7 @@ class _Whole(torch.autograd.Function):
 
 def whole(tensor: Any) -> Any:
     """Differentiable: what every rank holds whole. Collective where the tensor is a part or a sum."""
-    return _Whole.apply(tensor) if isinstance(tensor, Part | Sum) else tensor
+    return _Whole.apply(tensor) if isinstance(tensor, Distributed) else tensor
 
 
 class _WholeGradient(torch.autograd.Function):

@@ -10,6 +10,15 @@ autograd runs above the rules, backward is made of the same operations and needs
 
 A plain tensor is the same on all ranks of the axis. What has no rule raises `Uncut`, naming the operation, on all
 ranks alike, since rules look at global metadata alone.
+
+Several axes: what a part of an outer axis holds may itself be a part, or a sum, over an axis further in. Rules are
+written for one axis. Each is applied for the outermost axis among an operation's inputs; what it does with the local
+tensors is again an operation, which is answered for the next axis, until tensors are plain:
+
+    (B, S, H) cut over cp along S, over tp along H       Part[cp, dim 1] of Part[tp, dim 2] of (B, S/cp, H/tp)
+    the same summed over tp                              Part[cp, dim 1] of Sum[tp] of (B, S/cp, H)
+    gradient of a weight cut by tp, from cut positions   Sum[cp] of Part[tp, dim 0] of (O/tp, H)
+    S over cp, then over tp under sp                     Part[cp, dim 1] of Part[tp, dim 1]
 """
 
 from __future__ import annotations
@@ -24,6 +33,7 @@ import torch
 from shardwise.comm import Axis, all_gather, all_reduce, reduce_scatter
 from shardwise.part.cuts import Owners, Uncut
 from shardwise.part.leaves import replaced, tensors_in
+from shardwise.part.levels import Distributed, answering, here
 
 Rule = Callable[[Any, tuple, dict], Any]
 RULES: dict[str, Rule] = {}  # name of an ATen operation -> how it is done on parts
@@ -41,7 +51,7 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
     return register
 
 
-class Part(torch.Tensor):
+class Part(Distributed):
     """This rank's share of a tensor: `local` along `dim`, whose indices `owners` deals over `axis`.
 
     soft    gathering it is part of the plan (sequence parallelism), so an operation without a rule may
@@ -49,16 +59,12 @@ class Part(torch.Tensor):
     rows    (B, S), where this is a (B, S, K) tensor seen as (B * S, K)
     """
 
-    local: torch.Tensor
     dim_cut: int
     owners: Owners
-    axis: Axis
     soft: bool
     origin: str
     rows: tuple[int, int] | None
     copied: bool  # a view that does not share its memory with what it is a view of
-
-    observes_inside = True  # modes that count collectives look at what the rules do, not at the operation itself
 
     @staticmethod
     def __new__(
@@ -90,8 +96,12 @@ class Part(torch.Tensor):
         try:
             return answer(func, args, kwargs or {})
         except Uncut as error:
-            error.origins |= {part.origin for part in parts_in((args, kwargs)) if part.origin}
+            error.origins |= {part.origin for part in tensors_in((args, kwargs), Part) if part.origin}
             raise
+
+    def like(self, local: torch.Tensor) -> Part:
+        """Another tensor dealt alike along the same dim."""
+        return self.with_local(local)
 
     def with_local(self, local: torch.Tensor, dim: int | None = None, owners: Owners | None = None) -> Part:
         """Another tensor dealt alike."""
@@ -104,20 +114,32 @@ class Part(torch.Tensor):
 
     def beside(self, other: Part) -> bool:
         """Whether the other's indices are dealt in the same way."""
-        return self.owners is other.owners and self.axis is other.axis
+        return self.axis is other.axis and self.owners == other.owners
+
+
+def is_part(tensor: Any) -> bool:
+    """Whether a tensor is cut over the axis for which a rule is being applied."""
+    return isinstance(tensor, Part) and here(tensor)
 
 
 def answer(func: Any, args: tuple, kwargs: dict) -> Any:
-    """`func` on parts, by its rule."""
+    """`func` on parts and sums, by its rule, applied for the outermost of their axes."""
+    with answering((args, kwargs)):
+        return _answer(func, args, kwargs)
+
+
+def _answer(func: Any, args: tuple, kwargs: dict) -> Any:
     from shardwise.part.sums import Sum, with_sums
 
-    if tensors_in((args, kwargs), Sum):
+    if any(here(summed) for summed in tensors_in((args, kwargs), Sum)):
         return with_sums(func, args, kwargs)
     known = facts(func)
-    if known.writes and isinstance(args[0], Part) and args[0].copied:
+    if known.writes and is_part(args[0]) and args[0].copied:
         raise Uncut(f"{func} writes into a view that is a copy here ({args[0]!r})")
     try:
         if known.rule is None:
+            if known.composite:
+                return func.decompose(*args, **kwargs)
             raise Uncut(no_rule(func, parts_in((args, kwargs))))
         output = known.rule(func, args, kwargs)
     except Uncut:
@@ -132,13 +154,14 @@ def _on_gathered(func: Any, args: tuple, kwargs: dict) -> Any:
     """The operation on whole tensors, where the parts in its way are soft. Called while an `Uncut` is handled."""
     from shardwise.part.sums import Sum
 
-    writes = facts(func).writes and isinstance(args[0], Part)
-    if writes or not any(part.soft for part in parts_in((args, kwargs))):
+    writes = facts(func).writes and is_part(args[0])
+    soft = [part for part in parts_in((args, kwargs)) if part.soft]
+    if writes or not soft:
         raise  # what is being handled
-    args, kwargs = replaced(Part, lambda p: gather(p) if p.soft else p, (args, kwargs))
+    args, kwargs = replaced(Part, lambda p: gather(p) if p.soft and is_part(p) else p, (args, kwargs))
     output = func(*args, **kwargs)
     if facts(func).is_view:  # of a copy: reading it is right, writing into it would be lost
-        return replaced(torch.Tensor, Sum.read_only, output)
+        return replaced(torch.Tensor, lambda copy: Sum.read_only(copy, soft[0].axis), output)
     return output
 
 
@@ -150,6 +173,7 @@ class Facts:
     rule: Rule | None
     writes: bool
     is_view: bool  # its result shares memory with its input
+    composite: bool  # made of other operations, which can be answered in its place
 
 
 @cache
@@ -161,12 +185,21 @@ def facts(func: Any) -> Facts:
         found = RULES["add"]
     returned = func._schema.returns
     writes = func._schema.is_mutable
-    return Facts(name, found, writes, bool(returned) and returned[0].alias_info is not None and not writes)
+    composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+    is_view = bool(returned) and returned[0].alias_info is not None and not writes
+    return Facts(name, found, writes, is_view, composite)
 
 
 def same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors lie in one storage."""
-    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
+    return _held(a).untyped_storage()._cdata == _held(b).untyped_storage()._cdata
+
+
+def _held(tensor: torch.Tensor) -> torch.Tensor:
+    """The plain tensor that is held for a part of a part."""
+    while isinstance(tensor, Distributed):
+        tensor = tensor.held
+    return tensor
 
 
 def strides_of(local: torch.Tensor, shape: list[int]) -> list[int]:
@@ -181,8 +214,8 @@ def strides_of(local: torch.Tensor, shape: list[int]) -> list[int]:
 
 
 def parts_in(tree: Any) -> list[Part]:
-    """All parts in a pytree."""
-    return tensors_in(tree, Part)
+    """All tensors in a pytree that are cut over the axis for which a rule is being applied."""
+    return [part for part in tensors_in(tree, Part) if here(part)]
 
 
 def no_rule(func: Any, parts: list[Part]) -> str:
@@ -206,7 +239,7 @@ def forget() -> None:
 
 def gather(part: Part) -> torch.Tensor:
     """The whole tensor, on every rank, to read: of a soft part, the same object as the last time. Collective."""
-    if not part.soft:
+    if not part.soft or isinstance(part.local, Distributed):
         return gathered(part)
     if part.dim() == 2 and part.local.stride(0) == 1 < part.local.stride(1):  # the transpose of what others gather
         return gather(Part(part.local.t(), 1 - part.dim_cut, part.owners, part.axis, True, part.origin)).t()
@@ -219,8 +252,15 @@ def gather(part: Part) -> torch.Tensor:
 
 
 def gathered(part: Part) -> torch.Tensor:
-    """The whole tensor, newly made. Collective."""
+    """The tensor whole along the part's axis, newly made; it may still be cut over axes further in. Collective."""
     dim, owners, axis = part.dim_cut, part.owners, part.axis
+    inner = part.local
+    if isinstance(inner, Distributed):
+        inner = inner.settled()
+        if isinstance(inner, Part) and inner.dim_cut != dim:
+            return inner.with_local(gathered(Part(inner.local, dim, owners, axis)))
+        whole_inside = gathered(inner) if isinstance(inner, Part) else inner
+        return gathered(Part(whole_inside, dim, owners, axis))
     most = max(owners.counts)
     front = part.local.movedim(dim, 0)
     padded = front
@@ -245,7 +285,12 @@ def reduced(local: torch.Tensor, part: Part, op: str = "sum") -> torch.Tensor:
 
 
 def all_sum(local: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
-    """The sum (max, min) of every rank's tensor. Collective."""
+    """The sum (max, min) of every rank's tensor, cut over axes further in as it is. Collective."""
+    if isinstance(local, Distributed):
+        inner = local.settled()
+        if isinstance(inner, Part):
+            return inner.with_local(all_sum(inner.local, axis, op))
+        return all_sum(inner, axis, op)
     total = local.clone(memory_format=torch.contiguous_format)
     all_reduce(total, axis, "activations", op=op)
     return total
@@ -292,16 +337,23 @@ class _ToPart(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor):
-        from shardwise.part.sums import Sum
+        return share_of(gradient, *ctx.cut), None, None, None, None
 
-        dim, owners, axis = ctx.cut
-        if isinstance(gradient, Sum):
-            gradient = gradient.value()
-        if not isinstance(gradient, Part):
-            return owners.take(gradient, dim, axis.index), None, None, None, None
-        if gradient.dim_cut != dim or gradient.owners is not owners:
-            return owners.take(gather(gradient), dim, axis.index), None, None, None, None
-        return gradient.local, None, None, None, None
+
+def share_of(tensor: torch.Tensor, dim: int, owners: Owners, axis: Axis) -> torch.Tensor:
+    """This rank's share over `axis` of a tensor, however it is dealt. Collective where it is a sum or cut otherwise.
+
+    Over axes further out the result is what the tensor is: the share of a sum is a sum of shares.
+    """
+    if isinstance(tensor, Distributed) and tensor.axis.depth < axis.depth:
+        return tensor.like(share_of(tensor.settled_local(), dim, owners, axis))
+    if isinstance(tensor, Distributed):
+        tensor = tensor.settled()
+    if not isinstance(tensor, Part) or tensor.axis is not axis:
+        return owners.take(tensor, dim, axis.index)
+    if tensor.dim_cut != dim or tensor.owners != owners:
+        return owners.take(gather(tensor), dim, axis.index)
+    return tensor.local
 
 
 def to_part(local: torch.Tensor, dim: int, owners: Owners, axis: Axis, origin: str = "") -> Part:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import torch
 
 from shardwise.part.cuts import Owners, Uncut, joined, regrouped
-from shardwise.part.tensor import Part, no_rule, parts_in, rule
+from shardwise.part.tensor import Part, is_part, no_rule, parts_in, rule
 
-# (owners after a slice, slice) -> owners before it, for the backward of slices
-_BEFORE: dict[tuple, Owners] = {}
+# (owners after a slice, slice) -> owners before it, for the backward of slices; the oldest are forgotten
+_BEFORE: OrderedDict[tuple, Owners] = OrderedDict()
+_SLICES = 1 << 16
 
 
 @rule("view", "_unsafe_view", "reshape", "_reshape_alias", "view_copy", "_reshape_copy")
@@ -107,8 +109,15 @@ def slice_(func: Any, args: tuple, kwargs: dict) -> Part:
         return part.with_local(torch.ops.aten.slice.Tensor(part.local, dim, start, end, step))
     start, end, step = slice(start, end, step).indices(part.shape[dim])
     owners = part.owners.sliced(start, end, step)
-    _BEFORE[owners, part.shape[dim], start, end, step] = part.owners
+    _remember((owners, part.shape[dim], start, end, step), part.owners)
     return part.with_local(_kept(part, dim, start, end, step), dim, owners)
+
+
+def _remember(key: tuple, before: Owners) -> None:
+    _BEFORE[key] = before
+    _BEFORE.move_to_end(key)
+    if len(_BEFORE) > _SLICES:
+        _BEFORE.popitem(last=False)
 
 
 def _slice_arguments(part: Part, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1):
@@ -118,11 +127,11 @@ def _slice_arguments(part: Part, dim: int = 0, start: int | None = None, end: in
 
 def _kept(part: Part, dim: int, start: int, end: int, step: int) -> torch.Tensor:
     places = part.owners.local_slice(part.axis.index, start, end, step)
-    if not places:
+    if not len(places):
         return part.local.narrow(dim, 0, 0)
     if places[-1] - places[0] + 1 == len(places):
-        return part.local.narrow(dim, places[0], len(places))
-    return part.local.index_select(dim, torch.tensor(places, device=part.device))
+        return part.local.narrow(dim, int(places[0]), len(places))
+    return part.local.index_select(dim, torch.from_numpy(places).to(part.device))
 
 
 @rule("slice_backward")
@@ -140,8 +149,12 @@ def slice_backward(func: Any, args: tuple, kwargs: dict) -> Part:
         raise Uncut(no_rule(func, [part]))
     rank = part.axis.index
     local_sizes[dim] = owners.counts[rank]
-    places = torch.tensor(owners.local_slice(rank, start, end, step), dtype=torch.int64, device=part.device)
-    whole = part.local.new_zeros(local_sizes).index_copy_(dim, places, part.local)
+    places = owners.local_slice(rank, start, end, step)
+    if len(places) and places[-1] - places[0] + 1 == len(places):
+        ends = [0, 0] * (part.dim() - 1 - dim) + [int(places[0]), owners.counts[rank] - int(places[-1]) - 1]
+        return part.with_local(torch.constant_pad_nd(part.local, ends), dim, owners)
+    placed = torch.from_numpy(places).to(part.device)
+    whole = part.local.new_zeros(local_sizes).index_copy_(dim, placed, part.local)
     return part.with_local(whole, dim, owners)
 
 
@@ -201,11 +214,11 @@ def cat(func: Any, args: tuple, kwargs: dict) -> Part:
     if lead.dim_cut != dim:
         if any(p.dim_cut != lead.dim_cut or not p.beside(lead) for p in parts):
             raise Uncut(f"tensors that are cut differently are put together ({no_rule(func, parts)})")
-        local = [t.local if isinstance(t, Part) else lead.share(t, lead.dim_cut) for t in tensors]
+        local = [t.local if is_part(t) else lead.share(t, lead.dim_cut) for t in tensors]
         return lead.with_local(torch.cat(local, dim))
     if len(parts) != len(tensors) or any(p.dim_cut != dim for p in parts):
         if all(p.dim_cut == dim for p in parts) and _like_its_neighbour(tensors, lead, dim):
-            tensors = [t if isinstance(t, Part) else lead.with_local(lead.share(t, dim)) for t in tensors]
+            tensors = [t if is_part(t) else lead.with_local(lead.share(t, dim)) for t in tensors]
         else:
             raise Uncut(f"cut and whole tensors are put together along the cut dim ({no_rule(func, parts)})")
     return lead.with_local(torch.cat([p.local for p in tensors], dim), dim, joined(tuple(p.owners for p in tensors)))
@@ -213,7 +226,7 @@ def cat(func: Any, args: tuple, kwargs: dict) -> Part:
 
 def _like_its_neighbour(tensors: list[torch.Tensor], lead: Part, dim: int) -> bool:
     """Undefined gradients of a split arrive as whole zeros: they are dealt as their neighbours are."""
-    return all(isinstance(t, Part) or t.shape[dim] == lead.shape[dim] for t in tensors)
+    return all(is_part(t) or t.shape[dim] == lead.shape[dim] for t in tensors)
 
 
 @rule("flip", "roll", "cumsum", "cumprod", "tril", "triu", "constant_pad_nd", "index_select", "topk", "sort", "argsort",
@@ -222,10 +235,10 @@ def along(func: Any, args: tuple, kwargs: dict) -> Any:
     """Operations along dims that are not cut, whose result has the same dims."""
     part = args[0]
     touched = _touched(func, part, args, kwargs)
-    if not isinstance(part, Part) or part.dim_cut in touched:
+    if not is_part(part) or part.dim_cut in touched:
         raise Uncut(no_rule(func, parts_in((args, kwargs))))
     if func._schema.name == "aten::gather":
-        index = args[2].local if isinstance(args[2], Part) else part.share(args[2], part.dim_cut)
+        index = args[2].local if is_part(args[2]) else part.share(args[2], part.dim_cut)
         return part.with_local(func(part.local, args[1], index))
     output = func(part.local, *args[1:], **kwargs)
     if isinstance(output, tuple):
@@ -257,7 +270,7 @@ def index(func: Any, args: tuple, kwargs: dict) -> Part:
     """`x[i, j, ...]` by plain indices along dims that are not cut, where the cut dim keeps its place after them."""
     part, indices = args[0], list(args[1])
     used = [d for d, i in enumerate(indices) if i is not None]
-    whole = isinstance(part, Part) and not parts_in(indices) and part.dim_cut not in used
+    whole = is_part(part) and not parts_in(indices) and part.dim_cut not in used
     contiguous = used == list(range(used[0], used[-1] + 1)) if used else False
     if not whole or not contiguous or any(indices[d].dtype is torch.bool for d in used):
         raise Uncut(no_rule(func, parts_in((args, kwargs))))

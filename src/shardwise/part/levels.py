@@ -1,0 +1,70 @@
+"""Tensors that are distributed over an axis, and the axis for which a rule is being applied.
+
+An operation may meet tensors distributed over several axes. It is answered for the outermost of them first, by a rule
+that knows of no other axis: to it, a tensor that is distributed over axes further in alone is a plain one.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+
+from shardwise.comm import Axis
+from shardwise.part.leaves import tensors_in
+
+
+class Distributed(torch.Tensor):
+    """A tensor of which each rank of `axis` holds something: a share (`Part`) or a summand (`Sum`)."""
+
+    local: torch.Tensor  # what this rank holds: plain, or distributed over an axis further in
+    axis: Axis
+
+    observes_inside = True  # modes that count collectives look at what the rules do, not at the operation itself
+
+    @property
+    def held(self) -> torch.Tensor:
+        """What keeps the memory."""
+        return self.local
+
+    def settled(self) -> torch.Tensor:
+        """The tensor as it is read: a sum is taken. Collective."""
+        return self
+
+    def settled_local(self) -> torch.Tensor:
+        """What this rank holds, however the axes further in distribute it."""
+        return self.local
+
+    def like(self, local: torch.Tensor) -> torch.Tensor:
+        """Another tensor over the same axis, which is what this one is (a share along the same dim, or a summand)."""
+        raise NotImplementedError
+
+
+class _State(threading.local):
+    """Backward may run in threads of its own."""
+
+    depth: int | None = None
+
+
+_STATE = _State()
+
+
+def here(tensor: Distributed) -> bool:
+    """Whether the tensor is distributed over the axis for which a rule is being applied (any, outside of rules)."""
+    return _STATE.depth is None or tensor.axis.depth == _STATE.depth
+
+
+class answering:
+    """Context: rules are applied for the outermost axis over which a tensor of the pytree is distributed."""
+
+    __slots__ = ("before", "depth")
+
+    def __init__(self, tree: Any):
+        self.depth = min(tensor.axis.depth for tensor in tensors_in(tree, Distributed))
+
+    def __enter__(self) -> None:
+        self.before, _STATE.depth = _STATE.depth, self.depth
+
+    def __exit__(self, *error: object) -> None:
+        _STATE.depth = self.before
