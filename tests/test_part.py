@@ -176,6 +176,73 @@ def test_operations_on_parts_equal_whole_ones(pool, ranks: int) -> None:
     assert not softly, f"soft parts may always be gathered: {softly}"
 
 
+def _try_twice_cut(name: str, cuts: list[tuple[int, Owners, Axis, bool]]) -> str:
+    """As `_try`, cut over several axes, the outermost first."""
+    function, shape, _ = CASES[name]
+    whole = torch.randn(shape, dtype=DOUBLE, generator=torch.Generator().manual_seed(1))
+    expected, weight, gradient = _whole_run(function, whole, None)
+
+    def share(tensor: torch.Tensor) -> torch.Tensor:
+        for dim, owners, axis, _ in cuts:
+            tensor = owners.take(tensor, dim, axis.index)
+        return tensor
+
+    local = share(whole).clone().requires_grad_()
+    try:
+        part = local
+        for dim, owners, axis, soft in reversed(cuts):
+            part = to_part(part, dim, owners, axis)
+            part.soft = soft
+        out = function(part)
+        (out * weight).sum().backward()
+    except Uncut:
+        return "uncut"
+    if tuple(out.shape) != tuple(expected.shape):
+        return f"shape {tuple(out.shape)} for {tuple(expected.shape)}"
+    with torch.no_grad():
+        off = float((plain(out.detach()) - expected).abs().max()) if expected.numel() else 0.0
+        back = share(gradient) - local.grad
+        grad_off = float(back.abs().max()) if back.numel() else 0.0
+    return "" if off < 1e-12 and grad_off < 1e-12 else f"output off by {off:.1e}, gradient by {grad_off:.1e}"
+
+
+def _all_twice_cut(seed: int, most: int) -> list[tuple[str, str]]:
+    """(case, outcome) of operations on tensors that are cut over two axes, along two dims or along one."""
+    rng = random.Random(seed)
+    mesh = build_mesh(Plan(cp=2, tp=2), torch.device("cpu"))
+    (outer,), inner = mesh.inner, mesh.tp
+    found = []
+    for name, (_, shape, _) in CASES.items():
+        pairs = [(a, b) for a in range(len(shape)) for b in range(len(shape))]
+        for a, b in rng.sample(pairs, min(most, len(pairs))):
+            kinds, soft = rng.choices(("blocks", "dealt"), k=2), rng.random() < 0.3
+            first = _owners(shape[a], 2, kinds[0], rng)
+            second = _owners(shape[b], 2, kinds[1], rng)
+            if a == b:  # of a share, contiguous blocks, so that all ranks come to the same collectives
+                second = Owners.blocks(first.counts[outer.index], 2)
+            cuts = [(a, first, outer, False), (b, second, inner, soft)]
+            outcome = _try_twice_cut(name, cuts)
+            found.append((f"{name} / dims {a} and {b} / {kinds} / soft={soft}", outcome))
+    return found
+
+
+def test_operations_on_tensors_cut_over_two_axes(pool) -> None:
+    seed = random.randrange(2**31)
+    outcomes = dict(pool.run(_all_twice_cut, 4, seed, 3, timeout_s=240)[0])
+    wrong = {case: outcome for case, outcome in outcomes.items() if outcome not in ("", "uncut")}
+    assert not wrong, f"seed {seed}: {wrong}"
+    right = sum(outcome == "" for outcome in outcomes.values())
+    assert right > 0.5 * len(outcomes), f"seed {seed}: {right} of {len(outcomes)} could be done"
+
+
+@pytest.mark.long
+def test_all_operations_on_tensors_cut_over_two_axes(pool) -> None:
+    seed = random.randrange(2**31)
+    outcomes = dict(pool.run(_all_twice_cut, 4, seed, 100, timeout_s=900)[0])
+    wrong = {case: outcome for case, outcome in outcomes.items() if outcome not in ("", "uncut")}
+    assert not wrong, f"seed {seed}: {wrong}"
+
+
 def _sums() -> dict[str, float]:
     ranks = torch.distributed.get_world_size()
     found = {}

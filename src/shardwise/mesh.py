@@ -4,12 +4,19 @@ plan dp_replicate=2,dp_shard=2 -> axes dp_replicate [0, 2], [1, 3] and dp_shard 
 together: the ranks over which a micro-batch's samples are dealt. With tp or pp, all of these lie inside one
 coordinate of those axes, and `world` is everybody.
 
+Two things that are one without context parallelism are told apart. Over `data`, samples are dealt. Over `gradients`,
+gradients of equal weights are summed: these are `data` and the ranks of the `inner` axes (domain, cp, cp_ulysses), who
+share their samples and each compute a share of the positions. `shard`, over which zero shards, takes them in too:
+
+    dp_shard=2,cp=2   ranks 0 1 2 3   data [0, 2], [1, 3]   cp [0, 1], [2, 3]   shard = gradients [0, 1, 2, 3]
+
 ep folds onto dp_shard: dp_shard=4,ep=2 -> ep [0, 1], [2, 3]; the ranks that hold the same experts are `expert_shard`
 [0, 2], [1, 3], and with dp_replicate `expert_data`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,6 +29,8 @@ from shardwise.errors import InputError
 from shardwise.layout import Grid, Plan
 from shardwise.layout.grid import AXES
 
+INNER = ("domain", "cp", "cp_ulysses")  # axes whose ranks share samples and sum gradients
+
 
 @dataclass(frozen=True)
 class Mesh:
@@ -31,16 +40,23 @@ class Mesh:
     rank: int
     device: torch.device
     replicate: Axis
-    shard: Axis
-    data: Axis
+    shard: Axis  # dp_shard and the inner axes: ranks over which zero shards
+    data: Axis  # ranks over which samples are dealt
+    gradients: Axis  # replicate and shard: ranks that hold equal weights and sum their gradients
+    inner: tuple[Axis, ...]  # axes in use whose ranks share samples and sum gradients, outermost first
     tp: Axis
     pp: Axis
     world: Axis
     ep: Axis
     expert_shard: Axis  # ranks of dp_shard with the same experts
     expert_data: Axis  # and of all replicas
-    device_mesh: DeviceMesh | None  # (dp_replicate, dp_shard) of this rank, where data has more than one rank
+    device_mesh: DeviceMesh | None  # (dp_replicate, dp_shard) of this rank, where gradients has more than one rank
     made: tuple[dist.ProcessGroup, ...] = ()  # groups that were made for it, and end with it
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank counts what the ranks of the inner axes have alike: losses, weights, samples."""
+        return all(axis.index == 0 for axis in self.inner)
 
     @property
     def expert_axes(self) -> tuple[Axis, Axis, Axis]:
@@ -50,7 +66,8 @@ class Mesh:
     @property
     def group_axes(self) -> dict[str, str]:
         """Process group name -> axis name, for the ledger."""
-        axes = (self.world, self.data, self.replicate, self.shard, self.tp, self.pp, *self.expert_axes)
+        axes = (self.world, self.gradients, self.shard, self.data, self.replicate, self.tp, self.pp, *self.inner,
+                *self.expert_axes)  # fmt: skip
         return {axis.group.group_name: axis.name for axis in axes if axis.group is not None}
 
     def close(self) -> None:
@@ -69,23 +86,45 @@ def build_mesh(plan: Plan, device: torch.device) -> Mesh:
             f"start {plan.world_size} ranks or change the plan's degrees"
         )
     if world == 1:
-        alone = {n: Axis.alone(n) for n in ("dp_replicate", "dp_shard", "data", "tp", "pp", "world")}
-        shard, data, tp, pp = alone["dp_shard"], alone["data"], alone["tp"], alone["pp"]
+        alone = {name: Axis.alone(name) for name in ("dp_replicate", "dp_shard", "data", "gradients", "tp", "pp")}
+        replicate, shard, data, gradients, tp, pp = alone.values()
         experts = _experts(plan, Grid(plan), 0, shard, data)
-        return Mesh(plan, 0, device, alone["dp_replicate"], shard, data, tp, pp, alone["world"], *experts, None)
+        everyone = Axis.alone("world")
+        return Mesh(plan, 0, device, replicate, shard, data, gradients, (), tp, pp, everyone, *experts, None)
     grid = Grid(plan)
     used = [a for a, n in zip(AXES, grid.shape, strict=True) if n > 1 or a in ("dp_replicate", "dp_shard")]
     shape = tuple(dict(zip(AXES, grid.shape, strict=True))[axis] for axis in used)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=tuple(used))
-    axes = {name: _axis(mesh, name, grid, rank) for name in ("dp_replicate", "dp_shard", "tp", "pp")}
+    axes = {name: _axis(mesh, name, grid, rank) for name in AXES}
     everyone = Axis("world", world, rank, dist.group.WORLD, tuple(range(world)))
-    data = _data(grid, rank, axes["dp_replicate"], axes["dp_shard"], everyone)
-    rows = mesh["dp_replicate", "dp_shard"] if data.size > 1 else None
+    inner = tuple(axes[name] for name in INNER if axes[name].size > 1)
+    replicate = axes["dp_replicate"]
+    data = _together("data", ("dp_replicate", "dp_shard"), axes, grid, everyone)
+    shard = _together("dp_shard", ("dp_shard", *INNER), axes, grid, everyone)
+    gradients = data
+    if inner:
+        gradients = _together("gradients", ("dp_replicate", "dp_shard", *INNER), axes, grid, everyone)
     experts = _experts(plan, grid, rank, axes["dp_shard"], data)
     return Mesh(
-        plan, rank, device, axes["dp_replicate"], axes["dp_shard"], data, axes["tp"], axes["pp"], everyone, *experts,
-        rows, _made(mesh, data, *experts),
+        plan, rank, device, replicate, shard, data, gradients, inner, axes["tp"], axes["pp"], everyone, *experts,
+        _rows(mesh, replicate, shard, gradients, inner), _made(mesh, data, shard, gradients, *experts),
     )  # fmt: skip
+
+
+def _rows(
+    mesh: DeviceMesh, replicate: Axis, shard: Axis, gradients: Axis, inner: tuple[Axis, ...]
+) -> DeviceMesh | None:
+    """(dp_replicate, dp_shard) as FSDP2 takes it; `shard` has the inner axes in it."""
+    if gradients.size == 1:
+        return None
+    if not inner:
+        return mesh["dp_replicate", "dp_shard"]
+    if replicate.group is None:
+        return DeviceMesh.from_group(shard.group, mesh.device_type, mesh_dim_names=("dp_shard",))
+    table = torch.tensor(gradients.ranks).view(replicate.size, shard.size)
+    return DeviceMesh.from_group(
+        [replicate.group, shard.group], mesh.device_type, mesh=table, mesh_dim_names=("dp_replicate", "dp_shard")
+    )
 
 
 def _made(mesh: DeviceMesh, *axes: Axis) -> tuple[dist.ProcessGroup, ...]:
@@ -119,18 +158,17 @@ def _grouped(name: str, plan: Plan, grid: Grid, rank: int, key: Callable[[dict[s
     return Axis(name, len(ranks), ranks.index(rank), mine, ranks)
 
 
-def _data(grid: Grid, rank: int, replicate: Axis, shard: Axis, world: Axis) -> Axis:
-    """Both data axes together: one of them, the world, or (beside tp and pp) a group of its own."""
-    if shard.size == 1:
-        return Axis("dp_replicate", replicate.size, replicate.index, replicate.group, replicate.ranks)
-    if replicate.size == 1:
-        return shard
-    if shard.size * replicate.size == world.size:
-        return Axis("data", world.size, world.index, world.group, world.ranks)
-    groups = sorted({tuple(grid.group(r, ("dp_replicate", "dp_shard"))) for r in world.ranks})
+def _together(name: str, names: tuple[str, ...], axes: dict[str, Axis], grid: Grid, world: Axis) -> Axis:
+    """Several axes as one: that of them which is in use, the world, or a group of its own. Collective."""
+    used = [axes[each] for each in names if axes[each].size > 1]
+    if len(used) <= 1:
+        return used[0] if used else axes[names[0]]
+    if math.prod(axis.size for axis in used) == world.size:
+        return Axis(name, world.size, world.index, world.group, world.ranks)
+    groups = sorted({tuple(grid.group(r, names)) for r in world.ranks})
     mine, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups])
-    ranks = next(ranks for ranks in groups if rank in ranks)
-    return Axis("data", len(ranks), ranks.index(rank), mine, ranks)
+    ranks = next(ranks for ranks in groups if world.index in ranks)
+    return Axis(name, len(ranks), ranks.index(world.index), mine, ranks)
 
 
 def _axis(mesh: DeviceMesh, name: str, grid: Grid, rank: int) -> Axis:

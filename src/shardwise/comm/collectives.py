@@ -179,9 +179,17 @@ def all_gather(full: torch.Tensor, shard: torch.Tensor, axis: Axis, tag: str, *,
 def all_to_all(
     received: torch.Tensor, sent: torch.Tensor, received_sizes: list[int], sent_sizes: list[int], axis: Axis, tag: str
 ) -> None:
-    """Send `sent_sizes[j]` items of `sent` to the j-th rank of the axis and receive likewise."""
+    """Send `sent_sizes[j]` items of `sent` (along dim 0) to the j-th rank of the axis and receive likewise."""
+    if axis.rehearsal is not None:
+        axis.note(tag, "all_to_all", sent)
+        received.zero_()
+        return
     if axis.size == 1:
         received.copy_(sent)
+        return
+    if _is_traced(sent):
+        result = _functional.all_to_all_single(sent, received_sizes, sent_sizes, _name(axis))
+        _Traced(result, received).wait()
         return
     with tagged(tag):
         dist.all_to_all_single(received, sent, received_sizes, sent_sizes, group=axis.group)

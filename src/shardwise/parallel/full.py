@@ -70,7 +70,7 @@ class FullShard:
         self.ranks = mesh.shard.size
         self._replicas = mesh.replicate.size
         self.units = [*units, module]
-        self._data, self._shards = mesh.data, mesh.shard
+        self._holders, self._shards = mesh.gradients, mesh.shard
         held = [param for param in module.parameters() if param not in self._absent]
         self._whole = {id(param) for param in held if param.dim() == 0 or param.numel() == 0}
         self._whole_gradients: dict[int, torch.Tensor] = {}
@@ -79,7 +79,7 @@ class FullShard:
         self.heard: Callable[[torch.Tensor], None] = lambda param: None  # told of each gradient that arrives
         paths = {id(child): path for path, child in module.named_modules()}
         self._names = [f"unit '{paths[id(unit)]}'" if paths[id(unit)] else "the root unit" for unit in self.units]
-        self._trail = Trail(mesh.data, [*self._names, _END], mesh.device)
+        self._trail = Trail(mesh.gradients, [*self._names, _END], mesh.device)
         self._shard(module, units, mesh)
         self.slots: list[Slot] = []
         self.params: list[Any] = []  # DTensors, and the few whole ones
@@ -236,7 +236,7 @@ class FullShard:
                 param = self.params[index]
                 gradient = torch.zeros_like(param).detach() if param.grad is None else param.grad.detach()
                 if gradient.numel():
-                    all_reduce(gradient, self._data, "gradients")
+                    all_reduce(gradient, self._holders, "gradients")
                 self._whole_gradients[index] = gradient
         for index, (param, slot) in enumerate(zip(self.params, self.slots, strict=True)):
             if index in self._whole_gradients:

@@ -135,14 +135,21 @@ def convolution(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
         return w.with_local(func(x, w.local, bias, *rest, 1), 1)
     if g == 1 and w_cut in (inner, None) and x_cut in (1, None) and (w_cut is None or x_cut is None or x.beside(w)):
         lead = w if is_part(w) else x
-        total = Sum.of(
-            func(_share(x, lead, 1), _share(w, lead, inner), None, *rest, 1), lead.axis, lead.origin, spread=False
-        )
+        local = _convolved(func, _share(x, lead, 1), _share(w, lead, inner), (x, w), rest)
+        total = Sum.of(local, lead.axis, lead.origin, spread=False)
         return total if b is None else total + b.view(-1, *([1] * (total.dim() - 2)))
     if g > 1 and x_cut == 1 and w_cut == 0 and x.shape[1] == g and w.owners == repeated(x.owners, w.shape[0] // g):
         bias = b.local if is_part(b) else None if b is None else w.share(b, 0)
         return w.with_local(func(x.local, w.local, bias, *rest, x.local.shape[1]), 1)
     raise Uncut(no_rule(func, parts_in(args)))
+
+
+def _convolved(func: Any, x: torch.Tensor, w: torch.Tensor, whole: tuple, rest: tuple) -> torch.Tensor:
+    """The convolution of shares of input channels; zeros of its shape on a rank that has none."""
+    if x.shape[1]:
+        return func(x, w, None, *rest, 1)
+    empty = (torch.empty(each.shape, device="meta") for each in whole)
+    return x.new_zeros(func(*empty, None, *rest, 1).shape)
 
 
 @rule("convolution_backward")
@@ -166,7 +173,11 @@ def convolution_backward(func: Any, args: tuple, kwargs: dict) -> tuple:
         dx = x.with_local(dx, 1) if mask[0] else None
         return dx, *(None if each is None else w.with_local(each, 0) for each in (dw, db))
     if g == 1 and not is_part(dy) and (w_cut == inner or (is_part(x) and x.dim_cut == 1)):
-        dx, dw, db = func(dy, _share(x, part, 1), _share(w, part, inner), bias_sizes, *rest, 1, mask)
+        xl, wl = _share(x, part, 1), _share(w, part, inner)
+        if xl.shape[1]:
+            dx, dw, db = func(dy, xl, wl, bias_sizes, *rest, 1, mask)
+        else:
+            dx, dw, db = torch.zeros_like(xl), torch.zeros_like(wl), dy.sum([0, *range(2, dy.dim())])
         dx = part.with_local(dx, 1) if mask[0] else None
         return dx, part.with_local(dw, inner) if mask[1] else None, db
     if w_cut is None and part.dim_cut == 0:  # by samples

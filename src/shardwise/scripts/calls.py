@@ -57,7 +57,7 @@ class Calls(Events):
         self.model, self.mesh = model, mesh
         self.randomness, self.seed = randomness, seed
         self.engine: Engine | None = None
-        self.told = leader.told if leader is not None else Notices(mesh.rank)
+        self.told: Notices = leader.told if leader is not None else Notices(mesh.rank)
         self.leader = leader or self  # the first of the models that one loop trains
         self.together: list[Calls] = leader.together if leader is not None else []
         self.together.append(self)

@@ -127,7 +127,8 @@ def adopt(
     pieces = [[piece for name in group for piece in held.get(name, [])] for group in groups]
     state: dict[Any, Any] = {}
     if whole:
-        pieces = [_with_frozen(g["params"], of_group) for g, of_group in zip(optimizer.param_groups, pieces, strict=True)]
+        pairs = zip(optimizer.param_groups, pieces, strict=True)
+        pieces = [_with_frozen(group["params"], of_group) for group, of_group in pairs]
         olds = [param for group in optimizer.param_groups for param in group["params"]]
         news = [param for group in pieces for param in group]
         state = {new: optimizer.state[old] for old, new in zip(olds, news, strict=True) if old in optimizer.state}

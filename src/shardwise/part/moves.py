@@ -1,0 +1,264 @@
+"""Moving the indices of a cut dim between ranks: the two exchanges that everything else is made of, and their adjoints.
+
+    recut   from a cut along one dim to a cut along another, over one axis: an all-to-all
+              rank 0  (S/2, H)  ->  (S, H/2)          (Ulysses: positions to heads and back)
+    fetch   each rank names the indices that it wants of a cut dim, and gets them from their owners: halos, shifts,
+            zigzag against contiguous blocks
+              owners 000 111, wanted 0..3 and 2..5  ->  rank 0 has 0 1 2 3, rank 1 has 2 3 4 5
+    give_back   the adjoint of fetch: what each rank has at the indices it wanted, added up at their owners
+
+Bytes on the wire, received by each rank: recut (p-1)/p of its share; fetch what it wants and does not own.
+What each rank sends to whom is computed from owners and wishes alone, on every rank alike: no sizes are exchanged.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardwise.comm import Axis, all_to_all
+from shardwise.part.cuts import REMEMBERED, Owners, Uncut
+from shardwise.part.levels import Distributed
+from shardwise.part.tensor import Part, share_of
+
+Wanted = tuple[tuple[tuple[int, int], ...], ...]  # of each rank: ranges (start, stop) of global indices, in order
+TAG = "activations"
+
+
+def recut(part: Part, dim: int, owners: Owners, inside: Owners | None = None) -> Part:
+    """The same tensor cut along another dim, dealt by `owners`. Collective; not differentiable (see `moved`).
+
+    inside  where an axis further in cuts the dim that is cut now: its owners of that dim once it is whole again
+    """
+    if dim == part.dim_cut:
+        return reowned(part, owners)
+    if isinstance(part.local, Distributed):
+        return _recut_inside(part, dim, owners, inside)
+    axis, before, local = part.axis, part.owners, part.local
+    blocks = [owners.take(local, dim, rank) for rank in range(axis.size)]
+    shape = list(local.shape)
+    shape[dim] = owners.counts[axis.index]
+    rest = _elements(shape, part.dim_cut)
+    received_sizes = [count * rest for count in before.counts]
+    flat = _exchanged(blocks, received_sizes, axis)
+    pieces = [
+        piece.view(_with(shape, part.dim_cut, count))
+        for piece, count in zip(flat.split(received_sizes), before.counts, strict=True)
+    ]
+    whole = torch.cat(pieces, part.dim_cut)
+    if before.order is not None:
+        whole = whole.index_select(part.dim_cut, torch.from_numpy(before.order).to(whole.device))
+    return part.with_local(whole, dim, owners)
+
+
+def _recut_inside(part: Part, dim: int, owners: Owners, inside: Owners | None) -> Part:
+    """`recut` of what is distributed over an axis further in, each of whose ranks exchanges its own indices."""
+    inner = part.local.settled()
+    if not isinstance(inner, Part):
+        return recut(part.with_local(inner), dim, owners)
+    before, after, held = part.owners, owners, inner.owners
+    if inner.dim_cut == dim:  # of the dim that will be cut, each rank further in has some indices
+        after = _among(owners, held.indices(inner.axis.index))
+        held = _among(held, owners.indices(part.axis.index))
+    elif inner.dim_cut == part.dim_cut:
+        if inside is None:
+            raise Uncut(f"a dim that is cut over {inner.axis.name} too cannot be exchanged over {part.axis.name}")
+        before, held = _among(before, inside.indices(inner.axis.index)), inside
+    exchanged = recut(Part(inner.local, part.dim_cut, before, part.axis), dim, after)
+    return part.with_local(inner.with_local(exchanged.local, owners=held), dim, owners)
+
+
+def _among(owners: Owners, indices: np.ndarray) -> Owners:
+    """Owners of these indices alone."""
+    return Owners.of(owners.array[indices], owners.ranks)
+
+
+def reowned(part: Part, owners: Owners) -> Part:
+    """The same tensor cut along the same dim, dealt by other owners. Collective; not differentiable (see `moved`)."""
+    if owners == part.owners:
+        return part
+    wanted = tuple(_runs(owners.indices(rank)) for rank in range(owners.ranks))
+    return part.with_local(fetch(part, wanted), part.dim_cut, owners)
+
+
+def fetch(part: Part, wanted: Wanted) -> torch.Tensor:
+    """This rank's wanted indices of the cut dim, in order; an index outside the dim (-1, or its size) gives zeros.
+
+    Collective. The result differs between ranks and is no part: an index may lie on several.
+    """
+    local = part.local
+    if isinstance(local, Distributed):
+        inner = local.settled()
+        if not isinstance(inner, Part):
+            return fetch(part.with_local(inner), wanted)
+        if inner.dim_cut == part.dim_cut:
+            raise Uncut(f"indices of a dim that is cut over {inner.axis.name} too cannot be fetched")
+        return inner.with_local(fetch(Part(inner.local, part.dim_cut, part.owners, part.axis), wanted))
+    axis, dim = part.axis, part.dim_cut
+    way = _way(part.owners, wanted, axis.index)
+    rest = _elements(list(local.shape), dim)
+    flat = _exchanged([_picked(local, dim, places) for places in way.send], [n * rest for n in way.counts], axis)
+    pieces = flat.split([n * rest for n in way.counts])
+    shaped = [p.view(_with(list(local.shape), dim, n)) for p, n in zip(pieces, way.counts, strict=True)]
+    found = torch.cat(shaped, dim)
+    if way.order is None:
+        return found
+    if way.inside is None:
+        return found.index_select(dim, torch.from_numpy(way.order).to(found.device))
+    whole = found.new_zeros(_with(list(found.shape), dim, way.wanted))
+    return whole.index_copy(dim, torch.from_numpy(way.inside).to(found.device),
+                            found.index_select(dim, torch.from_numpy(way.order).to(found.device)))  # fmt: skip
+
+
+def give_back(gradient: torch.Tensor, like: Part, wanted: Wanted) -> Part:
+    """The sum, at its owner, of what ranks have for each index they wanted: the adjoint of `fetch`. Collective.
+
+    gradient   on each rank, of the shape that `fetch` gave it;  like   how the result is cut
+    """
+    if isinstance(gradient, Distributed):
+        inner = gradient.settled()
+        if isinstance(inner, Part):
+            plain_like = Part(_payload(like), like.dim_cut, like.owners, like.axis)
+            back = give_back(inner.local, plain_like, wanted)
+            return like.with_local(inner.with_local(back.local))
+        return give_back(inner, like, wanted)
+    axis, dim, owners = like.axis, like.dim_cut, like.owners
+    way = _way(owners, wanted, axis.index)
+    found = gradient
+    if way.inside is not None:
+        found = found.index_select(dim, torch.from_numpy(way.inside).to(found.device))
+    if way.order is not None:
+        found = found.index_select(dim, torch.from_numpy(np.argsort(way.order)).to(found.device))
+    rest = _elements(list(gradient.shape), dim)
+    sizes = [len(places) * rest for places in way.send]
+    flat = _exchanged(list(found.split(list(way.counts), dim)), sizes, axis)
+    local = gradient.new_zeros(_with(list(gradient.shape), dim, owners.counts[axis.index]))
+    for piece, places in zip(flat.split(sizes), way.send, strict=True):
+        if len(places):
+            shaped = piece.view(_with(list(gradient.shape), dim, len(places)))
+            local.index_add_(dim, torch.from_numpy(places).to(local.device), shaped)
+    return like.with_local(local)
+
+
+class _Moved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Part, dim: int, owners: Owners, axis: Axis) -> torch.Tensor:
+        part = _at(tensor, axis)
+        ctx.before = part.dim_cut, part.owners, axis
+        return _replaced_at(tensor.detach(), axis, recut(part, dim, owners))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor):
+        dim, owners, axis = ctx.before
+        part = _at(gradient, axis)
+        if not isinstance(part, Part) or part.axis is not axis:
+            part = Part(share_of(part, dim, owners, axis), dim, owners, axis)
+        return _replaced_at(gradient, axis, recut(part, dim, owners)), None, None, None
+
+
+def moved(tensor: Part, dim: int, owners: Owners, axis: Axis) -> torch.Tensor:
+    """Differentiable: the same tensor, whose cut over `axis` lies along `dim` and is dealt by `owners`. Collective."""
+    return _Moved.apply(tensor, dim, owners, axis)
+
+
+def _at(tensor: Any, axis: Axis) -> Any:
+    """What a tensor is from `axis` on inwards."""
+    while isinstance(tensor, Distributed) and tensor.axis.depth < axis.depth:
+        tensor = tensor.settled_local()
+    return tensor.settled() if isinstance(tensor, Distributed) else tensor
+
+
+def _replaced_at(tensor: Any, axis: Axis, inner: torch.Tensor) -> Any:
+    """The tensor with another one from `axis` on inwards."""
+    if isinstance(tensor, Distributed) and tensor.axis.depth < axis.depth:
+        return tensor.like(_replaced_at(tensor.settled_local(), axis, inner))
+    return inner
+
+
+def _payload(part: Part) -> torch.Tensor:
+    local = part.local
+    return local.local if isinstance(local, Distributed) else local
+
+
+@dataclass(frozen=True)
+class _Way:
+    """What one rank sends and receives in a fetch."""
+
+    send: tuple[np.ndarray, ...]  # to each rank: places among this rank's own indices
+    counts: tuple[int, ...]  # received from each rank
+    order: np.ndarray | None  # (found,) places of what is received, in the order in which it was wanted
+    inside: np.ndarray | None  # (found,) where among the wanted ones those lie that exist; None where all do
+    wanted: int
+
+
+@lru_cache(REMEMBERED)
+def _way(owners: Owners, wanted: Wanted, me: int) -> _Way:
+    mine = owners.indices(me)
+    send = []
+    for rank in range(owners.ranks):
+        indices = _existing(wanted[rank], owners.size)
+        send.append(np.searchsorted(mine, indices[_owner(owners, indices) == me]))
+    everything = _expanded(wanted[me])
+    exists = (everything >= 0) & (everything < owners.size)
+    indices = everything[exists]
+    who = _owner(owners, indices)
+    counts = tuple(int((who == rank).sum()) for rank in range(owners.ranks))
+    by_rank = np.argsort(who, kind="stable")
+    order = np.empty_like(by_rank)
+    order[by_rank] = np.arange(len(by_rank))
+    in_order = bool((order == np.arange(len(order))).all()) and bool(exists.all())
+    inside = None if exists.all() else np.flatnonzero(exists)
+    return _Way(tuple(send), counts, None if in_order else order, inside, len(everything))
+
+
+def _expanded(ranges: tuple[tuple[int, int], ...]) -> np.ndarray:
+    return np.concatenate([np.arange(a, b) for a, b in ranges]) if ranges else np.zeros(0, dtype=np.int64)
+
+
+def _existing(ranges: tuple[tuple[int, int], ...], size: int) -> np.ndarray:
+    indices = _expanded(ranges)
+    return indices[(indices >= 0) & (indices < size)]
+
+
+def _owner(owners: Owners, indices: np.ndarray) -> np.ndarray:
+    return owners.who[np.searchsorted(owners.stops, indices, side="right")]
+
+
+def _runs(indices: np.ndarray) -> tuple[tuple[int, int], ...]:
+    """Ascending indices as ranges."""
+    if not len(indices):
+        return ()
+    breaks = np.flatnonzero(np.diff(indices) != 1) + 1
+    starts, stops = np.append(0, breaks), np.append(breaks, len(indices))
+    return tuple((int(indices[a]), int(indices[b - 1]) + 1) for a, b in zip(starts, stops, strict=True))
+
+
+def _picked(local: torch.Tensor, dim: int, places: np.ndarray) -> torch.Tensor:
+    if len(places) and places[-1] - places[0] + 1 == len(places) and (np.diff(places) == 1).all():
+        return local.narrow(dim, int(places[0]), len(places))
+    return local.index_select(dim, torch.from_numpy(places).to(local.device))
+
+
+def _exchanged(blocks: list[torch.Tensor], received: list[int], axis: Axis) -> torch.Tensor:
+    """Flat: what every rank sent to this one, behind each other."""
+    kind = blocks[0].dtype
+    sent = torch.cat([block.reshape(-1) for block in blocks])
+    sent = sent.view(torch.uint8) if kind is torch.bool else sent
+    flat = sent.new_empty(sum(received))
+    all_to_all(flat, sent, received, [block.numel() for block in blocks], axis, TAG)
+    return flat.view(kind) if kind is torch.bool else flat
+
+
+def _elements(shape: list[int], without: int) -> int:
+    n = 1
+    for dim, size in enumerate(shape):
+        n *= size if dim != without else 1
+    return n
+
+
+def _with(shape: list[int], dim: int, size: int) -> list[int]:
+    return [size if d == dim else n for d, n in enumerate(shape)]
