@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import Plan, Task, parallelize
+from shardwise.comm import barrier
 from shardwise.engine.engine import Engine
 from shardwise.layout.plan import SCHEDULES
 from shardwise.layout.schedules import schedule_of
@@ -104,17 +107,18 @@ def spans(plan: str) -> list[tuple[float, float]]:
     engine = parallelize(task, parsed.with_(stages=tuple(str(stage) for stage in range(1, stages))))
     _Pace.factor = 0.0
     engine.step(task.batch(0))
-    met = _watch(engine)
-    engine.close()
+    barrier(engine.mesh.world)
     _Pace.factor = 1.0
-    engine.step(task.batch(1))
+    with _watched(engine) as met:
+        engine.step(task.batch(1))
     return met
 
 
-def _watch(engine: Engine) -> list[tuple[float, float]]:
-    """Note when each op runs: from the end of its receive to the end of its send."""
-    assert engine.pipeline is not None
-    mail, pipeline = engine.pipeline.mail, engine.pipeline
+@contextmanager
+def _watched(engine: Engine) -> Iterator[list[tuple[float, float]]]:
+    """Notes when each op inside runs: from the end of its receive to the end of its send."""
+    assert engine.state.staged is not None
+    mail = engine.state.staged.mail
     met: list[tuple[float, float]] = []
     started = [0.0]
 
@@ -126,19 +130,16 @@ def _watch(engine: Engine) -> list[tuple[float, float]]:
 
         return wrapped
 
-    def ran(op: Any) -> Any:
-        def wrapped(*args: Any, **kwargs: Any) -> None:
-            started[0] = time.monotonic()
-            op(*args, **kwargs)
-            met.append((started[0], time.monotonic()))
-
-        return wrapped
+    @contextmanager
+    def ran() -> Iterator[None]:
+        started[0] = time.monotonic()
+        yield
+        met.append((started[0], time.monotonic()))
 
     for name in ("receive_forward", "receive_backward"):
         setattr(mail, name, received(getattr(mail, name)))
-    for name in ("_forward", "_backward"):
-        setattr(pipeline, name, ran(getattr(pipeline, name)))
-    return met
+    with engine.around("micro_batch", ran):
+        yield met
 
 
 def waits(pool: RankPool, plan: str) -> float:

@@ -207,7 +207,7 @@ def under_damage(folder: str, trials: int, seed: int) -> list[str]:
     of_older, rng, wrong = state_of(engine), random.Random(seed), []
     for trial in range(trials):
         bad, both = Path(folder, f"bad-{trial}"), trial % 2 == 1
-        engine.steps_done = 0
+        engine.state.steps_done = 0
         next(iter(engine.technique.slots)).master.data.zero_()
         engine.technique.publish()
         before = state_of(engine)

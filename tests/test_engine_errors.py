@@ -355,7 +355,7 @@ def skipping(name: str, plan: str) -> list[tuple[bool, bool]]:
         result = engine.step(task.batch(step))  # type: ignore[misc]
         same = all(torch.equal(before[n], p) for n, p in engine.full_parameters())
         seen.append((result.skipped, same))
-    assert engine.skipped_steps == 1 and engine.steps_done == 3
+    assert engine.state.skipped_steps == 1 and engine.steps_done == 3
     return seen
 
 

@@ -13,7 +13,6 @@ from test_tensor import Renamed, scramble  # noqa: F401 - `Renamed` scrambles ev
 
 from shardwise import Plan, Task, parallelize, verify
 from shardwise.comm import Axis
-from shardwise.engine.forward import Forward
 from shardwise.errors import RefusedPlan, RunError
 from shardwise.layout.plan import SCHEDULES
 from shardwise.layout.schedule_kinds import KINDS
@@ -23,6 +22,7 @@ from shardwise.parallel.expert import find_experts
 from shardwise.parallel.expert.find import read_call
 from shardwise.precision import Precision
 from shardwise.ranks import RankPool
+from shardwise.step.forward import Forward
 from shardwise.trace.deferred import build
 
 MODELS = "shardwise.models.tasks:"

@@ -207,17 +207,6 @@ def test_groups_partition_the_world(plan: Plan, axes: tuple[str, ...]) -> None:
     assert all(rank in grid.group(rank, axes) for rank in range(plan.world_size))
 
 
-@given(SMALL_GRID)
-def test_data_ranks_are_numbered_alike_everywhere(plan: Plan) -> None:
-    grid = Grid(plan)
-    found = [grid.data_index(rank) for rank in range(plan.world_size)]
-    copies = plan.world_size // plan.data_ranks
-    assert sorted(found) == sorted(list(range(plan.data_ranks)) * copies)
-    for rank in range(plan.world_size):
-        group = grid.group(rank, ("dp_replicate", "dp_shard"))
-        assert [found[other] for other in group] == list(range(plan.data_ranks))
-
-
 def test_the_grid_by_hand() -> None:
     grid = Grid(Plan(dp_replicate=2, dp_shard=2))
     table = [(at["dp_replicate"], at["dp_shard"]) for at in map(grid.coordinates, range(4))]

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import Plan, Task, parallelize, verify
-from shardwise.engine.batching import slice_samples
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout.plan import SCHEDULES
 from shardwise.layout.schedules import schedule_of
@@ -19,6 +18,8 @@ from shardwise.models import tasks
 from shardwise.parallel.pipeline import backward
 from shardwise.parallel.pipeline.cuts import choose, find_places, make_stages
 from shardwise.ranks import RankPool
+from shardwise.step.batching import slice_samples
+from shardwise.step.train_step import dealt
 from shardwise.trace.deferred import build
 from shardwise.trace.flow import trace_forward
 
@@ -382,7 +383,7 @@ def test_messages_arrive_in_their_order_without_tags(pool: RankPool) -> None:
 def uneven_epoch(plan: str) -> list[int]:
     task = tasks.decoder()
     engine = parallelize(task, plan)
-    parts = engine._parts(task.batch(0))
+    parts = dealt(engine.state, task.batch(0))
     return [engine.step(parts).samples, engine.step(parts[:3]).samples, engine.step(parts[:1]).samples]
 
 

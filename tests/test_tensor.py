@@ -389,8 +389,8 @@ def _whole_weights(plan: str) -> dict[str, Tensor]:
     engine = parallelize(tasks.gpt2(), plan, clip_norm=0.1)
     for step in range(5):
         engine.step(tasks.gpt2().batch(step))
-    assert engine.tensor is not None
-    cuts = engine.tensor.cuts
+    assert engine.state.tensor is not None
+    cuts = engine.state.tensor.cuts
     return {name: p.detach().clone() for name, p in engine.module.named_parameters() if name not in cuts}
 
 

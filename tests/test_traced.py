@@ -348,8 +348,8 @@ def live_peak(name: str, text: str, even: bool = False) -> tuple[int, int]:
 
 def both(pool, name: str, text: str, even: bool = False) -> tuple[list[float], list[int]]:
     """Bytes of every rank: forecast, and the peak of what was live."""
-    from shardwise.engine.batching import samples_in
     from shardwise.planner.traced_task import Traced
+    from shardwise.step.batching import samples_in
 
     task, plan = task_of(name), Plan.parse(text)
     samples = samples_in(task.batch(0))

@@ -71,14 +71,14 @@ def dtype_code(key: str, dtype: torch.dtype) -> str:
 def _share(engine: Engine, name: str, shape: torch.Size) -> tuple[torch.Size, list[Runs]]:
     """(whole shape, runs of each dim) of what tp and ep leave this rank of a parameter; `shape` is that share's."""
     whole = shape
-    for spread in (engine.experts, engine.tensor):
+    for spread in (engine.state.experts, engine.state.tensor):
         whole = whole if spread is None else spread.full_shape(name, whole)
     runs: list[Runs] = [((0, size),) if size else () for size in whole]
-    if engine.tensor is not None and name in engine.tensor.cuts:
-        cut, axis = engine.tensor.cuts[name], engine.tensor.axis
+    if engine.state.tensor is not None and name in engine.state.tensor.cuts:
+        cut, axis = engine.state.tensor.cuts[name], engine.state.tensor.axis
         runs[cut.dim] = runs_of(cut.owners.indices(axis.index))
-    if engine.experts is not None and name in engine.experts.experts:
-        each, place = shape[0], engine.experts.axis.index
+    if engine.state.experts is not None and name in engine.state.experts.experts:
+        each, place = shape[0], engine.state.experts.axis.index
         runs[0] = narrowed(runs[0], place * each, (place + 1) * each)
     return whole, runs
 
@@ -94,7 +94,7 @@ def _boxed(whole: torch.Size, runs: list[Runs], starts: list[int], sizes: list[i
 
 def trained_piece(engine: Engine, index: int, shape: torch.Size) -> Piece:
     """This rank's piece of the `index`-th trained parameter; `shape` is that of its share."""
-    whole, runs = _share(engine, engine.names[index], shape)
+    whole, runs = _share(engine, engine.state.names[index], shape)
     share = torch.empty(shape, device="meta")
     select = getattr(engine.technique, "select", None)
     view = share if select is None else select(index, share, engine.mesh.shard.index)
@@ -119,7 +119,7 @@ def _frozen_piece(engine: Engine, name: str, param: torch.Tensor) -> tuple[Piece
 def trained(engine: Engine) -> dict[str, tuple[Piece, torch.Tensor]]:
     """Name -> (piece, master) of each trained parameter of which this rank holds something."""
     shapes = {name: param.shape for name, param in engine.module.named_parameters()}
-    index_of = {name: index for index, name in enumerate(engine.names)}
+    index_of = {name: index for index, name in enumerate(engine.state.names)}
     return {
         slot.name: (trained_piece(engine, index_of[slot.name], shapes[slot.name]), slot.master)
         for slot in engine.technique.slots
@@ -129,11 +129,11 @@ def trained(engine: Engine) -> dict[str, tuple[Piece, torch.Tensor]]:
 
 def optimized(engine: Engine) -> dict[int, tuple[str, Piece, torch.Tensor]]:
     """id -> (name, piece, tensor) of what this rank's optimizer updates: masters, or whole ones of its owner."""
-    if engine.owners is None:
+    if engine.state.owners is None:
         return {id(master): (name, piece, master) for name, (piece, master) in trained(engine).items()}
     return {
-        id(master): (engine.names[index], Piece.whole(master.shape), master)
-        for index, master in engine.owners.masters.items()
+        id(master): (engine.state.names[index], Piece.whole(master.shape), master)
+        for index, master in engine.state.owners.masters.items()
     }
 
 
@@ -142,11 +142,11 @@ def weights(engine: Engine) -> Iterator[Holding]:
     for name, (piece, master) in trained(engine).items():
         yield Holding(f"model/{name}", piece, master)
     for name, param in engine.module.named_parameters():
-        if not param.requires_grad and name in engine.held_frozen:
+        if not param.requires_grad and name in engine.state.held_frozen:
             piece, local = _frozen_piece(engine, name, param)
             yield Holding(f"model/{name}", piece, local)
     for name, buffer in engine.module.named_buffers():
-        if engine.pipeline is None or engine.pipeline.cut.buffers[name] == engine.mesh.pp.index:
+        if engine.state.staged is None or engine.state.staged.cut.buffers[name] == engine.mesh.pp.index:
             yield Holding(f"buffer/{name}", Piece.whole(buffer.shape), buffer, alike=False)
 
 

@@ -60,9 +60,9 @@ def restore(engine: Engine, folder: str | Path, *, ema: Ema | None = None) -> Re
         _together(engine, lambda: _read(engine, stored, ema, chosen))
     engine.technique.publish()
     state = chosen.manifest.fields["engine"]
-    engine.steps_done, engine.skipped_steps = int(state["steps"]), int(state["skipped"])
-    if engine.scale is not None and state["scale"] is not None:
-        engine.scale.load_state_dict(state["scale"])
+    engine.state.steps_done, engine.state.skipped_steps = int(state["steps"]), int(state["skipped"])
+    if engine.state.scale is not None and state["scale"] is not None:
+        engine.state.scale.load_state_dict(state["scale"])
     return chosen
 
 
@@ -117,7 +117,7 @@ def _differences(engine: Engine, stored: Stored, ema: Ema | None) -> list[str]:
     fields = stored.manifest.fields
     wanted = {one.key: one for one in weights(engine)}
     missing = [key for key, one in wanted.items() if key not in stored.tensors and one.piece.count]
-    mine = {f"model/{name}" for name in engine.all_names + engine.frozen_names}
+    mine = {f"model/{name}" for name in engine.state.all_names + engine.state.frozen_names}
     mine |= {f"buffer/{name}" for name, _ in engine.module.named_buffers()}
     extra = [key for key in stored.tensors if key.startswith(("model/", "buffer/")) and key not in mine]
     other = [
@@ -165,9 +165,9 @@ def _read(engine: Engine, stored: Stored, ema: Ema | None, chosen: Restored) -> 
     for one in weights(engine):
         if one.piece.count:
             _put(one.tensor, tensor_of(stored, one.key, one.piece))
-    if engine.owners is not None:
-        for index, master in engine.owners.masters.items():
-            _put(master, tensor_of(stored, f"model/{engine.names[index]}", Piece.whole(master.shape)))
+    if engine.state.owners is not None:
+        for index, master in engine.state.owners.masters.items():
+            _put(master, tensor_of(stored, f"model/{engine.state.names[index]}", Piece.whole(master.shape)))
     for one in averages(engine, ema):
         name = one.key if one.key in stored.tensors else one.key.replace("ema/", "model/", 1)
         _put(one.tensor, tensor_of(stored, name, one.piece))
@@ -254,10 +254,10 @@ def load_weights(engine: Engine, stored: Stored, renames: Mapping[str, str] | No
                 child.reshard()
         for name, one in fits.items():
             _put(one.tensor, tensor_of(stored, names[name], one.piece))
-        if engine.owners is not None:
-            for index, master in engine.owners.masters.items():
-                if engine.names[index] in loaded:
-                    _put(master, tensor_of(stored, names[engine.names[index]], Piece.whole(master.shape)))
+        if engine.state.owners is not None:
+            for index, master in engine.state.owners.masters.items():
+                if engine.state.names[index] in loaded:
+                    _put(master, tensor_of(stored, names[engine.state.names[index]], Piece.whole(master.shape)))
 
     _together(engine, read)
     engine.technique.publish()

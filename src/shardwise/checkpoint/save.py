@@ -120,15 +120,15 @@ class Saver:
                 parts = [[share.entry.begin, piece]]
                 tensors[holding.key] = {"dtype": holding.dtype, "shape": shape, "parts": parts}
         group_of, groups = groups_of(engine, self.built)
-        scale = None if engine.scale is None else engine.scale.state_dict()
+        scale = None if engine.state.scale is None else engine.state.scale.state_dict()
         whole = {
             **fields,
             "plan": str(engine.plan),
             "task": engine.task.name,
             "engine": {
-                "seed": engine.seed,
+                "seed": engine.state.seed,
                 "steps": engine.steps_done,
-                "skipped": engine.skipped_steps,
+                "skipped": engine.state.skipped_steps,
                 "scale": scale,
             },
             "optimizer_class": type(engine.optimizer).__name__,

@@ -12,7 +12,7 @@ from shardwise.data.order import Order
 from shardwise.data.tokenized import tokenized
 from shardwise.data.tokens import TokenSource
 from shardwise.dataset import as_source
-from shardwise.engine.batching import parts_of, samples_in
+from shardwise.step.batching import parts_of, samples_in
 
 __all__ = [
     "ArraySource",

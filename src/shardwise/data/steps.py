@@ -15,9 +15,9 @@ from typing import Any
 
 from shardwise.data.order import Order
 from shardwise.dataset import name_of
-from shardwise.engine.batching import check_ranks, check_samples
 from shardwise.errors import InputError
 from shardwise.layout.dealing import Share, deal
+from shardwise.step.batching import check_ranks, check_samples
 from shardwise.task import Source
 
 

@@ -21,10 +21,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.engine.loss import Loss
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.parallel.batchnorm import FindBatchNorm, batch_norm_modules
 from shardwise.random import BatchDims, ConstantRandom, GlobalRandom, Samples
+from shardwise.step.loss import Loss
 from shardwise.trace.deferred import written_tensors
 from shardwise.trace.state import ModuleState
 

@@ -7,69 +7,26 @@ got no token) belongs where the module that holds it ran.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
 from shardwise.comm import gather_rows
-from shardwise.engine.batching import samples_in, slice_samples
 from shardwise.engine.samples import few_samples
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
 from shardwise.layout.schedules import Schedule, schedule_of
 from shardwise.mesh import Mesh
 from shardwise.parallel.pipeline.cuts import Place, Stage, choose, make_stages
-from shardwise.parallel.slots import ValueOf
+from shardwise.parallel.pipeline.placed import Cut
+from shardwise.step.batching import samples_in, slice_samples
 from shardwise.task import Task
 from shardwise.trace.blocks import Blocks
-from shardwise.trace.deferred import Built, named_tensors, seed_of
+from shardwise.trace.deferred import seed_of
 from shardwise.trace.flow import Flow, trace_forward
 
 UNEVEN = 1.5  # times the mean, from which a stage's share is worth a notice
-
-
-@dataclass
-class Cut:
-    """The stages, and where on the pipeline's axis each parameter and buffer is held (ranks in order, first first)."""
-
-    schedule: Schedule
-    stages: list[Stage]
-    holders: dict[str, tuple[int, ...]]
-    buffers: dict[str, int]
-    rank: int
-    shared_draws: bool
-    notices: list[str] = field(default_factory=list)
-
-    @property
-    def mine(self) -> list[Stage]:
-        """The stages of this rank."""
-        return [stage for stage in self.stages if self.schedule.owner[stage.index] == self.rank]
-
-    @property
-    def absent(self) -> set[str]:
-        """Parameters that no stage of this rank holds."""
-        return {name for name, ranks in self.holders.items() if self.rank not in ranks}
-
-    def here(self, module: nn.Module, blocks: Blocks) -> Blocks:
-        """The blocks whose parameters this rank holds."""
-        absent = {id(param) for name, param in module.named_parameters() if name in self.absent}
-        held = [
-            path for path in blocks.paths if not any(id(p) in absent for p in module.get_submodule(path).parameters())
-        ]
-        return Blocks(tuple(held), blocks.warnings)
-
-    def values(self, built: Built, value_of: ValueOf) -> ValueOf:
-        """`value_of`, asked for this rank's names alone; where asking is collective, everybody asks for all."""
-        if not built.notice:
-            return value_of
-        kept = {}
-        for name, _ in list(named_tensors(built.module)):
-            value = value_of(name)
-            if name not in self.absent:
-                kept[name] = value.cpu()
-        return kept.__getitem__
 
 
 def cut_module(

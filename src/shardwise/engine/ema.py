@@ -13,14 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 
+from shardwise.engine.engine import Engine
 from shardwise.errors import InputError
-
-if TYPE_CHECKING:
-    from shardwise.engine.engine import Engine
 
 
 class Ema:
@@ -29,7 +26,7 @@ class Ema:
     def __init__(self, engine: Engine, decay: float) -> None:
         if not 0 <= decay < 1:
             raise InputError(f"the decay of an average lies in [0, 1), got {decay}")
-        self.engine, self.decay = engine, decay
+        self.technique, self.decay = engine.technique, decay
         held = [slot for slot in engine.technique.slots if slot.master.numel()]
         self._names, self._held = [slot.name for slot in held], [slot.master for slot in held]
         self._averages = [master.detach().clone() for master in self._held]
@@ -60,4 +57,4 @@ class Ema:
             kept = master.detach().clone()
             master.detach().copy_(average)
             average.copy_(kept)
-        self.engine.technique.publish()
+        self.technique.publish()

@@ -1,58 +1,39 @@
-"""`parallelize(task, plan)`: the order of application, and the step.
+"""`parallelize(task, plan)`, and the `Engine` that it returns: the functions of `step` and of this room over one state.
 
-    build       the module without weights                                                        recipe.py
-    blocks      recompute, then compile, each block
-    shard       replicas, flat pieces (ZeRO-1, 2) or FSDP2 units (ZeRO-3); weights put in place
-    optimizer   over whole parameters or pieces, as a trial of it allows                           optimizer.py
-    look        a few samples: the loss must add up; batch norms are found and joined over ranks   check.py
-
-A step: each micro-batch's sum is differentiated as it is; ranks' gradients are summed; one control row from each
-rank tells the global weight, and gradients are divided by it once, together with clipping.
+The order in which a plan is applied stands in `assemble` and `recipe`, what a step does in `step/train_step`.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.utils.checkpoint import CheckpointError
+from torch import nn
+from torch.optim import Optimizer
 
-from shardwise.comm import Ledger, Observer, barrier, gather_json
-from shardwise.device import math_attention_only, pick_device, seed_generators
-from shardwise.engine import export
-from shardwise.engine.batching import parts_of, samples_in, slice_samples
-from shardwise.engine.check import Findings, look, wrong_model
-from shardwise.engine.control import Agreement, Asked, Tally, agree, gather_reached
-from shardwise.engine.forward import Forward
-from shardwise.engine.normalise import normalise, square_norm
-from shardwise.engine.objective import objective_of
-from shardwise.engine.optimizer import make_optimizer, shares_of
-from shardwise.engine.optimizer import refuse as refuse_optimizer
-from shardwise.engine.pipelined import Pipeline, StagedForward
+from shardwise.comm import Ledger, Observer, barrier
+from shardwise.device import pick_device
+from shardwise.engine import export, whole
+from shardwise.engine.assemble import assemble, look_at_task
+from shardwise.engine.check import Findings
+from shardwise.engine.optimizer_state import full_optimizer_state
 from shardwise.engine.predict import predict
-from shardwise.engine.recipe import apply_plan, trainable
-from shardwise.engine.result import StepResult
-from shardwise.engine.samples import SAMPLES, costly, few_samples
-from shardwise.engine.scaler import LossScale
-from shardwise.engine.whole import Whole
-from shardwise.errors import InputError, RefusedPlan, ShardwiseError
+from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan, check
-from shardwise.layout.dealing import Share
-from shardwise.layout.grid import placement
 from shardwise.mesh import Mesh, build_mesh
 from shardwise.parallel.batchnorm import batch_norm_modules, joins_batch_norms, sync_module
-from shardwise.parallel.slots import Phase
-from shardwise.part import forget
-from shardwise.precision import Precision
-from shardwise.random import BatchDims, GlobalRandom, Samples, seed_python
-from shardwise.ranks import here, join, local_size
+from shardwise.parallel.slots import DataParallel
+from shardwise.random import BatchDims, GlobalRandom
+from shardwise.ranks import here, join
+from shardwise.step import train_step as steps
+from shardwise.step.hooks import MakeContext, Part
+from shardwise.step.result import StepResult
+from shardwise.step.state import RankState
 from shardwise.task import Task
-from shardwise.trace.deferred import seed_of
 
 
 def parallelize(
@@ -88,277 +69,40 @@ def parallelize(
         raise InputError(f"clip_norm must be positive, got {clip_norm}")
     if not dist.is_initialized() and here() is not None:
         join()  # a launcher started this process
-    engine = Engine(task, plan, build_mesh(plan, pick_device(device)), seed)
-    engine.clip_norm, engine.schedule, engine.on_nonfinite = clip_norm, schedule, on_nonfinite
+    state = assemble(task, plan, build_mesh(plan, pick_device(device)), seed)
+    state.clip_norm, state.schedule, state.on_nonfinite = clip_norm, schedule, on_nonfinite
     if check_loss:
-        findings = engine.look(masks=randomness == "global")
+        findings = look_at_task(state, masks=randomness == "global")
     else:
-        findings = Findings(batch_norm_modules(engine.module), BatchDims())
-    for module in findings.batch_norms if joins_batch_norms(engine.data_ranks, plan) else ():
-        sync_module(module, engine.mesh.data, engine.phase)
+        findings = Findings(batch_norm_modules(state.module), BatchDims())
+    for module in findings.batch_norms if joins_batch_norms(state.data_ranks, plan) else ():
+        sync_module(module, state.mesh.data, state.phase)
     if randomness == "global":
-        engine.global_random = GlobalRandom(findings.dims)
-    elif engine.pipeline is not None and engine.pipeline.cut.shared_draws:
+        state.global_random = GlobalRandom(findings.dims)
+    elif state.staged is not None and state.staged.cut.shared_draws:
         raise RefusedPlan(
             "random numbers that are drawn in the outermost forward are used by several pipeline stages, which would "
             "each draw their own: use randomness='global', where masks depend on their place alone"
         )
-    return engine
+    return Engine(state)
 
 
-def _leaves_node(plan: Plan) -> list[str]:
-    """A warning where a group of tp lies on several hosts, as the launcher tells."""
-    local = local_size(os.environ) if plan.tp > 1 else None
-    if not local or "tp" not in placement(plan, local)[1]:
-        return []
-    return [
-        f"tp={plan.tp} leaves its node of {local} ranks: every layer waits for the link between nodes; let "
-        "tp divide the ranks of a node, and give the rest to dp_shard or pp"
-    ]
+class Engine:
+    """One rank's share of a training run. Made by `parallelize`.
 
+    state   everything that a step reads and changes, for whoever needs more than what stands here
+    """
 
-class Engine(Whole):
-    """One rank's share of a training run. Made by `parallelize`."""
-
-    def __init__(self, task: Task, plan: Plan, mesh: Mesh, seed: int, few: Any = None):
-        self.task, self.plan, self.mesh, self.seed = task, plan, mesh, seed
-        self.precision = Precision.of(plan)
-        self.phase = Phase()
-        self.notices: list[str] = []
-        self.clip_norm: float | None = None
-        self.schedule: Callable[[int], float] | None = None
-        self.on_nonfinite = "raise"
-        self.global_random: GlobalRandom | None = None
-        self.steps_done = 0
-        self.skipped_steps = 0
-        self._used: set[int] = set()  # parameters that any rank reached in the last step
-        applied = apply_plan(task, plan, mesh, self.precision, seed, few)
-        self.module, self.technique, self.tensor = applied.module, applied.technique, applied.tensor
-        self.experts = applied.experts
-        self.notices += applied.notices + _leaves_node(plan)
-        self.names = [name for name, _ in trainable(self.module)]
-        self.all_names, self.frozen_names = applied.trained, applied.frozen
-        absent = applied.cut.absent if applied.cut is not None else set()
-        self.held_frozen = set(self.frozen_names) - absent
-        self.forward = Forward(task, self.module, self.precision, mesh.device, mesh.data)
-        self.pipeline: Pipeline | None = None
-        if applied.cut is not None and applied.staged is not None:
-            self.forward = staged = StagedForward(self.forward, applied.staged, applied.cut, mesh.pp)
-            self.pipeline = Pipeline(self, applied.cut, staged)
-        shapes = [param.shape for _, param in trainable(self.module)]
-        if self.tensor is not None:
-            shapes = [self.tensor.full_shape(name, shape) for name, shape in zip(self.names, shapes, strict=True)]
-        if self.experts is not None:
-            shapes = [self.experts.full_shape(name, shape) for name, shape in zip(self.names, shapes, strict=True)]
-        zero = plan.zero if plan.dp_shard > 1 else 0
-        self.optimizer, self.optimizer_nature, self.owners = make_optimizer(
-            task.optimizer,
-            self.technique,
-            self.names,
-            shapes,
-            mesh.shard,
-            zero=zero,
-            shares=shares_of(plan.tp, plan.ep),
-        )
-        refuse_optimizer(self.optimizer_nature, 0, stages=plan.pp)
-        if self.optimizer_nature.narrow is not None:
-            self.notices.append(f"the optimizer's own arithmetic runs in {self.optimizer_nature.narrow}")
-        self.base_lrs = [group.get("lr") for group in self.optimizer.param_groups]
-        self.scale = LossScale() if self.precision.scaled else None
-
-    def look(self, *, masks: bool) -> Findings:
-        """Run a few samples before the first step. Collective. Raises what would not equal one process."""
-        sample = few_samples(self.task, self.plan, self.mesh.data, self.device)
-        self.notices += [] if self.task.batch is None else costly(sample)
-        n = min(samples_in(sample), SAMPLES)
-        whole = slice_samples(sample, 0, n)
-        parts = (slice_samples(sample, 0, 1), slice_samples(sample, 1, n)) if n > 1 else None
-        joined = None if self.task.loss_scope == "sample" else self.forward.joined
-        try:
-            findings = look(
-                self.module, self.forward.local, whole, parts, (n, 1, n - 1), joined=joined,
-                dtype=self.precision.compute, strict=self.data_ranks > 1, masks=masks, share=self._share,
-            )  # fmt: skip
-        except ShardwiseError:
-            raise
-        except Exception as error:
-            raise wrong_model(error, n) from error
-        self.notices += findings.notices
-        self._refuse_writes(findings)
-        return findings
-
-    def _refuse_writes(self, findings: Findings) -> None:
-        """A forward that writes into parameters is followed where the module's weights are the masters themselves."""
-        if findings.written and self.precision.mixed:
-            raise RefusedPlan(
-                f"the forward writes into parameter '{findings.written[0]}', and precision={self.plan.precision} keeps "
-                "its master beside it, so that the next update would undo the write: make it a buffer, or use fp32"
-            )
-        if findings.assigned and self.technique.in_pieces:
-            raise RefusedPlan(
-                f"the forward replaces the values of parameter '{findings.assigned[0]}' by assigning to .data, and "
-                f"zero={self.plan.zero} holds it as part of a larger buffer: write in place under torch.no_grad() "
-                "(copy_), or use zero=0"
-            )
-
-    def _share(self, mine: list[str]) -> list[str]:
-        """What any stage of the pipeline found, on every stage."""
-        if self.pipeline is None:
-            return mine
-        found = gather_json(mine, self.mesh.pp, self.device)
-        return list(dict.fromkeys(one for stage in found for one in stage))
-
-    # --- the step ---
+    def __init__(self, state: RankState):
+        self.state = state
 
     def step(self, batch: Any) -> StepResult:
         """One optimizer step on a GLOBAL batch (a pytree), or on this rank's parts of one (`list[Share]`)."""
-        parts = self._parts(batch)
-        self._set_learning_rate()
-        if self.optimizer_nature.needs_closure:
-            return self._step_with_closure(parts)
-        result, gradients_ok = self._gradients(parts)
-        if gradients_ok:
-            self._update()
-        return self._done(result, gradients_ok)
+        return steps.train_step(self.state, steps.dealt(self.state, batch))
 
-    def _update(self) -> None:
-        if self.owners is not None:
-            self.owners.collect_gradients(self._used)
-        self.optimizer.step()
-        if self.owners is not None:
-            self.owners.hand_out(self._used)
-        self.technique.publish()
-
-    def _step_with_closure(self, parts: list[Share]) -> StepResult:
-        results: list[StepResult] = []
-
-        def closure() -> float:
-            self.technique.publish()
-            result, _ = self._gradients(parts)
-            results.append(result)
-            return result.loss
-
-        self.optimizer.step(closure)
-        self.technique.publish()
-        return self._done(results[0], True)
-
-    def _done(self, result: StepResult, updated: bool) -> StepResult:
-        if self.steps_done == 0 and self.forward.gathered_bytes:
-            received_mb = self.forward.gathered_bytes / 1e6
-            self.notices.append(
-                f'loss_scope="global": in each step this rank receives {received_mb:.3g} MB of other ranks\' outputs '
-                "and batches for the loss"
-            )
-        if self.tensor is not None:
-            forget()
-        self.steps_done += 1
-        self.skipped_steps += not updated
-        return replace(result, metrics=self.metrics()) if self.forward.metrics is not None else result
-
-    def _parts(self, batch: Any) -> list[Share]:
-        if isinstance(batch, list) and batch and all(isinstance(part, Share) for part in batch):
-            return batch
-        pieces = self.plan.step_microbatches
-        return parts_of(batch, accumulate=pieces, data_rank=self.data_rank, data_ranks=self.data_ranks)
-
-    def _set_learning_rate(self) -> None:
-        if self.schedule is None:
-            return
-        factor = self.schedule(self.steps_done)
-        for group, base in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
-            if base is not None:
-                group["lr"] = base * factor
-
-    def _gradients(self, parts: list[Share]) -> tuple[StepResult, bool]:
-        """Forward and backward over the micro-batches; gradients end up summed, divided and clipped."""
-        self.technique.start_step()
-        tally = Tally(self.device)
-        if self.pipeline is not None:
-            self.pipeline.run(parts, tally)
-        for index, part in enumerate(parts if self.pipeline is None else ()):
-            self._micro_batch(index, part, tally, last=index == len(parts) - 1)
-        agreed = self._finish(tally, tally.reached)
-        if not agreed.same_branches and self.data_ranks > 1:
-            refuse = self.task.branches == "same"
-            used = gather_reached(tally, self.names, self.mesh.data, self.device, refuse=refuse)
-            agreed = self._finish(tally, used)
-        return normalise(self, agreed)
-
-    def _finish(self, tally: Tally, used: set[int]) -> Agreement:
-        """Complete the gradients and exchange control rows.
-
-        Replicas hold the same sums, bit by bit, and so the same norm: their row need not wait for it, and travels
-        beside the gradients.
-        """
-        self._used = used
-        if self.pipeline is not None:
-            return self.pipeline.finish(tally, used)
-        if self.technique.in_pieces:
-            self.technique.finish_step(used)
-            return agree(tally, square_norm(self), self.mesh.data)
-        asked = Asked(tally, 0.0, self.mesh.data)
-        self.technique.finish_step(used)
-        return replace(asked.answer(), square_norms=[square_norm(self)])
-
-    def _micro_batch(self, index: int, part: Share, tally: Tally, *, last: bool) -> None:
-        self.phase.stand_in = part.count == 0
-        tally.stood_in |= part.count == 0
-        self.seed_masks(index, part)
-        self.technique.start_micro_batch(last=last)
-        with self.random_context():
-            loss = self.forward(part)
-            objective, extras = objective_of(self, loss)
-            if not objective.requires_grad:
-                raise InputError("Task.loss returned a sum that does not depend on any trainable parameter")
-            try:
-                objective.backward()
-            except CheckpointError as error:
-                raise RefusedPlan(
-                    "a block run again in backward did something else than in forward: a block that changes what it "
-                    "is given (a key-value cache: use_cache=False) or keeps state outside the module cannot be "
-                    f"recomputed; use remat=none ({str(error).splitlines()[0]})"
-                ) from error
-        tally.used.append(self.technique.finish_micro_batch())
-        tally.add(loss, part.count, extras)
-
-    # --- randomness ---
-
-    def seed_masks(self, micro_batch: int, part: Share, *, alone: bool = True) -> None:
-        """Seed the masks of a micro-batch; `alone`: no other one waits for its backward."""
-        if self.global_random is not None:
-            samples = Samples(part.start, part.count, part.total)
-            self.global_random.begin(self.seed, self.steps_done, micro_batch, samples, alone=alone)
-            return
-        seed = seed_of("fast", self.seed, self.steps_done, micro_batch, self.data_rank)
-        seed_generators(seed)
-        if self.plan.tp * self.plan.pp > 1:  # ranks that share a sample must take the same ways through the module
-            seed_python(seed)
-
-    @contextmanager
-    def random_context(self) -> Iterator[None]:
-        """Around forwards and backwards: masks by global index, where they were asked for."""
-        if self.global_random is None:
-            yield
-            return
-        attention = math_attention_only() if self.device.type != "cpu" else nullcontext()
-        with attention, self.global_random.watching(self.module):
-            yield
-
-    # --- beside the step ---
-
-    @torch.no_grad()
     def evaluate(self, batches: Iterable[Any]) -> tuple[float, float]:
         """(sum, weight) of the loss over batches (global pytrees or `list[Share]`), in eval mode. Collective."""
-        self.module.eval()
-        tally = Tally(self.device)
-        try:
-            for batch in batches:
-                for part in self._parts(batch):
-                    tally.add(self.forward(part), part.count, {})
-        finally:
-            self.module.train()
-        agreed = agree(tally, 0.0, self.mesh.data) if self.pipeline is None else self.pipeline.agree(tally, 0.0)
-        return agreed.total, agreed.weight
+        return steps.evaluate(self.state, (steps.dealt(self.state, batch) for batch in batches))
 
     def predict(self, batches: Iterable[Any], select: Callable[[Any], Any] | None = None) -> Iterator[Any]:
         """The model's output for each batch, in eval mode and sample order: on rank 0's CPU, None on other ranks.
@@ -368,20 +112,61 @@ class Engine(Whole):
 
         Collective: every rank goes through the whole iterator. Raises `InputError` for what is not made of samples.
         """
-        return predict(self, map(self._parts, batches), select)
+        return predict(self.state, (steps.dealt(self.state, batch) for batch in batches), select)
 
     def metrics(self) -> dict[str, float]:
         """Task.metrics over all samples since the last step (after `evaluate`: its own). Collective."""
-        if self.forward.metrics is None:
-            return {}
-        found = self.forward.metrics.collect(self.mesh.data)
-        if isinstance(self.forward, StagedForward):  # the last stage has them
-            found = gather_json(found, self.mesh.pp, self.device)[self.forward.last_owner]
-        return found
+        return steps.collect_metrics(self.state)
+
+    # --- whole tensors
+
+    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, whole tensor) of every parameter, frozen ones included, master weights first. Collective."""
+        return whole.full_parameters(self.state)
+
+    def full_parameter(self, name: str) -> torch.Tensor:
+        """One whole parameter, its master first. Collective; not under a pipeline."""
+        return whole.full_parameter(self.state, name)
+
+    def full_gradients(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """(name, whole gradient, None where unused) of the step just done. Collective."""
+        return whole.full_gradients(self.state)
+
+    def full_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, tensor) of every buffer. Collective under a pipeline."""
+        return whole.full_buffers(self.state)
+
+    def full_optimizer_state(self) -> Iterator[tuple[str, dict[Any, Any]]]:
+        """(name, state) of every trained parameter, whole whatever the technique, {} where there is none. Collective.
+
+        Tensors may be the optimizer's own: copy what is to outlive the next step.
+        """
+        return full_optimizer_state(self.state)
+
+    def used_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, whole tensor) of each parameter of this rank's stages, as its module computes with it. Collective.
+
+        Beside `full_parameters`, which tells the masters: under zero=1 and 2 and in mixed precision they are others.
+        """
+        return whole.used_parameters(self.state)
+
+    def used_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, tensor) of each buffer that this rank's stages use, as they have it."""
+        return whole.used_buffers(self.state)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Whole parameters and persistent buffers on the CPU, under the module's own names. Collective."""
+        return export.state_dict(self.state)
+
+    def save_weights(self, path: str | Path) -> None:
+        """Whole weights and buffers as one safetensors file, written by rank 0. Collective."""
+        export.save_weights(self.state, path)
+
+    # --- looking on
 
     def memory(self) -> dict[str, int | None]:
         """Bytes held by this rank now: parameters (masters too), gradients, optimizer state; peak on a GPU."""
-        return export.memory(self)
+        return export.memory(self.state)
 
     @contextmanager
     def observe(self) -> Iterator[Ledger]:
@@ -389,6 +174,10 @@ class Engine(Whole):
         ledger = Ledger()
         with Observer(ledger, self.mesh.group_axes):
             yield ledger
+
+    def around(self, part: Part, make: MakeContext) -> AbstractContextManager[None]:
+        """Inside, `make()` is entered around each such part of a step ("micro_batch", "reduce", "update")."""
+        return self.state.hooks.around(part, make)
 
     def close(self) -> None:
         """Wait for all ranks and end the plan's process groups; the world's stays with whoever made it.
@@ -398,6 +187,48 @@ class Engine(Whole):
         if dist.is_initialized():
             barrier(self.mesh.world)
             self.mesh.close()
+
+    # --- what it is
+
+    @property
+    def task(self) -> Task:
+        """What is trained."""
+        return self.state.task
+
+    @property
+    def plan(self) -> Plan:
+        """How it is spread."""
+        return self.state.plan
+
+    @property
+    def mesh(self) -> Mesh:
+        """This rank's place and its groups."""
+        return self.state.mesh
+
+    @property
+    def module(self) -> nn.Module:
+        """The model as this rank has it; with shares of its weights where the plan cuts them."""
+        return self.state.module
+
+    @property
+    def technique(self) -> DataParallel:
+        """What holds the weights' storage."""
+        return self.state.technique
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer over this rank's pieces."""
+        return self.state.optimizer
+
+    @property
+    def notices(self) -> list[str]:
+        """What is worth knowing about this run, found so far."""
+        return self.state.notices
+
+    @property
+    def steps_done(self) -> int:
+        """Optimizer steps so far, skipped ones included."""
+        return self.state.steps_done
 
     @property
     def device(self) -> torch.device:
@@ -417,9 +248,9 @@ class Engine(Whole):
     @property
     def data_rank(self) -> int:
         """Which part of each micro-batch this rank takes."""
-        return self.mesh.data.index
+        return self.state.data_rank
 
     @property
     def data_ranks(self) -> int:
         """Parts that each micro-batch is dealt into."""
-        return self.mesh.data.size
+        return self.state.data_ranks

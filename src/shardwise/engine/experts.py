@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shardwise.engine.forward import run_alone
 from shardwise.errors import RefusedPlan
 from shardwise.layout import Plan
 from shardwise.mesh import Mesh
@@ -14,6 +13,7 @@ from shardwise.parallel.expert.apply import Stack
 from shardwise.parallel.tensor import TensorParallel
 from shardwise.parallel.tensor.derive import Cut
 from shardwise.precision import Precision
+from shardwise.step.forward import run_alone
 from shardwise.task import Task
 from shardwise.trace.deferred import Built
 

@@ -1,68 +1,66 @@
-"""Whole weights out of an engine, and what it holds."""
+"""Whole weights out of a running plan, and the bytes that it holds."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from shardwise.comm import barrier
 from shardwise.device import peak_bytes
+from shardwise.engine.whole import full_buffers, full_parameters
 from shardwise.memory.live import storage_bytes
-
-if TYPE_CHECKING:
-    from shardwise.engine.engine import Engine
+from shardwise.step.state import RankState
 
 
-def state_dict(engine: Engine, *, rank_0_only: bool = False) -> dict[str, torch.Tensor]:
+def state_dict(state: RankState, *, rank_0_only: bool = False) -> dict[str, torch.Tensor]:
     """Whole parameters and persistent buffers on the CPU, under the module's own names. Collective.
 
     With `rank_0_only` the other ranks keep none of it and return an empty dict.
     """
-    keep = engine.rank == 0 or not rank_0_only
+    keep = state.mesh.rank == 0 or not rank_0_only
     whole = {}
-    for name, tensor in engine.full_parameters():  # collective, one parameter at a time
+    for name, tensor in full_parameters(state):  # collective, one parameter at a time
         if keep:
             whole[name] = tensor.cpu().clone()
-    for name, buffer in engine.full_buffers():
+    for name, buffer in full_buffers(state):
         if keep:
             whole[name] = buffer.detach().cpu().clone()
     if not keep:
         return {}
-    by_identity = {id(param): name for name, param in engine.module.named_parameters()}
-    by_identity |= {id(buffer): name for name, buffer in engine.module.named_buffers()}
-    state = {}
-    for name, value in engine.module.state_dict(keep_vars=True).items():
+    by_identity = {id(param): name for name, param in state.module.named_parameters()}
+    by_identity |= {id(buffer): name for name, buffer in state.module.named_buffers()}
+    found = {}
+    for name, value in state.module.state_dict(keep_vars=True).items():
         if isinstance(value, torch.Tensor):
             known = by_identity.get(id(value))
-            state[name] = whole[known] if known is not None else value.detach().cpu().clone()
-    return state
+            found[name] = whole[known] if known is not None else value.detach().cpu().clone()
+    return found
 
 
-def save_weights(engine: Engine, path: str | Path) -> None:
+def save_weights(state: RankState, path: str | Path) -> None:
     """Whole weights and buffers as one safetensors file, written by rank 0 and published whole. Collective."""
-    state = state_dict(engine, rank_0_only=True)
-    if engine.rank == 0:
+    weights = state_dict(state, rank_0_only=True)
+    if state.mesh.rank == 0:
         from safetensors.torch import save_file
 
-        unshared = {name: tensor.clone().contiguous() for name, tensor in state.items()}
+        unshared = {name: tensor.clone().contiguous() for name, tensor in weights.items()}
         partial = Path(f"{path}.partial")
         save_file(unshared, str(partial), metadata={"format": "pt"})
         partial.replace(path)
-    barrier(engine.mesh.world)
+    barrier(state.mesh.world)
 
 
-def memory(engine: Engine) -> dict[str, int | None]:
+def memory(state: RankState) -> dict[str, int | None]:
     """Bytes held by this rank now: parameters (masters too), gradients, optimizer state; peak on a GPU."""
-    masters = [slot.master for slot in engine.technique.slots]
-    masters += list(engine.owners.masters.values()) if engine.owners is not None else []
-    parameters = [*engine.module.parameters(), *masters]
-    gradients = [p.grad for p in parameters] + engine.technique.gradient_buffers()
-    state = [v for s in engine.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+    masters = [slot.master for slot in state.technique.slots]
+    masters += list(state.owners.masters.values()) if state.owners is not None else []
+    parameters = [*state.module.parameters(), *masters]
+    gradients = [p.grad for p in parameters] + state.technique.gradient_buffers()
+    held = [v for s in state.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
     return {
         "parameters": storage_bytes(parameters),
         "gradients": storage_bytes(gradients),
-        "optimizer": storage_bytes(state),
-        "peak": peak_bytes(engine.device),
+        "optimizer": storage_bytes(held),
+        "peak": peak_bytes(state.device),
     }

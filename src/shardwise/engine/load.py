@@ -1,9 +1,9 @@
-"""Whole weights into an engine that runs: each rank takes its part of every tensor, masters included."""
+"""Whole weights into a running plan: each rank takes its part of every tensor, masters included."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -12,61 +12,59 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from shardwise.errors import InputError
 from shardwise.parallel.slots import ValueOf
-
-if TYPE_CHECKING:
-    from shardwise.engine.engine import Engine
+from shardwise.step.state import RankState
 
 
 @torch.no_grad()
-def load_state_dict(engine: Engine, state: Mapping[str, torch.Tensor], strict: bool = True) -> Any:
+def load_state_dict(state: RankState, given: Mapping[str, torch.Tensor], strict: bool = True) -> Any:
     """Put whole weights and buffers, under the module's own names, in place. Nothing is sent between ranks.
 
     Returns torch's (missing_keys, unexpected_keys). Raises `InputError` where there are any and `strict`, or where a
     shape differs.
     """
-    module = engine.module
+    module = state.module
     own = module.state_dict(keep_vars=True)
-    missing, unknown = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+    missing, unknown = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
     if strict and (missing or unknown):
         told = [f"{what} {', '.join(found[:3])}" for what, found in (("lacks", missing), ("has", unknown)) if found]
         raise InputError(f"load_state_dict: the state {' and '.join(told)}: it is another model's")
     held = dict(module.named_parameters())
     names = {id(param): name for name, param in held.items()}
-    wholes = {names[id(value)]: state[key] for key, value in own.items() if id(value) in names and key in state}
-    value_of = _shares(engine, wholes, held)
+    wholes = {names[id(value)]: given[key] for key, value in own.items() if id(value) in names and key in given}
+    value_of = _shares(state, wholes, held)
     for child in module.modules():
         if isinstance(child, FSDPModule):
             child.reshard()  # else the next forward would use what was gathered before
-    for index, name in enumerate(engine.names):
+    for index, name in enumerate(state.names):
         if name not in wholes:
             continue
-        value = value_of(name).to(engine.device)
+        value = value_of(name).to(state.device)
         _put(held[name], value)
-        engine.technique.load_masters(index, value)
-        if engine.owners is not None and index in engine.owners.masters:
-            engine.owners.masters[index].copy_(value)
-    for name in wholes.keys() - set(engine.names):
-        _put(held[name], value_of(name).to(engine.device))
+        state.technique.load_masters(index, value)
+        if state.owners is not None and index in state.owners.masters:
+            state.owners.masters[index].copy_(value)
+    for name in wholes.keys() - set(state.names):
+        _put(held[name], value_of(name).to(state.device))
     for name, buffer in module.named_buffers():
-        if name in state:
-            buffer.copy_(state[name])
+        if name in given:
+            buffer.copy_(given[name])
     return _IncompatibleKeys(missing, unknown)
 
 
-def _shares(engine: Engine, wholes: Mapping[str, torch.Tensor], held: Mapping[str, torch.Tensor]) -> ValueOf:
+def _shares(state: RankState, wholes: Mapping[str, torch.Tensor], held: Mapping[str, torch.Tensor]) -> ValueOf:
     """Name -> what this rank holds of the whole value, tp's cuts and ep's experts taken."""
 
     def whole(name: str) -> torch.Tensor:
         value, shape = wholes[name], held[name].shape
-        for spread in (engine.experts, engine.tensor):
+        for spread in (state.experts, state.tensor):
             shape = shape if spread is None else spread.full_shape(name, shape)
         if value.shape != shape:
             raise InputError(f"load_state_dict: '{name}' has shape {tuple(value.shape)}, the model's {tuple(shape)}")
         return value
 
     value_of: ValueOf = whole
-    value_of = value_of if engine.tensor is None else engine.tensor.local_values(value_of)
-    return value_of if engine.experts is None else engine.experts.local_values(value_of)
+    value_of = value_of if state.tensor is None else state.tensor.local_values(value_of)
+    return value_of if state.experts is None else state.experts.local_values(value_of)
 
 
 def _put(param: torch.Tensor, value: torch.Tensor) -> None:

@@ -24,9 +24,9 @@ from torch.utils._pytree import tree_flatten
 
 from shardwise.comm import Axis
 from shardwise.engine.groups import named_groups
-from shardwise.engine.owners import Owners
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.parallel.slots import DataParallel, Pieces
+from shardwise.step.owners import Owners
 from shardwise.trace.double import KeepDouble
 
 OptimizerFn = Callable[[list[dict]], Optimizer]

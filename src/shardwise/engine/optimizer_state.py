@@ -17,15 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from shardwise.comm import broadcast, gather_json
+from shardwise.engine.whole import put_together, to_all_stages
 from shardwise.errors import RefusedPlan, ShardwiseError
-
-if TYPE_CHECKING:
-    from shardwise.engine.engine import Engine
+from shardwise.step.state import RankState
 
 
 @dataclass
@@ -44,21 +43,21 @@ class _Row:
     tensors: list[list[Any]]
 
 
-def full_optimizer_state(engine: Engine) -> Iterator[tuple[str, dict[Any, Any]]]:
+def full_optimizer_state(state: RankState) -> Iterator[tuple[str, dict[Any, Any]]]:
     """(name, state) of every trained parameter, as one process would have it; {} where there is none. Collective.
 
     Values are tensors (whole; they may be the optimizer's own), numbers, or lists, tuples and dicts of them. Raises
     `RefusedPlan` where nothing tells how a tensor is made of what the ranks hold, `ShardwiseError` where a rank lost
     the state of its piece.
     """
-    rows, held = _mine(engine)
-    table = gather_json({name: vars(row) for name, row in rows.items()}, engine.mesh.world, engine.device)
+    rows, held = _mine(state)
+    table = gather_json({name: vars(row) for name, row in rows.items()}, state.mesh.world, state.device)
     by_rank = [{name: _Row(**row) for name, row in ranks_rows.items()} for ranks_rows in table]
-    forms = {name: _Form(name, by_rank, _source(engine, name)) for name in engine.all_names}
-    leaves = _leaves(engine, forms, held)
-    if engine.pipeline is not None:
-        leaves = engine.pipeline.spread(leaves, [name for name in engine.all_names for _ in forms[name].sent])
-    for name in engine.all_names:
+    forms = {name: _Form(name, by_rank, _source(state, name)) for name in state.all_names}
+    leaves = _leaves(state, forms, held)
+    if state.staged is not None:
+        leaves = to_all_stages(state.staged, leaves, [name for name in state.all_names for _ in forms[name].sent])
+    for name in state.all_names:
         form = forms[name]
         tensors = dict(form.told)
         for place in form.sent:
@@ -66,25 +65,25 @@ def full_optimizer_state(engine: Engine) -> Iterator[tuple[str, dict[Any, Any]]]
         yield name, {} if form.template is None else _decoded(form.template, tensors)
 
 
-def _source(engine: Engine, name: str) -> int:
+def _source(state: RankState, name: str) -> int:
     """The rank whose stage tells this one about a parameter: itself, where it holds it alone."""
-    if engine.pipeline is None:
-        return engine.rank
-    return engine.mesh.pp.ranks[engine.pipeline.cut.holders[name][0]]
+    if state.staged is None:
+        return state.mesh.rank
+    return state.mesh.pp.ranks[state.staged.cut.holders[name][0]]
 
 
-def _mine(engine: Engine) -> tuple[dict[str, _Row], dict[str, list[torch.Tensor]]]:
+def _mine(state: RankState) -> tuple[dict[str, _Row], dict[str, list[torch.Tensor]]]:
     """This rank's row of the table, and the tensors in it, by parameter."""
-    cuts = set(engine.tensor.cuts if engine.tensor is not None else ())
-    cuts |= set(engine.experts.experts if engine.experts is not None else ())
-    masters = [(slot.name, slot.master, slot.whole and slot.name not in cuts) for slot in engine.technique.slots]
-    if engine.owners is not None:
-        masters = [(engine.names[index], master, True) for index, master in engine.owners.masters.items()]
+    cuts = set(state.tensor.cuts if state.tensor is not None else ())
+    cuts |= set(state.experts.experts if state.experts is not None else ())
+    masters = [(slot.name, slot.master, slot.whole and slot.name not in cuts) for slot in state.technique.slots]
+    if state.owners is not None:
+        masters = [(state.names[index], master, True) for index, master in state.owners.masters.items()]
     rows, held = {}, {}
     for name, master, whole in masters:
-        state = engine.optimizer.state.get(master)
+        kept = state.optimizer.state.get(master)
         tensors: list[torch.Tensor] = []
-        template = _encoded(dict(state), tensors, name) if state else None
+        template = _encoded(dict(kept), tensors, name) if kept else None
         told = [[str(t.dtype)[6:], list(t.shape), t.item() if t.numel() == 1 else None] for t in tensors]
         rows[name], held[name] = _Row(list(master.shape), whole, template, told), tensors
     return rows, held
@@ -137,22 +136,22 @@ def _refuse_lost(name: str, rows: dict[int, _Row]) -> None:
 
 
 def _leaves(
-    engine: Engine, forms: dict[str, _Form], held: dict[str, list[torch.Tensor]]
+    state: RankState, forms: dict[str, _Form], held: dict[str, list[torch.Tensor]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, whole tensor) of what is sent of the state of this rank's stages, in order. Collective over them."""
-    for index, name in enumerate(engine.names):
+    for index, name in enumerate(state.names):
         form, mine = forms[name], held.get(name, [])
         for place in form.sent:
             dtype, shape, _ = form.tensors[place]
             empty = [0] if place in form.pieces else shape
             tensor = mine[place].detach() if mine else torch.empty(empty, dtype=getattr(torch, dtype))
             if place in form.pieces:
-                piece = engine.technique.whole(index, tensor.to(engine.device))
-                yield name, engine._whole(name, piece)
+                piece = state.technique.whole(index, tensor.to(state.device))
+                yield name, put_together(state, name, piece)
                 continue
-            if engine.owners is not None:
-                tensor = tensor.to(engine.device).contiguous()
-                broadcast(tensor, engine.owners.axis, engine.owners.owner_of[index], "control")
+            if state.owners is not None:
+                tensor = tensor.to(state.device).contiguous()
+                broadcast(tensor, state.owners.axis, state.owners.owner_of[index], "control")
             yield name, tensor
 
 

@@ -13,61 +13,58 @@ and values): `select` takes what does.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from shardwise.comm import gather_json, receive, send
-from shardwise.engine.pipelined import StagedForward
 from shardwise.errors import InputError
 from shardwise.layout.dealing import Share
 from shardwise.part import forget, plain
-
-if TYPE_CHECKING:
-    from shardwise.engine.engine import Engine
+from shardwise.step.state import RankState
 
 TAG = "predictions"
 PLAIN = (type(None), bool, int, float, str)
 
 
-def predict(engine: Engine, steps: Iterator[list[Share]], select: Callable[[Any], Any] | None) -> Iterator[Any]:
+def predict(state: RankState, steps: Iterator[list[Share]], select: Callable[[Any], Any] | None) -> Iterator[Any]:
     """For each step the output for all its samples on rank 0, None on other ranks. Collective."""
     for parts in steps:
-        found = [_one(engine, part, select) for part in parts]
-        yield _joined(found) if engine.rank == 0 else None
+        found = [_one(state, part, select) for part in parts]
+        yield _joined(found) if state.mesh.rank == 0 else None
 
 
-def _one(engine: Engine, part: Share, select: Callable[[Any], Any] | None) -> Any:
+def _one(state: RankState, part: Share, select: Callable[[Any], Any] | None) -> Any:
     """(leaves, structure) of a micro-batch on rank 0."""
-    leaves, told = _mine(engine, part, select)
-    table = [row for row in gather_json(told, engine.mesh.world, engine.device) if row is not None]
+    leaves, told = _mine(state, part, select)
+    table = [row for row in gather_json(told, state.mesh.world, state.device) if row is not None]
     _check(table)
     table.sort(key=lambda row: row["start"])
-    pieces = [_brought(engine, row, leaves) for row in table]
-    if engine.rank:
+    pieces = [_brought(state, row, leaves) for row in table]
+    if state.mesh.rank:
         return None
     spec = table[0]["spec"]
     return [_put([piece[i] for piece in pieces]) for i in range(len(pieces[0]))], spec
 
 
 @torch.no_grad()
-def _mine(engine: Engine, part: Share, select: Callable[[Any], Any] | None) -> tuple[list[Any], dict | None]:
+def _mine(state: RankState, part: Share, select: Callable[[Any], Any] | None) -> tuple[list[Any], dict | None]:
     """This rank's leaves, and what it tells of them; None where another rank sends, or no sample counts."""
-    forward = engine.forward
-    engine.module.eval()
+    forward = state.forward
+    state.module.eval()
     try:
         output = forward.output(forward.to_device(part.batch))
-        if isinstance(forward, StagedForward) and not forward.has_loss:
+        if state.staged is not None and not state.staged.has_loss:
             return [], None
         leaves, spec = pytree.tree_flatten(output if select is None else select(output))
         leaves = [plain(leaf) for leaf in leaves]
     finally:
-        engine.module.train()
+        state.module.train()
         forget()
-    if engine.mesh.tp.index or not part.count:
+    if state.mesh.tp.index or not part.count:
         return [], None
-    row: dict[str, Any] = {"rank": engine.rank, "start": part.start, "error": _wrong(leaves, part.count)}
+    row: dict[str, Any] = {"rank": state.mesh.rank, "start": part.start, "error": _wrong(leaves, part.count)}
     try:
         row["spec"] = pytree.treespec_dumps(spec)
     except NotImplementedError:  # a class that is registered as a pytree, without a name for it
@@ -105,10 +102,10 @@ def _check(table: list[dict]) -> None:
         raise InputError(f"outputs for samples of one batch have other shapes on other ranks: {advice}")
 
 
-def _brought(engine: Engine, row: dict, leaves: list[Any]) -> list[Any]:
+def _brought(state: RankState, row: dict, leaves: list[Any]) -> list[Any]:
     """The leaves of one rank, on rank 0's CPU; elsewhere they are sent, or nothing is done."""
-    world, source = engine.mesh.world, row["rank"]
-    if engine.rank not in (0, source):
+    world, source = state.mesh.world, row["rank"]
+    if state.mesh.rank not in (0, source):
         return []
     brought, pending = [], []
     for number, told in enumerate(row["leaves"]):
@@ -116,12 +113,12 @@ def _brought(engine: Engine, row: dict, leaves: list[Any]) -> list[Any]:
             brought.append(told)
         elif source == 0:
             brought.append(leaves[number].cpu())
-        elif engine.rank == source:
+        elif state.mesh.rank == source:
             data = leaves[number].contiguous().view(-1).view(torch.uint8)
             if data.numel():
                 pending.append((send(data, world, 0, TAG, number), data))  # data stays until it is sent
         else:
-            made = torch.empty(told[1], dtype=getattr(torch, told[0]), device=engine.device)
+            made = torch.empty(told[1], dtype=getattr(torch, told[0]), device=state.device)
             if made.numel():
                 receive(made.view(-1).view(torch.uint8), world, source, TAG, number).wait()
             brought.append(made.cpu())

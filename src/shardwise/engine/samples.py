@@ -9,9 +9,9 @@ import torch
 from torch.utils._pytree import tree_flatten
 
 from shardwise.comm import Axis, gather_rows
-from shardwise.engine.batching import samples_in, slice_samples
 from shardwise.errors import InputError
 from shardwise.layout import Plan
+from shardwise.step.batching import samples_in, slice_samples
 from shardwise.task import Task
 
 COSTLY_BYTES = 2**30

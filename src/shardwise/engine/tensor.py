@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from shardwise.comm import Axis
-from shardwise.engine.batching import samples_in
-from shardwise.engine.forward import run_alone
 from shardwise.engine.samples import SAMPLES, a_few, few_samples
 from shardwise.errors import InputError, RefusedPlan, ShardwiseError
 from shardwise.layout import Plan
 from shardwise.mesh import Mesh
 from shardwise.parallel.tensor import Derived, Followed, TensorParallel, find_cuts
 from shardwise.precision import Precision
+from shardwise.step.batching import samples_in
+from shardwise.step.forward import run_alone
 from shardwise.task import Task
 from shardwise.trace.deferred import Built, build
 

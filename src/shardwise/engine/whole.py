@@ -1,107 +1,116 @@
-"""Whole tensors out of an engine whose ranks hold shares: parameters, gradients, buffers."""
+"""Whole tensors from ranks that hold shares: parameters, gradients, buffers. Collective, one tensor at a time."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
-from torch import nn
 
-from shardwise.engine import export
-from shardwise.engine.optimizer_state import full_optimizer_state
-from shardwise.parallel.slots import DataParallel
-
-if TYPE_CHECKING:
-    from shardwise.engine.engine import Engine
+from shardwise.comm import broadcast
+from shardwise.parallel.pipeline.messages import DTYPES, MOST_DIMS
+from shardwise.step.staged import StagedForward
+from shardwise.step.state import RankState
 
 
-class Whole:
-    """What an engine's ranks gather for whoever asks. An `Engine` sets the attributes.
+def full_parameters(state: RankState) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, whole tensor) of every parameter, frozen ones included, master weights first. Collective."""
+    held = _held_parameters(state)
+    return held if state.staged is None else to_all_stages(state.staged, held, state.all_names + state.frozen_names)
 
-    names          trained parameters that this rank's stages hold; `all_names` those of all stages
-    held_frozen    frozen parameters that this rank's stages hold; `frozen_names` those of all stages
-    tensor         shares of tp, `experts` those of ep, `pipeline` the stages; None without that axis
+
+def full_parameter(state: RankState, name: str) -> torch.Tensor:
+    """One whole parameter, its master first. Collective; not under a pipeline."""
+    if name in state.names:
+        return put_together(state, name, state.technique.full_parameter(state.names.index(name)))
+    return put_together(state, name, _gathered(dict(state.module.named_parameters())[name]))
+
+
+def full_gradients(state: RankState) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """(name, whole gradient, None where unused) of the step just done. Collective."""
+    held = ((name, put_together(state, name, state.technique.full_gradient(i))) for i, name in enumerate(state.names))
+    return held if state.staged is None else to_all_stages(state.staged, held, state.all_names)
+
+
+def full_buffers(state: RankState) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of every buffer, as the stage has it that uses it. Collective under a pipeline."""
+    if state.staged is None:
+        yield from state.module.named_buffers()
+        return
+    for name, buffer in state.module.named_buffers():
+        owner = state.staged.cut.buffers[name]
+        found = _handed_out(state.staged, buffer if owner == state.staged.axis.index else None, owner)
+        assert found is not None
+        yield name, found
+
+
+def used_parameters(state: RankState) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, whole tensor) of each parameter of this rank's stages, as its module computes with it. Collective.
+
+    Beside `full_parameters`, which tells the masters: under zero=1 and 2 and in mixed precision they are others.
     """
+    held = {*state.names, *state.held_frozen}
+    for name, param in state.module.named_parameters():
+        if name in held:
+            yield name, put_together(state, name, _gathered(param))
 
-    names: list[str]
-    all_names: list[str]
-    held_frozen: set[str]
-    frozen_names: list[str]
-    module: nn.Module
-    technique: DataParallel
-    tensor: Any
-    experts: Any
-    pipeline: Any
 
-    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, whole tensor) of every parameter, frozen ones included, master weights first. Collective."""
-        if self.pipeline is None:
-            return self._held_parameters()
-        return self.pipeline.spread(self._held_parameters(), self.all_names + self.frozen_names)
+def used_buffers(state: RankState) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of each buffer that this rank's stages use, as they have it."""
+    for name, buffer in state.module.named_buffers():
+        if state.staged is None or state.staged.cut.buffers[name] == state.staged.axis.index:
+            yield name, buffer
 
-    def _held_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for index, name in enumerate(self.names):
-            yield name, self._whole(name, self.technique.full_parameter(index))
-        for name, param in self.module.named_parameters():
-            if not param.requires_grad and name in self.held_frozen:
-                held = param.full_tensor() if hasattr(param, "full_tensor") else param
-                yield name, self._whole(name, held.detach())
 
-    def full_parameter(self, name: str) -> torch.Tensor:
-        """One whole parameter, its master first. Collective; not under a pipeline."""
-        if name in self.names:
-            return self._whole(name, self.technique.full_parameter(self.names.index(name)))
-        held: Any = dict(self.module.named_parameters())[name]
-        return self._whole(name, (held.full_tensor() if hasattr(held, "full_tensor") else held).detach())
+def _held_parameters(state: RankState) -> Iterator[tuple[str, torch.Tensor]]:
+    for index, name in enumerate(state.names):
+        yield name, put_together(state, name, state.technique.full_parameter(index))
+    for name, param in state.module.named_parameters():
+        if not param.requires_grad and name in state.held_frozen:
+            yield name, put_together(state, name, _gathered(param))
 
-    def full_gradients(self) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """(name, whole gradient, None where unused) of the step just done. Collective."""
-        if self.pipeline is None:
-            return self._held_gradients_by_name()
-        return self.pipeline.spread(self._held_gradients_by_name(), self.all_names)
 
-    def full_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, tensor) of every buffer. Collective under a pipeline."""
-        return self.module.named_buffers() if self.pipeline is None else self.pipeline.buffers()
+def _gathered(param: Any) -> torch.Tensor:
+    """FSDP's parameters in full, others as they are."""
+    return (param.full_tensor() if hasattr(param, "full_tensor") else param).detach()
 
-    def full_optimizer_state(self) -> Iterator[tuple[str, dict[Any, Any]]]:
-        """(name, state) of every trained parameter, whole whatever the technique, {} where there is none. Collective.
 
-        Tensors may be the optimizer's own: copy what is to outlive the next step.
-        """
-        return full_optimizer_state(cast("Engine", self))
+def put_together(state: RankState, name: str, share: Any) -> Any:
+    """The whole tensor of what this rank holds of a parameter, or of a tensor like it (None stays). Collective."""
+    share = share if state.experts is None else state.experts.whole(name, share)
+    return share if state.tensor is None else state.tensor.whole(name, share)
 
-    def used_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, whole tensor) of each parameter of this rank's stages, as its module computes with it. Collective.
 
-        Beside `full_parameters`, which tells the masters: under zero=1 and 2 and in mixed precision they are others.
-        """
-        held = {*self.names, *self.held_frozen}
-        for name, param in self.module.named_parameters():
-            if name in held:
-                full = param.full_tensor() if hasattr(param, "full_tensor") else param
-                yield name, self._whole(name, full.detach())
+# --- from the stage that holds a tensor to all
 
-    def used_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, tensor) of each buffer that this rank's stages use, as they have it."""
-        for name, buffer in self.module.named_buffers():
-            if self.pipeline is None or self.pipeline.cut.buffers[name] == self.pipeline.axis.index:
-                yield name, buffer
 
-    def _held_gradients_by_name(self) -> Iterator[tuple[str, torch.Tensor | None]]:
-        for index, name in enumerate(self.names):
-            yield name, self._whole(name, self.technique.full_gradient(index))
+def to_all_stages(
+    staged: StagedForward, held: Iterator[tuple[str, torch.Tensor | None]], names: list[str]
+) -> Iterator[tuple[str, Any]]:
+    """(name, tensor) for all names, on every stage, from what each holds (in the order of the names)."""
+    for name in names:
+        ranks = staged.cut.holders[name]
+        tensor = None
+        if staged.axis.index in ranks:
+            found, tensor = next(held)
+            assert found == name, f"{found} came where {name} was expected"
+        yield name, _handed_out(staged, tensor, ranks[0])
 
-    def _whole(self, name: str, share: Any) -> Any:
-        share = share if self.experts is None else self.experts.whole(name, share)
-        return share if self.tensor is None else self.tensor.whole(name, share)
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Whole parameters and persistent buffers on the CPU, under the module's own names. Collective."""
-        return export.state_dict(cast("Engine", self))
-
-    def save_weights(self, path: str | Path) -> None:
-        """Whole weights and buffers as one safetensors file, written by rank 0. Collective."""
-        export.save_weights(cast("Engine", self), path)
+def _handed_out(staged: StagedForward, tensor: torch.Tensor | None, source: int) -> torch.Tensor | None:
+    axis, device = staged.axis, staged.device
+    row = torch.zeros(3 + MOST_DIMS, dtype=torch.int64)
+    if axis.index == source and tensor is not None:
+        numbers = [1, DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
+        row[: len(numbers)] = torch.tensor(numbers)
+    row = row.to(device)
+    broadcast(row, axis, source, "control")
+    present, kind, dims, *shape = row.tolist()
+    if not present:
+        return None
+    if axis.index != source or tensor is None:
+        tensor = torch.empty(shape[:dims], dtype=DTYPES[kind], device=device)
+    tensor = tensor.detach().contiguous()
+    as_bytes = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
+    broadcast(as_bytes, axis, source, "control")
+    return tensor

@@ -53,11 +53,6 @@ class Grid:
         everyone = range(math.prod(self.shape))
         return [r for r in everyone if all(self.coordinates(r)[a] == mine[a] for a in rest)]
 
-    def data_index(self, rank: int) -> int:
-        """Which of the plan's data ranks this rank is: its place in dp_replicate x dp_shard."""
-        at = self.coordinates(rank)
-        return at["dp_replicate"] * self.plan.dp_shard + at["dp_shard"]
-
 
 def placement(plan: Plan, devices: int) -> tuple[list[dict[str, int]], list[str]]:
     """(rank, node, device and coordinates of each rank; axes whose groups lie on several nodes)."""

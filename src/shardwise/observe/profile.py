@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ class StepProfile:
         self.steps, self.engine, self.folder = steps, engine, folder
         self._profiler: Any = None
         self._all: Any = None
-        self._undo: list[Callable[[], None]] = []
+        self._watching = ExitStack()
         self.measured_s = 0.0
         self._began = 0.0
 
@@ -79,9 +79,7 @@ class StepProfile:
             return None
         self._all.__exit__(None, None, None)
         self.measured_s = time.perf_counter() - self._began
-        for undo in reversed(self._undo):
-            undo()
-        self._undo.clear()
+        self._watching.close()
         self._profiler.__exit__(None, None, None)
         folder = self.folder / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
@@ -92,26 +90,16 @@ class StepProfile:
 
     def _watch(self) -> None:
         """Name what the trace would not: waits, the update, and the axis of each collective."""
-        engine, work, wait = self.engine, dist.Work, dist.Work.wait
-        update = engine._update
+        work, wait = dist.Work, dist.Work.wait
 
         def named_wait(self: Any, *args: Any, **kwargs: Any) -> Any:
             with record_function(_WAIT):
                 return wait(self, *args, **kwargs)
 
-        def named_update() -> None:
-            with record_function(_UPDATE):
-                update()
-
-        issues = _Issues(_Ranges(), engine.mesh.group_axes)
-        issues.__enter__()
+        self._watching.enter_context(_Issues(_Ranges(), self.engine.mesh.group_axes))
+        self._watching.enter_context(self.engine.around("update", lambda: record_function(_UPDATE)))
+        self._watching.callback(setattr, work, "wait", wait)
         work.wait = named_wait
-        engine._update = named_update  # type: ignore[method-assign]
-        self._undo = [
-            lambda: setattr(work, "wait", wait),
-            lambda: delattr(engine, "_update"),
-            lambda: issues.__exit__(None, None, None),
-        ]
 
 
 class _Ranges(Ledger):

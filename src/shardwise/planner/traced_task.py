@@ -12,7 +12,6 @@ from shardwise.cluster import Cluster
 from shardwise.costs.layout import RECOMPUTES, Layout
 from shardwise.costs.memory import CONTEXT_BYTES, Ledger
 from shardwise.costs.software import Software, as_planned
-from shardwise.engine.batching import samples_in
 from shardwise.engine.check import WEIGHTS_FREED
 from shardwise.engine.optimizer import Nature, shares_of, try_out
 from shardwise.engine.optimizer import refuse as refuse_optimizer
@@ -32,6 +31,7 @@ from shardwise.simulator.forecast import Forecast
 from shardwise.simulator.held import memory
 from shardwise.simulator.quick import Quick
 from shardwise.simulator.traced import simulate_traced, switches
+from shardwise.step.batching import samples_in
 from shardwise.task import Task
 
 DEFAULT_SAMPLES = 32  # of a step, for a task with a data source and no batch of its own

@@ -14,15 +14,15 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from shardwise.engine.batching import samples_in, slice_samples
 from shardwise.engine.groups import named_groups
-from shardwise.engine.loss import read_loss
 from shardwise.errors import InputError
 from shardwise.layout.dealing import micro_batches
 from shardwise.proof.eps import EpsWatch
 from shardwise.proof.record import Record, kept, kept_state
 from shardwise.proof.settings import Settings, global_batch, nudged
 from shardwise.random import BatchDims, GlobalRandom, Samples
+from shardwise.step.batching import samples_in, slice_samples
+from shardwise.step.loss import read_loss
 from shardwise.task import Task
 from shardwise.trace.deferred import build, named_tensors
 from shardwise.trace.double import KeepDouble, default_dtype

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.engine.batching import samples_in, slice_samples
 from shardwise.layout import Plan
 from shardwise.proof.settings import Settings, global_batch
+from shardwise.step.batching import samples_in, slice_samples
 from shardwise.task import Task
 from shardwise.task_names import resolve_task
 from shardwise.trace.blocks import find_blocks

@@ -22,9 +22,8 @@ import torch
 
 from shardwise.comm import Axis
 from shardwise.costs.layout import Layout
-from shardwise.engine.cutting import Cut, cut_forward
+from shardwise.engine.cutting import cut_forward
 from shardwise.engine.experts import look_for_experts
-from shardwise.engine.forward import run_alone
 from shardwise.engine.recipe import make_gradients_dense
 from shardwise.engine.samples import SAMPLES, a_few, few_samples
 from shardwise.engine.tensor import derive_cuts
@@ -34,11 +33,13 @@ from shardwise.layout.schedule_kinds import Op
 from shardwise.layout.schedules import Schedule, make_schedule
 from shardwise.parallel.expert import holds_experts
 from shardwise.parallel.expert.apply import Stack
+from shardwise.parallel.pipeline.placed import Cut
 from shardwise.parallel.tensor import Derived, Followed
 from shardwise.part import forget
 from shardwise.precision import Precision
 from shardwise.rehearsal.rank_row import ALIKE, Beside, RankTrace, Rehearsal, Told
 from shardwise.rehearsal.step_trace import Inside, as_real, batch_bytes, repeated, untraced
+from shardwise.step.forward import run_alone
 from shardwise.task import Task
 from shardwise.trace.blocks import find_blocks
 from shardwise.trace.deferred import Built

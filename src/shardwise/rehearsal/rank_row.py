@@ -15,13 +15,13 @@ from torch.utils import _pytree as pytree
 
 from shardwise.comm import Axis, Ledger
 from shardwise.comm.ledger import FACTORS
-from shardwise.engine.cutting import Cut
 from shardwise.layout.schedule_kinds import Op
 from shardwise.memory.live import LiveBytes
 from shardwise.memory.recompute import recompute_block
 from shardwise.parallel.expert import ExpertParallel, install
 from shardwise.parallel.flat import Flat
 from shardwise.parallel.pipeline import backward
+from shardwise.parallel.pipeline.placed import Cut
 from shardwise.parallel.pipeline.stage import StagedModule
 from shardwise.parallel.tensor import TensorParallel
 from shardwise.parallel.tensor.apply import see_parts

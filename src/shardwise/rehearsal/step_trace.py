@@ -30,7 +30,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwise.comm import Axis, Ledger
 from shardwise.comm.ledger import FACTORS
-from shardwise.engine.batching import parts_of, samples_in
 from shardwise.engine.groups import named_groups
 from shardwise.engine.optimizer import needs_closure
 from shardwise.engine.recipe import make_gradients_dense, refuse, scripted
@@ -46,6 +45,7 @@ from shardwise.rehearsal.gpu_kernels import like_gpu
 from shardwise.rehearsal.known_values import BATCH, Values, give
 from shardwise.rehearsal.op_counts import Count, Trace
 from shardwise.simulator.counted import Update
+from shardwise.step.batching import parts_of, samples_in
 from shardwise.task import Task
 from shardwise.trace.blocks import find_blocks
 from shardwise.trace.deferred import build as build_deferred
@@ -295,7 +295,7 @@ def inputs_of(task: Task, batch: Any, precision: Precision) -> tuple[tuple, dict
 
 
 def objective(told: tuple) -> torch.Tensor:
-    """What a run differentiates of what `Task.loss` returned: the sum and the terms beside it (engine/objective.py)."""
+    """What a run differentiates of what `Task.loss` returned: the sum and the terms beside it (step/objective.py)."""
     total = told[0]
     for term in (told[2] if len(told) > 2 else {}).values():
         total = total + (term[0] if isinstance(term, tuple | list) else term) * 1.0

@@ -7,10 +7,10 @@ import zlib
 import torch
 
 from shardwise.comm import gather_rows
-from shardwise.engine.control import Tally
 from shardwise.engine.engine import Engine
 from shardwise.errors import InputError, RefusedPlan, RunError
 from shardwise.scripts.divisor import Divisor
+from shardwise.step.control import Tally
 
 _KINDS = {"mean": 1.0, "sum": 2.0, "unknown": 3.0}
 

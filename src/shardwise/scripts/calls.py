@@ -90,7 +90,7 @@ class Calls(Events):
             each.part, each._done = part, False
             each.checksum = zlib.crc32(str(checksum).encode(), each.checksum)
             if each.engine is not None:
-                each.engine.phase.stand_in = part.count == 0
+                each.engine.state.phase.stand_in = part.count == 0
         self.resume()
 
     def after_batch(self) -> None:
@@ -128,7 +128,7 @@ class Calls(Events):
     def watch(self, engine: Engine) -> None:
         """The model's weights are in place: follow its calls from here on."""
         self.engine = engine
-        engine.phase.stand_in = self.part is not None and self.part.count == 0
+        engine.state.phase.stand_in = self.part is not None and self.part.count == 0
         self.model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)  # before units gather
         self.model.register_forward_hook(self._leave, with_kwargs=True)
         if self.mesh.world.size > 1:
@@ -138,7 +138,7 @@ class Calls(Events):
     @names_line
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         assert self.engine is not None
-        precision = self.engine.precision
+        precision = self.engine.state.precision
         if precision.mixed:
             args, kwargs = precision.cast_inputs((args, kwargs))
         if not (module.training and torch.is_grad_enabled()):
@@ -160,9 +160,9 @@ class Calls(Events):
         assert self.engine is not None
         if self.draws is not None:
             self.draws.leave()
-        if self.engine.precision.mixed:
-            output = self.engine.precision.cast_outputs(output)
-        if self.engine.tensor is not None:
+        if self.engine.state.precision.mixed:
+            output = self.engine.state.precision.cast_outputs(output)
+        if self.engine.state.tensor is not None:
             output = seen_outside(output)
         if module.training and torch.is_grad_enabled() and self.mesh.world.size > 1:
             for tensor in tensors_of(output):
@@ -197,8 +197,8 @@ class Calls(Events):
         self.suspend()
         batch_norms, notices = look_at_model(engine, args, kwargs)
         for module in batch_norms:
-            sync_module(module, engine.mesh.data, engine.phase)
-        engine.notices += notices
+            sync_module(module, engine.mesh.data, engine.state.phase)
+        engine.notices.extend(notices)
         torch.clear_autocast_cache()  # of casts that were made without gradients
         self.resume()
 

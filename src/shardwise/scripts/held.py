@@ -41,7 +41,7 @@ class Held(ABC):
         if self._engine is None:
             return type(self.model).load_state_dict(self.model, state, strict)
         with self._gate.open(), self._state_gate.open():
-            return load_state_dict(self.engine, state, strict)
+            return load_state_dict(self.engine.state, state, strict)
 
     def parameters(self) -> Iterator[torch.Tensor]:
         """Whole values, in the order of `model.parameters()`, for an average or a look: changing them has no effect.

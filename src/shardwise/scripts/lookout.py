@@ -14,13 +14,13 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from shardwise.comm import gather_rows
-from shardwise.engine.batching import samples_in, slice_samples
 from shardwise.engine.check import look
 from shardwise.engine.engine import Engine
-from shardwise.engine.loss import Loss
 from shardwise.engine.samples import SAMPLES
 from shardwise.errors import InputError
 from shardwise.parallel.batchnorm import batch_norm_modules
+from shardwise.step.batching import samples_in, slice_samples
+from shardwise.step.loss import Loss
 
 
 def look_at_model(engine: Engine, args: tuple, kwargs: dict) -> tuple[list[nn.Module], list[str]]:
@@ -47,8 +47,8 @@ def look_at_model(engine: Engine, args: tuple, kwargs: dict) -> tuple[list[nn.Mo
         return Loss(_weighted_sum(output, count, engine.device), float(count))
 
     findings = look(
-        engine.module, evaluate, whole, parts, (n, 1, n - 1), joined=None, dtype=engine.precision.compute, strict=True,
-        masks=False,
+        engine.module, evaluate, whole, parts, (n, 1, n - 1), joined=None, dtype=engine.state.precision.compute,
+        strict=True, masks=False,
     )  # fmt: skip
     return findings.batch_norms, findings.notices
 

@@ -21,9 +21,9 @@ from torch.optim import Optimizer
 
 from shardwise.comm import Axis
 from shardwise.engine.optimizer import Nature, refuse, try_out
-from shardwise.engine.owners import Owners, Pieces
 from shardwise.errors import InputError
 from shardwise.parallel.slots import DataParallel
+from shardwise.step.owners import Owners, Pieces
 
 _ORDER = ("elementwise", "per tensor", "joint")
 _OWN = ("param_groups", "state", "defaults")

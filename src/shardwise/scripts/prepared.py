@@ -25,10 +25,7 @@ from torch.optim import Optimizer
 from shardwise.comm import gather_rows
 from shardwise.comm.buckets import GradientBuckets
 from shardwise.device import pick_device
-from shardwise.engine.control import Tally, gather_reached
 from shardwise.engine.engine import Engine
-from shardwise.engine.loss import Loss
-from shardwise.engine.normalise import held_gradients, normalise, sum_of_squares
 from shardwise.engine.optimizer import refuse, shares_of
 from shardwise.engine.recipe import trainable
 from shardwise.errors import InputError, RefusedPlan
@@ -48,6 +45,10 @@ from shardwise.scripts.saying import names_line
 from shardwise.scripts.spread import check_cuts, shared_call, wait_for_call
 from shardwise.scripts.start import check_given, generators_kept, is_compiled, make_engine, with_dtype
 from shardwise.scripts.state import guard_optimizer, holds_pieces
+from shardwise.step.control import Tally
+from shardwise.step.loss import Loss
+from shardwise.step.normalise import held_gradients, sum_of_squares
+from shardwise.step.train_step import complete, update
 
 Randomness = Literal["global", "fast"]
 
@@ -150,21 +151,21 @@ class Prepared(Held):
         training = {child: child.training for child in model.modules()}
         with generators_kept():
             self._engine = engine = make_engine(model, plan, mesh, self.branches, self.seed, call)
-            engine.owners = optimizers.adopt(
-                self.optimizer, self._groups, engine.technique, engine.names, self._shapes, mesh.shard, self._nature,
-                zero=plan.zero if plan.dp_shard > 1 else 0, whole=not holds_pieces(plan),
+            engine.state.owners = optimizers.adopt(
+                self.optimizer, self._groups, engine.technique, engine.state.names, self._shapes, mesh.shard,
+                self._nature, zero=plan.zero if plan.dp_shard > 1 else 0, whole=not holds_pieces(plan),
             )  # fmt: skip
         for child, mode in training.items():
             child.training = mode
-        if engine.tensor is not None:
-            check_cuts(engine.tensor.cuts, mesh.world, mesh.device)
+        if engine.state.tensor is not None:
+            check_cuts(engine.state.tensor.cuts, mesh.world, mesh.device)
         if self.calls.draws is not None and is_compiled(model):
             engine.notices.append(
                 'the model is compiled, which has no effect where draws are followed: give randomness="fast" to use it'
             )
-        engine.optimizer, engine.optimizer_nature = self.optimizer, self._nature
+        engine.state.optimizer, engine.state.needs_closure = self.optimizer, self._nature.needs_closure
         in_pieces = self._shares or isinstance(engine.technique, FullShard)
-        self._gate = guard_gradients(model, engine.technique, all=self._shares or engine.precision.mixed)
+        self._gate = guard_gradients(model, engine.technique, all=self._shares or engine.state.precision.mixed)
         self._state_gate = guard_state_dict(model, plan, in_pieces=in_pieces)
         for buckets in _buckets(engine):
             buckets.asleep = True
@@ -234,7 +235,8 @@ class Prepared(Held):
         last = self._micro + 1 == engine.plan.accumulate or isinstance(engine.technique, FullShard)
         with self._gate.open():
             engine.technique.start_micro_batch(last=last)
-            scale = engine.scale.factor(counted, engine.mesh.data, engine.device) if engine.scale is not None else 1.0
+            scaled = engine.state.scale
+            scale = scaled.factor(counted, engine.mesh.data, engine.device) if scaled is not None else 1.0
             with self._asking():
                 (total * scale if scale != 1.0 else total).backward()
             self._tally.used.append(engine.technique.finish_micro_batch())
@@ -274,7 +276,7 @@ class Prepared(Held):
             raise InputError("prepared.clip_grad_norm_: there are no gradients yet: call prepared.backward first")
         factor = min(1.0, max_norm / (self.grad_norm + 1e-6))
         with self._gate.open():
-            gradients = held_gradients(self.engine)
+            gradients = held_gradients(self.engine.state)
         if gradients and factor < 1.0:
             torch._foreach_mul_(gradients, factor)
         return torch.tensor(self.grad_norm)
@@ -369,13 +371,8 @@ class Prepared(Held):
         if engine.world_size > 1:
             compare(engine, self._forms, tally, self.calls.checksum, generators=self.calls.randomness == "global")
         with self._gate.open():
-            agreed = engine._finish(tally, tally.reached)
-            if not agreed.same_branches and engine.data_ranks > 1:
-                refuse = engine.task.branches == "same"
-                used = gather_reached(tally, engine.names, engine.mesh.data, engine.device, refuse=refuse)
-                agreed = engine._finish(tally, used)
-            result, self._usable = normalise(engine, agreed)
-            self._square = sum_of_squares(engine, engine.technique.slots) if self._unguarded else None
+            result, self._usable = complete(engine.state, tally)
+            self._square = sum_of_squares(engine.state, engine.technique.slots) if self._unguarded else None
         forget()
         self._finished = True
         self._told.say(self.notices)
@@ -415,25 +412,25 @@ class Prepared(Held):
             raise RefusedPlan("optimizer.step(closure) where tp or ep cut weights: call backward and step() instead")
         engine = self.engine
         if closure is not None:
-            if engine.owners is not None:
+            if engine.state.owners is not None:
                 raise RefusedPlan("a closure with an optimizer that needs whole tensors: use dp_replicate")
             result = inner(lambda: self._closed(closure))
+            engine.technique.publish()
         else:
             self._flush()
             if self._square is not None:
                 with self._gate.open():
-                    same_change(engine, self._square, sum_of_squares(engine, engine.technique.slots))
+                    same_change(engine, self._square, sum_of_squares(engine.state, engine.technique.slots))
                 self._square = None
-            if engine.owners is not None:
-                engine.owners.collect_gradients(engine._used)
-            with self._gate.open():
-                result = inner() if self._tally is None or self._usable else None
-            if engine.owners is not None:
-                engine.owners.hand_out(engine._used)
-        engine.technique.publish()
-        engine.steps_done += 1
+            result = update(engine.state, lambda: self._usable_step(inner))
+        engine.state.steps_done += 1
         self._stepped = self._tally is not None
         return result
+
+    def _usable_step(self, inner: Callable[[], Any]) -> Any:
+        """The optimizer's own step; left out where a gradient is not finite."""
+        with self._gate.open():
+            return inner() if self._tally is None or self._usable else None
 
     def _closed(self, closure: Callable[[], Any]) -> torch.Tensor:
         """What a closure comes to over all ranks; a line search must see the same on each."""

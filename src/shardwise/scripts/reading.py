@@ -20,8 +20,8 @@ import torch
 from torch.utils.data import DataLoader, default_collate, default_convert
 
 from shardwise.comm import Axis, broadcast
-from shardwise.engine.batching import check_samples, parts_of
 from shardwise.layout.dealing import Share
+from shardwise.step.batching import check_samples, parts_of
 
 
 class Unfit(Exception):

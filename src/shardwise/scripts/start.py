@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from shardwise.engine.assemble import assemble
 from shardwise.engine.engine import Engine
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan, check
@@ -90,4 +91,4 @@ def make_engine(
         branches=branches,
         name="script",
     )
-    return Engine(task, plan, mesh, seed, call)
+    return Engine(assemble(task, plan, mesh, seed, call))

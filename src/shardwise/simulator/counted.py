@@ -117,7 +117,7 @@ class Update:
     calls      ops, views among them
     temporary  elements that live only while it runs
     left       of these, elements that the tensor before leaves behind until the next is done
-    whole      it needs whole tensors: under ZeRO each has one rank that updates it (engine/owners.py)
+    whole      it needs whole tensors: under ZeRO each has one rank that updates it (step/owners.py)
     """
 
     state_elements: float

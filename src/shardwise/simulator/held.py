@@ -12,10 +12,10 @@ from __future__ import annotations
 from shardwise.costs.layout import Layout
 from shardwise.costs.memory import Ledger
 from shardwise.costs.software import States
-from shardwise.engine.owners import choose_owners
 from shardwise.layout import Plan
 from shardwise.precision import Precision
 from shardwise.simulator.counted import Counted, Model
+from shardwise.step.owners import choose_owners
 
 IN_FLIGHT_BYTES = 2 * 25 * 2**20  # of gradients: two buckets, as comm/buckets.py cuts them
 

@@ -114,7 +114,7 @@ def _batch_samples(effective: Effective, task: Task) -> int:
     """Samples of a global batch."""
     train = effective.config.train
     if task.batch is not None:
-        from shardwise.engine.batching import samples_in
+        from shardwise.step.batching import samples_in
 
         return samples_in(first_batch(task))
     if train.batch_tokens is not None:

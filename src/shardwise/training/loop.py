@@ -22,7 +22,6 @@ from shardwise.dataset import name_of
 from shardwise.device import pick_device
 from shardwise.engine.ema import Ema
 from shardwise.engine.engine import Engine, parallelize
-from shardwise.engine.result import StepResult
 from shardwise.measure.pace import Beat, over_ranks, pace_beside
 from shardwise.observe import Flops, InputWatch, MetricsFile, count_flops, finite, peak_flops, write_inputs, write_json
 from shardwise.observe.memory import memory_of
@@ -30,6 +29,7 @@ from shardwise.observe.profile import StepProfile, as_text
 from shardwise.observe.profile_steps import read_steps
 from shardwise.observe.progress import Display, Speed
 from shardwise.observe.sinks import open_sinks
+from shardwise.step.result import StepResult
 from shardwise.task import Task
 from shardwise.training.held_out import Spread
 from shardwise.training.job import Job

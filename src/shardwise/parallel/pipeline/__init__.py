@@ -1,9 +1,10 @@
 """Pipeline parallelism: a module's forward cut into stages, each on ranks of its own.
 
     cuts       where the forward can be cut, and where it is best cut
+    placed     which rank holds which parameter and buffer
     stage      the module that runs one stage's part of its own forward
     backward   a backward in two parts: gradient of the input, gradients of the weights
     messages   hidden states and their gradients between ranks
 
-The order in which ranks run stages is data (`layout/schedules.py`); the engine executes it (`engine/pipelined.py`).
+The order in which ranks run stages is data (`layout/schedules.py`); the step executes it (`step/pipelined.py`).
 """

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from shardwise.comm import Axis, gather_rows
-from shardwise.engine.loss import Extra
 from shardwise.errors import InputError
 from shardwise.part import plain
+from shardwise.step.loss import Extra
 
 _FINISH: dict[str, Callable[[float], float]] = {"sqrt": math.sqrt, "exp": math.exp}
 _SHAPE = "Task.metrics must return {name: (sum, weight)} or {name: (sum, weight, 'sqrt' | 'exp' | function)}"

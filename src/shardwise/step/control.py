@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import torch
 
 from shardwise.comm import Axis, all_gather, gather_rows
-from shardwise.engine.loss import Loss
 from shardwise.errors import RunError
+from shardwise.step.loss import Loss
 
 
 @dataclass

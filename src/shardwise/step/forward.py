@@ -10,12 +10,12 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only, tree_unflatten
 
 from shardwise.comm import Axis, gather_rows, gather_samples
-from shardwise.engine.batching import samples_in
-from shardwise.engine.loss import Loss, read_loss
-from shardwise.engine.metrics import MetricTally
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout.dealing import Share
 from shardwise.precision import Precision
+from shardwise.step.batching import samples_in
+from shardwise.step.loss import Loss, read_loss
+from shardwise.step.metrics import MetricTally
 from shardwise.task import Task
 
 

@@ -1,0 +1,147 @@
+"""A `RankState` from a task, a plan and a seed: the recipe, then the forward of this rank, then the optimizer.
+
+build       the module without weights                                                        recipe.py
+blocks      recompute, then compile, each block
+shard       replicas, flat pieces (ZeRO-1, 2) or FSDP2 units (ZeRO-3); weights put in place
+optimizer   over whole parameters or pieces, as a trial of it allows                           optimizer.py
+look        a few samples: the loss must add up; batch norms are found and joined over ranks   check.py
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from shardwise.comm import gather_json
+from shardwise.engine.check import Findings, look, wrong_model
+from shardwise.engine.optimizer import make_optimizer, shares_of
+from shardwise.engine.optimizer import refuse as refuse_optimizer
+from shardwise.engine.recipe import Applied, apply_plan, trainable
+from shardwise.engine.samples import SAMPLES, costly, few_samples
+from shardwise.errors import RefusedPlan, ShardwiseError
+from shardwise.layout import Plan
+from shardwise.layout.grid import placement
+from shardwise.mesh import Mesh
+from shardwise.precision import Precision
+from shardwise.ranks import local_size
+from shardwise.step.batching import samples_in, slice_samples
+from shardwise.step.forward import Forward
+from shardwise.step.scaler import LossScale
+from shardwise.step.staged import StagedForward
+from shardwise.step.state import RankState
+from shardwise.task import Task
+
+
+def assemble(task: Task, plan: Plan, mesh: Mesh, seed: int, few: Any = None) -> RankState:
+    """One rank of the plan with weights and optimizer in place, before any look at samples. Collective.
+
+    few     samples from which cuts are derived, the same on every rank; without them the task's are read
+
+    Raises as `apply_plan` does, and `RefusedPlan` for an optimizer that the plan cannot spread.
+    """
+    precision = Precision.of(plan)
+    applied = apply_plan(task, plan, mesh, precision, seed, few)
+    names = [name for name, _ in trainable(applied.module)]
+    forward, staged = _forward(task, mesh, precision, applied)
+    zero = plan.zero if plan.dp_shard > 1 else 0
+    optimizer, nature, owners = make_optimizer(
+        task.optimizer, applied.technique, names, _full_shapes(applied), mesh.shard, zero=zero,
+        shares=shares_of(plan.tp, plan.ep),
+    )  # fmt: skip
+    refuse_optimizer(nature, 0, stages=plan.pp)
+    notices = applied.notices + _leaves_node(plan)
+    if nature.narrow is not None:
+        notices.append(f"the optimizer's own arithmetic runs in {nature.narrow}")
+    absent = applied.cut.absent if applied.cut is not None else set()
+    return RankState(
+        task=task, plan=plan, mesh=mesh, seed=seed, precision=precision,
+        module=applied.module, technique=applied.technique, tensor=applied.tensor, experts=applied.experts,
+        forward=forward, staged=staged,
+        names=names, all_names=applied.trained, held_frozen=set(applied.frozen) - absent, frozen_names=applied.frozen,
+        optimizer=optimizer, owners=owners, needs_closure=nature.needs_closure,
+        base_lrs=[group.get("lr") for group in optimizer.param_groups],
+        scale=LossScale() if precision.scaled else None,
+        notices=notices,
+    )  # fmt: skip
+
+
+def _forward(task: Task, mesh: Mesh, precision: Precision, applied: Applied) -> tuple[Forward, StagedForward | None]:
+    """The forward of this rank, and the same where it runs stages of a pipeline."""
+    forward = Forward(task, applied.module, precision, mesh.device, mesh.data)
+    if applied.cut is None or applied.staged is None:
+        return forward, None
+    staged = StagedForward(forward, applied.staged, applied.cut, mesh.pp)
+    return staged, staged
+
+
+def _full_shapes(applied: Applied) -> list[torch.Size]:
+    """Of the trained parameters that this rank holds, as one process has them."""
+    shapes = []
+    for name, param in trainable(applied.module):
+        shape = param.shape
+        for spread in (applied.tensor, applied.experts):
+            shape = shape if spread is None else spread.full_shape(name, shape)
+        shapes.append(shape)
+    return shapes
+
+
+def _leaves_node(plan: Plan) -> list[str]:
+    """A warning where a group of tp lies on several hosts, as the launcher tells."""
+    local = local_size(os.environ) if plan.tp > 1 else None
+    if not local or "tp" not in placement(plan, local)[1]:
+        return []
+    return [
+        f"tp={plan.tp} leaves its node of {local} ranks: every layer waits for the link between nodes; let "
+        "tp divide the ranks of a node, and give the rest to dp_shard or pp"
+    ]
+
+
+# --- the look
+
+
+def look_at_task(state: RankState, *, masks: bool) -> Findings:
+    """Run a few samples before the first step. Collective. Raises what would not equal one process."""
+    task = state.task
+    sample = few_samples(task, state.plan, state.mesh.data, state.device)
+    state.notices += [] if task.batch is None else costly(sample)
+    n = min(samples_in(sample), SAMPLES)
+    whole = slice_samples(sample, 0, n)
+    parts = (slice_samples(sample, 0, 1), slice_samples(sample, 1, n)) if n > 1 else None
+    joined = None if task.loss_scope == "sample" else state.forward.joined
+
+    def share(mine: list[str]) -> list[str]:
+        """What any stage of the pipeline found, on every stage."""
+        if state.staged is None:
+            return mine
+        found = gather_json(mine, state.mesh.pp, state.device)
+        return list(dict.fromkeys(one for stage in found for one in stage))
+
+    try:
+        findings = look(
+            state.module, state.forward.local, whole, parts, (n, 1, n - 1), joined=joined,
+            dtype=state.precision.compute, strict=state.data_ranks > 1, masks=masks, share=share,
+        )  # fmt: skip
+    except ShardwiseError:
+        raise
+    except Exception as error:
+        raise wrong_model(error, n) from error
+    state.notices += findings.notices
+    _refuse_writes(state, findings)
+    return findings
+
+
+def _refuse_writes(state: RankState, findings: Findings) -> None:
+    """A forward that writes into parameters is followed where the module's weights are the masters themselves."""
+    if findings.written and state.precision.mixed:
+        raise RefusedPlan(
+            f"the forward writes into parameter '{findings.written[0]}', and precision={state.plan.precision} keeps "
+            "its master beside it, so that the next update would undo the write: make it a buffer, or use fp32"
+        )
+    if findings.assigned and state.technique.in_pieces:
+        raise RefusedPlan(
+            f"the forward replaces the values of parameter '{findings.assigned[0]}' by assigning to .data, and "
+            f"zero={state.plan.zero} holds it as part of a larger buffer: write in place under torch.no_grad() "
+            "(copy_), or use zero=0"
+        )

@@ -1,0 +1,35 @@
+"""Random draws of a micro-batch: seeded by step, place and rank, or dealt by global index."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+from shardwise.device import math_attention_only, seed_generators
+from shardwise.layout.dealing import Share
+from shardwise.random import Samples, seed_python
+from shardwise.step.state import RankState
+from shardwise.trace.deferred import seed_of
+
+
+def seed_masks(state: RankState, micro_batch: int, part: Share, *, alone: bool = True) -> None:
+    """Seed the masks of a micro-batch; `alone`: no other one waits for its backward."""
+    if state.global_random is not None:
+        samples = Samples(part.start, part.count, part.total)
+        state.global_random.begin(state.seed, state.steps_done, micro_batch, samples, alone=alone)
+        return
+    seed = seed_of("fast", state.seed, state.steps_done, micro_batch, state.data_rank)
+    seed_generators(seed)
+    if state.plan.tp * state.plan.pp > 1:  # ranks that share a sample must take the same ways through the module
+        seed_python(seed)
+
+
+@contextmanager
+def drawing(state: RankState) -> Iterator[None]:
+    """Around forwards and backwards: masks by global index, where they were asked for."""
+    if state.global_random is None:
+        yield
+        return
+    attention = math_attention_only() if state.device.type != "cpu" else nullcontext()
+    with attention, state.global_random.watching(state.module):
+        yield

@@ -1,0 +1,264 @@
+"""A pipeline's part of the step: this rank's row of the schedule, executed; and what all stages must know alike.
+
+    for each op of the row:
+        F    receive hidden states . forward of the stage . send on; the last stage computes the loss
+        B    receive their gradients . backward . send the input's gradient back
+        I W  the same in two parts: the input's gradient, which is sent at once; later the weights'
+    finish   gradients over data ranks as without a pipeline; those of tied parameters over the stages that hold them;
+             loss, weight and norm told to every stage
+
+A step runs the schedule `accumulate` times, each time with `microbatches` micro-batches: one process that
+accumulates accumulate * microbatches micro-batches does the same sums.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch.utils.checkpoint import CheckpointError
+
+from shardwise.comm import Axis, gather_json, gather_rows, receive, send
+from shardwise.device import seed_generators
+from shardwise.errors import InputError, RefusedPlan
+from shardwise.layout.dealing import Share
+from shardwise.layout.schedule_kinds import Op
+from shardwise.layout.schedules import plain_schedule
+from shardwise.parallel.pipeline import backward
+from shardwise.part import plain
+from shardwise.random import Samples
+from shardwise.step.control import Agreement, Tally, agree
+from shardwise.step.loss import Loss
+from shardwise.step.masks import drawing, seed_masks
+from shardwise.step.normalise import square_norm
+from shardwise.step.objective import objective_of
+from shardwise.step.staged import StagedForward
+from shardwise.step.state import RankState
+from shardwise.trace.deferred import seed_of
+
+
+def run_schedule(state: RankState, parts: list[Share], tally: Tally) -> None:
+    """Forward and backward of every micro-batch of a step, in the order of this rank's row."""
+    staged = _staged(state)
+    row, done = _Row(state, staged, parts, tally), 0
+    while done < len(parts):
+        schedule = staged.cut.schedule
+        if len(parts) - done < schedule.microbatches:  # the end of an epoch
+            schedule = plain_schedule(schedule.owner, len(parts) - done)
+        final = schedule.last_backward(staged.axis.index)
+        staged.mail.expect(schedule, done, lambda index: staged.key(parts[index].batch))
+        ends = done + schedule.microbatches == len(parts)
+        for place, op in enumerate(schedule.rows[staged.axis.index]):
+            with state.hooks.inside("micro_batch"):
+                row.run(op, done + op.microbatch, last=ends and place == final)
+        done += schedule.microbatches
+    staged.mail.flush()
+    staged.staged.on_enter = None
+
+
+def finish_stages(state: RankState, tally: Tally, used: set[int], *, again: bool) -> Agreement:
+    """Complete the gradients, sum those of tied parameters over stages, and agree over all ranks.
+
+    again   data ranks used other parameters in this step, and `used` is what any of them did
+    """
+    cut = _staged(state).cut
+    used = _tied_used(state, used)
+    state.technique.finish_step(used)
+    if cut.tied and state.data_ranks > 1 and not again:
+        agreed = agree_stages(state, tally, 0.0)
+        if not agreed.same_branches:  # this is called again, with what any data rank used
+            return agreed
+    _sum_tied(state, used)
+    return agree_stages(state, tally, square_norm(state))
+
+
+def agree_stages(state: RankState, tally: Tally, square_norm: float) -> Agreement:
+    """The control rows of the data ranks, then of the stages: loss from the last, norms from all."""
+    staged, own = _staged(state), agree(tally, square_norm, state.mesh.data)
+    rows = own.square_norms[: state.plan.dp_shard] if state.technique.in_pieces else own.square_norms[:1]
+    scale = state.scale.value if state.scale is not None else 0.0
+    told = [own.total, own.weight, own.samples, own.extras, own.same_branches, math.fsum(rows), scale]
+    table = gather_json(told, staged.axis, state.device)
+    total, weight, samples, extras, _, _, scale = table[staged.last_owner]
+    if state.scale is not None:
+        state.scale.value = scale
+    same = all(row[4] for row in table)
+    return replace(own, total=total, weight=weight, samples=int(samples), extras=extras, same_branches=same,
+                   square_norms=[math.fsum(row[5] for row in table)])  # fmt: skip
+
+
+def _staged(state: RankState) -> StagedForward:
+    assert state.staged is not None, "the plan has no pipeline stages"
+    return state.staged
+
+
+# --- the row
+
+
+@dataclass
+class _Held:
+    """What a stage keeps of a micro-batch between its forward and its backward."""
+
+    inputs: list[torch.Tensor]
+    outputs: list[torch.Tensor]
+    key: tuple
+    later: backward.Later | None = None
+
+
+class _Row:
+    """The ops of one step on this rank, and what is held between them."""
+
+    def __init__(self, state: RankState, staged: StagedForward, parts: list[Share], tally: Tally):
+        self.state, self.staged, self.parts, self.tally = state, staged, parts, tally
+        self._held: dict[tuple[int, int], _Held] = {}
+        self._first = True  # no forward was run
+
+    def run(self, op: Op, index: int, *, last: bool) -> None:
+        """One op on the micro-batch of this index; `last`: no gradient of weights comes after it."""
+        if op.kind == "F":
+            self._forward(op.stage, index)
+        else:
+            self._backward(op, index, last=last)
+
+    def _forward(self, stage: int, index: int) -> None:
+        state, staged, part = self.state, self.staged, self.parts[index]
+        self._meet(part)
+        self.tally.stood_in |= part.count == 0
+        seed_masks(state, index, part, alone=self._first)
+        self._first = False
+        batch = staged.to_device(part.batch)
+        key = staged.key(batch)
+        inbox = staged.mail.receive_forward(stage, index, key) if stage else []
+        if state.global_random is None:  # masks of a stage are its own; what is drawn before it, everybody's
+            own = seed_of("fast", state.seed, state.steps_done, index, state.data_rank, stage)
+            staged.staged.on_enter = lambda: seed_generators(own)
+        with drawing(state):
+            output = staged.stage(stage, batch, inbox)
+            if stage == staged.last:
+                outputs = [self._loss(staged.loss_of(output, batch, part), part)]
+            else:
+                outputs = list(output)
+                staged.mail.send_forward(stage, index, key, outputs)
+        self._held[stage, index] = _Held(staged.staged.taken, outputs, key)
+        staged.staged.taken = []  # or the last of them would live on until the next step
+
+    def _loss(self, loss: Loss, part: Share) -> torch.Tensor:
+        objective, extras = objective_of(self.state, loss)
+        if not objective.requires_grad:
+            raise InputError("Task.loss returned a sum that does not depend on any trainable parameter")
+        self.tally.add(loss, part.count, extras)
+        return objective
+
+    def _meet(self, part: Share) -> None:
+        """Tell everything inside the module which micro-batch it works on."""
+        self.state.phase.stand_in = part.count == 0
+        if self.state.global_random is not None:
+            self.state.global_random.samples = Samples(part.start, part.count, part.total)
+
+    def _backward(self, op: Op, index: int, *, last: bool) -> None:
+        held, mail = self._held[op.stage, index], self.staged.mail
+        if op.kind == "W":
+            assert held.later is not None
+            with self._counted(last):
+                backward.of_weights(held.later)
+            del self._held[op.stage, index]
+            return
+        self._meet(self.parts[index])
+        gradients: list[torch.Tensor | None] = [None]
+        if op.stage < self.staged.last:
+            gradients = mail.receive_backward(op.stage, index, held.key)
+        with drawing(self.state):
+            if op.kind == "I":
+                held.later = backward.of_input(held.outputs, gradients, held.inputs)
+                held.outputs = []
+            else:
+                with self._counted(last):
+                    self._whole(held, gradients)
+                del self._held[op.stage, index]
+        if op.stage:
+            returned = [torch.zeros_like(leaf) if leaf.grad is None else plain(leaf.grad) for leaf in held.inputs]
+            mail.send_backward(op.stage, index, returned)
+            for leaf in held.inputs:
+                leaf.grad = None
+
+    @contextmanager
+    def _counted(self, last: bool) -> Iterator[None]:
+        """Around a backward that makes gradients of weights: the technique takes part, and tells which it reached."""
+        self.state.technique.start_micro_batch(last=last)
+        yield
+        self.tally.used.append(self.state.technique.finish_micro_batch())
+
+    @staticmethod
+    def _whole(held: _Held, gradients: list[torch.Tensor | None]) -> None:
+        try:
+            backward.whole(held.outputs, gradients)
+        except CheckpointError as error:
+            raise RefusedPlan(
+                "a block run again in backward did something else than in forward; use remat=none "
+                f"({str(error).splitlines()[0]})"
+            ) from error
+
+
+# --- parameters that several stages hold
+
+
+def _tied_used(state: RankState, used: set[int]) -> set[int]:
+    """A tied parameter that any stage used is used on all that hold it."""
+    staged = _staged(state)
+    tied = staged.cut.tied
+    if not tied:
+        return used
+    index_of = {name: index for index, name in enumerate(state.names)}
+    here = [float(index_of.get(name, -1) in used) for name in tied]
+    row = torch.tensor(here, dtype=torch.float64, device=state.device)
+    anywhere = gather_rows(row, staged.axis).amax(dim=0).tolist()
+    found = {index_of[name] for name, any_ in zip(tied, anywhere, strict=True) if any_ and name in index_of}
+    return used | found
+
+
+@torch.no_grad()
+def _sum_tied(state: RankState, used: set[int]) -> None:
+    """Gradients of parameters on several stages: summed by the first that holds them, in the order of stages."""
+    staged, technique = _staged(state), state.technique
+    index_of = {name: index for index, name in enumerate(state.names)}
+    slots = {slot.name: slot for slot in technique.slots}
+    shapes = {name: param.shape for name, param in state.module.named_parameters()}
+    for number, name in enumerate(staged.cut.tied):
+        index = index_of.get(name)
+        if index is None or index not in used:
+            continue
+        gradient = technique.full_gradient(index)
+        if gradient is None:
+            gradient = torch.zeros(shapes[name], dtype=state.precision.master, device=state.device)
+        total = _summed(gradient.contiguous(), staged.axis, staged.cut.holders[name], number)
+        slot = slots.get(name)
+        if slot is None:
+            continue
+        select = getattr(technique, "select", None)
+        piece = total if select is None else select(index, total, state.mesh.shard.index)
+        if slot.master.grad is None:
+            slot.master.grad = torch.zeros_like(slot.master)
+        slot.master.grad.copy_(piece.reshape(slot.master.grad.shape))
+
+
+def _summed(gradient: torch.Tensor, axis: Axis, holders: tuple[int, ...], number: int) -> torch.Tensor:
+    """The sum over the holders, the same bits on each."""
+    first, *others = holders
+    tag = "tied gradients"
+    if axis.index != first:
+        sending = send(gradient, axis, first, tag, 2 * number)
+        total = torch.empty_like(gradient)
+        receive(total, axis, first, tag, 2 * number + 1).wait()
+        sending.wait()
+        return total
+    total = gradient.clone()
+    for other in others:
+        theirs = torch.empty_like(total)
+        receive(theirs, axis, other, tag, 2 * number).wait()
+        total += theirs
+    for pending in [send(total, axis, other, tag, 2 * number + 1) for other in others]:
+        pending.wait()
+    return total

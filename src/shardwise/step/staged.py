@@ -1,0 +1,117 @@
+"""The model and its loss under a pipeline: this rank's stages, without a schedule or called by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten
+
+from shardwise.comm import Axis, gather_json
+from shardwise.errors import RefusedPlan
+from shardwise.layout.dealing import Share
+from shardwise.parallel.pipeline.messages import Mail
+from shardwise.parallel.pipeline.placed import Cut
+from shardwise.parallel.pipeline.stage import StagedModule
+from shardwise.step.forward import Forward
+from shardwise.step.loss import Extra, Loss
+
+PASSES = 2**12  # forwards outside of steps, numbered anew after so many
+
+
+class StagedForward(Forward):
+    """The forward of this rank's stages; the loss belongs to the last one.
+
+    cut    the stages, and who holds what
+    axis   the pipeline's
+    mail   messages between stages
+    """
+
+    def __init__(self, forward: Forward, staged: StagedModule, cut: Cut, axis: Axis):
+        super().__init__(forward.task, forward.module, forward.precision, forward.device, forward.data)
+        self.staged, self.cut, self.axis = staged, cut, axis
+        self.mail = Mail(axis, cut.schedule.owner, forward.device)
+        self.last = len(cut.stages) - 1
+        self.last_owner = cut.schedule.owner[self.last]
+        self._passes = 0
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether the last stage is here."""
+        return self.last_owner == self.axis.index
+
+    def stage(self, index: int, batch: Any, inbox: list[tuple[torch.Tensor, bool]]) -> Any:
+        """One stage on a batch that is on the device: what it sends on, or the model's output."""
+
+        def run() -> Any:
+            args, kwargs = self.task.inputs(batch)
+            if self.precision.mixed or self.precision.compute != torch.float32:
+                args, kwargs = self.precision.cast_inputs((args, kwargs))
+            return self.module(*args, **kwargs)
+
+        output = self.staged.run(index, inbox, run)
+        return self.precision.cast_outputs(output) if index == self.last else output
+
+    def key(self, batch: Any) -> tuple:
+        """What the shapes of messages may depend on."""
+        shapes = tuple(tuple(leaf.shape) for leaf in tree_flatten(batch)[0] if isinstance(leaf, torch.Tensor))
+        return torch.is_grad_enabled(), self.module.training, shapes
+
+    def _output(self, batch: Any) -> Any:
+        """All stages in turn, without a schedule; the model's output where the last stage is, else None."""
+        number = self._passes % PASSES
+        self._passes += 1
+        output, key = None, self.key(batch)
+        for stage in self.cut.mine:
+            inbox = self.mail.receive_forward(stage.index, number, key) if stage.index else []
+            output = self.stage(stage.index, batch, inbox)
+            if stage.index < self.last:
+                self.mail.send_forward(stage.index, number, key, output)
+                output = None
+        self.mail.flush()
+        return output
+
+    def local(self, batch: Any) -> Loss:
+        """The loss of these samples alone, its numbers on every stage."""
+        batch = self.to_device(batch)
+        output = self._output(batch)
+        return self._shared(lambda: self.read(output, batch))
+
+    def __call__(self, part: Share) -> Loss:
+        """The loss of a part: nothing, where the last stage is elsewhere."""
+        batch = self.to_device(part.batch)
+        output = self._output(batch)
+        return self.loss_of(output, batch, part) if self.has_loss else _no_loss(self.device)
+
+    def joined(self, whole_and_parts: tuple[Any, tuple[Any, Any]]) -> Loss:
+        """The loss on the outputs for two parts put together, its numbers on every stage."""
+        if self.has_loss:
+            return self._shared(lambda: super(StagedForward, self).joined(whole_and_parts))
+        whole, parts = whole_and_parts
+        for batch in (whole, *parts):
+            self._output(self.to_device(batch))
+        return self._shared(lambda: _no_loss(self.device))
+
+    def _shared(self, read: Callable[[], Loss]) -> Loss:
+        mine = None
+        if self.has_loss:
+            loss = read()
+            extras = {
+                k: [float(v.total.detach()), None if v.weight is None else float(v.weight)]
+                for k, v in loss.extras.items()
+            }
+            mine = [float(loss.total.detach()), float(loss.weight), extras]
+        total, weight, extras = gather_json(mine, self.axis, self.device)[self.last_owner]
+        if total != total:
+            raise RefusedPlan(
+                "under pipeline stages the loss on a few samples is NaN. If it is a number in one process, a value "
+                "gets from stage to stage by a way that cannot be followed (an attribute, numpy, .item()): name "
+                "other places with stages=, or hand it over as a tensor"
+            )
+        told = {k: Extra(torch.tensor(v[0], dtype=torch.float64), v[1]) for k, v in extras.items()}
+        return Loss(torch.tensor(total, dtype=torch.float64), weight, told)
+
+
+def _no_loss(device: torch.device) -> Loss:
+    return Loss(torch.zeros((), dtype=torch.float64, device=device), 0.0)

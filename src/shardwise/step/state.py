@@ -1,0 +1,90 @@
+"""`RankState`: what one rank's step reads and changes. The functions of this room take it as their first argument."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from shardwise.layout import Plan
+from shardwise.mesh import Mesh
+from shardwise.parallel.expert import ExpertParallel
+from shardwise.parallel.slots import DataParallel, Phase
+from shardwise.parallel.tensor import TensorParallel
+from shardwise.precision import Precision
+from shardwise.random import GlobalRandom
+from shardwise.step.forward import Forward
+from shardwise.step.hooks import Hooks
+from shardwise.step.owners import Owners
+from shardwise.step.scaler import LossScale
+from shardwise.step.staged import StagedForward
+from shardwise.task import Task
+
+
+@dataclass
+class RankState:
+    """One rank of a plan whose weights are in place.
+
+    technique     holds the weights' storage and reduces gradients; its slots are what the optimizer updates
+    tensor        shares of tp, `experts` those of ep; None without that axis
+    forward       the model and its loss; with pipeline stages it is `staged` too
+    names         trained parameters that this rank's stages hold, in the order of indices; `all_names` of all stages
+    held_frozen   frozen parameters that this rank's stages hold; `frozen_names` of all stages
+    owners        where ZeRO's optimizer needs whole tensors: which rank updates which
+    needs_closure the optimizer evaluates the loss itself (LBFGS)
+    base_lrs      of each group, which `schedule` (optimizer step -> factor) multiplies
+    scale         of fp16's losses
+    clip_norm     largest global norm of the gradient; `on_nonfinite`: "raise" or "skip"
+    global_random masks by global index, where they were asked for
+    used          indices of the parameters that any rank reached in the last step
+    hooks         contexts around parts of a step, for whoever measures
+    """
+
+    task: Task
+    plan: Plan
+    mesh: Mesh
+    seed: int
+    precision: Precision
+    module: nn.Module
+    technique: DataParallel
+    tensor: TensorParallel | None
+    experts: ExpertParallel | None
+    forward: Forward
+    staged: StagedForward | None
+    names: list[str]
+    all_names: list[str]
+    held_frozen: set[str]
+    frozen_names: list[str]
+    optimizer: Optimizer
+    owners: Owners | None
+    needs_closure: bool
+    base_lrs: list[float | None]
+    scale: LossScale | None
+    clip_norm: float | None = None
+    schedule: Callable[[int], float] | None = None
+    on_nonfinite: str = "raise"
+    global_random: GlobalRandom | None = None
+    phase: Phase = field(default_factory=Phase)
+    notices: list[str] = field(default_factory=list)
+    hooks: Hooks = field(default_factory=Hooks)
+    used: set[int] = field(default_factory=set)
+    steps_done: int = 0
+    skipped_steps: int = 0
+
+    @property
+    def device(self) -> torch.device:
+        """This rank's device."""
+        return self.mesh.device
+
+    @property
+    def data_rank(self) -> int:
+        """Which part of each micro-batch this rank takes."""
+        return self.mesh.data.index
+
+    @property
+    def data_ranks(self) -> int:
+        """Parts that each micro-batch is dealt into."""
+        return self.mesh.data.size

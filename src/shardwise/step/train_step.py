@@ -1,0 +1,198 @@
+"""One optimizer step of one rank: micro-batches, gradients completed and divided, the update. Functions of the state.
+
+    train_step      gradients ......................... update
+                    micro-batches, then `complete`      collect, the optimizer's own step, hand out, publish
+
+Each micro-batch's sum is differentiated as it is; ranks' gradients are summed; one control row from each rank tells
+the global weight, and gradients are divided by it once, together with clipping.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch.utils.checkpoint import CheckpointError
+
+from shardwise.comm import gather_json
+from shardwise.errors import InputError, RefusedPlan
+from shardwise.layout.dealing import Share
+from shardwise.part import forget
+from shardwise.step.batching import parts_of
+from shardwise.step.control import Agreement, Asked, Tally, agree, gather_reached
+from shardwise.step.masks import drawing, seed_masks
+from shardwise.step.normalise import normalise, square_norm
+from shardwise.step.objective import objective_of
+from shardwise.step.pipelined import agree_stages, finish_stages, run_schedule
+from shardwise.step.result import StepResult
+from shardwise.step.state import RankState
+
+T = TypeVar("T")
+
+
+def dealt(state: RankState, batch: Any) -> list[Share]:
+    """This rank's parts of a GLOBAL batch (a pytree), or the parts themselves where they are given."""
+    if isinstance(batch, list) and batch and all(isinstance(part, Share) for part in batch):
+        return batch
+    pieces = state.plan.step_microbatches
+    return parts_of(batch, accumulate=pieces, data_rank=state.data_rank, data_ranks=state.data_ranks)
+
+
+def train_step(state: RankState, parts: list[Share]) -> StepResult:
+    """One optimizer step on this rank's parts of a global batch. Collective."""
+    _set_learning_rate(state)
+    if state.needs_closure:
+        return _with_closure(state, parts)
+    result, usable = gradients(state, parts)
+    if usable:
+        update(state, state.optimizer.step)
+    return _done(state, result, usable)
+
+
+def gradients(state: RankState, parts: list[Share]) -> tuple[StepResult, bool]:
+    """Forward and backward over the micro-batches; gradients end up summed, divided and clipped.
+
+    Returns what the step came to, and whether the update may be done.
+    """
+    state.technique.start_step()
+    tally = Tally(state.device)
+    if state.staged is not None:
+        run_schedule(state, parts, tally)
+    else:
+        for index, part in enumerate(parts):
+            with state.hooks.inside("micro_batch"):
+                _micro_batch(state, index, part, tally, last=index == len(parts) - 1)
+    return complete(state, tally)
+
+
+def complete(state: RankState, tally: Tally) -> tuple[StepResult, bool]:
+    """After the last backward: gradients of all ranks, divided and clipped. Collective.
+
+    tally   what this rank added up over the step's micro-batches
+    Raises `RunError` where ranks took different branches that one process could not have taken.
+    """
+    with state.hooks.inside("reduce"):
+        agreed = _reduced(state, tally, tally.reached, again=False)
+        if not agreed.same_branches and state.data_ranks > 1:
+            refuse = state.task.branches == "same"
+            used = gather_reached(tally, state.names, state.mesh.data, state.device, refuse=refuse)
+            agreed = _reduced(state, tally, used, again=True)
+        return normalise(state, agreed)
+
+
+def _reduced(state: RankState, tally: Tally, used: set[int], *, again: bool) -> Agreement:
+    """Complete the gradients and exchange control rows.
+
+    Replicas hold the same sums, bit by bit, and so the same norm: their row need not wait for it, and travels
+    beside the gradients.
+    """
+    state.used = used
+    if state.staged is not None:
+        return finish_stages(state, tally, used, again=again)
+    if state.technique.in_pieces:
+        state.technique.finish_step(used)
+        return agree(tally, square_norm(state), state.mesh.data)
+    asked = Asked(tally, 0.0, state.mesh.data)
+    state.technique.finish_step(used)
+    return replace(asked.answer(), square_norms=[square_norm(state)])
+
+
+def update(state: RankState, step: Callable[[], T]) -> T:
+    """Run the optimizer's `step` where its tensors are whole enough, then publish the new weights. Collective."""
+    with state.hooks.inside("update"):
+        if state.owners is not None:
+            state.owners.collect_gradients(state.used)
+        result = step()
+        if state.owners is not None:
+            state.owners.hand_out(state.used)
+        state.technique.publish()
+        return result
+
+
+def _with_closure(state: RankState, parts: list[Share]) -> StepResult:
+    results: list[StepResult] = []
+
+    def closure() -> float:
+        state.technique.publish()
+        result, _ = gradients(state, parts)
+        results.append(result)
+        return result.loss
+
+    state.optimizer.step(closure)
+    state.technique.publish()
+    return _done(state, results[0], True)
+
+
+def _done(state: RankState, result: StepResult, updated: bool) -> StepResult:
+    if state.steps_done == 0 and state.forward.gathered_bytes:
+        received_mb = state.forward.gathered_bytes / 1e6
+        state.notices.append(
+            f'loss_scope="global": in each step this rank receives {received_mb:.3g} MB of other ranks\' outputs '
+            "and batches for the loss"
+        )
+    if state.tensor is not None:
+        forget()
+    state.steps_done += 1
+    state.skipped_steps += not updated
+    return replace(result, metrics=collect_metrics(state)) if state.forward.metrics is not None else result
+
+
+def _set_learning_rate(state: RankState) -> None:
+    if state.schedule is None:
+        return
+    factor = state.schedule(state.steps_done)
+    for group, base in zip(state.optimizer.param_groups, state.base_lrs, strict=True):
+        if base is not None:
+            group["lr"] = base * factor
+
+
+def _micro_batch(state: RankState, index: int, part: Share, tally: Tally, *, last: bool) -> None:
+    state.phase.stand_in = part.count == 0
+    tally.stood_in |= part.count == 0
+    seed_masks(state, index, part)
+    state.technique.start_micro_batch(last=last)
+    with drawing(state):
+        loss = state.forward(part)
+        objective, extras = objective_of(state, loss)
+        if not objective.requires_grad:
+            raise InputError("Task.loss returned a sum that does not depend on any trainable parameter")
+        try:
+            objective.backward()
+        except CheckpointError as error:
+            raise RefusedPlan(
+                "a block run again in backward did something else than in forward: a block that changes what it "
+                "is given (a key-value cache: use_cache=False) or keeps state outside the module cannot be "
+                f"recomputed; use remat=none ({str(error).splitlines()[0]})"
+            ) from error
+    tally.used.append(state.technique.finish_micro_batch())
+    tally.add(loss, part.count, extras)
+
+
+# --- beside the step
+
+
+@torch.no_grad()
+def evaluate(state: RankState, steps: Iterable[list[Share]]) -> tuple[float, float]:
+    """(sum, weight) of the loss over the parts of many batches and all ranks, in eval mode. Collective."""
+    state.module.eval()
+    tally = Tally(state.device)
+    try:
+        for parts in steps:
+            for part in parts:
+                tally.add(state.forward(part), part.count, {})
+    finally:
+        state.module.train()
+    agreed = agree(tally, 0.0, state.mesh.data) if state.staged is None else agree_stages(state, tally, 0.0)
+    return agreed.total, agreed.weight
+
+
+def collect_metrics(state: RankState) -> dict[str, float]:
+    """Task.metrics over all samples since the last step (after `evaluate`: its own). Collective."""
+    if state.forward.metrics is None:
+        return {}
+    found = state.forward.metrics.collect(state.mesh.data)
+    if state.staged is not None:  # the last stage has them
+        found = gather_json(found, state.mesh.pp, state.device)[state.staged.last_owner]
+    return found
