@@ -9,7 +9,6 @@ and no memory is used. Recompute is applied as it is in a run, so what it adds i
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -50,7 +49,7 @@ from shardwise.task import Task
 from shardwise.trace.blocks import find_blocks
 from shardwise.trace.deferred import build as build_deferred
 from shardwise.trace.deferred import checked
-from shardwise.trace.fake import Fake
+from shardwise.trace.fake import Fake, unlogged
 
 NARROW = ("BFloat16", "bfloat16", "'Half'", "dtype Half")  # as torch's errors name them
 
@@ -58,13 +57,8 @@ NARROW = ("BFloat16", "bfloat16", "'Half'", "dtype Half")  # as torch's errors n
 @contextmanager
 def as_real() -> Iterator[None]:
     """What a forward on fake tensors needs around it: what fails is told by an error of ours, not logged as well."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    was, log.disabled = log.disabled, True
-    try:
-        with _unpadded():
-            yield
-    finally:
-        log.disabled = was
+    with unlogged(), _unpadded():
+        yield
 
 
 @contextmanager

@@ -16,7 +16,9 @@ among the arguments, subclasses) goes to torch as before, and so does everything
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -27,6 +29,17 @@ MOST = 2**17  # operations that are remembered; beyond, all are forgotten
 _PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format))
 _OF_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 _MASKS = (torch.bool, torch.uint8, torch.int8)  # as an index they select as many rows as they have values
+
+
+@contextmanager
+def unlogged() -> Iterator[None]:
+    """Inside, torch logs nothing of what tensors without values cannot do: an exception tells it."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    was, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = was
 
 
 class Made(NamedTuple):

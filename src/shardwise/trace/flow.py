@@ -14,7 +14,6 @@ What this does not do: follow a value that leaves PyTorch (`.item()`, numpy) and
 
 from __future__ import annotations
 
-import logging
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only
 
 from shardwise.trace.deferred import written_tensors
-from shardwise.trace.fake import Fake
+from shardwise.trace.fake import Fake, unlogged
 from shardwise.trace.state import ModuleState
 
 _aten = torch.ops.aten
@@ -376,7 +375,7 @@ def trace_forward(
 
 
 def _fake(module: nn.Module, inputs: Callable[[Any], tuple[tuple, dict]], batch: Any) -> Flow:
-    with _quiet(), Fake() as mode:
+    with unlogged(), Fake() as mode:
         fake = tree_map_only(torch.Tensor, mode.from_tensor, batch)
 
         def run() -> Any:
@@ -384,18 +383,6 @@ def _fake(module: nn.Module, inputs: Callable[[Any], tuple[tuple, dict]], batch:
             return module(*args, **kwargs)
 
         return _run(module, run)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """What fake tensors cannot do is told by an exception; torch logs it beside."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
 
 
 def _real(module: nn.Module, inputs: Callable[[Any], tuple[tuple, dict]], batch: Any) -> Flow:

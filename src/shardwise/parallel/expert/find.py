@@ -18,7 +18,6 @@ stacked.
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -33,7 +32,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from shardwise.errors import RefusedPlan
 from shardwise.parallel.expert.apply import Call, Stack, counting
 from shardwise.trace.deferred import Built
-from shardwise.trace.fake import Fake
+from shardwise.trace.fake import Fake, unlogged
 from shardwise.trace.stand_in import standing_in
 from shardwise.trace.state import ModuleState
 
@@ -118,15 +117,11 @@ class _Touched(TorchDispatchMode):
 
 def _look(built: Built, batch: Any, run: Callable, dtype_of: DtypeOf) -> tuple[dict[str, Seen], set[str]]:
     """Calls of candidates by path, and the parameters used outside them: on tensors without values where they do."""
-    fake = Fake()
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    was, log.disabled = log.disabled, True
-    try:
-        return _forward(built, batch, run, dtype_of, fake)
-    except Exception:  # whatever a forward does that tensors without values cannot: real ones decide
-        return _forward(built, batch, run, dtype_of, None)
-    finally:
-        log.disabled = was
+    with unlogged():
+        try:
+            return _forward(built, batch, run, dtype_of, Fake())
+        except Exception:  # whatever a forward does that tensors without values cannot: real ones decide
+            return _forward(built, batch, run, dtype_of, None)
 
 
 def _forward(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -22,7 +21,7 @@ from shardwise.part import Uncut, forget
 from shardwise.random import python_restored, seed_python
 from shardwise.trace.axes import Axes, Found
 from shardwise.trace.deferred import Built
-from shardwise.trace.fake import Fake
+from shardwise.trace.fake import Fake, unlogged
 from shardwise.trace.stand_in import Make, standing_in
 from shardwise.trace.state import ModuleState
 
@@ -33,17 +32,6 @@ WAYS = 4  # forwards that are followed where a forward may take different ways
 
 DtypeOf = Callable[[torch.Tensor], torch.dtype]
 Followed = dict[frozenset[str], Found]  # parameters that stay whole -> the labels of a forward
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without torch's report of an operation that has no rule for tensors without values: real ones come next."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    was, log.disabled = log.disabled, True
-    try:
-        yield
-    finally:
-        log.disabled = was
 
 
 def _drawn() -> tuple:
@@ -87,7 +75,7 @@ class Stage:
         """Follow labels through one forward and loss."""
         if self.fake is not None:
             try:
-                with _quiet():
+                with unlogged():
                     return self._follow(whole)
             except Exception:  # whatever the module does that tensors without values cannot: real ones decide
                 self.fake = None
@@ -118,7 +106,7 @@ class Stage:
         derived.ledger = axis.rehearsal
         if self.fake is not None:
             try:
-                with _quiet():
+                with unlogged():
                     return self._rehearse(tensor)
             except Exception:  # something reads values after all: real ones decide
                 self.fake = None
