@@ -54,6 +54,7 @@ def command_line() -> str:
         "| 1 | the run failed, or no parity |\n"
         "| 2 | bad input: a misspelt key, a missing file, a task that fails in one process too |\n"
         "| 3 | the plan, or the plan on this task, is refused |\n"
+        "| 75 | stopped by a signal, with its state saved: the same command goes on |\n"
         "| 130 | interrupted |\n"
     ]
     pages += [f"## `{name}`\n\n```text\n{text}\n```\n" for name, text in _help_texts()]

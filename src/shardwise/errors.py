@@ -1,6 +1,7 @@
 """Every error a user can meet. A message says what happened, where, why, and what to do.
 
-The exit codes of the command line are properties of the errors: 1 the run failed, 2 bad input, 3 refused plan.
+The exit codes of the command line are properties of the errors: 1 the run failed, 2 bad input, 3 refused plan, 75
+stopped when asked to, to be started again.
 """
 
 from __future__ import annotations
@@ -26,6 +27,12 @@ class RefusedPlan(ShardwiseError):
 
 class RunError(ShardwiseError):
     """The run failed after it began: a rank died, a loss became non-finite, a wait passed its deadline."""
+
+
+class Stopped(RunError):
+    """The run was asked to stop and did: its state is saved, and the same command goes on."""
+
+    exit_code = 75  # EX_TEMPFAIL of sysexits.h: try again
 
 
 def did_you_mean(word: str, known: list[str]) -> str:

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,8 @@ class Writer:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(file,), env=environment, start_new_session=True,
         )  # fmt: skip
         self.step: int | None = None  # of the save under way
+        self.path = ""  # where the last save lies
+        self._answer: dict[str, str] | None = None
 
     def begin(self, work: Work, size_bytes: int) -> None:
         """Hand over what the memory file holds now."""
@@ -49,39 +52,41 @@ class Writer:
         except OSError as error:
             self._fail(f"its writer has ended ({error.strerror})")
 
-    def poll(self) -> bool:
-        """Whether nothing is under way. Raises `RunError` for what went wrong."""
-        if self.step is None:
-            return True
+    def answered(self) -> str:
+        """Of the save under way: "" while it goes on (or there is none), "well" or "badly" when it is over."""
         assert self.process.stdout is not None
-        if not select.select([self.process.stdout], [], [], 0)[0]:
-            return False
-        self._read()
-        return True
+        if self.step is None or not (self._answer or select.select([self.process.stdout], [], [], 0)[0]):
+            return ""
+        return "badly" if self._read()["error"] else "well"
 
     def wait(self) -> None:
         """Return when nothing is under way. Raises `RunError` for what went wrong."""
-        if self.step is not None:
-            self._read()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            self._fail(f"its writer left with exit code {self.process.wait()}")
-        answer = json.loads(line)
+        if self.step is None:
+            return
+        answer, self._answer = self._read(), None
         if answer["error"]:
             self._fail(answer["error"])
-        self.step = None
+        self.step, self.path = None, answer["path"]
+
+    def _read(self) -> dict[str, str]:
+        assert self.process.stdout is not None
+        if self._answer is None:
+            line = self.process.stdout.readline()
+            gone = f"its writer left with exit code {self.process.wait()}" if not line else ""
+            self._answer = {"error": gone, "path": ""} if gone else json.loads(line)
+        return self._answer
 
     def _fail(self, why: str) -> None:
         step, self.step = self.step, None
         raise RunError(f"the checkpoint of step {step} was not written: {why}")
 
     def close(self) -> None:
-        """Let it end; it has nothing under way."""
+        """Let it end, after what it has under way."""
         assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.close()
+        with suppress(BrokenPipeError):
+            self.process.stdin.close()
+        if self.step is not None:
+            return
         self.process.stdout.close()
         try:
             self.process.wait(5)
@@ -97,23 +102,23 @@ def serve(file: int) -> None:
     waiting = _Waiting()
     for line in sys.stdin.buffer:
         told = json.loads(line)
-        error = ""
+        answer = {"error": "", "path": ""}
         waiting.gone_at = None
         try:
-            _write(file, told, waiting)
+            answer["path"] = str(_write(file, told, waiting))
         except Exception as problem:
-            error = str(problem) or type(problem).__name__
+            answer["error"] = str(problem) or type(problem).__name__
         try:
-            sys.stdout.buffer.write(json.dumps({"error": error}).encode() + b"\n")
+            sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
             sys.stdout.buffer.flush()
         except OSError:
             return
 
 
-def _write(file: int, told: dict[str, Any], waiting: _Waiting) -> None:
+def _write(file: int, told: dict[str, Any], waiting: _Waiting) -> Path:
     work = Work(**{**told["work"], "folder": Path(told["work"]["folder"])})
     with mmap.mmap(file, told["bytes"], prot=mmap.PROT_READ) as buffer, memoryview(buffer) as view:
-        write_and_publish(work, view, Disk(), waiting.going)
+        return write_and_publish(work, view, Disk(), waiting.going)
 
 
 class _Waiting:

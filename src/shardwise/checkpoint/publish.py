@@ -222,6 +222,14 @@ def scan(folder: Path) -> list[Path]:
     return [path for _, _, path in sorted(found, reverse=True)]
 
 
+def step_of(path: Path) -> int:
+    """The step in a checkpoint's name."""
+    match = _STEP.fullmatch(path.name)
+    if match is None:
+        raise InputError(f"{path} is not named as a checkpoint is")
+    return int(match[1])
+
+
 def retain(folder: Path, newest: Path, keep: int, disk: Disk) -> None:
     """Remove published checkpoints but `newest`, whose files were read back, and the `keep` - 1 before it."""
     others = [path for path in scan(folder) if path != newest]

@@ -5,7 +5,7 @@
 
 Which pieces a rank writes is settled once for a layout: ranks tell each other what they hold, and those that hold the
 same each write a part of it. Afterwards a save costs one row of numbers from each rank, and the copy. One save is in
-flight; a second one waits for it. What a writer fails with is raised by `poll` (before the next step) or `wait`.
+flight; a second one waits for it. What a writer fails with is raised by `finish`, or by the next save.
 
 Bytes: each element of the state once over all ranks; a buffer of that size beside it, in host memory.
 """
@@ -17,6 +17,7 @@ import mmap
 import os
 import secrets
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,18 +84,19 @@ class Saver:
         self._file = os.memfd_create("shardwise-checkpoint", os.MFD_CLOEXEC)
         self._buffer: mmap.mmap | None = None
         self._writer: Writer | None = None
-        if engine.rank == 0:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            publish.clear(self.folder, self.disk)
+        self._made = False  # the folder
+        self.last: Path | None = None  # the newest checkpoint that is published, on every rank
 
     # --- saving
 
     def save(self, fields: Fields | None = None) -> None:
         """Begin a checkpoint of the state as it is now. Collective. `fields`: JSON to keep with it, rank 0's.
 
-        Raises `RunError` for what the save before failed with, and where there is no space for this one.
+        Raises `RunError`, on all ranks alike, for what the save before failed with, and where there is no space for
+        this one.
         """
-        self.wait()
+        self.finish()
+        self._make_folder()
         tree, of_optimizer = state_of(self.engine)
         engine = self.engine
         holdings = [*weights(engine), *of_optimizer, *averages(engine, self.ema)]
@@ -107,7 +109,13 @@ class Saver:
         if self.background:
             self._started().begin(work, len(self._mapped()))
         else:
-            self._write(work)
+            self._agreed(lambda: publish.write_and_publish(work, memoryview(self._mapped()), self.disk))
+
+    def _make_folder(self) -> None:
+        if self.engine.rank == 0 and not self._made:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            publish.clear(self.folder, self.disk)
+        self._made = True
 
     def _work(self, holdings: list[Holding], tree: Fields, fields: Fields) -> Work:
         engine = self.engine
@@ -203,43 +211,50 @@ class Saver:
         return self._writer
 
     def prepare(self) -> None:
-        """Start the writer and make the buffer now, before the first step. Collective."""
+        """Start the writer and make the buffer now, before the first step; look for space. Collective."""
+        self._make_folder()
         self._settle([*weights(self.engine), *state_of(self.engine)[1], *averages(self.engine, self.ema)])
         self._check_space()
         if self.background:
             self._started()
 
-    def _write(self, work: Work) -> None:
-        """Write in this process; every rank returns when the checkpoint is published, or raises."""
-        error = ""
+    def answered(self) -> str:
+        """Of this rank's save under way: "" while it goes on, "well" or "badly" when it is over and to be finished."""
+        return "" if self._writer is None else self._writer.answered()
+
+    def finish(self) -> None:
+        """Return when no save is under way anywhere. Collective. Raises, on all ranks alike, what it failed with."""
+        if self._writer is None or self._writer.step is None:
+            return
+        writer = self._writer
+
+        def waited() -> Path:
+            writer.wait()
+            return Path(writer.path)
+
+        self._agreed(waited)
+
+    def _agreed(self, work: Callable[[], Path]) -> None:
+        """Do this; every rank returns when all have done it, or raises what the first of them failed with."""
+        found, error = "", ""
         try:
-            publish.write_and_publish(work, memoryview(self._mapped()), self.disk)
+            found = str(work())
         except (OSError, RunError) as problem:
             error = str(problem)
-        told = gather_json(error, self.engine.mesh.world, self.engine.device)
-        first = next((word for word in told if word), "")
+        told = gather_json([found, error], self.engine.mesh.world, self.engine.device)
+        first = next((word for _, word in told if word), "")
         if first:
-            raise RunError(f"the checkpoint of step {work.step} was not written: {first}")
-
-    def poll(self) -> None:
-        """Raise what the save under way failed with, if it has."""
-        if self._writer is not None:
-            self._writer.poll()
-
-    def wait(self) -> None:
-        """Return when no save is under way on this rank. Raises what it failed with."""
-        if self._writer is not None:
-            self._writer.wait()
+            raise RunError(first if "was not written" in first else f"no checkpoint was written: {first}")
+        self.last = Path(told[0][0])
 
     def close(self) -> None:
-        """Wait for the save under way and end the writer."""
-        try:
-            self.wait()
-        finally:
-            if self._writer is not None:
-                self._writer.close()
-            self._writer = None
+        """Let the writer end, after the save under way; what becomes of that is not looked at."""
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+        if self._file >= 0:
             os.close(self._file)
+            self._file = -1
 
 
 def assigned(everybody: list[list[list[Any]]]) -> list[list[tuple[str, str, int, int]]]:

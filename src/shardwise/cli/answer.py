@@ -1,7 +1,7 @@
 """How a command ends: on stdout what was asked for, on stderr all else, and an exit code.
 
-0 done, 1 failed or no parity, 2 bad input, 3 refused plan, 130 interrupted. With `--json`, stdout holds exactly one
-JSON object whatever happens: while a command runs, all that anything writes to stdout goes to stderr.
+0 done, 1 failed or no parity, 2 bad input, 3 refused plan, 75 stopped and saved, 130 interrupted. With `--json`, stdout
+holds exactly one JSON object whatever happens: while a command runs, all that anything writes to stdout goes to stderr.
 """
 
 from __future__ import annotations

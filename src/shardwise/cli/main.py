@@ -35,7 +35,7 @@ def main() -> None:
     shardwise plan llama3-8b --cluster "2x8 h100-sxm-80gb, ib-400" --global-batch 4M-tokens --seq 8k
     shardwise config --starter > my.toml
 
-    Exit codes: 0 done, 1 failed or no parity, 2 bad input, 3 refused plan.
+    Exit codes: 0 done, 1 failed or no parity, 2 bad input, 3 refused plan, 75 stopped and saved.
     """
 
 
@@ -45,6 +45,13 @@ def main() -> None:
 @click.option("--nproc", type=click.IntRange(min=1), help="Ranks to start; by default as many as the plan needs.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Set a configuration key; repeatable.")
 @click.option("--steps", type=click.IntRange(min=1), help="Optimizer steps: short for --set train.steps=N.")
+@click.option(
+    "--checkpoint-every", type=click.IntRange(min=0), metavar="N", help="Steps between checkpoints; else by time."
+)
+@click.option(
+    "--resume", metavar="RUN", help="Go on with a run's folder or checkpoint; auto: this task's last; new: none."
+)
+@click.option("--init-from", metavar="PATH", help="Begin with the weights of a run, a checkpoint or safetensors.")
 @click.option("--profile-steps", metavar="10:12", help="Trace these steps: short for --set train.profile_steps=10:12.")
 @click.option("--cluster", help="A file of `shardwise probe`: the run writes its forecast beside what it measures.")
 @common
@@ -56,6 +63,9 @@ def train(
     nproc: int | None,
     overrides: tuple[str, ...],
     steps: int | None,
+    checkpoint_every: int | None,
+    resume: str | None,
+    init_from: str | None,
     profile_steps: str | None,
     cluster: str | None,
 ) -> None:
@@ -65,6 +75,9 @@ def train(
     in this folder, or the path of a .py file), or a built-in task: "text" (the default) or "digits". Under
     torchrun, srun or mpirun, this process joins the run as one rank; otherwise it starts the ranks that the plan
     needs.
+
+    SIGTERM, SIGUSR1 or Ctrl-C: the step under way is finished, the state saved, and the exit code is 75; the same
+    command again goes on from there.
     """
     from shardwise.training import execute
 
@@ -72,9 +85,15 @@ def train(
         overrides = (*overrides, f'train.profile_steps="{profile_steps}"')
     if cluster is not None:
         overrides = (*overrides, f"train.cluster={cluster}")
+    if checkpoint_every is not None:
+        overrides = (*overrides, f"train.checkpoint_every={checkpoint_every}")
+    if init_from is not None:
+        overrides = (*overrides, f"train.init_from={init_from}")
+    if target is None and resume not in (None, "auto", "new"):
+        target = _of_run(str(resume))
     effective = _effective(target, overrides, plan, steps)
     answer.fields.update(plan=str(effective.plan), world_size=effective.plan.world_size)
-    run = execute(effective, nproc=nproc)
+    run = execute(effective, nproc=nproc, resume=resume)
     answer.fields.update(run.summary)
     answer.text = str(run)
 
@@ -227,6 +246,14 @@ def ranks(answer: Answer, plan: str, devices: int) -> None:
     rows, leaving = placement(parsed, devices)
     answer.fields.update(plan=str(parsed), world_size=parsed.world_size, rows=rows, leaving=leaving)
     answer.text = ranks_table(rows, leaving)
+
+
+def _of_run(resume: str) -> str | None:
+    """The configuration that a run's folder keeps; a checkpoint's is that of the run it lies in."""
+    from pathlib import Path
+
+    above = (Path(resume), *list(Path(resume).parents)[:2])
+    return next((str(folder / "config.toml") for folder in above if (folder / "config.toml").is_file()), None)
 
 
 def _effective(target: str | None, overrides: tuple[str, ...], plan: str | None, steps: int | None) -> Any:

@@ -165,6 +165,24 @@ class TrainSection(Section):
         lt=1,
         description="of a moving average of the weights, evaluated beside them and written as ema.safetensors",
     )
+    checkpoint_every: int | None = Field(
+        default=None, ge=0, description="steps between checkpoints; not set: by time; 0: none, and no stop by signals"
+    )
+    checkpoint_minutes: float = Field(
+        default=15.0, gt=0, description="minutes between checkpoints where checkpoint_every is not set"
+    )
+    checkpoint_keep: int = Field(default=2, ge=1, description="checkpoints that stay; older ones are removed")
+    checkpoint_background: bool = Field(
+        default=True, description="a process of its own writes them while training goes on"
+    )
+    init_from: str | None = Field(
+        default=None,
+        min_length=1,
+        description="weights to begin with: a run, a checkpoint, or safetensors; names and shapes that agree are taken",
+    )
+    init_rename: list[Annotated[str, Field(pattern="^[^=]+=.*$")]] = Field(
+        default=[], description='"pattern=replacement" on the names in init_from, regular expressions, in turn'
+    )
     sinks: list[Literal["tensorboard", "mlflow", "wandb"]] = Field(
         default=[], description='other writers of the metrics: any of "tensorboard", "mlflow", "wandb"'
     )
@@ -221,6 +239,13 @@ def without_effect(config: Config, given: set[str]) -> dict[str, Unused]:
         found[key] = Unused("the constant schedule does not decay", "schedule.name")
     for key in _DECAY[1:] if schedule.name in ("cosine", "linear") else ():
         found[key] = Unused(f"{schedule.name} decays over all steps after the warm-up", "schedule.name")
+    if train.checkpoint_every is not None:
+        found["train.checkpoint_minutes"] = Unused("train.checkpoint_every is set", "train.checkpoint_every")
+    if train.checkpoint_every == 0:
+        for key in ("train.checkpoint_keep", "train.checkpoint_background"):
+            found[key] = Unused("train.checkpoint_every is 0", "train.checkpoint_every")
+    if train.init_from is None:
+        found["train.init_rename"] = Unused("train.init_from is not set", "train.init_from")
     if train.eval_every == 0:
         found["train.eval_samples"] = Unused("train.eval_every is 0", "train.eval_every")
     for key, other in EXCLUSIVE:

@@ -32,6 +32,12 @@ class Ema:
         self._averages = [master.detach().clone() for master in self._held]
 
     @torch.no_grad()
+    def restart(self) -> None:
+        """Begin anew at the weights as they are."""
+        for average, master in zip(self._averages, self._held, strict=True):
+            average.copy_(master)
+
+    @torch.no_grad()
     def update(self) -> None:
         """After each step."""
         if self._held:

@@ -40,12 +40,16 @@ def launch(
     log_dir: str | os.PathLike[str] | None = None,
     on_event: Callable[[RankEvent], None] | None = None,
     stop_wait_s: float = 5.0,
+    on_stop: Callable[[str], None] | None = None,
 ) -> list[Any]:
     """Call `function(*args)` on `world_size` new processes of this machine and return the results in rank order.
 
     Rank 0 writes to this process's stdout and stderr; so do the others, unless `log_dir` is given: then rank N
     writes to `log_dir/rankN.log`. A failing rank ends the run: the others get SIGTERM, and SIGKILL `stop_wait_s`
     later. Ctrl-C and SIGTERM to this process end the ranks the same way before they take effect here.
+
+    on_stop   the function listens for SIGUSR2 and ends by itself after one: the first Ctrl-C, SIGTERM or SIGUSR1 to
+              this process calls `on_stop` with its name and asks the ranks so, and only a second one ends them
     """
     if world_size < 1:
         raise InputError(f"world_size is {world_size}; a run needs at least one rank")
@@ -54,12 +58,12 @@ def launch(
     logs = _open_logs(world_size, log_dir)
     ranks: dict[int, RankProcess] = {}
     try:
-        with _sigterm_as_exception():
+        with _sigterm_as_exception(), _asking_first(on_stop) as asked:
             try:
                 _start_all(ranks, world_size, logs, on_event)
-                outcome = _supervise(ranks, call, timeout_s, on_event)
+                outcome = _supervise(ranks, call, timeout_s, on_event, asked)
             finally:
-                _end_all(ranks, stop_wait_s)
+                _end_all(ranks, stop_wait_s if on_stop is None else 0.0)  # those leave SIGTERM to this process
     finally:
         for fd in logs.values():
             os.close(fd)
@@ -104,6 +108,7 @@ def _supervise(
     call: bytes,
     timeout_s: float | None,
     on_event: Callable[[RankEvent], None] | None,
+    asked: threading.Event,
 ) -> Outcome:
     def notice(kind: str, rank: int, text: str) -> None:
         if on_event:
@@ -114,7 +119,7 @@ def _supervise(
         for rank, process in ranks.items():
             process.send_job(make_job(rank, len(ranks), call, os.path.join(folder, "store"), **choices))
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        outcome = watch(ranks, deadline, GRACE_S, notice)
+        outcome = watch(ranks, deadline, GRACE_S, notice, asked)
         for process in ranks.values():
             process.say(RELEASE)
     return outcome
@@ -143,6 +148,35 @@ def _end_all(ranks: dict[int, RankProcess], stop_wait_s: float) -> None:
     finally:
         for process in ranks.values():
             process.kill()
+
+
+_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+@contextmanager
+def _asking_first(on_stop: Callable[[str], None] | None) -> Iterator[threading.Event]:
+    """An event that a first signal sets, so that ranks are asked to stop; a second one does what it did before."""
+    asked = threading.Event()
+    if on_stop is None or threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+    before = {number: signal.getsignal(number) for number in _STOPS}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    def handle(number: int, frame: Any) -> None:
+        restore()
+        asked.set()
+        on_stop(signal.Signals(number).name)
+
+    for number in _STOPS:
+        signal.signal(number, handle)
+    try:
+        yield asked
+    finally:
+        restore()
 
 
 class _Terminated(BaseException):

@@ -106,6 +106,10 @@ class RankProcess:
         size = os.fstat(self._stacks.fileno()).st_size
         return _readable(os.pread(self._stacks.fileno(), size, 0).decode(errors="replace"))
 
+    def ask_to_stop(self) -> None:
+        """Request that the job end by itself, where it listens for that (SIGUSR2)."""
+        self._signal(signal.SIGUSR2)
+
     def terminate(self) -> None:
         self._signal(signal.SIGTERM)
 

@@ -7,6 +7,7 @@ import pickle
 import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ _ECHO = re.compile(
     re.IGNORECASE,
 )
 _STACK_WAIT_S = 0.3
+_ASK_AGAIN_S = 0.5
 Notice = Callable[[str, int, str], None]
 
 
@@ -46,12 +48,23 @@ def make_job(rank: int, world_size: int, call: bytes, store: str, **choices: Any
 
 
 def watch(
-    ranks: Mapping[int, RankProcess], deadline: float | None, grace_s: float, notice: Notice | None = None
+    ranks: Mapping[int, RankProcess],
+    deadline: float | None,
+    grace_s: float,
+    notice: Notice | None = None,
+    stop: threading.Event | None = None,
 ) -> Outcome:
-    """Collect reports. After a first failure the others get `grace_s`; whoever is left then is stacked and named."""
+    """Collect reports. After a first failure the others get `grace_s`; whoever is left then is stacked and named.
+
+    stop   once it is set, ranks are asked to end by themselves, again and again: one may not listen yet
+    """
     outcome, pending, limit = Outcome(), dict(ranks), deadline
     while pending and (limit is None or time.monotonic() < limit):
         left = None if limit is None else max(0.0, limit - time.monotonic())
+        if stop is not None:
+            left = _ASK_AGAIN_S if left is None else min(left, _ASK_AGAIN_S)
+            for process in pending.values() if stop.is_set() else ():
+                process.ask_to_stop()
         handles = [handle for rank in pending.values() for handle in (rank.connection, rank.sentinel)]
         wait(handles, left)
         for rank in [rank for rank in pending if _ended(rank, pending[rank], outcome, notice)]:

@@ -62,6 +62,7 @@ def serve(channel: Connection, stacks: HandedFd, output: HandedFd, errors: Hande
 def _settle(stacks: int, output: int, errors: int) -> None:
     """Make the new process safe to own: it ends with its caller, leaves Ctrl-C to it, and can show its stack."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # a launcher's request to stop, before the job listens for it
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     os.dup2(output, 1)
     os.dup2(errors, 2)

@@ -39,6 +39,7 @@ class Job:
     lr: float | None  # None: the task's own optimizer
     launched: bool = False  # the ranks are ours, their output goes to files
     folder: Path = Path()
+    resume: str | None = None  # a checkpoint, or a folder of them, to go on from
 
     def build_task(self) -> Task:
         """The task, with the optimizer that the configuration asks for."""

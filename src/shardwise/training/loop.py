@@ -33,6 +33,8 @@ from shardwise.step.result import StepResult
 from shardwise.task import Task
 from shardwise.training.held_out import Spread
 from shardwise.training.job import Job
+from shardwise.training.keeping import Keeper
+from shardwise.training.resume import trim_metrics
 from shardwise.training.schedules import make_schedule
 from shardwise.training.writing import written_text
 
@@ -88,8 +90,14 @@ class _Rank:
         config, plan = job.effective.config.train, job.effective.plan
         peak = peak_flops(torch.device(engine.device), plan.precision)
         self.speed = Speed(self.unit, job.tokens_per_sample or 1, flops, peak, plan.world_size)
+        self.ema = Ema(engine, config.ema_decay) if config.ema_decay is not None else None
+        self.loader = self._loader(stack)
+        self.keeper = Keeper(job, engine, self.ema, self.loader)
+        stack.callback(self.keeper.close)
+        self.first = self.keeper.begin()
         self.metrics: MetricsFile | None = None
         if engine.rank == 0:
+            trim_metrics(job.folder / "metrics.jsonl", self.first)
             write_inputs(job.folder, job.effective, str(engine.device))
             sinks = open_sinks(list(config.sinks), job.folder, {"plan": str(plan), "task": job.name})
             self.metrics = stack.enter_context(closing(MetricsFile(job.folder / "metrics.jsonl", sinks)))
@@ -97,13 +105,14 @@ class _Rank:
         if engine.rank == 0 or job.launched:
             live = None if engine.rank == 0 else False
             self.display = stack.enter_context(closing(Display(job.steps, self.speed, config.log_every, live)))
-        self.batches = self._batches(stack)
+        self.batches = self._batches()
         steps = read_steps(config.profile_steps, job.steps)
         self.profile = StepProfile(steps, engine, job.folder)
         self.watch = InputWatch(self._of_all_ranks, self._input_advice())
         self.losses: list[float] = []
         self.told = len(engine.notices)  # notices that were shown at the start
-        self.skipped = 0
+        self.first_loss = self.keeper.first_loss
+        self.skipped = engine.state.skipped_steps
         self.peak_bytes = 0
         self.timed = [0, 0.0]  # samples and seconds after the first step
         self.step_times: list[tuple[int, float]] = []
@@ -111,17 +120,19 @@ class _Rank:
         self.beat = Beat(torch.device(engine.device)) if config.cluster is not None else None
         self.eval_loss: float | None = None
         self.eval_metrics: dict[str, float] = {}
-        self.ema = Ema(engine, config.ema_decay) if config.ema_decay is not None else None
 
     def run(self) -> dict[str, Any]:
         """Every step, then the end."""
         started = time.monotonic()
         self._announce()
-        for step in range(self.job.steps):
+        for step in range(self.first, self.job.steps):
             self._step(step)
             if self._evaluates_after(step):
                 self._evaluate(step)
+            if self.keeper.after(step, self.first_loss):
+                return self._stopped(step)
         seconds = time.monotonic() - started
+        self.keeper.end(self.first_loss)
         self.engine.save_weights(self.job.folder / WEIGHTS)
         if self.ema is not None:
             with self.ema.applied():
@@ -131,6 +142,13 @@ class _Rank:
         if self.engine.rank == 0:
             write_json(self.job.folder / "summary.json", summary)
         return summary
+
+    def _stopped(self, step: int) -> dict[str, Any]:
+        """The summary of a run that was asked to stop."""
+        saver = self.keeper.saver
+        assert saver is not None
+        told = {"step": step + 1, "checkpoint": str(saver.last), "loss": self.losses[-1]}
+        return {"folder": str(self.job.folder), "stopped": told, "notices": list(self.engine.notices)}
 
     def _announce(self) -> None:
         if self.display is None:
@@ -147,10 +165,17 @@ class _Rank:
             return self.flops.convention
         return f"{self.flops.convention}; no MFU, for this device's peak is not known"
 
-    def _batches(self, stack: ExitStack) -> Iterator[Any]:
+    def _batches(self) -> Iterator[Any]:
         """The global batch of each step, or this rank's parts of it."""
+        if self.loader is not None:
+            return iter(self.loader)
+        assert self.task.batch is not None
+        return map(self.task.batch, range(self.first, self.job.steps))
+
+    def _loader(self, stack: ExitStack) -> Loader | None:
+        """What reads this rank's parts, where the task has data to be read."""
         if self.task.batch is not None:
-            return map(self.task.batch, range(self.job.steps))
+            return None
         assert self.task.data is not None
         loader = Loader(
             self.task.data,
@@ -161,7 +186,7 @@ class _Rank:
             data_ranks=self.engine.data_ranks,
             workers=self.job.effective.config.train.workers,
         )
-        return iter(stack.enter_context(loader))
+        return stack.enter_context(loader)
 
     def _of_all_ranks(self, share: float) -> list[float]:
         row = torch.tensor([share], dtype=torch.float64, device=self.engine.device)
@@ -192,6 +217,7 @@ class _Rank:
             self.ema.update()
         seconds = time.perf_counter() - started
         self.losses.append(float(result.loss))
+        self.first_loss = self.losses[0] if self.first_loss is None else self.first_loss
         self.skipped += bool(result.skipped)
         if step > OBSERVED or (step > 0 and self.job.steps <= OBSERVED + 1):
             self.timed[0] += result.samples
@@ -299,7 +325,7 @@ class _Rank:
             "skipped": self.skipped,
             "seconds": seconds,
             "step_s": median(seconds for _, seconds in self.step_times) if self.step_times else None,
-            "first_loss": self.losses[0],
+            "first_loss": self.first_loss,
             "loss": self.losses[-1],
             "eval_loss": self.eval_loss,
             "eval_metrics": self.eval_metrics,

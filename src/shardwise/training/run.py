@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from shardwise.config import Config, Effective, Given, from_table, load
 from shardwise.config.schema import TrainSection
-from shardwise.errors import InputError, RefusedPlan
+from shardwise.errors import InputError, RefusedPlan, Stopped
 from shardwise.layout import Plan, check
 from shardwise.ranks import Place, here
 from shardwise.task import Task
 from shardwise.training.job import Job, make_job
+from shardwise.training.resume import find_run, mark_stopped
 
 LOGS = "ranks"
 
@@ -57,6 +59,7 @@ def train(
     *,
     config: str | Path | Mapping[str, Any] | None = None,
     nproc: int | None = None,
+    resume: str | Path | None = None,
     **overrides: Any,
 ) -> Run:
     """Train a task under a plan and return the finished `Run`.
@@ -65,7 +68,11 @@ def train(
     plan       a `Plan` or its text; None: the configuration's, else one process
     config     a TOML file, or the same as nested dicts
     nproc      ranks to start; by default, and at most usefully, the plan's world size
+    resume     a run's folder or a checkpoint to go on from; "auto": the last run of this task; "new": none. Without it
+               a run that was asked to stop goes on when it is called again with the same configuration
     overrides  fields of [train] by name (`steps=100`), sections as dicts (`optimizer={"lr": 3e-4}`)
+
+    SIGTERM, SIGUSR1 and Ctrl-C end it after the step under way: the state is saved, and `Stopped` says where.
 
     With more than one rank, a `Task` is sent to the ranks by pickle: one with lambdas is better given by name.
     """
@@ -75,7 +82,7 @@ def train(
         values.append(Given("plan", plan, "the plan"))
     values += _from_overrides(overrides)
     path = config if isinstance(config, str | Path) else None
-    return execute(load(path, values=values), given, nproc)
+    return execute(load(path, values=values), given, nproc, None if resume is None else str(resume))
 
 
 def _name_of(task: Any) -> str:
@@ -101,8 +108,16 @@ def _from_overrides(overrides: Mapping[str, Any]) -> list[Given]:
     return from_table(nested, "train()")
 
 
-def execute(effective: Effective, task: Task | Callable[[], Task] | None = None, nproc: int | None = None) -> Run:
-    """Run a configuration: in this process for one rank, in processes of its own for more, or as a launcher's rank."""
+def execute(
+    effective: Effective,
+    task: Task | Callable[[], Task] | None = None,
+    nproc: int | None = None,
+    resume: str | None = None,
+) -> Run:
+    """Run a configuration: in this process for one rank, in processes of its own for more, or as a launcher's rank.
+
+    resume   see `train`. Raises `Stopped` where a signal asked the run to stop.
+    """
     world = effective.plan.world_size
     place = here()
     _check_ranks(effective, nproc, place)
@@ -110,11 +125,41 @@ def execute(effective: Effective, task: Task | Callable[[], Task] | None = None,
     job = make_job(effective, task, keep=place is not None or world == 1)
     forecast = _forecast(job)  # a launcher's ranks all make it, so that all refuse together
     if place is not None:
-        return _joined(job, forecast)
-    job = job.with_(folder=_new_folder(job), launched=world > 1)
-    with _kept_errors(job.folder, "error.log"):
+        return _joined(job, forecast, resume)
+    job = _placed(job.with_(launched=world > 1), resume)
+    with _kept_errors(job, "error.log"):
         summary = _launched(job, world) if world > 1 else _here(job)
+        _raise_stopped(job, summary)
     return Run(job.folder, _beside(job, forecast, summary))
+
+
+def _placed(job: Job, resume: str | None) -> Job:
+    """The job with its folder: a new one, or that of the run it goes on with."""
+    folder, source, said = find_run(resume, job.effective, job.name)
+    if source is None:
+        job = job.with_(folder=_new_folder(job))
+    else:
+        job = job.with_(folder=_new_folder(job) if folder is None else folder, resume=str(source))
+    if said:
+        job = job.with_(effective=replace(job.effective, notes=(*job.effective.notes, *said)))
+    return job
+
+
+def _raise_stopped(job: Job, summary: dict[str, Any]) -> None:
+    """Raise `Stopped` where the run was asked to stop, and leave word for the next start."""
+    stopped = summary.get("stopped")
+    if stopped is None:
+        return
+    from shardwise.ranks import here
+
+    place = here()
+    if place is None or place.rank == 0:
+        mark_stopped(job.folder, job.effective, stopped)
+    error = Stopped(
+        f"stopped after step {stopped['step']} of {job.steps}, as asked; the state is in {stopped['checkpoint']}, and "
+        f"the same command (or --resume {job.folder}) goes on"
+    )
+    raise error
 
 
 def _forecast(job: Job) -> dict[str, Any] | None:
@@ -166,7 +211,11 @@ def _here(job: Job) -> dict[str, Any]:
 def _launched(job: Job, world: int) -> dict[str, Any]:
     from shardwise.ranks import launch
 
-    results: Sequence[Any] = launch(train_rank, world, (job,), log_dir=job.folder / LOGS)
+    def told(name: str) -> None:
+        sys.stderr.write(f"\n{name}: the step under way is finished and saved; a second signal ends the run at once\n")
+
+    asked = told if job.effective.config.train.checkpoint_every != 0 else None
+    results: Sequence[Any] = launch(train_rank, world, (job,), log_dir=job.folder / LOGS, on_stop=asked)
     return results[0]
 
 
@@ -175,7 +224,7 @@ def train_rank(job: Job) -> dict[str, Any]:
     return _here(job)
 
 
-def _joined(job: Job, forecast: dict[str, Any] | None) -> Run:
+def _joined(job: Job, forecast: dict[str, Any] | None, resume: str | None) -> Run:
     """One rank of a world that a launcher started: rank 0 makes the folder and tells the others."""
     from shardwise.comm import everybody, gather_json
     from shardwise.device import pick_device
@@ -183,22 +232,36 @@ def _joined(job: Job, forecast: dict[str, Any] | None) -> Run:
 
     rank, _ = join()
     device = pick_device("cpu" if job.effective.config.train.device == "cpu" else None)
-    mine = str(_new_folder(job)) if rank == 0 else ""
-    folder = Path(gather_json(mine, everybody(), device)[0])
-    with _kept_errors(folder, f"error-rank{rank}.log"):
-        job = job.with_(folder=folder)
+    placed, error = job, ""
+    if rank == 0:
+        try:
+            placed = _placed(job, resume)
+        except InputError as problem:
+            error = str(problem)
+    notes = list(placed.effective.notes)
+    told, source, notes, error = gather_json([str(placed.folder), placed.resume, notes, error], everybody(), device)[0]
+    if error:
+        raise InputError(error)
+    job = job.with_(folder=Path(told), resume=source, effective=replace(job.effective, notes=tuple(notes)))
+    with _kept_errors(job, f"error-rank{rank}.log"):
         summary = _here(job)
-        return Run(folder, _beside(job, forecast, summary) if rank == 0 else summary)
+        _raise_stopped(job, summary)
+        return Run(job.folder, _beside(job, forecast, summary) if rank == 0 else summary)
 
 
 @contextmanager
-def _kept_errors(folder: Path, name: str) -> Iterator[None]:
-    """Write what ends a run into its folder. A run that was refused before its first step leaves no folder."""
+def _kept_errors(job: Job, name: str) -> Iterator[None]:
+    """Write what ends a run into its folder. A new run that was refused before its first step leaves no folder."""
+    folder = job.folder
     try:
         yield
+    except Stopped:
+        raise
     except Exception as error:
         metrics = folder / "metrics.jsonl"
         begun = metrics.exists() and metrics.stat().st_size > 0
+        if isinstance(error, InputError | RefusedPlan) and job.resume is not None:
+            raise
         if isinstance(error, InputError | RefusedPlan) and not begun:
             shutil.rmtree(folder, ignore_errors=True)
         else:

@@ -1,0 +1,234 @@
+"""Checkpoints of a run: when one is due, going on from one, and stopping when asked to.
+
+    a step is done -> due by steps?  by time, or asked to stop by a signal? (ranks ask each other about once a second)
+                   -> save in the background; when asked to stop: save, wait, leave
+
+Signals reach a rank as they reach its process; of ranks that this program started itself, the parent asks by SIGUSR2.
+A save that fails is told and the run goes on; a second failure in a row ends it.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.checkpoint import publish
+from shardwise.checkpoint.files import Disk
+from shardwise.checkpoint.load import Restored, load_weights, restore
+from shardwise.checkpoint.save import Saver
+from shardwise.checkpoint.stored import of_checkpoint, of_safetensors
+from shardwise.comm import gather_rows
+from shardwise.data import Loader
+from shardwise.engine.ema import Ema
+from shardwise.engine.engine import Engine
+from shardwise.errors import InputError, RunError
+from shardwise.training.job import Job
+from shardwise.training.resume import CHECKPOINTS, STOPPED, changes, settings_of
+
+LOOK_S = 1.0  # between looks at clocks and signals, where steps are shorter
+MOST_STEPS = 1000
+_ANSWERS = ["", "well", "badly"]
+
+
+class Stopping:
+    """Hears the signals that ask a run to end. The second one does what it did before."""
+
+    def __init__(self, launched: bool) -> None:
+        self.asked = ""
+        self._numbers = (signal.SIGUSR2,) if launched else (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+        self._launched = launched
+        self._before: dict[int, Any] = {}
+
+    def start(self) -> None:
+        """Listen from now on, where this is the main thread."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        numbers = (*self._numbers, signal.SIGTERM) if self._launched else self._numbers
+        self._before = {number: signal.getsignal(number) for number in numbers}
+        for number in self._numbers:
+            signal.signal(number, self._hear)
+        if self._launched:  # what a scheduler sends to every process of a job: the parent asks, and ends its ranks
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+    def _hear(self, number: int, frame: Any) -> None:
+        self.asked = signal.Signals(number).name
+        if not self._launched:
+            self.stop()
+
+    def stop(self) -> None:
+        """Leave signals to whoever heard them before."""
+        before, self._before = self._before, {}
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class Keeper:
+    """A run's checkpoints on one rank. Every rank makes one and calls it after each step."""
+
+    def __init__(self, job: Job, engine: Engine, ema: Ema | None, loader: Loader | None) -> None:
+        self.job, self.engine, self.ema, self.loader = job, engine, ema, loader
+        config = job.effective.config.train
+        self.every, self.minutes = config.checkpoint_every, config.checkpoint_minutes
+        self.stopping = Stopping(job.launched)
+        self.saver: Saver | None = None
+        self.stopped = False
+        self.first = 0  # the first step of this run
+        self.first_loss: float | None = None  # of the run that goes on
+        self._saves = self._failures = 0
+        self._waited_for = True
+        self._look_at, self._looked_after, self._looked, self._saved = 0, 0, time.monotonic(), time.monotonic()
+        if self.every != 0:
+            self.stopping.start()
+            keep, background = config.checkpoint_keep, config.checkpoint_background
+            self.saver = Saver(engine, job.folder / CHECKPOINTS, keep=keep, background=background, ema=ema)
+
+    # --- before the first step
+
+    def begin(self) -> int:
+        """Go on from a checkpoint, or from weights alone, or from nothing; returns the first step. Collective."""
+        if self.job.resume is not None:
+            self._resume(Path(self.job.resume))
+        elif self.job.effective.config.train.init_from is not None:
+            self._take_weights(self.job.effective.config.train.init_from)
+        if self.every and self.saver is not None:
+            self.saver.prepare()
+        return self.first
+
+    def _resume(self, source: Path) -> None:
+        restored = restore(self.engine, source, ema=self.ema)
+        fields = restored.manifest.fields
+        self.first = self.engine.steps_done
+        if self.first >= self.job.steps:
+            raise InputError(
+                f"{restored.folder} is of step {self.first}, and this run has {self.job.steps} steps: there is nothing "
+                f"left to do; give more with --steps, or start anew with --init-from"
+            )
+        if self.loader is not None:
+            if fields.get("data") is None:
+                raise InputError(f"{restored.folder} has no position in the data: it is of a task with other data")
+            self.loader.load_state_dict(fields["data"])
+        self.first_loss = (fields.get("run") or {}).get("first_loss")
+        told = [*restored.notices, f"goes on from {restored.folder}, after step {self.first}"]
+        told += changes(fields.get("settings") or {}, settings_of(self.job.effective))
+        if not restored.same_plan:
+            told.append("another plan than the checkpoint's: the same samples in the same order, sums in another")
+        self.engine.notices.extend(told)
+        if self.engine.rank == 0:
+            self._set_aside(restored)
+
+    def _set_aside(self, restored: Restored) -> None:
+        """Take what is damaged, or is about steps that are taken again, out of the way of later scans."""
+        own = self.job.folder / CHECKPOINTS
+        if restored.folder.parent.absolute() != own.absolute():
+            return
+        for path in restored.damaged:
+            publish.set_aside(path, "damaged", Disk())
+        for path in publish.scan(own):
+            if publish.step_of(path) > restored.manifest.step:
+                publish.set_aside(path, "aside", Disk())
+        (self.job.folder / STOPPED).unlink(missing_ok=True)
+
+    def _take_weights(self, source: str) -> None:
+        path, renames = Path(source), self.job.effective.config.train.init_rename
+        path = next(iter(publish.scan(path / CHECKPOINTS) or publish.scan(path)), path)
+        with of_checkpoint(path) if (path / "manifest.json").exists() else of_safetensors(path) as stored:
+            matched = load_weights(self.engine, stored, dict(one.split("=", 1) for one in renames))
+        self.engine.notices.append(
+            f"weights from {path}: {len(matched.loaded)} of {len(matched.loaded) + len(matched.missing)} tensors"
+            + _some("; begun anew: ", matched.missing) + _some("; not used: ", matched.unused)
+        )  # fmt: skip
+        if self.ema is not None:
+            self.ema.restart()
+
+    # --- after each step
+
+    def after(self, step: int, first_loss: float | None) -> bool:
+        """Save when it is time; whether the run is to stop here. Collective."""
+        if self.saver is None or step + 1 == self.job.steps:
+            return False
+        done = step + 1
+        due = bool(self.every) and done % int(self.every or 1) == 0
+        stop = False
+        if done >= self._look_at:
+            stop, by_time = self._look(done)
+            due = due or by_time
+        if due or stop:
+            self._save(first_loss)
+        if stop:
+            self._finish_save(final=True)
+            self.stopped = True
+        return stop
+
+    def _look(self, done: int) -> tuple[bool, bool]:
+        """(whether any rank was asked to stop, whether a save is due by time); takes in a save that is over."""
+        assert self.saver is not None
+        now = time.monotonic()
+        seconds = (now - self._looked) / max(done - self._looked_after, 1)
+        by_time = not self.every and now - self._saved > 60 * self.minutes
+        row = [float(bool(self.stopping.asked)), float(by_time), _ANSWERS.index(self.saver.answered()), seconds]
+        table = gather_rows(
+            torch.tensor(row, dtype=torch.float64, device=self.engine.device), self.engine.mesh.world
+        ).tolist()
+        slowest = max(row[3] for row in table)
+        self._looked, self._looked_after = now, done
+        self._look_at = done + max(1, min(MOST_STEPS, int(LOOK_S / max(slowest, 1e-9))))
+        if all(row[2] for row in table) or any(row[2] == _ANSWERS.index("badly") for row in table):
+            self._finish_save()
+        return any(row[0] for row in table), bool(table[0][1])
+
+    def _save(self, first_loss: float | None) -> None:
+        assert self.saver is not None
+        self._finish_save()
+        self._saved = time.monotonic()
+        fields = {
+            "data": None if self.loader is None else self.loader.state_dict(),
+            "settings": settings_of(self.job.effective),
+            "run": {"first_loss": first_loss, "name": self.job.name},
+        }
+        try:
+            self.saver.save(fields)
+            self._saves += 1
+            self._waited_for = False
+        except RunError as error:
+            self._failed(error)
+
+    def _finish_save(self, final: bool = False) -> None:
+        """Wait for the save under way; a failure is told, the second in a row (or the last save's) is raised."""
+        assert self.saver is not None
+        if self._waited_for:
+            return
+        self._waited_for = True
+        try:
+            self.saver.finish()
+            self._failures = 0
+        except RunError as error:
+            self._failed(error, final)
+
+    def _failed(self, error: RunError, final: bool = False) -> None:
+        self._failures += 1
+        if self._failures > 1 or final:
+            raise error
+        self.engine.notices.append(f"{error}; the run goes on, and the next save that fails will end it")
+
+    def end(self, first_loss: float | None) -> None:
+        """After the last step: a last checkpoint, where there were others. Collective."""
+        if self.saver is not None and (self.every or self._saves or self.job.resume is not None):
+            self._save(first_loss)
+            self._finish_save(final=True)
+
+    def close(self) -> None:
+        """Let go of signals and of the writer."""
+        self.stopping.stop()
+        if self.saver is not None:
+            self.saver.close()
+
+
+def _some(what: str, names: list[str]) -> str:
+    if not names:
+        return ""
+    return what + ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,0 +1,114 @@
+"""Which run a new one goes on from, and what is different since. Without torch."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from shardwise.checkpoint import publish
+from shardwise.config import Effective
+from shardwise.errors import InputError
+
+CHECKPOINTS = "checkpoints"
+STOPPED = "stopped.json"  # in a run's folder: it was asked to stop
+AUTO, NEW = "auto", "new"
+# what may be another from one start to the next without a word: it changes nothing that is trained
+_SILENT = re.compile(r"train\.(out|name|log_every|sinks|profile_steps|cluster|checkpoint_\w+|device|workers)")
+
+
+def settings_of(effective: Effective) -> dict[str, Any]:
+    """Every value of a configuration, plan included, by its dotted key."""
+    found: dict[str, Any] = {}
+
+    def walk(prefix: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for key, one in value.items():
+                walk(f"{prefix}.{key}" if prefix else key, one)
+        else:
+            found[prefix] = value
+
+    walk("", effective.config.model_dump(mode="json"))
+    return found | {"plan": str(effective.plan)}
+
+
+def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """One line for each value that is another than when the checkpoint was written."""
+    return [
+        f"{key} was {before.get(key)} and is {now.get(key)}"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key) and not _SILENT.fullmatch(key)
+    ]
+
+
+def find_run(asked: str | None, effective: Effective, name: str) -> tuple[Path | None, Path | None, list[str]]:
+    """(run folder, where its checkpoints lie, what to say) to go on from; (None, None, ...) for a new run.
+
+    asked   a run folder, a checkpoint, "auto": the last run of this name; "new": none; None: the last run of this name
+            if it was asked to stop and its configuration is this one
+
+    Raises `InputError` for a folder that has no checkpoint.
+    """
+    if asked == NEW:
+        return None, None, []
+    last = _last_run(Path(effective.config.train.out), name)
+    if asked is None:
+        if last is None or _stopped_with(last) != settings_of(effective):
+            return None, None, []
+        said = f"{last} was asked to stop: this is the same command, and goes on with it (--resume new begins anew)"
+        return last, last / CHECKPOINTS, [said]
+    if asked == AUTO:
+        if last is None:
+            return (
+                None,
+                None,
+                [f"{effective.config.train.out} has no run of '{name}' with a checkpoint: a new one begins"],
+            )
+        return last, last / CHECKPOINTS, []
+    path = Path(asked)
+    if publish.scan(path / CHECKPOINTS):
+        return path, path / CHECKPOINTS, []
+    if not publish.scan(path) and not (path / "manifest.json").exists():
+        why = "there is no such folder" if not path.exists() else "neither it nor its `checkpoints` holds a checkpoint"
+        raise InputError(f"--resume {asked}: {why}")
+    run = next((above for above in (path.parent, path.parent.parent) if (above / CHECKPOINTS).is_dir()), None)
+    inside = run is not None and (run / "config.toml").exists()
+    return (run if inside else None), path, []
+
+
+def _last_run(out: Path, name: str) -> Path | None:
+    """The newest run folder of this name that has a checkpoint."""
+    kind = re.compile(r"\d{8}-\d{6}-" + re.escape(name) + r"(-\d+)?")
+    found = [path for path in (out.iterdir() if out.is_dir() else ()) if kind.fullmatch(path.name)]
+    found = [path for path in found if publish.scan(path / CHECKPOINTS)]
+    return max(found, key=lambda path: (path.name[:15], len(path.name), path.name), default=None)
+
+
+def _stopped_with(run: Path) -> Any:
+    try:
+        return json.loads((run / STOPPED).read_bytes())["settings"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def mark_stopped(run: Path, effective: Effective, stopped: dict[str, Any]) -> None:
+    """Leave word that this run was asked to stop, for the same command to go on."""
+    text = json.dumps({**stopped, "settings": settings_of(effective)}, indent=2)
+    (run / STOPPED).write_text(text + "\n", encoding="utf-8")
+
+
+def trim_metrics(path: Path, first: int) -> None:
+    """Drop the records of steps that are taken again; a half-written last line goes too."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            if int(json.loads(line)["step"]) < first:
+                kept.append(line)
+        except (ValueError, KeyError, TypeError):
+            continue
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+    partial.replace(path)

@@ -1,0 +1,243 @@
+"""Runs that stop and go on: the same bits on the same plan, the same samples on another, signals, what is told."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import shardwise
+from shardwise.checkpoint import publish
+from shardwise.checkpoint.load import restore
+from shardwise.checkpoint.save import Saver
+from shardwise.data import Blend, Loader
+from shardwise.digest import digest
+from shardwise.errors import InputError
+from shardwise.layout import Plan
+from shardwise.models import tasks
+
+# --- engines: every later loss and the final weights
+
+
+class Sequences:
+    """Token sequences with a number of their own, drawn from it."""
+
+    def __init__(self, first: int, count: int) -> None:
+        self.first, self.count = first, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def read(self, indices: list[int], region: Any = None) -> dict[str, torch.Tensor]:
+        rows = [torch.Generator().manual_seed(self.first + i) for i in indices]
+        tokens = torch.stack([torch.randint(0, tasks.VOCAB, (8,), generator=row) for row in rows])
+        return {"tokens": tokens, "labels": tokens.clone(), "id": torch.tensor(indices) + self.first}
+
+
+def task(moe: bool) -> shardwise.Task:
+    made = tasks.moe_shared() if moe else tasks.decoder_dropout()
+    return made.with_(batch=None, data=Blend({"a": (Sequences(0, 13), 3.0), "b": (Sequences(100, 9), 1.0)}))
+
+
+def walked(plan: str, seed: int, folder: str, first: int, save_after: int, stop: int) -> tuple[list, list, str]:
+    """(losses, this rank's sample numbers at each step, digest of the weights) of steps [first, stop).
+
+    first        where it is not 0, the checkpoint in `folder` is gone on from
+    save_after   a checkpoint is written in the background after this step, while training goes on
+    """
+    engine = shardwise.parallelize(task("ep" in plan), plan, seed=seed, randomness="global", clip_norm=1.0)
+    saver = Saver(engine, folder)
+    assert engine.task.data is not None
+    loader = Loader(engine.task.data, seed, 6, accumulate=engine.plan.step_microbatches,
+                    data_rank=engine.data_rank, data_ranks=engine.data_ranks, prefetch=2)  # fmt: skip
+    if first:
+        restored = restore(engine, folder)
+        loader.load_state_dict(restored.manifest.fields["data"])
+        assert engine.steps_done == first
+    found, seen = [], []
+    for step in range(first, stop):
+        parts = next(loader)
+        seen.append([int(i) for part in parts if part.count for i in part.batch["id"]])
+        found.append(engine.step(parts).loss)
+        if step == save_after:
+            saver.save({"data": loader.state_dict()})
+    saver.finish()
+    saver.close()
+    loader.close()
+    weights = "".join(digest(value) for _, value in engine.full_parameters())
+    engine.close()
+    return found, seen, weights
+
+
+PLANS = ["single", "dp_replicate=2", "dp_shard=2,zero=1,accumulate=2", "dp_shard=2,zero=2", "dp_shard=2,zero=3",
+         "tp=2", "pp=2,microbatches=2", "dp_shard=2,ep=2,zero=1"]  # fmt: skip
+STEPS = 6
+
+
+def world(plan: str) -> int:
+    return Plan.parse(plan).world_size
+
+
+def seeds() -> Iterator[Any]:
+    for place, plan in enumerate(PLANS):
+        for seed in range(10):
+            yield pytest.param(plan, seed, id=f"{plan}-{seed}", marks=[pytest.mark.long] * (seed != place % 3))
+
+
+@pytest.mark.parametrize(("plan", "seed"), list(seeds()))
+def test_the_same_plan_goes_on_to_the_bit(plan: str, seed: int, pool, tmp_path: Path) -> None:
+    at = random.Random(f"{plan}{seed}").randrange(STEPS - 1)
+    whole = pool.run(walked, world(plan), plan, seed, str(tmp_path), 0, at, STEPS)  # training goes on while it writes
+    again = pool.run(walked, world(plan), plan, seed, str(tmp_path), at + 1, -1, STEPS)
+    for (losses, seen, weights), (later, seen_later, weights_later) in zip(whole, again, strict=True):
+        assert later == losses[at + 1 :] and seen_later == seen[at + 1 :] and weights_later == weights
+
+
+def test_another_plan_reads_the_same_samples_each_once(pool, tmp_path: Path) -> None:
+    """Two micro-batches everywhere: masks depend on how many there are."""
+    whole = pool.run(walked, 1, "accumulate=2", 3, str(tmp_path), 0, 1, STEPS)
+    for plan in ("dp_shard=3,zero=2,accumulate=2", "tp=2,dp_shard=2,zero=3,accumulate=2", "pp=2,microbatches=2"):
+        ranks = pool.run(walked, world(plan), plan, 3, str(tmp_path), 2, -1, STEPS)
+        groups = {str(seen): seen for _, seen, _ in ranks}  # ranks of tp and pp read the same ones
+        for place in range(STEPS - 2):
+            assert sorted(i for seen in groups.values() for i in seen[place]) == sorted(whole[0][1][2 + place]), plan
+        assert ranks[0][0] == pytest.approx(whole[0][0][2:], rel=2e-4), plan
+    (out,) = publish.scan(tmp_path)
+    assert out.name == "step-00000002"
+
+
+# --- runs
+
+
+HEAD = "model.safetensors/head.weight"
+SMALL: dict[str, Any] = {"config": {"task": {"model": {"layers": 1, "hidden": 16, "heads": 2, "dropout": 0.1}}},
+                         "batch_samples": 40, "eval_samples": 8, "ema_decay": 0.9}  # fmt: skip
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def losses_of(run: Any) -> list[float]:
+    return [record["loss"] for record in run.metrics if "loss" in record]
+
+
+def weights_of(folder: Path) -> dict[str, str]:
+    files = ("model.safetensors", "ema.safetensors")
+    return {f"{file}/{name}": digest(value) for file in files for name, value in load_file(folder / file).items()}
+
+
+def test_a_run_goes_on_in_its_folder_and_says_what_changed(here, capfd):
+    whole = shardwise.train("digits", steps=6, **SMALL)
+    half = shardwise.train("digits", steps=4, checkpoint_every=2, **SMALL)
+    assert sorted(os.listdir(half.folder / "checkpoints")) == ["latest", "step-00000002", "step-00000004"]
+    again = shardwise.train("digits", steps=6, checkpoint_every=3, resume="auto", **SMALL)
+    assert again.folder == half.folder and losses_of(again) == losses_of(whole)
+    assert weights_of(again.folder) == weights_of(whole.folder)
+    assert again.summary["first_loss"] == whole.summary["first_loss"] and again.loss == whole.loss
+    assert "train.steps was 4 and is 6" in again.summary["notices"]
+    assert not any("checkpoint_every" in note for note in again.summary["notices"])
+    with pytest.raises(InputError, match="nothing left to do"):
+        shardwise.train("digits", steps=6, resume=half.folder, **SMALL)
+    older = shardwise.train("digits", steps=5, resume=half.folder / "checkpoints" / "step-00000004", **SMALL)
+    assert losses_of(older) == losses_of(whole)[:5]  # and what was ahead of it is out of the way
+    names = os.listdir(half.folder / "checkpoints")
+    assert any(name.startswith("step-00000006.aside-") for name in names)
+    assert publish.scan(half.folder / "checkpoints")[0].name == "step-00000005"
+    assert (half.folder / "config.toml").exists()
+    with pytest.raises(InputError, match="there is no such folder"):
+        shardwise.train("digits", resume="nowhere", **SMALL)
+    new = shardwise.train("digits", steps=1, resume="new", **SMALL)
+    assert new.folder != half.folder
+
+
+def test_a_damaged_one_is_told_and_set_aside_and_the_one_before_is_taken(here):
+    half = shardwise.train("digits", steps=4, checkpoint_every=2, **SMALL)
+    before = losses_of(half)
+    path = half.folder / "checkpoints" / "step-00000004" / "rank-00000.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-9] ^= 1
+    path.write_bytes(data)
+    again = shardwise.train("digits", steps=5, resume="auto", **SMALL)
+    said = next(note for note in again.summary["notices"] if "damaged" in note)
+    assert str(path) in said.replace(str(here) + "/", "") or path.name in said
+    assert "its digest should be" in said and losses_of(again)[:4] == before
+    assert any(name.startswith("step-00000004.damaged-") for name in os.listdir(half.folder / "checkpoints"))
+
+
+def test_weights_alone_by_name_and_pattern(here):
+    first = shardwise.train("digits", steps=2, checkpoint_every=2, **SMALL)
+    still = {**SMALL, "optimizer": {"name": "sgd", "lr": 1e-30}, "steps": 1}
+    for source in (first.folder, first.folder / "model.safetensors"):
+        run = shardwise.train("digits", init_from=str(source), **still)
+        assert weights_of(run.folder)[HEAD] == weights_of(first.folder)[HEAD]
+        assert next(note for note in run.summary["notices"] if note.startswith("weights from"))
+    renamed = {f"net.{name}": value for name, value in load_file(first.folder / "model.safetensors").items()}
+    renamed["net.head.bias"] = torch.zeros(3)
+    save_file(renamed, "other.safetensors")
+    run = shardwise.train("digits", init_from="other.safetensors", init_rename=[r"^net\.="], **still)
+    (said,) = [note for note in run.summary["notices"] if note.startswith("weights from")]
+    assert "begun anew: head.bias" in said and "not used: head.bias" in said
+    with pytest.raises(InputError, match="no weight of this model has a name and shape in it"):
+        shardwise.train("digits", init_from="other.safetensors", **still)
+    Path("x.bin").write_bytes(b"")
+    with pytest.raises(InputError, match=r"neither model\.safetensors nor .*x\.bin may be a pickle"):
+        shardwise.train("digits", init_from=".", **still)
+
+
+# --- signals
+
+
+def command(here: Path, plan: str, steps: int) -> subprocess.Popen:
+    words = [sys.executable, "-m", "shardwise", "train", "digits", "--plan", plan, "--steps", str(steps), "--json",
+             "--set", "train.eval_every=0", "--set", "task.model.layers=1", "--set", "task.model.hidden=16",
+             "--set", "task.model.heads=2", "--set", "train.log_every=1"]  # fmt: skip
+    return subprocess.Popen(words, cwd=here, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def until_steps(here: Path, count: int, process: subprocess.Popen) -> None:
+    until = time.monotonic() + 120
+    while time.monotonic() < until and process.poll() is None:
+        files = list(here.glob("runs/*/metrics.jsonl"))
+        if files and files[0].read_text().count("\n") >= count:
+            return
+        time.sleep(0.05)
+    raise AssertionError(process.communicate()[1])
+
+
+@pytest.mark.parametrize(("plan", "number"), [("single", signal.SIGINT), ("dp_shard=2,zero=1", signal.SIGUSR1)])
+def test_a_signal_saves_and_the_same_command_goes_on(plan: str, number: int, here):
+    process = command(here, plan, 100_000)
+    until_steps(here, 3, process)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 75, err
+    answer = json.loads(out)
+    (folder,) = (here / "runs").iterdir()
+    assert "stopped after step" in answer["error"] and "the same command" in answer["error"]
+    (saved,) = publish.scan(folder / "checkpoints")
+    assert str(saved) in answer["error"] and publish.verify(saved) == []
+    if plan != "single":
+        return
+    stopped = json.loads((folder / "stopped.json").read_text())
+    again = command(here, plan, 100_000)  # the same command
+    until_steps(here, stopped["step"] + 2, again)
+    again.send_signal(signal.SIGTERM)
+    out, err = again.communicate(timeout=120)
+    assert again.returncode == 75 and "goes on from" in err, err
+    assert list((here / "runs").iterdir()) == [folder]
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == list(range(len(records)))
