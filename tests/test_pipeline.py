@@ -17,11 +17,13 @@ from shardwise.layout.schedules import schedule_of
 from shardwise.models import tasks
 from shardwise.parallel.pipeline import backward
 from shardwise.parallel.pipeline.cuts import choose, find_places, make_stages
+from shardwise.precision import Precision
 from shardwise.ranks import RankPool
 from shardwise.step.batching import slice_samples
+from shardwise.step.forward import output_alone
 from shardwise.step.train_step import dealt
-from shardwise.trace.deferred import build
-from shardwise.trace.flow import trace_forward
+from shardwise.trace.deferred import Built, build
+from shardwise.trace.flow import Flow, trace_forward
 
 OURS = "shardwise.models.tasks"
 HERE = "pipeline_tasks"
@@ -186,10 +188,15 @@ def test_an_optimizer_over_all_tensors_is_refused(pool: RankPool) -> None:
 # --- the look at a forward
 
 
+def traced(built: Built, task: Task, samples: int) -> tuple[Flow, str]:
+    built.module.train()
+    run = output_alone(task, Precision.of(Plan()))
+    return trace_forward(built, run, slice_samples(task.batch(0), 0, samples))  # type: ignore[misc]
+
+
 def places_of(name: str) -> list[str]:
     task = getattr(pipeline_tasks, name)()
-    module = build(task.model, 0).module.train()
-    flow, _ = trace_forward(module, task.inputs, slice_samples(task.batch(0), 0, 2))
+    flow, _ = traced(build(task.model, 0), task, 2)
     return [place.call.path for place in find_places(flow)[0]]
 
 
@@ -202,10 +209,10 @@ def test_places() -> None:
 
 def test_stages_share_the_work_and_lose_no_parameter() -> None:
     task = tasks.decoder()
-    module = build(task.model, 0).module.train()
-    batch = task.batch(0)
-    flow, notice = trace_forward(module, task.inputs, slice_samples(batch, 0, 2))
-    other, _ = trace_forward(module, task.inputs, slice_samples(batch, 0, 3))
+    built = build(task.model, 0)
+    module = built.module
+    flow, notice = traced(built, task, 2)
+    other, _ = traced(built, task, 3)
     stages = make_stages(flow, other, (2, 3), choose(flow, module, 4, (), [f"blocks.{i}" for i in range(4)]))
     assert notice == ""
     assert set().union(*(s.parameters for s in stages)) == {id(p) for p in module.parameters()}
@@ -216,9 +223,10 @@ def test_stages_share_the_work_and_lose_no_parameter() -> None:
 
 def test_tracing_leaves_the_module_as_it_was() -> None:
     task = pipeline_tasks.normed()
-    module = build(task.model, 0).module.train()
+    built = build(task.model, 0)
+    module = built.module.train()
     before = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    trace_forward(module, task.inputs, slice_samples(task.batch(0), 0, 3))
+    traced(built, task, 3)
     assert all(torch.equal(before[name], buffer) for name, buffer in module.named_buffers())
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
 

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from shardwise.comm import gather_json
-from shardwise.engine.check import Findings, look, wrong_model
+from shardwise.engine.alone import blame
+from shardwise.engine.check import Findings, explained, look
 from shardwise.engine.optimizer import make_optimizer, shares_of
 from shardwise.engine.optimizer import refuse as refuse_optimizer
 from shardwise.engine.recipe import Applied, apply_plan, trainable
@@ -126,7 +127,8 @@ def look_at_task(state: RankState, *, masks: bool) -> Findings:
     except ShardwiseError:
         raise
     except Exception as error:
-        raise wrong_model(error, n) from error
+        what = f"under plan {state.plan} the forward fails on {n} samples"
+        raise explained(error) or blame(error, what, task, state.precision, state.module, whole) from error
     state.notices += findings.notices
     _refuse_writes(state, findings)
     return findings

@@ -21,11 +21,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.errors import InputError, RefusedPlan
+from shardwise.engine.alone import needs_gradients
+from shardwise.errors import RefusedPlan
 from shardwise.parallel.batchnorm import FindBatchNorm, batch_norm_modules
 from shardwise.random import BatchDims, ConstantRandom, GlobalRandom, Samples
 from shardwise.step.loss import Loss
 from shardwise.trace.deferred import written_tensors
+from shardwise.trace.functional import differentiating
 from shardwise.trace.state import ModuleState
 
 Evaluate = Callable[[Any], Loss]
@@ -73,11 +75,6 @@ def look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, An
         raise RefusedPlan(WEIGHTS_FREED)
     with torch.enable_grad():
         return _look(module, evaluate, whole, parts, sizes, **settings)
-
-
-def needs_gradients(error: Exception) -> bool:
-    """Whether a forward failed since it takes gradients itself, and ran without."""
-    return isinstance(error, RuntimeError) and "does not require grad" in str(error)
 
 
 def _look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, Any] | None,
@@ -192,6 +189,8 @@ class _Seen(TorchDispatchMode):
                 if units[path] > 1:
                     self.twice.add(path)
             self.running.append(child)
+            if isinstance(child, FSDPModule):
+                _refuse_differentiated(path)
 
         def leave(child: nn.Module, args: Any, output: Any) -> None:
             self.running.pop()  # must return None: a hook's result would replace the output
@@ -267,6 +266,15 @@ class _Seen(TorchDispatchMode):
                 "its gradient before it is whole: use torch.utils.checkpoint(use_reentrant=False), or zero=2"
             )
         return found
+
+
+def _refuse_differentiated(path: str) -> None:
+    """A unit of zero=3 copies its weights into place when its forward begins, which such a transform forbids."""
+    if differentiating():
+        raise RefusedPlan(
+            f"unit '{path}' runs inside a torch.func transform with a backward (grad, vjp, jacrev), where zero=3 "
+            "cannot gather its weights: let wrap= name modules whose own forward calls the transform, or use zero=2"
+        )
 
 
 class _Assignments(TorchFunctionMode):
@@ -354,21 +362,11 @@ def _statistics_differ(first: dict[str, torch.Tensor], second: dict[str, torch.T
     ]
 
 
-def wrong_model(error: Exception, samples: int) -> InputError | RefusedPlan:
-    """The model or loss failed on a few samples: say so before anything else is blamed."""
+def explained(error: Exception) -> RefusedPlan | None:
+    """The mechanism behind an error that only zero=3 meets, if this is one."""
     if "mixed torch.Tensor and DTensor" in str(error):
         return RefusedPlan(
             "a parameter is used outside the forward of the unit that holds it, where zero=3 has only pieces of it: "
             "name units with wrap= so that a unit's parameters are used inside its forward, or use zero=2"
         )
-    if needs_gradients(error):
-        return RefusedPlan(
-            "the forward takes gradients itself (torch.autograd.grad), and where it can be cut is looked for without: "
-            "use pp=1 and tp=1"
-        )
-    hint = ""
-    if isinstance(error, TypeError) and "argument" in str(error):
-        hint = ". If the batch holds more than the model's arguments, give Task.inputs (batch -> args, kwargs)"
-    return InputError(
-        f"the task fails on {samples} samples, which one process would meet too: {type(error).__name__}: {error}{hint}"
-    )
+    return None

@@ -13,40 +13,45 @@ import torch
 from torch import nn
 
 from shardwise.comm import gather_rows
+from shardwise.engine.alone import blame, needs_gradients
 from shardwise.engine.samples import few_samples
-from shardwise.errors import InputError, RefusedPlan
+from shardwise.errors import InputError, RefusedPlan, ShardwiseError
 from shardwise.layout import Plan
 from shardwise.layout.schedules import Schedule, schedule_of
 from shardwise.mesh import Mesh
 from shardwise.parallel.pipeline.cuts import Place, Stage, choose, make_stages
 from shardwise.parallel.pipeline.placed import Cut
+from shardwise.precision import Precision
 from shardwise.step.batching import samples_in, slice_samples
+from shardwise.step.forward import output_alone
 from shardwise.task import Task
 from shardwise.trace.blocks import Blocks
-from shardwise.trace.deferred import seed_of
+from shardwise.trace.deferred import Built, seed_of
 from shardwise.trace.flow import Flow, trace_forward
 
 UNEVEN = 1.5  # times the mean, from which a stage's share is worth a notice
 
 
 def cut_module(
-    task: Task, plan: Plan, mesh: Mesh, module: nn.Module, blocks: Blocks, inseparable: Sequence[str] = ()
-) -> Cut:
+    task: Task, plan: Plan, mesh: Mesh, precision: Precision, built: Built, blocks: Blocks,
+    inseparable: Sequence[str] = (),
+) -> Cut:  # fmt: skip
     """Look at the forward and cut it. Collective.
 
     inseparable  paths of modules inside which no stage may begin, whatever the plan
     Raises `RefusedPlan` for what cannot be cut, naming why.
     """
     sample = few_samples(task, plan, mesh.data, mesh.device)
-    cut, notice = cut_forward(task, plan, sample, module, blocks, mesh.pp.index, inseparable)
+    cut, notice = cut_forward(task, plan, precision, sample, built, blocks, mesh.pp.index, inseparable)
     _agree(cut, mesh)
-    cut.notices = _told(cut, module, notice)
+    cut.notices = _told(cut, notice)
     return cut
 
 
 def cut_forward(
-    task: Task, plan: Plan, sample: Any, module: nn.Module, blocks: Blocks, rank: int, inseparable: Sequence[str] = ()
-) -> tuple[Cut, str]:
+    task: Task, plan: Plan, precision: Precision, sample: Any, built: Built, blocks: Blocks, rank: int,
+    inseparable: Sequence[str] = (),
+) -> tuple[Cut, str]:  # fmt: skip
     """The cut for the `rank`-th stage's rank, and a notice where shapes alone did not do. Needs no process group.
 
     sample       a batch of a few samples
@@ -55,8 +60,9 @@ def cut_forward(
     schedule = schedule_of(plan)
     available = samples_in(sample)
     counts = (min(2, available), min(3, available))
-    flow, notice = _traced(task, module, slice_samples(sample, 0, counts[0]), 0)
-    other, _ = _traced(task, module, slice_samples(sample, 0, counts[1]), 1)
+    module = built.module
+    flow, notice = _traced(task, plan, precision, built, slice_samples(sample, 0, counts[0]), 0)
+    other, _ = _traced(task, plan, precision, built, slice_samples(sample, 0, counts[1]), 1)
     whole = plan.remat != "none" or plan.compile or plan.zero == 3
     units = [*inseparable, *(blocks.paths if whole else ())]
     places = _places(flow, module, schedule.stages, plan, blocks, units)
@@ -66,14 +72,19 @@ def cut_forward(
     return Cut(schedule, stages, holders, buffers, rank, _shares_draws(flow, stages)), notice
 
 
-def _traced(task: Task, module: nn.Module, sample, seed: int) -> tuple[Flow, str]:
-    from shardwise.engine.check import wrong_model
-
-    module.train()
+def _traced(
+    task: Task, plan: Plan, precision: Precision, built: Built, sample: Any, seed: int
+) -> tuple[Flow, str]:  # fmt: skip
+    built.module.train()
     try:
-        return trace_forward(module, task.inputs, sample, seed)
+        return trace_forward(built, output_alone(task, precision), sample, seed, precision.held)
+    except ShardwiseError:
+        raise
     except Exception as error:
-        raise wrong_model(error, samples_in(sample)) from error
+        what = f"pp={plan.pp}: the forward cannot be followed on {samples_in(sample)} samples to find stages"
+        if needs_gradients(error):
+            what += " (it takes gradients itself, by torch.autograd.grad, and is followed without)"
+        raise blame(error, what, task, precision, built.module, sample) from error
 
 
 def _places(flow: Flow, module: nn.Module, count: int, plan: Plan, blocks: Blocks, units: list[str]) -> list[Place]:
@@ -176,7 +187,7 @@ def _agree(cut: Cut, mesh: Mesh) -> None:
         )
 
 
-def _told(cut: Cut, module: nn.Module, notice: str) -> list[str]:
+def _told(cut: Cut, notice: str) -> list[str]:
     total = sum(stage.cost for stage in cut.stages)
     shares = [stage.cost / total for stage in cut.stages]
     begins = [stage.entry.call.path for stage in cut.stages if stage.entry is not None]

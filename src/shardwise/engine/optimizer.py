@@ -64,6 +64,14 @@ def construct(make: OptimizerFn, params: Sequence[torch.Tensor]) -> Optimizer:
     optimizer = make(named_groups(params))
     if not isinstance(optimizer, Optimizer):
         raise InputError(f"Task.optimizer must return a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    given = {id(param) for param in params}
+    foreign = [one.shape for group in optimizer.param_groups for one in group["params"] if id(one) not in given]
+    if foreign:
+        raise InputError(
+            f"Task.optimizer made an optimizer over {len(foreign)} tensors that are not among the parameters it was "
+            f"given (the first has shape {tuple(foreign[0])}): another model's; build it over its argument, the groups "
+            "(lambda groups: AdamW(groups))"
+        )
     return optimizer
 
 

@@ -82,7 +82,7 @@ def apply_plan(task: Task, plan: Plan, mesh: Mesh, precision: Precision, seed: i
     trained = [name for name, _ in trainable(module)]
     frozen = [name for name, param in module.named_parameters() if not param.requires_grad]
     inseparable = [stack.path for stack in experts.stacks] if experts is not None else []
-    cut = cut_module(task, plan, mesh, module, blocks, inseparable) if plan.pp > 1 else None
+    cut = cut_module(task, plan, mesh, precision, built, blocks, inseparable) if plan.pp > 1 else None
     absent: set[str] = set()
     if cut is not None:
         absent, value_of = cut.absent, cut.values(built, value_of)
@@ -211,9 +211,10 @@ def _with_experts(
 
 
 def refuse(module: nn.Module) -> None:
-    """Raise for a module that no plan can hold: nothing to train, complex weights, weights on one memory."""
+    """Raise for a module that no plan can hold: nothing to train, sparse or complex weights, weights on one memory."""
     if not any(param.requires_grad for param in module.parameters()):
         raise InputError("the model has no parameter that requires a gradient: there is nothing to train")
+    _refuse_sparse(module)
     _refuse_complex(module)
     _refuse_shared_memory(module)
 
@@ -233,6 +234,15 @@ def refuse_scripted(module: nn.Module, plan: Plan) -> None:
             f"'{path}' was made by torch.jit, and {inside[0]} has to look into its forward: give the module as it was "
             "before, or use replicas, zero=1 or zero=2 without recompute"
         )
+
+
+def _refuse_sparse(module: nn.Module) -> None:
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.layout is not torch.strided:
+            raise RefusedPlan(
+                f"'{name}' is a tensor of layout {tensor.layout}, and masters, buckets and shards are dense: hold it "
+                "dense with a mask, or hold its values as a parameter and make the sparse tensor in the forward"
+            )
 
 
 def _refuse_complex(module: nn.Module) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from shardwise.comm import Axis
+from shardwise.engine.alone import blame
 from shardwise.engine.samples import SAMPLES, a_few, few_samples
 from shardwise.errors import InputError, RefusedPlan, ShardwiseError
 from shardwise.layout import Plan
@@ -53,10 +54,11 @@ def derive_cuts(
     except ShardwiseError:
         raise
     except Exception as error:
-        raise RefusedPlan(
-            f"tp={plan.tp}: the forward cannot be followed on a few samples without gradients, from which the cuts are "
-            f"derived: {type(error).__name__}: {error}; use tp=1 (one that calls torch.autograd.grad cannot be cut)"
-        ) from error
+        what = (
+            f"tp={plan.tp}: the forward cannot be followed on {samples_in(batch)} samples without gradients, from "
+            "which the cuts are derived (one that calls torch.autograd.grad cannot be cut; use tp=1)"
+        )
+        raise blame(error, what, task, precision, built.module, batch) from error
     if not derived.cuts:
         reasons = sorted({reason for reason in derived.whole.values() if reason})
         raise RefusedPlan(

@@ -65,7 +65,7 @@ def verify(
     except ShardwiseError:
         raise
     except Exception as error:
-        raise InputError(f"the task fails in one process too: {_where(error)}") from error
+        raise _blamed(resolved, settings, error) from error
     parity.notes += _notes(chosen, parity.float64)
     try:
         record = _run_ranks(task, chosen, settings, parity, pool, timeout_s)
@@ -94,6 +94,18 @@ def _one_process(task: Task, settings: Any, parity: Parity) -> Any:
         raise
     except Exception as failure:
         return float32_oracle(task, settings, failure, parity)
+
+
+def _blamed(task: Task, settings: Any, error: Exception) -> ShardwiseError:
+    """What to raise where the oracle fails: the task is wrong if a step in plain PyTorch fails on the batch too."""
+    from shardwise.engine.alone import failure_alone
+    from shardwise.precision import Precision
+    from shardwise.proof.settings import global_batch
+
+    alone = failure_alone(task, Precision.of(Plan()), global_batch(task, settings, 0))
+    if alone is not None:
+        return InputError(f"the task fails in one process too: {_where(alone)}")
+    return RefusedPlan(f"the proof's one process fails, though a step in plain PyTorch does not: {_where(error)}")
 
 
 def _notes(plan: Plan, float64: bool) -> list[str]:

@@ -204,10 +204,10 @@ class Shares:
         self.told: dict[tuple[int, int], dict[int, Told]] = {}  # (rank of tp, samples) -> what each stage sends
 
     def _cut(self) -> Cut:
-        module = self.looks.built.module
-        blocks = find_blocks(module, nested=self.task.branches == "same")
+        built, precision = self.looks.built, Precision.of(self.plan)
+        blocks = find_blocks(built.module, nested=self.task.branches == "same")
         apart = [stack.path for stack in self.stacks]
-        return cut_forward(self.task, self.plan, self.looks.few, module, blocks, 0, apart)[0]
+        return cut_forward(self.task, self.plan, precision, self.looks.few, built, blocks, 0, apart)[0]
 
     def cut(self, rank: int) -> Cut | None:
         """The stages, seen from a rank of the pipeline."""

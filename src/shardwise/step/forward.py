@@ -129,6 +129,17 @@ def run_alone(task: Task, precision: Precision) -> Callable[[nn.Module, Any], Lo
     return lambda module, batch: Forward(task, module, precision, torch.device("cpu"), alone).local(batch)
 
 
+def output_alone(task: Task, precision: Precision) -> Callable[[nn.Module, Any], Any]:
+    """(module, batch) -> the model's output without other ranks, on the CPU."""
+    alone = Axis.alone("data")
+
+    def run(module: nn.Module, batch: Any) -> Any:
+        forward = Forward(task, module, precision, torch.device("cpu"), alone)
+        return forward.output(forward.to_device(batch))
+
+    return run
+
+
 def beyond_table(error: IndexError, module: nn.Module) -> InputError | None:
     """What to say where a look-up in an embedding failed: which index, where, in which table."""
     table, found, frame = "", None, error.__traceback__

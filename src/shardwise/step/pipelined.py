@@ -28,7 +28,6 @@ from shardwise.layout.dealing import Share
 from shardwise.layout.schedule_kinds import Op
 from shardwise.layout.schedules import plain_schedule
 from shardwise.parallel.pipeline import backward
-from shardwise.part import plain
 from shardwise.random import Samples
 from shardwise.step.control import Agreement, Tally, agree
 from shardwise.step.loss import Loss
@@ -170,6 +169,8 @@ class _Row:
         gradients: list[torch.Tensor | None] = [None]
         if op.stage < self.staged.last:
             gradients = mail.receive_backward(op.stage, index, held.key)
+            held.outputs = [o for o, g in zip(held.outputs, gradients, strict=True) if g is not None]
+            gradients = [gradient for gradient in gradients if gradient is not None]
         with drawing(self.state):
             if op.kind == "I":
                 held.later = backward.of_input(held.outputs, gradients, held.inputs)
@@ -179,8 +180,7 @@ class _Row:
                     self._whole(held, gradients)
                 del self._held[op.stage, index]
         if op.stage:
-            returned = [torch.zeros_like(leaf) if leaf.grad is None else plain(leaf.grad) for leaf in held.inputs]
-            mail.send_backward(op.stage, index, returned)
+            mail.send_backward(op.stage, index, held.inputs)
             for leaf in held.inputs:
                 leaf.grad = None
 

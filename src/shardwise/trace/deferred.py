@@ -59,17 +59,31 @@ class _Recorder(TorchDispatchMode):
         if self.paused or first is None:
             return function(*args, **kwargs)
         self._meet(first)
+        state = _own_state(args, kwargs)
         result: Any = first
-        if storage_key(first) not in self.tape.deferred:
-            self.paused = True
-            try:
+        self.paused = True
+        try:
+            if storage_key(first) not in self.tape.deferred:
                 result = function(*args, **kwargs)
-            finally:
-                self.paused = False
+            elif state is not None:
+                self._advance(function, args, kwargs)
+        finally:
+            self.paused = False
         key = storage_key(first)
         refs, named = tree_map_only(torch.Tensor, ref_of, (args, kwargs))
-        self.tape.add(Op(function, refs, named, [], {key}, {key}, random=True))
+        self.tape.add(Op(function, refs, named, [], {key}, {key}, random=state is None, generator=state))
         return result
+
+    def _advance(self, function: Callable, args: tuple, kwargs: dict) -> None:
+        """Draw from the constructor's own generator as the call would, into tensors that are dropped."""
+
+        def scratch(tensor: torch.Tensor) -> torch.Tensor:
+            return (
+                torch.zeros(tensor.shape, dtype=tensor.dtype) if storage_key(tensor) in self.tape.deferred else tensor
+            )
+
+        args, kwargs = tree_map_only(torch.Tensor, scratch, (args, kwargs))
+        function(*args, **kwargs)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
@@ -80,9 +94,19 @@ class _Recorder(TorchDispatchMode):
             self.tape.refuse_reading(args[0], "item()")
         for tensor in inputs:
             self._meet(tensor)
-        output = self._execute(func, args, kwargs, inputs)
-        self._record(func, args, kwargs, inputs, output)
+        state = _own_state(args, kwargs)
+        output = self._execute(func, args, kwargs, inputs) if state is None else self._draw(func, args, kwargs, inputs)
+        self._record(func, args, kwargs, inputs, output, state)
         return output
+
+    def _draw(self, func, args, kwargs, inputs):
+        """An op that draws from a generator of the constructor's own, which must move on as it would by itself."""
+        if any(storage_key(tensor) in self.tape.deferred for tensor in inputs):
+            self._advance(func, args, kwargs)
+            return self._defer(func, args, {**kwargs, "generator": None} if "generator" in kwargs else kwargs)
+        output = func(*args, **kwargs)
+        large = isinstance(output, torch.Tensor) and output.numel() >= LARGE and not func._schema.is_mutable
+        return self._unfilled(output) if large else output
 
     def _meet(self, tensor: torch.Tensor) -> None:
         key = storage_key(tensor)
@@ -102,7 +126,8 @@ class _Recorder(TorchDispatchMode):
             return self._defer(func, args, kwargs)
         if inputs or "device" not in _argument_names(func):
             return func(*args, **kwargs)
-        shape = func(*args, **{**kwargs, "device": torch.device("meta")})
+        without = {"generator": None} if "generator" in kwargs else {}
+        shape = func(*args, **{**kwargs, "device": torch.device("meta"), **without})
         if isinstance(shape, torch.Tensor) and shape.numel() >= LARGE:
             return self._unfilled(shape)
         return func(*args, **kwargs)
@@ -131,7 +156,7 @@ class _Recorder(TorchDispatchMode):
         self.tape.deferred.add(storage_key(tensor))
         return tensor
 
-    def _record(self, func, args, kwargs, inputs, output) -> None:
+    def _record(self, func, args, kwargs, inputs, output, state: torch.Tensor | None = None) -> None:
         outputs = tensors_in(output)
         before = {storage_key(tensor) for tensor in inputs}
         made = {storage_key(tensor) for tensor in outputs} - before
@@ -139,13 +164,27 @@ class _Recorder(TorchDispatchMode):
         written |= {storage_key(tensor) for tensor in written_tensors(func, args, kwargs)}
         if not written:
             return  # a view or a read: views are found again by size, stride and offset
-        if func in (torch.ops.aten.resize_.default, torch.ops.aten.set_.source_Storage_storage_offset):
+        if func.overloadpacket in (torch.ops.aten.resize_, torch.ops.aten.set_):
             raise NotReplayable(f"the constructor swaps storages ({func})")
         tape = self.tape
         tape.alive.extend(tensor.untyped_storage() for tensor in outputs)
         args, kwargs = tree_map_only(torch.Tensor, ref_of, (args, kwargs))
-        is_random = torch.Tag.nondeterministic_seeded in func.tags
-        tape.add(Op(func, args, kwargs, [ref_of(t) for t in outputs], before, written, is_random))
+        is_random = torch.Tag.nondeterministic_seeded in func.tags and state is None
+        tape.add(Op(func, args, kwargs, [ref_of(t) for t in outputs], before, written, is_random, state))
+
+
+def _own_state(args: tuple, kwargs: dict) -> torch.Tensor | None:
+    """The state of the generator that a call is given, unless it is torch's own."""
+    generator = _generator_in(args, kwargs)
+    if generator is None or generator is torch.default_generator:
+        return None
+    if generator.device.type != "cpu":
+        raise NotReplayable(f"the constructor draws from a generator on {generator.device}")
+    return generator.get_state()
+
+
+def _generator_in(args: tuple, kwargs: dict) -> torch.Generator | None:
+    return next((one for one in (*args, *kwargs.values()) if isinstance(one, torch.Generator)), None)
 
 
 def _unvouched(shape: torch.Tensor) -> torch.Tensor:
@@ -236,9 +275,10 @@ class Built:
             digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
             if self._tape is None:
                 continue
-            for op in self._tape.slice(self._refs[name].storage):
-                for key in sorted(self._tape.ops[op].reads & self._tape.constants.keys()):
+            for op in map(self._tape.ops.__getitem__, self._tape.slice(self._refs[name].storage)):
+                for key in sorted(op.reads & self._tape.constants.keys()):
                     digest.update(self._tape.constants[key].numpy().tobytes())
+                digest.update(b"" if op.generator is None else op.generator.numpy().tobytes())
         return int.from_bytes(digest.digest(), "little")
 
     def _check(self) -> None:
@@ -246,8 +286,7 @@ class Built:
         assert tape is not None
         for name, ref in self._refs.items():
             if ref.storage in tape.writers or ref.storage in tape.constants:
-                needed = {ref.storage}.union(*(tape.ops[op].reads for op in tape.slice(ref.storage)))
-                if not needed & tape.lost:
+                if not tape.lacks(ref.storage):
                     continue
             elif self._targets[name].device.type != "meta":
                 tape.constants[ref.storage] = _bytes_of(self._targets[name])
@@ -278,11 +317,14 @@ class Built:
                 op = tape.ops[index]
                 if op.random:
                     torch.manual_seed(self._seeds[index])
+                generator = torch.default_generator
+                if op.generator is not None:
+                    generator = torch.Generator()
+                    generator.set_state(op.generator)
                 args, kwargs = tree_map_only(Ref, tensor_of, (op.args, op.kwargs))
+                args, kwargs = tree_map_only(torch.Generator, lambda _, g=generator: g, (args, kwargs))
                 if "device" in kwargs:
                     kwargs["device"] = torch.device("cpu")
-                if "generator" in kwargs:
-                    kwargs.pop("generator")
                 output = op.func(*args, **kwargs)
                 for ref, result in zip(op.outputs, tensors_in(output) if op.outputs else (), strict=True):
                     storages.setdefault(ref.storage, result.untyped_storage())

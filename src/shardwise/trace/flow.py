@@ -27,12 +27,18 @@ from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only
 
-from shardwise.trace.deferred import written_tensors
+from shardwise.trace.deferred import Built, written_tensors
 from shardwise.trace.fake import Fake, unlogged
+from shardwise.trace.functional import innermost, transforming
+from shardwise.trace.stand_in import standing_in
 from shardwise.trace.state import ModuleState
 
 _aten = torch.ops.aten
 ELEMENT_COST = 50.0  # floating-point operations in the time that one element of an op's result takes in memory
+FEW_ELEMENTS = 2**27  # of parameters, up to which a trace on real tensors uses their values, and else zeros
+
+Run = Callable[[nn.Module, Any], Any]  # (module, batch) -> output
+DtypeOf = Callable[[torch.Tensor], torch.dtype]
 
 
 @dataclass
@@ -162,6 +168,7 @@ class _Recorder(TorchDispatchMode):
 
     def number(self, tensor: torch.Tensor) -> int:
         """The tensor's number; one not met before was there all along, unless it lies on a known storage."""
+        tensor = innermost(tensor)
         found = self.number_of.get(id(tensor))
         if found is not None:
             return found
@@ -181,9 +188,9 @@ class _Recorder(TorchDispatchMode):
         self.number_of[id(tensor)] = number
         self._keep(tensor)
         if id(tensor) in self.is_parameter:
-            self.parameters[number] = id(tensor)
+            self.parameters[number] = self.is_parameter[id(tensor)]
         if id(tensor) in self.is_buffer:
-            self.buffers[number] = id(tensor)
+            self.buffers[number] = self.is_buffer[id(tensor)]
         return number
 
     def _keep(self, tensor: torch.Tensor) -> None:
@@ -261,12 +268,14 @@ def _is_view(func) -> bool:
 
 @contextmanager
 def _calls(module: nn.Module, recorder: _Recorder, root: Call) -> Iterator[None]:
-    """Write down every call of a submodule."""
+    """Write down every call of a submodule, but for those inside a `torch.func` transform: their caller is one op."""
     stack = [root]
     counts: dict[int, int] = {}
     handles = []
 
     def enter(child: nn.Module, args: tuple, kwargs: dict, path: str) -> None:
+        if transforming():
+            return
         recorder.time += 1
         leaves, _ = tree_flatten((args, kwargs))
         numbers = [recorder.number(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
@@ -278,6 +287,8 @@ def _calls(module: nn.Module, recorder: _Recorder, root: Call) -> Iterator[None]
         stack.append(call)
 
     def leave(child: nn.Module, args: tuple, output: Any) -> None:
+        if transforming():
+            return
         recorder.time += 1
         call = stack.pop()
         call.exit = recorder.time
@@ -306,8 +317,12 @@ def _leaf(leaf: Any, recorder: _Recorder) -> Leaf:
     return Leaf(None, leaf)
 
 
-def _run(module: nn.Module, run: Callable[[], Any]) -> Flow:
-    recorder = _Recorder({id(p): 1 for p in module.parameters()}, {id(b): 1 for b in module.buffers()})
+def _flow(module: nn.Module, run: Callable[[], Any], known: dict[str, int]) -> Flow:
+    """The flow of `run()`; `known`: name -> id under which the flow tells of a parameter or buffer."""
+    recorder = _Recorder(
+        {id(param): known[name] for name, param in module.named_parameters()},
+        {id(buffer): known[name] for name, buffer in module.named_buffers()},
+    )
     root = Call("", 0, 0, [], [])
     with torch.no_grad(), recorder, _calls(module, recorder, root):
         output = run()
@@ -333,6 +348,8 @@ def _switched_off(module: nn.Module) -> Iterator[set[tuple[str, int]]]:
     handles = []
 
     def enter(child: nn.Module, path: str) -> None:
+        if transforming():
+            return
         place = counts.get(id(child), 0)
         counts[id(child)] = place + 1
         if not torch.is_grad_enabled():
@@ -350,12 +367,15 @@ def _switched_off(module: nn.Module) -> Iterator[set[tuple[str, int]]]:
 
 
 def trace_forward(
-    module: nn.Module, inputs: Callable[[Any], tuple[tuple, dict]], batch: Any, seed: int = 0
+    built: Built, run: Run, batch: Any, seed: int = 0, dtype_of: DtypeOf = lambda tensor: tensor.dtype
 ) -> tuple[Flow, str]:
-    """The flow of one forward of `module` on `inputs(batch)`, and a notice where fake tensors did not do.
+    """The flow of `run(module, batch)` for a module without weights, and a notice where fake tensors did not do.
 
-    The module may hold tensors without values. It is left as it was. What the forward itself raises is raised.
+    dtype_of  the dtype in which a parameter or buffer is held when the module runs
+
+    The module is left as it was. What the forward itself raises is raised.
     """
+    module = built.module
     state = ModuleState(module)
     kept = random.getstate()
     try:
@@ -363,40 +383,42 @@ def trace_forward(
             torch.manual_seed(seed)
             random.seed(seed)
             try:
-                return _fake(module, inputs, batch), ""
+                return _fake(built, run, batch, dtype_of), ""
             except Exception as error:
                 state.restore()
                 first = str(error).splitlines()[0] if str(error) else ""
-                notice = f"traced on real tensors, with all weights zero, since shapes alone do not do: {first}"
-                return _real(module, inputs, batch), notice
+                few = not built.notice and sum(param.numel() for param in module.parameters()) <= FEW_ELEMENTS
+                weights = "" if few else ", with all weights zero"
+                notice = f"traced on real tensors{weights}, since shapes alone do not do: {first}"
+                return _real(built, run, batch, dtype_of, few), notice
     finally:
         random.setstate(kept)
         state.restore()
 
 
-def _fake(module: nn.Module, inputs: Callable[[Any], tuple[tuple, dict]], batch: Any) -> Flow:
-    with unlogged(), Fake() as mode:
+def _known(module: nn.Module) -> dict[str, int]:
+    return {name: id(tensor) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+
+
+def _fake(built: Built, run: Run, batch: Any, dtype_of: DtypeOf) -> Flow:
+    module, known = built.module, _known(built.module)
+
+    def make(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype_of(tensor), device="cpu")
+
+    with unlogged(), Fake() as mode, standing_in(module, make):
         fake = tree_map_only(torch.Tensor, mode.from_tensor, batch)
-
-        def run() -> Any:
-            args, kwargs = inputs(fake)
-            return module(*args, **kwargs)
-
-        return _run(module, run)
+        return _flow(module, lambda: run(module, fake), known)
 
 
-def _real(module: nn.Module, inputs: Callable[[Any], tuple[tuple, dict]], batch: Any) -> Flow:
-    """On real tensors, with zeros for weights, whose pages are never written to."""
-    kept = [(param, param.data) for param in module.parameters()]
-    try:
-        for param, _ in kept:
-            param.data = torch.zeros(param.shape, dtype=param.dtype)
+def _real(built: Built, run: Run, batch: Any, dtype_of: DtypeOf, few: bool) -> Flow:
+    """On real tensors; `few`: with their values, else with zeros for weights, whose pages are never written to."""
+    module, known = built.module, _known(built.module)
 
-        def run() -> Any:
-            args, kwargs = inputs(batch)
-            return module(*args, **kwargs)
+    def make(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, nn.Parameter) and not few:
+            return torch.zeros(tensor.shape, dtype=dtype_of(tensor))
+        return built.value(name).to("cpu", dtype_of(tensor), copy=True)
 
-        return _run(module, run)
-    finally:
-        for param, value in kept:
-            param.data = value
+    with standing_in(module, make):
+        return _flow(module, lambda: run(module, batch), known)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,8 +35,19 @@ def standing_in(module: nn.Module, make: Make) -> Iterator[dict[str, torch.Tenso
                     home = child.__dict__ if table is plain else table
                     kept.append((home, leaf, tensor))
                     home[leaf] = other(tensor)
+    lists = _lists_of(module, made)
+    for held, before in lists:
+        held[:] = [made.get(id(one), one) for one in before]
     try:
         yield dict(module.named_parameters())
     finally:
         for home, leaf, tensor in kept:
             home[leaf] = tensor
+        for held, before in lists:
+            held[:] = before
+
+
+def _lists_of(module: nn.Module, made: Container[int]) -> list[tuple[list, list]]:
+    """Lists of its weights that a module keeps beside them, as recurrent layers do, each with what it holds."""
+    lists = [held for child in module.modules() for held in vars(child).values() if isinstance(held, list)]
+    return [(held, list(held)) for held in lists if any(id(one) in made for one in held)]

@@ -34,7 +34,8 @@ class Op:
     outputs: list[Ref]
     reads: set[int]
     writes: set[int]
-    random: bool
+    random: bool  # it draws from torch's own generator, in a state that replay sets
+    generator: torch.Tensor | None = None  # the state of the generator that the constructor gave it
 
 
 @dataclass
@@ -70,11 +71,24 @@ class Tape:
                     queue.extend((read, op) for read in self.ops[op].reads)
         return sorted(needed)
 
+    def lacks(self, storage: int) -> bool:
+        """Whether a storage's content cannot be made again: an op reads one that none made, whose bytes are unknown."""
+        made: set[int] = set()
+        for op in map(self.ops.__getitem__, self.slice(storage)):
+            if any(ref.storage not in made and ref.storage not in self.constants for ref in _refs(op)):
+                return True
+            made |= {ref.storage for ref in op.outputs}
+        return storage not in made and storage not in self.constants
+
     def refuse_reading(self, tensor: torch.Tensor, how: str) -> None:
         """Control flow that looks at a value which replay will draw anew (or that is not there) cannot be followed."""
         key = storage_key(tensor)
         if key in self.deferred or any(self.ops[op].random for op in self.slice(key)):
             raise NotReplayable(f"the constructor reads a random or large tensor's values through {how}")
+
+
+def _refs(op: Op) -> list[Ref]:
+    return [leaf for leaf in tree_flatten((op.args, op.kwargs))[0] if isinstance(leaf, Ref)]
 
 
 def storage_key(tensor: torch.Tensor) -> int:

@@ -381,7 +381,41 @@ def _skip(flow: Flow, call: Call, other: Call, samples: tuple[int, int], total: 
             if a is not None and a == leaf.shape and b == twin.shape
         ]
         like.append(same[0] if same and leaf.tensor is not None else None)
+    skip = Skip(call.path, call.place, tuple(like), call, other, samples)
+    if any(None in shape for shape in made_up_shapes(skip, call.shapes)):
+        return None  # it follows the samples in a way that its arguments do not
     known = all(place is not None or leaf.tensor is None for place, leaf in zip(like, call.leaves, strict=True))
     if not known and sum(op.cost for op in flow.ops if call.enter <= op.time <= call.exit) < LARGE * total:
         return None
-    return Skip(call.path, call.place, tuple(like), call, other, samples)
+    return skip
+
+
+def made_up_shapes(skip: Skip, given: Sequence[Sequence[int] | None]) -> list[list[int | None]]:
+    """The shape of each leaf of a result that is left out, for arguments of the shapes `given`; None: not known.
+
+    It is that of an argument of the same shape. Else each of its dims is an argument's dim of the same place, or the
+    one that it grew with when samples were added (an LSTM's state has them second), or fixed.
+    """
+    arguments = [(a, b, now) for a, b, now in zip(skip.call.shapes, skip.other.shapes, given, strict=True)
+                 if a is not None and b is not None and now is not None]  # fmt: skip
+    found: list[list[int | None]] = []
+    for like, leaf, twin in zip(skip.like, skip.call.leaves, skip.other.leaves, strict=True):
+        if leaf.tensor is None or like is not None:
+            found.append(list(given[like] or ()) if like is not None else [])
+        else:
+            pairs = enumerate(zip(leaf.shape, twin.shape, strict=True))
+            found.append([_made_up_dim(dim, a, b, arguments) for dim, (a, b) in pairs])
+    return found
+
+
+def _made_up_dim(dim: int, a: int, b: int, arguments: Sequence[tuple[Sequence[int], ...]]) -> int | None:
+    for one, other, now in arguments:
+        if len(one) > dim and (one[dim], other[dim]) == (a, b):
+            return now[dim]
+    if a == b:
+        return a
+    for one, other, now in arguments:
+        for x, y, size in zip(one, other, now, strict=True):
+            if x != y and a * y == b * x and a * size % x == 0:
+                return a * size // x
+    return None

@@ -9,7 +9,7 @@ needed, since a backend may know no tags; each kind and direction has a process 
 works through a group's messages one by one (NCCL). What shapes arrive is told once for each shape of the batch, in a
 small message of its own; after that, shapes must stay.
 Bytes on the wire, for each boundary and micro-batch: the hidden states once forward, and those that need a gradient
-once backward. Two stages on one rank hand tensors over without a message.
+once backward, with a byte for each where there are several. Two stages on one rank hand tensors over without a message.
 
 What this does not do: cut a message into pieces, or send it before its op is over.
 """
@@ -17,7 +17,7 @@ What this does not do: cut a message into pieces, or send it before its op is ov
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +25,7 @@ import torch
 from shardwise.comm import Axis, Pending, copies_of, receive, send
 from shardwise.errors import RefusedPlan
 from shardwise.layout.schedules import Schedule
+from shardwise.part import plain
 
 DTYPES = (
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8,
@@ -92,14 +93,29 @@ class Mail:
         told = self._known[boundary, key]
         return [(tensor, one.needs_gradient) for tensor, one in zip(tensors, told, strict=True)]
 
-    def send_backward(self, stage: int, batch: int, gradients: Sequence[torch.Tensor]) -> None:
-        """Gradients of what stage `stage` was sent, to the one before."""
+    def send_backward(self, stage: int, batch: int, inputs: Sequence[torch.Tensor]) -> None:
+        """Gradients (`.grad`) of what stage `stage` was sent and that needs one, to the stage before.
+
+        Which of several backward came to goes with them: what it did not reach has no gradient in one process, and an
+        optimizer leaves it alone, which it would not do for zeros.
+        """
+        gradients = [torch.zeros_like(leaf) if leaf.grad is None else plain(leaf.grad) for leaf in inputs]
+        if len(inputs) > 1:
+            reached = [leaf.grad is not None for leaf in inputs]
+            gradients.append(torch.tensor(reached, dtype=torch.uint8, device=self.device))
+        elif inputs and inputs[0].grad is None:
+            raise RefusedPlan(
+                f"nothing that stage {stage} is sent leads to the loss, so that no stage before it is trained: use pp=1"
+            )
         self._send(BACKWARD, stage, stage - 1, batch, gradients)
 
     def receive_backward(self, stage: int, batch: int, key: Hashable) -> list[torch.Tensor | None]:
-        """Gradients of what stage `stage` sent, None for what needs none."""
-        found = iter(self._fetch(BACKWARD, stage + 1, stage, batch, key))
-        return [next(found) if one.needs_gradient else None for one in self._known[stage, key]]
+        """Gradients of what stage `stage` sent, None for what needs none and for what backward did not reach."""
+        found = self._fetch(BACKWARD, stage + 1, stage, batch, key)
+        known = self._known[stage, key]
+        reached = iter(found[-1].tolist() if sum(one.needs_gradient for one in known) > 1 else [True])
+        gradients = iter(found)
+        return [_next(gradients, next(reached)) if one.needs_gradient else None for one in known]
 
     def flush(self) -> None:
         """Wait until everything that was sent has left."""
@@ -142,6 +158,8 @@ class Mail:
         if (boundary, key) not in self._known:
             self._known[boundary, key] = self._hear(boundary, batch)
         told = [one for one in self._known[boundary, key] if tag == FORWARD or one.needs_gradient]
+        if tag == BACKWARD and len(told) > 1:
+            told.append(Told((len(told),), torch.uint8, False))
         axis = self._axes[tag, self.owner[source] < self.owner[goal]]
         arriving = []
         for place, one in enumerate(told):
@@ -183,6 +201,11 @@ def _directions(axis: Axis) -> dict[tuple[str, bool], Axis]:
     """The axis for each kind of message and each direction over ranks."""
     ways = [(tag, down) for tag in (FORWARD, BACKWARD) for down in (True, False)]
     return dict(zip(ways, copies_of(axis, len(ways)), strict=True))
+
+
+def _next(gradients: Iterator[torch.Tensor], reached: int) -> torch.Tensor | None:
+    gradient = next(gradients)
+    return gradient if reached else None
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

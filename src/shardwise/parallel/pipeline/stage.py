@@ -33,8 +33,9 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shardwise.errors import RefusedPlan
-from shardwise.parallel.pipeline.cuts import Holder, Skip, Stage
+from shardwise.parallel.pipeline.cuts import Holder, Skip, Stage, made_up_shapes
 from shardwise.part import whole
+from shardwise.trace.functional import transforming
 
 
 class StageExit(Exception):
@@ -99,7 +100,7 @@ class StagedModule:
         inner = child.forward
 
         def forward(*args, **kwargs):
-            if not self._running or self._stage is None:  # run again in backward, or outside the pipeline
+            if not self._running or self._stage is None or transforming():  # run again in backward, or outside of it
                 return inner(*args, **kwargs)
             place = self._counts.get(id(child), 0)
             self._counts[id(child)] = place + 1
@@ -201,9 +202,9 @@ def _made_up(skip: Skip, compute: torch.dtype, args: tuple, kwargs: dict) -> tup
     """The result of a call that was left out: right in shape and kind, NaN in every value."""
     leaves, _ = tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    shapes = made_up_shapes(skip, [tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None for leaf in leaves])
     made = []
-    for place, (leaf, other) in enumerate(zip(skip.call.leaves, skip.other.leaves, strict=True)):
-        like = skip.like[place]
+    for leaf, like, shape in zip(skip.call.leaves, skip.like, shapes, strict=True):
         if leaf.tensor is None:
             made.append(leaf.value)
             continue
@@ -211,22 +212,13 @@ def _made_up(skip: Skip, compute: torch.dtype, args: tuple, kwargs: dict) -> tup
         dtype = compute if leaf.dtype.is_floating_point else leaf.dtype
         if like is not None and leaves[like].is_floating_point() and leaf.dtype.is_floating_point:
             dtype = leaves[like].dtype
-        shape = leaves[like].shape if like is not None else _shape(skip, leaf.shape, other.shape, leaves)
         fill = float("nan") if dtype.is_floating_point else 0
         device = tensors[0].device if tensors else None
+        if None in shape:
+            raise RefusedPlan(
+                f"the shape of what '{skip.path}' gives, {leaf.shape} for {skip.samples[0]} samples, does not follow "
+                "from its arguments on other samples, and a stage leaves it out: name other places with stages="
+            )
         made.append(torch.full(tuple(shape), fill, dtype=dtype, device=device))
     assert skip.call.spec is not None
     return (tree_unflatten(made, skip.call.spec),)
-
-
-def _shape(skip: Skip, shape: tuple[int, ...], other: tuple[int, ...], leaves: list[Any]) -> list[int]:
-    """A shape from two that were met: dims that follow an argument's, dims that follow the samples, and fixed ones."""
-    found = []
-    for dim, (a, b) in enumerate(zip(shape, other, strict=True)):
-        like = [
-            place
-            for place, (x, y) in enumerate(zip(skip.call.shapes, skip.other.shapes, strict=True))
-            if x is not None and y is not None and len(x) > dim and (x[dim], y[dim]) == (a, b)
-        ]
-        found.append(leaves[like[0]].shape[dim] if like else a)
-    return found

@@ -1,0 +1,105 @@
+"""Who is to blame for an error under a plan: the task is run in one process, without any plan, before it is said."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.engine.groups import named_groups
+from shardwise.engine.optimizer import needs_closure
+from shardwise.errors import InputError, RefusedPlan, ShardwiseError
+from shardwise.precision import Precision
+from shardwise.random import python_restored
+from shardwise.step.batching import samples_in
+from shardwise.step.forward import run_alone
+from shardwise.task import Task
+from shardwise.trace.deferred import named_tensors
+
+MOST_ELEMENTS = 2**28  # of parameters: beyond, a rank may not hold the module whole, and nothing is tried
+
+
+class Untried(Exception):
+    """Whether one process fails too could not be found out."""
+
+
+def blame(
+    error: Exception, what: str, task: Task, precision: Precision, module: nn.Module, batch: Any
+) -> ShardwiseError:
+    """What to raise where a forward failed under a plan: `InputError` only if one process fails on `batch` too.
+
+    what    what could not be done, as the message begins; it names the part of the plan
+    module  the task's, for its size alone
+    """
+    told = f"{type(error).__name__}: {error}"
+    elements = sum(param.numel() for param in module.parameters())
+    if elements > MOST_ELEMENTS:
+        return RefusedPlan(f"{what}: {told} (not tried in one process: {elements:.2g} parameters are many to hold)")
+    try:
+        alone = failure_alone(task, precision, batch)
+    except Untried as why:
+        return RefusedPlan(f"{what}: {told} (not tried in one process: {why})")
+    if alone is None:
+        return RefusedPlan(f"{what}, though one process runs on them: {told}")
+    return InputError(f"the task fails on {samples_in(batch)} samples in one process too: {reason(alone)}")
+
+
+def failure_alone(task: Task, precision: Precision, batch: Any) -> Exception | None:
+    """Build the task's model plainly and take one step on `batch`; returns what was raised, or None.
+
+    Raises `Untried` for a model that exists once and cannot be copied.
+    """
+    try:
+        with torch.random.fork_rng(devices=[]), python_restored(), torch.enable_grad():
+            torch.manual_seed(0)
+            module = _own(task)
+            with torch.no_grad():
+                for name, tensor in named_tensors(module):
+                    given = task.weights(name) if task.weights is not None else None
+                    tensor.data = (tensor if given is None else given).detach().to("cpu", precision.held(tensor))
+            optimizer = task.optimizer(named_groups([param for param in module.parameters() if param.requires_grad]))
+            run = run_alone(task, precision)
+
+            def closure() -> float:
+                optimizer.zero_grad()
+                total = run(module, batch).total
+                total.backward()
+                return float(total.detach())
+
+            module.train()
+            if needs_closure(optimizer):
+                optimizer.step(closure)
+            else:
+                closure()
+                optimizer.step()
+    except Untried:
+        raise
+    except Exception as error:
+        return error
+    return None
+
+
+def _own(task: Task) -> nn.Module:
+    """A module of the task that nobody else holds: a script gives the one that it has, every time."""
+    module = task.model()
+    if module is not task.model():
+        return module
+    try:
+        return copy.deepcopy(module)
+    except Exception as error:
+        raise Untried(f"the module cannot be copied: {type(error).__name__}: {error}") from error
+
+
+def reason(error: Exception) -> str:
+    """The error, with a hint where a batch seems to hold more than the model's arguments."""
+    hint = ""
+    if isinstance(error, TypeError) and "argument" in str(error):
+        hint = ". If the batch holds more than the model's arguments, give Task.inputs (batch -> args, kwargs)"
+    return f"{type(error).__name__}: {error}{hint}"
+
+
+def needs_gradients(error: Exception) -> bool:
+    """Whether a forward failed since it takes gradients itself, and ran without."""
+    return isinstance(error, RuntimeError) and "does not require grad" in str(error)

@@ -1,0 +1,30 @@
+"""Transforms of `torch.func` (vmap, grad, jacrev, ...): whether code runs inside one, and what its tensors wrap.
+
+Inside a transform a module is given wrappers, and what it does is one operation of whoever called the transform: it
+cannot be left there for another rank, and a wrapper has no storage.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch._C import _functorch
+from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
+
+
+def transforming() -> bool:
+    """Whether a transform is active."""
+    return _functorch.peek_interpreter_stack() is not None
+
+
+def differentiating() -> bool:
+    """Whether a transform is active that takes derivatives by a backward of its own (grad, vjp, jacrev, hessian)."""
+    return transforming() and any(
+        one.key() == _functorch.TransformType.Grad for one in retrieve_all_functorch_interpreters()
+    )
+
+
+def innermost(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that the wrappers of any transforms stand for; itself where there are none."""
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+    return tensor
