@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 from test_prepare import BAR, adamw, net, samples
+from torch import nn
 from torch.utils.data import DataLoader
 
 import shardwise
-from shardwise.errors import InputError, RefusedPlan
+from shardwise.errors import InputError, RefusedPlan, RunError
 from shardwise.ranks import RankPool
 
 # --- the optimizer's state
@@ -97,3 +98,359 @@ def test_errors_name_the_line() -> None:
     prepared = shardwise.prepare(model, adamw(model), [])
     with pytest.raises(InputError, match=r"\[test_prepare_silent.py, line \d+: prepared.clip_grad_norm_\(1.0\)\]"):
         prepared.clip_grad_norm_(1.0)
+
+
+# --- losses that are no sums over samples
+
+
+def dice(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    p, t = logits.sigmoid(), (target > 0).double()
+    return 1 - (2 * (p * t).sum() + 1) / (p.sum() + t.sum() + 1)
+
+
+def dice_of_each(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    p, t = logits.sigmoid(), (target > 0).double()
+    return (1 - (2 * (p * t).sum(1) + 1) / (p.sum(1) + t.sum(1) + 1)).mean()
+
+
+def contrastive(made: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    a, b = nn.functional.normalize(made, dim=1), nn.functional.normalize(target, dim=1)
+    return nn.functional.cross_entropy(a @ b.T / 0.5, torch.arange(len(a)))
+
+
+def focal(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    t = (target > 0).double()
+    ce = nn.functional.binary_cross_entropy_with_logits(logits, t, reduction="none")
+    return ((1 - torch.exp(-ce)) ** 2 * ce).mean()
+
+
+def one_hot(target: torch.Tensor) -> torch.Tensor:
+    made = torch.zeros(len(target), 2, dtype=target.dtype)
+    made[torch.arange(len(target)), (target[:, 0] > 0).long()] = 1
+    return made
+
+
+LOSSES = {one.__name__: one for one in (dice, dice_of_each, contrastive, focal)}
+LOSSES |= {
+    "hardest": lambda made, target: (made - target).square().sum(1).topk(len(made) // 2).values.mean(),
+    "balanced": lambda made, target: ((made - target).square() * (target > 0) / (target > 0).double().mean()).mean(),
+    "one hot": lambda made, target: -(one_hot(target) * made.log_softmax(1)).sum(1).mean(),
+    "mse": nn.functional.mse_loss,
+    "l1": nn.functional.l1_loss,
+    "ratio": lambda made, target: (made * target).sum() / (made.abs().sum() + 1),
+    "dice and mse": lambda made, target: nn.functional.mse_loss(made, target) + 0.1 * dice(made, target),
+}
+
+
+class Inside(nn.Module):
+    """Returns its loss alone, as many do."""
+
+    def __init__(self, inner: nn.Module, kind: str) -> None:
+        super().__init__()
+        self.inner, self.kind = inner, kind
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return LOSSES[self.kind](self.inner(x), y)
+
+
+def with_loss(plan: str | None, kind: str, inside: bool = False, late: bool = False) -> tuple[list[float], dict]:
+    model = Inside(net(), kind) if inside else net()
+    optimizer, loader = adamw(model), DataLoader(samples(24), batch_size=8)
+    prepared: Any = shardwise.prepare(model, optimizer, loader, plan=plan) if plan else None
+    if prepared:
+        model, optimizer, loader = prepared
+    losses = []
+    for number, (x, y) in enumerate(loader):
+        optimizer.zero_grad()
+        of = LOSSES["mse" if late and number == 0 else kind]
+        loss = model(x, y) if inside else of(model(x), y)
+        if prepared:
+            loss = prepared.backward(loss, mean_over=len(x))
+        else:
+            loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, prepared.state_dict() if prepared else model.state_dict()
+
+
+@pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2,zero=3", "dp_shard=2,tp=2"])
+@pytest.mark.parametrize("inside", [False, True])
+def test_losses_that_mix_samples_are_refused_and_others_are_not(plan: str, inside: bool, pool: RankPool) -> None:
+    world = shardwise.Plan.parse(plan).world_size
+    for kind in ("dice", "contrastive", "ratio", "dice and mse", "hardest"):
+        with pytest.raises(RefusedPlan, match=r"no sum or mean over samples.*line \d+: loss = prepared.backward"):
+            pool.run(with_loss, world, plan, kind, inside)
+    for kind in ("dice_of_each", "focal", "mse", "one hot"):
+        losses, weights = with_loss(None, kind, inside)
+        for theirs, held in pool.run(with_loss, world, plan, kind, inside):
+            assert theirs == pytest.approx(losses, rel=BAR)
+            assert all(float((held[name] - weight).abs().max()) < BAR for name, weight in weights.items())
+
+
+def test_a_loss_that_changes_later_is_looked_at_again(pool: RankPool) -> None:
+    with pytest.raises(RefusedPlan, match="no sum or mean over samples"):
+        pool.run(with_loss, 2, "dp_replicate=2", "dice", False, True)
+
+
+def with_weight(plan: str, case: str) -> None:
+    model, y = net(), torch.randint(0, 2, (12,), generator=torch.Generator().manual_seed(3))
+    y[[1, 2, 7]] = -100
+    optimizer, loader = (
+        adamw(model),
+        DataLoader([(x, t) for (x, _), t in zip(samples(12), y, strict=True)], batch_size=6),
+    )
+    prepared = model, optimizer, loader = shardwise.prepare(model, optimizer, loader, plan=plan)
+    for x, t in loader:
+        classes = torch.tensor([1.0, 3.0], dtype=x.dtype) if case == "classes" else None
+        loss = nn.functional.cross_entropy(model(x), t, weight=classes)
+        n = (t != -100).sum()
+        if case == "tokens as a number":
+            prepared.backward(loss * n.item(), n.item())
+        elif case == "tokens":
+            prepared.backward(loss, mean_over=n)
+        elif case == "sum":
+            prepared.backward(loss * n, n)
+        else:
+            prepared.backward(loss, mean_over=len(x))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_weight_that_is_not_the_mean_s_is_refused(pool: RankPool) -> None:
+    for case in ("samples", "classes"):
+        with pytest.raises(
+            InputError, match=r"is not a mean over 3.*ignored, weights of classes|is a mean over .*weights"
+        ):
+            pool.run(with_weight, 2, "dp_replicate=2", case)
+    for case in ("tokens", "tokens as a number", "sum"):
+        pool.run(with_weight, 2, "dp_replicate=2", case)
+
+
+# --- samples that are not along the first dim
+
+
+class Language(nn.Module):
+    """Time first, with a hidden state that goes on from batch to batch."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.words, self.lstm, self.out = nn.Embedding(11, 6), nn.LSTM(6, 5, 2, dropout=0.3), nn.Linear(5, 11)
+
+    def forward(self, x: torch.Tensor, state: Any) -> tuple:
+        y, state = self.lstm(self.words(x), state)
+        return self.out(y), state
+
+
+class Columns:
+    """Batches as a language model has them: (time, samples)."""
+
+    def __init__(self, length: int, batch_size: int, tells: bool) -> None:
+        text = torch.randint(0, 11, (3 * length + 1, batch_size), generator=torch.Generator().manual_seed(5))
+        self.pairs = [(text[i : i + length], text[i + 1 : i + length + 1]) for i in range(0, 3 * length, length)]
+        if tells:
+            self.batch_size = batch_size
+
+    def __iter__(self):
+        return iter(self.pairs)
+
+
+def language(plan: str | None, length: int, tells: bool, **options: Any) -> tuple[list[float], dict]:
+    torch.manual_seed(0)
+    model: Any = Language(length).double()
+    optimizer, loader = adamw(model), Columns(length, 4, tells)
+    prepared: Any = shardwise.prepare(model, optimizer, loader, plan=plan, **options) if plan else None
+    if prepared:
+        model, optimizer, loader = prepared
+    torch.manual_seed(3)
+    losses, state = [], None
+    for x, y in loader:
+        if state is None:
+            state = (torch.zeros(2, x.shape[1], 5).double(), torch.zeros(2, x.shape[1], 5).double())
+        out, state = model(x, tuple(one.detach() for one in state))
+        loss = nn.functional.cross_entropy(out.view(-1, 11), y.reshape(-1))
+        if prepared:
+            loss = prepared.backward(loss)
+        else:
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, prepared.state_dict() if prepared else model.state_dict()
+
+
+def on_columns(plan: str | None, length: int, tells: bool, options: dict) -> tuple:
+    return language(plan, length, tells, **options)
+
+
+@pytest.mark.parametrize(
+    ("plan", "length", "tells", "options"),
+    [
+        ("dp_replicate=2", 7, True, {}),
+        ("dp_shard=2,zero=3", 7, False, {"batch_dim": 1}),
+        ("dp_replicate=2", 4, False, {"batch_dim": 1}),  # as many steps as samples
+    ],
+)
+def test_samples_along_the_second_dim(plan: str, length: int, tells: bool, options: dict, pool: RankPool) -> None:
+    losses, weights = language(None, length, tells)
+    for theirs, held in pool.run(on_columns, 2, plan, length, tells, options):
+        assert theirs == pytest.approx(losses, rel=BAR)
+        assert all(float((held[name] - weight).abs().max()) < BAR for name, weight in weights.items())
+
+
+@pytest.mark.parametrize("length", [8, 4])
+def test_time_is_not_taken_for_samples(length: int, pool: RankPool) -> None:
+    with pytest.raises(RefusedPlan, match=r"batch_dim=1"):
+        pool.run(on_columns, 2, "dp_replicate=2", length, False, {})
+
+
+# --- samples that every rank has
+
+
+def with_fixed_noise(plan: str | None, count: int, size: int = 8) -> tuple[list[float], dict]:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2)).double()
+    fixed = torch.randn(count, 6).double()
+    optimizer, loader = adamw(model), DataLoader(samples(15), batch_size=size)
+    prepared: Any = shardwise.prepare(model, optimizer, loader, plan=plan) if plan else None
+    if prepared:
+        model, optimizer, loader = prepared
+    losses = []
+    for x, y in loader:
+        loss = (model(x) - y).square().sum(1).mean()
+        if prepared:
+            loss = prepared.backward(loss, mean_over=len(x))
+        else:
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            losses += [loss.item(), model(fixed).sum().item()]
+    return losses, prepared.state_dict() if prepared else model.state_dict()
+
+
+@pytest.mark.parametrize(("count", "size"), [(4, 8), (3, 8), (8, 8), (2, 5)])
+def test_a_forward_on_what_every_rank_has(count: int, size: int, pool: RankPool) -> None:
+    losses, weights = with_fixed_noise(None, count, size)
+    for theirs, held in pool.run(with_fixed_noise, 2, "dp_replicate=2", count, size):
+        assert theirs == pytest.approx(losses, rel=BAR)
+        assert all(float((held[name] - weight).abs().max()) < BAR for name, weight in weights.items())
+
+
+# --- weights that do not move as they should
+
+
+class Idle(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        """Nothing."""
+
+
+def mistaken(plan: str, case: str) -> list[str]:
+    torch.manual_seed(0)
+    model: Any = net().float() if case == "rounding" else net()
+    if case == "rounding":
+        model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
+    if case == "thawed":
+        model.layers[0].requires_grad_(False)
+    optimizer: Any = Idle(model.parameters(), 0.1) if case == "idle" else torch.optim.Adam(model.parameters(), 1e-2)
+    loader: Any = DataLoader(samples(32), batch_size=8)
+    prepared = model, optimizer, loader = shardwise.prepare(model, optimizer, loader, plan=plan)
+    if case == "converted":
+        model.float()
+    if case == "data":
+        model.head.weight.data = model.head.weight.data.clone()
+    if case == "moved nowhere":
+        model.to("cpu").to(torch.float64)
+    if case == "thawed":
+        model.layers[0].requires_grad_(True)
+    if case == "replaced":
+        model.head = nn.Linear(8, 2).double()
+    if case == "one rank's rate" and prepared.rank == 1:
+        optimizer.param_groups[0]["lr"] = 0.5
+    if case == "one rank's weights" and prepared.rank == 1:
+        with torch.no_grad():
+            model.head.weight[0, 0] = 0.5
+    for x, y in loader:
+        if case in ("converted", "rounding"):
+            x, y = x.float(), y.float()
+        prepared.backward((model(x) - y).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return prepared.notices
+
+
+@pytest.mark.parametrize(
+    ("plan", "case", "kind", "words"),
+    [
+        ("dp_replicate=2", "idle", RunError, "did not move in 3 steps"),
+        ("dp_shard=2,zero=3", "idle", RunError, "did not move in 3 steps"),
+        ("dp_shard=2,zero=1", "converted", InputError, r"converted or moved after prepare \(.*float64.* to .*float32"),
+        ("dp_shard=2,zero=3", "converted", InputError, r"converted or moved after prepare"),
+        ("dp_shard=2,zero=1", "data", InputError, r"'head.weight' was replaced after prepare"),
+        ("dp_replicate=2", "replaced", InputError, "head.weight' was replaced after prepare"),
+        ("dp_shard=2,zero=1", "thawed", InputError, "layers.0.bias' was frozen"),
+        (
+            "dp_replicate=2",
+            "one rank's weights",
+            RunError,
+            "after step 1 the weights of 'head.weight' .*on rank 1 than",
+        ),
+        (
+            "tp=2",
+            "one rank's rate",
+            RunError,
+            "settings differ between ranks in step 0 .*0.01 on rank 0; 0.5 on rank 1",
+        ),
+        ("dp_shard=2,zero=3", "one rank's rate", RunError, "settings differ between ranks in step 0"),
+    ],
+)
+def test_weights_that_do_not_move_as_they_should(plan: str, case: str, kind: Any, words: str, pool: RankPool) -> None:
+    with pytest.raises(kind, match=words):
+        pool.run(mistaken, 2, plan, case)
+
+
+@pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2,zero=2"])
+def test_gradients_that_are_rounding_are_told(plan: str, pool: RankPool) -> None:
+    for notices in pool.run(mistaken, 2, plan, "rounding"):
+        assert [one for one in notices if "the gradients of 0.bias are below 1e-05 of the largest" in one]
+
+
+# --- what was wrapped already
+
+
+class Around(torch.optim.Optimizer):
+    """As libraries wrap an optimizer."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.optimizer = inner
+        self.param_groups, self.state, self.defaults = inner.param_groups, inner.state, inner.defaults
+
+
+def wrapped(how: str) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    model: Any = net()
+    if how == "FSDP":
+        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+    if how == "FSDP inside":
+        model.layers = FullyShardedDataParallel(model.layers, device_id=torch.device("cpu"), use_orig_params=True)
+    if how == "fully_shard":
+        fully_shard(model)
+    if how == "DistributedDataParallel":
+        model = nn.parallel.DistributedDataParallel(model)
+    if how == "DataParallel":
+        model = nn.DataParallel(model)
+    optimizer: Any = torch.optim.AdamW(model.parameters())
+    shardwise.prepare(model, Around(optimizer) if how == "optimizer" else optimizer, [], plan="dp_replicate=2")
+
+
+def test_what_is_wrapped_already_is_refused_by_name(pool: RankPool) -> None:
+    for how, words in {
+        "FSDP": "the model .FullyShardedDataParallel. is sharded already",
+        "FSDP inside": "the model's 'layers' .*is sharded already",
+        "fully_shard": "is sharded already, by FSDP, fully_shard or DTensor",
+        "DistributedDataParallel": r"wrapped in DistributedDataParallel.*\(\.module\)",
+        "DataParallel": "wrapped in DataParallel",
+        "optimizer": r"Around around AdamW \(its 'optimizer'\)",
+    }.items():
+        with pytest.raises(InputError, match=words):
+            pool.run(wrapped, 2, how)

@@ -107,7 +107,8 @@ class JoinBatchNorm(_MeetsBatchNorm):
             if running_mean is not None:  # kernels take a 16-bit input, and all else in one dtype
                 weight, bias = (None if t is None else t.to(running_mean.dtype) for t in (weight, bias))
             return functional.batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
-        return synced_batch_norm(x, running_mean, running_var, weight, bias, momentum, eps, self.axis, self.phase)
+        axis, phase = (Axis.alone(self.axis.name), Phase()) if self.phase.same else (self.axis, self.phase)
+        return synced_batch_norm(x, running_mean, running_var, weight, bias, momentum, eps, axis, phase)
 
 
 class CountBatchNorm(_MeetsBatchNorm):

@@ -38,6 +38,7 @@ class Phase:
     """Where the engine is in a step, for what must know it inside the module."""
 
     stand_in: bool = False  # this rank runs a sample that counts nothing
+    same: bool = False  # every rank runs the same samples, which count once
 
 
 ValueOf = Callable[[str], torch.Tensor]  # name -> full initial tensor on the CPU

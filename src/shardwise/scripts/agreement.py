@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import zlib
+from typing import Any
 
 import torch
 
-from shardwise.comm import gather_rows
+from shardwise.comm import gather_json, gather_rows
 from shardwise.engine.engine import Engine
 from shardwise.errors import InputError, RefusedPlan, RunError
 from shardwise.scripts.divisor import Divisor
@@ -15,21 +16,31 @@ from shardwise.step.control import Tally
 _KINDS = {"mean": 1.0, "sum": 2.0, "unknown": 3.0}
 
 
-def compare(engine: Engine, forms: list[Divisor], tally: Tally, checksum: int, *, generators: bool) -> None:
+def compare(
+    engine: Engine, forms: list[Divisor], tally: Tally, checksum: int, over: tuple[Divisor, float] | None, *,
+    generators: bool,
+) -> None:  # fmt: skip
     """Raise what would differ from one process. One small collective.
 
     forms       what the losses without a weight were divided by, by micro-batch
     tally       what this rank counted and added up
     checksum    of the batches that its loader drew, the same on ranks that drew the same
+    over        of a loss with a weight: what it was divided by, and the weight that was given
     generators  draws are those of one process, so torch's generators must stand alike
     """
     kind = max((_KINDS[form.kind] for form in forms), default=0.0)
     first = forms[0].numbers[0] if forms and forms[0].numbers else 0.0
     numbers = zlib.crc32(repr([form.numbers for form in forms]).encode())
+    groups = engine.state.optimizer.param_groups
+    settings = zlib.crc32(
+        repr([sorted((k, _plain(v)) for k, v in g.items() if k != "params") for g in groups]).encode()
+    )
     generator = _generators(engine.device) if generators else 0
-    row = torch.tensor([kind, numbers, first, float(tally.samples), checksum, generator], dtype=torch.float64)
-    table = gather_rows(row.to(engine.device), engine.mesh.world).cpu()
-    kinds_apart, numbers_apart, _, samples_apart, batches_apart, generators_apart = (
+    row = [kind, numbers, first, float(tally.samples), checksum, generator, settings, *_given(over)]
+    sent = torch.tensor(row, dtype=torch.float64, device=engine.device)
+    gathered = gather_rows(sent, engine.mesh.world).cpu()
+    table, given = gathered[:, :7], gathered[:, 7:]
+    kinds_apart, numbers_apart, _, samples_apart, batches_apart, generators_apart, settings_apart = (
         (table != table[0]).any(dim=0).tolist()
     )
     if batches_apart:
@@ -43,12 +54,50 @@ def compare(engine: Engine, forms: list[Divisor], tally: Tally, checksum: int, *
             "another, such as a dataset that draws while it reads (give the loader num_workers=1, or the dataset a "
             'generator of its own), or use prepare(..., randomness="fast")'
         )
+    if settings_apart:
+        rates = gather_json([float(group.get("lr", 0.0)) for group in groups], engine.mesh.world, engine.device)
+        told = "; ".join(f"{', '.join(f'{rate:g}' for rate in mine)} on rank {rank}" for rank, mine in enumerate(rates))
+        raise RunError(
+            f"the optimizer's settings differ between ranks in step {engine.steps_done} (learning rates {told}): set "
+            "them from what is the same on every rank (prepared.loss, prepared.sum(...)), not from this rank's own loss"
+        )
     unknown = float(table[:, 0].max()) == _KINDS["unknown"]
     samples_apart &= kind != _KINDS["sum"]  # sums add up whatever they are over
     if kind and (kinds_apart or numbers_apart or samples_apart or unknown):
         raise InputError(_unequal(table, unknown))
+    _in_proportion(given)
     if engine.mesh.tp.size > 1:
         _same_losses(engine, tally)
+
+
+def _given(over: tuple[Divisor, float] | None) -> list[float]:
+    """The weight of this rank, up to three numbers that its loss is a mean over, and which of them the script wrote."""
+    nothing = float("nan")
+    if over is None or over[0].kind != "mean" or not over[1]:
+        return [nothing] * 7
+    numbers = [*over[0].numbers[:3], nothing, nothing, nothing][:3]
+    return [over[1], *numbers, *(float(number in over[0].written) for number in numbers)]
+
+
+def _in_proportion(given: torch.Tensor) -> None:
+    """Raise where a rank's mean is over more of something else than its weight says."""
+    rows = given[~given[:, 0].isnan()]
+    for column in (1, 2, 3):
+        numbers, weights, written = rows[:, column], rows[:, 0], rows[:, column + 3]
+        if len(rows) < 2 or bool(numbers.isnan().any()):
+            continue
+        ratios = numbers / weights
+        constant = bool(written.all()) and bool((numbers == numbers[0]).all())
+        if not constant and float(ratios.max() - ratios.min()) > 1e-6 * float(ratios.max()):
+            raise InputError(
+                f"prepared.backward: the loss is a mean over {_listed(numbers)} on the ranks, and the weights given "
+                f"for it are {_listed(weights)}, so its mean over all ranks is not one process's: give what it "
+                "is a mean over"
+            )
+
+
+def _listed(numbers: torch.Tensor) -> str:
+    return ", ".join(f"{number:g}" for number in numbers.tolist())
 
 
 def _same_losses(engine: Engine, tally: Tally) -> None:
@@ -79,6 +128,12 @@ def same_change(engine: Engine, before: torch.Tensor, now: torch.Tensor) -> None
             f"under plan {engine.plan} each rank has other shares of the gradients, and between backward and step they "
             "were not scaled alike on all ranks: clip with prepared.clip_grad_norm_(max_norm)"
         )
+
+
+def _plain(setting: Any) -> Any:
+    """A number or the like; nothing for what differs from process to process by itself."""
+    setting = setting.item() if isinstance(setting, torch.Tensor) and setting.numel() == 1 else setting
+    return setting if isinstance(setting, bool | int | float | str | tuple | None) else None
 
 
 def _generators(device: torch.device) -> int:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.comm import gather_rows
 from shardwise.device import seed_generators
 from shardwise.engine.engine import Engine
 from shardwise.engine.recipe import trainable
@@ -25,12 +26,14 @@ from shardwise.mesh import Mesh
 from shardwise.parallel.batchnorm import sync_module
 from shardwise.parallel.expert import WithExperts
 from shardwise.parallel.full import FullShard
+from shardwise.scripts.additive import LossLook
 from shardwise.scripts.draws import SampleDraws
 from shardwise.scripts.loader import Events, PartLoader
 from shardwise.scripts.lookout import look_at_model
 from shardwise.scripts.reading import share_generators
 from shardwise.scripts.saying import Notices, names_line
 from shardwise.scripts.spread import seen_outside, tensors_of
+from shardwise.scripts.tape import tensors_in
 from shardwise.trace.deferred import seed_of
 
 
@@ -61,6 +64,9 @@ class Calls(Events):
         self.leader = leader or self  # the first of the models that one loop trains
         self.together: list[Calls] = leader.together if leader is not None else []
         self.together.append(self)
+        self.loss_look: LossLook | None = leader.loss_look if leader is not None else None
+        if leader is None and mesh.data.size > 1:
+            self.loss_look = LossLook(mesh.device)
         self._watched = SampleDraws() if randomness == "global" and mesh.data.size > 1 else None
         self.part: Share | None = leader.part if leader is not None else None
         self.checksum = 0  # of all samples so far
@@ -70,6 +76,8 @@ class Calls(Events):
         self._done = False  # its backward of this batch is over
         self._draws_on = False
         self._looked = mesh.data.size == 1
+        self._dim: int | None = 0  # of a batch's tensors that counts samples
+        self._joined = False  # batch norm, over ranks
         self._forwards = 0
 
     @property
@@ -84,22 +92,32 @@ class Calls(Events):
         if self.mesh.world.size > 1:
             share_generators(self.mesh.world, self.mesh.device)
 
-    def before_batch(self, part: Share, checksum: int) -> None:
+    def before_batch(self, batch: Any, part: Share, checksum: int, dim: int | None) -> None:
         """A batch is handed to the script."""
         for each in self.together:
-            each.part, each._done = part, False
+            each.part, each._done, each._dim = part, False, dim
             each.checksum = zlib.crc32(str(checksum).encode(), each.checksum)
             if each.engine is not None:
                 each.engine.state.phase.stand_in = part.count == 0
+        if self.leader._watched is not None:
+            self.leader._watched.dim = dim or 0
         self.resume()
+        if self.loss_look is not None:
+            self.loss_look.begin(batch, part.count, dim)
 
     def after_batch(self) -> None:
         """The script asks for the next."""
+        self._no_look()
         self.suspend()
 
     def after_epoch(self) -> None:
         """The loop has ended."""
+        self._no_look()
         self.suspend()
+
+    def _no_look(self) -> None:
+        if self.loss_look is not None:
+            self.loss_look.end()
 
     def resume(self) -> None:
         """Watch draws for the samples of the batch at hand."""
@@ -141,6 +159,8 @@ class Calls(Events):
         precision = self.engine.state.precision
         if precision.mixed:
             args, kwargs = precision.cast_inputs((args, kwargs))
+        if module.training and self._joined:
+            self._see_whether_same(args, kwargs)
         if not (module.training and torch.is_grad_enabled()):
             return args, kwargs
         self.called = True
@@ -148,8 +168,13 @@ class Calls(Events):
         if not self._looked:
             self._looked = True
             self._look(self.engine, args, kwargs)
+        if self.loss_look is not None:
+            self.loss_look.enter(self.model)
         if self.draws is not None:
-            self.draws.enter()
+            if self.engine.state.phase.same:
+                self.suspend()  # what is drawn is drawn alike on every rank
+            else:
+                self.draws.enter()
         elif self.randomness == "fast" and self.engine.data_ranks > 1:
             self._forwards += 1
             seed_generators(seed_of("fast", self.seed, self._forwards, self.engine.data_rank))
@@ -160,6 +185,9 @@ class Calls(Events):
         assert self.engine is not None
         if self.draws is not None:
             self.draws.leave()
+            if self.engine.state.phase.same and not self._done:
+                self.resume()
+        self.engine.state.phase.same = False
         if self.engine.state.precision.mixed:
             output = self.engine.state.precision.cast_outputs(output)
         if self.engine.state.tensor is not None:
@@ -168,7 +196,33 @@ class Calls(Events):
             for tensor in tensors_of(output):
                 if tensor.requires_grad:
                     tensor.register_hook(_weakly(self._returns))
+            if self.loss_look is not None:
+                output = self.loss_look.leave(output)
         return output
+
+    def _see_whether_same(self, args: tuple, kwargs: dict) -> None:
+        """Samples that every rank has (a GAN's fixed noise) are counted once by batch norm. Collective.
+
+        In a step it is asked where the arguments hold another number of samples than this rank's part.
+        """
+        assert self.engine is not None
+        part = self.part
+        found = tensors_in((args, kwargs))
+        rows = {tensor.shape[0] for tensor in found if tensor.dim()}
+        if (
+            torch.is_grad_enabled()
+            and part is not None
+            and part.total % self.mesh.data.size == 0
+            and part.count in rows
+        ):
+            return
+        check = 0
+        for tensor in found:
+            flat = tensor.detach().cpu().contiguous().reshape(-1)
+            check = zlib.crc32(flat.view(torch.uint8).numpy(), check) if flat.numel() else check
+        row = torch.tensor([float(check)], dtype=torch.float64, device=self.engine.device)
+        table = gather_rows(row, self.mesh.data)
+        self.engine.state.phase.same = bool((table == table[0]).all())
 
     def _listen(self, engine: Engine) -> None:
         """Hear of gradients that arrive at parameters."""
@@ -195,9 +249,10 @@ class Calls(Events):
     def _look(self, engine: Engine, args: tuple, kwargs: dict) -> None:
         """On the first batch: does each sample's output depend on that sample alone?"""
         self.suspend()
-        batch_norms, notices = look_at_model(engine, args, kwargs)
+        batch_norms, notices = look_at_model(engine, args, kwargs, self.part.count if self.part else 0, self._dim)
         for module in batch_norms:
             sync_module(module, engine.mesh.data, engine.state.phase)
+        self._joined = bool(batch_norms)
         engine.notices.extend(notices)
         torch.clear_autocast_cache()  # of casts that were made without gradients
         self.resume()

@@ -1,7 +1,7 @@
 """Random numbers of a script's loop, the same for each sample as in one process.
 
-Between a batch and its backward, an op that draws for this rank's samples (its first dim counts them) draws for all
-samples of the batch and keeps this rank's rows:
+Between a batch and its backward, an op that draws for this rank's samples (the batch's sample dim, mostly the first,
+counts them; inside the model, any dim that alone has as many) draws for all samples of the batch and keeps this rank's:
 
     one process   randn(8, 3)                      rows 0..7
     rank 1 of 2   randn(4, 3) -> randn(8, 3)[4:]   rows 4..7, and the generator stands where one process's stands
@@ -11,7 +11,7 @@ is made alike on every rank; inside the model that could be a mask whose samples
 
 The cost: every rank draws the whole batch's numbers, and every op passes through Python.
 
-What this does not do: follow a draw whose first dim has the size of the part by chance.
+What this does not do: follow a draw whose sample dim has the size of the part by chance.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class SampleDraws(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.part: Share | None = None
+        self.dim = 0  # of a batch's tensors that counts samples
         self.inside = False
         self._stands: list[torch.Tensor] = []  # where the generators were left by what was seen
 
@@ -70,22 +71,22 @@ class SampleDraws(TorchDispatchMode):
     def _draw(self, func: Any, args: tuple, kwargs: dict, part: Share) -> Any:
         rows, total = max(part.count, 1), part.total
         low = part.start if part.count else 0
-        found = False
+        found: list[int] = []  # the dims that count samples
 
         def size(value: Any) -> Any:
-            nonlocal found
-            if isinstance(value, list | tuple) and value and value[0] == rows:
-                found = True
-                return [total, *value[1:]]
-            return value
+            at = self._place(value, rows) if isinstance(value, list | tuple) else None
+            if at is None:
+                return value
+            found.append(at)
+            return [*value[:at], total, *value[at + 1 :]]
 
         def whole(tensor: torch.Tensor) -> torch.Tensor:
-            nonlocal found
-            if tensor.dim() == 0 or tensor.shape[0] != rows:
+            at = self._place(tensor.shape, rows)
+            if at is None:
                 return tensor
-            found = True
-            wide = tensor[:1].expand(total, *tensor.shape[1:]).clone()
-            wide[low : low + rows] = tensor
+            found.append(at)
+            wide = tensor[_rows(at, 0, 1)].expand(*tensor.shape[:at], total, *tensor.shape[at + 1 :]).clone()
+            wide[_rows(at, low, rows)] = tensor
             return wide
 
         names = [argument.name for argument in func._schema.arguments]
@@ -101,25 +102,36 @@ class SampleDraws(TorchDispatchMode):
             return func(*args, **kwargs)
         output = func(*wide_args, **wide_kwargs)
         if func._schema.is_mutable:
-            args[0].copy_(wide_args[0][low : low + rows])
+            args[0].copy_(wide_args[0][_rows(found[0], low, rows)])
             return args[0]
 
         def mine(value: Any) -> Any:
-            if isinstance(value, torch.Tensor) and value.dim() and value.shape[0] == total:
-                return value[low : low + rows].clone()
+            if isinstance(value, torch.Tensor) and value.dim() > found[0] and value.shape[found[0]] == total:
+                return value[_rows(found[0], low, rows)].clone()
             return value
 
         return tree_map(mine, output)
+
+    def _place(self, shape: Any, rows: int) -> int | None:
+        """The dim that counts this rank's samples."""
+        fits = [at for at, size in enumerate(shape) if size == rows]
+        known = [at for at in (self.dim, 0) if at in fits]
+        return known[0] if known else fits[0] if self.inside and len(fits) == 1 else None
 
     def _told(self, func: Any, given: dict, sized: set[str], rows: int) -> str:
         shape = next((tuple(given[name]) for name in sized), None) or next(
             (tuple(value.shape) for value in given.values() if isinstance(value, torch.Tensor)), ()
         )
         return (
-            f"the model draws random numbers of shape {shape} ({func}), whose first dim does not count the {rows} "
+            f"the model draws random numbers of shape {shape} ({func}), of which no dim is sure to count the {rows} "
             "samples of this rank, so which of one process's numbers belong to them is not known: draw with samples "
             'first, switch the dropout off, or use prepare(..., randomness="fast")'
         )
+
+
+def _rows(dim: int, low: int, count: int) -> tuple[slice, ...]:
+    """An index: `count` from `low` on along `dim`."""
+    return (*[slice(None)] * dim, slice(low, low + count))
 
 
 def _generators() -> list[torch.Tensor]:

@@ -6,14 +6,15 @@ Under zero=1 and 2 (and with masters of their own) a parameter has no gradient t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import types
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from shardwise.errors import RefusedPlan
+from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
 from shardwise.parallel.flat import Flat
 
@@ -87,6 +88,25 @@ def guard_state_dict(model: nn.Module, plan: Plan, *, in_pieces: bool) -> Gate:
     if in_pieces:
         model.register_state_dict_pre_hook(refuse)
     return gate
+
+
+def guard_conversion(model: nn.Module) -> None:
+    """Make `model.to`, `.double()` and the like raise where they would change a tensor; a copy keeps its own."""
+
+    def apply(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        if module is not model:
+            return type(module)._apply(module, function, recurse)
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+            found = function(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
+            if (found.dtype, found.device) != (tensor.dtype, tensor.device):
+                raise InputError(
+                    f"the model is converted or moved after prepare ('{name}': {tensor.dtype} on {tensor.device} to "
+                    f"{found.dtype} on {found.device}), and the plan holds its weights as they were: do that before "
+                    "prepare"
+                )
+        return module
+
+    vars(model)["_apply"] = types.MethodType(apply, model)
 
 
 class RefusedScaler:

@@ -24,7 +24,15 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from shardwise.errors import InputError, RunError
 from shardwise.layout.dealing import Share, cut
-from shardwise.scripts.reading import Collated, Generators, Unfit, Watched, joins_by_itself, part_of_whole
+from shardwise.scripts.reading import (
+    Collated,
+    Generators,
+    Unfit,
+    Watched,
+    dims_of_samples,
+    joins_by_itself,
+    part_of_whole,
+)
 
 Reads = Literal["auto", "whole", "part"]
 Piece = tuple[Any, Share, int]  # a part's batch, where it lies, and a number that is the same for parts of one batch
@@ -35,20 +43,25 @@ class PartLoader:
 
     reads    "part": only this rank's samples; "whole": all of a batch, of which the part is kept; "auto": the part,
              unless its neighbours change it
+    dim      of a batch's tensors that counts its samples; None: the first, unless the loader says how many there are
     notices  what "auto" came to, where it costs something
 
     len(), `dataset`, `batch_size` and the like are the script's loader's own.
     """
 
     def __init__(
-        self, loader: Any, data_rank: int, data_ranks: int, events: Events | None = None, reads: Reads = "part"
-    ) -> None:
+        self, loader: Any, data_rank: int, data_ranks: int, events: Events | None = None, reads: Reads = "part",
+        dim: int | None = None,
+    ) -> None:  # fmt: skip
         _refuse(loader, data_ranks)
         if reads not in ("auto", "whole", "part"):
             raise InputError(f"prepare: reads is 'auto', 'whole' or 'part', got {reads!r}")
         self.whole = loader
         self.part: Share | None = None
         self._rank, self._ranks = data_rank, data_ranks
+        if dim is not None and dim < 0:
+            raise InputError(f"prepare: batch_dim counts from the first, got {dim}")
+        self._dim, self._given = dim or 0, dim is not None
         self.events = events or Events()
         self.notices: list[str] = []
         self._ways = self._possible(reads) if _by_indices(loader) else [self._sliced]
@@ -58,7 +71,7 @@ class PartLoader:
         if self._ranks == 1:
             return [self._indexed]
         if reads != "auto":
-            return [self._indexed if reads == "part" else self._whole]
+            return [self._indexed if reads == "part" and not self._dim else self._whole]
         return [self._whole, self._watched] if joins_by_itself(self.whole) else [self._watched, self._whole]
 
     def __getattr__(self, name: str) -> Any:
@@ -74,11 +87,18 @@ class PartLoader:
         try:
             for batch, part, checksum in self._batches():
                 self.part = part
-                self.events.before_batch(part, checksum)
+                self.events.before_batch(batch, part, checksum, self._dim_in(batch, part))
                 yield batch
                 self.events.after_batch()
         finally:
             self.events.after_epoch()
+
+    def _dim_in(self, batch: Any, part: Share) -> int | None:
+        """Which dim of this part's tensors counts its samples; None where it cannot be known."""
+        if self._given or self._ways[0] in (self._whole, self._sliced):
+            return self._dim
+        fits = dims_of_samples(batch, part.count)
+        return fits[0] if len(fits) == 1 or (fits and not joins_by_itself(self.whole)) else None
 
     def _batches(self) -> Iterator[Piece]:
         """Parts, read in the first way that fits the first batch; the generators then start again from there."""
@@ -140,16 +160,30 @@ class PartLoader:
         for batch in _like(self.whole, sampler):
             whole, checksum = sampler.dealt.popleft()
             try:
-                part = part_of_whole(batch, self._rank, self._ranks, whole.total)
+                part = part_of_whole(batch, self._rank, self._ranks, whole.total, self._dim)
             except InputError as error:
                 raise Unfit(str(error)) from error
             yield part.batch, Share(None, part.count, part.start, part.total), checksum
 
     def _sliced(self) -> Iterator[Piece]:
         for number, batch in enumerate(self.whole):
-            part = part_of_whole(batch, self._rank, self._ranks)
+            if number == 0:
+                self._find_dim(batch)
+            part = part_of_whole(batch, self._rank, self._ranks, None, self._dim)
             mine = part.batch if self._ranks > 1 else batch
             yield mine, Share(None, part.count, part.start, part.total), zlib.crc32(f"{number} {part.total}".encode())
+
+    def _find_dim(self, batch: Any) -> None:
+        """Where the loader tells how many samples its batches have, and the first dim has others."""
+        size = getattr(self.whole, "batch_size", None)
+        if self._given or self._ranks == 1 or not isinstance(size, int):
+            return
+        if dims_of_samples(batch, size) == [1]:
+            self._dim, self._given = 1, True
+            self.notices.append(
+                f"a batch is cut along the second dim of its tensors, which counts the loader's batch_size={size} "
+                "samples: prepare(..., batch_dim=0) cuts along the first"
+            )
 
 
 class Events:
@@ -158,8 +192,11 @@ class Events:
     def before_epoch(self) -> None:
         """The script asks for an iterator."""
 
-    def before_batch(self, part: Share, checksum: int) -> None:
-        """A batch is handed out; `checksum` is the same on every rank that was given parts of the same samples."""
+    def before_batch(self, batch: Any, part: Share, checksum: int, dim: int | None) -> None:
+        """A batch is handed out; `checksum` is the same on every rank that was given parts of the same samples.
+
+        dim     of its tensors that counts the samples, where known
+        """
 
     def after_batch(self) -> None:
         """The script asks for the next."""

@@ -7,29 +7,39 @@ that a module that mixes samples shows as it would in a task's loss.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from shardwise.comm import gather_rows
-from shardwise.engine.check import look
+from shardwise.engine.check import look, needs_gradients
 from shardwise.engine.engine import Engine
 from shardwise.engine.samples import SAMPLES
-from shardwise.errors import InputError
+from shardwise.errors import InputError, RefusedPlan
 from shardwise.parallel.batchnorm import batch_norm_modules
 from shardwise.step.batching import samples_in, slice_samples
 from shardwise.step.loss import Loss
 
 
-def look_at_model(engine: Engine, args: tuple, kwargs: dict) -> tuple[list[nn.Module], list[str]]:
-    """(modules whose batch norm is to be joined, notices). Collective; raises what mixes samples."""
+def look_at_model(
+    engine: Engine, args: tuple, kwargs: dict, samples: int, dim: int | None
+) -> tuple[list[nn.Module], list[str]]:
+    """(modules whose batch norm is to be joined, notices). Collective; raises what mixes samples.
+
+    samples  of this rank's part, for arguments whose first dims differ (a hidden state beside time-first tokens)
+    dim      of the batch's tensors that counts them, where known
+    """
     batch = (args, kwargs)
     try:
-        rows = samples_in(batch, name="the model's arguments")
+        rows, places = samples_in(batch, name="the model's arguments"), Places(None, 0)
+        if dim and rows != samples:
+            raise InputError("cut along another dim")
     except InputError:
-        rows = 0  # no tensor, or tensors of several lengths: nothing that could be halved
+        places = Places(samples, dim or 0)
+        rows = samples if any(places.of(leaf) is not None for leaf in tree_flatten(batch)[0]) else 0
     told = torch.tensor([float(rows)], dtype=torch.float64, device=engine.device)
     n = min(int(gather_rows(told, engine.mesh.data).min()), SAMPLES)  # every rank must run as many forwards
     if n < 2:
@@ -37,29 +47,77 @@ def look_at_model(engine: Engine, args: tuple, kwargs: dict) -> tuple[list[nn.Mo
         return batch_norm_modules(engine.module), [
             f"that the model treats samples one by one was not checked: {reason} in the first batch"
         ]
-    whole = slice_samples(batch, 0, n)
-    parts = (slice_samples(batch, 0, 1), slice_samples(batch, 1, n))
+    sizes = (n, 1, n - 1)
+    given = [(places.cut(batch, low, high), high - low) for low, high in ((0, n), (0, 1), (1, n))]
+    outputs: list[int | None] = []  # of each output, the dim that counts samples
 
-    def evaluate(given: tuple) -> Loss:
-        given_args, given_kwargs = given
-        count = samples_in(given)
-        output = engine.module(*given_args, **given_kwargs)
-        return Loss(_weighted_sum(output, count, engine.device), float(count))
+    def evaluate(one: tuple[tuple, int]) -> Loss:
+        (given_args, given_kwargs), count = one
+        try:
+            output = engine.module(*given_args, **given_kwargs)
+        except (RuntimeError, ValueError, IndexError) as error:
+            if count == n or needs_gradients(error):
+                raise
+            raise RefusedPlan(
+                f"the model takes {n} samples and fails on {count} of them ({str(error).splitlines()[0]}), of which "
+                f"each rank has a part{_hint(dim)}"
+            ) from error
+        leaves = tree_flatten(dict(output) if isinstance(output, Mapping) else output)[0]
+        if not outputs:
+            outputs.extend(Places(count, dim or 0, more=bool(dim)).of(leaf) for leaf in leaves)
+        return Loss(_weighted_sum(leaves, outputs, count, engine.device), float(count))
 
-    findings = look(
-        engine.module, evaluate, whole, parts, (n, 1, n - 1), joined=None, dtype=engine.state.precision.compute,
-        strict=True, masks=False,
-    )  # fmt: skip
+    try:
+        findings = look(
+            engine.module, evaluate, given[0], (given[1], given[2]), sizes, joined=None,
+            dtype=engine.state.precision.compute, strict=True, masks=False,
+        )  # fmt: skip
+    except RefusedPlan as error:
+        if dim or "add up over samples" not in str(error):
+            raise
+        raise RefusedPlan(f"{error}{_hint(dim)}") from None
     return findings.batch_norms, findings.notices
 
 
-def _weighted_sum(output: Any, count: int, device: torch.device) -> torch.Tensor:
+def _hint(dim: int | None) -> str:
+    return "" if dim else ". Where a batch's samples lie along its second dim: prepare(..., batch_dim=1)"
+
+
+@dataclass(frozen=True)
+class Places:
+    """Which dim of a tensor counts its samples; `samples` None: the first, of every tensor. `more`: any that fits."""
+
+    samples: int | None
+    dim: int
+    more: bool = True
+
+    def of(self, leaf: Any) -> int | None:
+        """The dim, None where none does."""
+        if not isinstance(leaf, torch.Tensor) or not leaf.dim():
+            return None
+        if self.samples is None:
+            return 0
+        fits = [at for at, size in enumerate(leaf.shape) if size == self.samples]
+        known = [at for at in (self.dim, 0) if at in fits]
+        return known[0] if known else fits[0] if self.more and len(fits) == 1 else None
+
+    def cut(self, batch: Any, low: int, high: int) -> Any:
+        """Samples [low, high); tensors without them stay whole."""
+
+        def part(leaf: torch.Tensor) -> torch.Tensor:
+            at = self.of(leaf)
+            return leaf if at is None else leaf.narrow(at, low, high - low)
+
+        return slice_samples(batch, low, high) if self.samples is None else tree_map_only(torch.Tensor, part, batch)
+
+
+def _weighted_sum(leaves: list[Any], places: list[int | None], count: int, device: torch.device) -> torch.Tensor:
     """Sum over samples of a fixed functional of each sample's outputs."""
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for leaf in tree_flatten(dict(output) if isinstance(output, Mapping) else output)[0]:
-        if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point() or leaf.shape[:1] != (count,):
+    for leaf, at in zip(leaves, places, strict=False):
+        if at is None or not leaf.is_floating_point() or leaf.shape[at : at + 1] != (count,):
             continue
-        rows = leaf.reshape(count, -1).double()
+        rows = leaf.movedim(at, 0).reshape(count, -1).double()
         signs = torch.cos(torch.arange(rows.shape[1], dtype=torch.float64, device=rows.device))
         each = (rows * signs).sum(dim=1)  # (count,)
         total = total + (each + each.square()).sum()  # not linear: a mean that is taken off would cancel in a sum

@@ -6,8 +6,8 @@
 
 Everything below the loop is the engine: techniques, normalisation, the trial of the optimizer, batch norm over ranks.
 
-What this does not do: see the loss. That it adds up over samples is checked for the model (on the first batch), not
-for what the script computes from its outputs: a contrastive loss needs a `Task` with loss_scope="global".
+What this does not do: run the script on parts of a batch. Its loss is looked at by computing the script's operations
+again (`additive`); what left torch on the way is not followed.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ from shardwise.scripts import optimizer as optimizers
 from shardwise.scripts.agreement import compare, same_change
 from shardwise.scripts.calls import Calls, leader_of, techniques_of
 from shardwise.scripts.divisor import Divisor, divisor_of, refuse_division
-from shardwise.scripts.guard import Gate, RefusedScaler, guard_gradients, guard_state_dict
+from shardwise.scripts.guard import Gate, RefusedScaler, guard_conversion, guard_gradients, guard_state_dict
 from shardwise.scripts.held import Held, loading
 from shardwise.scripts.loader import PartLoader, Reads
+from shardwise.scripts.moved import FirstSteps
 from shardwise.scripts.saying import names_line
 from shardwise.scripts.spread import check_cuts, shared_call, wait_for_call
 from shardwise.scripts.start import check_given, generators_kept, is_compiled, make_engine, with_dtype
@@ -63,6 +64,7 @@ def prepare(
     randomness: Randomness = "global",
     branches: Literal["same", "per_sample"] = "same",
     reads: Reads = "auto",
+    batch_dim: int | None = None,
     seed: int = 0,
     device: str | torch.device | None = None,
 ) -> Prepared:
@@ -77,6 +79,8 @@ def prepare(
     branches    as in `Task`
     reads       "part": a rank reads its samples alone; "whole": all of a batch, of which it keeps its part; "auto":
                 whole where the loader has a collate function of its own or its dataset draws, else the part
+    batch_dim   the dim of a batch's tensors that counts its samples; of tensors with fewer dims, the first. None: the
+                first, or the second where the loader's batch_size is found there alone
     seed        of "fast" draws
 
     Returns a `Prepared`, which unpacks into model, optimizer and loader:
@@ -96,7 +100,7 @@ def prepare(
             f"plan {plan} needs {plan.world_size} ranks, but this script was started as one process: start it with "
             f"torchrun --nproc-per-node {plan.world_size} (or srun or mpirun -n {plan.world_size})"
         )
-    return Prepared(model, optimizer, loader, plan, randomness, branches, reads, seed, pick_device(device))
+    return Prepared(model, optimizer, loader, plan, randomness, branches, reads, batch_dim, seed, pick_device(device))
 
 
 class Prepared(Held):
@@ -104,7 +108,7 @@ class Prepared(Held):
 
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, loader: Any, plan: Plan, randomness: str, branches: Any,
-        reads: Reads, seed: int, device: torch.device,
+        reads: Reads, batch_dim: int | None, seed: int, device: torch.device,
     ) -> None:  # fmt: skip
         self.plan = plan = with_dtype(plan, model)
         self.model, self.optimizer = model, optimizer
@@ -123,13 +127,15 @@ class Prepared(Held):
         leader = leader_of(loader, self.mesh, randomness)
         self.calls = Calls(model, self.mesh, randomness, seed, leader)
         reads = "part" if reads == "auto" and randomness == "fast" else reads
-        self.loader = PartLoader(loader, self.mesh.data.index, ranks, self.calls, reads) if leader is None else loader
+        self._batch_dim = batch_dim
+        self.loader = self._cut(loader, self.calls, reads) if leader is None else loader
         self._tally: Tally | None = None  # of the step under way
         self._micro = 0  # calls of backward in it
         self._finished = False  # its gradients are whole
         self._stepped = False  # and were used, without zero_grad since
         self._forms: list[Divisor] = []
         self._given: str | None = None
+        self._over: tuple[Divisor, float] | None = None  # of the step's first loss with a weight
         self.loss = torch.tensor(float("nan"))  # of the last whole step, over all ranks
         self._engine: Engine | None = None
         self._gate, self._state_gate = Gate(), Gate()
@@ -166,9 +172,11 @@ class Prepared(Held):
         engine.state.optimizer, engine.state.needs_closure = self.optimizer, self._nature.needs_closure
         in_pieces = self._shares or isinstance(engine.technique, FullShard)
         self._gate = guard_gradients(model, engine.technique, all=self._shares or engine.state.precision.mixed)
+        guard_conversion(model)
         self._state_gate = guard_state_dict(model, plan, in_pieces=in_pieces)
         for buckets in _buckets(engine):
             buckets.asleep = True
+        self._first = FirstSteps(engine, self._groups)
         self.calls.watch(engine)
         self._told.say(self.notices)
 
@@ -225,6 +233,7 @@ class Prepared(Held):
             )
         self._open_step()
         assert self._tally is not None
+        self._look_at_loss(loss, weight if mean_over is None else mean_over)
         loss, weight, mean_over = whole(loss).reshape(()), plain(weight), plain(mean_over)
         stands_in = self.calls.part is not None and self.calls.part.count == 0
         total = loss * 0 if stands_in else loss
@@ -232,6 +241,9 @@ class Prepared(Held):
             (over,) = self.sum(0.0 if stands_in else mean_over)
             total = total * (float(mean_over) / over if over else 0.0)
         counted = self._weight(loss, weight, mean_over is not None, stands_in)
+        stated = weight if mean_over is None else mean_over
+        if self._over is None and not stands_in and stated is not None:
+            self._over = (divisor_of(loss), float(stated))
         last = self._micro + 1 == engine.plan.accumulate or isinstance(engine.technique, FullShard)
         with self._gate.open():
             engine.technique.start_micro_batch(last=last)
@@ -248,6 +260,12 @@ class Prepared(Held):
         if self._micro == engine.plan.accumulate:
             self._finish()
         return self.loss if engine.plan.accumulate == 1 else self._loss_of(total, 0.0 if stands_in else weight)
+
+    def _look_at_loss(self, loss: torch.Tensor, weight: Any) -> None:
+        """Does it add up over samples? Where it is made of other operations than before."""
+        if self.calls.loss_look is not None:
+            with self._gate.open():
+                self._told.say(self.calls.loss_look(loss, weight))
 
     @contextmanager
     def _asking(self) -> Iterator[None]:
@@ -285,7 +303,10 @@ class Prepared(Held):
         """Another loader (held-out data), cut like the main one. A rank without a sample gets a stand-in: its
         `part.count` is 0, and must then not be counted.
         """
-        return PartLoader(loader, self.mesh.data.index, self.mesh.data.size)
+        return self._cut(loader, None, "part")
+
+    def _cut(self, loader: Any, events: Calls | None, reads: Reads) -> PartLoader:
+        return PartLoader(loader, self.mesh.data.index, self.mesh.data.size, events, reads, self._batch_dim)
 
     def sum(self, *values: torch.Tensor | float) -> list[float]:
         """Each number's sum over the ranks that hold different samples. Collective."""
@@ -369,7 +390,10 @@ class Prepared(Held):
         assert self._tally is not None
         engine, tally = self.engine, self._tally
         if engine.world_size > 1:
-            compare(engine, self._forms, tally, self.calls.checksum, generators=self.calls.randomness == "global")
+            compare(
+                engine, self._forms, tally, self.calls.checksum, self._over,
+                generators=self.calls.randomness == "global",
+            )  # fmt: skip
         with self._gate.open():
             result, self._usable = complete(engine.state, tally)
             self._square = sum_of_squares(engine.state, engine.technique.slots) if self._unguarded else None
@@ -422,7 +446,12 @@ class Prepared(Held):
                 with self._gate.open():
                     same_change(engine, self._square, sum_of_squares(engine.state, engine.technique.slots))
                 self._square = None
+            with self._gate.open():
+                self._first.before()
             result = update(engine.state, lambda: self._usable_step(inner))
+        with self._gate.open():
+            engine.notices.extend(self._first.after() if closure is None else [])
+        self._told.say(self.notices)
         engine.state.steps_done += 1
         self._stepped = self._tally is not None
         return result
@@ -451,7 +480,7 @@ class Prepared(Held):
         with self._gate.open():
             self.engine.technique.start_step()
         self._tally, self._micro, self._finished, self._stepped = None, 0, False, False
-        self._forms, self._given = [], None
+        self._forms, self._given, self._over = [], None, None
 
 
 def _buckets(engine: Engine) -> list[GradientBuckets]:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.data import DataLoader, default_collate, default_convert
 
 from shardwise.comm import Axis, broadcast
@@ -93,18 +94,38 @@ def joins_by_itself(loader: DataLoader) -> bool:
     return loader.collate_fn not in (default_collate, default_convert)
 
 
-def part_of_whole(batch: Any, rank: int, ranks: int, samples: int | None = None) -> Share:
-    """This rank's part of a whole batch; `InputError` where its first dims do not count its `samples`."""
+def part_of_whole(batch: Any, rank: int, ranks: int, samples: int | None = None, dim: int = 0) -> Share:
+    """This rank's part of a whole batch; `InputError` where its dims do not count its `samples`.
+
+    dim     which dim of a tensor counts them; of one with fewer dims (lengths, labels) the first
+    """
     plain = dict(batch) if isinstance(batch, Mapping) else batch
+    plain = _moved(plain, dim, 0)
     if samples is not None:
         check_samples(plain, samples)
     (part,) = parts_of(plain, data_rank=rank, data_ranks=ranks)
-    if plain is batch or type(batch) is dict:
+    part = Share(_moved(part.batch, 0, dim), part.count, part.start, part.total)
+    if not isinstance(batch, Mapping) or type(batch) is dict:
         return part
     kept: Any = copy.copy(batch)  # a mapping of a class of its own, as tokenizers return
     for name, value in part.batch.items():
         kept[name] = value
     return Share(kept, part.count, part.start, part.total)
+
+
+def _moved(batch: Any, source: int, to: int) -> Any:
+    if source == to:
+        return batch
+    most = max(source, to)
+    return tree_map_only(torch.Tensor, lambda t: t.movedim(source, to) if t.dim() > most else t, batch)
+
+
+def dims_of_samples(batch: Any, samples: int) -> list[int]:
+    """The dims, first or second, that have `samples` elements in every tensor of a batch that has such a dim."""
+    leaves = tree_flatten(dict(batch) if isinstance(batch, Mapping) else batch)[0]
+    shapes = [leaf.shape for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    fits = [d for d in (0, 1) if all(shape[min(d, len(shape) - 1)] == samples for shape in shapes)]
+    return fits if any(len(shape) > 1 for shape in shapes) else fits[:1]
 
 
 def share_generators(ranks: Axis, device: torch.device) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise.engine.assemble import assemble
@@ -27,6 +28,7 @@ def check_given(model: Any, optimizer: Any, plan: Plan, randomness: str) -> None
         raise InputError(f"prepare: the model is of type {type(model).__name__}, expected a torch.nn.Module")
     if not isinstance(optimizer, Optimizer):
         raise InputError(f"prepare: the optimizer is of type {type(optimizer).__name__}, expected a torch Optimizer")
+    _refuse_wrapped(model, optimizer)
     if randomness not in ("global", "fast"):
         raise InputError(f"prepare: randomness is 'global' or 'fast', got {randomness!r}")
     if plan.pp > 1:
@@ -44,6 +46,30 @@ def check_given(model: Any, optimizer: Any, plan: Plan, randomness: str) -> None
     meta = [name for name, param in model.named_parameters() if param.device.type == "meta"]
     if meta:
         raise InputError(f"prepare: parameter '{meta[0]}' is on the meta device: give the model with its weights")
+
+
+def _refuse_wrapped(model: nn.Module, optimizer: Optimizer) -> None:
+    """Raise `InputError` for what another library, or another part of torch, has spread already."""
+    for path, child in model.named_modules():
+        kind, where = type(child).__name__, f"the model's '{path}'" if path else "the model"
+        homes = [each.__module__ for each in type(child).__mro__]
+        if any(home.startswith("torch.nn.parallel") for home in homes):
+            raise InputError(
+                f"prepare: {where} is wrapped in {kind}, which deals batches or sums gradients over ranks by itself: "
+                f"leave {kind} out and give prepare the module in it (.module), which the plan then spreads"
+            )
+        sharded = any(isinstance(param, DTensor) for param in child.parameters(recurse=False))
+        if sharded or any(home.startswith("torch.distributed.fsdp") for home in homes):
+            raise InputError(
+                f"prepare: {where} ({kind}) is sharded already, by FSDP, fully_shard or DTensor, so its parameters are "
+                "pieces: leave that out and give prepare the whole model; plan dp_shard=N,zero=3 does the same"
+            )
+    for name, value in vars(optimizer).items():
+        if isinstance(value, Optimizer):
+            raise InputError(
+                f"prepare: the optimizer is {type(optimizer).__name__} around {type(value).__name__} (its '{name}') "
+                "and steps when a library of its own says so: leave the wrapper out and give prepare the inner one"
+            )
 
 
 def is_compiled(model: nn.Module) -> bool:

@@ -1,0 +1,180 @@
+"""The first steps of a prepared script: do its weights move, are they the model's, and alike wherever they are held?
+
+    gradient and learning rate are not zero, and nothing moves     the optimizer holds other tensors than the plan
+    the model's parameter is not the one that the plan trains      converted, replaced or unfrozen after `prepare`
+    ranks that hold the same weights come to others                something moved on one rank alone
+
+Looked at are the elements with the largest gradients, and a few of each weight. In the first step, gradients that are
+rounding beside the rest, and that the optimizer scales up (Adam divides by their own size), are told.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardwise.comm import gather_json, gather_rows
+from shardwise.engine.engine import Engine
+from shardwise.errors import InputError, RunError
+from shardwise.parallel.slots import Slot
+
+_STEPS = 3
+_AGAIN = 50  # steps from one look at whose parameters the model has to the next
+_FEW = 16  # elements of a tensor
+_ROUNDING = 1e-5  # of the largest gradient
+
+
+class FirstSteps:
+    """Beside an optimizer's steps: `before` and `after` each; both are free after the first few."""
+
+    def __init__(self, engine: Engine, groups: list[list[str]]) -> None:
+        self.engine, self.groups = engine, groups
+        self._steps = 0
+        self._seen: list[tuple[Slot, torch.Tensor, torch.Tensor, float, float]] = []  # slot, places, values, |g|, rate
+        self._moved = self._should = False
+        mesh, plan = engine.mesh, engine.plan
+        pieces = plan.zero == 3 or plan.ep > 1
+        self._holding = mesh.tp.index * plan.dp_shard + (mesh.shard.index if pieces else 0)  # equal: the same weights
+
+    @torch.no_grad()
+    def before(self) -> None:
+        """The gradients are whole, the step is next. Raises `InputError` for parameters that are not the plan's."""
+        if self._steps < _STEPS or self._steps % _AGAIN == 0:
+            self._check_parameters()
+        if self._steps >= _STEPS:
+            return
+        rates = {
+            name: float(group.get("lr", 0.0))
+            for group, names in zip(self.engine.state.optimizer.param_groups, self.groups, strict=True)
+            for name in names
+        }
+        self._seen.clear()
+        for slot in self.engine.technique.slots:
+            if slot.master.grad is None or not slot.master.numel() or slot.name not in rates:
+                continue
+            gradient, values = _flat(slot.master.grad), _flat(slot.master)
+            if gradient.numel():
+                places = gradient.abs().topk(min(_FEW, gradient.numel())).indices
+                largest = float(gradient[places[0]].abs())
+                self._seen.append((slot, places, values[places].clone(), largest, rates[slot.name]))
+
+    @torch.no_grad()
+    def after(self) -> list[str]:
+        """The weights are published. Collective in the first steps; raises `RunError`; returns notices."""
+        self._steps += 1
+        if self._steps > _STEPS:
+            return []
+        sizes: dict[str, tuple[float, float]] = {}  # name -> gradient, change by unit of learning rate
+        for slot, places, values, gradient, rate in self._seen:
+            change = float((_flat(slot.master)[places] - values).abs().max())
+            self._moved |= change > 0
+            least = 4 * torch.finfo(values.dtype).eps * float(values.abs().max())
+            self._should |= rate * gradient > least
+            sizes[slot.name] = (gradient, change / rate if rate else 0.0)
+        device, world = self.engine.device, self.engine.mesh.world
+        row = [self._moved, self._should, self._digest(), self._holding, *_largest(sizes)]
+        sent = torch.tensor([float(value) for value in row], dtype=torch.float64, device=device)
+        table = gather_rows(sent, world).cpu()
+        if self._steps == _STEPS and not bool(table[:, 0].any()) and bool(table[:, 1].any()):
+            raise RunError(
+                f"the weights did not move in {_STEPS} steps, although gradients and the learning rate are not "
+                "zero: the optimizer's step() does nothing to the tensors that the plan gave it"
+            )
+        self._check_same(table)
+        if self._steps == 1 and self.engine.state.precision.compute.itemsize <= 4:
+            return self._rounding(sizes, float(table[:, 4].max()), float(table[:, 5].max()))
+        return []
+
+    def _check_parameters(self) -> None:
+        """What the model has under a trained name is what the plan trains, and nothing else wants a gradient."""
+        held = dict(self.engine.module.named_parameters())
+        more = sorted({name for name, param in held.items() if param.requires_grad} - set(self.engine.state.names))
+        if more:
+            raise InputError(
+                f"parameter '{more[0]}' was frozen, or not there, when the model was prepared, and would not be "
+                "trained: let it require a gradient before prepare (lr=0 in a group of its own keeps it still)"
+            )
+        if self.engine.state.precision.mixed:
+            return
+        for slot in self.engine.technique.slots:
+            param = held.get(slot.name)
+            if param is None or not _is_same(param, slot.master):
+                raise InputError(
+                    f"parameter '{slot.name}' was replaced after prepare (a conversion such as model.to or .double(), "
+                    "an assignment to .data, another module in its place), so what the plan trains is not what the "
+                    "model uses: do that before prepare"
+                )
+
+    def _digest(self) -> int:
+        """A number for the model's weights as this rank has them, by a few elements of each."""
+        check = 0
+        for _, param in self.engine.module.named_parameters():
+            check = zlib.crc32(_few(param), check)
+        return check
+
+    def _check_same(self, table: torch.Tensor) -> None:
+        held: dict[float, set[float]] = {}
+        for row in table.tolist():
+            held.setdefault(row[3], set()).add(row[2])
+        if all(len(found) == 1 for found in held.values()):
+            return
+        mine = {name: zlib.crc32(_few(param)) for name, param in self.engine.module.named_parameters()}
+        told = gather_json([self._holding, mine], self.engine.mesh.world, self.engine.device)
+        for rank, (holding, theirs) in enumerate(told):
+            first, (_, expected) = next((n, one) for n, one in enumerate(told) if one[0] == holding)
+            apart = [name for name in expected if theirs.get(name) != expected[name]]
+            if apart:
+                raise RunError(
+                    f"after step {self._steps} the weights of '{apart[0]}' ({len(apart)} in all) are others on rank "
+                    f"{rank} than on rank {first}, which hold the same: the script changes weights, or the optimizer's "
+                    "settings or state, on one rank alone"
+                )
+
+    def _rounding(self, sizes: dict[str, tuple[float, float]], gradient: float, change: float) -> list[str]:
+        """A notice on gradients that are rounding beside the largest, and move their weights as far as others do."""
+        mine = [n for n, (g, c) in sizes.items() if 0 < g < _ROUNDING * gradient and c > 1e-2 * change]
+        world, device = self.engine.mesh.world, self.engine.device
+        found = sorted({name for names in gather_json(mine, world, device) for name in names})
+        if not found:
+            return []
+        larger = [name for name in found if name in sizes and sizes[name][0] >= _ROUNDING * gradient]
+        not_all = {name for names in gather_json(larger, world, device) for name in names}
+        found = [name for name in found if name not in not_all]
+        if not found:
+            return []
+        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+        dtype = str(self.engine.state.precision.compute).removeprefix("torch.")
+        return [
+            f"the gradients of {', '.join(found[:3])}{more} are below {_ROUNDING:g} of the largest, which is near "
+            f"rounding in {dtype}, and the optimizer moves these weights as far as the others: where they are zero but "
+            "for rounding (a bias before batch norm), such a "
+            "weight trains differently on each number of ranks, and the loss does not change with it. The optimizer's "
+            "eps above such gradients, or bias=False, takes that away"
+        ]
+
+
+def _flat(tensor: Any) -> torch.Tensor:
+    """This rank's elements."""
+    tensor = tensor.detach()
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).reshape(-1)
+
+
+def _largest(sizes: dict[str, tuple[float, float]]) -> list[float]:
+    return [max((pair[at] for pair in sizes.values()), default=0.0) for at in (0, 1)]
+
+
+def _few(param: nn.Parameter) -> bytes:
+    flat = _flat(param)
+    few = flat[:: max(1, flat.numel() // _FEW)][:_FEW].cpu().contiguous()
+    return few.view(torch.uint8).numpy().tobytes() if few.numel() else b""
+
+
+def _is_same(param: nn.Parameter, master: nn.Parameter) -> bool:
+    if param is master:
+        return True
+    one, other = (t.to_local() if isinstance(t, DTensor) else t for t in (param.detach(), master.detach()))
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata

@@ -1,0 +1,123 @@
+"""What a script computes between its batch and its loss, written down so that it can be computed again on other values.
+
+    batch  --->  [ model ]  --->  outputs  --->  the script's own operations  --->  loss
+    source                        source                  the tape
+
+Operations are remembered as the script called them, with their tensors, until the next batch. Inside the model only
+those since the last module returned are kept, for a model that returns its loss.
+
+What this does not do: follow numbers that left torch (`.item()`, NumPy). They stay what they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+_NUMBERS = {"item", "__int__", "__float__", "__index__"}
+
+
+@dataclass
+class Operation:
+    """One call. Its tensors are those of the recording; `before` is what the first was, if it was written into."""
+
+    function: Callable[..., Any]
+    args: tuple
+    kwargs: dict[str, Any]
+    output: Any
+    before: torch.Tensor | None
+    inside: bool
+    gradients: bool
+    autocast: tuple[bool, torch.dtype]
+
+
+class Tape(TorchFunctionMode):
+    """Records while active. `inside`: the model's own forward runs."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.kind = device.type
+        self.inside = False
+        self.paused = False
+        self.operations: list[Operation] = []
+        self.numbers: list[tuple[float, torch.Tensor]] = []  # what left torch, and the tensor that it was
+
+    def clear(self) -> None:
+        """Forget what was recorded."""
+        self.operations.clear()
+        self.numbers.clear()
+        self.inside = False
+
+    def module_returned(self) -> None:
+        """A module inside the model has returned a tensor that the loss may be computed from."""
+        while self.operations and self.operations[-1].inside:
+            self.operations.pop()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        given = [] if self.paused else tensors_in((args, kwargs))
+        if not given:
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        first = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        before = first.detach().clone() if first is not None and _writes(name) else None
+        stood = torch.get_rng_state()
+        output = func(*args, **kwargs)
+        if name in _NUMBERS and isinstance(output, int | float) and not self.inside:
+            self.numbers.append((float(output), given[0]))
+        elif (before is not None or tensors_in(output)) and torch.equal(stood, torch.get_rng_state()):
+            autocast = (torch.is_autocast_enabled(self.kind), torch.get_autocast_dtype(self.kind))
+            called = Operation(func, args, kwargs, output, before, self.inside, torch.is_grad_enabled(), autocast)
+            self.operations.append(called)
+        return output
+
+    def again(self, wanted: list[Any], values: dict[int, torch.Tensor]) -> list[Any]:
+        """`wanted` computed again, where the tensors with these ids have other values. The script's own stay."""
+        known = dict(values)
+
+        def now(tree: Any) -> Any:
+            return tree_map_only(torch.Tensor, lambda tensor: known.get(id(tensor), tensor), tree)
+
+        for one in self._needed(wanted, set(values)):
+            if not any(id(tensor) in known for tensor in tensors_in((one.args, one.kwargs))):
+                continue
+            if one.before is not None:
+                known[id(one.args[0])] = known.get(id(one.args[0]), one.before).clone()
+            enabled, dtype = one.autocast
+            with torch.set_grad_enabled(one.gradients), torch.autocast(self.kind, dtype=dtype, enabled=enabled):
+                output = one.function(*now(one.args), **now(one.kwargs))
+            for old, new in zip(_leaves(one.output), _leaves(output), strict=True):
+                if isinstance(old, torch.Tensor) and id(old) not in values:
+                    known[id(old)] = new
+        return [now(each) for each in wanted]
+
+    def _needed(self, wanted: list[Any], sources: set[int]) -> list[Operation]:
+        """The operations that `wanted` is made by, in order; none behind a source."""
+        needed, found = {id(tensor) for tensor in tensors_in(wanted)}, []
+        for one in reversed(self.operations):
+            made = {id(tensor) for tensor in tensors_in(one.output)} - sources
+            if one.before is not None:
+                made.add(id(one.args[0]))
+            if made & needed:
+                found.append(one)
+                needed |= {id(tensor) for tensor in tensors_in((one.args, one.kwargs))}
+        return found[::-1]
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """The tensors of a call's arguments, of its result, or of a batch."""
+    return [leaf for leaf in _leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _leaves(tree: Any) -> list[Any]:
+    return tree_flatten(dict(tree) if isinstance(tree, Mapping) else tree)[0]
+
+
+def _writes(name: str) -> bool:
+    """Whether an operation of this name may write into its first argument: add_, __setitem__, __iadd__."""
+    return (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or name.startswith("__i")
