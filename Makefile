@@ -1,13 +1,14 @@
 # make train   create the environment, install, and run the main job
 # make test    lint, types and tests
 # make test-long   the full counts of random and property tests
+# make test-mutations   plant every bug of tests/mutations and write docs/tables/mutations.md
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 NPROC ?= 2
 PLAN ?= dp_shard=$(NPROC),zero=3
 
-.PHONY: train test test-long lint types tests docs coverage-table clean
+.PHONY: train test test-long test-mutations lint types tests docs coverage-table clean
 
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 
@@ -40,6 +41,9 @@ tests: $(VENV)/.installed
 
 test-long: $(VENV)/.installed
 	HYPOTHESIS_PROFILE=search $(BIN)/python -m pytest
+
+test-mutations: $(VENV)/.installed
+	$(BIN)/python tests/mutations/run.py --write
 
 coverage-table: $(VENV)/.installed
 	$(BIN)/python benchmarks/coverage.py --write

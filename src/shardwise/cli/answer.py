@@ -35,6 +35,7 @@ FIELDS: dict[str, dict[str, Any]] = {
         "bars": {},
         "differences": [],
         "unproven": [],
+        "first_difference": None,
         "notes": [],
         **COMMON,
     },

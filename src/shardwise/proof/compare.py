@@ -49,8 +49,8 @@ def compare(parity: Parity, one: Record, many: Record) -> None:
     parity.bars = parity.bars or dict(FLOAT64_BARS)
     floors = _floors(one, -1)
     _compare_named(parity, "parameter", one.initial, many.initial, floors["parameter"], -1)
-    parity.loss_error = max(number_error(a, b) for a, b in zip(many.losses, one.losses, strict=True))
-    parity.norm_error = max(number_error(a, b) for a, b in zip(many.norms, one.norms, strict=True))
+    parity.loss_error = _numbers(parity, "loss", many.losses, one.losses)
+    parity.norm_error = _numbers(parity, "norm", many.norms, one.norms)
     for step in range(len(one.losses)):
         floors = _floors(one, step)
         for kind in KINDS:
@@ -60,6 +60,14 @@ def compare(parity: Parity, one: Record, many: Record) -> None:
         if deviation.kind != "optimizer" or many.states_known:
             _compare_deviation(parity, one, deviation)
     _look_for_nothing(parity, one, many)
+
+
+def _numbers(parity: Parity, kind: str, found: list[float], expected: list[float]) -> float:
+    errors = [number_error(a, b) for a, b in zip(found, expected, strict=True)]
+    beyond = [step for step, error in enumerate(errors) if error > parity.bars[kind]]
+    if beyond:
+        parity.exceeded[kind, ""] = beyond[0]
+    return max(errors)
 
 
 def _floors(one: Record, step: int) -> dict[str, Floor]:
@@ -113,6 +121,7 @@ def _compare_one(
         where = "" if rank == "rank 0" else f" on {rank}"
         message = f"{kind} of '{name}' exists only in {'one process' if a is None else 'the plan'}{where}"
         parity.differences += [message] if message not in parity.differences else []
+        parity.exceeded.setdefault((kind, name), step)
         return
     if a is None or b is None:
         return
@@ -121,6 +130,8 @@ def _compare_one(
         where = "" if rank == "rank 0" else f" on {rank}"
         if error > parity.bar("parameter", name):
             parity.differences.append(f"initial value of '{name}' differs by {error:.1e}{where}")
+    if error > parity.bar(kind, name):
+        parity.exceeded[kind, name] = min(step, parity.exceeded.get((kind, name), step))
     errors = parity.errors(kind)
     if error > errors.get(name, -1.0):
         errors[name] = error

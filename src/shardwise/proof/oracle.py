@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import inspect
 import math
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,16 +22,32 @@ from shardwise.layout.dealing import micro_batches
 from shardwise.proof.eps import EpsWatch
 from shardwise.proof.record import Record, kept, kept_state
 from shardwise.proof.settings import Settings, global_batch, nudged
+from shardwise.proof.watch import Trace, Watch
 from shardwise.random import BatchDims, GlobalRandom, Samples
 from shardwise.step.batching import samples_in, slice_samples
 from shardwise.step.loss import read_loss
 from shardwise.task import Task
 from shardwise.trace.deferred import build, named_tensors
 from shardwise.trace.double import KeepDouble, default_dtype
+from shardwise.trace.state import ModuleState
 
 
-def run_oracle(task: Task, settings: Settings) -> Record:
-    """Train `settings.steps` steps in this process in float64 and record everything."""
+@dataclass
+class Look:
+    """What is asked about one step beside the record.
+
+    trace    every module's outputs and their gradients
+    shares   summands of the gradient, by data rank of `ranks`; [] where they do not add up to it
+    """
+
+    step: int
+    ranks: int
+    trace: Trace = field(default_factory=Trace)
+    shares: list[dict[str, torch.Tensor]] = field(default_factory=list)
+
+
+def run_oracle(task: Task, settings: Settings, look: Look | None = None) -> Record:
+    """Train `settings.steps` steps in this process in float64 and record everything; `look` at one of them closely."""
     module = _module(task, settings)
     named = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
     optimizer = task.optimizer(named_groups([param for _, param in named]))
@@ -42,9 +60,14 @@ def run_oracle(task: Task, settings: Settings) -> Record:
     for step in range(settings.steps):
         norms: list[float] = []
         batch = _cast(global_batch(task, settings, step), settings)
+        watch = None
+        if look is not None and look.step == step:
+            watch = Watch(module)
+            look.trace = watch.trace
+            look.shares = _shares(task, module, named, batch, step, settings, random, look.ranks)
 
-        def gradients(batch: Any = batch, step: int = step, norms: list[float] = norms) -> float:
-            loss, norm = _gradients(task, module, named, batch, step, settings, random)
+        def gradients(batch: Any = batch, step: int = step, norms: list[float] = norms, watch=watch) -> float:
+            loss, norm = _gradients(task, module, named, batch, step, settings, random, watch)
             norms.append(norm)
             return loss
 
@@ -76,23 +99,11 @@ def run_oracle(task: Task, settings: Settings) -> Record:
     return record
 
 
-def _gradients(task, module, named, batch, step, settings: Settings, random: GlobalRandom) -> tuple[float, float]:
-    for _, param in named:
-        param.grad = None
-    total, weight = 0.0, 0.0
-    for index, low, high, samples in _cuts(samples_in(batch), settings):
-        part = slice_samples(batch, low, high)
-        random.begin(settings.seed, step, index, samples)
-        with random.watching(module), KeepDouble(), default_dtype(settings.dtype):
-            args, kwargs = task.inputs(part)
-            loss = read_loss(task.loss(module(*args, **kwargs), part))
-            objective = loss.total
-            for extra in loss.extras.values():
-                factor = 1.0 if extra.weight is None else _ratio(float(loss.weight), float(extra.weight))
-                objective = objective + extra.total * factor
-            objective.backward()
-        total += float(objective.detach())
-        weight += float(loss.weight)
+def _gradients(
+    task, module, named, batch, step, settings: Settings, random: GlobalRandom, watch: Watch | None = None
+) -> tuple[float, float]:
+    with nullcontext() if watch is None else watch.watching():
+        total, weight = _sums(task, module, named, batch, step, settings, random, watch)
     if weight == 0:
         raise InputError("the global weight of a batch is 0: no sample or token counts")
     gradients = [param.grad for _, param in named if param.grad is not None]
@@ -104,6 +115,51 @@ def _gradients(task, module, named, batch, step, settings: Settings, random: Glo
     return total / weight, norm
 
 
+def _sums(task, module, named, batch, step, settings, random, watch: Watch | None = None) -> tuple[float, float]:
+    """(sum, weight) over micro-batches; the parameters' `.grad` are the sum's."""
+    for _, param in named:
+        param.grad = None
+    total, weight = 0.0, 0.0
+    for index, low, high, samples in _cuts(samples_in(batch), settings):
+        part = slice_samples(batch, low, high)
+        random.begin(settings.seed, step, index, samples)
+        if watch is not None:
+            watch.begin(index, samples.start, samples.count, samples.total)
+        with random.watching(module), KeepDouble(), default_dtype(settings.dtype):
+            args, kwargs = task.inputs(part)
+            loss = read_loss(task.loss(module(*args, **kwargs), part))
+            objective = loss.total
+            for extra in loss.extras.values():
+                factor = 1.0 if extra.weight is None else _ratio(float(loss.weight), float(extra.weight))
+                objective = objective + extra.total * factor
+            objective.backward()
+        total += float(objective.detach())
+        weight += float(loss.weight)
+    return total, weight
+
+
+def _shares(task, module, named, batch, step, settings, random, ranks: int) -> list[dict[str, torch.Tensor]]:
+    """Each data rank's summand of every gradient; [] where samples look at each other. The module stays as it was."""
+    state = ModuleState(module)
+    _, weight = _sums(task, module, named, batch, step, settings, random)
+    whole = {name: kept(param.grad) / weight for name, param in named if param.grad is not None}
+    found = []
+    try:
+        for rank in range(ranks):
+            _sums(task, module, named, batch, step, replace(settings, share=(rank, ranks)), random)
+            grads = {name: param.grad for name, param in named}
+            zeros = {name: torch.zeros_like(value) for name, value in whole.items()}
+            found.append({n: zeros[n] if (g := grads[n]) is None else kept(g) / weight for n in whole})
+    except (RuntimeError, ValueError):  # too few samples for a norm, say: then nothing is known of shares
+        return []
+    finally:
+        state.restore()
+        for _, param in named:
+            param.grad = None
+    adds_up = all(torch.allclose(sum(share[name] for share in found), value) for name, value in whole.items())
+    return found if adds_up else []
+
+
 def _ratio(a: float, b: float) -> float:
     return a / b if b else 0.0
 
@@ -112,7 +168,11 @@ def _cuts(samples: int, settings: Settings):
     """(micro-batch, first, last, samples) of each forward: one for a micro-batch, or two halves of it."""
     for index, (low, high) in enumerate(micro_batches(samples, settings.accumulate)):
         middle = low + (high - low) // 2 if settings.halves else high
-        for first, last in ((low, middle), (middle, high)):
+        parts = [(low, middle), (middle, high)]
+        if settings.share is not None:
+            rank, ranks = settings.share
+            parts = [(low + (high - low) * rank // ranks, low + (high - low) * (rank + 1) // ranks)]
+        for first, last in parts:
             if last > first:
                 yield index, first, last, Samples(first - low, last - first, high - low)
 

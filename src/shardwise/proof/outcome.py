@@ -40,6 +40,8 @@ class Parity:
     noise: dict[tuple[str, str], float] = field(default_factory=dict)  # what one process differs by from itself
     noisy: set[tuple[str, str]] = field(default_factory=set)  # neither equal nor different: see `narrow`
     worst: dict[tuple[str, str], str] = field(default_factory=dict)  # (kind, name): rank and step of the largest error
+    exceeded: dict[tuple[str, str], int] = field(default_factory=dict)  # (kind, name): the first step beyond its bar
+    first: Any = None  # a `Located`: where the plan first differs
     notes: list[str] = field(default_factory=list)
     differences: list[str] = field(default_factory=list)  # what no number expresses: a gradient on one side only
     unproven: list[str] = field(default_factory=list)  # why agreement would mean nothing
@@ -84,6 +86,7 @@ class Parity:
             "error": self.error,
             "differences": self.differences,
             "unproven": self.unproven,
+            "first_difference": self.first.as_dict() if self.first is not None else None,
             "world_size": self.world_size,
             "plan": self.plan,
             "notes": self.notes,
@@ -102,6 +105,7 @@ class Parity:
             lines.append(f"  norm        {self.norm_error:.1e}   (bar {self.bars['norm']:.0e})")
         lines += [self._line(kind) for kind in KINDS if self.errors(kind)]
         lines += [f"  different: {what}" for what in self.differences]
+        lines += [f"  first: {self.first.text()}"] if self.first is not None else []
         lines += [f"  not proven: {what}" for what in self.unproven]
         lines += [f"  note: {note}" for note in self.notes]
         lines.append(self.verdict)

@@ -41,6 +41,7 @@ def verify(
     """
     from shardwise.proof.compare import compare
     from shardwise.proof.narrow import set_noise_apart
+    from shardwise.proof.rank import run_rank
     from shardwise.proof.settings import Settings
 
     if steps < 1:
@@ -68,13 +69,32 @@ def verify(
         raise _blamed(resolved, settings, error) from error
     parity.notes += _notes(chosen, parity.float64)
     try:
-        record = _run_ranks(task, chosen, settings, parity, pool, timeout_s)
+        record = _joined(_on_ranks(run_rank, (task, chosen, settings), parity, pool, timeout_s))
     except RefusedPlan as refusal:
         parity.refused = str(refusal)
         return parity
     compare(parity, oracle, record)
     set_noise_apart(parity)
+    if not parity.equal and parity.exceeded:
+        _locate(parity, oracle, record, (task, chosen, settings), pool, timeout_s)
     return parity
+
+
+def _locate(parity: Parity, one: Any, many: Any, asked: tuple[Any, Plan, Any], pool: Any, timeout_s: float) -> None:
+    """A second run of both sides, to name the first difference; where it fails, a note says so."""
+    from shardwise.proof.locate import first_step, locate
+    from shardwise.proof.oracle import Look, run_oracle
+    from shardwise.proof.rank import trace_rank
+
+    task, plan, settings = asked
+    look = Look(max(first_step(parity), 0), plan.data_ranks)
+    try:
+        run_oracle(resolve_task(task), settings, look)
+        traces = _on_ranks(trace_rank, (task, plan, settings, look.step), parity, pool, timeout_s)
+    except ShardwiseError as error:
+        parity.notes.append(f"the second run, which looks for the first difference, failed: {error}")
+        return
+    parity.first = locate(parity, one, many, look, traces)
 
 
 def _shrunk(reference: Any, task: Task, plan: Plan) -> Any:
@@ -129,16 +149,16 @@ def _where(error: Exception) -> str:
     return f"{type(error).__name__}: {error}{site}{hint}"
 
 
-def _run_ranks(task: Any, plan: Plan, settings: Any, parity: Parity, pool: Any, timeout_s: float) -> Any:
-    from shardwise.proof.rank import run_rank
+def _on_ranks(function: Any, asked: tuple, parity: Parity, pool: Any, timeout_s: float) -> list[Any]:
+    """What every rank returns of `function(task, plan, ...)`, the plan's precision being that of the proof."""
     from shardwise.ranks import RankPool
 
-    precision = "fp64" if parity.float64 else "fp32"
-    exact = plan.with_(precision=precision, reduce_dtype="auto", compile=False)
+    task, plan, *rest = asked
+    exact = plan.with_(precision="fp64" if parity.float64 else "fp32", reduce_dtype="auto", compile=False)
     if pool is not None:
-        return _joined(pool.run(run_rank, plan.world_size, task, exact, settings, timeout_s=timeout_s))
+        return pool.run(function, plan.world_size, task, exact, *rest, timeout_s=timeout_s)
     with RankPool() as own:
-        return _joined(own.run(run_rank, plan.world_size, task, exact, settings, timeout_s=timeout_s))
+        return own.run(function, plan.world_size, task, exact, *rest, timeout_s=timeout_s)
 
 
 def _joined(records: list[Any]) -> Any:

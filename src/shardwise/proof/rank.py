@@ -19,8 +19,12 @@ from shardwise.digest import digest
 from shardwise.engine.engine import Engine, parallelize
 from shardwise.errors import RefusedPlan, ShardwiseError
 from shardwise.layout import Plan
+from shardwise.part import plain
 from shardwise.proof.record import Deviation, Record, Tensors, kept, kept_state
 from shardwise.proof.settings import Settings, global_batch, raise_eps
+from shardwise.proof.watch import Trace, Watch
+from shardwise.random import Samples
+from shardwise.task import Task
 from shardwise.task_names import resolve_task
 from shardwise.trace.double import KeepDouble, default_dtype
 
@@ -30,11 +34,7 @@ Answers = Iterator[tuple[str, str, torch.Tensor | None]]  # kind, name, value
 def run_rank(task: Any, plan: Plan, settings: Settings) -> Record:
     """Train under the plan and record; ranks but 0 keep only what differs from rank 0's. Collective."""
     resolved = resolve_task(task)
-    with KeepDouble(), small_buckets() as buckets:
-        engine = parallelize(
-            resolved, plan, seed=settings.seed, randomness="global", clip_norm=settings.clip_norm, device="cpu"
-        )
-    raise_eps(engine.optimizer)
+    engine, buckets = _engine(resolved, plan, settings)
     record = Record(notices=list(engine.notices), buckets=min(buckets, default=0) if engine.data_ranks > 1 else 0)
     record.initial = _named(engine.full_parameters())
     _compare_ranks(engine, record, -1, (("parameter", n, t) for n, t in engine.used_parameters()))
@@ -54,6 +54,38 @@ def run_rank(task: Any, plan: Plan, settings: Settings) -> Record:
     if engine.rank == 0:
         return record
     return Record(losses=record.losses, norms=record.norms, deviations=record.deviations)
+
+
+def trace_rank(task: Any, plan: Plan, settings: Settings, step: int) -> Trace:
+    """What this rank's modules gave in one step, and the gradients of that. Collective."""
+    resolved = resolve_task(task)
+    engine, _ = _engine(resolved, plan, settings)
+    watch = Watch(engine.module, plain)
+    random = engine.state.global_random
+    assert random is not None
+    begin = random.begin
+
+    def noted(seed: int, step: int, micro_batch: int, samples: Samples, *, alone: bool = True) -> None:
+        watch.begin(micro_batch, samples.start, samples.count, samples.total)
+        begin(seed, step, micro_batch, samples, alone=alone)
+
+    for number in range(step + 1):
+        batch = global_batch(resolved, settings, number)
+        if number == step:
+            random.__dict__["begin"] = noted  # called where a micro-batch begins
+        with watch.watching() if number == step else nullcontext(), KeepDouble(), default_dtype(settings.dtype):
+            engine.step(batch)
+    return watch.trace
+
+
+def _engine(task: Task, plan: Plan, settings: Settings) -> tuple[Engine, list[int]]:
+    """The engine, and in how many buckets each set of gradients travels."""
+    with KeepDouble(), small_buckets() as buckets:
+        engine = parallelize(
+            task, plan, seed=settings.seed, randomness="global", clip_norm=settings.clip_norm, device="cpu"
+        )
+    raise_eps(engine.optimizer)
+    return engine, buckets
 
 
 def _named(tensors: Iterator[tuple[str, torch.Tensor | None]]) -> Tensors:

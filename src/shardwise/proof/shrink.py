@@ -1,30 +1,40 @@
 """A small proof of a large plan: the same structure with the least ranks, blocks and samples that keep it.
 
     dp_replicate, dp_shard above 1   2; dp_shard 3 where the plan's cuts are uneven and 2 would be even
-    accumulate above 1               2
-    pp above 2                       2, with as many stages on each rank and as many micro-batches as stages
-    repeated blocks of one shape     the first two, or one for each pipeline stage; all where stages= names some
+    accumulate above 3               3
+    pp above 3                       3, with as many stages on each rank, and more micro-batches than stages
+    repeated blocks                  of each program the first two, or as many as pipeline stages need; see `programs`
     samples                          two for each rank and micro-batch, and one more where the plan's batch is uneven
 
-What it does not cover is printed with it.
+Blocks are the same only if what they do is: one that does something else, has other buffers or another backward is
+kept. What was kept and what that leaves out is told from what was really made smaller.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from shardwise.layout import Plan
+from shardwise.errors import RefusedPlan
+from shardwise.layout import Plan, check
+from shardwise.proof.programs import programs_of
 from shardwise.proof.settings import Settings, global_batch
 from shardwise.step.batching import samples_in, slice_samples
 from shardwise.task import Task
 from shardwise.task_names import resolve_task
 from shardwise.trace.blocks import find_blocks
+from shardwise.trace.deferred import Built, build
 
-KEPT_BLOCKS = 2
+KEPT_BLOCKS = 2  # of each program
+MOST_STAGES = 3  # ranks of a pipeline
+MOST_ACCUMULATE = 3
+
+Kept = Mapping[str, tuple[int, ...]]  # path of a list of blocks -> indices of those that stay
 
 
 @dataclass(frozen=True)
@@ -42,11 +52,11 @@ class _SmallTask:
 
     reference: Any
     samples: int
-    kept_blocks: int  # 0: all
+    kept: Kept
 
     def __call__(self) -> Task:
         task = resolve_task(self.reference)
-        model = _Shallow(task.model, self.kept_blocks) if self.kept_blocks else task.model
+        model = _Shallow(task.model, self.kept) if self.kept else task.model
         return task.with_(model=model, batch=_FirstSamples(task, self.samples), data=None)
 
 
@@ -63,28 +73,72 @@ class _FirstSamples:
 @dataclass(frozen=True)
 class _Shallow:
     model: Any
-    kept_blocks: int
+    kept: Kept
 
     def __call__(self) -> nn.Module:
         module = self.model()
-        cut_depth(module, self.kept_blocks)
+        _cut(module, self.kept)
         return module
 
 
-def cut_depth(module: nn.Module, kept_blocks: int = KEPT_BLOCKS) -> list[str]:
-    """Keep the first blocks of each list of equal ones; returns what was cut, in words."""
-    cut = []
-    parents = dict.fromkeys(path.rpartition(".")[0] for path in find_blocks(module).paths)
-    for parent in parents:
-        container = module.get_submodule(parent)
-        if not isinstance(container, nn.ModuleList | nn.Sequential) or len(container) <= kept_blocks:
-            continue
-        kinds = {(type(b), tuple((n, p.shape) for n, p in b.named_parameters())) for b in container}
-        if len(kinds) == 1:
-            cut.append(f"{parent}: {len(container)} blocks -> {kept_blocks}")
-            for index in reversed(range(kept_blocks, len(container))):
+def _cut(module: nn.Module, kept: Kept) -> None:
+    for path, indices in kept.items():
+        container: Any = module.get_submodule(path)
+        for index in reversed(range(len(container))):
+            if index not in indices:
                 del container[index]
-    return cut
+
+
+@dataclass
+class _Depth:
+    """Which blocks stay, and what to say of it."""
+
+    kept: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    told: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+
+
+def shrink(reference: Any, task: Task, plan: Plan) -> Shrunk:
+    """The small plan and task, with notes on what they keep and what they leave out."""
+    built = build(task.model, 0)
+    batch = global_batch(task, Settings(), 0)
+    small = _small_plan(plan, built.module)
+    uneven = samples_in(batch) % (plan.data_ranks * plan.step_microbatches) != 0
+    samples = min(2 * small.data_ranks * small.step_microbatches + uneven, samples_in(batch))
+    depth = _Depth(told=["depth was kept: stages= names blocks"]) if plan.stages else _depth(built, task, small, batch)
+    told = f"{samples} samples{' (uneven, as in the plan)' if uneven else ''}"
+    notes = [f"shrunk: plan {plan} -> {small}; {told}", *(f"shrunk: {what}" for what in depth.told)]
+    notes.append(_scope(plan, small, samples, samples_in(batch), depth))
+    return Shrunk(small, _SmallTask(reference, samples, depth.kept), tuple(notes))
+
+
+# --- the plan
+
+
+def _small_plan(plan: Plan, module: nn.Module) -> Plan:
+    ep = next(n for n in range(2, plan.ep + 1) if plan.ep % n == 0) if plan.ep > 1 else 1  # the experts' number allows
+    shard = _small_degree(plan, "dp_shard", _has_uneven_cut(module, plan))
+    small = plan.with_(
+        dp_replicate=_small_degree(plan, "dp_replicate", False),
+        dp_shard=shard if ep == 1 else ep * (1 if plan.dp_shard == plan.ep else 2),
+        ep=ep,
+        accumulate=min(plan.accumulate, MOST_ACCUMULATE),
+        zero=plan.zero,
+    )
+    return small if plan.pp == 1 or plan.stages else _small_pipeline(small)
+
+
+def _small_pipeline(plan: Plan) -> Plan:
+    """At most three ranks, and the fewest micro-batches above the number of stages that the schedule bears."""
+    pp = min(plan.pp, MOST_STAGES)
+    for microbatches in range(min(pp * plan.stages_per_rank + 1, plan.microbatches), plan.microbatches + 1):
+        small = plan.with_(pp=pp, microbatches=microbatches)
+        try:
+            check(small)
+        except RefusedPlan:
+            continue
+        return small
+    return plan
 
 
 def _small_degree(plan: Plan, axis: str, uneven: bool) -> int:
@@ -101,41 +155,70 @@ def _has_uneven_cut(module: nn.Module, plan: Plan) -> bool:
     )
 
 
-def shrink(reference: Any, task: Task, plan: Plan) -> Shrunk:
-    """The small plan and task, with notes on what they keep and what they leave out."""
-    from shardwise.trace.deferred import build
+# --- the module
 
-    module = build(task.model, 0).module
-    batch = global_batch(task, Settings(), 0)
-    uneven_batch = samples_in(batch) % (plan.data_ranks * plan.step_microbatches) != 0
-    ep = (
-        next(n for n in range(2, plan.ep + 1) if plan.ep % n == 0) if plan.ep > 1 else 1
-    )  # the experts' number allows it
-    shard = _small_degree(plan, "dp_shard", _has_uneven_cut(module, plan))
-    small = plan.with_(
-        dp_replicate=_small_degree(plan, "dp_replicate", False),
-        dp_shard=shard if ep == 1 else ep * (1 if plan.dp_shard == plan.ep else 2),
-        ep=ep,
-        accumulate=min(plan.accumulate, 2),
-        zero=plan.zero,
-    )
-    if plan.pp > 1 and not plan.stages:
-        pp = min(plan.pp, 2)
-        small = small.with_(pp=pp, microbatches=pp * plan.stages_per_rank)
-    samples = min(2 * small.data_ranks * small.step_microbatches + uneven_batch, samples_in(batch))
-    kept_blocks = max(KEPT_BLOCKS, small.pp * small.stages_per_rank) if not plan.stages else 0
-    cut = cut_depth(module, kept_blocks) if kept_blocks else []
-    works = bool(cut) and _runs(module, task, slice_samples(batch, 0, 1))
-    notes = [f"shrunk: plan {plan} -> {small}; {samples} samples{' (uneven, as in the plan)' if uneven_batch else ''}"]
-    if works:
-        notes += [f"shrunk: {what}" for what in cut]
-    elif cut:
-        notes.append("depth was kept: the module does not run with fewer blocks")
-    notes.append(
-        "covered: every kind of block, cut, collective and its order, at the small degrees. Not covered: blocks beyond "
-        "the first ones of a list, cuts that only the large degrees make uneven, rounding, memory and speed"
-    )
-    return Shrunk(small, _SmallTask(reference, samples, kept_blocks if works else 0), tuple(notes))
+
+def _depth(built: Built, task: Task, small: Plan, batch: Any) -> _Depth:
+    """The blocks that stay: of each program the first two, and as many as there are stages."""
+    module = built.module
+    lists = _lists(module)
+    if not lists:
+        return _Depth()
+    paths = [f"{path}.{index}" if path else str(index) for path, count in lists.items() for index in range(count)]
+    try:
+        programs = programs_of(built, paths, task.inputs, slice_samples(batch, 0, min(2, samples_in(batch))))
+    except Exception as error:  # whatever a forward cannot do without values
+        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return _Depth(told=[f"depth was kept: the forward cannot be followed on shapes alone ({first})"])
+    stages = small.pp * small.stages_per_rank
+    depth = _Depth()
+    for path, count in lists.items():
+        of = [programs[f"{path}.{index}" if path else str(index)] for index in range(count)]
+        wanted = stages + (count % stages != 0) if stages > 1 else 0
+        indices = _stay(of, wanted)
+        if len(indices) < count:
+            depth.kept[path] = indices
+            depth.told.append(_told(path, of, indices))
+            depth.left_out.append(f"more than {len(indices)} blocks of '{path}'")
+        elif len(set(of)) > 1:
+            depth.told.append(f"{path}: all {count} blocks are kept, of {len(set(of))} programs")
+    if depth.kept and not _runs(build(_Shallow(task.model, depth.kept), 0).module, task, slice_samples(batch, 0, 1)):
+        return _Depth(told=["depth was kept: the module does not run with fewer blocks"])
+    return depth
+
+
+def _lists(module: nn.Module) -> dict[str, int]:
+    """Lists that hold nothing but blocks, with their lengths."""
+    blocks = set(find_blocks(module).paths)
+    found = {}
+    for parent in dict.fromkeys(path.rpartition(".")[0] for path in blocks):
+        container = module.get_submodule(parent)
+        if isinstance(container, nn.ModuleList | nn.Sequential):
+            children = [f"{parent}.{name}" if parent else name for name, _ in container.named_children()]
+            if blocks.issuperset(children):
+                found[parent] = len(container)
+    return found
+
+
+def _stay(programs: list[Any], wanted: int) -> tuple[int, ...]:
+    """Of each program the first two; then the first ones until there are as many as wanted."""
+    met: Counter = Counter()
+    stay = set()
+    for index, program in enumerate(programs):
+        met[program] += 1
+        if met[program] <= KEPT_BLOCKS or not program:  # a block that did not run shows no program
+            stay.add(index)
+    for index in range(len(programs)):
+        if len(stay) >= wanted:
+            break
+        stay.add(index)
+    return tuple(sorted(stay))
+
+
+def _told(path: str, programs: list[Any], indices: tuple[int, ...]) -> str:
+    kinds = len(set(programs))
+    of = "which all do the same" if kinds == 1 else f"of {kinds} programs"
+    return f"{path}: {len(programs)} blocks, {of} -> {len(indices)} ({', '.join(map(str, indices))})"
 
 
 def _runs(module: nn.Module, task: Task, batch: Any) -> bool:
@@ -149,3 +232,35 @@ def _runs(module: nn.Module, task: Task, batch: Any) -> bool:
     except (RuntimeError, IndexError, ValueError, KeyError, TypeError, AttributeError, NotImplementedError):
         return False
     return True
+
+
+# --- what to say
+
+
+def _scope(plan: Plan, small: Plan, samples: int, of: int, depth: _Depth) -> str:
+    """What the small proof has of the plan, and what it has not."""
+    has, not_has = [], []
+    if small.pp > 1:
+        stages = small.pp * small.stages_per_rank
+        has.append(f"{stages} stages and {small.microbatches} micro-batches under schedule {small.schedule}")
+    if plan.pp > small.pp:
+        not_has.append(f"more than {small.pp * small.stages_per_rank} stages")
+    if plan.microbatches > small.microbatches:
+        not_has.append(f"more than {small.microbatches} micro-batches")
+    if small.accumulate > 1:
+        has.append(f"accumulate={small.accumulate}")
+    if plan.accumulate > small.accumulate:
+        not_has.append(f"accumulate={plan.accumulate}")
+    larger = [axis for axis in ("dp_replicate", "dp_shard", "ep") if getattr(plan, axis) > getattr(small, axis)]
+    has += [
+        f"{axis}={getattr(small, axis)}"
+        for axis in ("dp_replicate", "dp_shard", "tp", "ep")
+        if getattr(small, axis) > 1
+    ]
+    not_has += [f"cuts that only {axis}={getattr(plan, axis)} makes" for axis in larger]
+    not_has += depth.left_out
+    if of > samples:
+        not_has.append(f"batches of more than {samples} samples")
+    return (
+        f"covered: {', '.join(has) or 'one rank'}. Not covered: {', '.join([*not_has, 'rounding', 'memory', 'speed'])}"
+    )

@@ -1,0 +1,46 @@
+"""What kind of difference two tensors have, where that can be told: a factor, a sign, an order, one rank's share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+
+import torch
+
+NEAR = 1e-6  # relative, of the largest value
+
+
+def kind_of(found: torch.Tensor, expected: torch.Tensor, shares: Sequence[torch.Tensor] = ()) -> str:
+    """In words, "" where nothing fits. `shares`: summands of `expected`, by rank."""
+    if found.shape != expected.shape:
+        return f"of shape {tuple(found.shape)} where one process has {tuple(expected.shape)}"
+    if not bool(torch.isfinite(found).all()):
+        return "not finite"
+    a, b = found.flatten(), expected.flatten()
+    if not bool(a.any()):
+        return "zero"
+    for rank, share in enumerate(shares):
+        for sign, words in ((-1, "lacks the share of"), (1, "counts twice the share of")):
+            if _near(a, b + sign * share.flatten()):
+                return f"it {words} data rank {rank}"
+    norm = float((b * b).sum())
+    factor = float((a * b).sum()) / norm if norm else 0.0
+    if factor and _near(a, factor * b):
+        return "the sign is turned" if abs(factor + 1) < NEAR else f"a factor of {_number(factor)}"
+    if _near(a.sort().values, b.sort().values):
+        return "the same values in another order"
+    wrong = ((a - b).abs() > NEAR * b.abs().max()).nonzero().flatten()
+    if 0 < len(wrong) < len(a):
+        first, last = int(wrong[0]), int(wrong[-1])
+        place = f"from element {first} to {last}" if len(wrong) == last - first + 1 else f"the first at {first}"
+        return f"{len(wrong)} of {len(a)} elements, {place}"
+    return ""
+
+
+def _near(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return float((a - b).abs().max()) <= NEAR * max(float(b.abs().max()), 1e-300)
+
+
+def _number(factor: float) -> str:
+    nice = Fraction(factor).limit_denominator(64)
+    return str(nice) if abs(float(nice) - factor) < NEAR * abs(factor) else f"{factor:.6g}"

@@ -1,0 +1,155 @@
+"""Where a plan first differs from one process: a second run of both, compared module by module.
+
+Looked at in the order in which a step runs, in the first step in which anything differs:
+
+    initial values . forward of each module . buffers . loss . backward of each module . gradients . norm . update
+
+The first that differs is told: the module's path, the rank, the micro-batch, and what kind of difference it is where
+that can be told (`kind`). A gradient that differs although every module's forward and backward agree was lost on its
+way: in the module's own weight gradient, or in the sum over ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from shardwise.proof.compare import tensor_error
+from shardwise.proof.kind import kind_of
+from shardwise.proof.oracle import Look
+from shardwise.proof.outcome import Parity
+from shardwise.proof.record import Deviation, Record
+from shardwise.proof.watch import Key, Seen, Trace, rows_of
+
+FAR = 1e-8  # of a tensor's largest value; what is compared is float64
+
+
+@dataclass(frozen=True)
+class Located:
+    """The first difference. `module` is the path of the module that made it, or that holds the tensor."""
+
+    step: int  # -1: before the first
+    phase: str
+    module: str
+    tensor: str
+    rank: int
+    micro_batch: int | None
+    error: float
+    kind: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+    def text(self) -> str:
+        """One line."""
+        when = "before the first step" if self.step < 0 else f"step {self.step}"
+        where = f", micro-batch {self.micro_batch}" if self.micro_batch is not None else ""
+        what = self.tensor or f"'{self.module}'"
+        kind = f"; {self.kind}" if self.kind else ""
+        return f"{when}: {self.phase} {what}, rank {self.rank}{where}: off by {self.error:.1e}{kind}"
+
+
+def first_step(parity: Parity) -> int:
+    """The first step in which anything exceeds its bar."""
+    return min(parity.exceeded.values(), default=0)
+
+
+def locate(parity: Parity, one: Record, many: Record, look: Look, traces: Sequence[Trace]) -> Located | None:
+    """The first difference in the step that was looked at; None where the second run does not show one."""
+    step = look.step
+    if first_step(parity) < 0:
+        return _named(parity, one, many, "parameter", -1, "initial value of", [])
+    pipelined = len({tuple(sorted(trace.forward)) for trace in traces}) > 1
+    found = _modules(step, look.trace, traces, pipelined)
+    found = found or _named(parity, one, many, "buffer", step, "buffer", [])
+    if found is None and parity.exceeded.get(("loss", "")) == step and parity.loss_error is not None:
+        kind = kind_of(torch.tensor([many.losses[step]]), torch.tensor([one.losses[step]]))
+        found = Located(step, "the loss, of equal outputs", "", " ", 0, None, parity.loss_error, kind)
+    found = found or _gradients_of_modules(step, look.trace, traces, pipelined)
+    found = found or _named(parity, one, many, "gradient", step, "gradient of", look.shares)
+    if found is None and parity.exceeded.get(("norm", "")) == step and parity.norm_error is not None:
+        kind = kind_of(torch.tensor([many.norms[step]]), torch.tensor([one.norms[step]]))
+        found = Located(step, "the gradient's norm, of equal gradients", "", " ", 0, None, parity.norm_error, kind)
+    found = found or _named(parity, one, many, "optimizer", step, "optimizer's", [])
+    return found or _named(parity, one, many, "parameter", step, "update of", [])
+
+
+def _modules(step: int, one: Trace, traces: Sequence[Trace], pipelined: bool) -> Located | None:
+    for key, expected in one.forward.items():
+        for rank, trace in enumerate(traces):
+            told = _difference(expected, trace.forward.get(key), pipelined)
+            if told is not None:
+                path = _maker(one, trace, key, pipelined)
+                return Located(step, "forward of", path, "", rank, key[0], *told)
+    return None
+
+
+def _maker(one: Trace, trace: Trace, key: Key, pipelined: bool) -> str:
+    """The module in which a difference arose: the first, from the inside, that was given what it should be."""
+    calls = [key[:3], *one.inside.get(key, [])]
+    for call in calls:
+        given = [other for other in one.given if other[:3] == call]
+        if all(_difference(one.given[each], trace.given.get(each), pipelined) is None for each in given):
+            return call[1]
+    return calls[-1][1]
+
+
+def _gradients_of_modules(step: int, one: Trace, traces: Sequence[Trace], pipelined: bool) -> Located | None:
+    for key, expected in one.backward.items():
+        for rank, trace in enumerate(traces):
+            told = _difference(expected, trace.backward.get(key), pipelined)
+            if told is not None:
+                return Located(step, *_reader(one, key), rank, key[0], *told)
+    return None
+
+
+def _reader(one: Trace, key: Key) -> tuple[str, str, str]:
+    """Phase, module and tensor: the gradient of an output is made by the backward of who reads it."""
+    readers = one.readers.get(key, [])
+    inner = [path for path in readers if not any(other.startswith(f"{path}.") or not path for other in readers)]
+    if not inner:
+        return "gradient of the output of", key[1], ""
+    return "backward of", inner[0], ""
+
+
+def _difference(expected: Seen, found: Seen | None, pipelined: bool) -> tuple[float, str] | None:
+    """(error, kind) where a rank's tensor is not that of one process."""
+    if found is None or (pipelined and bool(torch.isnan(found.tensor).any())):  # made up: another stage's
+        return None
+    rows = rows_of(expected, found)
+    if rows is None:
+        return None
+    error = tensor_error(found.tensor, rows, 1e-300)
+    largest = float(expected.tensor.abs().max()) if expected.tensor.numel() else 0.0
+    if error <= FAR or float((found.tensor - rows).abs().max()) <= FAR * largest:
+        return None
+    return error, kind_of(found.tensor, rows)
+
+
+def _named(
+    parity: Parity, one: Record, many: Record, kind: str, step: int, phase: str, shares: list[dict[str, torch.Tensor]]
+) -> Located | None:
+    """The first tensor of a kind that exceeds its bar in this step, and on which rank."""
+    exceeding = {name for (of, name), first in parity.exceeded.items() if of == kind and first == step}
+    for name in (name for name in one.of(kind, step) if name in exceeding):
+        others = [d for d in many.deviations if (d.kind, d.step, d.name) == (kind, step, name)]
+        for deviation in (Deviation(0, step, kind, name, many.of(kind, step).get(name)), *others):
+            found, expected = deviation.tensor, one.of(kind, step)[name]
+            if found is None or expected is None:
+                if (found is None) != (expected is None):
+                    return _about(step, phase, name, deviation.rank, float("inf"), "on one side only")
+                continue
+            error = tensor_error(found, expected, 1e-300)
+            if error > FAR:
+                own = [share[name] for share in shares if name in share]
+                return _about(step, phase, name, deviation.rank, error, kind_of(found, expected, own))
+    return None
+
+
+def _about(step: int, phase: str, name: str, rank: int, error: float, kind: str) -> Located:
+    tensor = name.rpartition(" of ")[2]
+    return Located(step, phase, tensor.rpartition(".")[0], f"'{name}'", rank, None, error, kind)

@@ -1,0 +1,139 @@
+"""Every module's outputs and their gradients in one step, by name, micro-batch and samples: for comparison of two runs.
+
+Both sides of a proof watch alike. A rank's tensors hold the samples that it was dealt, and are compared with those
+rows of one process's. Under tp a part or a sum is gathered, which all ranks of the axis do in the same order.
+
+What this does not do: see inside a module that has no modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten
+
+from shardwise.proof.record import kept
+
+Key = tuple[int, str, int, int]  # micro-batch, module path, call, place among the outputs
+
+
+@dataclass
+class Seen:
+    """One tensor and which samples of the micro-batch it holds: [start, start + count) of `total`."""
+
+    tensor: torch.Tensor
+    start: int
+    count: int
+    total: int
+
+
+@dataclass
+class Trace:
+    """What was seen, in the order in which it came."""
+
+    forward: dict[Key, Seen] = field(default_factory=dict)
+    given: dict[Key, Seen] = field(default_factory=dict)  # arguments, by their place
+    inside: dict[Key, list[tuple[int, str, int]]] = field(default_factory=dict)  # the calls around one, innermost first
+    backward: dict[Key, Seen] = field(default_factory=dict)
+    readers: dict[Key, list[str]] = field(default_factory=dict)  # modules that were given the output
+
+
+class Watch:
+    """Records a module's calls between `begin`s. `whole` makes a tensor that ranks hold shares of whole."""
+
+    def __init__(self, module: nn.Module, whole: Callable[[Any], Any] = lambda tensor: tensor):
+        self.module, self.whole = module, whole
+        self.trace = Trace()
+        self._samples: tuple[int, int, int, int] | None = None
+        self._calls: dict[tuple[int, str], int] = {}
+        self._made: dict[int, tuple[torch.Tensor, Key]] = {}
+        self._open: list[tuple[int, str, int]] = []
+
+    def begin(self, micro_batch: int, start: int, count: int, total: int) -> None:
+        """A micro-batch's forward begins; a stand-in has a count of 0 and is left out."""
+        self._samples = (micro_batch, start, count, total) if count else None
+        self._made.clear()
+        self._open.clear()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Hooks in place, inside."""
+        handles = []
+        for path, child in self.module.named_modules():
+            handles.append(child.register_forward_pre_hook(self._given(path), with_kwargs=True))
+            handles.append(child.register_forward_hook(self._gave(path)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _given(self, path: str) -> Callable:
+        def given(module: nn.Module, args: tuple, kwargs: dict) -> None:
+            leaves = tree_flatten((args, kwargs))[0]
+            for leaf in leaves:
+                found = self._made.get(id(leaf))
+                if found is not None and found[0] is leaf:
+                    self.trace.readers.setdefault(found[1], []).append(path)
+            if self._samples is not None and torch.is_grad_enabled():
+                micro_batch, *samples = self._samples
+                call = (micro_batch, path, self._calls.get((micro_batch, path), 0))
+                self._open.append(call)
+                for place, leaf in self._tensors(leaves):
+                    self.trace.given[*call, place] = Seen(kept(self.whole(leaf.detach())), *samples)
+
+        return given
+
+    def _gave(self, path: str) -> Callable:
+        def gave(module: nn.Module, args: tuple, output: Any) -> None:
+            if self._samples is None or not torch.is_grad_enabled():
+                return
+            micro_batch, start, count, total = self._samples
+            call = self._calls.get((micro_batch, path), 0)
+            self._calls[micro_batch, path] = call + 1
+            if self._open and self._open[-1] == (micro_batch, path, call):
+                self._open.pop()
+            for place, leaf in self._tensors(tree_flatten(output)[0]):
+                key = (micro_batch, path, call, place)
+                self.trace.inside[key] = self._open[::-1]
+                value = kept(self.whole(leaf.detach()))
+                self.trace.forward[key] = Seen(value, start, count, total)
+                self._made[id(leaf)] = (leaf, key)
+                if leaf.requires_grad:
+                    leaf.register_hook(self._gradient(key, start, count, total))
+
+        return gave
+
+    @staticmethod
+    def _tensors(leaves: list[Any]) -> list[tuple[int, torch.Tensor]]:
+        floats = ((place, leaf) for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
+        return [(place, leaf) for place, leaf in floats if leaf.is_floating_point()]
+
+    def _gradient(self, key: Key, start: int, count: int, total: int) -> Callable:
+        def gradient(found: torch.Tensor) -> None:
+            if key not in self.trace.backward:
+                self.trace.backward[key] = Seen(kept(self.whole(found.detach())), start, count, total)
+
+        return gradient
+
+
+def rows_of(expected: Seen, found: Seen) -> torch.Tensor | None:
+    """The part of one process's tensor that lies beside a rank's; None where nothing tells which that is."""
+    a, b = found.tensor, expected.tensor
+    if found.count == found.total or (
+        a.shape == b.shape and found.count != found.total and not _has_rows(b, found.total)
+    ):
+        return b if a.shape == b.shape else None
+    if not a.dim() or a.dim() != b.dim() or a.shape[1:] != b.shape[1:] or not _has_rows(b, found.total):
+        return None
+    each = b.shape[0] // found.total
+    return b[found.start * each : (found.start + found.count) * each] if a.shape[0] == found.count * each else None
+
+
+def _has_rows(tensor: torch.Tensor, samples: int) -> bool:
+    return bool(tensor.dim()) and tensor.shape[0] > 0 and tensor.shape[0] % samples == 0

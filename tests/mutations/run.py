@@ -1,0 +1,113 @@
+"""Plant every bug (or those whose names hold a word) and tell what caught it. `--write`: the table in the docs.
+
+python tests/mutations/run.py [WORD ...] [--write]
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT / "tests")]
+
+from mutations.plant import Bug, BuggyPool  # noqa: E402
+from shardwise import verify  # noqa: E402
+from shardwise.errors import ShardwiseError  # noqa: E402
+from shardwise.proof.outcome import KINDS, Parity  # noqa: E402
+from shardwise.ranks import RankPool  # noqa: E402
+
+FAILS = "the run fails: "
+TABLE = ROOT / "docs" / "tables" / "mutations.md"
+
+
+@dataclass
+class Found:
+    """What became of a bug. `caught`: by what, "" where nothing did; `error`: the largest, over its bar's kind."""
+
+    bug: Bug
+    caught: str
+    error: float | None
+    ran: int
+    first: str = ""  # where the plan was told to differ first
+
+    @property
+    def fine(self) -> bool:
+        """Whether it was caught, and ran at all."""
+        return bool(self.caught) and self.ran > 0
+
+
+def try_bug(bug: Bug, pool: Any) -> Found:
+    """Plant it, and look whether the proof calls the plan equal."""
+    buggy = BuggyPool(pool, bug)
+    try:
+        parity = verify(bug.task, bug.plan, pool=buggy, timeout_s=60, **bug.options)
+    except ShardwiseError as error:
+        return Found(bug, FAILS + str(error).splitlines()[0], None, buggy.ran)
+    return Found(bug, *_caught(parity), buggy.ran, parity.first.text() if parity.first is not None else "")
+
+
+def _caught(parity: Parity) -> tuple[str, float | None]:
+    if parity.refused:
+        return "refused before the first step", None
+    if parity.parity:
+        return "", None
+    exceeded = [(parity.loss_error, "loss")] if (parity.loss_error or 0) > parity.bars["loss"] else []
+    exceeded += [
+        (error, kind) for kind in KINDS for name, error in parity.errors(kind).items() if error > parity.bar(kind, name)
+    ]
+    if not exceeded and (parity.norm_error or 0) > parity.bars["norm"]:
+        exceeded = [(parity.norm_error, "norm")]
+    if exceeded:
+        kinds = dict.fromkeys(kind for _, kind in exceeded)
+        return ", ".join(kinds), max(error for error, _ in exceeded)
+    return "different: " + parity.differences[0] if parity.differences else "not proven", None
+
+
+def main(args: list[str]) -> int:
+    """Exit code 1 where a bug was not caught, or never ran."""
+    from mutations.bugs import BUGS
+
+    words = [arg for arg in args if not arg.startswith("--")]
+    chosen = [bug for bug in BUGS if not words or any(word in f"{bug.name} {bug.where}" for word in words)]
+    found = []
+    with RankPool(quiet=True) as pool:
+        for number, bug in enumerate(chosen, 1):
+            start = time.monotonic()
+            one = try_bug(bug, pool)
+            found.append(one)
+            told = f"{one.caught or 'NOT CAUGHT'}{'' if one.error is None else f' {one.error:.1e}'}"
+            told += f" | {one.first}" if one.first else ""
+            ran = "" if one.fine or not one.caught else " BUT NEVER RAN"
+            print(f"{number}/{len(chosen)} {bug.room}: {bug.name} [{bug.plan}]: {told}{ran}"
+                  f" ({time.monotonic() - start:.1f} s)", flush=True)  # fmt: skip
+    bad = [one.bug.name for one in found if not one.fine]
+    print(f"{len(found) - len(bad)} of {len(found)} caught" + (f"; not: {', '.join(bad)}" if bad else ""))
+    if "--write" in args and not words and not bad:
+        TABLE.write_text(table(found))
+    return 1 if bad else 0
+
+
+def table(found: list[Found]) -> str:
+    """The page of the docs."""
+    lines = [
+        "# Planted bugs",
+        "",
+        f"*Written by `make test-mutations`.* Each of these {len(found)} bugs is one changed place in the package,",
+        "planted in the ranks while `verify` runs. The clean package passes the same proofs.",
+        "",
+        "| room | bug | plan | caught by | largest error | told to differ first |",
+        "|---|---|---|---|---|---|",
+    ]
+    for one in found:
+        error = "" if one.error is None else f"{one.error:.1e}"
+        row = [f"`{one.bug.room}`", one.bug.name, f"`{one.bug.plan}`", one.caught, error, one.first]
+        lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

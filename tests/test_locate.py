@@ -1,0 +1,101 @@
+"""Where a plan first differs from one process, and in what way."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from mutations.bugs import bug
+from mutations.plant import Bug, BuggyPool
+from torch import Tensor, nn
+
+from shardwise import Task, verify
+from shardwise.models import tasks
+from shardwise.proof.kind import kind_of
+from shardwise.ranks import RankPool
+
+
+def test_kinds_of_difference() -> None:
+    generator = torch.Generator().manual_seed(0)
+    shares = [torch.randn(4, 3, dtype=torch.float64, generator=generator) for _ in range(3)]
+    whole = sum(shares[1:], shares[0])
+    told = {
+        "a factor of 3": whole * 3,
+        "a factor of 2/3": whole / 1.5,
+        "the sign is turned": -whole,
+        "the same values in another order": whole.flip(0),
+        "it lacks the share of data rank 1": whole - shares[1],
+        "it counts twice the share of data rank 2": whole + shares[2],
+        "zero": whole * 0,
+        "not finite": whole / 0,
+        "of shape (3, 4) where one process has (4, 3)": whole.t(),
+        "3 of 12 elements, from element 3 to 5": whole + torch.eye(4, dtype=torch.float64)[:, 1:2],
+        "": whole + torch.randn(4, 3, dtype=torch.float64, generator=generator),
+    }
+    assert {words: kind_of(found, whole, shares) for words, found in told.items()} == {words: words for words in told}
+
+
+class Normed(nn.Module):
+    """Two residual layers between norms, a weight that is used twice and a branch that its parent computes itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.norm = nn.Linear(12, 8), nn.BatchNorm1d(8)
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(2)])
+        self.drop, self.last = nn.Dropout(0.2), nn.Linear(8, tasks.CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.enter(x))
+        for layer in self.layers:
+            x = x + self.drop(torch.tanh(layer(x)))
+        return self.last(x)
+
+
+def normed() -> Task:
+    return tasks.mlp().with_(model=Normed)
+
+
+HERE = "test_locate:normed"
+CASES = [
+    (bug("eps", "parallel.batchnorm:synced_batch_norm", "torch.rsqrt(var + eps)", "1 / (var.sqrt() + eps)", HERE,
+         "dp_replicate=2"), "step 0: forward of 'norm', rank 0, micro-batch 0"),
+    (bug("detached", "parallel.batchnorm:synced_batch_norm", "_over_channels(mean, x)",
+         "_over_channels(mean.detach(), x)", HERE, "dp_replicate=2"), "step 0: backward of 'norm', rank 0"),
+    (bug("statistics", "parallel.batchnorm:synced_batch_norm", "lerp_(mean.to(running_mean.dtype), momentum)",
+         "lerp_(mean.to(running_mean.dtype), 2 * momentum)", HERE, "dp_replicate=2", (1,)),
+     "step 0: buffer 'norm.running_mean', rank 1"),
+    (bug("masks", "step.masks:seed_masks", "begin(state.seed, state.steps_done", "begin(state.seed, 0", HERE,
+         "dp_replicate=2"), "step 1: forward of 'drop', rank 0, micro-batch 0"),
+    (bug("half", "parallel.replicate:Replicate.finish_step", "bucket.view(place) if", "bucket.view(place) / 2 if",
+         "shardwise.models.tasks:mlp", "dp_replicate=2"),
+     "step 0: gradient of 'layers.0.weight', rank 0: off by 5.0e-01; a factor of 1/2"),
+    (bug("share", "parallel.replicate:Replicate._reduce", "assert bucket.buffer is not None",
+         "bucket.buffer.mul_(0)", "shardwise.models.tasks:mlp", "dp_replicate=2", (1,)),
+     "; it lacks the share of data rank 1"),
+    (bug("published", "parallel.flat:Flat.publish", "for part in self.shards:", "for part in self.shards[:1]:",
+         "shardwise.models.tasks:mlp", "dp_shard=2,zero=1"), "step 0: update of "),
+    (bug("start", "engine.materialise:fill_parameters", "value = value_of(name)", "value = 2 * value_of(name)",
+         "shardwise.models.tasks:mlp", "dp_replicate=2", (1,)),
+     "before the first step: initial value of 'layers.0.weight', rank 1: off by 1.0e+00; a factor of 2"),
+    (bug("norm", "step.normalise:normalise", "agreed.square_norms[: state.plan.dp_shard]", "agreed.square_norms[:1]",
+         "shardwise.models.tasks:mlp", "dp_shard=2,zero=2"), "step 0: the gradient's norm, of equal gradients"),
+    (bug("tp", "part.products:_product", "batch + 1), _share(b, lead, batch)), lead.axis",
+         "batch + 1), _share(b, lead, batch)) / 2, lead.axis", "shardwise.models.tasks:decoder_tied", "tp=2"),
+     "step 0: forward of 'blocks.0.attention.out', rank 0, micro-batch 0: off by 5.0e-01; a factor of 1/2"),
+    (bug("pp", "step.pipelined:_Row._backward", "mail.send_backward(op",
+         "[leaf.grad.neg_() for leaf in held.inputs]; mail.send_backward(op",
+         "pipeline_tasks:sequential", "pp=2,microbatches=2"), "the sign is turned"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("planted", "told"), CASES, ids=[one.name for one, _ in CASES])
+def test_the_first_difference_is_named(planted: Bug, told: str, pool: RankPool) -> None:
+    parity = verify(planted.task, planted.plan, pool=BuggyPool(pool, planted), **planted.options)
+    assert not parity.equal and parity.first is not None, parity.text()
+    assert told in parity.first.text(), parity.first.text()
+    assert parity.as_dict()["first_difference"]["step"] == parity.first.step
+    assert f"first: {parity.first.text()}" in parity.text()
+
+
+def test_an_equal_plan_has_no_first_difference(pool: RankPool) -> None:
+    parity = verify(HERE, "dp_replicate=2", pool=pool)
+    assert parity.parity and parity.first is None and parity.as_dict()["first_difference"] is None
