@@ -206,6 +206,9 @@ class Saver:
     # --- writing
 
     def _started(self) -> Writer:
+        if self._writer is not None and self._writer.process.poll() is not None:
+            self._writer.close()  # it was killed between two saves
+            self._writer = None
         if self._writer is None:
             self._writer = Writer(self._file)
         return self._writer
