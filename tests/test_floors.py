@@ -51,6 +51,7 @@ WITHIN = {
     ("random", "trace"): "one function makes every seed",
     ("device", "ranks"): "the rank on its host says which device is its own",
     ("observe", "data"): "floor 7 has an order: data, observe, training, proof",
+    ("cli", "hf"): "a checkpoint is turned into a folder of transformers",
     ("training", "data"): "floor 7 has an order: data, observe, training, proof",
     ("training", "observe"): "floor 7 has an order: data, observe, training, proof",
     ("training", "checkpoint"): "floor 7 has an order: data, observe, checkpoint, training, proof",

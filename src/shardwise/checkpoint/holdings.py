@@ -150,6 +150,14 @@ def weights(engine: Engine) -> Iterator[Holding]:
             yield Holding(f"buffer/{name}", Piece.whole(buffer.shape), buffer, alike=False)
 
 
+def state_dict_names(engine: Engine) -> dict[str, str]:
+    """Name in the module's `state_dict` (tied weights under each) -> key here, without buffers that are not kept."""
+    keys = {id(param): f"model/{name}" for name, param in engine.module.named_parameters()}
+    keys |= {id(buffer): f"buffer/{name}" for name, buffer in engine.module.named_buffers()}
+    state = engine.module.state_dict(keep_vars=True)
+    return {name: keys[id(value)] for name, value in state.items() if id(value) in keys}
+
+
 def averages(engine: Engine, ema: Ema | None) -> Iterator[Holding]:
     """The moving average of each master."""
     if ema is None:

@@ -29,7 +29,7 @@ import shardwise
 from shardwise.checkpoint import publish
 from shardwise.checkpoint.background import Writer
 from shardwise.checkpoint.files import ITEM_BYTES, Disk, Entry, header_of
-from shardwise.checkpoint.holdings import Holding, averages, generators, weights
+from shardwise.checkpoint.holdings import Holding, averages, generators, state_dict_names, weights
 from shardwise.checkpoint.optimizers import Options, groups_of, options_of, state_of
 from shardwise.checkpoint.pieces import Piece, from_json, to_json
 from shardwise.checkpoint.publish import Work
@@ -141,6 +141,7 @@ class Saver:
             },
             "optimizer_class": type(engine.optimizer).__name__,
             "versions": {"shardwise": shardwise.__version__, "torch": str(torch.__version__)},
+            "names": state_dict_names(engine),
             "shared": {"optimizer": tree, "group_of": group_of, "groups": groups},
         }
         partial = f"step-{engine.steps_done:08d}.tmp-{self.token}-{self._count}"

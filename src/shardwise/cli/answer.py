@@ -54,6 +54,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "compare": {"plans": [], **COMMON},
     "train": {"folder": None, "steps": None, "loss": None, "eval_loss": None, **COMMON},
     "show": {"schedule": None, "microbatches": None, "stages": None, "bubble": None, "live": [], "rows": [], **COMMON},
+    "checkpoint": {"checkpoint": None, **COMMON},
     "config": {"config": None, "sources": None, **COMMON},
 }
 

@@ -14,6 +14,7 @@ import click
 import shardwise
 from shardwise.cli import foresee
 from shardwise.cli.answer import Answer, quiet_stdout, speaks
+from shardwise.cli.checkpoint import checkpoint
 from shardwise.cli.options import common
 from shardwise.errors import RefusedPlan
 
@@ -277,6 +278,7 @@ def _plain(fields: dict[str, Any]) -> dict[str, Any]:
     return finite(fields)
 
 
+main.add_command(checkpoint)
 for command in (foresee.plan, foresee.simulate, foresee.compare, foresee.probe):
     main.add_command(command)
 

@@ -19,10 +19,11 @@ import torch
 
 from shardwise.checkpoint import publish
 from shardwise.checkpoint.files import Disk
+from shardwise.checkpoint.inspect import opened
 from shardwise.checkpoint.load import Restored, load_weights, restore
 from shardwise.checkpoint.save import Saver
-from shardwise.checkpoint.stored import of_checkpoint, of_safetensors
-from shardwise.comm import gather_rows
+from shardwise.checkpoint.stored import Stored
+from shardwise.comm import gather_json, gather_rows
 from shardwise.data import Loader
 from shardwise.engine.ema import Ema
 from shardwise.engine.engine import Engine
@@ -134,16 +135,25 @@ class Keeper:
         (self.job.folder / STOPPED).unlink(missing_ok=True)
 
     def _take_weights(self, source: str) -> None:
-        path, renames = Path(source), self.job.effective.config.train.init_rename
-        path = next(iter(publish.scan(path / CHECKPOINTS) or publish.scan(path)), path)
-        with of_checkpoint(path) if (path / "manifest.json").exists() else of_safetensors(path) as stored:
+        renames = self.job.effective.config.train.init_rename
+        with opened(source) as stored:
+            self._refuse_damage(stored)
             matched = load_weights(self.engine, stored, dict(one.split("=", 1) for one in renames))
+        every = len(matched.loaded) + len(matched.missing)
         self.engine.notices.append(
-            f"weights from {path}: {len(matched.loaded)} of {len(matched.loaded) + len(matched.missing)} tensors"
+            f"weights from {stored.folder}: {len(matched.loaded)} of {every} tensors"
             + _some("; begun anew: ", matched.missing) + _some("; not used: ", matched.unused)
         )  # fmt: skip
         if self.ema is not None:
             self.ema.restart()
+
+    def _refuse_damage(self, stored: Stored) -> None:
+        """Raise on every rank where a file of a checkpoint has not its digest; other safetensors have none."""
+        rank, ranks = self.engine.rank, self.engine.world_size
+        mine = publish.verify(stored.folder, rank, ranks) if stored.manifest is not None else []
+        wrong = [word for own in gather_json(mine, self.engine.mesh.world, self.engine.device) for word in own]
+        if wrong:
+            raise InputError("; ".join(dict.fromkeys(wrong)))
 
     # --- after each step
 

@@ -1,0 +1,227 @@
+"""Looking at checkpoints and turning them into other files, without ranks and without torch.
+
+find      the checkpoint that a path means: itself, or the newest of a run
+summary   what is in it, by kind
+convert   its weights as one safetensors file, or as a folder of them with an index, as transformers reads them
+diff      what two of them do not have alike, to the bit
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardwise.checkpoint import manifest, publish
+from shardwise.checkpoint.files import ITEM_BYTES, Disk, header_of
+from shardwise.checkpoint.manifest import Tensor
+from shardwise.checkpoint.pieces import Piece
+from shardwise.checkpoint.stored import INDEX, SINGLE, Stored, of_checkpoint, of_safetensors
+from shardwise.errors import InputError
+
+FILE_BYTES = 5 * 10**9  # of one file of a folder, as transformers writes them
+_FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
+
+
+def find(path: str | Path) -> Path:
+    """The checkpoint that a path means: a checkpoint, or the newest of a run's folder or of its `checkpoints`."""
+    found = _found(Path(path))
+    if found is None:
+        why = "it is no checkpoint, and holds none" if Path(path).exists() else "there is no such folder"
+        raise InputError(f"{path}: {why}")
+    return found
+
+
+def _found(path: Path) -> Path | None:
+    if (path / manifest.NAME).exists():
+        return path
+    return next((found[0] for folder in (path / "checkpoints", path) if (found := publish.scan(folder))), None)
+
+
+def opened(path: str | Path) -> Stored:
+    """The tensors of a checkpoint, of a run's newest one, or of safetensors: a file, or a folder that has none."""
+    found = _found(Path(path))
+    if found is None and Path(path).exists():
+        return of_safetensors(Path(path))
+    return of_checkpoint(find(path))
+
+
+def summary(path: str | Path) -> dict[str, Any]:
+    """What a checkpoint holds: step, plan, and for each kind of tensor how many, of how many elements and bytes."""
+    folder = find(path)
+    found = manifest.read(folder)
+    kinds: dict[str, dict[str, int]] = {}
+    for name, tensor in found.tensors.items():
+        row = kinds.setdefault(name.partition("/")[0], {"tensors": 0, "elements": 0, "bytes": 0, "pieces": 0})
+        row["tensors"] += 1
+        row["elements"] += math.prod(tensor.shape)
+        row["bytes"] += tensor.size_bytes
+        row["pieces"] += len(tensor.parts)
+    fields = found.fields
+    keys = ("step", "plan", "task", "world_size", "optimizer_class", "data", "versions")
+    told = {key: fields.get(key) for key in keys}
+    return {
+        "checkpoint": str(folder),
+        **told,
+        "bytes": found.size_bytes,
+        "files": {name: file.size_bytes for name, file in found.files.items()},
+        "kinds": kinds,
+        "weights": {
+            name: {"dtype": tensor.dtype, "shape": list(tensor.shape), "pieces": len(tensor.parts)}
+            for name, tensor in found.tensors.items()
+            if name.startswith(("model/", "buffer/"))
+        },
+    }
+
+
+# --- weights out
+
+
+def state_dict_names(stored: Stored, ema: bool = False) -> dict[str, str]:
+    """Name in the module's `state_dict` -> name here. Of safetensors: the names themselves.
+
+    ema   the moving average in the place of trained weights
+    """
+    if stored.manifest is None:
+        return {name: name for name in stored.tensors}
+    names: dict[str, str] = dict(stored.manifest.fields["names"])
+    if ema:
+        averages = {name: "ema" + key.removeprefix("model") for name, key in names.items()}
+        if not any(key in stored.tensors for key in averages.values()):
+            raise InputError(f"{stored.folder} has no moving average: train.ema_decay was not set")
+        names = {name: averages[name] if averages[name] in stored.tensors else key for name, key in names.items()}
+    return names
+
+
+def convert(source: str | Path, target: str | Path, *, ema: bool = False, file_bytes: int = FILE_BYTES) -> list[Path]:
+    """Weights and persistent buffers as safetensors under the module's own names; returns the files.
+
+    source   as `opened` takes it; a checkpoint is verified first
+    target   a new file `*.safetensors`, or a new folder: `model.safetensors`, or several and their index
+
+    Raises `InputError` where the target exists, or the source is damaged.
+    """
+    target = Path(target)
+    if os.path.lexists(target):
+        raise InputError(f"{target} exists: give a new name")
+    with opened(source) as stored:
+        wrong = publish.verify(stored.folder) if stored.manifest is not None else []
+        if wrong:
+            raise InputError("; ".join(wrong))
+        names = state_dict_names(stored, ema)
+        partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
+        if target.suffix == ".safetensors":
+            target.parent.mkdir(parents=True, exist_ok=True)
+            _write(stored, names, partial)
+            Disk().rename(partial, target)
+            return [target]
+        partial.mkdir(parents=True)
+        files = _write_folder(stored, names, partial, file_bytes)
+        Disk().rename(partial, target)
+        return [target / file for file in files]
+
+
+def _write_folder(stored: Stored, names: dict[str, str], folder: Path, file_bytes: int) -> list[str]:
+    groups: list[dict[str, str]] = [{}]
+    held = 0
+    for name, key in names.items():
+        size = stored.tensors[key].size_bytes
+        if groups[-1] and held + size > file_bytes:
+            groups.append({})
+            held = 0
+        groups[-1][name] = key
+        held += size
+    count = len(groups)
+    files = [SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    for file, group in zip(files, groups, strict=True):
+        _write(stored, group, folder / file)
+    if count > 1:
+        total = sum(stored.tensors[key].size_bytes for key in names.values())
+        of = {name: file for file, group in zip(files, groups, strict=True) for name in group}
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(of.items()))}
+        Disk().file(folder / INDEX, [json.dumps(index, indent=2).encode() + b"\n"])
+    return files
+
+
+def _write(stored: Stored, names: dict[str, str], path: Path) -> None:
+    tensors = {name: stored.tensors[key] for name, key in names.items()}
+    header, entries = header_of({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()})
+
+    def parts() -> Iterator[bytes | memoryview]:
+        yield header
+        for name in sorted(entries, key=lambda name: entries[name].begin):
+            if tensors[name].size_bytes:
+                yield _whole(stored, names[name]).view(np.uint8).data
+
+    Disk().file(path, parts())
+
+
+def _whole(stored: Stored, name: str) -> np.ndarray:
+    return stored.read(name, Piece.whole(stored.tensors[name].shape))
+
+
+# --- what is different
+
+
+def diff(one: str | Path, other: str | Path) -> list[dict[str, Any]]:
+    """Tensors and facts that are not alike: {"name", "what", "largest"}, the largest difference where it is a number.
+
+    Two checkpoints are compared whole; a checkpoint and safetensors by the names of the module's `state_dict`.
+    """
+    with opened(one) as first, opened(other) as second:
+        names = [{name: name for name in stored.tensors} for stored in (first, second)]
+        if (first.manifest is None) != (second.manifest is None):
+            names = [state_dict_names(stored) for stored in (first, second)]
+        rows = [
+            {"name": name, "what": f"only in {one if name in names[0] else other}", "largest": None}
+            for name in sorted(names[0].keys() ^ names[1].keys())
+        ]
+        for name in sorted(names[0].keys() & names[1].keys()):
+            row = _differs(first, names[0][name], second, names[1][name])
+            if row is not None:
+                rows.append({"name": name, **row})
+        if first.manifest is not None and second.manifest is not None:
+            rows += _facts(first.manifest.fields, second.manifest.fields)
+        return rows
+
+
+def _facts(one: dict[str, Any], other: dict[str, Any]) -> list[dict[str, Any]]:
+    """What is no tensor and is another: the step, the position in the data, the optimizer's numbers and options."""
+    told = []
+    for key in ("step", "data", "engine", "optimizer_class", "optimizer"):
+        if one.get(key) != other.get(key):
+            what = f"{_short(one.get(key))} and {_short(other.get(key))}" if key != "optimizer" else "other numbers"
+            told.append({"name": key, "what": what, "largest": None})
+    return told
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) < 100 else text[:97] + "..."
+
+
+def _differs(first: Stored, a: str, second: Stored, b: str) -> dict[str, Any] | None:
+    left, right = first.tensors[a], second.tensors[b]
+    if (left.dtype, left.shape) != (right.dtype, right.shape):
+        return {"what": f"{left.dtype} {left.shape} and {right.dtype} {right.shape}", "largest": None}
+    values, others = _whole(first, a), _whole(second, b)
+    differ = np.flatnonzero(values != others)
+    if not differ.size:
+        return None
+    largest = None
+    if left.dtype in _FLOATS or left.dtype == "BF16":
+        gaps = np.abs(_floats(values[differ], left) - _floats(others[differ], left))
+        largest = float(gaps.max()) if np.isfinite(gaps).all() else None
+    return {"what": f"{differ.size} of {values.size} elements differ", "largest": largest}
+
+
+def _floats(values: np.ndarray, tensor: Tensor) -> np.ndarray:
+    if tensor.dtype == "BF16":
+        return (values.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    assert values.itemsize == ITEM_BYTES[tensor.dtype]
+    return values.view(_FLOATS[tensor.dtype]).astype(np.float64)

@@ -1,0 +1,113 @@
+"""The commands `checkpoint inspect | verify | convert | diff`. Each only reads its words and calls a room."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from shardwise.cli.answer import Answer
+from shardwise.cli.options import common
+
+WHERE = "CHECKPOINT"
+
+
+@click.group()
+def checkpoint() -> None:
+    """Look at checkpoints, and turn them into other files.
+
+    CHECKPOINT is a checkpoint's folder, or a run's: then its newest one.
+    """
+
+
+@checkpoint.command()
+@click.argument("path", metavar=WHERE)
+@click.option("--tensors", is_flag=True, help="Each weight and buffer with its dtype and shape.")
+@common
+@click.pass_obj
+def inspect(answer: Answer, path: str, tensors: bool) -> None:
+    """What a checkpoint holds: step, plan, position in the data, tensors by kind. Digests are not read."""
+    from shardwise.checkpoint.inspect import summary
+
+    found = summary(path)
+    answer.fields.update(found)
+    lines = [
+        f"{found['checkpoint']}: step {found['step']} of {found['task']}, {found['bytes'] / 1e6:,.1f} MB in "
+        f"{len(found['files'])} files",
+        f"written by {found['world_size']} ranks under {found['plan']}, optimizer {found['optimizer_class']}, "
+        f"data {found['data'] and found['data'].get('position')}, "
+        + ", ".join(f"{name} {version}" for name, version in found["versions"].items()),
+        f"{'kind':<10}{'tensors':>9}{'elements':>16}{'MB':>12}{'pieces':>9}",
+    ]
+    for kind, row in sorted(found["kinds"].items()):
+        numbers = f"{row['tensors']:>9,}{row['elements']:>16,}{row['bytes'] / 1e6:>12,.2f}{row['pieces']:>9,}"
+        lines.append(f"{kind:<10}{numbers}")
+    if tensors:
+        for name, row in found["weights"].items():
+            lines.append(f"{name:<60} {row['dtype']:<5} {tuple(row['shape'])}")
+    answer.text = "\n".join(lines)
+
+
+@checkpoint.command()
+@click.argument("path", metavar=WHERE)
+@common
+@click.pass_obj
+def verify(answer: Answer, path: str) -> None:
+    """Read every file of a checkpoint and compare its digest. Exit code 1 where one is another."""
+    from shardwise.checkpoint import publish
+    from shardwise.checkpoint.inspect import find
+
+    folder = find(path)
+    wrong = publish.verify(folder)
+    answer.fields.update(checkpoint=str(folder), damaged=wrong)
+    answer.code = 1 if wrong else 0
+    answer.text = "\n".join(wrong) or f"{folder}: every file has its digest"
+
+
+@checkpoint.command()
+@click.argument("path", metavar=WHERE)
+@click.argument("target")
+@click.option("--ema", is_flag=True, help="The moving average in the place of trained weights.")
+@click.option("--like", metavar="FOLDER", help="The transformers model it is: a folder that from_pretrained reads.")
+@common
+@click.pass_obj
+def convert(answer: Answer, path: str, target: str, ema: bool, like: str | None) -> None:
+    """Its weights as safetensors: one file (TARGET.safetensors), or a folder of them with an index.
+
+    PATH may be safetensors too. With --like, the folder has the names, the configuration and the tokenizer that
+    transformers reads.
+    """
+    import tempfile
+
+    from shardwise.checkpoint.inspect import convert as turn
+
+    if like is None:
+        files = turn(path, target, ema=ema)
+    else:
+        from shardwise.hf.export import export
+
+        with tempfile.TemporaryDirectory(dir=Path(target).absolute().parent) as between:
+            (single,) = turn(path, Path(between) / "weights.safetensors", ema=ema)
+            export(single, target, like)
+        files = sorted(Path(target).glob("*.safetensors"))
+    answer.fields.update(checkpoint=path, files=[str(file) for file in files])
+    answer.text = "\n".join(f"wrote {file}" for file in files)
+
+
+@checkpoint.command()
+@click.argument("one", metavar=WHERE)
+@click.argument("other", metavar=WHERE)
+@common
+@click.pass_obj
+def diff(answer: Answer, one: str, other: str) -> None:
+    """What two checkpoints do not have alike, to the bit; either may be safetensors. Exit code 1 where there is any."""
+    from shardwise.checkpoint.inspect import diff as compare
+
+    rows = compare(one, other)
+    answer.fields.update(checkpoint=one, other=other, differences=rows)
+    answer.code = 1 if rows else 0
+    told = [
+        f"{row['name']}: {row['what']}" + ("" if row["largest"] is None else f", by at most {row['largest']:.3g}")
+        for row in rows
+    ]
+    answer.text = "\n".join(told) or "the same, to the bit"

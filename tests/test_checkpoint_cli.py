@@ -1,0 +1,119 @@
+"""`shardwise checkpoint`: what is in it, whether it is whole, its weights as other files, what two have not alike."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import shardwise
+from shardwise.checkpoint.inspect import convert
+from shardwise.checkpoint.save import Saver
+from shardwise.cli.main import call
+from shardwise.models import tasks
+
+SMALL: dict[str, Any] = {"task": {"model": {"layers": 1, "hidden": 16, "heads": 2}}}
+
+
+def asked(capfd, *words: str) -> tuple[int, dict[str, Any]]:
+    capfd.readouterr()
+    code = call(["checkpoint", *words, "--json"])
+    return code, json.loads(capfd.readouterr()[0])
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """A run of one rank with two checkpoints and an average."""
+    out = tmp_path_factory.mktemp("runs")
+    made = shardwise.train(
+        "digits", config=SMALL, steps=4, checkpoint_every=2, ema_decay=0.5, eval_every=0, out=str(out)
+    )
+    return made.folder
+
+
+def test_inspect_and_verify(run: Path, capfd):
+    code, found = asked(capfd, "inspect", str(run))
+    assert code == 0 and found["step"] == 4 and found["data"]["position"] == 4 * 64
+    kinds = found["kinds"]
+    assert kinds["optimizer"]["elements"] == 2 * kinds["model"]["elements"] == 2 * kinds["ema"]["elements"]
+    assert call(["checkpoint", "inspect", str(run), "--tensors"]) == 0
+    out = capfd.readouterr()[0]
+    assert "step 4 of digits" in out and "head.weight" in out and "optimizer AdamW" in out
+    assert asked(capfd, "verify", str(run))[0] == 0
+    code, found = asked(capfd, "inspect", str(run / "nothing"))
+    assert code == 2 and "there is no such folder" in found["error"]
+
+
+def test_a_changed_byte_is_told_with_both_digests(run: Path, capfd, tmp_path: Path):
+    import shutil
+
+    bad = Path(shutil.copytree(run / "checkpoints" / "step-00000002", tmp_path / "step-00000002"))
+    data = bytearray((bad / "rank-00000.safetensors").read_bytes())
+    data[len(data) // 2] ^= 4
+    (bad / "rank-00000.safetensors").write_bytes(data)
+    code, found = asked(capfd, "verify", str(bad))
+    assert code == 1 and "rank-00000.safetensors: its digest should be" in found["damaged"][0]
+    code, found = asked(capfd, "convert", str(bad), str(tmp_path / "x.safetensors"))
+    assert code == 2 and "its digest should be" in found["error"] and sorted(os.listdir(tmp_path)) == ["step-00000002"]
+
+
+def test_weights_as_one_file_are_those_of_the_run(run: Path, capfd, tmp_path: Path):
+    for words, file in (((), "model.safetensors"), (("--ema",), "ema.safetensors")):
+        one = tmp_path / f"one-{file}"
+        assert asked(capfd, "convert", str(run), str(one), *words)[0] == 0
+        ours, theirs = load_file(one), load_file(run / file)
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert asked(capfd, "diff", str(run), str(run / "model.safetensors"))[0] == 0
+    code, found = asked(capfd, "diff", str(run), str(run / "ema.safetensors"))
+    assert code == 1 and all(row["largest"] > 0 for row in found["differences"])
+    code, found = asked(capfd, "convert", str(run), str(tmp_path / "one-model.safetensors"))
+    assert code == 2 and "exists: give a new name" in found["error"]
+    folder = tmp_path / "folder"
+    files = convert(run, folder, file_bytes=2000)  # and back: a folder of several files is read as one
+    assert len(files) > 2 and (folder / "model.safetensors.index.json").exists()
+    assert asked(capfd, "diff", str(folder), str(run))[0] == 0
+
+
+def test_diff_names_tensors_and_facts(run: Path, capfd, tmp_path: Path):
+    steps = [str(run / "checkpoints" / f"step-0000000{n}") for n in (2, 4)]
+    assert asked(capfd, "diff", steps[0], steps[0])[0] == 0
+    code, found = asked(capfd, "diff", *steps)
+    rows = {row["name"]: row for row in found["differences"]}
+    assert code == 1 and "2 and 4" in rows["step"]["what"] and rows["model/head.weight"]["largest"] > 0
+    weights = load_file(run / "model.safetensors")
+    weights["head.weight"] = weights["head.weight"].bfloat16()
+    del weights["head.bias"]
+    save_file(weights, str(tmp_path / "other.safetensors"))
+    rows = asked(capfd, "diff", str(run), str(tmp_path / "other.safetensors"))[1]["differences"]
+    assert [row["name"] for row in rows] == ["head.bias", "head.weight"] and "BF16" in rows[1]["what"]
+
+
+def saved(plan: str, folder: str) -> None:
+    task = tasks.hf_llama()
+    engine = shardwise.parallelize(task, plan)
+    engine.step(task.batch(0))
+    saver = Saver(engine, folder)
+    saver.save()
+    saver.finish()
+    saver.close()
+    engine.close()
+
+
+def test_any_plan_to_a_folder_that_transformers_reads(pool, capfd, tmp_path: Path):
+    transformers = pytest.importorskip("transformers")
+    pool.run(saved, 4, "tp=2,dp_shard=2,zero=2", str(tmp_path / "checkpoints"))
+    model = tasks.hf_llama().model()
+    model.config.save_pretrained(str(tmp_path / "like"))
+    made, like = str(tmp_path / "checkpoints"), str(tmp_path / "like")
+    code, found = asked(capfd, "convert", made, str(tmp_path / "hf"), "--like", like)
+    assert code == 0, found["error"]
+    read = transformers.AutoModelForCausalLM.from_pretrained(str(tmp_path / "hf"), dtype=torch.float32).eval()
+    assert asked(capfd, "convert", made, str(tmp_path / "one.safetensors"))[0] == 0
+    model.load_state_dict(load_file(tmp_path / "one.safetensors"))
+    tokens = torch.arange(8)[None]
+    assert torch.equal(model.eval()(tokens).logits, read(tokens).logits)
