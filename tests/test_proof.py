@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from shardwise import Task, verify
+from shardwise.cli.main import call
 from shardwise.models import tasks
 from shardwise.proof.compare import compare, tensor_error
 from shardwise.proof.oracle import run_oracle
@@ -117,6 +120,42 @@ def test_complex_values_are_compared_as_complex() -> None:
     a = torch.complex(torch.ones(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64))
     assert tensor_error(a + 0.5j, a, 1e-9) == pytest.approx(0.5)
     assert tensor_error(a, a.real, 1e-9) == float("inf")
+
+
+# --- the command, with a real proof
+
+
+class Lent:
+    """The session's ranks in place of ranks of the command's own."""
+
+    def __init__(self, pool: RankPool) -> None:
+        self.pool = pool
+
+    def __call__(self) -> Lent:
+        return self
+
+    def __enter__(self) -> RankPool:
+        return self.pool
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "verdict"),
+    [("one_weight", 0, "EQUAL to one process"), ("still", 1, "NOT PROVEN"), ("heavy", 1, "NOT EQUAL to one process")],
+)
+def test_the_exit_code_is_the_verdict(
+    name: str, code: int, verdict: str, pool: RankPool, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    monkeypatch.setattr("shardwise.ranks.RankPool", Lent(pool))
+    task = "test_parity:heavy_weight" if name == "heavy" else f"test_proof:{name}"
+    assert call(["verify", task, "--plan", "dp_replicate=2", "--steps", "1", "--clip-norm", "0.1"]) == code
+    assert capfd.readouterr().out.splitlines()[-1] == verdict
+    assert call(["verify", task, "--plan", "dp_replicate=2", "--json"]) == code
+    fields = json.loads(capfd.readouterr().out)
+    assert fields["parity"] is (code == 0) and bool(fields["unproven"]) is (name == "still")
+    assert (fields["first_difference"] is None) is (name != "heavy")
 
 
 # --- float32, where a kernel has no float64

@@ -109,12 +109,13 @@ def train(
     is_flag=True,
     help="A small proof of a large plan: the least ranks, blocks and samples that keep its structure.",
 )
+@click.option("--clip-norm", type=float, default=None, help="Largest norm of the gradient, clipped on both sides.")
 @common
 @click.pass_obj
-def verify(answer: Answer, task: str, plan: str, steps: int, seed: int, shrink: bool) -> None:
-    """Compare a task under a plan with one process: loss, gradients, parameters, buffers.
+def verify(answer: Answer, task: str, plan: str, steps: int, seed: int, shrink: bool, clip_norm: float | None) -> None:
+    """Compare a task under a plan with one process: loss, gradients, parameters, buffers, optimizer state.
 
-    Exit code 0 when they agree, 1 when they do not, 3 when the plan is refused.
+    Exit code 0 when they agree, 1 when they do not or nothing was proven, 3 when the plan is refused.
     """
     from shardwise.layout import Plan, check
 
@@ -123,8 +124,7 @@ def verify(answer: Answer, task: str, plan: str, steps: int, seed: int, shrink: 
     check(parsed)
     from shardwise.proof.parity import verify as prove
 
-    extra = {"shrink": True} if shrink else {}
-    parity = prove(task, parsed, steps=steps, seed=seed, **extra)
+    parity = prove(task, parsed, steps=steps, seed=seed, shrink=shrink, clip_norm=clip_norm)
     answer.fields.update(_plain(parity.as_dict()))
     if parity.refused:
         raise RefusedPlan(parity.refused)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from shardwise.engine.cutting import Cut, cut_module
 from shardwise.engine.experts import spread_experts
@@ -136,11 +138,24 @@ def _prepare(module: nn.Module, blocks: Blocks, plan: Plan) -> list[str]:
         if plan.remat != "none":
             recompute_block(block, plan.remat)
         if plan.compile and plan.tp == 1:
-            block.forward = torch.compile(block.forward)
+            block.forward = _compiled(block.forward)
     first = next(iter(eager), "")
     return (
         [f"compile leaves {len(eager)} of {len(paths)} blocks as they are: '{first}': {eager[first]}"] if eager else []
     )
+
+
+def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward, compiled; run as it is where a dispatch mode watches.
+
+    The compiler would skip it there (a look at a few samples), and then for good.
+    """
+    compiled = torch.compile(forward)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return (forward if _get_current_dispatch_mode_stack() else compiled)(*args, **kwargs)
+
+    return run
 
 
 def _compile_cut(block: nn.Module, path: str, blocks: Blocks) -> str:

@@ -46,6 +46,8 @@ def verify(
 
     if steps < 1:
         raise InputError(f"verify needs at least 1 step, got {steps}")
+    if clip_norm is not None and not clip_norm > 0:
+        raise InputError(f"clip_norm must be positive, got {clip_norm}")
     chosen = Plan.parse(plan)
     parity = Parity(str(chosen), chosen.world_size)
     try:
