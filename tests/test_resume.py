@@ -23,7 +23,7 @@ from shardwise.checkpoint.load import restore
 from shardwise.checkpoint.save import Saver
 from shardwise.data import Blend, Loader
 from shardwise.digest import digest
-from shardwise.errors import InputError
+from shardwise.errors import InputError, RunError
 from shardwise.layout import Plan
 from shardwise.models import tasks
 
@@ -176,6 +176,39 @@ def test_a_damaged_one_is_told_and_set_aside_and_the_one_before_is_taken(here):
     assert str(path) in said.replace(str(here) + "/", "") or path.name in said
     assert "its digest should be" in said and losses_of(again)[:4] == before
     assert any(name.startswith("step-00000004.damaged-") for name in os.listdir(half.folder / "checkpoints"))
+
+
+def test_checkpoints_by_time_and_none_at_all(here):
+    often = shardwise.train("digits", steps=12, checkpoint_minutes=1e-6, checkpoint_keep=20, **SMALL)
+    steps = [publish.step_of(path) for path in publish.scan(often.folder / "checkpoints")]
+    assert steps[0] == 12 and len(steps) > 1
+    for options in (
+        {"checkpoint_every": 0},
+        {},
+    ):  # the default: none before a quarter of an hour, and so none at the end
+        never = shardwise.train("digits", steps=2, **options, **SMALL)
+        assert not (never.folder / "checkpoints").exists()
+
+
+def test_a_save_that_fails_is_told_and_a_second_in_a_row_ends_the_run(here, monkeypatch):
+    own, calls = Saver.save, []
+
+    def failing(saver: Saver, fields: Any = None) -> None:
+        calls.append(saver.engine.steps_done)
+        if len(calls) in bad:
+            raise RunError("no checkpoint was written: No space left on device")
+        own(saver, fields)
+
+    monkeypatch.setattr(Saver, "save", failing)
+    bad = {2}
+    run = shardwise.train("digits", steps=6, checkpoint_every=2, **SMALL)
+    assert calls == [2, 4, 6]
+    assert any("No space left on device; the run goes on" in note for note in run.summary["notices"])
+    steps = [publish.step_of(path) for path in publish.scan(run.folder / "checkpoints")]
+    assert steps == [6, 2]
+    bad = {4, 5}
+    with pytest.raises(RunError, match="No space left"):
+        shardwise.train("digits", steps=6, checkpoint_every=2, **SMALL)
 
 
 def test_weights_alone_by_name_and_pattern(here):
