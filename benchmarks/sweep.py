@@ -6,7 +6,7 @@ python benchmarks/sweep.py --again wrong,crash,blame   # these outcomes again
 python benchmarks/sweep.py --write                 # docs/tables/sweep.md of the cells that are there
 
     equal    loss, gradients, parameters and buffers of two steps are those of one process, in float64
-    refused  before the first step, with the mechanism
+    refused  before the first step, with the mechanism (or in it, where ranks are seen to take different branches)
     wrong    it ran, and differs
     crash    anything else that was raised on a rank, or nothing in time
     blame    the task was said to be wrong, though it had run in one process
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import re
 import sys
 import time
@@ -41,7 +42,7 @@ TABLE = ROOT / "docs" / "tables" / "sweep.md"
 Cells = dict[tuple[str, str], dict[str, Any]]  # (module, plan) -> its line; plan "" holds the recipe
 
 
-def cell(name: str, recipe: sweep_tasks.Recipe, plan: str, pool: RankPool, timeout_s: float = 120) -> tuple[str, str]:
+def cell(name: str, recipe: sweep_tasks.Recipe, plan: str, pool: RankPool, timeout_s: float = 90) -> tuple[str, str]:
     """(outcome, reason) of one module under one plan."""
     try:
         parity = verify(partial(sweep_tasks.made, name, recipe), plan, pool=pool, timeout_s=timeout_s)
@@ -50,6 +51,8 @@ def cell(name: str, recipe: sweep_tasks.Recipe, plan: str, pool: RankPool, timeo
     except Exception as error:
         shown = str(error).splitlines() or [""]
         last = shown[-1] if isinstance(error, RunError) else ""
+        if "a branch differs between ranks" in shown[0]:
+            return "refused", shown[0]
         return "crash", f"{type(error).__name__}: {shown[0]} {last}"
     if parity.refused:
         return "refused", parity.refused
@@ -57,10 +60,11 @@ def cell(name: str, recipe: sweep_tasks.Recipe, plan: str, pool: RankPool, timeo
 
 
 def modules(kind: str) -> list[str]:
-    """Names of all modules of a kind: classes of torch.nn, then image models, then the others of transformers."""
+    """Names of modules: classes of torch.nn, then, shuffled, transformers' image models, then its others."""
     names = [f"nn:{name}" for name in sweep_tasks.classes()] if kind in ("", "nn") else []
     if kind in ("", "hf"):
         types = sweep_tasks.model_types()
+        random.Random(0).shuffle(types)  # so that what is done by any time is a fair sample
         pictures = [name for name in types if sweep_tasks.sees_pictures(name)]
         names += [f"hf:{name}" for name in (*pictures, *(name for name in types if name not in pictures))]
     return names

@@ -13,21 +13,23 @@ from __future__ import annotations
 import copy
 import inspect
 import re
+import time
 from collections.abc import Iterator
 from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
-from shardwise.engine.batching import slice_samples
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from shardwise import Task
 from shardwise.heads import build_model, heads_of, model_class, parts_of
+from shardwise.step.batching import slice_samples
 
 SAMPLES, LENGTH, WIDTH, OUT = 4, 8, 6, 3
-MOST_ELEMENTS = 3e7  # of a model that is small enough to be tried
+MOST_ELEMENTS = 2e6  # of a model that is small enough to be tried
+SECONDS = 30  # that the search for a recipe takes at most
 Recipe = tuple[int, ...]
 
 
@@ -40,7 +42,7 @@ def made(name: str, recipe: Recipe) -> Task:
 def found(name: str) -> tuple[Recipe | None, str]:
     """The first recipe whose task runs in one process; None with the reason why there is none."""
     kind, _, which = name.partition(":")
-    why = "nothing to try"
+    why, until = "nothing to try", time.monotonic() + SECONDS
     for recipe in (transformers_recipes if kind == "hf" else torch_recipes)(which):
         try:
             why = _unfit(made(name, recipe))
@@ -50,6 +52,8 @@ def found(name: str) -> tuple[Recipe | None, str]:
             why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         if not why:
             return recipe, ""
+        if time.monotonic() > until:
+            break
     return None, why[:200]
 
 
@@ -127,22 +131,19 @@ FIXED = re.compile(r"(vocab|image|patch|kernel|num_channels|window|type|token|pa
 
 
 def model_types() -> list[str]:
-    """Every model type of transformers that AutoModel or one of our heads can build."""
-    from transformers import AutoModel
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    """Every model type of transformers that AutoModel can build."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
-    able = {kind.model_type for kind in AutoModel._model_mapping}
-    return sorted(name for name in CONFIG_MAPPING if name in able)
+    return sorted(CONFIG_MAPPING_NAMES.keys() & MODEL_MAPPING_NAMES.keys())
 
 
 def sees_pictures(model_type: str) -> bool:
-    """Whether the main input of a model type is an image or a video."""
-    try:
-        kind = _class_of(_config(model_type, 0))
-    except Exception:  # its configuration needs more than defaults
-        return False
-    kind = kind[0] if isinstance(kind, tuple | list) else kind
-    return str(getattr(kind, "main_input_name", "")).startswith("pixel_values")
+    """Whether transformers makes a classifier of images, a backbone or a detector of a model type."""
+    from transformers.models.auto import modeling_auto
+
+    kinds = ("IMAGE_CLASSIFICATION", "OBJECT_DETECTION", "VIDEO_CLASSIFICATION", "IMAGE_SEGMENTATION")
+    return any(model_type in getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES") for kind in kinds)
 
 
 def shrunk(config: Any, way: int) -> Any:

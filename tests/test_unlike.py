@@ -11,6 +11,7 @@ import unlike_tasks
 from torch import nn
 
 from shardwise import Plan, parallelize, verify
+from shardwise.checkpoint.holdings import weights
 from shardwise.engine.alone import blame, failure_alone
 from shardwise.errors import InputError, RefusedPlan, ShardwiseError
 from shardwise.precision import Precision
@@ -27,11 +28,17 @@ EQUAL = [
     ("rounded_inside", "pp=2"), ("rounded_inside", "tp=2"), ("rounded_inside", FULL),
     ("loaded", "pp=2"), ("loaded_from_file", REPLICAS), ("loaded_from_file", "tp=2,pp=2"), ("copied", FULL),
     ("own_generator", FULL), ("own_generator", "pp=2"),
+    ("complex_weights", "dp_replicate=3"), ("complex_weights", FLAT), ("complex_weights", "dp_shard=3,zero=1"),
     ("weight_norm_hooks", "pp=2"), ("weight_normed", "tp=2"), ("spectral", "pp=2"), ("orthogonal", "pp=2"),
 ]  # fmt: skip
 REFUSED = [
     ("sparse_parameter", REPLICAS, "'weight' is a tensor of layout torch.sparse_coo"),
     ("sparse_parameter", "pp=2", "'weight' is a tensor of layout torch.sparse_coo"),
+    ("complex_weights", FULL, "parameter 'weights.0' is complex, and zero=3 works on real ones"),
+    ("complex_weights", "tp=2", "parameter 'weights.0' is complex, and tp works on real ones"),
+    ("complex_weights", "pp=2", "parameter 'weights.0' is complex, and pp works on real ones"),
+    ("complex_weights", "dp_replicate=2,precision=bf16", "'weights.0' is complex, and precision=bf16"),
+    ("complex_signs", FLAT, "deals complex parameters as pairs of real numbers"),
     ("jacobian", FULL, "unit 'blocks.0' runs inside a torch.func transform with a backward"),
     ("sensitivity", FULL, "unit 'net.0' runs inside a torch.func transform with a backward"),
 ]
@@ -125,3 +132,19 @@ def test_only_what_ran_one_process_speaks_of_it() -> None:
     words = ("in one process too", "one process would meet")
     found = {path.name for path in source.rglob("*.py") if any(word in path.read_text() for word in words)}
     assert found - {"errors.py"} <= {"alone.py", "parity.py", "deferred.py"}
+
+
+def _checkpointed(plan: str) -> str:
+    engine = parallelize(unlike_tasks.complex_weights(), plan)
+    engine.step(unlike_tasks.sequences(0))
+    try:
+        list(weights(engine))
+    except RefusedPlan as refused:
+        return str(refused)
+    return "".join(sorted({str(tensor.dtype) for _, tensor in engine.full_parameters()}))
+
+
+def test_pieces_of_complex_parameters_are_not_written_as_if_they_were_real(pool: RankPool) -> None:
+    told = pool.run(_checkpointed, 2, "dp_shard=2,zero=2")
+    assert all("which checkpoints do not know" in one for one in told)
+    assert pool.run(_checkpointed, 2, "dp_replicate=2") == ["torch.complex64torch.float32"] * 2

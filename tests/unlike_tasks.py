@@ -18,6 +18,7 @@ from torch.nn.utils import parametrizations
 from torch.nn.utils import weight_norm as weight_norm_by_hooks
 
 from shardwise import Task
+from shardwise.models import tasks
 
 # --- modules
 
@@ -183,7 +184,25 @@ class Fourier(nn.Module):
 
 
 def complex_weights() -> Task:
-    return task(Fourier, sequences)
+    return task(Fourier, sequences, optimizer=tasks.adamw)
+
+
+class Signs(torch.optim.Optimizer):
+    """Moves each element by a step of one length in the gradient's direction, complex ones as one number."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(torch.sgn(param.grad), alpha=group["lr"])
+
+
+def complex_signs() -> Task:
+    return complex_weights().with_(optimizer=lambda groups: Signs(groups))
 
 
 # --- ways to make weights

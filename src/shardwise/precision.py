@@ -58,9 +58,10 @@ class Precision:
 
     def held(self, tensor: torch.Tensor) -> torch.dtype:
         """The dtype that a parameter or buffer of a module has under this precision."""
-        if not tensor.is_floating_point():
-            return tensor.dtype
-        return self.compute if isinstance(tensor, nn.Parameter) else self.buffers
+        wide = self.compute if isinstance(tensor, nn.Parameter) else self.buffers
+        if tensor.is_complex():
+            return wide.to_complex()
+        return wide if tensor.is_floating_point() else tensor.dtype
 
     def cast_inputs(self, tree):
         """Floating-point tensors of a pytree in the compute dtype."""

@@ -95,6 +95,11 @@ def _boxed(whole: torch.Size, runs: list[Runs], starts: list[int], sizes: list[i
 def trained_piece(engine: Engine, index: int, shape: torch.Size) -> Piece:
     """This rank's piece of the `index`-th trained parameter; `shape` is that of its share."""
     whole, runs = _share(engine, engine.state.names[index], shape)
+    if getattr(engine.technique, "complex", {index: False})[index]:
+        raise RefusedPlan(
+            f"parameter '{engine.state.names[index]}' is complex, and zero={engine.state.plan.zero} holds it as pairs "
+            "of real numbers, which checkpoints do not know: use dp_replicate"
+        )
     share = torch.empty(shape, device="meta")
     select = getattr(engine.technique, "select", None)
     view = share if select is None else select(index, share, engine.mesh.shard.index)

@@ -47,6 +47,21 @@ def _caps(sizes: list[int], width: int) -> tuple[int, int]:
     return BUCKET_BYTES // width, FIRST_BUCKET_BYTES // width
 
 
+def numbers_in(tensor: torch.Tensor) -> int:
+    """How many real numbers a tensor holds: two for each complex element."""
+    return tensor.numel() * (2 if tensor.is_complex() else 1)
+
+
+def shaped(flat: torch.Tensor, shape: torch.Size, *, as_complex: bool) -> torch.Tensor:
+    """A view of real numbers as a tensor of this shape, pairs of them as complex elements where asked for."""
+    return torch.view_as_complex(flat.view(*shape, 2)) if as_complex else flat.view(shape)
+
+
+def reals(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of a tensor, or of the pairs in a complex one, as real numbers."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
 class Bucket:
     """One bucket's buffer and how much of it this micro-batch has filled."""
 
@@ -67,7 +82,7 @@ class Bucket:
             for start, stop in self.layout.gaps:
                 self.buffer[start:stop].zero_()
             self._views = [
-                self.buffer[entry.start : entry.stop].view(param.shape)
+                shaped(self.buffer[entry.start : entry.stop], param.shape, as_complex=param.is_complex())
                 for entry, param in zip(self.layout.entries, self.params, strict=True)
             ]
             self.filled.clear()
@@ -109,7 +124,7 @@ class GradientBuckets:
         self.names = [name for name, _ in named]
         params = [param for _, param in named]
         width = torch.empty((), dtype=dtype).element_size()
-        sizes = [param.numel() for param in params]
+        sizes = [numbers_in(param) for param in params]
         cap, first_cap = _caps(sizes, width)
         layouts = lay_out(sizes, cap, ranks, first_cap)
         made = _small.get()
@@ -157,7 +172,7 @@ class GradientBuckets:
         owner = weakref.ref(self)
         bucket = self.buckets[number]
         index = bucket.layout.entries[place].index
-        kept = self.keep and bucket.dtype == bucket.params[place].dtype
+        kept = self.keep and bucket.dtype == reals(bucket.params[place].detach()).dtype
 
         def on_gradient(param: nn.Parameter) -> None:
             buckets = owner()

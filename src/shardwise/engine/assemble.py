@@ -50,6 +50,7 @@ def assemble(task: Task, plan: Plan, mesh: Mesh, seed: int, few: Any = None) -> 
     optimizer, nature, owners = make_optimizer(
         task.optimizer, applied.technique, names, _full_shapes(applied), mesh.shard, zero=zero,
         shares=shares_of(plan.tp, plan.ep),
+        pairs=[param.shape for _, param in trainable(applied.module) if param.is_complex()],
     )  # fmt: skip
     refuse_optimizer(nature, 0, stages=plan.pp)
     notices = applied.notices + _leaves_node(plan)

@@ -82,9 +82,16 @@ def fill_parameters(
         if name in absent:
             return _not_here(old, dtype, device)
         value = value_of(name)
-        return _parameter(old, value.to(device, dtype if value.is_floating_point() else None, copy=True))
+        return _parameter(old, value.to(device, _kind(value, dtype), copy=True))
 
     _replace(module, make, ("parameter",))
+
+
+def _kind(value: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a value is held where floating-point ones are held in `dtype`."""
+    if value.is_complex():
+        return dtype.to_complex()
+    return dtype if value.is_floating_point() else value.dtype
 
 
 def fill_only(
@@ -120,7 +127,6 @@ def fill_buffers(module: nn.Module, value_of: ValueOf, precision: Precision, dev
 
     def make(name: str, old: torch.Tensor) -> torch.Tensor:
         value = value_of(name)
-        dtype = precision.buffers if value.is_floating_point() else value.dtype
-        return value.to(device, dtype, copy=True)
+        return value.to(device, _kind(value, precision.buffers), copy=True)
 
     _replace(module, make, ("buffer", "plain"))

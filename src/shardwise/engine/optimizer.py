@@ -225,6 +225,29 @@ def refuse(nature: Nature, zero: int, shares: str = "", stages: int = 1, named: 
         )
 
 
+def refuse_pairs(make: OptimizerFn, shapes: Sequence[torch.Size], zero: int, nature: Nature) -> None:
+    """Raise `RefusedPlan` where complex parameters of these shapes cannot be dealt as pairs of real numbers."""
+    if not zero or not shapes:
+        return
+    generator = torch.Generator().manual_seed(0)
+    small = _small_shapes(shapes)
+    values, *gradients = [
+        [torch.randn(shape, dtype=torch.complex128, generator=generator) for shape in small]
+        for _ in range(1 + _TRIAL_STEPS)
+    ]
+    pairs = [torch.view_as_real(value) for value in values]
+    steps = [[torch.view_as_real(gradient) for gradient in step] for step in gradients]
+    with KeepDouble():
+        whole = [torch.view_as_real(value) for value in _whole(make, values, gradients)]
+        bar = _TRIAL_TOLERANCE * max(float((a - b).abs().max()) for a, b in zip(whole, pairs, strict=True))
+        if nature.kind == "elementwise" and _same(whole, _trial(lambda: _whole(make, pairs, steps)), bar):
+            return
+    raise RefusedPlan(
+        f"zero={zero} deals complex parameters as pairs of real numbers, and on a trial the optimizer's update of such "
+        "a number hangs on more than the number itself: use zero=0 (dp_replicate)"
+    )
+
+
 def make_optimizer(
     make: OptimizerFn,
     technique: DataParallel,
@@ -234,16 +257,19 @@ def make_optimizer(
     *,
     zero: int,
     shares: str = "",
+    pairs: Sequence[torch.Size] = (),
 ) -> tuple[Optimizer, Nature, Owners | None]:
     """The optimizer for this rank, what the trial found, and the owners where whole tensors are needed.
 
     shares  see `shares_of`
+    pairs   shapes of the complex ones
 
     Raises `RefusedPlan` when the optimizer bears neither pieces nor single tensors.
     """
     nature = try_out(make, shapes)
     slots = technique.slots
     refuse(nature, zero, shares)
+    refuse_pairs(make, pairs, zero, nature)
     if all(slot.whole for slot in slots) and zero == 0 and not shares:
         return construct(make, [slot.master for slot in slots]), nature, None
     if nature.kind == "per tensor":

@@ -84,7 +84,10 @@ def _mine(state: RankState) -> tuple[dict[str, _Row], dict[str, list[torch.Tenso
         kept = state.optimizer.state.get(master)
         tensors: list[torch.Tensor] = []
         template = _encoded(dict(kept), tensors, name) if kept else None
-        told = [[str(t.dtype)[6:], list(t.shape), t.item() if t.numel() == 1 else None] for t in tensors]
+        told = [
+            [str(t.dtype)[6:], list(t.shape), t.item() if t.numel() == 1 and not t.is_complex() else None]
+            for t in tensors
+        ]
         rows[name], held[name] = _Row(list(master.shape), whole, template, told), tensors
     return rows, held
 

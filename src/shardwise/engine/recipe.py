@@ -63,7 +63,7 @@ def apply_plan(task: Task, plan: Plan, mesh: Mesh, precision: Precision, seed: i
     built, value_of = build_everywhere(task, seed, mesh.world, mesh.device)
     module = built.module
     notices = [built.notice] if built.notice else []
-    refuse(module)
+    refuse(module, plan)
     refuse_scripted(module, plan)
     notices += _other_dtypes(module, plan, precision)
     make_gradients_dense(module)
@@ -225,12 +225,12 @@ def _with_experts(
     return WithExperts([name for name, _ in trainable(module)], rest, technique, spread, ranks)
 
 
-def refuse(module: nn.Module) -> None:
+def refuse(module: nn.Module, plan: Plan) -> None:
     """Raise for a module that no plan can hold: nothing to train, sparse or complex weights, weights on one memory."""
     if not any(param.requires_grad for param in module.parameters()):
         raise InputError("the model has no parameter that requires a gradient: there is nothing to train")
     _refuse_sparse(module)
-    _refuse_complex(module)
+    _refuse_complex(module, plan)
     _refuse_shared_memory(module)
 
 
@@ -260,12 +260,16 @@ def _refuse_sparse(module: nn.Module) -> None:
             )
 
 
-def _refuse_complex(module: nn.Module) -> None:
+def _refuse_complex(module: nn.Module, plan: Plan) -> None:
+    """Complex parameters lie in real buckets as pairs; what cuts, sends or rounds tensors does not know them."""
+    inside = [name for name in ("tp", "pp", "ep") if getattr(plan, name) > 1]
+    inside += ["zero=3"] * (plan.zero == 3 and plan.dp_shard > 1)
+    inside += [f"precision={plan.precision}"] * (plan.precision not in ("fp32", "fp64"))
     for name, param in module.named_parameters():
-        if param.is_complex():
+        if param.is_complex() and inside:
             raise RefusedPlan(
-                f"parameter '{name}' is complex, and masters, buckets and shards are real: hold it as a real tensor "
-                "with a last dim of 2 and use torch.view_as_complex in the forward"
+                f"parameter '{name}' is complex, and {inside[0]} works on real ones: use replicas, zero=1 or zero=2 in "
+                "fp32, or hold it as a real tensor with a last dim of 2 and use torch.view_as_complex in the forward"
             )
 
 

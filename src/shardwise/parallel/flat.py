@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from shardwise.comm import Axis, Pending, all_gather, all_reduce, reduce_scatter
-from shardwise.comm.buckets import Bucket, GradientBuckets
+from shardwise.comm.buckets import Bucket, GradientBuckets, reals, shaped
 from shardwise.parallel.slots import Slot, joined
 from shardwise.precision import Precision
 
@@ -44,7 +44,7 @@ class _Shard:
         self.gradient: torch.Tensor | None = None
         with torch.no_grad():
             for entry, param in zip(layout.entries, bucket.params, strict=True):
-                view = self.weights[entry.start : entry.stop].view(param.shape)
+                view = shaped(self.weights[entry.start : entry.stop], param.shape, as_complex=param.is_complex())
                 view.copy_(param)
                 param.data = view
 
@@ -63,6 +63,7 @@ class Flat:
         self.stage = stage
         self.names = [name for name, _ in named]
         self.shapes = [param.shape for _, param in named]
+        self.complex = [param.is_complex() for _, param in named]
         self.buckets = GradientBuckets(
             named, dtype=precision.reduce, ranks=shard.size, keep=stage == 1, launch=self._reduce
         )
@@ -89,7 +90,7 @@ class Flat:
         for part in self.shards:
             for entry, first, last in part.bucket.layout.pieces(self.axis.size, self.axis.index):
                 if entry.index == index:
-                    piece = value.reshape(-1)[first - entry.start : last - entry.start]
+                    piece = reals(value).reshape(-1)[first - entry.start : last - entry.start]
                     part.master[first - part.low : last - part.low].copy_(piece)
 
     def start_step(self) -> None:
@@ -181,10 +182,14 @@ class Flat:
 
     def whole(self, index: int, piece: torch.Tensor) -> torch.Tensor:
         """The whole tensor from every rank's piece."""
+        if self.complex[index]:
+            pairs = joined(self, index, torch.Size((*self.shapes[index], 2)), piece, self.axis)
+            return torch.view_as_complex(pairs)
         return joined(self, index, self.shapes[index], piece, self.axis)
 
     def select(self, index: int, whole: torch.Tensor, shard_rank: int) -> torch.Tensor:
-        """The view of a whole parameter that is the piece of a rank of dp_shard."""
+        """The view of a whole parameter (or of its real numbers) that is the piece of a rank of dp_shard."""
+        whole = reals(whole)
         part, entry = self._find(index)
         low, high = part.bucket.layout.shard(self.axis.size, shard_rank)
         first, last = max(entry.start, low), min(entry.stop, high)
@@ -200,4 +205,4 @@ class Flat:
     def _whole(self, part: _Shard, shard: torch.Tensor, entry, index: int) -> torch.Tensor:
         full = shard.new_empty(part.bucket.layout.size)
         all_gather(full, shard.detach().contiguous(), self.axis, "control")
-        return full[entry.start : entry.stop].view(self.shapes[index])
+        return shaped(full[entry.start : entry.stop], self.shapes[index], as_complex=self.complex[index])

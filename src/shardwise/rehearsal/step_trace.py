@@ -219,7 +219,8 @@ def trace(
     try:
         with as_real():
             model = build(task, fake, kept)
-            refuse(model)
+            refuse(model, Plan(precision=precision))
+            _refuse_complex(model)
             _sizes(model, found)
             if recompute != "none":
                 for path in find_blocks(model).paths:
@@ -377,6 +378,12 @@ def _updated(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -
 def in_order(trained: Iterable[nn.Parameter]) -> list[int]:
     """Elements of each, in the order in which the optimizer is given them."""
     return [param.numel() for group in named_groups([*trained]) for param in group["params"]]
+
+
+def _refuse_complex(model: nn.Module) -> None:
+    for name, param in model.named_parameters():
+        if param.is_complex():
+            raise RefusedPlan(f"parameter '{name}' is complex, and a forecast counts real numbers alone")
 
 
 def _sizes(model: nn.Module, found: Trace) -> None:

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from shardwise.comm import Axis
 from shardwise.engine.optimizer import Nature, refuse, try_out
-from shardwise.errors import InputError
+from shardwise.errors import InputError, RefusedPlan
 from shardwise.parallel.slots import DataParallel
 from shardwise.step.owners import Owners, Pieces
 
@@ -117,6 +117,8 @@ def adopt(
     owners = None
     held: dict[str, list[nn.Parameter]] = {}
     refuse(nature, zero, named=type(optimizer).__name__)
+    if zero and any(getattr(technique, "complex", ())):
+        raise RefusedPlan(f"prepare: zero={zero} does not hold complex parameters for a script: use dp_replicate")
     if zero == 0 or nature.kind == "elementwise":
         for slot in technique.slots:
             if slot.master.numel() or slot.whole:
