@@ -18,6 +18,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 from shardwise.comm.ledger import Ledger
 from shardwise.comm.observe import tagged
+from shardwise.host import read
 from shardwise.layout.grid import AXES
 
 # torch 2.13 renamed these two; earlier versions know the old names alone
@@ -213,7 +214,7 @@ def copies_of(axis: Axis, count: int) -> list[Axis]:
     table = torch.empty((dist.get_world_size(), axis.size), dtype=row.dtype, device=row.device)
     with tagged("control"):
         _all_gather(table.view(-1), row)
-    everyone = sorted({tuple(int(rank) for rank in ranks) for ranks in table.tolist()})
+    everyone = sorted({tuple(int(rank) for rank in ranks) for ranks in read(table, "groups")})
     copies = []
     for _ in range(count):
         group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in everyone])

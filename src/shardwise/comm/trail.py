@@ -24,6 +24,7 @@ import torch
 
 from shardwise.comm.collectives import Axis, barrier, gather_rows
 from shardwise.errors import RunError
+from shardwise.host import read
 
 _UNITS = (
     "Under zero=3 every rank must run the same units in the same order, since each unit is gathered from all of them; "
@@ -55,7 +56,7 @@ class Trail:
         """Map one file for the ranks of this host; its name goes away as soon as all have it open."""
         host = float(zlib.crc32(socket.gethostname().encode()))
         mine = torch.tensor([host, float(secrets.randbits(_CONTROL_BITS))], dtype=torch.float64, device=device)
-        rows = gather_rows(mine, self.axis).cpu().tolist()
+        rows = read(gather_rows(mine, self.axis), "hosts")
         together = [index for index, row in enumerate(rows) if row[0] == host]
         self._others = [index for index in together if index != self.axis.index]
         path = Path(tempfile.gettempdir()) / f"shardwise-trail-{int(rows[together[0]][1]):x}"

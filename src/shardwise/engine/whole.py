@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from shardwise.comm import broadcast
+from shardwise.host import read
 from shardwise.parallel.pipeline.messages import DTYPES, MOST_DIMS
 from shardwise.step.staged import StagedForward
 from shardwise.step.state import RankState
@@ -105,7 +106,7 @@ def _handed_out(staged: StagedForward, tensor: torch.Tensor | None, source: int)
         row[: len(numbers)] = torch.tensor(numbers)
     row = row.to(device)
     broadcast(row, axis, source, "control")
-    present, kind, dims, *shape = row.tolist()
+    present, kind, dims, *shape = read(row, "shapes of whole tensors")
     if not present:
         return None
     if axis.index != source or tensor is None:

@@ -27,6 +27,7 @@ from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from shardwise.comm import Axis, sum_over
+from shardwise.host import require
 from shardwise.layout import Plan
 from shardwise.parallel.slots import Phase
 from shardwise.precision import Precision
@@ -59,8 +60,8 @@ def synced_batch_norm(
     mean = totals[:-1] / n
     centred = wide - _over_channels(mean, x)
     var = sum_over(centred.square().sum(dims) * share, axis, _TAG) / n
-    if axis.rehearsal is None and float(n) <= 1:
-        raise ValueError(f"batch norm needs more than one value per channel over all ranks, got {int(n)}")
+    if axis.rehearsal is None:
+        require(n > 1, lambda: ValueError("batch norm needs more than one value per channel over all ranks"))
     if running_mean is not None and running_var is not None:
         with torch.no_grad():
             running_mean.lerp_(mean.to(running_mean.dtype), momentum)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from shardwise.host import require
 from shardwise.part.cuts import Uncut
 from shardwise.part.sums import Sum, plain
 from shardwise.part.tensor import FUNCTIONS, Part, is_part, no_rule, parts_in, reduced, rule
@@ -29,10 +30,7 @@ def _check_range(index: torch.Tensor, size: int, what: str, ignored: int | None 
     wrong = (index < 0) | (index >= size)
     if ignored is not None:
         wrong = wrong & (index != ignored)
-    if index.device.type != "cpu":
-        torch._assert_async(~wrong.any())
-    elif bool(wrong.any()):
-        raise IndexError(f"{what} {int(index[wrong][0])} is out of range: there are {size}")
+    require(~wrong.any(), lambda: IndexError(f"{what} {int(index[wrong][0])} is out of range: there are {size}"))
 
 
 @rule("nll_loss_forward", "nll_loss2d_forward")

@@ -10,6 +10,7 @@ import torch
 from shardwise.comm import gather_json, gather_rows
 from shardwise.engine.engine import Engine
 from shardwise.errors import InputError, RefusedPlan, RunError
+from shardwise.host import put, read
 from shardwise.scripts.divisor import Divisor
 from shardwise.step.control import Tally
 
@@ -37,8 +38,8 @@ def compare(
     )
     generator = _generators(engine.device) if generators else 0
     row = [kind, numbers, first, float(tally.samples), checksum, generator, settings, *_given(over)]
-    sent = torch.tensor(row, dtype=torch.float64, device=engine.device)
-    gathered = gather_rows(sent, engine.mesh.world).cpu()
+    rows = read(gather_rows(put(row, engine.device), engine.mesh.world), "a script's samples and means")
+    gathered = torch.tensor(rows, dtype=torch.float64)
     table, given = gathered[:, :7], gathered[:, 7:]
     kinds_apart, numbers_apart, _, samples_apart, batches_apart, generators_apart, settings_apart = (
         (table != table[0]).any(dim=0).tolist()
@@ -103,7 +104,7 @@ def _listed(numbers: torch.Tensor) -> str:
 def _same_losses(engine: Engine, tally: Tally) -> None:
     """Ranks of tp have the same samples, so that another loss can only come from their shares of the weights."""
     row = tally.row(0.0)[:1]
-    totals = gather_rows(row, engine.mesh.tp).view(-1).tolist()
+    totals = read(gather_rows(row, engine.mesh.tp).view(-1), "losses of ranks of tp")
     if max(totals) - min(totals) > 1e-4 * max(map(abs, totals)):
         told = ", ".join(
             f"{total:.6g} on rank {rank}" for rank, total in zip(engine.mesh.tp.ranks, totals, strict=True)
@@ -120,9 +121,9 @@ def same_change(engine: Engine, before: torch.Tensor, now: torch.Tensor) -> None
 
     Where parameters are FSDP's shares of shares, torch's own clipping sees a norm that differs between ranks.
     """
-    scaled = float(now) / float(before) if float(before) else float("nan")
-    table = gather_rows(torch.tensor([scaled], dtype=torch.float64, device=engine.device), engine.mesh.world)
-    known = [value for value in table.view(-1).tolist() if value == value]
+    scaled = torch.where(before != 0, now / before, torch.nan)
+    told = read(gather_rows(scaled.view(1), engine.mesh.world).view(-1), "changes of gradients")
+    known = [value for value in told if value == value]
     if known and max(known) - min(known) > 1e-4 * max(known):
         raise RefusedPlan(
             f"under plan {engine.plan} each rank has other shares of the gradients, and between backward and step they "

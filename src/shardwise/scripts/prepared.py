@@ -29,6 +29,7 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.optimizer import refuse, shares_of
 from shardwise.engine.recipe import trainable
 from shardwise.errors import InputError, RefusedPlan
+from shardwise.host import read, row_of
 from shardwise.layout import Plan
 from shardwise.mesh import build_mesh
 from shardwise.parallel.full import FullShard
@@ -310,8 +311,8 @@ class Prepared(Held):
 
     def sum(self, *values: torch.Tensor | float) -> list[float]:
         """Each number's sum over the ranks that hold different samples. Collective."""
-        row = torch.tensor([float(value) for value in values], dtype=torch.float64, device=self.mesh.device)
-        return gather_rows(row, self.mesh.data).sum(dim=0).tolist()
+        row = row_of([whole(value) for value in values], self.mesh.device)
+        return read(gather_rows(row, self.mesh.data).sum(dim=0), "a script's sums")
 
     @property
     def rank(self) -> int:
@@ -358,7 +359,8 @@ class Prepared(Held):
             raise InputError("prepared.backward: give weight (of a sum) or mean_over (of a mean), not both")
         if weight is not None:
             form = "given"
-            refuse_division(loss, float(weight), self.engine.plan.accumulate)
+            if self.engine.plan.accumulate > 1:
+                refuse_division(loss, float(weight), self.engine.plan.accumulate)
         elif mean:
             form = "mean over"
         else:

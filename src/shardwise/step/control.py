@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import zlib
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from shardwise.comm import Axis, all_gather, gather_rows
 from shardwise.errors import RunError
+from shardwise.host import read, row_of
 from shardwise.step.loss import Loss
+
+SQUARE_NORM = 5  # its place in a control row
 
 
 @dataclass
@@ -33,21 +38,16 @@ class Tally:
         for name, value in extras.items():
             self.extras.setdefault(name, []).append(value)
 
-    def row(self, square_norm: float) -> torch.Tensor:
+    def row(self, square_norm: torch.Tensor | float) -> torch.Tensor:
         """This rank's control row (6 + extras,) in float64 on the device."""
-        told = torch.tensor(
-            [float(self.samples), self.fingerprint(), float(self.stood_in), square_norm],
-            dtype=torch.float64, device=self.device,
-        )  # fmt: skip
-        sums = [self._sum(self.totals), self._sum(self.weights)]
+        told = (self.samples, self.fingerprint(), self.stood_in, square_norm)
         extras = [self._sum(self.extras[name]) for name in sorted(self.extras)]
-        return torch.cat([torch.stack(sums), told, *([torch.stack(extras)] if extras else [])])
+        return row_of([self._sum(self.totals), self._sum(self.weights), *told, *extras], self.device)
 
-    def _sum(self, values: list) -> torch.Tensor:
+    def _sum(self, values: Sequence[torch.Tensor | float]) -> torch.Tensor | float:
         plain = sum(value for value in values if not isinstance(value, torch.Tensor))
         tensors = [value.double().to(self.device) for value in values if isinstance(value, torch.Tensor)]
-        total = torch.tensor(float(plain), dtype=torch.float64, device=self.device)
-        return total + torch.stack(tensors).sum() if tensors else total
+        return torch.stack(tensors).sum() + plain if tensors else plain
 
     @property
     def reached(self) -> set[int]:
@@ -77,27 +77,32 @@ class Agreement:
 class Asked:
     """A row on its way to every data rank; `answer` waits for theirs."""
 
-    def __init__(self, tally: Tally, square_norm: float, axis: Axis):
+    def __init__(self, tally: Tally, square_norm: torch.Tensor | float, axis: Axis):
         self.names = sorted(tally.extras)
         row = tally.row(square_norm)
         self._table = row.new_empty((axis.size, row.numel()))
         self._pending = all_gather(self._table.view(-1), row, axis, "control", wait=False)
 
-    def answer(self) -> Agreement:
-        """What the rows of all ranks come to."""
+    def answer(self, square_norm: torch.Tensor | None = None) -> Agreement:
+        """What the rows of all ranks come to: the one thing that the host reads in a step.
+
+        square_norm   that of every rank, where it was not known when the rows went off
+        """
         self._pending.wait()
-        rows = self._table.tolist()
+        if square_norm is not None:
+            self._table[:, SQUARE_NORM] = square_norm
+        rows = read(self._table, "control row")
         return Agreement(
             total=sum(row[0] for row in rows),
             weight=sum(row[1] for row in rows),
             samples=int(sum(row[2] for row in rows)),
             extras={name: sum(row[6 + i] for row in rows) for i, name in enumerate(self.names)},
             same_branches=all(row[3] == rows[0][3] and not row[4] for row in rows),
-            square_norms=[row[5] for row in rows],
+            square_norms=[row[SQUARE_NORM] for row in rows],
         )
 
 
-def agree(tally: Tally, square_norm: float, axis: Axis) -> Agreement:
+def agree(tally: Tally, square_norm: torch.Tensor | float, axis: Axis) -> Agreement:
     """Gather every data rank's row. One small collective."""
     return Asked(tally, square_norm, axis).answer()
 
@@ -107,18 +112,19 @@ def gather_reached(tally: Tally, names: list[str], axis: Axis, device: torch.dev
 
     Ranks that ran a stand-in sample may have taken another branch; they are not compared.
     """
-    bits = torch.zeros(len(tally.used), len(names), dtype=torch.uint8, device=device)
+    bits = np.zeros((len(tally.used), len(names)), dtype=np.uint8)
     for micro_batch, used in enumerate(tally.used):
         bits[micro_batch, sorted(used)] = 1
-    row = torch.cat([bits.view(-1), torch.tensor([tally.stood_in], dtype=torch.uint8, device=device)])
-    table = gather_rows(row, axis).cpu()
-    rows = table[:, :-1].view(axis.size, len(tally.used), len(names))
+    row = np.append(bits.reshape(-1), np.uint8(tally.stood_in))
+    told = gather_rows(torch.from_numpy(row).to(device, non_blocking=True), axis)
+    table = np.array(read(told, "branches"), dtype=bool)
+    rows = table[:, :-1].reshape(axis.size, *bits.shape)
     compared = [rank for rank in range(axis.size) if not table[rank, -1]]
     if refuse and compared:
         by_rank = rows[compared]
-        differing = (by_rank != by_rank[0]).any(dim=0).nonzero()
+        differing = np.argwhere((by_rank != by_rank[0]).any(axis=0))
         if len(differing):
-            micro_batch, index = differing[0].tolist()
+            micro_batch, index = map(int, differing[0])
             used_by = [axis.ranks[r] for r in compared if rows[r, micro_batch, index]]
             not_by = [axis.ranks[r] for r in compared if not rows[r, micro_batch, index]]
             raise RunError(
@@ -127,7 +133,7 @@ def gather_reached(tally: Tally, names: list[str], axis: Axis, device: torch.dev
                 "would take one branch for all samples. If the choice is made sample by sample (routed experts), "
                 'declare Task(branches="per_sample"); if it is random, use randomness="global"'
             )
-    return set(rows.any(dim=0).any(dim=0).nonzero().view(-1).tolist())
+    return {int(index) for index in np.flatnonzero(rows.any(axis=(0, 1)))}
 
 
 def _listed(ranks: list[int]) -> str:

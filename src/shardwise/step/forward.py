@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_map_only, tree_unfl
 
 from shardwise.comm import Axis, gather_rows, gather_samples
 from shardwise.errors import InputError, RefusedPlan
+from shardwise.host import put, read
 from shardwise.layout.dealing import Share
 from shardwise.precision import Precision
 from shardwise.step.batching import samples_in
@@ -96,10 +97,8 @@ class Forward:
         Backward of the gather keeps each rank's own rows, whose gradient is complete; tensors without a batch dim
         (a learned temperature) get their gradient on every rank, so it is divided by the ranks.
         """
-        counts = tuple(
-            int(n) for n in gather_rows(torch.tensor([float(part.count)], dtype=torch.float64, device=self.device),
-                                        self.data).view(-1).tolist()
-        )  # fmt: skip
+        told = gather_rows(put([float(part.count)], self.device), self.data).view(-1)
+        counts = tuple(int(n) for n in read(told, "samples of each rank"))
         ranks = self.data.size
 
         def gather(leaf: Any, batched: bool = True) -> Any:
@@ -157,7 +156,7 @@ def beyond_table(error: IndexError, module: nn.Module) -> InputError | None:
     wrong = ((index < 0) | (index >= rows)).nonzero()
     if not len(wrong):
         return None
-    place = tuple(wrong[0].tolist())
+    place = tuple(read(wrong[0], "where an index is wrong"))
     return InputError(
         f"index {int(index[place])} at {list(place)} of this rank's samples is beyond the table "
         f"'{table or 'embedding'}' of {rows} rows ({len(wrong)} such indices): the data's vocabulary is larger than "

@@ -18,6 +18,7 @@ import torch
 
 from shardwise.comm import Axis, gather_rows
 from shardwise.errors import InputError
+from shardwise.host import read
 from shardwise.part import plain
 from shardwise.step.loss import Extra
 
@@ -73,7 +74,7 @@ class MetricTally:
         if not names:
             return {}
         row = torch.cat([part.reshape(-1) for name in names for part in self.sums[name]])
-        table = gather_rows(row, axis).sum(dim=0).tolist()
+        table = read(gather_rows(row, axis).sum(dim=0), "metrics")
         found, at = {}, 0
         for name in names:
             size = self.sums[name][0].numel()

@@ -11,6 +11,7 @@ import torch
 
 from shardwise.comm import all_reduce, gather_rows
 from shardwise.errors import RunError
+from shardwise.host import put, read
 from shardwise.parallel.slots import Slot
 from shardwise.step.control import Agreement
 from shardwise.step.result import StepResult
@@ -23,16 +24,19 @@ def held_gradients(state: RankState) -> list[torch.Tensor]:
     return [gradient for gradient in gradients if gradient is not None]
 
 
-def square_norm(state: RankState) -> float:
-    """Of the gradients that this rank counts, and of the shares of other ranks of tp; what is whole counts once."""
+def square_norm(state: RankState) -> torch.Tensor:
+    """Of the gradients that this rank counts, and of the shares of other ranks of tp; what is whole counts once.
+
+    () float64 on the device: the host reads it with the control row.
+    """
     slots = _counted_slots(state)
     if state.tensor is None:
-        return float(sum_of_squares(state, slots))
+        return sum_of_squares(state, slots)
     total = sum_of_squares(state, [slot for slot in slots if slot.name in state.tensor.cuts])
     if state.mesh.tp.index == 0:
         total = total + sum_of_squares(state, [slot for slot in slots if slot.name not in state.tensor.cuts])
     all_reduce(total, state.mesh.tp, "control")
-    return float(total)
+    return total
 
 
 def _counted_slots(state: RankState) -> list[Slot]:
@@ -102,9 +106,8 @@ def _first_bad_gradient(state: RankState) -> str | None:
     bad = [
         index_of[slot.name]
         for slot in state.technique.slots
-        if slot.master.grad is not None and not bool(torch.isfinite(slot.master.grad).all())
+        if slot.master.grad is not None and not read(torch.isfinite(slot.master.grad).all(), "a finite gradient")
     ]
     first = float(min(bad, default=len(state.names)))
-    table = gather_rows(torch.tensor([first], dtype=torch.float64, device=state.device), state.mesh.data)
-    found = int(table.min())
+    found = int(read(gather_rows(put([first], state.device), state.mesh.data).min(), "first bad gradient"))
     return state.names[found] if found < len(state.names) else None

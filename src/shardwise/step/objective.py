@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from shardwise.comm import gather_rows
+from shardwise.host import row_of
 from shardwise.step.loss import Loss
 from shardwise.step.state import RankState
 
@@ -19,7 +20,7 @@ def objective_of(state: RankState, loss: Loss) -> tuple[torch.Tensor, dict[str, 
     extras: dict[str, torch.Tensor] = {}
     factors = _extra_factors(state, loss)
     for name, extra in loss.extras.items():
-        term = extra.total * factors[name]
+        term = _times(extra.total, factors[name])
         objective = objective + term
         extras[name] = term.detach()
     if state.scale is not None:
@@ -27,12 +28,20 @@ def objective_of(state: RankState, loss: Loss) -> tuple[torch.Tensor, dict[str, 
     return objective, extras
 
 
-def _extra_factors(state: RankState, loss: Loss) -> dict[str, float]:
-    own = [name for name, extra in sorted(loss.extras.items()) if extra.weight is not None]
-    factors = dict.fromkeys(loss.extras, 1.0)
+def _extra_factors(state: RankState, loss: Loss) -> dict[str, torch.Tensor | float]:
+    """What each extra term is multiplied by; on the device where it hangs on weights."""
+    factors: dict[str, torch.Tensor | float] = dict.fromkeys(loss.extras, 1.0)
+    own = {name: extra.weight for name, extra in sorted(loss.extras.items()) if extra.weight is not None}
     if own:
-        row = [float(loss.weight)] + [float(loss.extras[name].weight or 0.0) for name in own]
-        table = gather_rows(torch.tensor(row, dtype=torch.float64, device=state.device), state.mesh.data)
-        totals = table.sum(dim=0).tolist()
-        factors |= {name: totals[0] / total if total else 0.0 for name, total in zip(own, totals[1:], strict=True)}
+        row = row_of([loss.weight, *own.values()], state.device)
+        main, *totals = gather_rows(row, state.mesh.data).sum(dim=0)
+        factors |= {name: torch.where(t != 0, main / t, t) for name, t in zip(own, totals, strict=True)}
     return factors
+
+
+def _times(total: torch.Tensor, factor: torch.Tensor | float) -> torch.Tensor:
+    """The product as torch rounds that with a number in Python: once, to the total's own dtype."""
+    if not isinstance(factor, torch.Tensor):
+        return total * factor
+    wide = torch.promote_types(total.dtype, torch.float32)
+    return (total.to(wide) * factor.to(wide)).to(total.dtype)

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import CheckpointError
 from shardwise.comm import Axis, gather_json, gather_rows, receive, send
 from shardwise.device import seed_generators
 from shardwise.errors import InputError, RefusedPlan
+from shardwise.host import put, read
 from shardwise.layout.dealing import Share
 from shardwise.layout.schedule_kinds import Op
 from shardwise.layout.schedules import plain_schedule
@@ -74,7 +75,7 @@ def finish_stages(state: RankState, tally: Tally, used: set[int], *, again: bool
     return agree_stages(state, tally, square_norm(state))
 
 
-def agree_stages(state: RankState, tally: Tally, square_norm: float) -> Agreement:
+def agree_stages(state: RankState, tally: Tally, square_norm: torch.Tensor | float) -> Agreement:
     """The control rows of the data ranks, then of the stages: loss from the last, norms from all."""
     staged, own = _staged(state), agree(tally, square_norm, state.mesh.data)
     rows = own.square_norms[: state.plan.dp_shard] if state.technique.in_pieces else own.square_norms[:1]
@@ -213,8 +214,7 @@ def _tied_used(state: RankState, used: set[int]) -> set[int]:
         return used
     index_of = {name: index for index, name in enumerate(state.names)}
     here = [float(index_of.get(name, -1) in used) for name in tied]
-    row = torch.tensor(here, dtype=torch.float64, device=state.device)
-    anywhere = gather_rows(row, staged.axis).amax(dim=0).tolist()
+    anywhere = read(gather_rows(put(here, state.device), staged.axis).amax(dim=0), "tied parameters")
     found = {index_of[name] for name, any_ in zip(tied, anywhere, strict=True) if any_ and name in index_of}
     return used | found
 

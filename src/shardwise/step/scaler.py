@@ -10,6 +10,7 @@ import math
 import torch
 
 from shardwise.comm import Axis, gather_rows
+from shardwise.host import read, row_of
 
 GROW_AFTER = 2000
 
@@ -24,8 +25,8 @@ class LossScale:
     def factor(self, weight: torch.Tensor | float, axis: Axis, device: torch.device) -> float:
         """The scale; the first call chooses 2^15 over the global weight, since sums grow with it."""
         if not self.value:
-            table = gather_rows(torch.tensor([float(weight)], dtype=torch.float64, device=device), axis)
-            self.value = 2.0 ** (15 - round(math.log2(max(float(table.sum()), 1.0))))
+            total = read(gather_rows(row_of([weight], device), axis).sum(), "weight for the loss scale")
+            self.value = 2.0 ** (15 - round(math.log2(max(total, 1.0))))
         return self.value
 
     def update(self, *, overflow: bool) -> None:

@@ -96,7 +96,7 @@ def _reduced(state: RankState, tally: Tally, used: set[int], *, again: bool) -> 
         return agree(tally, square_norm(state), state.mesh.data)
     asked = Asked(tally, 0.0, state.mesh.data)
     state.technique.finish_step(used)
-    return replace(asked.answer(), square_norms=[square_norm(state)])
+    return asked.answer(square_norm(state))
 
 
 def update(state: RankState, step: Callable[[], T]) -> T:

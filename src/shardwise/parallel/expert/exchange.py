@@ -15,6 +15,7 @@ import torch
 
 from shardwise.comm import Axis, all_to_all
 from shardwise.errors import RunError
+from shardwise.host import read, require
 from shardwise.part import plain, whole
 
 Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]  # rows (R, H), experts and weights (R, 1) -> (R, H)
@@ -66,21 +67,31 @@ def through_owners(
     rows, weight, index = whole(rows), whole(weight), plain(index)
     tokens, k = index.shape
     each = experts // axis.size
-    flat = index.reshape(-1)
+    flat = index.reshape(-1).long()
     order = flat.argsort(stable=True)  # by expert, and so by owner
-    counts = torch.bincount(flat, minlength=experts)
-    if counts.numel() > experts:
-        raise RunError(f"a token is sent to expert {int(flat.max())}, and there are {experts} (from 0)")
+    _require_known(flat, experts)
+    counts = flat.new_zeros(experts).scatter_add_(0, flat, torch.ones_like(flat))  # bincount would read the largest
     ones = [each] * axis.size
     theirs = _move(counts, ones, ones, axis, "control")  # by sender, then by expert of this rank
     sums = torch.cat([counts, theirs]).view(2, axis.size, each).sum(-1)
-    sent, received = sums.tolist()
+    sent, received = read(sums, "rows for experts")
     by_pair = rows.unsqueeze(1).expand(tokens, k, rows.shape[1]).reshape(tokens * k, -1)
     arrived, weights = _Exchange.apply(axis, sent, received, by_pair[order], weight.reshape(-1)[order])
-    local = torch.arange(each, device=flat.device).repeat(axis.size).repeat_interleave(theirs)
+    local = (
+        torch.arange(each, device=flat.device).repeat(axis.size).repeat_interleave(theirs, output_size=sum(received))
+    )
     done = whole(_of_rows(compute, arrived, local.to(index.dtype), weights))
     (back,) = _Exchange.apply(axis, received, sent, done)
     return back[order.argsort()].view(tokens, k, -1).sum(1)
+
+
+def _require_known(chosen: torch.Tensor, experts: int) -> None:
+    known = (chosen >= 0) & (chosen < experts)
+
+    def error() -> RunError:
+        return RunError(f"a token is sent to expert {int(chosen[~known][0])}, and there are {experts} (from 0)")
+
+    require(known.all(), error)
 
 
 def _of_rows(compute: Compute, rows: torch.Tensor, local: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -24,6 +24,7 @@ import torch
 
 from shardwise.comm import Axis, Pending, copies_of, receive, send
 from shardwise.errors import RefusedPlan
+from shardwise.host import read
 from shardwise.layout.schedules import Schedule
 from shardwise.part import plain
 
@@ -189,7 +190,7 @@ class Mail:
         number = self._number(boundary, boundary + 1, batch, TELLING)
         axis = self._axes[FORWARD, self.owner[boundary] < self.owner[boundary + 1]]
         receive(row, axis, self.owner[boundary], "control", number).wait()
-        numbers = row.tolist()
+        numbers = read(row, "shapes of messages")
         told = []
         for place in range(numbers[0]):
             kind, needs, dims, *shape = numbers[1 + place * (3 + MOST_DIMS) :][: 3 + MOST_DIMS]

@@ -1,0 +1,145 @@
+"""What Python reads of tensors' values: each read makes the host wait until the device has come that far.
+
+Everything in a step that needs a number in Python (the control row, counts of rows for experts, shapes of messages)
+calls `read`. So reads can be counted, and a rehearsal on tensors without values can answer them in one place.
+
+    on a device   read = copy to the host and wait        require = an assertion on the device, no wait
+    on the CPU    read = look                             require = look
+
+What this does not do: see what a model's or a task's own code reads (`tensor.item()`, a branch on a value); `HostReads`
+counts that beside.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Answer = Callable[[torch.Tensor, str], Any]  # (tensor without values, what is read) -> what `read` returns
+
+_answers: list[Answer] = []  # the last one answers; of the process, since backward runs in threads of its own
+_counting: list[HostReads] = []
+
+
+def read(tensor: torch.Tensor, what: str) -> Any:
+    """The values of a tensor as Python numbers: one, or lists of them as `tolist` nests them. Waits for the device.
+
+    what   names the read, for counts and for a rehearsal that answers it
+    """
+    for counting in _counting:
+        counting.named[what] += 1
+    if _answers:
+        return _answers[-1](tensor, what)
+    with _named():
+        return tensor.detach().cpu().tolist()
+
+
+def require(held: torch.Tensor, error: Callable[[], Exception]) -> None:
+    """Raise `error()` unless the one value of `held` is true.
+
+    On an accelerator the device asserts it later, and nothing waits; tensors without values pass.
+    """
+    if type(held) is not torch.Tensor:
+        return
+    if held.device.type != "cpu":
+        torch._assert_async(held)
+        return
+    with _named():
+        if not held.item():
+            raise error()
+
+
+def put(values: list[float], device: torch.device) -> torch.Tensor:
+    """Numbers as a float64 tensor on the device (n,), without waiting for it."""
+    return torch.tensor(values, dtype=torch.float64).to(device, non_blocking=True)
+
+
+def row_of(values: Sequence[torch.Tensor | float], device: torch.device) -> torch.Tensor:
+    """Numbers, in Python or each in a tensor, as a float64 tensor on the device (n,), without reading any."""
+    row = put([0.0 if isinstance(value, torch.Tensor) else float(value) for value in values], device)
+    for place, value in enumerate(values):
+        if isinstance(value, torch.Tensor):
+            row[place] = value.detach().reshape(())
+    return row
+
+
+@contextmanager
+def answered(answer: Answer) -> Iterator[None]:
+    """Inside, `read` returns what `answer` does, and looks at no tensor."""
+    _answers.append(answer)
+    try:
+        yield
+    finally:
+        _answers.pop()
+
+
+@contextmanager
+def _named() -> Iterator[None]:
+    """Inside, what looks at values has been counted by its name, or does not wait for an accelerator."""
+    for counting in _counting:
+        counting.paused += 1
+    try:
+        yield
+    finally:
+        for counting in _counting:
+            counting.paused -= 1
+
+
+class HostReads(TorchDispatchMode):
+    """Counts reads by the host inside: `named` those of `read`, `others` operations that look at values or copy.
+
+    Others are whatever torch marks as depending on values (a scalar taken out, `nonzero`, a mask as an index), and
+    copies between an accelerator and the CPU, either way, for which the host waits.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.named: Counter[str] = Counter()
+        self.others: Counter[str] = Counter()
+        self.paused = 0
+
+    def __enter__(self) -> HostReads:
+        _counting.append(self)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        _counting.pop()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(getattr(kind, "observes_inside", False) for kind in types):
+            return NotImplemented  # the tensor's own rule runs next, with this mode still active
+        kwargs = kwargs or {}
+        if not self.paused and (_hangs_on_values(func, args, kwargs) or _crosses(func, args, kwargs)):
+            self.others[func.name().removeprefix("aten::")] += 1
+        return func(*args, **kwargs)
+
+
+_TELLING = {torch.ops.aten.is_nonzero}  # which torch has not marked; met where a tensor's own rules run
+_MASKED = {torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_, torch.ops.aten._index_put_impl_}
+
+
+def _hangs_on_values(func: Any, args: tuple, kwargs: dict) -> bool:
+    """Whether what an operation does hangs on values, so that the host has to know them."""
+    if func.overloadpacket in _MASKED:
+        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    if func is torch.ops.aten.repeat_interleave.Tensor:
+        return kwargs.get("output_size") is None
+    marked = torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
+    return marked or func.overloadpacket in _TELLING
+
+
+def _crosses(func: Any, args: tuple, kwargs: dict) -> bool:
+    """Whether an operation copies between the CPU and another device, and the host waits for it."""
+    if func is torch.ops.aten._to_copy.default:
+        source, goal, waits = args[0].device, kwargs.get("device"), not kwargs.get("non_blocking", False)
+    elif func is torch.ops.aten.copy_.default:
+        goal, source, waits = args[0].device, args[1].device, not (args[2] if len(args) > 2 else False)
+    else:
+        return False
+    return waits and goal is not None and (source.type == "cpu") != (torch.device(goal).type == "cpu")
