@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 NPROC ?= 2
 PLAN ?= dp_shard=$(NPROC),zero=3
 
-.PHONY: train test test-long test-mutations lint types tests docs coverage-table clean
+.PHONY: train test test-long test-mutations lint types tests docs coverage-table scripts-table clean
 
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 
@@ -47,6 +47,9 @@ test-mutations: $(VENV)/.installed
 
 coverage-table: $(VENV)/.installed
 	$(BIN)/python benchmarks/coverage.py --write
+
+scripts-table: $(VENV)/.installed
+	$(BIN)/python benchmarks/scripts_table.py --write
 
 docs: $(VENV)/.installed
 	$(BIN)/python docs/generate.py

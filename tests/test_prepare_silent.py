@@ -454,3 +454,20 @@ def test_what_is_wrapped_already_is_refused_by_name(pool: RankPool) -> None:
     }.items():
         with pytest.raises(InputError, match=words):
             pool.run(wrapped, 2, how)
+
+
+def plain_backward(plan: str) -> None:
+    model: Any = net()
+    optimizer, loader = adamw(model), DataLoader(samples(12), batch_size=4)
+    model, optimizer, loader = shardwise.prepare(model, optimizer, loader, plan=plan)
+    for x, y in loader:
+        (model(x) - y).square().mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2,zero=1", "dp_shard=2,zero=3", "tp=2"])
+def test_a_backward_of_its_own_is_told(plan: str, pool: RankPool) -> None:
+    with pytest.raises(
+        InputError, match=r"loss.backward\(\) or another.*call prepared.backward.*line \d+: optimizer.step"
+    ):
+        pool.run(plain_backward, 2, plan)

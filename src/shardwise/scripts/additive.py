@@ -44,6 +44,7 @@ class LossLook:
         self._tape = Tape(device)
         self._on = False
         self._wanted = True  # the next batch is to be recorded
+        self._began = self._first = False  # modules inside are heard of in the first batch alone
         self._known: set[int] = set()  # kinds of losses that were looked at
         self._batch: list[torch.Tensor] = []
         self._outputs: list[torch.Tensor] = []
@@ -51,11 +52,15 @@ class LossLook:
         self._handles: list[Any] = []
         self.samples, self.dim = 0, 0  # of this rank's part
 
-    def begin(self, batch: Any, samples: int, dim: int | None) -> None:
-        """A batch is handed out; `dim` counts its samples, None where that is not known."""
+    def begin(self, batch: Any, samples: int, dim: int | None, *, every: bool) -> None:
+        """A batch is handed out; `dim` counts its samples, None where that is not known.
+
+        every   each rank has two samples or more: ranks must do alike, since a graph's nodes order its collectives
+        """
         self._forget()
         self.samples, self.dim = samples, dim or 0
-        if self._wanted and samples > 1 and dim is not None:
+        if self._wanted and every and dim is not None:
+            self._first, self._began = not self._began, True
             self._batch = [one for one in tensors_in(batch) if self._halves(one) is not None]
             self._tape.__enter__()
             self._on = True
@@ -78,7 +83,7 @@ class LossLook:
             return
         self._tape.inside = True
         for child in module.modules():
-            if child is not module:
+            if child is not module and self._first:
                 self._handles.append(child.register_forward_hook(lambda m, a, output: self._inside(output)))
 
     def leave(self, output: Any) -> Any:
@@ -119,7 +124,7 @@ class LossLook:
         if kind in self._known:
             return []
         if not self._on:
-            self._wanted = True  # with the next batch
+            self._wanted = bool(reached)  # with the next batch
             return []
         self._wanted = False
         self._known.add(kind)

@@ -103,7 +103,7 @@ class Calls(Events):
             self.leader._watched.dim = dim or 0
         self.resume()
         if self.loss_look is not None:
-            self.loss_look.begin(batch, part.count, dim)
+            self.loss_look.begin(batch, part.count, dim, every=part.total // self.mesh.data.size > 1)
 
     def after_batch(self) -> None:
         """The script asks for the next."""

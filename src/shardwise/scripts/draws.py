@@ -115,7 +115,7 @@ class SampleDraws(TorchDispatchMode):
     def _place(self, shape: Any, rows: int) -> int | None:
         """The dim that counts this rank's samples."""
         fits = [at for at, size in enumerate(shape) if size == rows]
-        known = [at for at in (self.dim, 0) if at in fits]
+        known = [] if self.inside and self.dim else [at for at in (self.dim, 0) if at in fits]
         return known[0] if known else fits[0] if self.inside and len(fits) == 1 else None
 
     def _told(self, func: Any, given: dict, sized: set[str], rows: int) -> str:

@@ -53,6 +53,10 @@ class Held(ABC):
                 whole = param.detach() if self._engine is None else self.engine.full_parameter(name)
             yield whole
 
+    def buffers(self) -> Iterator[torch.Tensor]:
+        """Those of the model, as `model.buffers()`."""
+        return self.model.buffers()
+
     def save_weights(self, path: str | Path) -> None:
         """Whole weights and buffers as one safetensors file, written by rank 0. Collective."""
         with self._state_gate.open():

@@ -45,7 +45,7 @@ def look_at_model(
     if n < 2:
         reason = "its arguments have no common batch dim" if rows == 0 else "a rank's part has one sample"
         return batch_norm_modules(engine.module), [
-            f"that the model treats samples one by one was not checked: {reason} in the first batch"
+            f"that the model and the loss treat samples one by one was not checked: {reason} in the first batch"
         ]
     sizes = (n, 1, n - 1)
     given = [(places.cut(batch, low, high), high - low) for low, high in ((0, n), (0, 1), (1, n))]

@@ -342,9 +342,10 @@ class Prepared(Held):
     def _refuse_stray(self, call: str) -> None:
         if self.calls.stray:
             raise InputError(
-                f"{call}: another model's backward has left gradients in this one since its last zero_grad(), and one "
-                "process would add them: call zero_grad() of this model's optimizer before its own backward, and "
-                "step() before the other's backward (or detach what the other is given)"
+                f"{call}: loss.backward() or another model's backward has left gradients in this one since its last "
+                "zero_grad(), which belong to no step of the plan: call prepared.backward(loss) for its own loss, "
+                "zero_grad() of its optimizer before that, and step() before the other's backward; modules that one "
+                "loss trains together are prepared as one, with one optimizer"
             )
 
     def _once(self) -> float:
