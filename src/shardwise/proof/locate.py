@@ -48,9 +48,11 @@ class Located:
         """One line."""
         when = "before the first step" if self.step < 0 else f"step {self.step}"
         where = f", micro-batch {self.micro_batch}" if self.micro_batch is not None else ""
-        what = self.tensor or f"'{self.module}'"
+        what = f" {self.tensor}" if self.tensor else ""
+        if self.phase.endswith(" of") and not what:
+            what = f" '{self.module}'" if self.module else " the whole model"
         kind = f"; {self.kind}" if self.kind else ""
-        return f"{when}: {self.phase} {what}, rank {self.rank}{where}: off by {self.error:.1e}{kind}"
+        return f"{when}: {self.phase}{what}, rank {self.rank}{where}: off by {self.error:.1e}{kind}"
 
 
 def first_step(parity: Parity) -> int:
@@ -68,12 +70,12 @@ def locate(parity: Parity, one: Record, many: Record, look: Look, traces: Sequen
     found = found or _named(parity, one, many, "buffer", step, "buffer", [])
     if found is None and parity.exceeded.get(("loss", "")) == step and parity.loss_error is not None:
         kind = kind_of(torch.tensor([many.losses[step]]), torch.tensor([one.losses[step]]))
-        found = Located(step, "the loss, of equal outputs", "", " ", 0, None, parity.loss_error, kind)
+        found = Located(step, "the loss, of equal outputs", "", "", 0, None, parity.loss_error, kind)
     found = found or _gradients_of_modules(step, look.trace, traces, pipelined)
     found = found or _named(parity, one, many, "gradient", step, "gradient of", look.shares)
     if found is None and parity.exceeded.get(("norm", "")) == step and parity.norm_error is not None:
         kind = kind_of(torch.tensor([many.norms[step]]), torch.tensor([one.norms[step]]))
-        found = Located(step, "the gradient's norm, of equal gradients", "", " ", 0, None, parity.norm_error, kind)
+        found = Located(step, "the gradient's norm, of equal gradients", "", "", 0, None, parity.norm_error, kind)
     found = found or _named(parity, one, many, "optimizer", step, "optimizer's", [])
     return found or _named(parity, one, many, "parameter", step, "update of", [])
 

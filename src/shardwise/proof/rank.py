@@ -19,6 +19,7 @@ from shardwise.digest import digest
 from shardwise.engine.engine import Engine, parallelize
 from shardwise.errors import RefusedPlan, ShardwiseError
 from shardwise.layout import Plan
+from shardwise.layout.dealing import cut
 from shardwise.part import plain
 from shardwise.proof.record import Deviation, Record, Tensors, kept, kept_state
 from shardwise.proof.settings import Settings, global_batch, raise_eps
@@ -66,7 +67,8 @@ def trace_rank(task: Any, plan: Plan, settings: Settings, step: int) -> Trace:
     begin = random.begin
 
     def noted(seed: int, step: int, micro_batch: int, samples: Samples, *, alone: bool = True) -> None:
-        watch.begin(micro_batch, samples.start, samples.count, samples.total)
+        start, _ = cut(samples.total, engine.data_ranks, engine.data_rank)  # what is told may be what is wrong
+        watch.begin(micro_batch, start, samples.count, samples.total)
         begin(seed, step, micro_batch, samples, alone=alone)
 
     for number in range(step + 1):
