@@ -7,7 +7,7 @@ calls `read`. So reads can be counted, and a rehearsal on tensors without values
     on the CPU    read = look                             require = look
 
 What this does not do: see what a model's or a task's own code reads (`tensor.item()`, a branch on a value); `HostReads`
-counts that beside.
+counts that beside, but for `tolist` and `numpy` of tensors on the CPU, which torch shows to no mode.
 """
 
 from __future__ import annotations
