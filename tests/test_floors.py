@@ -23,6 +23,7 @@ FLOORS = {
     "parallel.slots": 3, "parallel.replicate": 3, "parallel.flat": 3, "parallel.full": 3, "parallel.batchnorm": 3,
     "parallel.tensor": 3,
     "parallel.expert": 3,
+    "parallel.sequence": 3,
     "parallel.pipeline": 3,
     "memory": 3,
     "step": 4,

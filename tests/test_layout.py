@@ -306,8 +306,9 @@ TRIGGERS: dict[str, list[str]] = {
     ],
     "remat with a schedule that splits backwards": ["pp=2,schedule=zbh1,remat=full"],
     "zero = 3 with a schedule that splits backwards": ["pp=2,dp_shard=2,schedule=zbv"],
-    "cp > 1": ["cp=2"],
-    "cp_ulysses > 1": ["cp_ulysses=2"],
+    "cp or cp_ulysses with pp > 1": ["cp=2,pp=2", "cp_ulysses=2,pp=2"],
+    "cp or cp_ulysses with ep > 1": ["cp=2,dp_shard=2,ep=2"],
+    "cp or cp_ulysses with compile": ["cp_ulysses=2,compile=true"],
     "ep that does not divide dp_shard": ["ep=2", "dp_shard=4,ep=3"],
     "domain > 1": ["domain=1x2"],
     "offload": ["offload=optimizer"],
@@ -325,6 +326,7 @@ ACCEPTED = [
     "tp=2,sp=true,compile=true,remat=full", "dp_shard=2,ep=2,compile=true", "pp=2,dp_shard=2,ep=2,compile=true",
     "pp=2", "pp=4,schedule=zbv", "pp=2,stages=head", "pp=2,dp_shard=2", "pp=2,dp_shard=2,zero=2,schedule=zbh2",
     "pp=2,dp_shard=2,ep=2,schedule=zbh1,zero=1", "dp_shard=4,ep=2", "dp_shard=2,ep=2,zero=0,tp=2,sp=true",
+    "cp=2", "cp_ulysses=2,tp=2,sp=true", "cp=2,zero=3", "cp=2,cp_ulysses=2,dp_shard=2,zero=1", "cp=2,remat=full",
     "pp=3,schedule=interleaved1f1b,remat=full", "pp=2,dp_shard=2,schedule=interleaved1f1b",
 ]  # fmt: skip
 

@@ -27,9 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from shardwise.comm import Axis
 from shardwise.errors import InputError
 from shardwise.layout import Grid, Plan
-from shardwise.layout.grid import AXES
-
-INNER = ("domain", "cp", "cp_ulysses")  # axes whose ranks share samples and sum gradients
+from shardwise.layout.grid import AXES, INNER
 
 
 @dataclass(frozen=True)

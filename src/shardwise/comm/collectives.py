@@ -19,7 +19,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from shardwise.comm.ledger import Ledger
 from shardwise.comm.observe import tagged
 from shardwise.host import read
-from shardwise.layout.grid import AXES
+from shardwise.layout.grid import AXES, INNER
 
 # torch 2.13 renamed these two; earlier versions know the old names alone
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -52,6 +52,11 @@ class Axis:
     def depth(self) -> int:
         """Place of the axis among those of a plan, outermost first."""
         return _DEPTHS[self.name.rstrip("0123456789")]
+
+    @property
+    def positions(self) -> bool:
+        """Whether the axis cuts positions (of a sequence, of space): its ranks share samples and sum gradients."""
+        return self.name.rstrip("0123456789") in INNER
 
     @property
     def silent(self) -> bool:
@@ -246,6 +251,8 @@ def send(tensor: torch.Tensor, axis: Axis, to_index: int, tag: str, number: int)
 
     `number` tells apart messages that are under way between the same two ranks.
     """
+    if axis.rehearsal is not None:
+        return Pending(None)  # noted by whoever receives
     if _needs_host(tensor, axis):
         host = tensor.cpu()
         with tagged(tag):
@@ -256,6 +263,10 @@ def send(tensor: torch.Tensor, axis: Axis, to_index: int, tag: str, number: int)
 
 def receive(tensor: torch.Tensor, axis: Axis, from_index: int, tag: str, number: int) -> Pending:
     """Receive into a contiguous tensor what the axis's `from_index`-th rank sends under this number."""
+    if axis.rehearsal is not None:
+        axis.note(tag, "point_to_point", tensor)
+        tensor.zero_()
+        return Pending(None)
     if _needs_host(tensor, axis):
         host = torch.empty_like(tensor, device="cpu")
         with tagged(tag):

@@ -46,7 +46,7 @@ def assemble(task: Task, plan: Plan, mesh: Mesh, seed: int, few: Any = None) -> 
     applied = apply_plan(task, plan, mesh, precision, seed, few)
     names = [name for name, _ in trainable(applied.module)]
     forward, staged = _forward(task, mesh, precision, applied)
-    zero = plan.zero if plan.dp_shard > 1 else 0
+    zero = plan.zero if mesh.shard.size > 1 else 0
     optimizer, nature, owners = make_optimizer(
         task.optimizer, applied.technique, names, _full_shapes(applied), mesh.shard, zero=zero,
         shares=shares_of(plan.tp, plan.ep),
@@ -71,7 +71,7 @@ def assemble(task: Task, plan: Plan, mesh: Mesh, seed: int, few: Any = None) -> 
 
 def _forward(task: Task, mesh: Mesh, precision: Precision, applied: Applied) -> tuple[Forward, StagedForward | None]:
     """The forward of this rank, and the same where it runs stages of a pipeline."""
-    forward = Forward(task, applied.module, precision, mesh.device, mesh.data)
+    forward = Forward(task, applied.module, precision, mesh.device, mesh.data, applied.positions)
     if applied.cut is None or applied.staged is None:
         return forward, None
     staged = StagedForward(forward, applied.staged, applied.cut, mesh.pp)

@@ -19,6 +19,7 @@ from shardwise.engine.materialise import (
     fill_only,
     fill_parameters,
 )
+from shardwise.engine.positions import find_positions
 from shardwise.engine.samples import a_few, few_samples
 from shardwise.engine.tensor import cut_tensors
 from shardwise.errors import InputError, RefusedPlan
@@ -31,8 +32,10 @@ from shardwise.parallel.flat import Flat
 from shardwise.parallel.full import FullShard
 from shardwise.parallel.pipeline.stage import StagedModule
 from shardwise.parallel.replicate import Replicate
+from shardwise.parallel.sequence import Positions
 from shardwise.parallel.slots import DataParallel, ValueOf
 from shardwise.parallel.tensor import TensorParallel, compile_block, install, why_eager
+from shardwise.part.parameters import see_parts
 from shardwise.precision import Precision
 from shardwise.task import Task
 from shardwise.trace.blocks import Blocks, choose_blocks, find_blocks
@@ -46,6 +49,7 @@ class Applied:
     technique: DataParallel
     tensor: TensorParallel | None = None
     experts: ExpertParallel | None = None
+    positions: Positions | None = None  # where the plan cuts the sequence
     notices: list[str] = field(default_factory=list)
     cut: Cut | None = None  # where the plan has pipeline stages
     staged: StagedModule | None = None
@@ -67,13 +71,17 @@ def apply_plan(task: Task, plan: Plan, mesh: Mesh, precision: Precision, seed: i
     refuse_scripted(module, plan)
     notices += _other_dtypes(module, plan, precision)
     make_gradients_dense(module)
-    if few is None and (plan.tp > 1 or plan.ep > 1):
+    if few is None and (plan.tp > 1 or plan.ep > 1 or mesh.inner):
         few = a_few(few_samples(task, plan, mesh.data, mesh.device))
     tensor = None
     if plan.tp > 1:
         tensor = cut_tensors(task, plan, mesh, precision, built, few)
         notices += tensor.notices()
         value_of = tensor.local_values(value_of)
+    positions = None
+    if mesh.inner:
+        positions = find_positions(task, mesh, precision, built, few, tensor)
+        notices.append(positions.told())
     experts = None
     if plan.ep > 1:
         experts = spread_experts(task, plan, mesh, precision, built, tensor, few)
@@ -90,7 +98,9 @@ def apply_plan(task: Task, plan: Plan, mesh: Mesh, precision: Precision, seed: i
         absent, value_of = cut.absent, cut.values(built, value_of)
         notices += cut.notices
     if tensor is not None:
-        install(module, tensor, absent)
+        install(module, tensor, absent, mesh.inner)
+    elif mesh.inner:
+        see_parts(module, {}, mesh.tp, absent, mesh.inner)
     if experts is not None:
         experts = experts.here(absent)
         install_experts(module, experts, mesh.device, traced=plan.compile)
@@ -98,7 +108,7 @@ def apply_plan(task: Task, plan: Plan, mesh: Mesh, precision: Precision, seed: i
     blocks = blocks if cut is None else cut.here(module, blocks)
     notices += _prepare(module, blocks, plan)
     technique: DataParallel
-    if plan.dp_shard > 1 and plan.zero == 3:
+    if mesh.shard.size > 1 and plan.zero == 3:
         notices += blocks.warnings
         technique = _full_shard(module, blocks, value_of, mesh, precision, absent, frozen, experts)
     else:
@@ -109,7 +119,7 @@ def apply_plan(task: Task, plan: Plan, mesh: Mesh, precision: Precision, seed: i
                 technique.load_masters(index, value_of(name).to(mesh.device))
     fill_buffers(module, value_of, precision, mesh.device)
     staged = StagedModule(module, cut.mine, precision.compute) if cut is not None else None
-    return Applied(module.train(), technique, tensor, experts, notices, cut, staged, trained, frozen)
+    return Applied(module.train(), technique, tensor, experts, positions, notices, cut, staged, trained, frozen)
 
 
 def trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -204,10 +214,10 @@ def _whole_module(
     spread = set(experts.experts) - absent if experts is not None else set()
     named = [(name, param) for name, param in trainable(module) if name not in spread]
     technique: DataParallel
-    if plan.dp_shard > 1 and plan.zero in (1, 2):
+    if mesh.shard.size > 1 and plan.zero in (1, 2):
         technique = Flat(named, mesh.shard, mesh.replicate, precision, stage=plan.zero)
     else:
-        technique = Replicate(named, mesh.data, precision)
+        technique = Replicate(named, mesh.gradients, precision)
     return _with_experts(module, technique, spread, mesh, precision, stage=plan.zero) if spread else technique
 
 
@@ -243,7 +253,7 @@ def refuse_scripted(module: nn.Module, plan: Plan) -> None:
     """Hooks, cuts and recompute go into a module's own forward, which a compiled one does not have."""
     path = scripted(module)
     inside = [name for name in ("tp", "pp", "ep") if getattr(plan, name) > 1]
-    inside += ["zero=3"] * (plan.zero == 3 and plan.dp_shard > 1) + ["remat"] * (plan.remat != "none")
+    inside += ["zero=3"] * (plan.zero == 3) + ["remat"] * (plan.remat != "none")
     if path is not None and inside:
         raise RefusedPlan(
             f"'{path}' was made by torch.jit, and {inside[0]} has to look into its forward: give the module as it was "

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from shardwise.layout.plan import Plan
 
 AXES = ("dp_replicate", "pp", "dp_shard", "domain", "cp", "cp_ulysses", "tp")  # outermost first
+INNER = ("domain", "cp", "cp_ulysses")  # axes that cut positions: their ranks share samples and sum gradients
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,8 @@ class Plan:
                   empty: repeated blocks are found
     tp            ranks over which weights are cut, as derived from the module (`shardwise show tp`)
     sp            between cut weights, activations are cut along the sequence, on the tp axis
+    cp            ranks over which the sequence is cut, with attention around the ring of them
+    cp_ulysses    ranks over which the sequence is cut, with attention by heads (all-to-all); inside each rank of cp
     ep            ranks of dp_shard among which the experts of routed layers are dealt; must divide dp_shard
     tp_overlap    sums over tp begin before they are needed, beside other computation
     tp_whole      parameters or modules that tp leaves whole: paths with wildcards, `|` between them

@@ -49,8 +49,24 @@ def _can_be_made(name: str, ranks: int, microbatches: int, per_rank: int) -> boo
 
 
 RULES: tuple[Rule, ...] = (
-    _unbuilt("cp > 1", "ring context parallelism", lambda p: p.cp > 1),
-    _unbuilt("cp_ulysses > 1", "Ulysses sequence parallelism", lambda p: p.cp_ulysses > 1),
+    Rule(
+        "cp or cp_ulysses with pp > 1",
+        "not built",
+        "stages exchange whole activations, which the ranks of a sequence hold in shares",
+        lambda p: p.cp * p.cp_ulysses > 1 and p.pp > 1,
+    ),
+    Rule(
+        "cp or cp_ulysses with ep > 1",
+        "not built",
+        "gradients of experts are summed over the ranks that hold them, which the ranks of a sequence do too",
+        lambda p: p.cp * p.cp_ulysses > 1 and p.ep > 1,
+    ),
+    Rule(
+        "cp or cp_ulysses with compile",
+        "not built",
+        "a compiled block is written down for shares over one axis",
+        lambda p: p.cp * p.cp_ulysses > 1 and p.compile,
+    ),
     _unbuilt("domain > 1", "spatial domain parallelism", lambda p: math.prod(p.domain) > 1),
     _unbuilt("offload", "offload to host memory", lambda p: p.offload != "none"),
     Rule(
@@ -133,8 +149,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "zero >= 1 with dp_shard = 1",
         "illegal",
-        "zero shards over the dp_shard axis, which has one rank: give dp_shard its degree",
-        lambda p: p.zero >= 1 and p.dp_shard == 1,
+        "zero shards over the dp_shard axis (and those of a sequence), which has one rank: give dp_shard its degree",
+        lambda p: p.zero >= 1 and p.dp_shard * p.cp * p.cp_ulysses == 1,
     ),
     Rule(
         "wrap with zero < 3",

@@ -2,7 +2,10 @@
 
 from shardwise.part import attention, creation, loss, pointwise, products, reductions, views  # noqa: F401 - the rules
 from shardwise.part.cuts import Owners, Uncut
-from shardwise.part.sums import Sum, plain, whole, whole_gradient
+from shardwise.part.sums import Sum, plain, summand, whole, whole_gradient, with_summed_gradient
 from shardwise.part.tensor import Part, forget, gather, to_part
 
-__all__ = ["Owners", "Part", "Sum", "Uncut", "forget", "gather", "plain", "to_part", "whole", "whole_gradient"]
+__all__ = [
+    "Owners", "Part", "Sum", "Uncut", "forget", "gather", "plain", "summand", "to_part", "whole", "whole_gradient",
+    "with_summed_gradient",
+]  # fmt: skip

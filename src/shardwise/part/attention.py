@@ -57,6 +57,22 @@ class _Heads:
             return self.part.share(tensor, self.dim).contiguous()
         return tensor
 
+    def run(self, args: tuple, kwargs: dict) -> tuple:
+        """The kernel on this rank's shares; a rank without heads gives it one of zeros, and drops what comes of it."""
+        local = [self.local(each) for each in args]
+        named = {name: self.local(each) for name, each in kwargs.items()}
+        if self.part.local.shape[self.dim]:
+            return self.func(*local, **named)
+
+        def one(each: Any) -> Any:
+            empty = isinstance(each, torch.Tensor) and each.dim() > 2 and not each.shape[self.dim]
+            return each.new_zeros([1 if d == self.dim else n for d, n in enumerate(each.shape)]) if empty else each
+
+        def none(each: Any) -> Any:
+            return each.narrow(self.dim, 0, 0) if isinstance(each, torch.Tensor) and each.dim() > 2 else each
+
+        return tuple(none(each) for each in self.func(*map(one, local), **{k: one(v) for k, v in named.items()}))
+
     def output(self, local: Any) -> Any:
         """A result that has heads, as a part."""
         if not isinstance(local, torch.Tensor) or local.dim() < 3:
@@ -87,7 +103,7 @@ def forward(func: Any, args: tuple, kwargs: dict) -> tuple:
         raise Uncut("dropout inside a fused attention kernel draws for a rank's heads alone: randomness='global' draws "
                     "for all, with scores that are written")  # fmt: skip
     heads = _Heads(func, args, names)
-    output = func(*map(heads.local, args), **{k: heads.local(v) for k, v in kwargs.items()})
+    output = heads.run(args, kwargs)
     return tuple(heads.output(each) for each in output)
 
 
@@ -95,7 +111,7 @@ def forward(func: Any, args: tuple, kwargs: dict) -> tuple:
 def backward(func: Any, args: tuple, kwargs: dict) -> tuple:
     """Gradients of queries, keys and values, cut along heads."""
     heads = _Heads(func, args, _names(func, args, kwargs))
-    output = func(*map(heads.local, args), **{k: heads.local(v) for k, v in kwargs.items()})
+    output = heads.run(args, kwargs)
     inputs = (heads.part, heads.key, heads.value)
     gradients = [heads.gradient(of, each) for of, each in zip(inputs, output, strict=False)]
     if any(each is not None and each.numel() for each in output[3:]):

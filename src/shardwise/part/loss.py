@@ -9,8 +9,9 @@ import torch.nn.functional as F
 
 from shardwise.host import require
 from shardwise.part.cuts import Uncut
+from shardwise.part.moves import reowned
 from shardwise.part.sums import Sum, plain
-from shardwise.part.tensor import FUNCTIONS, Part, is_part, no_rule, parts_in, reduced, rule
+from shardwise.part.tensor import FUNCTIONS, Part, gather, is_part, no_rule, parts_in, reduced, rule
 
 
 def _place_of(part: Part, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -33,18 +34,32 @@ def _check_range(index: torch.Tensor, size: int, what: str, ignored: int | None 
     require(~wrong.any(), lambda: IndexError(f"{what} {int(index[wrong][0])} is out of range: there are {size}"))
 
 
+def _without(dim: int, gone: int) -> int:
+    """A dim's place once another one is gone."""
+    return dim - (dim > gone)
+
+
+def _beside(x: Part, tensor: torch.Tensor, classes: int) -> torch.Tensor:
+    """This rank's share of a tensor that is `x` without its classes."""
+    place = _without(x.dim_cut, classes)
+    if is_part(tensor):
+        if tensor.dim_cut != place:
+            raise Uncut(f"a loss of tensors that are cut differently ({x!r}, {tensor!r})")
+        return reowned(tensor, x.owners).local
+    return x.share(tensor, place)
+
+
 @rule("nll_loss_forward", "nll_loss2d_forward")
 def nll_loss(func: Any, args: tuple, kwargs: dict) -> tuple[torch.Tensor, torch.Tensor]:
     """Loss and total weight of x (N, C, ...) log-probabilities, cut along C or along N."""
     x, target, weight, reduction, ignored = args
     classes = 0 if x.dim() == 1 else 1
-    if is_part(x) and x.dim_cut != classes and not parts_in([target, weight]):
-        if reduction == 1:
-            raise Uncut("a mean over samples that lie on different ranks: return a sum and a weight")
-        value, total = func(x.local, x.share(target, 0), weight, reduction, ignored)
+    if is_part(x) and x.dim_cut != classes and not parts_in([weight]):
+        value, total = func(x.local, _beside(x, target, classes), weight, 0 if reduction == 0 else 2, ignored)
         if reduction == 0:
-            return x.with_local(value), total
-        return reduced(value, x), reduced(total, x)
+            return x.with_local(value, _without(x.dim_cut, classes)), total
+        value, total = reduced(value, x), reduced(total, x)
+        return value / total if reduction == 1 else value, total
     if not is_part(x) or parts_in([target, weight]):
         raise Uncut(no_rule(func, parts_in(args)))
     counts = target != ignored
@@ -67,10 +82,8 @@ def nll_loss_backward(func: Any, args: tuple, kwargs: dict) -> Part:
     gradient, x, target, weight, reduction, ignored, total = args
     classes = 0 if x.dim() == 1 else 1
     if is_part(x) and x.dim_cut != classes:
-        local = gradient.local if is_part(gradient) else gradient
-        if reduction == 0 and not is_part(gradient):
-            local = x.share(gradient, 0)
-        return x.with_local(func(local, x.local, x.share(target, 0), weight, reduction, ignored, total))
+        local = _beside(x, gradient, classes) if reduction == 0 else gradient
+        return x.with_local(func(local, x.local, _beside(x, target, classes), weight, reduction, ignored, total))
     if not is_part(x) or is_part(gradient):
         raise Uncut(no_rule(func, parts_in(args)))
     held, place = _place_of(x, target)
@@ -89,6 +102,8 @@ def nll_loss_backward(func: Any, args: tuple, kwargs: dict) -> Part:
 def embedding(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     """Rows of w (V, H): cut by rows, a sum of which all but one rank add zero; cut by columns, local."""
     weight, index = args[:2]
+    if is_part(index) and not is_part(weight):  # rows of a whole table for this rank's indices
+        return index.with_local(func(weight, index.local, *args[2:], **kwargs))
     if not is_part(weight) or is_part(index):
         raise Uncut(no_rule(func, parts_in(args)))
     if weight.dim_cut == 1:
@@ -179,9 +194,18 @@ FUNCTIONS[torch.gather] = FUNCTIONS[torch.Tensor.gather] = entries_of
 
 
 @rule("embedding_dense_backward")
-def embedding_dense_backward(func: Any, args: tuple, kwargs: dict) -> Part:
-    """The gradient of a table cut by columns."""
-    gradient, _index = args[:2]
-    if not is_part(gradient) or gradient.dim_cut != gradient.dim() - 1:
-        raise Uncut(no_rule(func, parts_in(args)))
-    return gradient.with_local(func(gradient.local, *args[1:], **kwargs), 1)
+def embedding_dense_backward(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
+    """The gradient of a table: of one cut by columns, its columns; of a whole one whose rows were read by index on
+    several ranks, a sum.
+    """
+    gradient, index = args[:2]
+    if is_part(gradient) and gradient.dim_cut == gradient.dim() - 1 and not is_part(index):
+        return gradient.with_local(func(gradient.local, *args[1:], **kwargs), 1)
+    if is_part(gradient) and gradient.dim_cut < index.dim() and not args[4]:
+        if is_part(index) and (index.dim_cut != gradient.dim_cut or not index.beside(gradient)):
+            raise Uncut(no_rule(func, parts_in(args)))
+        mine = index.local if is_part(index) else gradient.share(index, gradient.dim_cut)
+        return Sum.of(func(gradient.local, mine, *args[2:], **kwargs), gradient.axis, gradient.origin, spread=False)
+    if is_part(index) and not is_part(gradient):
+        return func(gradient, gather(index), *args[2:], **kwargs)
+    raise Uncut(no_rule(func, parts_in(args)))

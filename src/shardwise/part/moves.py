@@ -146,36 +146,44 @@ def give_back(gradient: torch.Tensor, like: Part, wanted: Wanted) -> Part:
 
 class _Moved(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Part, dim: int, owners: Owners, axis: Axis) -> torch.Tensor:
-        part = _at(tensor, axis)
-        ctx.before = part.dim_cut, part.owners, axis
-        return _replaced_at(tensor.detach(), axis, recut(part, dim, owners))
+    def forward(
+        ctx: Any, tensor: Part, dim: int, owners: Owners, axis: Axis, inside: Owners | None
+    ) -> torch.Tensor:  # fmt: skip
+        part = from_axis(tensor, axis)
+        inner = part.local.settled() if isinstance(part.local, Distributed) else None
+        ctx.before = part.dim_cut, part.owners, axis, inner.owners if isinstance(inner, Part) else None
+        return replaced_from_axis(tensor.detach(), axis, recut(part, dim, owners, inside))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor):
-        dim, owners, axis = ctx.before
-        part = _at(gradient, axis)
+        dim, owners, axis, inside = ctx.before
+        part = from_axis(gradient, axis)
         if not isinstance(part, Part) or part.axis is not axis:
             part = Part(share_of(part, dim, owners, axis), dim, owners, axis)
-        return _replaced_at(gradient, axis, recut(part, dim, owners)), None, None, None
+        return replaced_from_axis(gradient, axis, recut(part, dim, owners, inside)), None, None, None, None
 
 
-def moved(tensor: Part, dim: int, owners: Owners, axis: Axis) -> torch.Tensor:
-    """Differentiable: the same tensor, whose cut over `axis` lies along `dim` and is dealt by `owners`. Collective."""
-    return _Moved.apply(tensor, dim, owners, axis)
+def moved(
+    tensor: torch.Tensor, dim: int, owners: Owners, axis: Axis, inside: Owners | None = None
+) -> torch.Tensor:  # fmt: skip
+    """Differentiable: the same tensor, whose cut over `axis` lies along `dim` and is dealt by `owners`. Collective.
+
+    inside  as for `recut`
+    """
+    return _Moved.apply(tensor, dim, owners, axis, inside)
 
 
-def _at(tensor: Any, axis: Axis) -> Any:
-    """What a tensor is from `axis` on inwards."""
+def from_axis(tensor: Any, axis: Axis) -> Any:
+    """What a tensor is from `axis` on inwards, a sum over it taken."""
     while isinstance(tensor, Distributed) and tensor.axis.depth < axis.depth:
         tensor = tensor.settled_local()
     return tensor.settled() if isinstance(tensor, Distributed) else tensor
 
 
-def _replaced_at(tensor: Any, axis: Axis, inner: torch.Tensor) -> Any:
+def replaced_from_axis(tensor: Any, axis: Axis, inner: torch.Tensor) -> Any:
     """The tensor with another one from `axis` on inwards."""
     if isinstance(tensor, Distributed) and tensor.axis.depth < axis.depth:
-        return tensor.like(_replaced_at(tensor.settled_local(), axis, inner))
+        return tensor.like(replaced_from_axis(tensor.settled_local(), axis, inner))
     return inner
 
 

@@ -8,6 +8,7 @@ import torch
 
 from shardwise.part.cuts import Uncut
 from shardwise.part.leaves import replaced, tensors_in
+from shardwise.part.moves import reowned
 from shardwise.part.tensor import Part, facts, gather, is_part, no_rule, parts_in, rule
 
 # elementwise by their definition, though ATen does not tag them so; `add` stands for every operation with the tag
@@ -30,7 +31,7 @@ class Agreement:
         self.lead, self.dim, self.owners = lead, self.place(lead), lead.owners
         for part in firm:
             if self.place(part) != self.dim or not part.beside(lead):
-                if all(p.soft for p in parts):
+                if all(p.soft for p in parts) or (self.place(part) == self.dim and lead.axis.positions):
                     continue
                 raise Uncut(f"{func} meets tensors that are cut differently: {no_rule(func, [part, lead])}")
 
@@ -43,6 +44,8 @@ class Agreement:
         if is_part(tensor):
             if self.place(tensor) == self.dim and tensor.beside(self.lead):
                 return tensor.local
+            if self.place(tensor) == self.dim and self.lead.axis.positions and not tensor.soft:
+                return reowned(tensor, self.owners).local
             tensor = gather(tensor)  # soft, or it would have been refused
         place = self.dim - (self.ndim - tensor.dim())
         if place < 0 or (tensor.shape[place] == 1 and self.owners.size != 1):

@@ -8,7 +8,7 @@ import torch
 
 from shardwise.part.cuts import Uncut, repeated
 from shardwise.part.sums import Sum
-from shardwise.part.tensor import Part, gather, is_part, no_rule, parts_in, reduced, rule
+from shardwise.part.tensor import Part, gather, is_part, no_rule, parts_in, rule
 
 
 def _product(func: Any, a: torch.Tensor, b: torch.Tensor, batch: int) -> torch.Tensor:
@@ -50,6 +50,8 @@ def _settled(func: Any, a: Part, b: Part, batch: int) -> tuple[torch.Tensor, tor
         return gather(a), b
     if b.soft:
         return a, gather(b)
+    if a.axis.positions and a.axis is b.axis:  # scores that are written out: rows of all positions, or all rows of some
+        return (gather(a), b) if a.dim_cut == batch + 1 else (a, gather(b))
     raise Uncut(f"a product of tensors cut along different dims ({no_rule(func, [a, b])})")
 
 
@@ -183,7 +185,9 @@ def convolution_backward(func: Any, args: tuple, kwargs: dict) -> tuple:
     if w_cut is None and part.dim_cut == 0:  # by samples
         dx, dw, db = func(_share(dy, part, 0), _share(x, part, 0), w, bias_sizes, *rest, g, mask)
         dx = part.with_local(dx, 0) if mask[0] else None
-        return dx, *(reduced(each, part) if m else None for each, m in zip((dw, db), mask[1:], strict=True))
+        sums = (Sum.of(each, part.axis, part.origin, spread=False) if m else None
+                for each, m in zip((dw, db), mask[1:], strict=True))  # fmt: skip
+        return dx, *sums
     raise Uncut(no_rule(func, parts_in(args)))
 
 

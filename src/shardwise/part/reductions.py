@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from shardwise.part.cuts import Uncut
+from shardwise.part.sums import Sum
 from shardwise.part.tensor import Part, gather, is_part, no_rule, parts_in, reduced, rule
 
 
@@ -188,7 +189,8 @@ def layer_norm_backward(func: Any, args: tuple, kwargs: dict) -> tuple:
 
     args = tuple(map(local, args))
     dx, *others = func(*args, **kwargs)
-    return (None if dx is None else part.with_local(dx), *(None if o is None else reduced(o, part) for o in others))
+    sums = (None if o is None else Sum.of(o, part.axis, part.origin, spread=False) for o in others)
+    return (None if dx is None else part.with_local(dx), *sums)
 
 
 @rule("native_group_norm")

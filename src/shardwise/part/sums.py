@@ -213,19 +213,106 @@ def whole(tensor: Any) -> Any:
     return _Whole.apply(tensor) if isinstance(tensor, Distributed) else tensor
 
 
+def whole_over(tensor: Any, axis: Axis) -> Any:
+    """A tensor that is whole over `axis` and further in; over axes further out it stays as it is. Collective."""
+    if isinstance(tensor, Distributed) and tensor.axis.depth < axis.depth:
+        return tensor.like(whole_over(tensor.settled_local(), axis))
+    return plain(tensor)
+
+
+class _Uncut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
+        return _uncut(tensor.detach(), axis)
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor):
+        return gradient, None
+
+
+def _uncut(tensor: Any, axis: Axis) -> Any:
+    if isinstance(tensor, Distributed) and tensor.axis.depth < axis.depth:
+        return tensor.like(_uncut(tensor.settled_local(), axis))
+    if not isinstance(tensor, Distributed) or tensor.axis is not axis:
+        return tensor
+    tensor = tensor.settled()
+    return gathered(tensor) if isinstance(tensor, Part) and tensor.axis is axis else tensor
+
+
+def whole_over_axis(tensor: Any, axis: Axis) -> Any:
+    """Differentiable: a tensor that is whole over one axis; over others it stays as it is. Collective."""
+    return _Uncut.apply(tensor, axis) if isinstance(tensor, Distributed) else tensor
+
+
 class _WholeGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, tensor: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, tensor: torch.Tensor, axis: Axis | None) -> torch.Tensor:
+        ctx.axis = axis
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor):
-        return plain(gradient)
+        return plain(gradient) if ctx.axis is None else whole_over(gradient, ctx.axis), None
 
 
-def whole_gradient(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, whose gradient arrives whole however it was dealt."""
-    return _WholeGradient.apply(tensor) if tensor.requires_grad and torch.is_grad_enabled() else tensor
+def whole_gradient(tensor: torch.Tensor, axis: Axis | None = None) -> torch.Tensor:
+    """The tensor itself, whose gradient arrives whole over `axis` (None: over every axis) however it was dealt."""
+    return _WholeGradient.apply(tensor, axis) if tensor.requires_grad and torch.is_grad_enabled() else tensor
 
 
-__all__ = ["Sum", "plain", "whole", "whole_gradient", "with_sums"]
+class _Summand(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor: torch.Tensor, axes: tuple[Axis, ...]) -> torch.Tensor:
+        ctx.axes = axes
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor):
+        return summand(gradient, ctx.axes), None
+
+
+def with_summed_gradient(tensor: torch.Tensor, axes: tuple[Axis, ...]) -> torch.Tensor:
+    """The tensor itself, whose gradient arrives as this rank's summand of a sum over `axes` that is still to be taken.
+
+    Gradients of weights are summed over these ranks once for a step, with those of the other samples.
+    """
+    if not axes or not tensor.requires_grad or not torch.is_grad_enabled():
+        return tensor
+    return _Summand.apply(tensor, axes)
+
+
+def summand(gradient: torch.Tensor, axes: tuple[Axis, ...]) -> torch.Tensor:
+    """This rank's summand over `axes` (outermost first) of a gradient that is a sum, cut, or whole on all of them."""
+    for axis in axes:
+        over = isinstance(gradient, Distributed) and gradient.axis is axis
+        if over and isinstance(gradient, Sum) and gradient.total is None and gradient.added is None:
+            gradient = gradient.local
+            continue
+        if over:
+            gradient = gradient.settled()
+        if over and isinstance(gradient, Part):
+            gradient = _in_place(gradient)
+        elif axis.index:
+            gradient = torch.zeros_like(gradient)
+    return gradient
+
+
+def _in_place(part: Part) -> torch.Tensor:
+    """A tensor of the whole shape that has this rank's share in its place, and zeros elsewhere."""
+    places = torch.from_numpy(part.owners.indices(part.axis.index)).to(part.device)
+    shape = list(part.local.shape)
+    shape[part.dim_cut] = part.owners.size
+    return part.local.new_zeros(shape).index_copy(part.dim_cut, places, plain(part.local))
+
+
+__all__ = [
+    "Sum",
+    "plain",
+    "summand",
+    "whole",
+    "whole_gradient",
+    "whole_over",
+    "whole_over_axis",
+    "with_summed_gradient",
+    "with_sums",
+]

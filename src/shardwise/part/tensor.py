@@ -75,6 +75,8 @@ class Part(Distributed):
         part = torch.Tensor._make_wrapper_subclass(
             cls, shape, strides=strides_of(local, shape), dtype=local.dtype, device=local.device, requires_grad=False
         )
+        if axis.positions and (local.is_floating_point() or local.is_complex()):
+            soft = False  # of positions, integers and masks alone are small enough
         part.local, part.dim_cut, part.owners, part.axis, part.soft = local, dim, owners, axis, soft
         part.origin, part.copied, part.rows = origin, False, None
         return part

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any
 
+import numpy as np
 import torch
 
 from shardwise.part.cuts import Owners, Uncut, joined, regrouped
-from shardwise.part.tensor import Part, is_part, no_rule, parts_in, rule
+from shardwise.part.sums import Sum
+from shardwise.part.tensor import Part, is_part, no_rule, parts_in, reduced, rule
 
 # (owners after a slice, slice) -> owners before it, for the backward of slices; the oldest are forgotten
 _BEFORE: OrderedDict[tuple, Owners] = OrderedDict()
@@ -150,9 +152,10 @@ def slice_backward(func: Any, args: tuple, kwargs: dict) -> Part:
     rank = part.axis.index
     local_sizes[dim] = owners.counts[rank]
     places = owners.local_slice(rank, start, end, step)
-    if len(places) and places[-1] - places[0] + 1 == len(places):
-        ends = [0, 0] * (part.dim() - 1 - dim) + [int(places[0]), owners.counts[rank] - int(places[-1]) - 1]
-        return part.with_local(torch.constant_pad_nd(part.local, ends), dim, owners)
+    if not len(places) or places[-1] - places[0] + 1 == len(places):
+        first = int(places[0]) if len(places) else 0
+        whole = torch.ops.aten.slice_backward(part.local, local_sizes, dim, first, first + len(places), 1)
+        return part.with_local(whole, dim, owners)
     placed = torch.from_numpy(places).to(part.device)
     whole = part.local.new_zeros(local_sizes).index_copy_(dim, placed, part.local)
     return part.with_local(whole, dim, owners)
@@ -163,9 +166,22 @@ def select(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     """`select(x, dim, index)` along a dim that is not cut."""
     part, dim, index = args
     dim %= part.dim()
+    if dim == part.dim_cut and part.axis.positions:
+        return _one_of_many(part, dim, index)
     if dim == part.dim_cut:
         raise Uncut(f"one index is taken out of a dim whose indices lie on different ranks ({no_rule(func, [part])})")
     return part.with_local(part.local.select(dim, index), part.dim_cut - (dim < part.dim_cut))
+
+
+def _one_of_many(part: Part, dim: int, index: int) -> torch.Tensor:
+    """One index of a cut dim, for every rank: a sum to which its owner alone adds."""
+    mine = part.owners.indices(part.axis.index)
+    place = np.searchsorted(mine, index % part.shape[dim])
+    if place < len(mine) and mine[place] == index % part.shape[dim]:
+        one = part.local.select(dim, int(place))
+    else:
+        one = torch.zeros_like(part.local.sum(dim, dtype=part.dtype))
+    return Sum.of(one, part.axis, part.origin) if one.is_floating_point() else reduced(one, part)
 
 
 @rule("select_backward")
@@ -254,7 +270,8 @@ def _touched(func: Any, part: Any, args: tuple, kwargs: dict) -> set[int]:
     if name == "constant_pad_nd":
         return {n - 1 - place // 2 for place, width in enumerate(args[1]) if width}
     if name in ("topk", "sort", "argsort"):
-        given = args[2] if len(args) > 2 and name == "topk" else args[1] if len(args) > 1 else kwargs.get("dim", -1)
+        place = 2 if name == "topk" else 1
+        given = args[place] if len(args) > place else kwargs.get("dim", -1)
         return {int(given) % n}
     if name == "roll":
         dims = args[2] if len(args) > 2 else kwargs.get("dims", ())
@@ -270,6 +287,8 @@ def index(func: Any, args: tuple, kwargs: dict) -> Part:
     """`x[i, j, ...]` by plain indices along dims that are not cut, where the cut dim keeps its place after them."""
     part, indices = args[0], list(args[1])
     used = [d for d, i in enumerate(indices) if i is not None]
+    if is_part(part) and part.axis.positions and part.dim_cut in used and not parts_in(indices):
+        return _picked(func, part, indices)
     whole = is_part(part) and not parts_in(indices) and part.dim_cut not in used
     contiguous = used == list(range(used[0], used[-1] + 1)) if used else False
     if not whole or not contiguous or any(indices[d].dtype is torch.bool for d in used):
@@ -277,3 +296,23 @@ def index(func: Any, args: tuple, kwargs: dict) -> Part:
     added = torch.broadcast_shapes(*(indices[d].shape for d in used))
     dim = part.dim_cut if part.dim_cut < used[0] else part.dim_cut - len(used) + len(added)
     return part.with_local(func(part.local, indices), dim)
+
+
+def _picked(func: Any, part: Part, indices: list) -> torch.Tensor:
+    """`x[i, j, ...]` by plain indices, the cut dim's among them: a sum to which each entry's owner alone adds."""
+    wanted = indices[part.dim_cut]
+    if wanted.dtype is torch.bool:
+        raise Uncut(no_rule(func, [part]))
+    mine = torch.from_numpy(part.owners.indices(part.axis.index)).to(wanted.device)
+    wanted = torch.where(wanted < 0, wanted + part.owners.size, wanted)
+    if not len(mine):
+        shape = func(torch.empty(part.shape, device="meta"), [i if i is None else i.to("meta") for i in indices]).shape
+        return Sum.of(part.local.new_zeros(shape), part.axis, part.origin)
+    place = torch.searchsorted(mine, wanted.contiguous()).clamp_(max=len(mine) - 1)
+    held = mine[place] == wanted
+    found = func(part.local, [place if d == part.dim_cut else i for d, i in enumerate(indices)])
+    used = [d for d, i in enumerate(indices) if i is not None]
+    together = used == list(range(used[0], used[-1] + 1))
+    after = part.dim() - 1 - used[-1] if together else part.dim() - len(used)
+    held = torch.broadcast_to(held, torch.broadcast_shapes(*(indices[d].shape for d in used)))
+    return Sum.of(found * held.view(*held.shape, *([1] * after)), part.axis, part.origin)

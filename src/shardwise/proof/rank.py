@@ -36,7 +36,9 @@ def run_rank(task: Any, plan: Plan, settings: Settings) -> Record:
     """Train under the plan and record; ranks but 0 keep only what differs from rank 0's. Collective."""
     resolved = resolve_task(task)
     engine, buckets = _engine(resolved, plan, settings)
-    record = Record(notices=list(engine.notices), buckets=min(buckets, default=0) if engine.data_ranks > 1 else 0)
+    record = Record(
+        notices=list(engine.notices), buckets=min(buckets, default=0) if engine.mesh.gradients.size > 1 else 0
+    )
     record.initial = _named(engine.full_parameters())
     _compare_ranks(engine, record, -1, (("parameter", n, t) for n, t in engine.used_parameters()))
     for step in range(settings.steps):

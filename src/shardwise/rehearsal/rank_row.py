@@ -24,8 +24,8 @@ from shardwise.parallel.pipeline import backward
 from shardwise.parallel.pipeline.placed import Cut
 from shardwise.parallel.pipeline.stage import StagedModule
 from shardwise.parallel.tensor import TensorParallel
-from shardwise.parallel.tensor.apply import see_parts
 from shardwise.part import forget
+from shardwise.part.parameters import see_parts
 from shardwise.precision import Precision
 from shardwise.rehearsal.dispatch import Watch
 from shardwise.rehearsal.fsdp2 import Gathered
@@ -263,7 +263,7 @@ class Rehearsal:
         absent = cut.absent if cut is not None else set()
         self._replace(model, absent)
         if self.tensor is not None:
-            see_parts(model, self.tensor, absent)
+            see_parts(model, self.tensor.cuts, self.tensor.axis, absent)
         if self.experts.stacks:
             install(model, self.experts.here(absent), torch.device("cpu"))
         if cut is not None:

@@ -23,6 +23,7 @@ class Tally:
     """What this rank adds up over the micro-batches of a step; sums stay on the device until the control row."""
 
     device: torch.device
+    counts: bool = True  # False where another rank has the same samples, and counts them
     totals: list[torch.Tensor] = field(default_factory=list)
     weights: list[torch.Tensor | float] = field(default_factory=list)
     samples: int = 0
@@ -40,9 +41,11 @@ class Tally:
 
     def row(self, square_norm: torch.Tensor | float) -> torch.Tensor:
         """This rank's control row (6 + extras,) in float64 on the device."""
-        told = (self.samples, self.fingerprint(), self.stood_in, square_norm)
+        told = (self.samples * self.counts, self.fingerprint(), self.stood_in, square_norm)
+        sums = [self._sum(self.totals), self._sum(self.weights)]
         extras = [self._sum(self.extras[name]) for name in sorted(self.extras)]
-        return row_of([self._sum(self.totals), self._sum(self.weights), *told, *extras], self.device)
+        counted = [[value * self.counts for value in values] for values in (sums, extras)]
+        return row_of([*counted[0], *told, *counted[1]], self.device)
 
     def _sum(self, values: Sequence[torch.Tensor | float]) -> torch.Tensor | float:
         plain = sum(value for value in values if not isinstance(value, torch.Tensor))

@@ -13,6 +13,7 @@ from shardwise.comm import Axis, gather_rows, gather_samples
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.host import put, read
 from shardwise.layout.dealing import Share
+from shardwise.parallel.sequence import Positions
 from shardwise.precision import Precision
 from shardwise.step.batching import samples_in
 from shardwise.step.loss import Loss, read_loss
@@ -23,24 +24,29 @@ from shardwise.task import Task
 class Forward:
     """Runs `inputs`, the module and `loss`, in the plan's dtypes."""
 
-    def __init__(self, task: Task, module: nn.Module, precision: Precision, device: torch.device, data: Axis):
+    def __init__(
+        self, task: Task, module: nn.Module, precision: Precision, device: torch.device, data: Axis,
+        positions: Positions | None = None,
+    ):  # fmt: skip
         self.task = task
         self.module = module
         self.precision = precision
         self.device = device
         self.data = data
+        self.positions = positions
         self.gathered_bytes = 0  # received for loss_scope="global" since the start
         self.metrics = MetricTally(task.metrics, device) if task.metrics is not None else None
         self._batched: list[bool] | None = None  # which output leaves have the batch dim, once it was looked at
 
     def to_device(self, batch: Any) -> Any:
-        """The batch on this rank's device; float64 runs see float64 data."""
+        """The batch on this rank's device, its positions cut; float64 runs see float64 data."""
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
             wide = self.precision.compute == torch.float64 and tensor.is_floating_point()
             return tensor.to(self.device, torch.float64 if wide else None, non_blocking=True)
 
-        return tree_map_only(torch.Tensor, move, batch)
+        batch = tree_map_only(torch.Tensor, move, batch)
+        return batch if self.positions is None else self.positions.cut(batch)
 
     def local(self, batch: Any) -> Loss:
         """The loss of these samples alone. `batch` is on the CPU or the device."""
@@ -122,10 +128,15 @@ class Forward:
         return Loss(_uncounted(loss.total), 0.0, {k: _uncounted_extra(v) for k, v in loss.extras.items()})
 
 
-def run_alone(task: Task, precision: Precision) -> Callable[[nn.Module, Any], Loss]:
-    """(module, batch) -> loss without other ranks, on the CPU: to look at a module before ranks hold it."""
-    alone = Axis.alone("data")
-    return lambda module, batch: Forward(task, module, precision, torch.device("cpu"), alone).local(batch)
+def run_alone(
+    task: Task, precision: Precision, positions: Positions | None = None
+) -> Callable[[nn.Module, Any], Loss]:  # fmt: skip
+    """(module, batch) -> loss without other ranks, on the CPU: to look at a module before ranks hold it.
+
+    positions  cut over axes that send nothing
+    """
+    alone, cpu = Axis.alone("data"), torch.device("cpu")
+    return lambda module, batch: Forward(task, module, precision, cpu, alone, positions).local(batch)
 
 
 def output_alone(task: Task, precision: Precision) -> Callable[[nn.Module, Any], Any]:

@@ -60,7 +60,7 @@ def normalise(state: RankState, agreed: Agreement) -> tuple[StepResult, bool]:
     weight = agreed.weight
     scale = state.scale
     divisor = weight * (scale.value if scale is not None else 1.0)
-    rows = agreed.square_norms[: state.plan.dp_shard] if state.technique.in_pieces else agreed.square_norms[:1]
+    rows = agreed.square_norms[: state.mesh.shard.size] if state.technique.in_pieces else agreed.square_norms[:1]
     norm = math.sqrt(sum(rows)) / divisor if divisor else math.nan
     loss = (agreed.total + sum(agreed.extras.values())) / weight if weight else math.nan
     finite = math.isfinite(loss) and math.isfinite(norm)
@@ -109,5 +109,5 @@ def _first_bad_gradient(state: RankState) -> str | None:
         if slot.master.grad is not None and not read(torch.isfinite(slot.master.grad).all(), "a finite gradient")
     ]
     first = float(min(bad, default=len(state.names)))
-    found = int(read(gather_rows(put([first], state.device), state.mesh.data).min(), "first bad gradient"))
+    found = int(read(gather_rows(put([first], state.device), state.mesh.gradients).min(), "first bad gradient"))
     return state.names[found] if found < len(state.names) else None

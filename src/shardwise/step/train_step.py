@@ -57,7 +57,7 @@ def gradients(state: RankState, parts: list[Share]) -> tuple[StepResult, bool]:
     Returns what the step came to, and whether the update may be done.
     """
     state.technique.start_step()
-    tally = Tally(state.device)
+    tally = Tally(state.device, state.mesh.counts)
     if state.staged is not None:
         run_schedule(state, parts, tally)
     else:
@@ -75,9 +75,9 @@ def complete(state: RankState, tally: Tally) -> tuple[StepResult, bool]:
     """
     with state.hooks.inside("reduce"):
         agreed = _reduced(state, tally, tally.reached, again=False)
-        if not agreed.same_branches and state.data_ranks > 1:
+        if not agreed.same_branches and state.mesh.gradients.size > 1:
             refuse = state.task.branches == "same"
-            used = gather_reached(tally, state.names, state.mesh.data, state.device, refuse=refuse)
+            used = gather_reached(tally, state.names, state.mesh.gradients, state.device, refuse=refuse)
             agreed = _reduced(state, tally, used, again=True)
         return normalise(state, agreed)
 
@@ -93,8 +93,8 @@ def _reduced(state: RankState, tally: Tally, used: set[int], *, again: bool) -> 
         return finish_stages(state, tally, used, again=again)
     if state.technique.in_pieces:
         state.technique.finish_step(used)
-        return agree(tally, square_norm(state), state.mesh.data)
-    asked = Asked(tally, 0.0, state.mesh.data)
+        return agree(tally, square_norm(state), state.mesh.gradients)
+    asked = Asked(tally, 0.0, state.mesh.gradients)
     state.technique.finish_step(used)
     return asked.answer(square_norm(state))
 
@@ -177,14 +177,14 @@ def _micro_batch(state: RankState, index: int, part: Share, tally: Tally, *, las
 def evaluate(state: RankState, steps: Iterable[list[Share]]) -> tuple[float, float]:
     """(sum, weight) of the loss over the parts of many batches and all ranks, in eval mode. Collective."""
     state.module.eval()
-    tally = Tally(state.device)
+    tally = Tally(state.device, state.mesh.counts)
     try:
         for parts in steps:
             for part in parts:
                 tally.add(state.forward(part), part.count, {})
     finally:
         state.module.train()
-    agreed = agree(tally, 0.0, state.mesh.data) if state.staged is None else agree_stages(state, tally, 0.0)
+    agreed = agree(tally, 0.0, state.mesh.gradients) if state.staged is None else agree_stages(state, tally, 0.0)
     return agreed.total, agreed.weight
 
 

@@ -18,20 +18,17 @@ What this does not do: reduce the number of all-reduces of a block whose branche
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from shardwise.comm import Axis
 from shardwise.parallel.slots import ValueOf
 from shardwise.parallel.tensor.derive import Cut, Derived
-from shardwise.part import Part, plain, to_part, whole_gradient
-
-_CLASSES: dict[tuple[type, tuple[str, ...]], type] = {}
+from shardwise.part import Part, plain
+from shardwise.part.parameters import see_parts
 
 
 @dataclass(frozen=True)
@@ -77,10 +74,13 @@ class TensorParallel:
         return torch.Size(cut.owners.size if dim == cut.dim else size for dim, size in enumerate(share))
 
 
-def install(module: nn.Module, tensor: TensorParallel, absent: Collection[str] = ()) -> None:
+def install(
+    module: nn.Module, tensor: TensorParallel, absent: Collection[str] = (), summed: tuple[Axis, ...] = ()
+) -> None:
     """Put shares (without values yet) in the place of the cut parameters, and let the module see parts of the whole.
 
     absent  parameters that no pipeline stage of this rank holds: they stay as they are
+    summed  axes over which gradients stay summands (see `see_parts`)
     """
     names = {id(param): name for name, param in module.named_parameters()}
     shares: dict[str, nn.Parameter] = {}
@@ -92,28 +92,7 @@ def install(module: nn.Module, tensor: TensorParallel, absent: Collection[str] =
             if name not in shares:
                 shares[name] = _share(param, tensor.cuts[name], tensor.axis)
             child._parameters[leaf] = shares[name]
-    see_parts(module, tensor, absent)
-
-
-def see_parts(module: nn.Module, tensor: TensorParallel, absent: Collection[str] = ()) -> Callable[[], None]:
-    """Let the module, whose parameters are shares, read them as parts of the whole. Returns what undoes it."""
-    names = {id(param): name for name, param in module.named_parameters()}
-    before: list[tuple[nn.Module, type]] = []
-    for child in list(module.modules()):
-        held = {leaf: names[id(param)] for leaf, param in child._parameters.items() if param is not None}
-        held = {leaf: name for leaf, name in held.items() if name not in absent}
-        cuts = {leaf: tensor.cuts.get(name) for leaf, name in held.items()}  # whole ones too: see `whole_gradient`
-        if cuts:
-            before.append((child, type(child)))
-            child.__dict__["_tensor_cuts"] = (cuts, tensor.axis)
-            child.__class__ = _seeing_parts(type(child), tuple(sorted(cuts)))
-
-    def undo() -> None:
-        for child, kind in before:
-            child.__class__ = kind
-            del child.__dict__["_tensor_cuts"]
-
-    return undo
+    see_parts(module, tensor.cuts, tensor.axis, absent, summed)
 
 
 def _share(param: nn.Parameter, cut: Cut, axis: Axis) -> nn.Parameter:
@@ -122,29 +101,3 @@ def _share(param: nn.Parameter, cut: Cut, axis: Axis) -> nn.Parameter:
     share = nn.Parameter(torch.empty(shape, dtype=param.dtype, device="meta"), requires_grad=param.requires_grad)
     share.__dict__.update(param.__dict__)
     return share
-
-
-def _seeing_parts(kind: type, leaves: tuple[str, ...]) -> type:
-    """A subclass whose named parameters read as parts of the whole."""
-    if (kind, leaves) not in _CLASSES:
-        body: dict[str, Any] = {leaf: property(_reader(leaf)) for leaf in leaves}
-        body["__doc__"], body["__module__"] = kind.__doc__, kind.__module__
-        made = type(kind.__name__, (kind,), body)
-        made.__qualname__ = kind.__qualname__
-        _CLASSES[kind, leaves] = made
-    return _CLASSES[kind, leaves]
-
-
-def _reader(leaf: str):
-    def read(self: nn.Module) -> torch.Tensor:
-        held = self._parameters[leaf]
-        assert held is not None
-        if isinstance(held, DTensor):
-            return held  # sharded by zero=3 and not gathered now: for its dtype or device
-        cuts, axis = self.__dict__["_tensor_cuts"]
-        cut = cuts[leaf]
-        if cut is None:
-            return whole_gradient(held)
-        return to_part(held, cut.dim, cut.owners, axis, cut.name)
-
-    return read

@@ -15,9 +15,10 @@ from torch.utils._pytree import tree_map_only
 
 from shardwise.comm import Axis, Ledger
 from shardwise.errors import RefusedPlan
-from shardwise.parallel.tensor.apply import TensorParallel, see_parts
+from shardwise.parallel.tensor.apply import TensorParallel
 from shardwise.parallel.tensor.derive import Derived, derive, matching, starved
 from shardwise.part import Uncut, forget
+from shardwise.part.parameters import see_parts
 from shardwise.random import python_restored, seed_python
 from shardwise.trace.axes import Axes, Found
 from shardwise.trace.deferred import Built
@@ -99,23 +100,28 @@ class Stage:
             if self.fake is not None and _drawn() == before:
                 return
 
-    def rehearse(self, derived: Derived, ranks: int, sequence: bool) -> Uncut | None:
-        """Forward and backward with shares and parts, nothing sent: the first operation that cannot be done."""
+    def rehearse(
+        self, derived: Derived, ranks: int, sequence: bool, summed: tuple[Axis, ...] = ()
+    ) -> Uncut | None:  # fmt: skip
+        """Forward and backward with shares and parts, nothing sent: the first operation that cannot be done.
+
+        summed  axes, rehearsed too, over which the run itself cuts activations
+        """
         axis = Axis("tp", ranks, 0, None, tuple(range(ranks)), sequence=sequence, rehearsal=Ledger())
         tensor = TensorParallel(derived, axis)
         derived.ledger = axis.rehearsal
         if self.fake is not None:
             try:
                 with unlogged():
-                    return self._rehearse(tensor)
+                    return self._rehearse(tensor, summed)
             except Exception:  # something reads values after all: real ones decide
                 self.fake = None
                 derived.ledger.clear()  # type: ignore[union-attr]
-        return self._rehearse(tensor)
+        return self._rehearse(tensor, summed)
 
-    def _rehearse(self, tensor: TensorParallel) -> Uncut | None:
+    def _rehearse(self, tensor: TensorParallel, summed: tuple[Axis, ...]) -> Uncut | None:
         with self.playing(lambda name, whole: tensor.share(name, self.make(name, whole)).contiguous()) as (_, batch):
-            undo = see_parts(self.built.module, tensor)
+            undo = see_parts(self.built.module, tensor.cuts, tensor.axis, summed=summed)
             try:
                 for _ in self.ways():
                     self.run(self.built.module, batch).total.backward()
@@ -124,15 +130,22 @@ class Stage:
             except Exception as error:
                 if self.fake is not None:
                     raise
-                raise RefusedPlan(
-                    f"tp={tensor.axis.size}: the module runs whole, but not once its weights are cut: "
-                    f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}; "
-                    "keep what it is about whole by tp_whole=..., or use tp=1"
-                ) from error
+                raise RefusedPlan(_fails_cut(tensor, summed, error)) from error
             finally:
                 undo()
                 forget()
         return None
+
+
+def _fails_cut(tensor: TensorParallel, summed: tuple[Axis, ...], error: Exception) -> str:
+    said = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    if summed:
+        axes = ",".join(f"{axis.name}={axis.size}" for axis in summed)
+        return f"{axes}: the module runs whole, but not once its sequence is cut: {said}"
+    return (
+        f"tp={tensor.axis.size}: the module runs whole, but not once its weights are cut: {said}; "
+        "keep what it is about whole by tp_whole=..., or use tp=1"
+    )
 
 
 def find_cuts(

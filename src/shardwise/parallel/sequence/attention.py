@@ -1,0 +1,191 @@
+"""Attention of tensors whose positions are cut, exact for every mask: by heads (Ulysses) or block by block (ring).
+
+    cp_ulysses   positions -> heads (all-to-all), attention of whole sequences, heads -> positions
+    cp           keys and values of every rank pass by, and the blocks' results are merged (see `ring`)
+
+Both together: heads within a ring's ranks first, then the ring. The module calls `scaled_dot_product_attention` as
+ever; attention that is written out as products and a softmax is exact too, by rules for those, but its keys are
+gathered and its scores written.
+
+Bytes received by a rank in a forward with cp_ulysses=p: (p-1)/p of its shares of queries, keys, values and output.
+Source: Jacobs et al., "DeepSpeed Ulysses" (2023).
+
+Heads are dealt so that the queries of one key head stay together; the degree need not divide them. Where there are
+fewer key heads than ranks, keys and values are gathered, and each rank takes the heads that its queries read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from shardwise.comm import Axis
+from shardwise.parallel.sequence.ring import ring_attention
+from shardwise.part import Owners, Part, Sum
+from shardwise.part.cuts import repeated
+from shardwise.part.levels import Distributed
+from shardwise.part.moves import from_axis, moved, replaced_from_axis
+from shardwise.part.sums import whole_over_axis
+from shardwise.part.tensor import FUNCTIONS, share_of
+
+HEADS, POSITIONS = 1, 2  # of queries, keys and values (B, H, S, D)
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """`scaled_dot_product_attention` of (B, H, S, D) tensors of which any may be a part."""
+    options: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+    if query.dim() != 4:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask, **options)
+    axis = _innermost(query) or _innermost(key)
+    if axis is None:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask, **options)
+    if attn_mask is not None and isinstance(attn_mask, Distributed):
+        attn_mask = whole_over_axis(attn_mask, axis)
+    if _cut_over(query, axis) is None:  # a few whole queries of cut keys: all ranks would compute the same
+        key, value = whole_over_axis(key, axis), whole_over_axis(value, axis)
+        return attend(query, key, value, attn_mask, **options)
+    if axis.name == "cp_ulysses" or dropout_p:
+        return _by_heads(query, key, value, attn_mask, axis, options)
+    return ring_attention(query, key, value, attn_mask, axis, is_causal=is_causal, scale=scale)
+
+
+def _by_heads(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, axis: Axis,
+    options: dict[str, Any],
+) -> torch.Tensor:  # fmt: skip
+    """Ulysses over one axis."""
+    part = _cut_over(query, axis)
+    assert part is not None
+    each = query.shape[HEADS] // key.shape[HEADS]
+    inside = _heads_inside(key, axis)
+    few = min(key.shape[HEADS] if inside is None else min(inside.counts), key.shape[HEADS]) < axis.size
+    if few:
+        owners = _dealt(query.shape[HEADS], _heads_inside(query, axis), axis.size)
+        read = _Read(axis, owners, _inside(query, axis), each)
+        key, value = (_ReadHeads.apply(whole_over_axis(t, axis), read) for t in (key, value))
+        options = {**options, "enable_gqa": False}
+    else:
+        of_keys = _dealt(key.shape[HEADS], inside, axis.size)
+        owners = repeated(of_keys, each)
+        key, value = (_moved_to_heads(t, of_keys, axis) for t in (key, value))
+    inside = _heads_inside(query, axis)
+    output = attend(moved(query, HEADS, owners, axis), key, value, mask, **options)
+    return moved(output, POSITIONS, part.owners, axis, inside)
+
+
+@dataclass(frozen=True)
+class _Read:
+    """Which key heads a rank's queries read."""
+
+    axis: Axis
+    owners: Owners  # of query heads over the axis
+    inside: Part | None  # queries as an axis further in cuts their heads
+    each: int  # queries of one key head
+
+    def places(self, held: Part | None) -> torch.Tensor:
+        """Of each of this rank's query heads: the place of its key head among those that the rank holds."""
+        mine = self.owners.indices(self.axis.index)
+        if self.inside is not None:
+            mine = np.intersect1d(mine, self.inside.owners.indices(self.inside.axis.index))
+        keys = mine // self.each
+        if held is not None:
+            keys = np.searchsorted(held.owners.indices(held.axis.index), keys)
+        return torch.from_numpy(keys)
+
+    def wrapped(self, payload: torch.Tensor) -> torch.Tensor:
+        """A head for each query head, cut as the queries are."""
+        if self.inside is not None:
+            dealt = self.inside.owners.array[self.owners.indices(self.axis.index)]
+            payload = Part(payload, HEADS, Owners.of(dealt, self.inside.owners.ranks), self.inside.axis)
+        return Part(payload, HEADS, self.owners, self.axis)
+
+
+class _ReadHeads(torch.autograd.Function):
+    """Of keys that are whole over an axis, those that each rank's queries read; the gradient is a sum over the axis."""
+
+    @staticmethod
+    def forward(ctx: Any, key: torch.Tensor, read: _Read) -> torch.Tensor:
+        inner = from_axis(key.detach(), read.axis)
+        held = inner if isinstance(inner, Part) else None
+        ctx.read, ctx.held = read, held
+        payload = inner if held is None else held.local
+        ctx.shape, ctx.places = payload.shape, read.places(held).to(payload.device)
+        return replaced_from_axis(key.detach(), read.axis, read.wrapped(payload.index_select(HEADS, ctx.places)))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor):
+        read, held = ctx.read, ctx.held
+        payload = share_of(from_axis(gradient, read.axis), HEADS, read.owners, read.axis)
+        if read.inside is not None:
+            dealt = Owners.of(read.inside.owners.array[read.owners.indices(read.axis.index)], read.inside.owners.ranks)
+            payload = share_of(payload, HEADS, dealt, read.inside.axis)
+        local = payload.new_zeros(ctx.shape).index_add_(HEADS, ctx.places, payload)
+        if held is not None:
+            local = held.with_local(local)
+        elif read.inside is not None:
+            local = Sum(local, read.inside.axis, spread=False)
+        return replaced_from_axis(gradient, read.axis, Sum(local, read.axis, spread=False)), None
+
+
+def _moved_to_heads(tensor: torch.Tensor, owners: Owners, axis: Axis) -> torch.Tensor:
+    """Keys or values by heads; of whole ones (of another sequence), each rank takes its heads."""
+    return tensor if _cut_over(tensor, axis) is None else moved(tensor, HEADS, owners, axis)
+
+
+def _dealt(heads: int, inside: Owners | None, ranks: int) -> Owners:
+    """Blocks of heads; where an axis further in has dealt them, blocks of each of its ranks' heads."""
+    if inside is None:
+        return Owners.blocks(heads, ranks)
+    dealt = np.zeros(heads, dtype=np.int16)
+    for rank in range(inside.ranks):
+        mine = inside.indices(rank)
+        dealt[mine] = Owners.blocks(len(mine), ranks).array
+    return Owners.of(dealt, ranks)
+
+
+def _levels(tensor: torch.Tensor) -> list[Part]:
+    """The cuts of a tensor, outermost first."""
+    found = []
+    while isinstance(tensor, Distributed):
+        tensor = tensor.settled()
+        if isinstance(tensor, Part):
+            found.append(tensor)
+            tensor = tensor.local
+    return found
+
+
+def _innermost(tensor: torch.Tensor) -> Axis | None:
+    """The innermost axis over which the positions of queries, keys or values are cut."""
+    axes = [part.axis for part in _levels(tensor) if part.dim_cut == POSITIONS and part.axis.positions]
+    return axes[-1] if axes else None
+
+
+def _cut_over(tensor: torch.Tensor, axis: Axis) -> Part | None:
+    return next((p for p in _levels(tensor) if p.axis is axis and p.dim_cut == POSITIONS), None)
+
+
+def _inside(tensor: torch.Tensor, axis: Axis) -> Part | None:
+    """The tensor as an axis further in cuts its heads (tensor parallelism)."""
+    return next((p for p in _levels(tensor) if p.axis.depth > axis.depth and p.dim_cut == HEADS), None)
+
+
+def _heads_inside(tensor: torch.Tensor, axis: Axis) -> Owners | None:
+    inside = _inside(tensor, axis)
+    return None if inside is None else inside.owners
+
+
+FUNCTIONS[F.scaled_dot_product_attention] = attend
+__all__ = ["attend"]

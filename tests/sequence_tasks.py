@@ -1,0 +1,140 @@
+"""Tasks whose samples are sequences, for plans that cut them."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from shardwise import Task
+
+VOCABULARY, LENGTH = 17, 10
+
+
+class PositionWise(nn.Module):
+    """Every position by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(5, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)  # (B, S, 5) -> (B, S, 3)
+
+
+def _squares(output: torch.Tensor, batch: dict) -> tuple:
+    return (output - batch["y"]).square().sum(), float(output.shape[0])
+
+
+def _fields(step: int) -> dict:
+    draws = torch.Generator().manual_seed(step)
+    return {"x": torch.randn(6, LENGTH + 1, 5, generator=draws), "y": torch.randn(6, LENGTH + 1, 3, generator=draws)}
+
+
+def position_wise() -> Task:
+    return Task(model=PositionWise, batch=_fields, inputs=lambda batch: ((batch["x"],), {}), loss=_squares,
+                optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2))  # fmt: skip
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int, key_heads: int, written: bool, causal: bool):
+        super().__init__()
+        self.heads, self.key_heads, self.written, self.causal = heads, key_heads, written, causal
+        self.norm, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        each = width // heads
+        self.q = nn.Linear(width, width)
+        self.k, self.v = nn.Linear(width, each * key_heads), nn.Linear(width, each * key_heads)
+        self.o = nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 3 * width), nn.Linear(3 * width, width)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        b, s, width = x.shape
+        h = self.norm(x)
+        q = self.q(h).view(b, s, self.heads, -1).transpose(1, 2)
+        k = self.k(h).view(b, s, self.key_heads, -1).transpose(1, 2)
+        v = self.v(h).view(b, s, self.key_heads, -1).transpose(1, 2)
+        if self.written:
+            k, v = (t.repeat_interleave(self.heads // self.key_heads, 1) for t in (k, v))
+            scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+            allowed = torch.ones(s, s, dtype=torch.bool).tril() if mask is None else mask
+            a = scores.masked_fill(~allowed, -torch.inf).softmax(-1) @ v
+        else:
+            a = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=self.causal and mask is None,
+                                               enable_gqa=self.heads != self.key_heads)  # fmt: skip
+        x = x + self.o(a.transpose(1, 2).reshape(b, s, width))
+        return x + self.down(F.gelu(self.up(self.second(x))))
+
+
+class Decoder(nn.Module):
+    def __init__(self, heads: int = 4, key_heads: int = 4, written: bool = False, window: int = 0, causal: bool = True):
+        super().__init__()
+        self.window = window
+        self.tokens, self.places = nn.Embedding(VOCABULARY, 16), nn.Embedding(32, 16)
+        self.blocks = nn.ModuleList(Block(16, heads, key_heads, written, causal) for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, VOCABULARY, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        s = tokens.shape[1]
+        x = self.tokens(tokens) + self.places(torch.arange(s))
+        mask = None
+        if self.window:
+            at = torch.arange(s)
+            mask = (at[:, None] >= at) & (at[:, None] - at < self.window)
+        for block in self.blocks:
+            x = block(x, mask)
+        return self.head(self.norm(x))
+
+
+def _next(logits: torch.Tensor, batch: dict) -> tuple:
+    target = batch["tokens"][:, 1:]
+    loss = F.cross_entropy(logits[:, :-1].reshape(-1, VOCABULARY), target.reshape(-1), reduction="sum")
+    return loss, float(target.shape[0] * target.shape[1])
+
+
+def _text(step: int) -> dict:
+    return {"tokens": torch.randint(VOCABULARY, (4, LENGTH + 1), generator=torch.Generator().manual_seed(step))}
+
+
+def _task(**options) -> Task:
+    return Task(model=lambda: Decoder(**options), batch=_text, inputs=lambda batch: ((batch["tokens"],), {}),
+                loss=_next, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2))  # fmt: skip
+
+
+def decoder() -> Task:
+    return _task()
+
+
+def grouped() -> Task:
+    return _task(key_heads=2)
+
+
+def one_key_head() -> Task:
+    return _task(key_heads=1)
+
+
+def written() -> Task:
+    return _task(written=True)
+
+
+def windowed() -> Task:
+    return _task(window=3)
+
+
+def encoder() -> Task:
+    return _task(causal=False)
+
+
+class Convolution(nn.Module):
+    """Mixes neighbouring positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix, self.out = nn.Conv1d(5, 8, 3, padding=1), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.mix(x.transpose(1, 2)).transpose(1, 2))
+
+
+def convolution() -> Task:
+    return Task(model=Convolution, batch=_fields, inputs=lambda batch: ((batch["x"],), {}), loss=_squares,
+                optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2))  # fmt: skip

@@ -1,0 +1,241 @@
+"""Sequences cut over ranks: attention alone against one process, and proofs of whole tasks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from shardwise import verify
+from shardwise.errors import RefusedPlan
+from shardwise.layout import Plan
+from shardwise.mesh import build_mesh
+from shardwise.parallel.sequence import ring
+from shardwise.part import Owners, plain, to_part
+
+DOUBLE = torch.float64
+BAR = 1e-10
+
+
+# --- attention alone
+
+
+def _owners(n: int, ranks: int, kind: str) -> Owners:
+    """Blocks; two blocks of each rank, one from either end (zigzag); or dealt like cards (striped)."""
+    if kind == "blocks":
+        return Owners.blocks(n, ranks)
+    if kind == "zigzag":
+        halves = Owners.blocks(n, 2 * ranks).array
+        return Owners.of(np.minimum(halves, 2 * ranks - 1 - halves), ranks)
+    return Owners.of(np.arange(n) % ranks, ranks)
+
+
+def _mask(kind: str, s: int, t: int, heads: int, draws: torch.Generator) -> tuple[torch.Tensor | None, bool]:
+    """(mask, is_causal). Every row may read something, but those of padding at the end of "padding"."""
+    rows, columns = torch.arange(s)[:, None], torch.arange(t)
+    if kind == "window":
+        return (rows >= columns) & (rows - columns < 3), False
+    if kind == "bias":
+        return torch.randn(1, heads, s, t, generator=draws, dtype=DOUBLE), False
+    if kind == "padding":
+        return (columns < max(1, t - 2)).expand(1, 1, 1, t), False
+    if kind == "packed":
+        document = torch.randint(3, (max(s, t),), generator=draws).sort().values
+        return (document[:s, None] == document[:t]) & (rows >= columns), False
+    return None, kind == "causal"
+
+
+def _cases(seed: int, count: int) -> Iterator[dict]:
+    rng = random.Random(seed)
+    for number in range(count):
+        keys = rng.choice((1, 2, 4))
+        yield {
+            "number": number, "axis": rng.choice(("cp", "cp_ulysses")), "s": rng.choice((1, 2, 3, 7, 16, 33)),
+            "heads": keys * rng.choice((1, 2, 4)), "keys": keys, "dealt": rng.choice(("blocks", "zigzag", "striped")),
+            "mask": rng.choice(("full", "causal", "window", "bias", "padding", "packed")),
+            "learned": rng.random() < 0.3, "across": rng.random() < 0.2,
+        }  # fmt: skip
+
+
+def _try(case: dict, axes: dict) -> float:
+    """The largest relative difference of output and gradients."""
+    axis, s = axes[case["axis"]], case["s"]
+    draws = torch.Generator().manual_seed(case["number"])
+    t = s + 2 if case["across"] else s
+    q = torch.randn(2, case["heads"], s, 4, generator=draws, dtype=DOUBLE)
+    k, v = (torch.randn(2, case["keys"], t, 4, generator=draws, dtype=DOUBLE) for _ in range(2))
+    mask, causal = _mask(case["mask"], s, t, case["heads"], draws)
+    learned = mask is not None and mask.is_floating_point() and case["learned"]
+    owners = [_owners(s, axis.size, case["dealt"]), *[_owners(t, axis.size, case["dealt"])] * 2]
+    weight = torch.randn(q.shape, generator=draws, dtype=DOUBLE)
+    found = []
+    for cut in (False, True):
+        leaves = [tensor.clone() for tensor in (q, k, v)]
+        if cut:
+            leaves = [o.take(x, 2, axis.index).clone() for o, x in zip(owners, leaves, strict=True)]
+        leaves = [leaf.requires_grad_() for leaf in leaves]
+        bias = mask.clone().requires_grad_() if learned and mask is not None else mask
+        given = [to_part(x, 2, o, axis) for x, o in zip(leaves, owners, strict=True)] if cut else leaves
+        out = F.scaled_dot_product_attention(*given, attn_mask=bias, is_causal=causal,
+                                             enable_gqa=case["heads"] != case["keys"])  # fmt: skip
+        (out * weight).sum().backward()
+        gradients = [leaf.grad for leaf in leaves]
+        found.append([plain(out.detach()), *gradients, *([plain(bias.grad)] if learned else [])])
+    whole, here = found
+    whole[1:4] = [o.take(x, 2, axis.index) for o, x in zip(owners, whole[1:4], strict=True)]
+    return max(
+        float((a - b).abs().max() / max(1.0, float(a.abs().max()))) if a.numel() else 0.0
+        for a, b in zip(whole, here, strict=True)
+    )
+
+
+def _attention(seed: int, count: int) -> list[tuple[dict, float]]:
+    ranks = torch.distributed.get_world_size()
+    axes = {name: build_mesh(Plan(**{name: ranks}), torch.device("cpu")).inner[0] for name in ("cp", "cp_ulysses")}
+    return [(case, _try(case, axes)) for case in _cases(seed, count)]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_attention_of_cut_positions_is_that_of_whole_ones(pool, ranks: int) -> None:
+    seed = random.randrange(2**31)
+    for found in pool.run(_attention, ranks, seed, 30, timeout_s=240):
+        wrong = [(case, off) for case, off in found if not off < BAR]
+        assert not wrong, f"seed {seed}: {wrong[:3]}"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [2, 3, 4, 6])
+def test_attention_of_cut_positions_many(pool, ranks: int) -> None:
+    seed = random.randrange(2**31)
+    for found in pool.run(_attention, ranks, seed, 500, timeout_s=1200):
+        wrong = [(case, off) for case, off in found if not off < BAR]
+        assert not wrong, f"seed {seed}: {wrong[:3]}"
+
+
+def _with_bug(seed: int, count: int, bug: str) -> list[float]:
+    """What `_attention` finds with a bug planted in the ring."""
+    pairs, finite, passing = ring._pairs, ring._finite, ring._gradients_around
+    try:
+        if bug == "the mask's rows are those of the share":
+            bias = ring._bias
+            ring._bias = lambda call, mask, q, k, *rest: bias(call, mask, (0, q[1] - q[0]), k, *rest)
+        elif bug == "causal blocks are taken for full ones":
+            ring._pairs = lambda call, source: ((*p[:4], "full") for p in pairs(call, source))
+        elif bug == "gradients of keys stay where they were made":
+            ring._gradients_around = lambda call, mine, block: (
+                [sum(found) for found in zip(*(block(s, *held) for s, held in ring._blocks(call, mine)), strict=True)]
+                if call.keys is None or len(set(call.keys.counts)) == 1
+                else passing(call, mine, block)
+            )
+        elif bug == "blocks are merged without their weights":
+            ring._finite = lambda lse: torch.zeros_like(lse)
+        return [off for _, off in _attention(seed, count)]
+    finally:
+        ring._pairs, ring._finite, ring._gradients_around = pairs, finite, passing
+        if bug.startswith("the mask"):
+            ring._bias = bias
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [
+        "the mask's rows are those of the share",
+        "causal blocks are taken for full ones",
+        "gradients of keys stay where they were made",
+    ],
+)
+def test_planted_bugs_in_the_ring_show(pool, bug: str) -> None:
+    found = [off for each in pool.run(_with_bug, 2, 1, 30, bug, timeout_s=240) for off in each]
+    assert max(found) > 1e-3
+
+
+def _bytes_received(ranks_axis: str) -> tuple[float, float]:
+    """Received by this rank in a forward and in a backward of one attention, (B, H, H_kv, S, D) = (2, 4, 2, 12, 4)."""
+    from shardwise.comm import Ledger, Observer
+
+    ranks = torch.distributed.get_world_size()
+    mesh = build_mesh(Plan(**{ranks_axis: ranks}), torch.device("cpu"))
+    axis, owners = mesh.inner[0], Owners.blocks(12, ranks)
+    leaves = [torch.ones(2, heads, 12 // ranks, 4, dtype=DOUBLE, requires_grad=True) for heads in (4, 2, 2)]
+    ledgers = Ledger(), Ledger()
+    with Observer(ledgers[0], mesh.group_axes):
+        out = F.scaled_dot_product_attention(*(to_part(x, 2, owners, axis) for x in leaves), enable_gqa=True)
+        summed = (out * out).sum()
+    with Observer(ledgers[1], mesh.group_axes):
+        summed.backward()
+    tags = {"cp": "ring", "cp_ulysses": "activations"}[ranks_axis]
+    return tuple(
+        sum(row["received_bytes"] for row in ledger.rows() if row["tag"] == tags and row["op"] != "all_reduce")
+        for ledger in ledgers
+    )
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_bytes_of_a_ring(pool, ranks: int) -> None:
+    keys = 2 * (2 * 2 * 12 * 4) * 8 * (ranks - 1) / ranks  # keys and values, of two heads
+    for forward, backward in pool.run(_bytes_received, ranks, "cp"):
+        assert (forward, backward) == (pytest.approx(keys), pytest.approx(2 * keys))
+
+
+def test_bytes_of_ulysses(pool) -> None:
+    p, heads = 2, 2 * 4 + 2 * 2  # queries, output, keys, values
+    for forward, backward in pool.run(_bytes_received, p, "cp_ulysses"):
+        assert forward == backward == pytest.approx(heads * 2 * 12 * 4 * 8 * (p - 1) / p**2)
+
+
+# --- tasks
+
+PLANS = (
+    "cp=2", "cp_ulysses=2", "cp=3", "cp=2,cp_ulysses=2", "cp=2,tp=2", "cp_ulysses=2,tp=2,sp=true", "cp=2,zero=3",
+    "dp_shard=2,cp=2,zero=2", "dp_replicate=2,cp_ulysses=2,accumulate=2", "cp_ulysses=2,zero=1,remat=full",
+    "cp=2,tp=2,sp=true,dp_replicate=2",
+)  # fmt: skip
+TASKS = ("position_wise", "decoder", "grouped", "one_key_head", "written", "windowed", "encoder")
+
+
+def _walk() -> list[tuple[str, str]]:
+    """Every plan and every task at least once."""
+    return [(TASKS[place % len(TASKS)], plan) for place, plan in enumerate(PLANS)]
+
+
+@pytest.mark.parametrize(("task", "plan"), _walk())
+def test_a_cut_sequence_equals_one_process(pool, task: str, plan: str) -> None:
+    found = verify(f"sequence_tasks:{task}", plan, pool=pool)
+    assert found.parity, found.text()
+    assert "cuts the sequence of" in found.text()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("task", TASKS)
+def test_every_cut_sequence_equals_one_process(pool, task: str, plan: str) -> None:
+    found = verify(f"sequence_tasks:{task}", plan, pool=pool)
+    assert found.parity, found.text()
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "bert", "whisper", "t5"])
+def test_models_of_transformers(pool, name: str) -> None:
+    found = verify(f"architectures:{name}", "cp=2" if name != "mistral" else "cp_ulysses=2", pool=pool)
+    assert found.parity, found.text()
+
+
+def test_what_mixes_positions_in_a_way_unknown_is_refused(pool) -> None:
+    found = verify("sequence_tasks:convolution", "cp=2", pool=pool)
+    assert not found.parity and "aten.convolution" in found.refused, found.text()
+
+
+def test_a_batch_without_a_sequence_is_refused(pool) -> None:
+    found = verify("architectures:vit", "cp=2", pool=pool)
+    assert not found.parity and "does not run on half" in found.refused, found.text()
+
+
+@pytest.mark.parametrize("plan", ["cp=2,pp=2", "cp=2,dp_shard=2,ep=2", "cp=2,compile=true"])
+def test_plans_that_are_not_built_are_refused(plan: str) -> None:
+    from shardwise.layout import check
+
+    with pytest.raises(RefusedPlan, match="cp or cp_ulysses with"):
+        check(Plan.parse(plan))
