@@ -25,7 +25,7 @@ def kind_of(found: torch.Tensor, expected: torch.Tensor, shares: Sequence[torch.
                 return f"it {words} data rank {rank}"
     norm = float((b * b).sum())
     factor = float((a * b).sum()) / norm if norm else 0.0
-    if factor and _near(a, factor * b):
+    if factor and abs(factor - 1) > NEAR and _near(a, factor * b):
         return "the sign is turned" if abs(factor + 1) < NEAR else f"a factor of {_number(factor)}"
     if _near(a.sort().values, b.sort().values):
         return "the same values in another order"

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from shardwise.proof.compare import tensor_error
+from shardwise.proof.compare import number_error, tensor_error
 from shardwise.proof.kind import kind_of
 from shardwise.proof.oracle import Look
 from shardwise.proof.outcome import Parity
@@ -68,16 +68,20 @@ def locate(parity: Parity, one: Record, many: Record, look: Look, traces: Sequen
     pipelined = len({tuple(sorted(trace.forward)) for trace in traces}) > 1
     found = _modules(step, look.trace, traces, pipelined)
     found = found or _named(parity, one, many, "buffer", step, "buffer", [])
-    if found is None and parity.exceeded.get(("loss", "")) == step and parity.loss_error is not None:
-        kind = kind_of(torch.tensor([many.losses[step]]), torch.tensor([one.losses[step]]))
-        found = Located(step, "the loss, of equal outputs", "", "", 0, None, parity.loss_error, kind)
+    found = found or _number(parity, "loss", step, "the loss, of equal outputs", one.losses, many.losses)
     found = found or _gradients_of_modules(step, look.trace, traces, pipelined)
     found = found or _named(parity, one, many, "gradient", step, "gradient of", look.shares)
-    if found is None and parity.exceeded.get(("norm", "")) == step and parity.norm_error is not None:
-        kind = kind_of(torch.tensor([many.norms[step]]), torch.tensor([one.norms[step]]))
-        found = Located(step, "the gradient's norm, of equal gradients", "", "", 0, None, parity.norm_error, kind)
+    found = found or _number(parity, "norm", step, "the gradient's norm, of equal gradients", one.norms, many.norms)
     found = found or _named(parity, one, many, "optimizer", step, "optimizer's", [])
     return found or _named(parity, one, many, "parameter", step, "update of", [])
+
+
+def _number(parity: Parity, kind: str, step: int, phase: str, one: list[float], many: list[float]) -> Located | None:
+    """The loss or the norm, where it is the first to differ."""
+    if parity.exceeded.get((kind, "")) != step:
+        return None
+    told = kind_of(torch.tensor([many[step]], dtype=torch.float64), torch.tensor([one[step]], dtype=torch.float64))
+    return Located(step, phase, "", "", 0, None, number_error(many[step], one[step]), told)
 
 
 def _modules(step: int, one: Trace, traces: Sequence[Trace], pipelined: bool) -> Located | None:
