@@ -131,9 +131,10 @@ class Counting(torch.optim.SGD):
     """Keeps a counter and an estimate in its groups, as optimizers without a learning rate do."""
 
     def step(self, closure=None):
+        self.state["steps"] = self.state.get("steps", 0) + 1  # beside the state of weights
         for group in self.param_groups:
             group["k"] = group.get("k", 0) + 1
-            group["lr"] *= 0.5
+            group["lr"] *= 0.5 ** self.state["steps"]
         return super().step(closure)
 
 
@@ -183,7 +184,7 @@ def test_every_optimizer_goes_on_as_if_it_had_never_stopped(pool, tmp_path: Path
                 losses, *rest = whole[rank][name]
                 assert again[rank][name][0] == losses[2:], (plan, name)
                 assert list(again[rank][name][1:]) == rest, (plan, name)
-    assert whole[0]["counting"][2][0]["k"] == 4 and whole[0]["counting"][2][0]["lr"] == 0.1 / 16
+    assert whole[0]["counting"][2][0]["k"] == 4 and whole[0]["counting"][2][0]["lr"] == 0.1 / 2**10
 
 
 # --- what does not fit

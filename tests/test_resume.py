@@ -23,7 +23,7 @@ from shardwise.checkpoint.load import restore
 from shardwise.checkpoint.save import Saver
 from shardwise.data import Blend, Loader
 from shardwise.digest import digest
-from shardwise.errors import InputError, RunError
+from shardwise.errors import InputError, RefusedPlan, RunError
 from shardwise.layout import Plan
 from shardwise.models import tasks
 
@@ -188,6 +188,26 @@ def test_checkpoints_by_time_and_none_at_all(here):
     ):  # the default: none before a quarter of an hour, and so none at the end
         never = shardwise.train("digits", steps=2, **options, **SMALL)
         assert not (never.folder / "checkpoints").exists()
+
+
+class Odd(torch.optim.SGD):
+    """Keeps a tensor under a name of its own."""
+
+    def step(self, closure=None):
+        self.state["history"] = torch.zeros(3)
+        return super().step(closure)
+
+
+def odd() -> shardwise.Task:
+    return tasks.mlp().with_(optimizer=lambda groups: Odd(groups, lr=0.1))
+
+
+def test_state_that_has_no_place_is_told_by_default_and_ends_a_run_that_asked_for_checkpoints(here):
+    run = shardwise.train(odd, steps=8, checkpoint_minutes=1e-6)
+    (said,) = [note for note in run.summary["notices"] if note.startswith("no checkpoints are made")]
+    assert "'history', which is none of its weights" in said
+    with pytest.raises(RefusedPlan, match="history"):
+        shardwise.train(odd, steps=2, checkpoint_every=1)
 
 
 def test_a_save_that_fails_is_told_and_a_second_in_a_row_ends_the_run(here, monkeypatch):

@@ -34,7 +34,7 @@ class Writer:
     def __init__(self, file: int) -> None:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
         self.process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, str(file)],
+            [sys.executable, "-P", "-c", _PROGRAM, str(file)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(file,), env=environment, start_new_session=True,
         )  # fmt: skip
         self.step: int | None = None  # of the save under way

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from shardwise.checkpoint import publish
 from shardwise.checkpoint.holdings import DTYPES, averages, generators, optimized, set_generator, weights
 from shardwise.checkpoint.manifest import Manifest
-from shardwise.checkpoint.optimizers import decoded, leaves, put_options
+from shardwise.checkpoint.optimizers import BESIDE, decoded, leaves, put_options
 from shardwise.checkpoint.pieces import Piece
 from shardwise.checkpoint.stored import Stored, of_checkpoint
 from shardwise.comm import gather_json
@@ -182,6 +182,8 @@ def _read(engine: Engine, stored: Stored, ema: Ema | None, chosen: Restored) -> 
 
 
 def _read_optimizer(engine: Engine, stored: Stored, tree: Mapping[str, Mapping[str, Any]]) -> None:
+    for key, node in tree.get(BESIDE, {}).items():
+        engine.optimizer.state[key] = decoded(node, None, engine.device, near=False)
     for group in engine.optimizer.param_groups:
         near = bool(group.get("capturable") or group.get("fused"))
         known = optimized(engine)

@@ -29,6 +29,9 @@ Node = list[Any]
 Options = list[dict[str, Any]]  # of each param group, its parameters left out
 
 
+BESIDE = ""  # in the place of a weight's name: state that belongs to none
+
+
 class NoJson(Exception):
     """A value that has no form here."""
 
@@ -42,12 +45,28 @@ def state_of(engine: Engine) -> tuple[dict[str, dict[str, Node]], list[Holding]]
     holdings: list[Holding] = []
     known = optimized(engine)
     for param, state in engine.optimizer.state.items():
+        if id(param) not in known:
+            tree.setdefault(BESIDE, {})[str(param)] = _beside(param, state)
+            continue
         name, piece, master = known[id(param)]
         tree[name] = {
             str(key): _encoded(value, f"optimizer/{name}/{key}", piece, master, holdings)
             for key, value in state.items()
         }
     return tree, holdings
+
+
+def _beside(key: Any, value: Any) -> Node:
+    """What an optimizer keeps under a name of its own, beside the state of weights."""
+    try:
+        if not isinstance(key, str):
+            raise NoJson
+        return plain_node(value)
+    except NoJson:
+        raise RefusedPlan(
+            f"the optimizer keeps state under {str(key)[:40]!r}, which is none of its weights, and not as numbers and "
+            "text: a checkpoint has no place for it"
+        ) from None
 
 
 def _encoded(value: Any, key: str, piece: Piece, master: torch.Tensor, holdings: list[Holding]) -> Node:

@@ -16,6 +16,7 @@ import json
 import mmap
 import os
 import secrets
+import tempfile
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ from shardwise.checkpoint.publish import Work
 from shardwise.comm import gather_json, gather_rows
 from shardwise.engine.ema import Ema
 from shardwise.engine.engine import Engine
-from shardwise.errors import RunError
+from shardwise.errors import RefusedPlan, RunError
 
 SPLIT_BYTES = 2**16  # a piece of fewer bytes is written by one of the ranks that hold it
 SLACK = 1.02  # of the bytes to be written, that must be free
@@ -54,7 +55,9 @@ class _Share:
 
 
 class Saver:
-    """Checkpoints of an engine below `folder`. Every rank makes one and calls it at the same steps.
+    """Checkpoints of an engine below `folder`. Every rank makes one, before the first step and before `restore`.
+
+    Options of param groups that move later are state, and put back by `restore`. Every rank calls it at the same steps.
 
     keep        published checkpoints that stay
     background  a process writes while training goes on; else `save` returns when the checkpoint is published
@@ -81,7 +84,7 @@ class Saver:
         self._shares: dict[str, _Share] = {}
         self._header = b""
         self._total_bytes = 0  # of all ranks
-        self._file = os.memfd_create("shardwise-checkpoint", os.MFD_CLOEXEC)
+        self._file = _memory_file()
         self._buffer: mmap.mmap | None = None
         self._writer: Writer | None = None
         self._made = False  # the folder
@@ -96,11 +99,7 @@ class Saver:
         this one.
         """
         self.finish()
-        self._make_folder()
-        tree, of_optimizer = state_of(self.engine)
-        engine = self.engine
-        holdings = [*weights(engine), *of_optimizer, *averages(engine, self.ema)]
-        holdings += generators(engine.rank, engine.device)
+        holdings, tree = self._held()
         self._settle(holdings)
         self._check_space()
         work = self._work(holdings, tree, fields or {})
@@ -111,11 +110,23 @@ class Saver:
         else:
             self._agreed(lambda: publish.write_and_publish(work, memoryview(self._mapped()), self.disk))
 
-    def _make_folder(self) -> None:
-        if self.engine.rank == 0 and not self._made:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            publish.clear(self.folder, self.disk)
-        self._made = True
+    def _held(self) -> tuple[list[Holding], Fields]:
+        """This rank's tensors, and the optimizer's state as a tree. Raises on every rank what one has no form for."""
+        engine, error = self.engine, ""
+        holdings: list[Holding] = []
+        tree: Fields = {}
+        try:
+            tree, of_optimizer = state_of(engine)
+            holdings = [*weights(engine), *of_optimizer, *averages(engine, self.ema)]
+            holdings += generators(engine.rank, engine.device)
+            for holding in holdings:
+                _ = holding.dtype  # that it has a name
+        except RefusedPlan as problem:
+            error = str(problem)
+        told = gather_json(error, engine.mesh.world, engine.device)
+        if any(told):
+            raise RefusedPlan(next(word for word in told if word))
+        return holdings, tree
 
     def _work(self, holdings: list[Holding], tree: Fields, fields: Fields) -> Work:
         engine = self.engine
@@ -191,13 +202,21 @@ class Saver:
                 place.copy_(holding.flat()[share.first : share.last])
 
     def _check_space(self) -> None:
-        """Raise where the disk has not the bytes, before anything is written."""
-        free = 0.0
+        """Raise where the folder cannot be made or the disk has not the bytes, before anything is written."""
+        free, error = 0, ""
         if self.engine.rank == 0:
-            stat = os.statvfs(self.folder)
-            free = float(stat.f_bavail * stat.f_frsize)
-        rows = gather_rows(torch.tensor([free], dtype=torch.float64, device=self.engine.device), self.engine.mesh.world)
-        free = float(rows[0, 0])
+            try:
+                if not self._made:
+                    self.folder.mkdir(parents=True, exist_ok=True)
+                    publish.clear(self.folder, self.disk)
+                stat = os.statvfs(self.folder)
+                free = stat.f_bavail * stat.f_frsize
+            except OSError as problem:
+                error = f"{self.folder}: {problem.strerror}"
+        free, error = gather_json([free, error], self.engine.mesh.world, self.engine.device)[0]
+        if error:
+            raise RunError(f"no checkpoint of step {self.engine.steps_done} was written: {error}")
+        self._made = True
         if free < SLACK * self._total_bytes:
             raise RunError(
                 f"no checkpoint of step {self.engine.steps_done} was written: it needs "
@@ -216,8 +235,7 @@ class Saver:
 
     def prepare(self) -> None:
         """Start the writer and make the buffer now, before the first step; look for space. Collective."""
-        self._make_folder()
-        self._settle([*weights(self.engine), *state_of(self.engine)[1], *averages(self.engine, self.ema)])
+        self._settle(self._held()[0])
         self._check_space()
         if self.background:
             self._started()
@@ -259,6 +277,14 @@ class Saver:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
+
+
+def _memory_file() -> int:
+    """A descriptor of memory that another process can be given; of a file without a name where there is no such."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("shardwise-checkpoint", os.MFD_CLOEXEC)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
 
 
 def assigned(everybody: list[list[list[Any]]]) -> list[list[tuple[str, str, int, int]]]:

@@ -57,7 +57,8 @@ def memory(state: RankState) -> dict[str, int | None]:
     masters += list(state.owners.masters.values()) if state.owners is not None else []
     parameters = [*state.module.parameters(), *masters]
     gradients = [p.grad for p in parameters] + state.technique.gradient_buffers()
-    held = [v for s in state.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+    found = state.optimizer.state.values()  # of weights, and what an optimizer keeps under names of its own
+    held = [v for s in found for v in (s.values() if isinstance(s, dict) else (s,)) if isinstance(v, torch.Tensor)]
     return {
         "parameters": storage_bytes(parameters),
         "gradients": storage_bytes(gradients),

@@ -27,7 +27,7 @@ from shardwise.comm import gather_json, gather_rows
 from shardwise.data import Loader
 from shardwise.engine.ema import Ema
 from shardwise.engine.engine import Engine
-from shardwise.errors import InputError, RunError
+from shardwise.errors import InputError, RefusedPlan, RunError
 from shardwise.training.job import Job
 from shardwise.training.resume import CHECKPOINTS, STOPPED, changes, settings_of
 
@@ -77,7 +77,6 @@ class Keeper:
         self.every, self.minutes = config.checkpoint_every, config.checkpoint_minutes
         self.stopping = Stopping(job.launched)
         self.saver: Saver | None = None
-        self.stopped = False
         self.first = 0  # the first step of this run
         self.first_loss: float | None = None  # of the run that goes on
         self._saves = self._failures = 0
@@ -169,10 +168,10 @@ class Keeper:
             due = due or by_time
         if due or stop:
             self._save(first_loss)
-        if stop:
+        if stop and self.saver is not None:
             self._finish_save(final=True)
-            self.stopped = True
-        return stop
+            return True
+        return False
 
     def _look(self, done: int) -> tuple[bool, bool]:
         """(whether any rank was asked to stop, whether a save is due by time); takes in a save that is over."""
@@ -206,6 +205,13 @@ class Keeper:
             self._waited_for = False
         except RunError as error:
             self._failed(error)
+        except RefusedPlan as error:
+            if self.every:
+                raise
+            self.engine.notices.append(f"no checkpoints are made: {error}")
+            self.stopping.stop()
+            self.saver.close()
+            self.saver = None
 
     def _finish_save(self, final: bool = False) -> None:
         """Wait for the save under way; a failure is told, the second in a row (or the last save's) is raised."""
@@ -229,7 +235,8 @@ class Keeper:
         """After the last step: a last checkpoint, where there were others. Collective."""
         if self.saver is not None and (self.every or self._saves or self.job.resume is not None):
             self._save(first_loss)
-            self._finish_save(final=True)
+            if self.saver is not None:
+                self._finish_save(final=True)
 
     def close(self) -> None:
         """Let go of signals and of the writer."""

@@ -132,11 +132,11 @@ class _Rank:
             if self.keeper.after(step, self.first_loss):
                 return self._stopped(step)
         seconds = time.monotonic() - started
-        self.keeper.end(self.first_loss)
         self.engine.save_weights(self.job.folder / WEIGHTS)
         if self.ema is not None:
             with self.ema.applied():
                 self.engine.save_weights(self.job.folder / EMA_WEIGHTS)
+        self.keeper.end(self.first_loss)  # after the weights, which a disk that is full now should not cost
         text = written_text(self.engine, self.task, self.job.effective.config)
         summary = self._summary(seconds, text)
         if self.engine.rank == 0:
