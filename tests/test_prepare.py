@@ -178,7 +178,8 @@ SHORT = [("char_gpt", PLANS_2[3]), ("char_gpt", PLANS_2[1]), ("causal_lm", PLANS
          ("gan", PLANS_2[0]), ("lstm_lm", PLANS_2[1]), ("transformer_lm", PLANS_2[2]), ("unet3d", PLANS_2[3]),
          ("diffusion_ema", PLANS_2[3]), ("graph_net", "dp_shard=4,zero=3"), ("detector", PLANS_2[0]),
          ("reinforce", PLANS_2[2]), ("distillation", "dp_shard=4,zero=3"), ("neural_operator", PLANS_2[1]),
-         ("augmented", PLANS_2[0]), ("lora", PLANS_2[3]), ("early_stopping", PLANS_2[1])]  # fmt: skip
+         ("augmented", PLANS_2[0]), ("unet_dice", "dp_replicate=4"),
+         ("two_optimizers", PLANS_2[3]), ("lora", PLANS_2[3]), ("early_stopping", PLANS_2[1])]  # fmt: skip
 CUT = [("char_gpt", "tp=2,dp_shard=2"), ("causal_lm", "tp=2,sp=true"), ("image_classifier", "tp=2,dp_shard=2"),
        ("unet", "tp=2,dp_shard=2"), ("diffusion", "tp=2"), ("seq2seq", "tp=2")]  # fmt: skip
 PLANS_CUT = ("tp=2", "tp=2,sp=true", "tp=2,dp_shard=2", "tp=2,dp_shard=2,zero=1", "tp=2,dp_replicate=2")
@@ -188,7 +189,7 @@ REST = [
     (name, plan) for name in CHANGES for plan in (*PLANS_2, *PLANS_4, *PLANS_CUT) if (name, plan) not in SHORT + CUT
 ]
 # what is refused, in one sentence, and why
-NO_PRODUCT = ("gan", "neural_operator", "unet3d", "augmented")  # whose weights tp cannot cut
+NO_PRODUCT = ("gan", "neural_operator", "unet3d", "unet_dice", "augmented")  # whose weights tp cannot cut
 REFUSED = {
     "unet_dice": "no sum or mean over samples",
     "contrastive": "no sum or mean over samples",
@@ -199,9 +200,9 @@ REFUSED = {
 def refusal(name: str, plan: str) -> str | None:
     """What a script is told under a plan, None where it runs."""
     plan_ = shardwise.Plan.parse(plan)
-    if name in MIXING and plan_.dp_replicate * plan_.dp_shard == 1:
-        return None
-    return REFUSED.get(name, "can be cut|known to be right" if plan_.tp > 1 and name in NO_PRODUCT else None)
+    if plan_.tp > 1 and name in NO_PRODUCT:
+        return "can be cut|known to be right"
+    return None if name in MIXING and plan_.dp_replicate * plan_.dp_shard == 1 else REFUSED.get(name)
 
 
 def check(name: str, plan: str, alone: dict, pool: RankPool, tmp_path: Path) -> None:

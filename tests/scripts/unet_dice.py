@@ -7,8 +7,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 torch.manual_seed(8)
 torch.set_default_dtype(torch.float64)
-images, masks = torch.randn(12, 1, 8, 8), torch.randint(0, 2, (12, 8, 8)).double()
-loader = DataLoader(TensorDataset(images, masks), batch_size=4, shuffle=True)
+images, masks = torch.randn(16, 1, 8, 8), torch.randint(0, 2, (16, 8, 8)).double()
+loader = DataLoader(TensorDataset(images, masks), batch_size=8, shuffle=True)
 
 
 def dice_coeff(input, target, epsilon=1e-6):
