@@ -76,7 +76,7 @@ CASES = [
     (bug("start", "engine.materialise:fill_parameters", "value = value_of(name)", "value = 2 * value_of(name)",
          "shardwise.models.tasks:mlp", "dp_replicate=2", (1,)),
      "before the first step: initial value of 'layers.0.weight', rank 1: off by 1.0e+00; a factor of 2"),
-    (bug("norm", "step.normalise:normalise", "agreed.square_norms[: state.plan.dp_shard]", "agreed.square_norms[:1]",
+    (bug("norm", "step.normalise:normalise", "agreed.square_norms[: state.mesh.shard.size]", "agreed.square_norms[:1]",
          "shardwise.models.tasks:mlp", "dp_shard=2,zero=2"), "step 0: the gradient's norm, of equal gradients"),
     (bug("tp", "part.products:_product", "batch + 1), _share(b, lead, batch)), lead.axis",
          "batch + 1), _share(b, lead, batch)) / 2, lead.axis", "shardwise.models.tasks:decoder_tied", "tp=2"),
