@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from shardwise.comm import Axis, Pending, receive, send
+from shardwise.parallel.sequence.kernels import attended, finite, gradients, wide
 from shardwise.part import Owners, Part, Sum, Uncut
 from shardwise.part.levels import Distributed
 from shardwise.part.tensor import gather, share_of
@@ -219,26 +220,13 @@ def _pairs(call: _Call, source: int) -> Iterator[tuple[Range, Range, Range, Rang
                 yield q, k, q_here, k_here, "causal"
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _scores(q: torch.Tensor, k: torch.Tensor, bias: torch.Tensor | None, scale: float) -> torch.Tensor:
-    """(B, H, s, t), in the wide dtype."""
-    wide = _wide(q.dtype)
-    scores = torch.matmul(q.to(wide), k.to(wide).transpose(-1, -2)) * scale
-    if bias is None:
-        return scores
-    return scores.masked_fill(~bias, -torch.inf) if bias.dtype is torch.bool else scores + bias
-
-
 def _bias(call: _Call, mask: torch.Tensor | None, q: Range, k: Range, kind: str, device: torch.device) -> Any:
-    """The mask of one pair of runs, causality in it."""
+    """The mask of one pair of runs; causality is in it where the pair lies across the diagonal."""
     part = None
     if mask is not None:
         part = mask if mask.shape[-2] == 1 else mask[..., q[0] : q[1], :]
         part = part if part.shape[-1] == 1 else part[..., k[0] : k[1]]
-    if kind == "full":
+    if kind != "causal":
         return part
     allowed = torch.arange(*q, device=device).unsqueeze(1) >= torch.arange(*k, device=device)
     if part is None:
@@ -268,30 +256,23 @@ def _forward(
     reads: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """(output (B, H, s, D) in q's dtype, log-sum-exp (B, H, s) in the wide one) of this rank's queries."""
-    wide, heads = _wide(q.dtype), q.shape[HEADS]
-    output = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=wide, device=q.device)
-    lse = torch.full(q.shape[:-1], -torch.inf, dtype=wide, device=q.device)
+    dtype, heads = wide(q.dtype), q.shape[HEADS]
+    output = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=dtype, device=q.device)
+    lse = torch.full(q.shape[:-1], -torch.inf, dtype=dtype, device=q.device)
     for source, (key, value) in _blocks(call, (k, v)):
         for at, of, here, there, kind in _pairs(call, source):
             rows, columns = slice(*here), slice(*there)
             if not (here[1] - here[0]) * (there[1] - there[0]):
                 continue
             bias = _bias(call, mask, at, of, kind, q.device)
-            scores = _scores(q[:, :, rows], _expanded(key[:, :, columns], heads, reads), bias, call.scale)
-            found = torch.logsumexp(scores, -1)
-            weights = (scores - _finite(found).unsqueeze(-1)).exp()
-            mine = torch.matmul(weights, _expanded(value[:, :, columns], heads, reads).to(wide))
+            keys, values = (_expanded(t[:, :, columns], heads, reads).to(dtype) for t in (key, value))
+            mine, found = attended(q[:, :, rows].to(dtype), keys, values, bias, kind == "diagonal", call.scale)
             merged = torch.logaddexp(lse[:, :, rows], found)
-            base = _finite(merged)
+            base = finite(merged)
             output[:, :, rows] = output[:, :, rows] * (lse[:, :, rows] - base).exp().unsqueeze(-1)
-            output[:, :, rows] += mine * (_finite(found) - base).exp().unsqueeze(-1) * found.isfinite().unsqueeze(-1)
+            output[:, :, rows] += mine * (finite(found) - base).exp().unsqueeze(-1) * found.isfinite().unsqueeze(-1)
             lse[:, :, rows] = merged
     return output.to(q.dtype), lse
-
-
-def _finite(lse: torch.Tensor) -> torch.Tensor:
-    """Rows that nothing may be read by have a log-sum-exp of -inf: 0 in its place, where differences are taken."""
-    return torch.where(lse.isinf(), torch.zeros_like(lse), lse)
 
 
 def _backward(
@@ -299,30 +280,28 @@ def _backward(
     output: torch.Tensor, lse: torch.Tensor, reads: torch.Tensor | None, wants_mask: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """Gradients of queries, keys, values and of a mask that is added, whose rows are this rank's."""
-    wide, heads = _wide(q.dtype), q.shape[HEADS]
-    dq = torch.zeros_like(q, dtype=wide)
-    dmask = torch.zeros_like(mask, dtype=wide) if wants_mask and mask is not None else None
-    dout = gradient.to(wide)
-    delta = (dout * output.to(wide)).sum(-1, keepdim=True)
-    base = _finite(lse).unsqueeze(-1)
+    dtype, heads = wide(q.dtype), q.shape[HEADS]
+    dq = torch.zeros_like(q, dtype=dtype)
+    dmask = torch.zeros_like(mask, dtype=dtype) if wants_mask and mask is not None else None
+    dout, output = gradient.to(dtype), output.to(dtype)
 
     def block(source: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        dk, dv = torch.zeros_like(key, dtype=wide), torch.zeros_like(value, dtype=wide)
+        dk, dv = torch.zeros_like(key, dtype=dtype), torch.zeros_like(value, dtype=dtype)
         for at, of, here, there, kind in _pairs(call, source):
             rows, columns = slice(*here), slice(*there)
             if not (here[1] - here[0]) * (there[1] - there[0]):
                 continue
             bias = _bias(call, mask, at, of, kind, q.device)
-            keys = _expanded(key[:, :, columns], heads, reads).to(wide)
-            values = _expanded(value[:, :, columns], heads, reads).to(wide)
-            weights = (_scores(q[:, :, rows], keys, bias, call.scale) - base[:, :, rows]).exp()
-            dv[:, :, columns] += _collapsed(weights.transpose(-1, -2) @ dout[:, :, rows], dv.shape[HEADS], reads)
-            ds = weights * (dout[:, :, rows] @ values.transpose(-1, -2) - delta[:, :, rows])
-            dq[:, :, rows] += ds @ keys * call.scale
-            grown = ds.transpose(-1, -2) @ q[:, :, rows].to(wide) * call.scale
-            dk[:, :, columns] += _collapsed(grown, dk.shape[HEADS], reads)
-            if dmask is not None:
-                _add_mask(dmask, ds, at, of)
+            keys, values = (_expanded(t[:, :, columns], heads, reads).to(dtype) for t in (key, value))
+            of_q, of_k, of_v, of_scores = gradients(
+                dout[:, :, rows], q[:, :, rows].to(dtype), keys, values, output[:, :, rows], lse[:, :, rows], bias,
+                kind == "diagonal", call.scale,
+            )  # fmt: skip
+            dq[:, :, rows] += of_q
+            dk[:, :, columns] += _collapsed(of_k, dk.shape[HEADS], reads)
+            dv[:, :, columns] += _collapsed(of_v, dv.shape[HEADS], reads)
+            if dmask is not None and of_scores is not None:
+                _add_mask(dmask, of_scores, at, of)
         return dk, dv
 
     dk, dv = _gradients_around(call, (k, v), block)

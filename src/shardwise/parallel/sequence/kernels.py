@@ -1,0 +1,71 @@
+"""Attention of one block of queries and keys, with the log of the sum of exponents by which blocks are merged.
+
+A fused kernel does it where there is one that returns that sum: on a CPU, for blocks without a mask and for those on
+the diagonal of a causal one. Otherwise the block's scores (B, H, s, t) are written.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_fused_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which blocks are computed and merged: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def finite(lse: torch.Tensor) -> torch.Tensor:
+    """Rows that may read nothing have a log-sum-exp of -inf: 0 in its place, where differences are taken."""
+    return torch.where(lse.isinf(), torch.zeros_like(lse), lse)
+
+
+def _is_fused(q: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    return q.device.type == "cpu" and bias is None and q.shape[-1] == v.shape[-1] and q.shape[1] > 0
+
+
+def _scores(q: torch.Tensor, k: torch.Tensor, bias: torch.Tensor | None, causal: bool, scale: float) -> torch.Tensor:
+    scores = torch.matmul(q, k.transpose(-1, -2)) * scale
+    if causal:
+        s, t = scores.shape[-2:]
+        below = torch.ones(s, t, dtype=torch.bool, device=q.device).tril()
+        scores = scores.masked_fill(~below, -torch.inf)
+    if bias is None:
+        return scores
+    return scores.masked_fill(~bias, -torch.inf) if bias.dtype is torch.bool else scores + bias
+
+
+def attended(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(output (B, H, s, D), log-sum-exp (B, H, s)) of queries (B, H, s, D) and keys (B, H, t, D), in one wide dtype.
+
+    bias    True where a key may be read, or what is added to scores; broadcast to (B, H, s, t)
+    causal  the block lies on the diagonal: row i reads columns up to i
+    """
+    if _is_fused(q, v, bias):
+        return _fused(q, k, v, 0.0, causal, scale=scale)
+    scores = _scores(q, k, bias, causal, scale)
+    lse = torch.logsumexp(scores, -1)
+    return torch.matmul((scores - finite(lse).unsqueeze(-1)).exp(), v), lse
+
+
+def gradients(
+    gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, output: torch.Tensor, lse: torch.Tensor,
+    bias: torch.Tensor | None, causal: bool, scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """Gradients of a block's queries, keys and values, and of its scores where they were written.
+
+    output, lse  those of the whole row, merged over all blocks
+    """
+    if _is_fused(q, v, bias):
+        found = _fused_backward(gradient, q, k, v, output, lse, 0.0, causal, scale=scale)
+        return (*found, None)
+    weights = (_scores(q, k, bias, causal, scale) - finite(lse).unsqueeze(-1)).exp()
+    delta = (gradient * output).sum(-1, keepdim=True)
+    of_scores = weights * (torch.matmul(gradient, v.transpose(-1, -2)) - delta)
+    dq = torch.matmul(of_scores, k) * scale
+    dk = torch.matmul(of_scores.transpose(-1, -2), q) * scale
+    return dq, dk, torch.matmul(weights.transpose(-1, -2), gradient), of_scores
