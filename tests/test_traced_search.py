@@ -96,7 +96,7 @@ def test_micro_batches_are_all_that_divide_a_small_share() -> None:
 
     assert micro_batches(12) == [1, 2, 3, 4, 6, 12]
     assert micro_batches(7) == [1, 7]
-    assert micro_batches(256) == [1, 2, 4, 8, 16, 32, 64], "a large share has enough powers of two"
+    assert micro_batches(384) == [1, 2, 4, 8, 16, 32, 64, 128, 384], "a large share has enough powers of two"
     assert {each.micro_batch for each in data_layouts(4, 48, 4, ["none"])} == {1, 2, 3, 4, 6, 12}
 
 

@@ -130,23 +130,22 @@ def plan(answer: Answer, task: str, **words: Any) -> None:
 @common
 @click.pass_obj
 def simulate(answer: Answer, task: str, plan_text: str, **words: Any) -> None:
-    """One step of one plan at any scale: time, MFU, exposed communication, bubble, memory by stage. Nothing is run."""
+    """One step of one plan at any scale: time, MFU, exposed communication, bubble, memory by stage. Nothing is run.
+
+    Exit code 0 when the plan fits its devices, 3 when it does not.
+    """
     from shardwise.cluster import Cluster
-    from shardwise.layout import Plan
-    from shardwise.planner.door import layout_of
+    from shardwise.planner.door import check_devices, layout_of, plan_for, possible
     from shardwise.planner.text import forecast_lines, rank_map
     from shardwise.simulator import goodput, page, timeline
 
-    cluster, parsed = Cluster.parse(words["cluster"]), Plan.parse(plan_text)
+    cluster, parsed = Cluster.parse(words["cluster"]), plan_for(task, plan_text)
     answer.fields.update(plan=str(parsed), world_size=parsed.world_size)
-    if parsed.world_size > cluster.world_size:
-        raise InputError(f"plan {parsed} needs {parsed.world_size} devices; {cluster} has {cluster.world_size}")
+    check_devices(parsed, cluster)
     subject, batch = _subject(task, cluster, words, parsed.precision, parsed)
     layout = layout_of(parsed, subject)
-    forecast = subject.simulate(layout)
-    answer.fields.update(
-        forecast.as_dict(), cluster=cluster.as_dict(), fits=forecast.needed_bytes <= cluster.device.memory_bytes
-    )
+    forecast = possible(subject.simulate(layout))
+    answer.fields.update(forecast.as_dict(), cluster=cluster.as_dict(), fits=forecast.fits(cluster.device.memory_bytes))
     lines = [
         f"{subject.name} under {parsed} on {cluster}, {batch}",
         *subject.remarks,
@@ -154,6 +153,7 @@ def simulate(answer: Answer, task: str, plan_text: str, **words: Any) -> None:
         *rank_map(layout, cluster),
     ]
     if not answer.fields["fits"]:
+        answer.code = 3
         lines.append(
             f"DOES NOT FIT: {forecast.needed_bytes / 1e9:.1f} GB of {cluster.device.memory_bytes / 1e9:.1f} GB"
         )
@@ -170,9 +170,9 @@ def simulate(answer: Answer, task: str, plan_text: str, **words: Any) -> None:
         answer.fields["goodput"] = found
         lines += goodput.lines(found)
     if words["price"] is not None:
-        cost = words["price"] * parsed.world_size / 3600 / forecast.tokens_per_s * 1e6
-        answer.fields["cost_per_million_tokens"] = cost
-        lines.append(f"cost of a million tokens: {cost:.4g} (at {words['price']:g} for a device and hour)")
+        cost, what = forecast.cost_per_million(words["price"])
+        answer.fields[f"cost_per_million_{what}"] = cost
+        lines.append(f"cost of a million {what}: {cost:.4g} (at {words['price']:g} for a device and hour)")
     title, memory = f"{subject.name}, {parsed}", cluster.device.memory_bytes
     for option, write in (("trace", timeline.chrome), ("html", partial(page.page, capacity=memory))):
         if words[option]:
@@ -195,7 +195,7 @@ def compare(answer: Answer, task: str, plans: str, **words: Any) -> None:
     rank receives in a step, and the loss after the last one.
     """
     from shardwise.cluster import Cluster
-    from shardwise.layout import Plan
+    from shardwise.planner.door import plan_for
     from shardwise.planner.text import table
 
     if words["measure"]:
@@ -204,7 +204,7 @@ def compare(answer: Answer, task: str, plans: str, **words: Any) -> None:
     rows: list[list[str]] = []
     found: list[dict[str, Any]] = []
     for text in filter(None, (part.strip() for part in plans.split(";"))):
-        parsed = Plan.parse(text)
+        parsed = plan_for(task, text)
         cells, fields = _forecast_row(task, cluster, parsed, words)
         if words["measure"]:
             more, measured = _measured_row(task, parsed, fields)
@@ -225,16 +225,16 @@ def compare(answer: Answer, task: str, plans: str, **words: Any) -> None:
 def _forecast_row(task: str, cluster: Cluster, plan: Plan, words: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
     """Cells and fields of one plan's forecast, or why there is none."""
     from shardwise.errors import ShardwiseError
-    from shardwise.planner.door import check_devices, layout_of
+    from shardwise.planner.door import check_devices, layout_of, possible
     from shardwise.planner.units import bytes_text, seconds_text
 
     try:
         check_devices(plan, cluster)
         subject, _ = _subject(task, cluster, words, plan.precision, plan)
-        forecast = subject.simulate(layout_of(plan, subject))
+        forecast = possible(subject.simulate(layout_of(plan, subject)))
     except ShardwiseError as error:
         return ["-", "-", "-", "-", str(error)], {"error": str(error)}
-    fits = forecast.needed_bytes <= cluster.device.memory_bytes
+    fits = forecast.fits(cluster.device.memory_bytes)
     most = max(forecast.parts, key=lambda name: forecast.parts[name] if name != "compute" else 0.0)
     cells = [
         seconds_text(forecast.step_s), f"{forecast.mfu:.1%}", bytes_text(forecast.needed_bytes),

@@ -61,6 +61,13 @@ def _own_rates(
     return {width: tuple(sorted(points.items())) for width, points in found.items()}
 
 
+def peak_tflops(device: Device, dtype: str) -> float:
+    """The data sheet's rate for a dtype."""
+    if dtype == "fp32" and device.fp32_tflops is not None:
+        return device.fp32_tflops.value
+    return device.bf16_tflops.value / (2 if dtype == "fp32" else 1)
+
+
 @dataclass(frozen=True)
 class Kernels:
     """Times of kernels on one device, in seconds.
@@ -81,6 +88,14 @@ class Kernels:
         if self.device.products:
             return measured_products(self.device.products, self.dtype)
         return gemm_table(self.device.table) if self.device.table and self.dtype == "bf16" else None
+
+    @property
+    def best_tflops(self) -> float:
+        """The best product measured on such a device, else the data sheet's rate: no step computes faster."""
+        if self.table is None:
+            return peak_tflops(self.device, self.dtype)
+        quicker = min(1.0, self.factor("product"))  # than a product alone, inside a step of a device that was probed
+        return max(self.table.best, peak_tflops(self.device, self.dtype) if not self.device.products else 0) / quicker
 
     @property
     def basis(self) -> str:

@@ -15,7 +15,7 @@ from shardwise.costs.shapes import Shape
 from shardwise.layout import Plan
 from shardwise.layout.schedule_kinds import KINDS
 
-MOST_MICRO = 64  # samples of a micro-batch
+MOST_TOKENS = 2**19  # of a micro-batch of a decoder: no device holds more; a traced sample is as long as it is
 FEW = 128  # samples of a rank: up to here every divisor is looked at, beyond the powers of two
 SWITCHES = ("compile", "tp_overlap", "reduce_dtype")  # of a plan: as asked for, never searched
 MOST_SHARES, MOST_STAGES = 8, 4  # of tp or ep, and of pp, for a traced task, unless the user asks for more
@@ -58,10 +58,11 @@ def divisors(n: int) -> list[int]:
 
 
 @cache
-def micro_batches(samples: int) -> list[int]:
-    """Sizes of micro-batch to look at, where a rank is dealt so many samples."""
+def micro_batches(samples: int, most: int | None = None) -> list[int]:
+    """Sizes of micro-batch to look at, where a rank is dealt so many samples: all of them at once among them."""
     powers = samples > FEW
-    return [d for d in divisors(samples) if d <= MOST_MICRO and not (powers and d & (d - 1))]
+    found = [d for d in divisors(samples) if d == samples or not (powers and d & (d - 1))]
+    return [d for d in found if most is None or d <= most]
 
 
 def decoder_layouts(
@@ -90,7 +91,7 @@ def _limit(values: list[int], most: int, fixed: object | None) -> list[int]:
 
 def _data(shape: Shape, base: Layout, dp: int, per_rank: int, node: int) -> Iterator[Layout]:
     for zero, shard in _sharding(base, dp, node):
-        for micro in micro_batches(per_rank):
+        for micro in micro_batches(per_rank, max(64, MOST_TOKENS // base.seq)):
             for recompute in RECOMPUTES:
                 for schedule, chunks in _schedules(shape, base.pp, per_rank // micro):
                     for ep in _experts(shape, base, shard, node):
@@ -188,10 +189,12 @@ def _dealt_over(batch: int, dp: int) -> list[tuple[int, int]]:
     if batch % dp == 0:
         return [(micro, batch // dp // micro) for micro in micro_batches(batch // dp)]
     found = []
-    for micro in range(1, min(-(-batch // dp), MOST_MICRO) + 1):
+    most = -(-batch // dp)
+    powers = [2**place for place in range(most.bit_length())]
+    for micro in sorted({*powers, *([3] if most >= 3 else []), most}):
         n_micro = -(-batch // (dp * micro))
         fits = -(-batch // (dp * n_micro)) == micro  # else the same number of them is smaller ones
-        if fits and batch // n_micro >= dp and (micro in (1, 3) or micro & (micro - 1) == 0 or n_micro == 1):
+        if fits and batch // n_micro >= dp:
             found.append((micro, n_micro))
     return found
 

@@ -12,7 +12,7 @@ from shardwise.config import BUILTINS
 from shardwise.costs.layout import Layout, of_plan
 from shardwise.costs.shapes import Shape
 from shardwise.costs.software import Software, software
-from shardwise.errors import InputError
+from shardwise.errors import InputError, ShardwiseError
 from shardwise.layout import Plan
 from shardwise.planner import decoders, units
 from shardwise.planner.progress import Say, silent
@@ -126,6 +126,15 @@ class _Where:
         raise InputError(f"{path} ({found.tasks[0].name}) on {found.samples[0]}: {told[0]}{found.hint}") from told[0]
 
 
+def plan_for(task: str | Task | Callable[[], Task], plan: str | Plan) -> Plan:
+    """The plan; of a text that names no precision, for a model by name or configuration, in bf16 as `plan` searches."""
+    parsed = Plan.parse(plan)
+    if isinstance(plan, Plan) or not is_shape(task):
+        return parsed
+    said = Path(plan.strip()).read_text() if plan.strip().endswith(".toml") else plan
+    return parsed if "precision" in said else parsed.with_(precision="bf16")
+
+
 def check_devices(plan: Plan, cluster: Cluster) -> None:
     """Raise `InputError` for a plan of more ranks than the cluster has devices."""
     if plan.world_size > cluster.world_size:
@@ -171,9 +180,16 @@ def simulate(
     software: str = "shardwise",
 ) -> Forecast:
     """One step of one plan: time by part, memory by stage, timeline, and what each figure rests on."""
-    where, parsed = Cluster.parse(cluster), Plan.parse(plan)
+    where, parsed = Cluster.parse(cluster), plan_for(task, plan)
     check_devices(parsed, where)
     subject = subject_of(
         task, where, global_batch=global_batch, seq=seq, precision=parsed.precision, software_name=software, plan=parsed
     )
-    return subject.simulate(layout_of(parsed, subject))
+    return possible(subject.simulate(layout_of(parsed, subject)))
+
+
+def possible(forecast: Forecast) -> Forecast:
+    """The forecast; raises where it is faster than any device computes, which is a defect of ours."""
+    if forecast.impossible:
+        raise ShardwiseError(forecast.impossible)
+    return forecast

@@ -18,7 +18,7 @@ from shardwise.costs.layout import Layout
 from shardwise.costs.memory import CONTEXT_BYTES, Ledger
 from shardwise.costs.shapes import Shape
 from shardwise.costs.software import Software, as_planned
-from shardwise.errors import InputError, RefusedPlan
+from shardwise.errors import InputError, RefusedPlan, ShardwiseError
 from shardwise.layout import Plan, check
 from shardwise.planner.candidates import Constraints, axes, decoder_layouts, family, micro_batches, plan_of
 from shardwise.planner.units import bytes_text, seconds_text
@@ -30,6 +30,8 @@ SIXTEEN_BITS = ("bf16", "bf16-full", "fp16")
 WITHIN = 1.03  # plans this close count as equal, and the simpler one comes first
 MOST_AWAY = 4096  # samples, of the nearest batch that would do
 LOOKED_AT = 200  # layouts of each other batch
+MOST_TOLD, FEW_VALUES = 20_000, 12  # layouts, and values of a field, for a message on what there is
+EXACT = 3  # proposals in front that are forecast from traces of their own micro-batch
 SIMULATED = 24  # of all that fit, the best by estimate; beside them the best of each family
 
 
@@ -62,6 +64,7 @@ class Search:
     considered: int = 0
     fitted: int = 0
     seconds: float = 0.0
+    capacity: float = 0.0  # bytes of a device that a plan could have
 
     @property
     def best(self) -> Proposal:
@@ -85,6 +88,8 @@ class Subject:
     # the same with another global batch, where that is cheap to ask for
     with_batch: Callable[[int], Subject] | None = None
     reading: Callable[[], Reading] | None = None  # times the task's input
+    # the same as `simulate`, from traces of the very micro-batch, where others are on a line between two
+    exact: Callable[[Layout], Forecast] | None = None
     sample: str = ""  # made up for a model without data, in words
     head: str = ""  # of transformers, for a model that was built of a configuration
 
@@ -160,8 +165,8 @@ def search(
             f"{bytes_text(capacity)} on each device; use more devices, a smaller batch or sequence, or LoRA"
         )
     fits.sort(key=lambda item: item[0])
-    proposals = _ranked(subject, fits, precision)
-    result = Search(proposals, _lost(proposals, tightest, capacity), [], considered, len(fits))
+    proposals = _ranked(subject, fits, precision, capacity)
+    result = Search(proposals, _lost(proposals, tightest, capacity), [], considered, len(fits), capacity=capacity)
     result.lost |= _never(subject, cluster, tightest, proposals[0])
     result.notes = notes(subject, cluster, result, capacity)
     result.seconds = time.monotonic() - began
@@ -251,6 +256,8 @@ def _alone(subject: Subject, like: Layout, capacity: float) -> tuple[Layout, flo
 
 def _nothing(subject: Subject, cluster: Cluster, constraints: Constraints) -> str:
     """Why there was nothing to look at, and the nearest batch for which there would be."""
+    if constraints.fixed and (why := _not_among(subject, cluster.world_size, constraints)):
+        return why
     why = "no plan has the degrees asked for: the devices, the batch, the heads or the layers do not divide by them"
     if subject.with_batch is None:
         return why
@@ -269,6 +276,22 @@ def _nothing(subject: Subject, cluster: Cluster, constraints: Constraints) -> st
     return why
 
 
+def _not_among(subject: Subject, world: int, constraints: Constraints) -> str:
+    """Which of the fixed fields no plan has that is looked at; empty where there is no plan without them either."""
+    limits = replace(constraints, fixed=(), check=None)
+    plans = [plan_of(layout, _asked(constraints)) for layout in islice(subject.layouts(world, limits), MOST_TOLD)]
+    if not plans:
+        return ""
+    told = []
+    for name, value in constraints.fixed:
+        values = {getattr(plan, name) for plan in plans}
+        if value not in values:
+            known = ", ".join(map(str, sorted(values, key=lambda each: (str(type(each)), each))[:FEW_VALUES]))
+            told.append(f"no plan that is looked at has {name}={value}; there are {name}={known}")
+    both = " and ".join(f"{name}={value}" for name, value in constraints.fixed)
+    return "; ".join(told) or f"no plan that is looked at has {both} together"
+
+
 def _has_any(subject: Subject, world: int, constraints: Constraints) -> bool:
     """Whether there is a layout as asked for, among the first many."""
     some = islice(subject.layouts(world, constraints), LOOKED_AT)
@@ -280,7 +303,9 @@ def _asked(constraints: Constraints) -> str:
     return str(constraints.value("precision") or "bf16")
 
 
-def _ranked(subject: Subject, fits: list[tuple[float, Layout]], precision: str) -> list[Proposal]:
+def _ranked(
+    subject: Subject, fits: list[tuple[float, Layout]], precision: str, capacity: float
+) -> list[Proposal]:  # fmt: skip
     """The best by estimate and the best of each family, simulated and sorted."""
     chosen = [layout for _, layout in fits[:SIMULATED]]
     seen: set[str] = {family(layout) for layout in chosen}
@@ -288,17 +313,42 @@ def _ranked(subject: Subject, fits: list[tuple[float, Layout]], precision: str) 
         if family(layout) not in seen:
             seen.add(family(layout))
             chosen.append(layout)
-    out = []
-    for layout in chosen:
-        forecast = subject.simulate(layout)
-        out.append(Proposal(plan_of(layout, precision), layout, forecast, family(layout)))
-    fastest = min(p.forecast.step_s for p in out)
+    out = _sorted([_proposal(subject.simulate, layout, precision) for layout in chosen])
+    if subject.exact is None:
+        return _possible(out)
+    done: set[Layout] = set()
+    while rough := [p for p in out[:EXACT] if p.layout not in done]:
+        better = [_proposal(subject.exact, p.layout, precision) for p in rough]
+        done |= {p.layout for p in rough}
+        left = [*(p for p in out if p not in rough), *(p for p in better if p.forecast.fits(capacity))]
+        if not left:
+            needed = min(p.forecast.needed_bytes for p in better)
+            raise InputError(f"no plan fits: the nearest needs {bytes_text(needed)} of {bytes_text(capacity)}")
+        out = _sorted(left)
+    return _possible(out)
+
+
+def _proposal(simulate: Callable[[Layout], Forecast], layout: Layout, precision: str) -> Proposal:
+    return Proposal(plan_of(layout, precision), layout, simulate(layout), family(layout))
+
+
+def _possible(proposals: list[Proposal]) -> list[Proposal]:
+    """All of them; raises where one is faster than its devices can be: no figure of such a search is worth telling."""
+    for proposal in proposals:
+        if proposal.forecast.impossible:
+            raise ShardwiseError(f"plan {proposal.plan}: {proposal.forecast.impossible}")
+    return proposals
+
+
+def _sorted(proposals: list[Proposal]) -> list[Proposal]:
+    """From best to worst; of those within 3% of the fastest the one with the fewest axes first."""
+    fastest = min(p.forecast.step_s for p in proposals)
 
     def order(p: Proposal) -> tuple[int, float, float]:
         near = p.forecast.step_s <= WITHIN * fastest
         return (0, float(axes(p.layout)), p.forecast.step_s) if near else (1, p.forecast.step_s, 0.0)
 
-    return sorted(out, key=order)
+    return sorted(proposals, key=order)
 
 
 def _lost(proposals: list[Proposal], tightest: dict[str, tuple[float, Layout]], capacity: float) -> dict[str, str]:

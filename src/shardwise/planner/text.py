@@ -14,10 +14,10 @@ from shardwise.simulator.forecast import Forecast
 
 def search_text(search: Search, cluster: Cluster, subject: str, batch: str, command: str, top: int) -> str:
     """The table, the best plan in detail, why the others lost."""
-    head = ["", "step", "tokens/s" if "tokens" in batch else "rate", "MFU", "memory", "runs", "plan"]
+    head = ["", "step", f"{search.best.forecast.rate[1]}/s", "MFU", "memory", "runs", "plan"]
     rows = [
         [
-            str(i + 1), seconds_text(p.forecast.step_s), _rate(p.forecast.tokens_per_s), f"{p.forecast.mfu:.1%}",
+            str(i + 1), seconds_text(p.forecast.step_s), _rate(p.forecast.rate[0]), f"{p.forecast.mfu:.1%}",
             bytes_text(p.forecast.needed_bytes), "yes" if not p.runnable else "not yet", _shown(str(p.plan)),
         ]
         for i, p in enumerate(search.proposals[:top])
@@ -80,9 +80,9 @@ def table(head: list[str], rows: list[list[str]]) -> list[str]:
 def forecast_lines(forecast: Forecast) -> list[str]:
     """Where the step's time goes, what the memory holds, what the figures rest on."""
     lines = [
-        f"step {seconds_text(forecast.step_s)}, MFU {forecast.mfu:.1%} ({forecast.convention}), "
-        f"{_rate(forecast.tokens_per_s)} tokens/s" if forecast.convention != "counted"
-        else f"step {seconds_text(forecast.step_s)}, MFU {forecast.mfu:.1%} (FLOPs counted from the trace)"
+        f"step {seconds_text(forecast.step_s)}, MFU {forecast.mfu:.1%} ("
+        f"{'FLOPs counted from the trace' if forecast.convention == 'counted' else forecast.convention}), "
+        f"{_rate(forecast.rate[0])} {forecast.rate[1]}/s"
     ]  # fmt: skip
     for name, seconds in sorted(forecast.parts.items(), key=lambda item: -item[1]):
         if seconds > 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from copy import copy
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain, product
@@ -26,16 +27,19 @@ from shardwise.rehearsal.cut_module import Cuts, Looks, Shares, once
 from shardwise.rehearsal.rank_row import ALIKE, Beside
 from shardwise.rehearsal.step_trace import batch_bytes, one_sample, trace, update_of
 from shardwise.simulator.counted import Counted, Model
-from shardwise.simulator.cut import simulate_cut
+from shardwise.simulator.cut import same_row, simulate_cut
 from shardwise.simulator.forecast import Forecast
 from shardwise.simulator.held import memory
 from shardwise.simulator.quick import Quick
-from shardwise.simulator.traced import simulate_traced, switches
+from shardwise.simulator.traced import same_ops, simulate_traced, switches
 from shardwise.step.batching import samples_in
 from shardwise.task import Task
 
 DEFAULT_SAMPLES = 32  # of a step, for a task with a data source and no batch of its own
 READS = 3  # of the task's input, of which the quickest is taken
+# samples of the two traces that others are on a line with; one sample alone runs other operations (a dim of 1 is
+# broadcast, not copied), so it is traced by itself
+TRACED = (2, 4)
 MOST_OPS = 60_000  # of the rehearsals of a search: some ten seconds
 LONG_S = 0.5  # one read that takes as long is enough
 Sizes = tuple[tuple[int, ...], ...]  # of the micro-batches of each rehearsal
@@ -53,15 +57,18 @@ def traced_subject(
     global_batch: int | None,
     precision: str,
     wanted: tuple[str, ...] = RECOMPUTES,
-    samples: tuple[int, int] = (1, 2),
+    samples: tuple[int, int] = TRACED,
     cuts: bool = True,
     say: Say = silent,
     remarks: tuple[str, ...] = (),
 ) -> Subject:
     """The subject of a task: replicas, ZeRO 1 to 3, hybrid sharding, micro-batches, tp or pp, the recompute wanted.
 
-    `cuts`: whether a search looks at tp and pp. `samples`: the two sizes of micro-batch that are traced; what lies
-    beyond is on the line through them. `say`: is told what is being traced. `remarks`: to be told beside its own.
+    cuts     whether a search looks at tp and pp
+    samples  the two sizes of micro-batch that are traced, or the only one, twice; larger ones are on the line through
+             the two, where both ran the same operations
+    say      is told what is being traced
+    remarks  to be told beside its own
     """
     batch = default_samples(task) if global_batch is None else global_batch
     return Traced(task, cluster, software, precision, samples, cuts, say, remarks).subject(batch, wanted)
@@ -86,7 +93,8 @@ class Traced:
         self.looks = Looks(task, self.sample)
         self.remarks = list(remarks)
         self._spent = 0  # ops of rehearsals
-        self._models: dict[tuple[str, int], Model] = {}
+        self._models: dict[tuple[str, int, tuple[int, int]], Model] = {}
+        self._traces: dict[tuple[int, str, int], Counted] = {}
         self._ranks: dict[tuple[Cuts, Sizes, Beside], list[Model] | ShardwiseError] = {}
 
     @property
@@ -109,13 +117,21 @@ class Traced:
                 yield from self.cut_within(chain(few, cut, many), batch, constraints)
 
         def estimate(layout: Layout) -> Quick:
-            return Quick(self.simulate(layout, batch).step_s, self.memory(layout, batch))
+            found = self.simulate(layout, batch)
+            return Quick(found.step_s, found.worst)
 
         return Subject(
             self.task.name, units, batch, 1, layouts, estimate, lambda layout: self.memory(layout, batch),
             lambda layout: self.simulate(layout, batch), self.remarks, own=True,
             with_batch=lambda count: self.subject(count, wanted), reading=lambda: self.reading,
+            exact=lambda layout: self.of_micro_batch(layout.micro_batch).simulate(layout, batch),
         )  # fmt: skip
+
+    def of_micro_batch(self, micro: int) -> Traced:
+        """The same task, all of it told by traces of one size of micro-batch; traces are shared."""
+        other = copy(self)
+        other.samples = (micro, micro)
+        return other
 
     def _remark_on(self, one: Counted) -> None:
         if one.idle:
@@ -129,20 +145,32 @@ class Traced:
         one = self.model("none").one
         return one.balanced or (one.chose and self.looks.holds_experts)
 
-    def model(self, recompute: str, data_ranks: int = 1) -> Model:
-        """The traces of the whole module under a recompute policy."""
-        return self._model_of(recompute, self.joined(recompute, data_ranks))
+    def model(self, recompute: str, data_ranks: int = 1, micro: int | None = None) -> Model:
+        """The traces of the whole module under a recompute policy, as they tell of micro-batches of `micro` samples."""
+        return self._model_of(recompute, self.joined(recompute, data_ranks), micro)
 
-    def _model_of(self, recompute: str, joined: int) -> Model:
-        key = recompute, joined
+    def _model_of(self, recompute: str, joined: int, micro: int | None = None) -> Model:
+        found = self._model_at(recompute, joined, self._sizes(micro))
+        if micro is None or same_ops(found.one, found.two):
+            return found
+        return self._model_at(recompute, joined, (micro, micro))
+
+    def _model_at(self, recompute: str, joined: int, sizes: tuple[int, int]) -> Model:
+        key = recompute, joined, sizes
         if key not in self._models:
-            self.say(f"{self.task.name}: tracing the whole module, remat={recompute}")
-            one, two = (self._trace(count, *key) for count in self.samples)
-            self._models[key] = self._model(one, two)
+            self._models[key] = self._model(*(self._trace(count, recompute, joined) for count in sizes))
         return self._models[key]
 
+    def _sizes(self, micro: int | None) -> tuple[int, int]:
+        """Which numbers of samples tell of a micro-batch: itself alone where it is smaller than those of the line."""
+        return (micro, micro) if micro is not None and micro < self.samples[0] else self.samples
+
     def _trace(self, count: int, recompute: str, joined: int) -> Counted:
-        return trace(self.task, count, self.precision, recompute, self.sample, joined, fused=not self.on_cpu)
+        def made() -> Counted:
+            self.say(f"{self.task.name}: tracing the whole module, {count} samples, remat={recompute}")
+            return trace(self.task, count, self.precision, recompute, self.sample, joined, fused=not self.on_cpu)
+
+        return once(self._traces, (count, recompute, joined), made)
 
     def joined(self, recompute: str, data_ranks: int) -> int:
         """Over how many ranks a run joins batch norms: 0 where they are the module's own; 2 stand for many."""
@@ -264,10 +292,17 @@ class Traced:
 
     def cut(self, layout: Layout, batch: int) -> list[Model]:
         """The ranks of a layout, as its fullest data rank has them; `RefusedPlan` as in a run."""
-        return self.ranks(*self._key(layout, batch))
+        key, sizes, beside = self._key(layout, batch)
+        found = self.ranks(key, sizes, beside)
+        if len(sizes) == 1 or all(same_row(rank.one, rank.two) for rank in found):
+            return found
+        return self.ranks(key, ((layout.micro_batch,),), beside)
 
     def _key(self, layout: Layout, batch: int) -> tuple[Cuts, Sizes, Beside]:
-        """What cuts the module, and the micro-batches to rehearse: each tuple is one rehearsal of a rank."""
+        """What cuts the module, and the micro-batches to rehearse: each tuple is one rehearsal of a rank.
+
+        Micro-batches of one sample are on the line too: whether such a plan leads is settled by traces of its own.
+        """
         key = self._cuts(layout)
         if not 0 < layout.global_batch - batch < layout.dp * layout.n_micro * layout.rounds:
             return key, tuple((count,) for count in dict.fromkeys(self.samples)), ALIKE
@@ -358,7 +393,7 @@ class Traced:
     def ledgers(self, layout: Layout, batch: int) -> list[Ledger]:
         """Bytes of the fullest data rank of each rank of tp and pp that differs."""
         differ = self._cuts(layout).differ
-        found = self.cut(layout, batch) if differ else [self.model(layout.recompute, layout.dp)]
+        found = self.cut(layout, batch) if differ else [self.model(layout.recompute, layout.dp, layout.micro_batch)]
         return [memory(rank, layout, self.precision, batch) for rank in found]
 
     def simulate(self, layout: Layout, batch: int) -> Forecast:
@@ -371,10 +406,10 @@ class Traced:
         if layout.tp * layout.pp * layout.ep > 1:
             found = simulate_cut(self.cut(layout, batch), layout, *where, held)
         else:
-            found = simulate_traced(self.model(layout.recompute, layout.dp), layout, *where, held)
+            found = simulate_traced(self.model(layout.recompute, layout.dp, layout.micro_batch), layout, *where, held)
         uneven = 0 < layout.global_batch - batch < layout.dp * layout.n_micro * layout.rounds
-        found.tokens = batch if uneven else layout.global_batch
-        found.flops = self.model("none").flops(found.tokens)  # the model's: not what ranks do twice
+        found.samples = batch if uneven else layout.global_batch
+        found.flops = self.model("none").flops(found.samples)  # the model's: not what ranks do twice
         found.basis |= switches(layout, eager=bool(self.cluster.device.ops))
         return found
 

@@ -44,7 +44,7 @@ class Trace:
 
     order        (kind, shape, times) of every op but views, as they ran; see `Entry`
     products     (m, n, k) -> how often
-    attention    (batch x heads, queries, keys, width, backward?) -> how often
+    attention    (batch x heads, queries, keys, width, backward?, causal?) -> how often
     conv_flops   of convolutions and Fourier transforms
     moved        bytes that all other ops read and write
     kernels      ops that compute something
@@ -82,7 +82,7 @@ class Trace:
     final: int = 0
     products: Counter[tuple[int, int, int]] = field(default_factory=Counter)
     order: list[Entry] = field(default_factory=list)
-    attention: Counter[tuple[int, int, int, int, bool]] = field(default_factory=Counter)
+    attention: Counter[tuple[int, int, int, int, bool, bool]] = field(default_factory=Counter)
     conv_flops: float = 0.0
     moved: float = 0.0
     kernels: int = 0
@@ -106,10 +106,11 @@ class Trace:
 
     @property
     def flops(self) -> float:
-        """Products, convolutions and attention."""
+        """Products, convolutions and attention; of a causal kernel the half that it computes."""
         products = sum(2.0 * m * n * k * times for (m, n, k), times in self.products.items())
         scores = sum(
-            4.0 * b * q * k * d * (2.5 if back else 1.0) * times for (b, q, k, d, back), times in self.attention.items()
+            4.0 * b * q * k * d * (2.5 if back else 1.0) * (0.5 if causal else 1.0) * times
+            for (b, q, k, d, back, causal), times in self.attention.items()
         )
         return products + scores + self.conv_flops
 
@@ -177,9 +178,9 @@ class Count(TorchDispatchMode):
         q, k = (args[1], args[2]) if back else (args[0], args[1])
         batch, heads, queries, width = q.shape
         shape = (batch * heads, queries, k.shape[2], width)
-        self.trace.attention[*shape, back] += 1
         place = next(at for at, one in enumerate(func._schema.arguments) if one.name == "is_causal")
         causal = place < len(args) and bool(args[place])
+        self.trace.attention[*shape, back, causal] += 1
         self.trace.order.append(("attention", (*shape, float(back), float(causal)), 1))
         self.trace.kernels += 1
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol, cast
 
 from shardwise.cluster import Cluster
-from shardwise.costs.kernels import Kernels
+from shardwise.costs.kernels import Kernels, peak_tflops
 from shardwise.costs.layout import Layout
 from shardwise.costs.memory import Ledger
 from shardwise.costs.software import Software
@@ -28,7 +28,7 @@ from shardwise.simulator.traced import (
     host_basis,
     kernels_of,
     optimizer_seconds,
-    peak_of,
+    same_ops,
     taken,
 )
 
@@ -49,6 +49,21 @@ class CountedRank(Counted, Protocol):
 
     @property
     def messages(self) -> Mapping[int, float]: ...
+
+
+def same_row(one: Counted, two: Counted) -> bool:
+    """Whether two rehearsals of a rank ran the same operations and collectives in each part of its row."""
+    first, second = cast(CountedRank, one), cast(CountedRank, two)
+    if first.ops.keys() != second.ops.keys():
+        return False
+    return all(
+        same_ops(first.ops[key], second.ops[key]) and _calls(first, key) == _calls(second, key) for key in first.ops
+    )
+
+
+def _calls(trace: CountedRank, key: OpKey) -> list[tuple[str, str, int]]:
+    """(axis, operation, times) of the collectives of one part, those of one size together, in order."""
+    return [(axis, op, times) for (axis, op, _), times in trace.wire[key].items()]
 
 
 def simulate_cut(
@@ -105,7 +120,8 @@ def simulate_cut(
     flops = sum(rank.flops(layout.global_batch) for rank in ranks) * layout.tp * layout.pp / len(ranks)
     forecast = Forecast(
         step_s=sum(parts.values()), parts=parts, memory=list(held), flops=flops,
-        world_size=layout.world_size, tokens=layout.global_batch, peak_tflops=peak_of(cluster, dtype),
+        world_size=layout.world_size, samples=layout.global_batch, peak_tflops=peak_tflops(cluster.device, dtype),
+        best_tflops=kernels.best_tflops / min(1.0, correction),
         convention="counted", exposed={"tensor": parts["tensor, context and expert communication"],
         "data": parts["data-parallel communication"]}, bubble=bubble, timeline=timeline,
     )  # fmt: skip
@@ -128,9 +144,12 @@ def _ops(
     work: dict[OpKey, float] = {}
     sent: dict[OpKey, float] = {}
 
-    def talk(trace: CountedRank, key: OpKey) -> float:
+    def talk(rank: Model, key: OpKey) -> float:
+        """Sizes are on the line through both rehearsals, not times: small messages are slow for their bytes."""
+        ends = [trace.wire[key].items() for trace in _seen(rank)]
         return sum(
-            calls * wire.collective(op, groups[axis], size) for (axis, op, size), calls in trace.wire[key].items()
+            calls * wire.collective(op, groups[axis], rank.linear(low, high, layout.micro_batch))
+            for ((axis, op, low), calls), ((_, _, high), _) in zip(*ends, strict=True)
         )
 
     for rank in ranks:
@@ -138,8 +157,7 @@ def _ops(
         for key in one.ops:
             seconds = between(one.ops[key], two.ops[key], layout.micro_batch, kernels, software)
             work[key] = max(work.get(key, 0.0), seconds)
-            both = [talk(trace, key) for trace in (one, two)]
-            sent[key] = max(sent.get(key, 0.0), rank.linear(both[0], both[1], layout.micro_batch))
+            sent[key] = max(sent.get(key, 0.0), talk(rank, key))
     return work, sent
 
 

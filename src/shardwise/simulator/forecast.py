@@ -7,6 +7,8 @@ from typing import Any
 
 from shardwise.costs.memory import CONTEXT_BYTES, Ledger
 
+ROUNDING = 1.001
+
 
 @dataclass
 class Forecast:
@@ -16,6 +18,10 @@ class Forecast:
     parts         seconds of the busiest rank by name; they add up to `step_s`
     memory        one ledger for each pipeline stage
     flops         model FLOPs of the step over all ranks, by `convention`
+    samples       of the step, over all ranks
+    tokens        in them, where samples are known to be of tokens
+    peak_tflops   of one device, by its data sheet
+    best_tflops   of one device, the best product that was measured on such a one
     exposed       communication that nothing hides, by axis, in seconds
     bubble        share of the pipeline's time in which the busiest rank waits
     timeline      (lane, name, start, end), seconds
@@ -27,8 +33,10 @@ class Forecast:
     memory: list[Ledger]
     flops: float
     world_size: int
-    tokens: int
+    samples: int
     peak_tflops: float
+    best_tflops: float
+    tokens: int | None = None
     convention: str = "6P+6Lhs"
     exposed: dict[str, float] = field(default_factory=dict)
     bubble: float = 0.0
@@ -41,9 +49,39 @@ class Forecast:
         return self.flops / self.step_s / self.world_size / (self.peak_tflops * 1e12)
 
     @property
-    def tokens_per_s(self) -> float:
+    def samples_per_s(self) -> float:
         """Over all ranks."""
-        return self.tokens / self.step_s
+        return self.samples / self.step_s
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Over all ranks; None where samples are not known to be of tokens."""
+        return None if self.tokens is None else self.tokens / self.step_s
+
+    @property
+    def rate(self) -> tuple[float, str]:
+        """(so many a second, of what) over all ranks."""
+        return (self.samples_per_s, "samples") if self.tokens_per_s is None else (self.tokens_per_s, "tokens")
+
+    @property
+    def impossible(self) -> str:
+        """Why no device can be as fast as this says; empty for a forecast that may be told."""
+        each = self.flops / self.step_s / self.world_size / 1e12
+        if each <= self.best_tflops * ROUNDING:
+            return ""
+        return (
+            f"a step of {self.step_s:.3g} s would compute {each:.4g} TFLOP/s on each device, whose best known product "
+            f"computes {self.best_tflops:.4g}: a defect of shardwise's forecast, please report it with the task"
+        )
+
+    def cost_per_million(self, price: float) -> tuple[float, str]:
+        """(cost, of a million of what) at `price` for a device and hour."""
+        rate, what = self.rate
+        return price * self.world_size / 3600 / rate * 1e6, what
+
+    def fits(self, capacity: float) -> bool:
+        """Whether the fullest rank has room in so many bytes."""
+        return self.needed_bytes <= capacity
 
     @property
     def worst(self) -> Ledger:
@@ -59,6 +97,7 @@ class Forecast:
         """Plain values for JSON; the timeline is left out."""
         return {
             "step_s": self.step_s,
+            "samples_per_s": self.samples_per_s,
             "tokens_per_s": self.tokens_per_s,
             "mfu": self.mfu,
             "convention": self.convention,

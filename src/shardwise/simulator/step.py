@@ -142,8 +142,10 @@ def _finish(
         memory=memory,
         flops=step.shape.flops_per_token(lay.seq) * tokens,
         world_size=lay.world_size,
+        samples=lay.global_batch,
         tokens=tokens,
         peak_tflops=step.cluster.device.bf16_tflops.value,
+        best_tflops=step.kernels.best_tflops,
         exposed=exposed,
         bubble=bubble,
     )

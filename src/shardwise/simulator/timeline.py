@@ -44,7 +44,8 @@ def scaling(simulate: Callable[[Layout], Forecast], layout: Layout) -> list[dict
             rows.append(
                 {
                     "kind": kind, "devices": changed.world_size, "global_batch": changed.global_batch,
-                    "step_s": found.step_s, "tokens_per_s": found.tokens_per_s, "mfu": found.mfu,
+                    "step_s": found.step_s, f"{found.rate[1]}_per_s": found.rate[0], "mfu": found.mfu,
+                    "rate": f"{found.rate[0]:.4g} {found.rate[1]}/s",
                 }
             )  # fmt: skip
     return rows
@@ -55,7 +56,7 @@ def scaling_lines(rows: list[dict[str, Any]]) -> list[str]:
     out = ["scaling over data ranks (weak: the same work for each; strong: the same batch):"]
     out += [
         f"  {row['kind']:6} {row['devices']:6} devices, batch {row['global_batch']:6}: step {row['step_s']:.4g} s, "
-        f"{row['tokens_per_s']:.4g} tokens/s, MFU {row['mfu']:.1%}"
+        f"{row['rate']}, MFU {row['mfu']:.1%}"
         for row in sorted(rows, key=lambda row: (row["kind"], row["devices"]))
     ]
     return out

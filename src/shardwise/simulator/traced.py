@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from shardwise.cluster import Cluster
 from shardwise.costs.block import EAGER
-from shardwise.costs.kernels import Kernels
+from shardwise.costs.kernels import Kernels, peak_tflops
 from shardwise.costs.layout import Layout
 from shardwise.costs.memory import Ledger
 from shardwise.costs.overhead import Overhead, events, overhead_of
@@ -43,22 +43,29 @@ def taken(ranks: Sequence[Model]) -> dict[str, str]:
 
 
 def between(one: Counted, two: Counted, samples: float, kernels: Kernels, software: Software) -> float:
-    """Seconds at a number of samples, from what was counted at two.
+    """Seconds at a number of samples, from what was counted at two that ran the same operations.
 
     Shapes are on the line through the two, not times: a large product runs at a better rate than small ones promise.
+    The host's time to start the operations is a lower bound of the whole, taken last.
     """
     low, high = one.samples, two.samples
     if low == high:
-        return compute_seconds(one, kernels, software) * samples / low
+        assert samples == low, "one trace tells of its own number of samples alone"
+        return compute_seconds(one, kernels, software)
     share = (samples - low) / (high - low)
-    if [kind for kind, _, _ in one.order] != [kind for kind, _, _ in two.order]:  # the two ran other ops
-        ends = [compute_seconds(trace, kernels, software) for trace in (one, two)]
-        return max(0.0, ends[0] + (ends[1] - ends[0]) * share)
+    if not same_ops(one, two):
+        raise ValueError(f"traces of {low} and {high} samples ran different operations: no line goes through them")
     seconds = (one.calls + (two.calls - one.calls) * share) * kernels.call_s
     for (kind, shape, times, other, often), count in _pairs(one, two).items():
         at = tuple(max(0.0, a + (b - a) * share) for a, b in zip(shape, other, strict=True))
         seconds += count * op_seconds(kind, at, times + (often - times) * share, kernels, software)
     return max(seconds, kernels.host_s * (one.kernels + (two.kernels - one.kernels) * share))
+
+
+@lru_cache(maxsize=1024)
+def same_ops(one: Counted, two: Counted) -> bool:
+    """Whether two traces ran the same operations, so that shapes at other numbers of samples lie on a line."""
+    return [kind for kind, _, _ in one.order] == [kind for kind, _, _ in two.order]
 
 
 @lru_cache(maxsize=256)
@@ -150,7 +157,8 @@ def simulate_traced(
     samples = layout.global_batch
     forecast = Forecast(
         step_s=sum(parts.values()), parts=parts, memory=list(held) or [memory(model, layout, precision)],
-        flops=model.flops(samples), world_size=layout.world_size, tokens=samples, peak_tflops=peak_of(cluster, dtype),
+        flops=model.flops(samples), world_size=layout.world_size, samples=samples,
+        peak_tflops=peak_tflops(cluster.device, dtype), best_tflops=kernels.best_tflops / min(1.0, correction),
         convention="counted", exposed={"data": data}, timeline=timeline,
     )  # fmt: skip
     forecast.basis = {
@@ -228,10 +236,3 @@ def switches(layout: Layout, *, eager: bool) -> dict[str, str]:
     if layout.tp_overlap:
         found["tp_overlap"] = "not modelled for a traced module: as if each sum were waited for"
     return found
-
-
-def peak_of(cluster: Cluster, dtype: str) -> float:
-    device = cluster.device
-    if dtype == "fp32" and device.fp32_tflops is not None:
-        return device.fp32_tflops.value
-    return device.bf16_tflops.value / (2 if dtype == "fp32" else 1)
