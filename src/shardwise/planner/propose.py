@@ -256,13 +256,9 @@ def _alone(subject: Subject, like: Layout, capacity: float) -> tuple[Layout, flo
 
 def _nothing(subject: Subject, cluster: Cluster, constraints: Constraints) -> str:
     """Why there was nothing to look at, and the nearest batch for which there would be."""
-    if constraints.fixed and (why := _not_among(subject, cluster.world_size, constraints)):
-        return why
     why = "no plan has the degrees asked for: the devices, the batch, the heads or the layers do not divide by them"
-    if subject.with_batch is None:
-        return why
     world, batch = cluster.world_size, subject.global_batch
-    for away in range(1, min(world, MOST_AWAY) + 1):
+    for away in range(1, min(world, MOST_AWAY) + 1) if subject.with_batch is not None else ():
         near = [
             count
             for count in (batch - away, batch + away)
@@ -273,7 +269,7 @@ def _nothing(subject: Subject, cluster: Cluster, constraints: Constraints) -> st
                 f"no plan of {world} devices takes a global batch of {batch} samples: it does not divide over the data "
                 f"ranks that are left; the nearest that would: {' or '.join(map(str, near))}"
             )
-    return why
+    return (_not_among(subject, world, constraints) if constraints.fixed else "") or why
 
 
 def _not_among(subject: Subject, world: int, constraints: Constraints) -> str:
