@@ -258,11 +258,12 @@ def _nothing(subject: Subject, cluster: Cluster, constraints: Constraints) -> st
     """Why there was nothing to look at, and the nearest batch for which there would be."""
     why = "no plan has the degrees asked for: the devices, the batch, the heads or the layers do not divide by them"
     world, batch = cluster.world_size, subject.global_batch
-    for away in range(1, min(world, MOST_AWAY) + 1) if subject.with_batch is not None else ():
+    other = subject.with_batch
+    for away in range(1, min(world, MOST_AWAY) + 1) if other is not None else ():
         near = [
             count
             for count in (batch - away, batch + away)
-            if count > 0 and _has_any(subject.with_batch(count), world, constraints)
+            if count > 0 and other is not None and _has_any(other(count), world, constraints)
         ]
         if near:
             return (
