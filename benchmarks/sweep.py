@@ -131,8 +131,10 @@ def as_page(cells: Cells) -> str:
         if not mine:
             continue
         none = [name for name, plan in cells if plan == "" and name.startswith(kind) and name not in mine]
-        lines += [f"{title}: {len(mine)} modules; {len(none)} more could not be built or called by trying.", "",
-                  "| plan | " + " | ".join(OUTCOMES) + " | equal |", "|---|" + "---:|" * 6]  # fmt: skip
+        left = len(modules(kind.strip(":"))) - len(mine) - len(none)
+        lines += [f"{title}: {len(mine)} modules; {len(none)} more could not be built or called by trying, and {left} "
+                  "were not come to yet.", "",
+                  "| plan | " + " | ".join(OUTCOMES) + " | share equal |", "|---|" + "---:|" * 6]  # fmt: skip
         for plan in PLANS:
             counts = Counter(cells[name, plan]["outcome"] for name in mine if (name, plan) in cells)
             share = counts["equal"] / max(1, sum(counts.values()))

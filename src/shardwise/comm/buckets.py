@@ -57,11 +57,6 @@ def shaped(flat: torch.Tensor, shape: torch.Size, *, as_complex: bool) -> torch.
     return torch.view_as_complex(flat.view(*shape, 2)) if as_complex else flat.view(shape)
 
 
-def reals(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of a tensor, or of the pairs in a complex one, as real numbers."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
 class Bucket:
     """One bucket's buffer and how much of it this micro-batch has filled."""
 
@@ -172,7 +167,7 @@ class GradientBuckets:
         owner = weakref.ref(self)
         bucket = self.buckets[number]
         index = bucket.layout.entries[place].index
-        kept = self.keep and bucket.dtype == reals(bucket.params[place].detach()).dtype
+        kept = self.keep and bucket.dtype == bucket.params[place].dtype.to_real()
 
         def on_gradient(param: nn.Parameter) -> None:
             buckets = owner()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from shardwise.engine.groups import named_groups
@@ -52,7 +55,7 @@ def failure_alone(task: Task, precision: Precision, batch: Any) -> Exception | N
     Raises `Untried` for a model that exists once and cannot be copied.
     """
     try:
-        with torch.random.fork_rng(devices=[]), python_restored(), torch.enable_grad():
+        with torch.random.fork_rng(devices=[]), python_restored(), torch.enable_grad(), _without_others():
             torch.manual_seed(0)
             module = _own(task)
             with torch.no_grad():
@@ -79,6 +82,17 @@ def failure_alone(task: Task, precision: Precision, batch: Any) -> Exception | N
     except Exception as error:
         return error
     return None
+
+
+@contextmanager
+def _without_others() -> Iterator[None]:
+    """Modules that ask whether there are other ranks (SyncBatchNorm) hear that there are none."""
+    before = dist.is_initialized
+    dist.is_initialized = lambda: False
+    try:
+        yield
+    finally:
+        dist.is_initialized = before
 
 
 def _own(task: Task) -> nn.Module:

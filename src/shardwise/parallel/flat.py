@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from shardwise.comm import Axis, Pending, all_gather, all_reduce, reduce_scatter
-from shardwise.comm.buckets import Bucket, GradientBuckets, reals, shaped
+from shardwise.comm.buckets import Bucket, GradientBuckets, shaped
 from shardwise.parallel.slots import Slot, joined
 from shardwise.precision import Precision
 
@@ -90,7 +90,7 @@ class Flat:
         for part in self.shards:
             for entry, first, last in part.bucket.layout.pieces(self.axis.size, self.axis.index):
                 if entry.index == index:
-                    piece = reals(value).reshape(-1)[first - entry.start : last - entry.start]
+                    piece = value.reshape(-1)[first - entry.start : last - entry.start]
                     part.master[first - part.low : last - part.low].copy_(piece)
 
     def start_step(self) -> None:
@@ -188,8 +188,7 @@ class Flat:
         return joined(self, index, self.shapes[index], piece, self.axis)
 
     def select(self, index: int, whole: torch.Tensor, shard_rank: int) -> torch.Tensor:
-        """The view of a whole parameter (or of its real numbers) that is the piece of a rank of dp_shard."""
-        whole = reals(whole)
+        """The view of a whole parameter (of a complex one its real numbers) that is the piece of a rank of dp_shard."""
         part, entry = self._find(index)
         low, high = part.bucket.layout.shard(self.axis.size, shard_rank)
         first, last = max(entry.start, low), min(entry.stop, high)

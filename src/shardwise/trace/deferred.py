@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
@@ -415,9 +416,9 @@ def build_for_real(model: Callable[[], nn.Module], seed: int, reason: str) -> Bu
     except InputError:
         raise
     except Exception as error:
+        where = "on a rank" if dist.is_available() and dist.is_initialized() else "in one process too"
         raise InputError(
-            f"the model's constructor fails in one process too, before anything is split: "
-            f"{type(error).__name__}: {error}"
+            f"the model's constructor fails {where}, before anything is split: {type(error).__name__}: {error}"
         ) from error
     notice = (
         f"the module's initialisation cannot be replayed ({reason}): it is built whole on every rank and "
