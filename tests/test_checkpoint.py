@@ -89,7 +89,7 @@ def test_one_state_through_a_dozen_plans_stays_the_same_to_the_bit(pool, tmp_pat
 
 
 def test_a_cut_sequence_to_other_plans_and_back(pool, tmp_path: Path) -> None:
-    through(pool, "gpt2", ["cp=2,zero=3", "cp=2,tp=2", "cp_ulysses=2,zero=1", "dp_shard=3,zero=3"], tmp_path)
+    through(pool, "decoder", ["cp=2,zero=3", "cp=2,tp=2", "cp_ulysses=2,zero=1", "dp_shard=3,zero=3"], tmp_path)
 
 
 @pytest.mark.long

@@ -78,7 +78,7 @@ def finish_stages(state: RankState, tally: Tally, used: set[int], *, again: bool
 def agree_stages(state: RankState, tally: Tally, square_norm: torch.Tensor | float) -> Agreement:
     """The control rows of the data ranks, then of the stages: loss from the last, norms from all."""
     staged, own = _staged(state), agree(tally, square_norm, state.mesh.gradients)
-    rows = own.square_norms[: state.plan.dp_shard] if state.technique.in_pieces else own.square_norms[:1]
+    rows = own.square_norms[: state.mesh.shard.size] if state.technique.in_pieces else own.square_norms[:1]
     scale = state.scale.value if state.scale is not None else 0.0
     told = [own.total, own.weight, own.samples, own.extras, own.same_branches, math.fsum(rows), scale]
     table = gather_json(told, staged.axis, state.device)
