@@ -17,7 +17,7 @@ from shardwise.ranks import RankPool
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 WITH_CODE = [page for page in PAGES if page.name != "design.md"]  # design.md lists signatures
-REFUSED_ON_PURPOSE = {"cp=2"}
+REFUSED_ON_PURPOSE = {"domain=2"}
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
