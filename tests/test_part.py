@@ -58,6 +58,10 @@ CASES: dict[str, tuple[Callable, tuple[int, ...], set[int]]] = {
     "sum": (lambda x: x.sum(1), (4, 6), {0, 1}),
     "sum of all": (lambda x: x.sum(), (4, 6), {0, 1}),
     "mean": (lambda x: x.mean(0, keepdim=True), (4, 6), {0, 1}),
+    "largest and where": (lambda x: x.max(1).values * x.max(1, keepdim=True).indices.squeeze(1), (4, 6), set()),
+    "where the smallest is": (lambda x: x * (x.argmin(0) + x.argmax(0)), (4, 6), {1}),
+    "variance": (lambda x: torch.var(x, 1) + x.std((0, 1), correction=0), (4, 6), {0, 1}),
+    "variance and mean": (lambda x: sum(torch.var_mean(x, 0, keepdim=True)), (4, 6), {0, 1}),
     "amax": (lambda x: x.amax(1), (4, 6), {0, 1}),
     "norm": (lambda x: torch.linalg.vector_norm(x, dim=1), (4, 6), {0, 1}),
     "softmax": (lambda x: F.softmax(x, 1), (4, 6), {0, 1}),
@@ -218,6 +222,8 @@ def _all_twice_cut(seed: int, most: int) -> list[tuple[str, str]]:
             kinds, soft = rng.choices(("blocks", "dealt"), k=2), rng.random() < 0.3
             first = _owners(shape[a], 2, kinds[0], rng)
             second = _owners(shape[b], 2, kinds[1], rng)
+            if a == b and min(first.counts) < 2:
+                continue  # one of a share's ranks would have nothing
             if a == b:  # of a share, contiguous blocks, so that all ranks come to the same collectives
                 second = Owners.blocks(first.counts[outer.index], 2)
             cuts = [(a, first, outer, False), (b, second, inner, soft)]

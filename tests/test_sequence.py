@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 
 from shardwise import verify
-from shardwise.errors import RefusedPlan
+from shardwise.comm import Axis
+from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
 from shardwise.mesh import build_mesh
-from shardwise.parallel.sequence import ring
+from shardwise.parallel.sequence import Positions, ring
 from shardwise.part import Owners, plain, to_part
 
 DOUBLE = torch.float64
@@ -228,6 +229,12 @@ def test_what_mixes_positions_in_a_way_unknown_is_refused(pool) -> None:
 def test_a_batch_without_a_sequence_is_refused(pool) -> None:
     found = verify("architectures:vit", "cp=2", pool=pool)
     assert not found.parity and "does not run on half" in found.refused, found.text()
+
+
+def test_a_sequence_shorter_than_its_ranks_is_refused() -> None:
+    axis = Axis("cp", 4, 0, None, (0, 1, 2, 3))
+    with pytest.raises(InputError, match="3 positions leaves a rank of cp=4 0"):
+        Positions(((1,),), (axis,)).cut({"tokens": torch.zeros(2, 3, dtype=torch.int64)})
 
 
 @pytest.mark.parametrize("plan", ["cp=2,pp=2", "cp=2,dp_shard=2,ep=2", "cp=2,compile=true"])

@@ -23,6 +23,7 @@ from shardwise.step.batching import samples_in
 from shardwise.step.forward import run_alone
 from shardwise.task import Task
 from shardwise.trace.deferred import Built
+from shardwise.trace.fake import unlogged
 
 
 def find_positions(
@@ -38,7 +39,7 @@ def find_positions(
     axes = ",".join(f"{axis.name}={axis.size}" for axis in mesh.inner)
     stopped: list[str] = []
     for dims in candidates(batch, samples_in(batch)):
-        positions = Positions(dims, mesh.inner, names)
+        positions = Positions(dims, mesh.inner, names, least=plan.tp if plan.sp else 1)
         size = _size(batch, dims)
         if not _runs(Stage(built, shortened(batch, dims), run_alone(task, precision), precision.held)):
             stopped.append(f"of dims of {size}, the module does not run on half")
@@ -82,7 +83,7 @@ def _size(batch: Any, dims: tuple[tuple[int, ...], ...]) -> int:
 def _runs(stage: Stage) -> bool:
     """Whether the module runs on a batch at all."""
     try:
-        with torch.no_grad(), stage.playing(stage.make) as (_, batch):
+        with unlogged(), torch.no_grad(), stage.playing(stage.make) as (_, batch):
             stage.run(stage.built.module, batch)
     except ShardwiseError:
         raise

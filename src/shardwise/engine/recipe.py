@@ -273,7 +273,7 @@ def _refuse_sparse(module: nn.Module) -> None:
 def _refuse_complex(module: nn.Module, plan: Plan) -> None:
     """Complex parameters lie in real buckets as pairs; what cuts, sends or rounds tensors does not know them."""
     inside = [name for name in ("tp", "pp", "ep") if getattr(plan, name) > 1]
-    inside += ["zero=3"] * (plan.zero == 3 and plan.dp_shard > 1)
+    inside += ["zero=3"] * (plan.zero == 3)
     inside += [f"precision={plan.precision}"] * (plan.precision not in ("fp32", "fp64"))
     for name, param in module.named_parameters():
         if param.is_complex() and inside:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
 from shardwise.part.cuts import Uncut
 from shardwise.part.sums import Sum
-from shardwise.part.tensor import Part, gather, is_part, no_rule, parts_in, reduced, rule
+from shardwise.part.tensor import Part, is_part, no_rule, parts_in, reduced, rule
 
 
 def _dims(part: Part, dim: Any) -> set[int]:
@@ -46,8 +47,8 @@ def reduce(func: Any, args: tuple, kwargs: dict) -> Any:
             return type(output)(_after(part, each, dims, keepdim) for each in output)
         return _after(part, output, dims, keepdim)
     combine = _COMBINE.get(name)
-    if combine is None:
-        return func(gather(part), *args[1:], **kwargs)
+    if combine is None:  # a firm cut is never gathered without a word
+        raise Uncut(no_rule(func, [part]))
     return combine(func, part, dims, keepdim, bound)
 
 
@@ -64,14 +65,71 @@ def _mean(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> 
 
 def _extreme(op: str):
     def run(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> Any:
-        if len(func._schema.returns) > 1 or not all(part.owners.counts):  # an index is asked for, or a rank has none
-            rest = {k: v for k, v in bound.items() if k in ("dim", "keepdim")}
-            rest = {k: v for k, v in rest.items() if v is not None and v != []}
-            return func(gather(part), **rest)
-        local = getattr(part.local, f"a{op}")(sorted(dims), keepdim)
-        return reduced(local, part, op)
+        if len(func._schema.returns) > 1:
+            return _extreme_and_place(op, part, keepdim)
+        return reduced(_local_extreme(op, part, dims, keepdim), part, op)
 
     return run
+
+
+def _place_of_extreme(op: str):
+    def run(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> Any:
+        if bound.get("dim") is None:
+            raise Uncut(no_rule(func, [part]))
+        return _extreme_and_place(op, part, keepdim)[1]
+
+    return run
+
+
+def _local_extreme(op: str, part: Part, dims: set[int], keepdim: bool) -> torch.Tensor:
+    """That of this rank's share; where it has nothing, what every other value beats."""
+    local = part.local
+    if local.shape[part.dim_cut]:
+        return getattr(local, f"a{op}")(sorted(dims), keepdim)
+    shape = [1 if d in dims else n for d, n in enumerate(local.shape)]
+    beaten = local.new_full(shape, _beaten(local.dtype, op))
+    return beaten if keepdim else beaten.squeeze(sorted(dims))
+
+
+def _beaten(dtype: torch.dtype, op: str) -> float | int | bool:
+    if dtype is torch.bool:
+        return op == "min"
+    if dtype.is_floating_point:
+        return -math.inf if op == "max" else math.inf
+    limits = torch.iinfo(dtype)
+    return limits.min if op == "max" else limits.max
+
+
+def _extreme_and_place(op: str, part: Part, keepdim: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """(largest or smallest value, its index) along the cut dim; the first of equal ones. Two small reductions."""
+    dim, n = part.dim_cut, part.owners.size
+    value = reduced(_local_extreme(op, part, {dim}, True), part, op)
+    mine = torch.from_numpy(part.owners.indices(part.axis.index)).to(part.device)
+    at = mine.view([-1 if d == dim else 1 for d in range(part.dim())])
+    same = (part.local == value) | (part.local != part.local)  # the second where it is no number
+    candidates = torch.where(same, at, n)
+    first = candidates.amin(dim, True) if len(mine) else torch.full_like(value, n, dtype=torch.int64)
+    place = reduced(first, part, "min")
+    return (value, place) if keepdim else (value.squeeze(dim), place.squeeze(dim))
+
+
+def _moments(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> Any:
+    """Variance or standard deviation, with the mean where it is asked for: two sums over ranks."""
+    name = func._schema.name.partition("::")[2]
+    unbiased = bound.get("unbiased")
+    correction = bound.get("correction") if unbiased is None else float(unbiased)
+    count = math.prod(part.shape[d] for d in dims)
+    along = sorted(dims)
+    mean = reduced(part.local.sum(along, True), part) / count
+    spread = reduced((part.local - mean).square().sum(along, True), part)
+    spread = spread / max(count - (1 if correction is None else correction), 0)
+    spread = spread.sqrt() if name.startswith("std") else spread
+    found = [each if keepdim else each.squeeze(along) for each in (spread, mean)]
+    return tuple(found) if name.endswith("_mean") else found[0]
+
+
+def _nonzero(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> torch.Tensor:
+    return _count(part, part.local != 0, dims, False)
 
 
 def _all(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> torch.Tensor:
@@ -108,7 +166,8 @@ def _logsumexp(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict
 _COMBINE = {
     "sum": _sum, "mean": _mean, "amax": _extreme("max"), "amin": _extreme("min"), "max": _extreme("max"),
     "min": _extreme("min"), "all": _all, "any": _any, "linalg_vector_norm": _norm, "norm": _norm,
-    "logsumexp": _logsumexp,
+    "logsumexp": _logsumexp, "argmax": _place_of_extreme("max"), "argmin": _place_of_extreme("min"),
+    "var": _moments, "std": _moments, "var_mean": _moments, "std_mean": _moments, "count_nonzero": _nonzero,
 }  # fmt: skip
 
 

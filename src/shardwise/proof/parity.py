@@ -39,10 +39,12 @@ def verify(
     pool   a `RankPool` to run in; one is made (and closed) where none is given
     Raises `InputError` for a task that fails in one process too.
     """
+    from shardwise.engine.recipe import refuse
     from shardwise.proof.compare import compare
     from shardwise.proof.narrow import set_noise_apart
     from shardwise.proof.rank import run_rank
     from shardwise.proof.settings import Settings
+    from shardwise.trace.deferred import build
 
     if steps < 1:
         raise InputError(f"verify needs at least 1 step, got {steps}")
@@ -71,6 +73,7 @@ def verify(
         raise _blamed(resolved, settings, error) from error
     parity.notes += _notes(chosen, parity.float64)
     try:
+        refuse(build(resolved.model, seed).module, chosen)  # ranks are given the proof's precision, not the plan's
         record = _joined(_on_ranks(run_rank, (task, chosen, settings), parity, pool, timeout_s))
     except RefusedPlan as refusal:
         parity.refused = str(refusal)

@@ -21,6 +21,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shardwise.comm import Axis
+from shardwise.errors import InputError
 from shardwise.part import Owners, Part
 
 
@@ -36,6 +37,7 @@ class Positions:
     dims: tuple[tuple[int, ...], ...]
     axes: tuple[Axis, ...]
     names: tuple[str, ...] = ()
+    least: int = 1  # positions that every rank must have: as many as axes further in cut them over
 
     def cut(self, batch: Any) -> Any:
         """The batch with this rank's share of the positions, as parts of the whole."""
@@ -46,6 +48,15 @@ class Positions:
         return tree_unflatten(cut, spec)
 
     def _cut(self, leaf: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
+        smallest = leaf.shape[dims[0]]
+        for axis in self.axes:
+            smallest //= axis.size
+        if smallest < self.least:
+            axes = " x ".join(f"{axis.name}={axis.size}" for axis in self.axes)
+            raise InputError(
+                f"a sequence of {leaf.shape[dims[0]]} positions leaves a rank of {axes} {smallest}, and every rank "
+                f"needs at least {self.least}: use fewer ranks or longer sequences (pad, or pack several into one)"
+            )
         return _share(leaf, dims[0], self.axes)
 
     def told(self) -> str:
