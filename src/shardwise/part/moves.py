@@ -23,7 +23,7 @@ import torch
 from shardwise.comm import Axis, all_to_all
 from shardwise.part.cuts import REMEMBERED, Owners, Uncut
 from shardwise.part.levels import Distributed
-from shardwise.part.tensor import Part, share_of
+from shardwise.part.tensor import Part, gather, share_of
 
 Wanted = tuple[tuple[tuple[int, int], ...], ...]  # of each rank: ranges (start, stop) of global indices, in order
 TAG = "activations"
@@ -58,6 +58,8 @@ def recut(part: Part, dim: int, owners: Owners, inside: Owners | None = None) ->
 def _recut_inside(part: Part, dim: int, owners: Owners, inside: Owners | None) -> Part:
     """`recut` of what is distributed over an axis further in, each of whose ranks exchanges its own indices."""
     inner = part.local.settled()
+    if isinstance(inner, Part) and inner.dim_cut == part.dim_cut and inner.soft and inside is None:
+        inner = gather(inner)
     if not isinstance(inner, Part):
         return recut(part.with_local(inner), dim, owners)
     before, after, held = part.owners, owners, inner.owners
@@ -93,6 +95,8 @@ def fetch(part: Part, wanted: Wanted) -> torch.Tensor:
     local = part.local
     if isinstance(local, Distributed):
         inner = local.settled()
+        if isinstance(inner, Part) and inner.dim_cut == part.dim_cut and inner.soft:
+            inner = gather(inner)
         if not isinstance(inner, Part):
             return fetch(part.with_local(inner), wanted)
         if inner.dim_cut == part.dim_cut:

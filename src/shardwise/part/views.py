@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from shardwise.part.cuts import Owners, Uncut, joined, regrouped
+from shardwise.part.levels import Distributed
 from shardwise.part.sums import Sum
-from shardwise.part.tensor import Part, is_part, no_rule, parts_in, reduced, rule
+from shardwise.part.tensor import Part, gather, is_part, no_rule, parts_in, reduced, rule
 
 # (owners after a slice, slice) -> owners before it, for the backward of slices; the oldest are forgotten
 _BEFORE: OrderedDict[tuple, Owners] = OrderedDict()
@@ -175,12 +176,17 @@ def select(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 
 def _one_of_many(part: Part, dim: int, index: int) -> torch.Tensor:
     """One index of a cut dim, for every rank: a sum to which its owner alone adds."""
+    local = part.local.settled() if isinstance(part.local, Distributed) else part.local
+    if isinstance(local, Part) and local.dim_cut == dim:  # decided before ranks differ
+        if not local.soft:
+            raise Uncut(no_rule(torch.ops.aten.select.int, [part]))
+        local = gather(local)
     mine = part.owners.indices(part.axis.index)
     place = np.searchsorted(mine, index % part.shape[dim])
     if place < len(mine) and mine[place] == index % part.shape[dim]:
-        one = part.local.select(dim, int(place))
+        one = local.select(dim, int(place))
     else:
-        one = torch.zeros_like(part.local.sum(dim, dtype=part.dtype))
+        one = local.narrow(dim, 0, 0).sum(dim).to(part.dtype)  # zeros, cut over axes further in as the owner's
     return Sum.of(one, part.axis, part.origin) if one.is_floating_point() else reduced(one, part)
 
 
@@ -301,7 +307,7 @@ def index(func: Any, args: tuple, kwargs: dict) -> Part:
 def _picked(func: Any, part: Part, indices: list) -> torch.Tensor:
     """`x[i, j, ...]` by plain indices, the cut dim's among them: a sum to which each entry's owner alone adds."""
     wanted = indices[part.dim_cut]
-    if wanted.dtype is torch.bool:
+    if wanted.dtype is torch.bool or isinstance(part.local, Distributed):
         raise Uncut(no_rule(func, [part]))
     mine = torch.from_numpy(part.owners.indices(part.axis.index)).to(wanted.device)
     wanted = torch.where(wanted < 0, wanted + part.owners.size, wanted)
