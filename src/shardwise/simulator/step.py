@@ -126,6 +126,11 @@ def simulate(
         "attention": f"{software.attention} kernel; see attention.csv",
         "contention": f"compute is {CONTENTION:.0%} slower beside communication (assumed)",
     }
+    if layout.cp > 1:
+        forecast.basis["ring"] = (
+            "a fused kernel for each block and causal work dealt evenly; today's ring writes a block's scores on a "
+            "GPU and deals positions in contiguous blocks, so a run takes more of both"
+        )
     return forecast
 
 
