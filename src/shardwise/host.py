@@ -60,7 +60,7 @@ def put(values: list[float], device: torch.device) -> torch.Tensor:
 
 
 def row_of(values: Sequence[torch.Tensor | float], device: torch.device) -> torch.Tensor:
-    """Numbers, in Python or each in a tensor, as a float64 tensor on the device (n,), without reading any."""
+    """Returns n numbers (Python's, or tensors of one element) as a float64 tensor (n,) on the device, reading none."""
     row = put([0.0 if isinstance(value, torch.Tensor) else float(value) for value in values], device)
     for place, value in enumerate(values):
         if isinstance(value, torch.Tensor):

@@ -29,7 +29,7 @@ _PROGRAM = "import sys; from shardwise.checkpoint.background import serve; serve
 
 
 class Writer:
-    """A rank's handle on its writer."""
+    """Starts the process that writes this rank's checkpoint files in the background, and hands it saves."""
 
     def __init__(self, file: int) -> None:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}

@@ -47,7 +47,7 @@ class Restored:
 
 
 def restore(engine: Engine, folder: str | Path, *, ema: Ema | None = None) -> Restored:
-    """Bring an engine to a checkpoint's state. Collective.
+    """Load a checkpoint into an engine: weights, optimizer state, buffers, generators. Collective.
 
     folder   a checkpoint, or a folder of them: the newest that is whole is taken
     ema      the moving average to restore with the weights; one that the checkpoint lacks begins at its weights

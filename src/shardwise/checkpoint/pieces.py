@@ -116,7 +116,7 @@ def length(runs: Runs) -> int:
 
 
 def runs_of(indices: Sequence[int] | np.ndarray) -> Runs:
-    """Ascending indices as runs."""
+    """Returns ascending indices as ((start, stop), ...) of consecutive ones."""
     array = np.asarray(indices, dtype=np.int64)
     if not array.size:
         return ()

@@ -14,7 +14,7 @@ WHERE = "CHECKPOINT"
 
 @click.group()
 def checkpoint() -> None:
-    """Look at checkpoints, and turn them into other files.
+    """Inspect, verify, compare and convert checkpoints.
 
     CHECKPOINT is a checkpoint's folder, or a run's: then its newest one.
     """

@@ -133,7 +133,7 @@ class Engine:
         return whole.full_gradients(self.state)
 
     def full_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, tensor) of every buffer. Collective under a pipeline."""
+        """Yields (name, tensor) of every buffer, as the stage has it that uses it. Collective under a pipeline."""
         return whole.full_buffers(self.state)
 
     def full_optimizer_state(self) -> Iterator[tuple[str, dict[Any, Any]]]:

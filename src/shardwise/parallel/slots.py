@@ -101,7 +101,7 @@ class Pieces(Protocol):
 
 
 def joined(technique: Pieces, index: int, shape: torch.Size, piece: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """The tensor of this shape whose pieces lie as `technique` says, from every rank's piece. Collective."""
+    """Returns the whole tensor of this shape, gathered from every rank's piece of it. Collective."""
     like = torch.empty(shape, device="meta")
     sizes = [technique.select(index, like, rank).numel() for rank in range(axis.size)]
     row = piece.new_zeros(max(sizes))

@@ -82,7 +82,7 @@ def _place_of_extreme(op: str):
 
 
 def _local_extreme(op: str, part: Part, dims: set[int], keepdim: bool) -> torch.Tensor:
-    """That of this rank's share; where it has nothing, what every other value beats."""
+    """Returns the max (min) over `dims` of this rank's share; the dtype's lowest (highest) value where it is empty."""
     local = part.local
     if local.shape[part.dim_cut]:
         return getattr(local, f"a{op}")(sorted(dims), keepdim)

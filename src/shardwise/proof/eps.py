@@ -70,7 +70,7 @@ class EpsWatch:
                 self.changed.add(name)
 
     def notes(self) -> list[str]:
-        """What to tell."""
+        """Returns the notes for the user: which eps was raised, and whose update that changes."""
         if not self.raised:
             return []
         told = f"Adam-family eps raised from {min(self.raised):g} to {LEAST_EPS:g} on both sides"

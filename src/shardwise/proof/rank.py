@@ -83,7 +83,7 @@ def trace_rank(task: Any, plan: Plan, settings: Settings, step: int) -> Trace:
 
 
 def _engine(task: Task, plan: Plan, settings: Settings) -> tuple[Engine, list[int]]:
-    """The engine, and in how many buckets each set of gradients travels."""
+    """Returns the engine, and the number of gradient buckets of each technique in it."""
     with KeepDouble(), small_buckets() as buckets:
         engine = parallelize(
             task, plan, seed=settings.seed, randomness="global", clip_norm=settings.clip_norm, device="cpu"

@@ -145,7 +145,7 @@ def _ops(
     sent: dict[OpKey, float] = {}
 
     def talk(rank: Model, key: OpKey) -> float:
-        """Sizes are on the line through both rehearsals, not times: small messages are slow for their bytes."""
+        """Returns seconds; message sizes, not times, are interpolated: small messages are slow for their bytes."""
         ends = [trace.wire[key].items() for trace in _seen(rank)]
         return sum(
             calls * wire.collective(op, groups[axis], rank.linear(low, high, layout.micro_batch))

@@ -54,7 +54,7 @@ class StagedForward(Forward):
         return self.precision.cast_outputs(output) if index == self.last else output
 
     def key(self, batch: Any) -> tuple:
-        """What the shapes of messages may depend on."""
+        """Returns what a message's shape may depend on, as a key: gradients on, training mode, the batch's shapes."""
         shapes = tuple(tuple(leaf.shape) for leaf in tree_flatten(batch)[0] if isinstance(leaf, torch.Tensor))
         return torch.is_grad_enabled(), self.module.training, shapes
 

@@ -96,7 +96,7 @@ class _Read:
     each: int  # queries of one key head
 
     def places(self, held: Part | None) -> torch.Tensor:
-        """Of each of this rank's query heads: the place of its key head among those that the rank holds."""
+        """Returns, for each query head of this rank, the position of its key head among the key heads held here."""
         mine = self.owners.indices(self.axis.index)
         if self.inside is not None:
             mine = np.intersect1d(mine, self.inside.owners.indices(self.inside.axis.index))
