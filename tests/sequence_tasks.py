@@ -138,3 +138,25 @@ class Convolution(nn.Module):
 def convolution() -> Task:
     return Task(model=Convolution, batch=_fields, inputs=lambda batch: ((batch["x"],), {}), loss=_squares,
                 optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2))  # fmt: skip
+
+
+class Pooled(nn.Module):
+    """A classifier of sequences: of their mean, and of their last position."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.block = nn.Embedding(VOCABULARY, 16), Block(16, 4, 4, False, False)
+        self.mean, self.last = nn.Linear(16, 3), nn.Linear(16, 3)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.block(self.tokens(tokens), None)
+        return self.mean(x.mean(1)) + self.last(x[:, -1]).tanh()
+
+
+def _classes(logits: torch.Tensor, batch: dict) -> tuple:
+    return F.cross_entropy(logits, batch["tokens"][:, 0] % 3, reduction="sum"), float(logits.shape[0])
+
+
+def pooled() -> Task:
+    return Task(model=Pooled, batch=_text, inputs=lambda batch: ((batch["tokens"],), {}), loss=_classes,
+                optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2))  # fmt: skip

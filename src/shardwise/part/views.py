@@ -177,7 +177,7 @@ def select(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 def _one_of_many(part: Part, dim: int, index: int) -> torch.Tensor:
     """One index of a cut dim, for every rank: a sum to which its owner alone adds."""
     local = part.local.settled() if isinstance(part.local, Distributed) else part.local
-    if isinstance(local, Part) and local.dim_cut == dim:  # decided before ranks differ
+    if isinstance(local, Part) and local.dim_cut == dim and not local.axis.positions:  # decided before ranks differ
         if not local.soft:
             raise Uncut(no_rule(torch.ops.aten.select.int, [part]))
         local = gather(local)
