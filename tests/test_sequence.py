@@ -190,7 +190,7 @@ def test_bytes_of_ulysses(pool) -> None:
 PLANS = (
     "cp=2", "cp_ulysses=2", "cp=3", "cp=2,cp_ulysses=2", "cp=2,tp=2", "cp_ulysses=2,tp=2,sp=true", "cp=2,zero=3",
     "dp_shard=2,cp=2,zero=2", "dp_replicate=2,cp_ulysses=2,accumulate=2", "cp_ulysses=2,zero=1,remat=full",
-    "cp=2,tp=2,sp=true,dp_replicate=2", "cp=3",
+    "cp=2,tp=2,sp=true,dp_replicate=2", "cp=4",
 )  # fmt: skip
 TASKS = ("position_wise", "decoder", "grouped", "one_key_head", "written", "windowed", "encoder", "pooled")
 

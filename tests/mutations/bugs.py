@@ -300,4 +300,31 @@ MORE = [
         "return mine // self.each", "return mine * 0", M + "decoder", "tp=4"),
 ]  # fmt: skip
 
-BUGS = [*COMM, *PARALLEL, *BATCH_NORM, *STEP, *PIPELINE, *TENSOR, *EXPERT, *MORE]
+S = "sequence_tasks:"
+
+SEQUENCE = [
+    bug("every rank of a sequence counts a gradient that all have", "part.sums:summand",
+        "elif axis.index:", "elif False:", S + "pooled", "cp=2"),
+    bug("every rank of a sequence counts the loss and its weight", "step.control:Tally.row",
+        "value * self.counts for value in values", "value for value in values", S + "decoder", "cp=2"),
+    bug("gradients are summed over data ranks, not over a sequence's", "engine.recipe:_whole_module",
+        "Replicate(named, mesh.gradients, precision)", "Replicate(named, mesh.data, precision)", S + "decoder", "cp=2"),
+    bug("shares of a sequence begin one position late", "parallel.sequence.inputs:_share",
+        "owners.take(leaf, dim, axis.index)", "owners.take(leaf.roll(1, dim), dim, axis.index)", S + "decoder", "cp=2"),
+    bug("a causal block on the diagonal is taken for a full one", "parallel.sequence.ring:_pairs",
+        'k_here, "diagonal"', 'k_here, "full"', S + "decoder", "cp=2"),
+    bug("a ring's blocks are merged by the last block's sum", "parallel.sequence.ring:_forward",
+        "base = finite(merged)", "base = finite(found)", S + "encoder", "cp=2"),
+    bug("gradients of keys from other ranks are dropped", "parallel.sequence.ring:_gradients_around",
+        "tuple(a + b for a, b in zip(own, coming.arrived(), strict=True))", "(coming.arrived(), own)[1]",
+        S + "encoder", "cp=3"),
+    bug("a window's rows are counted from the share's start", "parallel.sequence.ring:_bias",
+        "mask[..., q[0] : q[1], :]", "mask[..., : q[1] - q[0], :]", S + "windowed", "cp=2"),
+    bug("queries of one key head leave the last one's gradient", "parallel.sequence.attention:_ReadHeads.backward",
+        "index_add_(HEADS, ctx.places, payload)", "index_copy_(HEADS, ctx.places, payload)", S + "one_key_head",
+        "cp_ulysses=2"),
+    bug("one position of a sequence comes from every rank", "part.views:_one_of_many",
+        "local.narrow(dim, 0, 0).sum(dim).to(part.dtype)", "local.select(dim, 0)", S + "pooled", "cp=2"),
+]  # fmt: skip
+
+BUGS = [*COMM, *PARALLEL, *BATCH_NORM, *STEP, *PIPELINE, *TENSOR, *EXPERT, *MORE, *SEQUENCE]
