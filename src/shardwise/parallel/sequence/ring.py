@@ -198,7 +198,7 @@ def _reads(q: _Layers, k: _Layers) -> torch.Tensor | None:
 def _ranges(owners: Owners | None, rank: int, size: int) -> list[tuple[Range, Range]]:
     """(global range, range among the rank's own) of each run of indices that a rank owns."""
     if owners is None:
-        return [((0, size), (0, size))]
+        return [((0, size), (0, size))] if size else []
     found, place, start = [], 0, 0
     for stop, who in zip(owners.stops.tolist(), owners.who.tolist(), strict=True):
         if who == rank:
@@ -262,8 +262,6 @@ def _forward(
     for source, (key, value) in _blocks(call, (k, v)):
         for at, of, here, there, kind in _pairs(call, source):
             rows, columns = slice(*here), slice(*there)
-            if not (here[1] - here[0]) * (there[1] - there[0]):
-                continue
             bias = _bias(call, mask, at, of, kind, q.device)
             keys, values = (_expanded(t[:, :, columns], heads, reads).to(dtype) for t in (key, value))
             mine, found = attended(q[:, :, rows].to(dtype), keys, values, bias, kind == "diagonal", call.scale)
@@ -289,8 +287,6 @@ def _backward(
         dk, dv = torch.zeros_like(key, dtype=dtype), torch.zeros_like(value, dtype=dtype)
         for at, of, here, there, kind in _pairs(call, source):
             rows, columns = slice(*here), slice(*there)
-            if not (here[1] - here[0]) * (there[1] - there[0]):
-                continue
             bias = _bias(call, mask, at, of, kind, q.device)
             keys, values = (_expanded(t[:, :, columns], heads, reads).to(dtype) for t in (key, value))
             of_q, of_k, of_v, of_scores = gradients(
