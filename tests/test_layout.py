@@ -389,3 +389,10 @@ def test_the_documentation_is_the_table() -> None:
     assert as_markdown() in (docs / "compatibility.md").read_text()
     ran = subprocess.run([sys.executable, str(docs / "generate.py"), "--check"], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+def test_tiles_have_an_axis_for_each_dim_of_space() -> None:
+    grid = Grid(Plan(dp_shard=2, domain=(2, 3)))
+    assert grid.plan.world_size == 12
+    assert grid.coordinates(10) == {**dict.fromkeys(AXES, 0), "dp_shard": 1, "domain0": 1, "domain1": 1}
+    assert grid.group(10, ("domain1",)) == [9, 10, 11] and grid.group(10, ("domain0",)) == [7, 10]

@@ -51,12 +51,12 @@ class Axis:
     @property
     def depth(self) -> int:
         """Place of the axis among those of a plan, outermost first."""
-        return _DEPTHS[self.name.rstrip("0123456789")]
+        return _DEPTHS[self.name]
 
     @property
     def positions(self) -> bool:
         """Whether the axis cuts positions (of a sequence, of space): its ranks share samples and sum gradients."""
-        return self.name.rstrip("0123456789") in INNER
+        return self.name in INNER
 
     @property
     def silent(self) -> bool:

@@ -2,9 +2,10 @@
 
 The axes run from outermost (slowest links) to innermost (fastest):
 
-    dp_replicate . pp . dp_shard . domain . cp . cp_ulysses . tp
+    dp_replicate . pp . dp_shard . domain0 . domain1 . domain2 . cp . cp_ulysses . tp
 
-so rank = ((dp_replicate * P_pp + pp) * P_dp_shard + dp_shard) ... in mixed radix. For dp_replicate=2, dp_shard=2:
+where a plan's `domain` has one axis for each dim of space that it tiles. So
+rank = ((dp_replicate * P_pp + pp) * P_dp_shard + dp_shard) ... in mixed radix. For dp_replicate=2, dp_shard=2:
 
     rank          0      1      2      3
     dp_replicate  0      0      1      1
@@ -18,8 +19,9 @@ from dataclasses import dataclass
 
 from shardwise.layout.plan import Plan
 
-AXES = ("dp_replicate", "pp", "dp_shard", "domain", "cp", "cp_ulysses", "tp")  # outermost first
-INNER = ("domain", "cp", "cp_ulysses")  # axes that cut positions: their ranks share samples and sum gradients
+SPACE = ("domain0", "domain1", "domain2")  # one for each dim of space: tiles are products of shares
+INNER = (*SPACE, "cp", "cp_ulysses")  # axes that cut positions: their ranks share samples and sum gradients
+AXES = ("dp_replicate", "pp", "dp_shard", *INNER, "tp")  # outermost first
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,8 @@ class Grid:
     @property
     def shape(self) -> tuple[int, ...]:
         """Degree of each axis, in the order of `AXES`."""
-        return tuple(math.prod(self.plan.domain) if a == "domain" else getattr(self.plan, a) for a in AXES)
+        tiles = dict(zip(SPACE, self.plan.domain, strict=False))
+        return tuple(tiles.get(axis, 1) if axis in SPACE else getattr(self.plan, axis) for axis in AXES)
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """The rank's coordinate on each axis."""

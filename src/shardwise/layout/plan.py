@@ -54,6 +54,7 @@ class Plan:
     sp            between cut weights, activations are cut along the sequence, on the tp axis
     cp            ranks over which the sequence is cut, with attention around the ring of them
     cp_ulysses    ranks over which the sequence is cut, with attention by heads (all-to-all); inside each rank of cp
+    domain        tiles along each dim of space, such as 2x3 or 2x1x2; the first number is of the first such dim
     ep            ranks of dp_shard among which the experts of routed layers are dealt; must divide dp_shard
     tp_overlap    sums over tp begin before they are needed, beside other computation
     tp_whole      parameters or modules that tp leaves whole: paths with wildcards, `|` between them
@@ -91,8 +92,8 @@ class Plan:
         if isinstance(self.domain, int):
             object.__setattr__(self, "domain", (self.domain,))
         tiles_right = isinstance(self.domain, tuple) and all(_is_whole(tiles) and tiles >= 1 for tiles in self.domain)
-        if not tiles_right or not self.domain:
-            raise InputError(f"plan: domain must be tiles per spatial dim such as 1x2, got {self.domain!r}")
+        if not tiles_right or not 1 <= len(self.domain) <= 3:
+            raise InputError(f"plan: domain must be tiles per spatial dim such as 1x2, got {self.domain!r} (at most 3)")
         object.__setattr__(self, "precision", PRECISION_ALIASES.get(self.precision, self.precision))
         for name, choices in CHOICES.items():
             value = getattr(self, name)
@@ -144,8 +145,13 @@ class Plan:
         """Ranks that the plan needs."""
         return (
             self.dp_replicate * self.dp_shard * self.tp * self.pp * self.cp * self.cp_ulysses
-            * math.prod(self.domain)
+            * self.tiles
         )  # fmt: skip
+
+    @property
+    def tiles(self) -> int:
+        """Ranks over which space is cut."""
+        return math.prod(self.domain)
 
     @property
     def data_ranks(self) -> int:
