@@ -6,6 +6,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 NPROC ?= 2
+# processes that run tests side by side, each with ranks of its own
+JOBS ?= 2
 PLAN ?= dp_shard=$(NPROC),zero=3
 
 .PHONY: train test test-long test-mutations lint types tests docs coverage-table scripts-table clean
@@ -37,10 +39,10 @@ types: $(VENV)/.installed
 	$(BIN)/mypy
 
 tests: $(VENV)/.installed
-	$(BIN)/python -m pytest -m "not long"
+	$(BIN)/python -m pytest -m "not long" -n $(JOBS) --dist worksteal --durations=10
 
 test-long: $(VENV)/.installed
-	HYPOTHESIS_PROFILE=search $(BIN)/python -m pytest
+	HYPOTHESIS_PROFILE=search $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations=10 --timeout=1800
 
 test-mutations: $(VENV)/.installed
 	$(BIN)/python tests/mutations/run.py --write

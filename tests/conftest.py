@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -34,3 +35,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and this machine has none"))
+
+
+def pytest_runtest_setup() -> None:
+    """One torch thread in this process, as in the ranks: threads of tiny operations wait for each other, spinning."""
+    torch = sys.modules.get("torch")  # files that need none are not made to wait for its import
+    if torch is not None and torch.get_num_threads() != 1:
+        torch.set_num_threads(1)

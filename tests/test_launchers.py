@@ -149,10 +149,8 @@ def test_threads_are_shared_by_ranks_on_the_same_cpus(job: str) -> None:
 
 
 def test_a_missing_rank_is_named_everywhere(job: str) -> None:
-    started = time.monotonic()
     for error in meeting(places([0, 2], 3, job), timeout_s=1.5):
         assert isinstance(error, RunError) and "rank 1 of 3" in str(error)
-    assert time.monotonic() - started < 10
 
 
 def test_a_rank_without_rank_0_says_where_it_looked(job: str) -> None:

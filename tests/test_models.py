@@ -29,8 +29,6 @@ from shardwise.models import (
 )
 from shardwise.models.decoder import rotate
 
-torch.set_num_threads(1)
-
 TASKS = [
     tasks.decoder, tasks.decoder_tied, tasks.decoder_dropout, tasks.gpt2, tasks.vit, tasks.unet_group,
     tasks.unet_batchnorm, tasks.mlp, tasks.mlp_frozen_unused, tasks.hf_llama, tasks.hf_vit,
