@@ -22,7 +22,7 @@ from forecast_rows import Case, Row, Skip, case_of
 from shardwise.costs.block import Block
 from shardwise.errors import ShardwiseError
 from shardwise.simulator import Forecast, simulate
-from shardwise.simulator.step import GAPS, Step
+from shardwise.simulator.parts import GAPS, Step
 
 # files of a folder that are not runs, and what is made of them
 FACTS = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -147,6 +148,27 @@ def test_parts_add_up_to_the_step() -> None:
         assert sum(found.parts.values()) == pytest.approx(found.step_s)
         assert found.step_s > 0
         assert found.timeline
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved1f1b", "zbh1"])
+def test_a_pipeline_pays_for_what_zero_does_in_every_micro_batch(schedule: str) -> None:
+    """Less memory at rest is never free: gradients are reduced, and weights gathered, once for each micro-batch."""
+    base = Layout(tp=4, pp=4, shard=4, seq=4096, n_micro=16, schedule=schedule, chunks=2 if "inter" in schedule else 1)
+    cluster = Cluster.parse("8x8 h100-sxm-80gb, ib-400")
+    stages = (1, 2) if schedule == "zbh1" else (1, 2, 3)
+    found = [simulate(LLAMA, base.with_(zero=zero), cluster, software("shardwise")) for zero in stages]
+    for less, more in pairwise(found):
+        assert more.step_s > less.step_s * 1.01
+        assert more.worst.allocated < less.worst.allocated
+    one, two = (
+        simulate(LLAMA, base.with_(zero=zero, schedule="1f1b", chunks=1), cluster, software("megatron-core"))
+        for zero in (1, 2)
+    )
+    name = "data-parallel communication"
+    reduced = (two.parts[name] - one.parts[name]) / 15  # nothing hides, so each of the other micro-batches pays it
+    parameters = stage_parameters(LLAMA, base, LLAMA.layers / 4, first=False, last=True)
+    once = Wire(cluster).collective("reduce_scatter", Group(4, 4), 4 * parameters["dense"])
+    assert reduced == pytest.approx(once, rel=0.1)
 
 
 def test_work_costs_what_it_adds() -> None:

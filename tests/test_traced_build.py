@@ -15,7 +15,7 @@ from shardwise.memory.live import LiveBytes
 from shardwise.precision import Precision
 from shardwise.rehearsal.op_counts import Count, Trace
 from shardwise.rehearsal.step_trace import build, trace, update_of
-from shardwise.simulator.step import FOREACH
+from shardwise.simulator.parts import FOREACH
 from shardwise.trace.fake import Fake
 
 WIDTH, WORDS = 16, 60

@@ -61,7 +61,8 @@ class Software:
     attention        "unfused" (scores are written), or a kernel of attention.csv
     fused            norms, activations, dropout and residuals each read and write their tensors once
     fused_adam       the optimizer's step is one kernel, not torch's ops over all tensors
-    overlap_dp       gradient reductions (and ZeRO-1 gathers) run beside backward (and forward)
+    overlap_dp       gradient reductions run beside backward
+    overlap_gathers  updated weights are gathered beside the next forward (ZeRO 1 and 2), not waited for
     overlap_tp       tensor-parallel collectives run beside matrix products
     gathers_per_unit collectives in which ZeRO-3 gathers one layer: 1 where it is flattened, else one for each parameter
     gathers_again    a recomputed layer's weights are freed after its second forward and gathered again for backward
@@ -81,6 +82,7 @@ class Software:
     fused: bool = True
     fused_adam: bool = True
     overlap_dp: bool = True
+    overlap_gathers: bool = False
     overlap_tp: bool = False
     overlap_p2p: bool = False
     prefetch: str = "before"
@@ -141,6 +143,7 @@ SOFTWARE: dict[str, Software] = {
             "nemo",
             attention="cudnn",
             overlap_dp=True,
+            overlap_gathers=True,
             overlap_tp=True,
             overlap_p2p=True,
             states="bf16",

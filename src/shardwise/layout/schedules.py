@@ -168,15 +168,19 @@ class Schedule:
         return max(place for place, op in enumerate(self.rows[rank]) if op.kind in "BW")
 
 
-def make_schedule(name: str, ranks: int, microbatches: int, per_rank: int = 1) -> Schedule:
-    """The table of a schedule; raises `RefusedPlan` where the schedule cannot be made for these numbers."""
+def make_schedule(name: str, ranks: int, microbatches: int, per_rank: int = 1, *, checked: bool = True) -> Schedule:
+    """The table of a schedule; raises `RefusedPlan` where the schedule cannot be made for these numbers.
+
+    checked   every op is looked at too, which takes as long as to play it
+    """
     kind = KINDS[name]
     why = kind.misfit(ranks, microbatches, per_rank)
     if why:
         raise RefusedPlan(f"schedule {name} {why}")
     rows = tuple(tuple(kind.row(ranks, microbatches, per_rank, rank)) for rank in range(ranks))
     schedule = Schedule(name, microbatches, kind.owners(ranks, per_rank), rows)
-    schedule.validate()
+    if checked:
+        schedule.validate()
     return schedule
 
 

@@ -1,7 +1,7 @@
 """Every legal combination of the axes and knobs that the package models, for a world size and a batch.
 
 Innermost to outermost: tp, cp_ulysses, cp, dp_shard, pp, dp_replicate. What is not enumerated: zero >= 2 with pp > 1
-(the weights would be gathered for every micro-batch), offload, spatial domains.
+unless it is asked for (gradients are reduced, and weights gathered, for every micro-batch), offload, spatial domains.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def decoder_layouts(
                 if global_batch % dp:
                     continue
                 base = Layout(tp=tp, sp=tp > 1, cp=cp, pp=pp, seq=seq)
-                yield from _data(shape, base, dp, global_batch // dp, node)
+                yield from _data(shape, base, dp, global_batch // dp, node, constraints.value("zero"))
 
 
 def _limit(values: list[int], most: int, fixed: object | None) -> list[int]:
@@ -89,8 +89,8 @@ def _limit(values: list[int], most: int, fixed: object | None) -> list[int]:
     return [value for value in values if value <= most and (value & (value - 1) == 0 or value % 3 == 0 or value < 8)]
 
 
-def _data(shape: Shape, base: Layout, dp: int, per_rank: int, node: int) -> Iterator[Layout]:
-    for zero, shard in _sharding(base, dp, node):
+def _data(shape: Shape, base: Layout, dp: int, per_rank: int, node: int, asked: object) -> Iterator[Layout]:
+    for zero, shard in _sharding(base, dp, node, asked):
         for micro in micro_batches(per_rank, max(64, MOST_TOKENS // base.seq)):
             for recompute in RECOMPUTES:
                 for schedule, chunks in _schedules(shape, base.pp, per_rank // micro):
@@ -108,12 +108,12 @@ def _experts(shape: Shape, base: Layout, shard: int, node: int) -> list[int]:
     return [d for d in divisors(shard) if shape.experts % d == 0 and d <= node]
 
 
-def _sharding(base: Layout, dp: int, node: int) -> Iterator[tuple[int, int]]:
-    """(zero, dp_shard)"""
+def _sharding(base: Layout, dp: int, node: int, asked: object) -> Iterator[tuple[int, int]]:
+    """(zero, dp_shard); `asked`: the zero that is fixed."""
     yield 0, 1
     if dp == 1:
         return
-    for zero in (1, 2, 3) if base.pp == 1 else (1,):
+    for zero in (1, 2, 3) if base.pp == 1 or asked is not None else (1,):
         yield zero, dp
     inside = max((d for d in divisors(dp) if d * base.tp * base.cp <= node), default=1)
     if 1 < inside < dp and base.pp == 1:

@@ -19,9 +19,9 @@ from shardwise.costs.wire import Group, Wire
 from shardwise.simulator.counted import Counted, Model
 from shardwise.simulator.forecast import Forecast
 from shardwise.simulator.held import policy
+from shardwise.simulator.parts import GAPS
 from shardwise.simulator.pipeline import play_all
 from shardwise.simulator.sharded import Sharded, data_seconds
-from shardwise.simulator.step import GAPS
 from shardwise.simulator.traced import (
     between,
     engine_seconds,

@@ -10,14 +10,16 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from shardwise.errors import RefusedPlan
-from shardwise.layout.schedule_kinds import Op
-from shardwise.layout.schedules import Schedule, few_microbatches, make_schedule
+from shardwise.layout.schedule_kinds import KINDS, Op
+from shardwise.layout.schedules import LONG, Schedule, few_microbatches, make_schedule
+
+SETTLED = 4  # micro-batches for each model stage after which most schedules repeat themselves
 
 
 @lru_cache(maxsize=64)
 def schedule(name: str, ranks: int, micro_batches: int, chunks: int) -> Schedule:
     """The table by name; made once."""
-    return make_schedule(name, ranks, micro_batches, chunks)
+    return make_schedule(name, ranks, micro_batches, chunks, checked=False)  # `play` meets what waits for itself
 
 
 @dataclass
@@ -64,10 +66,14 @@ def play(
 
     `blocking`: the sender's compute waits for each message too (send and receive in one call).
     """
-    last = table.stages - 1
+    last, count = table.stages - 1, table.microbatches
+    seconds = {"F": [*forward], "W": [*weight], "I": [*backward]}
+    seconds["B"] = [b + w for b, w in zip(backward, weight, strict=True)]
+    before, after = [0.0, *send], [*send, 0.0]  # the message that a forward waits for, and a backward
+    sent = {"F": after, "B": before, "I": before, "W": [0.0] * (last + 1)}
     free = [0.0] * table.ranks
-    done: dict[tuple[str, int, int], float] = {}
     pointer = [0] * table.ranks
+    ended: dict[str, list[list[float | None]]] = {k: [[None] * count for _ in range(last + 1)] for k in "FBW"}
     busy, kept, most = [0.0] * table.ranks, [0] * table.ranks, [0] * table.ranks
     ops: list[tuple[int, Op, float, float]] = []
     waiting: dict[tuple[str, int, int], list[int]] = {}
@@ -75,42 +81,47 @@ def play(
     while todo:
         rank = todo.pop()
         row = table.rows[rank]
-        while pointer[rank] < len(row):
-            op = row[pointer[rank]]
+        now, at = free[rank], pointer[rank]
+        while at < len(row):
+            op = row[at]
             kind, stage, batch = op.kind, op.stage, op.microbatch
-            need, wire = _needs(kind, stage, batch, last, send)
-            if need is not None and need not in done:
-                waiting.setdefault(need, []).append(rank)
-                break
-            start = max(free[rank], done[need] + wire if need is not None else 0.0)
             if kind == "F":
-                seconds = forward[stage]
+                need, wire = ("F", stage - 1, batch) if stage else None, before[stage]
             elif kind == "W":
-                seconds = weight[stage]
+                need, wire = ("B", stage, batch), 0.0
             else:
-                seconds = backward[stage] + (weight[stage] if kind == "B" else 0.0)
-            end = start + seconds
-            sent = _sends(kind, stage, last, send) if blocking else 0.0
-            free[rank] = end + sent
-            busy[rank] += seconds
-            key = ("b" if kind in "BI" else kind, stage, batch)
-            done[key] = end
-            ops.append((rank, op, start, end))
+                need, wire = ("B", stage + 1, batch) if stage < last else ("F", stage, batch), after[stage]
+            if need is not None:
+                there = ended[need[0]][need[1]][batch]
+                if there is None:
+                    waiting.setdefault(need, []).append(rank)
+                    break
+                now = max(now, there + wire)
+            took = seconds[kind][stage]
+            end = now + took
+            busy[rank] += took
+            made = "B" if kind == "I" else kind
+            ended[made][stage][batch] = end
+            ops.append((rank, op, now, end))
+            now = end + sent[kind][stage] if blocking else end
             if kind == "F":
                 kept[rank] += 1
                 most[rank] = max(most[rank], kept[rank])
-            elif kind in "BW":
+            elif kind != "I":
                 kept[rank] -= 1
-            pointer[rank] += 1
-            todo += waiting.pop(key, [])
+            at += 1
+            if waiting and (woken := waiting.pop((made, stage, batch), None)) is not None:
+                todo += woken
+        free[rank], pointer[rank] = now, at
     if any(pointer[r] < len(table.rows[r]) for r in range(table.ranks)):
         raise RefusedPlan(f"schedule {table.name} waits for itself")
     return Played(max(free), busy, ops, most)
 
 
-def outline(name: str, ranks: int, micro_batches: int, chunks: int) -> Schedule:
-    """The table of a schedule, of fewer micro-batches where there are very many: the stages are the same."""
-    return schedule(name, ranks, few_microbatches(ranks, micro_batches, chunks), chunks)
+def stages_of(name: str, ranks: int, chunks: int) -> list[tuple[int, ...]]:
+    """The model stages of each rank of a schedule, first to last."""
+    owner = KINDS[name].owners(ranks, chunks)
+    return [tuple(stage for stage, at in enumerate(owner) if at == rank) for rank in range(ranks)]
 
 
 def play_all(
@@ -119,37 +130,27 @@ def play_all(
 ) -> Played:  # fmt: skip
     """`play` for a schedule by name, in a time that does not grow with very many micro-batches.
 
-    Those are played for a few, and for as many more as there are ranks; the rest adds as much each time. `ops` are
-    those of the few.
+    Those are played for a few, for as many more as there are ranks, and once more: where that adds as much both times,
+    the rest does too; else more are played first. `ops` are those of the few.
     """
-    few = few_microbatches(ranks, micro_batches, chunks)
 
     def of(count: int) -> Played:
         return play(schedule(name, ranks, count, chunks), forward, backward, weight, send, blocking=blocking)
 
-    if few == micro_batches:
-        return of(few)
-    one, two, times = of(few), of(few + ranks), (micro_batches - few) / ranks
+    for each in (SETTLED, LONG):
+        few = few_microbatches(ranks, micro_batches, chunks, each)
+        if few == micro_batches:
+            return of(few)
+        one, two, three = of(few), of(few + ranks), of(few + 2 * ranks)
+        added = [b.seconds - a.seconds for a, b in ((one, two), (two, three))]
+        if abs(added[1] - added[0]) <= 1e-9 * added[0]:
+            break
+    times = (micro_batches - few - ranks) / ranks
 
     def grown(a: float, b: float) -> float:
         return a + (b - a) * times
 
-    busy = [grown(a, b) for a, b in zip(one.busy, two.busy, strict=True)]
-    kept = [round(grown(a, b)) for a, b in zip(one.in_flight, two.in_flight, strict=True)]
-    return Played(grown(one.seconds, two.seconds), busy, one.ops, kept)
-
-
-def _needs(
-    kind: str, stage: int, batch: int, last: int, send: Sequence[float]
-) -> tuple[tuple[str, int, int] | None, float]:
-    if kind == "F":
-        return (("F", stage - 1, batch), send[stage - 1]) if stage else (None, 0.0)
-    if kind == "W":
-        return ("b", stage, batch), 0.0
-    return (("b", stage + 1, batch), send[stage]) if stage < last else (("F", stage, batch), 0.0)
-
-
-def _sends(kind: str, stage: int, last: int, send: Sequence[float]) -> float:
-    if kind == "F":
-        return send[stage] if stage < last else 0.0
-    return send[stage - 1] if kind in "BI" and stage else 0.0
+    busy = [grown(a, b) for a, b in zip(two.busy, three.busy, strict=True)]
+    kept = [round(grown(a, b)) for a, b in zip(two.in_flight, three.in_flight, strict=True)]
+    # no rank ends before its own work: a slower path may come to the fore later than it was played
+    return Played(max(grown(two.seconds, three.seconds), *busy), busy, one.ops, kept)

@@ -16,7 +16,8 @@ from shardwise.costs.memory import Ledger, rank_memory, stage_parameters
 from shardwise.costs.shapes import Shape
 from shardwise.costs.software import Software
 from shardwise.layout.schedule_kinds import KINDS, in_flight
-from shardwise.simulator.step import GAPS, Stage, Step, optimizer_seconds, reduction_seconds, stage_layers
+from shardwise.simulator.parts import GAPS, Stage, Step, optimizer_seconds, reduction_seconds
+from shardwise.simulator.stages import stage_layers
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class Estimator:
         layer, first, last = self._parts(key)
         layers = stage_layers(self.shape, layout)
         p, n, v = layout.pp, layout.n_micro, layout.chunks
+        every = n * layout.rounds
         total = layer.forward + layer.backward + layer.weight
         ends = [end.forward + end.backward + end.weight for end in (first, last)]
         if p == 1:
@@ -72,13 +74,14 @@ class Estimator:
         parameters = stage_parameters(self.shape, layout, self.shape.layers / p, first=p == 1, last=True)
         reduce_s, gather_s = reduction_seconds(step, parameters)
         if layout.zero >= 3 and layout.shard > 1:
-            wire = n * (2 * gather_s + reduce_s)
+            wire = every * (2 * gather_s + reduce_s)
             seconds = max(seconds, wire) if self.software.prefetch != "none" else seconds + wire
         elif not self.software.overlap_dp:
             seconds += reduce_s + gather_s
         else:
-            times = n if layout.zero == 2 else 1
-            seconds += times * max(0.0, reduce_s - seconds * 0.6 / n) + max(0.0, gather_s - seconds * 0.3 / n)
+            times = every if layout.zero == 2 else 1
+            seconds += times * max(0.0, reduce_s - seconds * 0.6 / every)
+            seconds += max(0.0, gather_s - seconds * 0.3 / every) if self.software.overlap_gathers else gather_s
         seconds += optimizer_seconds(step, parameters)
         return Quick(GAPS * seconds, self.memory(layout))
 

@@ -67,6 +67,26 @@ def _gathered(
     return once + seconds * layout.n_micro / times, [(op.stream, op.name, op.start, op.end) for op in ops]
 
 
+def play_units(
+    ops: list[Op], compute: Sequence[float], gathers: Sequence[float], scatters: Sequence[float],
+    *, stream: str = "data",
+) -> None:  # fmt: skip
+    """Add a pass through units whose weights are gathered one unit ahead; of a backward, gradients scattered behind."""
+    before = max((place for place, op in enumerate(ops) if op.name.startswith("unit")), default=-1)
+    computed: list[int] = []
+    ops.append(Op("gather 0", stream, gathers[0], [before] if before >= 0 else []))
+    here = len(ops) - 1
+    for index, seconds in enumerate(compute):
+        ops.append(Op(f"unit {index}", "compute", seconds, [here]))
+        last = len(ops) - 1
+        if index + 1 < len(compute):  # the next unit is asked for before this one's gradients leave
+            ops.append(Op(f"gather {index + 1}", stream, gathers[index + 1], computed[-1:]))
+            here = len(ops) - 1
+        computed.append(last)
+        if scatters:
+            ops.append(Op(f"scatter {index}", stream, scatters[index], [last]))
+
+
 @dataclass(frozen=True)
 class Sharded:
     """Weights gathered over a group one unit ahead, gradients scattered behind."""
@@ -87,22 +107,12 @@ class Sharded:
 
     def play(self, ops: list[Op], units: Sequence[float], seconds: float, *, back: bool) -> None:
         """Add one pass through the units, after what was added before it."""
-        data = "compute" if on_cores(self.wire) else "data"
         total = max(1, sum(units))
-        before = max((place for place, op in enumerate(ops) if op.name.startswith("unit")), default=-1)
-        computed: list[int] = []
-        gathers = [self.gather(count) for count in units]
-        ops.append(Op("gather 0", data, gathers[0], [before] if before >= 0 else []))
-        here = len(ops) - 1
-        for index, count in enumerate(units):
-            ops.append(Op(f"unit {index}", "compute", seconds * count / total, [here]))
-            last = len(ops) - 1
-            if index + 1 < len(units):  # the next unit is asked for before this one's gradients leave
-                ops.append(Op(f"gather {index + 1}", data, gathers[index + 1], computed[-1:]))
-                here = len(ops) - 1
-            computed.append(last)
-            if back:
-                ops.append(Op(f"scatter {index}", data, self.scatter(count), [last]))
+        play_units(
+            ops, [seconds * count / total for count in units], [self.gather(count) for count in units],
+            [self.scatter(count) for count in units] if back else [],
+            stream="compute" if on_cores(self.wire) else "data",
+        )  # fmt: skip
 
     def op_seconds(self, units: Sequence[float], seconds: float, *, back: bool) -> float:
         """One forward or backward of a pipeline stage that computes for `seconds`, with what it gathers."""

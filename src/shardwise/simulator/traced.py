@@ -21,8 +21,8 @@ from shardwise.costs.wire import Group, Wire
 from shardwise.simulator.counted import Counted, Model
 from shardwise.simulator.forecast import Forecast
 from shardwise.simulator.held import memory, policy
+from shardwise.simulator.parts import GAPS
 from shardwise.simulator.sharded import data_seconds
-from shardwise.simulator.step import GAPS
 
 HOST_US = 10.0  # in which eager PyTorch starts an op of a forward or backward on a GPU (assumed)
 CONV_SHARE = 0.5  # of the rate of large products that convolutions reach (assumed)

@@ -1,0 +1,170 @@
+"""What the parts of a step's simulation share: one layer with its communication, reductions, the update, the sum.
+
+layer        kernels of costs/block.py, plus communication that its own compute does not hide
+data ranks   reductions and gathers on a stream of their own (events.py): what sticks out is exposed
+optimizer    the bytes that it reads and writes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardwise.cluster import Cluster
+from shardwise.costs.block import Message, Times
+from shardwise.costs.kernels import Kernels
+from shardwise.costs.layout import Layout
+from shardwise.costs.memory import Ledger
+from shardwise.costs.shapes import Shape
+from shardwise.costs.software import STATES, Software
+from shardwise.costs.wire import Group, Wire
+from shardwise.simulator.events import CONTENTION, Op, run
+from shardwise.simulator.forecast import Forecast
+
+# A step takes longer than its kernels: the slowest of the devices, clocks, gaps. One constant for all; the benchmark
+# of forecasts prints what it is without the file that it scores
+GAPS = 1.065
+# torch's own AdamW goes over all tensors op by op, ten times: 84 bytes for each parameter where one kernel moves 32
+FOREACH = 84 / 32
+
+
+@dataclass
+class Stage:
+    """Seconds of one model stage for one micro-batch, exposed communication inside."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    weight: float = 0.0
+    exposed: float = 0.0
+    recompute: float = 0.0
+    layers: float = 0.0
+
+
+@dataclass(frozen=True)
+class Step:
+    """Everything that the parts of a simulation share."""
+
+    shape: Shape
+    layout: Layout
+    cluster: Cluster
+    software: Software
+    precision: str = "bf16"
+
+    @property
+    def kernels(self) -> Kernels:
+        return Kernels(self.cluster.device, self.software.launch_us, self.precision)
+
+    @property
+    def wire(self) -> Wire:
+        return Wire(self.cluster)
+
+    def group(self, axis: str) -> Group:
+        """Size and stride of an axis: tp innermost, then ulysses, cp, shard, pp, replicas."""
+        lay = self.layout
+        inner = lay.tp * lay.split_sequence
+        return {
+            "tp": Group(lay.tp, 1),
+            "ulysses": Group(lay.ulysses, lay.tp),
+            "cp": Group(lay.cp, lay.tp * lay.ulysses),
+            "ep": Group(lay.ep, lay.tp if lay.sp or lay.tp == 1 else 1),
+            "data": Group(lay.shard * lay.split_sequence, lay.tp),
+            "pp": Group(lay.pp, inner * lay.shard),
+            "replicas": Group(lay.replicas, inner * lay.shard * lay.pp),
+        }[axis]
+
+    def seconds(self, message: Message) -> float:
+        """One message of a layer."""
+        group = self.group(message.axis)
+        if message.op == "ring":
+            share = (group.size - 1) / group.size * message.size_bytes
+            far = (group.size - 1) * group.stride  # the slowest link of the ring is the one that closes it
+            return self.wire.send(share, 0, far) + (group.size - 2) * self.wire.send(0, 0, far)
+        return self.wire.collective(message.op, group, message.size_bytes) + self.wire.skew(group.size)
+
+    def exposed(self, messages: Sequence[Message], beside: float) -> tuple[float, float]:
+        """(seconds that compute waits, seconds that compute is slowed) where `beside` can hide the hidden ones."""
+        open_s = sum(self.seconds(m) for m in messages if not m.hidden)
+        hidden = sum(self.seconds(m) for m in messages if m.hidden)
+        return open_s + max(0.0, hidden - beside), CONTENTION * min(hidden, beside)
+
+    def timed(self, times: Times) -> Stage:
+        """A part with its communication."""
+        waits, slowed = self.exposed(times.forward_messages, times.attention_forward or times.forward)
+        hide = times.backward_weight if self.layout.cp == 1 else times.backward_weight + times.attention_backward
+        back_waits, back_slowed = self.exposed(times.backward_messages, hide)
+        again, again_slowed = self.exposed(times.recompute_messages, times.attention_forward)
+        return Stage(
+            times.forward + waits + slowed,
+            times.backward_input + times.recompute + back_waits + back_slowed + again + again_slowed,
+            times.backward_weight,
+            waits + back_waits + again,
+            times.recompute + again,
+        )
+
+
+def finished(
+    step: Step, parts: dict[str, float], memory: list[Ledger], exposed: dict[str, float], bubble: float = 0.0
+) -> Forecast:
+    lay = step.layout
+    tokens = lay.global_batch * lay.seq
+    gaps = 1.0 if step.cluster.device.kind == "cpu" else GAPS
+    parts = {**parts, "slowest device, clocks and gaps": (gaps - 1) * sum(parts.values())}
+    return Forecast(
+        step_s=sum(parts.values()),
+        parts=parts,
+        memory=memory,
+        flops=step.shape.flops_per_token(lay.seq) * tokens,
+        world_size=lay.world_size,
+        samples=lay.global_batch,
+        tokens=tokens,
+        peak_tflops=step.cluster.device.bf16_tflops.value,
+        best_tflops=step.kernels.best_tflops,
+        exposed=exposed,
+        bubble=bubble,
+    )
+
+
+def optimizer_seconds(step: Step, parameters: dict[str, float]) -> float:
+    """Seconds of the update: each byte of state read and written, gradients read twice (norm and update)."""
+    policy = STATES[step.software.states]
+    total = 0.0
+    for kind, count in parameters.items():
+        ranks = float(step.layout.shard * step.layout.split_sequence) if step.layout.zero else 1.0
+        if kind == "experts" and step.layout.ep > 1:
+            ranks = max(1.0, ranks * step.layout.tp / step.layout.ep)
+        total += count / ranks
+    moved = 2 * policy.gradient + 2 * (policy.master or policy.weight) + 2 * policy.optimizer
+    moved += policy.weight if policy.master else 0
+    return step.kernels.stream(total * moved * (1.0 if step.software.fused_adam else FOREACH), 10)
+
+
+def reduction_seconds(step: Step, parameters: dict[str, float]) -> tuple[float, float]:
+    """Seconds of (gradient reduction, weight gathering) of a step without ZeRO-3."""
+    lay, wire = step.layout, step.wire
+    reduce_s = gather_s = 0.0
+    data, replicas = step.group("data"), step.group("replicas")
+    for kind, count in parameters.items():
+        group = data
+        if kind == "experts" and lay.ep > 1:
+            group = Group(max(1, data.size * lay.tp // lay.ep), lay.tp * lay.ep // (lay.tp or 1))
+        grads = count * step.software.grad_reduce_bytes
+        if lay.zero:
+            reduce_s += wire.collective("reduce_scatter", group, grads)
+            reduce_s += wire.collective("all_reduce", replicas, grads / max(1, group.size))
+            gather_s += wire.collective("all_gather", group, count * 2.0)
+        else:
+            reduce_s += wire.collective("all_reduce", Group(group.size * lay.replicas, group.stride), grads)
+    return reduce_s, gather_s
+
+
+def beside(window: float, seconds: float, buckets: int, overlap: bool) -> float:
+    """What sticks out when `seconds` of communication in buckets follows `window` of compute, piece by piece."""
+    if seconds <= 0:
+        return 0.0
+    if not overlap or buckets < 2:
+        return seconds
+    ops: list[Op] = []
+    for index in range(buckets):
+        ops.append(Op(f"backward {index}", "compute", window / buckets, []))
+        ops.append(Op(f"reduce {index}", "data", seconds / buckets, [len(ops) - 1]))
+    return run(ops) - window

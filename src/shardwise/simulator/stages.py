@@ -1,0 +1,146 @@
+"""One step of a pipeline by numbers: the schedule's table, played stage by stage (simulator/pipeline.py).
+
+Under ZeRO-2 every backward of a stage is followed by the reduction of its gradients, under ZeRO-3 every forward and
+backward by the gathering of its weights too, as in `parallel/flat.py` and `parallel/full.py`: for each micro-batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shardwise.costs.layout import Layout
+from shardwise.costs.memory import rank_memory, stage_parameters
+from shardwise.costs.shapes import Shape
+from shardwise.costs.wire import Group
+from shardwise.layout.schedule_kinds import KINDS
+from shardwise.simulator.events import Op, run
+from shardwise.simulator.forecast import Forecast
+from shardwise.simulator.parts import Stage, Step, beside, finished, optimizer_seconds, reduction_seconds
+from shardwise.simulator.pipeline import play_all, stages_of
+from shardwise.simulator.sharded import play_units
+
+# Megatron's batched send and receive ends in a device synchronise: the queue of kernels runs empty and is filled again
+BLOCKED_US = 400.0  # (assumed)
+
+
+def stage_layers(shape: Shape, layout: Layout) -> list[float]:
+    """Layers of each model stage: as given, or even; what does not divide goes to the stages in the middle."""
+    stages = layout.pp * layout.chunks
+    if layout.stage_layers:
+        return [float(n) for n in layout.stage_layers]
+    each, rest = divmod(shape.layers, stages)
+    start = (stages - rest) // 2
+    return [float(each + (1 if start <= index < start + rest else 0)) for index in range(stages)]
+
+
+def pipelined(step: Step, layer: Stage, ends: tuple[Stage, Stage]) -> Forecast:
+    lay, shape = step.layout, step.shape
+    if lay.chunks == 1:
+        step = replace(step, layout=lay.with_(chunks=KINDS[lay.schedule].stages_per_rank))
+        lay = step.layout
+    name = lay.schedule
+    owner, mine_of = KINDS[name].owners(lay.pp, lay.chunks), stages_of(name, lay.pp, lay.chunks)
+    layers = stage_layers(shape, lay)
+    stages = len(layers)
+    forward = [n * layer.forward for n in layers]
+    backward = [n * layer.backward for n in layers]
+    weight = [n * layer.weight for n in layers]
+    exposed = [n * layer.exposed for n in layers]
+    for index, end in ((0, ends[0]), (stages - 1, ends[1])):
+        forward[index] += end.forward
+        backward[index] += end.backward
+        weight[index] += end.weight
+        exposed[index] += end.exposed
+    waits = _data_waits(step, layers, forward, backward, weight)
+    message = lay.tokens * shape.hidden * 2 / (lay.tp if lay.sp or step.software.split_sends else 1)
+    distance = step.group("pp").stride
+    home = [owner * distance for owner in owner]
+    blocking = not step.software.overlap_p2p
+    blocked = BLOCKED_US * 1e-6 if blocking else 0.0
+    send = [step.wire.send(message, home[s], home[s + 1]) + blocked for s in range(stages - 1)]
+    played = play_all(name, lay.pp, lay.n_micro, lay.chunks, forward, backward, weight, send, blocking=blocking)
+    memory, tails = [], []
+    for rank in range(lay.pp):
+        mine = mine_of[rank]
+        held = sum(layers[stage] for stage in mine)
+        first, last = 0 in mine, stages - 1 in mine
+        memory.append(
+            rank_memory(
+                shape, lay, step.software, layers=held, first=first, last=last,
+                in_flight=played.in_flight[rank] / lay.chunks,
+            )
+        )  # fmt: skip
+        parameters = stage_parameters(shape, lay, held, first=first, last=last)
+        data = _once(step, parameters, held, backward[mine[0]] + weight[mine[0]], forward[mine[0]])
+        if shape.tied and lay.pp > 1 and (first or last):
+            data += step.wire.collective(
+                "all_reduce", Group(2, distance * (lay.pp - 1)), shape.vocab * shape.hidden * 4 / lay.tp
+            )
+        tails.append((data, optimizer_seconds(step, parameters)))
+    data = max(tail[0] for tail in tails)
+    optimizer = max(tail[1] for tail in tails)
+    busiest = max(range(lay.pp), key=lambda r: played.busy[r])
+    inside = lay.n_micro * sum(exposed[stage] for stage in mine_of[busiest])
+    waiting = lay.n_micro * sum(waits[stage] for stage in mine_of[busiest])
+    data += lay.rounds * waiting
+    parts = {
+        "compute": lay.rounds * (played.busy[busiest] - inside - waiting),
+        "tensor, context and expert communication": lay.rounds * inside,
+        "pipeline bubble and sends": lay.rounds * (played.seconds - played.busy[busiest]),
+        "data-parallel communication": data,
+        "optimizer": optimizer,
+    }
+    sends = {"tp": lay.rounds * inside, "pp": lay.rounds * (played.seconds - played.busy[busiest]), "data": data}
+    forecast = finished(step, parts, memory, sends, played.bubble)
+    forecast.timeline = [(f"rank {rank}", str(op), start, end) for rank, op, start, end in played.ops]
+    return forecast
+
+
+def _data_waits(
+    step: Step, layers: list[float], forward: list[float], backward: list[float], weight: list[float]
+) -> list[float]:
+    """Adds to each stage's seconds what it waits for its data ranks in every micro-batch; returns that, by stage."""
+    lay, shape, soft = step.layout, step.shape, step.software
+    waits = [0.0] * len(layers)
+    if lay.zero < 2 or lay.shard * lay.split_sequence == 1:
+        return waits
+    inner = replace(step, layout=lay.with_(replicas=1))  # replicas are summed once
+    scatter, gather = reduction_seconds(inner, stage_parameters(shape, lay, 1.0, first=False, last=False))
+    for stage, held in enumerate(layers):
+        ends = stage_parameters(shape, lay, 0.0, first=stage == 0, last=stage == len(layers) - 1)
+        end_scatter, end_gather = reduction_seconds(inner, ends)
+        units = max(1, round(held))
+        if lay.zero == 2:
+            window = weight[stage] if KINDS[lay.schedule].split else backward[stage] + weight[stage]
+            waits[stage] = beside(window, held * scatter + end_scatter, units, soft.overlap_dp)
+            weight[stage] += waits[stage]
+            continue
+        back = backward[stage] + weight[stage]
+        ahead = soft.prefetch != "none"
+        more = end_gather + _gathered(forward[stage], units, gather, 0.0, ahead=ahead)
+        again = end_gather + end_scatter + _gathered(back, units, gather, scatter, ahead=ahead)
+        forward[stage] += more
+        weight[stage] += again
+        waits[stage] = more + again
+    return waits
+
+
+def _gathered(seconds: float, units: int, gather: float, scatter: float, *, ahead: bool) -> float:
+    """What a forward or backward of so many units takes beyond its `seconds` where each is gathered and scattered."""
+    if not ahead:
+        return units * (gather + scatter)
+    ops: list[Op] = []
+    play_units(ops, [seconds / units] * units, [gather] * units, [scatter] * units if scatter else [])
+    return run(ops) - seconds
+
+
+def _once(step: Step, parameters: dict[str, float], layers: float, backward: float, forward: float) -> float:
+    """Exposed seconds of what a stage's data ranks do once in a step, beside one backward and one forward."""
+    lay, overlap = step.layout, step.software.overlap_dp
+    reduce_s, gather_s = reduction_seconds(step, parameters)
+    buckets = max(1, int(layers))
+    if lay.zero < 2:
+        reduced = beside(backward, reduce_s, buckets, overlap)
+    else:  # over dp_shard they were summed by then
+        reduced = reduce_s - reduction_seconds(replace(step, layout=lay.with_(replicas=1)), parameters)[0]
+    return reduced + (beside(forward, gather_s, buckets, step.software.overlap_gathers) if lay.zero < 3 else 0.0)
