@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 import shardwise
 from shardwise.errors import InputError, RefusedPlan, RunError
 from shardwise.ranks import RankPool
+from shardwise.scripts.dealt import Dealer, deal
 
 # --- the optimizer's state
 
@@ -153,10 +154,13 @@ class Inside(nn.Module):
         return LOSSES[self.kind](self.inner(x), y)
 
 
-def with_loss(plan: str | None, kind: str, inside: bool = False, late: bool = False) -> tuple[list[float], dict]:
+def with_loss(
+    plan: str | None, kind: str, inside: bool = False, late: bool = False, batch: int = 8, mean_over: bool = True,
+    count: int = 24, **options: Any,
+) -> tuple[list[float], dict]:  # fmt: skip
     model = Inside(net(), kind) if inside else net()
-    optimizer, loader = adamw(model), DataLoader(samples(24), batch_size=8)
-    prepared: Any = shardwise.prepare(model, optimizer, loader, plan=plan) if plan else None
+    optimizer, loader = adamw(model), DataLoader(samples(count), batch_size=batch)
+    prepared: Any = shardwise.prepare(model, optimizer, loader, plan=plan, **options) if plan else None
     if prepared:
         model, optimizer, loader = prepared
     losses = []
@@ -164,13 +168,67 @@ def with_loss(plan: str | None, kind: str, inside: bool = False, late: bool = Fa
         optimizer.zero_grad()
         of = LOSSES["mse" if late and number == 0 else kind]
         loss = model(x, y) if inside else of(model(x), y)
-        if prepared:
+        if prepared and mean_over:
             loss = prepared.backward(loss, mean_over=len(x))
+        elif prepared:
+            loss = prepared.backward(loss)
         else:
             loss.backward()
         optimizer.step()
         losses.append(loss.item())
     return losses, prepared.state_dict() if prepared else model.state_dict()
+
+
+def with_loss_of(plan: str | None, kind: str, options: dict) -> tuple[list[float], dict]:
+    return with_loss(plan, kind, **options)
+
+
+def test_every_sample_counts_once_however_a_batch_is_dealt() -> None:
+    for ranks in range(1, 6):
+        for total in range(1, 12):
+            for several in (False, True):
+                dealt = [deal(total, ranks, rank, several=several) for rank in range(ranks)]
+                counted = [n for one in dealt for n in range(one.part.start, one.part.start + one.part.count)]
+                assert counted == list(range(total))
+                assert all(one.held.start + one.held.count <= total and one.held.count for one in dealt)
+                assert {one.several for one in dealt} == {min(one.held.count for one in dealt) > 1}
+                assert {one.even for one in dealt} == {len({one.part.count for one in dealt}) == 1}
+                assert not several or total < 2 or dealt[0].several
+                assert sum(one.proportion(ranks) for one in dealt) == pytest.approx(ranks)
+
+
+def test_one_batch_is_dealt_for_a_look_where_workers_read_ahead() -> None:
+    dealer = Dealer(4, 0, lambda: True)
+    first, second = dealer.deal(4), dealer.deal(4)
+    assert first.several and not second.several
+    dealer.handed_out(second)
+    assert not dealer.deal(4).several
+    dealer.handed_out(first)
+    assert dealer.deal(4).several
+
+
+@pytest.mark.parametrize(
+    ("plan", "options"),
+    [
+        ("dp_replicate=2", {"batch": 2, "count": 6}),
+        ("dp_replicate=2", {"batch": 2, "count": 5, "mean_over": False}),
+        ("dp_shard=3,zero=3", {"batch": 4, "count": 12, "inside": True}),
+        ("dp_shard=2,zero=2", {"batch": 3, "count": 7, "mean_over": False}),
+    ],
+)
+def test_one_sample_to_a_rank_is_looked_at_too(plan: str, options: dict, pool: RankPool) -> None:
+    world = shardwise.Plan.parse(plan).world_size
+    for kind, late in (("dice", False), ("contrastive", False), ("dice", True)):
+        if not (late and options.get("inside")):
+            with pytest.raises(
+                (RefusedPlan, InputError), match=r"no sum or mean over samples|not a mean over|cannot be seen"
+            ):
+                pool.run(with_loss_of, world, plan, kind, {**options, "late": late})
+    for kind in ("dice_of_each", "mse"):
+        losses, weights = with_loss_of(None, kind, options)
+        for theirs, held in pool.run(with_loss_of, world, plan, kind, options):
+            assert theirs == pytest.approx(losses, rel=BAR)
+            assert all(float((held[name] - weight).abs().max()) < BAR for name, weight in weights.items())
 
 
 @pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2,zero=3", "dp_shard=2,tp=2"])

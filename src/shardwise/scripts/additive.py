@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,15 +27,27 @@ from torch.utils._pytree import tree_map_only
 from shardwise.engine.samples import COSTLY_BYTES
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.part import whole
+from shardwise.scripts.divisor import Divisor, divisor_of
 from shardwise.scripts.tape import Tape, tensors_in
 
 _NODES = 4000  # of a graph that are followed
-_OTHERS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (  # which samples of the first half are in the second
+_FEW = 4  # samples, below which either half is kept in turn: one alone may hide what the others change
+_OTHERS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (  # which samples of the kept half are in the other
     lambda first: first,
     lambda first: first[:1],
     lambda first: first[-1:],
 )
 _UNCHECKED = "that the loss adds up over samples was not checked: "
+
+
+@dataclass(frozen=True)
+class _Again:
+    """A loss computed again: its value, its gradients at some samples, what the script says or shows it divides by."""
+
+    value: float
+    gradients: torch.Tensor
+    over: Any
+    divisor: Divisor
 
 
 class LossLook:
@@ -43,23 +56,25 @@ class LossLook:
     def __init__(self, device: torch.device) -> None:
         self._tape = Tape(device)
         self._on = False
-        self._wanted = True  # the next batch is to be recorded
+        self.wanted = True  # the next batch is to be recorded; the same on every rank
         self._began = self._first = False  # modules inside are heard of in the first batch alone
         self._known: set[int] = set()  # kinds of losses that were looked at
         self._batch: list[torch.Tensor] = []
         self._outputs: list[torch.Tensor] = []
+        self._places: list[int] = []  # of those with a dim of samples
         self._inner: list[torch.Tensor] = []  # the last inside a model
         self._handles: list[Any] = []
-        self.samples, self.dim = 0, 0  # of this rank's part
+        self.samples, self.dim = 0, 0  # that this rank holds
+        self._blind = False  # which dim counts them is not known
 
     def begin(self, batch: Any, samples: int, dim: int | None, *, every: bool) -> None:
         """A batch is handed out; `dim` counts its samples, None where that is not known.
 
-        every   each rank has two samples or more: ranks must do alike, since a graph's nodes order its collectives
+        every   each rank holds two samples or more: ranks must do alike, since a graph's nodes order its collectives
         """
         self._forget()
-        self.samples, self.dim = samples, dim or 0
-        if self._wanted and every and dim is not None:
+        self.samples, self.dim, self._blind = samples, dim or 0, dim is None
+        if self.wanted and every and dim is not None:
             self._first, self._began = not self._began, True
             self._batch = [one for one in tensors_in(batch) if self._halves(one) is not None]
             self._tape.__enter__()
@@ -117,16 +132,19 @@ class LossLook:
 
         weight  what the script says it is a mean over: a number, a tensor, or None
         """
-        if self.samples < 2 or loss.grad_fn is None:
+        if loss.grad_fn is None:
             return []
-        outputs = [one for one in self._outputs if self._halves(one) is not None]
+        outputs = self._with_samples()
         kind, reached = _followed(loss, outputs)
         if kind in self._known:
             return []
+        if not self._on and self._blind:
+            self.wanted = False
+            return [f"{_UNCHECKED}which dim of a batch counts its samples is not known (prepare(..., batch_dim=0))"]
         if not self._on:
-            self._wanted = bool(reached)  # with the next batch
-            return []
-        self._wanted = False
+            self.wanted = self.wanted or bool(reached)  # with the next batch
+            return [] if self.wanted else [f"{_UNCHECKED}its operations in the model are others than at first"]
+        self.wanted = False
         self._known.add(kind)
         reached = reached or self._inner
         if not reached:
@@ -139,25 +157,33 @@ class LossLook:
         finally:
             self._tape.paused = False
 
+    def _with_samples(self) -> list[torch.Tensor]:
+        """The model's outputs that have a dim of samples. One sample tells nothing: those that had one before."""
+        if self.samples > 1:
+            self._places = [at for at, one in enumerate(self._outputs) if self._halves(one) is not None]
+        return [one for at, one in enumerate(self._outputs) if at in self._places]
+
     def _look(self, loss: Any, weight: Any, sources: list[torch.Tensor], reached: list[torch.Tensor]) -> list[str]:
-        try:
-            with torch.enable_grad():
-                before, first, _ = self._gradients(loss, weight, sources, reached, None)
-                others = [self._gradients(loss, weight, sources, reached, by)[1:] for by in _OTHERS]
-        except (RuntimeError, IndexError, ValueError) as error:
-            return [f"{_UNCHECKED}its operations could not be computed again ({str(error).splitlines()[0]})"]
         bar = {torch.float64: 1e-9, torch.float32: 1e-4}.get(loss.dtype, 5e-2)
         value = loss.detach().item()
-        if not bool(first.any()) or abs(before.item() - value) > bar * max(abs(value), 1.0):
-            return [f"{_UNCHECKED}it is made by operations that could not be followed"]
-        for other, over in others:
-            self._compare(first, other, weight, over, bar)
+        for kept in (False, True) if self.samples < _FEW else (False,):
+            try:
+                with torch.enable_grad():
+                    before = self._again(loss, weight, sources, reached, None, kept)
+                    others = [self._again(loss, weight, sources, reached, by, kept) for by in _OTHERS]
+            except (RuntimeError, IndexError, ValueError) as error:
+                return [f"{_UNCHECKED}its operations could not be computed again ({str(error).splitlines()[0]})"]
+            if not (kept or bool(before.gradients.any())) or abs(before.value - value) > bar * max(abs(value), 1.0):
+                return [f"{_UNCHECKED}it is made by operations that could not be followed"]
+            for other in others if bool(before.gradients.any()) else []:
+                self._compare(before, other, weight, bar)
         return []
 
-    def _compare(self, first: torch.Tensor, other: torch.Tensor, weight: Any, over: Any, bar: float) -> None:
-        square = float(other.dot(other))
-        factor = float(first.dot(other)) / square if square else 0.0
-        apart = float((first - factor * other).abs().max() / first.abs().max())
+    def _compare(self, before: _Again, other: _Again, weight: Any, bar: float) -> None:
+        first, second = before.gradients, other.gradients
+        square = float(second.dot(second))
+        factor = float(first.dot(second)) / square if square else 0.0
+        apart = float((first - factor * second).abs().max() / first.abs().max())
         if apart > bar:
             raise RefusedPlan(
                 "prepared.backward: the loss is no sum or mean over samples: what it asks of some samples' outputs "
@@ -167,51 +193,58 @@ class LossLook:
                 'loss_scope="global"'
             )
         fits = [1.0]
-        if over is not None:
-            fits.append(float(over) / float(weight))
-        elif weight is None or float(weight) != self.samples:
+        if weight is None and before.divisor.kind == "unknown":
+            return  # which is asked for
+        if weight is None:
+            fits += [now / then for then, now in zip(before.divisor.numbers, other.divisor.numbers, strict=False)]
+        elif other.over is not None:
+            fits.append(float(other.over) / float(weight))
+        elif float(weight) != self.samples:
             return  # a number of unknown making
         if min(abs(factor - fit) for fit in fits) > max(bar, 1e-6) * factor:
+            number = "what it was divided by" if weight is None else f"{float(weight):g}"
             raise InputError(
-                f"prepared.backward: the loss is not a mean over {float(weight):g}: with other samples beside them its "
+                f"prepared.backward: the loss is not a mean over {number}: with other samples beside them its "
                 f"gradients at the same samples are {1 / factor:.3g} times as large, so it is divided by what "
                 "depends on them (labels that are ignored, weights of classes): give that as mean_over, or as "
-                "the weight of the sum"
+                "the weight of the sum. A ratio of sums over the batch (dice) is no mean over samples at all"
             )
 
-    def _gradients(
+    def _again(
         self, loss: torch.Tensor, weight: Any, sources: list[torch.Tensor], reached: list[torch.Tensor],
-        by: Callable[[torch.Tensor], torch.Tensor] | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, Any]:  # fmt: skip
-        """(the loss, its gradients at the first half of the samples, what it is a mean over), computed again."""
+        by: Callable[[torch.Tensor], torch.Tensor] | None, second: bool,
+    ) -> _Again:  # fmt: skip
+        """The loss computed again, the other half's samples chosen by `by`; with gradients at one half's samples."""
         values = {}
         for one in sources:
             with torch.no_grad():
                 value = whole(one).detach().clone()
-                value = value if by is None else self._doubled(value, by)
+                value = value if by is None else self._doubled(value, by, second)
             values[id(one)] = value.requires_grad_(one.requires_grad)
         number = next((tensor for found, tensor in self._tape.numbers if found == weight), None)
         asked = weight if isinstance(weight, torch.Tensor) else number
         again, over = self._tape.again([loss, asked], values)
         inputs = [values[id(one)] for one in reached]
-        found = torch.autograd.grad(again, inputs, allow_unused=True)
+        found = torch.autograd.grad(again, inputs, allow_unused=True, retain_graph=True)
         rows = []
         for value, gradient in zip(inputs, found, strict=True):
             halves = self._halves(value)
             if gradient is not None and halves is not None:
-                at, first, _ = halves
-                rows.append(whole(gradient).index_select(at, first).reshape(-1).double())
-        return again.detach(), torch.cat(rows) if rows else loss.new_zeros(1), over
+                rows.append(whole(gradient).index_select(halves[0], halves[1 + second]).reshape(-1).double())
+        gradients = torch.cat(rows) if rows else loss.new_zeros(1)
+        return _Again(again.detach().item(), gradients, over, divisor_of(again))
 
-    def _doubled(self, value: torch.Tensor, by: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """The first half's samples, or some of them, in the second half too."""
+    def _doubled(
+        self, value: torch.Tensor, by: Callable[[torch.Tensor], torch.Tensor], second: bool
+    ) -> torch.Tensor:  # fmt: skip
+        """The samples of one half (the second, if so), or some of them, in the other half too."""
         halves = self._halves(value)
         assert halves is not None
-        at, first, second = halves
-        index = torch.arange(value.shape[at], device=value.device)
-        chosen = by(first)
-        index[second] = chosen[torch.arange(len(second), device=value.device) % len(chosen)]
-        return value.index_select(at, index)
+        kept, other = (halves[2], halves[1]) if second else (halves[1], halves[2])
+        index = torch.arange(value.shape[halves[0]], device=value.device)
+        chosen = by(kept)
+        index[other] = chosen[torch.arange(len(other), device=value.device) % len(chosen)]
+        return value.index_select(halves[0], index)
 
     def _halves(self, tensor: torch.Tensor) -> tuple[int, torch.Tensor, torch.Tensor] | None:
         """(dim, rows of the first half of the samples, rows of the second); None without such rows.

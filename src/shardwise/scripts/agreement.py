@@ -11,39 +11,44 @@ from shardwise.comm import gather_json, gather_rows
 from shardwise.engine.engine import Engine
 from shardwise.errors import InputError, RefusedPlan, RunError
 from shardwise.host import put, read
+from shardwise.scripts.additive import LossLook
 from shardwise.scripts.divisor import Divisor
 from shardwise.step.control import Tally
 
 _KINDS = {"mean": 1.0, "sum": 2.0, "unknown": 3.0}
+_NUMBERS = 3  # of those that a loss was divided by, each of which may count samples or be a constant
+_WAYS = 2**_NUMBERS
 
 
 def compare(
-    engine: Engine, forms: list[Divisor], tally: Tally, checksum: int, over: tuple[Divisor, float] | None, *,
-    generators: bool,
+    engine: Engine, forms: list[tuple[Divisor, int]], tally: Tally, checksum: int,
+    over: tuple[Divisor, float] | None, *, generators: bool, look: LossLook | None,
 ) -> None:  # fmt: skip
     """Raise what would differ from one process. One small collective.
 
-    forms       what the losses without a weight were divided by, by micro-batch
+    forms       by micro-batch: what the loss without a weight was divided by, and how many samples this rank held
     tally       what this rank counted and added up
     checksum    of the batches that its loader drew, the same on ranks that drew the same
     over        of a loss with a weight: what it was divided by, and the weight that was given
     generators  draws are those of one process, so torch's generators must stand alike
+    look        at losses, which all ranks take where one asks for it
     """
-    kind = max((_KINDS[form.kind] for form in forms), default=0.0)
-    first = forms[0].numbers[0] if forms and forms[0].numbers else 0.0
-    numbers = zlib.crc32(repr([form.numbers for form in forms]).encode())
+    kind = max((_KINDS[form.kind] for form, _ in forms), default=0.0)
+    first = forms[0][0].numbers[0] if forms and forms[0][0].numbers else 0.0
     groups = engine.state.optimizer.param_groups
     settings = zlib.crc32(
         repr([sorted((k, _plain(v)) for k, v in g.items() if k != "params") for g in groups]).encode()
     )
     generator = _generators(engine.device) if generators else 0
-    row = [kind, numbers, first, float(tally.samples), checksum, generator, settings, *_given(over)]
+    wanted = look is not None and look.wanted
+    row = [kind, first, float(tally.samples), wanted, checksum, generator, settings, *_by_samples(forms), *_given(over)]
     rows = read(gather_rows(put(row, engine.device), engine.mesh.world), "a script's samples and means")
     gathered = torch.tensor(rows, dtype=torch.float64)
-    table, given = gathered[:, :7], gathered[:, 7:]
-    kinds_apart, numbers_apart, _, samples_apart, batches_apart, generators_apart, settings_apart = (
-        (table != table[0]).any(dim=0).tolist()
-    )
+    table, means, given = gathered[:, :7], gathered[:, 7 : 7 + _WAYS], gathered[:, 7 + _WAYS :]
+    kinds_apart, _, _, _, batches_apart, generators_apart, settings_apart = (table != table[0]).any(dim=0).tolist()
+    numbers_apart = bool((means != means[0]).any(dim=0).all())
+    if look is not None:
+        look.wanted = bool(table[:, 3].any())
     if batches_apart:
         raise RunError(
             f"the ranks' loaders drew other samples in step {engine.steps_done}: the sampler draws from a generator "
@@ -63,12 +68,31 @@ def compare(
             "them from what is the same on every rank (prepared.loss, prepared.sum(...)), not from this rank's own loss"
         )
     unknown = float(table[:, 0].max()) == _KINDS["unknown"]
-    samples_apart &= kind != _KINDS["sum"]  # sums add up whatever they are over
-    if kind and (kinds_apart or numbers_apart or samples_apart or unknown):
+    if kind and (kinds_apart or numbers_apart or unknown):
         raise InputError(_unequal(table, unknown))
     _in_proportion(given)
     if engine.mesh.tp.size > 1:
         _same_losses(engine, tally)
+
+
+def _by_samples(forms: list[tuple[Divisor, int]]) -> list[float]:
+    """Checks of what means are over: where ranks agree in one of them, a mean over ranks' samples is one over all.
+
+    The first: over the same numbers, of as many samples. The others: over numbers in proportion to the samples; one
+    that stands in the script may be a constant (4 micro-batches).
+    """
+    checks = [[(form.numbers, held) for form, held in forms]]
+    for way in range(1, _WAYS):
+        checks.append([(_each(form, held, way), 0) for form, held in forms])
+    return [float(zlib.crc32(repr(each).encode())) for each in checks]
+
+
+def _each(form: Divisor, held: int, way: int) -> tuple[float, ...]:
+    """The numbers for one sample; of those in the script, bit by bit of `way`, or as they are."""
+    counts = [number not in form.written or way >> min(at, _NUMBERS - 1) & 1 for at, number in enumerate(form.numbers)]
+    if not any(counts):
+        return (float(held), *form.numbers)
+    return tuple(number / (held if by else 1) for number, by in zip(form.numbers, counts, strict=True))
 
 
 def _given(over: tuple[Divisor, float] | None) -> list[float]:
@@ -152,6 +176,6 @@ def _unequal(table: torch.Tensor, unknown: bool) -> str:
     )
     if unknown:
         return f"prepared.backward(loss) without a weight: what the loss is a mean over cannot be seen, and {told}"
-    samples = ", ".join(f"{int(row[3])} samples on rank {rank}" for rank, row in enumerate(table))
-    means = ", ".join(f"{row[2]:g} on rank {rank}" for rank, row in enumerate(table))
+    samples = ", ".join(f"{int(row[2])} samples on rank {rank}" for rank, row in enumerate(table))
+    means = ", ".join(f"{row[1]:g} on rank {rank}" for rank, row in enumerate(table))
     return f"prepared.backward(loss) without a weight: the loss is a mean over {means} ({samples}), and {told}"

@@ -27,6 +27,7 @@ from shardwise.parallel.batchnorm import sync_module
 from shardwise.parallel.expert import WithExperts
 from shardwise.parallel.full import FullShard
 from shardwise.scripts.additive import LossLook
+from shardwise.scripts.dealt import Dealt
 from shardwise.scripts.draws import SampleDraws
 from shardwise.scripts.loader import Events, PartLoader
 from shardwise.scripts.lookout import look_at_model
@@ -56,7 +57,10 @@ def _weakly(method: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], 
 class Calls(Events):
     """Follows a script's loop (as the loader's `Events`) and the calls of its model."""
 
-    def __init__(self, model: nn.Module, mesh: Mesh, randomness: str, seed: int, leader: Calls | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, mesh: Mesh, randomness: str, seed: int, leader: Calls | None = None, *,
+        check: bool = True,
+    ) -> None:  # fmt: skip
         self.model, self.mesh = model, mesh
         self.randomness, self.seed = randomness, seed
         self.engine: Engine | None = None
@@ -65,10 +69,10 @@ class Calls(Events):
         self.together: list[Calls] = leader.together if leader is not None else []
         self.together.append(self)
         self.loss_look: LossLook | None = leader.loss_look if leader is not None else None
-        if leader is None and mesh.data.size > 1:
+        if leader is None and mesh.data.size > 1 and check:
             self.loss_look = LossLook(mesh.device)
         self._watched = SampleDraws() if randomness == "global" and mesh.data.size > 1 else None
-        self.part: Share | None = leader.part if leader is not None else None
+        self.dealt: Dealt | None = leader.dealt if leader is not None else None
         self.checksum = 0  # of all samples so far
         self.called = False  # the model, in training
         self.stray = False  # a gradient came that no backward of this model asked for
@@ -76,9 +80,15 @@ class Calls(Events):
         self._done = False  # its backward of this batch is over
         self._draws_on = False
         self._looked = mesh.data.size == 1
+        self._check = check
         self._dim: int | None = 0  # of a batch's tensors that counts samples
         self._joined = False  # batch norm, over ranks
         self._forwards = 0
+
+    @property
+    def part(self) -> Share | None:
+        """The samples of the batch at hand that count on this rank; None before the first."""
+        return self.dealt.part if self.dealt is not None else None
 
     @property
     def draws(self) -> SampleDraws | None:
@@ -92,18 +102,22 @@ class Calls(Events):
         if self.mesh.world.size > 1:
             share_generators(self.mesh.world, self.mesh.device)
 
-    def before_batch(self, batch: Any, part: Share, checksum: int, dim: int | None) -> None:
+    def wants_look(self) -> bool:
+        """Whether model or loss is to be looked at on the next batch."""
+        return self.loss_look is not None and self.loss_look.wanted
+
+    def before_batch(self, batch: Any, dealt: Dealt, checksum: int, dim: int | None) -> None:
         """A batch is handed to the script."""
         for each in self.together:
-            each.part, each._done, each._dim = part, False, dim
+            each.dealt, each._done, each._dim = dealt, False, dim
             each.checksum = zlib.crc32(str(checksum).encode(), each.checksum)
             if each.engine is not None:
-                each.engine.state.phase.stand_in = part.count == 0
+                each.engine.state.phase.stand_in = dealt.part.count == 0
         if self.leader._watched is not None:
             self.leader._watched.dim = dim or 0
         self.resume()
         if self.loss_look is not None:
-            self.loss_look.begin(batch, part.count, dim, every=part.total // self.mesh.data.size > 1)
+            self.loss_look.begin(batch, dealt.held.count, dim, every=dealt.several)
 
     def after_batch(self) -> None:
         """The script asks for the next."""
@@ -122,8 +136,8 @@ class Calls(Events):
     def resume(self) -> None:
         """Watch draws for the samples of the batch at hand."""
         lead = self.leader
-        if lead._watched is not None and lead.part is not None and not lead._draws_on:
-            lead._watched.part = lead.part
+        if lead._watched is not None and lead.dealt is not None and not lead._draws_on:
+            lead._watched.part = lead.dealt.held
             lead._watched.__enter__()
             lead._draws_on = True
 
@@ -206,15 +220,10 @@ class Calls(Events):
         In a step it is asked where the arguments hold another number of samples than this rank's part.
         """
         assert self.engine is not None
-        part = self.part
+        dealt = self.dealt
         found = tensors_in((args, kwargs))
         rows = {tensor.shape[0] for tensor in found if tensor.dim()}
-        if (
-            torch.is_grad_enabled()
-            and part is not None
-            and part.total % self.mesh.data.size == 0
-            and part.count in rows
-        ):
+        if torch.is_grad_enabled() and dealt is not None and dealt.even and dealt.part.count in rows:
             return
         check = 0
         for tensor in found:
@@ -249,7 +258,8 @@ class Calls(Events):
     def _look(self, engine: Engine, args: tuple, kwargs: dict) -> None:
         """On the first batch: does each sample's output depend on that sample alone?"""
         self.suspend()
-        batch_norms, notices = look_at_model(engine, args, kwargs, self.part.count if self.part else 0, self._dim)
+        held = self.dealt.held.count if self.dealt is not None else 0
+        batch_norms, notices = look_at_model(engine, args, kwargs, held, self._dim, check=self._check)
         for module in batch_norms:
             sync_module(module, engine.mesh.data, engine.state.phase)
         self._joined = bool(batch_norms)

@@ -5,7 +5,7 @@
     nll.sum() / mask.sum()        Div(Sum, 37)                                     a mean over 37
     ce * 0.5 + penalty.mean()     Add of both                                      both
 
-Ranks whose means are over equal numbers may average them; others may not.
+Means over numbers in proportion to ranks' samples are averaged in that proportion; others may not be.
 
 What this does not do: guess. A graph that ends in anything else is unknown, and the caller asks for the weight.
 """

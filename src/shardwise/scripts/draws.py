@@ -29,7 +29,7 @@ _INERT = ("dropout_p", "dropout", "p")  # arguments that switch a random op off 
 
 
 class SampleDraws(TorchDispatchMode):
-    """Active while `part` is set. `inside` is true while the model's own forward runs."""
+    """Active while `part` is set: the samples that this rank holds. `inside`: the model's own forward runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,8 +69,7 @@ class SampleDraws(TorchDispatchMode):
             )
 
     def _draw(self, func: Any, args: tuple, kwargs: dict, part: Share) -> Any:
-        rows, total = max(part.count, 1), part.total
-        low = part.start if part.count else 0
+        rows, low, total = part.count, part.start, part.total
         found: list[int] = []  # the dims that count samples
 
         def size(value: Any) -> Any:

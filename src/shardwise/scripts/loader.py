@@ -23,7 +23,8 @@ from typing import Any, Literal
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from shardwise.errors import InputError, RunError
-from shardwise.layout.dealing import Share, cut
+from shardwise.layout.dealing import Share
+from shardwise.scripts.dealt import Dealer, Dealt
 from shardwise.scripts.reading import (
     Collated,
     Generators,
@@ -32,10 +33,11 @@ from shardwise.scripts.reading import (
     dims_of_samples,
     joins_by_itself,
     part_of_whole,
+    samples_of,
 )
 
 Reads = Literal["auto", "whole", "part"]
-Piece = tuple[Any, Share, int]  # a part's batch, where it lies, and a number that is the same for parts of one batch
+Piece = tuple[Any, Dealt, int]  # a part's batch, where it lies, and a number that is the same for parts of one batch
 
 
 class PartLoader:
@@ -85,19 +87,20 @@ class PartLoader:
     def __iter__(self) -> Iterator[Any]:
         self.events.before_epoch()
         try:
-            for batch, part, checksum in self._batches():
-                self.part = part
-                self.events.before_batch(batch, part, checksum, self._dim_in(batch, part))
+            for batch, dealt, checksum in self._batches():
+                self.part = dealt.part
+                self.events.before_batch(batch, dealt, checksum, self._dim_in(batch, dealt))
                 yield batch
                 self.events.after_batch()
+                self._dealer.handed_out(dealt)
         finally:
             self.events.after_epoch()
 
-    def _dim_in(self, batch: Any, part: Share) -> int | None:
+    def _dim_in(self, batch: Any, dealt: Dealt) -> int | None:
         """Which dim of this part's tensors counts its samples; None where it cannot be known."""
         if self._given or self._ways[0] in (self._whole, self._sliced):
             return self._dim
-        fits = dims_of_samples(batch, part.count)
+        fits = dims_of_samples(batch, dealt.held.count)
         return fits[0] if len(fits) == 1 or (fits and not joins_by_itself(self.whole)) else None
 
     def _batches(self) -> Iterator[Piece]:
@@ -105,6 +108,7 @@ class PartLoader:
         stood, told = Generators(self.whole), ""
         while True:
             way = self._ways[0]
+            self._dealer = Dealer(self._ranks, self._rank, self.events.wants_look)
             batches = way()
             try:
                 first = next(batches, None)
@@ -137,13 +141,13 @@ class PartLoader:
             )
 
     def _indexed(self) -> Iterator[Piece]:
-        sampler = PartSampler(self.whole.batch_sampler, self._rank, self._ranks)
+        sampler = PartSampler(self.whole.batch_sampler, self._dealer)
         for batch in _like(self.whole, sampler):
             yield (batch, *sampler.dealt.popleft())
 
     def _watched(self) -> Iterator[Piece]:
         """As `_indexed`, as long as nothing is drawn."""
-        sampler = PartSampler(self.whole.batch_sampler, self._rank, self._ranks)
+        sampler = PartSampler(self.whole.batch_sampler, self._dealer)
         for number, (batch, drew) in enumerate(_like(self.whole, sampler, watched=True)):
             if drew and number == 0:
                 raise Unfit("random numbers are drawn where samples are read")
@@ -156,22 +160,24 @@ class PartLoader:
             yield (batch, *sampler.dealt.popleft())
 
     def _whole(self) -> Iterator[Piece]:
-        sampler = PartSampler(self.whole.batch_sampler, 0, 1)
+        sampler = PartSampler(self.whole.batch_sampler, Dealer(1, 0, bool))
         for batch in _like(self.whole, sampler):
             whole, checksum = sampler.dealt.popleft()
+            dealt = self._dealer.deal(whole.part.total)
             try:
-                part = part_of_whole(batch, self._rank, self._ranks, whole.total, self._dim)
+                part = part_of_whole(batch, dealt.held, whole.part.total, self._dim)
             except InputError as error:
                 raise Unfit(str(error)) from error
-            yield part.batch, Share(None, part.count, part.start, part.total), checksum
+            yield part, dealt, checksum
 
     def _sliced(self) -> Iterator[Piece]:
         for number, batch in enumerate(self.whole):
             if number == 0:
                 self._find_dim(batch)
-            part = part_of_whole(batch, self._rank, self._ranks, None, self._dim)
-            mine = part.batch if self._ranks > 1 else batch
-            yield mine, Share(None, part.count, part.start, part.total), zlib.crc32(f"{number} {part.total}".encode())
+            total = samples_of(batch, self._dim)
+            dealt = self._dealer.deal(total)
+            part = part_of_whole(batch, dealt.held, total, self._dim) if self._ranks > 1 else batch
+            yield part, dealt, zlib.crc32(f"{number} {total}".encode())
 
     def _find_dim(self, batch: Any) -> None:
         """Where the loader tells how many samples its batches have, and the first dim has others."""
@@ -192,7 +198,11 @@ class Events:
     def before_epoch(self) -> None:
         """The script asks for an iterator."""
 
-    def before_batch(self, batch: Any, part: Share, checksum: int, dim: int | None) -> None:
+    def wants_look(self) -> bool:
+        """Whether the next batch is to be looked at, so that every rank should hold several of its samples."""
+        return False
+
+    def before_batch(self, batch: Any, dealt: Dealt, checksum: int, dim: int | None) -> None:
         """A batch is handed out; `checksum` is the same on every rank that was given parts of the same samples.
 
         dim     of its tensors that counts the samples, where known
@@ -206,12 +216,12 @@ class Events:
 
 
 class PartSampler:
-    """Batches of this rank's indices. `dealt` has (part, checksum) of each batch that was drawn and not yet read."""
+    """Batches of this rank's indices. `dealt` has (dealt, checksum) of each batch that was drawn and not yet read."""
 
-    def __init__(self, batches: Iterable[list[Any]], data_rank: int, data_ranks: int) -> None:
+    def __init__(self, batches: Iterable[list[Any]], dealer: Dealer) -> None:
         self.batches = batches
-        self.rank, self.ranks = data_rank, data_ranks
-        self.dealt: deque[tuple[Share, int]] = deque()
+        self.dealer = dealer
+        self.dealt: deque[tuple[Dealt, int]] = deque()
 
     def __len__(self) -> int:
         return len(self.batches)  # type: ignore[arg-type]
@@ -220,10 +230,9 @@ class PartSampler:
         self.dealt.clear()
         for batch in self.batches:
             indices = list(batch)
-            low, high = cut(len(indices), self.ranks, self.rank)
-            part = Share(None, high - low, low, len(indices))
-            self.dealt.append((part, zlib.crc32(repr(indices).encode())))
-            yield indices[low:high] or indices[:1]  # no sample of its own: a stand-in that will count nothing
+            dealt = self.dealer.deal(len(indices))
+            self.dealt.append((dealt, zlib.crc32(repr(indices).encode())))
+            yield indices[dealt.held.start : dealt.held.start + dealt.held.count]
 
 
 def _by_indices(loader: Any) -> bool:

@@ -23,16 +23,21 @@ from shardwise.parallel.batchnorm import batch_norm_modules
 from shardwise.step.batching import samples_in, slice_samples
 from shardwise.step.loss import Loss
 
+_UNCHECKED = "that the model treats samples one by one was not checked: "
+
 
 def look_at_model(
-    engine: Engine, args: tuple, kwargs: dict, samples: int, dim: int | None
+    engine: Engine, args: tuple, kwargs: dict, samples: int, dim: int | None, *, check: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
     """(modules whose batch norm is to be joined, notices). Collective; raises what mixes samples.
 
-    samples  of this rank's part, for arguments whose first dims differ (a hidden state beside time-first tokens)
+    samples  that this rank holds, for arguments whose first dims differ (a hidden state beside time-first tokens)
     dim      of the batch's tensors that counts them, where known
+    check    False: only batch norm is looked for, by its modules
     """
     batch = (args, kwargs)
+    if not check:
+        return batch_norm_modules(engine.module), [_UNCHECKED + "check_loss=False was given"]
     try:
         rows, places = samples_in(batch, name="the model's arguments"), Places(None, 0)
         if dim and rows != samples:
@@ -43,10 +48,8 @@ def look_at_model(
     told = torch.tensor([float(rows)], dtype=torch.float64, device=engine.device)
     n = min(int(gather_rows(told, engine.mesh.data).min()), SAMPLES)  # every rank must run as many forwards
     if n < 2:
-        reason = "its arguments have no common batch dim" if rows == 0 else "a rank's part has one sample"
-        return batch_norm_modules(engine.module), [
-            f"that the model and the loss treat samples one by one was not checked: {reason} in the first batch"
-        ]
+        reason = "its arguments have no common batch dim" if rows == 0 else "it has one sample"
+        return batch_norm_modules(engine.module), [f"{_UNCHECKED}{reason} in the first batch"]
     sizes = (n, 1, n - 1)
     given = [(places.cut(batch, low, high), high - low) for low, high in ((0, n), (0, 1), (1, n))]
     outputs: list[int | None] = []  # of each output, the dim that counts samples

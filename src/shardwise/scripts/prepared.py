@@ -68,6 +68,7 @@ def prepare(
     batch_dim: int | None = None,
     seed: int = 0,
     device: str | torch.device | None = None,
+    check_loss: bool = True,
 ) -> Prepared:
     """Spread a script's model, optimizer and loader over the ranks of this run, as the plan says. Collective.
 
@@ -83,6 +84,8 @@ def prepare(
     batch_dim   the dim of a batch's tensors that counts its samples; of tensors with fewer dims, the first. None: the
                 first, or the second where the loader's batch_size is found there alone
     seed        of "fast" draws
+    check_loss  look at model and loss on the first batch, of which each rank then holds two samples or more; False: the
+                script vouches for both, and each rank holds its part alone
 
     Returns a `Prepared`, which unpacks into model, optimizer and loader:
 
@@ -101,7 +104,8 @@ def prepare(
             f"plan {plan} needs {plan.world_size} ranks, but this script was started as one process: start it with "
             f"torchrun --nproc-per-node {plan.world_size} (or srun or mpirun -n {plan.world_size})"
         )
-    return Prepared(model, optimizer, loader, plan, randomness, branches, reads, batch_dim, seed, pick_device(device))
+    given = (plan, randomness, branches, reads, batch_dim, seed, pick_device(device), check_loss)
+    return Prepared(model, optimizer, loader, *given)
 
 
 class Prepared(Held):
@@ -109,7 +113,7 @@ class Prepared(Held):
 
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, loader: Any, plan: Plan, randomness: str, branches: Any,
-        reads: Reads, batch_dim: int | None, seed: int, device: torch.device,
+        reads: Reads, batch_dim: int | None, seed: int, device: torch.device, check_loss: bool,
     ) -> None:  # fmt: skip
         self.plan = plan = with_dtype(plan, model)
         self.model, self.optimizer = model, optimizer
@@ -126,7 +130,7 @@ class Prepared(Held):
         if plan.remat != "none" and device.type != "cpu" and randomness == "global" and ranks > 1:
             raise RefusedPlan('prepare: recompute on a GPU cannot repeat one process\'s draws: use randomness="fast"')
         leader = leader_of(loader, self.mesh, randomness)
-        self.calls = Calls(model, self.mesh, randomness, seed, leader)
+        self.calls = Calls(model, self.mesh, randomness, seed, leader, check=check_loss)
         reads = "part" if reads == "auto" and randomness == "fast" else reads
         self._batch_dim = batch_dim
         self.loader = self._cut(loader, self.calls, reads) if leader is None else loader
@@ -134,7 +138,7 @@ class Prepared(Held):
         self._micro = 0  # calls of backward in it
         self._finished = False  # its gradients are whole
         self._stepped = False  # and were used, without zero_grad since
-        self._forms: list[Divisor] = []
+        self._forms: list[tuple[Divisor, int]] = []  # what losses are means over, and the samples that ranks hold
         self._given: str | None = None
         self._over: tuple[Divisor, float] | None = None  # of the step's first loss with a weight
         self.loss = torch.tensor(float("nan"))  # of the last whole step, over all ranks
@@ -215,7 +219,8 @@ class Prepared(Held):
                    all ranks, of this micro-batch alone; whatever else it was divided by stays
 
         With the plan's last micro-batch, gradients are summed over ranks and divided. Returns this micro-batch's loss
-        over all ranks. Raises `InputError` for a mean that ranks took over unequal numbers.
+        over all ranks. Without weight or mean_over, a mean is one over samples that are alike; raises `InputError` for
+        one that ranks took over numbers out of proportion to their samples.
         """
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise InputError("prepared.backward: the loss must be one number that depends on the model's parameters")
@@ -242,6 +247,8 @@ class Prepared(Held):
             (over,) = self.sum(0.0 if stands_in else mean_over)
             total = total * (float(mean_over) / over if over else 0.0)
         counted = self._weight(loss, weight, mean_over is not None, stands_in)
+        if self._given == "mean" and self.calls.dealt is not None:
+            total = total * self.calls.dealt.proportion(engine.data_ranks)
         stated = weight if mean_over is None else mean_over
         if self._over is None and not stands_in and stated is not None:
             self._over = (divisor_of(loss), float(stated))
@@ -366,7 +373,8 @@ class Prepared(Held):
             form = "mean over"
         else:
             divisor = divisor_of(loss) if self.engine.data_ranks > 1 else Divisor("mean")
-            self._forms.append(divisor)
+            dealt = self.calls.dealt
+            self._forms.append((divisor, dealt.held.count if dealt is not None else 1))
             form = divisor.kind
         if self._given not in (None, form):
             raise InputError("prepared.backward: give the weight with every micro-batch of a step, or with none")
@@ -395,7 +403,7 @@ class Prepared(Held):
         if engine.world_size > 1:
             compare(
                 engine, self._forms, tally, self.calls.checksum, self._over,
-                generators=self.calls.randomness == "global",
+                generators=self.calls.randomness == "global", look=self.calls.loss_look,
             )  # fmt: skip
         with self._gate.open():
             result, self._usable = complete(engine.state, tally)

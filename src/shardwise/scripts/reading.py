@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, default_collate, default_convert
 
 from shardwise.comm import Axis, broadcast
 from shardwise.layout.dealing import Share
-from shardwise.step.batching import check_samples, parts_of
+from shardwise.step.batching import check_samples, samples_in, slice_samples
 
 
 class Unfit(Exception):
@@ -94,23 +94,29 @@ def joins_by_itself(loader: DataLoader) -> bool:
     return loader.collate_fn not in (default_collate, default_convert)
 
 
-def part_of_whole(batch: Any, rank: int, ranks: int, samples: int | None = None, dim: int = 0) -> Share:
-    """This rank's part of a whole batch; `InputError` where its dims do not count its `samples`.
+def part_of_whole(batch: Any, held: Share, samples: int, dim: int = 0) -> Any:
+    """The samples that `held` tells of a whole batch; `InputError` where its dims do not count its `samples`.
 
     dim     which dim of a tensor counts them; of one with fewer dims (lengths, labels) the first
     """
-    plain = dict(batch) if isinstance(batch, Mapping) else batch
-    plain = _moved(plain, dim, 0)
-    if samples is not None:
-        check_samples(plain, samples)
-    (part,) = parts_of(plain, data_rank=rank, data_ranks=ranks)
-    part = Share(_moved(part.batch, 0, dim), part.count, part.start, part.total)
+    plain = _plain(batch, dim)
+    check_samples(plain, samples)
+    part = _moved(slice_samples(plain, held.start, held.start + held.count), 0, dim)
     if not isinstance(batch, Mapping) or type(batch) is dict:
         return part
     kept: Any = copy.copy(batch)  # a mapping of a class of its own, as tokenizers return
-    for name, value in part.batch.items():
+    for name, value in part.items():
         kept[name] = value
-    return Share(kept, part.count, part.start, part.total)
+    return kept
+
+
+def samples_of(batch: Any, dim: int = 0) -> int:
+    """How many samples a whole batch has, counted by that dim of its tensors; `InputError` where they differ."""
+    return samples_in(_plain(batch, dim))
+
+
+def _plain(batch: Any, dim: int) -> Any:
+    return _moved(dict(batch) if isinstance(batch, Mapping) else batch, dim, 0)
 
 
 def _moved(batch: Any, source: int, to: int) -> Any:
