@@ -24,6 +24,7 @@ FLOORS = {
     "parallel.tensor": 3,
     "parallel.expert": 3,
     "parallel.sequence": 3,
+    "parallel.domain": 3,
     "parallel.pipeline": 3,
     "memory": 3,
     "step": 4,

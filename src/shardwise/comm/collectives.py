@@ -63,10 +63,10 @@ class Axis:
         """Whether collectives send nothing."""
         return self.size == 1 or self.rehearsal is not None
 
-    def note(self, tag: str, op: str, full: torch.Tensor) -> None:
-        """In a rehearsal: what would have been sent."""
+    def note(self, tag: str, op: str, full: torch.Tensor, received: int | None = None) -> None:
+        """In a rehearsal: what would have been sent; `received` bytes from others, where they are known."""
         if self.rehearsal is not None:
-            self.rehearsal.record(tag, op, self.name, full.numel() * full.element_size(), self.size)
+            self.rehearsal.record(tag, op, self.name, full.numel() * full.element_size(), self.size, received)
 
 
 class Pending:
@@ -187,7 +187,9 @@ def all_to_all(
 ) -> None:
     """Send `sent_sizes[j]` items of `sent` (along dim 0) to the j-th rank of the axis and receive likewise."""
     if axis.rehearsal is not None:
-        axis.note(tag, "all_to_all", sent)
+        others = sum(received_sizes) - received_sizes[axis.index]
+        rows = max(received.shape[0], 1)
+        axis.note(tag, "all_to_all", sent, received.numel() * received.element_size() * others // rows)
         received.zero_()
         return
     if axis.size == 1:

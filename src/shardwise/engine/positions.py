@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
+import shardwise.parallel.domain  # noqa: F401 - what functions do along cut dims
 from shardwise.comm import Ledger
 from shardwise.errors import RefusedPlan, ShardwiseError
 from shardwise.layout import Plan

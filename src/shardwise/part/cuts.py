@@ -153,6 +153,15 @@ def _local_slice(owners: Owners, rank: int, start: int, stop: int, step: int) ->
 
 
 @lru_cache(REMEMBERED)
+def unsliced(owners: Owners, size: int, start: int, step: int) -> Owners:
+    """Owners of a dim of `size` of which a slice is dealt by `owners`; others belong to the nearest one before them."""
+    if not owners.size:
+        return Owners.blocks(size, owners.ranks)
+    nearest = np.clip((np.arange(size) - start) // step, 0, owners.size - 1)
+    return Owners.of(owners.array[nearest], owners.ranks)
+
+
+@lru_cache(REMEMBERED)
 def joined(parts: tuple[Owners, ...]) -> Owners:
     """Owners of dims put one behind the other."""
     before = np.cumsum([0] + [part.size for part in parts[:-1]])

@@ -87,8 +87,8 @@ def reowned(part: Part, owners: Owners) -> Part:
     return part.with_local(fetch(part, wanted), part.dim_cut, owners)
 
 
-def fetch(part: Part, wanted: Wanted) -> torch.Tensor:
-    """This rank's wanted indices of the cut dim, in order; an index outside the dim (-1, or its size) gives zeros.
+def fetch(part: Part, wanted: Wanted, fill: float = 0.0) -> torch.Tensor:
+    """This rank's wanted indices of the cut dim, in order; an index outside the dim (-1, or its size) gives `fill`.
 
     Collective. The result differs between ranks and is no part: an index may lie on several.
     """
@@ -98,24 +98,26 @@ def fetch(part: Part, wanted: Wanted) -> torch.Tensor:
         if isinstance(inner, Part) and inner.dim_cut == part.dim_cut and inner.soft:
             inner = gather(inner)
         if not isinstance(inner, Part):
-            return fetch(part.with_local(inner), wanted)
+            return fetch(part.with_local(inner), wanted, fill)
         if inner.dim_cut == part.dim_cut:
             raise Uncut(f"indices of a dim that is cut over {inner.axis.name} too cannot be fetched")
-        return inner.with_local(fetch(Part(inner.local, part.dim_cut, part.owners, part.axis), wanted))
-    axis, dim = part.axis, part.dim_cut
+        return inner.with_local(fetch(Part(inner.local, part.dim_cut, part.owners, part.axis), wanted, fill))
+    axis, dim, shape = part.axis, part.dim_cut, list(local.shape)
     way = _way(part.owners, wanted, axis.index)
-    rest = _elements(list(local.shape), dim)
-    flat = _exchanged([_picked(local, dim, places) for places in way.send], [n * rest for n in way.counts], axis)
-    pieces = flat.split([n * rest for n in way.counts])
-    shaped = [p.view(_with(list(local.shape), dim, n)) for p, n in zip(pieces, way.counts, strict=True)]
-    found = torch.cat(shaped, dim)
+    pieces = _passed([_picked(local, dim, places) for places in way.send], shape, dim, list(way.counts), axis)
+    before, after = way.around
+    if before:
+        pieces.insert(0, local.new_full(_with(shape, dim, before), fill))
+    if after:
+        pieces.append(local.new_full(_with(shape, dim, after), fill))
+    found = torch.cat(pieces, dim)
     if way.order is None:
         return found
+    found = found.index_select(dim, torch.from_numpy(way.order).to(found.device))
     if way.inside is None:
-        return found.index_select(dim, torch.from_numpy(way.order).to(found.device))
-    whole = found.new_zeros(_with(list(found.shape), dim, way.wanted))
-    return whole.index_copy(dim, torch.from_numpy(way.inside).to(found.device),
-                            found.index_select(dim, torch.from_numpy(way.order).to(found.device)))  # fmt: skip
+        return found
+    whole = found.new_full(_with(shape, dim, way.wanted), fill)
+    return whole.index_copy(dim, torch.from_numpy(way.inside).to(found.device), found)
 
 
 def give_back(gradient: torch.Tensor, like: Part, wanted: Wanted) -> Part:
@@ -132,19 +134,19 @@ def give_back(gradient: torch.Tensor, like: Part, wanted: Wanted) -> Part:
         return give_back(inner, like, wanted)
     axis, dim, owners = like.axis, like.dim_cut, like.owners
     way = _way(owners, wanted, axis.index)
-    found = gradient
+    shape = list(gradient.shape)
+    found = gradient.narrow(dim, way.around[0], shape[dim] - sum(way.around))
     if way.inside is not None:
         found = found.index_select(dim, torch.from_numpy(way.inside).to(found.device))
     if way.order is not None:
         found = found.index_select(dim, torch.from_numpy(np.argsort(way.order)).to(found.device))
-    rest = _elements(list(gradient.shape), dim)
-    sizes = [len(places) * rest for places in way.send]
-    flat = _exchanged(list(found.split(list(way.counts), dim)), sizes, axis)
-    local = gradient.new_zeros(_with(list(gradient.shape), dim, owners.counts[axis.index]))
-    for piece, places in zip(flat.split(sizes), way.send, strict=True):
-        if len(places):
-            shaped = piece.view(_with(list(gradient.shape), dim, len(places)))
-            local.index_add_(dim, torch.from_numpy(places).to(local.device), shaped)
+    pieces = _passed(list(found.split(list(way.counts), dim)), shape, dim, [len(p) for p in way.send], axis)
+    local = gradient.new_zeros(_with(shape, dim, owners.counts[axis.index]))
+    for piece, places in zip(pieces, way.send, strict=True):
+        if _in_a_row(places):
+            local.narrow(dim, int(places[0]), len(places)).add_(piece)
+        elif len(places):
+            local.index_add_(dim, torch.from_numpy(places).to(local.device), piece)
     return like.with_local(local)
 
 
@@ -203,7 +205,8 @@ class _Way:
     send: tuple[np.ndarray, ...]  # to each rank: places among this rank's own indices
     counts: tuple[int, ...]  # received from each rank
     order: np.ndarray | None  # (found,) places of what is received, in the order in which it was wanted
-    inside: np.ndarray | None  # (found,) where among the wanted ones those lie that exist; None where all do
+    inside: np.ndarray | None  # (found,) where among the wanted ones those lie that exist; None where side by side
+    around: tuple[int, int]  # wanted ones that do not exist, before and behind those that do and are in order
     wanted: int
 
 
@@ -222,9 +225,13 @@ def _way(owners: Owners, wanted: Wanted, me: int) -> _Way:
     by_rank = np.argsort(who, kind="stable")
     order = np.empty_like(by_rank)
     order[by_rank] = np.arange(len(by_rank))
-    in_order = bool((order == np.arange(len(order))).all()) and bool(exists.all())
-    inside = None if exists.all() else np.flatnonzero(exists)
-    return _Way(tuple(send), counts, None if in_order else order, inside, len(everything))
+    in_order = bool((order == np.arange(len(order))).all())
+    inside, around = np.flatnonzero(exists), (0, 0)
+    if in_order and (not len(inside) or inside[-1] - inside[0] + 1 == len(inside)):
+        before = int(inside[0]) if len(inside) else 0
+        around = before, len(everything) - len(inside) - before
+    kept = None if exists.all() or any(around) else inside
+    return _Way(tuple(send), counts, None if in_order and kept is None else order, kept, around, len(everything))
 
 
 def _expanded(ranges: tuple[tuple[int, int], ...]) -> np.ndarray:
@@ -249,19 +256,41 @@ def _runs(indices: np.ndarray) -> tuple[tuple[int, int], ...]:
     return tuple((int(indices[a]), int(indices[b - 1]) + 1) for a, b in zip(starts, stops, strict=True))
 
 
+def _in_a_row(places: np.ndarray) -> bool:
+    """Whether there are some, each one behind the other."""
+    return bool(len(places)) and places[-1] - places[0] + 1 == len(places) and bool((np.diff(places) == 1).all())
+
+
 def _picked(local: torch.Tensor, dim: int, places: np.ndarray) -> torch.Tensor:
-    if len(places) and places[-1] - places[0] + 1 == len(places) and (np.diff(places) == 1).all():
+    if _in_a_row(places):
         return local.narrow(dim, int(places[0]), len(places))
     return local.index_select(dim, torch.from_numpy(places).to(local.device))
+
+
+def _passed(
+    blocks: list[torch.Tensor], shape: list[int], dim: int, received: list[int], axis: Axis
+) -> list[torch.Tensor]:  # fmt: skip
+    """What every rank sends this one along `dim`, `received` indices each; its own block stays where it is."""
+    rest, mine, me = _elements(shape, dim), blocks[axis.index], axis.index
+    sizes = [0 if rank == me else count * rest for rank, count in enumerate(received)]
+    empty = mine.new_empty(0)
+    flat = _exchanged([empty if rank == me else block for rank, block in enumerate(blocks)], sizes, axis)
+    pieces = [piece.view(_with(shape, dim, n)) if rank != me else mine
+              for rank, (piece, n) in enumerate(zip(flat.split(sizes), received, strict=True))]  # fmt: skip
+    return pieces
 
 
 def _exchanged(blocks: list[torch.Tensor], received: list[int], axis: Axis) -> torch.Tensor:
     """Flat: what every rank sent to this one, behind each other."""
     kind = blocks[0].dtype
     sent = torch.cat([block.reshape(-1) for block in blocks])
+    if kind.is_complex:  # as rows of two numbers, which every backend sends
+        sent = torch.view_as_real(sent.resolve_conj())
     sent = sent.view(torch.uint8) if kind is torch.bool else sent
-    flat = sent.new_empty(sum(received))
+    flat = sent.new_empty((sum(received), *sent.shape[1:]))
     all_to_all(flat, sent, received, [block.numel() for block in blocks], axis, TAG)
+    if kind.is_complex:
+        return torch.view_as_complex(flat)
     return flat.view(kind) if kind is torch.bool else flat
 
 

@@ -353,9 +353,13 @@ def share_of(tensor: torch.Tensor, dim: int, owners: Owners, axis: Axis) -> torc
         tensor = tensor.settled()
     if not isinstance(tensor, Part) or tensor.axis is not axis:
         return owners.take(tensor, dim, axis.index)
-    if tensor.dim_cut != dim or tensor.owners != owners:
-        return owners.take(gather(tensor), dim, axis.index)
-    return tensor.local
+    if tensor.dim_cut == dim and tensor.owners == owners:
+        return tensor.local
+    if axis.positions and tensor.dim_cut == dim:  # each rank fetches what it lacks, and no rank holds it whole
+        from shardwise.part.moves import reowned
+
+        return reowned(tensor, owners).local
+    return owners.take(gather(tensor), dim, axis.index)
 
 
 def to_part(local: torch.Tensor, dim: int, owners: Owners, axis: Axis, origin: str = "") -> Part:

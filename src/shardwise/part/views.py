@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardwise.part.cuts import Owners, Uncut, joined, regrouped
+from shardwise.part.cuts import Owners, Uncut, joined, regrouped, unsliced
 from shardwise.part.levels import Distributed
+from shardwise.part.moves import reowned
 from shardwise.part.sums import Sum
 from shardwise.part.tensor import Part, gather, is_part, no_rule, parts_in, reduced, rule
 
@@ -148,6 +149,8 @@ def slice_backward(func: Any, args: tuple, kwargs: dict) -> Part:
         return part.with_local(func(part.local, local_sizes, dim, start, end, step))
     start, end, step = slice(start, end, step).indices(sizes[dim])
     owners = _BEFORE.get((part.owners, sizes[dim], start, end, step))
+    if owners is None and part.axis.positions:  # dealt anew since, beside something else
+        owners = unsliced(part.owners, sizes[dim], start, step)
     if owners is None:
         raise Uncut(no_rule(func, [part]))
     rank = part.axis.index
@@ -234,16 +237,34 @@ def cat(func: Any, args: tuple, kwargs: dict) -> Part:
     parts = parts_in(tensors)
     lead = parts[0]
     if lead.dim_cut != dim:
-        if any(p.dim_cut != lead.dim_cut or not p.beside(lead) for p in parts):
+        along = all(p.dim_cut == lead.dim_cut for p in parts)
+        if along and lead.axis.positions:
+            tensors = [reowned(t, lead.owners) if is_part(t) else t for t in tensors]
+        elif not along or any(not p.beside(lead) for p in parts):
             raise Uncut(f"tensors that are cut differently are put together ({no_rule(func, parts)})")
         local = [t.local if is_part(t) else lead.share(t, lead.dim_cut) for t in tensors]
         return lead.with_local(torch.cat(local, dim))
     if len(parts) != len(tensors) or any(p.dim_cut != dim for p in parts):
         if all(p.dim_cut == dim for p in parts) and _like_its_neighbour(tensors, lead, dim):
             tensors = [t if is_part(t) else lead.with_local(lead.share(t, dim)) for t in tensors]
+        elif all(p.dim_cut == dim for p in parts) and lead.axis.positions:
+            tensors = _with_their_neighbours(tensors, lead, dim)
         else:
             raise Uncut(f"cut and whole tensors are put together along the cut dim ({no_rule(func, parts)})")
     return lead.with_local(torch.cat([p.local for p in tensors], dim), dim, joined(tuple(p.owners for p in tensors)))
+
+
+def _with_their_neighbours(tensors: list[torch.Tensor], lead: Part, dim: int) -> list[torch.Tensor]:
+    """Whole tensors (a class token) beside cut ones: each is its neighbour's, whose rank is at that end."""
+    found: list[torch.Tensor] = []
+    for place, tensor in enumerate(tensors):
+        if not is_part(tensor):
+            rank = lead.axis.size - 1 if any(map(is_part, tensors[:place])) else 0
+            n = tensor.shape[dim]
+            owners = Owners(np.array([n]), np.array([rank]), lead.axis.size)
+            tensor = lead.with_local(owners.take(tensor, dim, lead.axis.index), dim, owners)
+        found.append(tensor)
+    return found
 
 
 def _like_its_neighbour(tensors: list[torch.Tensor], lead: Part, dim: int) -> bool:

@@ -1,0 +1,106 @@
+"""Convolutions of tiles, plain and transposed, over one to three spatial dims."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+
+from shardwise.parallel.domain.maps import Sliding, Spreading
+from shardwise.parallel.domain.tiles import answers, cuts, used, windowed
+
+Sizes = int | Sequence[int]
+
+
+def each(value: Sizes, dims: int) -> list[int]:
+    """One number for each spatial dim."""
+    found = [value] if isinstance(value, int) else list(value)
+    return found * dims if len(found) == 1 else found
+
+
+def _convolution(plain: Callable, dims: int) -> Callable:
+    def convolution(
+        input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, stride: Sizes = 1,
+        padding: Sizes | str = 0, dilation: Sizes = 1, groups: int = 1,
+    ) -> torch.Tensor:  # fmt: skip
+        """The convolution of a tensor of which any spatial dim may be cut."""
+        first = input.dim() - dims
+        found = cuts(input, range(first, input.dim()))
+        if not found:
+            return plain(input, weight, bias, stride, padding, dilation, groups)
+        strides, dilations, kernel = each(stride, dims), each(dilation, dims), weight.shape[2:]
+        before, after = _paddings(padding, kernel, dilations)
+        tiled = {cut.dim - first for cut in found}
+        along = {}
+        for d in tiled:
+            reach = dilations[d] * (kernel[d] - 1) + 1
+            size = (input.shape[first + d] + before[d] + after[d] - reach) // strides[d] + 1
+            along[first + d] = Sliding(_positive(size, input, kernel), kernel[d], strides[d], before[d], dilations[d])
+        uneven = any(before[d] != after[d] for d in range(dims) if d not in tiled)
+        pads = [0 if uneven or d in tiled else before[d] for d in range(dims)]
+        around = [n for d in reversed(range(dims)) for n in ((0, 0) if d in tiled else (before[d], after[d]))]
+
+        def local(window: torch.Tensor) -> torch.Tensor:
+            window = F.pad(window, around) if uneven else window
+            return plain(window, used(weight, found), used(bias, found), strides, pads, dilations, groups)
+
+        return windowed(input, along, found, local)
+
+    return convolution
+
+
+def _paddings(padding: Sizes | str, kernel: Sequence[int], dilations: list[int]) -> tuple[list[int], list[int]]:
+    """Zeros in front of and behind each dim."""
+    if padding == "valid":
+        padding = 0
+    if padding == "same":
+        both = [d * (k - 1) for d, k in zip(dilations, kernel, strict=True)]
+        return [n // 2 for n in both], [n - n // 2 for n in both]
+    if isinstance(padding, str):
+        raise ValueError(f"padding must be a number, 'same' or 'valid', got {padding!r}")
+    found = each(padding, len(kernel))
+    return found, found
+
+
+def _positive(size: int, input: torch.Tensor, kernel: Sequence[int]) -> int:
+    if size < 1:
+        raise RuntimeError(f"a kernel of {tuple(kernel)} is larger than the padded input {tuple(input.shape)}")
+    return size
+
+
+def _transposed(plain: Callable, dims: int) -> Callable:
+    def transposed(
+        input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, stride: Sizes = 1,
+        padding: Sizes = 0, output_padding: Sizes = 0, groups: int = 1, dilation: Sizes = 1,
+    ) -> torch.Tensor:  # fmt: skip
+        """The transposed convolution of a tensor of which any spatial dim may be cut."""
+        first = input.dim() - dims
+        found = cuts(input, range(first, input.dim()))
+        if not found:
+            return plain(input, weight, bias, stride, padding, output_padding, groups, dilation)
+        strides, dilations, kernel = each(stride, dims), each(dilation, dims), weight.shape[2:]
+        pads, more = each(padding, dims), each(output_padding, dims)
+        along = {}
+        for cut in found:
+            d = cut.dim - first
+            size = (cut.owners.size - 1) * strides[d] - 2 * pads[d] + dilations[d] * (kernel[d] - 1) + more[d] + 1
+            size = _positive(size, input, kernel)
+            along[cut.dim] = Spreading(size, kernel[d], strides[d], pads[d], dilations[d])
+            pads[d], more[d] = 0, 0
+
+        def local(window: torch.Tensor) -> torch.Tensor:
+            return plain(window, used(weight, found), used(bias, found), strides, pads, more, groups, dilations)
+
+        return windowed(input, along, found, local)
+
+    return transposed
+
+
+for _dims, _plain, _back in (
+    (1, F.conv1d, F.conv_transpose1d),
+    (2, F.conv2d, F.conv_transpose2d),
+    (3, F.conv3d, F.conv_transpose3d),
+):
+    answers(_plain)(_convolution(_plain, _dims))
+    answers(_back)(_transposed(_back, _dims))

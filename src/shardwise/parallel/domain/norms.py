@@ -1,0 +1,197 @@
+"""Norms of tiles, with statistics over the whole field: group, instance, layer, RMS and batch norm.
+
+    mean = sum_r sum(x_r) / n        var = sum_r sum((x_r - mean)^2) / n        over all ranks' tiles
+    y = (x - mean) / sqrt(var + eps) * w + b
+    dx = (g - sum_r sum(g) / n - x' sum_r sum(g x') / n) / sqrt(var + eps)      with g = dy * w, x' the normalised x
+
+Two small all-reduces forward over each axis, one backward. Statistics are float32 at least.
+Source: Ioffe and Szegedy (2015); Wu and He, "Group Normalization" (2018).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from shardwise.comm import Axis
+from shardwise.parallel.domain.tiles import Cut, answers, cuts, opened, placed, used
+from shardwise.part.tensor import all_sum
+
+
+def _total(tensor: torch.Tensor, axes: tuple[Axis, ...]) -> torch.Tensor:
+    for axis in axes:
+        tensor = all_sum(tensor, axis)
+    return tensor
+
+
+class _Standardised(torch.autograd.Function):
+    """(y, mean, variance) of this rank's tile, over `dims` and over the ranks of the axes; the last two are constants.
+
+    weight, bias  None, or of a shape that broadcasts to x's
+    count         elements in all that one mean is of
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, dims: list[int],
+        axes: tuple[Axis, ...], count: int, eps: float,
+    ):  # fmt: skip
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        mean = _total(wide.sum(dims, True), axes) / count
+        centred = wide - mean
+        var = _total(centred.square().sum(dims, True), axes) / count
+        rstd = torch.rsqrt(var + eps)
+        y = centred * rstd
+        if weight is not None:
+            y = y * weight
+        if bias is not None:
+            y = y + bias
+        ctx.save_for_backward(x, weight, bias, mean, rstd)
+        ctx.over = dims, axes, count
+        ctx.mark_non_differentiable(mean, var)
+        return y.to(x.dtype), mean, var
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor, *unused: Any):
+        (x, weight, bias, mean, rstd), (dims, axes, count) = ctx.saved_tensors, ctx.over
+        gradient = gradient.to(mean.dtype)
+        normal = (x.to(mean.dtype) - mean) * rstd
+        dw = None if weight is None else (gradient * normal).sum_to_size(weight.shape).to(weight.dtype)
+        db = None if bias is None else gradient.sum_to_size(bias.shape).to(bias.dtype)
+        if not ctx.needs_input_grad[0]:
+            return None, dw, db, None, None, None, None
+        inner = gradient if weight is None else gradient * weight
+        sums = torch.stack([inner.sum(dims, True), (inner * normal).sum(dims, True)])
+        first, second = (_total(sums, axes) / count).unbind(0)
+        dx = (inner - first - normal * second) * rstd
+        return dx.to(x.dtype), dw, db, None, None, None, None
+
+
+def _by_group(
+    input: torch.Tensor, found: list[Cut], groups: int, weight: torch.Tensor | None, bias: torch.Tensor | None,
+    eps: float, samples: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(y, mean, variance) of x (N, C, ...): statistics of each group of channels, of a sample or (`samples`) of all."""
+    tile = opened(input, found)
+    n, channels, *space = tile.shape
+    grouped = tile.reshape(n, groups, channels // groups, *space)
+    shape = [1, groups, -1, *[1] * len(space)]
+    weight, bias = (None if t is None else t.view(shape) for t in (used(weight, found), used(bias, found)))
+    dims = [0] * samples + list(range(2, grouped.dim()))
+    count = input.numel() // (groups if samples else groups * n)
+    axes = tuple(cut.axis for cut in found)
+    y, mean, var = _Standardised.apply(grouped, weight, bias, dims, axes, count, eps)
+    return placed(y.reshape(tile.shape), found), mean, var
+
+
+@answers(F.group_norm, torch.group_norm)
+def group_norm(
+    input: torch.Tensor, num_groups: int, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None,
+    eps: float = 1e-5, cudnn_enabled: bool = True,
+) -> torch.Tensor:  # fmt: skip
+    """`F.group_norm` of a tensor of which any spatial dim may be cut."""
+    found = cuts(input, range(2, input.dim()))
+    if not found:
+        return F.group_norm(input, num_groups, weight, bias, eps)
+    if input.shape[1] % num_groups:
+        raise RuntimeError(f"{input.shape[1]} channels are not divisible into {num_groups} groups")
+    return _by_group(input, found, num_groups, weight, bias, eps, False)[0]
+
+
+@answers(F.instance_norm)
+def instance_norm(
+    input: torch.Tensor, running_mean: torch.Tensor | None = None, running_var: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None, bias: torch.Tensor | None = None, use_input_stats: bool = True,
+    momentum: float = 0.1, eps: float = 1e-5,
+) -> torch.Tensor:  # fmt: skip
+    """`F.instance_norm` of a tensor of which any spatial dim may be cut."""
+    found = cuts(input, range(2, input.dim()))
+    if not found:
+        return F.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+    if not use_input_stats:
+        return batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+    count = math.prod(input.shape[2:])
+    if count < 2:
+        raise ValueError(f"Expected more than 1 spatial element when training, got input size {input.size()}")
+    y, mean, var = _by_group(input, found, input.shape[1], weight, bias, eps, False)
+    _keep(running_mean, running_var, mean.mean(0).flatten(), var.mean(0).flatten(), count, momentum)
+    return y
+
+
+@answers(F.batch_norm)
+def batch_norm(
+    input: torch.Tensor, running_mean: torch.Tensor | None, running_var: torch.Tensor | None,
+    weight: torch.Tensor | None = None, bias: torch.Tensor | None = None, training: bool = False,
+    momentum: float = 0.1, eps: float = 1e-5,
+) -> torch.Tensor:  # fmt: skip
+    """`F.batch_norm` of a tensor of which any spatial dim may be cut."""
+    found = cuts(input, range(2, input.dim()))
+    if not found:
+        return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    if not training:
+        tile, w, b = opened(input, found), used(weight, found), used(bias, found)
+        if running_mean is not None:  # kernels take a 16-bit input, and all else in one dtype
+            w, b = (None if t is None else t.to(running_mean.dtype) for t in (w, b))
+        return placed(F.batch_norm(tile, running_mean, running_var, w, b, False, momentum, eps), found)
+    count = input.numel() // input.shape[1]
+    if count < 2:
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.size()}")
+    y, mean, var = _by_group(input, found, input.shape[1], weight, bias, eps, True)
+    _keep(running_mean, running_var, mean.flatten(), var.flatten(), count, momentum)
+    return y
+
+
+@answers(torch.batch_norm)
+def _torch_batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled=True):
+    return batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+
+
+def _keep(
+    running_mean: torch.Tensor | None, running_var: torch.Tensor | None, mean: torch.Tensor, var: torch.Tensor,
+    count: int, momentum: float,
+) -> None:  # fmt: skip
+    """Running statistics take in new ones: the same on every rank. The variance is the unbiased one."""
+    if running_mean is None or running_var is None:
+        return
+    with torch.no_grad():
+        running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+        running_var.lerp_((var * count / (count - 1)).to(running_var.dtype), momentum)
+
+
+@answers(F.layer_norm, torch.layer_norm)
+def layer_norm(
+    input: torch.Tensor, normalized_shape: Sequence[int], weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None, eps: float = 1e-5, cudnn_enable: bool = True,
+) -> torch.Tensor:  # fmt: skip
+    """`F.layer_norm` of a tensor of which any of the dims that it runs over may be cut."""
+    dims = list(range(-len(normalized_shape), 0))
+    found = cuts(input, dims)
+    if not found:
+        return F.layer_norm(input, list(normalized_shape), weight, bias, eps)
+    axes = tuple(cut.axis for cut in found)
+    y, _, _ = _Standardised.apply(opened(input, found), None, None, dims, axes, math.prod(normalized_shape), eps)
+    y = placed(y, found)
+    y = y if weight is None else y * weight
+    return y if bias is None else y + bias
+
+
+@answers(F.rms_norm, torch.rms_norm)
+def rms_norm(
+    input: torch.Tensor, normalized_shape: Sequence[int], weight: torch.Tensor | None = None, eps: float | None = None
+) -> torch.Tensor:  # fmt: skip
+    """`F.rms_norm` of a tensor of which any of the dims that it runs over may be cut."""
+    dims = list(range(-len(normalized_shape), 0))
+    if not cuts(input, dims):
+        return F.rms_norm(input, list(normalized_shape), weight, eps)
+    wide = input.to(torch.promote_types(input.dtype, torch.float32))
+    least = torch.finfo(wide.dtype).eps if eps is None else eps
+    y = (wide * torch.rsqrt(wide.square().mean(dims, keepdim=True) + least)).to(input.dtype)
+    return y if weight is None else y * weight
+
+
+__all__ = ["batch_norm", "group_norm", "instance_norm", "layer_norm", "rms_norm"]

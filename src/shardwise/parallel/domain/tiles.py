@@ -1,0 +1,202 @@
+"""From tiles to plain tensors and back, above autograd: what every function on tiles is made of.
+
+    x (B, C, H, W) cut along H over d0, along W over d1
+    fetched over d0      the rows that this rank's outputs read             Part[d1, W] of (B, C, h + halo, W)
+    fetched over d1      the columns, corners with them                     plain (B, C, h + halo, w + halo)
+    the local operation  as torch has it, with plain weights                plain (B, O, h', w')
+    placed over d1, d0   this rank's tile of the result                     Part[d0, H'] of Part[d1, W']
+
+In between, tensors differ from rank to rank and are plain (or distributed over axes further in, such as tp). Backward
+of a fetch gives each gradient back to its owner and adds; the gradient of a weight is a summand of a sum over ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardwise.comm import Axis
+from shardwise.parallel.domain.maps import Map, reads
+from shardwise.part import Owners, Part, Sum, Uncut
+from shardwise.part.cuts import REMEMBERED
+from shardwise.part.levels import Distributed
+from shardwise.part.moves import Wanted, fetch, from_axis, give_back, replaced_from_axis
+from shardwise.part.tensor import FUNCTIONS, share_of
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A dim of a tensor that is cut over an axis of positions."""
+
+    axis: Axis
+    dim: int
+    owners: Owners
+
+
+def cuts(tensor: Any, dims: Iterable[int]) -> list[Cut]:
+    """The cuts of a tensor, over axes of positions, along any of these dims; the outermost first."""
+    found, along = [], {d % tensor.dim() for d in dims} if isinstance(tensor, Distributed) else set()
+    while isinstance(tensor, Distributed):
+        if isinstance(tensor, Sum):
+            tensor = tensor.settled()
+            continue
+        assert isinstance(tensor, Part)
+        if tensor.axis.positions and tensor.dim_cut in along:
+            found.append(Cut(tensor.axis, tensor.dim_cut, tensor.owners))
+        tensor = tensor.local
+    if len({cut.dim for cut in found}) < len(found):
+        raise Uncut(f"one dim is cut over several axes: {', '.join(cut.axis.name for cut in found)}")
+    return found
+
+
+class _Fetched(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, cut: Cut, wanted: Wanted, fill: float) -> torch.Tensor:
+        ctx.cut, ctx.wanted = cut, wanted
+        return replaced_from_axis(tensor, cut.axis, fetch(from_axis(tensor.detach(), cut.axis), wanted, fill))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor):
+        cut, here = ctx.cut, from_axis(gradient, ctx.cut.axis)
+        back = give_back(here, Part(here, cut.dim, cut.owners, cut.axis), ctx.wanted)
+        return replaced_from_axis(gradient, cut.axis, back), None, None, None
+
+
+def fetched(tensor: torch.Tensor, cut: Cut, wanted: Wanted, fill: float = 0.0) -> torch.Tensor:
+    """Differentiable: the tensor no more cut over the axis, with the indices that this rank wants. Collective."""
+    return _Fetched.apply(tensor, cut, wanted, fill)
+
+
+class _Opened(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, cut: Cut) -> torch.Tensor:
+        ctx.cut = cut
+        part = from_axis(tensor.detach(), cut.axis)
+        return replaced_from_axis(tensor, cut.axis, part.local.detach())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor):
+        return _inserted(
+            gradient, ctx.cut.axis, lambda here: Part(here, ctx.cut.dim, ctx.cut.owners, ctx.cut.axis)
+        ), None
+
+
+def opened(tensor: torch.Tensor, found: list[Cut]) -> torch.Tensor:
+    """Differentiable: this rank's own tile, no more cut over the axes of these cuts."""
+    for cut in found:
+        tensor = _Opened.apply(tensor, cut)
+    return tensor
+
+
+class _Placed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, cut: Cut) -> torch.Tensor:
+        ctx.cut = cut
+        return _inserted(local.detach(), cut.axis, lambda here: Part(here, cut.dim, cut.owners, cut.axis))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor):
+        return share_of(gradient, ctx.cut.dim, ctx.cut.owners, ctx.cut.axis), None
+
+
+def placed(local: torch.Tensor, found: list[Cut]) -> torch.Tensor:
+    """Differentiable: what each rank has, as its share of one tensor, cut in these ways (the outermost first)."""
+    for cut in reversed(found):
+        local = _Placed.apply(local, cut)
+    return local
+
+
+class _Used(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, axes: tuple[Axis, ...]) -> torch.Tensor:
+        ctx.axes = axes
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor):
+        for axis in reversed(ctx.axes):
+            gradient = _inserted(gradient, axis, partial(Sum, axis=axis, spread=False))
+        return gradient, None
+
+
+def used(tensor: torch.Tensor | None, found: list[Cut]) -> torch.Tensor | None:
+    """Differentiable: a weight for this rank's tile; its gradient is a summand of a sum over the axes of the cuts."""
+    if tensor is None:
+        return None
+    if cuts(tensor, range(tensor.dim())):
+        raise Uncut(f"a weight that is cut itself, {tensor!r}, beside a tile")
+    return _Used.apply(tensor, tuple(cut.axis for cut in found))
+
+
+def _inserted(tensor: torch.Tensor, axis: Axis, make: Callable[[Any], torch.Tensor]) -> torch.Tensor:
+    """A tensor distributed over one more axis, in its place among those over which it is already."""
+    if isinstance(tensor, Distributed) and tensor.axis.depth < axis.depth:
+        return tensor.like(_inserted(tensor.settled_local(), axis, make))
+    return make(tensor)
+
+
+def windowed(
+    tensor: torch.Tensor, along: Mapping[int, Map], found: list[Cut], operation: Callable[[torch.Tensor], torch.Tensor],
+    fill: float = 0.0,
+) -> torch.Tensor:  # fmt: skip
+    """`operation` on what this rank's outputs read, as this rank's tile of the result. Collective.
+
+    along      for each cut dim (not negative): its outputs and what they read; dims keep their place
+    operation  the local one, which pads nothing along these dims; what it gives beyond this rank's outputs is dropped
+    fill       what is read outside the tensor
+    """
+    plans = [reads(cut.owners, along[cut.dim]) for cut in found]
+    for cut, plan in zip(found, plans, strict=True):
+        tensor = fetched(tensor, cut, plan.wanted, fill)
+    output = operation(tensor)
+    for cut, plan in zip(found, plans, strict=True):
+        me = cut.axis.index
+        if output.shape[cut.dim] != plan.owners.counts[me]:
+            output = output.narrow(cut.dim, plan.skip[me], plan.owners.counts[me])
+    return placed(output, [Cut(cut.axis, cut.dim, plan.owners) for cut, plan in zip(found, plans, strict=True)])
+
+
+def picked(
+    tensor: torch.Tensor, cut: Cut, source: tuple[int, ...], owners: Owners, fill: float = 0.0
+) -> torch.Tensor:  # fmt: skip
+    """Differentiable: along a cut dim, the indices `source` in this order, dealt by `owners`. Collective.
+
+    source  for each output an input; one outside the dim gives `fill`
+    """
+    local = fetched(tensor, cut, shown(owners, source), fill)
+    return placed(local, [Cut(cut.axis, cut.dim, owners)])
+
+
+@lru_cache(REMEMBERED)
+def shown(owners: Owners, source: tuple[int, ...]) -> Wanted:
+    """The inputs that each rank reads, where output j shows input `source[j]` and belongs to owner j."""
+    places = np.asarray(source, dtype=np.int64)
+    return tuple(_ranges(places[owners.indices(rank)]) for rank in range(owners.ranks))
+
+
+def _ranges(places: np.ndarray) -> tuple[tuple[int, int], ...]:
+    """Indices in any order as ranges."""
+    if not len(places):
+        return ()
+    breaks = np.flatnonzero(np.diff(places) != 1) + 1
+    starts, stops = np.append(0, breaks), np.append(breaks, len(places))
+    return tuple((int(places[a]), int(places[b - 1]) + 1) for a, b in zip(starts, stops, strict=True))
+
+
+def answers(*functions: Callable) -> Callable:
+    """Register the function as the answer of these where one of their tensors is distributed."""
+
+    def register(answer: Callable) -> Callable:
+        for function in functions:
+            FUNCTIONS[function] = answer
+        return answer
+
+    return register
+
+
+__all__ = ["Cut", "answers", "cuts", "fetched", "opened", "picked", "placed", "used", "windowed"]

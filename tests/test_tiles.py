@@ -1,0 +1,270 @@
+"""Every operation on tiles against the same operation on the whole field, forward and backward."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import shardwise.parallel.domain  # noqa: F401 - functions on tiles
+from shardwise.comm import Axis, Ledger, Observer
+from shardwise.layout import Plan
+from shardwise.layout.grid import SPACE
+from shardwise.mesh import build_mesh
+from shardwise.part import Owners, Uncut, plain, to_part
+from shardwise.part.sums import with_summed_gradient
+
+DOUBLE = torch.float64
+BAR = 1e-12
+
+
+# --- grids of ranks
+
+
+def _grids(ranks: int, dims: int) -> list[tuple[int, ...]]:
+    """Ways of dealing the ranks to so many dims."""
+    if dims == 1:
+        return [(ranks,)]
+    return [(n, *rest) for n in range(1, ranks + 1) if ranks % n == 0 for rest in _grids(ranks // n, dims - 1)]
+
+
+class Meshes(dict):
+    """The axes of each grid, one for each dim, made when first asked for. Collective."""
+
+    def __missing__(self, grid: tuple[int, ...]) -> tuple[Axis, ...]:
+        inner = {axis.name: axis for axis in build_mesh(Plan(domain=grid), torch.device("cpu")).inner}
+        self[grid] = tuple(inner.get(name, Axis.alone(name)) for name in SPACE[: len(grid)])
+        return self[grid]
+
+
+# --- cases: name -> what it draws: (shape of x, shapes of parameters, the operation on x and parameters)
+
+
+@dataclass
+class Case:
+    """One random operation."""
+
+    kind: str
+    shape: tuple[int, ...]
+    run: Callable[..., torch.Tensor]
+    params: list[tuple[int, ...]] = field(default_factory=list)
+    dims: int = 0  # spatial dims, the last ones
+    told: dict[str, Any] = field(default_factory=dict)
+
+
+def _space(rng: random.Random, dims: int) -> tuple[int, ...]:
+    return tuple(rng.randint(1, (40, 24, 9)[dims - 1]) for _ in range(dims))
+
+
+def _of_each(rng: random.Random, dims: int, low: int, high: int) -> list[int]:
+    return [rng.randint(low, high) for _ in range(dims)]
+
+
+def _convolution(rng: random.Random) -> Case:
+    dims, groups = rng.choice((1, 2, 2, 3)), rng.choice((1, 1, 2))
+    kernel, stride, dilation = _of_each(rng, dims, 1, 7 - dims), _of_each(rng, dims, 1, 4), _of_each(rng, dims, 1, 3)
+    transposed, space = rng.random() < 0.35, _space(rng, dims)
+    padding: Any = _of_each(rng, dims, 0, 4)
+    if not transposed and rng.random() < 0.2:
+        padding, stride = "same", [1] * dims
+    plain_op = getattr(F, f"conv{'_transpose' * transposed}{dims}d")
+    told = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    if transposed:
+        told["output_padding"] = [rng.randint(0, max(s, d) - 1) for s, d in zip(stride, dilation, strict=True)]
+    out, into = 2 * groups, 2 * groups
+    weight = (into, out // groups, *kernel) if transposed else (out, into // groups, *kernel)
+    return Case(plain_op.__name__, (2, into, *space), lambda x, w, b: plain_op(x, w, b, **told), [weight, (out,)],
+                dims, told)  # fmt: skip
+
+
+def _pool(rng: random.Random) -> Case:
+    dims, kind = rng.choice((1, 2, 2, 3)), rng.choice(("max", "avg"))
+    kernel = _of_each(rng, dims, 1, 5)
+    told: dict[str, Any] = {"kernel_size": kernel, "padding": [rng.randint(0, k // 2) for k in kernel]}
+    told |= {"stride": _of_each(rng, dims, 1, 4) if rng.random() < 0.7 else None, "ceil_mode": rng.random() < 0.5}
+    if kind == "max":
+        told["dilation"] = _of_each(rng, dims, 1, 2)
+    else:
+        told["count_include_pad"] = rng.random() < 0.5
+        if dims > 1 and rng.random() < 0.2:
+            told["divisor_override"] = 3
+    plain_op = getattr(F, f"{kind}_pool{dims}d")
+    return Case(f"{kind}_pool{dims}d", (2, 2, *_space(rng, dims)), lambda x: plain_op(x, **told), [], dims, told)
+
+
+def _padding(rng: random.Random) -> Case:
+    dims, mode = rng.choice((1, 2, 2, 3)), rng.choice(("constant", "circular", "reflect", "replicate"))
+    least = -3 if mode == "constant" else 0
+    told = {"pad": _of_each(rng, 2 * dims, least, 5), "mode": mode}
+    if mode == "constant":
+        told["value"] = 1.5
+    return Case("pad", (2, 2, *_space(rng, dims)), lambda x: F.pad(x, **told), [], dims, told)
+
+
+def _norm(rng: random.Random) -> Case:
+    dims, kind = rng.choice((1, 2, 2, 3)), rng.choice(("group", "instance", "layer", "rms", "batch"))
+    space = _space(rng, dims)
+    shape = (2, 4, *space)
+    if kind == "group":
+        groups = rng.choice((1, 2, 4))
+        return Case("group_norm", shape, lambda x, w, b: F.group_norm(x, groups, w, b), [(4,), (4,)], dims)
+    if kind == "instance":
+        return Case("instance_norm", shape, lambda x, w, b: F.instance_norm(x, None, None, w, b), [(4,), (4,)], dims)
+    if kind == "batch":
+        return Case("batch_norm", shape, lambda x, w, b: F.batch_norm(x, None, None, w, b, True), [(4,), (4,)], dims)
+    run = F.rms_norm if kind == "rms" else F.layer_norm
+    params = [space] if kind == "rms" else [space, space]
+    return Case(f"{kind}_norm", shape, lambda x, *p: run(x, space, *p), params, dims)
+
+
+def _net(rng: random.Random) -> Case:
+    """A small U-Net: what is halved with a rest and doubled is padded to its skip, or its skip is cropped to it."""
+    crops = rng.random() < 0.5
+
+    def run(x, w1, w2, w3, w4, scale):
+        skip = F.gelu(F.group_norm(F.conv2d(x, w1, padding=1), 2, scale))
+        low = F.relu(F.conv2d(F.max_pool2d(skip, 2), w2, padding=2, dilation=2))
+        up = F.conv_transpose2d(low, w3, stride=2)
+        rest = [skip.shape[2] - up.shape[2], skip.shape[3] - up.shape[3]]
+        if crops:
+            skip = skip[:, :, : up.shape[2], : up.shape[3]]
+        else:
+            up = F.pad(up, [rest[1] // 2, rest[1] - rest[1] // 2, 0, rest[0]])
+        return F.conv2d(torch.cat([up, skip], 1), w4, padding=1) - up.mean((2, 3), keepdim=True)
+
+    weights = [(4, 2, 3, 3), (4, 4, 3, 3), (4, 4, 2, 2), (4, 8, 3, 3), (4,)]
+    return Case("net", (2, 2, rng.randint(2, 40), rng.randint(2, 24)), run, weights, 2, {"crops": crops})
+
+
+DRAWS = {"net": _net, "convolution": _convolution, "pool": _pool, "padding": _padding, "norm": _norm}
+
+
+# --- one case, whole and on tiles
+
+
+def _whole(case: Case, seed: int) -> tuple | None:
+    """(x, parameters, output, weight of each output, gradients), or None where torch refuses the case."""
+    draws = torch.Generator().manual_seed(seed)
+    x = torch.randn(case.shape, dtype=DOUBLE, generator=draws, requires_grad=True)
+    params = [torch.randn(shape, dtype=DOUBLE, generator=draws, requires_grad=True) for shape in case.params]
+    try:
+        y = case.run(x, *params)
+    except (RuntimeError, ValueError):
+        return None
+    weight = torch.randn(y.shape, dtype=y.dtype, generator=draws)
+    (y * weight).real.sum().backward()
+    return x.detach(), params, y.detach(), weight, [x.grad, *(p.grad for p in params)]
+
+
+def _tile(whole: torch.Tensor, axes: tuple[Axis, ...], dims: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's tile, of balanced blocks: the plain tensor, and as a part of the whole."""
+    owners = [Owners.blocks(whole.shape[d - dims], axis.size) for d, axis in enumerate(axes)]
+    local = whole
+    for d, (axis, own) in enumerate(zip(axes, owners, strict=True)):
+        local = own.take(local, whole.dim() - dims + d, axis.index)
+    leaf = local.clone().requires_grad_()
+    part = leaf
+    for d, (axis, own) in reversed(list(enumerate(zip(axes, owners, strict=True)))):
+        part = to_part(part, whole.dim() - dims + d, own, axis) if axis.size > 1 else part
+    return leaf, part
+
+
+def _off(a: torch.Tensor, b: torch.Tensor) -> float:
+    if a.shape != b.shape:
+        return math.inf
+    return float((a - b).abs().max() / max(1.0, float(a.abs().max()))) if a.numel() else 0.0
+
+
+def _try(case: Case, axes: tuple[Axis, ...], expected: tuple) -> str | float:
+    """The largest relative difference of output and gradients; what refuses the case."""
+    x, params, y, weight, gradients = expected
+    leaf, tile = _tile(x, axes, case.dims)
+    mine = [p.detach().clone().requires_grad_() for p in params]
+    try:
+        out = case.run(tile, *(with_summed_gradient(p, tuple(a for a in axes if a.size > 1)) for p in mine))
+        (out * weight).real.sum().backward()
+    except Uncut as refused:
+        return str(refused)
+    if out.shape != y.shape:
+        return math.inf
+    found = [_off(y, plain(out.detach())), _off(_tile(gradients[0], axes, case.dims)[0].detach(), leaf.grad)]
+    for gradient, held in zip(gradients[1:], mine, strict=True):
+        total = torch.zeros_like(held) if held.grad is None else held.grad.clone()
+        dist.all_reduce(total)
+        found.append(_off(gradient, total))
+    return max(found)
+
+
+def _cases(seed: int, count: int, kinds: tuple[str, ...]) -> list[tuple[str, str | float]]:
+    """(what was tried, what was found) of random cases. Runs on every rank."""
+    ranks = dist.get_world_size()
+    meshes = Meshes()
+    found: list[tuple[str, str | float]] = []
+    draw = 0
+    while len(found) < count:
+        rng = random.Random(seed + draw)
+        case = DRAWS[kinds[draw % len(kinds)]](rng)
+        grid = rng.choice(_grids(ranks, case.dims))
+        draw += 1
+        expected = _whole(case, seed + draw)
+        if expected is not None:
+            found.append((f"{case.kind} {case.shape} {case.told} on {grid}", _try(case, meshes[grid], expected)))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_operations_on_tiles_equal_the_whole(pool, ranks: int) -> None:
+    seed = random.randrange(2**31)
+    for found in pool.run(_cases, ranks, seed, 20, tuple(DRAWS), timeout_s=240):
+        wrong = [each for each in found if not (isinstance(each[1], float) and each[1] <= BAR)]
+        assert not wrong, f"seed {seed}: {wrong[:3]}"
+
+
+# --- what goes over the wire
+
+
+def _halo(grid: tuple[int, int], radius: int) -> tuple[list[dict], list[dict]]:
+    """What this rank receives in forward and backward of a convolution on tiles of (2, 3, 5, 7)."""
+    mesh = build_mesh(Plan(domain=grid), torch.device("cpu"))
+    inner = {axis.name: axis for axis in mesh.inner}
+    axes = tuple(inner.get(name, Axis.alone(name)) for name in SPACE[:2])
+    _, tile = _tile(torch.ones(2, 3, 5 * grid[0], 7 * grid[1], dtype=DOUBLE), axes, 2)
+    ledgers = Ledger(), Ledger()
+    with Observer(ledgers[0], mesh.group_axes):
+        out = F.conv2d(tile, torch.ones(2, 3, 2 * radius + 1, 2 * radius + 1, dtype=DOUBLE), padding=radius)
+        summed = (out * out).sum()
+    with Observer(ledgers[1], mesh.group_axes):
+        summed.backward()
+    return tuple([row for row in ledger.rows() if row["op"] == "all_to_all"] for ledger in ledgers)
+
+
+@pytest.mark.parametrize(("grid", "rank"), [((1, 3), 1), pytest.param((3, 3), 4, marks=pytest.mark.long)])
+def test_bytes_of_a_halo(pool, grid: tuple[int, int], rank: int) -> None:
+    """An interior tile (a, b) receives B C s (2 r b + 2 r a + 4 r^2), corners with the second dim's strips."""
+    a, b, r, rows = 5, 7, 2, grid[0] > 1
+    forward, backward = pool.run(_halo, math.prod(grid), grid, r)[rank]
+    expected = 2 * 3 * 8 * (2 * r * a + rows * (2 * r * b + 4 * r * r))
+    assert sum(row["received_bytes"] for row in forward) == expected == sum(row["received_bytes"] for row in backward)
+
+
+def test_a_rehearsal_counts_the_bytes_of_a_halo() -> None:
+    from shardwise.part import Part
+    from shardwise.trace.fake import Fake
+
+    axes = tuple(Axis(name, 3, 1, None, (0, 1, 2), rehearsal=Ledger()) for name in SPACE[:2])
+    with Fake():
+        local = torch.empty(2, 3, 5, 7, dtype=DOUBLE, requires_grad=True)
+        columns = to_part(local, 3, Owners.blocks(21, 3), axes[1])
+        tile = to_part(columns, 2, Owners.blocks(15, 3), axes[0])
+        out = F.conv2d(tile, torch.empty(2, 3, 5, 5, dtype=DOUBLE), padding=2)
+        assert isinstance(out, Part) and out.shape == (2, 2, 15, 21)
+        forward = sum(axis.rehearsal.received() for axis in axes)
+        (out * out).sum().backward()
+    assert forward == 2 * 3 * 8 * (4 * 7 + 4 * 5 + 16)
