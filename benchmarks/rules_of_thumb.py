@@ -22,7 +22,8 @@ from shardwise.costs.software import STATES, Software, software
 from shardwise.costs.wire import Group, Wire
 from shardwise.errors import InputError
 from shardwise.layout.schedules import Times, make_schedule
-from shardwise.planner.propose import decoder, search
+from shardwise.planner.propose import search
+from shardwise.planner.subject import decoder
 from shardwise.simulator import simulate
 from shardwise.simulator.pipeline import play
 

@@ -17,7 +17,7 @@ from shardwise.layout import Plan
 from shardwise.planner.configured_task import configured
 from shardwise.planner.decoder_families import FAMILIES
 from shardwise.planner.door import layout_of, plan, simulate, subject_of
-from shardwise.planner.propose import Subject
+from shardwise.planner.subject import Subject
 from shardwise.rehearsal.step_trace import trace
 
 transformers = pytest.importorskip("transformers")

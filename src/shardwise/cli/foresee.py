@@ -16,7 +16,7 @@ from shardwise.errors import InputError
 if TYPE_CHECKING:
     from shardwise.cluster import Cluster
     from shardwise.layout import Plan
-    from shardwise.planner.propose import Subject
+    from shardwise.planner.subject import Subject
     from shardwise.simulator.forecast import Forecast
 
 TASK = "TASK"
@@ -55,7 +55,13 @@ def where(function: Callable) -> Callable:
 @click.option("--max-cp", type=click.IntRange(min=1), help="Largest context-parallel degree.")
 @click.option("--fix", multiple=True, metavar="KEY=VALUE", help="A field that every plan has: --fix tp=8; repeatable.")
 @click.option("--runnable", is_flag=True, help="Only plans that this version can train.")
-@click.option("--min-memory-headroom", type=click.FloatRange(0, 0.9), default=0.0, help="Share of memory kept free.")
+@click.option(
+    "--min-memory-headroom",
+    type=click.FloatRange(0, 0.9),
+    default=0.08,
+    show_default=True,
+    help="Share of memory kept free.",
+)
 @click.option("--top", type=click.IntRange(min=1), default=8, show_default=True, help="Rows of the table.")
 @click.option("-o", "--output", type=click.Path(dir_okay=False), help="Write the best plan into this .toml file.")
 @common
@@ -80,13 +86,12 @@ def plan(answer: Answer, task: str, **words: Any) -> None:
     )  # fmt: skip
     with telling(not answer.as_json) as say:
         subject, batch = _subject(task, cluster, words, words["precision"], say=say)
-        found = search_plans(subject, cluster, constraints, precision=words["precision"])
+        found = search_plans(subject, cluster, constraints, precision=words["precision"], say=say)
     best = found.best
     named = task if subject.own and not subject.head else "MODULE:TASK"  # a shape or a configuration has no data
-    chosen = next((p.plan for p in found.proposals if not p.runnable), best.plan)  # what can be run as it stands
-    written = str(chosen)
+    written = str(best.plan)
     if words["output"]:
-        _write(words["output"], chosen.to_toml())
+        _write(words["output"], best.plan.to_toml())
         written = words["output"]
     command = f"shardwise train {named} --plan '{written}'"
     answer.fields.update(
@@ -94,6 +99,8 @@ def plan(answer: Answer, task: str, **words: Any) -> None:
         world_size=best.plan.world_size,
         cluster=cluster.as_dict(),
         proposals=[proposal_dict(p) for p in found.proposals],
+        later=[proposal_dict(p) for p in found.later],
+        stopped=found.stopped,
         lost=found.lost,
         notes=found.notes,
         considered=found.considered,

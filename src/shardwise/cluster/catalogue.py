@@ -23,6 +23,11 @@ def _devices() -> dict[str, dict[str, str]]:
     return {row["name"]: row for row in read("devices.csv")}
 
 
+@cache
+def _capacities() -> dict[str, dict[str, str]]:
+    return {row["name"]: row for row in read("capacity.csv")}
+
+
 def device_names() -> list[str]:
     """Names that a cluster's text may use."""
     return sorted(_devices())
@@ -43,6 +48,8 @@ def device(name: str) -> tuple[Device, Tier]:
         return Figure(float(row[column]), kind, row["source"]) if row[column] else None
 
     values = {c: figure(c) for c in ("bf16_tflops", "memory_gb", "memory_bandwidth_gbps", "fp8_tflops")}
+    if (seen := _capacities().get(key)) is not None:  # what is sold as 80 GB is neither 80 * 10^9 bytes nor 80 GiB
+        values["memory_gb"] = Figure(float(seen["seen_gib"]) * 2**30 / 1e9, "published", seen["source"])
     found = Device(
         name=key,
         sustained_bf16_tflops=figure("sustained_bf16_tflops"),

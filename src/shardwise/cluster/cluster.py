@@ -73,7 +73,7 @@ class Device:
 
     @property
     def memory_bytes(self) -> float:
-        """What fits: 10^9 bytes to the GB, which leaves the share of a GiB for the driver's own use."""
+        """What it offers, of which the driver's context takes some (`costs.memory.CONTEXT_BYTES`)."""
         return self.memory_gb.value * 1e9
 
 

@@ -131,9 +131,32 @@ class Block:
         if not s.learned_positions:
             moved = 2 * ACT_BYTES * lay.tokens * (s.query_width + s.kv_width) / lay.tp
             rope = self._stream(moved, 2)
+        if self.is_written_ring:
+            forward, backward = self._written_ring(lay.micro_batch * heads)
+            return forward + rope, backward + rope, forward
         args = (self.software.attention, lay.micro_batch, heads, queries, keys, s.head_dim)
         forward = self.kernels.attention(*args, backward=False)
         return forward + rope, self.kernels.attention(*args, backward=True) + rope, forward
+
+    @property
+    def is_written_ring(self) -> bool:
+        """Whether attention goes around a ring whose blocks' scores are written."""
+        return self.layout.cp > 1 and self.software.ring == "written" and self.kernels.device.kind != "cpu"
+
+    def _written_ring(self, rows: float) -> tuple[float, float]:
+        """The last rank's seconds of (forward, backward): it reads nearly all keys, the others wait for its gradients.
+
+        Passes over the scores, in float32: 8 forward (scaled, summed, subtracted, exponents), 14 backward.
+        """
+        lay, d = self.layout, self.shape.head_dim
+        queries, keys = lay.seq / lay.cp, lay.seq * (1 - 0.5 / lay.cp)
+        product = self.kernels.wide_product(rows, queries, keys, d)
+        moved = 4.0 * rows * queries * keys
+        blocks = int(lay.cp)
+        return (
+            2 * product + self.kernels.stream(8 * moved, 8 * blocks),
+            5 * product + self.kernels.stream(14 * moved, 14 * blocks),
+        )
 
     def _unfused(self, rows: float, queries: float, keys: float) -> tuple[float, float]:
         """Scores written and read: batched products bound by memory, softmax with mask, dropout (1 byte of mask)."""

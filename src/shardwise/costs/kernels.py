@@ -20,6 +20,7 @@ STREAM_SHARE = 0.85  # of the data sheet's memory bandwidth, without a measureme
 # 4096 tokens: 0.43 on A100 (0.71 of peak against 0.75), 0.35 on B200 (0.455 against 0.49)
 ACCUMULATED = 0.4
 BATCHED_SHARE = 0.6  # of the best product: batched products over one head's width (assumed)
+WIDE_SHARE = 1 / 15  # of the bf16 rate: float32 off tensor cores (data sheets: A100 1/16, H100 1/15)
 ATTENTION_SHARE = {"flash1": 0.30, "flash2": 0.55, "cudnn": 0.50}  # of the data sheet's rate, without a table (assumed)
 BACKWARD_SHARE = 0.85  # attention's backward rate over its forward rate, without a table (assumed)
 
@@ -169,6 +170,12 @@ class Kernels:
         best = table.best * (sustained(self.device.table, "matmul") or 1.0) if table else self.peak_tflops
         moved = 2.0 * batch * (m * k + k * n + m * n)
         rate = best * BATCHED_SHARE * 1e12
+        return max(2.0 * batch * m * n * k / rate, moved / self.bandwidth) + self.launch_us * 1e-6
+
+    def wide_product(self, batch: float, m: float, n: float, k: float) -> float:
+        """`batch` products in float32 as PyTorch does them by default: not on tensor cores."""
+        rate = self.device.bf16_tflops.value * WIDE_SHARE * 1e12
+        moved = 4.0 * batch * (m * k + k * n + m * n)
         return max(2.0 * batch * m * n * k / rate, moved / self.bandwidth) + self.launch_us * 1e-6
 
     def attention(

@@ -177,7 +177,10 @@ def transient(shape: Shape, layout: Layout, software: Software) -> float:
     again = sum(layer_activations(shape, none, software).values()) if layout.recompute != "none" else 0.0
     matrix = (2 if shape.gated else 1) * shape.hidden * shape.ffn / layout.tp * 4
     stream = layout.tokens * shape.hidden * ACT_BYTES
-    return again + matrix + 2 * stream
+    block = 0.0
+    if layout.cp > 1 and software.ring == "written":  # scores, their exponents and gradients of one block, float32
+        block = 3 * 4 * layout.micro_batch * shape.heads / layout.tp / layout.ulysses * (layout.seq / layout.cp) ** 2
+    return again + matrix + 2 * stream + block
 
 
 def buffers(shape: Shape, layout: Layout, software: Software, layers: float, parameters: dict[str, float]) -> float:

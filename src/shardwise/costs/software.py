@@ -68,6 +68,8 @@ class Software:
     gathers_again    a recomputed layer's weights are freed after its second forward and gathered again for backward
     copies_us        time of one copy, where a collective hands out one tensor for each rank and copies them one by one
     accumulates      a weight's gradient is added into a float32 buffer by the product that makes it
+    ring             attention around the ring of cp: "even" (a fused kernel, causal work dealt evenly) or "written"
+                     (each block's scores in float32, positions in contiguous blocks: parallel/sequence)
     split_sends      a stage's message is cut over the tensor ranks and gathered by the next stage
     overlap_p2p      stages send while they compute
     prefetch         when ZeRO-3 asks for the next unit in backward: "before" this one's gradients leave (FSDP2),
@@ -91,6 +93,7 @@ class Software:
     copies_us: float = 0.0
     accumulates: bool = True
     split_sends: bool = False
+    ring: str = "even"
     states: str = "bf16"
     grad_reduce_bytes: float = 4.0
     launch_us: float = 2.0
@@ -108,6 +111,7 @@ SOFTWARE: dict[str, Software] = {
             fused_adam=False,
             overlap_dp=True,
             accumulates=False,
+            ring="written",
             states="bf16",
             source="this package: eager PyTorch, SDPA's flash kernel, fully_shard",
         ),

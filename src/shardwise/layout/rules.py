@@ -173,9 +173,14 @@ RULES: tuple[Rule, ...] = (
 )  # fmt: skip
 
 
+def applying(plan: Plan) -> list[Rule]:
+    """The rules that refuse a plan; none for one that runs."""
+    return [rule for rule in RULES if rule.when(plan)]
+
+
 def check(plan: Plan) -> None:
     """Raise `RefusedPlan` with every reason that applies, or return."""
-    reasons = [f"{rule.combination}: {rule.reason}" for rule in RULES if rule.when(plan)]
+    reasons = [f"{rule.combination}: {rule.reason}" for rule in applying(plan)]
     if reasons:
         raise RefusedPlan(f"plan {plan} is refused: " + "; ".join(reasons))
 

@@ -1,6 +1,8 @@
 """Which plans fit a cluster, which is the fastest, and why the others are not."""
 
+from shardwise.planner.candidates import Constraints
 from shardwise.planner.door import plan, simulate
-from shardwise.planner.propose import Constraints, Proposal, Search, search
+from shardwise.planner.proposal import Proposal, Search
+from shardwise.planner.propose import search
 
 __all__ = ["Constraints", "Proposal", "Search", "plan", "search", "simulate"]

@@ -17,8 +17,15 @@ from shardwise.layout.schedule_kinds import KINDS
 
 MOST_TOKENS = 2**19  # of a micro-batch of a decoder: no device holds more; a traced sample is as long as it is
 FEW = 128  # samples of a rank: up to here every divisor is looked at, beyond the powers of two
+UNSEARCHED = (
+    "not looked at: tp above two nodes, pp above 64 and cp above 16 (--max-tp, --max-pp, --max-cp ask for more), tp "
+    "that splits a node unevenly; zero=2 and 3 beside a pipeline, and gpipe, zbh2, zbv, interleavedzb and dualpipev, "
+    "unless they are asked for (--fix zero=3, --fix schedule=zbv); compile; offload"
+)
 SWITCHES = ("compile", "tp_overlap", "reduce_dtype")  # of a plan: as asked for, never searched
 MOST_SHARES, MOST_STAGES = 8, 4  # of tp or ep, and of pp, for a traced task, unless the user asks for more
+HEADROOM = 0.08
+MOST_CP = 16
 CONTEXT_FROM = 4096  # a rank keeps at least half of these positions under context parallelism
 
 
@@ -27,7 +34,8 @@ class Constraints:
     """What the user fixes or limits.
 
     fixed         fields of a plan that every candidate has
-    headroom      share of a device's memory to leave free
+    headroom      share of a device's memory to leave free: by default as much as nine of ten forecasts of published
+                  runs are off by at most (`benchmarks/forecast.py`)
     check         refuses a plan by raising `RefusedPlan`
     """
 
@@ -35,7 +43,7 @@ class Constraints:
     max_pp: int | None = None
     max_cp: int | None = None
     fixed: tuple[tuple[str, object], ...] = ()
-    headroom: float = 0.0
+    headroom: float = HEADROOM
     check: Callable[[Plan], None] | None = None
 
     def allows(self, plan: Plan) -> bool:
@@ -70,17 +78,31 @@ def decoder_layouts(
 ) -> Iterator[Layout]:
     """Layouts of a decoder."""
     for tp in _limit(divisors(world), constraints.max_tp or 2 * node, constraints.value("tp")):
-        if shape.heads % tp or shape.ffn % tp:
+        if shape.heads % tp or shape.ffn % tp or (node % tp and tp % node):
             continue
         for pp in _limit(divisors(world // tp), min(constraints.max_pp or 64, shape.layers), constraints.value("pp")):
-            for cp in _limit(divisors(world // tp // pp), constraints.max_cp or 16, constraints.value("cp")):
-                if cp > 1 and (seq % (2 * cp) or 2 * seq < cp * CONTEXT_FROM):
-                    continue
-                dp = world // (tp * pp * cp)
+            for cp, ulysses in _sequence(shape, seq, tp, world // tp // pp, node, constraints):
+                dp = world // (tp * pp * cp * ulysses)
                 if global_batch % dp:
                     continue
-                base = Layout(tp=tp, sp=tp > 1, cp=cp, pp=pp, seq=seq)
-                yield from _data(shape, base, dp, global_batch // dp, node, constraints.value("zero"))
+                base = Layout(tp=tp, sp=tp > 1, cp=cp, ulysses=ulysses, pp=pp, seq=seq)
+                yield from _data(shape, base, dp, global_batch // dp, node, constraints)
+
+
+def _sequence(
+    shape: Shape, seq: int, tp: int, ranks: int, node: int, constraints: Constraints
+) -> Iterator[tuple[int, int]]:  # fmt: skip
+    """(cp, cp_ulysses): a ring, or heads dealt inside a node, or both where both are asked for."""
+    most = constraints.max_cp or MOST_CP
+    for cp in _limit(divisors(ranks), most, constraints.value("cp")):
+        for ulysses in _limit(divisors(ranks // cp), min(most, node), constraints.value("cp_ulysses")):
+            if cp > 1 and ulysses > 1 and constraints.value("cp_ulysses") is None:
+                continue
+            over = cp * ulysses
+            if seq % ((2 if cp > 1 else 1) * over) or (over > 1 and 2 * seq < over * CONTEXT_FROM):
+                continue
+            if shape.heads % (tp * ulysses) == 0 and ulysses * tp <= max(node, tp):
+                yield cp, ulysses
 
 
 def _limit(values: list[int], most: int, fixed: object | None) -> list[int]:
@@ -89,11 +111,13 @@ def _limit(values: list[int], most: int, fixed: object | None) -> list[int]:
     return [value for value in values if value <= most and (value & (value - 1) == 0 or value % 3 == 0 or value < 8)]
 
 
-def _data(shape: Shape, base: Layout, dp: int, per_rank: int, node: int, asked: object) -> Iterator[Layout]:
-    for zero, shard in _sharding(base, dp, node, asked):
+def _data(shape: Shape, base: Layout, dp: int, per_rank: int, node: int, constraints: Constraints) -> Iterator[Layout]:
+    for zero, shard in _sharding(base, dp, node, constraints.value("zero")):
         for micro in micro_batches(per_rank, max(64, MOST_TOKENS // base.seq)):
             for recompute in RECOMPUTES:
-                for schedule, chunks in _schedules(shape, base.pp, per_rank // micro):
+                for schedule, chunks in _schedules(
+                    shape, base.pp, per_rank // micro, recompute, constraints.value("schedule")
+                ):
                     for ep in _experts(shape, base, shard, node):
                         yield base.with_(
                             zero=zero, shard=shard, replicas=dp // shard, micro_batch=micro, n_micro=per_rank // micro,
@@ -103,7 +127,7 @@ def _data(shape: Shape, base: Layout, dp: int, per_rank: int, node: int, asked: 
 
 def _experts(shape: Shape, base: Layout, shard: int, node: int) -> list[int]:
     """Degrees of ep: ranks inside dp_shard and inside a node that divide the experts; not beside tp or cp."""
-    if not shape.experts or base.tp * base.cp > 1:
+    if not shape.experts or base.tp * base.split_sequence > 1:
         return [1]
     return [d for d in divisors(shard) if shape.experts % d == 0 and d <= node]
 
@@ -115,18 +139,25 @@ def _sharding(base: Layout, dp: int, node: int, asked: object) -> Iterator[tuple
         return
     for zero in (1, 2, 3) if base.pp == 1 or asked is not None else (1,):
         yield zero, dp
-    inside = max((d for d in divisors(dp) if d * base.tp * base.cp <= node), default=1)
+    inside = max((d for d in divisors(dp) if d * base.tp * base.split_sequence <= node), default=1)
     if 1 < inside < dp and base.pp == 1:
         yield 3, inside
 
 
-def _schedules(shape: Shape, pp: int, n_micro: int) -> Iterator[tuple[str, int]]:
+def _schedules(shape: Shape, pp: int, n_micro: int, recompute: str, asked: object) -> Iterator[tuple[str, int]]:
+    """(name, stages on each rank); a backward in two parts does not go with recompute (layout/rules)."""
     if pp == 1:
         yield "1f1b", 1
         return
     for name, kind in KINDS.items():
         chunks = kind.stages_per_rank  # more would need the paths of the places to cut, which a shape does not have
-        if kind.searched and shape.layers >= pp * chunks and kind.misfit(pp, n_micro, chunks) is None:
+        if kind.split and recompute != "none":
+            continue
+        if (
+            (kind.searched or name == asked)
+            and shape.layers >= pp * chunks
+            and kind.misfit(pp, n_micro, chunks) is None
+        ):
             yield name, chunks
 
 
@@ -150,7 +181,7 @@ def family(layout: Layout) -> str:
     parts = []
     if layout.dp > 1:
         parts.append("DDP" if layout.zero == 0 else f"ZeRO-{layout.zero}" + (" hybrid" if layout.replicas > 1 else ""))
-    for name in ("tp", "cp", "ep", "pp"):
+    for name in ("tp", "ulysses", "cp", "ep", "pp"):
         if getattr(layout, name) > 1:
             parts.append(name)
     return " + ".join(parts) or "one device"
@@ -158,7 +189,9 @@ def family(layout: Layout) -> str:
 
 def axes(layout: Layout) -> int:
     """How many things a plan asks a reader to know; fewer is simpler."""
-    count = sum(getattr(layout, name) > 1 for name in ("tp", "cp", "ep", "pp", "replicas")) + (layout.shard > 1)
+    count = sum(getattr(layout, name) > 1 for name in ("tp", "cp", "ulysses", "ep", "pp", "replicas")) + (
+        layout.shard > 1
+    )
     return 10 * count + layout.zero + (layout.recompute != "none") + (layout.schedule != "1f1b") + (layout.chunks > 1)
 
 

@@ -15,8 +15,11 @@ from shardwise.costs.software import Software, software
 from shardwise.errors import InputError, ShardwiseError
 from shardwise.layout import Plan
 from shardwise.planner import decoders, units
+from shardwise.planner.candidates import Constraints
 from shardwise.planner.progress import Say, silent
-from shardwise.planner.propose import Constraints, Search, Subject, decoder, search
+from shardwise.planner.proposal import Search
+from shardwise.planner.propose import search
+from shardwise.planner.subject import Subject, decoder
 from shardwise.simulator.forecast import Forecast
 from shardwise.task import Task
 from shardwise.task_names import resolve_task

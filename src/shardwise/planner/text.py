@@ -2,59 +2,74 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from shardwise.cluster import Cluster
 from shardwise.costs.layout import Layout
 from shardwise.costs.memory import CONTEXT_BYTES
-from shardwise.planner.propose import Proposal, Search
+from shardwise.planner.proposal import Proposal, Search
 from shardwise.planner.units import bytes_text, seconds_text
 from shardwise.simulator.forecast import Forecast
+
+MOST_LOST = 16  # lines
 
 
 def search_text(search: Search, cluster: Cluster, subject: str, batch: str, command: str, top: int) -> str:
     """The table, the best plan in detail, why the others lost."""
-    head = ["", "step", f"{search.best.forecast.rate[1]}/s", "MFU", "memory", "runs", "plan"]
-    rows = [
-        [
-            str(i + 1), seconds_text(p.forecast.step_s), _rate(p.forecast.rate[0]), f"{p.forecast.mfu:.1%}",
-            bytes_text(p.forecast.needed_bytes), "yes" if not p.runnable else "not yet", _shown(str(p.plan)),
-        ]
-        for i, p in enumerate(search.proposals[:top])
-    ]  # fmt: skip
     best = search.best
     lines = [
         f"{subject} on {cluster} ({cluster.world_size} devices), {batch}",
         f"{search.considered} plans considered, {search.fitted} fit, {len(search.proposals)} simulated, in "
         f"{search.seconds:.1f} s",
         "",
-        *table(head, rows),
+        *_rows(search.proposals[:top], f"{best.forecast.rate[1]}/s"),
+    ]
+    if best.runnable:
+        lines += ["", f"no plan that this version runs fits; the first lacks: {best.runnable}"]
+    if search.later:
+        lines += ["", "faster, but not in this version yet:"]
+    for p in search.later:
+        gain = 1 - p.forecast.step_s / best.forecast.step_s
+        lines += [f"  {gain:.0%} faster: {_shown(str(p.plan))}", f"    lacks: {p.runnable}"]
+    lines += [
         "",
         f"best: {best.plan}",
         *(f"  {line}" for line in forecast_lines(best.forecast)),
         *(f"  {line}" for line in rank_map(best.layout, cluster)),
-        "",
-        *_to_run(search, command),
     ]
-    lines += ["", "why the other families lost:"]
-    width = max((len(name) for name in search.lost), default=0)
-    lines += [f"  {name:{width}}  {why}" for name, why in search.lost.items()]
+    if not best.runnable:
+        lines += ["", f"to run it: {command}"]
+    lines += ["", "why the other families lost:", *_lost_lines(search.lost)]
     if search.notes:
         lines += ["", *search.notes]
     return "\n".join(lines)
 
 
-def _to_run(search: Search, command: str) -> list[str]:
-    """The command, of the best that runs, and what keeps the best of all from it."""
-    best = search.best
-    if not best.runnable:
-        return [f"to run it: {command}"]
-    lines = [f"this version cannot run it yet: {best.runnable}"]
-    now = next((p for p in search.proposals if not p.runnable), None)
-    if now is not None:
-        slower = now.forecast.step_s / best.forecast.step_s - 1
-        lines.append(f"the best that runs today ({slower:+.0%}): {command}")
-    return lines
+def _lost_lines(lost: dict[str, str]) -> list[str]:
+    """One line for each reason; families that lost for the same one together, those that need more memory last."""
+    names: dict[str, list[str]] = {}
+    for name, why in sorted(lost.items(), key=lambda item: item[1].startswith("needs")):
+        names.setdefault(why, []).append(name)
+    together = {why: ", ".join(some) for why, some in names.items()}
+    width = min(24, max((len(name) for name in together.values()), default=0))
+    lines = [f"  {name:{width}}  {why}" for why, name in together.items()]
+    return [
+        *lines[:MOST_LOST],
+        *([f"  and {len(lines) - MOST_LOST} more, in --json"] if len(lines) > MOST_LOST else []),
+    ]
+
+
+def _rows(proposals: Sequence[Proposal], rate: str) -> list[str]:
+    """One line for each plan, best first."""
+    rows = [
+        [
+            str(i + 1), seconds_text(p.forecast.step_s), _rate(p.forecast.rate[0]), f"{p.forecast.mfu:.1%}",
+            bytes_text(p.forecast.needed_bytes), _shown(str(p.plan)),
+        ]
+        for i, p in enumerate(proposals)
+    ]  # fmt: skip
+    return table(["", "step", rate, "MFU", "memory", "plan"], rows)
 
 
 def _shown(plan: str, most: int = 110) -> str:

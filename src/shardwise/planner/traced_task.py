@@ -22,7 +22,7 @@ from shardwise.layout.dealing import deal
 from shardwise.parallel.batchnorm import joins_batch_norms
 from shardwise.planner.candidates import Constraints, cut_layouts, data_layouts, expert_layouts, plan_of
 from shardwise.planner.progress import Say, silent
-from shardwise.planner.propose import Reading, Subject
+from shardwise.planner.subject import Reading, Subject
 from shardwise.rehearsal.cut_module import Cuts, Looks, Shares, once
 from shardwise.rehearsal.rank_row import ALIKE, Beside
 from shardwise.rehearsal.step_trace import batch_bytes, one_sample, trace, update_of

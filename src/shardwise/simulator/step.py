@@ -36,8 +36,9 @@ def simulate(
     }
     if layout.cp > 1:
         forecast.basis["ring"] = (
-            "a fused kernel for each block and causal work dealt evenly; today's ring writes a block's scores on a "
-            "GPU and deals positions in contiguous blocks, so a run takes more of both"
+            "a block's scores are written in float32 and positions lie in contiguous blocks, as this version does"
+            if block.is_written_ring
+            else "a fused kernel for each block, causal work dealt evenly"
         )
     return forecast
 

@@ -1,0 +1,182 @@
+"""Why: what the best plan rests on, why other families lost, why there was nothing to look at."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import islice
+
+from shardwise.cluster import Cluster
+from shardwise.costs.layout import Layout
+from shardwise.costs.memory import CONTEXT_BYTES
+from shardwise.planner.candidates import Constraints, micro_batches, plan_of
+from shardwise.planner.proposal import Proposal, Search, lacking
+from shardwise.planner.subject import Reading, Subject
+from shardwise.planner.units import bytes_text, seconds_text
+
+WITHIN = 1.03  # plans this close count as equal
+MOST_AWAY = 4096  # samples, of the nearest batch that would do
+LOOKED_AT = 200  # layouts of each other batch
+MOST_TOLD, FEW_VALUES = 20_000, 12  # layouts, and values of a field, for a message on what there is
+
+
+def notes(subject: Subject, cluster: Cluster, found: Search, capacity: float) -> list[str]:
+    """When not to distribute, and what to try first."""
+    out = list(subject.remarks)
+    best = found.best
+    parts = best.forecast.parts
+    reads = subject.reading() if subject.reading is not None else None
+    if reads is not None and (wait := reads.wait(best.layout, subject.global_batch)) > best.forecast.step_s:
+        out.append(_input_bound(reads, wait, best))
+    if cluster.world_size > 1:
+        single = _alone(subject, best.layout, capacity)
+        if single is not None:
+            layout, needed = single
+            slow, fast = subject.estimate(layout).seconds, best.forecast.step_s
+            if reads is not None:  # a step takes as long as its input does
+                slow = max(slow, reads.wait(layout, subject.global_batch))
+                fast = max(fast, reads.wait(best.layout, subject.global_batch))
+            bound = ", its input included" if slow > subject.estimate(layout).seconds else ""
+            verdict = "not worth distributing" if slow / fast < 1.5 else "distribute if the job is long"
+            out.append(
+                f"it fits on one device ({bytes_text(needed)}, a step of {seconds_text(slow)}{bound}), and "
+                f"{cluster.world_size} devices are {slow / fast:.1f} times as fast: {verdict}"
+            )
+        waiting = sum(s for name, s in parts.items() if "communication" in name) / best.forecast.step_s
+        if waiting > 0.4:
+            out.append(f"links are the limit: {waiting:.0%} of the step is communication that nothing hides")
+    if best.layout.recompute == "full":
+        out.append(
+            "try first: a smaller micro-batch or longer accumulation; the best plan recomputes everything to fit"
+        )
+    return out
+
+
+def _input_bound(reads: Reading, wait: float, best: Proposal) -> str:
+    """One line on input that is slower than the step."""
+    step = best.forecast.step_s
+    what = "every rank makes the global batch" if reads.whole else "a rank reads its samples"
+    cure = (
+        "give the task a data source, of which each rank reads its own samples"
+        if reads.whole
+        else f"{-(-wait // step):.0f} readers for each rank would keep up, or samples prepared beforehand"
+    )
+    return (
+        f"input-bound: {what} in {seconds_text(wait)} for a step of {seconds_text(step)} "
+        f"({seconds_text(reads.seconds)} a sample, timed on this machine): more devices do not help; {cure}"
+    )
+
+
+def _alone(subject: Subject, like: Layout, capacity: float) -> tuple[Layout, float] | None:
+    """The fastest way to run on one device that fits, and the bytes it needs."""
+    found: list[tuple[float, Layout, float]] = []
+    for micro in micro_batches(subject.global_batch):
+        layout = like.with_(
+            tp=1, sp=False, cp=1, ulysses=1, pp=1, ep=1, shard=1, replicas=1, zero=0, chunks=1, rounds=1,
+            schedule="1f1b", stage_layers=(), micro_batch=micro, n_micro=subject.global_batch // micro,
+        )  # fmt: skip
+        needed = subject.memory(layout).reserved + CONTEXT_BYTES
+        if needed <= capacity:
+            found.append((subject.estimate(layout).seconds, layout, needed))
+    if not found:
+        return None
+    _, layout, needed = min(found, key=lambda item: item[0])
+    return layout, needed
+
+
+def never(subject: Subject, cluster: Cluster, seen: dict[str, tuple[float, Layout]], best: Proposal) -> dict[str, str]:
+    """Families of data parallelism alone that had no layout at all."""
+    world, batch = cluster.world_size, subject.global_batch
+    if world == 1:
+        return {}
+    why = f"{batch} samples do not divide over {world} data ranks"
+    return {name: why for name in ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3") if name not in seen and batch % world}
+
+
+def lost(
+    found: Search, tightest: dict[str, tuple[float, Layout]], capacity: float, precision: str
+) -> dict[str, str]:  # fmt: skip
+    """For each family but the winner's, one line."""
+    best = found.best
+    out = {}
+    for name, (needed, layout) in sorted(tightest.items()):
+        if name == best.family:
+            continue
+        mine = [p for p in found.proposals if p.family == name]
+        if mine:
+            out[name] = _slower(min(mine, key=lambda p: p.forecast.step_s), best)
+        elif needed > capacity:
+            out[name] = f"needs {bytes_text(needed)} of {bytes_text(capacity)} at its smallest ({_short(layout)})"
+        elif why := lacking(plan_of(layout, precision)):
+            out[name] = f"not in this version: {why}"
+        else:
+            out[name] = "not simulated: the search was interrupted"
+    return out
+
+
+def _short(layout: Layout) -> str:
+    degrees = [f"{n}={getattr(layout, n)}" for n in ("tp", "ulysses", "cp", "ep", "pp") if getattr(layout, n) > 1]
+    return ", ".join([*degrees, f"micro-batch {layout.micro_batch}", f"remat={layout.recompute}"])
+
+
+def _slower(rival: Proposal, best: Proposal) -> str:
+    """What of its step costs more than the winner's."""
+    slower = rival.forecast.step_s / best.forecast.step_s - 1
+    names = set(rival.forecast.parts) | set(best.forecast.parts)
+    more = {n: rival.forecast.parts.get(n, 0.0) - best.forecast.parts.get(n, 0.0) for n in names}
+    cause = max(more, key=lambda n: more[n])
+    share = more[cause] / best.forecast.step_s
+    if slower < WITHIN - 1:
+        return f"as fast within 3% ({slower:+.1%}), with more to know: {rival.plan}"
+    recompute = (
+        ", since it recomputes" if cause == "compute" and rival.layout.recompute != best.layout.recompute else ""
+    )
+    return f"{slower:+.0%}: {cause} {share:+.0%} of a step{recompute} ({_short(rival.layout)})"
+
+
+# --- where there is nothing
+
+
+def nothing(subject: Subject, cluster: Cluster, constraints: Constraints) -> str:
+    """Why there was nothing to look at, and the nearest batch for which there would be."""
+    why = "no plan has the degrees asked for: the devices, the batch, the heads or the layers do not divide by them"
+    world, batch = cluster.world_size, subject.global_batch
+    other = subject.with_batch
+    for away in range(1, min(world, MOST_AWAY) + 1) if other is not None else ():
+        near = [
+            count
+            for count in (batch - away, batch + away)
+            if count > 0 and other is not None and _has_any(other(count), world, constraints)
+        ]
+        if near:
+            return (
+                f"no plan of {world} devices takes a global batch of {batch} samples: it does not divide over the data "
+                f"ranks that are left; the nearest that would: {' or '.join(map(str, near))}"
+            )
+    return (_not_among(subject, world, constraints) if constraints.fixed else "") or why
+
+
+def _not_among(subject: Subject, world: int, constraints: Constraints) -> str:
+    """Which of the fixed fields no plan has that is looked at; empty where there is no plan without them either."""
+    limits = replace(constraints, fixed=(), check=None)
+    plans = [plan_of(layout, _asked(constraints)) for layout in islice(subject.layouts(world, limits), MOST_TOLD)]
+    if not plans:
+        return ""
+    told = []
+    for name, value in constraints.fixed:
+        values = {getattr(plan, name) for plan in plans}
+        if value not in values:
+            known = ", ".join(map(str, sorted(values, key=lambda each: (str(type(each)), each))[:FEW_VALUES]))
+            told.append(f"no plan that is looked at has {name}={value}; there are {name}={known}")
+    both = " and ".join(f"{name}={value}" for name, value in constraints.fixed)
+    return "; ".join(told) or f"no plan that is looked at has {both} together"
+
+
+def _has_any(subject: Subject, world: int, constraints: Constraints) -> bool:
+    """Whether there is a layout as asked for, among the first many."""
+    some = islice(subject.layouts(world, constraints), LOOKED_AT)
+    return any(not constraints.fixed or constraints.allows(plan_of(layout, _asked(constraints))) for layout in some)
+
+
+def _asked(constraints: Constraints) -> str:
+    """The precision that is fixed, or the default."""
+    return str(constraints.value("precision") or "bf16")

@@ -1,0 +1,84 @@
+"""`Subject`: what a search needs to know about a model; a decoder by its numbers as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+
+from shardwise.cluster import Cluster
+from shardwise.costs.layout import Layout
+from shardwise.costs.memory import Ledger
+from shardwise.costs.shapes import Shape
+from shardwise.costs.software import Software, as_planned
+from shardwise.errors import InputError
+from shardwise.planner.candidates import UNSEARCHED, Constraints, decoder_layouts
+from shardwise.simulator.forecast import Forecast
+from shardwise.simulator.quick import Estimator, Quick
+from shardwise.simulator.step import simulate
+
+SIXTEEN_BITS = ("bf16", "bf16-full", "fp16")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What a search needs to know about a model: its layouts, a quick estimate, a simulation."""
+
+    name: str
+    layers: int
+    global_batch: int
+    seq: int
+    layouts: Callable[[int, Constraints], Iterable[Layout]]
+    estimate: Callable[[Layout], Quick]
+    memory: Callable[[Layout], Ledger]
+    simulate: Callable[[Layout], Forecast]
+    remarks: Sequence[str] = ()  # may grow while layouts are looked at
+    own: bool = False  # a task that can be trained, not a shape by name
+    # the same with another global batch, where that is cheap to ask for
+    with_batch: Callable[[int], Subject] | None = None
+    reading: Callable[[], Reading] | None = None  # times the task's input
+    # the same as `simulate`, from traces of the very micro-batch, where others are on a line between two
+    exact: Callable[[Layout], Forecast] | None = None
+    sample: str = ""  # made up for a model without data, in words
+    head: str = ""  # of transformers, for a model that was built of a configuration
+    unsearched: str = ""  # which plans a search does not look at, in words
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a task's input costs, as timed on the machine that plans.
+
+    seconds   for one sample
+    whole     every rank makes the global batch; else each reads its own samples
+    """
+
+    seconds: float
+    whole: bool
+
+    def wait(self, layout: Layout, batch: int) -> float:
+        """Seconds that one reader of a rank takes for a step's samples."""
+        return self.seconds * (batch if self.whole else -(-batch // layout.dp))
+
+
+def decoder(shape: Shape, cluster: Cluster, soft: Software, global_batch: int, seq: int, precision: str) -> Subject:
+    """A decoder by its numbers, computed in 16 bits; other precisions raise `InputError`."""
+    if precision not in SIXTEEN_BITS:
+        raise InputError(
+            f"a decoder by its numbers is forecast in 16-bit arithmetic: use precision={' or '.join(SIXTEEN_BITS)}, "
+            f"not {precision}; a task of your own is traced in any precision"
+        )
+    if soft.name == "shardwise":  # the others have one policy each
+        soft = replace(soft, states="bf16-full" if precision == "bf16-full" else "bf16")
+    estimators = cache(partial(Estimator, shape, cluster))
+    node = cluster.sizes[0] if len(cluster.tiers) > 1 else cluster.world_size
+
+    def layouts(world: int, constraints: Constraints) -> Iterable[Layout]:
+        return decoder_layouts(shape, world, global_batch, seq, node, constraints)
+
+    return Subject(
+        shape.name or "decoder", shape.layers, global_batch, seq, layouts,
+        lambda layout: estimators(as_planned(soft, layout)).estimate(layout),
+        lambda layout: estimators(as_planned(soft, layout)).memory(layout),
+        lambda layout: simulate(shape, layout, cluster, as_planned(soft, layout)),
+        with_batch=lambda count: decoder(shape, cluster, soft, count, seq, precision), unsearched=UNSEARCHED,
+    )  # fmt: skip
