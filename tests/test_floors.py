@@ -44,6 +44,7 @@ WITHIN = {
     ("config", "errors"): "every room raises the same errors",
     ("config", "layout"): "a configuration holds a plan",
     ("part", "comm"): "parts meet in collectives",
+    ("part", "trace"): "one trial says whether an operation treats each element alone",
     ("cluster", "errors"): "every room raises the same errors",
     ("rehearsal", "simulator"): "a rehearsal counts what the simulator takes time for",
     ("planner", "rehearsal"): "a task is forecast from what its step does",

@@ -17,6 +17,7 @@ from shardwise.layout.views import groups
 from shardwise.mesh import build_mesh
 from shardwise.part import Owners, Part, Sum, Uncut, plain, to_part
 from shardwise.part.cuts import regrouped
+from shardwise.trace.elementwise import is_elementwise
 
 DOUBLE = torch.float64
 ONES = torch.ones(6, 6, 6, dtype=DOUBLE)
@@ -81,6 +82,10 @@ CASES: dict[str, tuple[Callable, tuple[int, ...], set[int]]] = {
     "gather, the function": (lambda x: torch.gather(x, 1, CLASSES), (6, 7), {1}),
     "layer norm": (lambda x: F.layer_norm(x, (6,), torch.arange(6.0, dtype=DOUBLE)), (2, 4, 6), {0, 1}),
     "rms norm": (lambda x: F.rms_norm(x, (6,), torch.arange(6.0, dtype=DOUBLE)), (2, 4, 6), {0, 1}),
+    "not tagged as elementwise": (
+        lambda x: F.hardshrink(x, 0.3) + F.softshrink(x, 0.2) + F.logsigmoid(x) + F.prelu(x, ONES[0, 0, :1] / 3),
+        (4, 6), {0, 1},
+    ),
     "group norm": (lambda x: F.group_norm(x, 4), (2, 8, 3), set()),
     "linear": (lambda x: F.linear(x, torch.arange(12.0, dtype=DOUBLE).view(2, 6)), (2, 4, 6), {0, 1, 2}),
     "linear, biased": (lambda x: F.linear(x, ONES[0, :2], ONES[0, 0, :2]), (4, 6), {0, 1}),
@@ -305,6 +310,35 @@ def _rehearsed(shape: tuple[int, ...], dim: int, soft: bool) -> Part:
 def test_an_operation_without_a_rule_is_refused_by_name() -> None:
     with pytest.raises(Uncut, match="linalg_det"):
         torch.linalg.det(_rehearsed((3, 4, 4), 1, soft=False))
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "alone"),
+    [
+        ("hardshrink_backward", (ONES, ONES, 0.5), True),
+        ("_prelu_kernel_backward", (ONES, ONES, ONES[:1, :1]), True),
+        ("log_sigmoid_forward", (ONES,), True),
+        ("gelu_backward", (ONES, ONES), True),
+        ("_softmax", (ONES, 1, False), False),
+        ("cumsum", (ONES, 0), False),
+        ("flip", (ONES, [1]), False),
+        ("triu", (ONES,), False),
+        ("roll", (ONES, [1], [0]), False),
+        ("renorm", (ONES, 2, 0, 1.0), False),
+        ("glu_backward", (ONES, ONES, 0), False),
+        ("rrelu_with_noise", (ONES, ONES), False),
+        ("relu_", (ONES,), False),
+    ],
+)
+def test_what_treats_each_element_alone_is_found_by_trying(name: str, args: tuple, alone: bool) -> None:
+    assert is_elementwise(getattr(torch.ops.aten, name).default, args, {}) is alone
+
+
+def test_a_trace_of_what_other_elements_are_is_seen() -> None:
+    with torch.library._scoped_library("test_part", "FRAGMENT") as library:
+        library.define("leaning(Tensor x) -> Tensor")
+        library.impl("leaning", lambda x: x + 1e-4 * x.amax(-1, keepdim=True), "CompositeExplicitAutograd")
+        assert not is_elementwise(torch.ops.test_part.leaning.default, (ONES,), {})
 
 
 def test_writing_where_it_would_be_lost_is_refused() -> None:

@@ -171,15 +171,15 @@ def single(x: Tensor) -> Tensor:
 class Single(nn.Module):
     """`noise` multiplies what rounding leaves of a difference of equals: a branch of the output is noise alone."""
 
-    def __init__(self, noise: float, wrong: float = 0.0, norm: bool = False) -> None:
+    def __init__(self, noise: float, wrong: float = 0.0, norm: bool = False, kernel: Any = single) -> None:
         super().__init__()
-        self.noise, self.wrong = noise, wrong
+        self.noise, self.wrong, self.kernel = noise, wrong, kernel
         self.first, self.last = nn.Linear(12, 8), nn.Linear(8, tasks.CLASSES)
         self.norm = nn.BatchNorm1d(8) if norm else nn.Identity()
         self.lost = nn.Parameter(torch.ones(8))
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = single(self.norm(self.first(x)))
+        hidden = self.kernel(self.norm(self.first(x)))
         rest = (hidden * 1000.1) / 1000.1 - hidden  # a rounding error, another one for each value
         if torch.distributed.is_initialized():
             hidden = hidden * (1 + self.wrong)
@@ -190,7 +190,7 @@ def plain_sgd(groups: list[dict]) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, lr=0.01)
 
 
-def single_task(**options: float) -> Task:
+def single_task(**options: Any) -> Task:
     return tasks.mlp().with_(model=partial(Single, **options), optimizer=plain_sgd)
 
 
@@ -227,3 +227,22 @@ def test_what_rounding_decides_is_not_proven(pool: RankPool) -> None:
     parity = verify("test_proof:in_float32_with_noise", "dp_replicate=2", pool=pool)
     assert not parity.parity, parity.text()
     assert parity.unproven and "one process itself by" in parity.unproven[0]
+
+
+def chosen_by_rounding() -> Task:
+    return single_task(noise=1e11, norm=True, kernel=torch.tanh)
+
+
+def wrong_beside_rounding() -> Task:
+    return single_task(noise=1e11, norm=True, kernel=torch.tanh, wrong=0.1)
+
+
+def test_a_module_that_amplifies_rounding_is_not_proven_and_says_so(pool: RankPool) -> None:
+    parity = verify("test_proof:chosen_by_rounding", "dp_replicate=2", pool=pool)
+    assert parity.text().endswith("NOT PROVEN") and not parity.parity, parity.text()
+    assert "does not agree with itself" in parity.unproven[0]
+
+
+def test_rounding_does_not_explain_what_is_far_larger(pool: RankPool) -> None:
+    parity = verify("test_proof:wrong_beside_rounding", "dp_replicate=2", pool=pool)
+    assert parity.text().endswith("NOT EQUAL to one process"), parity.text()

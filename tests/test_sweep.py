@@ -67,7 +67,7 @@ def test_a_sweep_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.Mo
     assert ran == [("nn:GELU", plan) for plan in sweep.PLANS]
     cells = sweep.read(file)
     assert cells["nn:GELU", "tp=2"]["outcome"] == "wrong" and cells["nn:Container", ""]["outcome"] == "none"
-    assert "| `tp=2` | 0 | 0 | 1 | 0 | 0 | 0% |" in sweep.as_page(cells)
+    assert "| `tp=2` | 0 | 0 | 0 | 1 | 0 | 0 | 0% |" in sweep.as_page(cells)
     sweep.run(file, ["nn:GELU", "nn:Container"], 100, ["wrong"])
     assert ran[5:] == [("nn:GELU", "tp=2")]
     assert sweep.read(file)["nn:GELU", "tp=2"]["outcome"] == "equal"

@@ -11,12 +11,10 @@ from shardwise.part.leaves import replaced, tensors_in
 from shardwise.part.moves import reowned
 from shardwise.part.tensor import Part, facts, gather, is_part, no_rule, parts_in, rule
 
-# elementwise by their definition, though ATen does not tag them so; `add` stands for every operation with the tag
+# elementwise by their definition; `add` stands for every operation that is tagged so, or found to be so by trying
 ELEMENTWISE = (
     "add", "_to_copy", "to_copy", "copy_", "detach", "detach_", "alias", "fill_", "zero_", "masked_fill_", "lift_fresh",
-    "hardswish", "hardswish_backward", "softplus_backward",
-    "leaky_relu_backward", "hardtanh_backward", "hardsigmoid_backward", "elu_backward", "mish_backward",
-    "log_sigmoid_backward", "_prelu_kernel", "contiguous", "nan_to_num_", "relu_", "clamp_", "bernoulli_p",
+    "contiguous", "nan_to_num_", "relu_", "clamp_", "bernoulli_p",
 )  # fmt: skip
 
 

@@ -34,6 +34,7 @@ from shardwise.comm import Axis, all_gather, all_reduce, reduce_scatter
 from shardwise.part.cuts import Owners, Uncut
 from shardwise.part.leaves import replaced, tensors_in
 from shardwise.part.levels import Distributed, answering, here
+from shardwise.trace.elementwise import is_elementwise
 
 Rule = Callable[[Any, tuple, dict], Any]
 RULES: dict[str, Rule] = {}  # name of an ATen operation -> how it is done on parts
@@ -142,8 +143,9 @@ def _answer(func: Any, args: tuple, kwargs: dict) -> Any:
         if known.rule is None:
             if known.composite:
                 return func.decompose(*args, **kwargs)
-            raise Uncut(no_rule(func, parts_in((args, kwargs))))
-        output = known.rule(func, args, kwargs)
+            if not is_elementwise(func, args, kwargs):
+                raise Uncut(no_rule(func, parts_in((args, kwargs))))
+        output = (known.rule or RULES["add"])(func, args, kwargs)
     except Uncut:
         return _on_gathered(func, args, kwargs)
     if known.is_view:

@@ -14,22 +14,19 @@ What this does not do: find errors below the bars, which float64 finds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 
-from shardwise.proof.compare import compare
 from shardwise.proof.oracle import run_oracle
 from shardwise.proof.outcome import KINDS, Parity
 from shardwise.proof.record import Record
+from shardwise.proof.rounding import ALLOWANCE, Noise, add_noise, errors_of, nudged_runs
 from shardwise.proof.settings import Settings
 from shardwise.task import Task
 
-ALLOWANCE = 10
 LEAST_BAR = 1e-6
 MOST_BAR = 1e-3
-NUDGES = 3
 HALVES_AGREE = 1e-4  # of the loss: above it halves of a micro-batch are not the same function
 
 
@@ -43,19 +40,13 @@ def float32_oracle(task: Task, settings: Settings, failure: Exception, parity: P
         record = run_oracle(task, narrow)
     except Exception:
         raise failure from None
-    runs = [run_oracle(task, replace(narrow, nudge=number)) for number in range(1, NUDGES + 1)]
+    runs = list(nudged_runs(task, narrow))
     halved = run_oracle(task, replace(narrow, halves=True))
     if all(abs(a - b) <= HALVES_AGREE * abs(b) for a, b in zip(halved.losses, record.losses, strict=True)):
         runs.append(halved)
-    noise: dict[tuple[str, str], float] = {}
+    noise: Noise = {}
     for other in runs:
-        itself = Parity("", 1)
-        compare(itself, record, other)
-        found: dict[tuple[str, str], float | None] = {
-            (kind, name): error for kind in KINDS for name, error in itself.errors(kind).items()
-        }
-        for which, error in {**found, ("loss", ""): itself.loss_error, ("norm", ""): itself.norm_error}.items():
-            noise[which] = max(noise.get(which, 0.0), error or 0.0)
+        add_noise(noise, record, other)
     parity.float64, parity.noise = False, noise
     parity.own_bars = {which: _bar(error) for which, error in noise.items()}
     parity.bars = dict.fromkeys(KINDS, LEAST_BAR)
@@ -71,14 +62,9 @@ def _bar(noise: float) -> float:
 
 def set_noise_apart(parity: Parity) -> None:
     """What differs by more than its bar, and by no more than one process differs from itself, is not proven."""
-    errors: Mapping[tuple[str, str], float | None] = {
-        **{(kind, name): error for kind in KINDS for name, error in parity.errors(kind).items()},
-        ("loss", ""): parity.loss_error,
-        ("norm", ""): parity.norm_error,
-    }
-    for (kind, name), error in errors.items():
+    for (kind, name), error in errors_of(parity).items():
         noise = parity.noise.get((kind, name), 0.0)
-        if error is not None and parity.bar(kind, name) < error <= ALLOWANCE * noise:
+        if parity.bar(kind, name) < error <= ALLOWANCE * noise:
             parity.noisy.add((kind, name))
             parity.unproven.append(
                 f"{kind}{f' {name!r}' if name else ''} differs by {error:.1e}, and in float32 one process itself by "

@@ -38,7 +38,7 @@ class Parity:
     bars: dict[str, float] = field(default_factory=dict)
     own_bars: dict[tuple[str, str], float] = field(default_factory=dict)  # (kind, name): where `bars` is not its bar
     noise: dict[tuple[str, str], float] = field(default_factory=dict)  # what one process differs by from itself
-    noisy: set[tuple[str, str]] = field(default_factory=set)  # neither equal nor different: see `narrow`
+    noisy: set[tuple[str, str]] = field(default_factory=set)  # neither equal nor different: see `narrow` and `rounding`
     worst: dict[tuple[str, str], str] = field(default_factory=dict)  # (kind, name): rank and step of the largest error
     exceeded: dict[tuple[str, str], int] = field(default_factory=dict)  # (kind, name): the first step beyond its bar
     first: Any = None  # a `Located`: where the plan first differs

@@ -43,6 +43,7 @@ def verify(
     from shardwise.proof.compare import compare
     from shardwise.proof.narrow import set_noise_apart
     from shardwise.proof.rank import run_rank
+    from shardwise.proof.rounding import explain_by_rounding
     from shardwise.proof.settings import Settings
     from shardwise.trace.deferred import build
 
@@ -80,6 +81,8 @@ def verify(
         return parity
     compare(parity, oracle, record)
     set_noise_apart(parity)
+    if not parity.equal and parity.float64 and parity.exceeded:
+        explain_by_rounding(parity, resolved, settings, oracle)
     if not parity.equal and parity.exceeded:
         _locate(parity, oracle, record, (task, chosen, settings), pool, timeout_s)
     return parity

@@ -53,5 +53,5 @@ def nudged(tensor: torch.Tensor, settings: Settings, place: int) -> torch.Tensor
     if not settings.nudge or not (tensor.is_floating_point() or tensor.is_complex()):
         return tensor
     generator = torch.Generator().manual_seed(1000003 * settings.nudge + place)
-    signs = torch.randint(0, 2, tensor.shape, generator=generator) * 2 - 1
-    return tensor * (1 + signs * torch.finfo(tensor.dtype).eps).to(tensor.dtype)
+    signs = torch.randint(0, 2, tensor.shape, generator=generator).to(tensor.dtype) * 2 - 1
+    return tensor * (1 + signs * torch.finfo(tensor.dtype).eps)

@@ -28,6 +28,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
+from shardwise.trace.elementwise import is_elementwise
+
 WHOLE = 0
 
 
@@ -165,7 +167,7 @@ class Axes(TorchDispatchMode):
 
         name = func._schema.name.partition("::")[2]
         rule: Callable | None = RULES.get(name)
-        if rule is None and torch.Tag.pointwise in func.tags:
+        if rule is None and (torch.Tag.pointwise in func.tags or is_elementwise(func, args, kwargs)):
             rule = elementwise
         if rule is None or not rule(self, func, args, kwargs, output):
             for tensor in tensors:

@@ -13,8 +13,8 @@ from shardwise.trace.axis_rules.registry import is_free, rule, tensors_of
 
 @rule(
     "_to_copy", "detach", "alias", "fill_", "zero_", "masked_fill_", "zeros_like", "ones_like", "full_like",
-    "empty_like", "hardswish", "softplus", "lift_fresh", "relu_", "clamp_", "native_dropout", "bernoulli", "bernoulli_",
-    "uniform_", "normal_", "rand_like", "randn_like", "_prelu_kernel", "copy_", "contiguous", "log_sigmoid_forward",
+    "empty_like", "lift_fresh", "relu_", "clamp_", "native_dropout", "bernoulli", "bernoulli_", "uniform_", "normal_",
+    "rand_like", "randn_like", "copy_", "contiguous",
 )  # fmt: skip
 def elementwise(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
     """Labels of all inputs meet element by element."""

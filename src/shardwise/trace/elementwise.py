@@ -1,0 +1,101 @@
+"""Whether an operation treats each element alone, found by trying it on small random tensors.
+
+PyTorch tags most such operations; it does not tag those that were written without its iterators (`hardshrink_backward`,
+`_prelu_kernel_backward`, `log_sigmoid_forward`). An operation is elementwise if, along every dim of its result, what it
+gives for one index alone is what it gives for that index among others.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+SCALES = (0.3, 3.0)  # of the values tried: thresholds lie near one
+
+
+@dataclass(frozen=True)
+class _Small:
+    """A tensor on which an operation is tried."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def is_elementwise(func: Any, args: tuple, kwargs: dict) -> bool:
+    """Whether each element of the results depends on the same element of the inputs (broadcast) alone."""
+    schema = func._schema
+    drawn = torch.Tag.nondeterministic_seeded in func.tags
+    if schema.is_mutable or drawn or any(each.alias_info is not None for each in schema.returns):
+        return False
+    leaves, spec = tree_flatten((args, kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    ndim = max((tensor.dim() for tensor in tensors), default=0)
+    if not ndim:
+        return False
+    small = [_Small(_sizes(leaf, ndim), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    try:
+        return _tried(func, tuple(small), spec, ndim)
+    except TypeError:  # an argument that cannot be a key
+        return False
+
+
+def _sizes(tensor: torch.Tensor, ndim: int) -> tuple[int, ...]:
+    """A shape of the same dims, another size for each that is not broadcast."""
+    return tuple(1 if n == 1 else 2 + place for place, n in enumerate(tensor.shape, ndim - tensor.dim()))
+
+
+@cache
+def _tried(func: Any, leaves: tuple, spec: Any, ndim: int) -> bool:
+    """`leaves`: a `_Small` for each tensor, other arguments as they are."""
+    with _disable_current_modes(), torch.no_grad(), warnings.catch_warnings(action="ignore"):
+        generator = torch.Generator().manual_seed(0)
+        try:
+            return all(_holds(func, leaves, spec, ndim, scale, generator) for scale in SCALES)
+        except (RuntimeError, NotImplementedError, TypeError, IndexError, ValueError):  # not for tensors of such sizes
+            return False
+
+
+def _holds(func: Any, leaves: tuple, spec: Any, ndim: int, scale: float, generator: torch.Generator) -> bool:
+    made = [_drawn(leaf, scale, generator) if isinstance(leaf, _Small) else leaf for leaf in leaves]
+    tensors = [leaf for leaf in made if isinstance(leaf, torch.Tensor)]
+    shape = torch.broadcast_shapes(*(t.shape for t in tensors))
+    args, kwargs = tree_unflatten(made, spec)
+    whole = _outputs(func(*args, **kwargs))
+    if not whole or any(each.shape != shape for each in whole):
+        return False
+    for dim, size in enumerate(shape):
+        for index in range(size):
+            one = tree_map_only(torch.Tensor, lambda t, d=dim, i=index: _index(t, d - ndim, i), (args, kwargs))
+            alone = _outputs(func(*one[0], **one[1]))
+            pairs = zip(whole, alone, strict=True)
+            if not all(_same(among.narrow(dim, index, 1), single) for among, single in pairs):
+                return False
+    return True
+
+
+def _drawn(small: _Small, scale: float, generator: torch.Generator) -> torch.Tensor:
+    shape, dtype = small.shape, small.dtype
+    if dtype.is_floating_point or dtype.is_complex:
+        dtype = torch.promote_types(dtype, torch.float32)  # few bits would hide a difference
+        return (torch.randn(shape, generator=generator, dtype=torch.float64) * scale).to(dtype)
+    return torch.randint(0, 2 if dtype is torch.bool else 3, shape, generator=generator).to(dtype)
+
+
+def _index(tensor: torch.Tensor, dim: int, index: int) -> torch.Tensor:
+    """The tensor at one index of a dim counted from the last, where it has the dim."""
+    return tensor.narrow(dim, index, 1) if tensor.dim() >= -dim and tensor.shape[dim] > 1 else tensor
+
+
+def _outputs(output: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, torch.Tensor)]
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal but for the last bits, which a vectorised kernel may round otherwise."""
+    return a.shape == b.shape and a.dtype == b.dtype and torch.allclose(a, b, rtol=1e-5, atol=1e-7, equal_nan=True)
