@@ -32,7 +32,7 @@ ANY_PLAN = st.builds(
     precision=st.sampled_from(PRECISIONS), reduce_dtype=st.sampled_from(REDUCE_DTYPES),
     remat=st.sampled_from(REMATS), offload=st.sampled_from(OFFLOADS), compile=st.booleans(),
     wrap=PATTERNS.map(tuple),
-)  # fmt: skip
+) | st.builds(Plan, pp=degree, schedule=st.sampled_from(["none", *SCHEDULES]), stages_per_rank=degree)  # fmt: skip
 SMALL_GRID = st.builds(
     Plan, dp_replicate=degree, dp_shard=degree, zero=st.just(0), tp=st.integers(1, 2), pp=st.integers(1, 2),
     domain=st.sampled_from([(1,), (2,), (1, 3)]),
@@ -75,6 +75,16 @@ def test_text_says_no_more_than_it_must(plan: Plan) -> None:
             continue  # the default of dp_shard > 1, written out for the reader
         rest = ",".join(p for p in text.split(",") if p != part) or "single"
         assert Plan.parse(rest) != plan, f"{part} could be left out of {text}"
+
+
+def test_stages_are_named_or_counted() -> None:
+    assert Plan.parse("pp=2,stages=a|b|c").stages_per_rank == 2
+    assert Plan.parse("pp=2,schedule=interleaved1f1b,stages_per_rank=3").microbatches == 6
+    assert Plan.parse("pp=4,schedule=interleaved1f1b,stages_per_rank=3").with_(pp=2).stages_per_rank == 3
+    assert Plan.parse("pp=4,schedule=interleaved1f1b").with_(schedule="1f1b").stages_per_rank == 1
+    assert Plan.parse("pp=4,schedule=interleaved1f1b,stages_per_rank=3").with_(pp=1) == Plan()
+    with pytest.raises(InputError, match="make 2 stages for each of pp=2 ranks, not stages_per_rank=3"):
+        Plan.parse("pp=2,stages=a|b|c,stages_per_rank=3")
 
 
 def test_short_forms() -> None:
@@ -295,9 +305,9 @@ TRIGGERS: dict[str, list[str]] = {
     "sp, tp_overlap or tp_whole with tp = 1": ["sp=true", "tp_overlap=true", "tp_whole=blocks.*"],
     "schedule with pp = 1": ["schedule=1f1b"],
     "microbatches > 1 with pp = 1": ["microbatches=2"],
-    "stages with pp = 1": ["stages=layers.3"],
+    "stages or stages_per_rank with pp = 1": ["stages=layers.3", "stages_per_rank=2"],
     "stages that pp does not divide": ["pp=2,stages=a|b"],
-    "schedule does not fit pp, microbatches or stages": [
+    "schedule does not fit pp, microbatches, stages or stages_per_rank": [
         "pp=4,schedule=dualpipev,microbatches=7",
         "pp=4,schedule=interleaved1f1b,microbatches=6",
         "pp=2,stages=a|b|c",

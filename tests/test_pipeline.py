@@ -46,6 +46,7 @@ COVER = [
     ("gpt2", "pp=2,schedule=zbh1,microbatches=3"), ("residual", "pp=4,schedule=zbh2"),
     ("residual", "pp=2,schedule=interleavedzb"), ("gpt2", "pp=2,schedule=zbv"),
     ("conditioned", "pp=2,schedule=dualpipev"),
+    ("gpt2", "pp=2,schedule=interleaved1f1b,stages_per_rank=3,microbatches=4"),
 ]  # fmt: skip
 WHOLE = [(name, f"pp={p},schedule={s}") for name, p, s in product(("decoder", "gpt2"), (2, 4), SCHEDULES)]
 

@@ -32,6 +32,7 @@ PLAN_HELP = {
     "schedule": "gpipe | 1f1b | interleaved1f1b | zbh1 | zbh2 | interleavedzb | zbv | dualpipev",
     "microbatches": "micro-batches in flight in the pipeline",
     "stages": "modules at which the stages after the first begin; empty: balanced by cost",
+    "stages_per_rank": "stages that each rank of the pipeline runs; by default the schedule's, or as stages names",
     "precision": "fp32 | fp64 | bf16 | bf16-full | fp16",
     "reduce_dtype": "dtype in which gradients are summed over ranks; auto: fp32, or fp64 under fp64",
     "remat": "none | selective | full: what backward computes again",

@@ -29,7 +29,9 @@ CHOICES = {
     "offload": OFFLOADS,
 }
 FLAGS = ("sp", "tp_overlap", "compile")
-DEGREES = ("dp_replicate", "dp_shard", "tp", "pp", "cp", "cp_ulysses", "ep", "microbatches", "accumulate")
+DEGREES = (
+    "dp_replicate", "dp_shard", "tp", "pp", "cp", "cp_ulysses", "ep", "microbatches", "stages_per_rank", "accumulate",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class Plan:
     schedule      order of the pipeline's forwards and backwards; 1f1b by default
     microbatches  pieces in flight in the pipeline; by default as many as stages
     stages        modules at which the stages after the first begin (`layers.3|layers.6`); empty: balanced by cost
+    stages_per_rank  stages that each rank of the pipeline runs; by default the schedule's, or as many as `stages` names
     precision     fp32, fp64, bf16 (mixed, fp32 master), bf16-full, fp16 (mixed, with a loss scaler)
     reduce_dtype  dtype in which gradients are summed over ranks; auto: fp32, or fp64 under fp64
     remat         recompute in backward: none, selective (keep matrix products), full (keep block inputs)
@@ -69,6 +72,7 @@ class Plan:
     schedule: str = "none"  # "none": the default, 1f1b where pp > 1; never left with pp > 1
     microbatches: int = -1  # -1: the default, the number of stages where pp > 1, else 1; never left
     stages: tuple[str, ...] = ()
+    stages_per_rank: int = -1  # -1: the default, see `_usual_stages`; never left
     accumulate: int = 1
     cp: int = 1
     cp_ulysses: int = 1
@@ -125,6 +129,13 @@ class Plan:
             raise InputError(f"plan: stages must be module paths, such as layers.3|layers.6, got {self.stages!r}")
         if self.pp > 1 and self.schedule == "none":
             object.__setattr__(self, "schedule", "1f1b")
+        if self.stages_per_rank == -1:
+            object.__setattr__(self, "stages_per_rank", self._usual_stages)
+        if self.stages and self.stages_per_rank != self._usual_stages:
+            raise InputError(
+                f"plan: stages names {len(self.stages)} places, which make {self._usual_stages} stages for each of "
+                f"pp={self.pp} ranks, not stages_per_rank={self.stages_per_rank}: give one of the two"
+            )
         if self.microbatches == -1:
             object.__setattr__(self, "microbatches", self.pp * self.stages_per_rank if self.pp > 1 else 1)
 
@@ -134,8 +145,8 @@ class Plan:
         return self.accumulate * self.microbatches
 
     @property
-    def stages_per_rank(self) -> int:
-        """Stages that each rank of the pipeline runs."""
+    def _usual_stages(self) -> int:
+        """Stages that each rank of the pipeline runs unless a number is given."""
         if self.stages:
             return max(1, (len(self.stages) + 1) // self.pp)
         return KINDS[self.schedule].stages_per_rank if self.pp > 1 else 1
@@ -207,9 +218,9 @@ class Plan:
 
     def as_dict(self, *, defaults: bool = False) -> dict[str, Any]:
         """Fields and values, those at their default left out unless `defaults`."""
-        base = Plan(dp_shard=self.dp_shard, pp=self.pp)
-        if self.pp > 1:  # by default as many micro-batches as this plan has stages, by default 1f1b
-            base = Plan(dp_shard=self.dp_shard, pp=self.pp, microbatches=self.pp * self.stages_per_rank)
+        # by default as many micro-batches as this plan has stages, 1f1b, and its schedule's stages
+        whole = self.pp * self.stages_per_rank if self.pp > 1 else 1
+        base = Plan(dp_shard=self.dp_shard, pp=self.pp, microbatches=whole, stages_per_rank=self._usual_stages)
         items = {f.name: getattr(self, f.name) for f in fields(self)}
         if not defaults:
             always = [*(["dp_shard", "zero"] if self.dp_shard > 1 else []), *(["pp"] if self.pp > 1 else [])]
@@ -229,10 +240,14 @@ class Plan:
             changes["zero"] = -1
         whole = self.pp * self.stages_per_rank if self.pp > 1 else 1
         by_default = self.microbatches == whole or changes.get("pp") == 1
-        if {"pp", "schedule", "stages"} & changes.keys() and "microbatches" not in changes and by_default:
+        where = {"pp", "schedule", "stages", "stages_per_rank"} & changes.keys()
+        usual = self.stages_per_rank == self._usual_stages or changes.get("pp") == 1
+        if where and usual and "stages_per_rank" not in changes:
+            changes["stages_per_rank"] = -1
+        if where and "microbatches" not in changes and by_default:
             changes["microbatches"] = -1
         if changes.get("pp") == 1:
-            changes = {"schedule": "none", "stages": (), **changes}
+            changes = {"schedule": "none", "stages": (), "stages_per_rank": -1, **changes}
         return replace(self, **changes)
 
     def __str__(self) -> str:

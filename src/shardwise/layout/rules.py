@@ -108,10 +108,10 @@ RULES: tuple[Rule, ...] = (
         lambda p: p.pp == 1 and p.microbatches > 1,
     ),
     Rule(
-        "stages with pp = 1",
+        "stages or stages_per_rank with pp = 1",
         "illegal",
-        "stages says where a pipeline is cut, and there is none: give pp its degree",
-        lambda p: p.pp == 1 and bool(p.stages),
+        "they say where a pipeline is cut, and there is none: give pp its degree",
+        lambda p: p.pp == 1 and (bool(p.stages) or p.stages_per_rank > 1),
     ),
     Rule(
         "stages that pp does not divide",
@@ -120,7 +120,7 @@ RULES: tuple[Rule, ...] = (
         lambda p: p.pp > 1 and bool(p.stages) and (len(p.stages) + 1) % p.pp != 0,
     ),
     Rule(
-        "schedule does not fit pp, microbatches or stages",
+        "schedule does not fit pp, microbatches, stages or stages_per_rank",
         "illegal",
         "no order of its forwards and backwards exists for these numbers; shardwise show schedule says why",
         _no_schedule,

@@ -194,7 +194,7 @@ class Kind:
         if self.placed == "v" and v != 2:
             return f"has two stages on each rank, not {v}"
         if self.placed == "around" and v < 2:
-            return "needs two stages or more on each rank: name them with stages=, or use 1f1b"
+            return "needs two stages or more on each rank: give stages_per_rank=, name them with stages=, or use 1f1b"
         if self.placed == "one" and v != 1:
             return f"has one stage on each rank, not {v}: use interleaved1f1b"
         if self.placed == "around" and m % p:

@@ -20,12 +20,14 @@ FEW = 128  # samples of a rank: up to here every divisor is looked at, beyond th
 UNSEARCHED = (
     "not looked at: tp above two nodes, pp above 64 and cp above 16 (--max-tp, --max-pp, --max-cp ask for more), tp "
     "that splits a node unevenly; zero=2 and 3 beside a pipeline, and gpipe, zbh2, zbv, interleavedzb and dualpipev, "
-    "unless they are asked for (--fix zero=3, --fix schedule=zbv); compile; offload"
+    "or stages_per_rank other than 2, 4 and 8, unless they are asked for (--fix zero=3, --fix schedule=zbv); compile; "
+    "offload"
 )
 SWITCHES = ("compile", "tp_overlap", "reduce_dtype")  # of a plan: as asked for, never searched
 MOST_SHARES, MOST_STAGES = 8, 4  # of tp or ep, and of pp, for a traced task, unless the user asks for more
 HEADROOM = 0.08
 MOST_CP = 16
+CHUNKS = (2, 4, 8)  # stages on each rank of an interleaved pipeline
 CONTEXT_FROM = 4096  # a rank keeps at least half of these positions under context parallelism
 
 
@@ -115,9 +117,7 @@ def _data(shape: Shape, base: Layout, dp: int, per_rank: int, node: int, constra
     for zero, shard in _sharding(base, dp, node, constraints.value("zero")):
         for micro in micro_batches(per_rank, max(64, MOST_TOKENS // base.seq)):
             for recompute in RECOMPUTES:
-                for schedule, chunks in _schedules(
-                    shape, base.pp, per_rank // micro, recompute, constraints.value("schedule")
-                ):
+                for schedule, chunks in _schedules(shape, base.pp, per_rank // micro, recompute, constraints):
                     for ep in _experts(shape, base, shard, node):
                         yield base.with_(
                             zero=zero, shard=shard, replicas=dp // shard, micro_batch=micro, n_micro=per_rank // micro,
@@ -144,21 +144,21 @@ def _sharding(base: Layout, dp: int, node: int, asked: object) -> Iterator[tuple
         yield 3, inside
 
 
-def _schedules(shape: Shape, pp: int, n_micro: int, recompute: str, asked: object) -> Iterator[tuple[str, int]]:
+def _schedules(
+    shape: Shape, pp: int, n_micro: int, recompute: str, constraints: Constraints
+) -> Iterator[tuple[str, int]]:  # fmt: skip
     """(name, stages on each rank); a backward in two parts does not go with recompute (layout/rules)."""
     if pp == 1:
         yield "1f1b", 1
         return
+    asked = constraints.value("stages_per_rank")
     for name, kind in KINDS.items():
-        chunks = kind.stages_per_rank  # more would need the paths of the places to cut, which a shape does not have
-        if kind.split and recompute != "none":
+        if (kind.split and recompute != "none") or not (kind.searched or name == constraints.value("schedule")):
             continue
-        if (
-            (kind.searched or name == asked)
-            and shape.layers >= pp * chunks
-            and kind.misfit(pp, n_micro, chunks) is None
-        ):
-            yield name, chunks
+        several = CHUNKS if kind.placed == "around" else (kind.stages_per_rank,)
+        for chunks in several if asked is None else (int(str(asked)),):
+            if shape.layers >= pp * chunks and kind.misfit(pp, n_micro, chunks) is None:
+                yield name, chunks
 
 
 def plan_of(layout: Layout, precision: str) -> Plan:
@@ -171,6 +171,8 @@ def plan_of(layout: Layout, precision: str) -> Plan:
     }  # fmt: skip
     if layout.pp > 1:
         values |= {"schedule": layout.schedule, "microbatches": layout.n_micro, "accumulate": layout.rounds}
+        if layout.chunks > 1:
+            values["stages_per_rank"] = layout.chunks
     else:
         values["accumulate"] = layout.n_micro
     return Plan.from_dict(values)

@@ -74,6 +74,7 @@ class Cuts:
     schedule: str = "none"
     microbatches: int = 1
     stages: tuple[str, ...] = ()
+    stages_per_rank: int = -1
     recompute: str = "none"
     precision: str = "fp32"
     zero: int = 0
@@ -100,7 +101,10 @@ class Cuts:
                   precision=precision, rounds=rounds, gloo=gloo, ep=layout.ep,
                   reduce_dtype=layout.reduce_dtype)  # fmt: skip
         if layout.pp > 1:
-            own = replace(own, pp=layout.pp, schedule=layout.schedule, stages=layout.stages)
+            per_rank = layout.chunks if layout.chunks > 1 else -1
+            own = replace(
+                own, pp=layout.pp, schedule=layout.schedule, stages=layout.stages, stages_per_rank=per_rank
+            )  # fmt: skip
         return replace(own, zero=layout.zero, shard=layout.shard) if played else own
 
     @property
@@ -117,7 +121,7 @@ class Cuts:
         }  # fmt: skip
         if self.pp > 1:
             values |= {"pp": self.pp, "schedule": self.schedule, "microbatches": self.microbatches,
-                       "stages": self.stages}  # fmt: skip
+                       "stages": self.stages, "stages_per_rank": self.stages_per_rank}  # fmt: skip
         if self.shard * self.ep > 1:
             values |= {"dp_shard": max(self.shard, self.ep), "zero": self.zero, "ep": self.ep}
         return Plan.from_dict(values)
