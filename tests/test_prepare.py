@@ -431,8 +431,6 @@ def once(plan: str, case: str) -> None:
         optimizer.step()
         if case != "no zero_grad":
             optimizer.zero_grad()
-    if case == "state_dict":
-        model.state_dict()
 
 
 class LateDraws(TensorDataset):
@@ -452,7 +450,6 @@ class LateDraws(TensorDataset):
         ("no zero_grad", "dp_replicate=2", InputError, "without optimizer.zero_grad"),
         ("torch's clip", "dp_shard=2,zero=1", RefusedPlan, r"prepared.clip_grad_norm_"),
         ("torch's clip", "dp_shard=2,zero=2", RefusedPlan, r"prepared.clip_grad_norm_"),
-        ("state_dict", "dp_shard=2,zero=3", RefusedPlan, r"prepared.state_dict\(\)"),
         ("distributed sampler", "dp_replicate=2", InputError, "DistributedSampler"),
         ("own order", "dp_replicate=2", RunError, "drew other samples in step 0"),
         ("late draws", "dp_replicate=2", RunError, 'batch 1: random numbers were drawn where samples.*reads="whole"'),

@@ -220,7 +220,6 @@ def once(plan: str, case: str) -> None:
     [
         ("torch's clip", "tp=2", RefusedPlan, r"prepared.clip_grad_norm_"),
         ("torch's clip", "tp=2,dp_shard=2,zero=3", RefusedPlan, r"not scaled alike.*prepared.clip_grad_norm_"),
-        ("state_dict", "tp=2", RefusedPlan, r"under plan tp=2.*prepared.state_dict\(\)"),
         ("penalty", "tp=2", RunError, "the loss of the same samples is .* on rank 0, .* on rank 1.*weight_decay"),
         ("whole tensors", "tp=2", RefusedPlan, "tp=2 leaves each rank a share.*Adafactor"),
         ("closure", "tp=2", RefusedPlan, "closure"),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import io
 from typing import Any
 
 import pytest
 import torch
-from test_prepare import BAR, adamw, net, samples
+from test_prepare import BAR, adamw, momentum, muon, net, samples
 from torch import nn
+from torch.utils._pytree import tree_flatten
 from torch.utils.data import DataLoader
 
 import shardwise
@@ -19,58 +21,132 @@ from shardwise.scripts.dealt import Dealer, deal
 # --- the optimizer's state
 
 
-def resumed(plan: str | None, when: str) -> tuple[list[float], dict, int]:
-    """Goes on from the optimizer state of a run that was left after two steps; part of the model is frozen."""
+def resumed(plan: str | None, when: str, make: str = "adamw") -> tuple[list[float], dict, dict]:
+    """Goes on from the states of model and optimizer that a run was left with; part of the model is frozen."""
     model = net()
     model.layers[0].requires_grad_(False)
-    first, loader = adamw(model), DataLoader(samples(12), batch_size=4)
+    optimizer_of = {"adamw": adamw, "muon": muon, "groups": momentum}[make]
+    first, loader = optimizer_of(model), DataLoader(samples(12), batch_size=4)
     for x, y in loader:
         first.zero_grad()
         (model(x) - y).square().mean().backward()
         first.step()
-    saved = copy.deepcopy(first.state_dict())
-    optimizer: Any = adamw(model)
-    if when == "before" or plan is None:
-        optimizer.load_state_dict(saved)
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": first.state_dict()}, file)
+    saved = torch.load(io.BytesIO(file.getvalue()))
+    optimizer: Any = optimizer_of(model)
+    if when == "before":
+        optimizer.load_state_dict(saved["optimizer"])
     prepared: Any = None
     if plan:
         prepared = model, optimizer, loader = shardwise.prepare(model, optimizer, loader, plan=plan)
-        if when == "after":
-            optimizer.load_state_dict(saved)
     losses = []
-    for x, y in loader:
-        optimizer.zero_grad()
-        loss = (model(x) - y).square().mean()
-        if prepared:
-            loss = prepared.backward(loss)
-        else:
-            loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    state = optimizer.state_dict()["state"] if when != "saved" or plan is None else optimizer.state_dict()
-    return losses, prepared.state_dict() if prepared else model.state_dict(), len(state)
+    for epoch in range(2):
+        if when == "after" and epoch == 0:
+            model.load_state_dict(saved["model"])
+            optimizer.load_state_dict(saved["optimizer"])
+        if when == "later" and epoch == 1:
+            model.layers.load_state_dict({k[7:]: v for k, v in saved["model"].items() if k.startswith("layers.")})
+            model.load_state_dict(saved["model"])
+            optimizer.load_state_dict(saved["optimizer"])
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = (model(x) - y).square().mean()
+            if prepared:
+                loss = prepared.backward(loss)
+            else:
+                loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    part = model.layers.state_dict(prefix="layers.")
+    assert {name: value.shape for name, value in part.items()} == {
+        name: value.shape for name, value in model.state_dict().items() if name.startswith("layers.")
+    }
+    return losses, model.state_dict(), optimizer.state_dict()
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_state_goes_on_where_every_rank_has_all_of_it(when: str, pool: RankPool) -> None:
-    losses, weights, size = resumed(None, when)
-    for theirs, held, theirs_size in pool.run(resumed, 2, "dp_replicate=2", when):
-        assert theirs == pytest.approx(losses, rel=BAR) and theirs_size == size
-        assert all(float((held[name] - weight).abs().max()) < BAR for name, weight in weights.items())
+def apart(one: Any, other: Any) -> float:
+    """How far two nested states are apart; anything but tensors must be equal."""
+    ones, shape = tree_flatten(one)
+    others, also = tree_flatten(other)
+    assert shape == also
+    if not all(isinstance(a, torch.Tensor) or a == b for a, b in zip(ones, others, strict=True)):
+        return float("inf")
+    pairs = [(a, b) for a, b in zip(ones, others, strict=True) if isinstance(a, torch.Tensor)]
+    assert all(a.dtype == b.dtype and a.shape == b.shape for a, b in pairs)
+    return max(float((a - b).abs().max()) for a, b in pairs)
 
 
-@pytest.mark.parametrize("plan", ["tp=2", "dp_shard=2,zero=1", "dp_shard=2,zero=3"])
 @pytest.mark.parametrize(
-    ("when", "kind", "words"),
+    ("plan", "when", "make"),
     [
-        ("before", InputError, "has done steps already .*use dp_replicate"),
-        ("after", RefusedPlan, r"optimizer.load_state_dict\(\): under plan .* pieces.*dp_replicate"),
-        ("saved", RefusedPlan, r"optimizer.state_dict\(\): under plan .*prepared.state_dict\(\)"),
+        ("dp_replicate=2", "before", "adamw"),
+        ("dp_replicate=2", "later", "adamw"),
+        ("dp_shard=2,zero=1", "before", "adamw"),
+        ("dp_shard=2,zero=1", "after", "groups"),
+        ("dp_shard=2,zero=2", "later", "muon"),
+        ("dp_shard=2,zero=3", "before", "muon"),
+        ("dp_shard=2,zero=3", "later", "groups"),
+        ("tp=2", "before", "groups"),
+        ("tp=2", "after", "adamw"),
+        ("tp=2,dp_shard=2,zero=3", "later", "adamw"),
     ],
 )
-def test_state_of_pieces_is_refused(plan: str, when: str, kind: Any, words: str, pool: RankPool) -> None:
-    with pytest.raises(kind, match=words):
-        pool.run(resumed, 2, plan, when)
+def test_states_go_in_and_out_whole(plan: str, when: str, make: str, pool: RankPool) -> None:
+    losses, weights, state = resumed(None, when, make)
+    for theirs, held, of_optimizer in pool.run(resumed, shardwise.Plan.parse(plan).world_size, plan, when, make):
+        assert theirs == pytest.approx(losses, rel=BAR)
+        assert apart(dict(held), dict(weights)) < BAR and list(held) == list(weights)
+        assert apart(of_optimizer["state"], state["state"]) < BAR
+        assert of_optimizer["param_groups"] == state["param_groups"]
+
+
+def on_one_rank(plan: str, case: str) -> None:
+    model: Any = net()
+    optimizer, loader = adamw(model), DataLoader(samples(12), batch_size=4)
+    prepared = model, optimizer, loader = shardwise.prepare(model, optimizer, loader, plan=plan)
+    for x, y in loader:
+        prepared.backward((model(x) - y).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        if case == "another" and prepared.rank == 1:
+            model.state_dict()
+        elif case in ("model", "another") and prepared.rank == 0:
+            model.layers.state_dict() if case == "model" else optimizer.state_dict()
+        if case == "optimizer" and prepared.rank == 1:
+            optimizer.state_dict()
+    if case == "at the end" and prepared.rank == 0:
+        prepared.meeting.wait_s = 0.2
+        prepared.save_weights("/nowhere")
+    if case == "pickled":
+        torch.save(model, io.BytesIO())
+    if case == "copied":
+        copy.deepcopy(model)
+
+
+@pytest.mark.parametrize(
+    ("plan", "case", "words"),
+    [
+        (
+            "dp_shard=2,zero=3",
+            "model",
+            r"rank 0 calls layers.state_dict\(\) \[.*line \d+: model.layers.state_dict.*rank 1 (went|calls)",
+        ),
+        ("dp_shard=2,zero=1", "optimizer", r"rank 1 calls optimizer.state_dict\(\) .*rank 0 went on to \[.*line"),
+        (
+            "tp=2",
+            "another",
+            r"rank . calls (model|optimizer).state_dict\(\) .*rank . calls (model|optimizer).state_dict",
+        ),
+        ("dp_shard=2,zero=2", "at the end", "rank 0 calls save_weights.*rank 1 did not come in 0.2 s"),
+        ("dp_shard=2,zero=3", "pickled", r"save model.state_dict\(\) \(of every rank"),
+        ("tp=2", "copied", r"average.update_parameters\(prepared\)"),
+        ("dp_replicate=2", "pickled", r"save model.state_dict\(\) \(of every rank"),
+    ],
+)
+def test_what_one_rank_cannot_do_is_named(plan: str, case: str, words: str, pool: RankPool) -> None:
+    with pytest.raises((RunError, RefusedPlan), match=words):
+        pool.run(on_one_rank, 2, plan, case, timeout_s=60)
 
 
 def test_no_group_is_added_later() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -192,3 +193,30 @@ def test_a_penalty_on_gradients_equals_one_process(plan: str, pool: RankPool) ->
 def test_a_penalty_on_gradients_is_refused_where_weights_are_freed(pool: RankPool) -> None:
     with pytest.raises(RefusedPlan, match=r"create_graph=True\) through the model .* under zero=3: .*use zero=2"):
         pool.run(penalised, 2, "dp_shard=2,zero=3")
+
+
+def pretrained(plan: str, folder: str) -> dict[str, torch.Tensor]:
+    """A tiny decoder with tied embeddings, saved as its library does; returns its weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=20, num_hidden_layers=2, tie_word_embeddings=True, **sizes))
+    ids = torch.randint(0, 20, (4, 6), generator=torch.Generator().manual_seed(1))
+    optimizer, loader = torch.optim.AdamW(model.parameters()), DataLoader(TensorDataset(ids), batch_size=4)
+    prepared = model, optimizer, loader = shardwise.prepare(model, optimizer, loader, plan=plan)
+    for (x,) in loader:
+        prepared.backward(model(input_ids=x, labels=x).loss)
+        optimizer.step()
+    model.save_pretrained(folder, is_main_process=prepared.rank == 0)
+    return prepared.state_dict()
+
+
+@pytest.mark.parametrize("plan", ["dp_shard=2,zero=3", "tp=2"])
+def test_a_library_saves_it_whole(plan: str, pool: RankPool, tmp_path: Path) -> None:
+    from transformers import LlamaForCausalLM
+
+    weights = pool.run(pretrained, 2, plan, str(tmp_path))[0]
+    read = LlamaForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert read.keys() == weights.keys()
+    assert all(torch.equal(read[name], weights[name]) for name in read)

@@ -31,6 +31,7 @@ from shardwise.scripts.dealt import Dealt
 from shardwise.scripts.draws import SampleDraws
 from shardwise.scripts.loader import Events, PartLoader
 from shardwise.scripts.lookout import look_at_model
+from shardwise.scripts.meeting import Meeting
 from shardwise.scripts.reading import share_generators
 from shardwise.scripts.saying import Notices, names_line
 from shardwise.scripts.spread import seen_outside, tensors_of
@@ -64,6 +65,8 @@ class Calls(Events):
         self.model, self.mesh = model, mesh
         self.randomness, self.seed = randomness, seed
         self.engine: Engine | None = None
+        self._meeting: Meeting | None = None
+        self._gathers = False
         self.told: Notices = leader.told if leader is not None else Notices(mesh.rank)
         self.leader = leader or self  # the first of the models that one loop trains
         self.together: list[Calls] = leader.together if leader is not None else []
@@ -99,6 +102,8 @@ class Calls(Events):
 
     def before_epoch(self) -> None:
         """Every rank continues from rank 0's generators, so that samplers and datasets draw alike."""
+        if self._meeting is not None:
+            self._meeting.passes()
         if self.mesh.world.size > 1:
             share_generators(self.mesh.world, self.mesh.device)
 
@@ -157,9 +162,12 @@ class Calls(Events):
 
     # --- the model
 
-    def watch(self, engine: Engine) -> None:
-        """The model's weights are in place: follow its calls from here on."""
-        self.engine = engine
+    def watch(self, engine: Engine, meeting: Meeting | None, *, gathers: bool) -> None:
+        """The model's weights are in place: follow its calls from here on.
+
+        gathers  every forward needs all ranks, not only one in training
+        """
+        self.engine, self._meeting, self._gathers = engine, meeting, gathers
         engine.state.phase.stand_in = self.part is not None and self.part.count == 0
         self.model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)  # before units gather
         self.model.register_forward_hook(self._leave, with_kwargs=True)
@@ -170,6 +178,8 @@ class Calls(Events):
     @names_line
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         assert self.engine is not None
+        if self._meeting is not None and (self._gathers or (module.training and torch.is_grad_enabled())):
+            self._meeting.passes()
         precision = self.engine.state.precision
         if precision.mixed:
             args, kwargs = precision.cast_inputs((args, kwargs))

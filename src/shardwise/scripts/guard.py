@@ -18,6 +18,8 @@ from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
 from shardwise.parallel.flat import Flat
 
+_COPYING = 4  # the protocol of copy.deepcopy; torch.save has a lower one
+
 
 class Gate:
     """Open while the engine itself reads."""
@@ -74,20 +76,21 @@ def guard_gradients(model: nn.Module, technique: Any, *, all: bool) -> Gate:
     return gate
 
 
-def guard_state_dict(model: nn.Module, plan: Plan, *, in_pieces: bool) -> Gate:
-    """Make `model.state_dict()` raise while the gate is closed, where this rank holds pieces of the weights."""
-    gate = Gate()
+def guard_copies(model: nn.Module, plan: Plan, *, in_pieces: bool) -> None:
+    """Make `torch.save(model)` raise, and `copy.deepcopy(model)` where a copy would hold this rank's pieces."""
 
-    def refuse(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if not gate.is_open:
+    def reduce(module: nn.Module, protocol: Any) -> Any:
+        if in_pieces or protocol < _COPYING:
             raise RefusedPlan(
-                f"model.state_dict(): under plan {plan} this rank holds pieces of the weights: use "
-                "prepared.state_dict() or prepared.save_weights(path), on all ranks"
+                f"pickling or copying the model itself: prepared under plan {plan}, it belongs to this run and its "
+                "ranks: save model.state_dict() (of every rank, written by one) and load it into a new model; make "
+                "copies before prepare, and average by average.update_parameters(prepared)"
             )
+        return object.__reduce_ex__(module, protocol)
 
+    vars(model)["__reduce_ex__"] = types.MethodType(reduce, model)
     if in_pieces:
-        model.register_state_dict_pre_hook(refuse)
-    return gate
+        vars(model)["__deepcopy__"] = types.MethodType(lambda module, memo: reduce(module, _COPYING), model)
 
 
 def guard_conversion(model: nn.Module) -> None:

@@ -1,19 +1,30 @@
-"""What a script takes from its prepared model and gives it: whole weights, which this rank holds in pieces."""
+"""What a script takes from its prepared model and gives it: whole weights, which this rank holds in pieces.
+
+    model.state_dict()        whole tensors under the plain module's names, on the CPU; a submodule's likewise
+    model.load_state_dict()   whole tensors, of which each rank takes its pieces
+
+What this does not do: let one rank alone read what others hold pieces of (`meeting` names the line).
+"""
 
 from __future__ import annotations
 
+import types
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
 
 from shardwise.engine.engine import Engine
 from shardwise.engine.load import load_state_dict
-from shardwise.errors import RefusedPlan
+from shardwise.errors import InputError, RefusedPlan
 from shardwise.scripts.guard import Gate
+from shardwise.scripts.meeting import Meeting
+from shardwise.scripts.saying import names_line
 
 
 class Held(ABC):
@@ -23,31 +34,62 @@ class Held(ABC):
     _engine: Engine | None
     _gate: Gate
     _state_gate: Gate
+    meeting: Meeting | None  # where ranks hold pieces
 
     @property
     @abstractmethod
     def engine(self) -> Engine:
         """What runs the plan."""
 
+    @property
+    def held_in_pieces(self) -> Engine | None:
+        """The engine, where ranks hold pieces of weights and state."""
+        return self._engine if self.meeting is not None else None
+
+    def meet(self, what: str) -> None:
+        """All ranks are needed for this call. Raises `RunError` where some do not come."""
+        if self.held_in_pieces is not None and self.meeting is not None:
+            self.meeting.enter(what)
+
+    @names_line
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The model's whole weights and buffers, on the CPU of every rank. Collective."""
+        self.meet("state_dict()")
         if self._engine is None:
             return {name: value.detach().cpu().clone() for name, value in self.model.state_dict().items()}
-        with self._state_gate.open():
+        with self._gate.open(), self._state_gate.open():
             return self.engine.state_dict()
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> Any:
         """Whole weights and buffers into the model, on every rank; `model.load_state_dict(state)` calls this."""
-        if self._engine is None:
-            return type(self.model).load_state_dict(self.model, state, strict)
-        with self._gate.open(), self._state_gate.open():
-            return load_state_dict(self.engine.state, state, strict)
+        return self._load("", state, strict)
 
+    @names_line
+    def _load(self, path: str, state: Mapping[str, torch.Tensor], strict: bool) -> Any:
+        """Into the submodule at `path`, by the names that it has there."""
+        if self._engine is None:
+            module = self.model.get_submodule(path)
+            return type(module).load_state_dict(module, state, strict)
+        before = f"{path}." if path else ""
+        with self._gate.open(), self._state_gate.open():
+            given = {f"{before}{name}": value for name, value in state.items()}
+            found = load_state_dict(self.engine.state, given, strict and not path)
+        lost = [name.removeprefix(before) for name in found.missing_keys if name.startswith(before)]
+        unknown = [name.removeprefix(before) for name in found.unexpected_keys]
+        if strict and (lost or unknown):
+            raise InputError(f"load_state_dict into '{path}': the state lacks {lost[:3]}, and has beside {unknown[:3]}")
+        return _IncompatibleKeys(lost, unknown)
+
+    @names_line
     def parameters(self) -> Iterator[torch.Tensor]:
         """Whole values, in the order of `model.parameters()`, for an average or a look: changing them has no effect.
 
         Collective: every rank goes through all of them. One is whole at a time.
         """
+        self.meet("prepared.parameters()")
+        return self._whole_values()
+
+    def _whole_values(self) -> Iterator[torch.Tensor]:
         for name, param in list(self.model.named_parameters()):
             with self._gate.open():
                 whole = param.detach() if self._engine is None else self.engine.full_parameter(name)
@@ -57,9 +99,11 @@ class Held(ABC):
         """Those of the model, as `model.buffers()`."""
         return self.model.buffers()
 
+    @names_line
     def save_weights(self, path: str | Path) -> None:
         """Whole weights and buffers as one safetensors file, written by rank 0. Collective."""
-        with self._state_gate.open():
+        self.meet("save_weights(...)")
+        with self._gate.open(), self._state_gate.open():
             self.engine.save_weights(path)
 
     def memory(self) -> dict[str, int | None]:
@@ -68,14 +112,52 @@ class Held(ABC):
             return self.engine.memory()
 
 
-def loading(prepared: Held) -> Callable[..., Any]:
-    """What `model.load_state_dict` becomes; a copy of the model keeps its own."""
+def hold(prepared: Held, *, whole: bool) -> None:
+    """Give the model and its submodules `load_state_dict` and, unless this rank holds all of it, `state_dict`.
+
+    whole   the model's own tensors are whole and in full precision: its own `state_dict` is right
+    """
+    paths = dict(prepared.model.named_modules(remove_duplicate=False))
+    for path, module in paths.items():
+        module.__dict__["load_state_dict"] = types.MethodType(_loading(prepared, path, module), module)
+        if not whole:
+            module.__dict__["state_dict"] = types.MethodType(_telling(prepared, path, module), module)
+
+
+def _loading(prepared: Held, path: str, known: nn.Module) -> Callable[..., Any]:
+    """A module's `load_state_dict`; a copy of it keeps its own."""
 
     def load(module: nn.Module, state_dict: Mapping[str, torch.Tensor], strict: bool = True, assign: bool = False):
-        if module is not prepared.model:
+        if module is not known:
             return type(module).load_state_dict(module, state_dict, strict, assign)
         if assign:
             raise RefusedPlan("load_state_dict(assign=True): the weights' storage is the plan's; leave assign out")
-        return prepared.load_state_dict(state_dict, strict)
+        return prepared._load(path, state_dict, strict)
 
     return load
+
+
+def _telling(prepared: Held, path: str, known: nn.Module) -> Callable[..., Any]:
+    """A module's `state_dict`: whole tensors on the CPU. Collective."""
+
+    @names_line
+    def state_dict(module: nn.Module, *args: Any, **options: Any) -> dict[str, Any]:
+        if module is not known or prepared._state_gate.is_open or prepared._engine is None:
+            return type(module).state_dict(module, *args, **options)
+        asked = {"destination": None, "prefix": "", "keep_vars": False, **options}
+        asked |= dict(zip(asked, args, strict=False))
+        into, prefix = asked["destination"], asked["prefix"]
+        if asked["keep_vars"]:
+            raise RefusedPlan("state_dict(keep_vars=True): this rank holds pieces of the weights; leave keep_vars out")
+        prepared.meet(f"{path or 'model'}.state_dict()")
+        with prepared._gate.open(), prepared._state_gate.open():
+            found, own = prepared.engine.state_dict(), type(module).state_dict(module)
+        told: Any = OrderedDict() if into is None else into
+        before = f"{path}." if path else ""
+        for name in own:
+            told[f"{prefix}{name}"] = found[f"{before}{name}"] if f"{before}{name}" in found else own[name]
+        if into is None:
+            told._metadata = getattr(own, "_metadata", OrderedDict())
+        return told
+
+    return state_dict

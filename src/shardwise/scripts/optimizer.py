@@ -3,10 +3,10 @@
 Schedulers and logging hold the object and its groups, so both stay; what the groups hold becomes the pieces that the
 plan gives this rank. Which pieces the optimizer bears is found by trial, as for a task (`engine/optimizer`).
 
-Where every rank holds whole tensors, frozen ones stay in their groups and the state of steps that were done before
-stays too, so that numbers in a saved state mean the same parameters as in one process.
+Where every rank holds whole tensors, frozen ones stay in their groups, so that numbers in a saved state mean the same
+parameters as in one process.
 
-What this does not do: cut state from steps that were done before.
+State of steps that were done before goes with the parameters: as it is, or cut into pieces (`state`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NOT_TAKEN = (*_OWN, "_step_supports_amp_scaling")  # which prepare has set to r
 
 
 def names_in_groups(optimizer: Optimizer, module: nn.Module) -> list[list[str]]:
-    """The names of each group's parameters that get gradients; `InputError` for one that the model does not hold."""
+    """The names of each group's parameters; `InputError` for one that the model does not hold."""
     names = {id(param): name for name, param in module.named_parameters()}
     groups = []
     for place, group in enumerate(optimizer.param_groups):
@@ -42,24 +42,13 @@ def names_in_groups(optimizer: Optimizer, module: nn.Module) -> list[list[str]]:
                 "parameter of the model: make the optimizer from this model's parameters, or prepare the module that "
                 "holds them all"
             )
-        groups.append([names[id(param)] for param in group["params"] if param.requires_grad])
+        groups.append([names[id(param)] for param in group["params"]])
     return groups
 
 
-def refuse_used(optimizer: Optimizer, *, whole: bool) -> None:
-    """Steps that were done on one process's tensors have left state that no piece has; `whole`: there are none."""
+def refuse_lost(optimizer: Optimizer) -> None:
+    """`InputError` for settings that the constructor took and that neither groups nor defaults remember."""
     fresh = _made(optimizer, [{**_settings(group), "params": group["params"]} for group in optimizer.param_groups])
-    if len(optimizer.state) > len(fresh.state) and not whole:
-        raise InputError(
-            "prepare: the optimizer has done steps already (or was given the state of some), and its state belongs to "
-            "whole parameters, of which the plan gives each rank pieces: prepare a new one before the first step, or "
-            "use dp_replicate"
-        )
-    _refuse_lost(optimizer, fresh)
-
-
-def _refuse_lost(optimizer: Optimizer, fresh: Optimizer) -> None:
-    """Settings that the constructor took and that neither groups nor defaults remember."""
     plain = (bool, int, float, str, tuple, type(None))
     for name, value in vars(optimizer).items():
         other = vars(fresh).get(name)

@@ -12,9 +12,7 @@ again (`additive`); what left torch on the way is not followed.
 
 from __future__ import annotations
 
-import types
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -22,35 +20,27 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.comm import gather_rows
-from shardwise.comm.buckets import GradientBuckets
 from shardwise.device import pick_device
 from shardwise.engine.engine import Engine
 from shardwise.engine.optimizer import refuse, shares_of
 from shardwise.engine.recipe import trainable
 from shardwise.errors import InputError, RefusedPlan
-from shardwise.host import read, row_of
 from shardwise.layout import Plan
 from shardwise.mesh import build_mesh
 from shardwise.parallel.full import FullShard
-from shardwise.part import forget, plain, whole
 from shardwise.ranks import here, join
 from shardwise.scripts import optimizer as optimizers
-from shardwise.scripts.agreement import compare, same_change
-from shardwise.scripts.calls import Calls, leader_of, techniques_of
-from shardwise.scripts.divisor import Divisor, divisor_of, refuse_division
-from shardwise.scripts.guard import Gate, RefusedScaler, guard_conversion, guard_gradients, guard_state_dict
-from shardwise.scripts.held import Held, loading
+from shardwise.scripts.calls import Calls, leader_of
+from shardwise.scripts.guard import Gate, guard_conversion, guard_copies, guard_gradients
+from shardwise.scripts.held import hold
 from shardwise.scripts.loader import PartLoader, Reads
+from shardwise.scripts.meeting import Meeting
 from shardwise.scripts.moved import FirstSteps
 from shardwise.scripts.saying import names_line
 from shardwise.scripts.spread import check_cuts, shared_call, wait_for_call
 from shardwise.scripts.start import check_given, generators_kept, is_compiled, make_engine, with_dtype
-from shardwise.scripts.state import guard_optimizer, holds_pieces
-from shardwise.step.control import Tally
-from shardwise.step.loss import Loss
-from shardwise.step.normalise import held_gradients, sum_of_squares
-from shardwise.step.train_step import complete, update
+from shardwise.scripts.state import holds_pieces, put, states_of
+from shardwise.scripts.stepping import Stepping, buckets_of
 
 Randomness = Literal["global", "fast"]
 
@@ -108,7 +98,7 @@ def prepare(
     return Prepared(model, optimizer, loader, *given)
 
 
-class Prepared(Held):
+class Prepared(Stepping):
     """A script's model, optimizer and loader on this rank. Made by `prepare`; unpacks into the three."""
 
     def __init__(
@@ -118,9 +108,10 @@ class Prepared(Held):
         self.plan = plan = with_dtype(plan, model)
         self.model, self.optimizer = model, optimizer
         self.mesh, self.seed, self.branches = build_mesh(plan, device), seed, branches
-        optimizers.refuse_used(optimizer, whole=not holds_pieces(plan))
-        self._groups = optimizers.names_in_groups(optimizer, model)
+        optimizers.refuse_lost(optimizer)
+        self.all_names = optimizers.names_in_groups(optimizer, model)
         self._shapes = {name: param.shape for name, param in trainable(model)}
+        self._groups = [[name for name in group if name in self._shapes] for group in self.all_names]
         with generators_kept():
             shapes = [[self._shapes[name] for name in group] for group in self._groups]
             self._nature = optimizers.nature_of(optimizer, shapes)
@@ -134,19 +125,13 @@ class Prepared(Held):
         reads = "part" if reads == "auto" and randomness == "fast" else reads
         self._batch_dim = batch_dim
         self.loader = self._cut(loader, self.calls, reads) if leader is None else loader
-        self._tally: Tally | None = None  # of the step under way
-        self._micro = 0  # calls of backward in it
-        self._finished = False  # its gradients are whole
-        self._stepped = False  # and were used, without zero_grad since
-        self._forms: list[tuple[Divisor, int]] = []  # what losses are means over, and the samples that ranks hold
-        self._given: str | None = None
-        self._over: tuple[Divisor, float] | None = None  # of the step's first loss with a weight
-        self.loss = torch.tensor(float("nan"))  # of the last whole step, over all ranks
+        self._begin()
         self._engine: Engine | None = None
         self._gate, self._state_gate = Gate(), Gate()
         self._unguarded = self._shares and plan.zero == 3 and plan.dp_shard > 1  # FSDP's own parameters
-        self._square: torch.Tensor | None = None  # of this rank's gradients, when they were whole
         self._told = self.calls.told
+        world = self.mesh.world
+        self.meeting = Meeting(world, device) if holds_pieces(plan) and world.size > 1 else None
         self._hook_optimizer()
         if self._shares:
             wait_for_call(model, self._spread)
@@ -160,6 +145,7 @@ class Prepared(Held):
         self.calls.suspend()
         call = shared_call(args, kwargs or {}, mesh.world, mesh.device) if self._shares else None
         training = {child: child.training for child in model.modules()}
+        before = states_of(self.optimizer, self.all_names)
         with generators_kept():
             self._engine = engine = make_engine(model, plan, mesh, self.branches, self.seed, call)
             engine.state.owners = optimizers.adopt(
@@ -175,14 +161,17 @@ class Prepared(Held):
                 'the model is compiled, which has no effect where draws are followed: give randomness="fast" to use it'
             )
         engine.state.optimizer, engine.state.needs_closure = self.optimizer, self._nature.needs_closure
+        if before and holds_pieces(plan):
+            put(engine.state, self.optimizer, before)
         in_pieces = self._shares or isinstance(engine.technique, FullShard)
         self._gate = guard_gradients(model, engine.technique, all=self._shares or engine.state.precision.mixed)
         guard_conversion(model)
-        self._state_gate = guard_state_dict(model, plan, in_pieces=in_pieces)
-        for buckets in _buckets(engine):
+        guard_copies(model, plan, in_pieces=in_pieces)
+        hold(self, whole=not (in_pieces or engine.state.precision.mixed))
+        for buckets in buckets_of(engine):
             buckets.asleep = True
         self._first = FirstSteps(engine, self._groups)
-        self.calls.watch(engine)
+        self.calls.watch(engine, self.meeting, gathers=in_pieces)
         self._told.say(self.notices)
 
     @property
@@ -203,110 +192,6 @@ class Prepared(Held):
     def __iter__(self) -> Iterator[Any]:
         return iter((self.model, self.optimizer, self.loader))
 
-    # --- what a script calls
-
-    @names_line
-    def backward(
-        self, loss: torch.Tensor, weight: torch.Tensor | float | None = None, *,
-        mean_over: torch.Tensor | float | None = None,
-    ) -> torch.Tensor:  # fmt: skip
-        """Stands for `loss.backward()`. Collective.
-
-        loss       this rank's loss: a sum over its samples, with `weight`; or a mean
-        weight     what the sum is to be divided by, of this rank's samples (how many, how many tokens): one process
-                   would divide by the sum of all weights of the step, those of other micro-batches too
-        mean_over  what this rank's mean is over, where that differs between ranks: the loss becomes the mean over
-                   all ranks, of this micro-batch alone; whatever else it was divided by stays
-
-        With the plan's last micro-batch, gradients are summed over ranks and divided. Returns this micro-batch's loss
-        over all ranks. Without weight or mean_over, a mean is one over samples that are alike; raises `InputError` for
-        one that ranks took over numbers out of proportion to their samples.
-        """
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            raise InputError("prepared.backward: the loss must be one number that depends on the model's parameters")
-        engine = self.engine
-        if not self.calls.called and engine.world_size > 1:
-            raise InputError(
-                "prepared.backward: the model itself was not called in train mode before. What a plan needs (the look "
-                "at the first batch, gathering, batch norm over ranks) happens around model(...): let the model's "
-                "forward call its parts"
-            )
-        if self.calls.part is None and engine.data_ranks > 1:
-            raise InputError(
-                "prepared.backward: the loader that was given to prepare has handed out no batch, so which samples the "
-                "loss belongs to is not known: go through that loader; for a second model in the same loop, give "
-                "prepare the loader that the first prepare returned"
-            )
-        self._open_step()
-        assert self._tally is not None
-        self._look_at_loss(loss, weight if mean_over is None else mean_over)
-        loss, weight, mean_over = whole(loss).reshape(()), plain(weight), plain(mean_over)
-        stands_in = self.calls.part is not None and self.calls.part.count == 0
-        total = loss * 0 if stands_in else loss
-        if mean_over is not None:
-            (over,) = self.sum(0.0 if stands_in else mean_over)
-            total = total * (float(mean_over) / over if over else 0.0)
-        counted = self._weight(loss, weight, mean_over is not None, stands_in)
-        if self._given == "mean" and self.calls.dealt is not None:
-            total = total * self.calls.dealt.proportion(engine.data_ranks)
-        stated = weight if mean_over is None else mean_over
-        if self._over is None and not stands_in and stated is not None:
-            self._over = (divisor_of(loss), float(stated))
-        last = self._micro + 1 == engine.plan.accumulate or isinstance(engine.technique, FullShard)
-        with self._gate.open():
-            engine.technique.start_micro_batch(last=last)
-            scaled = engine.state.scale
-            scale = scaled.factor(counted, engine.mesh.data, engine.device) if scaled is not None else 1.0
-            with self._asking():
-                (total * scale if scale != 1.0 else total).backward()
-            self._tally.used.append(engine.technique.finish_micro_batch())
-        samples = 0 if stands_in else (self.calls.part.count if self.calls.part is not None else 1)
-        self._tally.stood_in |= stands_in
-        self._tally.add(Loss(total.detach(), counted), samples, {})
-        self._micro += 1
-        self.calls.after_backward()
-        if self._micro == engine.plan.accumulate:
-            self._finish()
-        return self.loss if engine.plan.accumulate == 1 else self._loss_of(total, 0.0 if stands_in else weight)
-
-    def _look_at_loss(self, loss: torch.Tensor, weight: Any) -> None:
-        """Does it add up over samples? Where it is made of other operations than before."""
-        if self.calls.loss_look is not None:
-            with self._gate.open():
-                self._told.say(self.calls.loss_look(loss, weight))
-
-    @contextmanager
-    def _asking(self) -> Iterator[None]:
-        """Gradients that arrive are this model's; outside they are another model's backward, and not counted."""
-        buckets = _buckets(self.engine)
-        self.calls.asked = True
-        for each in buckets:
-            each.asleep = False
-        try:
-            yield
-        finally:
-            self.calls.asked = False
-            for each in buckets:
-                each.asleep = True
-
-    def _loss_of(self, total: torch.Tensor, weight: torch.Tensor | float | None) -> torch.Tensor:
-        """One micro-batch's loss over all ranks."""
-        whole, divisor = self.sum(total.detach(), self._once() if self._given != "given" else float(weight or 0.0))
-        return torch.tensor(whole / divisor if divisor else float("nan"), dtype=torch.float64)
-
-    @names_line
-    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Stands for `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)`: the norm over all ranks."""
-        self._flush()
-        if self._tally is None:
-            raise InputError("prepared.clip_grad_norm_: there are no gradients yet: call prepared.backward first")
-        factor = min(1.0, max_norm / (self.grad_norm + 1e-6))
-        with self._gate.open():
-            gradients = held_gradients(self.engine.state)
-        if gradients and factor < 1.0:
-            torch._foreach_mul_(gradients, factor)
-        return torch.tensor(self.grad_norm)
-
     def split(self, loader: Any) -> PartLoader:
         """Another loader (held-out data), cut like the main one. A rank without a sample gets a stand-in: its
         `part.count` is 0, and must then not be counted.
@@ -316,184 +201,7 @@ class Prepared(Held):
     def _cut(self, loader: Any, events: Calls | None, reads: Reads) -> PartLoader:
         return PartLoader(loader, self.mesh.data.index, self.mesh.data.size, events, reads, self._batch_dim)
 
-    def sum(self, *values: torch.Tensor | float) -> list[float]:
-        """Each number's sum over the ranks that hold different samples. Collective."""
-        row = row_of([whole(value) for value in values], self.mesh.device)
-        return read(gather_rows(row, self.mesh.data).sum(dim=0), "a script's sums")
-
     @property
     def rank(self) -> int:
         """This rank."""
         return self.mesh.rank
-
-    # --- a step
-
-    def _open_step(self) -> None:
-        self._refuse_stray("prepared.backward")
-        if self._finished and not self._stepped:
-            k = self.engine.plan.accumulate
-            raise InputError(
-                f"prepared.backward was called {k + 1} times before optimizer.step(): say in the plan how many there "
-                f"are in a step (accumulate={k + 1}); an earlier step() is fine, a later one is not"
-            )
-        if self._stepped:
-            raise InputError(
-                "prepared.backward after optimizer.step() without optimizer.zero_grad(): one process would add the "
-                "new gradients to the old ones; call zero_grad in every step"
-            )
-        if self._tally is None:
-            with self._gate.open():
-                self.engine.technique.start_step()
-            self._tally = Tally(self.engine.device)
-
-    def _refuse_stray(self, call: str) -> None:
-        if self.calls.stray:
-            raise InputError(
-                f"{call}: loss.backward() or another model's backward has left gradients in this one since its last "
-                "zero_grad(), which belong to no step of the plan: call prepared.backward(loss) for its own loss, "
-                "zero_grad() of its optimizer before that, and step() before the other's backward; modules that one "
-                "loss trains together are prepared as one, with one optimizer"
-            )
-
-    def _once(self) -> float:
-        """This rank's part of a weight of one: means have equal parts, and a sum is counted by one rank."""
-        return 1.0 if self._given == "mean" else float(self.engine.mesh.data.index == 0)
-
-    def _weight(
-        self, loss: torch.Tensor, weight: torch.Tensor | float | None, mean: bool, stands_in: bool
-    ) -> torch.Tensor | float:
-        """The weight that is counted; without one, the losses of a step share one of 1."""
-        if weight is not None and mean:
-            raise InputError("prepared.backward: give weight (of a sum) or mean_over (of a mean), not both")
-        if weight is not None:
-            form = "given"
-            if self.engine.plan.accumulate > 1:
-                refuse_division(loss, float(weight), self.engine.plan.accumulate)
-        elif mean:
-            form = "mean over"
-        else:
-            divisor = divisor_of(loss) if self.engine.data_ranks > 1 else Divisor("mean")
-            dealt = self.calls.dealt
-            self._forms.append((divisor, dealt.held.count if dealt is not None else 1))
-            form = divisor.kind
-        if self._given not in (None, form):
-            raise InputError("prepared.backward: give the weight with every micro-batch of a step, or with none")
-        self._given = form
-        if weight is None:
-            return self._once() if self._micro == 0 else 0.0
-        if stands_in:
-            return 0.0
-        return weight.detach().reshape(()) if isinstance(weight, torch.Tensor) else float(weight)
-
-    def _flush(self) -> None:
-        """A step with fewer micro-batches than the plan's: reduce what was held back for the last."""
-        if self._tally is None or self._finished:
-            return
-        for buckets in _buckets(self.engine):
-            if not buckets.sync:
-                with self._gate.open():
-                    buckets.sync = True
-                    buckets.finish_micro_batch()
-        self._finish()
-
-    def _finish(self) -> None:
-        """Gradients of all ranks, divided; what ranks must agree on is compared first."""
-        assert self._tally is not None
-        engine, tally = self.engine, self._tally
-        if engine.world_size > 1:
-            compare(
-                engine, self._forms, tally, self.calls.checksum, self._over,
-                generators=self.calls.randomness == "global", look=self.calls.loss_look,
-            )  # fmt: skip
-        with self._gate.open():
-            result, self._usable = complete(engine.state, tally)
-            self._square = sum_of_squares(engine.state, engine.technique.slots) if self._unguarded else None
-        forget()
-        self._finished = True
-        self._told.say(self.notices)
-        self.grad_norm = result.grad_norm
-        self.loss = torch.tensor(result.loss, dtype=torch.float64)
-
-    # --- the optimizer's calls
-
-    def _hook_optimizer(self) -> None:
-        guard_optimizer(self.optimizer, self.plan)
-        inner = self.optimizer.step
-        prepared = self
-
-        def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-            return prepared._step(inner, closure)
-
-        if hasattr(inner, "_wrapped_by_lr_sched"):  # by a scheduler, which asks for its mark
-            step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-
-        def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
-            prepared._discard()
-
-        vars(self.optimizer).update(
-            step=types.MethodType(step, self.optimizer),
-            zero_grad=types.MethodType(zero_grad, self.optimizer),
-            _step_supports_amp_scaling=RefusedScaler(),  # what GradScaler asks an optimizer first
-        )
-        self.model.load_state_dict = types.MethodType(loading(self), self.model)
-        self.model.zero_grad = types.MethodType(lambda module, set_to_none=True: prepared._discard(), self.model)
-
-    @names_line
-    def _step(self, inner: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
-        if self._engine is None and closure is None:
-            return inner()  # nothing has a gradient yet
-        self._refuse_stray("optimizer.step()")
-        if closure is not None and self._shares:
-            raise RefusedPlan("optimizer.step(closure) where tp or ep cut weights: call backward and step() instead")
-        engine = self.engine
-        if closure is not None:
-            if engine.state.owners is not None:
-                raise RefusedPlan("a closure with an optimizer that needs whole tensors: use dp_replicate")
-            result = inner(lambda: self._closed(closure))
-            engine.technique.publish()
-        else:
-            self._flush()
-            if self._square is not None:
-                with self._gate.open():
-                    same_change(engine, self._square, sum_of_squares(engine.state, engine.technique.slots))
-                self._square = None
-            with self._gate.open():
-                self._first.before()
-            result = update(engine.state, lambda: self._usable_step(inner))
-        with self._gate.open():
-            engine.notices.extend(self._first.after() if closure is None else [])
-        self._told.say(self.notices)
-        engine.state.steps_done += 1
-        self._stepped = self._tally is not None
-        return result
-
-    def _usable_step(self, inner: Callable[[], Any]) -> Any:
-        """The optimizer's own step; left out where a gradient is not finite."""
-        with self._gate.open():
-            return inner() if self._tally is None or self._usable else None
-
-    def _closed(self, closure: Callable[[], Any]) -> torch.Tensor:
-        """What a closure comes to over all ranks; a line search must see the same on each."""
-        self.engine.technique.publish()
-        with torch.enable_grad():
-            closure()
-        self._flush()
-        return self.loss
-
-    @names_line
-    def _discard(self) -> None:
-        """zero_grad: whatever was added up is forgotten."""
-        self.calls.stray = False
-        if self._engine is None:
-            return
-        if self._tally is not None and not self._finished:
-            self._flush()  # what was launched is waited for
-        with self._gate.open():
-            self.engine.technique.start_step()
-        self._tally, self._micro, self._finished, self._stepped = None, 0, False, False
-        self._forms, self._given, self._over = [], None, None
-
-
-def _buckets(engine: Engine) -> list[GradientBuckets]:
-    """Where gradients are gathered as backward makes them; FSDP2 has its own."""
-    return [one.buckets for one in techniques_of(engine) if hasattr(one, "buckets")]

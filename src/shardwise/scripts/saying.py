@@ -40,7 +40,7 @@ def names_line(function: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return function(*args, **kwargs)
         except ShardwiseError as error:
-            line = _line()
+            line = line_of_script()
             if line and not getattr(error, "names_line", False):
                 error.names_line = True  # type: ignore[attr-defined]
                 error.args = (f"{error} [{line}]", *error.args[1:])
@@ -49,9 +49,9 @@ def names_line(function: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-def _line() -> str:
-    """The innermost line under way that is neither ours nor torch's."""
-    frame = sys._getframe(2)
+def line_of_script() -> str:
+    """The innermost line under way that is neither ours nor torch's: "train.py, line 12: loss.backward()"."""
+    frame = sys._getframe(1)
     while frame is not None and (_is_ours(frame.f_code.co_filename)):
         frame = frame.f_back  # type: ignore[assignment]
     if frame is None:

@@ -1,25 +1,51 @@
-"""An optimizer's own doors while this rank holds pieces: its state must neither leave nor come in as if it were whole.
+"""An optimizer's own doors while this rank holds pieces: whole state out, as one process would have it, and in.
 
-Two ranks that save `optimizer.state_dict()` to one path would each overwrite the other's pieces, and a state of whole
-tensors fits no piece. Where every rank holds whole tensors (replicas), state goes in and out as in one process.
+    optimizer.state_dict()        pieces of all ranks, put together: whole tensors, on the CPU of every rank
+    optimizer.load_state_dict()   whole tensors, from any plan or one process; each rank takes its pieces
+
+Parameters have the numbers of the script's own groups. Where every rank holds whole tensors (replicas), and before the
+model is spread, the optimizer's own methods do.
+
+What this does not do: cut a tensor of the state that is neither like its parameter nor one number; it is refused.
 """
 
 from __future__ import annotations
 
 import types
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol
 
+import torch
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
+from shardwise.engine.engine import Engine
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
+from shardwise.scripts.saying import names_line
+from shardwise.step.state import RankState
+
+States = dict[str, dict[str, Any]]  # parameter -> its state, whole
 
 
-def guard_optimizer(optimizer: Optimizer, plan: Plan) -> None:
-    """Make `state_dict`, `load_state_dict` and `add_param_group` raise where they would not do what they say.
+class Whole(Protocol):
+    """What the doors ask of a prepared script."""
 
-    From the moment of `prepare` on: under tp a state that came in before the first forward would be lost with it.
-    """
+    optimizer: Optimizer
+    all_names: list[list[str]]  # of the script's groups, frozen parameters among them
+
+    @property
+    def held_in_pieces(self) -> Engine | None:
+        """The engine, where ranks hold pieces of weights and state."""
+
+    def meet(self, what: str) -> None:
+        """All ranks are needed for this call."""
+
+
+def open_doors(prepared: Whole) -> None:
+    """`state_dict`, `load_state_dict` and `add_param_group` of the script's optimizer do what they say, or raise."""
+    optimizer = prepared.optimizer
+    kind = type(optimizer)
 
     def add_param_group(self: Optimizer, group: dict[str, Any]) -> None:
         raise InputError(
@@ -28,27 +54,124 @@ def guard_optimizer(optimizer: Optimizer, plan: Plan) -> None:
             "requires_grad=False until its time)"
         )
 
-    vars(optimizer)["add_param_group"] = types.MethodType(add_param_group, optimizer)
-    if not holds_pieces(plan):
-        return
-    reason = f"under plan {plan} each rank's optimizer holds pieces of its own"
+    @names_line
+    def state_dict(self: Optimizer) -> dict[str, Any]:
+        engine = prepared.held_in_pieces
+        if engine is None:
+            return kind.state_dict(self)
+        prepared.meet("optimizer.state_dict()")
+        return _numbered(self, prepared.all_names, engine)
 
-    def leaves(optimizer: Optimizer) -> None:
-        raise RefusedPlan(
-            f"optimizer.state_dict(): {reason}, which one file cannot hold for all ranks and no other plan could read: "
-            "save the weights alone (prepared.state_dict()), or use dp_replicate, under which every rank has all of it"
-        )
+    @names_line
+    def load_state_dict(self: Optimizer, state: Mapping[str, Any]) -> None:
+        engine = prepared.held_in_pieces
+        if engine is None:
+            return kind.load_state_dict(self, dict(state))
+        return put(engine.state, self, *_named(state, prepared.all_names))
 
-    def comes(optimizer: Optimizer, state: dict[str, Any]) -> None:
-        raise RefusedPlan(
-            f"optimizer.load_state_dict(): {reason}, into which a state of whole tensors does not fit: start the "
-            "optimizer anew, or use dp_replicate, under which every rank has all of it"
-        )
-
-    optimizer.register_state_dict_pre_hook(leaves)
-    optimizer.register_load_state_dict_pre_hook(comes)
+    for door in (add_param_group, state_dict, load_state_dict):
+        vars(optimizer)[door.__name__] = types.MethodType(door, optimizer)
 
 
 def holds_pieces(plan: Plan) -> bool:
     """Whether a rank's optimizer holds less than the whole parameters."""
     return plan.tp > 1 or plan.ep > 1 or (plan.zero > 0 and plan.dp_shard > 1)
+
+
+def states_of(optimizer: Optimizer, names: list[list[str]]) -> States:
+    """What steps before have left, by parameter, while the optimizer holds whole parameters in the script's groups."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    of_groups = [name for group in names for name in group]
+    return {
+        name: dict(optimizer.state[param])
+        for name, param in zip(of_groups, params, strict=True)
+        if param in optimizer.state
+    }
+
+
+def _numbered(optimizer: Optimizer, names: list[list[str]], engine: Engine) -> dict[str, Any]:
+    """The state as one process's `state_dict` has it. Collective."""
+    number_of = {name: number for number, name in enumerate(name for group in names for name in group)}
+    state: dict[Any, Any] = {}
+    for name, found in engine.full_optimizer_state():
+        if found and name in number_of:
+            state[number_of[name]] = tree_map_only(torch.Tensor, lambda t: t.detach().cpu().clone(), found)
+    state |= {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
+    groups = []
+    for group, own in zip(optimizer.param_groups, names, strict=True):
+        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        groups.append({**options, "params": [number_of[name] for name in own]})
+    return {"state": state, "param_groups": groups}
+
+
+def _named(given: Mapping[str, Any], names: list[list[str]]) -> tuple[States, list[dict[str, Any]], dict[Any, Any]]:
+    """(state by parameter, options of each group, state that belongs to none) of a whole `state_dict`."""
+    groups, of_groups = given["param_groups"], [len(group) for group in names]
+    saved = [len(group["params"]) for group in groups]
+    if saved != of_groups:
+        raise InputError(
+            f"optimizer.load_state_dict: the state has groups of {saved} parameters, this optimizer {of_groups}: it is "
+            "another one's"
+        )
+    numbers = [number for group in groups for number in group["params"]]
+    name_of = dict(zip(numbers, (name for group in names for name in group), strict=True))
+    states = {name_of[key]: value for key, value in given["state"].items() if key in name_of}
+    rest = {key: value for key, value in given["state"].items() if key not in name_of}
+    return states, [{k: v for k, v in group.items() if k not in ("params", "param_names")} for group in groups], rest
+
+
+def put(
+    state: RankState, optimizer: Optimizer, states: States, options: list[dict[str, Any]] | None = None,
+    rest: Mapping[Any, Any] | None = None,
+) -> None:  # fmt: skip
+    """Whole state by parameter into an optimizer that holds this rank's pieces. Nothing is sent between ranks."""
+    names = {id(slot.master): (slot.name, slot.whole) for slot in state.technique.slots}
+    if state.owners is not None:
+        names = {id(master): (state.names[index], True) for index, master in state.owners.masters.items()}
+    local: dict[Any, Any] = dict(rest or {})
+    groups, number = [], 0
+    for place, group in enumerate(optimizer.param_groups):
+        numbers = list(range(number, number + len(group["params"])))
+        number += len(numbers)
+        for each, param in zip(numbers, group["params"], strict=True):
+            name, whole = names[id(param)]
+            if name in states:
+                local[each] = _piece_of(state, name, param, states[name], whole)
+        own = {key: value for key, value in group.items() if key != "params"}
+        groups.append({**(options[place] if options is not None else own), "params": numbers})
+    type(optimizer).load_state_dict(optimizer, {"state": local, "param_groups": groups})
+
+
+def _piece_of(
+    state: RankState, name: str, master: torch.Tensor, found: dict[str, Any], whole: bool
+) -> dict[str, Any]:  # fmt: skip
+    """What this rank keeps of one parameter's state; `whole`: data ranks do not share the parameter."""
+    index = state.names.index(name)
+    shape = dict(state.module.named_parameters())[name].shape
+    for spread in (state.experts, state.tensor):
+        shape = shape if spread is None else spread.full_shape(name, shape)
+
+    def cut(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.shape == shape:
+            share = _share(state, name, tensor)
+            if not whole:
+                technique: Any = state.technique
+                share = technique.select(index, share.contiguous(), state.mesh.shard.index)
+            return share.detach().reshape(master.shape).clone()
+        if state.owners is not None or tensor.numel() == 1:
+            return tensor.clone()
+        raise RefusedPlan(
+            f"optimizer.load_state_dict: the state of '{name}' holds a tensor of shape {tuple(tensor.shape)}, which is "
+            f"neither one number nor like the parameter's {tuple(shape)}, so that nothing tells which part of it "
+            f"belongs to a rank's piece under plan {state.plan}"
+        )
+
+    return tree_map_only(torch.Tensor, cut, found)
+
+
+def _share(state: RankState, name: str, whole: torch.Tensor) -> torch.Tensor:
+    """What tp and ep leave this rank of it."""
+    value_of: Any = lambda _: whole  # noqa: E731
+    value_of = value_of if state.tensor is None else state.tensor.local_values(value_of)
+    value_of = value_of if state.experts is None else state.experts.local_values(value_of)
+    return value_of(name)
