@@ -173,3 +173,29 @@ def _classes(logits: torch.Tensor, batch: dict) -> tuple:
 def pooled() -> Task:
     return Task(model=Pooled, batch=_text, inputs=lambda batch: ((batch["tokens"],), {}), loss=_classes,
                 optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2))  # fmt: skip
+
+
+class Routed(nn.Module):
+    """A decoder whose second block's feed-forward network is one of routed experts."""
+
+    def __init__(self):
+        super().__init__()
+        from shardwise.models.moe import Experts
+
+        self.body, self.router, self.experts = Decoder(), nn.Linear(16, 4), Experts(4, 16, 5)
+        self.body.head = nn.Identity()
+        self.head = nn.Linear(16, VOCABULARY)
+        for param in self.experts.parameters():
+            nn.init.normal_(param, std=0.3)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.body(tokens)  # (B, S, H)
+        rows = x.flatten(0, 1)
+        scores = self.router(rows).softmax(-1)
+        index = scores.detach().topk(2).indices
+        return self.head(x + self.experts(rows, index, scores.gather(-1, index)).view_as(x))
+
+
+def routed() -> Task:
+    return Task(model=Routed, batch=_text, inputs=lambda batch: ((batch["tokens"],), {}), loss=_next,
+                optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2))  # fmt: skip

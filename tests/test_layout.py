@@ -316,8 +316,6 @@ TRIGGERS: dict[str, list[str]] = {
     ],
     "remat with a schedule that splits backwards": ["pp=2,schedule=zbh1,remat=full"],
     "zero = 3 with a schedule that splits backwards": ["pp=2,dp_shard=2,schedule=zbv"],
-    "cp or cp_ulysses with pp > 1": ["cp=2,pp=2", "cp_ulysses=2,pp=2"],
-    "cp or cp_ulysses with ep > 1": ["cp=2,dp_shard=2,ep=2"],
     "cp or cp_ulysses with compile": ["cp_ulysses=2,compile=true"],
     "ep that does not divide dp_shard": ["ep=2", "dp_shard=4,ep=3"],
     "domain > 1": ["domain=1x2"],

@@ -46,7 +46,7 @@ class Mesh:
     pp: Axis
     world: Axis
     ep: Axis
-    expert_shard: Axis  # ranks of dp_shard with the same experts
+    expert_shard: Axis  # ranks of dp_shard and the inner axes with the same experts
     expert_data: Axis  # and of all replicas
     device_mesh: DeviceMesh | None  # (dp_replicate, dp_shard) of this rank, where gradients has more than one rank
     made: tuple[dist.ProcessGroup, ...] = ()  # groups that were made for it, and end with it
@@ -132,22 +132,26 @@ def _made(mesh: DeviceMesh, *axes: Axis) -> tuple[dist.ProcessGroup, ...]:
 
 
 def _experts(plan: Plan, grid: Grid, rank: int, shard: Axis, data: Axis) -> tuple[Axis, Axis, Axis]:
-    """ep, and the ranks that hold the same experts: within dp_shard, and within all data ranks."""
+    """ep, and the ranks that hold the same experts: within dp_shard and the inner axes, and with all replicas."""
     if plan.ep == 1:
         return Axis.alone("ep", rank), shard, data
+    samples = ("dp_replicate", "dp_shard")
+    every = (*samples, *INNER)
     return (
-        _grouped("ep", plan, grid, rank, lambda at: (at["dp_replicate"], at["dp_shard"] // plan.ep)),
-        _grouped("expert_shard", plan, grid, rank, lambda at: (at["dp_replicate"], at["dp_shard"] % plan.ep)),
-        _grouped("expert_data", plan, grid, rank, lambda at: (at["dp_shard"] % plan.ep,)),
+        _grouped("ep", plan, grid, rank, samples, lambda at: (at["dp_replicate"], at["dp_shard"] // plan.ep)),
+        _grouped("expert_shard", plan, grid, rank, every, lambda at: (at["dp_replicate"], at["dp_shard"] % plan.ep)),
+        _grouped("expert_data", plan, grid, rank, every, lambda at: (at["dp_shard"] % plan.ep,)),
     )
 
 
-def _grouped(name: str, plan: Plan, grid: Grid, rank: int, key: Callable[[dict[str, int]], tuple[int, ...]]) -> Axis:
-    """The ranks of one data group that have the same key. Collective over the world."""
+def _grouped(
+    name: str, plan: Plan, grid: Grid, rank: int, over: tuple[str, ...], key: Callable[[dict[str, int]], tuple]
+) -> Axis:
+    """The ranks that differ on the axes `over` alone and have the same key. Collective over the world."""
     found: dict[tuple, list[int]] = {}
     for other in range(plan.world_size):
         at = grid.coordinates(other)
-        rest = tuple(at[axis] for axis in AXES if axis not in ("dp_replicate", "dp_shard"))
+        rest = tuple(at[axis] for axis in AXES if axis not in over)
         found.setdefault((rest, key(at)), []).append(other)
     ranks = next(tuple(group) for group in found.values() if rank in group)
     if len(ranks) == 1:

@@ -282,8 +282,8 @@ MORE = [
     bug("eps is added to the deviation, not the variance", "parallel.batchnorm:synced_batch_norm",
         "torch.rsqrt(var + eps)", "1 / (var.sqrt() + eps)", M + "unet_batchnorm", "dp_replicate=2"),
     bug("ranks of ep are every other one, rows are sent to neighbours", "mesh:_experts",
-        '_grouped("ep", plan, grid, rank, lambda at: (at["dp_replicate"], at["dp_shard"] // plan.ep))',
-        '_grouped("ep", plan, grid, rank, lambda at: (at["dp_replicate"], at["dp_shard"] % 2))', M + "moe",
+        '"ep", plan, grid, rank, samples, lambda at: (at["dp_replicate"], at["dp_shard"] // plan.ep)',
+        '"ep", plan, grid, rank, samples, lambda at: (at["dp_replicate"], at["dp_shard"] % 2)', M + "moe",
         "dp_shard=4,ep=2"),
     bug("weights are told twice to the ranks", "step.loss:read_loss",
         '_number(weight, "weight")', '2 * _number(weight, "weight")', M + "decoder", "dp_replicate=2"),
@@ -325,6 +325,15 @@ SEQUENCE = [
         "cp_ulysses=2"),
     bug("one position of a sequence comes from every rank", "part.views:_one_of_many",
         "local.narrow(dim, 0, 0).sum(dim).to(part.dtype)", "local.select(dim, 0)", S + "pooled", "cp=2"),
+    bug("experts are not summed over the ranks of a sequence", "mesh:_experts",
+        "every = (*samples, *INNER)", "every = samples", S + "routed", "dp_shard=2,ep=2,cp=2"),
+    bug("gradients of experts count on a sequence's first rank alone", "part.parameters:own_rows",
+        "_OWN.axes = _OWN.axes, axes", "_OWN.axes = _OWN.axes, ()", S + "routed", "cp=2"),
+    bug("a stage's share of a sequence arrives as another rank's", "parallel.pipeline.messages:Mail._read_cut",
+        "Owners(stops, who, axis.size)", "Owners(stops, who[::-1], axis.size)", S + "decoder", "cp=2,pp=2"),
+    bug("gradients of a stage's share are those of the first rows", "part.crossing:share_under",
+        "tensor = share_of(tensor, dim, owners, by_name[name])",
+        "tensor = plain(tensor).narrow(dim, 0, owners.counts[by_name[name].index])", S + "decoder", "cp=2,pp=2"),
 ]  # fmt: skip
 
 BUGS = [*COMM, *PARALLEL, *BATCH_NORM, *STEP, *PIPELINE, *TENSOR, *EXPERT, *MORE, *SEQUENCE]

@@ -8,7 +8,7 @@ from typing import Any
 from shardwise.errors import RefusedPlan
 from shardwise.layout import Plan
 from shardwise.mesh import Mesh
-from shardwise.parallel.expert import ExpertParallel, find_experts
+from shardwise.parallel.expert import ExpertParallel, find_experts, find_row_wise
 from shardwise.parallel.expert.apply import Stack
 from shardwise.parallel.tensor import TensorParallel
 from shardwise.parallel.tensor.derive import Cut
@@ -24,6 +24,11 @@ def spread_experts(
     """The experts over the plan's ep axis. `batch`: a few samples, the same on every rank."""
     cuts = tensor.cuts if tensor is not None else {}
     return ExpertParallel(look_for_experts(task, plan, precision, built, cuts, batch), mesh.ep)
+
+
+def row_wise_experts(task: Task, precision: Precision, built: Built, batch: Any) -> list[Stack]:
+    """The modules of experts that may be given a rank's own rows, where positions are cut."""
+    return find_row_wise(built, batch, run_alone(task, precision), precision.held)
 
 
 def look_for_experts(

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from shardwise.engine.cutting import Cut, cut_module
-from shardwise.engine.experts import spread_experts
+from shardwise.engine.experts import row_wise_experts, spread_experts
 from shardwise.engine.materialise import (
     build_everywhere,
     empty_parameters,
@@ -28,6 +28,7 @@ from shardwise.memory.recompute import recompute_block
 from shardwise.mesh import Mesh
 from shardwise.parallel.expert import ExpertParallel, WithExperts
 from shardwise.parallel.expert import install as install_experts
+from shardwise.parallel.expert.apply import Stack, compute_own_rows
 from shardwise.parallel.flat import Flat
 from shardwise.parallel.full import FullShard
 from shardwise.parallel.pipeline.stage import StagedModule
@@ -78,15 +79,16 @@ def apply_plan(task: Task, plan: Plan, mesh: Mesh, precision: Precision, seed: i
         tensor = cut_tensors(task, plan, mesh, precision, built, few)
         notices += tensor.notices()
         value_of = tensor.local_values(value_of)
-    positions = None
-    if mesh.inner:
-        positions = find_positions(task, mesh, precision, built, few, tensor)
-        notices.append(positions.told())
     experts = None
     if plan.ep > 1:
         experts = spread_experts(task, plan, mesh, precision, built, tensor, few)
         notices += experts.notices()
         value_of = experts.local_values(value_of)
+    positions, row_wise = None, list[Stack]()
+    if mesh.inner:
+        row_wise = experts.stacks if experts is not None else row_wise_experts(task, precision, built, few)
+        positions = find_positions(task, mesh, precision, built, few, tensor, row_wise)
+        notices.append(positions.told())
     nested = task.branches == "same"  # else ranks may run different children, and must still run the same units
     blocks = choose_blocks(module, plan.wrap) if plan.wrap else find_blocks(module, nested=nested)
     trained = [name for name, _ in trainable(module)]
@@ -104,6 +106,8 @@ def apply_plan(task: Task, plan: Plan, mesh: Mesh, precision: Precision, seed: i
     if experts is not None:
         experts = experts.here(absent)
         install_experts(module, experts, mesh.device, traced=plan.compile)
+    elif row_wise:
+        compute_own_rows(module, row_wise)
     notices += _without_effect(blocks, plan)
     blocks = blocks if cut is None else cut.here(module, blocks)
     notices += _prepare(module, blocks, plan)
@@ -118,7 +122,10 @@ def apply_plan(task: Task, plan: Plan, mesh: Mesh, precision: Precision, seed: i
             for index, (name, _) in enumerate(trainable(module)):
                 technique.load_masters(index, value_of(name).to(mesh.device))
     fill_buffers(module, value_of, precision, mesh.device)
-    staged = StagedModule(module, cut.mine, precision.compute) if cut is not None else None
+    staged = None
+    if cut is not None:
+        results = positions.results if positions is not None else {}
+        staged = StagedModule(module, cut.mine, precision.compute, mesh.inner, results)
     return Applied(module.train(), technique, tensor, experts, positions, notices, cut, staged, trained, frozen)
 
 

@@ -50,18 +50,6 @@ def _can_be_made(name: str, ranks: int, microbatches: int, per_rank: int) -> boo
 
 RULES: tuple[Rule, ...] = (
     Rule(
-        "cp or cp_ulysses with pp > 1",
-        "not built",
-        "stages exchange whole activations, which the ranks of a sequence hold in shares",
-        lambda p: p.cp * p.cp_ulysses > 1 and p.pp > 1,
-    ),
-    Rule(
-        "cp or cp_ulysses with ep > 1",
-        "not built",
-        "gradients of experts are summed over the ranks that hold them, which the ranks of a sequence do too",
-        lambda p: p.cp * p.cp_ulysses > 1 and p.ep > 1,
-    ),
-    Rule(
         "cp or cp_ulysses with compile",
         "not built",
         "a compiled block is written down for shares over one axis",

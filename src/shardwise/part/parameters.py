@@ -9,7 +9,9 @@ to know nothing. What its gradient is, however activations are cut, is settled w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +22,29 @@ from shardwise.comm import Axis
 from shardwise.part.cuts import Owners
 from shardwise.part.sums import whole_gradient, with_summed_gradient
 from shardwise.part.tensor import to_part
+
+
+class _Own(threading.local):
+    """Backward, which may compute a block again, runs in threads of its own."""
+
+    axes: tuple[Axis, ...] = ()
+
+
+_OWN = _Own()
+
+
+@contextmanager
+def own_rows(axes: tuple[Axis, ...]) -> Iterator[None]:
+    """While it lasts, what is computed is of this rank's share over `axes`, as plain tensors.
+
+    A weight that is read then gets a gradient that is this rank's summand over them as it comes.
+    """
+    before, _OWN.axes = _OWN.axes, axes
+    try:
+        yield
+    finally:
+        _OWN.axes = before
+
 
 _CLASSES: dict[tuple[type, tuple[str, ...]], type] = {}
 
@@ -83,7 +108,7 @@ def _reader(leaf: str):
             return held  # sharded by zero=3 and not gathered now: for its dtype or device
         cuts, axis, summed = self.__dict__["_tensor_cuts"]
         cut = cuts[leaf]
-        held = with_summed_gradient(held, summed)
+        held = with_summed_gradient(held, tuple(each for each in summed if each not in _OWN.axes))
         if cut is None:
             return whole_gradient(held, axis)
         return to_part(held, cut.dim, cut.owners, axis, cut.name)

@@ -343,3 +343,27 @@ def _picked(func: Any, part: Part, indices: list) -> torch.Tensor:
     after = part.dim() - 1 - used[-1] if together else part.dim() - len(used)
     held = torch.broadcast_to(held, torch.broadcast_shapes(*(indices[d].shape for d in used)))
     return Sum.of(found * held.view(*held.shape, *([1] * after)), part.axis, part.origin)
+
+
+@rule("scatter_add", "scatter_add_", "scatter", "scatter_")
+def scatter(func: Any, args: tuple, kwargs: dict) -> Part:
+    """`scatter(x, dim, index, values)` along a dim that is not cut, where index and values are cut as x is."""
+    dim = args[1] % args[0].dim()
+    lead = parts_in(args)[0]
+    cut = lead.dim_cut
+    shapes = [t.shape[cut] for t in (args[0], *args[2:]) if isinstance(t, torch.Tensor) and t.dim()]
+    changes = func._schema.is_mutable
+    if cut == dim or set(shapes) != {lead.shape[cut]} or (changes and not is_part(args[0])):
+        raise Uncut(no_rule(func, parts_in(args)))
+
+    def local(each: Any) -> Any:
+        if not isinstance(each, torch.Tensor) or not each.dim():
+            return each
+        if not is_part(each):
+            return lead.share(each, cut)
+        if each.dim_cut != cut or not each.beside(lead):
+            raise Uncut(f"tensors that are cut differently ({no_rule(func, [each, lead])})")
+        return each.local
+
+    output = func(*map(local, args), **kwargs)
+    return args[0] if changes else lead.with_local(output)

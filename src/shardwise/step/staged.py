@@ -29,9 +29,11 @@ class StagedForward(Forward):
     """
 
     def __init__(self, forward: Forward, staged: StagedModule, cut: Cut, axis: Axis):
-        super().__init__(forward.task, forward.module, forward.precision, forward.device, forward.data)
+        super().__init__(forward.task, forward.module, forward.precision, forward.device, forward.data,
+                         forward.positions)  # fmt: skip
         self.staged, self.cut, self.axis = staged, cut, axis
-        self.mail = Mail(axis, cut.schedule.owner, forward.device)
+        inner = forward.positions.axes if forward.positions is not None else ()
+        self.mail = Mail(axis, cut.schedule.owner, forward.device, inner)
         self.last = len(cut.stages) - 1
         self.last_owner = cut.schedule.owner[self.last]
         self._passes = 0

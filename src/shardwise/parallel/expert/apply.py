@@ -16,13 +16,16 @@ The module's own forward computes the experts: it is called with the rows that a
 this rank's first, and its stacked parameters are this rank's share. Which module that can be done to is tried, not
 recognised by name (`find`).
 
+Where the plan cuts positions too, a rank sends the rows of its share: ranks of `ep` have the same place in a sequence.
+Without `ep` such a module is given a rank's own rows (`compute_own_rows`), since what it does to a row needs no other.
+
 What this does not do: overlap the exchange with computation, or send a token once where two of its experts share a
 rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,7 +34,7 @@ import torch
 from torch import nn
 
 from shardwise.comm import Axis, Trail, all_gather
-from shardwise.parallel.expert.exchange import through_owners
+from shardwise.parallel.expert.exchange import of_own_rows, through_owners
 from shardwise.parallel.slots import ValueOf
 
 _END = "the end of the forward"
@@ -153,9 +156,45 @@ def _dispatched(child: nn.Module, stack: Stack, axis: Axis, trail: Trail) -> Any
             with counting(child, stack.counters, each):
                 return own(*new_args, **new_kwargs)
 
+        def exchanged(rows: torch.Tensor, index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            return through_owners(rows, index, weight, stack.experts, axis, compute)
+
         trail.mark(f"the experts '{stack.path}'")
-        rows, index, weight = stack.call.read(args, kwargs)
-        return through_owners(rows, index, weight, stack.experts, axis, compute)
+        return of_own_rows(*stack.call.read(args, kwargs), exchanged)
+
+    return forward
+
+
+@contextmanager
+def on_own_rows(module: nn.Module, stacks: Sequence[Stack]) -> Iterator[None]:
+    """While it lasts, each module of experts computes the rows of this rank alone, with all its experts."""
+    changed = [module.get_submodule(stack.path) for stack in stacks]
+    before = [vars(child).get("forward") for child in changed]
+    compute_own_rows(module, stacks)
+    try:
+        yield
+    finally:
+        for child, forward in zip(changed, before, strict=True):
+            if forward is None:
+                del vars(child)["forward"]
+            else:
+                vars(child)["forward"] = forward
+
+
+def compute_own_rows(module: nn.Module, stacks: Sequence[Stack]) -> None:
+    """Let each module of experts compute the rows of this rank alone, where positions are cut over ranks."""
+    for stack in stacks:
+        child = module.get_submodule(stack.path)
+        vars(child)["forward"] = _of_own_rows(child.forward, stack)
+
+
+def _of_own_rows(own: Callable[..., Any], stack: Stack) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+        def compute(*values: torch.Tensor) -> Any:
+            new_args, new_kwargs = stack.call.made(args, kwargs, *values)
+            return own(*new_args, **new_kwargs)
+
+        return of_own_rows(*stack.call.read(args, kwargs), compute)
 
     return forward
 

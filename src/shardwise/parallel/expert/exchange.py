@@ -17,6 +17,8 @@ from shardwise.comm import Axis, all_to_all
 from shardwise.errors import RunError
 from shardwise.host import read, require
 from shardwise.part import plain, whole
+from shardwise.part.crossing import apart, axes_of, cuts_of, joined, settled, share_under
+from shardwise.part.parameters import own_rows
 
 Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]  # rows (R, H), experts and weights (R, 1) -> (R, H)
 
@@ -56,15 +58,26 @@ class _Exchange(torch.autograd.Function):
         return (None, None, None, *back)
 
 
+def of_own_rows(rows: torch.Tensor, index: torch.Tensor, weight: torch.Tensor, run: Compute) -> torch.Tensor:
+    """`run` on the rows of this rank alone, where positions are cut over ranks; its result is cut as the rows are.
+
+    Right for whatever treats rows apart. Over other axes (tensor parallelism) the three are whole in `run`.
+    """
+    rows = settled(rows)
+    cuts, axes = cuts_of(rows), axes_of(rows)
+    with own_rows(axes):
+        done = run(apart(rows, cuts, axes), share_under(index, cuts, axes), apart(weight, cuts, axes))
+    return joined(settled(done), cuts, axes)
+
+
 def through_owners(
     rows: torch.Tensor, index: torch.Tensor, weight: torch.Tensor, experts: int, axis: Axis, compute: Compute
 ) -> torch.Tensor:
     """The sum over each token's pairs, every pair computed by the rank of the axis that holds its expert.
 
     rows (T, H), index (T, k) of `experts` in all, weight (T, k) -> (T, H). `compute` gets rows, local experts and
-    weights of pairs, one to a row. Collective over the axis; differentiable.
+    weights of pairs, one to a row. The three are plain. Collective over the axis; differentiable.
     """
-    rows, weight, index = whole(rows), whole(weight), plain(index)
     tokens, k = index.shape
     each = experts // axis.size
     flat = index.reshape(-1).long()
@@ -80,7 +93,7 @@ def through_owners(
     local = (
         torch.arange(each, device=flat.device).repeat(axis.size).repeat_interleave(theirs, output_size=sum(received))
     )
-    done = whole(_of_rows(compute, arrived, local.to(index.dtype), weights))
+    done = whole(_of_rows(compute, arrived, local.to(index.dtype), weights))  # tp may have cut it
     (back,) = _Exchange.apply(axis, received, sent, done)
     return back[order.argsort()].view(tokens, k, -1).sum(1)
 

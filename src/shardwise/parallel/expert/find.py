@@ -65,6 +65,17 @@ def find_experts(
     return stacks
 
 
+def find_row_wise(built: Built, batch: Any, run: Callable[[nn.Module, Any], Any], dtype_of: DtypeOf) -> list[Stack]:
+    """The modules of experts that give for each row what they would give for it alone; arguments of `find_experts`."""
+    found = []
+    for path, seen in _look(built, batch, run, dtype_of)[0].items():
+        try:
+            found.append(_tried(built, path, seen, 1))
+        except RefusedPlan:  # its operations are met one by one, as those of any other module
+            continue
+    return found
+
+
 def holds_experts(
     built: Built, batch: Any, run: Callable[[nn.Module, Any], Any], dtype_of: DtypeOf
 ) -> bool:  # fmt: skip
@@ -331,7 +342,7 @@ class _Trial:
         named = [name for name, value in vars(self.child).items() if type(value) is int and value == self.experts]
         choices = [(), tuple(named), *((name,) for name in named)]
         choices += [pair for pair in itertools.combinations(named, 2) if len(named) > 2]
-        owners = sorted({0, 1, ranks // 2, ranks - 1})
+        owners = sorted({0, min(1, ranks - 1), ranks // 2, ranks - 1} - {ranks})
         for counters in dict.fromkeys(choices):
             if all(self._slice_agrees(owner, ranks, counters) for owner in owners):
                 return counters

@@ -22,7 +22,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.overrides import has_torch_function
 
 
 @dataclass
@@ -40,7 +41,14 @@ def whole(outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | No
     """B: everything at once, into `.grad` of inputs and weights."""
     pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if o.requires_grad]
     if pairs:
-        torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+        torch.autograd.backward([_root(o) for o, _ in pairs], [g for _, g in pairs])
+
+
+def _root(tensor: torch.Tensor) -> torch.Tensor | GradientEdge:
+    """Where backward begins or ends. Given a tensor with functions of its own (a share), torch would run all of
+    backward as one of these, in which blocks that run again would meet none.
+    """
+    return get_gradient_edge(tensor) if has_torch_function((tensor,)) else tensor
 
 
 def of_input(
@@ -64,8 +72,9 @@ def of_input(
     ]
     try:
         found = torch.autograd.grad(
-            [o for o, _ in pairs], list(inputs), [g for _, g in pairs], retain_graph=True, allow_unused=True
-        )
+            [_root(o) for o, _ in pairs], [_root(leaf) for leaf in inputs], [g for _, g in pairs],
+            retain_graph=True, allow_unused=True,
+        )  # fmt: skip
     finally:
         for handle in handles:
             handle.remove()

@@ -11,6 +11,8 @@ small message of its own; after that, shapes must stay.
 Bytes on the wire, for each boundary and micro-batch: the hidden states once forward, and those that need a gradient
 once backward, with a byte for each where there are several. Two stages on one rank hand tensors over without a message.
 
+Of tensors whose positions are cut, ranks send their shares, and how these lie in the whole is told with the shapes.
+
 What this does not do: cut a message into pieces, or send it before its op is over.
 """
 
@@ -20,13 +22,15 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from shardwise.comm import Axis, Pending, copies_of, receive, send
 from shardwise.errors import RefusedPlan
 from shardwise.host import read
 from shardwise.layout.schedules import Schedule
-from shardwise.part import plain
+from shardwise.part import Owners
+from shardwise.part.crossing import Cuts, cuts_of, put_together, share_under, taken_apart
 
 DTYPES = (
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8,
@@ -35,22 +39,28 @@ DTYPES = (
 FORWARD, BACKWARD = "hidden states", "gradients of hidden states"
 MOST_TENSORS, MOST_DIMS = 24, 8
 TELLING = MOST_TENSORS - 1  # the place of the small message among a boundary's tensors
+MOST_CUTS = 3  # of one tensor, over axes of positions
+WIDTH = 3 + MOST_DIMS + 3 * MOST_CUTS  # numbers that tell of one tensor
 
 
 @dataclass(frozen=True)
 class Told:
     """What one tensor of a message is like."""
 
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of what is sent: this rank's share
     dtype: torch.dtype
     needs_gradient: bool
+    cuts: Cuts = ()  # how it lies in the whole
 
 
 class Mail:
-    """The messages of one rank. `owner` gives the rank (on the axis) of each stage."""
+    """The messages of one rank. `owner` gives the rank (on the axis) of each stage.
 
-    def __init__(self, axis: Axis, owner: Sequence[int], device: torch.device):
-        self.axis = axis
+    inner   axes that cut positions: ranks of one place on them talk to each other
+    """
+
+    def __init__(self, axis: Axis, owner: Sequence[int], device: torch.device, inner: Sequence[Axis] = ()):
+        self.axis, self.inner = axis, inner
         self.owner = tuple(owner)
         self.device = device
         self._axes = _directions(axis)
@@ -76,7 +86,7 @@ class Mail:
 
     def send_forward(self, stage: int, batch: int, key: Hashable, tensors: Sequence[torch.Tensor]) -> None:
         """Hidden states that stage `stage` made, to the next."""
-        told = [Told(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors]
+        told = [Told(tuple(taken_apart(t).shape), t.dtype, t.requires_grad, cuts_of(t)) for t in tensors]
         before = self._known.setdefault((stage, key), told)
         if before != told:
             raise RefusedPlan(
@@ -85,6 +95,7 @@ class Mail:
             )
         if before is told and self.owner[stage] != self.owner[stage + 1]:
             self._tell(stage, batch, told)
+            self._tell_runs(stage, batch, told)
         self._send(FORWARD, stage, stage + 1, batch, tensors)
 
     def receive_forward(self, stage: int, batch: int, key: Hashable) -> list[tuple[torch.Tensor, bool]]:
@@ -92,7 +103,10 @@ class Mail:
         boundary = stage - 1
         tensors = self._fetch(FORWARD, boundary, stage, batch, key)
         told = self._known[boundary, key]
-        return [(tensor, one.needs_gradient) for tensor, one in zip(tensors, told, strict=True)]
+        return [
+            (put_together(tensor, one.cuts, self.inner), one.needs_gradient)
+            for tensor, one in zip(tensors, told, strict=True)
+        ]
 
     def send_backward(self, stage: int, batch: int, inputs: Sequence[torch.Tensor]) -> None:
         """Gradients (`.grad`) of what stage `stage` was sent and that needs one, to the stage before.
@@ -100,7 +114,10 @@ class Mail:
         Which of several backward came to goes with them: what it did not reach has no gradient in one process, and an
         optimizer leaves it alone, which it would not do for zeros.
         """
-        gradients = [torch.zeros_like(leaf) if leaf.grad is None else plain(leaf.grad) for leaf in inputs]
+        gradients = [
+            torch.zeros_like(taken_apart(leaf)) if leaf.grad is None
+            else share_under(leaf.grad, cuts_of(leaf), self.inner) for leaf in inputs
+        ]  # fmt: skip
         if len(inputs) > 1:
             reached = [leaf.grad is not None for leaf in inputs]
             gradients.append(torch.tensor(reached, dtype=torch.uint8, device=self.device))
@@ -116,7 +133,11 @@ class Mail:
         known = self._known[stage, key]
         reached = iter(found[-1].tolist() if sum(one.needs_gradient for one in known) > 1 else [True])
         gradients = iter(found)
-        return [_next(gradients, next(reached)) if one.needs_gradient else None for one in known]
+        return [
+            put_together(gradient, one.cuts, self.inner) if gradient is not None else None
+            for one in known
+            for gradient in [_next(gradients, next(reached)) if one.needs_gradient else None]
+        ]
 
     def flush(self) -> None:
         """Wait until everything that was sent has left."""
@@ -133,12 +154,12 @@ class Mail:
         if len(tensors) >= TELLING:
             raise RefusedPlan(f"stage {source} would send {len(tensors)} tensors at once; {TELLING - 1} are the most")
         if self.owner[source] == self.owner[goal]:
-            self._at_home[tag, goal, batch] = [tensor.detach() for tensor in tensors]
+            self._at_home[tag, goal, batch] = [taken_apart(tensor.detach()) for tensor in tensors]
             return
         self._under_way = [(p, t) for p, t in self._under_way if p.work is not None and not p.work.is_completed()]
         axis = self._axes[tag, self.owner[source] < self.owner[goal]]
         for place, tensor in enumerate(tensors):
-            ready = _bytes(tensor.detach().contiguous())
+            ready = _bytes(taken_apart(tensor.detach()).contiguous())
             number = self._number(source, goal, batch, place)
             self._under_way.append((send(ready, axis, self.owner[goal], tag, number), ready))
 
@@ -172,30 +193,58 @@ class Mail:
         return [tensor for _, tensor in arriving]
 
     def _tell(self, stage: int, batch: int, told: list[Told]) -> None:
-        row = torch.zeros(1 + MOST_TENSORS * (3 + MOST_DIMS), dtype=torch.int64)
+        row = torch.zeros(1 + MOST_TENSORS * WIDTH, dtype=torch.int64)
         row[0] = len(told)
         for place, one in enumerate(told[:MOST_TENSORS]):
             if one.dtype not in DTYPES or len(one.shape) > MOST_DIMS:
                 raise RefusedPlan(f"stage {stage} would send {_listed([one])}, which messages cannot describe")
             numbers = [DTYPES.index(one.dtype), int(one.needs_gradient), len(one.shape), *one.shape]
-            start = 1 + place * (3 + MOST_DIMS)
+            start = 1 + place * WIDTH
             row[start : start + len(numbers)] = torch.tensor(numbers)
+            for cut, (name, dim, owners) in enumerate(one.cuts):
+                at = start + 3 + MOST_DIMS + 3 * cut
+                row[at : at + 3] = torch.tensor([1 + self._place(name), dim, len(owners.stops)])
+        self._control(row, stage, batch)
+
+    def _tell_runs(self, stage: int, batch: int, told: list[Told]) -> None:
+        """Who owns which index of the cut dims: as many numbers as there are runs, where there are any."""
+        runs = [torch.from_numpy(part).long() for one in told for _, _, owners in one.cuts
+                for part in (owners.stops, owners.who)]  # fmt: skip
+        if runs:
+            self._control(torch.cat(runs), stage, batch)
+
+    def _control(self, row: torch.Tensor, stage: int, batch: int) -> None:
         ready = row.to(self.device)
         number = self._number(stage, stage + 1, batch, TELLING)
         axis = self._axes[FORWARD, self.owner[stage] < self.owner[stage + 1]]
         self._under_way.append((send(ready, axis, self.owner[stage + 1], "control", number), ready))
 
+    def _place(self, name: str) -> int:
+        return next(place for place, axis in enumerate(self.inner) if axis.name == name)
+
     def _hear(self, boundary: int, batch: int) -> list[Told]:
-        row = torch.zeros(1 + MOST_TENSORS * (3 + MOST_DIMS), dtype=torch.int64, device=self.device)
+        numbers = self._heard(1 + MOST_TENSORS * WIDTH, boundary, batch)
+        rows = [numbers[1 + place * WIDTH :][:WIDTH] for place in range(numbers[0])]
+        cuts = [[row[at : at + 3] for at in range(3 + MOST_DIMS, WIDTH, 3) if row[at]] for row in rows]
+        total = 2 * sum(runs for each in cuts for _, _, runs in each)
+        runs = iter(self._heard(total, boundary, batch) if total else [])
+        return [
+            Told(tuple(row[3 : 3 + row[2]]), DTYPES[row[0]], bool(row[1]),
+                 tuple(self._read_cut(cut, runs) for cut in each))
+            for row, each in zip(rows, cuts, strict=True)
+        ]  # fmt: skip
+
+    def _read_cut(self, cut: list[int], numbers: Iterator[int]) -> tuple[str, int, Owners]:
+        axis, (_, dim, runs) = self.inner[cut[0] - 1], cut
+        stops, who = (np.array([next(numbers) for _ in range(runs)], dtype=np.int64) for _ in range(2))
+        return axis.name, dim, Owners(stops, who, axis.size)
+
+    def _heard(self, count: int, boundary: int, batch: int) -> list[int]:
+        row = torch.zeros(count, dtype=torch.int64, device=self.device)
         number = self._number(boundary, boundary + 1, batch, TELLING)
         axis = self._axes[FORWARD, self.owner[boundary] < self.owner[boundary + 1]]
         receive(row, axis, self.owner[boundary], "control", number).wait()
-        numbers = read(row, "shapes of messages")
-        told = []
-        for place in range(numbers[0]):
-            kind, needs, dims, *shape = numbers[1 + place * (3 + MOST_DIMS) :][: 3 + MOST_DIMS]
-            told.append(Told(tuple(shape[:dims]), DTYPES[kind], bool(needs)))
-        return told
+        return read(row, "shapes of messages")
 
 
 def _directions(axis: Axis) -> dict[tuple[str, bool], Axis]:

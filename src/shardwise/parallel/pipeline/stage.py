@@ -19,12 +19,15 @@ What was received is put into the very tensor that the caller holds, so that a c
 Absent weights are NaN without memory: whatever should have been sent and was
 not would show in the loss.
 
+Where the plan cuts positions too, a stage is sent its rank's share, and results that are made up are cut as those of
+the call were when the whole forward was rehearsed.
+
 What this does not do: help a forward whose caller looks at values of what a stage does not have; `cuts` refuses it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,9 +35,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from shardwise.comm import Axis
 from shardwise.errors import RefusedPlan
 from shardwise.parallel.pipeline.cuts import Holder, Skip, Stage, made_up_shapes
-from shardwise.part import whole
+from shardwise.part.crossing import Along, filled, overwrite, settled
 from shardwise.trace.functional import transforming
 
 
@@ -47,14 +51,23 @@ class StageExit(Exception):
 
 
 Action = Callable[[tuple, dict], Any]
+Results = Mapping[tuple[str, int], Sequence[Along]]  # of a call (path, place): how each leaf of its result is cut
 
 
 class StagedModule:
-    """Gives `module` the forwards of this rank's stages. `run` runs one of them."""
+    """Gives `module` the forwards of this rank's stages. `run` runs one of them.
 
-    def __init__(self, module: nn.Module, stages: list[Stage], dtype: torch.dtype):
+    axes     that cut positions, outermost first
+    results  how they cut the results of calls; those not named are whole
+    """
+
+    def __init__(
+        self, module: nn.Module, stages: list[Stage], dtype: torch.dtype, axes: Sequence[Axis] = (),
+        results: Results | None = None,
+    ):  # fmt: skip
         self.module = module
         self.dtype = dtype  # of what is computed
+        self.axes, self.results = axes, results or {}
         self.stages = {stage.index: stage for stage in stages}
         self._actions: dict[int, dict[tuple[int, int], Action]] = {}
         self._stage: Stage | None = None
@@ -83,7 +96,8 @@ class StagedModule:
             actions[id(child), place] = action
 
         for skip in stage.skips:
-            add(skip.path, skip.place, partial(_made_up, skip, self.dtype))
+            along = self.results.get((skip.path, skip.place), ())
+            add(skip.path, skip.place, partial(_made_up, skip, self.dtype, self.axes, along))
         if stage.entry is not None:
             add(stage.entry.call.path, stage.entry.call.place, self._enter)
         if stage.exit is not None:
@@ -164,7 +178,7 @@ class StagedModule:
 
     def _exit(self, args: tuple, kwargs: dict) -> Any:
         assert self._stage is not None and self._stage.exit is not None
-        raise StageExit([whole(self._held(holder)) for holder in self._stage.sent])
+        raise StageExit([settled(self._held(holder)) for holder in self._stage.sent])
 
     def _held(self, holder: Holder) -> torch.Tensor:
         return self._noted[holder.path, holder.place, holder.given][holder.leaf]
@@ -188,7 +202,7 @@ class StagedModule:
                 f"stage's own forward has {tuple(held.shape)}: a module before it gives a shape that cannot be told "
                 "from the shapes of its arguments, so the stages would disagree about masks and positions"
             )
-        held.data = received.detach()
+        overwrite(held, received.detach(), self.axes)
         if not needs_gradient:
             return
         if written:  # a leaf may not be written into: a copy onto itself puts a step of the graph between
@@ -198,13 +212,19 @@ class StagedModule:
             self.taken.append(held.requires_grad_(True))
 
 
-def _made_up(skip: Skip, compute: torch.dtype, args: tuple, kwargs: dict) -> tuple[Any]:
-    """The result of a call that was left out: right in shape and kind, NaN in every value."""
+def _made_up(
+    skip: Skip, compute: torch.dtype, axes: Sequence[Axis], along: Sequence[Along], args: tuple, kwargs: dict
+) -> tuple[Any]:
+    """The result of a call that was left out: right in shape and kind, NaN in every value.
+
+    along   how each leaf is cut over `axes`; empty where all are whole
+    """
     leaves, _ = tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     shapes = made_up_shapes(skip, [tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None for leaf in leaves])
     made = []
-    for leaf, like, shape in zip(skip.call.leaves, skip.like, shapes, strict=True):
+    cuts = along or [()] * len(shapes)
+    for leaf, like, shape, cut in zip(skip.call.leaves, skip.like, shapes, cuts, strict=True):
         if leaf.tensor is None:
             made.append(leaf.value)
             continue
@@ -219,6 +239,6 @@ def _made_up(skip: Skip, compute: torch.dtype, args: tuple, kwargs: dict) -> tup
                 f"the shape of what '{skip.path}' gives, {leaf.shape} for {skip.samples[0]} samples, does not follow "
                 "from its arguments on other samples, and a stage leaves it out: name other places with stages="
             )
-        made.append(torch.full(tuple(shape), fill, dtype=dtype, device=device))
+        made.append(filled([n for n in shape if n is not None], fill, cut, axes, tensors, dtype=dtype, device=device))
     assert skip.call.spec is not None
     return (tree_unflatten(made, skip.call.spec),)

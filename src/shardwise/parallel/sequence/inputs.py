@@ -13,8 +13,8 @@ What this does not do: cut tensors that have the positions along several dims (m
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from shardwise.comm import Axis
 from shardwise.errors import InputError
 from shardwise.part import Owners, Part
+from shardwise.part.crossing import Along
 
 
 @dataclass(frozen=True)
@@ -32,11 +33,13 @@ class Positions:
     dims   by leaf of the flattened batch: every dim of the positions' size
     axes   outermost first
     names  of the leaves, for people
+    results  how the axes cut each leaf of what a call of a submodule (path, place) gives, where they cut any
     """
 
     dims: tuple[tuple[int, ...], ...]
     axes: tuple[Axis, ...]
     names: tuple[str, ...] = ()
+    results: Mapping[tuple[str, int], tuple[Along, ...]] = field(default_factory=dict)  # of calls, as rehearsed
     least: int = 1  # positions that every rank must have: as many as axes further in cut them over
 
     def cut(self, batch: Any) -> Any:

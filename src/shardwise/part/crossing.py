@@ -1,0 +1,160 @@
+"""Tensors that leave a rank and arrive on another one with the same place on the axes of positions.
+
+    Part[cp, dim 1] of (B, S/cp, H)  --taken_apart-->  (B, S/cp, H) and its cuts  ==> ... --put_together-->  the part
+
+What is cut over other axes (tensor parallelism) leaves whole; cuts over positions stay, so that a message is a share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from shardwise.comm import Axis
+from shardwise.part.cuts import Owners
+from shardwise.part.levels import Distributed
+from shardwise.part.sums import Sum, plain
+from shardwise.part.tensor import Part, share_of
+
+Along = tuple[tuple[str, int], ...]  # (name of an axis, dim) of each cut, outermost first
+Cuts = tuple[tuple[str, int, Owners], ...]  # and who owns which index
+
+
+def cuts_of(tensor: torch.Tensor) -> Cuts:
+    """The cuts of a tensor over axes of positions, outermost first. Collective where it is a sum over one."""
+    found = []
+    while isinstance(tensor, Distributed) and tensor.axis.positions:
+        tensor = tensor.settled()
+        if isinstance(tensor, Part) and tensor.axis.positions:
+            found.append((tensor.axis.name, tensor.dim_cut, tensor.owners))
+            tensor = tensor.local
+    return tuple(found)
+
+
+def axes_of(tensor: torch.Tensor) -> tuple[Axis, ...]:
+    """The axes of positions that cut a tensor, outermost first. Collective where it is a sum over one."""
+    found = []
+    while isinstance(tensor, Distributed) and tensor.axis.positions:
+        tensor = tensor.settled()
+        if isinstance(tensor, Part) and tensor.axis.positions:
+            found.append(tensor.axis)
+            tensor = tensor.local
+    return tuple(found)
+
+
+class _Settled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return _settled(tensor.detach())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor):
+        return gradient
+
+
+def _settled(tensor: torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, Distributed) and tensor.axis.positions:
+        tensor = tensor.settled()
+        if isinstance(tensor, Part) and tensor.axis.positions:
+            return tensor.with_local(_settled(tensor.local))
+    return plain(tensor)
+
+
+def settled(tensor: Any) -> Any:
+    """Differentiable: a tensor that is cut over axes of positions at most, every sum taken. Collective."""
+    return _Settled.apply(tensor) if isinstance(tensor, Distributed) else tensor
+
+
+def taken_apart(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a settled tensor."""
+    while isinstance(tensor, Distributed):
+        tensor = tensor.settled_local()
+    return tensor
+
+
+def put_together(payload: torch.Tensor, cuts: Cuts, axes: Iterable[Axis]) -> torch.Tensor:
+    """The tensor of which this rank holds `payload`, cut over `axes` as `cuts` says."""
+    by_name = {axis.name: axis for axis in axes}
+    for name, dim, owners in reversed(cuts):
+        payload = Part(payload, dim, owners, by_name[name], soft=not payload.is_floating_point())
+    return payload
+
+
+def share_under(tensor: torch.Tensor, cuts: Cuts, axes: Iterable[Axis]) -> torch.Tensor:
+    """This rank's payload of a tensor, however it is dealt, once it is dealt by `cuts`. Collective where it is not."""
+    by_name = {axis.name: axis for axis in axes}
+    for name, dim, owners in cuts:
+        tensor = share_of(tensor, dim, owners, by_name[name])
+    return plain(tensor)
+
+
+class _Apart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, cuts: Cuts, axes: Sequence[Axis]) -> torch.Tensor:
+        ctx.cut = cuts, axes
+        return share_under(tensor.detach(), cuts, axes)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor):
+        return put_together(gradient, *ctx.cut), None, None
+
+
+def apart(tensor: torch.Tensor, cuts: Cuts, axes: Sequence[Axis]) -> torch.Tensor:
+    """Differentiable: this rank's share, as a plain tensor, of one that is dealt by `cuts` or brought there."""
+    return _Apart.apply(tensor, cuts, axes) if cuts else settled(tensor)
+
+
+class _Joined(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, payload: torch.Tensor, cuts: Cuts, axes: Sequence[Axis]) -> torch.Tensor:
+        ctx.cut = cuts, axes
+        return put_together(payload.detach(), cuts, axes)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor):
+        return share_under(gradient, *ctx.cut).contiguous(), None, None
+
+
+def joined(payload: torch.Tensor, cuts: Cuts, axes: Sequence[Axis]) -> torch.Tensor:
+    """Differentiable: the tensor of which this rank holds the plain `payload`."""
+    return _Joined.apply(payload, cuts, axes) if cuts else payload
+
+
+def filled(
+    shape: Sequence[int], value: float, along: Along, axes: Iterable[Axis], beside: Sequence[torch.Tensor],
+    **options: Any,
+) -> torch.Tensor:  # fmt: skip
+    """A tensor of one value, cut along these dims as tensors `beside` it are, or in blocks."""
+    by_name = {axis.name: axis for axis in axes}
+    known = {(name, owners.size): owners for tensor in beside for name, _, owners in cuts_of(tensor)}
+    local, cuts = list(shape), []
+    for name, dim in along:
+        axis = by_name[name]
+        owners = known.get((name, local[dim])) or Owners.blocks(local[dim], axis.size)
+        local[dim] = owners.counts[axis.index]
+        cuts.append((name, dim, owners))
+    return put_together(torch.full(local, value, **options), tuple(cuts), by_name.values())
+
+
+def overwrite(held: torch.Tensor, value: torch.Tensor, axes: Sequence[Axis]) -> None:
+    """Let a tensor that somebody holds be `value`, which has its shape and is cut over axes of positions at most."""
+    if not isinstance(held, Distributed):
+        held.data = plain(value)
+    elif isinstance(held, Sum):
+        held.value()
+        held.total = value
+    else:
+        assert isinstance(held, Part)
+        if not isinstance(value, Part):
+            value = put_together(share_under(value, cuts_of(held), axes), cuts_of(held), axes)
+        assert isinstance(value, Part)
+        held.local, held.dim_cut, held.owners, held.axis = value.local, value.dim_cut, value.owners, value.axis
+        held.soft, held.origin, held.copied, held.rows = value.soft, value.origin, False, None
+
+
+__all__ = [
+    "Along", "Cuts", "apart", "axes_of", "cuts_of", "filled", "joined", "overwrite", "put_together", "settled",
+    "share_under", "taken_apart",
+]  # fmt: skip
