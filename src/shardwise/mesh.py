@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.comm import Axis
+from shardwise.comm.recording import name_axes
 from shardwise.errors import InputError
 from shardwise.layout import Grid, Plan
 from shardwise.layout.grid import AXES, INNER
@@ -103,10 +104,12 @@ def build_mesh(plan: Plan, device: torch.device) -> Mesh:
     if inner:
         gradients = _together("gradients", ("dp_replicate", "dp_shard", *INNER), axes, grid, everyone)
     experts = _experts(plan, grid, rank, axes["dp_shard"], data)
-    return Mesh(
+    made = Mesh(
         plan, rank, device, replicate, shard, data, gradients, inner, axes["tp"], axes["pp"], everyone, *experts,
         _rows(mesh, replicate, shard, gradients, inner), _made(mesh, data, shard, gradients, *experts),
     )  # fmt: skip
+    name_axes(made.group_axes)
+    return made
 
 
 def _rows(

@@ -23,6 +23,7 @@ from typing import Any
 from shardwise.checkpoint.files import Disk
 from shardwise.checkpoint.publish import Work, write_and_publish
 from shardwise.errors import RunError
+from shardwise.guard import points
 
 ALONE_S = 20.0  # how long rank 0's writer waits for the other ranks' once its own rank is gone
 _PROGRAM = "import sys; from shardwise.checkpoint.background import serve; serve(int(sys.argv[1]))"
@@ -99,6 +100,7 @@ def serve(file: int) -> None:
     """The writer's own side: works until its rank is gone."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # its rank decides when to stop
+    points.listen_as_asked()
     waiting = _Waiting()
     for line in sys.stdin.buffer:
         told = json.loads(line)

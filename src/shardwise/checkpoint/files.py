@@ -21,6 +21,7 @@ from typing import Any
 import xxhash
 
 from shardwise.errors import InputError
+from shardwise.guard.points import reach
 
 CHUNK = 16 * 2**20  # bytes of one write, and of one read
 MAX_HEADER = 100 * 2**20  # bytes; what the safetensors library allows
@@ -35,6 +36,7 @@ class Disk:
 
     def reached(self, change: str, path: Path) -> None:
         """Called before each change: "create", "write", "sync", "rename", "sync folder", "remove"."""
+        reach("disk", subject=(change, path))
 
     def folder(self, path: Path) -> None:
         """Make a folder; it may exist."""

@@ -38,6 +38,7 @@ from shardwise.comm import gather_json, gather_rows
 from shardwise.engine.ema import Ema
 from shardwise.engine.engine import Engine
 from shardwise.errors import RefusedPlan, RunError
+from shardwise.guard.points import reach
 
 SPLIT_BYTES = 2**16  # a piece of fewer bytes is written by one of the ranks that hold it
 SLACK = 1.02  # of the bytes to be written, that must be free
@@ -99,6 +100,7 @@ class Saver:
         this one.
         """
         self.finish()
+        reach("save", subject=self)
         holdings, tree = self._held()
         self._settle(holdings)
         self._check_space()

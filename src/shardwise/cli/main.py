@@ -52,6 +52,9 @@ def main() -> None:
 @click.option(
     "--resume", metavar="RUN", help="Go on with a run's folder or checkpoint; auto: this task's last; new: none."
 )
+@click.option(
+    "--restarts", type=click.IntRange(min=0), metavar="N", help="Start again up to N times when a rank dies or hangs."
+)
 @click.option("--init-from", metavar="PATH", help="Begin with the weights of a run, a checkpoint or safetensors.")
 @click.option("--profile-steps", metavar="10:12", help="Trace these steps: short for --set train.profile_steps=10:12.")
 @click.option("--cluster", help="A file of `shardwise probe`: the run writes its forecast beside what it measures.")
@@ -66,6 +69,7 @@ def train(
     steps: int | None,
     checkpoint_every: int | None,
     resume: str | None,
+    restarts: int | None,
     init_from: str | None,
     profile_steps: str | None,
     cluster: str | None,
@@ -88,6 +92,8 @@ def train(
         overrides = (*overrides, f"train.cluster={cluster}")
     if checkpoint_every is not None:
         overrides = (*overrides, f"train.checkpoint_every={checkpoint_every}")
+    if restarts is not None:
+        overrides = (*overrides, f"train.restarts={restarts}")
     if init_from is not None:
         overrides = (*overrides, f"train.init_from={init_from}")
     if target is None and resume not in (None, "auto", "new"):

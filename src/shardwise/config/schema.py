@@ -175,6 +175,23 @@ class TrainSection(Section):
     checkpoint_background: bool = Field(
         default=True, description="a process of its own writes them while training goes on"
     )
+    restarts: int = Field(
+        default=0, ge=0, description="how often the run is started again, from its last checkpoint, when a rank fails"
+    )
+    min_ranks: int | None = Field(
+        default=None,
+        ge=1,
+        description="an elastic run: with fewer ranks left, but at least these, the data degrees of the plan shrink",
+    )
+    start_deadline: float = Field(
+        default=1800.0, ge=0, description="seconds in which a rank must do something before its first step; 0: none"
+    )
+    step_deadline: float = Field(
+        default=1200.0, ge=0, description="the same in a step: a collective, a micro-batch; 0: none"
+    )
+    save_deadline: float = Field(
+        default=1800.0, ge=0, description="the same while a checkpoint or the weights are written; 0: none"
+    )
     init_from: str | None = Field(
         default=None,
         min_length=1,

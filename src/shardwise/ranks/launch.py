@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import InputError
+from shardwise.guard.diagnose import Deadlines, Watch
 from shardwise.ranks.messages import RELEASE, pack_call
 from shardwise.ranks.process import START_LIMIT_S, RankProcess
-from shardwise.ranks.supervise import Outcome, make_job, start_error, unpack, watch
+from shardwise.ranks.supervise import Outcome, make_job, meeting_place, records_of, start_error, unpack, watch
 
 GRACE_S = 2.0  # after a first failure: time for the true cause to show, before the others are ended
 
@@ -41,6 +41,7 @@ def launch(
     on_event: Callable[[RankEvent], None] | None = None,
     stop_wait_s: float = 5.0,
     on_stop: Callable[[str], None] | None = None,
+    deadlines: Deadlines | None = None,
 ) -> list[Any]:
     """Call `function(*args)` on `world_size` new processes of this machine and return the results in rank order.
 
@@ -50,6 +51,7 @@ def launch(
 
     on_stop   the function listens for SIGUSR2 and ends by itself after one: the first Ctrl-C, SIGTERM or SIGUSR1 to
               this process calls `on_stop` with its name and asks the ranks so, and only a second one ends them
+    deadlines seconds in which a rank must do something, by phase; ranks that can never go on are named without them
     """
     if world_size < 1:
         raise InputError(f"world_size is {world_size}; a run needs at least one rank")
@@ -61,7 +63,7 @@ def launch(
         with _sigterm_as_exception(), _asking_first(on_stop) as asked:
             try:
                 _start_all(ranks, world_size, logs, on_event)
-                outcome = _supervise(ranks, call, timeout_s, on_event, asked)
+                outcome = _supervise(ranks, call, timeout_s, on_event, asked, deadlines)
             finally:
                 _end_all(ranks, stop_wait_s if on_stop is None else 0.0)  # those leave SIGTERM to this process
     finally:
@@ -109,17 +111,18 @@ def _supervise(
     timeout_s: float | None,
     on_event: Callable[[RankEvent], None] | None,
     asked: threading.Event,
+    deadlines: Deadlines | None,
 ) -> Outcome:
     def notice(kind: str, rank: int, text: str) -> None:
         if on_event:
             on_event(RankEvent(kind, rank, ranks[rank].pid, text))
 
     choices = {"backend": None, "threads": _threads(len(ranks)), "group_timeout_s": timeout_s, "once": True}
-    with tempfile.TemporaryDirectory(prefix="shardwise-", ignore_cleanup_errors=True) as folder:
+    with meeting_place() as folder, records_of(len(ranks)) as (record, readers):
         for rank, process in ranks.items():
-            process.send_job(make_job(rank, len(ranks), call, os.path.join(folder, "store"), **choices))
+            process.send_job(make_job(rank, len(ranks), call, f"{folder}/store", record=record, **choices))
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        outcome = watch(ranks, deadline, GRACE_S, notice, asked)
+        outcome = watch(ranks, deadline, GRACE_S, notice, asked, Watch(readers, deadlines))
         for process in ranks.values():
             process.say(RELEASE)
     return outcome

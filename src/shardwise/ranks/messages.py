@@ -30,6 +30,7 @@ class Job:
     directory: str
     environment: dict[str, str]
     call: bytes  # pickled (function, args)
+    record: str = ""  # path of this rank's record, without its number; "": nobody watches
     once: bool = False  # the process ends with this job
 
 
@@ -42,6 +43,7 @@ class Failure:
     headline: str
     message: str
     traceback: str = ""
+    died: bool = False  # the process ended without a word
     own_class: bytes | None = None  # the pickled class, when it is one of shardwise's errors
 
 

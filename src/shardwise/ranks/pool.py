@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import atexit
 import os
-import tempfile
 import time
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 from shardwise.errors import InputError
+from shardwise.guard.diagnose import Watch
 from shardwise.ranks.messages import RELEASE, pack_call
 from shardwise.ranks.process import START_LIMIT_S, RankProcess
-from shardwise.ranks.supervise import Outcome, make_job, start_error, unpack, watch
+from shardwise.ranks.supervise import Outcome, make_job, meeting_place, records_of, start_error, unpack, watch
 
 GRACE_S = 5.0  # what the other ranks get after a first failure
 CLEAN_LIMIT_S = 10.0
@@ -65,7 +65,7 @@ class RankPool:
         return unpack(outcome, world_size, name, timeout_s)
 
     def _supervise(self, ranks: dict[int, RankProcess], call: bytes, timeout_s: float) -> Outcome:
-        with tempfile.TemporaryDirectory(prefix="shardwise-", ignore_cleanup_errors=True) as folder:
+        with meeting_place() as folder, records_of(len(ranks)) as (record, readers):
             store = os.path.join(folder, "store")
             choices = {
                 "backend": "gloo",
@@ -73,8 +73,8 @@ class RankPool:
                 "group_timeout_s": max(timeout_s - min(5.0, timeout_s / 10), 0.1),
             }
             for rank, process in ranks.items():
-                process.send_job(make_job(rank, len(ranks), call, store, **choices))
-            outcome = watch(ranks, time.monotonic() + timeout_s, GRACE_S)
+                process.send_job(make_job(rank, len(ranks), call, store, record=record, **choices))
+            outcome = watch(ranks, time.monotonic() + timeout_s, GRACE_S, records=Watch(readers, None))
             self._take_back(ranks, outcome)
         return outcome
 

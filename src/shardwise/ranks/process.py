@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from shardwise.errors import InputError
+from shardwise.guard.stacks import STACK_SIGNAL, process_state, readable
 from shardwise.ranks.messages import IDLE, READY, Job, Report
 from shardwise.ranks.worker import HandedFd, serve
 
@@ -99,12 +100,18 @@ class RankProcess:
 
     def ask_stack(self) -> None:
         """Have every thread's Python stack written down; answered in C, so a hung interpreter answers too."""
-        self._signal(signal.SIGUSR1)
+        self._signal(STACK_SIGNAL)
+
+    def wake(self) -> None:
+        """Let a process that is stopped run, so that it answers."""
+        if process_state(self.pid) in ("T", "t"):
+            self._signal(signal.SIGCONT)
 
     def stack(self) -> str:
         """What `ask_stack` brought, without the frames of this room."""
         size = os.fstat(self._stacks.fileno()).st_size
-        return _readable(os.pread(self._stacks.fileno(), size, 0).decode(errors="replace"))
+        dump = os.pread(self._stacks.fileno(), size, 0).decode(errors="replace")
+        return readable(dump, (_WORKER_FILE,), ("in _end_with_caller",), ("shardwise/comm/recording.py",))
 
     def ask_to_stop(self) -> None:
         """Request that the job end by itself, where it listens for that (SIGUSR2)."""
@@ -141,15 +148,3 @@ def refuse_where_impossible() -> None:
         )
     if "forkserver" not in multiprocessing.get_all_start_methods():
         raise InputError(f"ranks are started by a fork server, which Python does not offer on {sys.platform}")
-
-
-def _readable(dump: str) -> str:
-    """faulthandler's threads, the rank's own watcher left out and this room's outer frames cut off."""
-    kept = []
-    for block in dump.strip().split("\n\n"):
-        lines = block.splitlines()
-        if any("in _end_with_caller" in line for line in lines):
-            continue
-        ours = [index for index, line in enumerate(lines) if _WORKER_FILE in line]
-        kept.append("\n".join(lines[: ours[0]] if ours and ours[0] > 1 else lines))
-    return "\n\n".join(kept)

@@ -7,14 +7,18 @@ import pickle
 import re
 import signal
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from typing import Any
 
 from shardwise.errors import RunError, ShardwiseError
+from shardwise.guard.diagnose import Finding, Watch
+from shardwise.guard.records import Reader, memory_folder
 from shardwise.ranks.messages import Failure, Job
 from shardwise.ranks.process import RankProcess
 
@@ -24,18 +28,47 @@ _ECHO = re.compile(
     r"wait timeout|connection refused|DistNetworkError|DistStoreError",
     re.IGNORECASE,
 )
-_STACK_WAIT_S = 0.3
+_STACK_WAIT_S = 3.0
+_LOOK_S = 0.5  # between looks at the ranks' records
 _ASK_AGAIN_S = 0.5
 Notice = Callable[[str, int, str], None]
 
 
 @dataclass
 class Outcome:
-    """How a run ended: results by rank, failures in the order they came, stacks of ranks that had not ended."""
+    """How a run ended: results by rank, failures in the order they came, stacks of ranks that had not ended.
+
+    finding   what the ranks' records told: a hang, or what the first failure came from
+    steps     of each rank, the last step that it began; -1 before the first
+    """
 
     results: dict[int, bytes] = field(default_factory=dict)
     failures: list[Failure] = field(default_factory=list)
     stacks: dict[int, str] = field(default_factory=dict)
+    finding: Finding | None = None
+    steps: dict[int, int] = field(default_factory=dict)
+
+
+@contextmanager
+def meeting_place() -> Iterator[str]:
+    """A folder for the ranks' store, fresh for each run."""
+    with tempfile.TemporaryDirectory(prefix="shardwise-", ignore_cleanup_errors=True) as folder:
+        yield folder
+
+
+@contextmanager
+def records_of(world_size: int) -> Iterator[tuple[str, dict[int, Reader]]]:
+    """Files for the ranks' records: their path without the rank's number, and who reads each."""
+    folder = tempfile.TemporaryDirectory(prefix="shardwise-", dir=memory_folder(), ignore_cleanup_errors=True)
+    readers: dict[int, Reader] = {}
+    try:
+        path = os.path.join(folder.name, "record-")
+        readers = {rank: Reader(f"{path}{rank}") for rank in range(world_size)}
+        yield path, readers
+    finally:
+        for reader in readers.values():
+            reader.close()
+        folder.cleanup()
 
 
 def make_job(rank: int, world_size: int, call: bytes, store: str, **choices: Any) -> Job:
@@ -53,14 +86,23 @@ def watch(
     grace_s: float,
     notice: Notice | None = None,
     stop: threading.Event | None = None,
+    records: Watch | None = None,
 ) -> Outcome:
     """Collect reports. After a first failure the others get `grace_s`; whoever is left then is stacked and named.
 
-    stop   once it is set, ranks are asked to end by themselves, again and again: one may not listen yet
+    stop      once it is set, ranks are asked to end by themselves, again and again: one may not listen yet
+    records   the ranks' own, in which a hang is seen: it ends the run
     """
-    outcome, pending, limit = Outcome(), dict(ranks), deadline
+    outcome, pending, limit, looked = Outcome(), dict(ranks), deadline, time.monotonic()
     while pending and (limit is None or time.monotonic() < limit):
         left = None if limit is None else max(0.0, limit - time.monotonic())
+        if records is not None and not outcome.failures:
+            left = _LOOK_S if left is None else min(left, _LOOK_S)
+            if time.monotonic() - looked >= _LOOK_S:
+                looked = time.monotonic()
+                outcome.finding = records.look(looked, set(ranks) - set(pending))
+                if outcome.finding is not None:
+                    break
         if stop is not None:
             left = _ASK_AGAIN_S if left is None else min(left, _ASK_AGAIN_S)
             for process in pending.values() if stop.is_set() else ():
@@ -73,6 +115,10 @@ def watch(
             soon = outcome.failures[0].at + grace_s
             limit = soon if deadline is None else min(soon, max(deadline, outcome.failures[0].at + 1.0))
     _take_stacks(pending, outcome)
+    if records is not None:
+        outcome.steps = {rank: seen.step for rank, seen in records.see().items()}
+        if outcome.failures and outcome.finding is None:  # ranks that came to different collectives may fail, not hang
+            outcome.finding = records.differing()
     return outcome
 
 
@@ -96,7 +142,7 @@ def _ended(number: int, process: RankProcess, outcome: Outcome, notice: Notice |
 
 def _death(number: int, process: RankProcess) -> Failure:
     text = describe_exit(process.exit_code(wait_s=5.0))
-    return Failure(number, time.monotonic(), text, f"rank {number} {text}")
+    return Failure(number, time.monotonic(), text, f"rank {number} {text}", died=True)
 
 
 def describe_exit(code: int | None) -> str:
@@ -120,23 +166,28 @@ def start_error(number: int, code: int | None) -> RunError:
     if code == 1:
         why += "; its error is printed above. Most often the program's main module cannot be imported by a rank"
     error: Any = RunError(f"rank {number} did not start: {why}")
-    error.rank, error.remote_traceback = number, ""
+    error.rank, error.remote_traceback, error.reason = number, "", "start"
     return error
 
 
 def _take_stacks(pending: Mapping[int, RankProcess], outcome: Outcome) -> None:
     for process in pending.values():
         process.ask_stack()
-    until = time.monotonic() + _STACK_WAIT_S
-    while pending and time.monotonic() < until:
+    silent, until = set(pending), time.monotonic() + _STACK_WAIT_S
+    while silent and time.monotonic() < until:
         time.sleep(0.05)
+        silent = {number for number in silent if not pending[number].stack()}
+        if time.monotonic() > until - _STACK_WAIT_S / 2:  # the others have been asked: now what is stopped may run
+            for number in silent:
+                pending[number].wake()
+    time.sleep(0.05 if pending else 0.0)  # an answer is written thread by thread
     for number, process in pending.items():
         outcome.stacks[number] = process.stack() or "(no Python stack: the rank did not answer)"
 
 
 def unpack(outcome: Outcome, world_size: int, what: str, timeout_s: float | None) -> list[Any]:
     """Results in rank order, or the one error that tells what happened."""
-    if outcome.failures or outcome.stacks:
+    if outcome.failures or outcome.stacks or outcome.finding:
         raise make_error(outcome, world_size, what, timeout_s)
     results = []
     for number in range(world_size):
@@ -149,6 +200,8 @@ def unpack(outcome: Outcome, world_size: int, what: str, timeout_s: float | None
 
 def make_error(outcome: Outcome, world_size: int, what: str, timeout_s: float | None) -> ShardwiseError:
     """The first cause: the earliest failure that is not merely an echo of a peer's end."""
+    if outcome.finding is not None and not any(failure.own_class for failure in outcome.failures):
+        return _found(outcome, outcome.finding, world_size, what)
     if not outcome.failures:
         head = f"`{what}` on {world_size} ranks passed its deadline of {timeout_s:g} s; {_names(outcome.stacks)}"
         return _finish(RunError(f"{head} had not finished\n{_stack_text(outcome)}"), min(outcome.stacks), outcome)
@@ -168,6 +221,17 @@ def make_error(outcome: Outcome, world_size: int, what: str, timeout_s: float | 
     return _finish(RunError(f"`{what}` failed on {world_size} ranks. {text}"), guilty, outcome, first)
 
 
+def _found(outcome: Outcome, finding: Finding, world_size: int, what: str) -> ShardwiseError:
+    """The error for what the ranks' records told, and what followed from it."""
+    followed = [f"what followed: rank {each.rank}: {each.headline}" for each in outcome.failures]
+    parts = [f"`{what}` hangs on {world_size} ranks: {finding.text()}", *followed, _stack_text(outcome)]
+    if outcome.failures:
+        parts[0] = f"`{what}` failed on {world_size} ranks: {finding.text()}"
+    error = _finish(RunError("\n".join(part for part in parts if part)), finding.rank, outcome)
+    error.reason, error.retry = finding.reason, finding.retry
+    return error
+
+
 def _class_of(failure: Failure) -> type[ShardwiseError] | None:
     try:
         return pickle.loads(failure.own_class) if failure.own_class else None
@@ -176,7 +240,8 @@ def _class_of(failure: Failure) -> type[ShardwiseError] | None:
 
 
 def _finish(error: Any, rank: int, outcome: Outcome, first: Failure | None = None) -> Any:
-    error.rank = rank
+    error.rank, error.steps = rank, outcome.steps
+    error.reason = "late" if first is None else "died" if first.died else "raised"
     error.remote_traceback = first.traceback if first else _stack_text(outcome)
     return error
 

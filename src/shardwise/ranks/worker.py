@@ -5,7 +5,6 @@ It leaves by `os._exit`: tearing down gloo's threads in a regular interpreter ex
 
 from __future__ import annotations
 
-import faulthandler
 import gc
 import multiprocessing
 import os
@@ -22,9 +21,14 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from shardwise.errors import ShardwiseError
+from shardwise.guard import points
+from shardwise.guard.records import Record
+from shardwise.guard.stacks import answer_with_stacks
 from shardwise.ranks.allocation import keep_freed_memory
 from shardwise.ranks.messages import IDLE, READY, Failure, Job, Report, dumps
 from shardwise.ranks.scheduling import take_turns
+
+BEAT_S = 1.0
 
 
 class HandedFd:
@@ -63,7 +67,7 @@ def _settle(stacks: int, output: int, errors: int) -> None:
     """Make the new process safe to own: it ends with its caller, leaves Ctrl-C to it, and can show its stack."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # a launcher's request to stop, before the job listens for it
-    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    answer_with_stacks(stacks)
     os.dup2(output, 1)
     os.dup2(errors, 2)
     threading.Thread(target=_end_with_caller, name="end-with-caller", daemon=True).start()
@@ -72,11 +76,17 @@ def _settle(stacks: int, output: int, errors: int) -> None:
 
 
 def _end_with_caller() -> None:
-    """Wait for the calling process to end, by whatever means, and end too: no rank outlives its run."""
+    """Wait for the calling process to end, by whatever means, and end too: no rank outlives its run.
+
+    Meanwhile a beat each second tells whoever watches that Python's threads run.
+    """
     caller = multiprocessing.parent_process()
-    if caller is not None:
-        wait([caller.sentinel])
-        os._exit(1)
+    while caller is not None:
+        if wait([caller.sentinel], BEAT_S):
+            os._exit(1)
+        record = points.record()
+        if record is not None:
+            record.beat()
 
 
 def _serve_one(channel: Connection) -> bool:
@@ -97,17 +107,33 @@ def _serve_one(channel: Connection) -> bool:
 
 
 def _perform(job: Job) -> Report:
-    opened = False
+    opened, record = False, None
     try:
         _look_like_caller(job)
         function, args = pickle.loads(job.call)
         _reset_torch(job.threads)
+        record = _watched(job)
         _open_group(job)
         opened = True
-        return Report(_pack_result(function(*args)), None)
+        result = function(*args)
+        if record is not None:
+            record.ended(True)
+        return Report(_pack_result(result), None)
     except BaseException as error:
+        if record is not None:
+            record.ended(False)
         # a half-made group leaves torch counting groups from another number than its peers
         return Report(None, _describe(job.rank, error), spent=not opened)
+
+
+def _watched(job: Job) -> Record | None:
+    """Begin this rank's record, for the caller to watch it."""
+    from shardwise.comm import recording
+
+    record = Record(f"{job.record}{job.rank}", job.rank, job.world_size) if job.record else None
+    points.have(record)
+    recording.begin(record, {rank: f"{job.record}{rank}" for rank in range(job.world_size)})
+    return record
 
 
 def _pack_result(result: Any) -> bytes:
@@ -223,7 +249,7 @@ def _describe(rank: int, error: BaseException) -> Failure:
     text = "".join(traceback.format_exception(type(error), error, trace or error.__traceback__))
     kind, message = type(error).__qualname__, str(error)
     headline = f"{kind}: {message}" if message else kind
-    return Failure(rank, at, headline, message, text, _own_class(error))
+    return Failure(rank, at, headline, message, text, own_class=_own_class(error))
 
 
 def _own_class(error: BaseException) -> bytes | None:

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from shardwise.comm import gather_json
 from shardwise.errors import InputError, RefusedPlan
+from shardwise.guard.points import reach
 from shardwise.layout.dealing import Share
 from shardwise.part import forget
 from shardwise.step.batching import parts_of
@@ -59,10 +60,12 @@ def gradients(state: RankState, parts: list[Share]) -> tuple[StepResult, bool]:
     state.technique.start_step()
     tally = Tally(state.device, state.mesh.counts)
     if state.staged is not None:
+        reach("forward", state.steps_done, state)
         run_schedule(state, parts, tally)
     else:
         for index, part in enumerate(parts):
             with state.hooks.inside("micro_batch"):
+                reach("forward", state.steps_done, state)
                 _micro_batch(state, index, part, tally, last=index == len(parts) - 1)
     return complete(state, tally)
 
@@ -74,6 +77,7 @@ def complete(state: RankState, tally: Tally) -> tuple[StepResult, bool]:
     Raises `RunError` where ranks took different branches that one process could not have taken.
     """
     with state.hooks.inside("reduce"):
+        reach("reduce", subject=state)
         agreed = _reduced(state, tally, tally.reached, again=False)
         if not agreed.same_branches and state.mesh.gradients.size > 1:
             refuse = state.task.branches == "same"
@@ -102,6 +106,7 @@ def _reduced(state: RankState, tally: Tally, used: set[int], *, again: bool) -> 
 def update(state: RankState, step: Callable[[], T]) -> T:
     """Run the optimizer's `step` where its tensors are whole enough, then publish the new weights. Collective."""
     with state.hooks.inside("update"):
+        reach("update", subject=state)
         if state.owners is not None:
             state.owners.collect_gradients(state.used)
         result = step()
@@ -176,6 +181,7 @@ def _micro_batch(state: RankState, index: int, part: Share, tally: Tally, *, las
 @torch.no_grad()
 def evaluate(state: RankState, steps: Iterable[list[Share]]) -> tuple[float, float]:
     """(sum, weight) of the loss over the parts of many batches and all ranks, in eval mode. Collective."""
+    reach("evaluate", subject=state)
     state.module.eval()
     tally = Tally(state.device, state.mesh.counts)
     try:

@@ -22,6 +22,7 @@ from shardwise.dataset import name_of
 from shardwise.device import pick_device
 from shardwise.engine.ema import Ema
 from shardwise.engine.engine import Engine, parallelize
+from shardwise.guard.points import reach
 from shardwise.measure.pace import Beat, over_ranks, pace_beside
 from shardwise.observe import Flops, InputWatch, MetricsFile, count_flops, finite, peak_flops, write_inputs, write_json
 from shardwise.observe.memory import memory_of
@@ -46,6 +47,7 @@ PACED = 4  # from this step on the pace of the CPU is looked at every so often, 
 
 def run_rank(job: Job) -> dict[str, Any]:
     """This rank's part of the run; the summary, the same on every rank."""
+    reach("start")
     task = job.build_task()
     config = job.effective.config.train
     device = pick_device("cpu" if config.device == "cpu" else None)
@@ -132,6 +134,7 @@ class _Rank:
             if self.keeper.after(step, self.first_loss):
                 return self._stopped(step)
         seconds = time.monotonic() - started
+        reach("end", self.job.steps, self.engine.state)
         self.engine.save_weights(self.job.folder / WEIGHTS)
         if self.ema is not None:
             with self.ema.applied():
@@ -205,6 +208,7 @@ class _Rank:
                 self.beat.spread(over_ranks(self.step_times[-1][1]))
             self.beat.before(step)
         self.profile.before(step)
+        reach("input", step, self.engine.state)
         asked = time.perf_counter()
         with self.profile.inside(step, "input"):
             batch = next(self.batches)

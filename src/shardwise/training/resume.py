@@ -15,7 +15,10 @@ CHECKPOINTS = "checkpoints"
 STOPPED = "stopped.json"  # in a run's folder: it was asked to stop
 AUTO, NEW = "auto", "new"
 # what may be another from one start to the next without a word: it changes nothing that is trained
-_SILENT = re.compile(r"train\.(out|name|log_every|sinks|profile_steps|cluster|checkpoint_\w+|device|workers)")
+_SILENT = re.compile(
+    r"train\.(out|name|log_every|sinks|profile_steps|cluster|checkpoint_\w+|\w+_deadline|restarts|min_ranks|device|"
+    r"workers)"
+)
 
 
 def settings_of(effective: Effective) -> dict[str, Any]:

@@ -16,9 +16,11 @@ from shardwise.config import Config, Effective, Given, from_table, load
 from shardwise.config.schema import TrainSection
 from shardwise.errors import InputError, RefusedPlan, Stopped
 from shardwise.layout import Plan, check
+from shardwise.layout.elastic import smaller
 from shardwise.ranks import Place, here
 from shardwise.task import Task
 from shardwise.training.job import Job, make_job
+from shardwise.training.restart import until_done
 from shardwise.training.resume import find_run, mark_stopped
 
 LOGS = "ranks"
@@ -72,6 +74,7 @@ def train(
                a run that was asked to stop goes on when it is called again with the same configuration
     overrides  fields of [train] by name (`steps=100`), sections as dicts (`optimizer={"lr": 3e-4}`)
 
+    With `restarts=N` a run whose rank dies, hangs or fails is started again up to N times, from its last checkpoint.
     SIGTERM, SIGUSR1 and Ctrl-C end it after the step under way: the state is saved, and `Stopped` says where.
 
     With more than one rank, a `Task` is sent to the ranks by pickle: one with lambdas is better given by name.
@@ -118,17 +121,19 @@ def execute(
 
     resume   see `train`. Raises `Stopped` where a signal asked the run to stop.
     """
-    world = effective.plan.world_size
     place = here()
+    effective = _for_ranks(effective, place.world_size if place is not None else nproc)
+    world = effective.plan.world_size
     _check_ranks(effective, nproc, place)
     check(effective.plan)
     job = make_job(effective, task, keep=place is not None or world == 1)
     forecast = _forecast(job)  # a launcher's ranks all make it, so that all refuse together
     if place is not None:
         return _joined(job, forecast, resume)
-    job = _placed(job.with_(launched=world > 1), resume)
+    supervised = world > 1 or effective.config.train.restarts > 0
+    job = _placed(job.with_(launched=supervised), resume)
     with _kept_errors(job, "error.log"):
-        summary = _launched(job, world) if world > 1 else _here(job)
+        summary = until_done(job, _launched) if supervised else _here(job)
         _raise_stopped(job, summary)
     return Run(job.folder, _beside(job, forecast, summary))
 
@@ -196,6 +201,17 @@ def _check_ranks(effective: Effective, nproc: int | None, place: Place | None) -
         )
 
 
+def _for_ranks(effective: Effective, ranks: int | None) -> Effective:
+    """The configuration under a plan for the ranks that are there, where the run may have fewer than it asks for."""
+    least, plan = effective.config.train.min_ranks, effective.plan
+    if ranks is None or least is None or not least <= ranks < plan.world_size:
+        return effective
+    check(plan)
+    fewer = smaller(plan, ranks)
+    note = f"{ranks} of {plan.world_size} ranks are there: the plan is {fewer} instead of {plan}"
+    return replace(effective, plan=fewer, notes=(*effective.notes, note))
+
+
 def _new_folder(job: Job) -> Path:
     from shardwise.observe import make_folder
 
@@ -208,14 +224,19 @@ def _here(job: Job) -> dict[str, Any]:
     return run_rank(job)
 
 
-def _launched(job: Job, world: int) -> dict[str, Any]:
+def _launched(job: Job) -> dict[str, Any]:
+    from shardwise.guard.diagnose import Deadlines
     from shardwise.ranks import launch
 
     def told(name: str) -> None:
         sys.stderr.write(f"\n{name}: the step under way is finished and saved; a second signal ends the run at once\n")
 
-    asked = told if job.effective.config.train.checkpoint_every != 0 else None
-    results: Sequence[Any] = launch(train_rank, world, (job,), log_dir=job.folder / LOGS, on_stop=asked)
+    config, world = job.effective.config.train, job.effective.plan.world_size
+    asked = told if config.checkpoint_every != 0 else None
+    deadlines = Deadlines(config.start_deadline, config.step_deadline, config.save_deadline)
+    results: Sequence[Any] = launch(
+        train_rank, world, (job,), log_dir=job.folder / LOGS, on_stop=asked, deadlines=deadlines
+    )
     return results[0]
 
 

@@ -1,0 +1,301 @@
+"""Every collective that Python issues, PyTorch's engines' and a user's own among them, in the rank's record.
+
+    dist.all_reduce(...) -> ProcessGroup.allreduce   the number in its group, op, dtype, shape, tag, the user's line
+    work.wait()          -> Work.wait                what the rank waits for, while it waits
+
+Methods of torch's two classes are replaced once in a process; without a record they only call the original.
+
+In strict mode (`SHARDWISE_STRICT=1`) a collective is compared, before it is issued, with what other ranks of the host
+issued under its number, the place in the code included: the later of two that differ raises.
+
+What this does not do: see collectives inside a compiled program and DTensor's own, which are issued below Python. All
+ranks of a group leave out the same ones.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from shardwise.comm import observe
+from shardwise.errors import RunError
+from shardwise.guard.diagnose import differ
+from shardwise.guard.records import Reader, Record, key_of
+
+STRICT = "SHARDWISE_STRICT"
+# method of a process group -> (what it is called, place of the tensor that tells of its size; None: there is none)
+_COLLECTIVES: dict[str, tuple[str, int | None]] = {
+    "allreduce": ("all_reduce", 0),
+    "allreduce_coalesced": ("all_reduce", 0),
+    "broadcast": ("broadcast", 0),
+    "reduce": ("reduce", 0),
+    "_allgather_base": ("all_gather", 1),
+    "all_gather_single": ("all_gather", 1),
+    "all_gather_single_coalesced": ("all_gather", 1),
+    "allgather_into_tensor_coalesced": ("all_gather", 1),
+    "allgather": ("all_gather", 1),
+    "allgather_coalesced": ("all_gather", 1),
+    "_reduce_scatter_base": ("reduce_scatter", 1),
+    "reduce_scatter": ("reduce_scatter", 1),
+    "reduce_scatter_single": ("reduce_scatter", 1),
+    "reduce_scatter_single_coalesced": ("reduce_scatter", 1),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter", 1),
+    "alltoall": ("all_to_all", 1),
+    "alltoall_base": ("all_to_all", 1),
+    "all_to_all_single": ("all_to_all", 1),
+    "gather": ("gather", 1),
+    "scatter": ("scatter", None),
+    "barrier": ("barrier", None),
+}
+_MOST_FRAMES = 80
+_OWN = str(Path(__file__).resolve().parents[1]) + os.sep
+_COMM = str(Path(__file__).resolve().parent) + os.sep
+_TORCH = str(Path(torch.__file__).resolve().parent) + os.sep
+_LIBRARY = tuple({sysconfig.get_path("stdlib") + os.sep, sysconfig.get_path("platstdlib") + os.sep})
+_PACKAGES = tuple({sysconfig.get_path("purelib") + os.sep, sysconfig.get_path("platlib") + os.sep})
+_USERS, _PACKAGE, _OURS, _SKIP = range(4)
+
+
+class _State:
+    """What is known of this process's groups and works, for the record it has now."""
+
+    def __init__(self) -> None:
+        self.record: Record | None = None
+        self.groups: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self.keys: dict[int, str] = {}
+        self.made: dict[str, int] = {}
+        self.works: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
+        self.pairs: dict[tuple[Any, ...], int] = {}
+        self.axes: dict[str, str] = {}
+        self.texts: dict[Any, int] = {}
+        self.kinds: dict[Any, int] = {}
+        self.places: dict[tuple[Any, int], int] = {}
+        self.others: dict[int, Reader] = {}
+        self.strict = False
+
+
+_state = _State()
+_inside = threading.local()
+
+
+def begin(mine: Record | None, others: dict[int, str] | None = None) -> None:
+    """Write collectives to this record from now on (None: to none). `others`: paths of other ranks' records."""
+    global _state
+    _state = _State()
+    _state.record = mine
+    _state.strict = mine is not None and os.environ.get(STRICT, "") not in ("", "0")
+    if _state.strict:
+        _state.others = {rank: Reader(path) for rank, path in (others or {}).items()}
+    if mine is not None:
+        _replace_methods()
+
+
+def name_axes(axes: dict[str, str]) -> None:
+    """Process group name -> axis, for reports; groups that come later."""
+    _state.axes.update(axes)
+
+
+# --- torch's methods
+
+
+def _replace_methods() -> None:
+    if hasattr(dist.Work.wait, "shardwise"):
+        return
+    for method, (op, place) in _COLLECTIVES.items():
+        own = getattr(dist.ProcessGroup, method, None)
+        if own is not None:
+            setattr(dist.ProcessGroup, method, _collective(own, op, place))
+    for method, sends in (("send", True), ("recv", False)):
+        setattr(dist.ProcessGroup, method, _message(getattr(dist.ProcessGroup, method), sends))
+    dist.Work.wait = _wait(dist.Work.wait)
+
+
+def _collective(own: Callable[..., Any], op: str, place: int | None) -> Callable[..., Any]:
+    def issue(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _state.record is None or getattr(_inside, "under", False):
+            return own(self, *args, **kwargs)
+        tensor = args[place] if place is not None and place < len(args) else None
+        while isinstance(tensor, list | tuple):
+            tensor = tensor[0] if tensor else None
+        where = _noted(self, op, tensor)
+        _inside.under = True  # one method of torch may call another
+        try:
+            work = own(self, *args, **kwargs)
+        finally:
+            _inside.under = False
+        if where is not None and work is not None:
+            _state.works[work] = where
+        return work
+
+    issue.__name__ = op
+    return issue
+
+
+def _message(own: Callable[..., Any], sends: bool) -> Callable[..., Any]:
+    def pass_on(self: Any, tensors: Any, peer: int, *rest: Any, **kwargs: Any) -> Any:
+        state = _state
+        if state.record is None:
+            return own(self, tensors, peer, *rest, **kwargs)
+        where = _pair(self, peer, rest[0] if rest else kwargs.get("tag", 0), sends)
+        work = own(self, tensors, peer, *rest, **kwargs)
+        if where is not None and work is not None:
+            state.works[work] = where
+        return work
+
+    return pass_on
+
+
+def _wait(own: Callable[..., Any]) -> Callable[..., Any]:
+    def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
+        mine, where = _state.record, _state.works.get(self)
+        if mine is None or where is None:
+            return own(self, *args, **kwargs)
+        mine.waits(*where)
+        try:
+            return own(self, *args, **kwargs)
+        finally:
+            mine.goes_on()
+
+    wait.shardwise = True  # type: ignore[attr-defined]
+    return wait
+
+
+# --- what is written
+
+
+def _noted(group: Any, op: str, tensor: Any) -> tuple[int, int] | None:
+    """Write one collective down; (group, its number there)."""
+    state = _state
+    mine = state.record
+    assert mine is not None
+    number = state.groups.get(group)
+    if number is None:
+        number = _registered(group)
+    if number < 0:
+        return None
+    if tensor is None:
+        elements, shape, dtype = 0, 0, 0
+    else:
+        elements, shape, dtype = tensor.numel(), _text(tensor.shape), _text(tensor.dtype)
+    tag = getattr(observe._local, "tag", None)
+    issued = mine.issue(number, _text(op), elements, shape, dtype, _text(tag) if tag else 0, _place())
+    if state.strict:
+        _compare(mine, number, issued)
+    return number, issued
+
+
+def _text(value: Any) -> int:
+    """The number of a value's text; asked for once for each value."""
+    at = _state.texts.get(value)
+    if at is None:
+        assert _state.record is not None
+        text = str(tuple(value)) if isinstance(value, torch.Size) else str(value).removeprefix("torch.")
+        at = _state.texts[value] = _state.record.text(text)
+    return at
+
+
+def _registered(group: Any) -> int:
+    state = _state
+    assert state.record is not None
+    ranks = dist.get_process_group_ranks(group)
+    number = -1
+    if dist.get_world_size() == state.record.world:  # else a part of the ranks is a world of its own for a while
+        name = group.group_name
+        axis = state.axes.get(name, "world" if group is dist.group.WORLD else f"group {name}")
+        times = state.made[name] = state.made.get(name, 0) + 1
+        key = key_of(axis, f"{name}#{times}", ranks)
+        number = state.record.group(key)
+        state.keys[number] = key
+    state.groups[group] = number
+    return number
+
+
+def _pair(group: Any, peer: int, tag: int, sends: bool) -> tuple[int, int] | None:
+    """Count a message between two ranks."""
+    state = _state
+    mine = state.record
+    assert mine is not None
+    at = (id(group), peer, tag, sends)
+    number = state.pairs.get(at)
+    if number is None:
+        number = -1
+        ranks, me = dist.get_process_group_ranks(group), group.rank()
+        if dist.get_world_size() == mine.world and 0 <= peer < len(ranks):
+            ends = (ranks[me], ranks[peer]) if sends else (ranks[peer], ranks[me])
+            number = mine.group(key_of("message", f"{group.group_name}/{tag}", ends), between_two=True)
+        state.pairs[at] = number
+    if number < 0:
+        return None
+    return number, mine.issue(number, 0, 0, 0, 0, 0, 0)
+
+
+def _place() -> int:
+    """file:line of the innermost frame of the user's code; of a package's, of ours, where there is none."""
+    frame: Any = sys._getframe(3)
+    kinds, nearest, left = _state.kinds, None, _MOST_FRAMES
+    best = _SKIP
+    while frame is not None and left:
+        code = frame.f_code
+        kind = kinds.get(code)
+        if kind is None:
+            kind = kinds[code] = _kind_of(code.co_filename)
+        if kind < best:
+            nearest, best = frame, kind
+            if kind == _USERS:
+                break
+        frame, left = frame.f_back, left - 1
+    if nearest is None:
+        return 0
+    at = (nearest.f_code, nearest.f_lineno)
+    found = _state.places.get(at)
+    if found is None:
+        assert _state.record is not None
+        text = f"{at[0].co_filename}:{at[1]} in {at[0].co_name}"
+        found = _state.places[at] = _state.record.text(text)
+    return found
+
+
+def _kind_of(file: str) -> int:
+    if file.startswith((_COMM, "<")):
+        return _SKIP
+    if file.startswith(_OWN):
+        return _USERS if f"{os.sep}models{os.sep}" in file[len(_OWN) - 1 :] else _OURS
+    if file.startswith(_TORCH):
+        return _SKIP
+    if file.startswith(_PACKAGES):
+        return _PACKAGE
+    return _SKIP if file.startswith(_LIBRARY) else _USERS
+
+
+# --- strict
+
+
+def _compare(mine: Record, number: int, issued: int) -> None:
+    """Raise `RunError` where another rank of the host issued something else under this number."""
+    key = _state.keys[number]
+    own = Reader(mine.path) if -1 not in _state.others else _state.others[-1]
+    _state.others[-1] = own
+    seen = own.see()
+    assert seen is not None
+    entry = own.entry(seen.groups[key], issued)
+    for rank in seen.groups[key].ranks:
+        reader = _state.others.get(rank)
+        other = reader.see() if reader is not None and rank != mine.rank else None
+        if reader is None or other is None or key not in other.groups or entry is None:
+            continue
+        theirs = reader.entry(other.groups[key], issued)
+        what = differ(entry, theirs, places=True) if theirs is not None else ""
+        if theirs is not None and what:
+            raise RunError(
+                f"ranks came to different collectives ({what}): number {issued} of axis {key.split('|')[0]} is {entry} "
+                f"on rank {mine.rank}, from {entry.place}, and {theirs} on rank {rank}, from {theirs.place}"
+            )

@@ -1,0 +1,284 @@
+"""From the records of all ranks to the one that is at fault: which rank, in or before which collective, and why.
+
+Certain at once, whatever the deadlines are:
+    differ    two ranks issued different collectives under one number of a group
+    never     ranks wait for each other in a circle, or for one that has ended, and nothing moved between two looks
+
+After a deadline of the phase, counted from the last thing that the rank did:
+    late      a rank that waits for nobody does nothing: it is stopped, its interpreter is locked, or it works or sleeps
+    wire      all ranks of a group are in a collective, and it does not end
+
+A rank that waits for another is never late itself: the other is judged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from shardwise.guard.records import DONE, RING, Entry, Group, Reader, Seen
+from shardwise.guard.stacks import process_state
+
+# elements must agree for these; the others may be uneven
+_EVEN = {"all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter"}
+_BEAT_S = 5.0  # without a beat for so long: no Python thread runs
+
+
+@dataclass(frozen=True)
+class Deadlines:
+    """Seconds in which a rank must do something, by phase; 0: for ever.
+
+    start  until its first step; step: in a step or an evaluation; save: while a checkpoint is written
+    """
+
+    start_s: float = 1800.0
+    step_s: float = 1200.0
+    save_s: float = 1800.0
+
+    def of(self, phase: str) -> float:
+        if phase == "start":
+            return self.start_s
+        return self.save_s if phase in ("save", "disk", "end") else self.step_s
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What hangs. `rank` is the first at fault, `reason` one of "differ", "never", "late", "wire".
+
+    retry  whether the same run may get further when it is started again
+    """
+
+    reason: str
+    rank: int
+    lines: tuple[str, ...]
+    retry: bool
+    waiting: dict[int, str] = field(default_factory=dict)
+
+    def text(self) -> str:
+        again = "starting again may help" if self.retry else "starting again would come to the same place"
+        return "\n".join([*self.lines, *(self.waiting[rank] for rank in sorted(self.waiting)), again])
+
+
+def differ(one: Entry, other: Entry, places: bool = False) -> str:
+    """What makes two collectives different that must be the same; "" where nothing does."""
+    if one.op != other.op:
+        return "the operation"
+    if one.dtype and other.dtype and one.dtype != other.dtype:
+        return "the dtype"
+    if one.op in _EVEN and one.elements != other.elements:
+        return "the shape"
+    if one.tag != other.tag:
+        return "its purpose"
+    return "the place in the code" if places and one.place != other.place else ""
+
+
+class Watch:
+    """Looks at the records of ranks, again and again. `deadlines`: None where only what is certain counts."""
+
+    def __init__(self, readers: Mapping[int, Reader], deadlines: Deadlines | None) -> None:
+        self.readers, self.deadlines = readers, deadlines
+        self._compared: dict[str, int] = {}
+        self._before: dict[int, tuple[int, str, int]] = {}
+        self._stuck: set[int] = set()
+
+    def see(self) -> dict[int, Seen]:
+        """The ranks that have begun their records."""
+        found = {rank: reader.see() for rank, reader in self.readers.items()}
+        return {rank: seen for rank, seen in found.items() if seen is not None}
+
+    def look(self, now: float, gone: Iterable[int] = ()) -> Finding | None:
+        """What is wrong at this time, if anything is. `gone`: ranks whose processes have ended."""
+        ranks, ended = self.see(), set(gone)
+        ended |= {rank for rank, seen in ranks.items() if seen.ended}
+        found = self._differing(ranks) or self._never(ranks, ended)
+        if found is None and self.deadlines is not None:
+            found = self._late(ranks, ended, now, self.deadlines)
+        return found
+
+    def differing(self) -> Finding | None:
+        """The first collective in which ranks differ, if one is kept."""
+        return self._differing(self.see())
+
+    # --- certain
+
+    def _differing(self, ranks: Mapping[int, Seen]) -> Finding | None:
+        for key, group in _collective_groups(ranks):
+            members = [rank for rank in group.ranks if rank in ranks and key in ranks[rank].groups]
+            if len(members) < 2:
+                continue
+            issued = {rank: ranks[rank].groups[key].issued for rank in members}
+            # the second largest: two ranks have that one, and a third may not have come yet
+            last = sorted(issued.values())[-2]
+            for number in range(max(self._compared.get(key, 0), last - RING + 2) + 1, last + 1):
+                entries = {
+                    rank: self.readers[rank].entry(ranks[rank].groups[key], number)
+                    for rank in members
+                    if issued[rank] >= number
+                }
+                kept = {rank: entry for rank, entry in entries.items() if entry is not None}
+                found = _odd_one(kept, key, number, group)
+                if found is not None:
+                    return found
+            self._compared[key] = min(last, min(issued.values()))
+        return None
+
+    def _never(self, ranks: Mapping[int, Seen], ended: set[int]) -> Finding | None:
+        """Ranks that wait in a circle or for one that has ended: none of them will ever go on."""
+        stuck = {rank for rank, seen in ranks.items() if seen.waits_key and rank not in ended}
+        missing = {rank: missing_of(ranks[rank], ranks) for rank in stuck}
+        while True:
+            free = {rank for rank in stuck if not any(other in stuck or other in ended for other in missing[rank])}
+            if not free:
+                break
+            stuck -= free
+        now = {rank: (ranks[rank].events, ranks[rank].waits_key, ranks[rank].waits_number) for rank in stuck}
+        same = {rank for rank in stuck if self._before.get(rank) == now[rank]}
+        self._before = now
+        if not stuck or same != stuck:
+            return None  # looked at once: a record may have been half-way
+        return self._told_never(ranks, ended, sorted(stuck), missing)
+
+    def _told_never(
+        self, ranks: Mapping[int, Seen], ended: set[int], stuck: list[int], missing: Mapping[int, list[int]]
+    ) -> Finding:
+        over = sorted({other for rank in stuck for other in missing[rank] if other in ended})
+        waits = {rank: self.waiting_line(ranks[rank], missing[rank]) for rank in stuck}
+        lines = []
+        if over:
+            first, how = over[0], "has ended"
+            if over[0] in ranks and ranks[over[0]].state == DONE:
+                how = "has returned"
+            lines.append(f"rank {first} {how} and will not come to a collective of {_named(stuck)}:")
+            lines += [f"rank {rank} was last in {text}" for rank in over if (text := self.last_line(rank, ranks))]
+        else:
+            # of ranks in a circle the one that is behind is most often the one that left out or added something
+            first = min(stuck, key=lambda rank: sum(group.issued for group in ranks[rank].groups.values()))
+            lines.append(f"{_named(stuck)} wait for each other, each in another collective:")
+        for key in sorted({ranks[rank].waits_key for rank in stuck}):
+            lines += self.parted(key, ranks)
+        return Finding("never", first, tuple(lines), False, waits)
+
+    def parted(self, key: str, ranks: Mapping[int, Seen]) -> list[str]:
+        """Where ranks of this group came to their collectives from different places first, if that is still kept."""
+        members = {rank: seen for rank, seen in ranks.items() if key in seen.groups}
+        last = min((seen.groups[key].issued for seen in members.values()), default=0)
+        for number in range(max(1, last - RING + 2), last + 1):
+            entries = {rank: self.readers[rank].entry(seen.groups[key], number) for rank, seen in members.items()}
+            places = {rank: entry.place for rank, entry in entries.items() if entry is not None}
+            if len(set(places.values())) > 1:
+                told = "; ".join(f"rank {rank} from {place}" for rank, place in sorted(places.items()))
+                return [f"they came to number {number} of that axis from different places already: {told}"]
+        return []
+
+    # --- after a deadline
+
+    def _late(self, ranks: Mapping[int, Seen], ended: set[int], now: float, deadlines: Deadlines) -> Finding | None:
+        late = []
+        for rank, seen in ranks.items():
+            limit = deadlines.of(seen.phase)
+            if rank in ended or not limit or now - seen.moved <= limit:
+                continue
+            absent = missing_of(seen, ranks) if seen.waits_key else []
+            if any(other in ended for other in absent):
+                return self._told_never(ranks, ended, [rank], {rank: absent})
+            if not absent:  # else it waits for somebody, who is judged
+                late.append((bool(seen.waits_key), seen.moved, rank))
+        if not late:
+            return None
+        in_collective, _, rank = min(late)
+        seen = ranks[rank]
+        age = f"for {now - seen.moved:.0f} s (the deadline of a {_phase(seen)} is {deadlines.of(seen.phase):g} s)"
+        waits = {
+            other: self.waiting_line(each, missing_of(each, ranks))
+            for other, each in ranks.items()
+            if each.waits_key and other not in ended and other != rank
+        }
+        place = f"in step {seen.step}, {_phase(seen)}" if seen.step >= 0 else f"in its {_phase(seen)}"
+        if in_collective:
+            lines = [f"a collective whose ranks have all come to it has not ended {age}: {self.waiting_line(seen, [])}"]
+            return Finding("wire", rank, tuple(lines), True, waits)
+        lines = [f"rank {rank} has done nothing {age}, {place}: {_why(seen, now)}"]
+        last = self.last_line(rank, ranks)
+        lines += [f"its last collective was {last}"] if last else []
+        return Finding("late", rank, tuple(lines), True, waits)
+
+    # --- in words
+
+    def waiting_line(self, seen: Seen, absent: list[int]) -> str:
+        """Where a rank waits, and for whom."""
+        group = seen.groups[seen.waits_key]
+        entry = self.readers[seen.rank].entry(group, seen.waits_number)
+        if group.between_two:
+            start, goal = group.ranks
+            what = f"a message from rank {start} to rank {goal}"
+        else:
+            what = f"number {seen.waits_number} of axis {group.axis}"
+            what = f"{entry} ({what}), from {entry.place}" if entry is not None else what
+        whom = f" for {_named(absent)}" if absent else ""
+        return f"rank {seen.rank} waits{whom} in {what}"
+
+    def last_line(self, rank: int, ranks: Mapping[int, Seen]) -> str:
+        """The newest collective of a rank; "" where it had none."""
+        found = self.readers[rank].last(ranks[rank]) if rank in ranks else None
+        if found is None:
+            return ""
+        group, entry = found
+        return f"{entry} (number {entry.number} of axis {group.axis}), from {entry.place}"
+
+
+def missing_of(seen: Seen, ranks: Mapping[int, Seen]) -> list[int]:
+    """The ranks that have not come to the collective in which this one waits."""
+    group = seen.groups.get(seen.waits_key)
+    if group is None:
+        return []
+    found = []
+    for rank in group.ranks:
+        other = ranks.get(rank)
+        if other is None or rank == seen.rank:
+            continue  # on another host, or not begun
+        theirs = other.groups.get(seen.waits_key)
+        if theirs is None or theirs.issued < seen.waits_number:
+            found.append(rank)
+    return found
+
+
+def _collective_groups(ranks: Mapping[int, Seen]) -> list[tuple[str, Group]]:
+    found = {key: group for seen in ranks.values() for key, group in seen.groups.items() if not group.between_two}
+    return list(found.items())
+
+
+def _odd_one(entries: Mapping[int, Entry], key: str, number: int, group: Group) -> Finding | None:
+    """The rank whose collective is another than the majority's, if there is one."""
+    for one in sorted(entries):
+        for other in sorted(entries):
+            what = differ(entries[one], entries[other]) if one < other else ""
+            if not what:
+                continue
+            odd = min((one, other), key=lambda rank: (_alike(entries, rank), -rank))
+            head = f"ranks came to different collectives ({what} differs): number {number} of axis {group.axis}"
+            where = {rank: f"rank {rank}: {entry}, from {entry.place}" for rank, entry in entries.items()}
+            return Finding("differ", odd, (head,), False, where)
+    return None
+
+
+def _alike(entries: Mapping[int, Entry], rank: int) -> int:
+    """How many ranks issued what this one did."""
+    return sum(not differ(entries[rank], entry) for entry in entries.values())
+
+
+def _why(seen: Seen, now: float) -> str:
+    state = process_state(seen.pid)
+    if state in ("T", "t"):
+        return "its process is stopped (SIGSTOP)"
+    if now - seen.beat > _BEAT_S:
+        return f"its interpreter is locked: no Python thread has run for {now - seen.beat:.0f} s"
+    return "it works or sleeps outside of collectives; its stack tells where"
+
+
+def _phase(seen: Seen) -> str:
+    return {"start": "start", "save": "save", "disk": "save", "end": "save"}.get(seen.phase, "step")
+
+
+def _named(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

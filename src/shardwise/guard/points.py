@@ -1,0 +1,60 @@
+"""Points that a rank passes in its work: its record learns of them, and whoever listens may do something there.
+
+    start -> (input -> forward -> reduce -> update -> [evaluate] -> [save]) for each step -> end
+
+`SHARDWISE_AT_POINTS="module:function"` in a rank's environment names a listener: faults are injected so
+(`shardwise.testing.faults`). Without a listener a point costs a microsecond.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable
+from typing import Any
+
+from shardwise.guard.records import Record
+
+VARIABLE = "SHARDWISE_AT_POINTS"
+Listener = Callable[[str, int, Any], None]
+
+
+class _Here:
+    """What this process has: its record, and who listens."""
+
+    record: Record | None = None
+    listener: Listener | None = None
+    step = -1
+
+
+def have(record: Record | None) -> None:
+    """Write to this record from now on, and listen as the environment says now."""
+    _Here.record, _Here.step = record, -1
+    listen_as_asked()
+
+
+def record() -> Record | None:
+    """This process's record, where somebody watches."""
+    return _Here.record
+
+
+def listen_as_asked() -> None:
+    """Take the listener that the environment names, or none."""
+    wished = os.environ.get(VARIABLE)
+    _Here.listener = None
+    if wished:
+        module, _, name = wished.partition(":")
+        _Here.listener = getattr(importlib.import_module(module), name)
+
+
+def reach(point: str, step: int | None = None, subject: Any = None) -> None:
+    """The rank comes to this point. `subject` is what the point is about, for a listener to look at or to change.
+
+    step   optimizer steps done; None: as at the point before
+    """
+    if step is not None:
+        _Here.step = step
+    if _Here.record is not None:
+        _Here.record.phase(point, _Here.step)
+    if _Here.listener is not None:
+        _Here.listener(point, _Here.step, subject)

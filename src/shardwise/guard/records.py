@@ -1,0 +1,291 @@
+"""A rank's record in shared memory: which collective it is in, since when, and where in the user's code.
+
+    header   pid, phase and step, time of the last event, the collective it waits in
+    groups   of each process group: a key that is the same on all its ranks, and how many collectives were issued
+    rings    the last RING collectives of each group: op, dtype, elements, shape, tag, place in the code
+    strings  every text once
+
+One process writes (`Record`), others map the same file and read (`read`), without a lock: a number is written after
+what it stands for. Writing costs a rank a few microseconds for each collective.
+
+What this does not do: keep more than RING collectives of a group, MOST_RINGS groups, or texts beyond STRING_BYTES;
+what has no place is left out.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+RING = 128  # collectives kept for each group
+MOST_RINGS = 48
+MOST_GROUPS = 2048  # those of messages between two ranks keep a count alone
+STRING_BYTES = 2**17
+RUNNING, DONE, FAILED = 1, 2, 3
+
+_AT = {"beat": 24, "moved": 32, "events": 40, "phase": 48, "waits": 72, "groups": 96}  # after pid, rank, world, state
+_STATE_AT = 16
+_GROUP = struct.Struct("<IiQ")  # key, ring (-1: none), collectives issued
+_ENTRY = struct.Struct("<QdqIIIII4x")  # number, time, elements, shape, tag, place, dtype, op
+_REST = struct.Struct("<dqIIIII")  # the same without the number
+_Q, _D, _I = struct.Struct("<Q"), struct.Struct("<d"), struct.Struct("<I")
+_WAIT = struct.Struct("<dIxxxxQ")
+_PHASE = struct.Struct("<Ixxxxdq")
+_GROUPS_AT = 128
+_RINGS_AT = _GROUPS_AT + MOST_GROUPS * _GROUP.size
+_STRINGS_AT = _RINGS_AT + MOST_RINGS * RING * _ENTRY.size
+SIZE = _STRINGS_AT + STRING_BYTES
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One collective as a rank issued it. `place`: file:line of the user's code, or of ours where none is above it."""
+
+    number: int
+    at: float
+    elements: int
+    shape: str
+    tag: str
+    place: str
+    dtype: str
+    op: str
+
+    def __str__(self) -> str:
+        tag = f" '{self.tag}'" if self.tag else ""
+        shape = f" of {self.dtype} {self.shape}" if self.dtype else ""
+        return f"{self.op}{tag}{shape}"
+
+
+@dataclass(frozen=True)
+class Group:
+    """A process group in one rank's record: how many collectives it issued there."""
+
+    key: str  # the same on every rank of the group
+    ring: int
+    issued: int
+
+    @property
+    def axis(self) -> str:
+        return self.key.split("|")[0]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(int(rank) for rank in self.key.split("|")[2].split(","))
+
+    @property
+    def between_two(self) -> bool:
+        """Messages from the first of its ranks to the second, not collectives."""
+        return self.ring < 0
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A rank's record as a watcher saw it."""
+
+    rank: int
+    pid: int
+    state: int
+    beat: float
+    moved: float
+    events: int
+    phase: str
+    since: float
+    step: int
+    waits_since: float  # 0: it does not wait
+    waits_key: str
+    waits_number: int
+    groups: dict[str, Group]
+
+    @property
+    def ended(self) -> bool:
+        return self.state in (DONE, FAILED)
+
+
+def memory_folder() -> str:
+    """A folder whose files lie in memory, else that for temporary files."""
+    shared = "/dev/shm"
+    return shared if os.access(shared, os.W_OK | os.X_OK) else tempfile.gettempdir()
+
+
+def _mapped(path: str | Path) -> mmap.mmap:
+    """The file of a record; whoever comes first makes it. All of it is there: a full disk fails here, not later."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        if os.fstat(handle).st_size < SIZE:
+            os.posix_fallocate(handle, 0, SIZE)
+        return mmap.mmap(handle, SIZE)
+    finally:
+        os.close(handle)
+
+
+class _Strings:
+    """Reads texts by their number, which is their place."""
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self.memory, self.known = memory, {0: ""}
+
+    def __getitem__(self, at: int) -> str:
+        if at not in self.known:
+            start = _STRINGS_AT + at
+            (size,) = _I.unpack_from(self.memory, start)
+            if at > STRING_BYTES or size > STRING_BYTES:
+                return "?"
+            self.known[at] = self.memory[start + 4 : start + 4 + size].decode(errors="replace")
+        return self.known[at]
+
+
+class Record:
+    """Writes this rank's record. `path` is a file of this rank's alone, made here where it is not there."""
+
+    def __init__(self, path: str | Path, rank: int, world: int) -> None:
+        self.memory = _mapped(path)
+        self.rank, self.world, self.path = rank, world, Path(path)
+        self.events = self._groups = 0
+        self._strings: dict[str, int] = {"": 0}
+        self._used = 4
+        self._rings = 0
+        self._issued: list[int] = []
+        self._ring_of: list[int] = []
+        self._lock = threading.Lock()
+        now = time.monotonic()
+        _D.pack_into(self.memory, _AT["beat"], now)
+        _D.pack_into(self.memory, _AT["moved"], now)
+        self.phase("start", -1)
+        struct.pack_into("<qiii", self.memory, 0, os.getpid(), rank, world, RUNNING)
+
+    def text(self, value: str) -> int:
+        """The number of a text; 0 where there is no more place."""
+        at = self._strings.get(value)
+        if at is None:
+            with self._lock:
+                data = value.encode()[:2000]
+                if self._used + 4 + len(data) > STRING_BYTES:
+                    return 0
+                at, start = self._used, _STRINGS_AT + self._used
+                _I.pack_into(self.memory, start, len(data))
+                self.memory[start + 4 : start + 4 + len(data)] = data
+                self._used += 4 + len(data)
+                self._strings[value] = at
+        return at
+
+    def group(self, key: str, between_two: bool = False) -> int:
+        """The number of a group; -1 where there is no more place."""
+        with self._lock:
+            ring = -1
+            if not between_two:
+                ring, self._rings = self._rings, self._rings + 1
+            if self._groups == MOST_GROUPS or ring >= MOST_RINGS:
+                return -1
+            number, self._groups = self._groups, self._groups + 1
+        _GROUP.pack_into(self.memory, _GROUPS_AT + number * _GROUP.size, self.text(key), ring, 0)
+        _I.pack_into(self.memory, _AT["groups"], self._groups)
+        self._issued.append(0)
+        self._ring_of.append(ring)
+        return number
+
+    def issue(self, group: int, op: int, elements: int, shape: int, dtype: int, tag: int, place: int) -> int:
+        """Before a collective is issued: its number in its group, from 1. Arguments but elements are texts' numbers."""
+        number = self._issued[group] + 1
+        now, ring = time.monotonic(), self._ring_of[group]
+        if ring >= 0:
+            at = _RINGS_AT + (ring * RING + number % RING) * _ENTRY.size
+            _Q.pack_into(self.memory, at, 0)  # what is read meanwhile is neither the old one nor the new
+            _REST.pack_into(self.memory, at + 8, now, elements, shape, tag, place, dtype, op)
+            _Q.pack_into(self.memory, at, number)
+        self._issued[group] = number
+        _Q.pack_into(self.memory, _GROUPS_AT + group * _GROUP.size + 8, number)
+        self.moved(now)
+        return number
+
+    def moved(self, now: float | None = None) -> None:
+        """Something was done: the rank does not hang."""
+        self.events += 1
+        _Q.pack_into(self.memory, _AT["events"], self.events)
+        _D.pack_into(self.memory, _AT["moved"], time.monotonic() if now is None else now)
+
+    def waits(self, group: int, number: int) -> None:
+        """From here on the rank does nothing but wait for this collective."""
+        _WAIT.pack_into(self.memory, _AT["waits"], time.monotonic(), group, number)
+
+    def goes_on(self) -> None:
+        """A wait is over."""
+        _D.pack_into(self.memory, _AT["waits"], 0.0)
+        self.moved()
+
+    def phase(self, name: str, step: int) -> None:
+        """The rank begins a part of its work, which has a deadline of its own."""
+        _PHASE.pack_into(self.memory, _AT["phase"], self.text(name), time.monotonic(), step)
+        self.moved()
+
+    def beat(self) -> None:
+        """Called about once a second by a thread: the interpreter runs."""
+        _D.pack_into(self.memory, _AT["beat"], time.monotonic())
+
+    def ended(self, well: bool) -> None:
+        """The rank's function has returned or raised."""
+        struct.pack_into("<i", self.memory, _STATE_AT, DONE if well else FAILED)
+
+
+class Reader:
+    """Another process's view of one rank's record."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.memory = _mapped(path)
+        self.strings = _Strings(self.memory)
+
+    def see(self) -> Seen | None:
+        """The record as it is now; None before the rank has begun it."""
+        memory, strings = self.memory, self.strings
+        pid, rank, _, state = struct.unpack_from("<qiii", memory, 0)
+        if state == 0:
+            return None
+        phase, since, step = _PHASE.unpack_from(memory, _AT["phase"])
+        waits, waits_group, waits_number = _WAIT.unpack_from(memory, _AT["waits"])
+        (count,) = _I.unpack_from(memory, _AT["groups"])
+        listed = [self._group(number) for number in range(count)]
+        beat, moved = (_D.unpack_from(memory, _AT[name])[0] for name in ("beat", "moved"))
+        key = listed[waits_group].key if waits and waits_group < count else ""
+        return Seen(
+            rank=rank, pid=pid, state=state, beat=beat, moved=moved,
+            events=_Q.unpack_from(memory, _AT["events"])[0],
+            phase=strings[phase], since=since, step=step,
+            waits_since=waits, waits_key=key, waits_number=waits_number,
+            groups={group.key: group for group in listed},
+        )  # fmt: skip
+
+    def _group(self, number: int) -> Group:
+        key, ring, issued = _GROUP.unpack_from(self.memory, _GROUPS_AT + number * _GROUP.size)
+        return Group(self.strings[key], ring, issued)
+
+    def entry(self, group: Group, number: int) -> Entry | None:
+        """A collective of a group by its number, None where it is no longer (or not yet) kept."""
+        if group.ring < 0:
+            return None
+        at = _RINGS_AT + (group.ring * RING + number % RING) * _ENTRY.size
+        found, now, elements, *texts = _ENTRY.unpack_from(self.memory, at)
+        (still,) = _Q.unpack_from(self.memory, at)
+        if found != number or still != number:
+            return None
+        shape, tag, place, dtype, op = (self.strings[text] for text in texts)
+        return Entry(number, now, elements, shape, tag, place, dtype, op)
+
+    def last(self, seen: Seen) -> tuple[Group, Entry] | None:
+        """The newest collective that the rank issued, and its group."""
+        found = [(group, self.entry(group, group.issued)) for group in seen.groups.values() if group.issued]
+        kept = [(group, entry) for group, entry in found if entry is not None]
+        return max(kept, key=lambda pair: pair[1].at, default=None)
+
+    def close(self) -> None:
+        self.memory.close()
+
+
+def key_of(axis: str, name: str, ranks: Sequence[int]) -> str:
+    """A group's key: its axis, its name within torch, its ranks."""
+    return f"{axis.replace('|', ' ')}|{name.replace('|', ' ')}|{','.join(map(str, ranks))}"

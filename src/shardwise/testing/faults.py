@@ -1,0 +1,265 @@
+"""Faults on purpose: a chosen rank dies, stops, errs or is corrupted at a chosen step and point of a run.
+
+    from shardwise.testing import faults
+
+    with faults.injected(faults.Fault("kill", rank=1, step=3, at="update")):
+        shardwise.train("digits", "dp_shard=2", restarts=1, checkpoint_every=2)
+
+Ranks that are started inside (by `train`, `launch`, a `RankPool`'s jobs) meet them; so does a script under torchrun
+where `faults.environment(...)` is in its environment. A fault strikes once in all attempts of a run, unless
+`times` says otherwise.
+
+    kill, exit, raise      SIGKILL; leaves with code 41; raises `Injected`
+    stop                   SIGSTOP: the process is there and does nothing
+    lock                   a C call holds the interpreter's lock, for `seconds`
+    sleep                  the rank is late by `seconds`
+    nan                    one element of one gradient of this rank is NaN ("forward")
+    flip-weight, flip-optimizer, flip-buffer     one bit of what this rank holds is another
+    eio, enospc            the next change of a file of this rank's checkpoint fails so ("disk")
+    disconnect             all of the rank's network connections are closed
+
+Points: "start", "input", "forward", "reduce", "update", "evaluate", "save", "disk", "end" (`shardwise.guard.points`).
+
+What this does not do: let packets vanish without a word, for which a network namespace and its rights are needed.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import signal
+import socket
+import stat
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import InputError, did_you_mean
+from shardwise.guard import points
+
+VARIABLE = "SHARDWISE_FAULTS"
+EXIT_CODE = 41
+AT = ("start", "input", "forward", "reduce", "update", "evaluate", "save", "disk", "end")
+
+
+class Injected(Exception):
+    """The error of a fault "raise"."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens, to which rank, at which step and point.
+
+    step      optimizer steps done; None: any
+    at        the point of the step
+    name      of the parameter or buffer that is corrupted; None: the first
+    element   of it, in row-major order; `bit` of that element, 0 the lowest
+    seconds   of "sleep" and "lock"
+    times     how often it strikes, over all attempts
+    """
+
+    kind: str
+    rank: int = 0
+    step: int | None = None
+    at: str = "forward"
+    name: str | None = None
+    element: int = 0
+    bit: int = 0
+    seconds: float = 3600.0
+    times: int = 1
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise InputError(f"no fault is called {self.kind!r}{did_you_mean(self.kind, sorted(KINDS))}")
+        if self.at not in AT:
+            raise InputError(f"no point is called {self.at!r}{did_you_mean(self.at, list(AT))}; there are {AT}")
+        if (self.at == "disk") != (self.kind in ("eio", "enospc")):
+            raise InputError(f"fault {self.kind!r} at {self.at!r}: eio and enospc, and they alone, are for 'disk'")
+        if self.kind in STATE and self.at in ("start", "save"):
+            raise InputError(f"fault {self.kind!r} needs the rank's state, which {self.at!r} does not have")
+
+
+@contextmanager
+def injected(*faults: Fault) -> Iterator[None]:
+    """Ranks that are started inside meet these faults."""
+    with tempfile.TemporaryDirectory(prefix="shardwise-faults-") as folder:
+        told = environment(faults, folder)
+        before = {name: os.environ.get(name) for name in told}
+        os.environ.update(told)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
+
+
+def environment(faults: tuple[Fault, ...] | list[Fault], folder: str | Path) -> dict[str, str]:
+    """The variables that bring these faults to ranks; `folder` remembers which have struck."""
+    text = json.dumps({"folder": str(folder), "faults": [asdict(fault) for fault in faults]})
+    return {VARIABLE: text, points.VARIABLE: f"{__name__}:meet"}
+
+
+def struck(folder: str | Path) -> int:
+    """How many times faults have struck."""
+    return len(list(Path(folder).glob("fault-*")))
+
+
+def meet(point: str, step: int, subject: Any) -> None:
+    """The listener of `shardwise.guard.points`: does what the environment says for this rank, step and point."""
+    told = os.environ.get(VARIABLE)
+    if not told:
+        return
+    plan = json.loads(told)
+    for number, fields in enumerate(plan["faults"]):
+        fault = Fault(**fields)
+        if fault.at == point and _is_mine(fault, step, subject) and _first(Path(plan["folder"]), number, fault.times):
+            KINDS[fault.kind](fault, subject)
+
+
+def _is_mine(fault: Fault, step: int, subject: Any) -> bool:
+    if fault.at == "disk":  # the process that writes knows neither its rank nor the step, but their names
+        path = str(subject[1])
+        rank, of = re.search(r"rank-(\d+)", path), re.search(r"step-(\d+)", path)
+        return bool(rank and int(rank[1]) == fault.rank and (fault.step is None or (of and int(of[1]) == fault.step)))
+    return int(os.environ.get("RANK", "0")) == fault.rank and fault.step in (None, step)
+
+
+def _first(folder: Path, number: int, times: int) -> bool:
+    """Whether the fault may strike: it has not done so often enough, in this process or an earlier one."""
+    for time_ in range(times):
+        try:
+            os.close(os.open(folder / f"fault-{number}-{time_}", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+            return True
+        except FileExistsError:
+            continue
+    return False
+
+
+# --- what happens
+
+
+def _kill(fault: Fault, subject: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _stop(fault: Fault, subject: Any) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _exit(fault: Fault, subject: Any) -> None:
+    os._exit(EXIT_CODE)
+
+
+def _raise(fault: Fault, subject: Any) -> None:
+    raise Injected(f"an injected error on rank {fault.rank} at {fault.at!r}")
+
+
+def _sleep(fault: Fault, subject: Any) -> None:
+    time.sleep(fault.seconds)
+
+
+def _lock(fault: Fault, subject: Any) -> None:
+    import ctypes
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e6)  # where a signal ends the call early, no other thread is let in between
+    try:
+        until = time.monotonic() + fault.seconds
+        while time.monotonic() < until:
+            ctypes.PyDLL(None).sleep(max(1, int(until - time.monotonic())))
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def _nan(fault: Fault, state: Any) -> None:
+    """The gradient of one parameter, as backward brings it."""
+    name = fault.name or state.names[0]
+    home, _, leaf = name.rpartition(".")
+    owner = state.module.get_submodule(home)
+
+    def spoil(gradient: Any) -> Any:
+        gradient = gradient.clone()
+        gradient.reshape(-1)[fault.element] = float("nan")
+        return gradient
+
+    def before(module: Any, args: Any) -> None:
+        handle.remove()
+        hooks.append(getattr(module, leaf).register_hook(lambda gradient: (hooks[0].remove(), spoil(gradient))[1]))
+
+    hooks: list[Any] = []
+    handle = owner.register_forward_pre_hook(before)
+
+
+def _flip(tensor: Any, fault: Fault) -> None:
+    import torch
+
+    local = getattr(tensor, "to_local", lambda: tensor)().detach()
+    with torch.no_grad():
+        flat = local.view(-1)
+        bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
+        whole = flat.view(bits)
+        size = 8 * flat.element_size()
+        mask = 1 << fault.bit
+        whole[fault.element] ^= mask - (1 << size) if mask >= 1 << (size - 1) and bits != torch.uint8 else mask
+
+
+def _flip_weight(fault: Fault, state: Any) -> None:
+    named = dict(state.module.named_parameters())
+    _flip(named[fault.name or state.names[0]], fault)
+
+
+def _flip_optimizer(fault: Fault, state: Any) -> None:
+    import torch
+
+    for slot in state.technique.slots:
+        if fault.name in (None, slot.name):
+            held = [value for value in state.optimizer.state[slot.master].values() if isinstance(value, torch.Tensor)]
+            held = [value for value in held if value.numel() > fault.element and value.dim()]
+            if held:
+                return _flip(held[0], fault)
+    raise InputError(f"fault {fault.kind!r}: the optimizer of rank {fault.rank} holds no tensor for {fault.name}")
+
+
+def _flip_buffer(fault: Fault, state: Any) -> None:
+    named = dict(state.module.named_buffers())
+    if not named:
+        raise InputError(f"fault {fault.kind!r}: the module has no buffer")
+    _flip(named[fault.name or next(iter(named))], fault)
+
+
+def _no_space(fault: Fault, subject: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(subject[1]))
+
+
+def _io_error(fault: Fault, subject: Any) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO), str(subject[1]))
+
+
+def _disconnect(fault: Fault, subject: Any) -> None:
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if not stat.S_ISSOCK(os.stat(int(name)).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as connection:
+                if connection.family in (socket.AF_INET, socket.AF_INET6):
+                    connection.shutdown(socket.SHUT_RDWR)
+        except OSError:  # closed meanwhile, or it only listens
+            continue
+
+
+KINDS = {
+    "kill": _kill, "exit": _exit, "raise": _raise, "stop": _stop, "lock": _lock, "sleep": _sleep, "nan": _nan,
+    "flip-weight": _flip_weight, "flip-optimizer": _flip_optimizer, "flip-buffer": _flip_buffer,
+    "eio": _io_error, "enospc": _no_space, "disconnect": _disconnect,
+}  # fmt: skip
+STATE = ("nan", "flip-weight", "flip-optimizer", "flip-buffer")

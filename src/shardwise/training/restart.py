@@ -1,0 +1,216 @@
+"""A run that goes on after a failure: which failures are worth it, from which checkpoint, on how many ranks.
+
+    launch -> done
+           -> a rank died, hung or raised -> journal -> wait -> launch anew from the newest checkpoint, in its folder
+
+Every attempt has new processes and a new store. Without a checkpoint the run begins again. The journal
+(`journal.jsonl`) has one line for each attempt: its cause, the rank, the steps that were lost, the wait.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from shardwise.checkpoint import publish
+from shardwise.errors import RefusedPlan, RunError
+from shardwise.layout.elastic import smaller
+from shardwise.observe import write_json
+from shardwise.training.job import Job
+from shardwise.training.resume import CHECKPOINTS
+
+JOURNAL = "journal.jsonl"
+FIRST_WAIT_S = 1.0
+MOST_WAIT_S = 60.0
+Launch = Callable[[Job], dict[str, Any]]
+
+
+def until_done(job: Job, launch: Launch) -> dict[str, Any]:
+    """Launch the run, again and again while `train.restarts` lasts; the summary, with what the attempts came to.
+
+    launch   runs the job on ranks of its own and returns the summary, or raises
+    Raises the last attempt's error, with a note on why there was no other attempt.
+    """
+    attempts = _Attempts(job)
+    while True:
+        began, from_step = time.monotonic(), attempts.saved_step()
+        try:
+            summary = launch(attempts.job)
+        except RunError as error:
+            entry = attempts.entry(began, from_step, error)
+            why_not = attempts.why_not(entry, error)
+            if why_not:
+                attempts.write(entry)
+                error.add_note(f"not started again: {why_not}" if attempts.budget else why_not)
+                raise
+            attempts.begin_next(entry, error)
+            attempts.write(entry)
+            if not attempts.wait(entry):
+                return attempts.stopped()
+        else:
+            attempts.write(attempts.entry(began, from_step, None))
+            return attempts.told_in(summary)
+
+
+class _Attempts:
+    """What the attempts of one run came to."""
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.given_resume = job, job.resume
+        self.budget: int = job.effective.config.train.restarts
+        self.began = time.monotonic()
+        self.entries: list[dict[str, Any]] = []
+
+    # --- where the run stands
+
+    def checkpoint(self) -> Path | None:
+        """The newest checkpoint of this run."""
+        return next(iter(publish.scan(self.job.folder / CHECKPOINTS)), None)
+
+    def saved_step(self) -> int:
+        """Steps that would not be taken again."""
+        newest = self.checkpoint()
+        return 0 if newest is None else publish.step_of(newest)
+
+    def entry(self, began: float, from_step: int, error: RunError | None) -> dict[str, Any]:
+        """One line of the journal."""
+        steps = getattr(error, "steps", {})
+        saved = self.saved_step()
+        reached = self.job.steps if error is None else max(from_step, *steps.values(), 0) if steps else from_step
+        return {
+            "attempt": len(self.entries) + 1,
+            "plan": str(self.job.effective.plan),
+            "seconds": round(time.monotonic() - began, 3),
+            "from_step": from_step,
+            "reached_step": reached,
+            "saved_step": saved,
+            "lost_steps": 0 if error is None else max(0, reached - saved),
+            "reason": "done" if error is None else getattr(error, "reason", "raised"),
+            "rank": getattr(error, "rank", None),
+            "what": "" if error is None else str(error).splitlines()[0],
+        }
+
+    def write(self, entry: dict[str, Any]) -> None:
+        """Into the journal; lines of earlier commands on the same run stay."""
+        self.entries.append(entry)
+        with (self.job.folder / JOURNAL).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(entry) + "\n")
+
+    # --- whether to go on, and how
+
+    def why_not(self, entry: dict[str, Any], error: RunError) -> str:
+        """Why the run is not started again; "" where it is."""
+        if getattr(error, "retry", None) is False:
+            return "starting again would come to the same place"
+        before = self.entries[-1] if self.entries else None
+        same = ("reason", "rank", "what", "reached_step")
+        if before is not None and entry["reason"] == "raised" and all(before[key] == entry[key] for key in same):
+            return "two attempts came to the same error in the same step"
+        if len(self.entries) >= self.budget:
+            used = f"its {self.budget} restart(s) are used up (train.restarts)"
+            return used if self.budget else "train.restarts (--restarts N) would have started it again"
+        return ""
+
+    def begin_next(self, entry: dict[str, Any], error: RunError) -> None:
+        """Settle the next attempt: from where, on how many ranks, after how long a wait."""
+        log = self.job.folder / f"error-attempt{entry['attempt']}.log"
+        log.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+        resume = str(self.job.folder / CHECKPOINTS) if self.checkpoint() is not None else self.given_resume
+        self.job = self.job.with_(resume=resume)
+        barren = 1 + len(self._without_progress(entry))
+        entry["wait_s"] = min(MOST_WAIT_S, FIRST_WAIT_S * 2 ** (barren - 1))
+        self._shrink(entry)
+
+    def _without_progress(self, entry: dict[str, Any]) -> list[dict[str, Any]]:
+        """Attempts right before this one that ended with the same checkpoint."""
+        found = []
+        for before in reversed(self.entries):
+            if before["saved_step"] != entry["saved_step"]:
+                break
+            found.append(before)
+        return found
+
+    def _shrink(self, entry: dict[str, Any]) -> None:
+        """After a rank was lost twice without progress: fewer ranks, where the run may have fewer."""
+        least = self.job.effective.config.train.min_ranks
+        lost = entry["reason"] in ("died", "start", "late")
+        again = [before for before in self._without_progress(entry)[:1] if before["rank"] == entry["rank"]]
+        if least is None or not lost or not again:
+            return
+        plan = self.job.effective.plan
+        try:
+            fewer = smaller(plan, plan.world_size - 1)
+        except RefusedPlan as refused:
+            entry["not_fewer"] = str(refused)
+            return
+        if fewer.world_size >= least:
+            self.job = self.job.with_(effective=replace(self.job.effective, plan=fewer))
+            entry["next_plan"] = str(fewer)
+
+    def wait(self, entry: dict[str, Any]) -> bool:
+        """Tell, and wait a while; False where a signal asked the run to end meanwhile."""
+        saved = entry["saved_step"]
+        place = f"from step {saved}" if saved else "from the beginning"
+        plan = f" under plan {entry['next_plan']}" if "next_plan" in entry else ""
+        sys.stderr.write(
+            f"\nattempt {entry['attempt']} ended ({entry['reason']}, rank {entry['rank']}): {entry['what']}\n"
+            f"going on {place}{plan} in {entry['wait_s']:g} s; {entry['lost_steps']} step(s) are taken again; "
+            f"{self.budget - len(self.entries)} restart(s) are left\n"
+        )
+        with _asked_to_stop() as asked:
+            return not asked.wait(entry["wait_s"])
+
+    # --- the end
+
+    def stopped(self) -> dict[str, Any]:
+        """The summary of a run that was asked to end between two attempts."""
+        newest = self.checkpoint()
+        if newest is None:
+            raise KeyboardInterrupt
+        told = {"step": publish.step_of(newest), "checkpoint": str(newest), "loss": None}
+        return {"folder": str(self.job.folder), "stopped": told, "notices": []}
+
+    def told_in(self, summary: dict[str, Any]) -> dict[str, Any]:
+        """The summary with attempts, lost steps and goodput, in the run's folder too."""
+        if summary.get("stopped") is not None:
+            return summary
+        kept = _seconds_of_steps(self.job.folder / "metrics.jsonl")
+        told = {
+            "attempts": len(self.entries),
+            "lost_steps": sum(entry["lost_steps"] for entry in self.entries),
+            "goodput": min(1.0, kept / max(time.monotonic() - self.began, 1e-9)) if self.given_resume is None else None,
+        }
+        summary = {**summary, **told}
+        write_json(self.job.folder / "summary.json", summary)
+        return summary
+
+
+def _seconds_of_steps(metrics: Path) -> float:
+    """Time in the steps that the run kept."""
+    records = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    return sum(one["seconds"] + one["input_seconds"] for one in records if "seconds" in one)
+
+
+@contextmanager
+def _asked_to_stop() -> Iterator[threading.Event]:
+    """An event that SIGTERM, SIGUSR1 and Ctrl-C set, where this is the main thread."""
+    asked = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+    before = {number: signal.signal(number, lambda *_: asked.set()) for number in numbers}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

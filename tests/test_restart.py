@@ -1,0 +1,158 @@
+"""Runs that lose a rank go on by themselves: the same bits at the end, the samples each once, and a journal."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+import shardwise
+from shardwise.digest import digest
+from shardwise.errors import RefusedPlan, RunError
+from shardwise.layout import Plan
+from shardwise.layout.elastic import smaller
+from shardwise.testing import faults
+from shardwise.testing.faults import Fault
+from shardwise.training import restart
+
+STEPS = 8
+SMALL: dict[str, Any] = {"config": {"task": {"model": {"layers": 1, "hidden": 16, "heads": 2, "dropout": 0.1}}},
+                         "batch_samples": 12, "eval_every": 0, "steps": STEPS}  # fmt: skip
+RESUMED: dict[str, Any] = {**SMALL, "checkpoint_every": 3, "restarts": 1}
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(restart, "FIRST_WAIT_S", 0.05)
+    return tmp_path
+
+
+def losses_of(run: Any) -> list[float]:
+    return [record["loss"] for record in run.metrics if "loss" in record]
+
+
+def weights_of(run: Any) -> dict[str, str]:
+    return {name: digest(value) for name, value in load_file(run.folder / "model.safetensors").items()}
+
+
+def journal_of(run: Any) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run.folder / "journal.jsonl").read_text().splitlines()]
+
+
+def undisturbed(plan: str) -> tuple[list[float], dict[str, str]]:
+    run = shardwise.train("digits", plan, **SMALL)
+    return losses_of(run), weights_of(run)
+
+
+def test_a_killed_rank_costs_the_steps_since_the_checkpoint_and_no_bit(here: Path, capfd: Any) -> None:
+    plan = "dp_shard=2,zero=1"
+    losses, weights = undisturbed(plan)
+    with faults.injected(Fault("kill", rank=1, step=5, at="update")):
+        run = shardwise.train("digits", plan, **RESUMED)
+    assert losses_of(run) == losses and weights_of(run) == weights
+    first, second = journal_of(run)
+    assert (first["reason"], first["rank"], first["reached_step"]) == ("died", 1, 5)
+    assert first["saved_step"] == 3 and first["lost_steps"] == 2 and "died of SIGKILL" in first["what"]
+    assert (second["reason"], second["from_step"], second["lost_steps"]) == ("done", 3, 0)
+    summary = json.loads((run.folder / "summary.json").read_text())
+    assert (summary["attempts"], summary["lost_steps"]) == (2, 2) and 0 < summary["goodput"] <= 1
+    assert "going on from step 3" in capfd.readouterr().err
+    assert "died of SIGKILL" in (run.folder / "error-attempt1.log").read_text()
+
+
+KINDS = ("kill", "kill", "exit", "raise", "stop", "disconnect", "sleep")
+PLANS = ("dp_shard=2,zero=2", "dp_replicate=2", "dp_shard=2,zero=3", "tp=2", "pp=2,microbatches=2", "dp_shard=3,zero=1",
+         "dp_replicate=2,dp_shard=2")  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(30))
+def test_kills_of_any_rank_at_any_step_and_point(seed: int, here: Path) -> None:
+    rng = random.Random(seed)
+    plan = PLANS[seed % len(PLANS)]
+    fault = Fault("kill", rank=rng.randrange(Plan.parse(plan).world_size), step=rng.randrange(STEPS),
+                  at=rng.choice(["input", "forward", "reduce", "update"]))  # fmt: skip
+    losses, weights = undisturbed(plan)
+    with faults.injected(fault):
+        run = shardwise.train("digits", plan, **RESUMED)
+    assert losses_of(run) == losses and weights_of(run) == weights, fault
+    assert [entry["reason"] for entry in journal_of(run)] == ["died", "done"]
+
+
+SOAK = int(os.environ.get("SHARDWISE_SOAK", "20"))
+
+
+@pytest.mark.long
+def test_many_faults_in_one_run(here: Path, capsys: Any) -> None:
+    """Faults of every kind at random places, one after another in runs of 40 steps: nothing is lost or repeated."""
+    rng, done, plan = random.Random(1), 0, "dp_shard=2,zero=2"
+    options = {**SMALL, "steps": 40}
+    whole = shardwise.train("digits", plan, **options)
+    share = []
+    while done < SOAK:
+        count = min(5, SOAK - done)
+        steps = sorted(rng.sample(range(40), count))
+        planned = [Fault(rng.choice(KINDS), rank=rng.randrange(2), step=step,
+                         at=rng.choice(["input", "forward", "reduce", "update"])) for step in steps]  # fmt: skip
+        with faults.injected(*planned):
+            run = shardwise.train("digits", plan, **options, checkpoint_every=5, restarts=2 * count,
+                                  step_deadline=3.0)  # fmt: skip
+        assert losses_of(run) == losses_of(whole) and weights_of(run) == weights_of(whole), planned
+        assert len(journal_of(run)) == count + 1
+        share.append(run.summary["goodput"])
+        done += count
+    capsys.readouterr()
+    with capsys.disabled():
+        sys.stdout.write(f"{done} faults, goodput {sum(share) / len(share):.2f}\n")
+
+
+def test_a_run_is_not_started_again_where_that_cannot_help(here: Path) -> None:
+    with (
+        faults.injected(Fault("raise", rank=0, step=1, at="forward", times=9)),
+        pytest.raises(RunError, match="Injected") as caught,
+    ):
+        shardwise.train("digits", "single", **{**RESUMED, "restarts": 5})
+    assert "not started again: two attempts came to the same error in the same step" in caught.value.__notes__
+    (folder,) = (here / "runs").iterdir()
+    assert len((folder / "journal.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.long
+def test_the_budget_ends(here: Path) -> None:
+    with (
+        faults.injected(Fault("kill", rank=0, at="forward", times=9)),
+        pytest.raises(RunError, match="died of SIGKILL") as caught,
+    ):
+        shardwise.train("digits", "dp_shard=2", **{**RESUMED, "restarts": 2})
+    assert "not started again: its 2 restart(s) are used up (train.restarts)" in caught.value.__notes__
+
+
+def test_fewer_ranks_go_on_with_smaller_data_degrees(here: Path) -> None:
+    """A rank that is lost twice without progress is done without; the samples stay the same."""
+    whole = shardwise.train("digits", "single", **{**SMALL, "randomness": "global"})
+    with faults.injected(Fault("kill", rank=1, step=0, times=2)):
+        options = {**RESUMED, "randomness": "global", "restarts": 2, "min_ranks": 1}
+        run = shardwise.train("digits", "dp_replicate=2", **options)
+    assert [entry["plan"] for entry in journal_of(run)] == ["dp_replicate=2", "dp_replicate=2", "single"]
+    assert losses_of(run) == pytest.approx(losses_of(whole), rel=1e-4)
+
+
+def test_which_plans_can_shrink() -> None:
+    for plan, ranks, fewer in [
+        ("dp_replicate=4,dp_shard=2,zero=3", 7, "dp_replicate=3,dp_shard=2,zero=3"),
+        ("dp_replicate=2,dp_shard=4,zero=2", 5, "dp_shard=4,zero=2"),
+        ("dp_shard=2,zero=3", 1, "single"),
+        ("dp_shard=4,tp=2,zero=1", 6, "dp_shard=3,zero=1,tp=2"),
+        ("dp_shard=4,ep=2,zero=1", 3, "dp_shard=2,zero=1,ep=2"),
+    ]:
+        assert smaller(Plan.parse(plan), ranks) == Plan.parse(fewer), plan
+    for plan, ranks, needed in [("tp=2,pp=2", 3, 4), ("dp_shard=4,ep=2", 1, 2)]:
+        with pytest.raises(RefusedPlan, match=f"need {needed} by themselves"):
+            smaller(Plan.parse(plan), ranks)
