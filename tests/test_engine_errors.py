@@ -75,8 +75,8 @@ def test_a_refused_plan_is_refused_before_anything_is_built() -> None:
     def never() -> nn.Module:
         raise AssertionError
 
-    with pytest.raises(RefusedPlan, match="spatial domain parallelism is not built yet"):
-        parallelize(tasks.mlp().with_(model=never), "domain=2")
+    with pytest.raises(RefusedPlan, match="offload to host memory is not built yet"):
+        parallelize(tasks.mlp().with_(model=never), "offload=optimizer")
 
 
 def plain() -> Task:

@@ -15,7 +15,7 @@ from shardwise.models import tasks
 from shardwise.ranks import RankPool
 
 PLANS = ["dp_replicate=2", "dp_shard=2,zero=3", "dp_shard=3,zero=1", "tp=2", "tp=2,sp=true", "pp=2,microbatches=2",
-         "pp=2,dp_replicate=2", "tp=2,dp_shard=2,zero=3"]  # fmt: skip
+         "pp=2,dp_replicate=2", "tp=2,dp_shard=2,zero=3", "cp=2"]  # fmt: skip
 STEPS = (5, 6, 7)
 
 

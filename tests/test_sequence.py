@@ -15,8 +15,9 @@ from shardwise.comm import Axis
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
 from shardwise.mesh import build_mesh
-from shardwise.parallel.sequence import Positions, ring
+from shardwise.parallel.sequence import ring
 from shardwise.part import Owners, plain, to_part
+from shardwise.part.positions import Positions
 
 DOUBLE = torch.float64
 BAR = 1e-10
@@ -268,12 +269,12 @@ def test_a_batch_without_a_sequence_is_refused(pool) -> None:
 def test_a_sequence_shorter_than_its_ranks_is_refused() -> None:
     axis = Axis("cp", 4, 0, None, (0, 1, 2, 3))
     with pytest.raises(InputError, match="3 positions leaves a rank of cp=4 0"):
-        Positions(((1,),), (axis,)).cut({"tokens": torch.zeros(2, 3, dtype=torch.int64)})
+        Positions((((1, (axis,)),),)).cut({"tokens": torch.zeros(2, 3, dtype=torch.int64)})
 
 
 @pytest.mark.parametrize("plan", ["cp=2,compile=true"])
 def test_plans_that_are_not_built_are_refused(plan: str) -> None:
     from shardwise.layout import check
 
-    with pytest.raises(RefusedPlan, match="cp or cp_ulysses with"):
+    with pytest.raises(RefusedPlan, match="cp, cp_ulysses or domain with"):
         check(Plan.parse(plan))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 _HOME = {
     "Task": "shardwise.task",
+    "Domain": "shardwise.task",
     "Source": "shardwise.task",
     "Plan": "shardwise.layout.plan",
     "Engine": "shardwise.engine.engine",
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from shardwise.planner.door import plan, simulate
     from shardwise.proof.parity import verify
     from shardwise.scripts.prepared import prepare
-    from shardwise.task import Source, Task
+    from shardwise.task import Domain, Source, Task
     from shardwise.training.run import train
 
 

@@ -6,6 +6,7 @@ samples, ranks and micro-batches and divided once, by the global weight.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
@@ -47,6 +48,40 @@ def default_optimizer(groups: list[dict]) -> Optimizer:
 
 
 @dataclass(frozen=True)
+class Domain:
+    """Which dims of a task's tensors are space, for plans that cut space into tiles (`domain=2x3`).
+
+    dims      of every tensor that has space, in the order of the plan's degrees: (-2, -1), or (1, 2) for (B, H, W, C)
+    names     what people call them
+    boundary  by name, what an operation that pads with zeros finds beyond the field's edges: "zeros" (the default)
+    """
+
+    dims: tuple[int, ...]
+    names: tuple[str, ...] = ()
+    boundary: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        right = isinstance(self.dims, tuple) and all(isinstance(d, int) and d != 0 for d in self.dims)
+        if not right or not 1 <= len(self.dims) <= 3 or len(set(self.dims)) < len(self.dims):
+            raise InputError(f"Domain.dims are one to three different dims behind the samples, got {self.dims!r}")
+        if self.names and len(self.names) != len(self.dims):
+            raise InputError(f"Domain.names names each of {len(self.dims)} dims, got {self.names!r}")
+        for name, kind in self.boundary.items():
+            if name not in self.names:
+                raise InputError(f"Domain.boundary: no dim is called {name!r} (names: {', '.join(self.names)})")
+            if kind != "zeros":
+                raise InputError(
+                    f"Domain.boundary: {name}={kind!r} would change what one process computes, which pads with what "
+                    "the module says: pad in the module (padding_mode='circular', F.pad) and leave it at 'zeros'"
+                )
+
+    def told(self) -> str:
+        """For people: "lat (-2), lon (-1)"."""
+        names = self.names or tuple("dim" for _ in self.dims)
+        return ", ".join(f"{name} ({dim})" for name, dim in zip(names, self.dims, strict=True))
+
+
+@dataclass(frozen=True)
 class Task:
     """What to train. Every field is plain Python and PyTorch and runs unmodified under every plan.
 
@@ -61,6 +96,7 @@ class Task:
     metrics    (output, batch) -> {name: (sum, weight)}, divided over all samples like the loss; a third item ("sqrt",
                "exp", a function) is applied to the quotient
     eval_data  held-out samples
+    spatial    which dims are space, for plans with `domain`; None: those behind batch and channel
     loss_scope "sample": the loss adds up over samples (checked at start). "global": it does not (a contrastive
                loss); the outputs and the batch are gathered on every rank, at a printed cost
     branches   "same": every rank must use the same parameters in a micro-batch, and one that does not is named.
@@ -77,7 +113,7 @@ class Task:
     weights: Callable[[str], Any] | None = None
     metrics: Callable | None = None
     eval_data: Source | None = None
-    spatial: Any = None
+    spatial: Domain | None = None
     loss_scope: Literal["sample", "global"] = "sample"
     branches: Literal["same", "per_sample"] = "same"
     name: str = "task"
@@ -107,8 +143,8 @@ class Task:
             raise InputError(f"Task.branches is 'same' or 'per_sample', got {self.branches!r}")
         if self.metrics is not None and not callable(self.metrics):
             raise InputError(f"Task.metrics must be callable, got {type(self.metrics).__name__}")
-        if self.spatial is not None:
-            raise InputError("Task.spatial: spatial domains are not built yet; remove the field")
+        if self.spatial is not None and not isinstance(self.spatial, Domain):
+            raise InputError(f"Task.spatial must be a shardwise.Domain, got {type(self.spatial).__name__}")
 
     def with_(self, **changes: Any) -> Task:
         """A copy with some fields replaced."""

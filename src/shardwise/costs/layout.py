@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from shardwise.errors import InputError
+from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
 
 RECOMPUTES = ("none", "selective", "full")
@@ -98,8 +98,13 @@ class Layout:
 def of_plan(plan: Plan, *, global_batch: int, seq: int, uneven: bool = False) -> Layout:
     """The layout of a plan for a global batch in samples; one that does not divide raises `InputError`.
 
-    `uneven`: it is rounded up to the rank that is dealt most.
+    `uneven`: it is rounded up to the rank that is dealt most. Raises `RefusedPlan` for tiles, which are not forecast.
     """
+    if plan.tiles > 1:
+        raise RefusedPlan(
+            f"plan {plan}: tiles of a field are not forecast: what a tile keeps and how many rows its halos have hangs "
+            "on every operation of the module; leave domain out for the step of a whole field, or measure a run"
+        )
     n_micro = plan.accumulate * plan.microbatches
     over = plan.data_ranks * n_micro
     if uneven:

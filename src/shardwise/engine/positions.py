@@ -1,7 +1,7 @@
-"""Sequence parallelism in the recipe: which dims of a batch are positions, found by trying, on every rank alike.
+"""Which dims of a batch the inner axes cut, found by trying, on every rank alike: a sequence's positions, or space.
 
-A size that dims of the batch share is that of the positions if the module runs on half of it, and if a rehearsal of
-forward and backward on shares of it, without values and without sending, comes to its end.
+What may be cut is proposed by the axes' own room; it is cut if a rehearsal of forward and backward on shares of it,
+without values and without sending, comes to its end. Of a sequence the module must also run on half.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ import torch
 from torch import nn
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path
 
-import shardwise.parallel.domain  # noqa: F401 - what functions do along cut dims
 from shardwise.comm import Ledger
 from shardwise.errors import RefusedPlan, ShardwiseError
 from shardwise.layout import Plan
+from shardwise.layout.grid import SPACE
 from shardwise.mesh import Mesh
+from shardwise.parallel import domain, sequence
 from shardwise.parallel.expert.apply import Stack, on_own_rows
-from shardwise.parallel.sequence import Positions, candidates, shortened
 from shardwise.parallel.tensor import Derived, Stage, TensorParallel
 from shardwise.part.crossing import Along, cuts_of
+from shardwise.part.positions import Candidate, Positions
 from shardwise.precision import Precision
 from shardwise.step.batching import samples_in
 from shardwise.step.forward import run_alone
@@ -43,42 +44,54 @@ def find_positions(
     row_wise  modules of experts that are given a rank's own rows
     Raises `RefusedPlan` where no dim can be cut, with what stopped each.
     """
-    names = tuple(keystr(path).strip("[]'") or "the batch" for path, _ in tree_flatten_with_path(batch)[0])
     plan = mesh.plan
-    axes = ",".join(f"{axis.name}={axis.size}" for axis in mesh.inner)
     stopped: list[str] = []
-    for dims in candidates(batch, samples_in(batch)):
-        positions = Positions(dims, mesh.inner, names, least=plan.tp if plan.sp else 1)
-        size = _size(batch, dims)
-        if not _runs(Stage(built, shortened(batch, dims), run_alone(task, precision), precision.held)):
-            stopped.append(f"of dims of {size}, the module does not run on half")
+    for candidate in _candidates(task, mesh, batch):
+        half = candidate.shorter
+        if half is not None and not _runs(Stage(built, half, run_alone(task, precision), precision.held)):
+            stopped.append(f"of {candidate.said}, the module does not run on half")
             continue
         derived = tensor.derived if tensor is not None else Derived()
         results: dict[tuple[str, int], tuple[Along, ...]] = {}
-        errors = (
-            _rehearse(task, plan, precision, built, batch, positions, derived, last, results, row_wise)
+        tried = (
+            _rehearse(task, plan, precision, built, batch, candidate, derived, last, results, row_wise)
             for last in (False, True)
         )
-        error = next((error for error in errors if error is not None), None)
+        error = next((error for error in tried if error is not None), None)
         if error is None:
-            return replace(positions, results=results)
-        stopped.append(f"dims of {size} cannot be cut: {error}")
-    raise RefusedPlan(
-        f"{axes}: no dim of the batch can be cut as a sequence: "
-        + ("; ".join(stopped) if stopped else "no tensor has a dim behind the samples")
-    )
+            return replace(candidate.positions, results=results)
+        stopped.append(f"{candidate.said} cannot be cut: {error}")
+    axes, what = ",".join(f"{axis.name}={axis.size}" for axis in mesh.inner), "sequence"
+    nothing = "no tensor has a dim behind the samples"
+    if plan.tiles > 1:
+        axes, what = f"domain={'x'.join(map(str, plan.domain))}", "field"
+        nothing = f"no tensor has {len(plan.domain)} of them behind batch and channel (Task.spatial names others)"
+    raise RefusedPlan(f"{axes}: no dim of the batch can be cut as a {what}: " + ("; ".join(stopped) or nothing))
+
+
+def _candidates(task: Task, mesh: Mesh, batch: Any) -> Iterator[Candidate]:
+    paths, samples = tree_flatten_with_path(batch)[0], samples_in(batch)
+    names = tuple(keystr(path).strip("[]'") or "the batch" for path, _ in paths)
+    plan = mesh.plan
+    if plan.tiles == 1:
+        return sequence.candidates(batch, samples, mesh.inner, names, least=plan.tp if plan.sp else 1)
+    axes = {axis.name: axis for axis in mesh.inner}
+    tiles = tuple(axes.get(name) for name, _ in zip(SPACE, plan.domain, strict=False))
+    given = {id(leaf) for leaf in tree_flatten(task.inputs(batch))[0]}
+    return domain.candidates(batch, samples, tiles, names, task.spatial, given)
 
 
 def _rehearse(
-    task: Task, plan: Plan, precision: Precision, built: Built, batch: Any, positions: Positions, derived: Derived,
+    task: Task, plan: Plan, precision: Precision, built: Built, batch: Any, candidate: Candidate, derived: Derived,
     last: bool, results: dict[tuple[str, int], tuple[Along, ...]], row_wise: Sequence[Stack],
 ) -> RefusedPlan | None:  # fmt: skip
     """What stops a forward and backward of the first (or last) rank of the axes, without sending: alike on all ranks.
 
     Shares may be uneven and what is cut off one end of a sequence is cut off one rank's share, so both ends are tried.
     """
-    axes = tuple(replace(a, index=a.size - 1 if last else 0, rehearsal=Ledger()) for a in positions.axes)
-    alone = run_alone(task, precision, replace(positions, axes=axes))
+    silent = {a.name: replace(a, index=a.size - 1 if last else 0, rehearsal=Ledger()) for a in candidate.positions.axes}
+    positions = candidate.positions.over(lambda axis: silent[axis.name])
+    alone = run_alone(task, precision, positions)
 
     def run(module: nn.Module, batch: Any) -> Any:
         with _noting(module, results), on_own_rows(module, row_wise):
@@ -86,7 +99,7 @@ def _rehearse(
 
     ledger = derived.ledger
     try:
-        return Stage(built, batch, run, precision.held).rehearse(derived, plan.tp, plan.sp, axes)
+        return Stage(built, batch, run, precision.held).rehearse(derived, plan.tp, plan.sp, positions.axes)
     except RefusedPlan as refused:
         return refused
     finally:
@@ -122,11 +135,6 @@ def _noting(module: nn.Module, results: dict[tuple[str, int], tuple[Along, ...]]
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _size(batch: Any, dims: tuple[tuple[int, ...], ...]) -> int:
-    leaves = [leaf for _, leaf in tree_flatten_with_path(batch)[0]]
-    return next(leaf.shape[along[0]] for leaf, along in zip(leaves, dims, strict=True) if along)
 
 
 def _runs(stage: Stage) -> bool:

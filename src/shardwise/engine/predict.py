@@ -1,8 +1,8 @@
 """Outputs of the model in sample order, on rank 0, under any plan.
 
-    every rank    forward of its part of the batch, in eval mode; shares and summands of tp are put together
+    every rank    forward of its part of the batch, in eval mode; shares and summands are put together
     all           what each rank holds, as one small message: where its samples start, structure, shapes, dtypes
-    to rank 0     each data rank's samples, from the first rank of tp on the last stage; nobody else sends
+    to rank 0     each data rank's samples, from the first of those who share them, on the last stage; nobody else sends
 
 Bytes on the wire: each output once to rank 0 (beside what tp gathers), and nothing where rank 0 has it already.
 
@@ -62,7 +62,7 @@ def _mine(state: RankState, part: Share, select: Callable[[Any], Any] | None) ->
     finally:
         state.module.train()
         forget()
-    if state.mesh.tp.index or not part.count:
+    if state.mesh.tp.index or not state.mesh.counts or not part.count:
         return [], None
     row: dict[str, Any] = {"rank": state.mesh.rank, "start": part.start, "error": _wrong(leaves, part.count)}
     try:

@@ -33,10 +33,10 @@ from shardwise.parallel.flat import Flat
 from shardwise.parallel.full import FullShard
 from shardwise.parallel.pipeline.stage import StagedModule
 from shardwise.parallel.replicate import Replicate
-from shardwise.parallel.sequence import Positions
 from shardwise.parallel.slots import DataParallel, ValueOf
 from shardwise.parallel.tensor import TensorParallel, compile_block, install, why_eager
 from shardwise.part.parameters import see_parts
+from shardwise.part.positions import Positions
 from shardwise.precision import Precision
 from shardwise.task import Task
 from shardwise.trace.blocks import Blocks, choose_blocks, find_blocks
@@ -50,7 +50,7 @@ class Applied:
     technique: DataParallel
     tensor: TensorParallel | None = None
     experts: ExpertParallel | None = None
-    positions: Positions | None = None  # where the plan cuts the sequence
+    positions: Positions | None = None  # where the plan cuts a sequence or space
     notices: list[str] = field(default_factory=list)
     cut: Cut | None = None  # where the plan has pipeline stages
     staged: StagedModule | None = None

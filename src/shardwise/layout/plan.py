@@ -154,15 +154,17 @@ class Plan:
     @property
     def world_size(self) -> int:
         """Ranks that the plan needs."""
-        return (
-            self.dp_replicate * self.dp_shard * self.tp * self.pp * self.cp * self.cp_ulysses
-            * self.tiles
-        )  # fmt: skip
+        return self.dp_replicate * self.dp_shard * self.tp * self.pp * self.cut_positions
 
     @property
     def tiles(self) -> int:
         """Ranks over which space is cut."""
         return math.prod(self.domain)
+
+    @property
+    def cut_positions(self) -> int:
+        """Ranks that share their samples and each hold some of the positions, of a sequence or of space."""
+        return self.tiles * self.cp * self.cp_ulysses
 
     @property
     def data_ranks(self) -> int:

@@ -6,7 +6,6 @@ A rule names the fields it looks at, tells when it applies, and gives the reason
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -50,12 +49,36 @@ def _can_be_made(name: str, ranks: int, microbatches: int, per_rank: int) -> boo
 
 RULES: tuple[Rule, ...] = (
     Rule(
-        "cp or cp_ulysses with compile",
+        "domain with pp > 1",
+        "not built",
+        "stages exchange whole activations, which the ranks of tiles hold in shares of several dims",
+        lambda p: p.tiles > 1 and p.pp > 1,
+    ),
+    Rule(
+        "domain with ep > 1",
+        "not built",
+        "experts are given the rows of a rank, which is one run of positions and no tile",
+        lambda p: p.tiles > 1 and p.ep > 1,
+    ),
+    Rule(
+        "cp, cp_ulysses or domain with compile",
         "not built",
         "a compiled block is written down for shares over one axis",
-        lambda p: p.cp * p.cp_ulysses > 1 and p.compile,
+        lambda p: p.cut_positions > 1 and p.compile,
     ),
-    _unbuilt("domain > 1", "spatial domain parallelism", lambda p: math.prod(p.domain) > 1),
+    Rule(
+        "domain with cp or cp_ulysses",
+        "not built",
+        "which dims are a sequence is found on whole samples, and which are space too: one of them is cut",
+        lambda p: p.tiles > 1 and p.cp * p.cp_ulysses > 1,
+    ),
+    Rule(
+        "domain with sp",
+        "not built",
+        "sp cuts the middle dim of (B, S, H) between cut weights, where tiles are cut along dims of their own: leave "
+        "sp out, tp is exact without it",
+        lambda p: p.tiles > 1 and p.sp,
+    ),
     _unbuilt("offload", "offload to host memory", lambda p: p.offload != "none"),
     Rule(
         "compile with tp > 1 and remat = selective",
@@ -137,8 +160,9 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "zero >= 1 with dp_shard = 1",
         "illegal",
-        "zero shards over the dp_shard axis (and those of a sequence), which has one rank: give dp_shard its degree",
-        lambda p: p.zero >= 1 and p.dp_shard * p.cp * p.cp_ulysses == 1,
+        "zero shards over the dp_shard axis (and those of a sequence or of tiles), which has one rank: give dp_shard "
+        "its degree",
+        lambda p: p.zero >= 1 and p.dp_shard * p.cut_positions == 1,
     ),
     Rule(
         "wrap with zero < 3",

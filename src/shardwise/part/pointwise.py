@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from shardwise.host import read
 from shardwise.part.cuts import Uncut
 from shardwise.part.leaves import replaced, tensors_in
 from shardwise.part.moves import reowned
@@ -77,6 +80,10 @@ def _refuse_changing(func: Any, changed: Any, agreement: Agreement) -> None:
 def native_dropout(func: Any, args: tuple, kwargs: dict) -> Any:
     """The mask of the whole tensor, of which this rank keeps its share."""
     part = args[0]
+    if part.axis.positions:
+        with _own_draws(part):
+            output, mask = func(part.local, *args[1:], **kwargs)
+        return part.with_local(output), part.with_local(mask)
     scale, mask = func(torch.ones(part.shape, dtype=part.dtype, device=part.device), *args[1:], **kwargs)
     scale, mask = part.share(scale, part.dim_cut), part.share(mask, part.dim_cut)
     return part.with_local(part.local * scale), part.with_local(mask)
@@ -84,7 +91,10 @@ def native_dropout(func: Any, args: tuple, kwargs: dict) -> Any:
 
 @rule("bernoulli", "bernoulli_", "uniform_", "normal_", "rand_like", "randn_like", "exponential_", "random_")
 def random(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Drawn for the whole tensor, alike on all ranks, of which this rank keeps its share."""
+    """Drawn for the whole tensor, alike on all ranks, of which this rank keeps its share.
+
+    Of positions a rank draws its own alone: a field may be larger than what a device holds.
+    """
     part = args[0]
     if not is_part(part) or len(parts_in((args, kwargs))) > 1:
         whole = replaced(Part, gather, (args[1:], kwargs))
@@ -92,12 +102,28 @@ def random(func: Any, args: tuple, kwargs: dict) -> Any:
     if not is_part(part):
         return func(*args, **kwargs)
     reads = func._schema.name == "aten::bernoulli"
+    if part.axis.positions and not part.soft and kwargs.get("generator") is None:
+        with _own_draws(part):
+            drawn = func(part.local, *args[1:], **kwargs)
+        return part if func._schema.is_mutable else part.with_local(drawn)
     whole = gather(part) if reads else torch.empty(part.shape, dtype=part.dtype, device=part.device)
     drawn = part.share(func(whole, *args[1:], **kwargs), part.dim_cut)
     if func._schema.is_mutable:
         part.local.copy_(drawn)
         return part
     return part.with_local(drawn.contiguous())
+
+
+@contextmanager
+def _own_draws(part: Part) -> Iterator[None]:
+    """Generators seeded for this rank of the part's axis, from a number that the default one gives all of them."""
+    if part.axis.rehearsal is not None:
+        yield
+        return
+    seed = int(read(torch.randint(2**62, ()), "the seed of a rank's own draws")) + part.axis.index
+    with torch.random.fork_rng(devices=[part.device] if part.device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
 
 
 @rule("_local_scalar_dense", "equal", "is_nonzero", "_is_all_true", "_is_any_true")

@@ -25,6 +25,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -188,12 +189,14 @@ class GlobalRandom(TorchDispatchMode):
             return func(*args, **kwargs)
         key, path = self.paths.draw()
         if func in DRAWS:
-            return DRAWS[func](lambda shape, device: self._bits(key, path, func, shape, device), args, kwargs)
+            like = args[0] if args else None
+            return DRAWS[func](lambda shape, device: self._bits(key, path, func, shape, device, like), args, kwargs)
         return self._same_everywhere(key, path, func, args, kwargs)
 
-    def _bits(self, key: int, path: str, func, shape, device) -> torch.Tensor:
+    def _bits(self, key: int, path: str, func, shape, device, like: Any) -> torch.Tensor:
         shape = tuple(shape)
-        return hashed(key, _global_index(shape, self._batch_dim(path, func, shape), self.samples, device))
+        zeros = _zeros(shape, device, like)
+        return hashed(key, _global_index(shape, self._batch_dim(path, func, shape), self.samples, zeros))
 
     def _batch_dim(self, path: str, func, shape: tuple[int, ...]) -> int:
         if self.samples.count == self.samples.total:
@@ -253,7 +256,14 @@ def _inert_dropout(func, args, kwargs) -> bool:
     return False
 
 
-def _global_index(shape: tuple[int, ...], dim: int, samples: Samples, device) -> torch.Tensor:
+def _zeros(shape: tuple[int, ...], device, like: Any) -> torch.Tensor:
+    """int64 zeros that broadcast to a shape; beside a tensor of it that is cut over ranks, this rank's share."""
+    if isinstance(like, torch.Tensor) and type(like) is not torch.Tensor and tuple(like.shape) == shape:
+        return torch.zeros_like(like, dtype=torch.int64)
+    return torch.zeros((), dtype=torch.int64, device=device)
+
+
+def _global_index(shape: tuple[int, ...], dim: int, samples: Samples, zeros: torch.Tensor) -> torch.Tensor:
     """Linear index of each local element in the tensor of the whole micro-batch."""
     sizes = list(shape)
     start = 0
@@ -261,13 +271,13 @@ def _global_index(shape: tuple[int, ...], dim: int, samples: Samples, device) ->
         for_each = shape[dim] // max(samples.count, 1)
         sizes[dim] = for_each * samples.total
         start = for_each * samples.start
-    index = torch.zeros((), dtype=torch.int64, device=device)
+    index = zeros
     stride = 1
     for place in reversed(range(len(shape))):
-        along = torch.arange(shape[place], device=device) + (start if place == dim else 0)
+        along = torch.arange(shape[place], device=zeros.device) + (start if place == dim else 0)
         index = index + (along * stride).view(-1, *([1] * (len(shape) - place - 1)))
         stride *= sizes[place]
-    return index.expand(shape) if shape else index
+    return index if tuple(index.shape) == shape else index.expand(shape)
 
 
 class ConstantRandom(TorchDispatchMode):
@@ -301,7 +311,8 @@ class ConstantRandom(TorchDispatchMode):
 
         def middling(shape, device) -> torch.Tensor:
             self.calls.append((path, str(func), tuple(shape)))
-            return torch.full(tuple(shape), self.bits, dtype=torch.int64, device=device)
+            zeros = _zeros(tuple(shape), device, args[0] if args else None)
+            return (zeros + self.bits).expand(tuple(shape))
 
         if func in DRAWS:
             return DRAWS[func](middling, args, kwargs)

@@ -31,10 +31,10 @@ def check_given(model: Any, optimizer: Any, plan: Plan, randomness: str) -> None
     _refuse_wrapped(model, optimizer)
     if randomness not in ("global", "fast"):
         raise InputError(f"prepare: randomness is 'global' or 'fast', got {randomness!r}")
-    if plan.cp * plan.cp_ulysses > 1:
+    if plan.cut_positions > 1:
         raise RefusedPlan(
-            f"plan {plan}: cp and cp_ulysses in prepare: a script's batches and losses are not cut along a sequence "
-            "yet; write the loop with shardwise.parallelize, or use shardwise train"
+            f"plan {plan}: cp, cp_ulysses and domain in prepare: a script's batches and losses are not cut along a "
+            "sequence or space yet; write the loop with shardwise.parallelize, or use shardwise train"
         )
     if plan.pp > 1:
         raise RefusedPlan(

@@ -13,7 +13,7 @@ from shardwise.comm import Axis, gather_rows, gather_samples
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.host import put, read
 from shardwise.layout.dealing import Share
-from shardwise.parallel.sequence import Positions
+from shardwise.part.positions import Positions
 from shardwise.precision import Precision
 from shardwise.step.batching import samples_in
 from shardwise.step.loss import Loss, read_loss
@@ -45,8 +45,7 @@ class Forward:
             wide = self.precision.compute == torch.float64 and tensor.is_floating_point()
             return tensor.to(self.device, torch.float64 if wide else None, non_blocking=True)
 
-        batch = tree_map_only(torch.Tensor, move, batch)
-        return batch if self.positions is None else self.positions.cut(batch)
+        return tree_map_only(torch.Tensor, move, batch) if self.positions is None else self.positions.cut(batch, move)
 
     def local(self, batch: Any) -> Loss:
         """The loss of these samples alone. `batch` is on the CPU or the device."""

@@ -20,7 +20,9 @@ def seed_masks(state: RankState, micro_batch: int, part: Share, *, alone: bool =
         return
     seed = seed_of("fast", state.seed, state.steps_done, micro_batch, state.data_rank)
     seed_generators(seed)
-    if state.plan.tp * state.plan.pp > 1:  # ranks that share a sample must take the same ways through the module
+    if (
+        state.plan.world_size > state.plan.data_ranks
+    ):  # ranks that share a sample must take the same ways through the module
         seed_python(seed)
 
 

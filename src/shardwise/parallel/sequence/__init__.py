@@ -1,6 +1,6 @@
 """Sequence parallelism: positions cut over ranks; attention by all-to-all (Ulysses) or around the ranks (ring)."""
 
 from shardwise.parallel.sequence.attention import attend
-from shardwise.parallel.sequence.inputs import Positions, candidates, shortened
+from shardwise.parallel.sequence.inputs import candidates
 
-__all__ = ["Positions", "attend", "candidates", "shortened"]
+__all__ = ["attend", "candidates"]

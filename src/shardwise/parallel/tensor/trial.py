@@ -141,7 +141,7 @@ def _fails_cut(tensor: TensorParallel, summed: tuple[Axis, ...], error: Exceptio
     said = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     if summed:
         axes = ",".join(f"{axis.name}={axis.size}" for axis in summed)
-        return f"{axes}: the module runs whole, but not once its sequence is cut: {said}"
+        return f"{axes}: the module runs whole, but not once its positions are cut: {said}"
     return (
         f"tp={tensor.axis.size}: the module runs whole, but not once its weights are cut: {said}; "
         "keep what it is about whole by tp_whole=..., or use tp=1"

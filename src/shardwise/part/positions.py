@@ -1,0 +1,117 @@
+"""Which dims of a batch are cut, over which axes, and each rank's share of them.
+
+    sequence  input_ids (B, S), labels (B, S)   S=10 over cp=2 × cp_ulysses=2
+              cp 0: 0..4   of which cp_ulysses 0: 0 1 2, 1: 3 4
+              cp 1: 5..9                       0: 5 6 7, 1: 8 9
+    field     x (B, C, H, W), y (B, H, W)       H over domain0, W over domain1: rank (i, j) has tile (i, j)
+
+Shares are parts: they keep the global shape, so that positions, shifted labels, masks and sizes that a module makes
+from shapes come out as in one process. What may be cut is proposed by the axis's own room (`Candidate`), and tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from shardwise.comm import Axis
+from shardwise.errors import InputError
+from shardwise.part.crossing import Along
+from shardwise.part.cuts import Owners
+from shardwise.part.tensor import Part
+
+Cuts = tuple[tuple[int, tuple[Axis, ...]], ...]  # of one tensor: a dim and the axes that cut it, outermost first
+
+
+@dataclass(frozen=True)
+class Positions:
+    """The cuts of each leaf of a batch (none: whole on every rank).
+
+    cuts     by leaf of the flattened batch, outermost axis first
+    names    of the leaves, for people
+    what     is cut: "sequence" or "field"
+    results  how the axes cut each leaf of what a call of a submodule (path, place) gives, as rehearsed, where they do
+    """
+
+    cuts: tuple[Cuts, ...]
+    names: tuple[str, ...] = ()
+    what: str = "sequence"
+    least: int = 1  # indices that every rank must have: as many as axes further in cut them over
+    results: Mapping[tuple[str, int], tuple[Along, ...]] = field(default_factory=dict)
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """All that cut anything, outermost first."""
+        found = {axis.name: axis for cuts in self.cuts for _, axes in cuts for axis in axes}
+        return tuple(sorted(found.values(), key=lambda axis: axis.depth))
+
+    def over(self, swap: Callable[[Axis], Axis]) -> Positions:
+        """The same cut over other axes."""
+        cuts = tuple(tuple((dim, tuple(map(swap, axes))) for dim, axes in leaf) for leaf in self.cuts)
+        return replace(self, cuts=cuts)
+
+    def cut(self, batch: Any, place: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.contiguous) -> Any:
+        """The batch with this rank's shares, as parts of the whole; `place` puts what this rank holds on its device."""
+        leaves, spec = tree_flatten(batch)
+        tensors = [place if isinstance(leaf, torch.Tensor) else lambda leaf: leaf for leaf in leaves]
+        if len(leaves) != len(self.cuts):  # another kind of batch than the one that was looked at
+            return tree_unflatten([put(leaf) for put, leaf in zip(tensors, leaves, strict=True)], spec)
+        cut = [
+            self._cut(leaf, cuts, place) if cuts else put(leaf)
+            for leaf, cuts, put in zip(leaves, self.cuts, tensors, strict=True)
+        ]
+        return tree_unflatten(cut, spec)
+
+    def _cut(self, leaf: torch.Tensor, cuts: Cuts, place: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        for dim, axes in cuts:
+            smallest = leaf.shape[dim]
+            for axis in axes:
+                smallest //= axis.size
+            if smallest < self.least:
+                raise InputError(
+                    f"a {self.what} of {leaf.shape[dim]} positions leaves a rank of {_told(axes)} {smallest}, and "
+                    f"every rank needs at least {self.least}: use fewer ranks or a longer {self.what}"
+                )
+        return _share(leaf, [(dim, axis) for dim, axes in cuts for axis in axes], place)
+
+    def told(self) -> str:
+        """One line for the user."""
+        cut = [
+            f"{name} along dim{'s' * (len(cuts) > 1)} {', '.join(str(dim) for dim, _ in cuts)}"
+            for name, cuts in zip(self.names, self.cuts, strict=True)
+            if cuts
+        ]
+        return f"{_told(self.axes)} cuts the {self.what} of {', '.join(cut)}"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """What a batch may be cut along, to be tried.
+
+    shorter  the batch with fewer positions, on which the module must run; None where that shows nothing
+    said     for people: "dims of 10"
+    """
+
+    positions: Positions
+    said: str
+    shorter: Any = None
+
+
+def _told(axes: tuple[Axis, ...]) -> str:
+    return " x ".join(f"{axis.name}={axis.size}" for axis in axes)
+
+
+def _share(
+    leaf: torch.Tensor, cuts: list[tuple[int, Axis]], place: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    if not cuts:
+        return place(leaf.contiguous())
+    (dim, axis), *rest = cuts
+    owners = Owners.blocks(leaf.shape[dim], axis.size)
+    local = _share(owners.take(leaf, dim, axis.index), rest, place)
+    soft = not leaf.is_floating_point()  # small, and asked for whole by much that a module does before it computes
+    return Part(local, dim, owners, axis, soft=soft)

@@ -1,0 +1,84 @@
+"""Fields cut into tiles over ranks: proofs of whole tasks, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shardwise import Domain, verify
+from shardwise.errors import InputError
+from shardwise.layout import Plan
+from shardwise.mesh import build_mesh
+from shardwise.part import plain
+from shardwise.part.positions import Positions
+
+PLANS = (
+    "domain=2", "domain=1x3", "domain=2x2", "domain=3x2", "domain=2,dp_replicate=2,accumulate=2",
+    "domain=1x2,dp_shard=2,zero=1", "domain=2,zero=2", "domain=2x2,zero=3", "domain=2,tp=2",
+    "domain=2,zero=3,remat=full",
+)  # fmt: skip
+TASKS = ("point_wise", "weighted", "normed", "channels_last", "resnet")
+
+
+def _walk() -> list[tuple[str, str]]:
+    """Every plan and every task at least once."""
+    return [(TASKS[place % len(TASKS)], plan) for place, plan in enumerate(PLANS)]
+
+
+@pytest.mark.parametrize(("task", "plan"), _walk())
+def test_tiles_equal_one_process(pool, task: str, plan: str) -> None:
+    found = verify(f"domain_tasks:{task}", plan, pool=pool)
+    assert found.parity, found.text()
+    assert "cuts the field of x along dim" in found.text()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("task", TASKS)
+def test_every_task_on_tiles_equals_one_process(pool, task: str, plan: str) -> None:
+    found = verify(f"domain_tasks:{task}", plan, pool=pool)
+    assert found.parity, found.text()
+
+
+@pytest.mark.parametrize(
+    ("task", "plan", "reason"),
+    [
+        ("domain_tasks:sorted_rows", "domain=1x2", "fields of 11 x 13 cannot be cut: aten.sort"),
+        ("domain_tasks:flattened", "domain=2x2", "no tensor has 2 of them behind batch and channel"),
+        ("domain_tasks:channels_last", "domain=1x2x2", "Task.spatial names 2: lat"),
+        ("domain_tasks:point_wise", "domain=12", "a field of 11 positions leaves a rank of domain0=12 0"),
+    ],
+)
+def test_what_cannot_be_tiled_is_refused(pool, task: str, plan: str, reason: str) -> None:
+    found = verify(task, plan, pool=pool)
+    assert not found.parity and reason in found.refused, found.text()
+
+
+def _draws() -> tuple[torch.Tensor, float]:
+    """Dropout of a tiled tensor of ones in fast mode, and what the default generator gives after it."""
+    mesh = build_mesh(Plan(domain=(2, 2)), torch.device("cpu"))
+    torch.manual_seed(3)
+    rows, columns = mesh.inner
+    tiled = Positions((((2, (rows,)), (3, (columns,))),)).cut(torch.ones(1, 1, 31, 40))
+    return plain(torch.nn.functional.dropout(tiled, 0.5)), float(torch.rand(1))
+
+
+def test_tiles_draw_their_own_masks(pool) -> None:
+    (whole, after), *others = pool.run(_draws, 4)
+    assert all(torch.equal(whole, other) and after == theirs for other, theirs in others)
+    assert 0.4 < float((whole > 0).double().mean()) < 0.6
+    assert not torch.equal(whole[..., :15, :20], whole[..., 16:, 20:])  # each tile has a mask of its own
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (lambda: Domain(dims=(0, 1)), "dims behind the samples"),
+        (lambda: Domain(dims=(-2, -1), names=("lat",)), "names each of 2 dims"),
+        (lambda: Domain(dims=(-1,), names=("lon",), boundary={"lat": "zeros"}), "no dim is called 'lat'"),
+        (lambda: Domain(dims=(-1,), names=("lon",), boundary={"lon": "periodic"}), "padding_mode='circular'"),
+    ],
+)
+def test_bad_domains_are_named(made, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        made()
