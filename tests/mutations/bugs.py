@@ -309,7 +309,7 @@ SEQUENCE = [
         "value * self.counts for value in values", "value for value in values", S + "decoder", "cp=2"),
     bug("gradients are summed over data ranks, not over a sequence's", "engine.recipe:_whole_module",
         "Replicate(named, mesh.gradients, precision)", "Replicate(named, mesh.data, precision)", S + "decoder", "cp=2"),
-    bug("shares of a sequence begin one position late", "parallel.sequence.inputs:_share",
+    bug("shares of a sequence begin one position late", "part.positions:_share",
         "owners.take(leaf, dim, axis.index)", "owners.take(leaf.roll(1, dim), dim, axis.index)", S + "decoder", "cp=2"),
     bug("a causal block on the diagonal is taken for a full one", "parallel.sequence.ring:_pairs",
         'k_here, "diagonal"', 'k_here, "full"', S + "decoder", "cp=2"),
@@ -336,4 +336,33 @@ SEQUENCE = [
         "tensor = plain(tensor).narrow(dim, 0, owners.counts[by_name[name].index])", S + "decoder", "cp=2,pp=2"),
 ]  # fmt: skip
 
-BUGS = [*COMM, *PARALLEL, *BATCH_NORM, *STEP, *PIPELINE, *TENSOR, *EXPERT, *MORE, *SEQUENCE]
+D = "domain_tasks:"
+
+DOMAIN = [
+    bug("gradients are summed over the first dim's tiles alone", "mesh:build_mesh",
+        'gradients = _together("gradients", (*samples, *INNER), axes, grid, everyone)',
+        'gradients = _together("gradients", (*samples, *INNER[:1]), axes, grid, everyone)', D + "resnet", "domain=2x2"),
+    bug("every tile counts the loss and its weight", "step.control:Tally.row",
+        "value * self.counts for value in values", "value for value in values", D + "weighted", "domain=2"),
+    bug("gradients that all tiles have count for each of a column", "part.sums:summand",
+        "elif axis.index:", "elif axis.index and axis.name != 'domain1':", D + "resnet", "domain=1x2"),
+    bug("tiles begin one row late", "part.positions:_share",
+        "owners.take(leaf, dim, axis.index)", "owners.take(leaf.roll(-1, dim), dim, axis.index)", D + "resnet",
+        "domain=1x3", (1,)),
+    bug("statistics of batch norms are those of a tile", "parallel.domain.norms:_total",
+        "tensor = all_sum(tensor, axis)", "tensor = tensor * axis.size", D + "normed", "domain=2"),
+    bug("windows of tiles that are not the first reach one row far", "parallel.domain.maps:Sliding.reach",
+        "return start * self.stride - self.before, (stop - 1) * self.stride",
+        "return start * self.stride - self.before + (start > 0), (start > 0) + (stop - 1) * self.stride", D + "resnet",
+        "domain=2"),
+    bug("beyond the field's edge a tile finds what it finds inside", "part.moves:fetch",
+        "pieces.insert(0, local.new_full(_with(shape, dim, before), fill))",
+        "pieces.insert(0, pieces[axis.index].narrow(dim, 0, before))", D + "resnet", "domain=2x2"),
+    bug("gradients of halos are dropped by their owners", "part.moves:give_back",
+        "local.narrow(dim, int(places[0]), len(places)).add_(piece)",
+        "local.narrow(dim, int(places[0]), len(places)).copy_(piece)", D + "resnet", "domain=2"),
+    bug("gradients of weights count on the first tile alone", "parallel.domain.tiles:_Used.backward",
+        "for axis in reversed(ctx.axes):", "for axis in ():", D + "resnet", "domain=3"),
+]  # fmt: skip
+
+BUGS = [*COMM, *PARALLEL, *BATCH_NORM, *STEP, *PIPELINE, *TENSOR, *EXPERT, *MORE, *SEQUENCE, *DOMAIN]
