@@ -340,8 +340,8 @@ D = "domain_tasks:"
 
 DOMAIN = [
     bug("gradients are summed over the first dim's tiles alone", "mesh:build_mesh",
-        'gradients = _together("gradients", (*samples, *INNER), axes, grid, everyone)',
-        'gradients = _together("gradients", (*samples, *INNER[:1]), axes, grid, everyone)', D + "resnet", "domain=2x2"),
+        '_together("gradients", ("dp_replicate", "dp_shard", *INNER)',
+        '_together("gradients", ("dp_replicate", "dp_shard", *INNER[:1])', D + "resnet", "domain=2x2"),
     bug("every tile counts the loss and its weight", "step.control:Tally.row",
         "value * self.counts for value in values", "value for value in values", D + "weighted", "domain=2"),
     bug("gradients that all tiles have count for each of a column", "part.sums:summand",
