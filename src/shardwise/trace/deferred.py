@@ -317,7 +317,7 @@ class Built:
             for index in tape.slice(target.storage):
                 op = tape.ops[index]
                 if op.random:
-                    torch.manual_seed(self._seeds[index])
+                    torch.default_generator.manual_seed(self._seeds[index])  # values are made on the CPU
                 generator = torch.default_generator
                 if op.generator is not None:
                     generator = torch.Generator()

@@ -93,7 +93,7 @@ class Stage:
     def ways(self) -> Iterator[None]:
         """Once; where chance or values may decide which way a forward takes, several times with other draws."""
         for way in range(WAYS):
-            torch.manual_seed(way)
+            torch.default_generator.manual_seed(way)
             seed_python(way)
             before = _drawn()
             yield
