@@ -9,7 +9,10 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
-from shardwise.ranks import RankPool
+from shardwise.ranks import RankPool, process
+
+# what ranks of most tests import, once in the server from which they are forked instead of in each of them
+process.PRELOAD += ["shardwise.training.loop", "shardwise.proof.rank"]
 
 # the same examples on every machine, and no time limit for one example: a loaded machine is not a failure
 settings.register_profile("steady", derandomize=True, deadline=None)

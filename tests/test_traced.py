@@ -335,14 +335,10 @@ def live_peak(name: str, text: str, even: bool = False) -> tuple[int, int]:
         engine = parallelize(task, text, check_loss=False)
         engine.step(task.batch(0))
         gc.collect()
-        gc.freeze()  # what is here already need not be looked at again
-        try:
-            rest = live.now
-            live.reset_peak()
-            live.settle = True
-            engine.step(task.batch(1))
-        finally:
-            gc.unfreeze()
+        rest = live.now
+        live.reset_peak()
+        live.settle = True
+        engine.step(task.batch(1))
         return live.peak, rest
 
 
