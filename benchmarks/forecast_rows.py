@@ -6,6 +6,7 @@ or makes the row one that cannot be scored.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -331,6 +332,7 @@ def device_name(gpu: str) -> str:
 def _cluster(gpu: str, n: int, notes: str = "") -> Cluster:
     name = device_name(gpu)
     if (domain := devices(name)[1].count) > 8:
+        domain = 2 ** int(math.log2(domain)) if n > domain else domain  # jobs of several racks take 64 devices of 72
         return Cluster.parse(f"{n} {name}" if n <= domain else f"{-(-n // domain)}x{domain} {name}, ib-{OTHERS}")
     if n <= 8:
         return Cluster.parse(f"{n} {name}")

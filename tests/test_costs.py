@@ -88,6 +88,25 @@ def test_a_group_that_leaves_the_node_is_slower_and_says_formula() -> None:
     assert wire.basis("all_gather", Group(16, 1)).startswith("formula")
 
 
+def test_a_group_that_nodes_split_unevenly_is_as_slow_as_its_fewest_ports() -> None:
+    """12 ranks over nodes of 8: 8 and 4, then 4 and 8; only 4 ports take part on one side."""
+    wire = Wire(Cluster.parse("3x8 h100-sxm-80gb, ib-400"), 24)
+    assert wire.inside(Group(12)) == 4 and wire.tier(Group(12)) == 1
+    assert wire.inside(Group(16)) == 8
+    uneven, even = (wire.collective("all_gather", Group(size), 1e9) for size in (12, 16))
+    assert uneven > 1.6 * even, "though it has fewer ranks"
+    assert wire.tier(Group(3)) == 1, "the third of them has ranks on both sides of a border"
+    assert Wire(wire.cluster, 6).tier(Group(3)) == 0, "no border is met by six ranks"
+    assert wire.tier(Group(4, 2)) == 0 and wire.inside(Group(6, 4)) == 2
+
+
+def test_devices_that_share_ports_share_their_rate() -> None:
+    own, shared = (Cluster.parse(f"4x8 h100-sxm-80gb, {link}").tiers[1] for link in ("ib-400", "ib-400x2"))
+    assert shared.gbps.value == pytest.approx(own.gbps.value / 4)
+    assert "2 ports of 400 Gb/s" in shared.gbps.source
+    assert Cluster.parse("4x8 h100-sxm-80gb, ib-400x16").tiers[1].gbps.value == own.gbps.value
+
+
 def test_messages_between_neighbours_cross_only_where_the_node_ends() -> None:
     wire = Wire(Cluster.parse("2x8 h100-sxm-80gb, ib-400"))
     assert wire.send(1e8, 6, 7) < wire.send(1e8, 7, 8)

@@ -71,16 +71,17 @@ def _links() -> dict[str, dict[str, str]]:
 def link(name: str, count: int, below: int, own: Tier) -> Tier:
     """A tier of `count` units of `below` devices each, joined by a named link.
 
-    `ib-400`, `roce-200`, `efa-400`, `eth-100` are Gb/s for each device; `nvlink-72` is a domain of up to 72 devices at
+    `ib-400`, `roce-200`, `efa-400`, `eth-100` are Gb/s for each device; `ib-400x4` are 4 ports of a unit that all its
+    devices share; `nvlink-72` is a domain of up to 72 devices at
     the rate of the device's own link. Raises `InputError` for unknown names, and for domains of more devices.
     """
     known = _links()
-    found = re.fullmatch(r"([a-z]+)-(\d+(?:\.\d+)?)", name.lower())
+    found = re.fullmatch(r"([a-z]+)-(\d+(?:\.\d+)?)(?:x(\d+))?", name.lower())
     if not found or found[1] not in known:
         hint = did_you_mean(name.split("-")[0].lower(), list(known))
         raise InputError(
             f"cluster: no link {name!r}{hint}; a link is ib-400, roce-200, efa-400 or eth-100 (Gb/s for each device), "
-            "or nvlink-72 (a rack-scale domain)"
+            "ib-400x4 (4 ports that the devices of a node share), or nvlink-72 (a rack-scale domain)"
         )
     row, number = known[found[1]], float(found[2])
     if number <= 0:
@@ -94,10 +95,14 @@ def link(name: str, count: int, below: int, own: Tier) -> Tier:
         return Tier(name.lower(), count, own.gbps, own.latency_us)
     share = float(row["line_share"])
     source = f"{number:g} Gb/s line rate x {share} for large messages: a formula, not a measurement"
+    each = 1.0
+    if found[3]:
+        each = min(1.0, int(found[3]) / below)
+        source = f"{found[3]} ports of {source}, shared by {below} devices"
     return Tier(
         name.lower(),
         count,
-        Figure(number / 8 * share, "formula", source),
+        Figure(number / 8 * share * each, "formula", source),
         Figure(float(row["hop_us"]), "assumed", "a common value of the field"),
     )
 

@@ -12,7 +12,9 @@ beat rings on latency beyond the logarithm taken for all-reduce.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
+from functools import lru_cache
 
 from shardwise.cluster import (
     BetweenTable,
@@ -42,11 +44,31 @@ class Group:
         return self.size * self.stride
 
 
+@lru_cache(maxsize=4096)
+def _lies(group: Group, unit: int, ranks: int) -> tuple[bool, int]:
+    """(whether each group of an axis lies in one unit of so many ranks, the fewest ranks of a group in one of them)."""
+    if unit % group.span == 0:
+        return True, group.size
+    if unit % group.stride == 0 and group.span % unit == 0:
+        return False, unit // group.stride
+    if group.stride % unit == 0:
+        return group.size == 1, 1
+    fewest = group.size
+    for first in range(0, min(max(ranks, group.span), group.span * unit), group.span):  # then the pattern repeats
+        there = Counter((first + place * group.stride) // unit for place in range(group.size))
+        fewest = min(fewest, *there.values())
+    return fewest == group.size, fewest
+
+
 @dataclass(frozen=True)
 class Wire:
-    """Times of communication on one cluster, in seconds."""
+    """Times of communication on one cluster, in seconds.
+
+    ranks   of the plan, all groups of an axis among them; by default as many as the cluster has devices
+    """
 
     cluster: Cluster
+    ranks: int = 0
 
     @property
     def table(self) -> CollectiveTable | None:
@@ -66,12 +88,15 @@ class Wire:
         return self.cluster.device.memory_bandwidth_gbps.value * 1e9
 
     def tier(self, group: Group) -> int:
-        """The outermost tier that the group crosses."""
-        return self.cluster.tier_of((group.size - 1) * group.stride + 1)
+        """The outermost tier that a group of this axis crosses: where nodes split one unevenly, its neighbours' too."""
+        for index, unit in enumerate(self.cluster.sizes):
+            if _lies(group, unit, self.ranks or self.cluster.world_size)[0]:
+                return index
+        return len(self.cluster.tiers) - 1
 
     def inside(self, group: Group) -> int:
-        """How many of the group's ranks lie in one unit of the innermost tier."""
-        return max(1, min(group.size, self.cluster.sizes[0] // group.stride))
+        """How many ranks of a group lie in one unit of the innermost tier; the fewest where they are dealt unevenly."""
+        return _lies(group, self.cluster.sizes[0], self.ranks or self.cluster.world_size)[1]
 
     def collective(self, op: str, group: Group, size_bytes: float) -> float:
         """all_reduce, all_gather, reduce_scatter or all_to_all of a tensor of `size_bytes`."""

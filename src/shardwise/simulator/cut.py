@@ -72,7 +72,7 @@ def simulate_cut(
     """One optimizer step. `ranks`: models whose traces are `CountedRank`s; `held`: their memory."""
     dtype = {"fp32": "fp32", "fp64": "fp32"}.get(precision, "bf16")
     kernels, added = kernels_of(cluster, layout, software, dtype)
-    wire, states = Wire(cluster), policy(precision, ranks[0].update.state_elements, layout)
+    wire, states = Wire(cluster, layout.world_size), policy(precision, ranks[0].update.state_elements, layout)
     work, sent = _ops(ranks, layout, kernels, software, wire)
     last = max(stage for _, stage in work)
     own = [_of_rank(rank, work) for rank in ranks]

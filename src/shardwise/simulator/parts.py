@@ -56,7 +56,7 @@ class Step:
 
     @property
     def wire(self) -> Wire:
-        return Wire(self.cluster)
+        return Wire(self.cluster, self.layout.world_size)
 
     def group(self, axis: str) -> Group:
         """Size and stride of an axis: tp innermost, then ulysses, cp, shard, pp, replicas."""

@@ -139,7 +139,7 @@ def simulate_traced(
     """One optimizer step over replicas and ZeRO shards. `held`: the memory, where it is known already."""
     dtype = {"fp32": "fp32", "fp64": "fp32"}.get(precision, "bf16")
     kernels, added = kernels_of(cluster, layout, software, dtype)
-    wire = Wire(cluster)
+    wire = Wire(cluster, layout.world_size)
     micro = between(model.one, model.two, layout.micro_batch, kernels, software)
     states = policy(precision, model.update.state_elements, layout)
     data, timeline = data_seconds(model, layout, micro, wire, states, software)
