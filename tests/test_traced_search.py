@@ -14,6 +14,7 @@ from shardwise.costs.memory import CONTEXT_BYTES
 from shardwise.costs.software import software
 from shardwise.layout import Plan
 from shardwise.models import tasks
+from shardwise.planner import traced_task
 from shardwise.planner.candidates import Constraints, cut_layouts, data_layouts, expert_layouts
 from shardwise.planner.door import layout_of
 from shardwise.planner.propose import search
@@ -106,7 +107,7 @@ def test_a_batch_that_does_not_divide_is_dealt_as_a_run_deals_it(batch: int, wor
     """Each layout comes back from its plan, and no rank of it is without samples in a micro-batch."""
     from shardwise.costs.layout import of_plan
     from shardwise.planner.candidates import plan_of
-    from shardwise.planner.traced_task import dealt
+    from shardwise.planner.played import dealt
 
     found = list(data_layouts(world, batch, 8, ["none"]))
     over_all = [each for each in found if each.dp == world]
@@ -134,13 +135,30 @@ def deep() -> Task:
                 batch=lambda step: torch.ones(32, 64, 16), name="deep")  # fmt: skip
 
 
+def test_cuts_that_cannot_pay_are_not_rehearsed_unless_they_are_asked_for() -> None:
+    """Data ranks that wait for next to nothing leave nothing to gain; a batch of fewer samples than devices does."""
+    one, many = wide(4096), wide(4)
+    for found, samples, cut in ((one, 4096, False), (many, 4, True)):
+        layouts = found.layouts(8, Constraints(max_tp=2, max_pp=1))
+        assert any(layout.tp > 1 for layout in layouts) is cut, samples
+    assert any("tp, pp and ep are not looked at" in text for text in one.remarks)
+    assert any(layout.tp == 2 for layout in one.layouts(8, Constraints(max_pp=1, fixed=(("tp", 2),))))
+
+
+def wide(samples: int) -> Subject:
+    """Products large enough to keep a device busy."""
+    task = Task(model=lambda: nn.Sequential(nn.Linear(2048, 2048), nn.Linear(2048, 2048)), loss=lambda output, batch: (
+        output.sum(), len(batch)), batch=lambda step: torch.ones(4, 128, 2048))  # fmt: skip
+    return subject(task, samples)
+
+
 def test_recompute_is_traced_only_where_memory_is_short() -> None:
     said: list[str] = []
 
     def remats(cluster: Cluster, **fixed: object) -> set[str]:
         said.clear()
         seen = traced_subject(deep(), cluster, software("shardwise"), 32, "fp32", say=said.append)
-        found = search(seen, cluster, Constraints(fixed=tuple(fixed.items())), precision="fp32")
+        found = search(seen, cluster, Constraints(fixed=tuple(fixed.items()), headroom=0.0), precision="fp32")
         return {proposal.plan.remat for proposal in found.proposals}
 
     def traced() -> bool:
@@ -285,8 +303,9 @@ class Jointly(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_plans_for_which_the_optimizer_would_have_too_little_are_left_out() -> None:
+def test_plans_for_which_the_optimizer_would_have_too_little_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a run: one that needs whole tensors bears no shares of tp, one that needs all of them no ZeRO."""
+    monkeypatch.setattr(traced_task, "WORTH", -1.0)  # all are looked at, whatever they could gain
     for optimizer, zeros, cut in (
         (torch.optim.Adafactor, {0, 1, 2, 3}, set()),
         (Jointly, {0}, set()),

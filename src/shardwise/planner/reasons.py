@@ -10,7 +10,8 @@ from shardwise.costs.layout import Layout
 from shardwise.costs.memory import CONTEXT_BYTES
 from shardwise.planner.candidates import Constraints, micro_batches, plan_of
 from shardwise.planner.proposal import Proposal, Search, lacking
-from shardwise.planner.subject import Reading, Subject
+from shardwise.planner.reading import Reading
+from shardwise.planner.subject import Subject
 from shardwise.planner.units import bytes_text, seconds_text
 
 WITHIN = 1.03  # plans this close count as equal

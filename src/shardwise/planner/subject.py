@@ -13,6 +13,7 @@ from shardwise.costs.shapes import Shape
 from shardwise.costs.software import Software, as_planned
 from shardwise.errors import InputError
 from shardwise.planner.candidates import UNSEARCHED, Constraints, decoder_layouts
+from shardwise.planner.reading import Reading
 from shardwise.simulator.forecast import Forecast
 from shardwise.simulator.quick import Estimator, Quick
 from shardwise.simulator.step import simulate
@@ -42,22 +43,6 @@ class Subject:
     sample: str = ""  # made up for a model without data, in words
     head: str = ""  # of transformers, for a model that was built of a configuration
     unsearched: str = ""  # which plans a search does not look at, in words
-
-
-@dataclass(frozen=True)
-class Reading:
-    """What a task's input costs, as timed on the machine that plans.
-
-    seconds   for one sample
-    whole     every rank makes the global batch; else each reads its own samples
-    """
-
-    seconds: float
-    whole: bool
-
-    def wait(self, layout: Layout, batch: int) -> float:
-        """Seconds that one reader of a rank takes for a step's samples."""
-        return self.seconds * (batch if self.whole else -(-batch // layout.dp))
 
 
 def decoder(shape: Shape, cluster: Cluster, soft: Software, global_batch: int, seq: int, precision: str) -> Subject:

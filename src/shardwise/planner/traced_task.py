@@ -7,6 +7,7 @@ from copy import copy
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain, product
+from math import inf
 from time import perf_counter
 
 from shardwise.cluster import Cluster
@@ -18,11 +19,14 @@ from shardwise.engine.optimizer import Nature, shares_of, try_out
 from shardwise.engine.optimizer import refuse as refuse_optimizer
 from shardwise.errors import InputError, RefusedPlan, ShardwiseError
 from shardwise.layout import Plan
-from shardwise.layout.dealing import deal
 from shardwise.parallel.batchnorm import joins_batch_norms
+from shardwise.planner.bound import least_seconds
 from shardwise.planner.candidates import Constraints, cut_layouts, data_layouts, expert_layouts, plan_of
+from shardwise.planner.played import Sizes, dealt, degrees_text, played
 from shardwise.planner.progress import Say, silent
-from shardwise.planner.subject import Reading, Subject
+from shardwise.planner.reading import Reading, timed_reading
+from shardwise.planner.subject import Subject
+from shardwise.planner.units import seconds_text
 from shardwise.rehearsal.cut_module import Cuts, Looks, Shares, once
 from shardwise.rehearsal.rank_row import ALIKE, Beside
 from shardwise.rehearsal.step_trace import batch_bytes, one_sample, trace, update_of
@@ -36,13 +40,12 @@ from shardwise.step.batching import samples_in
 from shardwise.task import Task
 
 DEFAULT_SAMPLES = 32  # of a step, for a task with a data source and no batch of its own
-READS = 3  # of the task's input, of which the quickest is taken
 # samples of the two traces that others are on a line with; one sample alone runs other operations (a dim of 1 is
 # broadcast, not copied), so it is traced by itself
 TRACED = (2, 4)
-MOST_OPS = 60_000  # of the rehearsals of a search: some ten seconds
-LONG_S = 0.5  # one read that takes as long is enough
-Sizes = tuple[tuple[int, ...], ...]  # of the micro-batches of each rehearsal
+MOST_OPS = 30_000  # of the rehearsals of a search: some twenty seconds
+CUTS = ("tp", "pp", "ep")
+WORTH = 0.05  # cuts that cannot make a step shorter by as much are not rehearsed
 
 
 def default_samples(task: Task) -> int:
@@ -110,8 +113,12 @@ class Traced:
 
         def layouts(world: int, constraints: Constraints) -> Iterable[Layout]:
             own = [*filter(self.can_run, data_layouts(world, batch, self.node, recomputes))]
-            yield from self.lean(own, batch, constraints, lambda layout, _: self.can_hold(layout, batch))
-            if self.cuts:
+            fastest = inf
+            for layout in self.lean(own, batch, constraints, lambda layout, _: self.can_hold(layout, batch)):
+                yield layout
+                if self.fits(layout, batch, constraints):
+                    fastest = min(fastest, self.simulate(layout, batch).step_s)
+            if self.cuts and self._are_worth_cutting(fastest, batch, world, constraints):
                 cut = [*filter(self.can_run, cut_layouts(world, batch, self.node, recomputes, constraints))]
                 few, many = (expert_layouts(each if self.routed else (), self.node, constraints) for each in (own, cut))
                 yield from self.cut_within(chain(few, cut, many), batch, constraints)
@@ -254,22 +261,8 @@ class Traced:
     @cached_property
     def reading(self) -> Reading:
         """How long a sample takes to come, timed here."""
-        if self.task.batch is None and self._first_read_s > LONG_S:
-            return Reading(self._first_read_s, False)
         self.say(f"{self.task.name}: timing its input")
-        times = []
-        for turn in range(READS):
-            began = perf_counter()
-            if self.task.batch is not None:
-                count = samples_in(self.task.batch(turn))
-            else:
-                assert self.task.data is not None
-                count = 1
-                self.task.data.read([turn % max(1, len(self.task.data))])
-            times.append((perf_counter() - began) / max(1, count))
-            if perf_counter() - began > LONG_S:
-                break
-        return Reading(min(times), self.task.batch is not None)
+        return timed_reading(self.task, self._first_read_s)
 
     # --- cut modules
 
@@ -337,7 +330,7 @@ class Traced:
         zero=3 is left out where the same layout fits without, since it only ever adds time, and where it cannot be cut
         without, since it cuts nothing.
         """
-        asked = any(constraints.value(name) is not None for name in ("tp", "pp", "ep"))
+        asked = any(constraints.value(name) is not None for name in CUTS)
         refused: set[Layout] = set()
         left: dict[str, None] = {}
 
@@ -348,7 +341,7 @@ class Traced:
             if layout.zero > 1 and constraints.value("zero") is None and plain.with_(zero=1) in fitted:
                 return False
             if self._spent > MOST_OPS and not asked and not self._known(layout, batch):
-                left[_degrees(plain.with_(sp=False))] = None
+                left[degrees_text(plain.with_(sp=False))] = None
                 return False
             if not self.can_cut(layout, batch):
                 refused.add(layout)
@@ -359,6 +352,20 @@ class Traced:
         if left:
             self._remark(f"not looked at, since rehearsing all of them takes minutes: {'; '.join(left)} (ask for one "
                          "with --fix)")  # fmt: skip
+
+    def _are_worth_cutting(self, fastest: float, batch: int, world: int, constraints: Constraints) -> bool:
+        """Whether tp, pp or ep could shorten the fastest step without them, or were asked for; a remark where not."""
+        if fastest == inf or self.routed or any(constraints.value(name) is not None for name in CUTS):
+            return True
+        least = least_seconds(self.model("none"), batch, world, self.cluster, self.software, self.precision)
+        if (gain := 1 - least / fastest) >= WORTH:
+            return True
+        if world > 1:
+            self._remark(
+                f"tp, pp and ep are not looked at: the fastest step without them computes for {seconds_text(least)} at "
+                f"least, so they could make it shorter by {max(0.0, gain):.1%} at most (--fix tp=2 looks all the same)"
+            )
+        return False
 
     def _known(self, layout: Layout, batch: int) -> bool:
         return self._key(layout, batch) in self._ranks
@@ -382,7 +389,7 @@ class Traced:
                 self.cut(layout, batch)
         except (RefusedPlan, InputError) as refused:
             plain = layout.with_(sp=False, recompute="none")
-            self._left_out(_degrees(plain) or f"zero={layout.zero}", f" is left out: {refused}")
+            self._left_out(degrees_text(plain) or f"zero={layout.zero}", f" is left out: {refused}")
             return False
         return True
 
@@ -412,52 +419,3 @@ class Traced:
         found.flops = self.model("none").flops(found.samples)  # the model's: not what ranks do twice
         found.basis |= switches(layout, eager=bool(self.cluster.device.ops))
         return found
-
-
-def dealt(layout: Layout, batch: int, data_rank: int) -> tuple[int, ...]:
-    """Samples of each micro-batch on a data rank; one without any runs a stand-in."""
-    parts = deal(batch, layout.n_micro * layout.rounds, layout.dp, data_rank)
-    return tuple(max(1, last - first) for first, last, _, _ in parts)
-
-
-def played(key: Cuts, layout: Layout, batch: int, data_rank: int) -> tuple[Sizes, Beside]:
-    """Which of a data rank's micro-batches are played, and with it those of its neighbours in ep."""
-    place = data_rank % layout.ep
-    group = [dealt(layout, batch, data_rank - place + other) for other in range(layout.ep)]
-    chosen = _chosen(key, layout, place, group)
-    sizes = (tuple(group[place][index] for index in chosen),)
-    if layout.ep == 1:
-        return sizes, ALIKE
-    return sizes, (place, tuple(tuple(other[index] for other in group) for index in chosen))
-
-
-def _chosen(key: Cuts, layout: Layout, place: int, group: list[tuple[int, ...]]) -> list[int]:
-    """Indices of micro-batches: all that are in flight in a round, else the fullest.
-
-    Where the first leaves gradients behind for those that follow, it and the fullest of these. Of micro-batches in
-    which a rank has as many samples of its own, that is fuller in which the others of ep have more: their rows come.
-
-    group  samples of each micro-batch on each rank of ep; this rank is the one at `place`
-    """
-    everything = range(len(group[place]))
-
-    def load(index: int) -> tuple[int, int]:
-        return group[place][index], sum(other[index] for other in group)
-
-    fullest = max(everything, key=load)
-    if layout.pp > 1:
-        if key.microbatches != layout.n_micro:
-            return [fullest]
-        return [*everything[: layout.n_micro * (key.rounds - 1)], *everything[-layout.n_micro :]]
-    return [0, max(everything[1:], key=load)] if key.microbatches > 1 else [fullest]
-
-
-def _degrees(layout: Layout) -> str:
-    degrees = [f"{n}={getattr(layout, n)}" for n in ("tp", "pp", "ep") if getattr(layout, n) > 1]
-    return ", ".join(
-        [
-            *degrees,
-            *(["sp"] if layout.sp else []),
-            *([f"remat={layout.recompute}"] if layout.recompute != "none" else []),
-        ]
-    )
