@@ -220,3 +220,57 @@ def test_a_library_saves_it_whole(plan: str, pool: RankPool, tmp_path: Path) -> 
     read = LlamaForCausalLM.from_pretrained(tmp_path).state_dict()
     assert read.keys() == weights.keys()
     assert all(torch.equal(read[name], weights[name]) for name in read)
+
+
+def interrupted(plan: str | None, folder: str, part: str) -> tuple[list[float], dict]:
+    """Two epochs in random order with dropout. "first": saves in the second one and leaves; "rest": goes on."""
+    torch.manual_seed(0 if part != "rest" else 5)
+    model: Any = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.Tanh(), nn.Linear(8, 2)).double()
+    model[0].bias.requires_grad_(False)
+    optimizer, data = adamw(model), samples(17)
+    loader: Any = DataLoader(data, batch_size=4, shuffle=True)
+    if "sliced" in folder:
+        loader = [(x, y) for x, y in DataLoader(data, batch_size=4)]
+    prepared: Any = shardwise.prepare(model, optimizer, loader, plan=plan) if plan else None
+    if prepared:
+        model, optimizer, loader = prepared
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+    losses, begin = [], 0
+    if part == "rest":
+        told = shardwise.load(prepared, folder)
+        begin, losses = told["epoch"], told["losses"]
+        schedule.load_state_dict(told["schedule"])
+    for epoch in range(begin, 2):
+        for number, (x, y) in enumerate(loader):
+            loss = (model(x) - y).square().sum(1).mean()
+            loss = prepared.backward(loss, mean_over=len(x)) if prepared else loss
+            if not prepared:
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            losses.append(loss.item())
+            if part == "first" and (epoch, number) == (1, 1):
+                shardwise.save(prepared, folder, epoch=epoch, losses=losses, schedule=schedule.state_dict())
+                return losses, {}
+    return losses, prepared.state_dict() if prepared else model.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("first", "rest", "name"),
+    [
+        ("dp_shard=2,zero=3", "tp=2", "a"),
+        ("tp=2", "dp_shard=2,zero=1", "b"),
+        ("dp_shard=2,zero=2", "dp_shard=3,zero=3", "c"),
+        ("dp_replicate=2", "dp_replicate=2", "sliced"),
+    ],
+)
+def test_a_run_goes_on_within_an_epoch_under_another_plan(
+    first: str, rest: str, name: str, pool: RankPool, tmp_path: Path
+) -> None:
+    folder = str(tmp_path / name)
+    losses, weights = interrupted(None, folder, "all")
+    pool.run(interrupted, shardwise.Plan.parse(first).world_size, first, folder, "first")
+    for theirs, held in pool.run(interrupted, shardwise.Plan.parse(rest).world_size, rest, folder, "rest"):
+        assert theirs == pytest.approx(losses, rel=BAR)
+        assert all(float((held[name] - weight).abs().max()) < BAR for name, weight in weights.items())

@@ -17,6 +17,8 @@ _HOME = {
     "parallelize": "shardwise.engine.engine",
     "train": "shardwise.training.run",
     "prepare": "shardwise.scripts.prepared",
+    "save": "shardwise.scripts.saved",
+    "load": "shardwise.scripts.saved",
     "verify": "shardwise.proof.parity",
     "Cluster": "shardwise.cluster.cluster",
     "plan": "shardwise.planner.door",
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from shardwise.planner.door import plan, simulate
     from shardwise.proof.parity import verify
     from shardwise.scripts.prepared import prepare
+    from shardwise.scripts.saved import load, save
     from shardwise.task import Domain, Source, Task
     from shardwise.training.run import train
 

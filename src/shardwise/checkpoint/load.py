@@ -188,6 +188,8 @@ def _read_optimizer(engine: Engine, stored: Stored, tree: Mapping[str, Mapping[s
         near = bool(group.get("capturable") or group.get("fused"))
         known = optimized(engine)
         for param in group["params"]:
+            if id(param) not in known:
+                continue  # a frozen one
             name, piece, master = known[id(param)]
             saved = stored.tensors[f"model/{name}"].dtype
 

@@ -204,7 +204,8 @@ def put_options(engine: Engine, group_of: dict[str, str], groups: dict[str, Any]
     """Put back the options of param groups that moved while the saved run went on (a counter, an estimate)."""
     known = optimized(engine)
     for group in engine.optimizer.param_groups:
-        numbers = {group_of[name] for param in group["params"] if (name := known[id(param)][0]) in group_of}
+        names = [known[id(param)][0] for param in group["params"] if id(param) in known]
+        numbers = {group_of[name] for name in names if name in group_of}
         moved = [_moved(groups[number]) for number in sorted(numbers)]
         if any(one != moved[0] for one in moved[1:]):
             raise InputError(

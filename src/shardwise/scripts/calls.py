@@ -86,7 +86,7 @@ class Calls(Events):
         self._check = check
         self._dim: int | None = 0  # of a batch's tensors that counts samples
         self._joined = False  # batch norm, over ranks
-        self._forwards = 0
+        self.forwards = 0  # by which "fast" draws are seeded
 
     @property
     def part(self) -> Share | None:
@@ -200,8 +200,8 @@ class Calls(Events):
             else:
                 self.draws.enter()
         elif self.randomness == "fast" and self.engine.data_ranks > 1:
-            self._forwards += 1
-            seed_generators(seed_of("fast", self.seed, self._forwards, self.engine.data_rank))
+            self.forwards += 1
+            seed_generators(seed_of("fast", self.seed, self.forwards, self.engine.data_rank))
         return args, kwargs
 
     @names_line

@@ -34,7 +34,8 @@ class Held(ABC):
     _engine: Engine | None
     _gate: Gate
     _state_gate: Gate
-    meeting: Meeting | None  # where ranks hold pieces
+    meeting: Meeting | None  # where there are other ranks
+    _pieces: bool  # ranks hold pieces of weights or state
 
     @property
     @abstractmethod
@@ -44,11 +45,11 @@ class Held(ABC):
     @property
     def held_in_pieces(self) -> Engine | None:
         """The engine, where ranks hold pieces of weights and state."""
-        return self._engine if self.meeting is not None else None
+        return self._engine if self._pieces else None
 
-    def meet(self, what: str) -> None:
-        """All ranks are needed for this call. Raises `RunError` where some do not come."""
-        if self.held_in_pieces is not None and self.meeting is not None:
+    def meet(self, what: str, *, always: bool = False) -> None:
+        """All ranks are needed for this call (`always`: on replicas too). `RunError` where some do not come."""
+        if self.meeting is not None and (always or self.held_in_pieces is not None):
             self.meeting.enter(what)
 
     @names_line

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
@@ -66,6 +66,10 @@ class PartLoader:
         self._dim, self._given = dim or 0, dim is not None
         self.events = events or Events()
         self.notices: list[str] = []
+        self._place: tuple[int, dict | None] | None = None  # to go on from
+        self._began: Generators | None = None  # where generators stood at the start of the epoch under way
+        self._out = self._skip = 0  # batches of it that were handed out, or are left out
+        self._skipped: Callable[[], None] | None = None  # called where what is left out has been drawn
         self._ways = self._possible(reads) if _by_indices(loader) else [self._sliced]
 
     def _possible(self, reads: str) -> list[Any]:
@@ -86,15 +90,30 @@ class PartLoader:
 
     def __iter__(self) -> Iterator[Any]:
         self.events.before_epoch()
+        now, (self._skip, began), self._place = Generators(self.whole), self._place or (0, None), None
+        if began is not None:
+            Generators.from_json(self.whole, began).restore()
+        self._skipped = now.restore if began is not None else None
+        self._began, self._out = Generators(self.whole), self._skip
         try:
             for batch, dealt, checksum in self._batches():
                 self.part = dealt.part
+                self._out += 1
                 self.events.before_batch(batch, dealt, checksum, self._dim_in(batch, dealt))
                 yield batch
                 self.events.after_batch()
                 self._dealer.handed_out(dealt)
         finally:
+            self._began = None
             self.events.after_epoch()
+
+    def position(self) -> list[Any] | None:
+        """Where this epoch stands, as JSON: batches handed out, generators at its start; None between epochs."""
+        return None if self._began is None else [self._out, self._began.as_json()]
+
+    def go_on(self, position: list[Any] | None) -> None:
+        """The next epoch is the rest of the one that `position` tells."""
+        self._place = None if position is None else (position[0], position[1])
 
     def _dim_in(self, batch: Any, dealt: Dealt) -> int | None:
         """Which dim of this part's tensors counts its samples; None where it cannot be known."""
@@ -123,6 +142,8 @@ class PartLoader:
         if len(self._ways) > 1 or told:
             self._ways = [way]
             self._tell(told)
+        if first is None and self._skipped is not None:
+            self._skipped()  # nothing was left
         if first is not None:
             yield first
             yield from batches
@@ -141,13 +162,13 @@ class PartLoader:
             )
 
     def _indexed(self) -> Iterator[Piece]:
-        sampler = PartSampler(self.whole.batch_sampler, self._dealer)
+        sampler = PartSampler(self.whole.batch_sampler, self._dealer, self._skip, self._skipped)
         for batch in _like(self.whole, sampler):
             yield (batch, *sampler.dealt.popleft())
 
     def _watched(self) -> Iterator[Piece]:
         """As `_indexed`, as long as nothing is drawn."""
-        sampler = PartSampler(self.whole.batch_sampler, self._dealer)
+        sampler = PartSampler(self.whole.batch_sampler, self._dealer, self._skip, self._skipped)
         for number, (batch, drew) in enumerate(_like(self.whole, sampler, watched=True)):
             if drew and number == 0:
                 raise Unfit("random numbers are drawn where samples are read")
@@ -160,7 +181,7 @@ class PartLoader:
             yield (batch, *sampler.dealt.popleft())
 
     def _whole(self) -> Iterator[Piece]:
-        sampler = PartSampler(self.whole.batch_sampler, Dealer(1, 0, bool))
+        sampler = PartSampler(self.whole.batch_sampler, Dealer(1, 0, bool), self._skip, self._skipped)
         for batch in _like(self.whole, sampler):
             whole, checksum = sampler.dealt.popleft()
             dealt = self._dealer.deal(whole.part.total)
@@ -171,8 +192,13 @@ class PartLoader:
             yield part, dealt, checksum
 
     def _sliced(self) -> Iterator[Piece]:
-        for number, batch in enumerate(self.whole):
-            if number == 0:
+        batches = iter(self.whole)
+        for _ in range(self._skip):
+            next(batches, None)
+        if self._skipped is not None:
+            self._skipped()
+        for number, batch in enumerate(batches, self._skip):
+            if number == self._skip:
                 self._find_dim(batch)
             total = samples_of(batch, self._dim)
             dealt = self._dealer.deal(total)
@@ -216,11 +242,16 @@ class Events:
 
 
 class PartSampler:
-    """Batches of this rank's indices. `dealt` has (dealt, checksum) of each batch that was drawn and not yet read."""
+    """Batches of this rank's indices. `dealt` has (dealt, checksum) of each batch that was drawn and not yet read.
 
-    def __init__(self, batches: Iterable[list[Any]], dealer: Dealer) -> None:
+    skip, skipped   batches that are drawn and left out, and what is called then
+    """
+
+    def __init__(
+        self, batches: Iterable[list[Any]], dealer: Dealer, skip: int, skipped: Callable[[], None] | None
+    ) -> None:  # fmt: skip
         self.batches = batches
-        self.dealer = dealer
+        self.dealer, self.skip, self.skipped = dealer, skip, skipped
         self.dealt: deque[tuple[Dealt, int]] = deque()
 
     def __len__(self) -> int:
@@ -228,7 +259,11 @@ class PartSampler:
 
     def __iter__(self) -> Iterator[list[Any]]:
         self.dealt.clear()
-        for batch in self.batches:
+        for number, batch in enumerate(self.batches):
+            if number < self.skip:
+                continue
+            if number == self.skip and self.skipped is not None:
+                self.skipped()
             indices = list(batch)
             dealt = self.dealer.deal(len(indices))
             self.dealt.append((dealt, zlib.crc32(repr(indices).encode())))

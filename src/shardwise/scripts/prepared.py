@@ -13,6 +13,7 @@ again (`additive`); what left torch on the way is not followed.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from shardwise.checkpoint.optimizers import options_of
 from shardwise.device import pick_device
 from shardwise.engine.engine import Engine
 from shardwise.engine.optimizer import refuse, shares_of
@@ -36,6 +38,7 @@ from shardwise.scripts.held import hold
 from shardwise.scripts.loader import PartLoader, Reads
 from shardwise.scripts.meeting import Meeting
 from shardwise.scripts.moved import FirstSteps
+from shardwise.scripts.saved import put as put_saved
 from shardwise.scripts.saying import names_line
 from shardwise.scripts.spread import check_cuts, shared_call, wait_for_call
 from shardwise.scripts.start import check_given, generators_kept, is_compiled, make_engine, with_dtype
@@ -131,7 +134,9 @@ class Prepared(Stepping):
         self._unguarded = self._shares and plan.zero == 3 and plan.dp_shard > 1  # FSDP's own parameters
         self._told = self.calls.told
         world = self.mesh.world
-        self.meeting = Meeting(world, device) if holds_pieces(plan) and world.size > 1 else None
+        self._pieces = holds_pieces(plan) and world.size > 1
+        self.meeting = Meeting(world, device) if world.size > 1 else None
+        self.pending: Path | None = None  # a checkpoint that is loaded once the weights are in place
         self._hook_optimizer()
         if self._shares:
             wait_for_call(model, self._spread)
@@ -171,8 +176,16 @@ class Prepared(Stepping):
         for buckets in buckets_of(engine):
             buckets.asleep = True
         self._first = FirstSteps(engine, self._groups)
+        self.built = options_of(engine)
         self.calls.watch(engine, self.meeting, gathers=in_pieces)
+        if self.pending is not None:
+            put_saved(self, self.pending)
         self._told.say(self.notices)
+
+    @property
+    def waits(self) -> bool:
+        """Whether the weights are still as the script made them: cuts are derived from a call that is to come."""
+        return self._engine is None
 
     @property
     def notices(self) -> list[str]:

@@ -9,6 +9,7 @@ What this does not do: see draws from a generator that the dataset keeps to itse
 
 from __future__ import annotations
 
+import base64
 import copy
 import random
 import zlib
@@ -73,20 +74,55 @@ def standing() -> int:
 
 
 class Generators:
-    """Where the generators of this process and of a loader stand, to go back there."""
+    """Where the generators of this process and of a loader stand, to go back there; also as JSON."""
 
     def __init__(self, loader: Any) -> None:
-        own = [getattr(each, "generator", None) for each in (loader, getattr(loader, "sampler", None))]
-        self._own = {id(g): (g, g.get_state()) for g in own if isinstance(g, torch.Generator)}
-        self._state = torch.get_rng_state(), np.random.get_state(), random.getstate()
+        self._own = [(generator, generator.get_state()) for generator in _own_generators(loader)]
+        self._state = torch.get_rng_state(), np.random.get_state(legacy=True), random.getstate()
 
     def restore(self) -> None:
         """Put them back."""
-        for generator, state in self._own.values():
+        for generator, state in self._own:
             generator.set_state(state)
         torch.set_rng_state(self._state[0])
         np.random.set_state(self._state[1])
         random.setstate(self._state[2])
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain numbers and text."""
+        numpys: Any = self._state[1]
+        version, words, gauss = self._state[2]
+        return {
+            "torch": _text(self._state[0]),
+            "numpy": [numpys[0], numpys[1].tolist(), *numpys[2:]],
+            "python": [version, list(words), gauss],
+            "loader": [_text(state) for _, state in self._own],
+        }
+
+    @classmethod
+    def from_json(cls, loader: Any, found: dict[str, Any]) -> Generators:
+        """Where they stood when `as_json` was called, in this run or in another."""
+        told = cls(loader)
+        told._own = [(g, _bytes(text)) for g, text in zip(_own_generators(loader), found["loader"], strict=False)]
+        name, keys, *rest = found["numpy"]
+        version, words, gauss = found["python"]
+        numpys: Any = (name, np.array(keys, dtype=np.uint32), *rest)
+        told._state = _bytes(found["torch"]), numpys, (version, tuple(words), gauss)
+        return told
+
+
+def _own_generators(loader: Any) -> list[torch.Generator]:
+    """Those that a loader and its sampler were given, each once."""
+    found = [getattr(each, "generator", None) for each in (loader, getattr(loader, "sampler", None))]
+    return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
+
+
+def _text(state: torch.Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode()
+
+
+def _bytes(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
 
 
 def joins_by_itself(loader: DataLoader) -> bool:

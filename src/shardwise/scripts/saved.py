@@ -1,0 +1,82 @@
+"""`shardwise.save(prepared, folder)` and `shardwise.load(prepared, folder)`: checkpoints of a script.
+
+Every rank writes its own pieces of weights, optimizer state and buffers, with digests (`checkpoint/`); they load under
+any plan. Beside them: where the loader stands in its epoch, where rank 0's generators stand, and what the script gives.
+
+    run      epoch: 7 2 | 9 4 | save | 0 5 | 1 3
+    loaded                             0 5 | 1 3     the first loop over the loader hands out the rest of that epoch
+
+What this does not do: bring back where generators stood in a loader's workers, or in iterables that draw by themselves.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardwise.checkpoint.inspect import opened
+from shardwise.checkpoint.load import restore
+from shardwise.checkpoint.save import Saver
+from shardwise.errors import InputError
+from shardwise.scripts.reading import Generators
+from shardwise.scripts.saying import names_line
+from shardwise.scripts.start import generators_kept
+
+if TYPE_CHECKING:
+    from shardwise.scripts.prepared import Prepared
+
+
+@names_line
+def save(prepared: Prepared, folder: str | Path, *, keep: int = 2, **fields: Any) -> Path:
+    """Write a checkpoint of a prepared script below `folder` and return where it is. Collective.
+
+    keep    published checkpoints that stay
+    fields  numbers, text, lists and dicts of them that the script needs to go on (an epoch, a scheduler's state)
+
+    It is on the disk, digests checked, when this returns. Raises `RunError` where only some ranks call it.
+    """
+    engine = prepared.engine
+    prepared.meet("shardwise.save(...)", always=True)
+    loader, calls = prepared.loader, prepared.calls
+    stand = Generators(loader.whole).as_json()
+    told = {"loader": loader.position(), "generators": stand, "forwards": calls.forwards, "given": fields}
+    with prepared._gate.open(), prepared._state_gate.open():
+        saver = Saver(engine, folder, keep=keep, background=False)
+        saver.built = prepared.built
+        try:
+            saver.save({"script": told})
+            assert saver.last is not None
+            return saver.last
+        finally:
+            saver.close()
+
+
+@names_line
+def load(prepared: Prepared, folder: str | Path) -> dict[str, Any]:
+    """Go on from a checkpoint: the newest whole one below `folder`, of any plan. Returns the script's own fields.
+
+    Collective. Where cuts wait for the model's first forward in training, weights and state come in with it. Raises
+    `InputError` where there is none, or it is another model's.
+    """
+    with opened(folder) as stored:
+        told = stored.manifest.fields.get("script") if stored.manifest is not None else None
+        chosen = stored.folder
+    if told is None:
+        raise InputError(f"{folder} holds no checkpoint of a script; weights alone: model.load_state_dict(...)")
+    if prepared.waits:
+        prepared.pending = chosen
+    else:
+        prepared.meet("shardwise.load(...)", always=True)
+        told = put(prepared, Path(folder))
+    prepared.loader.go_on(told["loader"])
+    prepared.calls.forwards = told["forwards"]
+    Generators.from_json(prepared.loader.whole, told["generators"]).restore()
+    return told["given"]
+
+
+def put(prepared: Prepared, folder: Path) -> dict[str, Any]:
+    """Weights and state into the engine; returns what was saved beside them. Collective."""
+    with prepared._gate.open(), prepared._state_gate.open(), generators_kept():
+        restored = restore(prepared.engine, folder)
+    prepared.engine.notices.extend(restored.notices)
+    return restored.manifest.fields["script"]
