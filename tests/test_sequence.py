@@ -118,15 +118,19 @@ def test_attention_of_cut_positions_many(pool, ranks: int) -> None:
         assert not wrong, f"seed {seed}: {wrong[:3]}"
 
 
+def _from_zero(at: ring.At) -> ring.At:
+    return (0, at[1] - at[0]) if isinstance(at, tuple) else np.arange(len(at))
+
+
 def _with_bug(seed: int, count: int, bug: str) -> list[float]:
     """What `_attention` finds with a bug planted in the ring."""
     bias = ring._bias
     pairs, passing = ring._pairs, ring._gradients_around
     try:
         if bug == "the mask's rows are those of the share":
-            ring._bias = lambda call, mask, q, k, *rest: bias(call, mask, (0, q[1] - q[0]), k, *rest)
+            ring._bias = lambda call, mask, q, k, *rest: bias(call, mask, _from_zero(q), k, *rest)
         elif bug == "causal blocks are taken for full ones":
-            ring._pairs = lambda call, source: ((*p[:4], "full") for p in pairs(call, source))
+            ring._pairs = lambda call, *ranks: ((*p[:4], "full") for p in pairs(call, *ranks))
         elif bug == "gradients of keys stay where they were made":
             ring._gradients_around = lambda call, mine, block: (
                 [sum(found) for found in zip(*(block(s, *held) for s, held in ring._blocks(call, mine)), strict=True)]
@@ -178,6 +182,40 @@ def test_bytes_of_a_ring(pool, ranks: int) -> None:
     keys = 2 * (2 * 2 * 12 * 4) * 8 * (ranks - 1) / ranks  # keys and values, of two heads
     for forward, backward in pool.run(_bytes_received, ranks, "cp"):
         assert (forward, backward) == (pytest.approx(keys), pytest.approx(2 * keys))
+
+
+def _bytes_of_masks(kind: str) -> tuple[float, float]:
+    """Received by this rank around a ring in forward and backward of one attention of 48 positions, in blocks."""
+    from shardwise.comm import Ledger, Observer
+
+    ranks, s = torch.distributed.get_world_size(), 48
+    mesh = build_mesh(Plan(cp=ranks), torch.device("cpu"))
+    axis, owners = mesh.inner[0], Owners.blocks(s, ranks)
+    leaves = [torch.ones(1, 2, s // ranks, 4, dtype=DOUBLE, requires_grad=True) for _ in range(3)]
+    at = torch.arange(s)
+    document = at // (s // 2)  # two, each of whole ranks' shares
+    masks = {"causal": None, "window": (at[:, None] >= at) & (at[:, None] - at < 5),
+             "documents": document[:, None] == document}  # fmt: skip
+    found = []
+    ledgers = Ledger(), Ledger()
+    with Observer(ledgers[0], mesh.group_axes):
+        out = F.scaled_dot_product_attention(*(to_part(x, 2, owners, axis) for x in leaves), attn_mask=masks[kind],
+                                             is_causal=kind == "causal")  # fmt: skip
+    with Observer(ledgers[1], mesh.group_axes):
+        (out * out).sum().backward()
+    for ledger in ledgers:
+        found.append(sum(row["received_bytes"] for row in ledger.rows() if row["tag"] == "ring"))
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "hops"), [("causal", (3, 2, 1, 0)), ("window", (1, 1, 1, 0)), ("documents", (1, 1, 1, 1))]
+)
+def test_blocks_that_nobody_reads_are_not_sent(pool, kind: str, hops: tuple[int, ...]) -> None:
+    block = 2 * (2 * 12 * 4) * 8  # keys and values of one rank
+    found = pool.run(_bytes_of_masks, 4, kind)
+    assert sum(forward for forward, _ in found) == sum(hops) * block
+    assert sum(backward for _, backward in found) == 2 * sum(hops) * block
 
 
 def test_bytes_of_ulysses(pool) -> None:

@@ -8,26 +8,33 @@ Merging, in float32 (float64 for float64), with lse the log of the sum of expone
 
     lse = log(exp(lse_a) + exp(lse_b))      o = o_a exp(lse_a - lse) + o_b exp(lse_b - lse)
 
-A block is split along the runs of indices that its rank owns, so that any dealing of positions is right: for a causal
-mask a pair of runs is empty (nothing is computed), full, or on the diagonal.
+A block is split along the runs of indices that its rank owns, so that any dealing of positions is right: a pair of
+runs is empty by the mask (nothing is computed), full, on the causal diagonal, or masked. A block goes from one rank
+that reads any of it to the next, past those that do not, and the sum of its gradients likewise, then to its owner.
 
-Bytes received by a rank in a forward: 2 B S H_kv D (p-1)/p elements; in backward the same again, and as much for the
-gradients of keys and values (p-1 hops), in the dtype that they are summed in: float32, or float64 for float64.
+Bytes received by a rank in a forward, where every rank reads of every block: 2 B S H_kv D (p-1)/p elements; in
+backward the same again, and as much for the gradients of keys and values (p-1 hops), in the dtype that they are summed
+in: float32, or float64 for float64. Of a block that h other ranks read, h in the place of p-1.
 Source: Liu et al., "Ring Attention" (2023); Milakov and Gimelshein, "Online normalizer calculation" (2018).
 
-What this does not do: skip sending blocks that no query of a rank reads; dropout, which goes by heads instead.
+What this does not do: dropout, which goes by heads instead.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwise.comm import Axis, Pending, receive, send
+from shardwise.host import read
 from shardwise.parallel.sequence.kernels import attended, finite, gradients, wide
 from shardwise.part import Owners, Part, Sum, Uncut
 from shardwise.part.levels import Distributed
@@ -35,6 +42,8 @@ from shardwise.part.tensor import gather, share_of
 
 HEADS, POSITIONS = 1, 2
 Range = tuple[int, int]
+At = Range | np.ndarray  # global indices: a range, or each of them
+MOST_PAIRS = 256  # of runs, of all ranks together, whose masks are looked at one by one
 
 
 @dataclass(frozen=True)
@@ -47,6 +56,27 @@ class _Call:
     key_count: int
     is_causal: bool
     scale: float
+    shapes: tuple[tuple[int, ...], ...]  # of this rank's keys and values
+    masked: bool = False
+    kinds: Mapping[tuple[Range, Range], str] | None = None  # of pairs of runs, as the mask says
+
+    @cached_property
+    def ways(self) -> tuple[tuple[int, ...], ...]:
+        """For each rank, the other ranks that read any of its keys, in the order in which these come to them."""
+        ranks = range(self.axis.size)
+        others = [[(source + hop) % len(ranks) for hop in ranks[1:]] for source in ranks]
+        return tuple(tuple(r for r in others[source] if _reads_any(self, r, source)) for source in ranks)
+
+    def before(self, source: int) -> int | None:
+        """The rank from which this one gets a rank's keys; None where it needs none of them."""
+        way = (source, *self.ways[source])
+        return way[way.index(self.axis.index) - 1] if self.axis.index in way[1:] else None
+
+    def after(self, source: int) -> int | None:
+        """The rank to which this one sends them on."""
+        way = (source, *self.ways[source])
+        place = way.index(self.axis.index) + 1
+        return way[place] if place < len(way) else None
 
 
 def ring_attention(
@@ -67,9 +97,11 @@ class _Ring(torch.autograd.Function):
         q, k, v = (_from_axis(t, axis) for t in (query, key, value))
         keys = k.part.owners if k.part is not None else None
         assert q.part is not None
-        call = _Call(axis, q.part.owners, keys, key.shape[POSITIONS], is_causal, scale)
         heads = _Inside.of(q)
         mask_here = heads.mask(mask)
+        call = _Call(axis, q.part.owners, keys, key.shape[POSITIONS], is_causal, scale,
+                     (tuple(k.payload.shape), tuple(v.payload.shape)), mask is not None,
+                     _kinds(mask, mask_here, q.part.owners, keys, key.shape[POSITIONS], is_causal))  # fmt: skip
         output, lse = _forward(call, q.payload, k.payload, v.payload, mask_here, _reads(q, k))
         ctx.call, ctx.kinds, ctx.reads = call, (q, k, v), _reads(q, k)
         ctx.heads, ctx.mask_shape = heads, None if mask is None else mask.shape
@@ -208,27 +240,125 @@ def _ranges(owners: Owners | None, rank: int, size: int) -> list[tuple[Range, Ra
     return found
 
 
-def _pairs(call: _Call, source: int) -> Iterator[tuple[Range, Range, Range, Range, str]]:
-    """(queries, keys, their places here and in the block, "full" | "diagonal" | "causal") of runs that meet."""
-    for q, q_here in _ranges(call.queries, call.axis.index, call.queries.size):
-        for k, k_here in _ranges(call.keys, source, call.key_count):
-            if not call.is_causal or k[1] - 1 <= q[0]:
-                yield q, k, q_here, k_here, "full"
-            elif k == q:
-                yield q, k, q_here, k_here, "diagonal"
-            elif k[0] <= q[1] - 1:
-                yield q, k, q_here, k_here, "causal"
+def _pairs(call: _Call, source: int, rank: int | None = None) -> Iterator[tuple[At, At, Range, Range, str]]:
+    """(queries, keys, their places here and in the block, kind) of runs of a rank and of `source` that meet.
+
+    kind  "full" | "diagonal" (causal, of one run) | "causal" (across the diagonal) | "masked"
+    """
+    rank = call.axis.index if rank is None else rank
+    queries = _ranges(call.queries, rank, call.queries.size)
+    keys = _ranges(call.keys, source, call.key_count)
+    if len(queries) * len(keys) > MOST_PAIRS and call.kinds is None:
+        yield from _at_once(call, source, rank)
+        return
+    for q, q_here in queries:
+        for k, k_here in keys:
+            kind = _kind(call, q, k)
+            if kind != "empty":
+                yield q, k, q_here, k_here, kind
 
 
-def _bias(call: _Call, mask: torch.Tensor | None, q: Range, k: Range, kind: str, device: torch.device) -> Any:
+def _kind(call: _Call, q: Range, k: Range) -> str:
+    if call.kinds is not None:
+        return call.kinds[q, k]
+    if not call.is_causal or k[1] - 1 <= q[0]:
+        return "masked" if call.masked else "full"
+    if k == q:
+        return "masked causal" if call.masked else "diagonal"
+    return "causal" if k[0] <= q[1] - 1 else "empty"
+
+
+def _at_once(call: _Call, source: int, rank: int) -> Iterator[tuple[At, At, Range, Range, str]]:
+    """All runs of two ranks as one pair, where there are many."""
+    q = call.queries.indices(rank)
+    k = np.arange(call.key_count) if call.keys is None else call.keys.indices(source)
+    if len(q) and len(k) and not (call.is_causal and k[0] > q[-1]):
+        yield q, k, (0, len(q)), (0, len(k)), "causal" if call.is_causal else "masked" if call.masked else "full"
+
+
+def _reads_any(call: _Call, rank: int, source: int) -> bool:
+    """Whether a rank's queries may read any of a rank's keys."""
+    return next(_pairs(call, source, rank), None) is not None
+
+
+class _Looked:
+    """The last mask that was looked at, and what was seen: the layers of a model are given the same."""
+
+    key: tuple | None = None
+    mask: weakref.ref | None = None
+    kinds: Mapping[tuple[Range, Range], str] | None = None
+
+
+def _kinds(
+    given: torch.Tensor | None, mask: torch.Tensor | None, queries: Owners, keys: Owners | None, key_count: int,
+    is_causal: bool,
+) -> Mapping[tuple[Range, Range], str] | None:  # fmt: skip
+    """What the mask (b, h, S, T) says of each pair of runs of queries and keys; None where it is not looked at.
+
+    The mask is the same on all ranks of the ring, and so is the answer.
+    """
+    runs, others = list(_runs_of(queries, queries.size)), list(_runs_of(keys, key_count))
+    many = len(runs) * len(others) > MOST_PAIRS
+    if mask is None or given is None or is_causal or many or isinstance(mask, FakeTensor) or mask.is_meta:
+        return None
+    key = (given._version, queries, keys, mask.shape, mask.dtype)
+    if given.is_leaf and given.requires_grad:  # trained, and changed in ways that a version may not show
+        return _look(mask, runs, others)
+    if _Looked.key != key or _Looked.mask is None or _Looked.mask() is not given:
+        _Looked.key, _Looked.mask = key, weakref.ref(given)
+        _Looked.kinds = _look(mask, runs, others)
+    return _Looked.kinds
+
+
+def _look(mask: torch.Tensor, runs: list[Range], others: list[Range]) -> Mapping[tuple[Range, Range], str]:
+    holds = mask.dtype is torch.bool
+    allowed = mask if holds else mask != -torch.inf
+    found = []
+    pairs = [(q, k) for q in runs for k in others]
+    for q, k in pairs:
+        block = _block(allowed, q, k)
+        every = block.all() if holds else block.new_zeros(())
+        alike = holds and q == k and block.shape[-2:] == (q[1] - q[0],) * 2
+        diagonal = (block == torch.ones_like(block[0, 0]).tril()).all() if alike else block.new_zeros(())
+        found.append(torch.stack([block.any(), every, diagonal]))
+    table = read(torch.stack(found), "which blocks a mask leaves")
+    names = {pair: "empty" if not some else "full" if every else "diagonal" if diagonal else "masked"
+             for pair, (some, every, diagonal) in zip(pairs, table, strict=True)}  # fmt: skip
+    return names
+
+
+def _runs_of(owners: Owners | None, size: int) -> Iterator[Range]:
+    start = 0
+    for stop in owners.stops.tolist() if owners is not None else [size] * bool(size):
+        yield start, stop
+        start = stop
+
+
+def _block(mask: torch.Tensor, q: At, k: At) -> torch.Tensor:
+    """The rows `q` and columns `k` of a mask (.., S or 1, T or 1)."""
+    return _along(_along(mask, -2, q), -1, k)
+
+
+def _along(mask: torch.Tensor, dim: int, at: At) -> torch.Tensor:
+    if mask.shape[dim] == 1:
+        return mask
+    if isinstance(at, tuple):
+        return mask.narrow(dim, at[0], at[1] - at[0])
+    return mask.index_select(dim, torch.from_numpy(at).to(mask.device))
+
+
+def _positions(at: At, device: torch.device) -> torch.Tensor:
+    return torch.arange(*at, device=device) if isinstance(at, tuple) else torch.from_numpy(at).to(device)
+
+
+def _bias(call: _Call, mask: torch.Tensor | None, q: At, k: At, kind: str, device: torch.device) -> Any:
     """The mask of one pair of runs; causality is in it where the pair lies across the diagonal."""
-    part = None
-    if mask is not None:
-        part = mask if mask.shape[-2] == 1 else mask[..., q[0] : q[1], :]
-        part = part if part.shape[-1] == 1 else part[..., k[0] : k[1]]
-    if kind != "causal":
+    if kind in ("full", "diagonal"):
+        return None
+    part = None if mask is None else _block(mask, q, k)
+    if kind == "masked":
         return part
-    allowed = torch.arange(*q, device=device).unsqueeze(1) >= torch.arange(*k, device=device)
+    allowed = _positions(q, device).unsqueeze(1) >= _positions(k, device)
     if part is None:
         return allowed
     return part & allowed if part.dtype is torch.bool else torch.where(allowed, part, -torch.inf)
@@ -305,67 +435,116 @@ def _backward(
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dmask
 
 
-def _add_mask(dmask: torch.Tensor, ds: torch.Tensor, rows: Range, columns: Range) -> None:
-    target = dmask if dmask.shape[-2] == 1 else dmask[..., rows[0] : rows[1], :]
-    target = target if target.shape[-1] == 1 else target[..., columns[0] : columns[1]]
-    target += ds.sum_to_size(target.shape)
+def _add_mask(dmask: torch.Tensor, ds: torch.Tensor, rows: At, columns: At) -> None:
+    """Adds the gradient of a block's scores to that of the mask's rows and columns that it read."""
+    shape = [ds.shape[dim] if dmask.shape[dim] != 1 else 1 for dim in range(ds.dim())]
+    found = ds.sum_to_size(shape)
+    if isinstance(rows, tuple) and isinstance(columns, tuple):
+        _block(dmask, rows, columns).add_(found)
+        return
+    at = [_positions(one, dmask.device) if dmask.shape[dim] != 1 else torch.zeros(1, dtype=torch.int64)
+          for dim, one in ((-2, rows), (-1, columns))]  # fmt: skip
+    dmask[..., at[0].unsqueeze(1), at[1]] += found
 
 
 def _blocks(call: _Call, mine: tuple[torch.Tensor, ...]) -> Iterator[tuple[int, tuple[torch.Tensor, ...]]]:
-    """(rank, its tensors) of every rank of the ring, this one first; the next one comes while one is used."""
-    axis = call.axis
+    """(rank, its tensors) of this rank, then of those whose keys it reads; the next ones come while some are used."""
+    axis, me = call.axis, call.axis.index
     if call.keys is None:
-        yield axis.index, mine
+        yield me, mine
         return
-    held, coming = mine, None
+    held, sent = mine, _Sent(axis)
     for step in range(axis.size):
-        source = (axis.index - step) % axis.size
-        if step + 1 < axis.size:
-            coming = _Passing(axis, held, _shapes(held, call.keys.counts[(source - 1) % axis.size]), 0)
-        yield source, held
-        if coming is not None and step + 1 < axis.size:
-            held = coming.arrived()
+        source, coming = (me - step) % axis.size, (me - step - 1) % axis.size
+        if step == 0 or call.before(source) is not None:
+            sent.add(held, call.after(source), _KEYS, source)
+        arriving = None
+        if step + 1 < axis.size and call.before(coming) is not None:
+            arriving = _Arriving(call, coming, mine, call.before(coming), _KEYS)
+        if step == 0 or call.before(source) is not None:
+            yield source, held
+        held = arriving.found() if arriving is not None else ()
+    sent.wait()
 
 
 def _gradients_around(call: _Call, mine: tuple[torch.Tensor, ...], block: Any) -> tuple[torch.Tensor, ...]:
-    """Gradients of this rank's tensors, summed over the ranks that used them: sums travel with their block."""
-    axis = call.axis
+    """Gradients of this rank's tensors, summed over the ranks that used them: sums travel with their block.
+
+    The sum of a block begins at the first rank that it comes to, and goes to its owner from the last one.
+    """
+    axis, me = call.axis, call.axis.index
     if call.keys is None:
-        return block(axis.index, *mine)
+        return block(me, *mine)
+    like = tuple(tensor.new_empty(0, dtype=wide(tensor.dtype)) for tensor in mine)
     own: tuple[torch.Tensor, ...] = ()
-    coming: _Passing | None = None
+    sent = _Sent(axis)
+    sums: dict[int, _Arriving] = {}  # what other ranks have summed of the next block, on its way
     for source, held in _blocks(call, mine):
         found = block(source, *held)
-        if source == axis.index:
-            own = found  # stays here: the sum of a block begins at the rank after its owner
-            continue
-        if coming is not None:
-            found = tuple(a + b for a, b in zip(coming.arrived(), found, strict=True))
-        coming = _Passing(axis, found, _shapes(found, call.keys.counts[(source - 1) % axis.size]), 2)
-    assert coming is not None
-    return tuple(a + b for a, b in zip(own, coming.arrived(), strict=True))
+        if source in sums:
+            found = tuple(a + b for a, b in zip(sums.pop(source).found(), found, strict=True))
+        if source == me:
+            own = found  # stays here
+        else:
+            after = call.after(source)
+            sent.add(found, source if after is None else after, _SUMS, source)
+        coming = (source - 1) % axis.size
+        while coming != me and call.before(coming) is None:
+            coming = (coming - 1) % axis.size
+        before = call.before(coming)
+        if before is not None and before != coming:
+            sums[coming] = _Arriving(call, coming, like, before, _SUMS)
+    if call.ways[me]:
+        home = _Arriving(call, me, like, call.ways[me][-1], _SUMS).found()
+        own = tuple(a + b for a, b in zip(own, home, strict=True))
+    sent.wait()
+    return own
 
 
-def _shapes(tensors: tuple[torch.Tensor, ...], positions: int) -> list[list[int]]:
-    return [[positions if d == POSITIONS else n for d, n in enumerate(t.shape)] for t in tensors]
+def _shapes(shapes: tuple[tuple[int, ...], ...], positions: int) -> list[list[int]]:
+    return [[positions if d == POSITIONS else n for d, n in enumerate(shape)] for shape in shapes]
 
 
-class _Passing:
-    """Tensors on their way to the next rank of a ring, and those of the one before on theirs to this one."""
+_KEYS, _SUMS = 0, 2  # kinds of messages, of two tensors each
 
-    def __init__(self, axis: Axis, sent: tuple[torch.Tensor, ...], shapes: list[list[int]], number: int):
-        after, before = (axis.index + 1) % axis.size, (axis.index - 1) % axis.size
-        self.sent = tuple(tensor.contiguous() for tensor in sent)  # kept until it is over
-        self.found = tuple(t.new_empty(shape) for t, shape in zip(sent, shapes, strict=True))
-        self.pending: list[Pending] = []
-        for place, (out, into) in enumerate(zip(self.sent, self.found, strict=True)):
-            if out.numel():
-                self.pending.append(send(out, axis, after, "ring", number + place))
-            if into.numel():
-                self.pending.append(receive(into, axis, before, "ring", number + place))
 
-    def arrived(self) -> tuple[torch.Tensor, ...]:
-        """What the rank before sent. Waits for it."""
+class _Sent:
+    """Tensors on their way to other ranks, kept until they have left."""
+
+    def __init__(self, axis: Axis):
+        self.axis = axis
+        self.pending: list[tuple[Pending, torch.Tensor]] = []
+
+    def add(self, tensors: tuple[torch.Tensor, ...], to: int | None, kind: int, source: int) -> None:
+        """Send what is of the block of `source`."""
+        self.pending = [(p, t) for p, t in self.pending if p.work is not None and not p.work.is_completed()]
+        for place, tensor in enumerate(tensors if to is not None else ()):
+            if tensor.numel() and to is not None:
+                out = tensor.contiguous()
+                self.pending.append((send(out, self.axis, to, "ring", 4 * source + kind + place), out))
+
+    def wait(self) -> None:
+        """Until everything has left."""
+        for pending, _ in self.pending:
+            pending.wait()
+        self.pending.clear()
+
+
+class _Arriving:
+    """What is of the block of `source`, on its way here."""
+
+    def __init__(self, call: _Call, source: int, like: tuple[torch.Tensor, ...], sender: int | None, kind: int):
+        assert call.keys is not None and sender is not None
+        shapes = _shapes(call.shapes, call.keys.counts[source])
+        self.tensors = tuple(t.new_empty(shape) for t, shape in zip(like, shapes, strict=True))
+        self.pending = [
+            receive(into, call.axis, sender, "ring", 4 * source + kind + place)
+            for place, into in enumerate(self.tensors)
+            if into.numel()
+        ]
+
+    def found(self) -> tuple[torch.Tensor, ...]:
+        """It. Waits."""
         for pending in self.pending:
             pending.wait()
-        return self.found
+        return self.tensors
