@@ -16,6 +16,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 
 # to run
 $(VENV)/.ready: pyproject.toml constraints.txt
+	@echo "installing torch and shardwise into $(VENV): once, some minutes"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) "torch>=2.11,<2.14" $(TORCH_INDEX)
 	$(PIP) --constraint constraints.txt --editable .

@@ -15,6 +15,7 @@ from typing import Any
 
 import click
 
+from shardwise.cli.completion import INSTALL
 from shardwise.cli.main import main as cli
 from shardwise.config.schema import BUILTIN_DEFAULTS, OPTIMIZER_OPTIONS, Config, Section
 from shardwise.config.show import PLAN_HELP
@@ -55,7 +56,11 @@ def command_line() -> str:
         "| 2 | bad input: a misspelt key, a missing file, a task that fails in one process too |\n"
         "| 3 | the plan, or the plan on this task, is refused |\n"
         "| 75 | stopped by a signal, with its state saved: the same command goes on |\n"
-        "| 130 | interrupted |\n"
+        "| 130, 143 | interrupted, ended by SIGTERM |\n",
+        "## Completion\n\nNames of commands and options, keys of plans and their values, names of the catalogue, "
+        "files, and the tasks of a file (read from its text, without importing it):\n\n```sh\n"
+        + "\n".join(INSTALL.values())
+        + "\n```\n",
     ]
     pages += [f"## `{name}`\n\n```text\n{text}\n```\n" for name, text in _help_texts()]
     return "\n".join(pages)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import click
 import pytest
 
-from shardwise.cli.answer import FIELDS
-from shardwise.cli.main import call
+from shardwise.cli.main import call, main
 from shardwise.errors import RunError
 
 MODULE = """
@@ -55,70 +58,6 @@ def folder(tmp_path, monkeypatch):
     yield tmp_path
     for name in ("mytasks", "broken", "lacking"):
         sys.modules.pop(name, None)
-
-
-BAD = [
-    (["train", "--set", "train.stepz=3"], 2, "did you mean 'train.steps'?"),
-    (["train", "--set", "optimizer.lr"], 2, "expected key=value"),
-    (["train", "--set", "plan.dp_shrad=2"], 2, "did you mean 'dp_shard'?"),
-    (["train", "--plan", "dp_shard=2,zero=x"], 2, "expected 0, 1, 2 or 3"),
-    (["train", "--plan", "nowhere.toml"], 2, "there is no such file"),
-    (["train", "--plan", "offload=optimizer"], 3, "offload to host memory is not built yet"),
-    (["train", "--plan", "dp_shard=2", "--nproc", "3"], 2, "nproc is 3, but plan dp_shard=2,zero=3 needs 2"),
-    (["train", "--nproc", "2"], 2, "nproc is 2, but plan single needs 1"),
-    (["train", "--plan", "accumulate=5", "--set", "train.batch_samples=4"], 2, "cannot be split into accumulate=5"),
-    (["train", "--plan", "dp_shard=3", "--set", "task.model.hidden=30"], 2, "a multiple of task.model.heads"),
-    (["train", "nowhere.toml"], 2, "there is no such file"),
-    (["train", "bad.toml"], 2, "is not TOML"),
-    (["train", "tex"], 2, "did you mean 'text'?"),
-    (["train", "--steps", "0"], 2, "--steps"),
-    (["train", "--steps", "2", "--set", "train.steps=3"], 2, "is given by --steps too"),
-    (["train", "--stepz", "2"], 2, "No such option"),
-    (["train", "--steps", "2", "--set", "schedule.warmup_steps=2"], 2, "does not end within"),
-    (["train", "mytask:task"], 2, "there is no module 'mytask'; did you mean 'mytasks'?"),
-    (["train", "mytask.py:task"], 2, "there is no file mytask.py; did you mean 'mytasks.py'?"),
-    (["train", "mytasks:break"], 2, "did you mean 'breaks'?"),
-    (["train", "mytasks:NOT_A_TASK"], 2, "is of type int; expected a Task"),
-    (["train", "mytasks:needs"], 2, "takes size"),
-    (["train", "mytasks:breaks"], 2, "mytasks.py:10: ValueError: no data here"),
-    (["train", "mytasks:gives_nothing"], 2, "returned NoneType"),
-    (["train", "mytasks.py:bad_loss"], 2, "Task.loss must be callable"),
-    (["train", "broken:task"], 2, "broken.py:1: SyntaxError"),
-    (["train", "lacking:task"], 2, "lacking.py:1: ModuleNotFoundError"),
-    (["train", "mytasks:lambdas", "--set", "train.batch_samples=3"], 2, "would have no effect on this task"),
-    (["train", "mytasks:lambdas", "--set", "train.epochs=3"], 2, "it has no end"),
-    (["train", "mytasks:lambdas", "--set", "train.eval_every=3"], 2, "has no `eval_data`"),
-    (["verify", "text"], 2, "Missing option '--plan'"),
-    (["verify", "text", "--plan", "dp_shrad=2"], 2, "did you mean 'dp_shard'?"),
-    (["verify", "text", "--plan", "offload=optimizer"], 3, "offload to host memory is not built yet"),
-    (["verify", "nowhere:task", "--plan", "dp_shard=2"], 2, "there is no module 'nowhere'"),
-    (["verify", "text", "--plan", "dp_shard=2", "--bogus"], 2, "No such option"),
-    (["config", "nowhere.toml"], 2, "there is no such file"),
-    (["config", "--starter", "--set", "a=b"], 2, "--starter takes no file"),
-    (["trian"], 2, "No such command"),
-]
-
-
-@pytest.mark.parametrize(("args", "code", "told"), BAD, ids=[" ".join(args) for args, _, _ in BAD])
-def test_a_mistake_is_one_message_and_an_exit_code(args, code, told, folder, capfd):
-    assert call(args) == code
-    out, err = capfd.readouterr()
-    assert told in err and "Traceback" not in err
-    assert "shardwise: " in err and not out.replace("noise of the user's module\n", "")
-    assert not list(folder.glob("runs/*"))
-
-
-@pytest.mark.parametrize(("args", "code", "told"), BAD, ids=[" ".join(args) for args, _, _ in BAD])
-def test_with_json_a_mistake_is_one_object(args, code, told, folder, capfd):
-    assert call([*args, "--json"]) == code
-    out, _ = capfd.readouterr()
-    fields = json.loads(out)
-    assert out.count("\n") == 1
-    assert told in (fields["refused"] if code == 3 else fields["error"])
-    assert (fields["error"] is None) == (code == 3)
-    assert set(FIELDS.get(args[0], {})) <= set(fields)
-    if args[0] == "verify":
-        assert fields["parity"] is False
 
 
 def test_json_in_a_process_of_its_own_is_alone_on_stdout(folder):
@@ -184,7 +123,7 @@ def proof(monkeypatch):
     """`proof(result or exception)` makes the command's `verify` return or raise it."""
 
     def stand_in(result):
-        def verify(task, plan, *, steps, seed, shrink, clip_norm):
+        def verify(task, plan, *, steps, seed, shrink, clip_norm, say):
             assert task == ARGS[1]
             if isinstance(result, BaseException):
                 raise result
@@ -245,3 +184,55 @@ def test_an_interrupted_command(folder, proof, capfd):
     proof(KeyboardInterrupt())
     assert call([*ARGS, "--json"]) == 130
     assert json.loads(capfd.readouterr().out)["error"] == "interrupted"
+
+
+# --- help
+
+
+def leaves(
+    command: click.Command, path: tuple[str, ...] = ("shardwise",)
+) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    """Every command with the words that name it; groups are gone through."""
+    if isinstance(command, click.Group):
+        for name, inner in command.commands.items():
+            yield from leaves(inner, (*path, name))
+    else:
+        yield path, command
+
+
+COMMANDS = dict(leaves(main))
+
+
+def examples(path: tuple[str, ...]) -> list[list[str]]:
+    """The words of the lines of a command's help that run it."""
+    lines = [line.strip() for line in (COMMANDS[path].help or "").splitlines()]
+    start = " ".join(path)
+    return [shlex.split(re.split(r"  +| > | [|] ", line)[0])[1:] for line in lines if line.startswith(start)]
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
+def test_the_help_of_each_command_shows_an_example_that_it_reads(path):
+    found = examples(path)
+    assert found
+    for words in found:
+        command: click.Command = main
+        context = main.make_context("shardwise", [words[0]], resilient_parsing=True)
+        while isinstance(command, click.Group):
+            command, words = command.commands[words[0]], words[1:]
+        command.make_context("shardwise", list(words), parent=context)  # raises for words that it does not take
+
+
+RUN = (("config",), ("simulate",), ("compare",), ("show", "schedule"), ("show", "ranks"), ("show", "ring"))
+QUICK = [path for path in COMMANDS if path[1:] in RUN]
+
+
+@pytest.mark.parametrize("path", QUICK, ids=" ".join)
+def test_the_examples_that_are_quick_run(path, folder, capfd):
+    for words in examples(path):
+        assert call(words) == 0
+        assert capfd.readouterr().out
+
+
+def test_versions_and_the_device_are_told(capfd):
+    assert call(["--version"]) == 0
+    assert re.fullmatch(r"shardwise \S+\ntorch \S+, \d+ CPU cores, .+\n", capfd.readouterr().out)

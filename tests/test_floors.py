@@ -17,7 +17,7 @@ SOURCE = Path(shardwise.__file__).parent
 # room -> floor; a room is a module or a package, and `parallel` has one room for each technique
 FLOORS = {
     "errors": 0, "task": 0, "dataset": 0, "layout": 0, "config": 0, "cluster": 0,
-    "host": 0, "guard": 0,
+    "host": 0, "guard": 0, "task_files": 0, "progress": 0,
     "costs": 1, "device": 1, "precision": 1, "mesh": 1, "comm": 1, "part": 1, "trace": 1, "random": 1, "ranks": 1,
     "heads": 1, "task_names": 1, "digest": 1,
     "parallel.slots": 3, "parallel.replicate": 3, "parallel.flat": 3, "parallel.full": 3, "parallel.batchnorm": 3,
@@ -42,6 +42,8 @@ WITHIN = {
     ("dataset", "errors"): "every room raises the same errors",
     ("layout", "errors"): "every room raises the same errors",
     ("config", "errors"): "every room raises the same errors",
+    ("config", "task_files"): "a task named by its file alone is told which tasks the file has",
+    ("task_files", "errors"): "every room raises the same errors",
     ("config", "layout"): "a configuration holds a plan",
     ("part", "comm"): "parts meet in collectives",
     ("part", "trace"): "one trial says whether an operation treats each element alone",

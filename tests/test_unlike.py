@@ -94,7 +94,8 @@ def test_a_task_is_blamed_only_if_one_process_fails_too() -> None:
     )
     told = _blamed(task.with_(loss=lambda output, batch: 1 / 0), ValueError("odd shares"))
     assert isinstance(told, InputError)
-    assert str(told) == "the task fails on 7 samples in one process too: ZeroDivisionError: division by zero"
+    assert str(told).startswith("the task fails on 7 samples in one process too: ") and "test_unlike.py:" in str(told)
+    assert str(told).endswith("ZeroDivisionError: division by zero")
     assert isinstance(_blamed(task.with_(optimizer=lambda groups: 1 / 0), ValueError()), InputError)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import time
 from functools import cache
+from pathlib import Path
 from statistics import median
 
 import torch
@@ -33,9 +34,33 @@ def pick_device(requested: str | torch.device | None = None) -> torch.device:
     return device
 
 
+def describe() -> str:
+    """`torch 2.13.0+cpu, 2 CPU cores, no CUDA device`: what a run has here."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    found = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    devices = f"{len(found)} x {found[0]}" if found else "no CUDA device"
+    return f"torch {torch.__version__}, {cores} CPU cores, {devices}"
+
+
 def peak_bytes(device: torch.device) -> int | None:
     """Peak of allocated bytes on the device since the last reset; None where the device does not count them."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
+def memory_bytes(device: torch.device) -> int | None:
+    """All memory that this rank's device has: a GPU's, or this host's (its container's); None where nothing tells."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    found = []
+    for path, unit in (("/proc/meminfo", 1024), ("/sys/fs/cgroup/memory.max", 1)):
+        try:
+            words = Path(path).read_text().split()
+        except OSError:
+            continue
+        number = words[words.index("MemTotal:") + 1] if "MemTotal:" in words else words[0]
+        if number.isdecimal():
+            found.append(int(number) * unit)
+    return min(found, default=None)
 
 
 def synchronize(device: torch.device) -> None:

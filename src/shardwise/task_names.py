@@ -27,6 +27,7 @@ from shardwise.config import load
 from shardwise.config.schema import BUILTIN_DEFAULTS, BUILTINS, TaskSection
 from shardwise.errors import InputError, ShardwiseError, did_you_mean
 from shardwise.task import Task
+from shardwise.task_files import which_task
 
 
 def resolve_task(given: Task | str | Callable[[], Task], section: TaskSection | None = None) -> Task:
@@ -50,8 +51,7 @@ def resolve_task(given: Task | str | Callable[[], Task], section: TaskSection | 
 def _of_module(name: str) -> Task:
     module_name, colon, attribute = name.rpartition(":")
     if not colon or not module_name or not attribute:
-        hint = did_you_mean(name, list(BUILTINS))
-        raise InputError(f"task {name!r}: expected {', '.join(BUILTINS)} or module:callable{hint}")
+        raise InputError(f"task {name!r}: {which_task(name)}")
     module = _import(name, module_name)
     return call_task(name, _attribute(name, module, attribute))
 

@@ -10,8 +10,11 @@ import copy
 import io
 import json
 import os
+import re
+import signal
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
@@ -21,6 +24,7 @@ from typing import Any
 import click
 
 from shardwise.errors import RefusedPlan, ShardwiseError
+from shardwise.progress import line
 
 COMMON: dict[str, Any] = {"refused": None, "error": None, "world_size": None, "plan": None}
 FIELDS: dict[str, dict[str, Any]] = {
@@ -69,9 +73,17 @@ class Answer:
         self.fields: dict[str, Any] = copy.deepcopy(FIELDS.get(command, COMMON))
         self.text = ""
         self.code = 0
+        self.unfinished = False  # a line of progress is on the terminal
+
+    def clear(self) -> None:
+        """Take the line of progress off the terminal."""
+        if self.unfinished:
+            line("")
+            self.unfinished = False
 
     def fail(self, error: BaseException) -> None:
         """Set code and message from what ended the command, and tell it on stderr."""
+        self.clear()
         self.code, message = _told(error)
         if isinstance(error, RefusedPlan) and "refused" in self.fields:
             self.fields["refused"] = message
@@ -79,7 +91,8 @@ class Answer:
             self.fields["error"] = message
         if isinstance(error, click.UsageError) and error.ctx is not None:
             click.echo(error.ctx.get_usage(), err=True)
-        click.echo(f"shardwise: {message}", err=True)
+        if not _left_to_torchrun(message):
+            click.echo(f"shardwise: {message}", err=True)
         if self.show_traceback:
             click.echo(_whole(error), err=True)
 
@@ -88,23 +101,55 @@ class Answer:
         return json.dumps(self.fields, allow_nan=False, default=str) if self.as_json else self.text
 
 
+def _left_to_torchrun(message: str) -> bool:
+    """Hand the message to torchrun, which shows the first failing rank's once, at the end; False without torchrun."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return False
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump({"message": f"shardwise: {message}", "timestamp": int(time.time())}, file)
+    return True
+
+
+class Ended(BaseException):
+    """SIGTERM arrived."""
+
+
 def _told(error: BaseException) -> tuple[int, str]:
     """Exit code and message."""
     if isinstance(error, KeyboardInterrupt | click.Abort):
         return 130, "interrupted"
+    if isinstance(error, Ended):
+        return 128 + signal.SIGTERM, "ended by SIGTERM; nothing was saved that is not in a checkpoint"
     if isinstance(error, click.ClickException):
-        return error.exit_code, error.format_message()
-    from shardwise.task_names import where, where_in_text
-
+        return error.exit_code, _usage(error)
     log = getattr(error, "log", None)
     if isinstance(error, ShardwiseError):
         message, trace = str(error), getattr(error, "remote_traceback", "")
         if trace and "\nTraceback " in message:  # a rank's exception: its traceback is in the log
+            from shardwise.task_names import where_in_text
+
             place = where_in_text(trace)
             message = message.splitlines()[0] + (f" ({place})" if place else "")
             log = log or _written(error)
         return error.exit_code, message + (f"\nthe details are in {log}" if log else "")
+    from shardwise.task_names import where
+
     return 1, f"failed: {where(error)}\nthe details are in {log or _written(error)} (or add --traceback)"
+
+
+def _usage(error: click.ClickException) -> str:
+    """What is wrong with the words of a command line, and what to do; click's own words where they say both."""
+    if isinstance(error, click.exceptions.NoArgsIsHelpError) and error.ctx is not None:
+        names = error.ctx.command.list_commands(error.ctx) if isinstance(error.ctx.command, click.Group) else []
+        return f"say which: {', '.join(f'{error.ctx.command_path} {name}' for name in names)}"
+    message = error.format_message().rstrip(".")
+    extra = re.search(r"extra arguments? \((\w+=[^)]*)\)", message)
+    if extra is not None:
+        return f"{message}: write a plan without spaces, as in dp_shard=2,{extra[1].replace(' ', ',')}"
+    if isinstance(error, click.UsageError) and error.ctx is not None and "id you mean" not in message:
+        return f"{message}; {error.ctx.command_path} --help shows what it takes"
+    return message
 
 
 def _written(error: BaseException) -> str:

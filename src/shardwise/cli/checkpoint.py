@@ -26,7 +26,11 @@ def checkpoint() -> None:
 @common
 @click.pass_obj
 def inspect(answer: Answer, path: str, tensors: bool) -> None:
-    """What a checkpoint holds: step, plan, position in the data, tensors by kind. Digests are not read."""
+    """What a checkpoint holds: step, plan, position in the data, tensors by kind. Digests are not read.
+
+    \b
+    shardwise checkpoint inspect runs/NAME --tensors
+    """
     from shardwise.checkpoint.inspect import summary
 
     found = summary(path)
@@ -53,7 +57,11 @@ def inspect(answer: Answer, path: str, tensors: bool) -> None:
 @common
 @click.pass_obj
 def verify(answer: Answer, path: str) -> None:
-    """Read every file of a checkpoint and compare its digest. Exit code 1 where one is another."""
+    """Read every file of a checkpoint and compare its digest. Exit code 1 where one is another.
+
+    \b
+    shardwise checkpoint verify runs/NAME
+    """
     from shardwise.checkpoint import publish
     from shardwise.checkpoint.inspect import find
 
@@ -76,6 +84,9 @@ def convert(answer: Answer, path: str, target: str, ema: bool, like: str | None)
 
     PATH may be safetensors too. With --like, the folder has the names, the configuration and the tokenizer that
     transformers reads.
+
+    \b
+    shardwise checkpoint convert runs/NAME weights.safetensors
     """
     import tempfile
 
@@ -100,7 +111,11 @@ def convert(answer: Answer, path: str, target: str, ema: bool, like: str | None)
 @common
 @click.pass_obj
 def diff(answer: Answer, one: str, other: str) -> None:
-    """What two checkpoints do not have alike, to the bit; either may be safetensors. Exit code 1 where there is any."""
+    """What two checkpoints do not have alike, to the bit; either may be safetensors. Exit code 1 where there is any.
+
+    \b
+    shardwise checkpoint diff runs/NAME runs/OTHER
+    """
     from shardwise.checkpoint.inspect import diff as compare
 
     rows = compare(one, other)

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardwise.cli.answer import Answer, speaks
-from shardwise.cli.options import common
+from shardwise.cli.options import WholeNumber, common, output_file
+from shardwise.cli.waiting import begin
 from shardwise.errors import InputError
+from shardwise.progress import silent, telling, timing
 
 if TYPE_CHECKING:
     from shardwise.cluster import Cluster
@@ -50,9 +52,9 @@ def where(function: Callable) -> Callable:
 @click.argument("task", metavar=TASK)
 @where
 @click.option("--precision", default="bf16", show_default=True, help="precision of the plans.")
-@click.option("--max-tp", type=click.IntRange(min=1), help="Largest tensor-parallel degree.")
-@click.option("--max-pp", type=click.IntRange(min=1), help="Largest pipeline degree.")
-@click.option("--max-cp", type=click.IntRange(min=1), help="Largest context-parallel degree.")
+@click.option("--max-tp", type=WholeNumber(min=1), help="Largest tensor-parallel degree.")
+@click.option("--max-pp", type=WholeNumber(min=1), help="Largest pipeline degree.")
+@click.option("--max-cp", type=WholeNumber(min=1), help="Largest context-parallel degree.")
 @click.option("--fix", multiple=True, metavar="KEY=VALUE", help="A field that every plan has: --fix tp=8; repeatable.")
 @click.option("--runnable", is_flag=True, help="Only plans that this version can train.")
 @click.option(
@@ -62,8 +64,14 @@ def where(function: Callable) -> Callable:
     show_default=True,
     help="Share of memory kept free.",
 )
-@click.option("--top", type=click.IntRange(min=1), default=8, show_default=True, help="Rows of the table.")
-@click.option("-o", "--output", type=click.Path(dir_okay=False), help="Write the best plan into this .toml file.")
+@click.option("--top", type=WholeNumber(min=1), default=8, show_default=True, help="Rows of the table.")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False),
+    callback=output_file,
+    help="Write the best plan into this .toml file.",
+)
 @common
 @click.pass_obj
 def plan(answer: Answer, task: str, **words: Any) -> None:
@@ -74,17 +82,18 @@ def plan(answer: Answer, task: str, **words: Any) -> None:
     """
     from shardwise.cluster import Cluster
     from shardwise.layout import check
+
+    cluster, fixed = Cluster.parse(words["cluster"]), _fixed(words["fix"])
+    begin(answer, "plan: loading PyTorch and the figures of the catalogue")
     from shardwise.planner import Constraints
     from shardwise.planner import search as search_plans
-    from shardwise.planner.progress import telling
     from shardwise.planner.text import proposal_dict, search_text
 
-    cluster = Cluster.parse(words["cluster"])
     constraints = Constraints(
-        words["max_tp"], words["max_pp"], words["max_cp"], _fixed(words["fix"]), words["min_memory_headroom"],
+        words["max_tp"], words["max_pp"], words["max_cp"], fixed, words["min_memory_headroom"],
         check if words["runnable"] else None,
     )  # fmt: skip
-    with telling(not answer.as_json) as say:
+    with timing(not answer.as_json) as say:
         subject, batch = _subject(task, cluster, words, words["precision"], say=say)
         found = search_plans(subject, cluster, constraints, precision=words["precision"], say=say)
     best = found.best
@@ -118,8 +127,15 @@ def plan(answer: Answer, task: str, **words: Any) -> None:
     "--plan", "plan_text", required=True, help="The plan to simulate: tp=8,pp=16,dp_shard=128,zero=1 or a .toml file."
 )
 @where
-@click.option("--trace", type=click.Path(dir_okay=False), help="Write the timeline as a Chrome/Perfetto trace (.json).")
-@click.option("--html", type=click.Path(dir_okay=False), help="Write the timeline as one HTML page.")
+@click.option(
+    "--trace",
+    type=click.Path(dir_okay=False),
+    callback=output_file,
+    help="Write the timeline as a Chrome/Perfetto trace (.json).",
+)
+@click.option(
+    "--html", type=click.Path(dir_okay=False), callback=output_file, help="Write the timeline as one HTML page."
+)
 @click.option("--scale", is_flag=True, help="Also over numbers of devices and batches.")
 @click.option("--mtbf-hours", type=click.FloatRange(min=1), help="Mean hours between failures of one device.")
 @click.option("--restart-s", type=click.FloatRange(min=0), default=300.0, show_default=True, help="Seconds to restart.")
@@ -130,7 +146,7 @@ def plan(answer: Answer, task: str, **words: Any) -> None:
     show_default=True,
     help="Seconds that a checkpoint stops training.",
 )
-@click.option("--measure-rank", type=click.IntRange(min=0), help="Run this rank here: true compute and peak bytes.")
+@click.option("--measure-rank", type=WholeNumber(min=0), help="Run this rank here: true compute and peak bytes.")
 @click.option(
     "--price", type=click.FloatRange(min=0), help="Price of one device for an hour; gives the cost of tokens."
 )
@@ -139,9 +155,16 @@ def plan(answer: Answer, task: str, **words: Any) -> None:
 def simulate(answer: Answer, task: str, plan_text: str, **words: Any) -> None:
     """One step of one plan at any scale: time, MFU, exposed communication, bubble, memory by stage. Nothing is run.
 
+    \b
+    shardwise simulate llama3-8b --plan dp_shard=8 --cluster "1x8 h100-sxm-80gb" --global-batch 8 --seq 8k
+
     Exit code 0 when the plan fits its devices, 3 when it does not.
     """
     from shardwise.cluster import Cluster
+    from shardwise.layout import Plan
+
+    Plan.parse(plan_text), Cluster.parse(words["cluster"])
+    begin(answer, "simulate: loading PyTorch and the figures of the catalogue")
     from shardwise.planner.door import check_devices, layout_of, plan_for, possible
     from shardwise.planner.text import forecast_lines, rank_map
     from shardwise.simulator import goodput, page, timeline
@@ -149,9 +172,11 @@ def simulate(answer: Answer, task: str, plan_text: str, **words: Any) -> None:
     cluster, parsed = Cluster.parse(words["cluster"]), plan_for(task, plan_text)
     answer.fields.update(plan=str(parsed), world_size=parsed.world_size)
     check_devices(parsed, cluster)
-    subject, batch = _subject(task, cluster, words, parsed.precision, parsed)
-    layout = layout_of(parsed, subject)
-    forecast = possible(subject.simulate(layout))
+    with timing(not answer.as_json) as say:
+        subject, batch = _subject(task, cluster, words, parsed.precision, parsed, say)
+        layout = layout_of(parsed, subject)
+        say(f"{subject.name}: simulating a step of {parsed}")
+        forecast = possible(subject.simulate(layout))
     answer.fields.update(forecast.as_dict(), cluster=cluster.as_dict(), fits=forecast.fits(cluster.device.memory_bytes))
     lines = [
         f"{subject.name} under {parsed} on {cluster}, {batch}",
@@ -198,26 +223,35 @@ def simulate(answer: Answer, task: str, plan_text: str, **words: Any) -> None:
 def compare(answer: Answer, task: str, plans: str, **words: Any) -> None:
     """Forecasts of several plans side by side: step, rate, MFU, memory, exposed communication.
 
+    \b
+    shardwise compare llama3-8b --plans "dp_shard=8;tp=8" --cluster "1x8 h100-sxm-80gb" --global-batch 8 --seq 8k
+
     With --measure also what a few steps take on the ranks at hand: step time, peak of live tensor bytes, bytes that a
     rank receives in a step, and the loss after the last one.
     """
     from shardwise.cluster import Cluster
+
+    cluster = Cluster.parse(words["cluster"])
+    begin(answer, "compare: loading PyTorch and the figures of the catalogue")
     from shardwise.planner.door import plan_for
     from shardwise.planner.text import table
 
     if words["measure"]:
         _can_be_measured(task, words)
-    cluster = Cluster.parse(words["cluster"])
     rows: list[list[str]] = []
     found: list[dict[str, Any]] = []
-    for text in filter(None, (part.strip() for part in plans.split(";"))):
-        parsed = plan_for(task, text)
-        cells, fields = _forecast_row(task, cluster, parsed, words)
-        if words["measure"]:
-            more, measured = _measured_row(task, parsed, fields)
-            cells, fields = [*cells, *more], {**fields, "measured": measured}
-        rows.append([text, *cells])
-        found.append({"plan": str(parsed), **fields})
+    texts = [text for part in plans.split(";") if (text := part.strip())]
+    with timing(not answer.as_json) as say:
+        for number, text in enumerate(texts, 1):
+            say(f"compare: forecasting {text} ({number} of {len(texts)})")
+            parsed = plan_for(task, text)
+            cells, fields = _forecast_row(task, cluster, parsed, words)
+            if words["measure"]:
+                say(f"compare: running {text} on this machine ({number} of {len(texts)})")
+                more, measured = _measured_row(task, parsed, fields)
+                cells, fields = [*cells, *more], {**fields, "measured": measured}
+            rows.append([text, *cells])
+            found.append({"plan": str(parsed), **fields})
     if not rows:
         raise InputError('--plans: no plan given; write them as "dp_replicate=8;dp_shard=8,zero=3"')
     if all("error" in fields for fields in found):
@@ -286,19 +320,27 @@ def _mib(size: float) -> str:
 
 @click.command()
 @click.option(
-    "-o", "--output", default="cluster.toml", show_default=True, type=click.Path(dir_okay=False), help="The file."
+    "-o",
+    "--output",
+    default="cluster.toml",
+    show_default=True,
+    type=click.Path(dir_okay=False),
+    callback=output_file,
+    help="The file.",
 )
 @click.option(
-    "--ranks", type=click.IntRange(min=1), help="Ranks that measure at once; by default one for each GPU, or two."
+    "--ranks", type=WholeNumber(min=1), help="Ranks that measure at once; by default one for each GPU, or two."
 )
+@click.option("--quick", is_flag=True, help="Half the time: each step is timed once, so that a slow moment counts.")
 @click.option("--refine", metavar="RUN", help="Do not measure: correct the file by a run that was forecast on it.")
 @common
 @click.pass_obj
-def probe(answer: Answer, output: str, ranks: int | None, refine: str | None) -> None:
+def probe(answer: Answer, output: str, ranks: int | None, refine: str | None, quick: bool) -> None:
     """Measure this machine and write a cluster file: products, memory, collectives, disk.
 
     \b
     shardwise probe                          then: shardwise train --cluster cluster.toml --plan dp_replicate=2
+    shardwise probe --quick                  half the time, less sure
     shardwise probe --refine runs/NAME       and the next forecast is corrected by what that run measured
 
     Under torchrun, srun or mpirun the launcher's ranks measure, on several hosts the links between them too, and
@@ -308,9 +350,10 @@ def probe(answer: Answer, output: str, ranks: int | None, refine: str | None) ->
     torchrun --nnodes 2 --nproc-per-node 2 --no-python shardwise probe -o cluster.toml
     """
     from shardwise.cluster import Cluster
+
+    begin(answer, "probe: loading PyTorch")
     from shardwise.measure.machine import probe as measure
     from shardwise.measure.machine import text
-    from shardwise.planner.progress import telling
 
     if refine is not None and not speaks():
         return  # one of a launcher's ranks corrects the file
@@ -320,7 +363,7 @@ def probe(answer: Answer, output: str, ranks: int | None, refine: str | None) ->
         cluster = refined(Cluster.parse(output if output.endswith(".toml") else output + ".toml"), Path(refine))
     else:
         with telling(not answer.as_json) as say:
-            cluster = measure(ranks, say)
+            cluster = measure(ranks, say, quick=quick)
     if speaks():
         _write(output, cluster.to_toml())
     answer.fields.update(cluster=cluster.as_dict(), file=output)
@@ -366,7 +409,6 @@ def _subject(
 ) -> tuple[Subject, str]:
     """What the planner needs to know about TASK, and its batch in words."""
     from shardwise.planner.door import is_shape, subject_of
-    from shardwise.planner.progress import silent
 
     subject = subject_of(
         task, cluster,

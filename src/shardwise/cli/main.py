@@ -6,24 +6,40 @@ Importing this module does not import torch, so that help and mistakes are quick
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from typing import Any
 
 import click
 
 import shardwise
-from shardwise.cli import foresee
-from shardwise.cli.answer import Answer, quiet_stdout, speaks
+from shardwise.cli import foresee, run_script
+from shardwise.cli.answer import Answer, Ended, quiet_stdout, speaks
 from shardwise.cli.checkpoint import checkpoint
-from shardwise.cli.options import common
+from shardwise.cli.completion import ASKED, answer_shell, completion
+from shardwise.cli.options import WholeNumber, common, output_file
+from shardwise.cli.waiting import begin
 from shardwise.errors import RefusedPlan
+from shardwise.progress import timing
 
 PLAN_HELP = "How to spread it: dp_shard=2,zero=3, or a .toml file with the same keys."
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
 
+def version(context: click.Context, parameter: click.Parameter, asked: bool) -> None:
+    """Show versions and the device that a run would take, and end."""
+    if not asked or context.resilient_parsing:
+        return
+    click.echo(f"shardwise {shardwise.__version__}")
+    sys.stdout.flush()  # the rest takes as long as importing torch
+    from shardwise.device import describe
+
+    click.echo(describe())
+    context.exit()
+
+
 @click.group(context_settings=SETTINGS)
-@click.version_option(shardwise.__version__, prog_name="shardwise")
+@click.option("--version", is_flag=True, expose_value=False, is_eager=True, callback=version, help="Versions, device.")
 def main() -> None:
     """Train any PyTorch module under any parallelism, and prove that it equals one process.
 
@@ -43,11 +59,11 @@ def main() -> None:
 @main.command()
 @click.argument("target", required=False, metavar="[CONFIG.toml | MODULE:TASK | text | digits]")
 @click.option("--plan", help=PLAN_HELP)
-@click.option("--nproc", type=click.IntRange(min=1), help="Ranks to start; by default as many as the plan needs.")
+@click.option("--nproc", type=WholeNumber(min=1), help="Ranks to start; by default as many as the plan needs.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Set a configuration key; repeatable.")
-@click.option("--steps", type=click.IntRange(min=1), help="Optimizer steps: short for --set train.steps=N.")
+@click.option("--steps", type=WholeNumber(min=1), help="Optimizer steps: short for --set train.steps=N.")
 @click.option(
-    "--checkpoint-every", type=click.IntRange(min=0), metavar="N", help="Steps between checkpoints; else by time."
+    "--checkpoint-every", type=WholeNumber(min=0), metavar="N", help="Steps between checkpoints; else by time."
 )
 @click.option(
     "--resume", metavar="RUN", help="Go on with a run's folder or checkpoint; auto: this task's last; new: none."
@@ -76,6 +92,9 @@ def train(
 ) -> None:
     """Train a task and write a run folder.
 
+    \b
+    shardwise train text --plan dp_shard=2,zero=3 --steps 20
+
     The target is a configuration file, a function of your own that returns a Task (a module on the Python path or
     in this folder, or the path of a .py file), or a built-in task: "text" (the default) or "digits". Under
     torchrun, srun or mpirun, this process joins the run as one rank; otherwise it starts the ranks that the plan
@@ -84,7 +103,7 @@ def train(
     SIGTERM, SIGUSR1 or Ctrl-C: the step under way is finished, the state saved, and the exit code is 75; the same
     command again goes on from there.
     """
-    from shardwise.training import execute
+    from shardwise.layout import check
 
     if profile_steps is not None:
         overrides = (*overrides, f'train.profile_steps="{profile_steps}"')
@@ -100,6 +119,10 @@ def train(
         target = _of_run(str(resume))
     effective = _effective(target, overrides, plan, steps)
     answer.fields.update(plan=str(effective.plan), world_size=effective.plan.world_size)
+    check(effective.plan)
+    begin(answer, "train: loading PyTorch")
+    from shardwise.training import execute
+
     run = execute(effective, nproc=nproc, resume=resume)
     answer.fields.update(run.summary)
     answer.text = str(run)
@@ -108,8 +131,8 @@ def train(
 @main.command()
 @click.argument("task", metavar="MODULE:TASK | text | digits")
 @click.option("--plan", required=True, help=PLAN_HELP)
-@click.option("--steps", type=click.IntRange(min=1), default=2, show_default=True, help="Optimizer steps to compare.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of weights and data.")
+@click.option("--steps", type=WholeNumber(min=1), default=2, show_default=True, help="Optimizer steps to compare.")
+@click.option("--seed", type=WholeNumber(min=0), default=0, show_default=True, help="Seed of weights and data.")
 @click.option(
     "--shrink",
     is_flag=True,
@@ -121,6 +144,9 @@ def train(
 def verify(answer: Answer, task: str, plan: str, steps: int, seed: int, shrink: bool, clip_norm: float | None) -> None:
     """Compare a task under a plan with one process: loss, gradients, parameters, buffers, optimizer state.
 
+    \b
+    shardwise verify digits --plan dp_shard=2,zero=3
+
     Exit code 0 when they agree, 1 when they do not or nothing was proven, 3 when the plan is refused.
     """
     from shardwise.layout import Plan, check
@@ -128,9 +154,11 @@ def verify(answer: Answer, task: str, plan: str, steps: int, seed: int, shrink: 
     parsed = Plan.parse(plan)
     answer.fields.update(plan=str(parsed), world_size=parsed.world_size)
     check(parsed)
+    begin(answer, "verify: loading PyTorch")
     from shardwise.proof.parity import verify as prove
 
-    parity = prove(task, parsed, steps=steps, seed=seed, shrink=shrink, clip_norm=clip_norm)
+    with timing(not answer.as_json) as say:
+        parity = prove(task, parsed, steps=steps, seed=seed, shrink=shrink, clip_norm=clip_norm, say=say)
     answer.fields.update(_plain(parity.as_dict()))
     if parity.refused:
         raise RefusedPlan(parity.refused)
@@ -146,6 +174,10 @@ def verify(answer: Answer, task: str, plan: str, steps: int, seed: int, shrink: 
 @click.pass_obj
 def config(answer: Answer, path: str | None, overrides: tuple[str, ...], starter: bool) -> None:
     """Show the effective configuration, and where each value came from.
+
+    \b
+    shardwise config --set optimizer.lr=3e-4
+    shardwise config --starter > my.toml
 
     The output is TOML that `shardwise train` reads.
     """
@@ -175,11 +207,16 @@ def show() -> None:
 
 @show.command()
 @click.argument("plan", metavar="PLAN")
-@click.option("-o", "--output", type=click.Path(dir_okay=False), help="Draw it into this .svg file instead.")
+@click.option(
+    "-o", "--output", type=click.Path(dir_okay=False), callback=output_file, help="Draw it into this .svg file instead."
+)
 @common
 @click.pass_obj
 def schedule(answer: Answer, plan: str, output: str | None) -> None:
     """The order in which a pipeline's ranks run forwards and backwards, counted and drawn.
+
+    \b
+    shardwise show schedule pp=4,schedule=zbv,microbatches=8
 
     PLAN is, for example, "pp=4,schedule=zbv,microbatches=8". F is a forward, B a backward; zero-bubble schedules
     split a backward into I (gradient of the input) and W (gradients of the weights).
@@ -220,6 +257,9 @@ def schedule(answer: Answer, plan: str, output: str | None) -> None:
 def tp(answer: Answer, task: str, plan: str) -> None:
     """Which weights tensor parallelism cuts, who holds how much of each, and what goes over the wire.
 
+    \b
+    shardwise show tp text --plan tp=2
+
     The cuts are derived from one forward on tensors without values; `tp_whole=...` in the plan keeps weights whole.
     """
     from shardwise.cli.tables import cuts_table
@@ -237,11 +277,14 @@ def tp(answer: Answer, task: str, plan: str) -> None:
 
 @show.command()
 @click.argument("plan", metavar="PLAN")
-@click.option("--devices", type=click.IntRange(min=1), default=8, show_default=True, help="Devices in each node.")
+@click.option("--devices", type=WholeNumber(min=1), default=8, show_default=True, help="Devices in each node.")
 @common
 @click.pass_obj
 def ranks(answer: Answer, plan: str, devices: int) -> None:
     """Where each rank of a plan lies: its node and device, and its coordinate on each axis.
+
+    \b
+    shardwise show ranks tp=2,dp_shard=4 --devices 4
 
     Axes that talk most are innermost: tp, cp_ulysses, cp, domain, dp_shard, pp, dp_replicate.
     """
@@ -285,6 +328,8 @@ def _plain(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 main.add_command(checkpoint)
+main.add_command(completion)
+main.add_command(run_script.run)
 for command in (foresee.plan, foresee.simulate, foresee.compare, foresee.probe):
     main.add_command(command)
 
@@ -297,8 +342,11 @@ def call(args: list[str]) -> int:
             code = main.main(args or ["--help"], prog_name="shardwise", standalone_mode=False, obj=answer)
             if answer.as_json and isinstance(code, int):  # --help or --version ended it
                 answer.fields["error"] = "nothing was run: only help or the version was asked for"
-        except (Exception, KeyboardInterrupt, SystemExit) as error:
+        except SystemExit as done:  # completion of a shell's words ends so
+            answer.code = done.code if isinstance(done.code, int) else 1
+        except (Exception, KeyboardInterrupt, Ended) as error:
             answer.fail(error)
+    answer.clear()
     if (answer.as_json or answer.text) and speaks():
         click.echo(answer.output())
     return answer.code
@@ -308,6 +356,13 @@ def run() -> None:
     """The console script."""
     from shardwise.ranks import leave
 
+    def end(number: int, frame: Any) -> None:
+        raise Ended
+
+    signal.signal(signal.SIGTERM, end)
+    if os.environ.get(ASKED):
+        answer_shell(main)
+        return
     code = call(sys.argv[1:])
     sys.stdout.flush()
     if "--json" in sys.argv:

@@ -2,9 +2,30 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 
 import click
+
+from shardwise.errors import InputError
+
+
+class WholeNumber(click.IntRange):
+    """A whole number within bounds; click calls it an "integer range"."""
+
+    name = "whole number"
+
+
+def output_file(context: click.Context, parameter: click.Parameter, path: str | None) -> str | None:
+    """The path of a file to write, refused before the work where its folder is not there or cannot be written."""
+    if path is not None:
+        folder = Path(path).absolute().parent
+        if not folder.is_dir():
+            raise InputError(f"cannot write {path}: there is no folder {folder}")
+        if not os.access(folder, os.W_OK):
+            raise InputError(f"cannot write {path}: {folder} may not be written")
+    return path
 
 
 def common(function: Callable) -> Callable:

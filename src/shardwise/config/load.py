@@ -20,10 +20,12 @@ from shardwise.config.schema import BUILTIN_DEFAULTS, BUILTINS, Config, ModelSiz
 from shardwise.config.sources import Given, from_file, from_overrides, from_table, located, problem
 from shardwise.errors import InputError, did_you_mean
 from shardwise.layout.plan import Plan
+from shardwise.task_files import which_task
 
 DEFAULT = "default"
 EXPECTED = {
     "optimizer.betas": "expected two numbers, each at least 0 and below 1",
+    "train.profile_steps": "expected first:last, such as 10:12",
     "train.name": "expected letters, digits, '.', '_' or '-', for it becomes part of a folder's name",
 }
 WORDS = {
@@ -126,7 +128,8 @@ def _validate(given: list[Given], problems: list[str]) -> tuple[Config | None, l
         if key in unused:
             text = f"would have no effect: {unused[key].reason}"
             problems.append(problem(item.source, key, item.value, text))
-    for key, text in _inconsistent(config):
+    named_in = sources.get("task.name", DEFAULT)
+    for key, text in _inconsistent(config, Path(named_in) if named_in.endswith(".toml") else None):
         value, source = _at(config, key), sources.get(key, DEFAULT)
         problems.append(f"{key} {text}" if value is None else problem(source, key, value, text))
     return config, notes, given
@@ -235,13 +238,16 @@ def _at(config: Config, key: str) -> Any:
     return value
 
 
-def _inconsistent(config: Config) -> list[tuple[str, str]]:
-    """(key, what is wrong) for values that are right alone and wrong together."""
+def _inconsistent(config: Config, from_toml: Path | None) -> list[tuple[str, str]]:
+    """(key, what is wrong) for values that are right alone and wrong together; `from_toml` names the task, or None."""
     task, optimizer, train = config.task, config.optimizer, config.train
     found = _inconsistent_model(task.name, task.model)
-    if ":" not in task.name and task.name not in BUILTINS:
-        near = did_you_mean(task.name, list(BUILTINS))
-        found.append(("task.name", f'expected "text", "digits" or "module:callable"{near}'))
+    if task.name not in BUILTINS and not all(task.name.rpartition(":")):
+        found.append(("task.name", which_task(task.name)))
+    file, _, _ = task.name.rpartition(":")
+    if file.endswith(".py") and not Path(file).is_file() and from_toml is not None:
+        near = did_you_mean(Path(file).name, sorted(path.name for path in from_toml.parent.glob("*.py")))
+        found.append(("task.name", f"there is no file {file}, here or beside {from_toml}{near}"))
     if train.batch_tokens and task.seq_len and train.batch_tokens % task.seq_len:
         found.append(("train.batch_tokens", f"expected a multiple of task.seq_len = {task.seq_len}"))
     if optimizer.scale_lr != "none" and optimizer.base_batch is None:

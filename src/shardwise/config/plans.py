@@ -9,7 +9,7 @@ from typing import Any
 
 from shardwise.config.sources import Given, from_file, problem
 from shardwise.errors import InputError, did_you_mean
-from shardwise.layout.plan import CHOICES, DEGREES, Plan
+from shardwise.layout.plan import CHOICES, DEGREES, Plan, missing_comma
 
 KNOWN = tuple(field.name for field in fields(Plan))
 
@@ -57,6 +57,10 @@ def _from_plan_file(path: Path, problems: list[str]) -> Iterator[Given]:
 
 
 def _from_pairs(text: str, source: str, problems: list[str]) -> Iterator[Given]:
+    missing = missing_comma(text)
+    if missing is not None:
+        problems.append(problem(source, "plan", text, missing))
+        return
     seen = set()
     for part in text.split(","):
         key, equals, value = (piece.strip() for piece in part.partition("="))

@@ -66,12 +66,23 @@ def from_file(path: Path, problems: list[str], seen: tuple[Path, ...] = ()) -> l
 
 def located(given: Given) -> Given:
     """Paths made absolute: in a file they are relative to it, and a run's own copy lies elsewhere."""
+    if given.key == "task.name":
+        return _beside(given)
     if given.key not in PATHS:
         return given
     folder = given.folder.absolute()
     if isinstance(given.value, list):
         return given._replace(value=[str(folder / v) if isinstance(v, str) else v for v in given.value])
     return given._replace(value=str(folder / given.value)) if isinstance(given.value, str) else given
+
+
+def _beside(given: Given) -> Given:
+    """A task in a .py file that lies beside the configuration that names it; else it is sought from here."""
+    if not isinstance(given.value, str) or given.folder == Path():
+        return given
+    file, colon, task = given.value.rpartition(":")
+    beside = (given.folder / file).absolute()
+    return given._replace(value=f"{beside}:{task}") if colon and file.endswith(".py") and beside.is_file() else given
 
 
 def _read(path: Path, problems: list[str], seen: tuple[Path, ...]) -> dict[str, Any]:

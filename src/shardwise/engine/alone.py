@@ -10,15 +10,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shardwise.engine.groups import named_groups
 from shardwise.engine.optimizer import needs_closure
 from shardwise.errors import InputError, RefusedPlan, ShardwiseError
 from shardwise.precision import Precision
 from shardwise.random import python_restored
-from shardwise.step.batching import samples_in
+from shardwise.step.batching import path_of, samples_in
 from shardwise.step.forward import run_alone
 from shardwise.task import Task
+from shardwise.task_names import where
 from shardwise.trace.deferred import named_tensors
 
 MOST_ELEMENTS = 2**28  # of parameters: beyond, a rank may not hold the module whole, and nothing is tried
@@ -46,7 +48,8 @@ def blame(
         return RefusedPlan(f"{what}: {told} (not tried in one process: {why})")
     if alone is None:
         return RefusedPlan(f"{what}, though one process runs on them: {told}")
-    return InputError(f"the task fails on {samples_in(batch)} samples in one process too: {reason(alone)}")
+    cure = remedy(task, precision, batch, alone)
+    return InputError(f"the task fails on {samples_in(batch)} samples in one process too: {reason(alone)}{cure}")
 
 
 def failure_alone(task: Task, precision: Precision, batch: Any) -> Exception | None:
@@ -108,10 +111,42 @@ def _own(task: Task) -> nn.Module:
 
 def reason(error: Exception) -> str:
     """The error, with a hint where a batch seems to hold more than the model's arguments."""
+    if isinstance(error, ShardwiseError):
+        return str(error)
     hint = ""
     if isinstance(error, TypeError) and "argument" in str(error):
         hint = ". If the batch holds more than the model's arguments, give Task.inputs (batch -> args, kwargs)"
-    return f"{type(error).__name__}: {error}{hint}"
+    if isinstance(error, IndexError) and str(error).startswith("Target "):
+        hint = " A label is beyond the model's outputs: give the head one output for each class, or mend the labels"
+    return f"{where(error)}{hint}"
+
+
+def remedy(task: Task, precision: Precision, batch: Any, error: Exception) -> str:
+    """What to change where a batch is made, found by trying: other dtypes of its tensors; empty where none helps."""
+    if not isinstance(error, RuntimeError):
+        return ""
+    leaves, spec = tree_flatten(batch)
+    wanted = precision.compute if precision.compute.is_floating_point else torch.float32
+    if precision.compute == torch.float64:
+        wanted = torch.float32  # a proof's; the batch is made wider with the weights
+    others = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.dtype != wanted]
+    for index in others:
+        cast = [leaf.to(wanted) if i == index else leaf for i, leaf in enumerate(leaves)]
+        try:
+            helps = failure_alone(task, precision, tree_unflatten(cast, spec)) is None
+        except Untried:
+            return ""
+        if helps:
+            name = path_of(batch, index)
+            return (
+                f". {name} is {_short(leaves[index].dtype)} where the model's weights are {_short(wanted)}: give "
+                f"{name}.to({wanted}) where the batch is made"
+            )
+    return ""
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def needs_gradients(error: Exception) -> bool:

@@ -7,6 +7,7 @@ and which dim of each random tensor is the batch; masks dealt by those dims must
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -101,7 +102,9 @@ def _look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, A
                 for level in (0.02, 0.98):  # the other sides of branches that chance decides
                     findings.dims.learn(run(whole, level)[1], run(parts[1], level)[1], sizes[0], sizes[2])
             problems += share(_statistics_differ(changed_by_first, changed_by_second))
-            if joined is None:
+            if not _finite(of_whole, first, second):
+                findings.notices.append("the loss on the first samples is not finite: not checked to add up")
+            elif joined is None:
                 problems += _sums_differ(of_whole, first, second, sizes, dtype)
             elif strict:
                 problems += _joined_differs(of_whole, _Runner(module, joined, seen)((whole, parts))[0], dtype)
@@ -307,6 +310,11 @@ def _apart(
         if not _close(value, parts, dtype, least):
             return name, value, parts
     return None
+
+
+def _finite(*losses: Loss) -> bool:
+    """Whether all sums and weights are; the first step names what is not."""
+    return all(math.isfinite(value) for loss in losses for value in loss.numbers().values())
 
 
 def _sums_differ(whole: Loss, first: Loss, second: Loss, sizes: tuple[int, int, int], dtype: torch.dtype) -> list[str]:

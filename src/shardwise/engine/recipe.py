@@ -20,6 +20,7 @@ from shardwise.engine.materialise import (
     fill_parameters,
 )
 from shardwise.engine.positions import find_positions
+from shardwise.engine.room import check_room
 from shardwise.engine.samples import a_few, few_samples
 from shardwise.engine.tensor import cut_tensors
 from shardwise.errors import InputError, RefusedPlan
@@ -110,6 +111,8 @@ def apply_plan(task: Task, plan: Plan, mesh: Mesh, precision: Precision, seed: i
         compute_own_rows(module, row_wise)
     notices += _without_effect(blocks, plan)
     blocks = blocks if cut is None else cut.here(module, blocks)
+    if not _get_current_dispatch_mode_stack():  # a rehearsal makes nothing
+        check_room(module, plan, mesh, precision, absent)
     notices += _prepare(module, blocks, plan)
     technique: DataParallel
     if mesh.shard.size > 1 and plan.zero == 3:

@@ -9,10 +9,12 @@ import torch
 from torch.utils._pytree import tree_flatten
 
 from shardwise.comm import Axis, gather_rows
-from shardwise.errors import InputError
+from shardwise.errors import InputError, ShardwiseError
 from shardwise.layout import Plan
+from shardwise.layout.dealing import enough_samples
 from shardwise.step.batching import samples_in, slice_samples
 from shardwise.task import Task
+from shardwise.task_names import where
 
 COSTLY_BYTES = 2**30
 SAMPLES = 5  # looked at, where the batch has as many
@@ -33,13 +35,20 @@ def few_samples(task: Task, plan: Plan, data: Axis, device: torch.device) -> Any
         count = len(task.data)
         if count == 0:
             raise InputError("Task.data is empty")
-        batch = task.data.read(list(range(min(count, SAMPLES))))
-    if count < data.size:
-        raise InputError(
-            f"more ranks than samples: plan {plan} deals each micro-batch over {data.size} ranks, but there are "
-            f"{count} samples: use fewer data ranks or larger batches"
-        )
+        batch = read_samples(task, list(range(min(count, SAMPLES))))
+    enough_samples(count, plan)
     return batch
+
+
+def read_samples(task: Task, indices: list[int]) -> Any:
+    """Samples of `Task.data`; `InputError` with the line that failed where the task's own code raises."""
+    assert task.data is not None
+    try:
+        return task.data.read(indices)
+    except ShardwiseError:
+        raise
+    except Exception as error:
+        raise InputError(f"Task.data: reading samples {indices} failed: {where(error)}") from error
 
 
 def a_few(batch: Any) -> Any:

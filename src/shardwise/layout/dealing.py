@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.errors import InputError
+from shardwise.layout.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,15 @@ class Share:
 def cut(length: int, pieces: int, index: int) -> tuple[int, int]:
     """[start, stop) of piece `index` when `length` items are cut into `pieces` that differ by at most one."""
     return length * index // pieces, length * (index + 1) // pieces
+
+
+def enough_samples(samples: int, plan: Plan) -> None:
+    """Raise `InputError` where there are fewer samples than ranks that they are dealt over."""
+    if samples < plan.data_ranks:
+        raise InputError(
+            f"more ranks than samples: plan {plan} deals each micro-batch over {plan.data_ranks} ranks, but there are "
+            f"{samples} samples: use fewer data ranks or larger batches"
+        )
 
 
 def micro_batches(samples: int, accumulate: int) -> list[tuple[int, int]]:

@@ -7,6 +7,7 @@ same keys. World size = dp_replicate * dp_shard * tp * pp * cp * cp_ulysses * pr
 from __future__ import annotations
 
 import math
+import re
 import tomllib
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -121,6 +122,9 @@ class Plan:
 
     def _read_pipeline(self) -> None:
         """Defaults of schedule and micro-batches, and the form of `stages`."""
+        if self.schedule not in CHOICES["schedule"]:
+            hint = did_you_mean(str(self.schedule), list(KINDS))
+            raise InputError(f"plan: schedule={self.schedule} is not one of {', '.join(CHOICES['schedule'])}{hint}")
         if not _is_whole(self.pp) or self.pp < 1:
             raise InputError(f"plan: pp must be a whole number of at least 1, got {self.pp!r}")
         if isinstance(self.stages, str):
@@ -181,6 +185,8 @@ class Plan:
             return cls.from_toml(Path(text))
         if text in ("", "single"):
             return cls()
+        if (missing := missing_comma(text)) is not None:
+            raise InputError(f"plan: {text!r}: {missing}")
         values: dict[str, Any] = {}
         for part in text.split(","):
             key, equals, value = (piece.strip() for piece in part.partition("="))
@@ -254,6 +260,14 @@ class Plan:
 
     def __str__(self) -> str:
         return ",".join(f"{k}={_to_text(k, v)}" for k, v in self.as_dict().items()) or "single"
+
+
+def missing_comma(text: str) -> str | None:
+    """What to say of keys with a space or a semicolon between them; None where there is none."""
+    between = r"(?<=[^,;\s])\s*[;\s]\s*(?=\w+\s*=)"
+    if not re.search(between, text):
+        return None
+    return f"a comma is missing between its keys: write {re.sub(between, ',', text)}"
 
 
 def _is_whole(value: Any) -> bool:

@@ -43,7 +43,7 @@ from shardwise.measure.collective_times import collective_times
 from shardwise.measure.op_times import convolution_times, op_times, product_times
 from shardwise.measure.overheads import fit, step_times
 from shardwise.measure.pace import Pace, over_ranks, slower
-from shardwise.planner.progress import Say, silent
+from shardwise.progress import Say, silent
 from shardwise.ranks import Place, apart, here, join, launch, nodes_of
 
 SIDES = (32, 128, 512, 1024)
@@ -99,13 +99,13 @@ def _of_rank_zero(say: Say) -> Say:
     return say if not dist.is_initialized() or dist.get_rank() == 0 else silent
 
 
-def measure_engine(say: Say, reference: float) -> dict[str, Any]:
+def measure_engine(say: Say, reference: float, quick: bool = False) -> dict[str, Any]:
     """Steps of reference modules on one rank of a CPU, where nothing hides what the host adds. Collective.
 
     reference   the pace at which all else was measured, microseconds
     """
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    steps, large = step_times(ranks, Pace(torch.device("cpu"), reference), _of_rank_zero(say))
+    steps, large = step_times(ranks, Pace(torch.device("cpu"), reference), _of_rank_zero(say), quick=quick)
     return {"steps": [(name, at, took) for name, each in steps.items() for at, took in enumerate(each)],
             "large": [(*key, took) for key, took in large.items()]}  # fmt: skip
 
@@ -194,7 +194,7 @@ def _disk() -> float:
         return len(data) / (time.perf_counter() - began)
 
 
-def probe(ranks: int | None = None, say: Say = silent) -> Cluster:
+def probe(ranks: int | None = None, say: Say = silent, *, quick: bool = False) -> Cluster:
     """Measure this machine, with `ranks` ranks at once: products, memory, collectives, disk.
 
     By default one rank for each CUDA device, or two on a CPU. Ranks that a launcher started are joined, and those of
@@ -202,25 +202,26 @@ def probe(ranks: int | None = None, say: Say = silent) -> Cluster:
     groups that were made before are gone afterwards. Raises `InputError` where hosts have unequal numbers of ranks,
     or ranks of a host do not follow each other.
 
-    `say` is told what is being measured, by rank 0 too: it has to be a function that can be pickled.
+    `say` is told what is being measured, by rank 0 too: it has to be a function that can be pickled. `quick` takes each
+    step of the reference modules once, in about half the time.
     """
     place = here()
     if place is not None:
-        return _joined(place, ranks, say)
+        return _joined(place, ranks, say, quick)
     say("probe: starting its ranks")
     count = ranks or max(torch.cuda.device_count(), 2 if not torch.cuda.is_available() else 1)
     cluster = _cluster(launch(measure, count, (say,), timeout_s=LIMIT_S))
     if cluster.device.pace_us is None:  # no CPU
         return cluster
-    results = launch(measure_engine, count, (say, cluster.device.pace_us.value), timeout_s=LIMIT_S)
+    results = launch(measure_engine, count, (say, cluster.device.pace_us.value, quick), timeout_s=LIMIT_S)
     return _with_engine(cluster, results, say)
 
 
-def _joined(place: Place, ranks: int | None, say: Say) -> Cluster:
+def _joined(place: Place, ranks: int | None, say: Say, quick: bool = False) -> Cluster:
     """A probe by ranks that a launcher started, node by node at the same time, and then between the nodes."""
     if ranks is not None and ranks != place.world_size:
         raise InputError(
-            f"{place.launcher} started {place.world_size} rank(s), which measure: leave --ranks {ranks} out, or start "
+            f"{place.named} started {place.world_size} rank(s), which measure: leave --ranks {ranks} out, or start "
             "as many"
         )
     rank, _ = join(LIMIT_S)
@@ -237,7 +238,7 @@ def _joined(place: Place, ranks: int | None, say: Say) -> Cluster:
     results = on_each_node(measure, say)
     cluster = _cluster(results)
     pace = cluster.device.pace_us
-    steps = None if pace is None else on_each_node(measure_engine, say, pace.value)
+    steps = None if pace is None else on_each_node(measure_engine, say, pace.value, quick)
     if len(nodes) > 1:
         say(f"probe: collectives and messages between {len(nodes)} nodes by size")
         rows = gather_json(between_times(device, nodes), everybody(), device)  # a link keeps its pace

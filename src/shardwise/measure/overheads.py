@@ -31,12 +31,13 @@ from shardwise.costs.software import software
 from shardwise.layout import Plan
 from shardwise.measure.pace import Beat, Pace, over_ranks, pace_beside
 from shardwise.measure.reference_modules import large_tasks, reference_task
-from shardwise.planner.progress import Say, silent
 from shardwise.planner.traced_task import Traced
+from shardwise.progress import Say, silent
 from shardwise.task import Task
 
 REFERENCES = ((2, 1), (6, 1), (2, 4))  # blocks, feed-forward parts of a block
 WARM, STEPS, MOST, BUDGET_S = 4, 24, 320, 0.6  # steps of one module: at least STEPS, and more within the budget
+LONGEST_S = 75.0
 PASSES, AGREE = 2, 1.08  # over all of them; within this factor two of them agree
 TURNS = 6
 OWN_CALLS = ("tp", "sp")
@@ -67,11 +68,14 @@ def _busier(name: str, plan: str, reference: int) -> str:
 Large = dict[tuple[str, str], float]  # (kind of op, technique) -> seconds of a step
 
 
-def step_times(ranks: int, pace: Pace, say: Say = silent) -> tuple[dict[str, list[float]], Large]:
+def step_times(
+    ranks: int, pace: Pace, say: Say = silent, *, quick: bool = False
+) -> tuple[dict[str, list[float]], Large]:
     """Seconds of a step of each tiny reference by technique, and of the larger ones under a few. Collective.
 
     All are gone through `PASSES` times, so that what slows the machine for a while is not all in one of them. What
-    these disagree on is measured once more, and the median counts.
+    these disagree on is measured once more, and the median counts. `quick`: once, so that the pace of the machine then
+    is all that a slow moment is told by. `LONGEST_S` after the first, nothing is measured once more.
     """
     tiny = {(name, at): (reference_task(*sizes, 4 * ranks), plan) for name, each in plans(ranks).items()
             for at, (plan, sizes) in enumerate(zip(each, REFERENCES, strict=True))}  # fmt: skip
@@ -79,9 +83,11 @@ def step_times(ranks: int, pace: Pace, say: Say = silent) -> tuple[dict[str, lis
              for name in LARGE[kind] if name in plans(ranks)}  # fmt: skip
     work = [*tiny.values(), *large.values()]
     found: list[list[float]] = [[] for _ in work]
-    for turn in range(PASSES + 1):
+    began = time.monotonic()
+    for turn in range(1 if quick else PASSES + 1):
         for at, ((task, plan), seen) in enumerate(zip(work, found, strict=True)):
-            if turn == PASSES and over_ranks(max(seen) / min(seen)) < AGREE:
+            apart = max(seen) / min(seen) if seen and time.monotonic() - began < LONGEST_S else 1.0
+            if turn == PASSES and over_ranks(apart) < AGREE:
                 continue
             say(f"probe: steps of small modules, round {turn + 1}, {at + 1} of {len(work)}: {plan}")
             seen.append(_seconds(task, plan, pace))

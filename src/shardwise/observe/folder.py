@@ -18,6 +18,7 @@ from __future__ import annotations
 import datetime
 import json
 import platform
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ import shardwise
 from shardwise.config import Effective, show
 from shardwise.errors import InputError
 from shardwise.observe.metrics import finite
+
+LEAST_BYTES = 2**16  # what a run writes beside its weights and metrics
 
 
 def make_folder(out: str | Path, name: str) -> Path:
@@ -34,13 +37,32 @@ def make_folder(out: str | Path, name: str) -> Path:
         folder = Path(out) / (f"{stamp}-{name}" + (f"-{number}" if number > 1 else ""))
         try:
             folder.mkdir(parents=True)
+            _try_writing(folder)
             return folder
-        except FileExistsError:
+        except (FileExistsError, NotADirectoryError):
             if not Path(out).is_dir():
                 raise InputError(f"train.out = {str(out)!r} is not a folder") from None
         except OSError as error:
-            raise InputError(f"train.out: {folder} cannot be made: {error.strerror}") from None
+            raise InputError(
+                f"train.out: {folder} cannot be made: {error.strerror}. Give a folder that can be written, with "
+                "--set train.out=FOLDER"
+            ) from None
     raise InputError(f"train.out: {out} holds 999 runs named {stamp}-{name}")
+
+
+def _try_writing(folder: Path) -> None:
+    """Raise `InputError` where a new folder takes no file: a run should not find out at its end."""
+    trial = folder / "config.toml"
+    try:
+        trial.write_bytes(bytes(LEAST_BYTES))
+        trial.unlink()
+    except OSError as error:
+        free = shutil.disk_usage(folder).free
+        shutil.rmtree(folder, ignore_errors=True)
+        raise InputError(
+            f"train.out: {folder.parent} takes no files: {error.strerror} ({free / 2**20:,.1f} MiB free there). Make "
+            "room, or give another folder with --set train.out=FOLDER"
+        ) from None
 
 
 def write_inputs(folder: Path, effective: Effective, device: str) -> None:

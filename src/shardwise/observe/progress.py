@@ -14,8 +14,11 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Column
 
 from shardwise.observe.flops import Flops
+
+BAR = 20  # columns of the bar
 
 
 @dataclass(frozen=True)
@@ -42,19 +45,22 @@ class Speed:
 class Display:
     """Shows steps as they end. `live` None: a bar where stderr is a terminal."""
 
-    def __init__(self, total: int, speed: Speed, log_every: int, live: bool | None = None) -> None:
+    def __init__(
+        self, total: int, speed: Speed, log_every: int, live: bool | None = None, first: str = "first step"
+    ) -> None:
         self._total, self._speed, self._log_every = total, speed, log_every
         self._console = Console(stderr=True, soft_wrap=True, highlight=False)
         self._started = time.monotonic()
         self._bar: Progress | None = None
         if sys.stderr.isatty() if live is None else live:
+            whole = Column(no_wrap=True)
             self._bar = Progress(
-                TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
-                BarColumn(bar_width=20),
-                TextColumn("{task.fields[text]}"),
+                TextColumn("step {task.completed:.0f}/{task.total:.0f}", table_column=whole),
+                BarColumn(bar_width=BAR),
+                TextColumn("{task.fields[text]}", table_column=whole),
                 console=self._console,
             )
-            self._bar_task = self._bar.add_task("steps", total=total, text="")
+            self._bar_task = self._bar.add_task("steps", total=total, text=first)
             self._bar.start()
 
     def say(self, text: str) -> None:
@@ -65,23 +71,29 @@ class Display:
         """One optimizer step has ended."""
         done = record["step"] + 1
         if self._bar is not None:
-            self._bar.update(self._bar_task, completed=done, text=self._text(record))
+            taken = len(f"step {self._total}/{self._total}") + BAR + 3
+            self._bar.update(self._bar_task, completed=done, text=self._text(record, self._console.width - taken))
         elif done % self._log_every == 0 or done in (1, self._total):
             self.say(f"step {done}/{self._total}  {self._text(record)}")
 
-    def _text(self, record: dict[str, Any]) -> str:
+    def _text(self, record: dict[str, Any], width: int | None = None) -> str:
+        """What is told of a step; where it is wider than `width`, the loss and the time left alone, then what fits."""
         unit = self._speed.unit
-        parts = ["skipped (not finite)" if record["skipped"] else f"loss {record['loss']:.4f}"]
+        loss = "skipped (not finite)" if record["skipped"] else f"loss {record['loss']:.4f}"
+        between = []
         if record.get("lr") is not None:
-            parts.append(f"lr {record['lr']:.2e}")
-        parts.append(f"{short(record[f'{unit}_per_s'])} {unit}/s")
+            between.append(f"lr {record['lr']:.2e}")
+        between.append(f"{short(record[f'{unit}_per_s'])} {unit}/s")
         if "mfu" in record:
-            parts.append(f"MFU {100 * record['mfu']:.1f} %")
+            between.append(f"MFU {100 * record['mfu']:.1f} %")
         elif "flops_per_s_per_rank" in record:
-            parts.append(f"{short(record['flops_per_s_per_rank'], ' ')}FLOP/s per rank")
+            between.append(f"{short(record['flops_per_s_per_rank'], ' ')}FLOP/s per rank")
         if record.get("peak_bytes"):
-            parts.append(f"peak {size(record['peak_bytes'])}")
-        return "  ".join([*parts, f"{self._left(record['step'] + 1)} left"])
+            between.append(f"peak {size(record['peak_bytes'])}")
+        left = f"{self._left(record['step'] + 1)} left"
+        while width is not None and len("  ".join([loss, *between, left])) > width and between:
+            between.pop(0 if between[0].startswith("lr ") else -1)
+        return "  ".join([loss, *between, left])
 
     def _left(self, done: int) -> str:
         seconds = (time.monotonic() - self._started) / done * (self._total - done)

@@ -16,10 +16,10 @@ from shardwise.errors import InputError, ShardwiseError
 from shardwise.layout import Plan
 from shardwise.planner import decoders, units
 from shardwise.planner.candidates import Constraints
-from shardwise.planner.progress import Say, silent
 from shardwise.planner.proposal import Search
 from shardwise.planner.propose import search
 from shardwise.planner.subject import Subject, decoder
+from shardwise.progress import Say, silent
 from shardwise.simulator.forecast import Forecast
 from shardwise.task import Task
 from shardwise.task_names import resolve_task

@@ -19,11 +19,11 @@ from shardwise.costs.memory import CONTEXT_BYTES
 from shardwise.errors import InputError, RefusedPlan, ShardwiseError
 from shardwise.layout import Plan
 from shardwise.planner.candidates import Constraints, axes, family, plan_of
-from shardwise.planner.progress import Say, silent
 from shardwise.planner.proposal import Proposal, Search, lacking, senseless
-from shardwise.planner.reasons import WITHIN, lost, never, notes, nothing
+from shardwise.planner.reasons import WITHIN, contradiction, lost, never, notes, nothing
 from shardwise.planner.subject import Subject
 from shardwise.planner.units import bytes_text, seconds_text
+from shardwise.progress import Say, silent
 from shardwise.simulator.forecast import Forecast
 
 EXACT = 3  # proposals in front that are forecast from traces of their own micro-batch
@@ -57,6 +57,9 @@ def search(
     """
     began = time.monotonic()
     constraints = constraints or Constraints()
+    against = contradiction(cluster.world_size, constraints)
+    if against:
+        raise InputError(against)
     capacity = cluster.device.memory_bytes * (1 - constraints.headroom)
     looked = _look(subject, cluster, constraints, precision, capacity, say)
     if not looked.considered:

@@ -8,6 +8,8 @@ from itertools import islice
 from shardwise.cluster import Cluster
 from shardwise.costs.layout import Layout
 from shardwise.costs.memory import CONTEXT_BYTES
+from shardwise.errors import ShardwiseError
+from shardwise.layout.plan import DEGREES, Plan
 from shardwise.planner.candidates import Constraints, micro_batches, plan_of
 from shardwise.planner.proposal import Proposal, Search, lacking
 from shardwise.planner.reading import Reading
@@ -156,6 +158,24 @@ def nothing(subject: Subject, cluster: Cluster, constraints: Constraints) -> str
     return (_not_among(subject, world, constraints) if constraints.fixed else "") or why
 
 
+def contradiction(world: int, constraints: Constraints) -> str:
+    """What the fixed fields say against each other, against a limit, or against the devices; empty where nothing."""
+    if not constraints.fixed:
+        return ""
+    try:
+        plan = Plan().with_(**dict(constraints.fixed))
+    except ShardwiseError as error:
+        return f"--fix contradicts itself: {error}"
+    for name, most in (("tp", constraints.max_tp), ("pp", constraints.max_pp), ("cp", constraints.max_cp)):
+        asked = constraints.value(name)
+        if most is not None and isinstance(asked, int) and asked > most:
+            return f"--fix {name}={asked} contradicts --max-{name} {most}: leave one of them out"
+    if plan.world_size > world:
+        degrees = " x ".join(f"{name}={value}" for name, value in constraints.fixed if name in DEGREES and value != 1)
+        return f"--fix asks for {degrees} = {plan.world_size} devices, more than the {world} of the cluster"
+    return ""
+
+
 def _not_among(subject: Subject, world: int, constraints: Constraints) -> str:
     """Which of the fixed fields no plan has that is looked at; empty where there is no plan without them either."""
     limits = replace(constraints, fixed=(), check=None)
@@ -169,7 +189,7 @@ def _not_among(subject: Subject, world: int, constraints: Constraints) -> str:
             known = ", ".join(map(str, sorted(values, key=lambda each: (str(type(each)), each))[:FEW_VALUES]))
             told.append(f"no plan that is looked at has {name}={value}; there are {name}={known}")
     both = " and ".join(f"{name}={value}" for name, value in constraints.fixed)
-    return "; ".join(told) or f"no plan that is looked at has {both} together"
+    return "; ".join(told) or f"no plan that is looked at has {both} together: leave one of them out"
 
 
 def _has_any(subject: Subject, world: int, constraints: Constraints) -> bool:

@@ -23,10 +23,10 @@ from shardwise.parallel.batchnorm import joins_batch_norms
 from shardwise.planner.bound import least_seconds
 from shardwise.planner.candidates import Constraints, cut_layouts, data_layouts, expert_layouts, plan_of
 from shardwise.planner.played import Sizes, dealt, degrees_text, played
-from shardwise.planner.progress import Say, silent
 from shardwise.planner.reading import Reading, timed_reading
 from shardwise.planner.subject import Subject
 from shardwise.planner.units import seconds_text
+from shardwise.progress import Say, silent
 from shardwise.rehearsal.cut_module import Cuts, Looks, Shares, once
 from shardwise.rehearsal.rank_row import ALIKE, Beside
 from shardwise.rehearsal.step_trace import batch_bytes, one_sample, trace, update_of

@@ -105,7 +105,10 @@ def _gradients(
     with nullcontext() if watch is None else watch.watching():
         total, weight = _sums(task, module, named, batch, step, settings, random, watch)
     if weight == 0:
-        raise InputError("the global weight of a batch is 0: no sample or token counts")
+        raise InputError(
+            "the global weight of a batch is 0 (no sample or token counts): look at what Task.loss returns as weight, "
+            "and whether every target is ignored or a mask is empty"
+        )
     gradients = [param.grad for _, param in named if param.grad is not None]
     for gradient in gradients:
         gradient.div_(weight)

@@ -16,6 +16,8 @@ from typing import Any
 
 from shardwise.errors import InputError, RefusedPlan, ShardwiseError
 from shardwise.layout import Plan, check
+from shardwise.layout.dealing import enough_samples
+from shardwise.progress import Say, silent
 from shardwise.proof.outcome import Parity
 from shardwise.task import Task
 from shardwise.task_names import resolve_task
@@ -31,12 +33,14 @@ def verify(
     shrink: bool = False,
     pool: Any = None,
     timeout_s: float = 600.0,
+    say: Say = silent,
 ) -> Parity:
     """Prove a plan on a task. Returns a `Parity`; a refused plan is told in its `refused`.
 
     shrink a small proof of a large plan: least degrees, blocks and samples that keep its structure
 
     pool   a `RankPool` to run in; one is made (and closed) where none is given
+    say    is told what is being done
     Raises `InputError` for a task that fails in one process too.
     """
     from shardwise.engine.recipe import refuse
@@ -44,7 +48,8 @@ def verify(
     from shardwise.proof.narrow import set_noise_apart
     from shardwise.proof.rank import run_rank
     from shardwise.proof.rounding import explain_by_rounding
-    from shardwise.proof.settings import Settings
+    from shardwise.proof.settings import Settings, global_batch
+    from shardwise.step.batching import samples_in
     from shardwise.trace.deferred import build
 
     if steps < 1:
@@ -66,6 +71,7 @@ def verify(
         parity.proven = str(chosen)
         parity.world_size = chosen.world_size
     settings = Settings(steps=steps, seed=seed, accumulate=chosen.step_microbatches, clip_norm=clip_norm)
+    say(f"verify: {steps} steps of {resolved.name} in one process, float64")
     try:
         oracle, settings = _one_process(resolved, settings, parity)
     except ShardwiseError:
@@ -73,6 +79,9 @@ def verify(
     except Exception as error:
         raise _blamed(resolved, settings, error) from error
     parity.notes += _notes(chosen, parity.float64)
+    samples = len(resolved.data) if resolved.data is not None else samples_in(global_batch(resolved, settings, 0))
+    enough_samples(samples, chosen)
+    say(f"verify: the same steps on {chosen.world_size} ranks under {chosen}")
     try:
         refuse(build(resolved.model, seed).module, chosen)  # ranks are given the proof's precision, not the plan's
         record = _joined(_on_ranks(run_rank, (task, chosen, settings), parity, pool, timeout_s))
@@ -84,6 +93,7 @@ def verify(
     if not parity.equal and parity.float64 and parity.exceeded:
         explain_by_rounding(parity, resolved, settings, oracle)
     if not parity.equal and parity.exceeded:
+        say("verify: running both again, to find where they differ first")
         _locate(parity, oracle, record, (task, chosen, settings), pool, timeout_s)
     return parity
 
@@ -126,13 +136,16 @@ def _one_process(task: Task, settings: Any, parity: Parity) -> Any:
 
 def _blamed(task: Task, settings: Any, error: Exception) -> ShardwiseError:
     """What to raise where the oracle fails: the task is wrong if a step in plain PyTorch fails on the batch too."""
-    from shardwise.engine.alone import failure_alone
+    from shardwise.engine.alone import failure_alone, remedy
     from shardwise.precision import Precision
     from shardwise.proof.settings import global_batch
 
-    alone = failure_alone(task, Precision.of(Plan()), global_batch(task, settings, 0))
+    precision, batch = Precision.of(Plan()), global_batch(task, settings, 0)
+    alone = failure_alone(task, precision, batch)
     if alone is not None:
-        return InputError(f"the task fails in one process too: {_where(alone)}")
+        if isinstance(alone, ShardwiseError):
+            return InputError(f"the task fails in one process too: {alone}")
+        return InputError(f"the task fails in one process too: {_where(alone)}{remedy(task, precision, batch, alone)}")
     return RefusedPlan(f"the proof's one process fails, though a step in plain PyTorch does not: {_where(error)}")
 
 

@@ -72,6 +72,7 @@ class Place:
     one_host                 True where all ranks are known to be on one host
     master                   (address, port) where the environment gives them
     names                    the variables that rank and size came from, for messages
+    by                       what starts ranks with torchrun's variables, where it is not torchrun itself
     """
 
     launcher: str
@@ -83,6 +84,12 @@ class Place:
     one_host: bool = False
     master: tuple[str, int] | None = None
     names: tuple[str, str] = ("RANK", "WORLD_SIZE")
+    by: str = ""
+
+    @property
+    def named(self) -> str:
+        """The launcher as its user calls it."""
+        return self.by or self.launcher
 
 
 def find(environ: Mapping[str, str]) -> Place | None:
@@ -136,9 +143,17 @@ def _torchrun(environ: Mapping[str, str]) -> Place:
         local_rank=_number(environ, "LOCAL_RANK") if environ.get("LOCAL_RANK") else None,
         local_size=_number(environ, "LOCAL_WORLD_SIZE") if environ.get("LOCAL_WORLD_SIZE") else None,
         master=_master(environ),
+        by=_with_variables_of_torchrun(environ),
     )
     _check(place)
     return place
+
+
+def _with_variables_of_torchrun(environ: Mapping[str, str]) -> str:
+    """Accelerate's and DeepSpeed's launchers, which give their ranks torchrun's variables and some of their own."""
+    if any(name.startswith("ACCELERATE_") for name in environ):
+        return "accelerate launch"
+    return "deepspeed" if "CROSS_RANK" in environ and "LOCAL_SIZE" in environ else ""
 
 
 def _of_launcher(environ: Mapping[str, str]) -> Place | None:

@@ -95,5 +95,6 @@ def pack_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
         name = getattr(function, "__qualname__", repr(function))
         raise InputError(
             f"`{name}` and its arguments cannot be sent to the ranks: {error}. Ranks find a function by its module "
-            "and name, so define it at the top level of a module (no lambda, no nested function)."
-        ) from error
+            "and name, so define it at the top level of a module (no lambda, no nested function); a task with lambdas "
+            'can be given by its name, "file.py:task"'
+        ) from None

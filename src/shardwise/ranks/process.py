@@ -28,6 +28,7 @@ PRELOAD = [
     "shardwise.ranks.worker",
 ]
 START_LIMIT_S = 120.0
+STARTED_BY_IMPORT = 96  # exit code of a rank whose import of the script started ranks
 _WORKER_FILE = str(Path(serve.__code__.co_filename))
 
 
@@ -142,9 +143,6 @@ class RankProcess:
 def refuse_where_impossible() -> None:
     """Say plainly where ranks cannot be started: in a rank that imports its script, and without a fork server."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
-        raise InputError(
-            "this script starts ranks while a rank is importing it; put the call under "
-            "`if __name__ == '__main__':` so that ranks can import the script without running it"
-        )
+        os._exit(STARTED_BY_IMPORT)  # the process that started this one tells, once
     if "forkserver" not in multiprocessing.get_all_start_methods():
         raise InputError(f"ranks are started by a fork server, which Python does not offer on {sys.platform}")

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from typing import Any
 
-from shardwise.errors import RunError, ShardwiseError
+from shardwise.errors import InputError, RunError, ShardwiseError
 from shardwise.guard.diagnose import Finding, Watch
 from shardwise.guard.records import Reader, memory_folder
 from shardwise.ranks.messages import Failure, Job
-from shardwise.ranks.process import RankProcess
+from shardwise.ranks.process import STARTED_BY_IMPORT, RankProcess
 
 # what a collective says on a rank whose peer has gone or never came
 _ECHO = re.compile(
@@ -160,8 +160,13 @@ def describe_exit(code: int | None) -> str:
     return f"died of {name}{hint}"
 
 
-def start_error(number: int, code: int | None) -> RunError:
+def start_error(number: int, code: int | None) -> ShardwiseError:
     """The error for a rank that ended, or said nothing, before it could take a job."""
+    if code == STARTED_BY_IMPORT:
+        return InputError(
+            "ranks import this script, and importing it starts ranks: put what it runs under "
+            '`if __name__ == "__main__":`'
+        )
     why = f"it {describe_exit(code)}" if code is not None else "it was not ready in time"
     if code == 1:
         why += "; its error is printed above. Most often the program's main module cannot be imported by a rank"

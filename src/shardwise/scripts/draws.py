@@ -36,6 +36,7 @@ class SampleDraws(TorchDispatchMode):
         self.part: Share | None = None
         self.dim = 0  # of a batch's tensors that counts samples
         self.inside = False
+        self.followed = ""  # the first op of the model whose draws were dealt to samples
         self._stands: list[torch.Tensor] = []  # where the generators were left by what was seen
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -99,6 +100,8 @@ class SampleDraws(TorchDispatchMode):
             if self.inside and not _is_scalar(given, sized):
                 raise RefusedPlan(self._told(func, given, sized, rows))
             return func(*args, **kwargs)
+        if self.inside and not self.followed:
+            self.followed = str(func.overloadpacket).removeprefix("aten.")
         output = func(*wide_args, **wide_kwargs)
         if func._schema.is_mutable:
             args[0].copy_(wide_args[0][_rows(found[0], low, rows)])

@@ -95,6 +95,11 @@ class _Paths:
         return self.name + pytree.keystr(keyed[index][0])
 
 
+def path_of(batch: Any, index: int) -> str:
+    """The name of a batch's leaf, by its place among all, as messages have it: "batch['tokens']"."""
+    return _Paths(batch, "batch")[index]
+
+
 def _is_leaf(node: Any) -> bool:
     return isinstance(node, PackedSequence)
 

@@ -95,6 +95,8 @@ class Forward:
             return self.precision.cast_outputs(self.module(*args, **kwargs))
         except IndexError as error:
             raise beyond_table(error, self.module) or error from error
+        except ValueError as error:
+            raise lone_value(error, samples_in(batch)) or error from error
 
     def _gathered(self, output: Any, batch: Any, part: Share) -> Loss:
         """Every rank evaluates the loss on all samples; it counts once, on the first rank of the data axis.
@@ -171,6 +173,16 @@ def beyond_table(error: IndexError, module: nn.Module) -> InputError | None:
         f"index {int(index[place])} at {list(place)} of this rank's samples is beyond the table "
         f"'{table or 'embedding'}' of {rows} rows ({len(wrong)} such indices): the data's vocabulary is larger than "
         "the model's (another tokenizer?), or the data are damaged"
+    )
+
+
+def lone_value(error: ValueError, samples: int) -> InputError | None:
+    """What to say where batch norm in training has one value for each channel."""
+    if "more than 1 value per channel" not in str(error):
+        return None
+    return InputError(
+        f"batch norm has one value for each channel in a micro-batch of {samples} sample(s), and no variance to divide "
+        "by: make the batch larger, or accumulate smaller"
     )
 
 

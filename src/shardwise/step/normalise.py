@@ -17,6 +17,21 @@ from shardwise.step.control import Agreement
 from shardwise.step.result import StepResult
 from shardwise.step.state import RankState
 
+SKIP = 'or go on without such updates by on_nonfinite="skip"'
+DIVERGED = f"Lower the learning rate, set clip_norm, {SKIP}"
+NO_WEIGHT = (
+    "Look at what Task.loss returns as weight, and at the batch: every target is ignored, or a mask is empty. Leave "
+    f"such batches out, {SKIP}"
+)
+
+
+class NotFinite(RunError):
+    """A step's loss, norm or weight is of no use; the same on every rank."""
+
+    def __init__(self, what: str, where: str, remedy: str):
+        super().__init__(f"{what}{where}. {remedy}")
+        self.what = what
+
 
 def held_gradients(state: RankState) -> list[torch.Tensor]:
     """Of every master on this rank, whole or a piece."""
@@ -93,12 +108,10 @@ def _not_finite(state: RankState, result: StepResult) -> None:
     what = f"loss {result.loss}" if not math.isfinite(result.loss) else f"gradient norm {result.grad_norm}"
     if result.weight == 0:
         what = "global weight 0 (no sample or token counts), so the loss"
+        raise NotFinite(f"{what} is not finite in step {state.steps_done}", "", NO_WEIGHT)
     bad = _first_bad_gradient(state)
     where = f"; the first bad gradient is that of '{bad}'" if bad else ""
-    raise RunError(
-        f"{what} is not finite in step {state.steps_done}{where}. Lower the learning rate, set clip_norm, or go on "
-        'without such updates by on_nonfinite="skip"'
-    )
+    raise NotFinite(f"{what} is not finite in step {state.steps_done}", where, DIVERGED)
 
 
 def _first_bad_gradient(state: RankState) -> str | None:

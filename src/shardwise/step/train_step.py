@@ -23,8 +23,9 @@ from shardwise.layout.dealing import Share
 from shardwise.part import forget
 from shardwise.step.batching import parts_of
 from shardwise.step.control import Agreement, Asked, Tally, agree, gather_reached
+from shardwise.step.inputs import name_bad_input
 from shardwise.step.masks import drawing, seed_masks
-from shardwise.step.normalise import normalise, square_norm
+from shardwise.step.normalise import NotFinite, normalise, square_norm
 from shardwise.step.objective import objective_of
 from shardwise.step.pipelined import agree_stages, finish_stages, run_schedule
 from shardwise.step.result import StepResult
@@ -67,7 +68,10 @@ def gradients(state: RankState, parts: list[Share]) -> tuple[StepResult, bool]:
             with state.hooks.inside("micro_batch"):
                 reach("forward", state.steps_done, state)
                 _micro_batch(state, index, part, tally, last=index == len(parts) - 1)
-    return complete(state, tally)
+    try:
+        return complete(state, tally)
+    except NotFinite as error:
+        raise name_bad_input(state, parts, error) from None
 
 
 def complete(state: RankState, tally: Tally) -> tuple[StepResult, bool]:

@@ -124,11 +124,23 @@ def choose_blocks(module: nn.Module, patterns: tuple[str, ...]) -> Blocks:
             known = sorted(
                 {type(child).__name__ for child in module.modules()} | {p for p, _ in module.named_modules()}
             )
+            if type(module).__name__ == pattern:
+                raise InputError(_whole_model(module, pattern))
             raise InputError(f"wrap: nothing in the module matches '{pattern}'{did_you_mean(pattern, known)}")
         paths += [path for path in hits if path not in paths]
     order = [path for path, _ in module.named_modules()]
     paths.sort(key=order.index)
     return Blocks(tuple(paths), tuple(_warnings(module, paths, _elements(module))))
+
+
+def _whole_model(module: nn.Module, name: str) -> str:
+    """What to say where wrap= names the class of the model itself; which units it would have by default."""
+    inside = [type(module.get_submodule(path)).__name__ for path in find_blocks(module).paths]
+    named = list(dict.fromkeys(inside)) or list(dict.fromkeys(type(child).__name__ for child in module.children()))
+    return (
+        f"wrap: '{name}' is the whole model, and units are parts of it: name a class or a path inside it, such as "
+        f"wrap={named[0] if named else 'layers.*'}, or leave wrap out and repeated blocks are found"
+    )
 
 
 def _warnings(module: nn.Module, paths: list[str], total: int) -> list[str]:
@@ -138,10 +150,18 @@ def _warnings(module: nn.Module, paths: list[str], total: int) -> list[str]:
     warnings = []
     largest = max(paths, key=lambda path: sizes[path])
     rest = total - sum(sizes[p] for p in paths if not any(p.startswith(q + ".") for q in paths if q != p))
-    if sizes[largest] > COARSE * total and len(paths) > 1:
-        warnings.append(f"unit '{largest}' holds {sizes[largest] / total:.0%} of the model: wrap= can split it")
+    if sizes[largest] > COARSE * total and (
+        len(paths) > 1 or any(True for _ in module.get_submodule(largest).children())
+    ):
+        warnings.append(
+            f"unit '{largest}' holds {sizes[largest] / total:.0%} of the model, which zero=3 gathers at once: name "
+            "smaller units with wrap="
+        )
     if rest > COARSE * total and total > FINE_ELEMENTS:
         warnings.append(f"{rest / total:.0%} of the model lies outside the units and is gathered at once: see wrap=")
     if sum(sizes.values()) / len(paths) < FINE_ELEMENTS < total:
-        warnings.append(f"{len(paths)} units of about {sum(sizes.values()) // len(paths)} elements: too fine to pay")
+        warnings.append(
+            f"{len(paths)} units of about {sum(sizes.values()) // len(paths)} elements: zero=3 gathers each twice a "
+            f"micro-batch, {2 * len(paths)} small messages that cost more than they save; name larger ones with wrap="
+        )
     return warnings

@@ -14,7 +14,7 @@ from typing import Any
 
 from shardwise.config import Effective
 from shardwise.errors import InputError, ShardwiseError
-from shardwise.layout.dealing import micro_batches
+from shardwise.layout.dealing import enough_samples, micro_batches
 from shardwise.observe.profile_steps import read_steps
 from shardwise.observe.sinks import check_sinks
 from shardwise.task import Task
@@ -68,8 +68,15 @@ def make_job(effective: Effective, given: Task | Callable[[], Task] | None = Non
     _check_device(effective.config.train.device)
     _check_options(effective, task)
     check_sinks(list(effective.config.train.sinks))
-    batch = _batch_samples(effective, task)
+    asked = _batch_samples(effective, task)
+    batch = asked if task.data is None else min(asked, max(len(task.data), 1))
+    if batch < asked:
+        said = f"the data have {batch} samples, fewer than a batch of {asked}: every step takes all {batch}"
+        effective = replace(effective, notes=(*effective.notes, said))
     steps = _steps(effective, task, batch)
+    if task.data is not None and len(task.data) == 0:
+        raise InputError("Task.data is empty")
+    enough_samples(batch if task.data is None else len(task.data), effective.plan)
     micro_batches(batch, effective.plan.step_microbatches)
     make_schedule(effective.config.schedule, steps)
     read_steps(effective.config.train.profile_steps, steps)
@@ -117,7 +124,10 @@ def _batch_samples(effective: Effective, task: Task) -> int:
     if task.batch is not None:
         from shardwise.step.batching import samples_in
 
-        return samples_in(first_batch(task))
+        samples = samples_in(first_batch(task))
+        if samples == 0:
+            raise InputError("the task's batch(0) is empty: its tensors have 0 samples along their first dimension")
+        return samples
     if train.batch_tokens is not None:
         assert effective.config.task.seq_len is not None
         return train.batch_tokens // effective.config.task.seq_len

@@ -7,6 +7,7 @@ at the end:               weights, memory of every rank, a few lines that the te
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
@@ -22,6 +23,7 @@ from shardwise.dataset import name_of
 from shardwise.device import pick_device
 from shardwise.engine.ema import Ema
 from shardwise.engine.engine import Engine, parallelize
+from shardwise.engine.samples import read_samples
 from shardwise.guard.points import reach
 from shardwise.measure.pace import Beat, over_ranks, pace_beside
 from shardwise.observe import Flops, InputWatch, MetricsFile, count_flops, finite, peak_flops, write_inputs, write_json
@@ -30,8 +32,10 @@ from shardwise.observe.profile import StepProfile, as_text
 from shardwise.observe.profile_steps import read_steps
 from shardwise.observe.progress import Display, Speed
 from shardwise.observe.sinks import open_sinks
+from shardwise.progress import sayer
 from shardwise.step.result import StepResult
 from shardwise.task import Task
+from shardwise.training.failures import told_plainly
 from shardwise.training.held_out import Spread
 from shardwise.training.job import Job
 from shardwise.training.keeping import Keeper
@@ -47,11 +51,19 @@ PACED = 4  # from this step on the pace of the CPU is looked at every so often, 
 
 def run_rank(job: Job) -> dict[str, Any]:
     """This rank's part of the run; the summary, the same on every rank."""
+    with told_plainly(job.folder):
+        return _run_rank(job)
+
+
+def _run_rank(job: Job) -> dict[str, Any]:
     reach("start")
+    say = sayer(_rank() == 0 and sys.stderr.isatty())
+    say("train: building the task and its data")
     task = job.build_task()
     config = job.effective.config.train
     device = pick_device("cpu" if config.device == "cpu" else None)
     flops = _flops(job, task) if _rank() == 0 else Flops(None, "")
+    say(f"train: placing weights under plan {job.effective.plan}, then a look at a few samples")
     engine = parallelize(
         task,
         job.effective.plan,
@@ -62,6 +74,7 @@ def run_rank(job: Job) -> dict[str, Any]:
         on_nonfinite=config.on_nonfinite,
         device=device,
     )
+    say("")
     with ExitStack() as stack:
         summary = _Rank(job, task, engine, flops, stack).run()
     engine.close()  # waits for all ranks, so never on the way out of an error
@@ -78,8 +91,7 @@ def _flops(job: Job, task: Task) -> Flops:
         batch = task.batch(0)
         sample = parts_of(batch, data_ranks=samples_in(batch))[0].batch
     else:
-        assert task.data is not None
-        sample = task.data.read([0])
+        sample = read_samples(task, [0])
     return count_flops(task.model, sample, task.inputs, job.tokens_per_sample)
 
 
@@ -106,7 +118,8 @@ class _Rank:
         self.display: Display | None = None
         if engine.rank == 0 or job.launched:
             live = None if engine.rank == 0 else False
-            self.display = stack.enter_context(closing(Display(job.steps, self.speed, config.log_every, live)))
+            first = "first step: compiling the blocks" if plan.compile else "first step"
+            self.display = stack.enter_context(closing(Display(job.steps, self.speed, config.log_every, live, first)))
         self.batches = self._batches()
         steps = read_steps(config.profile_steps, job.steps)
         self.profile = StepProfile(steps, engine, job.folder)

@@ -17,6 +17,7 @@ from shardwise.config.schema import TrainSection
 from shardwise.errors import InputError, RefusedPlan, Stopped
 from shardwise.layout import Plan, check
 from shardwise.layout.elastic import smaller
+from shardwise.progress import line
 from shardwise.ranks import Place, here
 from shardwise.task import Task
 from shardwise.training.job import Job, make_job
@@ -196,9 +197,7 @@ def _check_ranks(effective: Effective, nproc: int | None, place: Place | None) -
             f"for example to dp_replicate={nproc}"
         )
     if place is not None and place.world_size != plan.world_size:
-        raise InputError(
-            f"{place.launcher} started {place.world_size} rank(s), but plan {plan} needs {plan.world_size}"
-        )
+        raise InputError(f"{place.named} started {place.world_size} rank(s), but plan {plan} needs {plan.world_size}")
 
 
 def _for_ranks(effective: Effective, ranks: int | None) -> Effective:
@@ -234,6 +233,8 @@ def _launched(job: Job) -> dict[str, Any]:
     config, world = job.effective.config.train, job.effective.plan.world_size
     asked = told if config.checkpoint_every != 0 else None
     deadlines = Deadlines(config.start_deadline, config.step_deadline, config.save_deadline)
+    if sys.stderr.isatty():
+        line(f"train: starting {world} ranks")
     results: Sequence[Any] = launch(
         train_rank, world, (job,), log_dir=job.folder / LOGS, on_stop=asked, deadlines=deadlines
     )

@@ -1,0 +1,218 @@
+"""Completion of a command line in bash, zsh and fish: commands, options, keys and values of plans, names, tasks.
+
+A shell hands over the words up to the cursor; `candidates` answers for the last one. Nothing heavy is imported: tasks
+are read from the text of a file, names of models and devices from the catalogue's own tables.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+
+SCRIPTS = {
+    "bash": """_shardwise() {
+    local IFS=$'\\n'
+    COMPREPLY=($(COMP_LINE="$COMP_LINE" COMP_POINT="$COMP_POINT" COMP_BREAKS="$COMP_WORDBREAKS" \\
+        _SHARDWISE_WORDS=bash "$1" 2>/dev/null))
+    [[ ${#COMPREPLY[@]} -eq 1 && "${COMPREPLY[0]}" != *[=,:/] ]] && COMPREPLY[0]+=" "
+}
+complete -o nospace -F _shardwise shardwise
+""",
+    "zsh": """#compdef shardwise
+_shardwise() {
+    local -a open whole
+    local word
+    for word in "${(@f)$(COMP_LINE="${(j: :)words[1,CURRENT]}" _SHARDWISE_WORDS=zsh "${words[1]}" 2>/dev/null)}"; do
+        [[ -z "$word" ]] && continue
+        if [[ "$word" == *[=,:/] ]]; then open+=("$word"); else whole+=("$word"); fi
+    done
+    (( $#open )) && compadd -Q -U -S '' -- $open
+    (( $#whole )) && compadd -Q -U -- $whole
+}
+if [[ $zsh_eval_context[-1] == loadautofunc ]]; then _shardwise "$@"; else compdef _shardwise shardwise; fi
+""",
+    "fish": """complete -c shardwise -f -a '(COMP_LINE=(commandline -cp) _SHARDWISE_WORDS=fish shardwise 2>/dev/null)'
+""",
+}
+INSTALL = {
+    "bash": 'eval "$(shardwise completion bash)"   # in ~/.bashrc',
+    "zsh": 'eval "$(shardwise completion zsh)"    # in ~/.zshrc, after compinit',
+    "fish": "shardwise completion fish | source     # in ~/.config/fish/config.fish",
+}
+ASKED = "_SHARDWISE_WORDS"  # the shell that asks
+
+
+@click.command()
+@click.argument("shell", type=click.Choice(list(SCRIPTS)))
+def completion(shell: str) -> None:
+    """Write what makes a shell complete this command's words: names, keys of plans, tasks in a file.
+
+    \b
+    eval "$(shardwise completion bash)"      bash, in ~/.bashrc
+    eval "$(shardwise completion zsh)"       zsh, in ~/.zshrc
+    shardwise completion fish | source       fish, in ~/.config/fish/config.fish
+    """
+    click.echo(SCRIPTS[shell], nl=False)
+
+
+def answer_shell(main: click.Group) -> None:
+    """Print the candidates for the line that a shell handed over, one a line."""
+    text = os.environ.get("COMP_LINE", "")
+    text = text[: int(os.environ.get("COMP_POINT") or len(text))]
+    words = _words(text)
+    found = candidates(main, words[1:])
+    if os.environ[ASKED] == "bash":  # it replaces what follows the last break alone
+        breaks = [re.escape(one) for one in "=:" if one in os.environ.get("COMP_BREAKS", "")]
+        place = max((match.end() for match in re.finditer("|".join(breaks), words[-1])), default=0) if breaks else 0
+        found = [each[place:] for each in found]
+    for each in found:
+        click.echo(each)
+
+
+def _words(text: str) -> list[str]:
+    """The words of an unfinished line; the last is empty after a space, and quotes need not be closed."""
+    found: list[str] = []
+    word, quote = "", ""
+    for letter in text:
+        if quote:
+            quote, word = ("", word) if letter == quote else (quote, word + letter)
+        elif letter in "\"'":
+            quote = letter
+        elif letter.isspace():
+            found, word = [*found, word] if word else found, ""
+        else:
+            word += letter
+    return [*found, word]
+
+
+def candidates(main: click.Group, words: list[str]) -> list[str]:
+    """What the last of these words may become; the words before it say which command and option it is of."""
+    command: click.Command = main
+    *before, word = words or [""]
+    option: click.Parameter | None = None
+    taken = 0  # arguments
+    for each in before:
+        if option is not None:
+            option = None
+        elif each.startswith("-"):
+            option = next((one for one in command.params if each in one.opts and not getattr(one, "is_flag", 0)), None)
+        elif isinstance(command, click.Group):
+            command = command.commands.get(each, click.Command(None))
+            taken = 0
+        else:
+            taken += 1
+    if option is not None:
+        return _values(option, word)
+    if word.startswith("-"):
+        names = [name for one in command.params for name in (*one.opts, *one.secondary_opts)] + ["--help"]
+        return sorted(name for name in names if name.startswith(word) and name.startswith("--"))
+    if isinstance(command, click.Group):
+        return sorted(name for name in command.commands if name.startswith(word))
+    arguments = [one for one in command.params if isinstance(one, click.Argument)]
+    return _values(arguments[min(taken, len(arguments) - 1)], word) if arguments else []
+
+
+def _values(parameter: click.Parameter, word: str) -> list[str]:
+    """What an option or argument takes, by its name; a choice has its own."""
+    if isinstance(parameter.type, click.Choice):
+        return [str(each) for each in parameter.type.choices if str(each).startswith(word)]
+    name = parameter.name or ""
+    metavar = parameter.metavar or ""
+    if name in ("plan", "plan_text", "plans", "fix"):
+        return plan_words(word)
+    if name == "overrides":
+        return _override(word)
+    if name == "cluster":
+        return _cluster(word)
+    if name == "software":
+        from shardwise.costs.software import SOFTWARE
+
+        return sorted(each for each in SOFTWARE if each.startswith(word))
+    if name == "precision":
+        return _plan_values("precision", word)
+    if name == "task" and metavar == "TASK":
+        return [*_models(word), *_tasks(word, ())]
+    if name in ("task", "target"):
+        return _tasks(word, (".toml",) if name == "target" else ())
+    return _files(word, ())
+
+
+def plan_words(text: str) -> list[str]:
+    """The keys that may follow in a plan's text, each with its `=`, or the values of the one that is being written."""
+    from shardwise.layout.plan import Plan
+
+    head, part = text[: text.rfind(",") + 1], text[text.rfind(",") + 1 :]
+    key, equals, value = part.partition("=")
+    if equals:
+        return [f"{head}{key}={each}" for each in _plan_values(key, value)]
+    used = {each.partition("=")[0] for each in head.split(",")}
+    fields = [name for name in Plan.__dataclass_fields__ if name.startswith(key) and name not in used]
+    files = [path for path in _files(text, (".toml",)) if not path.endswith("/")] if not head else []
+    return [f"{head}{name}=" for name in fields] + files
+
+
+def _plan_values(key: str, value: str) -> list[str]:
+    from shardwise.layout.plan import CHOICES, DEGREES, FLAGS
+
+    known: tuple[str, ...] = ()
+    if key in CHOICES:
+        known = CHOICES[key]
+    elif key in FLAGS:
+        known = ("true", "false")
+    elif key == "zero":
+        known = ("0", "1", "2", "3")
+    elif key in DEGREES:
+        known = ("2", "4", "8", "16", "32", "64")
+    return [each for each in known if each.startswith(value)]
+
+
+def _override(word: str) -> list[str]:
+    from shardwise.config.load import keys
+
+    return [f"{key}=" for key in keys() if key.startswith(word)] if "=" not in word else []
+
+
+def _cluster(word: str) -> list[str]:
+    """Files, and devices of the catalogue behind the number of nodes: "16x8 h100-sxm-80gb"."""
+    from shardwise.cluster.catalogue import device_names
+
+    nodes, space, device = word.partition(" ")
+    if space:
+        return [f"{nodes} {each}" for each in device_names() if each.startswith(device)]
+    return _files(word, (".toml",))
+
+
+def _models(word: str) -> list[str]:
+    from shardwise.cluster.catalogue import model_names
+
+    return [each for each in model_names() if each.startswith(word)]
+
+
+def _tasks(word: str, suffixes: tuple[str, ...]) -> list[str]:
+    """Built-in tasks, files, and the tasks of a file once it is written out: `mine.py:` or `mine:`."""
+    from shardwise.task_files import BUILTIN, tasks_in
+
+    file, colon, task = word.rpartition(":")
+    if colon:
+        path = file if file.endswith(".py") else f"{file.replace('.', '/')}.py"
+        return [f"{file}:{name}" for name in tasks_in(path) if name.startswith(task)]
+    files = [f"{path}:" if path.endswith(".py") else path for path in _files(word, (".py", *suffixes))]
+    return [*(name for name in BUILTIN if name.startswith(word)), *files]
+
+
+def _files(word: str, suffixes: tuple[str, ...]) -> list[str]:
+    """Files and folders that begin so, those with one of the suffixes where some are given; folders end in a slash."""
+    folder, _, start = word.rpartition("/")
+    base = Path(folder + "/") if "/" in word else Path()
+    try:
+        entries = sorted(base.iterdir())
+    except OSError:
+        return []
+    keep: Callable[[Path], bool] = lambda path: path.is_dir() or not suffixes or path.suffix in suffixes  # noqa: E731
+    prefix = f"{folder}/" if "/" in word else ""
+    named = [path for path in entries if path.name.startswith(start) and not path.name.startswith(".") and keep(path)]
+    return [f"{prefix}{path.name}{'/' if path.is_dir() else ''}" for path in named]

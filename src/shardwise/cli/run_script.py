@@ -1,0 +1,63 @@
+"""The command `run`: a script of one's own on local ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from shardwise.cli.answer import Answer
+from shardwise.cli.options import WholeNumber, common
+from shardwise.cli.waiting import begin
+from shardwise.errors import InputError, ShardwiseError, did_you_mean
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.option("--nproc", type=WholeNumber(min=1), help="Ranks to start; by default one for each GPU, or two.")
+@click.option("--show-ranks", is_flag=True, help="Leave RANK, WORLD_SIZE and the like in the script's environment.")
+@common
+@click.argument("script", metavar="SCRIPT.py")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...")
+@click.pass_obj
+def run(answer: Answer, nproc: int | None, show_ranks: bool, script: str, arguments: tuple[str, ...]) -> None:
+    """Run a script that calls `prepare` or `parallelize`, on ranks of this machine.
+
+    \b
+    shardwise run --nproc 2 script.py --lr 1e-3      options before the script are run's, those behind it its own
+
+    As `torchrun --nproc-per-node N script.py`, with the ranks watched: the first failure ends all, and its traceback
+    is shown once, last. RANK, WORLD_SIZE and the like are hidden from the script, which may branch on them to set up
+    ranks of its own; --show-ranks leaves them there. On several hosts use torchrun, srun or mpirun.
+    """
+    from shardwise.ranks import here, launch
+    from shardwise.ranks.script import of_script, run_script
+
+    path = Path(script)
+    if not path.is_file():
+        near = did_you_mean(path.name, sorted(each.name for each in path.parent.glob("*.py")))
+        raise InputError(f"run: there is no file {script}{near}")
+    place = here()
+    if place is not None and place.world_size > 1:
+        raise InputError(
+            f"run: {place.named} has started {place.world_size} ranks already: give it the script itself, without "
+            "shardwise run"
+        )
+    ranks = nproc or _devices()
+    answer.fields.update(world_size=ranks)
+    begin(answer, f"run: starting {ranks} ranks")
+    answer.clear()
+    try:
+        launch(run_script, ranks, (script, arguments, show_ranks))
+    except ShardwiseError as error:
+        trace = getattr(error, "remote_traceback", "")
+        if not trace:
+            raise
+        click.echo(of_script(trace, script).rstrip(), err=True)
+        last = trace.rstrip().splitlines()[-1]
+        failed = type(error)(f"run: rank {getattr(error, 'rank', 0)} of {ranks} failed: {last}")
+        raise failed from None
+
+
+def _devices() -> int:
+    """GPUs of this machine, counted by their device files so that torch is not imported; two ranks without any."""
+    return len(list(Path("/dev").glob("nvidia[0-9]*"))) or 2

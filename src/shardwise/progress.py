@@ -1,0 +1,83 @@
+"""What a command is doing: on a terminal one line of stderr that the next one overwrites, in a log plain lines.
+
+A line is written by a function that can be pickled, so that rank 0 of a probe writes it itself.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+Say = Callable[[str], None]
+EVERY_S = 2.0  # between plain lines of one process: a log is read later
+_last_plain = [-EVERY_S]
+
+
+def silent(text: str) -> None:
+    """Say nothing."""
+
+
+def line(text: str) -> None:
+    """Put a line in the place of the one before; never longer than the terminal is wide."""
+    width = shutil.get_terminal_size().columns - 1
+    sys.stderr.write(f"\r\x1b[2K{text[:width]}")
+    sys.stderr.flush()
+
+
+def plain(text: str) -> None:
+    """A line of its own, unless the last one is hardly older."""
+    if text and time.monotonic() - _last_plain[0] >= EVERY_S:
+        _last_plain[0] = time.monotonic()
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
+
+
+def sayer(wanted: bool) -> Say:
+    """How to say what goes on now: `line` on a terminal, `plain` elsewhere, `silent` where it is not wanted."""
+    return (line if sys.stderr.isatty() else plain) if wanted else silent
+
+
+@contextmanager
+def telling(wanted: bool) -> Iterator[Say]:
+    """A `sayer`; a terminal's line is left clean."""
+    say = sayer(wanted)
+    try:
+        yield say
+    finally:
+        if say is line:
+            line("")
+
+
+@contextmanager
+def timing(wanted: bool) -> Iterator[Say]:
+    """As `telling`, with the seconds so far at the end of a terminal's line while a part takes long.
+
+    For work that this process waits for; what ranks say themselves would be written over.
+    """
+    with telling(wanted) as say:
+        if say is not line:
+            yield say
+            return
+        state: list = ["", 0.0]
+        over = threading.Event()
+
+        def tick() -> None:
+            while not over.wait(1.0):
+                if state[0]:
+                    line(f"{state[0]} ... {time.monotonic() - state[1]:.0f} s")
+
+        def begin(text: str) -> None:
+            state[:] = [text, time.monotonic()]
+            line(text)
+
+        clock = threading.Thread(target=tick, daemon=True)
+        clock.start()
+        try:
+            yield begin
+        finally:
+            over.set()
+            clock.join()

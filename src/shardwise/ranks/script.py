@@ -1,0 +1,43 @@
+"""A script of one's own on local ranks, supervised as a run is: `shardwise run script.py`.
+
+Each rank runs the whole script as `python script.py` would, with a process group that `prepare` and `parallelize` find.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from shardwise.errors import RunError
+
+# what launchers set and scripts branch on: a script that is prepared needs none of it
+HIDDEN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+
+
+def run_script(path: str, arguments: Sequence[str], shown: bool) -> None:
+    """Run a script as the main program of this rank; called on each rank.
+
+    shown   RANK and the like stay in the environment, as under torchrun
+    Raises what the script raises, and `RunError` where it ends itself with a code other than 0.
+    """
+    for name in () if shown else HIDDEN:
+        os.environ.pop(name, None)
+    sys.argv = [path, *arguments]
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    try:
+        runpy.run_path(path, run_name="__main__")
+    except SystemExit as done:
+        if done.code not in (None, 0):
+            raise RunError(f"{path} ended itself: sys.exit({done.code!r})") from None
+
+
+def of_script(trace: str, path: str) -> str:
+    """A rank's traceback from the script's first frame on: what started the script is left out."""
+    lines = trace.splitlines()
+    start = next((at for at, line in enumerate(lines) if f'File "{path}"' in line), None)
+    if start is None:
+        return trace
+    return "\n".join([lines[0], *lines[start:]])

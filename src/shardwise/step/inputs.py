@@ -1,0 +1,55 @@
+"""Which value of a batch is no number, for the message of a step whose loss is none either."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten
+
+from shardwise.comm import gather_json
+from shardwise.errors import RunError
+from shardwise.host import read
+from shardwise.layout.dealing import Share
+from shardwise.step.batching import path_of
+from shardwise.step.normalise import SKIP, NotFinite
+from shardwise.step.state import RankState
+
+
+def name_bad_input(state: RankState, parts: list[Share], error: NotFinite) -> RunError:
+    """The error, or a better one where a value of some rank's batch is NaN or infinite. Collective."""
+    found = [one for one in gather_json(_first_bad(parts), state.mesh.world, state.device) if one is not None]
+    if not found:
+        return error
+    sample, name, value = min(found)
+    return RunError(
+        f"{error.what}: {name} holds {value} in sample {sample} of that step's batch. Repair or leave out such samples "
+        f"where the data are read, {SKIP}"
+    )
+
+
+def _first_bad(parts: list[Share]) -> tuple[int, str, str] | None:
+    """(sample of the global batch, field, value) of the first value that is not finite in this rank's parts."""
+    before, found = 0, []
+    for part in parts:
+        for index, leaf in enumerate(tree_flatten(part.batch)[0]):
+            sample = _bad_row(leaf) if part.count else None
+            if sample is not None:
+                row, value = sample
+                found.append((before + part.start + row, path_of(part.batch, index), value))
+        before += part.total
+    return min(found, default=None)
+
+
+def _bad_row(leaf: Any) -> tuple[int, str] | None:
+    """The first row of a tensor with a value that is not finite, and that value."""
+    leaf = torch.as_tensor(leaf) if hasattr(leaf, "__array__") else leaf
+    if not isinstance(leaf, torch.Tensor) or not leaf.dim() or not (leaf.is_floating_point() or leaf.is_complex()):
+        return None
+    wrong = ~torch.isfinite(leaf).reshape(leaf.shape[0], -1)
+    rows = wrong.any(1).nonzero()
+    if not len(rows):
+        return None
+    row = int(read(rows[0, 0], "a row of the batch"))
+    values = leaf.reshape(leaf.shape[0], -1)[row]
+    return row, "NaN" if bool(torch.isnan(values).any()) else "an infinite value"

@@ -1,0 +1,72 @@
+"""The tasks that a Python file defines, read from its text: nothing of it is imported or run.
+
+A task is a function that can be called with nothing and returns a value, or a variable that holds `Task(...)`.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+from shardwise.errors import did_you_mean
+
+BUILTIN = ("text", "digits")
+FEW = 12
+
+
+def tasks_in(path: str | Path) -> list[str]:
+    """Names of a file's tasks in its order; empty for a file that cannot be read or is not Python.
+
+    Functions that build a `Task` themselves are listed alone where there are any: others may be helpers.
+    """
+    try:
+        tree = ast.parse(Path(path).read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError):
+        return []
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    makers, before = {"Task"}, 0
+    while len(makers) > before:  # those that call one that makes a task make one too
+        before = len(makers)
+        makers |= {node.name for node in functions if _makes_task(node, makers)}
+    functions = [node for node in functions if _may_be_a_task(node)]
+    sure = [node.name for node in functions if node.name in makers]
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and _calls(node.value, makers):
+            sure += [target.id for target in node.targets if isinstance(target, ast.Name)]
+    return sure or [node.name for node in functions]
+
+
+def _may_be_a_task(function: ast.FunctionDef) -> bool:
+    """A public function that takes nothing it has no default for, and returns a value."""
+    taken = function.args
+    needed = len(taken.posonlyargs) + len(taken.args) - len(taken.defaults) + taken.kw_defaults.count(None)
+    own = [node for node in ast.walk(function) if isinstance(node, ast.Return) and node.value is not None]
+    return not function.name.startswith("_") and needed == 0 and bool(own)
+
+
+def _makes_task(function: ast.FunctionDef, makers: set[str]) -> bool:
+    if function.returns is not None and "Task" in ast.unparse(function.returns):
+        return True
+    return any(isinstance(node, ast.Call) and _calls(node, makers) for node in ast.walk(function))
+
+
+def _calls(call: ast.Call, names: set[str]) -> bool:
+    """Whether a call is of one of these functions: `Task(...)`, `shardwise.Task(...)`, `task.with_(...)` is not."""
+    function = call.func
+    return (function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")) in names
+
+
+def which_task(name: str) -> str:
+    """What to say of a task given without its name: `mine.py` or `mine` in the place of `mine.py:task`."""
+    path = Path(name if name.endswith(".py") else f"{name.removesuffix(':')}.py")
+    if ":" not in name.removesuffix(":") and path.is_file():
+        found = tasks_in(path)
+        if not found:
+            return f"{path} has no function that takes nothing and returns a Task; write one and give {path}:its_name"
+        more = f" and {len(found) - FEW} more" if len(found) > FEW else ""
+        return f"say which task of {path}: " + ", ".join(f"{path}:{task}" for task in found[:FEW]) + more
+    if name.endswith(".py"):
+        near = did_you_mean(path.name, sorted(each.name for each in path.parent.glob("*.py")))
+        return f"there is no file {name}{near}"
+    known = [*BUILTIN, *(each.name for each in sorted(Path().glob("*.py")))]
+    return f"expected {', '.join(BUILTIN)}, file.py:task or module:task{did_you_mean(name, known)}"

@@ -1,0 +1,41 @@
+"""What ends a run from outside its code, told in one line: a disk that takes no more, memory that is used up."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from shardwise.engine.room import is_out_of_memory
+from shardwise.errors import RunError, ShardwiseError
+
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+MORE_ROOM = (
+    "A smaller batch, accumulate=N (smaller micro-batches) or remat=full need less for activations; dp_shard=N with "
+    "zero=3 less for weights, gradients and optimizer"
+)
+
+
+@contextmanager
+def told_plainly(folder: Path) -> Iterator[None]:
+    """Raise `RunError` that names the folder and its space, or what to do about memory, for such ends of the body."""
+    try:
+        yield
+    except ShardwiseError:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise RunError(f"out of memory: {str(error).splitlines()[0]}. {MORE_ROOM}") from error
+        full = isinstance(error, OSError) and error.errno in DISK
+        if full or "os error 28" in str(error):  # as safetensors tells
+            raise RunError(
+                f"{folder} cannot be written: {str(error).splitlines()[0]} ({_free(folder)} free there). Make room, or "
+                "give another folder with --set train.out=FOLDER"
+            ) from error
+        raise
+
+
+def _free(folder: Path) -> str:
+    return f"{shutil.disk_usage(folder).free / 2**20:,.1f} MiB"

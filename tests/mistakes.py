@@ -1,0 +1,315 @@
+"""Mistakes that users make, and the words that the answer to each must end in. `mine.py` has the tasks that make them.
+
+Each row: the command line, its exit code, and what the last line of its message must hold.
+"""
+
+from __future__ import annotations
+
+TASKS = """
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, mse_loss
+
+import shardwise
+from shardwise import Task
+
+print("noise of the user's module")
+NOT_A_TASK = 3
+
+
+class Net(nn.Module):
+    def __init__(self, width=8):
+        super().__init__()
+        self.a = nn.Linear(width, 8)
+        self.b = nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.b(self.a(x).relu())
+
+
+class Blocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(4)])
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.head(self.blocks(x))
+
+
+class Normed(Net):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x):
+        return self.b(self.norm(self.a(x)))
+
+
+class Table(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(4, 8)
+        self.b = nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.b(self.table(x)).mean(1)
+
+
+class Huge(Net):
+    def __init__(self):
+        super().__init__()
+        self.huge = nn.Linear(8, 20_000_000_000)
+
+
+class Nothing(nn.Module):
+    def forward(self, x):
+        return x
+
+
+def loss(output, batch):
+    return mse_loss(output, batch["y"], reduction="sum"), len(output)
+
+
+def build(change=lambda x, y: (x, y), model=Net, loss=loss, samples=16, **more):
+    def batch(step):
+        x = torch.randn(samples, 8, generator=torch.Generator().manual_seed(step))
+        x, y = change(x, x[:, :1].sin())
+        return {"x": x, "y": y}
+
+    return Task(model=model, loss=loss, inputs=lambda b: ((b["x"],), {}), batch=batch, **more)
+
+
+def at(tensor, index, value):
+    tensor[index] = value
+    return tensor
+
+
+def good(): return build()
+def blocks(): return build(model=Blocks)
+def float64(): return build(lambda x, y: (x.double(), y))
+def integers(): return build(lambda x, y: ((x * 10).long(), y))
+def nan(): return build(lambda x, y: (at(x, (5, 2), float("nan")), y))
+def infinite(): return build(lambda x, y: (x, at(y, 3, float("inf"))))
+def no_weight(): return build(loss=lambda o, b: (mse_loss(o, b["y"], reduction="sum"), 0))
+def mean_alone(): return build(loss=lambda o, b: mse_loss(o, b["y"]))
+def mean_of_all(): return build(loss=lambda o, b: (mse_loss(o, b["y"]), 1))
+def number(): return build(loss=lambda o, b: (float(o.sum()), 1))
+def vector(): return build(loss=lambda o, b: ((o - b["y"]) ** 2, len(o)))
+def detached(): return build(loss=lambda o, b: (o.detach().sum(), len(o)))
+def wrong_key(): return build(loss=lambda o, b: (mse_loss(o, b["target"]), 1))
+def wrong_width(): return build(model=lambda: Net(9))
+def one_sample(): return build(model=Normed, samples=1)
+def empty(): return build(lambda x, y: (x[:0], y[:0]))
+def uneven(): return build(lambda x, y: (x[:3], y))
+def an_object(): return build(lambda x, y: (iter("abc"), y))
+def huge(): return build(model=Huge)
+def an_instance(): return build(model=Net())
+def an_optimizer(): return build(optimizer=torch.optim.SGD(Net().parameters(), lr=0.1))
+def no_parameters(): return build(model=Nothing)
+def frozen(): return build(model=lambda: Net().requires_grad_(False))
+def tokens(): return build(lambda x, y: (torch.full((16, 3), 7), y), model=Table)
+def diverges(): return build(loss=lambda o, b: (1e38 * mse_loss(o, b["y"], reduction="sum") * 1e10, len(o)))
+def no_inputs(): return Task(model=Net, loss=loss, batch=build().batch)
+def no_data(): return Task(model=Net, loss=loss)
+def misspelt(): return Task(modle=Net, loss=loss)
+def random_batch(): return Task(model=Net, loss=loss, batch=lambda step: {"x": torch.rand(4, 8), "y": torch.ones(4)})
+def needs(size): ...
+def breaks(): raise ValueError("no data here")
+def gives_nothing(): ...
+def leaves(): raise SystemExit(3)
+def bad_loss(): return Task(model=dict, loss=None, batch=lambda step: None)
+def steps_fail(): return Task(model=Net, loss=loss, batch=lambda step: open("nowhere.npy"))
+
+
+def labels():
+    def loss(output, batch):
+        return cross_entropy(output.expand(-1, 3), torch.arange(len(output)), reduction="sum"), len(output)
+
+    return build(loss=loss)
+
+
+class Rows:
+    def __init__(self, length=10, broken=False):
+        self.length, self.broken = length, broken
+
+    def __len__(self):
+        return self.length
+
+    def read(self, indices):
+        if self.broken:
+            raise KeyError("x.npy")
+        x = torch.stack([torch.full((8,), float(i)) for i in indices])
+        return {"x": x, "y": x[:, :1]}
+
+
+def rows(data): return Task(model=Net, loss=loss, inputs=lambda b: ((b["x"],), {}), data=data)
+def few_rows(): return rows(Rows())
+def no_rows(): return rows(Rows(0))
+def broken_rows(): return rows(Rows(broken=True))
+
+
+def lambdas():
+    return Task(
+        model=lambda: torch.nn.Linear(2, 1),
+        loss=lambda y, b: (y.sum(), len(y)),
+        inputs=lambda b: ((b,), {}),
+        batch=lambda step: torch.ones(4, 2),
+    )
+"""
+
+FILES = {
+    "mine.py": TASKS,
+    "broken.py": "def task(:\n",
+    "lacking.py": "import nowhere_to_be_found\n",
+    "helpers.py": "def _hidden():\n    return 1\n",
+    "bad.toml": "[train\n",
+    "circle.toml": 'extends = "circle.toml"\n',
+    "old.toml": '[task]\nname = "gone.py:task"\n',
+    "a_file": "",
+}
+
+H100 = ["--cluster", "1x8 h100-sxm-80gb", "--global-batch", "8", "--seq", "1k"]
+SHAPE = ["llama3-8b", *H100]
+
+# what is wrong is seen without running a model
+IN_WORDS = [
+    # the command line
+    (["trian"], 2, "Did you mean 'train'?"),
+    (["help"], 2, "shardwise --help shows what it takes"),
+    (["show"], 2, "say which: "),
+    (["checkpoint"], 2, "say which: "),
+    (["train", "--stepz", "2"], 2, "'--steps'"),
+    (["train", "--steps", "0"], 2, "shardwise train --help shows what it takes"),
+    (["train", "--steps", "ten"], 2, "'ten' is not a valid whole number"),
+    (["train", "text", "--plan", "dp_shard=2", "zero=3"], 2, "as in dp_shard=2,zero=3"),
+    (["verify", "text"], 2, "Missing option '--plan'"),
+    (["verify", "text", "--plan", "dp_shard=2", "--bogus"], 2, "No such option"),
+    (["compare", *SHAPE, "--plan", "dp_shard=8"], 2, "Did you mean '--plans'?"),
+    # plans
+    (["train", "--plan", "dp_shard=2 zero=3"], 2, "a comma is missing between its keys: write dp_shard=2,zero=3"),
+    (["verify", "text", "--plan", "dp_shard=2 zero=3"], 2, "write dp_shard=2,zero=3"),
+    (["verify", "text", "--plan", "dp_shard=2;zero=3"], 2, "write dp_shard=2,zero=3"),
+    (["verify", "text", "--plan", "dp_shrad=2"], 2, "did you mean 'dp_shard'?"),
+    (["train", "--set", "plan.dp_shrad=2"], 2, "did you mean 'dp_shard'?"),
+    (["train", "--plan", "dp_shard:2"], 2, "expected key=value, got 'dp_shard:2'"),
+    (["train", "--plan", "dp_shard=two"], 2, "expected a whole number of at least 1"),
+    (["train", "--plan", "dp_shard=2,dp_shard=4"], 2, "dp_shard is given twice"),
+    (["train", "--plan", "dp_shard=2,zero=x"], 2, "expected 0, 1, 2 or 3"),
+    (["train", "--plan", "zero=3"], 3, "give dp_shard its degree"),
+    (["train", "--plan", "precision=bf17"], 2, "did you mean 'bf16'?"),
+    (["train", "--plan", "pp=2,schedule=zbw"], 2, "did you mean 'zbv'?"),
+    (["train", "--plan", "sp=yes"], 2, "expected true or false"),
+    (["train", "--plan", "nowhere.toml"], 2, "there is no such file"),
+    (["train", "--plan", "dp_shard=2", "--nproc", "3"], 2, "nproc is 3, but plan dp_shard=2,zero=3 needs 2"),
+    (["train", "--nproc", "2"], 2, "change the plan, for example to dp_replicate=2"),
+    # the configuration
+    (["train", "--set", "train.stepz=3"], 2, "did you mean 'train.steps'?"),
+    (["train", "--set", "lr=3"], 2, "did you mean 'optimizer.lr'?"),
+    (["train", "--set", "train.precision=bf16"], 2, "did you mean 'plan.precision'?"),
+    (["train", "--set", "optimizer.lr"], 2, "expected key=value"),
+    (["train", "--set", "optimizer.lr=-1"], 2, "expected a number greater than 0"),
+    (["train", "--set", "optimizer.name=adamm"], 2, "did you mean 'adam'?"),
+    (["train", "--profile-steps", "5"], 2, "expected first:last, such as 10:12"),
+    (["train", "--steps", "2", "--set", "train.steps=3"], 2, "is given by --steps too"),
+    (["train", "--plan", "dp_shard=3", "--set", "task.model.hidden=30"], 2, "a multiple of task.model.heads"),
+    (["train", "nowhere.toml"], 2, "there is no such file"),
+    (["train", "bad.toml"], 2, "is not TOML"),
+    (["config", "nowhere.toml"], 2, "there is no such file"),
+    (["config", "circle.toml"], 2, "extends goes in a circle"),
+    (["config", "--starter", "--set", "a=b"], 2, "--starter takes no file"),
+    (["config", "--set", "train.steps=[1"], 2, "is not a TOML value"),
+    # tasks by name
+    (["train", "tex"], 2, "did you mean 'text'?"),
+    (["train", "mine.py"], 2, "mine.py:good, mine.py:blocks"),
+    (["verify", "mine", "--plan", "dp_shard=2"], 2, "say which task of mine.py: mine.py:build, mine.py:good"),
+    (["plan", "mine.py", "--cluster", "1x8 h100-sxm-80gb"], 2, "say which task of mine.py"),
+    (["train", "helpers.py"], 2, "has no function that takes nothing and returns a Task"),
+    (["train", "mone:task"], 2, "there is no module 'mone'; did you mean 'mine'?"),
+    (["train", "mone.py:task"], 2, "there is no file mone.py; did you mean 'mine.py'?"),
+    (["train", "old.toml"], 2, "there is no file gone.py, here or beside old.toml"),
+    (["train", "mine:break"], 2, "did you mean 'breaks'?"),
+    (["train", "mine:NOT_A_TASK"], 2, "is of type int; expected a Task"),
+    (["train", "mine:needs"], 2, "takes size"),
+    (["train", "mine:gives_nothing"], 2, "returned NoneType"),
+    (["verify", "nowhere:task", "--plan", "dp_shard=2"], 2, "there is no module 'nowhere'"),
+    # forecasts
+    (["plan", *SHAPE[1:]], 2, "Missing argument 'TASK'"),
+    (["plan", "llama3-9b", *H100], 2, "did you mean 'llama-3-8b'?"),
+    (["plan", "llama3-8b", "--cluster", "1x8"], 2, 'a cluster is written as "16x8 h100-sxm-80gb, ib-400"'),
+    (["plan", "llama3-8b", "--cluster", "1x8 h100-sxm"], 2, "did you mean 'h100-sxm-80gb'?"),
+    (["plan", "llama3-8b", "--cluster", "1x8 h100-sxm-80gb"], 2, "give --seq and --global-batch"),
+    (["plan", *SHAPE, "--fix", "tpp=2"], 2, "did you mean 'tp'?"),
+    (["plan", *SHAPE, "--fix", "tp=8", "--fix", "dp_shard=8"], 2, "64 devices, more than the 8 of the cluster"),
+    (["plan", *SHAPE, "--fix", "tp=8", "--max-tp", "4"], 2, "contradicts --max-tp 4: leave one of them out"),
+    (["plan", *SHAPE, "--fix", "zero=3,dp_shard=1"], 2, "together: leave one of them out"),
+    (["plan", *SHAPE, "-o", "nowhere/best.toml"], 2, "there is no folder"),
+    (["plan", "llama3-405b", *H100], 2, "Use more devices, or a smaller batch or sequence"),
+    (["simulate", *SHAPE, "--plan", "dp_shard=16"], 2, "needs 16 devices"),
+    (["compare", *SHAPE, "--plans", " "], 2, "write them as"),
+    (["compare", *SHAPE, "--plans", "dp_shard=8", "--measure"], 2, "give module:name"),
+    (["probe", "-o", "nowhere/cluster.toml"], 2, "there is no folder"),
+    (["show", "schedule", "dp_shard=2"], 3, "pp is 1"),
+    (["show", "schedule", "pp=4,schedule=zbb"], 2, "did you mean 'zbv'?"),
+    # what is on the disk
+    (["train", "mine:good", "--resume", "nowhere"], 2, "there is no such folder"),
+    (["train", "mine:good", "--init-from", "nowhere"], 2, "there is no such folder"),
+    (["checkpoint", "inspect", "nowhere"], 2, "there is no such folder"),
+    (["checkpoint", "verify", "."], 2, "it is no checkpoint, and holds none"),
+]  # fmt: skip
+
+# what is wrong is seen where the task is built, or its first step taken
+IN_TASKS = [
+    (["train", "broken:task"], 2, "broken.py:1: SyntaxError"),
+    (["train", "lacking:task"], 2, "lacking.py:1: ModuleNotFoundError"),
+    (["train", "mine:breaks"], 2, "ValueError: no data here"),
+    (["train", "mine:leaves"], 2, "SystemExit: 3"),
+    (["train", "mine:bad_loss"], 2, "Task.loss must be callable"),
+    (["train", "mine:misspelt"], 2, "unexpected keyword argument 'modle'"),
+    (["train", "mine:no_data"], 2, "give `batch` (step -> global batch) or `data` (a Source)"),
+    (["train", "mine:steps_fail"], 2, "the task's batch(0) failed: "),
+    (["train", "mine:an_instance"], 2, "(model=Net, not model=Net())"),
+    (["train", "mine:an_optimizer"], 2, "Task.optimizer must be callable"),
+    (["train", "mine:float64"], 2, "give batch['x'].to(torch.float32) where the batch is made"),
+    (["train", "mine:integers"], 2, "batch['x'] is int64 where the model's weights are float32"),
+    (["verify", "mine:integers", "--plan", "dp_replicate=2"], 2, "give batch['x'].to(torch.float32)"),
+    (["train", "mine:nan"], 1, "batch['x'] holds NaN in sample 5 of that step's batch"),
+    (["train", "mine:infinite"], 1, "batch['y'] holds an infinite value in sample 3"),
+    (["verify", "mine:infinite", "--plan", "dp_replicate=2"], 1, "batch['y'] holds an infinite value in sample 3"),
+    (["train", "mine:diverges"], 1, "Lower the learning rate"),
+    (["train", "mine:no_weight"], 1, "every target is ignored, or a mask is empty"),
+    (["verify", "mine:no_weight", "--plan", "dp_replicate=2"], 2, "every target is ignored or a mask is empty"),
+    (["train", "mine:mean_alone"], 2, "Task.loss must return (sum, weight)"),
+    (["verify", "mine:mean_of_all", "--plan", "dp_replicate=2"], 3, "Return (sum, weight), not a mean"),
+    (["train", "mine:number"], 2, "the sum must be a tensor with one element, got float"),
+    (["train", "mine:vector"], 2, "the sum must be a tensor with one element, got Tensor of shape (5, 1)"),
+    (["train", "mine:detached"], 2, "does not depend on any trainable parameter"),
+    (["train", "mine:wrong_key"], 2, "KeyError: 'target'"),
+    (["train", "mine:wrong_width"], 2, "mat1 and mat2 shapes cannot be multiplied (5x8 and 9x8)"),
+    (["train", "mine:labels"], 2, "give the head one output for each class"),
+    (["train", "mine:tokens"], 2, "is beyond the table 'table' of 4 rows"),
+    (["train", "mine:no_inputs"], 2, "give Task.inputs (batch -> args, kwargs)"),
+    (["train", "mine:random_batch"], 2, "draw from torch.Generator().manual_seed(step)"),
+    (["train", "mine:one_sample"], 2, "make the batch larger"),
+    (["train", "mine:empty"], 2, "its tensors have 0 samples"),
+    (["train", "mine:uneven"], 2, "batch['x'] has 3 samples but batch['y'] has 16"),
+    (["train", "mine:an_object"], 2, "give the batch as dicts, lists or tuples of tensors"),
+    (["train", "mine:no_rows"], 2, "Task.data is empty"),
+    (["train", "mine:broken_rows"], 2, "KeyError: 'x.npy'"),
+    (["train", "mine:huge"], 2, "parameters are 670.6 GiB of weights"),
+    (["train", "mine:no_parameters"], 2, "there is nothing to train"),
+    (["train", "mine:frozen"], 2, "there is nothing to train"),
+    (["verify", "mine:good", "--plan", "dp_shard=32"], 2, "use fewer data ranks or larger batches"),
+    (["verify", "mine:good", "--plan", "pp=8"], 3, "8 stages need 7 places to cut the forward"),
+    (["verify", "mine:blocks", "--plan", "dp_shard=2,wrap=Block"], 2, "did you mean 'Blocks'?"),
+    (["verify", "mine:blocks", "--plan", "dp_shard=2,wrap=Blocks"], 2, "such as wrap=Sequential"),
+    (["train", "mine:lambdas", "--set", "train.batch_samples=3"], 2, "would have no effect on this task"),
+    (["train", "mine:lambdas", "--set", "train.epochs=3"], 2, "it has no end"),
+    (["train", "mine:lambdas", "--set", "train.eval_every=3"], 2, "has no `eval_data`"),
+    (["train", "mine:good", "--set", "train.device=cuda"], 2, 'use "auto" or "cpu"'),
+    (["train", "mine:good", "--set", "train.out=a_file"], 2, "is not a folder"),
+    (["train", "mine:good", "--set", "train.out=/proc/none"], 2, "with --set train.out=FOLDER"),
+    (["train", "--plan", "accumulate=5", "--set", "train.batch_samples=4"], 2, "cannot be split into accumulate=5"),
+    (["train", "--steps", "2", "--set", "schedule.warmup_steps=2"], 2, "does not end within"),
+    (["show", "tp", "mine:good", "--plan", "dp_shard=2"], 2, "give tp its degree"),
+]  # fmt: skip

@@ -1,0 +1,232 @@
+"""A hundred mistakes: each is one message that ends in what to do, with its exit code and nothing left running.
+
+The list is in `mistakes.py`. Mistakes that need processes of their own are further down.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+from mistakes import FILES, IN_TASKS, IN_WORDS
+
+from shardwise.cli.answer import FIELDS
+from shardwise.cli.main import call
+
+MOST_LINES = 4  # of a message: a usage line, a title, the message, where the details are
+NAMES = {Path(name).stem for name in FILES if name.endswith(".py")}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def verify_in_the_pool(pool):
+    """Proofs use the ranks that the tests share."""
+    from shardwise.proof import parity
+
+    before = parity.verify
+    parity.verify = partial(before, pool=pool)
+    yield
+    parity.verify = before
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder of the user's, with tasks in it, that commands run in."""
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    for name in NAMES:
+        sys.modules.pop(name, None)
+    yield tmp_path
+    for name in NAMES:
+        sys.modules.pop(name, None)
+
+
+def descendants() -> set[int]:
+    """Processes below this one."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                parents[int(entry.name)] = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            except OSError:
+                continue
+    found = {os.getpid()}
+    while more := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found
+
+
+def last_line(err: str) -> str:
+    """Of the message, without the word on where its details are."""
+    lines = err.strip().splitlines()
+    return lines[-2] if lines[-1].startswith("the details are in ") else lines[-1]
+
+
+def check_message(err: str, told: str) -> None:
+    """One message, a few lines long, whose last holds `told`."""
+    start = err.index("shardwise: ")
+    assert told in last_line(err), err
+    assert "Traceback" not in err
+    assert err.count("shardwise: ") == 1
+    assert len(err[start:].strip().splitlines()) <= MOST_LINES
+
+
+def by_words(rows):
+    return pytest.mark.parametrize(("args", "code", "told"), rows, ids=[" ".join(args) for args, _, _ in rows])
+
+
+@by_words(IN_WORDS + IN_TASKS)
+def test_a_mistake_is_one_message_that_ends_in_what_to_do(args, code, told, folder, capfd, pool):
+    pool.run(os.getpid, 1)  # its fork server is up
+    before = descendants()
+    assert call(args) == code
+    out, err = capfd.readouterr()
+    check_message(err, told)
+    assert not out.replace("noise of the user's module\n", "")
+    assert code == 1 or not list(folder.glob("runs/*"))
+    assert descendants() <= before | set(pool.pids)
+
+
+@by_words([row for row in IN_WORDS if row[0] not in (["show"], ["checkpoint"])])  # groups have no options
+def test_with_json_a_mistake_is_one_object(args, code, told, folder, capfd):
+    assert call([*args, "--json"]) == code
+    out, _ = capfd.readouterr()
+    fields = json.loads(out)
+    assert out.count("\n") == 1
+    assert told in (fields["refused"] if code == 3 else fields["error"])
+    assert (fields["error"] is None) == (code == 3)
+    assert set(FIELDS.get(args[0], {})) <= set(fields)
+
+
+def test_the_list_has_a_hundred_rows():
+    rows = [tuple(args) for args, _, _ in IN_WORDS + IN_TASKS]
+    assert len(set(rows)) == len(rows) >= 100
+
+
+@pytest.mark.parametrize("rows", [IN_WORDS])
+def test_mistakes_in_words_are_told_before_anything_heavy_is_imported(rows, folder):
+    """A misspelt key costs what its words cost: torch is imported for tasks alone."""
+    quick = [args for args, _, _ in rows if not any(word.startswith(("mine:", "mone:", "nowhere:")) for word in args)]
+    quick = [
+        args
+        for args in quick
+        if args[0] in ("train", "verify", "config", "show") and args[1:2] not in (["mine"], ["mone.py:task"])
+    ]
+    quick = [args for args in quick if "--nproc" not in args]
+    script = (
+        "import json, sys\nfrom shardwise.cli.main import call\n"
+        "for args in json.loads(sys.argv[1]):\n"
+        "    call(args)\n    assert 'torch' not in sys.modules and 'numpy' not in sys.modules, args\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, json.dumps(quick)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr[-500:]
+
+
+def test_a_batch_larger_than_the_data_is_told_once(folder, capfd):
+    assert call(["train", "mine:few_rows", "--steps", "1"]) == 0
+    _, err = capfd.readouterr()
+    assert err.count("the data have 10 samples, fewer than a batch of 32: every step takes all 10") == 1
+    assert "1 steps of 10 samples" in err
+
+
+def test_a_task_beside_its_configuration_is_found_from_elsewhere(folder, monkeypatch, capfd):
+    (folder / "apart").mkdir()
+    (folder / "apart" / "run.toml").write_text('[task]\nname = "../mine.py:good"\n[train]\nsteps = 1\n')
+    (folder / "else").mkdir()
+    monkeypatch.chdir(folder / "else")
+    assert call(["train", "../apart/run.toml"]) == 0
+
+
+def test_units_too_coarse_or_too_fine_are_told_with_their_cost():
+    from torch import nn
+
+    from shardwise.trace.blocks import choose_blocks
+
+    body = nn.Sequential(*[nn.Linear(40, 40) for _ in range(8)])
+    model = nn.ModuleDict({"body": body, "head": nn.Linear(40, 2)})
+    assert "'body' holds 99% of the model, which zero=3 gathers at once" in choose_blocks(model, ("body",)).warnings[0]
+    body = nn.Sequential(*[nn.Linear(4, 4) for _ in range(80)])
+    assert "160 small messages" in choose_blocks(nn.Sequential(body), ("Linear",)).warnings[0]
+    assert not choose_blocks(nn.Sequential(*[nn.Linear(40, 40) for _ in range(4)]), ("Linear",)).warnings
+
+
+# --- mistakes that need processes of their own
+
+
+def shell(command: list[str], folder: Path, **environ: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=120, env={**os.environ, **environ}
+    )
+
+
+SCRIPTS = {
+    "a lambda given to launch": (
+        "from shardwise.ranks import launch\ndef main(f): ...\nlaunch(main, 2, (lambda: 1,))\n",
+        'a task with lambdas can be given by its name, "file.py:task"',
+    ),
+    "no main guard": (
+        "from shardwise.ranks import launch\ndef main(): ...\nlaunch(main, 2)\n",
+        'put what it runs under `if __name__ == "__main__":`',
+    ),
+}
+
+
+@pytest.mark.parametrize("what", SCRIPTS)
+def test_a_script_that_ranks_cannot_run_is_told_once(what, tmp_path):
+    text, told = SCRIPTS[what]
+    (tmp_path / "script.py").write_text(text)
+    done = shell([sys.executable, "script.py"], tmp_path)
+    lines = done.stderr.strip().splitlines()
+    assert done.returncode == 1 and told in lines[-1]
+    assert done.stderr.count("Traceback") == 1 and len(lines) <= 12
+
+
+def test_a_terminated_command_says_so_and_leaves_nothing(folder):
+    args = [sys.executable, "-m", "shardwise", "verify", "text", "--plan", "dp_shard=2"]
+    with subprocess.Popen(args, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        time.sleep(1.5)
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert "ended by SIGTERM" in err.strip().splitlines()[-1] and "Traceback" not in err
+
+
+def test_a_full_disk_is_told_with_its_folder_and_space(folder, capfd, monkeypatch):
+    def full(path: Path, *args, **kwargs):
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    assert call(["train", "mine:good", "--steps", "1", "--set", "train.out=here"]) == 2
+    check_message(capfd.readouterr().err, "here takes no files: No space left on device")
+    monkeypatch.undo()
+    monkeypatch.chdir(folder)
+    from shardwise.training import loop
+
+    monkeypatch.setattr(loop, "write_json", lambda path, value: full(path))
+    assert call(["train", "mine:good", "--steps", "1"]) == 1
+    err = capfd.readouterr().err
+    assert "MiB free there). Make room, or give another folder with --set train.out=FOLDER" in last_line(err)
+
+
+def test_torchrun_shows_the_first_cause_once_at_its_end(folder, monkeypatch, capfd):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(folder / "error.json"))
+    assert call(["train", "--plan", "dp_shrad=2"]) == 2
+    assert "shardwise: " not in capfd.readouterr().err
+    assert "did you mean 'dp_shard'?" in json.loads((folder / "error.json").read_text())["message"]
+
+
+@pytest.mark.long
+def test_a_wrong_world_size_under_torchrun_is_told_once_and_last(folder):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "shardwise"]
+    done = shell([*command, "train", "mine:good", "--plan", "dp_replicate=4"], folder)
+    told = "torchrun started 2 rank(s), but plan dp_replicate=4 needs 4"
+    assert done.stderr.count(told) == 1 and done.returncode == 1
+    assert any(told in line for line in done.stderr.strip().splitlines()[-3:])

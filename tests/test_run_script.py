@@ -1,0 +1,118 @@
+"""`shardwise run`: a script on local ranks equals what torchrun gives, and the cause of a failure is the last line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardwise.cli.main import call
+from shardwise.ranks.launchers import find
+
+SCRIPT = """
+import json, os, sys
+from pathlib import Path
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+import shardwise
+
+torch.manual_seed(0)
+torch.set_default_dtype(torch.float64)
+x = torch.randn(32, 6)
+model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+loader = DataLoader(TensorDataset(x, x[:, :1].sin()), batch_size=8)
+seen = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+prepared = shardwise.prepare(model, optimizer, loader, plan="dp_replicate=2")
+model, optimizer, loader = prepared
+losses = []
+for a, b in loader:
+    loss = nn.functional.mse_loss(model(a), b)
+    optimizer.zero_grad()
+    prepared.backward(loss)
+    optimizer.step()
+    losses.append(loss.item())
+    if "--fail" in sys.argv and len(losses) == 2 and torch.distributed.get_rank() == 1:
+        raise ValueError("rank one has had enough")
+state = prepared.state_dict()
+if torch.distributed.get_rank() == 0:
+    total = sum(value.sum().item() for value in state.values())
+    Path(sys.argv[1]).write_text(json.dumps({"losses": losses, "weights": total, "seen": seen}))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_script_runs_on_local_ranks_that_its_environment_hides(folder):
+    assert call(["run", "--nproc", "2", "script.py", "out.json"]) == 0
+    found = json.loads((folder / "out.json").read_text())
+    assert len(found["losses"]) == 4 and found["seen"] == {"RANK": None, "WORLD_SIZE": None, "LOCAL_RANK": None}
+
+
+def test_a_failing_rank_is_told_once_and_its_cause_last(folder, capfd):
+    assert call(["run", "--nproc", "2", "--show-ranks", "script.py", "out.json", "--fail"]) == 1
+    err = capfd.readouterr().err
+    lines = err.strip().splitlines()
+    assert lines[-1] == "shardwise: run: rank 1 of 2 failed: ValueError: rank one has had enough"
+    assert err.count("Traceback") == 1 and "worker.py" not in err and "runpy" not in err
+    assert any("script.py" in line and "line" in line for line in lines)
+
+
+@pytest.mark.long
+def test_a_script_gives_what_torchrun_gives(folder):
+    assert call(["run", "--nproc", "2", "--show-ranks", "script.py", "run.json"]) == 0
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "script.py", "torchrun.json"]
+    subprocess.run(command, check=True, cwd=folder, capture_output=True, timeout=120, env={**os.environ})
+    ours, theirs = (json.loads((folder / name).read_text()) for name in ("run.json", "torchrun.json"))
+    assert ours == theirs
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("path", sorted((Path(__file__).parent / "scripts").glob("*.py")), ids=lambda path: path.stem)
+def test_the_scripts_of_the_table_run(path, folder):
+    """As one rank, where every script is what `python` makes of it."""
+    assert call(["run", "--nproc", "1", str(path)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (["run", "scrpt.py"], "there is no file scrpt.py; did you mean 'script.py'?"),
+        (["run"], "Missing argument 'SCRIPT.py'"),
+        (["run", "--nproc", "0", "script.py"], "'--nproc'"),
+    ],
+)
+def test_a_mistake_is_one_message(args, told, folder, capfd):
+    assert call(args) == 2
+    assert told in capfd.readouterr().err.strip().splitlines()[-1]
+
+
+def test_ranks_of_a_launcher_are_not_started_again(folder, monkeypatch, capfd):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert call(["run", "script.py"]) == 2
+    assert "torchrun has started 2 ranks already: give it the script itself" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "name"),
+    [
+        ({"ACCELERATE_MIXED_PRECISION": "no"}, "accelerate launch"),
+        ({"CROSS_RANK": "0", "CROSS_SIZE": "1", "LOCAL_SIZE": "2"}, "deepspeed"),
+        ({}, "torchrun"),
+    ],
+)
+def test_launchers_with_the_variables_of_torchrun_are_called_by_their_name(more, name):
+    environ = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "LOCAL_RANK": "1"}
+    place = find({**environ, **more})
+    assert place is not None and place.named == name and place.launcher == "torchrun"
