@@ -40,6 +40,9 @@ OTHERS = 400
 # Beyond these a simulation takes minutes, and no run of the field is
 MOST = {"n_gpus": 10**6, "layers": 2000, "pp": 1024, "global_batch": 10**6, "tp": 1024, "cp": 1024, "vpp": 256}
 OPS = 2_000_000  # of one pipeline
+# What Megatron's own tests ran on where a row does not say it: 8 GPUs, as in 140 of the 168 that do; of which kind does
+# not matter to their memory
+CI_GPUS, CI_GPU = 8, "h100-sxm-80gb"
 NEAR = 0.03  # a parameter count that is rounded to two digits is as far off as this
 FAR = 0.2  # a shape whose parameters are this far from the published count is another model's
 # Models by name that are no decoders, and those that have experts: "8x7B", "30B-A3B"
@@ -405,14 +408,14 @@ def _ci(file: str, row: Mapping[str, str]) -> Case:
     """Megatron's golden values: memory of the last rank of a GPT; models below 7B are marked small."""
     if not row["model"].startswith("gpt/"):
         raise Skip("not a GPT")
-    if row["precision"] != "bf16":
+    if row["precision"] not in ("bf16", "fp16"):  # which hold as many bytes
         raise Skip(f"precision {row['precision']}")
     if number(row, "num_experts", 0, least=0) or row["megatron_fsdp"] == "1":
         raise Skip("experts, or Megatron's FSDP")
     if (row["recompute"] or "none") not in ("none", "full", "selective"):
         raise Skip(f"recompute {row['recompute']!r}")
     hidden, heads = number(row, "hidden"), number(row, "heads")
-    n = number(row, "n_gpus")
+    n = number(row, "n_gpus", CI_GPUS)
     tp, pp, cp = number(row, "tp"), number(row, "pp"), number(row, "cp")
     micro, batch = number(row, "micro_batch"), number(row, "global_batch")
     gated, dp = row["swiglu"] == "1", max(1, n // (tp * pp * cp))
@@ -426,14 +429,16 @@ def _ci(file: str, row: Mapping[str, str]) -> Case:
         layers=layers, hidden=hidden, heads=heads, kv_heads=number(row, "kv_heads"), head_dim=hidden // heads,
         ffn=number(row, "ffn", 4 * hidden), vocab=number(row, "vocab", padded), gated=gated,
         tied=row["untied"] == "0", bias=not gated, layer_norm=True, learned_positions=number(row, "seq_len"),
+        dropout=float(row["hidden_dropout"] or 0.1) > 0,
         name=row["model"],
     )  # fmt: skip
     layout = Layout(
+        stage_layers=_uneven(row, layers, pp) if chunks == 1 else (),
         tp=tp, sp=row["sp"] == "1", cp=cp, pp=pp, chunks=chunks, shard=dp, zero=1 if row["dist_opt"] == "1" else 0,
         micro_batch=micro, n_micro=batch // (micro * dp), seq=number(row, "seq_len"), recompute=row["recompute"],
         schedule="interleaved1f1b" if chunks > 1 else "1f1b",
     )  # fmt: skip
-    name = device_name(row["gpu"])
+    name = device_name(row["gpu"] or CI_GPU)
     found = software(software_name(file, row))
     if "unfused" in row["attn"] or row["transformer_impl"] == "local":
         found = replace(found, attention="unfused")
@@ -441,6 +446,18 @@ def _ci(file: str, row: Mapping[str, str]) -> Case:
         f"{row['model']} {row['gpu']}", shape, layout, _cluster(name, n), found, None,
         ((pp - 1, real(row, "mem_max_allocated_gib")),), small=shape.parameters < 6.5e9,
     )  # fmt: skip
+
+
+def _uneven(row: Mapping[str, str], layers: int, pp: int) -> tuple[int, ...]:
+    """Layers of each stage where the first or the last has others; those between share what is left."""
+    first, last = (number(row, f"{end}_stage_layers", 0, least=0) for end in ("first", "last"))
+    if pp == 1 or not first + last:
+        return ()
+    between = pp - bool(first) - bool(last)
+    if between and (layers - first - last) % between:
+        raise Skip(f"{layers - first - last} layers do not divide over the {between} stages between")
+    each = (layers - first - last) // between if between else 0
+    return tuple([first] * bool(first) + [each] * between + [last] * bool(last))
 
 
 __all__ = ["Case", "InputError", "Skip", "case_of"]

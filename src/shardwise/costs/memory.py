@@ -161,6 +161,7 @@ def rank_memory(
             terms["embedding output"] += stream / 2 * in_flight
     if last:
         terms["head input"] = 2 * stream * min(in_flight, 1.0)
+    terms["workspaces"] = software.workspace_bytes
     terms["buffers"] = buffers(shape, layout, software, layers, parameters)
     peaks = {"one layer's backward": transient(shape, layout, software)}
     if last:
