@@ -236,3 +236,19 @@ def test_the_examples_that_are_quick_run(path, folder, capfd):
 def test_versions_and_the_device_are_told(capfd):
     assert call(["--version"]) == 0
     assert re.fullmatch(r"shardwise \S+\ntorch \S+, \d+ CPU cores, .+\n", capfd.readouterr().out)
+
+
+def test_doctor_looks_at_everything_and_keeps_secrets(monkeypatch, tmp_path):
+    from shardwise.cli import doctor
+
+    monkeypatch.setattr(doctor, "_two_ranks", lambda: iter([doctor.Check("two ranks", "", "no")]))
+    monkeypatch.setattr(doctor, "_clock", lambda: 1 / 0)
+    monkeypatch.setenv("NCCL_AUTH_TOKEN", "hidden")
+    monkeypatch.setenv("MASTER_ADDR", "tcp://me:hidden@host")
+    monkeypatch.setenv("AWS_SECRET", "hidden")
+    checks = list(doctor.look(tmp_path / "not" / "yet"))
+    assert {"versions", "devices", "host", "open files", "disk", "names"} <= {check.what for check in checks}
+    text = doctor.redacted("\n".join(check.found for check in checks))
+    assert "hidden" not in text and "NCCL_AUTH_TOKEN=***" in text and "MASTER_ADDR=tcp://***@host" in text
+    bad = {check.what: check.problem for check in checks if check.problem}
+    assert bad["clock"] == "this could not be looked at" and bad["two ranks"] == "no"

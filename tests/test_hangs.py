@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -350,3 +352,25 @@ def test_faults_are_checked_when_they_are_made() -> None:
         Fault("enospc")
     with pytest.raises(InputError, match="needs the rank's state"):
         Fault("nan", at="start")
+
+
+# --- ranks of a launcher
+
+
+def test_ranks_of_torchrun_are_watched_by_a_process_of_their_host(tmp_path: Path) -> None:
+    script = tmp_path / "extra.py"
+    script.write_text(
+        "import torch, torch.distributed as dist\n"
+        "from shardwise.ranks import join\n"
+        "rank, _ = join()\n"
+        "dist.all_reduce(torch.ones(4))\n"
+        "if rank == 0:\n"
+        "    dist.barrier()\n"  # line 6
+        "dist.all_reduce(torch.ones(4))\n"
+    )
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode != 0
+    assert "this run hangs: ranks came to different collectives (the operation differs)" in done.stderr, done.stderr
+    assert "extra.py:6 in <module>" in done.stderr and "extra.py:7 in <module>" in done.stderr
+    assert "rank 1 was here:" in done.stderr

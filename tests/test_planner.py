@@ -19,12 +19,13 @@ from shardwise.layout import Plan
 from shardwise.planner import Constraints
 from shardwise.planner import search as search_plans
 from shardwise.planner.candidates import family, plan_of
+from shardwise.planner.door import layout_of
 from shardwise.planner.proposal import Proposal, senseless
 from shardwise.planner.propose import _sorted as sorted_by_worth
 from shardwise.planner.subject import decoder
 from shardwise.planner.units import batch, count
 from shardwise.simulator.forecast import Forecast
-from shardwise.simulator.goodput import goodput
+from shardwise.simulator.goodput import goodput, saved_bytes, stall_of
 
 ROOT = Path(__file__).parents[1]
 LLAMA = Shape.from_row(model("llama3-8b"))
@@ -214,6 +215,25 @@ def test_batches_that_are_none(text: str, seq: int | None) -> None:
     assert count("8k", "x") == 8192
 
 
+@pytest.mark.parametrize(
+    "plan", ["dp_replicate=8", "dp_shard=8,zero=1", "dp_shard=8,zero=3", "dp_replicate=2,dp_shard=4,zero=2"]
+)
+def test_a_checkpoint_holds_each_element_once_however_ranks_hold_it(plan: str) -> None:
+    """AdamW in bf16 with float32 masters: 12 bytes of each weight over all ranks."""
+    subject = decoder(LLAMA, NODE, software("shardwise"), 64, 2048, "bf16")
+    layout = layout_of(Plan.parse(plan + ",precision=bf16"), subject)
+    saved = saved_bytes(subject.simulate(layout).memory, layout)
+    assert 8 * saved == pytest.approx(12 * LLAMA.parameters, rel=0.01)
+
+
+def test_what_a_run_measured_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "summary.json").write_text('{"checkpoints": {"stall_s": 0.25}}')
+    assert stall_of(tmp_path) == 0.25
+    (tmp_path / "summary.json").write_text('{"checkpoints": null}')
+    with pytest.raises(InputError, match="give a run that saved twice or more"):
+        stall_of(tmp_path)
+
+
 def test_goodput_by_formula_and_by_drawing_agree() -> None:
     found = goodput(6.0, 16384, 50_000 * 3600, 300, 30)
     assert found["share_by_simulation"] == pytest.approx(found["share_by_formula"], abs=0.03)
@@ -237,8 +257,10 @@ def shardwise(*words: str) -> tuple[int, dict]:
 def test_plan_then_simulate_the_file(tmp_path: Path) -> None:
     where = ("--cluster", "2x8 h100-sxm-80gb, ib-400", "--global-batch", "1M-tokens", "--seq", "8k")
     path = str(tmp_path / "plan.toml")
-    code, found = shardwise("plan", "llama3-8b", *where, "-o", path)
+    code, found = shardwise("plan", "llama3-8b", *where, "-o", path, "--mtbf-hours", "20000", "--checkpoint-s", "10")
     assert code == 0
+    assert f"--checkpoint-every {found['goodput']['checkpoint_every_steps']} --restarts" in found["command"]
+    assert found["goodput"]["checkpoint_every_s"] == pytest.approx((2 * 10 * 20000 * 3600 / 16) ** 0.5)
     assert found["world_size"] == 16
     assert found["proposals"][0]["plan"] == found["plan"]
     code, step = shardwise(

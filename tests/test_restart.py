@@ -5,26 +5,32 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 import shardwise
+from shardwise.checkpoint.replicas import ReplicaCheck, _hash
 from shardwise.digest import digest
 from shardwise.errors import RefusedPlan, RunError
 from shardwise.layout import Plan
 from shardwise.layout.elastic import smaller
+from shardwise.models import tasks
 from shardwise.testing import faults
 from shardwise.testing.faults import Fault
 from shardwise.training import restart
+from shardwise.training.stragglers import Stragglers
 
 STEPS = 8
 SMALL: dict[str, Any] = {"config": {"task": {"model": {"layers": 1, "hidden": 16, "heads": 2, "dropout": 0.1}}},
                          "batch_samples": 12, "eval_every": 0, "steps": STEPS}  # fmt: skip
-RESUMED: dict[str, Any] = {**SMALL, "checkpoint_every": 3, "restarts": 1}
+RESUMED: dict[str, Any] = {**SMALL, "checkpoint_every": 3, "restarts": 1, "checkpoint_background": False}
 
 
 @pytest.fixture
@@ -81,7 +87,7 @@ def test_kills_of_any_rank_at_any_step_and_point(seed: int, here: Path) -> None:
                   at=rng.choice(["input", "forward", "reduce", "update"]))  # fmt: skip
     losses, weights = undisturbed(plan)
     with faults.injected(fault):
-        run = shardwise.train("digits", plan, **RESUMED)
+        run = shardwise.train("digits", plan, **{**RESUMED, "checkpoint_background": seed % 2 == 0})
     assert losses_of(run) == losses and weights_of(run) == weights, fault
     assert [entry["reason"] for entry in journal_of(run)] == ["died", "done"]
 
@@ -156,3 +162,66 @@ def test_which_plans_can_shrink() -> None:
     for plan, ranks, needed in [("tp=2,pp=2", 3, 4), ("dp_shard=4,ep=2", 1, 2)]:
         with pytest.raises(RefusedPlan, match=f"need {needed} by themselves"):
             smaller(Plan.parse(plan), ranks)
+
+
+# --- what ranks hold alike
+
+
+def flipped(plan: str, culprit: int, what: str) -> str:
+    """The message of a comparison after one bit of one rank is another."""
+    engine = shardwise.parallelize(tasks.unet_batchnorm(), plan)
+    assert engine.task.batch is not None
+    check = ReplicaCheck(engine)
+    for step in range(2):
+        engine.step(engine.task.batch(step))
+        check()
+    if engine.rank == culprit:
+        faults.KINDS[what](Fault(what, bit=3), engine.state)
+    try:
+        check()
+    except RunError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("plan", "what", "told"),
+    [("dp_replicate=3", "flip-weight", "on rank 1: the other ranks agree"),
+     ("dp_replicate=3", "flip-optimizer", "on rank 1: the other ranks agree"),
+     ("dp_shard=3,zero=2", "flip-buffer", "on rank 1: the other ranks agree"),
+     ("dp_shard=3,zero=1", "flip-weight", "on rank 1: the other ranks agree"),
+     ("dp_replicate=2,dp_shard=2,zero=3", "flip-weight", "two cannot tell which is right")],
+)  # fmt: skip
+def test_one_bit_of_one_replica_is_found(plan: str, what: str, told: str, pool: Any) -> None:
+    world = Plan.parse(plan).world_size
+    kind = {"flip-weight": "'(model|used)/", "flip-optimizer": "'optimizer/", "flip-buffer": "'buffer/"}[what]
+    for text in pool.run(flipped, world, plan, 1, what):
+        assert re.search(f"after 2 steps {kind}", text) and told in text
+
+
+def test_a_slow_rank_is_told_once() -> None:
+    engine: Any = SimpleNamespace(notices=[], mesh=SimpleNamespace(pp=SimpleNamespace(index=0)))
+    stragglers = Stragglers(engine)
+    assert stragglers.row(3)[0] == 0.0
+    for _ in range(12):
+        stragglers.look([[0, 0.01], [0, 0.01], [0, 0.03], [1, 0.5], [1, 0.5]])
+    (told,) = engine.notices
+    assert told.startswith("rank 2 is slow: 30 ms of its own work in a step, where the median is 10 ms")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.uint8, torch.bool])
+def test_every_changed_bit_and_every_swap_changes_the_hash(dtype: torch.dtype) -> None:
+    values = torch.arange(13).remainder(2).to(dtype) if dtype == torch.bool else (torch.arange(13) * 3).to(dtype)
+    own = _hash(values)
+    assert own == _hash(values.clone()) == _hash(torch.cat([values, values])[13:])  # wherever it lies in memory
+    held = values.view(torch.uint8)
+    for place in range(held.numel()):
+        for bit in range(1 if dtype == torch.bool else 8):
+            held[place] ^= 1 << bit
+            assert _hash(values) != own
+            held[place] ^= 1 << bit
+    for one in range(12):
+        swapped = values.clone()
+        swapped[[one, one + 1]] = values[[one + 1, one]]
+        assert _hash(swapped) != own
+    assert _hash(values[:12]) != own and _hash(values[:0]) == 0

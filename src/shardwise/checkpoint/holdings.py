@@ -68,7 +68,7 @@ def dtype_code(key: str, dtype: torch.dtype) -> str:
 # --- where a rank's tensors lie
 
 
-def _share(engine: Engine, name: str, shape: torch.Size) -> tuple[torch.Size, list[Runs]]:
+def share_of(engine: Engine, name: str, shape: torch.Size) -> tuple[torch.Size, list[Runs]]:
     """(whole shape, runs of each dim) of what tp and ep leave this rank of a parameter; `shape` is that share's."""
     whole = shape
     for spread in (engine.state.experts, engine.state.tensor):
@@ -94,7 +94,7 @@ def _boxed(whole: torch.Size, runs: list[Runs], starts: list[int], sizes: list[i
 
 def trained_piece(engine: Engine, index: int, shape: torch.Size) -> Piece:
     """This rank's piece of the `index`-th trained parameter; `shape` is that of its share."""
-    whole, runs = _share(engine, engine.state.names[index], shape)
+    whole, runs = share_of(engine, engine.state.names[index], shape)
     if getattr(engine.technique, "complex", {index: False})[index]:
         raise RefusedPlan(
             f"parameter '{engine.state.names[index]}' is complex, and zero={engine.state.plan.zero} holds it as pairs "
@@ -114,7 +114,7 @@ def trained_piece(engine: Engine, index: int, shape: torch.Size) -> Piece:
 
 
 def _frozen_piece(engine: Engine, name: str, param: torch.Tensor) -> tuple[Piece, torch.Tensor]:
-    whole, runs = _share(engine, name, param.shape)
+    whole, runs = share_of(engine, name, param.shape)
     if not isinstance(param, DTensor):
         return _boxed(whole, runs, [0] * len(whole), list(param.shape)), param
     shape, offset = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)

@@ -84,7 +84,7 @@ class Saver:
         self._layout = ""
         self._shares: dict[str, _Share] = {}
         self._header = b""
-        self._total_bytes = 0  # of all ranks
+        self.total_bytes = 0  # of all ranks
         self._file = _memory_file()
         self._buffer: mmap.mmap | None = None
         self._writer: Writer | None = None
@@ -180,7 +180,7 @@ class Saver:
             named[key] = (dtype, whole[key].shape if all_of_it else (last - first,))
         self._header, entries = header_of(named)
         self._shares = {key: _Share(first, last, entries[key]) for key, _, first, last in shares[engine.rank]}
-        self._total_bytes = sum(sizes) + sum(len(json.dumps(own)) * 2 for own in everybody)
+        self.total_bytes = sum(sizes) + sum(len(json.dumps(own)) * 2 for own in everybody)
         end = max([len(self._header), *(entry.end for entry in entries.values())])
         if self._buffer is None or len(self._buffer) != end:
             os.ftruncate(self._file, end)
@@ -219,10 +219,10 @@ class Saver:
         if error:
             raise RunError(f"no checkpoint of step {self.engine.steps_done} was written: {error}")
         self._made = True
-        if free < SLACK * self._total_bytes:
+        if free < SLACK * self.total_bytes:
             raise RunError(
                 f"no checkpoint of step {self.engine.steps_done} was written: it needs "
-                f"{self._total_bytes / 1e6:.3g} MB, and {self.folder} has {free / 1e6:.3g} MB left"
+                f"{self.total_bytes / 1e6:.3g} MB, and {self.folder} has {free / 1e6:.3g} MB left"
             )
 
     # --- writing

@@ -59,6 +59,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "train": {"folder": None, "steps": None, "loss": None, "eval_loss": None, **COMMON},
     "show": {"schedule": None, "microbatches": None, "stages": None, "bubble": None, "live": [], "rows": [], **COMMON},
     "checkpoint": {"checkpoint": None, **COMMON},
+    "doctor": {"checks": [], **COMMON},
     "config": {"config": None, "sources": None, **COMMON},
 }
 

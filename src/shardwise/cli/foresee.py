@@ -48,6 +48,44 @@ def where(function: Callable) -> Callable:
     return function
 
 
+def failures(command: Any) -> Any:
+    """The options that tell of failures and what they cost."""
+    options = (
+        click.option("--mtbf-hours", type=click.FloatRange(min=1), help="Mean hours between failures of one device."),
+        click.option(
+            "--restart-s", type=click.FloatRange(min=0), default=300.0, show_default=True, help="Seconds to restart."
+        ),
+        click.option(
+            "--checkpoint-s",
+            type=click.FloatRange(min=0),
+            help="Seconds that a checkpoint stops a step; by default the copy of what a rank writes.",
+        ),
+        click.option("--saves-of", metavar="RUN", help="The same, as this run's folder says it was measured."),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def _goodput(words: dict[str, Any], forecast: Any, subject: Any, plan: Any) -> tuple[dict[str, Any], list[str]]:
+    """How much of the time is progress when devices fail, and the same as lines."""
+    from shardwise.planner.door import layout_of
+    from shardwise.simulator import goodput
+
+    saved = goodput.saved_bytes(forecast.memory, layout_of(plan, subject))
+    if words["checkpoint_s"] is not None and words["saves_of"] is not None:
+        raise InputError("--checkpoint-s and --saves-of both tell what a checkpoint costs: give one of them")
+    stall, basis = saved / goodput.COPY_BYTES_PER_S, f"a copy at {goodput.COPY_BYTES_PER_S / 1e9:g} GB/s, measured"
+    if words["checkpoint_s"] is not None:
+        stall, basis = words["checkpoint_s"], "as given"
+    elif words["saves_of"] is not None:
+        stall, basis = goodput.stall_of(words["saves_of"]), f"measured in {words['saves_of']}"
+    found = goodput.goodput(forecast.step_s, plan.world_size, words["mtbf_hours"] * 3600, words["restart_s"], stall)
+    found |= {"saved_bytes": saved, "basis": basis}
+    told = f"  a rank writes {saved / 1e9:.3g} GB and its buffer in host memory is as large; the stall: {basis}"
+    return found, [*goodput.lines(found), told]
+
+
 @click.command()
 @click.argument("task", metavar=TASK)
 @where
@@ -72,6 +110,7 @@ def where(function: Callable) -> Callable:
     callback=output_file,
     help="Write the best plan into this .toml file.",
 )
+@failures
 @common
 @click.pass_obj
 def plan(answer: Answer, task: str, **words: Any) -> None:
@@ -103,6 +142,11 @@ def plan(answer: Answer, task: str, **words: Any) -> None:
         _write(words["output"], best.plan.to_toml())
         written = words["output"]
     command = f"shardwise train {named} --plan '{written}'"
+    lines: list[str] = []
+    if words["mtbf_hours"]:
+        goodput, lines = _goodput(words, best.forecast, subject, best.plan)
+        answer.fields["goodput"] = goodput
+        command += f" --checkpoint-every {goodput['checkpoint_every_steps']} --restarts 100"
     answer.fields.update(
         plan=str(best.plan),
         world_size=best.plan.world_size,
@@ -118,7 +162,7 @@ def plan(answer: Answer, task: str, **words: Any) -> None:
     )
     if subject.head:
         command += f"\n{_how_to_train(task, subject.head)}"
-    answer.text = search_text(found, cluster, subject.name, batch, command, words["top"])
+    answer.text = "\n".join([search_text(found, cluster, subject.name, batch, command, words["top"]), *lines])
 
 
 @click.command()
@@ -137,15 +181,7 @@ def plan(answer: Answer, task: str, **words: Any) -> None:
     "--html", type=click.Path(dir_okay=False), callback=output_file, help="Write the timeline as one HTML page."
 )
 @click.option("--scale", is_flag=True, help="Also over numbers of devices and batches.")
-@click.option("--mtbf-hours", type=click.FloatRange(min=1), help="Mean hours between failures of one device.")
-@click.option("--restart-s", type=click.FloatRange(min=0), default=300.0, show_default=True, help="Seconds to restart.")
-@click.option(
-    "--checkpoint-s",
-    type=click.FloatRange(min=0),
-    default=30.0,
-    show_default=True,
-    help="Seconds that a checkpoint stops training.",
-)
+@failures
 @click.option("--measure-rank", type=WholeNumber(min=0), help="Run this rank here: true compute and peak bytes.")
 @click.option(
     "--price", type=click.FloatRange(min=0), help="Price of one device for an hour; gives the cost of tokens."
@@ -167,7 +203,7 @@ def simulate(answer: Answer, task: str, plan_text: str, **words: Any) -> None:
     begin(answer, "simulate: loading PyTorch and the figures of the catalogue")
     from shardwise.planner.door import check_devices, layout_of, plan_for, possible
     from shardwise.planner.text import forecast_lines, rank_map
-    from shardwise.simulator import goodput, page, timeline
+    from shardwise.simulator import page, timeline
 
     cluster, parsed = Cluster.parse(words["cluster"]), plan_for(task, plan_text)
     answer.fields.update(plan=str(parsed), world_size=parsed.world_size)
@@ -196,11 +232,8 @@ def simulate(answer: Answer, task: str, plan_text: str, **words: Any) -> None:
         answer.fields["scaling"] = rows
         lines += timeline.scaling_lines(rows)
     if words["mtbf_hours"]:
-        found = goodput.goodput(
-            forecast.step_s, parsed.world_size, words["mtbf_hours"] * 3600, words["restart_s"], words["checkpoint_s"]
-        )
-        answer.fields["goodput"] = found
-        lines += goodput.lines(found)
+        answer.fields["goodput"], told = _goodput(words, forecast, subject, parsed)
+        lines += told
     if words["price"] is not None:
         cost, what = forecast.cost_per_million(words["price"])
         answer.fields[f"cost_per_million_{what}"] = cost

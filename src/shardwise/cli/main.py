@@ -17,6 +17,7 @@ from shardwise.cli import foresee, run_script
 from shardwise.cli.answer import Answer, Ended, quiet_stdout, speaks
 from shardwise.cli.checkpoint import checkpoint
 from shardwise.cli.completion import ASKED, answer_shell, completion
+from shardwise.cli.doctor import doctor
 from shardwise.cli.options import WholeNumber, common, output_file
 from shardwise.cli.waiting import begin
 from shardwise.errors import RefusedPlan
@@ -51,6 +52,7 @@ def main() -> None:
     shardwise show tp my.py:task --plan tp=4     which weights are cut
     shardwise plan llama3-8b --cluster "2x8 h100-sxm-80gb, ib-400" --global-batch 4M-tokens --seq 8k
     shardwise config --starter > my.toml
+    shardwise doctor                             can this host run ranks?
 
     Exit codes: 0 done, 1 failed or no parity, 2 bad input, 3 refused plan, 75 stopped and saved.
     """
@@ -69,7 +71,7 @@ def main() -> None:
     "--resume", metavar="RUN", help="Go on with a run's folder or checkpoint; auto: this task's last; new: none."
 )
 @click.option(
-    "--restarts", type=click.IntRange(min=0), metavar="N", help="Start again up to N times when a rank dies or hangs."
+    "--restarts", type=WholeNumber(min=0), metavar="N", help="Start again up to N times when a rank dies or hangs."
 )
 @click.option("--init-from", metavar="PATH", help="Begin with the weights of a run, a checkpoint or safetensors.")
 @click.option("--profile-steps", metavar="10:12", help="Trace these steps: short for --set train.profile_steps=10:12.")
@@ -330,6 +332,7 @@ def _plain(fields: dict[str, Any]) -> dict[str, Any]:
 main.add_command(checkpoint)
 main.add_command(completion)
 main.add_command(run_script.run)
+main.add_command(doctor)
 for command in (foresee.plan, foresee.simulate, foresee.compare, foresee.probe):
     main.add_command(command)
 

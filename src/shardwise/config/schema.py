@@ -192,6 +192,12 @@ class TrainSection(Section):
     save_deadline: float = Field(
         default=1800.0, ge=0, description="the same while a checkpoint or the weights are written; 0: none"
     )
+    check_replicas: int | None = Field(
+        default=None,
+        ge=1,
+        description="steps between comparisons of what several ranks hold alike, bit for bit, and before each "
+        "checkpoint; not set: none",
+    )
     init_from: str | None = Field(
         default=None,
         min_length=1,

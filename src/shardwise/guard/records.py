@@ -148,6 +148,7 @@ class Record:
         self.memory = _mapped(path)
         self.rank, self.world, self.path = rank, world, Path(path)
         self.events = self._groups = 0
+        self.waited_s = self._waits_since = 0.0
         self._strings: dict[str, int] = {"": 0}
         self._used = 4
         self._rings = 0
@@ -212,12 +213,15 @@ class Record:
 
     def waits(self, group: int, number: int) -> None:
         """From here on the rank does nothing but wait for this collective."""
-        _WAIT.pack_into(self.memory, _AT["waits"], time.monotonic(), group, number)
+        self._waits_since = time.monotonic()
+        _WAIT.pack_into(self.memory, _AT["waits"], self._waits_since, group, number)
 
     def goes_on(self) -> None:
-        """A wait is over."""
+        """A wait is over; `waited_s` has the seconds of all of them."""
+        now = time.monotonic()
+        self.waited_s += now - self._waits_since
         _D.pack_into(self.memory, _AT["waits"], 0.0)
-        self.moved()
+        self.moved(now)
 
     def phase(self, name: str, step: int) -> None:
         """The rank begins a part of its work, which has a deadline of its own."""

@@ -11,14 +11,19 @@ import sys
 from datetime import timedelta
 from typing import Any
 
+from shardwise.guard import points
+from shardwise.guard.diagnose import Deadlines
 from shardwise.ranks.allocation import keep_freed_memory
 from shardwise.ranks.launchers import Place
 from shardwise.ranks.meet import MEET_S, meet
 from shardwise.ranks.mpi import here
 from shardwise.ranks.scheduling import take_turns
+from shardwise.ranks.watching import be_watched
 
 
-def join(timeout_s: float | None = None, *, meet_s: float = MEET_S) -> tuple[int, int]:
+def join(
+    timeout_s: float | None = None, *, meet_s: float = MEET_S, deadlines: Deadlines | None = None
+) -> tuple[int, int]:
     """Have a process group and return (rank, world size).
 
     An initialised group is kept. Otherwise the launcher's environment decides: gloo for CPU tensors, and NCCL for
@@ -26,6 +31,8 @@ def join(timeout_s: float | None = None, *, meet_s: float = MEET_S) -> tuple[int
 
     timeout_s   of collectives; None: torch's own
     meet_s      how long ranks wait for each other at the start
+    deadlines   seconds in which a rank must do something, by phase. Without them, too, a process of each host watches
+                its ranks, and ends those that can never go on
 
     Raises `InputError` for an environment that is partial or contradicts itself, `RunError` naming the ranks that
     did not come.
@@ -37,6 +44,7 @@ def join(timeout_s: float | None = None, *, meet_s: float = MEET_S) -> tuple[int
     take_turns()
     if dist.get_world_size() > 1:  # else this may be anybody's process
         keep_freed_memory()
+        be_watched(deadlines)
     return dist.get_rank(), dist.get_world_size()
 
 
@@ -96,7 +104,9 @@ def leave(code: int) -> None:
     """End this process after its last word: gloo's threads can abort a regular exit, and a launcher would call the
     run failed. Where MPI runs in this process it must be finalised, so the exit is the regular one.
     """
-    dist = sys.modules.get("torch.distributed")
+    dist, record = sys.modules.get("torch.distributed"), points.record()
+    if record is not None:
+        record.ended(code == 0)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     if dist is not None and dist.is_available() and dist.is_initialized() and "mpi4py.MPI" not in sys.modules:

@@ -234,6 +234,7 @@ def _found(outcome: Outcome, finding: Finding, world_size: int, what: str) -> Sh
         parts[0] = f"`{what}` failed on {world_size} ranks: {finding.text()}"
     error = _finish(RunError("\n".join(part for part in parts if part)), finding.rank, outcome)
     error.reason, error.retry = finding.reason, finding.retry
+    error.remote_traceback = ""  # the message has every rank's stack
     return error
 
 

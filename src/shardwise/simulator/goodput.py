@@ -3,16 +3,47 @@
     loss of a share of time = C / T + (T / 2 + R) / M        T between checkpoints, C a checkpoint's stall, R restart
     the best T is about sqrt(2 C M)                          M = mean time between failures of all devices
 
-Sources: Young 1974; Daly 2006.
+A checkpoint in the background stalls a step for the copy of what the rank writes, and its buffer takes as much memory
+of the host. What a run measured (`checkpoints` of its summary) may be given instead.
+
+Sources: Young 1974; Daly 2006. COPY_BYTES_PER_S: 0.17 to 0.19 s for 516 MB on two virtual cores (docs/checkpoints.md).
 """
 
 from __future__ import annotations
 
+import json
 import math
 import random
+from pathlib import Path
 from typing import Any
 
+from shardwise.costs.layout import Layout
+from shardwise.costs.memory import Ledger
+from shardwise.errors import InputError
+
 SIMULATED_FAILURES = 2000
+COPY_BYTES_PER_S = 2.8e9
+
+
+def saved_bytes(memory: list[Ledger], layout: Layout) -> float:
+    """Bytes that a rank of the fullest stage writes: masters and optimizer state, each element once over all ranks."""
+
+    def written(ledger: Ledger) -> float:
+        sharded = layout.shard if layout.zero >= 1 else 1
+        masters = ledger.terms.get("master", 0.0) * sharded
+        whole = masters or ledger.terms.get("weights", 0.0) * (layout.shard if layout.zero >= 3 else 1)
+        return (whole + ledger.terms.get("optimizer", 0.0) * sharded) / (layout.shard * layout.replicas)
+
+    return max(map(written, memory))
+
+
+def stall_of(run: str | Path) -> float:
+    """Seconds that a checkpoint stopped a step of a run, from its summary. `InputError` where it says nothing."""
+    path = Path(run) / "summary.json"
+    try:
+        return float(json.loads(path.read_text(encoding="utf-8"))["checkpoints"]["stall_s"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{path} does not tell what a checkpoint cost: give a run that saved twice or more") from error
 
 
 def goodput(
@@ -25,7 +56,7 @@ def goodput(
     drawn = _simulated(interval, checkpoint_s, restart_s, mtbf, random.Random(seed))
     return {
         "mtbf_s": mtbf, "checkpoint_every_s": interval, "checkpoint_every_steps": max(1, round(interval / step_s)),
-        "share_by_formula": formula, "share_by_simulation": drawn,
+        "checkpoint_s": checkpoint_s, "share_by_formula": formula, "share_by_simulation": drawn,
     }  # fmt: skip
 
 
@@ -44,7 +75,7 @@ def lines(found: dict[str, Any]) -> list[str]:
     """For a reader."""
     return [
         f"a failure every {found['mtbf_s'] / 3600:.2f} hours; a checkpoint every {found['checkpoint_every_s']:.0f} s "
-        f"({found['checkpoint_every_steps']} steps, Young-Daly)",
+        f"({found['checkpoint_every_steps']} steps, Young-Daly), which stops a step for {found['checkpoint_s']:.2g} s",
         f"  progress {found['share_by_formula']:.1%} of the time by formula, {found['share_by_simulation']:.1%} by "
         f"{SIMULATED_FAILURES} drawn failures",
     ]

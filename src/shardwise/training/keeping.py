@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from shardwise.checkpoint import publish
 from shardwise.checkpoint.files import Disk
 from shardwise.checkpoint.inspect import opened
 from shardwise.checkpoint.load import Restored, load_weights, restore
+from shardwise.checkpoint.replicas import ReplicaCheck
 from shardwise.checkpoint.save import Saver
 from shardwise.checkpoint.stored import Stored
 from shardwise.comm import gather_json, gather_rows
@@ -30,6 +32,7 @@ from shardwise.engine.engine import Engine
 from shardwise.errors import InputError, RefusedPlan, RunError
 from shardwise.training.job import Job
 from shardwise.training.resume import CHECKPOINTS, STOPPED, changes, settings_of
+from shardwise.training.stragglers import Stragglers
 
 LOOK_S = 1.0  # between looks at clocks and signals, where steps are shorter
 MOST_STEPS = 1000
@@ -77,6 +80,10 @@ class Keeper:
         self.every, self.minutes = config.checkpoint_every, config.checkpoint_minutes
         self.stopping = Stopping(job.launched)
         self.saver: Saver | None = None
+        self.check_every = config.check_replicas
+        self.check = ReplicaCheck(engine) if config.check_replicas is not None else None
+        self.stragglers = Stragglers(engine)
+        self.stalls_s: list[float] = []  # of each save, what its step waited
         self.first = 0  # the first step of this run
         self.first_loss: float | None = None  # of the run that goes on
         self._saves = self._failures = 0
@@ -158,9 +165,11 @@ class Keeper:
 
     def after(self, step: int, first_loss: float | None) -> bool:
         """Save when it is time; whether the run is to stop here. Collective."""
-        if self.saver is None or step + 1 == self.job.steps:
-            return False
         done = step + 1
+        if self.check is not None and self.check_every is not None and done % self.check_every == 0:
+            self.check()
+        if self.saver is None or done == self.job.steps:
+            return False
         due = bool(self.every) and done % int(self.every or 1) == 0
         stop = False
         if done >= self._look_at:
@@ -180,10 +189,12 @@ class Keeper:
         seconds = (now - self._looked) / max(done - self._looked_after, 1)
         by_time = not self.every and now - self._saved > 60 * self.minutes
         row = [float(bool(self.stopping.asked)), float(by_time), _ANSWERS.index(self.saver.answered()), seconds]
+        row += self.stragglers.row(done - self._looked_after)
         table = gather_rows(
             torch.tensor(row, dtype=torch.float64, device=self.engine.device), self.engine.mesh.world
         ).tolist()
         slowest = max(row[3] for row in table)
+        self.stragglers.look([row[4:] for row in table])
         self._looked, self._looked_after = now, done
         self._look_at = done + max(1, min(MOST_STEPS, int(LOOK_S / max(slowest, 1e-9))))
         if all(row[2] for row in table) or any(row[2] == _ANSWERS.index("badly") for row in table):
@@ -193,6 +204,8 @@ class Keeper:
     def _save(self, first_loss: float | None) -> None:
         assert self.saver is not None
         self._finish_save()
+        if self.check is not None:  # what is wrong is not to be kept
+            self.check()
         self._saved = time.monotonic()
         fields = {
             "data": None if self.loader is None else self.loader.state_dict(),
@@ -200,7 +213,9 @@ class Keeper:
             "run": {"first_loss": first_loss, "name": self.job.name},
         }
         try:
+            began = time.perf_counter()
             self.saver.save(fields)
+            self.stalls_s.append(time.perf_counter() - began)
             self._saves += 1
             self._waited_for = False
         except RunError as error:
@@ -237,6 +252,17 @@ class Keeper:
             self._save(first_loss)
             if self.saver is not None:
                 self._finish_save(final=True)
+
+    def cost(self) -> dict[str, Any] | None:
+        """What checkpoints cost: saves, seconds that one stopped a step (the first makes buffers), bytes written."""
+        if len(self.stalls_s) < 2 or self.saver is None:
+            return None
+        return {
+            "saves": len(self.stalls_s),
+            "first_stall_s": self.stalls_s[0],
+            "stall_s": median(self.stalls_s[1:]),
+            "bytes": self.saver.total_bytes,
+        }
 
     def close(self) -> None:
         """Let go of signals and of the writer."""

@@ -350,6 +350,7 @@ class _Rank:
             **self.speed.of(int(samples), timed),
             "flops_convention": self._convention(),
             "pace_us": self._pace(),
+            "checkpoints": self.keeper.cost(),
             "memory": gather_json(memory_of(self.engine), everybody(), self.engine.device),
             "weights": str(self.job.folder / WEIGHTS),
             "notices": [*self.job.effective.notes, *self.engine.notices],

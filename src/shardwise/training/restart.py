@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.checkpoint import publish
+from shardwise.checkpoint.background import ALONE_S
 from shardwise.errors import RefusedPlan, RunError
 from shardwise.layout.elastic import smaller
 from shardwise.observe import write_json
@@ -31,6 +32,7 @@ from shardwise.training.resume import CHECKPOINTS
 JOURNAL = "journal.jsonl"
 FIRST_WAIT_S = 1.0
 MOST_WAIT_S = 60.0
+WRITERS_S = ALONE_S + 5.0
 Launch = Callable[[Job], dict[str, Any]]
 
 
@@ -46,6 +48,7 @@ def until_done(job: Job, launch: Launch) -> dict[str, Any]:
         try:
             summary = launch(attempts.job)
         except RunError as error:
+            attempts.let_writers_end()
             entry = attempts.entry(began, from_step, error)
             why_not = attempts.why_not(entry, error)
             if why_not:
@@ -75,6 +78,12 @@ class _Attempts:
     def checkpoint(self) -> Path | None:
         """The newest checkpoint of this run."""
         return next(iter(publish.scan(self.job.folder / CHECKPOINTS)), None)
+
+    def let_writers_end(self) -> None:
+        """Wait for a checkpoint that the dead ranks' writers are about to publish, or give up."""
+        until = time.monotonic() + WRITERS_S
+        while time.monotonic() < until and any((self.job.folder / CHECKPOINTS).glob("step-*.tmp-*")):
+            time.sleep(0.05)
 
     def saved_step(self) -> int:
         """Steps that would not be taken again."""

@@ -16,7 +16,8 @@ STOPPED = "stopped.json"  # in a run's folder: it was asked to stop
 AUTO, NEW = "auto", "new"
 # what may be another from one start to the next without a word: it changes nothing that is trained
 _SILENT = re.compile(
-    r"train\.(out|name|log_every|sinks|profile_steps|cluster|checkpoint_\w+|\w+_deadline|restarts|min_ranks|device|"
+    r"train\.(out|name|log_every|sinks|profile_steps|cluster|checkpoint_\w+|\w+_deadline|restarts|min_ranks|check_replicas|"
+    r"device|"
     r"workers)"
 )
 

@@ -15,6 +15,7 @@ from typing import Any
 from shardwise.config import Config, Effective, Given, from_table, load
 from shardwise.config.schema import TrainSection
 from shardwise.errors import InputError, RefusedPlan, Stopped
+from shardwise.guard.diagnose import Deadlines
 from shardwise.layout import Plan, check
 from shardwise.layout.elastic import smaller
 from shardwise.progress import line
@@ -224,7 +225,6 @@ def _here(job: Job) -> dict[str, Any]:
 
 
 def _launched(job: Job) -> dict[str, Any]:
-    from shardwise.guard.diagnose import Deadlines
     from shardwise.ranks import launch
 
     def told(name: str) -> None:
@@ -252,7 +252,8 @@ def _joined(job: Job, forecast: dict[str, Any] | None, resume: str | None) -> Ru
     from shardwise.device import pick_device
     from shardwise.ranks import join
 
-    rank, _ = join()
+    config = job.effective.config.train
+    rank, _ = join(deadlines=Deadlines(config.start_deadline, config.step_deadline, config.save_deadline))
     device = pick_device("cpu" if job.effective.config.train.device == "cpu" else None)
     placed, error = job, ""
     if rank == 0:

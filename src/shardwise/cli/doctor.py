@@ -1,0 +1,242 @@
+"""`shardwise doctor`: whether this host can run ranks, in one paste for a report. Secrets are left out."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import resource
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import click
+
+from shardwise.cli.answer import Answer
+from shardwise.cli.options import common
+
+# what tells ranks where they are and how to talk; other variables are nobody's business
+_TOLD = re.compile(
+    r"^(RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|MASTER_\w+|OMP_\w+|MKL_\w+|CUDA_\w+|NCCL_\w+|GLOO_\w+|TORCH_\w+|"
+    r"TORCHELASTIC_\w+|PYTORCH_\w+|SLURM_(JOB_ID|NTASKS|NNODES|PROCID|LOCALID)|PMI_\w+|SHARDWISE_\w+|MALLOC_\w+)$"
+)
+_SECRET = re.compile(r"(?i)(key|token|secret|password|passwd|credential|auth|cookie)")
+_IN_URL = re.compile(r"(?<=://)[^/@\s]+@")
+LEAST_FILES = 1024
+LEAST_SHARED = 64 * 2**20
+LEAST_DISK = 2**30
+SMOKE_S = 120.0
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line: what was looked at, what was found, and what to do where it is not well."""
+
+    what: str
+    found: str
+    problem: str = ""
+
+
+@click.command()
+@click.option("--folder", type=click.Path(file_okay=False), default="runs", show_default=True, help="Where runs go.")
+@common
+@click.pass_obj
+def doctor(answer: Answer, folder: str) -> None:
+    """Look at this host before a run: versions, devices, memory, limits, disk, and two ranks that talk.
+
+    \b
+    shardwise doctor --folder /scratch/runs          where the runs are to go
+
+    Prints one block of text for a report; values of variables that may be secret are left out. Exit code 0 when all is
+    well, 1 when something is not.
+    """
+    checks = list(look(Path(folder)))
+    answer.fields["checks"] = [asdict(check) for check in checks]
+    bad = [check for check in checks if check.problem]
+    lines = [f"{'!!' if one.problem else 'ok'}  {one.what:16} {one.found}" for one in checks]
+    lines += ["", *(f"{one.what}: {one.problem}" for one in bad)] if bad else ["", "nothing is wrong here"]
+    answer.text = redacted("\n".join(lines))
+    answer.code = 1 if bad else 0
+
+
+def look(folder: Path) -> Iterator[Check]:
+    """Every check, in turn. What one of them raises is its finding."""
+    checks: tuple[tuple[str, Callable[[], Iterator[Check]]], ...] = (
+        ("versions", _versions),
+        ("environment", _environment),
+        ("devices", _devices),
+        ("host", _host),
+        ("limits", _limits),
+        ("shared memory", _shared_memory),
+        ("disk", lambda: _disk(folder)),
+        ("clock", _clock),
+        ("names", _names),
+        ("two ranks", _two_ranks),
+    )
+    for what, check in checks:
+        try:
+            yield from check()
+        except Exception as error:
+            yield Check(what, f"{type(error).__name__}: {error}", "this could not be looked at")
+
+
+def redacted(text: str) -> str:
+    """The text without what stands before an @ in an address, and with the home folder as ~."""
+    home = os.path.expanduser("~")
+    text = _IN_URL.sub("***@", text)
+    return text.replace(home, "~") if len(home) > 1 else text
+
+
+def _versions() -> Iterator[Check]:
+    found = {"python": platform.python_version()}
+    for name in ("torch", "shardwise", "numpy", "safetensors", "transformers"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    yield Check("versions", ", ".join(f"{name} {version}" for name, version in found.items()))
+    yield Check("platform", f"{platform.platform()}, glibc {platform.libc_ver()[1] or 'unknown'}")
+
+
+def _environment() -> Iterator[Check]:
+    told = {name: value for name, value in sorted(os.environ.items()) if _TOLD.match(name)}
+    shown = [f"{name}={'***' if _SECRET.search(name) else value}" for name, value in told.items()]
+    yield Check("environment", " ".join(shown) or "nothing set that ranks read")
+    from shardwise.ranks import here
+
+    place = here()
+    where = "none: `train` starts ranks itself" if place is None else f"{place.launcher}, rank {place.rank}"
+    yield Check("launcher", where)
+
+
+def _devices() -> Iterator[Check]:
+    import torch
+
+    if not torch.cuda.is_available():
+        built = "torch is built without CUDA" if torch.version.cuda is None else f"CUDA {torch.version.cuda}, no device"
+        yield Check("devices", f"CPU ({built})")
+        return
+    for index in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(index)
+        problem = "less than half of its memory is free: another process uses it" if free < total / 2 else ""
+        name = torch.cuda.get_device_name(index)
+        yield Check(f"cuda:{index}", f"{name}, {free / 1e9:.1f} of {total / 1e9:.1f} GB free", problem)
+    if torch.cuda.device_count() > 1:
+        pairs = [torch.cuda.can_device_access_peer(0, other) for other in range(1, torch.cuda.device_count())]
+        yield Check("links", "devices reach each other directly" if all(pairs) else "through the host's memory")
+
+
+def _host() -> Iterator[Check]:
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    load = os.getloadavg()[0]
+    problem = f"{load:.1f} processes want {cpus} CPU(s): steps will be slow and uneven" if load > 2 * cpus else ""
+    yield Check("host", f"{cpus} CPUs, load {load:.1f}, {free / 1e9:.1f} of {whole / 1e9:.1f} GB free", problem)
+
+
+def _limits() -> Iterator[Check]:
+    files, processes = resource.getrlimit(resource.RLIMIT_NOFILE)[0], resource.getrlimit(resource.RLIMIT_NPROC)[0]
+    problem = "each pair of ranks needs connections, and each reader a few files: ulimit -n 65536"
+    low = files != resource.RLIM_INFINITY and files < LEAST_FILES
+    yield Check("open files", _number(files), problem if low else "")
+    yield Check("processes", _number(processes))
+    yield Check("locked memory", _number(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]))
+
+
+def _number(value: int) -> str:
+    return "unlimited" if value == resource.RLIM_INFINITY else str(value)
+
+
+def _shared_memory() -> Iterator[Check]:
+    if not os.path.isdir("/dev/shm"):
+        yield Check("shared memory", f"no /dev/shm: {tempfile.gettempdir()} is used")
+        return
+    free = shutil.disk_usage("/dev/shm").free
+    problem = "readers' processes and the ranks' records lie there: give a container --shm-size=1g"
+    yield Check("shared memory", f"{free / 1e6:.0f} MB free", problem if free < LEAST_SHARED else "")
+
+
+def _disk(folder: Path) -> Iterator[Check]:
+    near = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
+    free = shutil.disk_usage(near).free
+    problem = (
+        f"less than {LEAST_DISK / 1e9:.1f} GB is free in {near}: checkpoints may not fit" if free < LEAST_DISK else ""
+    )
+    with tempfile.TemporaryFile(dir=near) as file:
+        began = time.perf_counter()
+        file.write(os.urandom(2**20))
+        file.flush()
+        os.fsync(file.fileno())
+        took = time.perf_counter() - began
+    yield Check(
+        "disk",
+        f"{free / 1e9:.1f} GB free in {near}, 1 MB synced in {1e3 * took:.0f} ms",
+        problem if free < LEAST_DISK else "",
+    )
+
+
+def _clock() -> Iterator[Check]:
+    source = Path("/sys/devices/system/clocksource/clocksource0/current_clocksource")
+    name = source.read_text().strip() if source.exists() else "unknown"
+    began, wall = time.monotonic(), time.time()
+    time.sleep(0.2)
+    drift = abs((time.time() - wall) - (time.monotonic() - began))
+    problem = (
+        "the clock was set while this looked: times in logs of several hosts will not agree" if drift > 0.05 else ""
+    )
+    yield Check("clock", f"source {name}, {time.strftime('%Y-%m-%dT%H:%M:%S%z')}", problem)
+
+
+def _names() -> Iterator[Check]:
+    name = socket.gethostname()
+    began = time.perf_counter()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError as error:
+        yield Check("names", f"{name}: {error}", "other hosts must find this one by its name: set MASTER_ADDR")
+        return
+    took = time.perf_counter() - began
+    problem = "asking for a name takes seconds, and every connection asks" if took > 1.0 else ""
+    yield Check("names", f"{name} is {address}, found in {1e3 * took:.0f} ms", problem)
+
+
+def _two_ranks() -> Iterator[Check]:
+    from shardwise.ranks import RankPool
+
+    began = time.perf_counter()
+    with RankPool(quiet=True) as pool:
+        rows: list[Any] = pool.run(talk, 2, timeout_s=SMOKE_S)
+    took = time.perf_counter() - began
+    rate = min(row["bytes_per_s"] for row in rows)
+    wrong = any(row["sum"] != 3.0 for row in rows)
+    yield Check(
+        "two ranks",
+        f"up and done in {took:.1f} s; all-reduce {1e6 * max(row['latency_s'] for row in rows):.0f} µs, "
+        f"{rate / 1e9:.2f} GB/s",
+        "the sum over two ranks is wrong" if wrong else "",
+    )
+
+
+def talk() -> dict[str, float]:
+    """On a rank: a sum, the time of a small all-reduce, the rate of a large one."""
+    import torch
+    import torch.distributed as dist
+
+    value = torch.tensor([float(dist.get_rank() + 1)])
+    dist.all_reduce(value)
+    small, large = torch.ones(1), torch.ones(2**20)
+    times = []
+    for tensor, count in ((small, 50), (large, 5)):
+        dist.barrier()
+        began = time.perf_counter()
+        for _ in range(count):
+            dist.all_reduce(tensor)
+        times.append((time.perf_counter() - began) / count)
+    return {"sum": float(value), "latency_s": times[0], "bytes_per_s": 4 * 2**20 / times[1]}

@@ -1,0 +1,123 @@
+"""The process that watches the ranks of one host that a launcher started. Without torch.
+
+    join -> each rank: record-N, stacks-N in a folder in memory; the first of them starts this process
+    here -> looks twice a second; on a hang: one report on stderr with all stacks, then the ranks are ended
+         -> when all ranks have ended: the folder is removed, and this process ends
+
+Where a rank has died, its launcher is given a while to end the others before this does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from shardwise.guard.diagnose import Deadlines, Finding, Watch
+from shardwise.guard.records import Reader
+from shardwise.guard.stacks import ask, process_state, readable
+
+LOOK_S = 0.5
+LAUNCHER_S = 15.0  # after a death: time for the launcher to end the others
+STACKS_S = 3.0
+TERM_S = 3.0
+_PROGRAM = "import sys; from shardwise.guard.watcher import serve; serve(sys.argv[1], sys.argv[2])"
+
+
+def start(folder: str, deadlines: Deadlines | None) -> None:
+    """Start the process for the ranks that have their records in this folder."""
+    told = json.dumps(None if deadlines is None else [deadlines.start_s, deadlines.step_s, deadlines.save_s])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    subprocess.Popen(
+        [sys.executable, "-P", "-c", _PROGRAM, folder, told],
+        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=environment, start_new_session=True,
+    )  # fmt: skip
+
+
+def serve(folder: str, told: str) -> None:
+    """The process's own side."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)  # it ends with its ranks
+    limits = json.loads(told)
+    readers: dict[int, Reader] = {}
+    watch = Watch(readers, None if limits is None else Deadlines(*limits))
+    until = time.monotonic() + 60.0  # for the first rank to come
+    try:
+        while True:
+            time.sleep(LOOK_S)
+            _add_new(Path(folder), readers)
+            ranks = watch.see()
+            alive = {rank: seen.pid for rank, seen in ranks.items() if _lives(seen.pid)}
+            if not alive and (ranks or time.monotonic() > until):
+                return
+            found = watch.look(time.monotonic(), set(ranks) - set(alive))
+            died = {rank for rank, seen in ranks.items() if rank not in alive and not seen.ended}
+            if found is not None and died and not _still_there(alive):
+                return
+            if found is not None:
+                _report(found, alive, Path(folder))
+                _end(alive)
+                return
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _add_new(folder: Path, readers: dict[int, Reader]) -> None:
+    for path in folder.glob("record-*"):
+        rank = int(path.name.partition("-")[2])
+        if rank not in readers:
+            readers[rank] = Reader(path)
+
+
+def _lives(pid: int) -> bool:
+    return process_state(pid) not in ("", "Z", "X")
+
+
+def _still_there(alive: dict[int, int]) -> bool:
+    """Whether any of these is there after the launcher had its time."""
+    until = time.monotonic() + LAUNCHER_S
+    while time.monotonic() < until:
+        if not any(map(_lives, alive.values())):
+            return False
+        time.sleep(LOOK_S)
+    return True
+
+
+def _report(found: Finding, alive: dict[int, int], folder: Path) -> None:
+    """One report on stderr."""
+    for pid in alive.values():
+        ask(pid)
+    files = {rank: folder / f"stacks-{rank}" for rank in alive}
+    until = time.monotonic() + STACKS_S
+    while time.monotonic() < until and not all(path.exists() and path.stat().st_size for path in files.values()):
+        time.sleep(0.05)
+        if time.monotonic() > until - STACKS_S / 2:
+            for rank, pid in alive.items():
+                if process_state(pid) in ("T", "t") and not files[rank].stat().st_size:
+                    os.kill(pid, signal.SIGCONT)
+    time.sleep(0.1)
+    lines = [f"shardwise: this run hangs: {found.text()}"]
+    for rank, path in sorted(files.items()):
+        dump = path.read_text(errors="replace") if path.exists() else ""
+        text = readable(dump, (), ("in _beats",), ("shardwise/comm/recording.py",))
+        lines.append(f"rank {rank} was here:\n{text or '(no Python stack: the rank did not answer)'}")
+    sys.stderr.write("\n" + "\n".join(lines) + "\n")
+    sys.stderr.flush()
+
+
+def _end(alive: dict[int, int]) -> None:
+    """SIGTERM, then SIGKILL, to the ranks of this host."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for pid in alive.values():
+            if _lives(pid):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
+        until = time.monotonic() + TERM_S
+        while time.monotonic() < until and any(map(_lives, alive.values())):
+            time.sleep(0.05)

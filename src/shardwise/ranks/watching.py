@@ -1,0 +1,62 @@
+"""Ranks that a launcher started are watched by a process of their host (`guard.watcher`)."""
+
+from __future__ import annotations
+
+import atexit
+import socket
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from shardwise.guard import points, watcher
+from shardwise.guard.diagnose import Deadlines
+from shardwise.guard.records import Record, memory_folder
+from shardwise.guard.stacks import answer_with_stacks
+
+BEAT_S = 1.0
+
+
+def be_watched(deadlines: Deadlines | None) -> None:
+    """Begin this rank's record; the first rank of each host starts the watcher. Once in a process.
+
+    deadlines   None: only what can never go on ends the run
+    """
+    import torch.distributed as dist
+
+    if points.record() is not None or dist.get_world_size() == 1:
+        return
+    from shardwise.comm import recording
+
+    store = dist.PrefixStore("shardwise-watch", dist.distributed_c10d._get_default_store())
+    host, rank, world = socket.gethostname(), dist.get_rank(), dist.get_world_size()
+    if store.add(f"{host}/first", 1) == 1:
+        folder = tempfile.mkdtemp(prefix="shardwise-", dir=memory_folder())
+        watcher.start(folder, deadlines)
+        store.set(f"{host}/folder", folder)
+    folder = store.get(f"{host}/folder").decode()
+    try:
+        answer_with_stacks(_kept(Path(folder) / f"stacks-{rank}"))
+        record = Record(Path(folder) / f"record-{rank}", rank, world)
+    except OSError:  # a container of its own under the same name, or no space: torch's timeout is left
+        return
+    points.have(record)
+    recording.begin(record)
+    threading.Thread(target=_beats, args=(record,), name="beats", daemon=True).start()
+    atexit.register(record.ended, True)
+
+
+_files: list[Any] = []
+
+
+def _kept(path: Path) -> Any:
+    """A file that stays open as long as the process, for faulthandler knows its number alone."""
+    _files.append(path.open("w"))
+    return _files[-1]
+
+
+def _beats(record: Record) -> None:
+    while True:
+        time.sleep(BEAT_S)
+        record.beat()
