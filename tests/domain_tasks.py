@@ -65,7 +65,7 @@ class Normed(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.second = nn.Linear(3, 8), nn.Linear(8, 2)
+        self.first, self.second = nn.Linear(3, 8, bias=False), nn.Linear(8, 2)
         self.norm, self.drop = nn.BatchNorm2d(8), nn.Dropout2d(0.25)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -215,3 +215,183 @@ class UNet3D(nn.Module):
 
 def unet_3d() -> Task:
     return _task(UNet3D, _fields(1, 7, 9, 6, samples=2, out=1))
+
+
+class Attention(nn.Module):
+    """Of tokens (B, S, C), among themselves."""
+
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.norm, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        b, s, c = x.shape
+        q, k, v = self.qkv(self.norm(x)).view(b, s, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        a = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        x = x + self.out(a.transpose(1, 2).reshape(b, s, c))
+        return x + self.mlp(self.second(x))
+
+
+class ViT(nn.Module):
+    """Tokens of patches with learned positions, a mean over them, classes."""
+
+    def __init__(self, extents: tuple[int, int] = (25, 20), patch: int = 5):
+        super().__init__()
+        self.patches = nn.Conv2d(3, 8, patch, patch)
+        self.places = nn.Parameter(torch.randn(1, (extents[0] // patch) * (extents[1] // patch), 8) * 0.02)
+        self.blocks = nn.ModuleList(Attention(8, 2) for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.patches(x).flatten(2).transpose(1, 2) + self.places
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x).mean(1))
+
+
+def vit() -> Task:
+    return _task(ViT, _pictures(25, 20), _classes)
+
+
+class Swin(nn.Module):
+    """Attention within windows of 4 x 4, the second time shifted by 2, and a head of each cell."""
+
+    window, shift = 4, 2
+
+    def __init__(self, extents: tuple[int, int]):
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 2, 1)
+        self.blocks = nn.ModuleList(Attention(8, 2) for _ in range(2))
+        h, w = extents
+        place = torch.zeros(1, h, w, 1)
+        regions = (slice(0, -self.window), slice(-self.window, -self.shift), slice(-self.shift, None))
+        for number, (rows, columns) in enumerate((r, c) for r in regions for c in regions):
+            place[:, rows, columns] = number
+        apart = self._windows(place).squeeze(-1)
+        self.register_buffer("mask", (apart[:, None, :] == apart[:, :, None])[:, None])  # (windows, 1, 16, 16)
+
+    def _windows(self, x: torch.Tensor) -> torch.Tensor:
+        b, h, w, c = x.shape
+        n = self.window
+        return x.view(b, h // n, n, w // n, n, c).permute(0, 1, 3, 2, 4, 5).reshape(-1, n * n, c)
+
+    def _together(self, windows: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        b, h, w, c = shape
+        n = self.window
+        return windows.view(b, h // n, w // n, n, n, c).permute(0, 1, 3, 2, 4, 5).reshape(b, h, w, c)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x).permute(0, 2, 3, 1)
+        x = self._together(self.blocks[0](self._windows(x)), x.shape)
+        x = torch.roll(x, (-self.shift, -self.shift), (1, 2))
+        x = self._together(self.blocks[1](self._windows(x), self.mask.repeat(x.shape[0], 1, 1, 1)), x.shape)
+        x = torch.roll(x, (self.shift, self.shift), (1, 2))
+        return self.head(x.permute(0, 3, 1, 2))
+
+
+def swin() -> Task:
+    return _task(lambda: Swin((16, 24)), _fields(3, 16, 24, samples=2))
+
+
+class Spectral(nn.Module):
+    """Products of the lowest modes with weights of their own, and a product of channels."""
+
+    def __init__(self, width: int, modes: int):
+        super().__init__()
+        self.modes = modes
+        self.weight = nn.Parameter(torch.randn(2, width, width, modes, modes, 2) / width)
+        self.beside = nn.Conv2d(width, width, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        spectrum = torch.fft.rfft2(x)
+        weight, m = torch.view_as_complex(self.weight), self.modes
+        out = torch.zeros_like(spectrum)
+        out[:, :, :m, :m] = torch.einsum("bixy,ioxy->boxy", spectrum[:, :, :m, :m], weight[0])
+        out[:, :, -m:, :m] = torch.einsum("bixy,ioxy->boxy", spectrum[:, :, -m:, :m], weight[1])
+        return F.gelu(torch.fft.irfft2(out, s=x.shape[-2:]) + self.beside(x))
+
+
+class FNO(nn.Module):
+    """With the cells' places beside the field, made from its shape."""
+
+    def __init__(self):
+        super().__init__()
+        self.lift, self.head = nn.Conv2d(5, 4, 1), nn.Conv2d(4, 2, 1)
+        self.layers = nn.Sequential(Spectral(4, 3), Spectral(4, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, _, h, w = x.shape
+        rows = torch.linspace(0, 1, h, dtype=x.dtype).view(1, 1, h, 1).expand(b, 1, h, w)
+        columns = torch.linspace(0, 1, w, dtype=x.dtype).view(1, 1, 1, w).expand(b, 1, h, w)
+        return self.head(self.layers(self.lift(torch.cat([x, rows, columns], 1))))
+
+
+def fno() -> Task:
+    return _task(FNO, _fields(3, 13, 18, samples=2))
+
+
+def _segments(logits: torch.Tensor, batch: dict) -> tuple:
+    """Of classes of cells, at the target's size, without those that are not labelled."""
+    logits = F.interpolate(logits, size=batch["label"].shape[-2:], mode="bilinear", align_corners=False)
+    loss = F.cross_entropy(logits, batch["label"], reduction="sum", ignore_index=4)
+    return loss, (batch["label"] != 4).sum()
+
+
+def segformer() -> Task:
+    from transformers import SegformerConfig, SegformerForSemanticSegmentation
+
+    def model() -> nn.Module:
+        return SegformerForSemanticSegmentation(SegformerConfig(
+            num_encoder_blocks=2, depths=[1, 1], sr_ratios=[2, 1], hidden_sizes=[4, 8], patch_sizes=[7, 3],
+            strides=[4, 2], num_attention_heads=[1, 2], mlp_ratios=[2, 2], decoder_hidden_size=8, num_labels=4,
+            hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, classifier_dropout_prob=0.1,
+        ))  # fmt: skip
+
+    def batch(step: int) -> dict:
+        draws = torch.Generator().manual_seed(step)
+        return {
+            "x": torch.randn(2, 3, 40, 32, generator=draws),
+            "label": torch.randint(5, (2, 40, 32), generator=draws),
+        }
+
+    return _task(model, batch, lambda output, batch: _segments(output.logits, batch))
+
+
+def convnext() -> Task:
+    from transformers import ConvNextConfig, ConvNextForImageClassification
+
+    def model() -> nn.Module:
+        return ConvNextForImageClassification(
+            ConvNextConfig(num_stages=2, hidden_sizes=[4, 8], depths=[1, 1], num_labels=5, drop_path_rate=0.0)
+        )
+
+    return _task(model, _pictures(45, 38), lambda output, batch: _classes(output.logits, batch))
+
+
+class Rollout(nn.Module):
+    """A step that is fed its own result; every state is returned."""
+
+    def __init__(self, steps: int):
+        super().__init__()
+        self.steps = steps
+        self.first, self.second = nn.Conv2d(2, 6, 3, padding=1, padding_mode="circular"), nn.Conv2d(6, 2, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        states = []
+        for _ in range(self.steps):
+            x = x + self.second(self.first(x).tanh())
+            states.append(x)
+        return torch.stack(states, 1)
+
+
+def _weighted_states(states: torch.Tensor, batch: dict) -> tuple:
+    weights = torch.tensor([0.7**k for k in range(states.shape[1])], dtype=states.dtype)
+    each = (states - batch["y"][:, None]).square().mean((-3, -2, -1))
+    return (each * weights).sum(), float(states.shape[0])
+
+
+def rollout() -> Task:
+    return _task(lambda: Rollout(4), _fields(2, ROWS, COLUMNS, samples=2), _weighted_states)

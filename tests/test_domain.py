@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import domain_tasks
 import pytest
 import torch
 
-from shardwise import Domain, verify
+from shardwise import Domain, parallelize, verify
+from shardwise.checkpoint.load import restore
+from shardwise.checkpoint.save import Saver
 from shardwise.errors import InputError
 from shardwise.layout import Plan
 from shardwise.mesh import build_mesh
@@ -15,14 +20,16 @@ from shardwise.part.positions import Positions
 PLANS = (
     "domain=2", "domain=1x3", "domain=2x2", "domain=3x2", "domain=2,dp_replicate=2,accumulate=2",
     "domain=1x2,dp_shard=2,zero=1", "domain=2,zero=2", "domain=2x2,zero=3", "domain=2,tp=2",
-    "domain=2,zero=3,remat=full",
+    "domain=2,zero=3,remat=full", "domain=2x2,pp=2", "domain=1x2,tp=2,dp_shard=2,zero=2",
+    "domain=3,zero=1,accumulate=2",
 )  # fmt: skip
-TASKS = ("point_wise", "weighted", "normed", "channels_last", "resnet")
+TASKS = ("point_wise", "weighted", "normed", "channels_last", "resnet", "vit", "rollout", "convnext")
 
 
 def _walk() -> list[tuple[str, str]]:
     """Every plan and every task at least once."""
-    return [(TASKS[place % len(TASKS)], plan) for place, plan in enumerate(PLANS)]
+    pairs = zip(TASKS * 2, PLANS[3:] + PLANS[:3], strict=False)
+    return [("resnet" if "pp=" in plan else task, plan) for task, plan in pairs]
 
 
 @pytest.mark.parametrize(("task", "plan"), _walk())
@@ -52,6 +59,38 @@ def test_every_task_on_tiles_equals_one_process(pool, task: str, plan: str) -> N
 def test_what_cannot_be_tiled_is_refused(pool, task: str, plan: str, reason: str) -> None:
     found = verify(task, plan, pool=pool)
     assert not found.parity and reason in found.refused, found.text()
+
+
+def _run(plan: str, folder: str, first: int) -> tuple[list[float], tuple[float, float], Any]:
+    """Losses of the steps up to the fourth, the second of which is saved or gone on from; then an evaluation and
+    outputs.
+    """
+    engine = parallelize(domain_tasks.normed(), f"{plan},precision=fp64", randomness="global")
+    make, losses = domain_tasks.normed().batch, []
+    saver = Saver(engine, folder)
+    if first:
+        restore(engine, folder)
+    for step in range(first, 4):
+        losses.append(engine.step(make(step)).loss)
+        if step == 1:
+            saver.save({})
+    saver.finish()
+    saver.close()
+    found = engine.evaluate([make(7), make(8)]), next(iter(engine.predict([make(9)])))
+    engine.close()
+    return losses, *found
+
+
+def test_runs_on_tiles_are_gone_on_from_on_others(pool, tmp_path) -> None:
+    alone = pool.run(_run, 1, "accumulate=1", str(tmp_path / "alone"), 0)[0]
+    tiles = pool.run(_run, 4, "domain=2x2,zero=1", str(tmp_path / "tiles"), 0)
+    others = pool.run(_run, 3, "domain=1x3", str(tmp_path / "tiles"), 2)
+    for (losses, evaluated, _), steps in ((tiles[0], slice(0, 4)), (tiles[3], slice(0, 4)), (others[1], slice(2, 4))):
+        assert losses == pytest.approx(alone[0][steps], rel=1e-12)
+        assert evaluated == pytest.approx(alone[1], rel=1e-12)
+    for first in (tiles[0], others[0]):
+        torch.testing.assert_close(first[2], alone[2], rtol=1e-12, atol=1e-12)
+    assert all(outputs is None for _, _, outputs in (*tiles[1:], *others[1:]))
 
 
 def _draws() -> tuple[torch.Tensor, float]:

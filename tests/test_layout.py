@@ -316,7 +316,6 @@ TRIGGERS: dict[str, list[str]] = {
     ],
     "remat with a schedule that splits backwards": ["pp=2,schedule=zbh1,remat=full"],
     "zero = 3 with a schedule that splits backwards": ["pp=2,dp_shard=2,schedule=zbv"],
-    "domain with pp > 1": ["domain=1x2,pp=2"],
     "domain with ep > 1": ["domain=2,dp_shard=2,ep=2"],
     "cp, cp_ulysses or domain with compile": ["cp_ulysses=2,compile=true", "domain=2,compile=true"],
     "domain with cp or cp_ulysses": ["domain=2,cp=2", "domain=2x2,cp_ulysses=2"],

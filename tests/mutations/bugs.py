@@ -339,9 +339,9 @@ SEQUENCE = [
 D = "domain_tasks:"
 
 DOMAIN = [
-    bug("gradients are summed over the first dim's tiles alone", "mesh:build_mesh",
-        '_together("gradients", ("dp_replicate", "dp_shard", *INNER)',
-        '_together("gradients", ("dp_replicate", "dp_shard", *INNER[:1])', D + "resnet", "domain=2x2"),
+    bug("gradients are summed over data ranks, not over tiles", "engine.recipe:_whole_module",
+        "Replicate(named, mesh.gradients, precision)", "Replicate(named, mesh.data, precision)", D + "resnet",
+        "domain=2x2"),
     bug("every tile counts the loss and its weight", "step.control:Tally.row",
         "value * self.counts for value in values", "value for value in values", D + "weighted", "domain=2"),
     bug("gradients that all tiles have count for each of a column", "part.sums:summand",
@@ -354,7 +354,7 @@ DOMAIN = [
     bug("windows of tiles that are not the first reach one row far", "parallel.domain.maps:Sliding.reach",
         "return start * self.stride - self.before, (stop - 1) * self.stride",
         "return start * self.stride - self.before + (start > 0), (start > 0) + (stop - 1) * self.stride", D + "resnet",
-        "domain=2"),
+        "domain=5"),
     bug("beyond the field's edge a tile finds what it finds inside", "part.moves:fetch",
         "pieces.insert(0, local.new_full(_with(shape, dim, before), fill))",
         "pieces.insert(0, pieces[axis.index].narrow(dim, 0, before))", D + "resnet", "domain=2x2"),

@@ -49,12 +49,6 @@ def _can_be_made(name: str, ranks: int, microbatches: int, per_rank: int) -> boo
 
 RULES: tuple[Rule, ...] = (
     Rule(
-        "domain with pp > 1",
-        "not built",
-        "stages exchange whole activations, which the ranks of tiles hold in shares of several dims",
-        lambda p: p.tiles > 1 and p.pp > 1,
-    ),
-    Rule(
         "domain with ep > 1",
         "not built",
         "experts are given the rows of a rank, which is one run of positions and no tile",

@@ -26,7 +26,7 @@ def candidates(
     batch: Any, samples: int, tiles: tuple[Axis | None, ...], names: tuple[str, ...], spatial: Domain | None,
     given: Collection[int],
 ) -> Iterator[Candidate]:  # fmt: skip
-    """Each set of extents that tensors of the batch have in common, the model's inputs first.
+    """Each set of extents that the model's inputs have, with all tensors of the batch that have it too.
 
     tiles  for each dim of space from the first one on: the axis that cuts it, None where it stays whole
     given  ids of the leaves that the model is given
@@ -37,8 +37,9 @@ def candidates(
             f"domain={'x'.join(str(axis.size if axis else 1) for axis in tiles)} tiles {len(tiles)} dims, and "
             f"Task.spatial names {len(spatial.dims)}: {spatial.told()}"
         )
-    ordered = sorted((leaf for leaf in leaves if _is_field(leaf, samples)), key=lambda leaf: id(leaf) not in given)
-    wanted = [extents for leaf in ordered for extents in _extents(leaf, len(tiles), spatial)]
+    fields = [leaf for leaf in leaves if _is_field(leaf, samples)]
+    asked = [leaf for leaf in fields if id(leaf) in given] or fields  # else the model is given what is made of them
+    wanted = [extents for leaf in asked for extents in _extents(leaf, len(tiles), spatial)]
     for extents in dict.fromkeys(wanted):
         dims = [_dims(leaf, extents, spatial) if _is_field(leaf, samples) else () for leaf in leaves]
         cuts = tuple(_cuts(along, tiles) for along in dims)

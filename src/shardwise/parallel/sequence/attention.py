@@ -57,7 +57,7 @@ def attend(
     if _cut_over(query, axis) is None:  # a few whole queries of cut keys: all ranks would compute the same
         key, value = whole_over_axis(key, axis), whole_over_axis(value, axis)
         return attend(query, key, value, attn_mask, **options)
-    if axis.name == "cp_ulysses" or dropout_p:
+    if axis.name == "cp_ulysses" or dropout_p or len(_axes(query)) > 1:  # a ring over one axis, the outermost
         return _by_heads(query, key, value, attn_mask, axis, options)
     return ring_attention(query, key, value, attn_mask, axis, is_causal=is_causal, scale=scale)
 
@@ -169,8 +169,13 @@ def _levels(tensor: torch.Tensor) -> list[Part]:
 
 def _innermost(tensor: torch.Tensor) -> Axis | None:
     """The innermost axis over which the positions of queries, keys or values are cut."""
-    axes = [part.axis for part in _levels(tensor) if part.dim_cut == POSITIONS and part.axis.positions]
+    axes = _axes(tensor)
     return axes[-1] if axes else None
+
+
+def _axes(tensor: torch.Tensor) -> list[Axis]:
+    """All of them: two where tiles of two dims are tokens."""
+    return [part.axis for part in _levels(tensor) if part.dim_cut == POSITIONS and part.axis.positions]
 
 
 def _cut_over(tensor: torch.Tensor, axis: Axis) -> Part | None:
