@@ -60,6 +60,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "show": {"schedule": None, "microbatches": None, "stages": None, "bubble": None, "live": [], "rows": [], **COMMON},
     "checkpoint": {"checkpoint": None, **COMMON},
     "doctor": {"checks": [], **COMMON},
+    "report": {"file": None, "runs": [], **COMMON},
     "config": {"config": None, "sources": None, **COMMON},
 }
 

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 import shardwise
-from shardwise.cli import foresee, run_script
+from shardwise.cli import foresee, report, run_script
 from shardwise.cli.answer import Answer, Ended, quiet_stdout, speaks
 from shardwise.cli.checkpoint import checkpoint
 from shardwise.cli.completion import ASKED, answer_shell, completion
@@ -333,6 +333,7 @@ main.add_command(checkpoint)
 main.add_command(completion)
 main.add_command(run_script.run)
 main.add_command(doctor)
+main.add_command(report.report)
 for command in (foresee.plan, foresee.simulate, foresee.compare, foresee.probe):
     main.add_command(command)
 

@@ -1,0 +1,108 @@
+"""Charts as SVG text: lines over steps, and bars dealt to parts. Colours are the page's, so that both looks fit."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Sequence
+
+WIDE, HIGH = 560, 240  # of a chart, in its own units: it is drawn as wide as the page lets it
+LEFT, RIGHT, TOP, BOTTOM = 58, 10, 10, 26
+POINTS = 300  # of a line at most; each is the mean of the steps around it
+Points = list[tuple[float, float]]
+
+
+def thinned(points: Points) -> Points:
+    """At most `POINTS` means of neighbours."""
+    if len(points) <= POINTS:
+        return points
+    found = []
+    for at in range(POINTS):
+        part = points[len(points) * at // POINTS : len(points) * (at + 1) // POINTS]
+        found.append((part[-1][0], sum(value for _, value in part) / len(part)))
+    return found
+
+
+def number(value: float) -> str:
+    """`1.25k`, `0.0312`: three digits."""
+    for factor, suffix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= factor:
+            return f"{value / factor:.3g}{suffix}"
+    return f"{value:.3g}"
+
+
+def ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """Round numbers from `low` to `high`."""
+    if not high > low:
+        return [low]
+    raw = (high - low) / count
+    scale = 10 ** math.floor(math.log10(raw))
+    step = next(scale * factor for factor in (1, 2, 5, 10) if scale * factor >= raw)
+    first = math.ceil(low / step - 1e-9)
+    return [step * at for at in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def lines(series: Sequence[tuple[int, str, Points]], what: str, *, dots: bool = False) -> str:
+    """A chart of several lines over steps: (colour, name, points); empty text where nothing can be drawn."""
+    drawn = [(colour, name, thinned(points)) for colour, name, points in series if points]
+    xs = [x for _, _, points in drawn for x, _ in points]
+    ys = sorted(y for _, _, points in drawn for _, y in points if math.isfinite(y))
+    if not ys:
+        return ""
+    left, right = min(xs), max(max(xs), min(xs) + 1)
+    low, high = ys[0], ys[-1]
+    if low > 0 and low < high / 3:
+        low = 0.0
+    pad = 0.04 * (high - low) or abs(high) * 0.1 or 1.0
+    low, high = (low - pad if low else 0.0), high + pad
+
+    def x_of(x: float) -> float:
+        return LEFT + (WIDE - LEFT - RIGHT) * (x - left) / (right - left)
+
+    def y_of(y: float) -> float:
+        return TOP + (HIGH - TOP - BOTTOM) * (high - y) / (high - low)
+
+    parts = []
+    for tick in ticks(low, high):
+        y = y_of(tick)
+        parts.append(f"<line class='grid' x1='{LEFT}' x2='{WIDE - RIGHT}' y1='{y:.1f}' y2='{y:.1f}'/>")
+        parts.append(f"<text x='{LEFT - 6}' y='{y + 4:.1f}' text-anchor='end'>{number(tick)}</text>")
+    for tick in ticks(left, right):
+        parts.append(f"<text x='{x_of(tick):.1f}' y='{HIGH - 8}' text-anchor='middle'>{number(tick)}</text>")
+    for colour, name, points in drawn:
+        path = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in points if math.isfinite(y))
+        title = f"<title>{html.escape(name)}</title>"
+        parts.append(f"<polyline class='line c{colour}' points='{path}'>{title}</polyline>")
+        for x, y in points if dots or len(points) == 1 else ():
+            label = f"<title>{html.escape(name)}, step {x:g}: {y:.4g}</title>"
+            parts.append(f"<circle class='dot c{colour}' cx='{x_of(x):.1f}' cy='{y_of(y):.1f}' r='3'>{label}</circle>")
+    return (
+        f"<figure><figcaption>{html.escape(what)}</figcaption>"
+        f"<svg viewBox='0 0 {WIDE} {HIGH}' role='img' aria-label='{html.escape(what)}'>{''.join(parts)}</svg></figure>"
+    )
+
+
+def bars(rows: Sequence[tuple[str, dict[str, float]]], what: str, unit: str, colours: dict[str, int]) -> str:
+    """Horizontal bars on one scale, each dealt to named parts; empty text where all are 0."""
+    most = max((sum(parts.values()) for _, parts in rows), default=0.0)
+    if most <= 0:
+        return ""
+    drawn, row_high, label = [], 26, 150
+    for at, (name, parts) in enumerate(rows):
+        x, y = float(label), 4 + row_high * at
+        drawn.append(f"<text x='{label - 8}' y='{y + 14}' text-anchor='end'>{html.escape(name)}</text>")
+        for part, value in parts.items():
+            wide = (WIDE - label - 70) * value / most
+            title = f"<title>{html.escape(name)}: {html.escape(part)} {number(value)} {unit}</title>"
+            drawn.append(
+                f"<rect class='f{colours[part]}' x='{x:.1f}' y='{y}' width='{max(wide, 0):.1f}' height='18'>"
+                f"{title}</rect>"
+            )
+            x += wide
+        drawn.append(f"<text x='{x + 6:.1f}' y='{y + 14}'>{number(sum(parts.values()))} {unit}</text>")
+    key = "".join(f"<span><i class='k{colour}'></i>{html.escape(part)}</span>" for part, colour in colours.items())
+    return (
+        f"<figure><figcaption>{html.escape(what)}</figcaption><p class='key'>{key}</p>"
+        f"<svg viewBox='0 0 {WIDE} {row_high * len(rows) + 6}' role='img' aria-label='{html.escape(what)}'>"
+        f"{''.join(drawn)}</svg></figure>"
+    )

@@ -1,0 +1,80 @@
+"""What a run's folder holds, as far as it has come: read for a report, whatever is missing left empty."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import InputError
+
+
+@dataclass
+class RunFiles:
+    """The files of one run folder.
+
+    steps      a record for each optimizer step
+    held_out   a record for each evaluation
+    summary    the final table; empty for a run that has not ended
+    settings   key of the configuration -> (value as TOML, where it came from)
+    wire       collectives of one step: rows of op, tag, calls, bytes
+    profile    milliseconds of a step by kind, one table for each rank
+    """
+
+    name: str
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    held_out: list[dict[str, Any]] = field(default_factory=list)
+    summary: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    settings: dict[str, tuple[str, str]] = field(default_factory=dict)
+    wire: list[dict[str, Any]] = field(default_factory=list)
+    profile: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def unit(self) -> str:
+        """What its speed counts."""
+        return "tokens" if self.steps and "tokens_per_s" in self.steps[0] else "samples"
+
+    def column(self, name: str) -> list[tuple[float, float]]:
+        """(step, value) of a field of the steps' records, where there is one."""
+        return [(row["step"] + 1, row[name]) for row in self.steps if isinstance(row.get(name), int | float)]
+
+
+def read_run(folder: Path) -> RunFiles:
+    """The files of a run folder; `InputError` where it is none, or has no step yet."""
+    if not folder.is_dir():
+        raise InputError(f"report: there is no folder {folder}")
+    if not (folder / "metrics.jsonl").is_file():
+        raise InputError(f"report: {folder} is no run: it has no metrics.jsonl; give a folder below runs/")
+    run = RunFiles(folder.resolve().name)
+    for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue  # the last line of a run that is under way, or was killed
+        (run.held_out if "eval_loss" in record else run.steps).append(record)
+    if not run.steps:
+        raise InputError(f"report: {folder} has no step yet")
+    run.summary, run.versions = _json(folder / "summary.json"), _json(folder / "versions.json")
+    run.wire = _json(folder / "ledger.json").get("collectives", [])
+    run.profile = _json(folder / "profile" / "table.json")
+    if (folder / "config.toml").is_file():
+        run.settings = settings((folder / "config.toml").read_text(encoding="utf-8"))
+    return run
+
+
+def _json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def settings(text: str) -> dict[str, tuple[str, str]]:
+    """Key -> (value, source) of an effective configuration, whose lines read `key = value  # source`."""
+    found, table = {}, ""
+    for line in text.splitlines():
+        if head := re.fullmatch(r"\[([\w.]+)\]\s*(#.*)?", line.strip()):
+            table = f"{head[1]}."
+        elif pair := re.fullmatch(r"([\w.]+) = (.*?)(?:\s+# (.*))?", line.strip()):
+            found[table + pair[1]] = (pair[2], pair[3] or "default")
+    return found

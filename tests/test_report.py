@@ -1,0 +1,157 @@
+"""`shardwise report`: one page that holds all it needs, of runs that ended, are under way, or were profiled."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from shardwise.cli.main import call
+from shardwise.report.charts import POINTS, lines, thinned, ticks
+from shardwise.report.runs import settings
+
+CONFIG = """# a run
+[task]
+name = "text"                    # the task argument
+# tokenizer =                    # no effect: task.files is not set
+
+[plan]                           # 2 rank(s)
+dp_replicate = {ranks}                 # --plan
+"""
+
+
+def write_run(folder: Path, name: str, *, steps: int = 900, ranks: int = 2, ended: bool = True) -> Path:
+    """A run's folder as `train` writes it, made up."""
+    run = folder / name
+    run.mkdir(parents=True)
+    rows = [
+        {
+            "step": step, "loss": 5 - step / steps + 0.01 * (step % 7), "seconds": 0.02, "input_seconds": 0.001,
+            "tokens_per_s": 1e4 + step,
+        }
+        for step in range(steps)
+    ]  # fmt: skip
+    text = "\n".join(json.dumps(row) for row in rows)
+    text += "\n" + json.dumps({"step": steps - 1, "eval_loss": 4.2, "eval_weight": 9.0})
+    (run / "metrics.jsonl").write_text(text + "\n" + ("" if ended else '{"step": 9'))
+    (run / "config.toml").write_text(CONFIG.format(ranks=ranks))
+    (run / "versions.json").write_text(json.dumps({"torch": "2.13", "shardwise": "0.1", "python": "3.11"}))
+    (run / "ledger.json").write_text(
+        json.dumps({"collectives": [{"tag": "gradients", "op": "all_reduce", "calls": 2, "received_bytes": 131}]})
+    )
+    if ended:
+        memory = [{"parameters": 2**20 * (rank + 1), "gradients": 2**20, "optimizer": 2**21} for rank in range(ranks)]
+        forecast = {"beside": {"step": [0.019, 0.02], "parameters": [2**20, 2**21]}}
+        (run / "summary.json").write_text(
+            json.dumps(
+                {
+                    "task": "text",
+                    "plan": f"dp_replicate={ranks}",
+                    "world_size": ranks,
+                    "memory": memory,
+                    "forecast": forecast,
+                    "unit": "tokens",
+                }
+            )
+        )
+    return run
+
+
+class Page(HTMLParser):
+    """Tags as they open and close; what the page would fetch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.fetched: list[str] = []
+
+    def handle_starttag(self, tag, attrs):
+        self.fetched += [value for name, value in attrs if name in ("src", "href") and not value.startswith("data:")]
+        if tag not in ("meta", "link", "rect", "line", "circle", "polyline"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        if self.open and self.open[-1] == tag:
+            self.open.pop()
+
+
+@pytest.fixture
+def runs(tmp_path):
+    write_run(tmp_path, "one")
+    write_run(tmp_path, "two", ranks=4)
+    write_run(tmp_path, "under-way", ended=False, steps=3)
+    return tmp_path
+
+
+def test_three_runs_are_one_page_without_anything_from_outside(runs, capfd):
+    args = ["report", *(str(runs / name) for name in ("one", "two", "under-way")), "-o", str(runs / "page.html")]
+    assert call(args) == 0
+    assert "wrote" in capfd.readouterr().out
+    text = (runs / "page.html").read_text()
+    assert len(text) < 2 * 2**20
+    page = Page()
+    page.feed(text)
+    assert page.open == [] and page.fetched == []
+    for word in ("loss of a step", "held-out loss", "tokens a second", "where a step went", "what each rank holds",
+                 "Forecast beside measurement", "all_reduce", "the task argument", "(not ended)", "-5.0%"):  # fmt: skip
+        assert word in text, word
+    for look in ("prefers-color-scheme:dark", "@media print", "max-width:760px"):
+        assert look in text
+    assert "dp_replicate" in text.split("Settings that are not alike")[1].split("<details>")[0]
+
+
+def test_what_a_run_says_cannot_become_markup(tmp_path):
+    run = write_run(tmp_path, "odd")
+    (run / "config.toml").write_text('[task]\nname = "<script>alert(1)</script>"   # --set\n')
+    (run / "summary.json").write_text(json.dumps({"task": "<b>x</b>", "plan": "a&b"}))
+    assert call(["report", str(run)]) == 0
+    text = (run / "report.html").read_text()
+    assert "<script>" not in text and "<b>x" not in text and "a&amp;b" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "told"), [("nowhere", "there is no folder"), (".", "it has no metrics.jsonl"), ("empty", "no step yet")]
+)
+def test_what_is_no_run_is_refused(name, told, tmp_path, monkeypatch, capfd):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "metrics.jsonl").write_text("")
+    monkeypatch.chdir(tmp_path)
+    assert call(["report", name]) == 2
+    assert told in capfd.readouterr().err
+
+
+def test_settings_are_read_with_their_origin():
+    assert settings(CONFIG.format(ranks=2)) == {
+        "task.name": ('"text"', "the task argument"),
+        "plan.dp_replicate": ("2", "--plan"),
+    }
+
+
+def test_long_lines_are_thinned_to_means():
+    points = [(float(step), float(step % 2)) for step in range(10 * POINTS)]
+    found = thinned(points)
+    assert len(found) == POINTS and {value for _, value in found} == {0.5} and found[-1][0] == points[-1][0]
+    assert ticks(0, 1) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0]) and ticks(3, 3) == [3]
+    assert lines([(0, "none", [])], "nothing") == ""
+    assert "nan" not in lines([(0, "some", [(1.0, 2.0), (2.0, float("nan"))])], "some")
+
+
+def test_a_browser_draws_it_without_an_error(runs, tmp_path):
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("no headless browser is installed here")
+    assert call(["report", str(runs / "one"), str(runs / "two"), "-o", str(runs / "page.html")]) == 0
+    for width in (1280, 390):
+        shot = tmp_path / f"{width}.png"
+        done = subprocess.run(
+            [browser, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--hide-scrollbars",
+             f"--window-size={width},2600", f"--screenshot={shot}", (runs / "page.html").as_uri()],
+            capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+        assert shot.stat().st_size > 10_000
+        assert not re.findall(r"CONSOLE.*", done.stderr)
