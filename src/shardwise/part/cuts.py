@@ -152,6 +152,54 @@ def _local_slice(owners: Owners, rank: int, start: int, stop: int, step: int) ->
     return places if step == 1 else places[(mine[low:high] - start) % step == 0]
 
 
+def _as_if_full(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes without zeros that a view relates in the same way: the last zeros are one dim, the others stay as is."""
+    full, goal = list(before), list(after)
+    zeros = [[d for d, n in enumerate(shape) if n == 0] for shape in (full, goal)]
+    for shape, places in zip((full, goal), zeros, strict=True):
+        for d in places[:-1]:
+            shape[d] = 2
+    if len(zeros[0]) != len(zeros[1]):
+        raise Uncut(f"a view of a tensor without elements from {before} to {after}")
+    left, right = 0, 0  # dims on either side that the view leaves alone
+    while full[left] == goal[left] and full[left]:
+        left += 1
+    while full[-1 - right] == goal[-1 - right] and full[-1 - right]:
+        right += 1
+    inner = [math.prod(n for n in shape[left : len(shape) - right] if n) for shape in (full, goal)]
+    full[zeros[0][-1]], goal[zeros[1][-1]] = 2 * inner[1], 2 * inner[0]
+    return tuple(full), tuple(goal)
+
+
+def group_size(before: tuple[int, ...], dim: int, after: tuple[int, ...]) -> int:
+    """Indices of dim `dim` that a view from `before` to `after` keeps together in one index of the dim it is cut in."""
+    if 0 in before:
+        before, after = _as_if_full(before, after)
+    try:
+        run, to = next(pair for pair in groups(before, after) if dim in pair[0])
+    except NoView as error:
+        raise Uncut(str(error)) from None
+    behind = math.prod(before[d] for d in run if d > dim)
+    sizes = [1]
+    for d in reversed(to[1:]):
+        sizes.append(sizes[-1] * after[d])
+    # the coarsest boundary of the view's dims that lies inside the dim
+    inside = [n // behind for n in sizes if n % behind == 0 and n // behind <= before[dim]]
+    fitting = [n for n in inside if n and before[dim] % n == 0]
+    if not fitting:
+        raise Uncut(f"a view from {before} to {after} has no groups of whole indices of dim {dim}")
+    return max(fitting)
+
+
+@lru_cache(REMEMBERED)
+def in_whole_groups(owners: Owners, each: int) -> Owners:
+    """Owners of whole groups of `each` indices, near those that the indices have."""
+    count = owners.size // each
+    middle = owners.array[np.arange(count) * each + each // 2]
+    near = Owners.of(middle, owners.ranks) if owners.in_rank_order else Owners.blocks(count, owners.ranks)
+    return repeated(near, each)
+
+
 @lru_cache(REMEMBERED)
 def unsliced(owners: Owners, size: int, start: int, step: int) -> Owners:
     """Owners of a dim of `size` of which a slice is dealt by `owners`; others belong to the nearest one before them."""
@@ -183,13 +231,19 @@ def tiled(owners: Owners, times: int) -> Owners:
 
 
 @lru_cache(REMEMBERED)
-def regrouped(before: tuple[int, ...], dim: int, owners: Owners, after: tuple[int, ...]) -> tuple[int, Owners]:
+def regrouped(
+    before: tuple[int, ...], dim: int, owners: Owners, after: tuple[int, ...], goal: int | None = None
+) -> tuple[int, Owners]:  # fmt: skip
     """(dim, owners) of a view's result, where dim `dim` of a tensor of shape `before` is cut.
 
+    goal  the result's dim, where it is known
     Raises `Uncut` where ranks' shares are no product of whole dims and a share of one.
     """
-    if 0 in before:
-        raise Uncut("a view of a tensor without elements")
+    if 0 in before:  # a tile without elements: cut as its neighbours are
+        full, filled = _as_if_full(before, after)
+        owners = owners if before[dim] else Owners.blocks(full[dim], owners.ranks)
+        dim, owners = regrouped(full, dim, owners, filled, goal)
+        return dim, owners if after[dim] else Owners.blocks(0, owners.ranks)
     try:
         run, to = next(pair for pair in groups(before, after) if dim in pair[0])
     except NoView as error:
@@ -200,6 +254,7 @@ def regrouped(before: tuple[int, ...], dim: int, owners: Owners, after: tuple[in
     for place, d in enumerate(to):
         inner, outer = math.prod(after[e] for e in to[place + 1 :]), math.prod(after[e] for e in to[:place])
         found = merged.sliced(0, after[d] * inner, inner)
-        if (after[d] > 1 or merged.size == 1) and tiled(repeated(found, inner), outer) == merged:
+        fits = d == goal if goal is not None else after[d] > 1 or merged.size == 1
+        if fits and tiled(repeated(found, inner), outer) == merged:
             return d, found
     raise Uncut(f"a view from {before} to {after} mixes indices of dim {dim} that lie on different ranks")

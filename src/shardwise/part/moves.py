@@ -83,8 +83,15 @@ def reowned(part: Part, owners: Owners) -> Part:
     """The same tensor cut along the same dim, dealt by other owners. Collective; not differentiable (see `moved`)."""
     if owners == part.owners:
         return part
-    wanted = tuple(_runs(owners.indices(rank)) for rank in range(owners.ranks))
+    wanted = tuple(_ranges(owners.indices(rank)) for rank in range(owners.ranks))
     return part.with_local(fetch(part, wanted), part.dim_cut, owners)
+
+
+@lru_cache(REMEMBERED)
+def shown(owners: Owners, source: tuple[int, ...]) -> Wanted:
+    """What each rank wants of a dim, for a result whose index j shows index `source[j]` and belongs to owner j."""
+    places = np.asarray(source, dtype=np.int64)
+    return tuple(_ranges(places[owners.indices(rank)]) for rank in range(owners.ranks))
 
 
 def fetch(part: Part, wanted: Wanted, fill: float = 0.0) -> torch.Tensor:
@@ -158,15 +165,38 @@ class _Moved(torch.autograd.Function):
         part = from_axis(tensor, axis)
         inner = part.local.settled() if isinstance(part.local, Distributed) else None
         ctx.before = part.dim_cut, part.owners, axis, inner.owners if isinstance(inner, Part) else None
+        ctx.outside = _outside(tensor, axis, {part.dim_cut, dim})
         return replaced_from_axis(tensor.detach(), axis, recut(part, dim, owners, inside))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor):
         dim, owners, axis, inside = ctx.before
+        gradient = _dealt(gradient, ctx.outside)
         part = from_axis(gradient, axis)
         if not isinstance(part, Part) or part.axis is not axis:
             part = Part(share_of(part, dim, owners, axis), dim, owners, axis)
         return replaced_from_axis(gradient, axis, recut(part, dim, owners, inside)), None, None, None, None
+
+
+Layers = tuple[tuple[int, Owners, Axis], ...]  # (dim, owners, axis), outermost first
+
+
+def _outside(tensor: torch.Tensor, axis: Axis, dims: set[int]) -> Layers:
+    """How axes further out cut a tensor, where they cut any of these dims: indices of `axis` are those of a share."""
+    found: list[tuple[int, Owners, Axis]] = []
+    while isinstance(tensor, Part) and tensor.axis.depth < axis.depth:
+        found.append((tensor.dim_cut, tensor.owners, tensor.axis))
+        tensor = tensor.settled_local()
+    return tuple(found) if any(dim in dims for dim, _, _ in found) else ()
+
+
+def _dealt(gradient: torch.Tensor, layers: Layers) -> torch.Tensor:
+    """A gradient cut in these ways, however it was dealt. Collective where it is a sum or cut otherwise."""
+    if not layers:
+        return gradient
+    (dim, owners, axis), *rest = layers
+    local = share_of(gradient, dim, owners, axis)
+    return Part(_dealt(local, tuple(rest)), dim, owners, axis)
 
 
 def moved(
@@ -247,13 +277,13 @@ def _owner(owners: Owners, indices: np.ndarray) -> np.ndarray:
     return owners.who[np.searchsorted(owners.stops, indices, side="right")]
 
 
-def _runs(indices: np.ndarray) -> tuple[tuple[int, int], ...]:
-    """Ascending indices as ranges."""
-    if not len(indices):
+def _ranges(places: np.ndarray) -> tuple[tuple[int, int], ...]:
+    """Indices in any order as ranges."""
+    if not len(places):
         return ()
-    breaks = np.flatnonzero(np.diff(indices) != 1) + 1
-    starts, stops = np.append(0, breaks), np.append(breaks, len(indices))
-    return tuple((int(indices[a]), int(indices[b - 1]) + 1) for a, b in zip(starts, stops, strict=True))
+    breaks = np.flatnonzero(np.diff(places) != 1) + 1
+    starts, stops = np.append(0, breaks), np.append(breaks, len(places))
+    return tuple((int(places[a]), int(places[b - 1]) + 1) for a, b in zip(starts, stops, strict=True))
 
 
 def _in_a_row(places: np.ndarray) -> bool:

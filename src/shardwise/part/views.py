@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 
-from shardwise.part.cuts import Owners, Uncut, joined, regrouped, unsliced
+from shardwise.layout.views import groups
+from shardwise.part.cuts import Owners, Uncut, group_size, in_whole_groups, joined, regrouped, unsliced
 from shardwise.part.levels import Distributed
 from shardwise.part.moves import reowned
 from shardwise.part.sums import Sum
-from shardwise.part.tensor import Part, gather, is_part, no_rule, parts_in, reduced, rule
+from shardwise.part.tensor import Part, gather, gathered, is_part, no_rule, parts_in, reduced, rule
 
 # (owners after a slice, slice) -> owners before it, for the backward of slices; the oldest are forgotten
 _BEFORE: OrderedDict[tuple, Owners] = OrderedDict()
@@ -20,7 +24,7 @@ _SLICES = 1 << 16
 
 
 @rule("view", "_unsafe_view", "reshape", "_reshape_alias", "view_copy", "_reshape_copy")
-def view(func: Any, args: tuple, kwargs: dict) -> Part:
+def view(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     """`view(x, shape)`."""
     part, shape = args[0], list(args[1])
     if not isinstance(shape[0] if shape else 0, int):
@@ -30,13 +34,95 @@ def view(func: Any, args: tuple, kwargs: dict) -> Part:
         for size in shape:
             known *= size if size != -1 else 1
         shape[shape.index(-1)] = part.numel() // max(known, 1)
-    dim, owners = regrouped(tuple(part.shape), part.dim_cut, part.owners, tuple(shape))
-    local = list(shape)
-    local[dim] = owners.counts[part.axis.index]
-    viewed = part.with_local(part.local.reshape(local), dim, owners)
+    with _WHOLE.of(part, tuple(shape)) as whole:
+        _refuse_nothing_among_cuts(part, whole)
+        try:
+            dim, owners = regrouped(tuple(part.shape), part.dim_cut, part.owners, tuple(shape), _goal(part, whole))
+        except Uncut:
+            grouped = _in_whole_groups(part, whole)
+            if grouped is None:  # a column, or one window: every rank has it
+                return Sum.read_only(gathered(part).reshape(shape), part.axis)
+            part = grouped
+            dim, owners = regrouped(tuple(part.shape), part.dim_cut, part.owners, tuple(shape), _goal(part, whole))
+        local = list(shape)
+        local[dim] = owners.counts[part.axis.index]
+        viewed = part.with_local(part.local.reshape(local), dim, owners)
     if part.dim() == 3 and len(shape) == 2 and dim == 1 and part.dim_cut == 2:
         viewed.rows = part.shape[0], part.shape[1]
     return viewed
+
+
+Shapes = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+class _Whole(threading.local):
+    """Shapes before and after the view that is being answered, over the axes further out too.
+
+    A view is answered for one axis after the other. For one further in, shapes have been cut, and may be ones or zeros
+    on some ranks: where its cut goes is decided by the whole shapes, on all ranks alike.
+    """
+
+    shapes: Shapes | None = None
+
+    @contextmanager
+    def of(self, part: Part, shape: tuple[int, ...]) -> Iterator[Shapes]:
+        """The whole shapes of a view of this part."""
+        before = self.shapes
+        if before is None or len(before[0]) != part.dim() or len(before[1]) != len(shape):
+            self.shapes = tuple(part.shape), shape
+        assert self.shapes is not None
+        try:
+            yield self.shapes
+        finally:
+            self.shapes = before
+
+
+_WHOLE = _Whole()
+
+
+def _goal(part: Part, whole: Shapes) -> int | None:
+    """The dim along which a view's result is cut, where the whole shapes are others than the part's."""
+    if whole[0] == tuple(part.shape) or whole[0][part.dim_cut] != part.owners.size:
+        return None
+    return regrouped(whole[0], part.dim_cut, part.owners, whole[1])[0]
+
+
+def _refuse_nothing_among_cuts(part: Part, whole: Shapes) -> None:
+    """Where a view joins dims that two axes cut, a rank without indices would not know later which the inner one is.
+
+    Raises `Uncut`, on all ranks alike.
+    """
+    inner = part.local
+    if 0 in part.owners.counts and isinstance(inner, Part) and inner.axis.positions and part.axis.positions:
+        joined_dims = next((run for run, to in groups(*whole) if part.dim_cut in run and len(to) < len(run)), ())
+        if inner.dim_cut in joined_dims and inner.dim_cut != part.dim_cut:
+            raise Uncut(
+                f"a view from {whole[0]} to {whole[1]} joins dims that are cut over {part.axis.name} and "
+                f"{inner.axis.name}, and {part.axis.size} ranks share {part.owners.size} indices of the first: some "
+                "have none; use fewer ranks along it"
+            )
+
+
+def _in_whole_groups(part: Part, whole: Shapes) -> Part | None:
+    """The part dealt such that each group of indices that a view makes of its cut dim lies on one rank. Collective.
+
+    None where there is one group alone. Called while an `Uncut` is handled, which stands where the cut is not of
+    positions.
+    """
+    if not part.axis.positions:
+        raise  # what is being handled
+    if part.owners.size == 1:
+        return None
+    if whole[0][part.dim_cut] != part.owners.size:
+        raise  # cut further out too
+    each = group_size(whole[0], part.dim_cut, whole[1])
+    return None if each == part.owners.size else reowned(part, in_whole_groups(part.owners, each))
+
+
+@rule("view_as_real", "view_as_complex", "_conj", "resolve_conj", "_neg_view", "resolve_neg", "_conj_physical")
+def of_complex(func: Any, args: tuple, kwargs: dict) -> Part:
+    """Complex numbers as pairs along a last dim, and back; conjugates, written out since what is sent is memory."""
+    return args[0].with_local(func(args[0].local).resolve_conj().resolve_neg())
 
 
 @rule("transpose", "transpose_")
@@ -270,100 +356,3 @@ def _with_their_neighbours(tensors: list[torch.Tensor], lead: Part, dim: int) ->
 def _like_its_neighbour(tensors: list[torch.Tensor], lead: Part, dim: int) -> bool:
     """Undefined gradients of a split arrive as whole zeros: they are dealt as their neighbours are."""
     return all(is_part(t) or t.shape[dim] == lead.shape[dim] for t in tensors)
-
-
-@rule("flip", "roll", "cumsum", "cumprod", "tril", "triu", "constant_pad_nd", "index_select", "topk", "sort", "argsort",
-      "gather", "unfold", "diagonal", "cummax", "logcumsumexp", "_weight_norm_interface")  # fmt: skip
-def along(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Operations along dims that are not cut, whose result has the same dims."""
-    part = args[0]
-    touched = _touched(func, part, args, kwargs)
-    if not is_part(part) or part.dim_cut in touched:
-        raise Uncut(no_rule(func, parts_in((args, kwargs))))
-    if func._schema.name == "aten::gather":
-        index = args[2].local if is_part(args[2]) else part.share(args[2], part.dim_cut)
-        return part.with_local(func(part.local, args[1], index))
-    output = func(part.local, *args[1:], **kwargs)
-    if isinstance(output, tuple):
-        return tuple(part.with_local(each) for each in output)
-    return part.with_local(output)
-
-
-def _touched(func: Any, part: Any, args: tuple, kwargs: dict) -> set[int]:
-    n = part.dim() if isinstance(part, torch.Tensor) else 0
-    name = func._schema.name.partition("::")[2]
-    if name in ("tril", "triu"):
-        return {n - 1, n - 2}
-    if name == "constant_pad_nd":
-        return {n - 1 - place // 2 for place, width in enumerate(args[1]) if width}
-    if name in ("topk", "sort", "argsort"):
-        place = 2 if name == "topk" else 1
-        given = args[place] if len(args) > place else kwargs.get("dim", -1)
-        return {int(given) % n}
-    if name == "roll":
-        dims = args[2] if len(args) > 2 else kwargs.get("dims", ())
-        return {d % n for d in dims} if dims else set(range(n))
-    if name in ("flip", "cumsum", "cumprod", "index_select", "gather", "cummax", "logcumsumexp"):
-        dims = args[1]
-        return {d % n for d in ([dims] if isinstance(dims, int) else dims)}
-    return set(range(n))
-
-
-@rule("index")
-def index(func: Any, args: tuple, kwargs: dict) -> Part:
-    """`x[i, j, ...]` by plain indices along dims that are not cut, where the cut dim keeps its place after them."""
-    part, indices = args[0], list(args[1])
-    used = [d for d, i in enumerate(indices) if i is not None]
-    if is_part(part) and part.axis.positions and part.dim_cut in used and not parts_in(indices):
-        return _picked(func, part, indices)
-    whole = is_part(part) and not parts_in(indices) and part.dim_cut not in used
-    contiguous = used == list(range(used[0], used[-1] + 1)) if used else False
-    if not whole or not contiguous or any(indices[d].dtype is torch.bool for d in used):
-        raise Uncut(no_rule(func, parts_in((args, kwargs))))
-    added = torch.broadcast_shapes(*(indices[d].shape for d in used))
-    dim = part.dim_cut if part.dim_cut < used[0] else part.dim_cut - len(used) + len(added)
-    return part.with_local(func(part.local, indices), dim)
-
-
-def _picked(func: Any, part: Part, indices: list) -> torch.Tensor:
-    """`x[i, j, ...]` by plain indices, the cut dim's among them: a sum to which each entry's owner alone adds."""
-    wanted = indices[part.dim_cut]
-    if wanted.dtype is torch.bool or isinstance(part.local, Distributed):
-        raise Uncut(no_rule(func, [part]))
-    mine = torch.from_numpy(part.owners.indices(part.axis.index)).to(wanted.device)
-    wanted = torch.where(wanted < 0, wanted + part.owners.size, wanted)
-    if not len(mine):
-        shape = func(torch.empty(part.shape, device="meta"), [i if i is None else i.to("meta") for i in indices]).shape
-        return Sum.of(part.local.new_zeros(shape), part.axis, part.origin)
-    place = torch.searchsorted(mine, wanted.contiguous()).clamp_(max=len(mine) - 1)
-    held = mine[place] == wanted
-    found = func(part.local, [place if d == part.dim_cut else i for d, i in enumerate(indices)])
-    used = [d for d, i in enumerate(indices) if i is not None]
-    together = used == list(range(used[0], used[-1] + 1))
-    after = part.dim() - 1 - used[-1] if together else part.dim() - len(used)
-    held = torch.broadcast_to(held, torch.broadcast_shapes(*(indices[d].shape for d in used)))
-    return Sum.of(found * held.view(*held.shape, *([1] * after)), part.axis, part.origin)
-
-
-@rule("scatter_add", "scatter_add_", "scatter", "scatter_")
-def scatter(func: Any, args: tuple, kwargs: dict) -> Part:
-    """`scatter(x, dim, index, values)` along a dim that is not cut, where index and values are cut as x is."""
-    dim = args[1] % args[0].dim()
-    lead = parts_in(args)[0]
-    cut = lead.dim_cut
-    shapes = [t.shape[cut] for t in (args[0], *args[2:]) if isinstance(t, torch.Tensor) and t.dim()]
-    changes = func._schema.is_mutable
-    if cut == dim or set(shapes) != {lead.shape[cut]} or (changes and not is_part(args[0])):
-        raise Uncut(no_rule(func, parts_in(args)))
-
-    def local(each: Any) -> Any:
-        if not isinstance(each, torch.Tensor) or not each.dim():
-            return each
-        if not is_part(each):
-            return lead.share(each, cut)
-        if each.dim_cut != cut or not each.beside(lead):
-            raise Uncut(f"tensors that are cut differently ({no_rule(func, [each, lead])})")
-        return each.local
-
-    output = func(*map(local, args), **kwargs)
-    return args[0] if changes else lead.with_local(output)

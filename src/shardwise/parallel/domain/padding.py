@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from shardwise.parallel.domain.maps import owners_after
-from shardwise.parallel.domain.tiles import Cut, answers, cuts, fetched, opened, placed, shown
+from shardwise.parallel.domain.tiles import Cut, answers, cuts, fetched, opened, placed
 from shardwise.part.cuts import REMEMBERED
+from shardwise.part.moves import shown
 
 
 @answers(F.pad, torch._C._nn.pad)

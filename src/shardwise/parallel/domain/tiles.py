@@ -14,16 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from shardwise.comm import Axis
 from shardwise.parallel.domain.maps import Map, reads
 from shardwise.part import Owners, Part, Sum, Uncut
-from shardwise.part.cuts import REMEMBERED
 from shardwise.part.levels import Distributed
 from shardwise.part.moves import Wanted, fetch, from_axis, give_back, replaced_from_axis
 from shardwise.part.tensor import FUNCTIONS, share_of
@@ -49,8 +47,6 @@ def cuts(tensor: Any, dims: Iterable[int]) -> list[Cut]:
         if tensor.axis.positions and tensor.dim_cut in along:
             found.append(Cut(tensor.axis, tensor.dim_cut, tensor.owners))
         tensor = tensor.local
-    if len({cut.dim for cut in found}) < len(found):
-        raise Uncut(f"one dim is cut over several axes: {', '.join(cut.axis.name for cut in found)}")
     return found
 
 
@@ -146,46 +142,21 @@ def windowed(
 ) -> torch.Tensor:  # fmt: skip
     """`operation` on what this rank's outputs read, as this rank's tile of the result. Collective.
 
-    along      for each cut dim (not negative): its outputs and what they read; dims keep their place
+    along      by dim (not negative): its outputs and what they read; others keep their cuts, and dims their place
     operation  the local one, which pads nothing along these dims; what it gives beyond this rank's outputs is dropped
     fill       what is read outside the tensor
     """
-    plans = [reads(cut.owners, along[cut.dim]) for cut in found]
+    plans = [reads(cut.owners, along[cut.dim]) if cut.dim in along else None for cut in found]
     for cut, plan in zip(found, plans, strict=True):
-        tensor = fetched(tensor, cut, plan.wanted, fill)
+        tensor = opened(tensor, [cut]) if plan is None else fetched(tensor, cut, plan.wanted, fill)
     output = operation(tensor)
+    after = []
     for cut, plan in zip(found, plans, strict=True):
         me = cut.axis.index
-        if output.shape[cut.dim] != plan.owners.counts[me]:
+        if plan is not None and output.shape[cut.dim] != plan.owners.counts[me]:
             output = output.narrow(cut.dim, plan.skip[me], plan.owners.counts[me])
-    return placed(output, [Cut(cut.axis, cut.dim, plan.owners) for cut, plan in zip(found, plans, strict=True)])
-
-
-def picked(
-    tensor: torch.Tensor, cut: Cut, source: tuple[int, ...], owners: Owners, fill: float = 0.0
-) -> torch.Tensor:  # fmt: skip
-    """Differentiable: along a cut dim, the indices `source` in this order, dealt by `owners`. Collective.
-
-    source  for each output an input; one outside the dim gives `fill`
-    """
-    local = fetched(tensor, cut, shown(owners, source), fill)
-    return placed(local, [Cut(cut.axis, cut.dim, owners)])
-
-
-@lru_cache(REMEMBERED)
-def shown(owners: Owners, source: tuple[int, ...]) -> Wanted:
-    """The inputs that each rank reads, where output j shows input `source[j]` and belongs to owner j."""
-    places = np.asarray(source, dtype=np.int64)
-    return tuple(_ranges(places[owners.indices(rank)]) for rank in range(owners.ranks))
-
-
-def _ranges(places: np.ndarray) -> tuple[tuple[int, int], ...]:
-    """Indices in any order as ranges."""
-    if not len(places):
-        return ()
-    breaks = np.flatnonzero(np.diff(places) != 1) + 1
-    starts, stops = np.append(0, breaks), np.append(breaks, len(places))
-    return tuple((int(places[a]), int(places[b - 1]) + 1) for a, b in zip(starts, stops, strict=True))
+        after.append(cut if plan is None else Cut(cut.axis, cut.dim, plan.owners))
+    return placed(output, after)
 
 
 def answers(*functions: Callable) -> Callable:
@@ -199,4 +170,4 @@ def answers(*functions: Callable) -> Callable:
     return register
 
 
-__all__ = ["Cut", "answers", "cuts", "fetched", "opened", "picked", "placed", "used", "windowed"]
+__all__ = ["Cut", "answers", "cuts", "fetched", "opened", "placed", "used", "windowed"]

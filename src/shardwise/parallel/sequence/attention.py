@@ -25,7 +25,7 @@ import torch.nn.functional as F
 
 from shardwise.comm import Axis
 from shardwise.parallel.sequence.ring import ring_attention
-from shardwise.part import Owners, Part, Sum
+from shardwise.part import Owners, Part, Sum, Uncut
 from shardwise.part.cuts import repeated
 from shardwise.part.levels import Distributed
 from shardwise.part.moves import from_axis, moved, replaced_from_axis
@@ -47,6 +47,9 @@ def attend(
 ) -> torch.Tensor:
     """`scaled_dot_product_attention` of (B, H, S, D) tensors of which any may be a part."""
     options: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+    if query.dim() == 3 and any(isinstance(each, Distributed) for each in (query, key, value)):
+        mask = attn_mask if attn_mask is None or attn_mask.dim() < 3 else attn_mask.unsqueeze(1)
+        return attend(query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1), mask, **options).squeeze(1)
     if query.dim() != 4:
         return F.scaled_dot_product_attention(query, key, value, attn_mask, **options)
     axis = _innermost(query) or _innermost(key)
@@ -57,7 +60,7 @@ def attend(
     if _cut_over(query, axis) is None:  # a few whole queries of cut keys: all ranks would compute the same
         key, value = whole_over_axis(key, axis), whole_over_axis(value, axis)
         return attend(query, key, value, attn_mask, **options)
-    if axis.name == "cp_ulysses" or dropout_p or len(_axes(query)) > 1:  # a ring over one axis, the outermost
+    if axis.name == "cp_ulysses" or dropout_p or len(_positions(query)) > 1:  # the outermost alone goes around a ring
         return _by_heads(query, key, value, attn_mask, axis, options)
     return ring_attention(query, key, value, attn_mask, axis, is_causal=is_causal, scale=scale)
 
@@ -69,6 +72,9 @@ def _by_heads(
     """Ulysses over one axis."""
     part = _cut_over(query, axis)
     assert part is not None
+    if query.shape[HEADS] < axis.size and len(_positions(query)) > 1:
+        raise Uncut(f"attention of {query.shape[HEADS]} heads whose positions are cut over {axis.name}={axis.size} "
+                    "within another axis: heads are dealt there, and every rank needs one")  # fmt: skip
     each = query.shape[HEADS] // key.shape[HEADS]
     inside = _heads_inside(key, axis)
     few = min(key.shape[HEADS] if inside is None else min(inside.counts), key.shape[HEADS]) < axis.size
@@ -169,12 +175,12 @@ def _levels(tensor: torch.Tensor) -> list[Part]:
 
 def _innermost(tensor: torch.Tensor) -> Axis | None:
     """The innermost axis over which the positions of queries, keys or values are cut."""
-    axes = _axes(tensor)
+    axes = _positions(tensor)
     return axes[-1] if axes else None
 
 
-def _axes(tensor: torch.Tensor) -> list[Axis]:
-    """All of them: two where tiles of two dims are tokens."""
+def _positions(tensor: torch.Tensor) -> list[Axis]:
+    """The axes over which the positions of a tensor are cut, outermost first."""
     return [part.axis for part in _levels(tensor) if part.dim_cut == POSITIONS and part.axis.positions]
 
 

@@ -1,0 +1,119 @@
+"""Resizing of tiles: interpolation in every mode, adaptive and global pooling, pixel shuffles."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from shardwise.parallel.domain.convolve import each
+from shardwise.parallel.domain.maps import Sliding
+from shardwise.parallel.domain.tables import Table, applied, entries, opened_for, output_size
+from shardwise.parallel.domain.tiles import Cut, answers, cuts, opened, placed, windowed
+from shardwise.part import Uncut
+from shardwise.part.cuts import repeated
+
+_KINDS = {"linear": "linear", "bilinear": "linear", "trilinear": "linear", "bicubic": "cubic", "nearest": "nearest",
+          "nearest-exact": "nearest-exact", "area": "windows"}  # fmt: skip
+_DIMS = {"linear": 1, "bilinear": 2, "trilinear": 3, "bicubic": 2}
+
+
+@answers(F.interpolate)
+def interpolate(
+    input: torch.Tensor, size: Any = None, scale_factor: Any = None, mode: str = "nearest",
+    align_corners: bool | None = None, recompute_scale_factor: bool | None = None, antialias: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """`F.interpolate` of a tensor of which any spatial dim may be cut: separable, so one dim after the other."""
+    dims = input.dim() - 2
+    found = cuts(input, range(2, input.dim()))
+    if not found:
+        return F.interpolate(input, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
+    if antialias or mode not in _KINDS or _DIMS.get(mode, dims) != dims:
+        raise Uncut(f"interpolate(mode={mode!r}, antialias={antialias}) of {dims} spatial dims is not known on tiles")
+    if (size is None) == (scale_factor is None):
+        raise ValueError("either size or scale_factor should be defined, and not both")
+    scales: list[float | None] = [None] * dims
+    if size is not None:
+        sizes = each(size, dims)
+    else:
+        factors = [float(f) for f in (scale_factor if isinstance(scale_factor, Sequence) else [scale_factor] * dims)]
+        sizes = [output_size(n, f) for n, f in zip(input.shape[2:], factors, strict=True)]
+        if not recompute_scale_factor and mode != "area":
+            scales = list(factors)
+    if min(sizes) < 1:
+        raise RuntimeError(f"interpolate of {tuple(input.shape)} to {sizes}: sizes must be positive")
+    wide = torch.promote_types(input.dtype, torch.float32) if input.is_floating_point() else input.dtype
+    tables = [
+        Table(n, m, _KINDS[mode], bool(align_corners), s, wide is torch.float64, input.device.type == "cpu")
+        for n, m, s in zip(input.shape[2:], sizes, scales, strict=True)
+    ]
+    return along_each(input.to(wide), found, tables).to(input.dtype)
+
+
+def along_each(input: torch.Tensor, found: list[Cut], tables: list[Table]) -> torch.Tensor:
+    """Each spatial dim (the last ones) by its table; cut ones fetch what they read."""
+    first, after, todo = input.dim() - len(tables), [], {}
+    for cut in found:  # once it is no more cut, operations along its dims are plain ones
+        table = tables[cut.dim - first]
+        input, then, todo[cut.dim] = opened_for(input, cut, table)
+        after.append(then)
+    for dim, table in enumerate(tables, first):
+        if not table.same:
+            input = applied(input, dim, *todo.get(dim, entries(table)))
+    return placed(input, after)
+
+
+def _adaptive_avg(plain: Callable, dims: int) -> None:
+    def adaptive_avg_pool(input: torch.Tensor, output_size: Any) -> torch.Tensor:
+        """Means over windows that divide each spatial dim, of which any may be cut."""
+        first = input.dim() - dims
+        found = cuts(input, range(first, input.dim()))
+        if not found:
+            return plain(input, output_size)
+        asked = list(output_size) if isinstance(output_size, Sequence) else [output_size] * dims
+        sizes = [n if m is None else m for n, m in zip(input.shape[first:], asked, strict=True)]
+        alone = [first + d for d, m in enumerate(sizes) if m == 1]
+        if alone:  # a sum over ranks, whole on all of them
+            input = input.mean(alone, keepdim=True)
+            found = cuts(input, range(first, input.dim()))
+        tables = [Table(n, m, "windows") for n, m in zip(input.shape[first:], sizes, strict=True)]
+        return along_each(input, found, tables)
+
+    answers(plain)(adaptive_avg_pool)
+
+
+for _dims, _plain in ((1, F.adaptive_avg_pool1d), (2, F.adaptive_avg_pool2d), (3, F.adaptive_avg_pool3d)):
+    _adaptive_avg(_plain, _dims)
+
+
+@answers(F.pixel_shuffle)
+def pixel_shuffle(input: torch.Tensor, upscale_factor: int) -> torch.Tensor:
+    """Channels to (r, r) blocks of the last two dims: each rank's own."""
+    found, r = cuts(input, (-2, -1)), upscale_factor
+    if not found:
+        return F.pixel_shuffle(input, r)
+    if input.shape[-3] % (r * r):
+        raise RuntimeError(f"pixel_shuffle by {r} of {tuple(input.shape)}: channels must be divisible by {r * r}")
+    after = [Cut(cut.axis, cut.dim, repeated(cut.owners, r)) for cut in found]
+    tile = opened(input, found)
+    *lead, channels, rows, columns = tile.shape
+    blocks = tile.reshape(math.prod(lead), channels // (r * r), r, r, rows, columns)
+    return placed(blocks.permute(0, 1, 4, 2, 5, 3).reshape(*lead, channels // (r * r), rows * r, columns * r), after)
+
+
+@answers(F.pixel_unshuffle)
+def pixel_unshuffle(input: torch.Tensor, downscale_factor: int) -> torch.Tensor:
+    """(r, r) blocks of the last two dims to channels: whole blocks of each rank."""
+    found, r = cuts(input, (-2, -1)), downscale_factor
+    if not found:
+        return F.pixel_unshuffle(input, r)
+    if any(input.shape[d] % r for d in (-2, -1)):
+        raise RuntimeError(f"pixel_unshuffle by {r} of {tuple(input.shape)}: its last two dims must be divisible")
+    along = {cut.dim: Sliding(cut.owners.size // r, r, r) for cut in found}
+    return windowed(input, along, found, lambda window: F.pixel_unshuffle(window, r))
+
+
+__all__ = ["interpolate", "pixel_shuffle", "pixel_unshuffle"]

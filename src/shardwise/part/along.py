@@ -1,0 +1,131 @@
+"""Operations that keep the dims and read along some of them: flips, rolls, scans, sorting, indexing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardwise.part.cuts import Uncut
+from shardwise.part.levels import Distributed
+from shardwise.part.moves import fetch, shown
+from shardwise.part.sums import Sum
+from shardwise.part.tensor import Part, is_part, no_rule, parts_in, rule
+
+
+@rule("flip", "roll", "cumsum", "cumprod", "tril", "triu", "constant_pad_nd", "index_select", "topk", "sort", "argsort",
+      "gather", "unfold", "diagonal", "cummax", "logcumsumexp", "_weight_norm_interface")  # fmt: skip
+def along(func: Any, args: tuple, kwargs: dict) -> Any:
+    """Operations along dims that are not cut, whose result has the same dims."""
+    part = args[0]
+    touched = _touched(func, part, args, kwargs)
+    if is_part(part) and part.axis.positions and func._schema.name in ("aten::flip", "aten::roll"):
+        return _reordered(func, part, args, kwargs)
+    if not is_part(part) or part.dim_cut in touched:
+        raise Uncut(no_rule(func, parts_in((args, kwargs))))
+    if func._schema.name == "aten::gather":
+        index = args[2].local if is_part(args[2]) else part.share(args[2], part.dim_cut)
+        return part.with_local(func(part.local, args[1], index))
+    output = func(part.local, *args[1:], **kwargs)
+    if isinstance(output, tuple):
+        return tuple(part.with_local(each) for each in output)
+    return part.with_local(output)
+
+
+def _reordered(func: Any, part: Part, args: tuple, kwargs: dict) -> Part:
+    """`flip(x, dims)`, `roll(x, shifts, dims)`, dealt as before: along the cut dim each rank fetches what it shows."""
+    n, cut = part.shape[part.dim_cut], part.dim_cut
+    given = args[-1] if len(args) > 1 else kwargs.get("dims", ())
+    dims = [d % part.dim() for d in given]
+    shifts = args[1] if func._schema.name == "aten::roll" else [0] * len(dims)
+    if len(dims) != len(shifts):
+        raise Uncut(f"roll of a flattened tensor ({no_rule(func, [part])})")
+    local = part.local
+    for dim, shift in zip(dims, shifts, strict=True):
+        if dim == cut:
+            source = tuple((j - shift) % n for j in range(n)) if shift or func._schema.name == "aten::roll" else (
+                tuple(reversed(range(n))))  # fmt: skip
+            local = fetch(part.with_local(local), shown(part.owners, source))
+        else:
+            local = torch.roll(local, shift, dim) if func._schema.name == "aten::roll" else local.flip(dim)
+    return part.with_local(local)
+
+
+def _touched(func: Any, part: Any, args: tuple, kwargs: dict) -> set[int]:
+    n = part.dim() if isinstance(part, torch.Tensor) else 0
+    name = func._schema.name.partition("::")[2]
+    if name in ("tril", "triu"):
+        return {n - 1, n - 2}
+    if name == "constant_pad_nd":
+        return {n - 1 - place // 2 for place, width in enumerate(args[1]) if width}
+    if name in ("topk", "sort", "argsort"):
+        place = 2 if name == "topk" else 1
+        given = args[place] if len(args) > place else kwargs.get("dim", -1)
+        return {int(given) % n}
+    if name == "roll":
+        dims = args[2] if len(args) > 2 else kwargs.get("dims", ())
+        return {d % n for d in dims} if dims else set(range(n))
+    if name in ("flip", "cumsum", "cumprod", "index_select", "gather", "cummax", "logcumsumexp"):
+        dims = args[1]
+        return {d % n for d in ([dims] if isinstance(dims, int) else dims)}
+    return set(range(n))
+
+
+@rule("index")
+def index(func: Any, args: tuple, kwargs: dict) -> Part:
+    """`x[i, j, ...]` by plain indices along dims that are not cut, where the cut dim keeps its place after them."""
+    part, indices = args[0], list(args[1])
+    used = [d for d, i in enumerate(indices) if i is not None]
+    if is_part(part) and part.axis.positions and part.dim_cut in used and not parts_in(indices):
+        return _picked(func, part, indices)
+    whole = is_part(part) and not parts_in(indices) and part.dim_cut not in used
+    contiguous = used == list(range(used[0], used[-1] + 1)) if used else False
+    if not whole or not contiguous or any(indices[d].dtype is torch.bool for d in used):
+        raise Uncut(no_rule(func, parts_in((args, kwargs))))
+    added = torch.broadcast_shapes(*(indices[d].shape for d in used))
+    dim = part.dim_cut if part.dim_cut < used[0] else part.dim_cut - len(used) + len(added)
+    return part.with_local(func(part.local, indices), dim)
+
+
+def _picked(func: Any, part: Part, indices: list) -> torch.Tensor:
+    """`x[i, j, ...]` by plain indices, the cut dim's among them: a sum to which each entry's owner alone adds."""
+    wanted = indices[part.dim_cut]
+    if wanted.dtype is torch.bool or isinstance(part.local, Distributed):
+        raise Uncut(no_rule(func, [part]))
+    mine = torch.from_numpy(part.owners.indices(part.axis.index)).to(wanted.device)
+    wanted = torch.where(wanted < 0, wanted + part.owners.size, wanted)
+    if not len(mine):
+        shape = func(torch.empty(part.shape, device="meta"), [i if i is None else i.to("meta") for i in indices]).shape
+        return Sum.of(part.local.new_zeros(shape), part.axis, part.origin)
+    place = torch.searchsorted(mine, wanted.contiguous()).clamp_(max=len(mine) - 1)
+    held = mine[place] == wanted
+    found = func(part.local, [place if d == part.dim_cut else i for d, i in enumerate(indices)])
+    used = [d for d, i in enumerate(indices) if i is not None]
+    together = used == list(range(used[0], used[-1] + 1))
+    after = part.dim() - 1 - used[-1] if together else part.dim() - len(used)
+    held = torch.broadcast_to(held, torch.broadcast_shapes(*(indices[d].shape for d in used)))
+    return Sum.of(found * held.view(*held.shape, *([1] * after)), part.axis, part.origin)
+
+
+@rule("scatter_add", "scatter_add_", "scatter", "scatter_")
+def scatter(func: Any, args: tuple, kwargs: dict) -> Part:
+    """`scatter(x, dim, index, values)` along a dim that is not cut, where index and values are cut as x is."""
+    dim = args[1] % args[0].dim()
+    lead = parts_in(args)[0]
+    cut = lead.dim_cut
+    shapes = [t.shape[cut] for t in (args[0], *args[2:]) if isinstance(t, torch.Tensor) and t.dim()]
+    changes = func._schema.is_mutable
+    if cut == dim or set(shapes) != {lead.shape[cut]} or (changes and not is_part(args[0])):
+        raise Uncut(no_rule(func, parts_in(args)))
+
+    def local(each: Any) -> Any:
+        if not isinstance(each, torch.Tensor) or not each.dim():
+            return each
+        if not is_part(each):
+            return lead.share(each, cut)
+        if each.dim_cut != cut or not each.beside(lead):
+            raise Uncut(f"tensors that are cut differently ({no_rule(func, [each, lead])})")
+        return each.local
+
+    output = func(*map(local, args), **kwargs)
+    return args[0] if changes else lead.with_local(output)
