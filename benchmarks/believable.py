@@ -1,6 +1,7 @@
 """Forecasts tried at random: architectures x clusters x batches, `plan`, then `simulate` of its first three.
 
     python benchmarks/believable.py --cases 300 --seed 0 --out believable.jsonl     continues where the file ends
+    python benchmarks/believable.py --cases 300 --seed 1000                         decoders by name
 
 A case is right where no plan computes faster than the device's best product, `plan` and `simulate` agree within 2%
 on time and memory, devices are not more times as fast as there are of them, pure data parallelism, ZeRO-3 and tp in a
@@ -28,6 +29,8 @@ from shardwise.models import tasks
 from shardwise.planner import Constraints, Search
 from shardwise.simulator.forecast import Forecast
 
+BY_NUMBERS = 1000  # seeds from here on are decoders by name
+NAMES = ("llama-3.2-1b", "llama3-8b", "qwen2.5-14b", "qwen2.5-32b", "llama3-70b", "gpt-3-13b", "gpt-3-175b", "mpt-7b")
 AGREE, GUESS = 0.02, 1.05
 AT_REST = ("weights", "master", "gradients", "optimizer")
 CLUSTERS = (
@@ -85,8 +88,75 @@ def drawn_task(rng: random.Random) -> tuple[str, Task]:
     return f"{kind} {width}x{depth} on {shape}", Task(model=model, loss=summed, data=Rows(*shape))
 
 
+def drawn_name(rng: random.Random) -> tuple[str, str, int, int]:
+    """(a decoder by name, a cluster that it may fit, samples, tokens of each)."""
+    name = rng.choice(NAMES)
+    device, link = rng.choice(["h100-sxm-80gb, ib-400", "a100-sxm-80gb, ib-200", "h200-sxm-141gb, roce-400"]).split(
+        ", "
+    )
+    nodes = 2 ** rng.randint(0, 7)
+    cluster = f"{nodes}x8 {device}, {link}" if nodes > 1 else f"8 {device}"
+    return name, cluster, nodes * 8 * 2 ** rng.randint(0, 4), rng.choice([2048, 4096, 8192])
+
+
+def guesses(devices: int, batch: int) -> list[str]:
+    """Plans that a person would try first, each with as many accumulations as divide."""
+    nodes = devices // 8
+    firsts = [f"dp_replicate={devices}", *(f"dp_shard={devices},zero={zero}" for zero in (1, 2, 3))]
+    firsts += [f"dp_replicate={nodes},dp_shard=8,zero=3"] if nodes > 1 else []
+    for tp in (2, 8):
+        rest = devices // tp
+        firsts.append(f"tp={tp},sp=true,dp_shard={rest},zero=1" if rest > 1 else f"tp={tp},sp=true")
+    rest = devices // 32
+    stages = f"tp=8,sp=true,pp=4,microbatches=16{f',dp_shard={rest},zero=1' if rest > 1 else ''}"
+    texts = []
+    for first in firsts:
+        over = Plan.parse(first).data_ranks
+        for count in (2**place for place in range(8)):
+            if batch % (over * count) == 0:
+                texts.append(f"{first},accumulate={count}" if count > 1 else first)
+    return [*texts, *([stages] if rest and batch % (16 * rest) == 0 else [])]
+
+
+def drawn_decoder(seed: int) -> dict[str, Any]:
+    """The case of a decoder by its numbers: agreement, MFU, and guesses under each recompute."""
+    name, cluster, batch, seq = drawn_name(random.Random(seed))
+    case: dict[str, Any] = {"seed": seed, "task": f"{name}, {seq} tokens", "cluster": cluster, "batch": batch}
+    began = time.monotonic()
+    try:
+        found = plan(name, cluster, global_batch=batch, seq=seq)
+    except InputError as error:
+        return {**case, "refused": str(error), "wrong": []}
+    wrong = []
+    for proposal in found.proposals[:3]:
+        again = simulate(name, proposal.plan, cluster, global_batch=batch, seq=seq)
+        if abs(proposal.forecast.step_s / again.step_s - 1) > AGREE:
+            wrong.append(f"{proposal.plan}: {proposal.forecast.step_s:.6g} in plan, {again.step_s:.6g} in simulate")
+        if again.impossible:
+            wrong.append(again.impossible)
+    best = found.best.forecast.step_s
+    for text in guesses(found.best.plan.world_size, batch):
+        for remat in ("none", "selective", "full"):
+            guess = f"{text},remat={remat},precision=bf16"
+            each = simulate(name, guess, cluster, global_batch=batch, seq=seq)
+            if each.fits(found.capacity) and each.step_s * GUESS < best:
+                wrong.append(f"{guess} takes {each.step_s:.4g} s, the first plan {best:.4g}: {found.best.plan}")
+    rest = [
+        sum(
+            simulate(name, f"dp_shard=8,zero={zero},precision=bf16", cluster, global_batch=batch, seq=seq)
+            .worst.terms.get(term, 0.0) for term in AT_REST
+        )
+        for zero in range(4)
+    ]  # fmt: skip
+    if rest != sorted(rest, reverse=True):
+        wrong.append(f"bytes at rest grow with zero: {rest}")
+    return {**case, "plan": str(found.best.plan), "step_s": best, "wrong": wrong, "seconds": time.monotonic() - began}
+
+
 def drawn(seed: int, constraints: Constraints | None = None) -> dict[str, Any]:
     """The case of a seed: what was drawn, what is wrong with it."""
+    if seed >= BY_NUMBERS:
+        return drawn_decoder(seed)
     rng = random.Random(seed)
     name, task = drawn_task(rng)
     cluster, batch = rng.choice(CLUSTERS), 2 ** rng.randint(4, 13)

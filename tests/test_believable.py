@@ -26,9 +26,9 @@ from shardwise.costs.software import software
 NODE = Cluster.parse("8 h100-sxm-80gb")
 
 
-@pytest.mark.parametrize("seed", range(20, 24))
+@pytest.mark.parametrize("seed", [6, 7, 12, *range(1000, 1007)])
 def test_random_tasks(seed: int) -> None:
-    case = believable.drawn(seed, Constraints(max_tp=1, max_pp=1))
+    case = believable.drawn(seed)
     assert not case["wrong"], case
 
 

@@ -24,6 +24,7 @@ from shardwise.planner.proposal import Proposal, senseless
 from shardwise.planner.propose import _sorted as sorted_by_worth
 from shardwise.planner.subject import decoder
 from shardwise.planner.units import batch, count
+from shardwise.planner.worth import Job, job_lines
 from shardwise.simulator.forecast import Forecast
 from shardwise.simulator.goodput import goodput, saved_bytes, stall_of
 
@@ -275,6 +276,32 @@ def test_plan_then_simulate_the_file(tmp_path: Path) -> None:
     assert "traceEvents" in json.loads((tmp_path / "t.json").read_text())
     page = (tmp_path / "t.html").read_text()
     assert "<svg" in page and "http" not in page, "one page without outside resources"
+
+
+def test_a_job_is_told_in_hours_and_cost_on_all_devices_and_on_fewer() -> None:
+    where = ("--cluster", "8 h100-sxm-80gb", "--global-batch", "64", "--seq", "2k")
+    code, found = shardwise("plan", "llama-3.2-1b", *where, "--tokens", "1B", "--price", "3")
+    assert code == 0 and [job["devices"] for job in found["job"]] == [8, 4, 2, 1]
+    all_devices, alone = found["job"][0], found["job"][-1]
+    steps = 1e9 / (64 * 2048)
+    assert all_devices["seconds"] == pytest.approx(steps * found["proposals"][0]["step_s"] + all_devices["start_s"])
+    assert alone["cost"] == pytest.approx(3 * alone["seconds"] / 3600)
+    assert all_devices["seconds"] < alone["seconds"] < 8 * all_devices["seconds"]
+    for words, told in (
+        (("--tokens", "1B", "--job", "20m"), "give one of the two"),
+        (("--price", "2"), "is for a job"),
+        (("--job", "soon"), "expected a time such as"),
+        (("--tokens", "-3"), "expected a number of tokens"),
+    ):
+        code, found = shardwise("plan", "llama-3.2-1b", *where, *words)
+        assert code == 2 and told in found["error"]
+
+
+def test_a_job_that_does_not_repay_its_start_says_so() -> None:
+    found = search("llama-3.2-1b", "8 h100-sxm-80gb", 64, 2048)
+    told = "\n".join(job_lines([Job(found.best, 8, 10), Job(found.best, 1, 80)]))
+    assert "not worth it: start-up is 9" in told
+    assert "not worth it" not in "\n".join(job_lines([Job(found.best, 8, 1e5), Job(found.best, 1, 8e5)]))
 
 
 def test_compare_puts_plans_side_by_side() -> None:

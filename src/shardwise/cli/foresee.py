@@ -102,6 +102,11 @@ def _goodput(words: dict[str, Any], forecast: Any, subject: Any, plan: Any) -> t
     show_default=True,
     help="Share of memory kept free.",
 )
+@click.option(
+    "--job", metavar="TIME", help="A job that takes as long on all devices (20m, 3h): its cost, and on fewer."
+)
+@click.option("--tokens", metavar="COUNT", help="A job of so many tokens (300B, 15T): hours and cost, and on fewer.")
+@click.option("--price", type=click.FloatRange(min=0), default=0.0, help="Price of one device for an hour, for a job.")
 @click.option("--top", type=WholeNumber(min=1), default=8, show_default=True, help="Rows of the table.")
 @click.option(
     "-o",
@@ -127,7 +132,9 @@ def plan(answer: Answer, task: str, **words: Any) -> None:
     from shardwise.planner import Constraints
     from shardwise.planner import search as search_plans
     from shardwise.planner.text import proposal_dict, search_text
+    from shardwise.planner.worth import Asked, job_lines, jobs
 
+    asked = Asked.of(words["job"], words["tokens"], words["price"])
     constraints = Constraints(
         words["max_tp"], words["max_pp"], words["max_cp"], fixed, words["min_memory_headroom"],
         check if words["runnable"] else None,
@@ -135,6 +142,7 @@ def plan(answer: Answer, task: str, **words: Any) -> None:
     with timing(not answer.as_json) as say:
         subject, batch = _subject(task, cluster, words, words["precision"], say=say)
         found = search_plans(subject, cluster, constraints, precision=words["precision"], say=say)
+        job = jobs(subject, cluster, found, constraints, words["precision"], asked)
     best = found.best
     named = task if subject.own and not subject.head else "MODULE:TASK"  # a shape or a configuration has no data
     written = str(best.plan)
@@ -162,7 +170,9 @@ def plan(answer: Answer, task: str, **words: Any) -> None:
     )
     if subject.head:
         command += f"\n{_how_to_train(task, subject.head)}"
-    answer.text = "\n".join([search_text(found, cluster, subject.name, batch, command, words["top"]), *lines])
+    answer.fields["job"] = [each.as_dict() for each in job]
+    table = search_text(found, cluster, subject.name, batch, command, words["top"])
+    answer.text = "\n".join([table, *job_lines(job), *lines])
 
 
 @click.command()

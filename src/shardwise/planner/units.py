@@ -39,6 +39,22 @@ def batch(text: str, seq: int | None) -> int:
     return tokens // seq
 
 
+def duration(text: str, what: str) -> float:
+    """Seconds of `90s`, `20m`, `3h` or `2d`."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd])", text.strip().lower())
+    if not found or float(found[1]) <= 0:
+        raise InputError(f"{what}: expected a time such as 90s, 20m, 3h or 2d, got {text!r}")
+    return float(found[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[found[2]]
+
+
+def tokens(text: str, what: str) -> float:
+    """Tokens of `300B`, `15T` or `5e9`; k, M, B and T are powers of 1000, as training sets are counted."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmbt]?)", text.strip().lower())
+    if not found or float(found[1]) <= 0:
+        raise InputError(f"{what}: expected a number of tokens such as 300B or 15T, got {text!r}")
+    return float(found[1]) * 1000.0 ** " kmbt".index(found[2] or " ")
+
+
 def bytes_text(size: float) -> str:
     """12.3 GB, in 10^9 bytes."""
     return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"

@@ -1,0 +1,144 @@
+"""Is it worth it: hours and cost of a whole job on all devices, on fewer, and on one.
+
+    job seconds on n devices = steps x step on n + start on n        cost = price x n x hours
+
+A job is given as tokens (then steps = tokens / tokens of a step) or as the time that it takes on all devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from shardwise.cluster import Cluster
+from shardwise.errors import InputError
+from shardwise.planner.candidates import Constraints
+from shardwise.planner.proposal import Proposal, Search
+from shardwise.planner.propose import search
+from shardwise.planner.subject import Subject
+from shardwise.planner.units import duration, seconds_text, tokens
+
+# From the command to the first step: one process imports, builds and compiles; many also meet each other (assumed)
+ALONE_S, MEET_S, EACH_S = 30.0, 30.0, 0.01
+FEWER = (2, 4, 8)  # shares of the devices that are compared, and one device
+PAYS = 1.5  # times as fast, from which more devices are called worth it
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A job: of so many tokens, or so many seconds long on all devices; neither where there is none."""
+
+    tokens: float | None = None
+    seconds: float | None = None
+    price: float = 0.0
+
+    @classmethod
+    def of(cls, job: str | None, count: str | None, price: float) -> Asked:
+        """From words such as `20m` and `300B`; both at once, or a price without a job, raise `InputError`."""
+        if job is not None and count is not None:
+            raise InputError("--job and --tokens both say how long the job is: give one of the two")
+        if price and job is None and count is None:
+            raise InputError("--price is for a job: give it as --tokens 300B or --job 20m")
+        return cls(
+            None if count is None else tokens(count, "--tokens"), None if job is None else duration(job, "--job"), price
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job on a number of devices; `price` of a device for an hour, 0 where it was not given."""
+
+    best: Proposal
+    devices: int
+    steps: float
+    price: float = 0.0
+
+    @property
+    def start_s(self) -> float:
+        return ALONE_S + (MEET_S + EACH_S * self.devices if self.devices > 1 else 0.0)
+
+    @property
+    def seconds(self) -> float:
+        return self.start_s + self.steps * self.best.forecast.step_s
+
+    @property
+    def device_hours(self) -> float:
+        return self.devices * self.seconds / 3600
+
+    def as_dict(self) -> dict[str, object]:
+        """For JSON."""
+        return {
+            "devices": self.devices, "plan": str(self.best.plan), "seconds": self.seconds, "start_s": self.start_s,
+            "device_hours": self.device_hours, "cost": self.price * self.device_hours,
+        }  # fmt: skip
+
+
+def jobs(
+    subject: Subject, cluster: Cluster, found: Search, constraints: Constraints, precision: str,
+    asked: Asked,
+) -> list[Job]:  # fmt: skip
+    """The job on all devices, then on fewer where it fits; nothing where no job was given."""
+    forecast, price = found.best.forecast, asked.price
+    if asked.tokens is not None:
+        if forecast.tokens is None:
+            raise InputError("--tokens: samples of this task are not known to be of tokens; give its time as --job 20m")
+        steps = asked.tokens / forecast.tokens
+    elif asked.seconds is not None:
+        steps = asked.seconds / forecast.step_s
+    else:
+        return []
+    every = [Job(found.best, cluster.world_size, steps, price)]
+    for count in _fewer(cluster.world_size):
+        try:
+            fewer = search(subject, _first(cluster, count), constraints, precision=precision)
+        except InputError:  # it does not fit, or the batch does not divide
+            continue
+        every.append(Job(fewer.best, count, steps, price))
+    return every
+
+
+def _fewer(world: int) -> Iterator[int]:
+    yield from dict.fromkeys([*(world // share for share in FEWER if world % share == 0 and world > share), 1])
+
+
+def _first(cluster: Cluster, count: int) -> Cluster:
+    """The first so many devices of a cluster."""
+    tiers, left = [], count
+    for tier in cluster.tiers:
+        size = min(tier.count, left)
+        tiers.append(replace(tier, count=size))
+        left = -(-left // size)
+    return replace(cluster, tiers=tuple(tiers), name=f"{count} of {cluster}")
+
+
+def job_lines(every: list[Job]) -> list[str]:
+    """A line for each number of devices, and what they say."""
+    if not every:
+        return []
+    lines = [f"the job, {every[0].steps:,.0f} steps and its start (assumed: {every[0].start_s:.0f} s):"]
+    for job in every:
+        cost = f", {job.price * job.device_hours:,.0f} at {job.price:g} for a device and hour" if job.price else ""
+        lines.append(
+            f"  {job.devices:6} devices  {_long(job.seconds):>9}  {job.device_hours:,.1f} device-hours{cost}"
+            f"  {job.best.plan}"
+        )
+    most, least = every[0], every[-1]
+    if most.devices == least.devices:
+        return lines
+    faster, dearer = least.seconds / most.seconds, most.device_hours / least.device_hours
+    lines.append(
+        f"  {most.devices} devices are {faster:.1f} times as fast as {least.devices}, "
+        f"and cost {dearer:.2f} times as much"
+    )
+    if faster < PAYS:
+        share = most.start_s / most.seconds
+        lines.append(f"  not worth it: start-up is {share:.0%} of the job on {most.devices} devices")
+    return lines
+
+
+def _long(seconds: float) -> str:
+    """3.2 days, 5.1 hours, 12 minutes or 40 s."""
+    for size, name in ((86400, "days"), (3600, "hours"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:,.1f} {name}"
+    return seconds_text(seconds)
