@@ -3,6 +3,7 @@
 compatibility.md   the rules by which plans are refused (src/shardwise/layout/rules.py)
 config.md          every key of a configuration (src/shardwise/config/schema.py) and of a plan
 tables/schedules.md  what pipeline schedules wait and hold (src/shardwise/layout/schedules.py)
+techniques/table.md  what each technique splits, sends and needs (src/shardwise/layout/techniques.py)
 cli.md             `--help` of every command (src/shardwise/cli/main.py)
 """
 
@@ -20,10 +21,12 @@ from shardwise.cli.main import main as cli
 from shardwise.config.schema import BUILTIN_DEFAULTS, OPTIMIZER_OPTIONS, Config, Section
 from shardwise.config.show import PLAN_HELP
 from shardwise.config.sources import to_toml
-from shardwise.errors import RefusedPlan
+from shardwise.errors import RefusedPlan, ShardwiseError
 from shardwise.layout import Plan, rules
 from shardwise.layout.plan import SCHEDULES
 from shardwise.layout.schedules import schedule_of
+from shardwise.layout.techniques import TECHNIQUES
+from shardwise.planner import simulate
 
 HERE = Path(__file__).parent
 WIDTH = 100
@@ -38,6 +41,48 @@ def compatibility() -> str:
         "*Not built*: the technique does not exist yet. *Illegal*: the combination cannot be right.\n\n"
         + rules.as_markdown()
     )
+
+
+# --- techniques
+
+CLUSTER, SHAPE = "1x8 h100-sxm-80gb", "llama3-8b"
+STATES = ("weights", "gradients", "master", "optimizer")
+
+
+def techniques() -> str:
+    """docs/techniques/table.md: one row each, what a rank holds and waits for being forecast on one model."""
+    rows = []
+    for row in TECHNIQUES:
+        held, waits = _forecast_of(row.plan)
+        rows.append(
+            f"| [{row.name}]({row.page}.md) | `{row.plan}` | {row.split} | {row.sent} | {held} | {waits} | {row.needs} "
+            f"| {row.when} |"
+        )
+    return (
+        "# All techniques in one table\n\n"
+        "Generated from `src/shardwise/layout/techniques.py` by `docs/generate.py`. P: the bytes of all parameters. "
+        "The two columns of figures are forecasts (`shardwise simulate`), for llama-3-8b in bf16 on eight H100 of a "
+        "node, 64 samples of 2,048 tokens in a step: what the fullest rank holds of weights, gradients, master "
+        "weights and optimizer state, and of activations and the rest at the peak; and the share of the step that is "
+        "communication that nothing hides, and bubble. Where they do not fit 80 GB they are what would be needed; – is "
+        "no axis of that model.\n\n"
+        "| technique | plan | what is split | what is sent, and when | a rank holds, GB: state + rest | waits "
+        "| needs | when |\n|---|---|---|---|---|---|---|---|\n" + "\n".join(rows) + "\n"
+    )
+
+
+def _forecast_of(plan: str) -> tuple[str, str]:
+    """`18.1 + 7.4` GB and `12%` of a step."""
+    if Plan.parse(plan).ep > 1:
+        return "–", "–"
+    try:
+        forecast = simulate(SHAPE, f"{plan},precision=bf16", cluster=CLUSTER, global_batch="64", seq="2k").as_dict()
+    except ShardwiseError:
+        return "–", "–"
+    fullest = max(forecast["memory"], key=lambda rank: rank["allocated"])
+    state = sum(fullest["terms"].get(name, 0.0) for name in STATES)
+    waits = sum(s for name, s in forecast["parts_s"].items() if "communication" in name or "bubble" in name)
+    return f"{state / 1e9:.1f} + {(fullest['allocated'] - state) / 1e9:.1f}", f"{waits / forecast['step_s']:.0%}"
 
 
 # --- the command line
@@ -220,6 +265,7 @@ PAGES = {
     "config.md": configuration,
     "cli.md": command_line,
     "tables/schedules.md": schedules_table,
+    "techniques/table.md": techniques,
 }
 
 

@@ -251,6 +251,9 @@ IN_WORDS = [
     (["probe", "-o", "nowhere/cluster.toml"], 2, "there is no folder"),
     (["show", "schedule", "dp_shard=2"], 3, "pp is 1"),
     (["show", "schedule", "pp=4,schedule=zbb"], 2, "did you mean 'zbv'?"),
+    (["show", "ring", "allreduce"], 2, "did you mean 'all_reduce'?"),
+    (["report", "nowhere"], 2, "there is no folder nowhere"),
+    (["run", "mone.py"], 2, "did you mean 'mine.py'?"),
     # what is on the disk
     (["train", "mine:good", "--resume", "nowhere"], 2, "there is no such folder"),
     (["train", "mine:good", "--init-from", "nowhere"], 2, "there is no such folder"),

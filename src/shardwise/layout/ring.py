@@ -1,0 +1,207 @@
+"""Collectives around a ring, step by step: who sends which piece to whom, and what each rank then holds.
+
+    all_reduce       = reduce_scatter, then all_gather      2(n-1) steps, 2(n-1)/n of the bytes
+    reduce_scatter     pieces travel around and are added     n-1 steps,   (n-1)/n
+    all_gather         pieces travel around                   n-1 steps,   (n-1)/n
+    broadcast          rank 0's pieces follow each other      2(n-1) steps, all of the bytes for all ranks but two
+    all_to_all         in step s each rank sends to the s-th after it  n-1 steps, (n-1)/n
+
+Pure arithmetic, for people: backends choose among rings, trees and others by themselves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwise.errors import InputError, did_you_mean
+
+COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
+WHAT = {
+    "all_reduce": "every rank ends with the sum of all",
+    "reduce_scatter": "each rank ends with one piece of the sum of all",
+    "all_gather": "every rank ends with the pieces of all",
+    "broadcast": "every rank ends with what rank 0 had",
+    "all_to_all": "each rank ends with the piece that every other had for it",
+}
+Held = tuple[tuple[frozenset[int], ...], ...]  # rank, piece -> ranks whose values it holds or sums; empty: nothing
+
+
+@dataclass(frozen=True)
+class Send:
+    """One message: a piece (1/n of the bytes) from a rank to another."""
+
+    source: int
+    target: int
+    piece: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """Messages that go at the same time, and what every rank holds after them."""
+
+    sends: tuple[Send, ...]
+    held: Held
+
+
+@dataclass(frozen=True)
+class Ring:
+    """A collective over `ranks` ranks: what they hold at first, and its steps."""
+
+    op: str
+    ranks: int
+    start: Held
+    steps: tuple[Step, ...]
+
+    def received(self) -> list[float]:
+        """Bytes that each rank receives, as a multiple of the tensor's."""
+        found = [0] * self.ranks
+        for step in self.steps:
+            for send in step.sends:
+                found[send.target] += 1
+        return [count / self.ranks for count in found]
+
+
+def ring(op: str, ranks: int) -> Ring:
+    """The steps of a collective; `InputError` for one that is not known, or fewer than two ranks."""
+    if op not in COLLECTIVES:
+        known = ", ".join(COLLECTIVES)
+        raise InputError(f"ring: no collective {op!r} (known: {known}){did_you_mean(op, list(COLLECTIVES))}")
+    if ranks < 2:
+        raise InputError(f"ring: a collective needs at least 2 ranks, got {ranks}")
+    n, every = ranks, range(ranks)
+    held = [[frozenset(_at_first(op, rank, piece)) for piece in every] for rank in every]
+    start, steps = _frozen(held), []
+    for sends in _sends(op, n):
+        arriving = [(send, held[send.source][send.piece]) for send in sends]
+        for send, values in arriving:
+            if op == "all_to_all":  # a column is the rank that a piece came from
+                held[send.target][send.source] = frozenset({send.source})
+            else:
+                held[send.target][send.piece] = held[send.target][send.piece] | values
+        steps.append(Step(tuple(sends), _frozen(held)))
+    return Ring(op, n, start, tuple(steps))
+
+
+def _at_first(op: str, rank: int, piece: int) -> set[int]:
+    if op in ("all_gather", "all_to_all"):
+        return {rank} if piece == rank else set()
+    if op == "broadcast":
+        return {0} if rank == 0 else set()
+    return {rank}
+
+
+def _frozen(held: list[list[frozenset[int]]]) -> Held:
+    return tuple(tuple(row) for row in held)
+
+
+def _sends(op: str, n: int) -> list[list[Send]]:
+    """The messages of each step."""
+    every = range(n)
+    scatter = [[Send(r, (r + 1) % n, (r - s - 1) % n) for r in every] for s in range(n - 1)]
+    gather = [[Send(r, (r + 1) % n, (r - s) % n) for r in every] for s in range(n - 1)]
+    if op == "broadcast":
+        return [[Send(r, r + 1, s - r) for r in range(n - 1) if 0 <= s - r < n] for s in range(2 * n - 2)]
+    if op == "all_to_all":
+        return [[Send(r, (r + s) % n, (r + s) % n) for r in every] for s in range(1, n)]
+    return {"all_reduce": scatter + gather, "reduce_scatter": scatter, "all_gather": gather}[op]
+
+
+def as_text(drawn: Ring) -> str:
+    """Every step as a table: a row for each rank, a column for each piece; digits are the ranks whose values it has."""
+    most = max(drawn.received())
+    lines = [
+        f"{drawn.op} over {drawn.ranks} ranks: {WHAT[drawn.op]}",
+        f"{len(drawn.steps)} steps; a rank receives at most {most:.3g} of the tensor's bytes",
+        *_table("at first", (), drawn.start),
+    ]
+    for number, step in enumerate(drawn.steps, 1):
+        lines += _table(f"step {number}", step.sends, step.held)
+    return "\n".join(lines)
+
+
+def _table(title: str, sends: tuple[Send, ...], held: Held) -> list[str]:
+    wide = max(4, len(held) + 1)
+    told = "  ".join(f"{s.source}→{s.target}:{_letter(s.piece)}" for s in sends)
+    head = " " * 8 + "".join(f"{_letter(piece):<{wide}}" for piece in range(len(held)))
+    rows = [f"  rank {rank} " + "".join(f"{_ranks(values):<{wide}}" for values in row) for rank, row in enumerate(held)]
+    return ["", f"{title}  {told}".rstrip(), head, *rows]
+
+
+def _letter(piece: int) -> str:
+    return chr(ord("a") + piece) if piece < 26 else str(piece)
+
+
+def _ranks(values: frozenset[int]) -> str:
+    return "".join(map(str, sorted(values))) or "."
+
+
+# --- as a picture that steps
+
+BOX, GAP, TOP, SECONDS = 44, 14, 46, 1.4
+
+
+def as_svg(drawn: Ring) -> str:
+    """A picture that goes through the steps by itself, without a script; darker boxes hold the values of more ranks."""
+    n, frames = drawn.ranks, [Step((), drawn.start), *drawn.steps]
+    wide, high = 90 + n * BOX + 150, TOP + n * (BOX + GAP) + 10
+    whole = SECONDS * (len(frames) + 1)
+    parts = [
+        f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {wide} {high}' font-family='sans-serif' font-size='13'>",
+        f"<rect width='{wide}' height='{high}' fill='#fff'/>",
+    ]
+    for rank in range(n):
+        parts.append(f"<text x='10' y='{_y(rank) + 27}'>rank {rank}</text>")
+    for at, frame in enumerate(frames):
+        last = at == len(frames) - 1
+        title = "at first" if at == 0 else f"step {at} of {len(frames) - 1}"
+        parts.append(f"<g visibility='{'visible' if at == 0 else 'hidden'}'>{_shown(at, last, len(frames), whole)}")
+        parts.append(f"<text x='10' y='22' font-weight='bold'>{drawn.op}: {title}</text>")
+        parts += [_boxes(rank, row, n) for rank, row in enumerate(frame.held)]
+        parts += [_arrow(send, n) for send in frame.sends]
+        parts.append("</g>")
+    return "".join([*parts, "</svg>\n"])
+
+
+def _shown(at: int, last: bool, frames: int, whole: float) -> str:
+    """Visible during this frame's part of the round; the last one stays twice as long."""
+    begin, end = at / (frames + 1), 1.0 if last else (at + 1) / (frames + 1)
+    times = [0.0, begin, end, 1.0]
+    values = "hidden;visible;hidden;hidden"
+    if at == 0:
+        times, values = [0.0, end, 1.0], "visible;hidden;hidden"
+    elif last:
+        times, values = [0.0, begin, 1.0], "hidden;visible;visible"
+    keys = ";".join(f"{time:.4f}" for time in times)
+    return (
+        f"<animate attributeName='visibility' values='{values}' keyTimes='{keys}' dur='{whole:.1f}s' "
+        "calcMode='discrete' repeatCount='indefinite'/>"
+    )
+
+
+def _y(rank: int) -> int:
+    return TOP + rank * (BOX + GAP)
+
+
+def _boxes(rank: int, row: tuple[frozenset[int], ...], n: int) -> str:
+    found = []
+    for piece, values in enumerate(row):
+        shade = 1 - 0.75 * len(values) / n if values else 1.0
+        colour = f"rgb({round(255 * shade)},{round(230 * shade + 25)},255)" if values else "#f4f4f4"
+        x = 80 + piece * BOX
+        found.append(
+            f"<rect x='{x}' y='{_y(rank)}' width='{BOX - 4}' height='{BOX - 4}' fill='{colour}' stroke='#789'/>"
+            f"<text x='{x + BOX / 2 - 2}' y='{_y(rank) + 25}' text-anchor='middle'>{_ranks(values)}</text>"
+        )
+    return "".join(found)
+
+
+def _arrow(send: Send, n: int) -> str:
+    x = 80 + n * BOX + 10
+    start, end = _y(send.source) + BOX / 2, _y(send.target) + BOX / 2
+    away = abs(send.target - send.source)
+    out = x + 24 + 12 * away
+    return (
+        f"<path d='M{x} {start:.0f} C{out} {start:.0f} {out} {end:.0f} {x + 6} {end:.0f}' fill='none' stroke='#c50'/>"
+        f"<path d='M{x} {end:.0f} l8 -4 v8 z' fill='#c50'/>"
+        f"<text x='{x + 12 + 8 * away}' y='{(start + end) / 2 + 4:.0f}' fill='#c50'>{_letter(send.piece)}</text>"
+    )

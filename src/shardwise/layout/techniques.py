@@ -1,0 +1,94 @@
+"""What each technique splits, sends and needs, and when to use it: one row each, as a guide's table has them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Technique:
+    """One row. `plan` is an example over eight ranks; `page` its page in docs/techniques; P the bytes of parameters."""
+
+    name: str
+    page: str
+    plan: str
+    split: str
+    sent: str
+    needs: str
+    when: str
+
+
+TECHNIQUES = (
+    Technique(
+        "replicas", "replicas", "dp_replicate=8", "samples",
+        "gradients, all-reduce of P, during the last backward of a step", "model, gradients and state fit on a rank",
+        "it fits, and is only slow",
+    ),
+    Technique(
+        "ZeRO-1", "zero1", "dp_shard=8,zero=1", "samples; optimizer state",
+        "gradients, reduce-scatter of P, once a step; weights, all-gather of P, after the update",
+        "an optimizer that bears pieces, or whole tensors (tried)",
+        "optimizer state does not fit, or to accumulate long",
+    ),
+    Technique(
+        "ZeRO-2", "zero2", "dp_shard=8,zero=2", "samples; state and gradients",
+        "as ZeRO-1, with a reduce-scatter for each micro-batch", "as ZeRO-1", "gradients do not fit either",
+    ),
+    Technique(
+        "ZeRO-3", "zero3", "dp_shard=8,zero=3", "samples; state, gradients and weights",
+        "weights, all-gather of each block before its forward and its backward; gradients, reduce-scatter after it",
+        "repeated blocks (found, or wrap=)", "weights do not fit; a link as fast as inside a node",
+    ),
+    Technique(
+        "hybrid sharding", "hybrid", "dp_replicate=2,dp_shard=4,zero=3",
+        "as ZeRO-3 inside a group; samples over groups",
+        "as ZeRO-3 inside the group; pieces of gradients, all-reduce between groups", "as ZeRO-3",
+        "the model fits on one node's ranks, and links between nodes are slower",
+    ),
+    Technique(
+        "tensor parallelism", "tensor", "tp=8", "weights by heads, width and words; activations between them",
+        "activations, all-reduce twice in each block's forward and backward", "products (derived); ranks that are near",
+        "a layer, or its activations, are too large for a rank; inside a node",
+    ),
+    Technique(
+        "sequence parallelism", "tensor", "tp=8,sp=true", "as tensor parallelism; also what lies between, by positions",
+        "an all-gather and a reduce-scatter in the place of each all-reduce", "as tensor parallelism, and positions",
+        "with tp, always but for very short sequences",
+    ),
+    Technique(
+        "ring attention", "sequence", "cp=8", "the sequence",
+        "keys and values, from rank to rank around the ring, beside attention", "attention that can be met; positions",
+        "sequences whose activations do not fit",
+    ),
+    Technique(
+        "Ulysses", "sequence", "cp_ulysses=8", "the sequence; heads inside attention",
+        "queries, keys, values and outputs, all-to-all around each attention", "as many heads as ranks",
+        "as ring attention, with heads enough and a fast link",
+    ),
+    Technique(
+        "tiles of a field", "domain", "domain=2x4", "space",
+        "halos, from neighbours, before each operation that reads them",
+        "operations on space with rules (convolutions, pooling, norms ...)", "images or fields too large for a rank",
+    ),
+    Technique(
+        "pipeline", "pipeline", "pp=8,microbatches=16", "the module into stages; micro-batches in time",
+        "activations of a stage's border, and their gradients, for each micro-batch",
+        "places to cut the forward (found)",
+        "links are slow, and the batch gives several micro-batches for each stage",
+    ),
+    Technique(
+        "experts", "expert", "dp_shard=8,zero=1,ep=8", "routed experts over ranks of dp_shard",
+        "tokens, all-to-all to their experts and back, in each routed layer", "routed experts (found by trial)",
+        "experts are most of the model",
+    ),
+    Technique(
+        "recompute", "recompute", "dp_replicate=8,remat=full", "nothing: activations are made again in backward",
+        "nothing (with tp, the sums inside the block again)", "blocks that give the same when run again",
+        "activations do not fit, before smaller micro-batches",
+    ),
+    Technique(
+        "accumulation", "accumulation", "dp_replicate=8,accumulate=8", "a rank's samples, in time",
+        "nothing (ZeRO-2 and 3: once more for each micro-batch)", "a batch of several samples for each rank",
+        "activations do not fit, or the batch shall be larger",
+    ),
+)  # fmt: skip

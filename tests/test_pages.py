@@ -1,0 +1,119 @@
+"""Every command on every page is one that this version reads; those that are quick are run."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+from test_docs import PAGES, ROOT
+
+from shardwise.cli.main import call, main
+from shardwise.errors import InputError
+from shardwise.layout import Plan
+from shardwise.layout.techniques import TECHNIQUES
+
+GENERATED = {"cli.md"}  # its commands are tested where they are written
+BY_MISTAKE = ("dp_shrad", "PMI_SIZE", "WORLD_SIZE=8 mpirun")  # shown with the message that they are answered by
+QUICK = (
+    ["config"],
+    ["show", "schedule"],
+    ["show", "ranks"],
+    ["show", "ring"],
+    ["simulate"],
+    ["compare"],
+    ["completion"],
+)
+NEEDS = (".toml", ".py", "MODULE", "runs/", "mytask", "smoothing", "config.json", "tests/", "--measure", "RUN", "$")
+
+
+def blocks(page: Path) -> Iterator[str]:
+    """The text of a page's blocks of console and shell."""
+    yield from re.findall(r"^```(?:console|sh|bash|text)\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def commands(page: Path) -> list[list[str]]:
+    """The words of each shardwise command on a page, without launchers, comments and what they are piped into."""
+    found = []
+    for block in blocks(page):
+        for line in block.replace("\\\n", " ").splitlines():
+            line = line.removeprefix("$ ")
+            place = re.match(r"(?:[A-Z_]+=\S+ )*(?:[^#|>]*\s)?shardwise (?=[a-z-])", line)
+            started = re.match(r"(?:[A-Z_]+=\S+ )*(?:\$ )?(?:torchrun|srun|mpirun|mpiexec|eval|shardwise)\b", line)
+            if place is None or started is None or any(word in line for word in BY_MISTAKE):
+                continue
+            words = shlex.split(re.split(r"\s[|>]\s|\s2>|\)\"", line[place.end() :])[0], comments=True)
+            found.append(words)
+    return found
+
+
+ALL = [(page, words) for page in PAGES if page.name not in GENERATED for words in commands(page)]
+each = pytest.mark.parametrize(
+    ("page", "words"), ALL, ids=[f"{page.name}: {' '.join(words)[:60]}" for page, words in ALL]
+)
+
+
+def test_there_are_many():
+    assert len(ALL) > 60
+
+
+@each
+def test_a_command_on_a_page_is_one_that_is_read(page, words):
+    command: click.Command = main
+    if words[0].startswith("-"):
+        return
+    context = main.make_context("shardwise", [words[0]], resilient_parsing=True)
+    rest = list(words)
+    while isinstance(command, click.Group):
+        assert rest and rest[0] in command.commands, f"{page.name}: shardwise {' '.join(words)}"
+        command, rest = command.commands[rest[0]], rest[1:]
+    files = [param for param in command.params if param.callback is not None]
+    for param in files:
+        param.callback, param.kept = None, param.callback  # type: ignore[attr-defined]
+    try:
+        command.make_context("shardwise", rest, parent=context)
+    except InputError as error:
+        pytest.fail(f"{page.name}: {error}")
+    finally:
+        for param in files:
+            param.callback = param.kept  # type: ignore[attr-defined]
+
+
+def quick(words: list[str]) -> bool:
+    return any(words[: len(start)] == start for start in QUICK) and not any(
+        need in word for need in NEEDS for word in words
+    )
+
+
+RUN = list(dict.fromkeys(shlex.join(words) for _, words in ALL if quick(words)))
+
+
+@pytest.mark.parametrize("line", RUN)
+def test_a_quick_command_on_a_page_runs(line, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    words = shlex.split(line)
+    assert call(words) in (0, 3), line  # 3: what does not fit, shown as such
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "line",
+    list(dict.fromkeys(
+        shlex.join(words) for _, words in ALL
+        if words[0] in ("verify", "plan") and not any(need in word for need in NEEDS for word in words)
+    )),
+)  # fmt: skip
+def test_a_slow_command_on_a_page_runs(line, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert call(shlex.split(line)) in (0, 3), line
+
+
+def test_the_table_of_techniques_has_every_page_of_one_and_plans_that_are_plans():
+    beside = {"README", "table", "batchnorm", "precision", "randomness", "weights", "optimizers"}  # of no layout
+    pages = {path.stem for path in (ROOT / "docs" / "techniques").glob("*.md")} - beside
+    assert pages == {row.page for row in TECHNIQUES}
+    for row in TECHNIQUES:
+        assert Plan.parse(row.plan).world_size == 8
