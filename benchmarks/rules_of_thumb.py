@@ -13,6 +13,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from rules_of_scale import decisions, links, minimums, scale, sizes
+
 from shardwise.cluster import Cluster, model
 from shardwise.costs.kernels import Kernels
 from shardwise.costs.layout import Layout
@@ -20,10 +22,7 @@ from shardwise.costs.memory import layer_activations, states
 from shardwise.costs.shapes import Shape
 from shardwise.costs.software import STATES, Software, software
 from shardwise.costs.wire import Group, Wire
-from shardwise.errors import InputError
 from shardwise.layout.schedules import Times, make_schedule
-from shardwise.planner.propose import search
-from shardwise.planner.subject import decoder
 from shardwise.simulator import simulate
 from shardwise.simulator.pipeline import play
 
@@ -75,16 +74,34 @@ def per_parameter() -> Iterator[Row]:
         f"{gb(low)} to {gb(high)}",
         "no policy above gives 1.5 TB of states",
     )
-    twelve = 12 * 70e9
+    twelve, sixteen = 12 * 70e9, 16 * 70e9
     yield (
         "70B on 8 GPUs: 840 GB replicated, 105 GB sharded",
-        "12 bytes: fp32 master and Adam alone",
-        (
-            f"{gb(twelve)} and {gb(twelve / 8)}; with weights and gradients {gb(state_bytes('bf16', seventy))} and "
-            f"{gb(state_bytes('bf16', seventy) / 8)}"
-        ),
-        "the quoted figure leaves out weights and gradients; neither fits a device of 80 GB",
+        "2 + 2 + 8 bytes: 16-bit weights and gradients, Adam in fp32",
+        f"{gb(twelve)} and {gb(twelve / 8)}; with the fp32 master {gb(sixteen)} and {gb(sixteen / 8)}",
+        "the quoted figure has weights and gradients and leaves out the fp32 master; neither fits a device of 80 GB",
     )
+    yield (
+        "2 + 4 + 4 + 8 = 20 bytes",
+        "a sum",
+        f"{2 + 4 + 4 + 8}",
+        "16-bit weights, fp32 gradients, master and Adam: Megatron's 18",
+    )
+    thirteen, largest = llama("llama-2-13b").parameters, llama("llama3-405b").parameters
+    for name, quoted, count in (("13B", "300 GB", thirteen), ("405B", "8 TB and 100 GPUs", largest)):
+        low, high = state_bytes("fp16-apex", count), state_bytes("fp16-apex-fp32-grad", count)
+        yield (
+            f"{name} needs {quoted}", "20 bytes", f"{gb(low)} to {gb(high)}, over {low / 80e9:.0f} to {high / 80e9:.0f} GPUs of 80 GB",
+            "16 to 20 bytes for each parameter; activations come on top",
+        )  # fmt: skip
+    yield (
+        "19+ GPUs for one copy of 70B", "1.5 TB over 80 GB", f"{high_of(seventy) / 80e9:.0f} at 20 bytes, {state_bytes('fp16-apex', seventy) / 80e9:.0f} at 16",
+        "states alone, without activations; see the fewest GPUs below",
+    )  # fmt: skip
+
+
+def high_of(count: float) -> float:
+    return state_bytes("fp16-apex-fp32-grad", count)
 
 
 def zero_table() -> Iterator[str]:
@@ -110,11 +127,14 @@ def wires() -> Iterator[Row]:
         gb(2 * 7 / 8 * size) + " on 8 ranks",
         f"2 (p-1)/p n: 280 GB is the limit for many ranks ({gb(moved)})",
     )
-    for rate, quoted, link in ((900, "0.31 s", "nvlink"), (50, "5.6 s", "ib-400")):
-        text = "8 h100-sxm-80gb" if link == "nvlink" else "8x1 h100-sxm-80gb, ib-400"
-        ours = Wire(Cluster.parse(text)).collective("all_reduce", Group(8, 1), size)
+    for rate, quoted, link in ((900, "0.31 s", "nvlink"), (50, "5.6 s on 1,024 GPUs", "ib-400")):
+        text = "8 h100-sxm-80gb" if link == "nvlink" else "128x8 h100-sxm-80gb, ib-400"
+        ranks = 8 if link == "nvlink" else 1024
+        ours = Wire(Cluster.parse(text)).collective("all_reduce", Group(ranks, 1), size)
         why = (
-            "900 GB/s is both directions together; NCCL reaches 445 GB/s each way" if rate == 900 else "one port a rank"
+            "900 GB/s is both directions together; NCCL reaches 445 GB/s each way"
+            if rate == 900
+            else "eight ports of a node carry a ring of whole nodes; with one port for each node it would be near the quoted"
         )
         yield f"... in {quoted} at {rate} GB/s", "280 GB over the rate", f"{ours:.2f} s over {link}", why
     wire = Wire(Cluster.parse("8x8 h100-sxm-80gb, ib-400"))
@@ -176,8 +196,9 @@ def work() -> Iterator[Row]:
     yield (
         "tp moves 80 x 2 x 8192 x batch bytes",
         "one vector for each layer",
-        (f"{gb(80 * 4 * 2 * b * s * h)} (two all-reduces forward, two backward, at {s} tokens)"),
-        "the quoted figure leaves out the sequence and backward, and counts one all-reduce of four",
+        f"{gb(80 * 4 * 2 * b * s * h)} of tensors; at tp=4 a rank receives {gb(1.5 * 80 * 4 * 2 * b * s * h)}",
+        f"two all-reduces forward and two backward, batch 1 at {s} tokens, 2 (p-1)/p each; the quoted figure leaves out the "
+        "sequence and backward, and counts one all-reduce of four",
     )
     yield (
         "a pipeline moves little",
@@ -188,14 +209,15 @@ def work() -> Iterator[Row]:
         ),
     )
     yield "tp=8 x pp=16 x dp=128 = 16,384", "—", f"{8 * 16 * 128:,}", "equal"
-    activations = 32 * sum(
-        layer_activations(llama("llama-2-7b"), Layout(seq=4096, micro_batch=4), software("shardwise")).values()
-    )
+    activations, selective = (
+        32 * sum(layer_activations(llama("llama-2-7b"), Layout(seq=4096, micro_batch=4, recompute=r), software("shardwise")).values())
+        for r in ("none", "selective")
+    )  # fmt: skip
     yield (
         "7B activations of 30 to 40 GB at batch 4 x 4096",
         "—",
-        gb(activations),
-        ("without recompute, fused attention; 30 to 40 GB is with the selective policy"),
+        f"{gb(activations)}; {gb(selective)} with the selective policy",
+        "fused attention; no policy that keeps products comes down to 30 to 40 GB",
     )
     yield "a 73 x 721 x 1440 sample is 303 MB", "fp32", f"{73 * 721 * 1440 * 4 / 1e6:.0f} MB", "equal"
     yield (
@@ -219,27 +241,6 @@ def times() -> Iterator[Row]:
         f"{16384 * 54 * 24 / 1e6:.1f}M",
         "devices x days x 24",
     )
-
-
-def minimums() -> Iterator[Row]:
-    for name, quoted in (("llama-2-7b", 2), ("llama-2-13b", 4), ("llama-2-70b", 20), ("llama3-405b", 100)):
-        shape = llama(name)
-        found = None
-        for devices in (1, 2, 4, 8, 16, 32, 64, 128, 256):
-            text = f"{devices} h100-sxm-80gb" if devices <= 8 else f"{devices // 8}x8 h100-sxm-80gb, ib-400"
-            machine = Cluster.parse(text)
-            try:
-                search(decoder(shape, machine, software("shardwise"), 256, 4096, "bf16"), machine)
-            except InputError:  # nothing fits
-                continue
-            found = devices
-            break
-        yield (
-            f"{name}: {quoted} H100 at least",
-            "—",
-            f"{found}",
-            "bf16 with fp32 states and Adam, 256 samples of 4096 tokens",
-        )
 
 
 def costs() -> Iterator[Row]:
@@ -320,7 +321,8 @@ def page() -> str:
     ]
     for title, rows in (
         ("Bytes for each parameter", per_parameter()), ("Links", wires()), ("Bubbles", bubbles()), ("Work and activations", work()),
-        ("Training times", times()), ("The fewest GPUs", minimums()), ("What a technique costs", costs()),
+        ("Training times", times()), ("The fewest GPUs", minimums()), ("Links between devices", links()), ("Many devices", scale()),
+        ("Sizes", sizes()), ("What a technique costs", costs()),
     ):  # fmt: skip
         parts.append(f"## {title}\n\n| rule | where it comes from | ours | why they differ |\n|---|---|---|---|")
         parts += [f"| {' | '.join(row)} |" for row in rows]
@@ -328,6 +330,11 @@ def page() -> str:
         if title.startswith("Bytes"):
             parts.append("ZeRO, GB for each rank, 16 bytes for each parameter (Rajbhandari et al. 2020, table 1):\n")
             parts += [*zero_table(), ""]
+    parts.append(
+        "## Which plan when\n\nThe usual table of decisions, beside what a search answers for one case of each.\n"
+    )
+    parts.append("| situation | usual advice | what `plan` answers | to start it |\n|---|---|---|---|")
+    parts += [*(f"| {' | '.join(row)} |" for row in decisions()), ""]
     kernels = Kernels(Cluster.parse("8 h100-sxm-80gb").device)
     parts.append(f"Products on H100 here: {kernels.basis}.\n")
     return "\n".join(parts)

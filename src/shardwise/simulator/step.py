@@ -28,6 +28,7 @@ def simulate(
     else:
         forecast = _one_stage(step, layer, ends)
     forecast.basis |= {
+        "implementation": f"{software.name}: {software.source}",
         "products": step.kernels.basis,
         "tensor parallel": step.wire.basis("all_reduce", step.group("tp")),
         "data ranks": step.wire.basis("reduce_scatter", step.group("data")),
