@@ -17,8 +17,8 @@ SOURCE = Path(shardwise.__file__).parent
 # room -> floor; a room is a module or a package, and `parallel` has one room for each technique
 FLOORS = {
     "errors": 0, "task": 0, "dataset": 0, "layout": 0, "config": 0, "cluster": 0,
-    "host": 0, "guard": 0, "task_files": 0, "progress": 0, "report": 1,
-    "costs": 1, "device": 1, "precision": 1, "mesh": 1, "comm": 1, "part": 1, "trace": 1, "random": 1, "ranks": 1,
+    "host": 0, "device": 0, "guard": 0, "task_files": 0, "progress": 0, "report": 1,
+    "costs": 1, "precision": 1, "mesh": 1, "comm": 1, "part": 1, "trace": 1, "random": 1, "ranks": 1,
     "heads": 1, "task_names": 1, "digest": 1,
     "parallel.slots": 3, "parallel.replicate": 3, "parallel.flat": 3, "parallel.full": 3, "parallel.batchnorm": 3,
     "parallel.tensor": 3,
@@ -56,7 +56,8 @@ WITHIN = {
     ("mesh", "comm"): "a mesh is made of the axes that collectives run over",
     ("ranks", "comm"): "a rank writes down what it issues, for its caller to watch it",
     ("random", "trace"): "one function makes every seed",
-    ("device", "ranks"): "the rank on its host says which device is its own",
+    ("device", "errors"): "every room raises the same errors",
+    ("host", "device"): "whether the host waits depends on where a tensor lies",
     ("observe", "data"): "floor 7 has an order: data, observe, training, proof",
     ("cli", "hf"): "a checkpoint is turned into a folder of transformers",
     ("training", "data"): "floor 7 has an order: data, observe, training, proof",
@@ -167,6 +168,35 @@ def test_floor_zero_knows_no_process_group(room: str) -> None:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             assert not any(name.startswith("torch.distributed") for name in names), path.name
+
+
+ACCELERATORS = {"cuda", "hip", "xpu", "mps", "npu", "hpu", "mtia", "nccl"}
+# the room itself; a word of the user's; the one backend whose messages over one group wait for each other;
+# and how this torch was built
+NAMING = {"device.py", "config/schema.py", "comm/collectives.py", "cli/doctor.py"}
+
+
+def kinds_named(path: Path) -> Iterator[str]:
+    """Where a module asks for a kind of accelerator: `torch.cuda`, "cuda", or a device's type compared with a text."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        where = f"{path.relative_to(SOURCE)}:{getattr(node, 'lineno', 0)}"
+        if isinstance(node, ast.Attribute) and node.attr in ACCELERATORS:
+            yield where
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            words = {word.partition(":")[0] for word in node.value.split(",")}
+            if words & ACCELERATORS:
+                yield where
+        if isinstance(node, ast.Compare) and isinstance(node.left, ast.Attribute) and node.left.attr == "type":
+            texts = [to.value for to in node.comparators if isinstance(to, ast.Constant)]
+            if texts and texts != ["meta"]:
+                yield where
+
+
+def test_only_the_device_room_knows_kinds_of_accelerators() -> None:
+    """`cluster`, `costs` and what a probe writes describe devices by a kind and a library, which are data."""
+    rooms = [path for path in sorted(SOURCE.rglob("*.py")) if str(path.relative_to(SOURCE)) not in NAMING]
+    found = [where for path in rooms for where in kinds_named(path)]
+    assert all(where.startswith(("cluster/", "costs/", "measure/machine.py:")) for where in found), found
 
 
 # --- the door

@@ -311,13 +311,13 @@ import json
 import sys
 
 from shardwise.comm import everybody, gather_json
-from shardwise.device import pick_device
+from shardwise.ranks.launchers import own_device
 from shardwise.measure.between_nodes import between_times
 from shardwise.ranks import join, leave
 
 if __name__ == "__main__":
     rank, _ = join()
-    device = pick_device()
+    device = own_device()
     rows = gather_json(between_times(device, [[0], [1]], (1024, 2**22)), everybody(), device)
     if rank == 0:
         print(json.dumps(rows[0]))

@@ -1,56 +1,113 @@
-"""The device room: everything that asks which kind of device this is.
+"""The device room: everything that asks which kind of device this is, of torch's own registry of accelerators.
 
-Other rooms call these functions instead of branching on `cuda`.
+CUDA, ROCm, XPU, NPU and any other that `torch.accelerator` knows are treated alike. Other rooms call these functions
+instead of naming a kind.
 """
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 
 from shardwise.errors import InputError
-from shardwise.ranks.launchers import local_rank
 
 
-def pick_device(requested: str | torch.device | None = None) -> torch.device:
-    """This rank's device: as requested, else the CUDA device of the local rank, else the CPU."""
-    if requested is not None:
-        device = torch.device(requested)
-    elif torch.cuda.is_available():
-        place = local_rank(os.environ)  # None: `join` has chosen, or this process is alone
-        chosen = torch.cuda.current_device() if place is None else place % torch.cuda.device_count()
-        device = torch.device("cuda", chosen)
-    else:
-        device = torch.device("cpu")
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise InputError(f"device {device} was asked for, but torch sees no CUDA device")
-        torch.cuda.set_device(device)
+def accelerator() -> torch.device | None:
+    """This machine's accelerator, without an index; None where there is none."""
+    return torch.accelerator.current_accelerator(check_available=True)
+
+
+def device_count() -> int:
+    """Accelerators that this process sees."""
+    return 0 if accelerator() is None else torch.accelerator.device_count()
+
+
+def current_device() -> torch.device:
+    """The accelerator that this process has taken, else the CPU."""
+    kind = accelerator()
+    return torch.device("cpu") if kind is None else torch.device(kind.type, torch.accelerator.current_device_index())
+
+
+def take(index: int) -> torch.device:
+    """Make an accelerator this process's own, counted round; the CPU where there is none."""
+    count = device_count()
+    if count:
+        torch.accelerator.set_device_index(index % count)
+    return current_device()
+
+
+def pick_device(requested: str | torch.device | None = None, local_rank: int | None = None) -> torch.device:
+    """A rank's device: as requested, else the accelerator of its local rank, else the CPU.
+
+    local_rank  None where the device was taken already, or this process is alone
+    """
+    if requested is None:
+        return current_device() if local_rank is None else take(local_rank)
+    device = torch.device(requested)
+    if on_host(device) or device.type == "meta":
+        return device
+    found = accelerator()
+    if found is None or found.type != device.type:
+        raise InputError(f"device {device} was asked for, but torch sees no {device.type.upper()} device")
+    if device.index is not None:
+        torch.accelerator.set_device_index(device.index)
     return device
 
 
 def describe() -> str:
-    """`torch 2.13.0+cpu, 2 CPU cores, no CUDA device`: what a run has here."""
+    """`torch 2.13.0+cpu, 2 CPU cores, no accelerator`: what a run has here."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    found = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    devices = f"{len(found)} x {found[0]}" if found else "no CUDA device"
+    kind, count = accelerator(), device_count()
+    devices = "no accelerator" if kind is None else f"{count} x {device_name(current_device()) or kind.type}"
     return f"torch {torch.__version__}, {cores} CPU cores, {devices}"
+
+
+def on_host(device: torch.device) -> bool:
+    """Whether the host computes what lies on this device itself."""
+    return device.type == "cpu"
+
+
+def group_backend() -> str:
+    """Backends of a process group: gloo, and the accelerator's own beside it for its tensors."""
+    import torch.distributed as dist
+
+    kind = accelerator()
+    if kind is None:
+        return "gloo"
+    return f"cpu:gloo,{kind.type}:{dist.get_default_backend_for_device(kind.type)}"
+
+
+def group_on_host() -> bool:
+    """Whether the default process group has no backend of an accelerator's own: its ranks compute on the host."""
+    import torch.distributed as dist
+
+    kind = accelerator()
+    return kind is None or dist.get_default_backend_for_device(kind.type) not in dist.get_backend_config()
+
+
+def device_name(device: torch.device) -> str | None:
+    """The product's name as its driver tells it; None for the CPU, or where the driver tells none."""
+    tell = None if on_host(device) else getattr(torch.get_device_module(device), "get_device_name", None)
+    return None if tell is None else tell(device)
 
 
 def peak_bytes(device: torch.device) -> int | None:
     """Peak of allocated bytes on the device since the last reset; None where the device does not count them."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    return None if on_host(device) else torch.accelerator.max_memory_allocated(device)
 
 
 def memory_bytes(device: torch.device) -> int | None:
-    """All memory that this rank's device has: a GPU's, or this host's (its container's); None where nothing tells."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
+    """All memory of a device: an accelerator's, or this host's (its container's); None where nothing tells."""
+    if not on_host(device):
+        return torch.get_device_module(device).get_device_properties(device).total_memory
     found = []
     for path, unit in (("/proc/meminfo", 1024), ("/sys/fs/cgroup/memory.max", 1)):
         try:
@@ -65,8 +122,22 @@ def memory_bytes(device: torch.device) -> int | None:
 
 def synchronize(device: torch.device) -> None:
     """Wait until the device has done all work queued so far."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if not on_host(device):
+        torch.accelerator.synchronize(device)
+
+
+def autocast_states() -> tuple[bool, ...]:
+    """Whether autocast is on for the CPU, and for the accelerator where there is one."""
+    kinds = ["cpu", *([kind.type] if (kind := accelerator()) is not None else [])]
+    return tuple(torch.is_autocast_enabled(kind) for kind in kinds)
+
+
+def profiler_activities(device: torch.device) -> list[Any]:
+    """What torch's profiler watches of work on this device."""
+    from torch.profiler import ProfilerActivity
+
+    own = {"cuda": "CUDA", "xpu": "XPU", "mtia": "MTIA", "hpu": "HPU"}.get(device.type, "PrivateUse1")
+    return [ProfilerActivity.CPU, *([] if on_host(device) else [getattr(ProfilerActivity, own)])]
 
 
 WARM_ROUNDS = 2  # of the fixed work, since caches hold what ran before
@@ -84,7 +155,7 @@ def pace_us(device: torch.device, rounds: int = 100) -> float | None:
     A virtual CPU is as fast as its neighbours let it be; this says how fast that is. None on a GPU, whose clocks are
     its own.
     """
-    if device.type != "cpu":
+    if not on_host(device):
         return None
     times = []
     factor, out, tiny = _fixed_work()
@@ -97,12 +168,43 @@ def pace_us(device: torch.device, rounds: int = 100) -> float | None:
     return 1e6 * median(times[WARM_ROUNDS:])
 
 
+def _initialized(device: torch.device) -> bool:
+    """Whether this process has used the accelerator: its generators exist from then on."""
+    return bool(getattr(torch.get_device_module(device), "is_initialized", lambda: True)())
+
+
 def seed_generators(seed: int) -> None:
     """Seed the generators that torch draws from on every device."""
     seed &= 2**63 - 1
     torch.default_generator.manual_seed(seed)  # torch.manual_seed walks over every backend: 100 times the price
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed_all(seed)
+    kind = accelerator()
+    if kind is not None and _initialized(kind):
+        torch.get_device_module(kind).manual_seed_all(seed)
+
+
+def generator_state(device: torch.device) -> torch.Tensor | None:
+    """The state of the accelerator's own generator, bytes on the CPU; None for the CPU and before first use."""
+    if on_host(device) or not _initialized(device):
+        return None
+    return torch.get_device_module(device).get_rng_state(device)
+
+
+def set_generator_state(device: torch.device, state: torch.Tensor) -> None:
+    """Put back what `generator_state` gave."""
+    torch.get_device_module(device).set_rng_state(state, device)
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """Inside, draws from torch's generators, the CPU's and the current device's, do not move them."""
+    device = current_device()
+    state, own = torch.default_generator.get_state(), generator_state(device)
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(state)
+        if own is not None:
+            set_generator_state(device, own)
 
 
 def math_attention_only():

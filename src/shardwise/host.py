@@ -18,7 +18,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwise.device import on_host
 
 Answer = Callable[[torch.Tensor, str], Any]  # (tensor without values, what is read) -> what `read` returns
 
@@ -39,14 +43,19 @@ def read(tensor: torch.Tensor, what: str) -> Any:
         return tensor.detach().cpu().tolist()
 
 
+def has_values(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's elements can be read: it is not on meta, not fake, and no program is being written down."""
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor | FunctionalTensor))
+
+
 def require(held: torch.Tensor, error: Callable[[], Exception]) -> None:
     """Raise `error()` unless the one value of `held` is true.
 
     On an accelerator the device asserts it later, and nothing waits; tensors without values pass.
     """
-    if type(held) is not torch.Tensor:
+    if not has_values(held):
         return
-    if held.device.type != "cpu":
+    if not on_host(held.device):
         torch._assert_async(held)
         return
     with _named():
@@ -142,4 +151,4 @@ def _crosses(func: Any, args: tuple, kwargs: dict) -> bool:
         goal, source, waits = args[0].device, args[1].device, not (args[2] if len(args) > 2 else False)
     else:
         return False
-    return waits and goal is not None and (source.type == "cpu") != (torch.device(goal).type == "cpu")
+    return waits and goal is not None and on_host(source) != on_host(torch.device(goal))

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from shardwise.checkpoint.pieces import Piece, Runs, narrowed, runs_of
+from shardwise.device import generator_state, on_host, set_generator_state
 from shardwise.engine.ema import Ema
 from shardwise.engine.engine import Engine
 from shardwise.errors import RefusedPlan
@@ -182,8 +183,9 @@ def generators(rank: int, device: torch.device) -> Iterator[Holding]:
         return Holding(f"random/{rank:05d}/{name}", Piece.whole(state.shape), state)
 
     yield holding("torch", torch.default_generator.get_state())
-    if device.type == "cuda":
-        yield holding("cuda", torch.cuda.get_rng_state(device))
+    own = generator_state(device)
+    if own is not None:
+        yield holding(device.type, own)
     numbers: Any = np.random.get_state(legacy=True)
     _, keys, position, has_gauss, gauss = numbers
     words = np.concatenate([keys.astype(np.int64), [position, has_gauss], np.array([gauss], np.float64).view(np.int64)])
@@ -197,8 +199,8 @@ def set_generator(name: str, state: torch.Tensor, device: torch.device) -> None:
     """Put a generator's state back."""
     if name == "torch":
         torch.default_generator.set_state(state)
-    elif name == "cuda" and device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
+    elif name == device.type and not on_host(device):
+        set_generator_state(device, state)
     elif name == "numpy":
         words = state.numpy()
         gauss = float(words[-1:].view(np.float64)[0])

@@ -22,6 +22,7 @@ import xxhash
 from shardwise.checkpoint.holdings import DTYPES, Holding, dtype_code, optimized
 from shardwise.checkpoint.manifest import canonical
 from shardwise.checkpoint.pieces import Piece
+from shardwise.device import on_host
 from shardwise.engine.engine import Engine
 from shardwise.errors import InputError, RefusedPlan
 
@@ -91,7 +92,7 @@ def _encoded_tensor(value: torch.Tensor, key: str, piece: Piece, master: torch.T
         holdings.append(Holding(key, piece, value))
         return ["like", key]
     if value.numel() == 1 and not value.is_complex():
-        on = "device" if value.device.type != "cpu" else "host" if master.device.type != "cpu" else "any"
+        on = "device" if not on_host(value.device) else "host" if not on_host(master.device) else "any"
         number = value.item()
         return ["number", dtype_code(key, value.dtype), _exact(number), list(value.shape), on]
     if not piece.is_whole:

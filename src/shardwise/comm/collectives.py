@@ -18,6 +18,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 from shardwise.comm.ledger import Ledger
 from shardwise.comm.observe import tagged
+from shardwise.device import current_device, on_host
 from shardwise.host import read
 from shardwise.layout.grid import AXES, INNER
 
@@ -217,7 +218,7 @@ def copies_of(axis: Axis, count: int) -> list[Axis]:
     """
     if axis.group is None or dist.get_backend(axis.group) != "nccl":
         return [axis] * count
-    row = torch.tensor([float(rank) for rank in axis.ranks], dtype=torch.float64, device="cuda")
+    row = torch.tensor([float(rank) for rank in axis.ranks], dtype=torch.float64, device=current_device())
     table = torch.empty((dist.get_world_size(), axis.size), dtype=row.dtype, device=row.device)
     with tagged("control"):
         _all_gather(table.view(-1), row)
@@ -245,7 +246,7 @@ class _Staged(Pending):
 
 
 def _needs_host(tensor: torch.Tensor, axis: Axis) -> bool:
-    return tensor.device.type != "cpu" and dist.get_backend(axis.group) == "gloo"
+    return not on_host(tensor.device) and dist.get_backend(axis.group) == "gloo"
 
 
 def send(tensor: torch.Tensor, axis: Axis, to_index: int, tag: str, number: int) -> Pending:

@@ -16,7 +16,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.comm import Ledger, Observer, barrier
-from shardwise.device import pick_device
 from shardwise.engine import export, whole
 from shardwise.engine.assemble import assemble, look_at_task
 from shardwise.engine.check import Findings
@@ -29,6 +28,7 @@ from shardwise.parallel.batchnorm import batch_norm_modules, joins_batch_norms, 
 from shardwise.parallel.slots import DataParallel
 from shardwise.random import BatchDims, GlobalRandom
 from shardwise.ranks import here, join
+from shardwise.ranks.launchers import own_device
 from shardwise.step import train_step as steps
 from shardwise.step.hooks import MakeContext, Part
 from shardwise.step.result import StepResult
@@ -69,7 +69,7 @@ def parallelize(
         raise InputError(f"clip_norm must be positive, got {clip_norm}")
     if not dist.is_initialized() and here() is not None:
         join()  # a launcher started this process
-    state = assemble(task, plan, build_mesh(plan, pick_device(device)), seed)
+    state = assemble(task, plan, build_mesh(plan, own_device(device)), seed)
     state.clip_norm, state.schedule, state.on_nonfinite = clip_norm, schedule, on_nonfinite
     if check_loss:
         findings = look_at_task(state, masks=randomness == "global")

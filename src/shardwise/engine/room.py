@@ -8,7 +8,7 @@ from collections.abc import Container
 import torch
 from torch import nn
 
-from shardwise.device import memory_bytes
+from shardwise.device import memory_bytes, on_host
 from shardwise.errors import InputError
 from shardwise.layout import Plan
 from shardwise.mesh import Mesh
@@ -28,7 +28,7 @@ def check_room(module: nn.Module, plan: Plan, mesh: Mesh, precision: Precision, 
     held = [(name, param) for name, param in module.named_parameters() if name not in absent]
     weights = sum(param.numel() * precision.held(param).itemsize for _, param in held) // over
     grads = sum(param.numel() * precision.held(param).itemsize for _, param in held if param.requires_grad) // over
-    ranks = 1 if mesh.device.type != "cpu" else local_size(os.environ) or mesh.world.size
+    ranks = 1 if not on_host(mesh.device) else local_size(os.environ) or mesh.world.size
     if (weights + grads) * ranks <= total:
         return
     beside = f", and {ranks} ranks share this host" if ranks > 1 else ""

@@ -36,7 +36,7 @@ from shardwise.cluster import Cluster, Device, Figure, Tier
 from shardwise.cluster.cluster import Between
 from shardwise.cluster.tables import bus_factor
 from shardwise.comm import everybody, gather_json
-from shardwise.device import pace_us, pick_device, synchronize
+from shardwise.device import device_count, device_name, memory_bytes, on_host, pace_us, synchronize
 from shardwise.errors import InputError
 from shardwise.measure.between_nodes import between_times
 from shardwise.measure.collective_times import collective_times
@@ -45,6 +45,7 @@ from shardwise.measure.overheads import fit, step_times
 from shardwise.measure.pace import Pace, over_ranks, slower
 from shardwise.progress import Say, silent
 from shardwise.ranks import Place, apart, here, join, launch, nodes_of
+from shardwise.ranks.launchers import own_device
 
 SIDES = (32, 128, 512, 1024)
 CUDA_SIDES = (512, 1024, 2048, 4096, 8192)
@@ -69,12 +70,12 @@ def seconds(call: Callable[[], Any], device: torch.device, budget_s: float = BUD
 
 def measure(say: Say = silent) -> dict[str, Any]:
     """All figures of one rank. Collective; rank 0 says what it measures."""
-    device = pick_device()
+    device = own_device()
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     say = _of_rank_zero(say)
     found: dict[str, Any] = {"ranks": ranks, "kind": device.type, "threads": torch.get_num_threads()}
-    found["name"] = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine() + "-cpu"
-    found["memory"] = _memory_bytes(device) / (1 if device.type == "cuda" else ranks)
+    found["name"] = device_name(device) or platform.machine() + "-cpu"
+    found["memory"] = _memory_bytes(device) / (ranks if on_host(device) else 1)
     own = pace_us(device)
     pace = Pace(device, None if own is None else over_ranks(own))
     found["pace"] = pace.reference
@@ -84,7 +85,7 @@ def measure(say: Say = silent) -> dict[str, Any]:
     found["stream"] = _stream(device)
     say("probe: what an op costs besides its work")
     found["op"] = pace.seconds(partial(_op, device, found))
-    if device.type == "cpu":  # where the host computes the ops itself
+    if on_host(device):  # where the host computes the ops itself
         say("probe: other ops by size")
         found["ops"] = op_times(pace)
     say(f"probe: collectives of {ranks} ranks by size")
@@ -111,14 +112,12 @@ def measure_engine(say: Say, reference: float, quick: bool = False) -> dict[str,
 
 
 def _memory_bytes(device: torch.device) -> float:
-    if device.type == "cuda":
-        return float(torch.cuda.get_device_properties(device).total_memory)
-    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return float(memory_bytes(device) or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 def _products(pace: Pace) -> list[tuple[str, int, int, int, float]]:
     device = pace.device
-    if device.type == "cpu":
+    if on_host(device):
         return product_times(SIDES, pace) + convolution_times(pace)
     rows = []
     for name, dtype in {"fp32": torch.float32, "bf16": torch.bfloat16}.items():
@@ -153,7 +152,7 @@ def attention_times(
 
 def _stream(device: torch.device) -> float:
     """Bytes a second of an addition that reads two tensors and writes one."""
-    count = 2**23 if device.type == "cpu" else 2**27
+    count = 2**23 if on_host(device) else 2**27
     a, b, out = (torch.randn(count, device=device) for _ in range(3))
     return 3 * 4 * count / seconds(lambda: torch.add(a, b, out=out), device, 0.2)
 
@@ -176,7 +175,7 @@ def _op(device: torch.device, found: dict[str, Any]) -> float:
 
 def _host(device: torch.device) -> float | None:
     """Bytes a second from pinned host memory to a GPU; None on a CPU."""
-    if device.type != "cuda":
+    if on_host(device):
         return None
     here = torch.empty(2**26, pin_memory=True)
     there = torch.empty_like(here, device=device)
@@ -209,7 +208,7 @@ def probe(ranks: int | None = None, say: Say = silent, *, quick: bool = False) -
     if place is not None:
         return _joined(place, ranks, say, quick)
     say("probe: starting its ranks")
-    count = ranks or max(torch.cuda.device_count(), 2 if not torch.cuda.is_available() else 1)
+    count = ranks or device_count() or 2
     cluster = _cluster(launch(measure, count, (say,), timeout_s=LIMIT_S))
     if cluster.device.pace_us is None:  # no CPU
         return cluster
@@ -225,7 +224,7 @@ def _joined(place: Place, ranks: int | None, say: Say, quick: bool = False) -> C
             "as many"
         )
     rank, _ = join(LIMIT_S)
-    device, say = pick_device(), say if rank == 0 else silent
+    device, say = own_device(), say if rank == 0 else silent
     nodes = nodes_of(gather_json((socket.gethostname(), place.local_rank), everybody(), device))
     mine = next(node for node in nodes if rank in node)
 

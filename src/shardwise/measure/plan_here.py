@@ -17,10 +17,10 @@ STEPS = 8  # timed; two more before them, of which the second is watched for its
 
 
 def ranks_at_hand() -> int:
-    """One for each CUDA device; on a CPU one for each core, and two at least."""
-    import torch
+    """One for each accelerator; on a CPU one for each core, and two at least."""
+    from shardwise.device import device_count
 
-    return torch.cuda.device_count() or max(2, os.cpu_count() or 1)
+    return device_count() or max(2, os.cpu_count() or 1)
 
 
 def steps_of_a_rank(make: Callable[[], Task], plan_text: str, steps: int) -> dict[str, Any]:

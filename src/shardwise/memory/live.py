@@ -16,6 +16,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
+from shardwise.device import on_host
+
 TURNS, TURN_S = 4, 0.001  # what a settled peak waits for: other threads free what they hold within microseconds
 
 
@@ -58,7 +60,7 @@ class _Launched(TorchDispatchMode):
 def _all_plain(values: Any) -> bool:
     """Whether tensors among the values lie on the CPU and are of no class with rules of its own."""
     tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
-    return all(leaf.device.type == "cpu" and type(leaf) in (torch.Tensor, torch.nn.Parameter) for leaf in tensors)
+    return all(on_host(leaf.device) and type(leaf) in (torch.Tensor, torch.nn.Parameter) for leaf in tensors)
 
 
 class LiveBytes(TorchDispatchMode):

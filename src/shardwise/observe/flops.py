@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.device import device_name
+
 BY_PARAMETERS = "6 per token and parameter; looked-up embeddings and attention scores not counted"
 BY_COUNTING = "3 x the products, convolutions and attention of one forward pass"
 
@@ -79,9 +81,9 @@ def _forward(model: nn.Module, sample: Any, inputs: Callable) -> int:
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
     """Dense peak FLOP/s of the device at this precision, or None where it is not known."""
-    if device.type != "cuda":
+    name = device_name(device)
+    if name is None:
         return None
-    name = torch.cuda.get_device_name(device)
     for part, half, tf32, single in PEAKS:
         if part in name:
             if precision in ("bf16", "bf16-full", "fp16"):

@@ -25,9 +25,10 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import profile, record_function
 
 from shardwise.comm import Ledger, Observer
+from shardwise.device import on_host, profiler_activities
 from shardwise.engine.engine import Engine
 
 Span = tuple[float, float]
@@ -56,8 +57,7 @@ class StepProfile:
         """Before a step's batch is asked for."""
         if step != self.steps.start or not self.steps:
             return
-        cuda = self.engine.device.type == "cuda"
-        self._profiler = profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])])
+        self._profiler = profile(activities=profiler_activities(self.engine.device))
         self._profiler.__enter__()
         self._watch()
         self._all = record_function(_ALL)
@@ -84,7 +84,7 @@ class StepProfile:
         folder = self.folder / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
         self._profiler.export_chrome_trace(str(folder / f"rank{self.engine.rank}.json"))
-        if self.engine.device.type == "cuda":
+        if not on_host(self.engine.device):
             return {}
         return table_of(list(self._profiler.events()), len(self.steps), self.measured_s)
 

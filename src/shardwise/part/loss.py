@@ -7,8 +7,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from shardwise.host import require
+from shardwise.host import has_values, require
 from shardwise.part.cuts import Uncut
+from shardwise.part.levels import Distributed
 from shardwise.part.moves import reowned
 from shardwise.part.sums import Sum, plain
 from shardwise.part.tensor import FUNCTIONS, Part, gather, is_part, no_rule, parts_in, reduced, rule
@@ -26,8 +27,8 @@ def _place_of(part: Part, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 
 def _check_range(index: torch.Tensor, size: int, what: str, ignored: int | None = None) -> None:
     """Raise as one process would, where an index lies on no rank. Values on a GPU are asserted without waiting."""
-    if type(index) is not torch.Tensor or not index.numel():  # nothing to read in a tensor without values
-        return
+    if isinstance(index, Distributed) or not has_values(index) or not index.numel():
+        return  # of an index that an axis further in cuts too, to read this would take collectives
     wrong = (index < 0) | (index >= size)
     if ignored is not None:
         wrong = wrong & (index != ignored)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from shardwise.device import generators_kept, seed_generators
 from shardwise.host import read
 from shardwise.part.cuts import Uncut
 from shardwise.part.leaves import replaced, tensors_in
@@ -121,8 +122,8 @@ def _own_draws(part: Part) -> Iterator[None]:
         yield
         return
     seed = int(read(torch.randint(2**62, ()), "the seed of a rank's own draws")) + part.axis.index
-    with torch.random.fork_rng(devices=[part.device] if part.device.type == "cuda" else []):
-        torch.manual_seed(seed)
+    with generators_kept():
+        seed_generators(seed)
         yield
 
 

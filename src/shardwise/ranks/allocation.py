@@ -21,9 +21,9 @@ def keep_freed_memory() -> bool:
 
     What somebody chose by glibc's own variables is left alone. The process group must be open.
     """
-    import torch.distributed as dist
+    from shardwise.device import group_on_host
 
-    if "nccl" in dist.get_backend_config() or any(name in os.environ for name in CHOSEN):
+    if not group_on_host() or any(name in os.environ for name in CHOSEN):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:  # another C library

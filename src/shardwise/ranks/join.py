@@ -91,13 +91,11 @@ def _stay_home() -> None:
 
 
 def _backend(local_rank: int) -> str:
-    """gloo, and NCCL beside it for CUDA tensors; each rank takes the CUDA device of its local rank."""
-    import torch
+    """gloo, and the accelerator's own beside it; each rank takes the device of its local rank."""
+    from shardwise.device import group_backend, take
 
-    if not torch.cuda.is_available():
-        return "gloo"
-    torch.cuda.set_device(local_rank % torch.cuda.device_count())
-    return "cpu:gloo,cuda:nccl"
+    take(local_rank)
+    return group_backend()
 
 
 def leave(code: int) -> None:

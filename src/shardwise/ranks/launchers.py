@@ -14,9 +14,11 @@ What this does not do: believe half a set. A rank without a size, or two names t
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from shardwise.errors import InputError
 
@@ -116,6 +118,13 @@ def local_rank(environ: Mapping[str, str]) -> int | None:
         return None
     place = find(environ)
     return None if place is None else place.local_rank
+
+
+def own_device(requested: Any = None) -> Any:
+    """This rank's torch.device: as requested, else the accelerator of its local rank, else the CPU."""
+    from shardwise.device import pick_device
+
+    return pick_device(requested, local_rank(os.environ))
 
 
 def local_size(environ: Mapping[str, str]) -> int | None:

@@ -65,8 +65,10 @@ class _ByValue(pickle.Pickler):
             return NotImplemented
         if value.layout != torch.strided or value.device.type == "meta":
             return NotImplemented
+        from shardwise.device import on_host  # here, since it imports torch
+
         whole = value.untyped_storage().nbytes() == value.numel() * value.element_size()
-        if value.device.type == "cpu" and whole and value.is_leaf:
+        if on_host(value.device) and whole and value.is_leaf:
             return NotImplemented
         copy = value.detach().cpu().clone()
         if isinstance(value, torch.nn.Parameter):

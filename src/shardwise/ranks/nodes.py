@@ -88,6 +88,6 @@ def apart(ranks: Sequence[int], timeout_s: float) -> Iterator[None]:
 
 def _own_backend() -> Any:
     """That of `join`, on the device this rank has."""
-    import torch
+    from shardwise.device import current_device
 
-    return _backend(torch.cuda.current_device() if torch.cuda.is_available() else 0)
+    return _backend(current_device().index or 0)

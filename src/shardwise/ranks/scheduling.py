@@ -19,7 +19,9 @@ def take_turns() -> None:
     """
     import torch.distributed as dist
 
-    if not hasattr(os, "SCHED_BATCH") or dist.get_world_size() == 1 or "nccl" in dist.get_backend_config():
+    from shardwise.device import group_on_host
+
+    if not hasattr(os, "SCHED_BATCH") or dist.get_world_size() == 1 or not group_on_host():
         return
     for thread in map(int, os.listdir("/proc/self/task")):
         try:

@@ -172,13 +172,13 @@ def _open_group(job: Job) -> None:
 
 
 def _backend_for(job: Job) -> str:
-    """gloo, joined by NCCL where each rank can have a CUDA device of its own."""
-    import torch
+    """gloo, joined by the accelerator's own where each rank can have a device to itself."""
+    from shardwise.device import device_count, group_backend, take
 
-    if torch.cuda.is_available() and torch.cuda.device_count() >= job.world_size:
-        torch.cuda.set_device(job.rank)
-        return "cpu:gloo,cuda:nccl"
-    return "gloo"
+    if device_count() < job.world_size:
+        return "gloo"
+    take(job.rank)
+    return group_backend()
 
 
 def _clean() -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from shardwise.comm import gather_json, gather_rows
+from shardwise.device import generator_state
 from shardwise.engine.engine import Engine
 from shardwise.errors import InputError, RefusedPlan, RunError
 from shardwise.host import put, read
@@ -164,8 +165,9 @@ def _plain(setting: Any) -> Any:
 def _generators(device: torch.device) -> int:
     """A number that differs where torch's generators stand elsewhere."""
     check = zlib.crc32(torch.get_rng_state().numpy().tobytes())
-    if device.type == "cuda":
-        check = zlib.crc32(torch.cuda.get_rng_state(device).numpy().tobytes(), check)
+    own = generator_state(device)
+    if own is not None:
+        check = zlib.crc32(own.numpy().tobytes(), check)
     return check
 
 

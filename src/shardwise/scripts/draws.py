@@ -22,6 +22,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map, tree_map_only
 
+from shardwise.device import current_device, generator_state
 from shardwise.errors import RefusedPlan
 from shardwise.layout.dealing import Share
 
@@ -138,7 +139,8 @@ def _rows(dim: int, low: int, count: int) -> tuple[slice, ...]:
 
 def _generators() -> list[torch.Tensor]:
     """Where torch's generators stand."""
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
+    own = generator_state(current_device())
+    return [torch.get_rng_state(), *([] if own is None else [own])]
 
 
 def _is_scalar(given: dict, sized: set[str]) -> bool:

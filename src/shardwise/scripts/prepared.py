@@ -22,7 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.checkpoint.optimizers import options_of
-from shardwise.device import pick_device
+from shardwise.device import on_host
 from shardwise.engine.engine import Engine
 from shardwise.engine.optimizer import refuse, shares_of
 from shardwise.engine.recipe import trainable
@@ -31,6 +31,7 @@ from shardwise.layout import Plan
 from shardwise.mesh import build_mesh
 from shardwise.parallel.full import FullShard
 from shardwise.ranks import here, join
+from shardwise.ranks.launchers import own_device
 from shardwise.scripts import optimizer as optimizers
 from shardwise.scripts.calls import Calls, leader_of
 from shardwise.scripts.guard import Gate, guard_conversion, guard_copies, guard_gradients
@@ -97,7 +98,7 @@ def prepare(
             f"plan {plan} needs {plan.world_size} ranks, but this script was started as one process: start it with "
             f"torchrun --nproc-per-node {plan.world_size} (or srun or mpirun -n {plan.world_size})"
         )
-    given = (plan, randomness, branches, reads, batch_dim, seed, pick_device(device), check_loss)
+    given = (plan, randomness, branches, reads, batch_dim, seed, own_device(device), check_loss)
     return Prepared(model, optimizer, loader, *given)
 
 
@@ -121,7 +122,7 @@ class Prepared(Stepping):
         self._shares = plan.tp > 1 or plan.ep > 1
         refuse(self._nature, 0, shares_of(plan.tp, plan.ep), named=type(optimizer).__name__)
         ranks = self.mesh.data.size
-        if plan.remat != "none" and device.type != "cpu" and randomness == "global" and ranks > 1:
+        if plan.remat != "none" and not on_host(device) and randomness == "global" and ranks > 1:
             raise RefusedPlan('prepare: recompute on a GPU cannot repeat one process\'s draws: use randomness="fast"')
         leader = leader_of(loader, self.mesh, randomness)
         self.calls = Calls(model, self.mesh, randomness, seed, leader, check=check_loss)

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.data import DataLoader, default_collate, default_convert
 
 from shardwise.comm import Axis, broadcast
+from shardwise.device import generator_state, set_generator_state
 from shardwise.layout.dealing import Share
 from shardwise.step.batching import check_samples, samples_in, slice_samples
 
@@ -175,10 +176,11 @@ def share_generators(ranks: Axis, device: torch.device) -> None:
     state = torch.get_rng_state().to(device)
     broadcast(state, ranks, 0, "control")
     torch.set_rng_state(state.cpu())
-    if device.type == "cuda":
-        state = torch.cuda.get_rng_state(device).to(device)
+    own = generator_state(device)
+    if own is not None:
+        state = own.to(device)
         broadcast(state, ranks, 0, "control")
-        torch.cuda.set_rng_state(state.cpu(), device)
+        set_generator_state(device, state.cpu())
     numpys: Any = np.random.get_state(legacy=True)
     kind, keys, *place = numpys
     version, words, gauss = random.getstate()

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from shardwise import device
 from shardwise.engine.assemble import assemble
 from shardwise.engine.engine import Engine
 from shardwise.errors import InputError, RefusedPlan
@@ -100,7 +101,7 @@ def with_dtype(plan: Plan, model: nn.Module) -> Plan:
 def generators_kept() -> Iterator[None]:
     """What is drawn inside does not move the script's generators."""
     state, plain = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_initialized() else []):
+    with device.generators_kept():
         yield
     random.setstate(state)
     np.random.set_state(plain)

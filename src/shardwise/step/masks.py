@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
-from shardwise.device import math_attention_only, seed_generators
+from shardwise.device import math_attention_only, on_host, seed_generators
 from shardwise.layout.dealing import Share
 from shardwise.random import Samples, seed_python
 from shardwise.step.state import RankState
@@ -32,6 +32,6 @@ def drawing(state: RankState) -> Iterator[None]:
     if state.global_random is None:
         yield
         return
-    attention = math_attention_only() if state.device.type != "cpu" else nullcontext()
+    attention = math_attention_only() if not on_host(state.device) else nullcontext()
     with attention, state.global_random.watching(state.module):
         yield

@@ -32,6 +32,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from shardwise.device import on_host
 from shardwise.errors import InputError
 from shardwise.trace.tape import NotReplayable, Op, Ref, Tape, ref_of, storage_key, tensors_in
 
@@ -179,7 +180,7 @@ def _own_state(args: tuple, kwargs: dict) -> torch.Tensor | None:
     generator = _generator_in(args, kwargs)
     if generator is None or generator is torch.default_generator:
         return None
-    if generator.device.type != "cpu":
+    if not on_host(generator.device):
         raise NotReplayable(f"the constructor draws from a generator on {generator.device}")
     return generator.get_state()
 

@@ -93,11 +93,13 @@ def make_job(effective: Effective, given: Task | Callable[[], Task] | None = Non
 
 
 def _check_device(device: str) -> None:
-    if device == "cuda":
-        import torch
+    if device not in ("auto", "cpu"):
+        from shardwise.device import accelerator
 
-        if not torch.cuda.is_available():
-            raise InputError('train.device = "cuda", but torch sees no CUDA device: use "auto" or "cpu"')
+        if (found := accelerator()) is None or found.type != device:
+            raise InputError(
+                f'train.device = "{device}", but torch sees no {device.upper()} device: use "auto" or "cpu"'
+            )
 
 
 def _check_options(effective: Effective, task: Task) -> None:

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from shardwise.comm import everybody, gather_json, gather_rows
 from shardwise.data import Loader, evaluation_parts, parts_of, samples_in
 from shardwise.dataset import name_of
-from shardwise.device import pick_device
 from shardwise.engine.ema import Ema
 from shardwise.engine.engine import Engine, parallelize
 from shardwise.engine.samples import read_samples
@@ -33,6 +32,7 @@ from shardwise.observe.profile_steps import read_steps
 from shardwise.observe.progress import Display, Speed
 from shardwise.observe.sinks import open_sinks
 from shardwise.progress import sayer
+from shardwise.ranks.launchers import own_device
 from shardwise.step.result import StepResult
 from shardwise.task import Task
 from shardwise.training.failures import told_plainly
@@ -61,7 +61,7 @@ def _run_rank(job: Job) -> dict[str, Any]:
     say("train: building the task and its data")
     task = job.build_task()
     config = job.effective.config.train
-    device = pick_device("cpu" if config.device == "cpu" else None)
+    device = own_device("cpu" if config.device == "cpu" else None)
     flops = _flops(job, task) if _rank() == 0 else Flops(None, "")
     say(f"train: placing weights under plan {job.effective.plan}, then a look at a few samples")
     engine = parallelize(

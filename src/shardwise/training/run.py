@@ -249,12 +249,12 @@ def train_rank(job: Job) -> dict[str, Any]:
 def _joined(job: Job, forecast: dict[str, Any] | None, resume: str | None) -> Run:
     """One rank of a world that a launcher started: rank 0 makes the folder and tells the others."""
     from shardwise.comm import everybody, gather_json
-    from shardwise.device import pick_device
     from shardwise.ranks import join
+    from shardwise.ranks.launchers import own_device
 
     config = job.effective.config.train
     rank, _ = join(deadlines=Deadlines(config.start_deadline, config.step_deadline, config.save_deadline))
-    device = pick_device("cpu" if job.effective.config.train.device == "cpu" else None)
+    device = own_device("cpu" if job.effective.config.train.device == "cpu" else None)
     placed, error = job, ""
     if rank == 0:
         try:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from shardwise.device import on_host
 from shardwise.parallel.domain.convolve import each
 from shardwise.parallel.domain.maps import Sliding
 from shardwise.parallel.domain.tables import Table, applied, entries, opened_for, output_size
@@ -47,7 +48,7 @@ def interpolate(
         raise RuntimeError(f"interpolate of {tuple(input.shape)} to {sizes}: sizes must be positive")
     wide = torch.promote_types(input.dtype, torch.float32) if input.is_floating_point() else input.dtype
     tables = [
-        Table(n, m, _KINDS[mode], bool(align_corners), s, wide is torch.float64, input.device.type == "cpu")
+        Table(n, m, _KINDS[mode], bool(align_corners), s, wide is torch.float64, on_host(input.device))
         for n, m, s in zip(input.shape[2:], sizes, scales, strict=True)
     ]
     return along_each(input.to(wide), found, tables).to(input.dtype)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from shardwise.device import on_host
+
 _fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _fused_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -23,7 +25,7 @@ def finite(lse: torch.Tensor) -> torch.Tensor:
 
 
 def _is_fused(q: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    return q.device.type == "cpu" and bias is None and q.shape[-1] == v.shape[-1] and q.shape[1] > 0
+    return on_host(q.device) and bias is None and q.shape[-1] == v.shape[-1] and q.shape[1] > 0
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, bias: torch.Tensor | None, causal: bool, scale: float) -> torch.Tensor:

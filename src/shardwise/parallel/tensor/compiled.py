@@ -35,6 +35,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from shardwise.device import autocast_states
 from shardwise.errors import RefusedPlan, ShardwiseError
 from shardwise.part import forget
 from shardwise.part.boundary import Layout, unwrapped, wrapped
@@ -122,7 +123,7 @@ class _Compiled:
             else:
                 raise self._refused(TypeError(f"it is given a {type(leaf).__name__}"))
         described = tuple((t.shape, t.stride(), t.dtype, t.requires_grad) for t in tensors)
-        mode = (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"))
+        mode = (torch.is_grad_enabled(), autocast_states())
         return str(spec), tuple(others), described, mode, _attributes(self.block)
 
     def _refused(self, error: BaseException) -> RefusedPlan:
