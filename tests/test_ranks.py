@@ -264,7 +264,9 @@ def test_rank_that_others_wait_for_is_named(pool: RankPool) -> None:
 def test_dead_rank_is_named_and_replaced(pool: RankPool, how: str, text: str) -> None:
     with pytest.raises(RunError, match=f"rank 1: {text}") as caught:
         pool.run(die_on, 2, 1, how)
-    assert caught.value.rank == 1
+    assert caught.value.rank == 1 and caught.value.reason == "died"
+    (followed,) = caught.value.__notes__
+    assert followed.startswith("what followed: rank 0: RuntimeError")
     assert [rank for _, rank, *_ in pool.run(tell_rank, 2, "after")] == [0, 1]
 
 

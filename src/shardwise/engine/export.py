@@ -38,17 +38,37 @@ def state_dict(state: RankState, *, rank_0_only: bool = False) -> dict[str, torc
     return found
 
 
-def save_weights(state: RankState, path: str | Path) -> None:
-    """Whole weights and buffers as one safetensors file, written by rank 0 and published whole. Collective."""
-    weights = state_dict(state, rank_0_only=True)
-    if state.mesh.rank == 0:
-        from safetensors.torch import save_file
+def save_weights(state: RankState, path: str | Path, spare: str | Path | None = None) -> Path:
+    """Whole weights and buffers as one safetensors file, written by rank 0 and published whole. Collective.
 
+    spare   where they go if `path` cannot be written; the notices tell so
+    Returns where they are (on rank 0).
+    """
+    weights, written = state_dict(state, rank_0_only=True), Path(path)
+    if state.mesh.rank == 0:
         unshared = {name: tensor.clone().contiguous() for name, tensor in weights.items()}
-        partial = Path(f"{path}.partial")
-        save_file(unshared, str(partial), metadata={"format": "pt"})
-        partial.replace(path)
+        try:
+            _write(unshared, written)
+        except Exception as error:  # what a full disk raises here is the library's own
+            if spare is None:
+                raise
+            partial = Path(f"{path}.partial")
+            if partial.is_file():  # half of the weights help nobody, and take the space that is left
+                partial.unlink()
+            written = Path(spare)
+            written.parent.mkdir(parents=True, exist_ok=True)
+            _write(unshared, written)
+            state.notices.append(f"{path} could not be written ({error}): the weights are in {written}")
     barrier(state.mesh.world)
+    return written
+
+
+def _write(weights: dict[str, torch.Tensor], path: Path) -> None:
+    from safetensors.torch import save_file
+
+    partial = Path(f"{path}.partial")
+    save_file(weights, str(partial), metadata={"format": "pt"})
+    partial.replace(path)
 
 
 def memory(state: RankState) -> dict[str, int | None]:

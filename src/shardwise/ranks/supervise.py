@@ -248,6 +248,9 @@ def _class_of(failure: Failure) -> type[ShardwiseError] | None:
 def _finish(error: Any, rank: int, outcome: Outcome, first: Failure | None = None) -> Any:
     error.rank, error.steps = rank, outcome.steps
     error.reason = "late" if first is None else "died" if first.died else "raised"
+    for each in outcome.failures if first is not None else ():
+        if each is not first:
+            error.add_note(f"what followed: rank {each.rank}: {each.headline.splitlines()[0][:200]}")
     error.remote_traceback = first.traceback if first else _stack_text(outcome)
     return error
 

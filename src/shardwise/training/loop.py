@@ -8,9 +8,11 @@ at the end:               weights, memory of every rank, a few lines that the te
 from __future__ import annotations
 
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -22,6 +24,7 @@ from shardwise.data import Loader, evaluation_parts, parts_of, samples_in
 from shardwise.dataset import name_of
 from shardwise.engine.ema import Ema
 from shardwise.engine.engine import Engine, parallelize
+from shardwise.engine.export import save_weights
 from shardwise.engine.samples import read_samples
 from shardwise.guard.points import reach
 from shardwise.measure.pace import Beat, over_ranks, pace_beside
@@ -129,6 +132,7 @@ class _Rank:
         self.first_loss = self.keeper.first_loss
         self.skipped = engine.state.skipped_steps
         self.peak_bytes = 0
+        self.weights = job.folder / WEIGHTS
         self.timed = [0, 0.0]  # samples and seconds after the first step
         self.step_times: list[tuple[int, float]] = []
         # the forecast is for the pace of its probe
@@ -148,16 +152,21 @@ class _Rank:
                 return self._stopped(step)
         seconds = time.monotonic() - started
         reach("end", self.job.steps, self.engine.state)
-        self.engine.save_weights(self.job.folder / WEIGHTS)
+        self.weights = self._keep_weights(WEIGHTS)
         if self.ema is not None:
             with self.ema.applied():
-                self.engine.save_weights(self.job.folder / EMA_WEIGHTS)
+                self._keep_weights(EMA_WEIGHTS)
         self.keeper.end(self.first_loss)  # after the weights, which a disk that is full now should not cost
         text = written_text(self.engine, self.task, self.job.effective.config)
         summary = self._summary(seconds, text)
         if self.engine.rank == 0:
             write_json(self.job.folder / "summary.json", summary)
         return summary
+
+    def _keep_weights(self, name: str) -> Path:
+        """Weights into the run's folder; where that is full, into a folder for temporary files, said aloud."""
+        spare = Path(tempfile.gettempdir()) / f"shardwise-{self.job.folder.name}" / name
+        return save_weights(self.engine.state, self.job.folder / name, spare)
 
     def _stopped(self, step: int) -> dict[str, Any]:
         """The summary of a run that was asked to stop."""
@@ -352,7 +361,7 @@ class _Rank:
             "pace_us": self._pace(),
             "checkpoints": self.keeper.cost(),
             "memory": gather_json(memory_of(self.engine), everybody(), self.engine.device),
-            "weights": str(self.job.folder / WEIGHTS),
+            "weights": str(self.weights),
             "notices": [*self.job.effective.notes, *self.engine.notices],
             "text": text,
         }
