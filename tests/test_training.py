@@ -54,6 +54,7 @@ def test_a_text_run_on_two_ranks_writes_the_run_folder_completely(here, capfd):
         "plan.toml",
         "versions.json",
         "metrics.jsonl",
+        "journal.jsonl",
         "model.safetensors",
         "summary.json",
         "ranks",
