@@ -398,3 +398,11 @@ def _largest_made(dim: int) -> int:
 
 def test_the_gradient_of_a_table_cut_by_rows_is_never_whole(pool) -> None:
     assert pool.run(_largest_made, 2, 0)[0] <= 50
+
+
+def test_an_operation_whose_inputs_do_not_fit_each_other_is_not_tried(monkeypatch):
+    """Kernels of recurrent layers check no shapes: on other ones they write beyond their memory."""
+    from shardwise.trace import elementwise
+
+    monkeypatch.setattr(elementwise, "_tried", lambda *tried: pytest.fail(f"tried {tried[0]}"))
+    assert not elementwise.is_elementwise(torch.ops.aten.mm.default, (torch.ones(2, 3), torch.ones(3, 4)), {})

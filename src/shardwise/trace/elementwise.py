@@ -36,13 +36,22 @@ def is_elementwise(func: Any, args: tuple, kwargs: dict) -> bool:
     leaves, spec = tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     ndim = max((tensor.dim() for tensor in tensors), default=0)
-    if not ndim:
+    if not ndim or not _broadcast(tensors):  # nor may a kernel that checks no shapes be tried on other ones
         return False
     small = [_Small(_sizes(leaf, ndim), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     try:
         return _tried(func, tuple(small), spec, ndim)
     except TypeError:  # an argument that cannot be a key
         return False
+
+
+def _broadcast(tensors: list[torch.Tensor]) -> bool:
+    """Whether the shapes fit each other, as those of an elementwise operation's inputs do."""
+    try:
+        torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
+    except RuntimeError:
+        return False
+    return True
 
 
 def _sizes(tensor: torch.Tensor, ndim: int) -> tuple[int, ...]:
