@@ -307,8 +307,14 @@ def test_one_sample_to_a_rank_is_looked_at_too(plan: str, options: dict, pool: R
             assert all(float((held[name] - weight).abs().max()) < BAR for name, weight in weights.items())
 
 
-@pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2,zero=3", "dp_shard=2,tp=2"])
-@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize(
+    ("plan", "inside"),
+    [
+        ("dp_replicate=2", False), ("dp_replicate=2", True), ("dp_shard=2,zero=3", True), ("dp_shard=2,tp=2", False),
+        pytest.param("dp_shard=2,zero=3", False, marks=pytest.mark.long),
+        pytest.param("dp_shard=2,tp=2", True, marks=pytest.mark.long),
+    ],
+)  # fmt: skip
 def test_losses_that_mix_samples_are_refused_and_others_are_not(plan: str, inside: bool, pool: RankPool) -> None:
     world = shardwise.Plan.parse(plan).world_size
     for kind in ("dice", "contrastive", "ratio", "dice and mse", "hardest"):
