@@ -61,6 +61,12 @@ def test_what_cannot_be_tiled_is_refused(pool, task: str, plan: str, reason: str
     assert not found.parity and reason in found.refused, found.text()
 
 
+def test_a_shrunk_proof_keeps_uneven_tiles_and_one_inside(pool) -> None:
+    found = verify("domain_tasks:weighted", "domain=1x6,dp_replicate=8", shrink=True, pool=pool)  # 13 columns
+    assert found.parity and found.plan == "dp_replicate=2,domain=1x3", found.text()
+    assert "covered: dp_replicate=2, domain=1x3. Not covered: cuts that only dp_replicate=8 makes" in found.text()
+
+
 def _run(plan: str, folder: str, first: int) -> tuple[list[float], tuple[float, float], Any]:
     """Losses of the steps up to the fourth, the second of which is saved or gone on from; then an evaluation and
     outputs.

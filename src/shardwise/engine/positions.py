@@ -6,7 +6,7 @@ without values and without sending, comes to its end. Of a sequence the module m
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path
 
-from shardwise.comm import Ledger
+from shardwise.comm import Axis, Ledger
 from shardwise.errors import RefusedPlan, ShardwiseError
 from shardwise.layout import Plan
 from shardwise.layout.grid import SPACE
@@ -70,15 +70,29 @@ def find_positions(
 
 
 def _candidates(task: Task, mesh: Mesh, batch: Any) -> Iterator[Candidate]:
-    paths, samples = tree_flatten_with_path(batch)[0], samples_in(batch)
-    names = tuple(keystr(path).strip("[]'") or "the batch" for path, _ in paths)
     plan = mesh.plan
-    if plan.tiles == 1:
-        return sequence.candidates(batch, samples, mesh.inner, names, least=plan.tp if plan.sp else 1)
-    axes = {axis.name: axis for axis in mesh.inner}
+    if plan.tiles > 1:
+        return _fields(task, plan, {axis.name: axis for axis in mesh.inner}, batch)
+    return sequence.candidates(batch, samples_in(batch), mesh.inner, _names(batch), least=plan.tp if plan.sp else 1)
+
+
+def _fields(task: Task, plan: Plan, axes: Mapping[str, Axis], batch: Any) -> Iterator[Candidate]:
     tiles = tuple(axes.get(name) for name, _ in zip(SPACE, plan.domain, strict=False))
     given = {id(leaf) for leaf in tree_flatten(task.inputs(batch))[0]}
-    return domain.candidates(batch, samples, tiles, names, task.spatial, given)
+    return domain.candidates(batch, samples_in(batch), tiles, _names(batch), task.spatial, given)
+
+
+def _names(batch: Any) -> tuple[str, ...]:
+    return tuple(keystr(path).strip("[]'") or "the batch" for path, _ in tree_flatten_with_path(batch)[0])
+
+
+def tiled_sizes(task: Task, plan: Plan, batch: Any) -> tuple[int, ...]:
+    """The field's size along each dim that the plan's `domain` has a degree for; () where the batch has no field."""
+    axes = {name: Axis(name, n, 0, None, tuple(range(n))) for name, n in zip(SPACE, plan.domain, strict=False)}
+    for candidate in _fields(task, plan, axes, batch):
+        pairs = zip(tree_flatten(batch)[0], candidate.positions.cuts, strict=True)
+        return next(tuple(leaf.shape[dim] for dim, _ in cuts) for leaf, cuts in pairs if cuts)
+    return ()
 
 
 def _rehearse(

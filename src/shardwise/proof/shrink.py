@@ -2,6 +2,7 @@
 
     dp_replicate, dp_shard above 1   2; dp_shard 3 where the plan's cuts are uneven and 2 would be even
     accumulate above 3               3
+    domain above 3 along a dim       the least of 3 and more that cuts the field evenly, or unevenly, as the plan does
     pp above 3                       3, with as many stages on each rank, and more micro-batches than stages
     repeated blocks                  of each program the first two, or as many as pipeline stages need; see `programs`
     samples                          two for each rank and micro-batch, and one more where the plan's batch is uneven
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.engine.positions import tiled_sizes
 from shardwise.errors import RefusedPlan
 from shardwise.layout import Plan, check
 from shardwise.proof.programs import programs_of
@@ -33,6 +35,7 @@ from shardwise.trace.deferred import Built, build
 KEPT_BLOCKS = 2  # of each program
 MOST_STAGES = 3  # ranks of a pipeline
 MOST_ACCUMULATE = 3
+MOST_TILES = 3  # along one dim
 
 Kept = Mapping[str, tuple[int, ...]]  # path of a list of blocks -> indices of those that stay
 
@@ -102,7 +105,7 @@ def shrink(reference: Any, task: Task, plan: Plan) -> Shrunk:
     """The small plan and task, with notes on what they keep and what they leave out."""
     built = build(task.model, 0)
     batch = global_batch(task, Settings(), 0)
-    small = _small_plan(plan, built.module)
+    small = _small_plan(plan, built.module).with_(domain=_small_tiles(task, plan, batch))
     uneven = samples_in(batch) % (plan.data_ranks * plan.step_microbatches) != 0
     samples = min(2 * small.data_ranks * small.step_microbatches + uneven, samples_in(batch))
     depth = _Depth(told=["depth was kept: stages= names blocks"]) if plan.stages else _depth(built, task, small, batch)
@@ -126,6 +129,16 @@ def _small_plan(plan: Plan, module: nn.Module) -> Plan:
         zero=plan.zero,
     )
     return small if plan.pp == 1 or plan.stages else _small_pipeline(small)
+
+
+def _small_tiles(task: Task, plan: Plan, batch: Any) -> tuple[int, ...]:
+    """Tiles along each dim: both edges, one inside, and as uneven as the plan's."""
+    sizes = tiled_sizes(task, plan, batch) if plan.tiles > 1 else ()
+    small = list(plan.domain)
+    for place, (tiles, size) in enumerate(zip(plan.domain, sizes, strict=False)):
+        like = (n for n in range(MOST_TILES, tiles) if (size % n == 0) == (size % tiles == 0))
+        small[place] = next(like, tiles)
+    return tuple(small)
 
 
 def _small_pipeline(plan: Plan) -> Plan:
@@ -254,10 +267,12 @@ def _scope(plan: Plan, small: Plan, samples: int, of: int, depth: _Depth) -> str
     larger = [axis for axis in ("dp_replicate", "dp_shard", "ep") if getattr(plan, axis) > getattr(small, axis)]
     has += [
         f"{axis}={getattr(small, axis)}"
-        for axis in ("dp_replicate", "dp_shard", "tp", "ep")
+        for axis in ("dp_replicate", "dp_shard", "tp", "cp", "cp_ulysses", "ep")
         if getattr(small, axis) > 1
     ]
+    has += [f"domain={'x'.join(map(str, small.domain))}"] * (small.tiles > 1)
     not_has += [f"cuts that only {axis}={getattr(plan, axis)} makes" for axis in larger]
+    not_has += [f"cuts that only domain={'x'.join(map(str, plan.domain))} makes"] * (plan.tiles > small.tiles)
     not_has += depth.left_out
     if of > samples:
         not_has.append(f"batches of more than {samples} samples")
