@@ -308,7 +308,7 @@ class Spectral(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         spectrum = torch.fft.rfft2(x)
         weight, m = torch.view_as_complex(self.weight), self.modes
-        out = torch.zeros_like(spectrum)
+        out = torch.zeros(spectrum.shape, dtype=spectrum.dtype, device=spectrum.device)
         out[:, :, :m, :m] = torch.einsum("bixy,ioxy->boxy", spectrum[:, :, :m, :m], weight[0])
         out[:, :, -m:, :m] = torch.einsum("bixy,ioxy->boxy", spectrum[:, :, -m:, :m], weight[1])
         return F.gelu(torch.fft.irfft2(out, s=x.shape[-2:]) + self.beside(x))
@@ -331,33 +331,6 @@ class FNO(nn.Module):
 
 def fno() -> Task:
     return _task(FNO, _fields(3, 13, 18, samples=2))
-
-
-def _segments(logits: torch.Tensor, batch: dict) -> tuple:
-    """Of classes of cells, at the target's size, without those that are not labelled."""
-    logits = F.interpolate(logits, size=batch["label"].shape[-2:], mode="bilinear", align_corners=False)
-    loss = F.cross_entropy(logits, batch["label"], reduction="sum", ignore_index=4)
-    return loss, (batch["label"] != 4).sum()
-
-
-def segformer() -> Task:
-    from transformers import SegformerConfig, SegformerForSemanticSegmentation
-
-    def model() -> nn.Module:
-        return SegformerForSemanticSegmentation(SegformerConfig(
-            num_encoder_blocks=2, depths=[1, 1], sr_ratios=[2, 1], hidden_sizes=[4, 8], patch_sizes=[7, 3],
-            strides=[4, 2], num_attention_heads=[1, 2], mlp_ratios=[2, 2], decoder_hidden_size=8, num_labels=4,
-            hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, classifier_dropout_prob=0.1,
-        ))  # fmt: skip
-
-    def batch(step: int) -> dict:
-        draws = torch.Generator().manual_seed(step)
-        return {
-            "x": torch.randn(2, 3, 40, 32, generator=draws),
-            "label": torch.randint(5, (2, 40, 32), generator=draws),
-        }
-
-    return _task(model, batch, lambda output, batch: _segments(output.logits, batch))
 
 
 def convnext() -> Task:
