@@ -431,6 +431,18 @@ def test_memory_over_time_without_a_pipeline_is_that_of_a_micro_batch() -> None:
     assert max(size for _, size in curve) == pytest.approx(forecast.worst.allocated)
 
 
+def test_a_page_says_what_does_not_fit_and_a_step_of_one_stage_has_a_trace() -> None:
+    from shardwise.planner import simulate
+    from shardwise.simulator.page import page
+    from shardwise.simulator.timeline import chrome
+
+    forecast = simulate("llama3-8b", "dp_replicate=8", "8 h100-sxm-80gb", global_batch=8, seq=2048)
+    assert not forecast.timeline and "DOES NOT FIT: 1" in page(forecast, "t", 85e9)
+    assert "DOES NOT FIT" not in page(forecast, "t", 300e9) and " ms<td>" in page(forecast, "t")
+    events = [event for event in json.loads(chrome(forecast, "t"))["traceEvents"] if event["ph"] == "X"]
+    assert sum(event["dur"] for event in events) == pytest.approx(1e6 * forecast.step_s)
+
+
 def test_experts_are_dealt_over_ranks_in_a_search() -> None:
     found = search("mixtral-8x7b", "2x8 h100-sxm-80gb, ib-400", 128, 4096)
     assert {"ZeRO-1 + ep", "ZeRO-3 + ep"} <= {p.family for p in found.proposals} | set(found.lost)

@@ -44,6 +44,18 @@ class Forecast:
     basis: dict[str, str] = field(default_factory=dict)
 
     @property
+    def laid_out(self) -> list[tuple[str, str, float, float]]:
+        """The timeline; of a step that has none, its parts one after another."""
+        if self.timeline:
+            return self.timeline
+        boxes, now = [], 0.0
+        for name, seconds in self.parts.items():
+            if seconds > 0:
+                boxes.append(("one rank", name, now, now + seconds))
+                now += seconds
+        return boxes
+
+    @property
     def mfu(self) -> float:
         """Model FLOPs over what the data sheets allow."""
         return self.flops / self.step_s / self.world_size / (self.peak_tflops * 1e12)

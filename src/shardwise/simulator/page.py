@@ -17,7 +17,7 @@ from shardwise.costs.memory import Ledger
 from shardwise.simulator.forecast import Forecast
 
 DRAWN = 6000  # boxes of a page at most; a browser copes with that many
-LEFT, WIDTH, LANE, CHART = 90, 1200, 18, 56  # pixels
+LEFT, WIDTH, LANE, CHART = 90, 1080, 18, 56  # pixels; a page fits a window of 1280
 COLOURS = {"F": "#4c78a8", "B": "#f58518", "I": "#e45756", "W": "#72b7b2", "g": "#bab0ac", "s": "#9d755d"}
 PARTS = ("#4c78a8", "#f58518", "#e45756", "#72b7b2", "#54a24b", "#eeca3b", "#b279a2", "#9d755d", "#bab0ac")
 NAMES = {"F": "forward", "B": "backward", "I": "backward of the input", "W": "backward of the weights"}
@@ -34,11 +34,30 @@ def page(forecast: Forecast, title: str, capacity: float | None = None) -> str:
         "<!doctype html><meta charset='utf-8'><title>" + html.escape(title) + "</title>"
         "<style>body{font:14px sans-serif;margin:2em}td{padding:2px 12px}svg{border:1px solid #ddd}"
         "svg text{font:11px sans-serif}</style>"
-        f"<h1>{html.escape(title)}</h1><p>step {forecast.step_s:.4g} s, MFU {forecast.mfu:.1%}, bubble "
+        f"<h1>{html.escape(title)}</h1>{_misfit(forecast, capacity)}"
+        f"<p>step {_readable(forecast.step_s, 's')}, MFU {forecast.mfu:.1%}, bubble "
         f"{forecast.bubble:.1%}</p><h2>Where the step's time goes</h2>{_stacked(forecast.parts)}"
         f"{_bars(forecast.parts, 's')}<h2>Timeline</h2>{_gantt(forecast)}"
         f"<h2>Memory over time</h2>{_over_time(forecast, capacity)}<h2>Memory at the peak</h2>{_memory(forecast)}"
     )
+
+
+def _misfit(forecast: Forecast, capacity: float | None) -> str:
+    """A line where the plan does not fit."""
+    if capacity is None or forecast.fits(capacity):
+        return ""
+    needed, there = (_readable(size / 1e9, "GB") for size in (forecast.needed_bytes, capacity))
+    return f"<p><b style='color:#c00'>DOES NOT FIT: {needed} of {there}</b></p>"
+
+
+def _readable(value: float, unit: str) -> str:
+    """Three digits; seconds as s, ms or us, and GB as GB or MB."""
+    smaller = {"s": ("ms", "us"), "GB": ("MB", "kB")}.get(unit, ())
+    for less in smaller:
+        if value >= 1 or not value:
+            break
+        value, unit = value * 1000, less
+    return f"{value:.3g} {unit}" if value < 1000 else f"{value:,.0f} {unit}"
 
 
 def _stacked(parts: dict[str, float]) -> str:
@@ -64,7 +83,7 @@ def _bars(values: dict[str, float], unit: str) -> str:
     top = max(values.values(), default=0.0) or 1.0
     colours = dict(zip(values, _colours(len(values)), strict=True))
     rows = "".join(
-        f"<tr><td>{html.escape(name)}<td>{value:.4g} {unit}<td><svg width='400' height='14'>"
+        f"<tr><td>{html.escape(name)}<td>{_readable(value, unit)}<td><svg width='400' height='14'>"
         f"<rect width='{400 * value / top:.1f}' height='14' fill='{colours[name]}'/></svg>"
         for name, value in sorted(values.items(), key=lambda item: -item[1])
         if value > 0
@@ -73,9 +92,7 @@ def _bars(values: dict[str, float], unit: str) -> str:
 
 
 def _gantt(forecast: Forecast) -> str:
-    boxes = forecast.timeline[:DRAWN]
-    if not boxes:
-        return "<p>One stage without communication to lay out in time.</p>"
+    boxes = forecast.laid_out[:DRAWN]
     lanes = list(dict.fromkeys(lane for lane, *_ in boxes))
     end = max(box[3] for box in boxes) or 1.0
     drawn = []
@@ -84,7 +101,8 @@ def _gantt(forecast: Forecast) -> str:
         colour = COLOURS.get(name[0], "#54a24b")
         drawn.append(
             f"<rect x='{x:.1f}' y='{y}' width='{max(0.4, WIDTH * (stop - start) / end):.1f}' height='{LANE - 2}' "
-            f"fill='{colour}'><title>{html.escape(name)} {start:.4g}-{stop:.4g} s</title></rect>"
+            f"fill='{colour}'><title>{html.escape(name)} {_readable(start, 's')} to {_readable(stop, 's')}</title>"
+            "</rect>"
         )
     labels = "".join(f"<text x='2' y='{i * LANE + 13}'>{html.escape(lane)}</text>" for i, lane in enumerate(lanes))
     cut = f"<p>the first {DRAWN} of {len(forecast.timeline)} boxes</p>" if len(forecast.timeline) > DRAWN else ""

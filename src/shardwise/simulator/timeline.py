@@ -13,14 +13,14 @@ from shardwise.simulator.forecast import Forecast
 
 def chrome(forecast: Forecast, title: str) -> str:
     """JSON for chrome://tracing and ui.perfetto.dev; microseconds."""
-    lanes = list(dict.fromkeys(lane for lane, *_ in forecast.timeline))
+    lanes = list(dict.fromkeys(lane for lane, *_ in forecast.laid_out))
     events: list[dict[str, Any]] = [
         {"ph": "M", "pid": 0, "tid": i, "name": "thread_name", "args": {"name": lane}} for i, lane in enumerate(lanes)
     ]
     place = {lane: i for i, lane in enumerate(lanes)}
     events += [
         {"ph": "X", "pid": 0, "tid": place[lane], "name": name, "ts": start * 1e6, "dur": (end - start) * 1e6}
-        for lane, name, start, end in forecast.timeline
+        for lane, name, start, end in forecast.laid_out
     ]
     return json.dumps({"traceEvents": events, "otherData": {"title": title}})
 
