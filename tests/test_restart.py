@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 import shardwise
+from shardwise.checkpoint import publish
 from shardwise.checkpoint.replicas import ReplicaCheck, _hash
 from shardwise.digest import digest
 from shardwise.engine import export
@@ -149,6 +150,24 @@ def test_fewer_ranks_go_on_with_smaller_data_degrees(here: Path) -> None:
         run = shardwise.train("digits", "dp_replicate=2", **options)
     assert [entry["plan"] for entry in journal_of(run)] == ["dp_replicate=2", "dp_replicate=2", "single"]
     assert losses_of(run) == pytest.approx(losses_of(whole), rel=1e-4)
+
+
+def test_a_run_that_is_lost_after_its_last_step_only_ends(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    door, calls = sys.modules["shardwise.training.run"], []
+    own = door._launched
+
+    def lost(job: Any) -> Any:
+        calls.append(own(job))
+        if len(calls) == 1:
+            raise RunError("lost at the very end")
+        return calls[-1]
+
+    monkeypatch.setattr(door, "_launched", lost)
+    run = shardwise.train("digits", "single", **{**RESUMED, "eval_every": 4, "eval_samples": 8})
+    first, second = calls
+    assert (second["loss"], second["eval_loss"]) == (first["loss"], first["eval_loss"])
+    assert [entry["from_step"] for entry in journal_of(run)] == [0, STEPS] and len(losses_of(run)) == STEPS
+    assert len(publish.scan(run.folder / "checkpoints")) == 2
 
 
 def test_which_plans_can_shrink() -> None:

@@ -118,6 +118,9 @@ class RankProcess:
         """Request that the job end by itself, where it listens for that (SIGUSR2)."""
         self._signal(signal.SIGUSR2)
 
+    def end_at_once(self) -> None:
+        self._signal(signal.SIGKILL)
+
     def terminate(self) -> None:
         self._signal(signal.SIGTERM)
 

@@ -115,6 +115,8 @@ def watch(
             soon = outcome.failures[0].at + grace_s
             limit = soon if deadline is None else min(soon, max(deadline, outcome.failures[0].at + 1.0))
     _take_stacks(pending, outcome)
+    for process in pending.values() if outcome.finding is not None else ():
+        process.end_at_once()  # one that was woken for its stack would go on with the run
     if records is not None:
         outcome.steps = {rank: seen.step for rank, seen in records.see().items()}
         if outcome.failures and outcome.finding is None:  # ranks that came to different collectives may fail, not hang

@@ -39,6 +39,7 @@ class Job:
     lr: float | None  # None: the task's own optimizer
     launched: bool = False  # the ranks are ours, their output goes to files
     folder: Path = Path()
+    again: bool = False  # an attempt after another one: there may be nothing left but the end
     resume: str | None = None  # a checkpoint, or a folder of them, to go on from
 
     def build_task(self) -> Task:

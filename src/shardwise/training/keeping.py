@@ -110,7 +110,7 @@ class Keeper:
         restored = restore(self.engine, source, ema=self.ema)
         fields = restored.manifest.fields
         self.first = self.engine.steps_done
-        if self.first >= self.job.steps:
+        if self.first >= self.job.steps and not self.job.again:
             raise InputError(
                 f"{restored.folder} is of step {self.first}, and this run has {self.job.steps} steps: there is nothing "
                 f"left to do; give more with --steps, or start anew with --init-from"
@@ -248,6 +248,8 @@ class Keeper:
 
     def end(self, first_loss: float | None) -> None:
         """After the last step: a last checkpoint, where there were others. Collective."""
+        if self.first >= self.job.steps:
+            return  # an attempt before has made it
         if self.saver is not None and (self.every or self._saves or self.job.resume is not None):
             self._save(first_loss)
             if self.saver is not None:

@@ -7,6 +7,7 @@ at the end:               weights, memory of every rank, a few lines that the te
 
 from __future__ import annotations
 
+import json
 import sys
 import tempfile
 import time
@@ -144,6 +145,8 @@ class _Rank:
         """Every step, then the end."""
         started = time.monotonic()
         self._announce()
+        if self.first >= self.job.steps:
+            self._as_written()
         for step in range(self.first, self.job.steps):
             self._step(step)
             if self._evaluates_after(step):
@@ -162,6 +165,13 @@ class _Rank:
         if self.engine.rank == 0:
             write_json(self.job.folder / "summary.json", summary)
         return summary
+
+    def _as_written(self) -> None:
+        """Losses as an attempt before wrote them, which did every step and was lost at the end."""
+        lines = (self.job.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        for record in map(json.loads, lines):
+            self.losses += [record["loss"]] if "loss" in record else []
+            self.eval_loss = record.get("eval_loss", self.eval_loss)
 
     def _keep_weights(self, name: str) -> Path:
         """Weights into the run's folder; where that is full, into a folder for temporary files, said aloud."""

@@ -134,7 +134,7 @@ class _Attempts:
         log = self.job.folder / f"error-attempt{entry['attempt']}.log"
         log.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
         resume = str(self.job.folder / CHECKPOINTS) if self.checkpoint() is not None else self.given_resume
-        self.job = self.job.with_(resume=resume)
+        self.job = self.job.with_(resume=resume, again=True)
         barren = 1 + len(self._without_progress(entry))
         entry["wait_s"] = min(MOST_WAIT_S, FIRST_WAIT_S * 2 ** (barren - 1))
         self._shrink(entry)
