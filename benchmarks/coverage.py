@@ -2,6 +2,7 @@
 
 python benchmarks/coverage.py --write            # docs/tables/coverage.md
 python benchmarks/coverage.py --only llama,unet --plans "tp=2;pp=2"
+python benchmarks/coverage.py --only llama,unet --plans "cp=2" --write      # these cells alone, in the page as it is
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from shardwise.layout import Plan  # noqa: E402
 from shardwise.proof.parity import verify  # noqa: E402
 from shardwise.ranks import RankPool  # noqa: E402
 
-PLANS = ["tp=2", "tp=2,sp=true", "pp=2", "tp=2,pp=2", "tp=2,dp_shard=2", "pp=2,dp_shard=2,zero=2"]
+PLANS = ["tp=2", "tp=2,sp=true", "pp=2", "tp=2,pp=2", "tp=2,dp_shard=2", "pp=2,dp_shard=2,zero=2", "cp=2"]
 TABLE = ROOT / "docs" / "tables" / "coverage.md"
 
 
@@ -44,14 +45,16 @@ def share(found: dict[tuple[str, str], tuple[str, str]], names: list[str], plans
     return f"{cells.count('equal')} of {len(cells)}"
 
 
-def as_page(found: dict[tuple[str, str], tuple[str, str]], names: list[str], plans: list[str], seconds: float) -> str:
+def as_page(
+    found: dict[tuple[str, str], tuple[str, str]], names: list[str], plans: list[str], seconds: float | None
+) -> str:
     """Markdown: the table, and the reasons below it."""
     numbers: dict[str, int] = {}
     lines = ["| module | " + " | ".join(f"`{plan}`" for plan in plans) + " |", "|---|" + "---|" * len(plans)]
     for name in names:
         cells = []
         for plan in plans:
-            what, why = found[name, plan]
+            what, why = found.get((name, plan), ("not tried", ""))
             number = numbers.setdefault(why, len(numbers) + 1) if why else 0
             cells.append(what if not why else f"{what} ({number})")
         lines.append(f"| {name.replace('_', ' ')} | " + " | ".join(cells) + " |")
@@ -70,12 +73,27 @@ def as_page(found: dict[tuple[str, str], tuple[str, str]], names: list[str], pla
         "first step, for the reason below. The modules stand in `tests/architectures.py`.",
         "",
         f"Decoders under tp, pp, tp with pp, tp with dp_shard: {share(found, decoders, asked)} equal. All cells of the "
-        f"others: {share(found, others, plans)}. {len(found)} cells in {seconds / 60:.0f} minutes.",
+        f"others: {share(found, others, plans)}. {len(found)} cells"
+        + (f" in {seconds / 60:.0f} minutes." if seconds is not None else "."),
         "",
         *lines,
         "",
         *(reasons and ["Reasons:", "", *reasons, ""]),
     ])  # fmt: skip
+
+
+def written(page: str) -> dict[tuple[str, str], tuple[str, str]]:
+    """The cells of a page that was written before, with their reasons."""
+    table = page.split(CUTS)[0].splitlines()
+    reasons = dict(line.split(". ", 1) for line in table if line.partition(". ")[0].isdigit())
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table if line.startswith("| ")]
+    plans = [cell.strip("`") for cell in rows[0][1:]] if rows else []
+    found = {}
+    for name, *cells in rows[1:]:
+        for plan, cell in zip(plans, cells, strict=True):
+            what, _, number = cell.partition(" (")
+            found[name.replace(" ", "_"), plan] = what, reasons.get(number.rstrip(")"), "")
+    return found
 
 
 CUTS = "## How much `tp` cuts"
@@ -127,10 +145,15 @@ def main() -> None:
             found[name, plan] = cell(name, plan, pool)
             print(f"{place + 1}/{len(names) * len(plans)} {name} {plan}: {' '.join(found[name, plan])[:300]}",
                   file=sys.stderr, flush=True)  # fmt: skip
-    page = as_page(found, names, plans, time.monotonic() - start) + "\n" + cuts_section(names)
-    print(page)
-    if options.write:
-        TABLE.write_text(page)
+    seconds = time.monotonic() - start
+    if options.write and (names != every or plans != PLANS):
+        before = TABLE.read_text()
+        TABLE.write_text(as_page(written(before) | found, every, PLANS, None) + "\n" + CUTS + before.split(CUTS)[1])
+    else:
+        page = as_page(found, names, plans, seconds) + "\n" + cuts_section(names)
+        print(page)
+        if options.write:
+            TABLE.write_text(page)
     sys.exit(any(what in ("WRONG", "FAILS") for what, _ in found.values()))
 
 

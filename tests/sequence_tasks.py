@@ -153,6 +153,54 @@ def running_sums() -> Task:
     return replace(convolution(), model=RunningSums)
 
 
+class Spectrum(nn.Module):
+    """Mixes all positions by a transform."""
+
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(torch.fft.fft(x, dim=1).real)
+
+
+def spectrum() -> Task:
+    return Task(model=Spectrum, batch=_fields, inputs=lambda batch: ((batch["x"],), {}), loss=_squares,
+                optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2))  # fmt: skip
+
+
+class Ordered(nn.Module):
+    """Sorts along positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(x.sort(1).values)
+
+
+def ordered() -> Task:
+    return Task(model=Ordered, batch=_fields, inputs=lambda batch: ((batch["x"],), {}), loss=_squares,
+                optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2))  # fmt: skip
+
+
+class Picked(nn.Module):
+    """Reads channels by an index, whose gradient is put back."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.out = nn.Linear(5, 6), nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.first(x)[:, :, [0, 5, 2]])
+
+
+def picked() -> Task:
+    return Task(model=Picked, batch=_fields, inputs=lambda batch: ((batch["x"],), {}), loss=_squares,
+                optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2))  # fmt: skip
+
+
 class Pooled(nn.Module):
     """A classifier of sequences: of their mean, and of their last position."""
 

@@ -224,6 +224,61 @@ def test_bytes_of_ulysses(pool) -> None:
         assert forward == backward == pytest.approx(heads * 2 * 12 * 4 * 8 * (p - 1) / p**2)
 
 
+# --- precision
+
+
+def _around(p: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Causal attention and its gradients as a ring of `p` ranks computes them, one rank after another here."""
+    dtype = q.dtype
+    owners, found = Owners.zigzag(96, p), {name: torch.zeros_like(q, dtype=DOUBLE) for name in ("o", "q", "k", "v")}
+    sums = [torch.zeros_like(t, dtype=ring.wide(dtype)) for t in (k, v)]
+    for rank in range(p):
+        axis = Axis("cp", p, rank, None, tuple(range(p)))
+        call = ring._Call(axis, owners, owners, 96, True, 0.25, ())
+        at = torch.from_numpy(owners.indices(rank))
+
+        def blocks(call, mine, p=p, rank=rank):
+            for step in range(p):
+                source = (rank - step) % p
+                yield source, tuple(owners.take(t, 2, source) for t in (k, v))
+
+        def around(call, mine, block, blocks=blocks, p=p):
+            for source, held in blocks(call, mine):
+                for total, one in zip(sums, block(source, *held), strict=True):
+                    total[:, :, torch.from_numpy(owners.indices(source))] += one
+            return tuple(t.new_zeros(0) for t in mine)
+
+        kept = ring._blocks, ring._gradients_around
+        try:
+            ring._blocks, ring._gradients_around = blocks, around
+            mine = q[:, :, at]
+            out, lse = ring._forward(call, mine, k, v, None, None)
+            dq = ring._backward(call, g[:, :, at], mine, k, v, None, out, lse, None, False)[0]
+        finally:
+            ring._blocks, ring._gradients_around = kept
+        found["o"][:, :, at], found["q"][:, :, at] = out.double(), dq.double()
+    found["k"], found["v"] = (total.to(dtype).double() for total in sums)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_error_of_a_ring_does_not_grow_with_its_ranks(dtype: torch.dtype) -> None:
+    errors: dict[int, dict[str, float]] = {p: dict.fromkeys("oqkv", 0.0) for p in (1, 2, 8)}
+    for seed in range(8):
+        draws = torch.Generator().manual_seed(seed)
+        given = [torch.randn(1, 2, 96, 16, generator=draws).to(dtype) for _ in range(4)]
+        *leaves, gradient = (tensor.double().requires_grad_() for tensor in given)
+        out = F.scaled_dot_product_attention(*leaves, is_causal=True, scale=0.25)
+        out.backward(gradient.detach())
+        exact = dict(zip("oqkv", (out.detach(), *(leaf.grad for leaf in leaves)), strict=True))
+        for p, worst in errors.items():
+            for name, value in _around(p, *given).items():
+                worst[name] = max(worst[name], float((value - exact[name]).norm() / exact[name].norm()))
+    for name in "oqkv":
+        assert errors[8][name] <= 1.1 * errors[2][name], (name, errors)
+        assert errors[8][name] <= 1.5 * errors[1][name], (name, errors)
+
+
 # --- tasks
 
 PLANS = (

@@ -69,7 +69,7 @@ class Software:
     copies_us        time of one copy, where a collective hands out one tensor for each rank and copies them one by one
     accumulates      a weight's gradient is added into a float32 buffer by the product that makes it
     ring             attention around the ring of cp: "even" (a fused kernel, causal work dealt evenly) or "written"
-                     (each block's scores in float32, positions in contiguous blocks: parallel/sequence)
+                     (each block's scores in float32, causal work dealt evenly: parallel/sequence)
     split_sends      a stage's message is cut over the tensor ranks and gathered by the next stage
     overlap_p2p      stages send while they compute
     prefetch         when ZeRO-3 asks for the next unit in backward: "before" this one's gradients leave (FSDP2),

@@ -53,19 +53,37 @@ def find_positions(
             continue
         derived = tensor.derived if tensor is not None else Derived()
         results: dict[tuple[str, int], tuple[Along, ...]] = {}
-        tried = (
-            _rehearse(task, plan, precision, built, batch, candidate, derived, last, results, row_wise)
-            for last in (False, True)
-        )
-        error = next((error for error in tried if error is not None), None)
+
+        seen: list[sequence.Seen] = []
+
+        def stops(
+            tried: Candidate, derived: Derived = derived, results: dict = results, seen: list = seen
+        ) -> RefusedPlan | None:  # fmt: skip
+            ends = (
+                _rehearse(task, plan, precision, built, batch, tried, derived, last, results, row_wise, seen)
+                for last in (False, True)
+            )
+            return next((error for error in ends if error is not None), None)
+
+        error = stops(candidate)
         if error is None:
-            return replace(candidate.positions, results=results)
+            positions = candidate.positions
+            if any(one.causal and not one.heads and one.axis.name == "cp" for one in seen):
+                zigzag = replace(candidate, positions=replace(positions, zigzag=True))
+                positions = zigzag.positions if stops(zigzag) is None else positions
+            said = tuple(sequence.explained(seen))
+            return replace(positions, results=results, routes=said)
         stopped.append(f"{candidate.said} cannot be cut: {error}")
     axes, what = ",".join(f"{axis.name}={axis.size}" for axis in mesh.inner), "sequence"
     nothing = "no tensor has a dim behind the samples"
     if plan.tiles > 1:
         axes, what = f"domain={'x'.join(map(str, plan.domain))}", "field"
         nothing = f"no tensor has {len(plan.domain)} of them behind batch and channel (Task.spatial names others)"
+    elif any(isinstance(leaf, torch.Tensor) and leaf.dim() > 3 for leaf in tree_flatten(batch)[0]):
+        stopped.append(
+            "a length that is born inside the module (patches of a picture) is not cut as a sequence: domain= cuts "
+            "space"
+        )
     raise RefusedPlan(f"{axes}: no dim of the batch can be cut as a {what}: " + ("; ".join(stopped) or nothing))
 
 
@@ -98,6 +116,7 @@ def tiled_sizes(task: Task, plan: Plan, batch: Any) -> tuple[int, ...]:
 def _rehearse(
     task: Task, plan: Plan, precision: Precision, built: Built, batch: Any, candidate: Candidate, derived: Derived,
     last: bool, results: dict[tuple[str, int], tuple[Along, ...]], row_wise: Sequence[Stack],
+    seen: list[sequence.Seen],
 ) -> RefusedPlan | None:  # fmt: skip
     """What stops a forward and backward of the first (or last) rank of the axes, without sending: alike on all ranks.
 
@@ -108,8 +127,10 @@ def _rehearse(
     alone = run_alone(task, precision, positions)
 
     def run(module: nn.Module, batch: Any) -> Any:
-        with _noting(module, results), on_own_rows(module, row_wise):
-            return alone(module, batch)
+        with _noting(module, results), on_own_rows(module, row_wise), sequence.watching() as found:
+            loss = alone(module, batch)
+        seen[:] = found
+        return loss
 
     ledger = derived.ledger
     try:

@@ -129,3 +129,20 @@ def scatter(func: Any, args: tuple, kwargs: dict) -> Part:
 
     output = func(*map(local, args), **kwargs)
     return args[0] if changes else lead.with_local(output)
+
+
+@rule("index_put")
+def index_put(func: Any, args: tuple, kwargs: dict) -> Part:
+    """`x[i, j, ...] = values`, or `+=`, by plain indices along dims that are not cut: the gradient of such an index."""
+    x, indices, values, *rest = args
+    used = [d for d, i in enumerate(indices) if i is not None]
+    if parts_in(indices) or used != list(range(used[0], used[-1] + 1)) or not is_part(values):
+        raise Uncut(no_rule(func, parts_in(args)))
+    added = len(torch.broadcast_shapes(*(indices[d].shape for d in used)))
+    if values.dim() != x.dim() - len(used) + added or used[0] <= values.dim_cut < used[0] + added:
+        raise Uncut(no_rule(func, parts_in(args)))
+    dim = values.dim_cut if values.dim_cut < used[0] else values.dim_cut - added + len(used)
+    if is_part(x) and (x.dim_cut != dim or not x.beside(values)):
+        raise Uncut(no_rule(func, parts_in(args)))
+    local = x.local if is_part(x) else values.share(x, dim)
+    return values.with_local(func(local, indices, values.local, *rest, **kwargs), dim)

@@ -58,6 +58,13 @@ class Owners:
         sizes = [n // ranks + (r < n % ranks) for r in range(ranks)]
         return cls(np.cumsum(sizes), np.arange(ranks), ranks)
 
+    @classmethod
+    def zigzag(cls, n: int, ranks: int) -> Owners:
+        """Two contiguous blocks for each rank, one from either end: what looks back costs all ranks alike."""
+        stops = cls.blocks(n, 2 * ranks).stops
+        counts = np.diff(np.concatenate([stops, np.full(2 * ranks - len(stops), n)]), prepend=0)
+        return cls(np.cumsum(counts), np.concatenate([np.arange(ranks), np.arange(ranks)[::-1]]), ranks)
+
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Owners) and self._hash == other._hash and self._key == other._key)
 

@@ -41,6 +41,8 @@ class Positions:
     names: tuple[str, ...] = ()
     what: str = "sequence"
     least: int = 1  # indices that every rank must have: as many as axes further in cut them over
+    routes: tuple[str, ...] = ()  # of attention, for people
+    zigzag: bool = False  # cp deals each rank a block from either end, for attention that looks back
     results: Mapping[tuple[str, int], tuple[Along, ...]] = field(default_factory=dict)
 
     @property
@@ -76,7 +78,7 @@ class Positions:
                     f"a {self.what} of {leaf.shape[dim]} positions leaves a rank of {_told(axes)} {smallest}, and "
                     f"every rank needs at least {self.least}: use fewer ranks or a longer {self.what}"
                 )
-        return _share(leaf, [(dim, axis) for dim, axes in cuts for axis in axes], place)
+        return _share(leaf, [(dim, axis) for dim, axes in cuts for axis in axes], place, self.zigzag)
 
     def told(self) -> str:
         """One line for the user."""
@@ -85,7 +87,8 @@ class Positions:
             for name, cuts in zip(self.names, self.cuts, strict=True)
             if cuts
         ]
-        return f"{_told(self.axes)} cuts the {self.what} of {', '.join(cut)}"
+        dealt = ", a block from either end for each rank of cp (attention is causal)" if self.zigzag else ""
+        return "; ".join([f"{_told(self.axes)} cuts the {self.what} of {', '.join(cut)}{dealt}", *self.routes])
 
 
 @dataclass(frozen=True)
@@ -106,12 +109,12 @@ def _told(axes: tuple[Axis, ...]) -> str:
 
 
 def _share(
-    leaf: torch.Tensor, cuts: list[tuple[int, Axis]], place: Callable[[torch.Tensor], torch.Tensor]
+    leaf: torch.Tensor, cuts: list[tuple[int, Axis]], place: Callable[[torch.Tensor], torch.Tensor], zigzag: bool
 ) -> torch.Tensor:
     if not cuts:
         return place(leaf.contiguous())
     (dim, axis), *rest = cuts
-    owners = Owners.blocks(leaf.shape[dim], axis.size)
-    local = _share(owners.take(leaf, dim, axis.index), rest, place)
+    owners = (Owners.zigzag if zigzag and axis.name == "cp" else Owners.blocks)(leaf.shape[dim], axis.size)
+    local = _share(owners.take(leaf, dim, axis.index), rest, place, zigzag)
     soft = not leaf.is_floating_point()  # small, and asked for whole by much that a module does before it computes
     return Part(local, dim, owners, axis, soft=soft)

@@ -37,7 +37,7 @@ def simulate(
     }
     if layout.cp > 1:
         forecast.basis["ring"] = (
-            "a block's scores are written in float32 and positions lie in contiguous blocks, as this version does"
+            "a block's scores are written in float32, causal work dealt evenly (zigzag), as this version does"
             if block.is_written_ring
             else "a fused kernel for each block, causal work dealt evenly"
         )

@@ -1,6 +1,6 @@
 """Sequence parallelism: positions cut over ranks; attention by all-to-all (Ulysses) or around the ranks (ring)."""
 
-from shardwise.parallel.sequence.attention import attend
+from shardwise.parallel.sequence.attention import Seen, attend, explained, watching
 from shardwise.parallel.sequence.inputs import candidates
 
-__all__ = ["attend", "candidates"]
+__all__ = ["Seen", "attend", "candidates", "explained", "watching"]

@@ -16,6 +16,9 @@ fewer key heads than ranks, keys and values are gathered, and each rank takes th
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +36,56 @@ from shardwise.part.sums import whole_over_axis
 from shardwise.part.tensor import FUNCTIONS, share_of
 
 HEADS, POSITIONS = 1, 2  # of queries, keys and values (B, H, S, D)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One attention of cut positions: over which axis, by which route, and what a rank receives for each sample."""
+
+    axis: Axis
+    heads: bool  # by heads, else around a ring
+    causal: bool
+    masked: bool
+    elements: tuple[int, int]  # received by a rank in a forward: on this route, and on the other one
+
+    @classmethod
+    def of(cls, query: torch.Tensor, key: torch.Tensor, axis: Axis, *, heads: bool, causal: bool, masked: bool) -> Seen:
+        """See the formulas of this room's pages; masks that let a ring send less are not counted."""
+        p, each = axis.size, query.shape[-1]
+        inside = [_heads_inside(t, axis) for t in (query, key)]
+        of_q, of_k = (t.shape[HEADS] if i is None else max(i.counts) for t, i in zip((query, key), inside, strict=True))
+        ring = 2 * key.shape[POSITIONS] * of_k * each * (p - 1) / p
+        by_heads = 2 * query.shape[POSITIONS] * of_q * each * (p - 1) / p**2
+        by_heads += ring if of_k < p else ring / p
+        found = (by_heads, ring) if heads else (ring, by_heads)
+        return cls(axis, heads, causal, masked, (round(found[0]), round(found[1])))
+
+
+_SEEN: list[list[Seen]] = []
+
+
+@contextmanager
+def watching() -> Iterator[list[Seen]]:
+    """While it lasts, every attention of cut positions is noted in the list."""
+    _SEEN.append([])
+    try:
+        yield _SEEN[-1]
+    finally:
+        _SEEN.pop()
+
+
+def explained(seen: Sequence[Seen]) -> list[str]:
+    """For people: the routes that a forward's attention takes, with their bytes beside those of the other route."""
+    counts = Counter((s.axis.name, s.axis.size, s.heads, s.elements) for s in seen)
+    said = []
+    for (name, size, heads, (here, there)), count in counts.items():
+        route, other = ("by heads", "around a ring") if heads else ("around a ring", "by heads")
+        why = ": it has dropout, which draws for whole rows" if heads and name == "cp" else ""
+        said.append(
+            f"{count} attention{'s' * (count > 1)} over {name}={size} {'go' if count > 1 else 'goes'} {route}{why}; in "
+            f"a forward a rank receives {here:,} elements for a sample ({there:,} {other})"
+        )
+    return said
 
 
 def attend(
@@ -60,7 +113,11 @@ def attend(
     if _cut_over(query, axis) is None:  # a few whole queries of cut keys: all ranks would compute the same
         key, value = whole_over_axis(key, axis), whole_over_axis(value, axis)
         return attend(query, key, value, attn_mask, **options)
-    if axis.name == "cp_ulysses" or dropout_p or len(_positions(query)) > 1:  # the outermost alone goes around a ring
+    beyond = len(_positions(query)) > 1  # the outermost alone goes around a ring
+    heads = axis.name == "cp_ulysses" or bool(dropout_p) or beyond
+    if _SEEN:
+        _SEEN[-1].append(Seen.of(query, key, axis, heads=heads, causal=is_causal, masked=attn_mask is not None))
+    if heads:
         return _by_heads(query, key, value, attn_mask, axis, options)
     return ring_attention(query, key, value, attn_mask, axis, is_causal=is_causal, scale=scale)
 
@@ -199,4 +256,4 @@ def _heads_inside(tensor: torch.Tensor, axis: Axis) -> Owners | None:
 
 
 FUNCTIONS[F.scaled_dot_product_attention] = attend
-__all__ = ["attend"]
+__all__ = ["Seen", "attend", "explained", "watching"]

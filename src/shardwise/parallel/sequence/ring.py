@@ -395,11 +395,10 @@ def _forward(
             bias = _bias(call, mask, at, of, kind, q.device)
             keys, values = (_expanded(t[:, :, columns], heads, reads).to(dtype) for t in (key, value))
             mine, found = attended(q[:, :, rows].to(dtype), keys, values, bias, kind == "diagonal", call.scale)
-            merged = torch.logaddexp(lse[:, :, rows], found)
-            base = finite(merged)
-            output[:, :, rows] = output[:, :, rows] * (lse[:, :, rows] - base).exp().unsqueeze(-1)
-            output[:, :, rows] += mine * (finite(found) - base).exp().unsqueeze(-1) * found.isfinite().unsqueeze(-1)
-            lse[:, :, rows] = merged
+            weight = torch.sigmoid(found - finite(lse[:, :, rows])).masked_fill(lse[:, :, rows].isinf(), 1.0)
+            weight = weight.masked_fill(found.isinf(), 0.0).unsqueeze(-1)  # of what this block found
+            output[:, :, rows] += weight * (mine - output[:, :, rows])
+            lse[:, :, rows] = torch.logaddexp(lse[:, :, rows], found)
     return output.to(q.dtype), lse
 
 
