@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict
+from typing import Any
+
 import module_tasks
 import pytest
 import torch
@@ -10,7 +13,7 @@ from shardwise import parallelize, verify
 from shardwise.memory.recompute import recompute_block
 from shardwise.random import BatchDims
 from shardwise.ranks import RankPool
-from shardwise.trace.state import ModuleState
+from shardwise.trace.state import ModuleState, PassedState
 
 REPLICAS = "dp_replicate=2"
 FLAT = "dp_shard=3,zero=2,accumulate=2"
@@ -102,6 +105,41 @@ def test_state_names_what_changed_and_restores_it() -> None:
     assert sorted(key for _, key in state.changed()) == ["calls", "history", "made_late", "number"]
     state.restore()
     assert (module.number, module.history, float(module.calls), hasattr(module, "made_late")) == (0, [], 0.0, False)
+
+
+class Frozen(OrderedDict):
+    """A configuration that refuses to be changed once it is made, as libraries have them."""
+
+    def __init__(self, **values: int) -> None:
+        super().__init__(values)
+        self.__dict__["frozen"] = True
+
+    def update(self, *args, **values) -> None:
+        raise AttributeError("frozen")
+
+    clear = update
+
+    def __setitem__(self, key, value) -> None:
+        if "frozen" in self.__dict__:
+            raise AttributeError("frozen")
+        super().__setitem__(key, value)
+
+    def __setattr__(self, key, value) -> None:
+        raise AttributeError("frozen")
+
+
+def test_state_of_a_container_that_refuses_changes_is_kept() -> None:
+    module: Any = module_tasks.Counting()
+    module.config, module.found = Frozen(width=3), defaultdict(list, {1: [2]})
+    state = ModuleState(module)
+    module.found[4].append(5)
+    with state.standing_in():
+        assert module.config == {"width": 3} and 4 not in module.found
+    assert module.found[4] == [5]
+    with PassedState(module.config).standing_in():
+        assert type(module.config) is Frozen and dict(module.config) == {"width": 3}
+    state.restore()
+    assert dict(module.found) == {1: [2]} and module.found.default_factory is list
 
 
 def test_batch_dims_tell_draws_of_one_op_apart() -> None:

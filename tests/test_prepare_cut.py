@@ -204,13 +204,13 @@ def once(plan: str, case: str) -> None:
         loss = (output["logits"] if isinstance(output, dict) else output).square().sum()
         if case == "penalty":
             loss = loss + 0.1 * sum(param.square().sum() for param in model.parameters())
+        if case == "own term":
+            loss = loss * (1 + prepared.rank)
         if case == "closure":
             optimizer.step(lambda loss=loss: prepared.backward(loss, 1))
         prepared.backward(loss, len(x))
         if case == "torch's clip":
             nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-        if case == "state_dict":
-            model.state_dict()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -220,7 +220,13 @@ def once(plan: str, case: str) -> None:
     [
         ("torch's clip", "tp=2", RefusedPlan, r"prepared.clip_grad_norm_"),
         ("torch's clip", "tp=2,dp_shard=2,zero=3", RefusedPlan, r"not scaled alike.*prepared.clip_grad_norm_"),
-        ("penalty", "tp=2", RunError, "the loss of the same samples is .* on rank 0, .* on rank 1.*weight_decay"),
+        ("own term", "tp=2", RunError, "the loss of the same samples is .* on rank 0, .* on rank 1.*weight_decay"),
+        (
+            "penalty",
+            "tp=2",
+            RefusedPlan,
+            r"a parameter is read \(square\), of which this rank holds a share.*weight_decay",
+        ),
         ("whole tensors", "tp=2", RefusedPlan, "tp=2 leaves each rank a share.*Adafactor"),
         ("closure", "tp=2", RefusedPlan, "closure"),
         ("parts", "tp=2", InputError, r"call the model itself \(model"),

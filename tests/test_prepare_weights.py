@@ -274,3 +274,70 @@ def test_a_run_goes_on_within_an_epoch_under_another_plan(
     for theirs, held in pool.run(interrupted, shardwise.Plan.parse(rest).world_size, rest, folder, "rest"):
         assert theirs == pytest.approx(losses, rel=BAR)
         assert all(float((held[name] - weight).abs().max()) < BAR for name, weight in weights.items())
+
+
+class Coder(nn.Module):
+    """Samples are drawn by `decode`, which goes past the model's own call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enc = nn.Sequential(nn.Linear(6, 8), nn.Tanh())
+        self.dec = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 6))
+        self.scale = nn.Parameter(torch.ones(6))
+
+    def decode(self, z: torch.Tensor) -> torch.Tensor:
+        return self.dec(z) * self.scale
+
+    def rebuild(self, x: torch.Tensor) -> torch.Tensor:
+        return self(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.decode(self.enc(x))
+
+
+def beside(plan: str | None, case: str = "") -> list[float]:
+    torch.manual_seed(0)
+    model: Any = Coder().double()
+    optimizer, loader = adamw(model), DataLoader(samples(8), batch_size=4)
+    prepared: Any = shardwise.prepare(model, optimizer, loader, plan=plan) if plan else None
+    if prepared:
+        model, optimizer, loader = prepared
+    found = []
+    for x, _ in loader:
+        loss = (model(x) - x).square().mean()
+        if prepared:
+            prepared.backward(loss)
+        else:
+            loss.backward()
+        optimizer.step()
+        if case == "with gradients":
+            model.decode(torch.ones(2, 8).double())
+        optimizer.zero_grad()
+        with torch.no_grad():
+            found += [
+                model.decode(torch.ones(2, 8).double()).sum().item(),
+                model.enc(torch.ones(2, 6).double()).shape[1],
+            ]
+            found.append(model.rebuild(torch.ones(2, 6).double()).sum().item())
+            found.append(
+                sum(p.norm().item() for p in (prepared if plan == "tp=2" and not case else model).parameters())
+            )
+    return found
+
+
+@pytest.mark.parametrize("plan", ["dp_shard=2,zero=3", "tp=2", "dp_shard=2,zero=1"])
+def test_what_a_script_calls_and_reads_beside_the_forward(plan: str, pool: RankPool) -> None:
+    for found in pool.run(beside, 2, plan):
+        assert found == pytest.approx(beside(None), rel=BAR)
+
+
+@pytest.mark.parametrize(
+    ("plan", "case", "words"),
+    [
+        ("tp=2", "reads", r"a parameter is read \(norm\).*prepared.parameters\(\).*line \d+"),
+        ("dp_shard=2,zero=3", "with gradients", r"model.decode\(...\) uses weights .*with gradients.*line \d+"),
+    ],
+)
+def test_what_would_see_pieces_is_refused(plan: str, case: str, words: str, pool: RankPool) -> None:
+    with pytest.raises(RefusedPlan, match=words):
+        pool.run(beside, 2, plan, case)

@@ -58,8 +58,9 @@ def compare(
     if generators_apart:
         raise RunError(
             f"the ranks' random generators stand apart in step {engine.steps_done}: something drew more on one than on "
-            "another, such as a dataset that draws while it reads (give the loader num_workers=1, or the dataset a "
-            'generator of its own), or use prepare(..., randomness="fast")'
+            "another: what the script does under if rank == 0 (an evaluation that draws its batches: do it on every "
+            "rank), or a dataset that draws while it reads (give the loader num_workers=1, or the dataset a generator "
+            'of its own); or use prepare(..., randomness="fast")'
         )
     if settings_apart:
         rates = gather_json([float(group.get("lr", 0.0)) for group in groups], engine.mesh.world, engine.device)

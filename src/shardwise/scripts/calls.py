@@ -29,6 +29,7 @@ from shardwise.parallel.full import FullShard
 from shardwise.scripts.additive import LossLook
 from shardwise.scripts.dealt import Dealt
 from shardwise.scripts.draws import SampleDraws
+from shardwise.scripts.guard import Gate
 from shardwise.scripts.loader import Events, PartLoader
 from shardwise.scripts.lookout import look_at_model
 from shardwise.scripts.meeting import Meeting
@@ -67,6 +68,8 @@ class Calls(Events):
         self.engine: Engine | None = None
         self._meeting: Meeting | None = None
         self._gathers = False
+        self._gate = Gate()
+        self.inside = 0  # the model's forward, how deep
         self.told: Notices = leader.told if leader is not None else Notices(mesh.rank)
         self.leader = leader or self  # the first of the models that one loop trains
         self.together: list[Calls] = leader.together if leader is not None else []
@@ -103,7 +106,7 @@ class Calls(Events):
     def before_epoch(self) -> None:
         """Every rank continues from rank 0's generators, so that samplers and datasets draw alike."""
         if self._meeting is not None:
-            self._meeting.passes()
+            self._meeting.passes("an epoch over the loader")
         if self.mesh.world.size > 1:
             share_generators(self.mesh.world, self.mesh.device)
 
@@ -162,12 +165,13 @@ class Calls(Events):
 
     # --- the model
 
-    def watch(self, engine: Engine, meeting: Meeting | None, *, gathers: bool) -> None:
+    def watch(self, engine: Engine, meeting: Meeting | None, gate: Gate, *, gathers: bool) -> None:
         """The model's weights are in place: follow its calls from here on.
 
+        gate     opened where the engine reads parameters
         gathers  every forward needs all ranks, not only one in training
         """
-        self.engine, self._meeting, self._gathers = engine, meeting, gathers
+        self.engine, self._meeting, self._gate, self._gathers = engine, meeting, gate, gathers
         engine.state.phase.stand_in = self.part is not None and self.part.count == 0
         self.model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)  # before units gather
         self.model.register_forward_hook(self._leave, with_kwargs=True)
@@ -178,8 +182,10 @@ class Calls(Events):
     @names_line
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         assert self.engine is not None
-        if self._meeting is not None and (self._gathers or (module.training and torch.is_grad_enabled())):
-            self._meeting.passes()
+        self.inside += 1
+        trains = module.training and torch.is_grad_enabled()
+        if self._meeting is not None and (self._gathers or trains):
+            self._meeting.passes(f"a forward {'in training' if trains else 'without gradients'}")
         precision = self.engine.state.precision
         if precision.mixed:
             args, kwargs = precision.cast_inputs((args, kwargs))
@@ -207,6 +213,7 @@ class Calls(Events):
     @names_line
     def _leave(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         assert self.engine is not None
+        self.inside -= 1
         if self.draws is not None:
             self.draws.leave()
             if self.engine.state.phase.same and not self._done:
@@ -269,7 +276,8 @@ class Calls(Events):
         """On the first batch: does each sample's output depend on that sample alone?"""
         self.suspend()
         held = self.dealt.held.count if self.dealt is not None else 0
-        batch_norms, notices = look_at_model(engine, args, kwargs, held, self._dim, check=self._check)
+        with self._gate.open():
+            batch_norms, notices = look_at_model(engine, args, kwargs, held, self._dim, check=self._check)
         for module in batch_norms:
             sync_module(module, engine.mesh.data, engine.state.phase)
         self._joined = bool(batch_norms)

@@ -7,7 +7,7 @@ Under zero=1 and 2 (and with masters of their own) a parameter has no gradient t
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,13 @@ from torch import nn
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
 from shardwise.parallel.flat import Flat
+from shardwise.scripts.saying import names_line
 
+_PROPERTIES = {
+    "size", "dim", "stride", "is_contiguous", "is_floating_point", "is_complex", "requires_grad_", "register_hook",
+    "register_post_accumulate_grad_hook", "element_size", "storage_offset", "untyped_storage", "data_ptr", "__hash__",
+    "get_device", "__delete__", "backward", "has_names", "is_shared",
+}  # fmt: skip
 _COPYING = 4  # the protocol of copy.deepcopy; torch.save has a lower one
 
 
@@ -42,10 +48,11 @@ class Gate:
             self._opened -= 1
 
 
-def guard_gradients(model: nn.Module, technique: Any, *, all: bool) -> Gate:
+def guard_gradients(model: nn.Module, technique: Any, *, all: bool, shares: Collection[str]) -> Gate:
     """Make `param.grad` raise while the gate is closed, where gradients are elsewhere than in the parameters.
 
     all     under any technique: the parameters are shares, or lower-precision copies of masters
+    shares  names of those that are shares, whose values raise too: a norm would be that of this rank's share
     """
     gate = Gate()
     if not isinstance(technique, Flat) and not all:
@@ -70,10 +77,36 @@ def guard_gradients(model: nn.Module, technique: Any, *, all: bool) -> Gate:
         def grad(self) -> None:
             own.__delete__(self)
 
-    for param in model.parameters():
+    class Share(InPieces):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            if not gate.is_open and _reads_values(func):
+                _raise(
+                    f"a parameter is read ({getattr(func, '__name__', func)}), of which this rank holds a share: its "
+                    "whole value is in prepared.parameters() (on every rank; average.update_parameters(prepared)) and "
+                    "in model.state_dict(); weights are set by model.load_state_dict(state), and a penalty on them is "
+                    "the optimizer's weight_decay, or inside the model's forward"
+                )
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+
+    for name, param in model.named_parameters():
         if param.requires_grad and type(param) is nn.Parameter:
-            param.__class__ = InPieces
+            param.__class__ = Share if name in shares else InPieces
     return gate
+
+
+@names_line
+def _raise(message: str) -> None:
+    raise RefusedPlan(message)
+
+
+def _reads_values(func: Any) -> bool:
+    """Whether a function of torch reads or writes a tensor's elements, not only its properties."""
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__"):
+        return getattr(getattr(func, "__self__", None), "__name__", "") in ("data", "T", "mT", "H", "real", "imag")
+    return name not in _PROPERTIES
 
 
 def guard_copies(model: nn.Module, plan: Plan, *, in_pieces: bool) -> None:

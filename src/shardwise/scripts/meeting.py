@@ -1,10 +1,11 @@
-"""Calls for which every rank is needed, in a script: one that only some ranks make is named, with both lines.
+"""The order of a script's calls for which every rank is needed; ranks whose order differs are named, with both lines.
 
-    rank 0   forward  step  model.state_dict()  waits          for all ranks to come here
-    rank 1   forward  step  forward  <- "rank 0 waits in model.state_dict() [line 12], and this rank went on to ..."
+    rank 0   1 forward  2 step  3 model.state_dict()  waits until all have come
+    rank 1   1 forward  2 step  3 forward  <- "rank 0 calls model.state_dict() [line 12], rank 1 a forward [line 9]"
 
-Ranks tell each other through the store by which the run was set up, and enter no collective before all have come. A
-rank counts what it passes on its way (forwards, steps); one that has passed more than a rank that waits will not come.
+Each rank counts these calls, and the first to come to a number writes down what it does, in the store by which the run
+was set up; the others compare. So an evaluation, a save or an extra step under `if rank == 0:` is told before a
+collective is entered that would hang. Bytes: one line to the store for each call.
 
 What this does not do: see a rank that does something else for good; the wait ends after a deadline, naming the line.
 """
@@ -12,13 +13,11 @@ What this does not do: see a rank that does something else for good; the wait en
 from __future__ import annotations
 
 import atexit
-import json
 import secrets
 import time
 import weakref
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,80 +29,60 @@ from shardwise.scripts.saying import line_of_script
 WAIT_S = 600.0
 _FIRST_PAUSE_S, _PAUSE_S = 0.001, 0.1
 _APART = "apart"
+_KEPT = 1024  # numbers back to which what was done stays in the store
+_AT_ONCE = 64
 
 
 class Meeting:
-    """One for each prepared model whose ranks hold pieces. Made collectively."""
+    """One for each prepared model of several ranks. Made collectively."""
 
     def __init__(self, world: Axis, device: torch.device, wait_s: float = WAIT_S) -> None:
         self.world, self.wait_s = world, wait_s
         name = gather_json(secrets.token_hex(6), world, device)[0]
         store = dist.distributed_c10d._get_default_store()
         self._store = dist.PrefixStore(f"shardwise-meeting-{name}", store)
-        self._passed = 0  # forwards and steps of this rank
-        self._met = 0  # calls for which all ranks came together
+        self._rank = world.ranks[world.index]
+        self._number = 0  # of this rank's calls
         atexit.register(_ended, weakref.ref(self))
 
-    def passes(self) -> None:
-        """This rank goes on to something that all ranks do; raises `RunError` where another waits for it elsewhere."""
-        self._passed += 1
-        told = f"{self._passed} {line_of_script()}"
-        self._store.set(f"passed/{self._rank}", told)  # for a rank that comes to wait later
-        if not self._store.check([f"{self._met}"]):
-            return
-        for rank in self.world.ranks:
-            theirs = self._told(rank)
-            if theirs is not None and theirs["passed"] < self._passed:
-                self._part(rank, theirs, f"went on to [{line_of_script()}]")
+    def passes(self, what: str) -> None:
+        """This rank goes on to a call that all ranks make; raises `RunError` where another makes another one."""
+        self._number += 1
+        line = line_of_script()
+        told = self._store.compare_set(f"at/{self._number}", "", f"{what}\n{self._rank}\n{line}").decode()
+        first, rank, theirs = told.split("\n", 2)
+        if first != what:
+            self._part(f"rank {rank} comes to {first} [{theirs}], and rank {self._rank} to {what} [{line}]")
+        if self._rank == self.world.ranks[0] and self._number % _AT_ONCE == 0 and self._number > _KEPT:
+            for number in range(self._number - _KEPT - _AT_ONCE, self._number - _KEPT):
+                self._store.delete_key(f"at/{number}")
 
     def enter(self, what: str) -> None:
         """Wait until every rank has come to this call. Raises `RunError`, naming the lines, where one will not come."""
-        mine = {"what": what, "passed": self._passed, "line": line_of_script()}
-        self._store.set(f"{self._met}/{self._rank}", json.dumps(mine))
-        self._store.add(f"{self._met}", 1)
+        self.passes(what)
+        here = f"came/{self._number}"
+        self._store.set(f"{here}/{self._rank}", "")
+        self._store.add(here, 1)
         began, pause_s = time.monotonic(), _FIRST_PAUSE_S
-        while self._store.add(f"{self._met}", 0) < self.world.size:
-            self._look_around(mine, late=time.monotonic() - began > self.wait_s)
+        while self._store.add(here, 0) < self.world.size:
+            self._look_around(what, here, late=time.monotonic() - began > self.wait_s)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _PAUSE_S)
-        for rank in self.world.ranks:
-            theirs = self._told(rank)
-            assert theirs is not None
-            if (theirs["what"], theirs["passed"]) != (what, self._passed):
-                self._part(rank, theirs, f"calls {what} [{mine['line']}]")
-        self._met += 1
 
-    def _look_around(self, mine: dict[str, Any], *, late: bool) -> None:
+    def _look_around(self, what: str, here: str, *, late: bool) -> None:
         if self._store.check([_APART]):
             raise _told(self._store.get(_APART).decode())
-        away = [rank for rank in self.world.ranks if self._told(rank) is None]
-        for rank in away:
-            passed, line = self._passed_by(rank)
-            if passed > mine["passed"]:
-                self._part(self._rank, mine, f"went on to [{line}]", rank)
+        away = [rank for rank in self.world.ranks if not self._store.check([f"{here}/{rank}"])]
         ended = [rank for rank in away if self._store.check([f"ended/{rank}"])]
         if away and (ended or late):
             why = "has ended" if ended else f"did not come in {self.wait_s:g} s"
-            self._part(self._rank, mine, why, (ended or away)[0])
+            self._part(f"rank {self._rank} comes to {what} [{line_of_script()}], and rank {(ended or away)[0]} {why}")
 
-    @property
-    def _rank(self) -> int:
-        return self.world.ranks[self.world.index]
-
-    def _passed_by(self, rank: int) -> tuple[int, str]:
-        key = f"passed/{rank}"
-        passed, _, line = self._store.get(key).decode().partition(" ") if self._store.check([key]) else ("0", "", "")
-        return int(passed), line
-
-    def _told(self, rank: int) -> dict[str, Any] | None:
-        key = f"{self._met}/{rank}"
-        return json.loads(self._store.get(key).decode()) if self._store.check([key]) else None
-
-    def _part(self, waits: int, call: dict[str, Any], other: str, rank: int | None = None) -> None:
+    def _part(self, what: str) -> None:
         message = (
-            f"rank {waits} calls {call['what']} [{call['line']}], for which every rank is needed, since each holds "
-            f"pieces; rank {self._rank if rank is None else rank} {other}. Call it on every rank, and write on one: "
-            "state = model.state_dict(), then torch.save(state, path) under if prepared.rank == 0"
+            f"{what}: every rank is needed for these calls, in the same order, since each holds a part of what they "
+            "need. Make them on every rank, and write or print on one: state = model.state_dict(), then "
+            "torch.save(state, path) under if prepared.rank == 0"
         )
         self._store.set(_APART, message)
         raise _told(message)

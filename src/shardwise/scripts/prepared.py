@@ -38,6 +38,7 @@ from shardwise.scripts.guard import Gate, guard_conversion, guard_copies, guard_
 from shardwise.scripts.held import hold
 from shardwise.scripts.loader import PartLoader, Reads
 from shardwise.scripts.meeting import Meeting
+from shardwise.scripts.methods import guard_methods, read_whole
 from shardwise.scripts.moved import FirstSteps
 from shardwise.scripts.saved import put as put_saved
 from shardwise.scripts.saying import names_line
@@ -170,15 +171,21 @@ class Prepared(Stepping):
         if before and holds_pieces(plan):
             put(engine.state, self.optimizer, before)
         in_pieces = self._shares or isinstance(engine.technique, FullShard)
-        self._gate = guard_gradients(model, engine.technique, all=self._shares or engine.state.precision.mixed)
+        mixed = engine.state.precision.mixed
+        cuts = set(engine.state.tensor.cuts) if engine.state.tensor is not None else set()
+        self._gate = guard_gradients(model, engine.technique, all=self._shares or mixed, shares=cuts)
         guard_conversion(model)
         guard_copies(model, plan, in_pieces=in_pieces)
-        hold(self, whole=not (in_pieces or engine.state.precision.mixed))
+        hold(self, whole=not (in_pieces or mixed))
         for buckets in buckets_of(engine):
             buckets.asleep = True
         self._first = FirstSteps(engine, self._groups)
         self.built = options_of(engine)
-        self.calls.watch(engine, self.meeting, gathers=in_pieces)
+        if in_pieces:
+            guard_methods(self)
+        if isinstance(engine.technique, FullShard):
+            read_whole(self)
+        self.calls.watch(engine, self.meeting, self._gate, gathers=in_pieces)
         if self.pending is not None:
             put_saved(self, self.pending)
         self._told.say(self.notices)

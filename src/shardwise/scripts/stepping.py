@@ -68,10 +68,10 @@ class Stepping(Held):
         self._square: torch.Tensor | None = None  # of this rank's gradients, when they were whole
         self.loss = torch.tensor(float("nan"))  # of the last whole step, over all ranks
 
-    def _passes(self) -> None:
-        """This rank goes on to what all ranks do; raises `RunError` where one waits elsewhere for it."""
+    def _passes(self, what: str) -> None:
+        """This rank goes on to what all ranks do; raises `RunError` where another does something else."""
         if self.meeting is not None and self._engine is not None:
-            self.meeting.passes()
+            self.meeting.passes(what)
 
     # --- what a script calls
 
@@ -167,7 +167,7 @@ class Stepping(Held):
     @names_line
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Stands for `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)`: the norm over all ranks."""
-        self._passes()
+        self._passes("prepared.clip_grad_norm_(...)")
         self._flush()
         if self._tally is None:
             raise InputError("prepared.clip_grad_norm_: there are no gradients yet: call prepared.backward first")
@@ -180,7 +180,7 @@ class Stepping(Held):
 
     def sum(self, *values: torch.Tensor | float) -> list[float]:
         """Each number's sum over the ranks that hold different samples. Collective."""
-        self._passes()
+        self._passes("prepared.sum(...)")
         row = row_of([whole(value) for value in values], self.mesh.device)
         return read(gather_rows(row, self.mesh.data).sum(dim=0), "a script's sums")
 
@@ -279,7 +279,7 @@ class Stepping(Held):
         if self._engine is None and closure is None:
             return inner()  # nothing has a gradient yet
         self._refuse_stray("optimizer.step()")
-        self._passes()
+        self._passes("optimizer.step()")
         if closure is not None and self._shares:
             raise RefusedPlan("optimizer.step(closure) where tp or ep cut weights: call backward and step() instead")
         engine = self.engine

@@ -9,7 +9,7 @@ What this does not do: follow objects below the first level of a list, dict or s
 from __future__ import annotations
 
 import copy
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -87,12 +87,8 @@ class ModuleState:
             if isinstance(value, torch.Tensor) and copied is not None:
                 if value._version != copied[1]:
                     value.copy_(copied[0])
-            elif isinstance(value, list | deque):
-                value.clear()
-                value.extend(copied)
-            elif isinstance(value, dict | set):
-                value.clear()
-                value.update(copied)
+            elif isinstance(value, _CONTAINERS):
+                _refill(value, copied)
 
 
 class PassedState:
@@ -112,7 +108,7 @@ class PassedState:
         self._seen.add(id(value))
         table = value if isinstance(value, _CONTAINERS) else getattr(value, "__dict__", None)
         if isinstance(table, _CONTAINERS):
-            self._tables.append((table, copy.copy(table)))
+            self._tables.append((table, _copy_of(table)))
         inside = value if table is None and isinstance(value, tuple) else table
         for leaf in list(inside.values() if isinstance(inside, dict) else inside or ()):
             self._keep(leaf)
@@ -120,7 +116,7 @@ class PassedState:
     @contextmanager
     def standing_in(self) -> Iterator[None]:
         """While active, everything holds what it held; afterwards it is as it was before."""
-        now = [(table, copy.copy(table)) for table, _ in self._tables]
+        now = [(table, _copy_of(table)) for table, _ in self._tables]
         for table, held in self._tables:
             _refill(table, held)
         try:
@@ -131,14 +127,41 @@ class PassedState:
 
 
 def _refill(table: Any, held: Any) -> None:
-    table.clear()
-    (table.extend if isinstance(table, list | deque) else table.update)(held)
+    """Give a container what it held, by its kind's own methods: a class of its own may refuse (a frozen config)."""
+    if not _differs(table, table, held):
+        return
+    kind: Any = _kind(table)
+    kind.clear(table)
+    if issubclass(kind, dict):
+        for key, value in list(dict.items(held)):
+            kind.__setitem__(table, key, value)
+    else:
+        (kind.extend if issubclass(kind, list | deque) else kind.update)(table, held)
+
+
+def _kind(value: Any) -> type:
+    """The container of Python's that it is."""
+    return next(kind for kind in (OrderedDict, *_CONTAINERS) if isinstance(value, kind))
+
+
+def _copy_of(value: Any) -> Any:
+    """A copy of a container, of its own class, made without the methods that the class has put in their place."""
+    kind: Any = _kind(value)
+    if type(value).__setattr__ is object.__setattr__ and (
+        issubclass(kind, set | deque) or type(value).__setitem__ is kind.__setitem__
+    ):
+        return copy.copy(value)
+    made = kind.__new__(type(value))
+    kind.__init__(made)
+    vars(made).update(vars(value))
+    _refill(made, value)
+    return made
 
 
 def _copied(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().clone(), value._version
-    return copy.copy(value) if isinstance(value, _CONTAINERS) else None
+    return _copy_of(value) if isinstance(value, _CONTAINERS) else None
 
 
 def _standing_in(value: Any, copied: Any) -> Any:
@@ -147,7 +170,7 @@ def _standing_in(value: Any, copied: Any) -> Any:
             return value
         with _disable_current_modes():  # selective recompute counts ops, and this is none of the module's
             return copied[0].clone()
-    return copy.copy(copied) if isinstance(value, _CONTAINERS) else value
+    return _copy_of(copied) if isinstance(value, _CONTAINERS) else value
 
 
 def _differs(now: Any, value: Any, copied: Any) -> bool:

@@ -1,0 +1,110 @@
+"""Methods of a model other than `forward` (decode, encode, generate), called by a script where ranks hold pieces.
+
+Weights are gathered, or seen as parts of the whole, around the model's forward. A method that calls its parts by itself
+runs with all weights gathered, and gives whole tensors; without gradients, since what a loss needs happens around
+`model(...)`.
+
+    z = model.encode(x)     under torch.no_grad(): on every rank, the whole of it
+                            with gradients: refused, by name
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
+
+from shardwise.errors import RefusedPlan
+from shardwise.part import plain
+from shardwise.scripts.calls import Calls
+from shardwise.scripts.saying import names_line
+
+
+class Piecewise(Protocol):
+    """What is asked of a prepared script."""
+
+    model: nn.Module
+    calls: Calls
+
+    def meet(self, what: str) -> None:
+        """All ranks are needed for this call."""
+
+
+def guard_methods(prepared: Piecewise) -> None:
+    """Wrap the methods that the model's own class defines; a copy of the model keeps its own."""
+    model = prepared.model
+    for kind in type(model).__mro__:
+        if kind is nn.Module or kind.__module__.startswith("torch."):
+            continue
+        for name, found in vars(kind).items():
+            own = inspect.isfunction(found) and not name.startswith("_") and not hasattr(nn.Module, name)
+            if own and name != "forward" and name not in vars(model):
+                model.__dict__[name] = types.MethodType(_wrapped(prepared, name, found), model)
+
+
+def read_whole(prepared: Piecewise) -> None:
+    """Let a number that a script reads from FSDP's tensors (a norm's `.item()`) be that of the whole tensor.
+
+    torch gives this rank's summand of it. Collective; for the process, since torch has one table of such operations.
+    """
+    known = weakref.ref(prepared)
+
+    def read(operation: Any, args: tuple, kwargs: dict) -> Any:
+        (tensor,) = args
+        script = known()
+        if any(not placement.is_replicate() for placement in tensor.placements):
+            if script is not None:
+                script.meet("a number read from sharded weights or gradients")
+            tensor = tensor.full_tensor()
+            return operation(tensor)
+        return operation(tensor.to_local())
+
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    handlers[torch.ops.aten._local_scalar_dense.default] = read
+
+
+def _wrapped(prepared: Piecewise, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    @names_line
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if module is not prepared.model or prepared.calls.inside:  # within the forward, or another such method
+            return method(module, *args, **kwargs)
+        if torch.is_grad_enabled():
+            return _with_gradients(prepared, name, method, module, args, kwargs)
+        prepared.meet(f"model.{name}()")
+        root = module if isinstance(module, FSDPModule) else None
+        if root is not None:
+            root.unshard()
+        prepared.calls.inside += 1
+        try:
+            return tree_map_only(torch.Tensor, plain, method(module, *args, **kwargs))
+        finally:
+            prepared.calls.inside -= 1
+            if root is not None:
+                root.reshard()
+
+    return call
+
+
+def _with_gradients(
+    prepared: Piecewise, name: str, method: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict
+) -> Any:  # fmt: skip
+    """A method that goes through the model's own call is right as it is; one that uses its weights beside it is not."""
+    try:
+        return method(module, *args, **kwargs)
+    except RefusedPlan:
+        raise
+    except RuntimeError as error:
+        if "DTensor" not in str(error):
+            raise
+        raise RefusedPlan(
+            f"model.{name}(...) uses weights of which this rank holds pieces, with gradients and beside the model's "
+            "own call: let forward call it (model(...)), or call it under torch.no_grad()"
+        ) from error
