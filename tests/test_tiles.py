@@ -141,7 +141,7 @@ def _resizing(rng: random.Random) -> Case:
 
 
 def _adaptive(rng: random.Random) -> Case:
-    dims, kind = rng.choice((1, 2, 2, 3)), rng.choice(("avg",))
+    dims, kind = rng.choice((1, 2, 2, 3)), rng.choice(("avg", "max"))
     space = _space(rng, dims)
     sizes = [rng.choice((1, rng.randint(1, n + 2))) for n in space]
     run = getattr(F, f"adaptive_{kind}_pool{dims}d")
@@ -254,6 +254,26 @@ def _fourier(rng: random.Random) -> Case:
     return Case(f"fft {kind}", (*batch, *space), run, params, dims, {"norm": norm})
 
 
+def _modules(rng: random.Random) -> Case:
+    """Functions of torch that are written in Python, of which what they call is answered."""
+    kind, (h, w) = rng.choice(("lp_pool", "response", "heads", "upsample")), _space(rng, 2)
+    heads = torch.nn.MultiheadAttention(4, 2, batch_first=True, dtype=DOUBLE).requires_grad_(False)
+
+    def attended(x, weight):
+        tokens = x.flatten(2).transpose(1, 2)
+        names = {"in_proj_weight": weight, "out_proj.weight": weight[:4]}
+        found, _ = torch.func.functional_call(heads, names, (tokens, tokens, tokens), {"need_weights": False})
+        return found.transpose(1, 2).unflatten(2, x.shape[2:])
+
+    run = {
+        "lp_pool": lambda x, _: F.lp_pool2d(x.abs() + 1, 3, 2),
+        "response": lambda x, _: F.local_response_norm(x, 3),
+        "heads": attended,
+        "upsample": lambda x, _: torch.nn.Upsample(scale_factor=2, mode="bilinear")(x),
+    }[kind]
+    return Case(kind, (2, 4, h, w), run, [(12, 4)], 2)
+
+
 def _net(rng: random.Random) -> Case:
     """A small U-Net: what is halved with a rest and doubled is padded to its skip, or its skip is cropped to it."""
     crops = rng.random() < 0.5
@@ -277,6 +297,7 @@ DRAWS = {
     "net": _net, "convolution": _convolution, "pool": _pool, "padding": _padding, "norm": _norm,
     "resizing": _resizing, "adaptive": _adaptive, "shuffle": _shuffle, "order": _order, "windows": _windows,
     "patches": _patches, "attention": _attention, "fourier": _fourier,
+    "modules": _modules,
 }  # fmt: skip
 
 
@@ -294,7 +315,13 @@ def _whole(case: Case, seed: int) -> tuple | None:
         (y * weight).real.sum().backward()
     except (RuntimeError, ValueError):
         return None
-    return x.detach(), params, y.detach(), weight, [x.grad, *(p.grad for p in params)]
+    return (
+        x.detach(),
+        params,
+        y.detach(),
+        weight,
+        [torch.zeros_like(t) if t.grad is None else t.grad for t in (x, *params)],
+    )
 
 
 def _tile(whole: torch.Tensor, axes: tuple[Axis, ...], dims: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -91,6 +92,8 @@ class Part(Distributed):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         override = FUNCTIONS.get(func)
+        if override is None and _made_of_others(func):
+            return _body(func)(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
             return (override or func)(*args, **(kwargs or {}))
 
@@ -118,6 +121,28 @@ class Part(Distributed):
     def beside(self, other: Part) -> bool:
         """Whether the other's indices are dealt in the same way."""
         return self.axis is other.axis and self.owners == other.owners
+
+
+_ASKS = frozenset({"has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"})
+
+
+@cache
+def _made_of_others(function: Any) -> bool:
+    """Whether a function of torch is written in Python; methods of tensors are not, which call what has their name."""
+    python = isinstance(function, FunctionType) and function.__module__ != torch._tensor.__name__
+    return python and bool(_ASKS & set(function.__code__.co_names))
+
+
+@cache
+def _body(function: FunctionType) -> FunctionType:
+    """A function of torch that is written in Python, which does not ask for another answer to itself.
+
+    What it calls does ask: attention inside `multi_head_attention_forward`, pooling inside `lp_pool2d`.
+    """
+    names = function.__globals__ | dict.fromkeys(_ASKS, lambda *tensors: False)
+    made = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
 
 
 def is_part(tensor: Any) -> bool:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -85,6 +86,55 @@ def _adaptive_avg(plain: Callable, dims: int) -> None:
 
     answers(plain)(adaptive_avg_pool)
 
+
+def _adaptive_max(plain: Callable, with_places: Callable, slide: Callable, dims: int) -> None:
+    def adaptive_max_pool(input: torch.Tensor, output_size: Any, return_indices: bool = False):
+        """The largest over windows that divide each spatial dim, of which any may be cut."""
+        first = input.dim() - dims
+        found = cuts(input, range(first, input.dim()))
+        if not found:
+            return plain(input, output_size, return_indices)
+        if return_indices:
+            raise Uncut(f"adaptive_max_pool{dims}d with return_indices on tiles: its indices count the whole field")
+        asked = list(output_size) if isinstance(output_size, Sequence) else [output_size] * dims
+        after, rows = [], {}
+        tables = [Table(n, n if m is None else m, "windows")
+                  for n, m in zip(input.shape[first:], asked, strict=True)]  # fmt: skip
+        for cut in found:
+            input, then, rows[cut.dim] = opened_for(input, cut, tables[cut.dim - first])
+            after.append(then)
+        kernel = []
+        for dim, table in enumerate(tables, first):
+            places, weights = rows.get(dim, entries(table))
+            assert weights is not None
+            if not table.same:
+                input = _apart(input, dim, places, weights)
+            kernel.append(places.shape[1])
+        if input.numel():
+            input = slide(input, kernel)
+        else:
+            for dim, n in enumerate(kernel, first):
+                input = input.narrow(dim, 0, input.shape[dim] // n)
+        return placed(input, after)
+
+    answers(plain)(adaptive_max_pool)
+    answers(with_places)(lambda input, output_size, return_indices=True: adaptive_max_pool(input, output_size, True))
+
+
+def _apart(tile: torch.Tensor, dim: int, places: np.ndarray, weights: np.ndarray) -> torch.Tensor:
+    """Each output's window behind the other along `dim`, filled up with what is never the largest."""
+    around = [0, 0] * (tile.dim() - 1 - dim) + [0, 1]
+    none = tile.shape[dim]
+    tile = F.pad(tile, around, value=-torch.inf)
+    return tile.index_select(dim, torch.from_numpy(np.where(weights > 0, places, none).reshape(-1)).to(tile.device))
+
+
+for _dims, _max, _with_places, _slide in (
+    (1, F.adaptive_max_pool1d, F.adaptive_max_pool1d_with_indices, F.max_pool1d),
+    (2, F.adaptive_max_pool2d, F.adaptive_max_pool2d_with_indices, F.max_pool2d),
+    (3, F.adaptive_max_pool3d, F.adaptive_max_pool3d_with_indices, F.max_pool3d),
+):
+    _adaptive_max(_max, _with_places, _slide, _dims)
 
 for _dims, _plain in ((1, F.adaptive_avg_pool1d), (2, F.adaptive_avg_pool2d), (3, F.adaptive_avg_pool3d)):
     _adaptive_avg(_plain, _dims)
