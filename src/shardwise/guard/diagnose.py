@@ -89,7 +89,8 @@ class Watch:
     def look(self, now: float, gone: Iterable[int] = ()) -> Finding | None:
         """What is wrong at this time, if anything is. `gone`: ranks whose processes have ended."""
         ranks, ended = self.see(), set(gone)
-        ended |= {rank for rank, seen in ranks.items() if seen.ended}
+        # one that raised is not counted: its report, which tells why, is on its way
+        ended |= {rank for rank, seen in ranks.items() if seen.state == DONE}
         found = self._differing(ranks) or self._never(ranks, ended)
         if found is None and self.deadlines is not None:
             found = self._late(ranks, ended, now, self.deadlines)
