@@ -185,6 +185,9 @@ IN_WORDS = [
     (["train", "text", "--plan", "dp_shard=2", "zero=3"], 2, "as in dp_shard=2,zero=3"),
     (["verify", "text"], 2, "Missing option '--plan'"),
     (["verify", "text", "--plan", "dp_shard=2", "--bogus"], 2, "No such option"),
+    (["verify", "text", "--plan", "dp_shard=2", "--set", "train.seed=1"], 2, "--set is for CONFIG.toml"),
+    (["verify", "my.toml", "--shrink"], 2, "--shrink is for tasks"),
+    (["verify", "nowhere.toml"], 2, "there is no such file"),
     (["compare", *SHAPE, "--plan", "dp_shard=8"], 2, "Did you mean '--plans'?"),
     # plans
     (["train", "--plan", "dp_shard=2 zero=3"], 2, "a comma is missing between its keys: write dp_shard=2,zero=3"),

@@ -367,4 +367,49 @@ DOMAIN = [
         "for axis in reversed(ctx.axes):", "for axis in ():", D + "resnet", "domain=3"),
 ]  # fmt: skip
 
-BUGS = [*COMM, *PARALLEL, *BATCH_NORM, *STEP, *PIPELINE, *TENSOR, *EXPERT, *MORE, *SEQUENCE, *DOMAIN]
+RUN = "mutations/run.toml"  # proven as `verify CONFIG.toml` does
+NARROW = "mutations/narrow.toml"
+
+RUNS = [
+    bug("the average takes the weights for itself", "engine.ema:Ema.update",
+        "1 - self.decay", "self.decay", RUN, "dp_shard=2,zero=2"),
+    bug("the average stays in the weights", "engine.ema:Ema.applied",
+        "finally:\n        self._swap()", "finally:\n        pass", RUN, "dp_replicate=2"),
+    bug("the average is evaluated with the weights", "engine.ema:Ema._swap",
+        "master.detach().copy_(average)", "pass", RUN, "dp_shard=2,zero=1"),
+    bug("evaluations run in training mode", "step.train_step:evaluate",
+        "state.module.eval()", "pass", RUN, "dp_replicate=2"),
+    bug("evaluations leave the module in evaluation mode", "step.train_step:evaluate",
+        "state.module.train()", "pass", RUN, "dp_replicate=2"),
+    bug("the schedule is stepped twice", "step.train_step:_set_learning_rate",
+        "state.schedule(state.steps_done)", "state.schedule(2 * state.steps_done)", RUN, "dp_replicate=2"),
+    bug("the learning rate is multiplied step by step", "step.train_step:_set_learning_rate",
+        "base * factor", 'group["lr"] * factor', RUN, "dp_replicate=2"),
+    bug("the norm is clipped by half", "step.normalise:normalise",
+        "state.clip_norm / (norm + 1e-6)", "state.clip_norm / 2 / (norm + 1e-6)", RUN, "dp_shard=2,zero=3"),
+    bug("every epoch has the first one's order", "data.order:Order._within",
+        "epoch_keys(self.seed, epoch)", "epoch_keys(self.seed, 0)", RUN, "dp_replicate=2"),
+    bug("the last batch of an epoch is left out", "data.steps:Steps.span",
+        "if self.drop_last and end", "if end", RUN, "dp_replicate=2"),
+    bug("the loss scale is not divided out", "step.normalise:normalise",
+        "weight * (scale.value if scale is not None else 1.0)", "weight", NARROW, "dp_replicate=2,precision=fp16"),
+    bug("masters are rounded with the weights", "parallel.replicate:Replicate.publish",
+        "torch._foreach_copy_(self.params, [slot.master for slot in self.slots])",
+        "torch._foreach_copy_(self.params, m := [slot.master for slot in self.slots]); "
+        "torch._foreach_copy_(m, self.params)", NARROW, "dp_replicate=2,precision=bf16"),
+    bug("narrow weights are not renewed from masters", "parallel.replicate:Replicate.publish",
+        "torch._foreach_copy_(self.params, [slot.master for slot in self.slots])", "pass",
+        NARROW, "dp_replicate=2,precision=bf16"),
+    bug("metrics go on from step to step", "step.metrics:MetricTally.collect",
+        "self.sums.clear()", "pass", RUN, "dp_replicate=2"),
+    bug("a metric's weight is this rank's", "step.metrics:MetricTally.collect",
+        "gather_rows(row, axis).sum(dim=0)", "gather_rows(row, axis)[0]", RUN, "dp_replicate=2"),
+    bug("held-out samples are the first ones", "training.held_out:Spread.read",
+        "cut(len(self._source), self._length, index)[0]", "index", RUN, "dp_replicate=2"),
+    bug("the optimizer's options are dropped", "training.optimizers:make_optimizer",
+        '{"lr": lr, **options}', '{"lr": lr}', RUN, "dp_replicate=2"),
+    bug("the last evaluation is left out", "training.loop:_Rank._evaluates_after",
+        "step + 1 == self.job.steps or", "False or", RUN, "dp_replicate=2"),
+]  # fmt: skip
+
+BUGS = [*COMM, *PARALLEL, *BATCH_NORM, *STEP, *PIPELINE, *TENSOR, *EXPERT, *MORE, *SEQUENCE, *DOMAIN, *RUNS]

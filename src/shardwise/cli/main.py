@@ -77,6 +77,7 @@ def main() -> None:
 @click.option("--init-from", metavar="PATH", help="Begin with the weights of a run, a checkpoint or safetensors.")
 @click.option("--profile-steps", metavar="10:12", help="Trace these steps: short for --set train.profile_steps=10:12.")
 @click.option("--cluster", help="A file of `shardwise probe`: the run writes its forecast beside what it measures.")
+@click.option("--verify-first", is_flag=True, help="Prove the run in small first, as `verify CONFIG.toml` does.")
 @common
 @click.pass_obj
 def train(
@@ -92,6 +93,7 @@ def train(
     init_from: str | None,
     profile_steps: str | None,
     cluster: str | None,
+    verify_first: bool,
 ) -> None:
     """Train a task and write a run folder.
 
@@ -126,16 +128,19 @@ def train(
     begin(answer, "train: loading PyTorch")
     from shardwise.training import execute
 
+    if verify_first:
+        _verified(effective)
     run = execute(effective, nproc=nproc, resume=resume)
     answer.fields.update(run.summary)
     answer.text = str(run)
 
 
 @main.command()
-@click.argument("task", metavar="MODULE:TASK | text | digits")
-@click.option("--plan", required=True, help=PLAN_HELP)
-@click.option("--steps", type=WholeNumber(min=1), default=2, show_default=True, help="Optimizer steps to compare.")
-@click.option("--seed", type=WholeNumber(min=0), default=0, show_default=True, help="Seed of weights and data.")
+@click.argument("target", metavar="CONFIG.toml | MODULE:TASK | text | digits")
+@click.option("--plan", help=PLAN_HELP)
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Set a key of CONFIG.toml; repeatable.")
+@click.option("--steps", type=WholeNumber(min=1), help="Optimizer steps to compare: 2, of a configuration 5.")
+@click.option("--seed", type=WholeNumber(min=0), help="Seed of weights and data; 0, or the configuration's.")
 @click.option(
     "--shrink",
     is_flag=True,
@@ -144,16 +149,47 @@ def train(
 @click.option("--clip-norm", type=float, default=None, help="Largest norm of the gradient, clipped on both sides.")
 @common
 @click.pass_obj
-def verify(answer: Answer, task: str, plan: str, steps: int, seed: int, shrink: bool, clip_norm: float | None) -> None:
+def verify(
+    answer: Answer,
+    target: str,
+    plan: str | None,
+    overrides: tuple[str, ...],
+    steps: int | None,
+    seed: int | None,
+    shrink: bool,
+    clip_norm: float | None,
+) -> None:
     """Compare a task under a plan with one process: loss, gradients, parameters, buffers, optimizer state.
 
     \b
     shardwise verify digits --plan dp_shard=2,zero=3
+    shardwise verify my.toml
+
+    Of a configuration, what `train` does with it is compared with a plain loop: optimizer, schedule, clipping, loader
+    and workers, averages, evaluations and metrics, over a few steps across an epoch's end.
 
     Exit code 0 when they agree, 1 when they do not or nothing was proven, 3 when the plan is refused.
     """
+    if target.endswith(".toml"):
+        parity = _prove_run(answer, target, plan, overrides, steps, seed, shrink, clip_norm)
+    else:
+        parity = _prove_task(answer, target, plan, overrides, steps, seed, shrink, clip_norm)
+    answer.fields.update(_plain(parity.as_dict()))
+    if parity.refused:
+        raise RefusedPlan(parity.refused)
+    answer.text = parity.text()
+    answer.code = 0 if parity.parity else 1
+
+
+def _prove_task(
+    answer: Answer, task: str, plan: str | None, overrides: Any, steps: Any, seed: Any, shrink: bool, clip_norm: Any
+) -> Any:  # fmt: skip
     from shardwise.layout import Plan, check
 
+    if plan is None:
+        raise click.UsageError("Missing option '--plan'.")
+    if overrides:
+        raise click.UsageError("--set is for CONFIG.toml; of a task nothing is configured")
     parsed = Plan.parse(plan)
     answer.fields.update(plan=str(parsed), world_size=parsed.world_size)
     check(parsed)
@@ -161,12 +197,22 @@ def verify(answer: Answer, task: str, plan: str, steps: int, seed: int, shrink: 
     from shardwise.proof.parity import verify as prove
 
     with timing(not answer.as_json) as say:
-        parity = prove(task, parsed, steps=steps, seed=seed, shrink=shrink, clip_norm=clip_norm, say=say)
-    answer.fields.update(_plain(parity.as_dict()))
-    if parity.refused:
-        raise RefusedPlan(parity.refused)
-    answer.text = parity.text()
-    answer.code = 0 if parity.parity else 1
+        return prove(task, parsed, steps=steps or 2, seed=seed or 0, shrink=shrink, clip_norm=clip_norm, say=say)
+
+
+def _prove_run(
+    answer: Answer, path: str, plan: str | None, overrides: Any, steps: Any, seed: Any, shrink: bool, clip_norm: Any
+) -> Any:  # fmt: skip
+    if shrink:
+        raise click.UsageError("--shrink is for tasks: a configuration is proven under its own plan")
+    given = {"train.seed": seed, "train.clip_norm": clip_norm}
+    overrides = (*overrides, *(f"{key}={value}" for key, value in given.items() if value is not None))
+    effective = _effective(path, overrides, plan, None)
+    answer.fields.update(plan=str(effective.plan), world_size=effective.plan.world_size)
+    begin(answer, "verify: loading PyTorch")
+    from shardwise.proof.run import verify_run
+
+    return verify_run(effective, steps=steps)
 
 
 @main.command()
@@ -201,6 +247,24 @@ def config(answer: Answer, path: str | None, overrides: tuple[str, ...], starter
     )
     for note in effective.notes:
         click.echo(note, err=True)
+
+
+def _verified(effective: Any) -> None:
+    """Prove the run; one that is not equal to a plain loop is not begun. A launcher's rank 0 has no ranks to start."""
+    from shardwise.errors import InputError, RunError
+    from shardwise.proof.run import verify_run
+    from shardwise.ranks import here
+
+    if here() is not None:
+        raise InputError(
+            "--verify-first starts ranks of its own, and a launcher started this one: run it before, alone"
+        )
+    parity = verify_run(effective)
+    if parity.refused:
+        raise RefusedPlan(parity.refused)
+    click.echo(parity.text(), err=True)
+    if not parity.parity:
+        raise RunError(f"not begun, since the run is {parity.verdict}")
 
 
 def _of_run(resume: str) -> str | None:

@@ -48,7 +48,7 @@ class Look:
 
 def run_oracle(task: Task, settings: Settings, look: Look | None = None) -> Record:
     """Train `settings.steps` steps in this process in float64 and record everything; `look` at one of them closely."""
-    module = _module(task, settings)
+    module = plain_module(task, settings)
     named = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
     optimizer = task.optimizer(named_groups([param for _, param in named]))
     eps = EpsWatch(named, optimizer, task.optimizer)
@@ -71,7 +71,7 @@ def run_oracle(task: Task, settings: Settings, look: Look | None = None) -> Reco
             norms.append(norm)
             return loss
 
-        if _needs_closure(optimizer):
+        if needs_closure(optimizer):
             losses: list[float] = []
 
             def closure(losses: list[float] = losses, gradients=gradients) -> float:
@@ -180,7 +180,7 @@ def _cuts(samples: int, settings: Settings):
                 yield index, first, last, Samples(first - low, last - first, high - low)
 
 
-def _module(task: Task, settings: Settings) -> nn.Module:
+def plain_module(task: Task, settings: Settings) -> nn.Module:
     """The module with its replayed initial values, in the proof's dtype."""
     dtype = settings.dtype
     built = build(task.model, settings.seed)
@@ -207,6 +207,6 @@ def _cast(batch: Any, settings: Settings) -> Any:
     return tree_map_only(torch.Tensor, cast, batch)
 
 
-def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty

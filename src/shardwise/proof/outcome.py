@@ -49,6 +49,8 @@ class Parity:
     refused: str | None = None
     error: str | None = None
     float64: bool = True  # False: float32, since a kernel of the task has no float64
+    precision: str = ""  # that of the plan, where the proof was made in it
+    second: Parity | None = None  # the proof in the plan's own precision, beside this one
 
     def errors(self, kind: str) -> dict[str, float]:
         """By name, of one of `KINDS`."""
@@ -71,7 +73,7 @@ class Parity:
     @property
     def parity(self) -> bool:
         """Whether the plan is proven equal to one process."""
-        return self.equal and not self.unproven
+        return self.equal and not self.unproven and (self.second is None or self.second.parity)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -90,6 +92,7 @@ class Parity:
             "world_size": self.world_size,
             "plan": self.plan,
             "notes": self.notes,
+            **({} if self.second is None else {"own_precision": self.second.as_dict()}),
         }
 
     def text(self) -> str:
@@ -98,7 +101,7 @@ class Parity:
             return f"refused: {self.refused}"
         if self.error:
             return f"error: {self.error}"
-        dtype = "float64" if self.float64 else "float32"
+        dtype = self.precision or ("float64" if self.float64 else "float32")
         lines = [f"plan {self.proven or self.plan} on {self.world_size} ranks against one process, {dtype}"]
         lines.append(f"  loss        {self.loss_error:.1e}   (bar {self.bars['loss']:.0e})")
         if self.norm_error is not None:
@@ -108,15 +111,18 @@ class Parity:
         lines += [f"  first: {self.first.text()}"] if self.first is not None else []
         lines += [f"  not proven: {what}" for what in self.unproven]
         lines += [f"  note: {note}" for note in self.notes]
+        if self.second is not None:
+            lines += [self.second.text(), "both proofs:"]
         lines.append(self.verdict)
         return "\n".join(lines)
 
     @property
     def verdict(self) -> str:
         """The last line."""
-        if not self.equal:
+        proofs = [self] if self.second is None else [self, self.second]
+        if not all(proof.equal for proof in proofs):
             return "NOT EQUAL to one process"
-        return "NOT PROVEN" if self.unproven else "EQUAL to one process"
+        return "NOT PROVEN" if any(proof.unproven for proof in proofs) else "EQUAL to one process"
 
     def _line(self, kind: str) -> str:
         errors = self.errors(kind)

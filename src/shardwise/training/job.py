@@ -41,13 +41,15 @@ class Job:
     folder: Path = Path()
     again: bool = False  # an attempt after another one: there may be nothing left but the end
     resume: str | None = None  # a checkpoint, or a folder of them, to go on from
+    scheduled: int = 0  # steps that the schedule is for; 0: those of the run
+    proof: Any = None  # what a proof of this run changes (`proof/run`)
 
     def build_task(self) -> Task:
         """The task, with the optimizer that the configuration asks for."""
         task = find_task(self.effective, self.task)
-        if self.lr is None:
-            return task
-        return task.with_(optimizer=make_optimizer(self.effective.config.optimizer, self.lr))
+        if self.lr is not None:
+            task = task.with_(optimizer=make_optimizer(self.effective.config.optimizer, self.lr))
+        return task if self.proof is None else self.proof.task(task)
 
     def with_(self, **changes: Any) -> Job:
         """A copy with some fields replaced."""

@@ -74,12 +74,14 @@ def _run_rank(job: Job) -> dict[str, Any]:
         seed=config.seed,
         randomness=config.randomness,
         clip_norm=config.clip_norm,
-        schedule=make_schedule(job.effective.config.schedule, job.steps),
+        schedule=make_schedule(job.effective.config.schedule, job.scheduled or job.steps),
         on_nonfinite=config.on_nonfinite,
         device=device,
     )
     say("")
     with ExitStack() as stack:
+        if job.proof is not None:
+            stack.enter_context(job.proof.inside())
         summary = _Rank(job, task, engine, flops, stack).run()
     engine.close()  # waits for all ranks, so never on the way out of an error
     return summary
@@ -120,7 +122,7 @@ class _Rank:
             sinks = open_sinks(list(config.sinks), job.folder, {"plan": str(plan), "task": job.name})
             self.metrics = stack.enter_context(closing(MetricsFile(job.folder / "metrics.jsonl", sinks)))
         self.display: Display | None = None
-        if engine.rank == 0 or job.launched:
+        if (engine.rank == 0 or job.launched) and job.proof is None:
             live = None if engine.rank == 0 else False
             first = "first step: compiling the blocks" if plan.compile else "first step"
             self.display = stack.enter_context(closing(Display(job.steps, self.speed, config.log_every, live, first)))

@@ -1,0 +1,229 @@
+"""The second proof of a run: in its own precision, how far may a plan differ from one process in the same?
+
+    one process   a plain loop of ten SGD steps: weights in the compute dtype, made anew each step from masters;
+                  gradients added up in the plan's `reduce_dtype`; fp16 with a loss scale that halves on overflow
+    three more    the same, with every weight and input moved by one epsilon of the compute dtype in each forward
+    N ranks       the engine under the plan
+
+    bar of a tensor = 10 * the most that the three differ by, at least one unit in its largest element's last place,
+                      and at most how far it moved: above that, what one epsilon explains is not proven
+
+SGD, since its update is the gradient: an error that Adam would divide by its own size, such as a loss scale that was
+not divided out, shows in full. Its learning rate moves the weights by a few thousandths in each step.
+
+What this does not do: `compile` (masks by global index need eager ops), and errors as small as rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from shardwise.engine.engine import parallelize
+from shardwise.layout import Plan
+from shardwise.proof.oracle import plain_module
+from shardwise.proof.outcome import Parity
+from shardwise.proof.settings import Settings, global_batch, nudged
+from shardwise.random import BatchDims, GlobalRandom, Samples
+from shardwise.step.batching import samples_in, slice_samples
+from shardwise.step.loss import read_loss
+from shardwise.task import Task
+
+STEPS = 10
+NUDGES = 3
+ALLOWANCE = 10  # times what moving by one epsilon does
+MOST_BAR = 1.0  # of how far a weight moved
+MOVE, COARSE_MOVE = 0.002, 0.01  # of the weights, in the first step; where masters are in 16 bits less would be lost
+
+_COMPUTE = {
+    "fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "bf16-full": torch.bfloat16,
+    "fp16": torch.float16,
+}  # fmt: skip
+
+
+@dataclass
+class Narrow:
+    """What ten steps leave: losses, norms, and weights as the optimizer has them. `rate`: the learning rate."""
+
+    rate: float
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)  # of the gradient, before clipping
+    initial: dict[str, torch.Tensor] = field(default_factory=dict)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    skipped: int = 0
+
+
+def verify_precision(job: Any, plan: Plan, settings: Settings, on_ranks: Callable[..., list[Any]]) -> Parity:
+    """Returns a `Parity` of losses and final weights, whose errors and bars are relative to how far each moved.
+
+    job        whose `build_task` makes the task, here and on every rank
+    settings   seed, clip_norm, accumulate and samples of a batch
+    on_ranks   (function, world size, *args) -> what every rank returns of it
+    """
+    parity = Parity(str(plan), plan.world_size, bars={"loss": 0.0, "norm": 0.0, "parameter": 0.0})
+    parity.precision = plan.precision
+    task = job.build_task()
+    try:
+        reference = plain_steps(task, plan, settings)
+    except Exception as failure:
+        first = str(failure).splitlines()[0] if str(failure) else ""
+        parity.loss_error = 0.0
+        parity.unproven.append(f"one process cannot run in {plan.precision}: {type(failure).__name__}: {first}")
+        return parity
+    nudges = [plain_steps(task, plan, replace(settings, nudge=n), reference.rate) for n in range(1, NUDGES + 1)]
+    exact = plan.with_(compile=False)
+    found = on_ranks(narrow_rank, plan.world_size, job, exact, settings, reference.rate)[0]
+    if found.skipped != reference.skipped:
+        parity.differences.append(f"{found.skipped} steps skipped by overflow, in one process {reference.skipped}")
+    of = partial(_compare_numbers, parity, plan)
+    parity.loss_error = of("loss", reference.losses, [one.losses for one in nudges], found.losses)
+    parity.norm_error = of("norm", reference.norms, [one.norms for one in nudges], found.norms)
+    for name, value in reference.weights.items():
+        moved = float((value - reference.initial[name]).abs().max())
+        response = max(float((one.weights[name] - value).abs().max()) for one in nudges)
+        largest = float(value.abs().max()) if value.numel() else 0.0
+        ulp = torch.finfo(_master(plan)).eps * 2.0 ** math.floor(math.log2(largest)) if largest else 0.0
+        unit = moved or max(largest, 1e-300)
+        allowed = max(ALLOWANCE * response, ulp) / unit
+        error = float((found.weights[name] - value).abs().max()) / unit
+        parity.parameter_error[name] = error = error if error == error else math.inf
+        parity.own_bars["parameter", name] = bar = min(allowed, max(MOST_BAR, ulp / unit))
+        if bar < error <= allowed:
+            parity.noisy.add(("parameter", name))
+            parity.unproven.append(f"'{name}' differs by {error:.1e} of how far it moved, as one epsilon explains")
+    if not any(not torch.equal(value, reference.initial[name]) for name, value in reference.weights.items()):
+        parity.unproven.append("no weight moved in one process")
+    parity.notes.append(
+        f"{plan.precision}, gradients summed in {str(_reduce(plan)).removeprefix('torch.')}; {STEPS} steps of SGD at "
+        f"lr {reference.rate:.2g}; errors are relative to how far a weight moved, bars {ALLOWANCE} times what one "
+        "epsilon does to one process"
+    )
+    if plan.compile:
+        parity.notes.append("compile=true is left out: masks by global index need eager ops")
+    return parity
+
+
+def _compare_numbers(
+    parity: Parity, plan: Plan, kind: str, reference: list[float], nudges: list[list[float]], found: list[float]
+) -> float:  # fmt: skip
+    """The largest relative error of any step. The kind's bar is what one epsilon does to any step, times the allowance:
+
+    the rounding of one sum is chance, and may be nothing in the step in which ranks differ.
+    """
+    finite = [step for step, value in enumerate(reference) if math.isfinite(value)]  # others overflow: counted apart
+    of = {step: max(abs(reference[step]), 1e-300) for step in finite}
+    responses = [abs(one[step] - reference[step]) / of[step] for one in nudges for step in finite]
+    least = torch.finfo(torch.promote_types(_COMPUTE[plan.precision], torch.float32)).eps
+    parity.bars[kind] = max(ALLOWANCE * max(responses, default=0.0), least)
+    errors = [abs(found[step] - reference[step]) / of[step] for step in finite]
+    return max((error if error == error else math.inf for error in errors), default=0.0)
+
+
+def _master(plan: Plan) -> torch.dtype:
+    return {"fp64": torch.float64, "bf16-full": torch.bfloat16}.get(plan.precision, torch.float32)
+
+
+def _reduce(plan: Plan) -> torch.dtype:
+    auto = torch.float64 if plan.precision == "fp64" else torch.float32
+    return auto if plan.reduce_dtype == "auto" else _COMPUTE[plan.reduce_dtype]
+
+
+def _sgd(rate: float, groups: list[dict]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, lr=rate)
+
+
+def narrow_rank(job: Any, plan: Plan, settings: Settings, rate: float) -> Narrow:
+    """One rank's side. Collective; rank 0 has the weights."""
+    task = job.build_task()
+    with_sgd = task.with_(optimizer=partial(_sgd, rate))
+    engine = parallelize(
+        with_sgd, plan, seed=settings.seed, randomness="global", clip_norm=settings.clip_norm, device="cpu"
+    )
+    record = Narrow(rate)
+    for step in range(STEPS):
+        result = engine.step(global_batch(task, settings, step))
+        record.losses.append(float(result.loss))
+        record.norms.append(float(result.grad_norm))
+        record.skipped += bool(result.skipped)
+    held = {name: tensor.detach().double().cpu().clone() for name, tensor in engine.full_parameters()}
+    record.weights = held if engine.rank == 0 else {}
+    return record
+
+
+def plain_steps(task: Task, plan: Plan, settings: Settings, rate: float | None = None) -> Narrow:
+    """The plain loop, written without the engine. `rate`: the learning rate; None: found in the first step."""
+    compute, master = _COMPUTE[plan.precision], _master(plan)
+    module = plain_module(task, replace(settings, dtype=torch.promote_types(master, torch.float32), nudge=0))
+    named = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
+    masters = {name: param.detach().to(master) for name, param in named}
+    for _, param in module.named_parameters():
+        param.data = param.data.to(compute)
+    record = Narrow(rate or 0.0, initial={name: value.double() for name, value in masters.items()})
+    random, scale = GlobalRandom(BatchDims()), 0.0
+    for step in range(STEPS):
+        for place, (name, param) in enumerate(named):
+            param.data = _moved(masters[name].to(compute), settings, step, place)
+        batch = global_batch(task, settings, step)
+        sums = {name: torch.zeros_like(value, dtype=_reduce(plan)) for name, value in masters.items()}
+        total = weight = 0.0
+        samples = samples_in(batch)
+        for index in range(settings.accumulate):
+            low, high = samples * index // settings.accumulate, samples * (index + 1) // settings.accumulate
+            random.begin(settings.seed, step, index, Samples(0, high - low, high - low))
+            with random.watching(module):
+                loss, objective = _loss(task, module, slice_samples(batch, low, high), compute, settings, step)
+                weight_here = float(loss.weight)
+                if plan.precision == "fp16" and not scale:  # 2^15 over the global weight
+                    scale = 2.0 ** (15 - round(math.log2(max(weight_here * settings.accumulate, 1.0))))
+                (objective * (scale or 1.0)).backward()
+            total, weight = total + float(objective.detach()), weight + weight_here
+            for name, param in named:
+                if param.grad is not None:
+                    sums[name] += param.grad.to(_reduce(plan))
+                    param.grad = None
+        gradients = {name: value.double() / (weight * (scale or 1.0)) for name, value in sums.items()}
+        norm = math.sqrt(sum(float(value.square().sum()) for value in gradients.values()))
+        record.losses.append(total / weight)
+        record.norms.append(norm)
+        if not math.isfinite(norm):
+            scale, record.skipped = scale / 2, record.skipped + 1
+            continue
+        clip = min(1.0, settings.clip_norm / (norm + 1e-6)) if settings.clip_norm is not None else 1.0
+        if not record.rate:
+            size = math.sqrt(sum(float(value.double().square().sum()) for value in masters.values()))
+            move = COARSE_MOVE if master == torch.bfloat16 else MOVE
+            record.rate = move * size / max(norm * clip, 1e-300)
+        for name, value in masters.items():
+            value.sub_((record.rate * clip * gradients[name]).to(master))
+    record.weights = {name: value.double() for name, value in masters.items()}
+    return record
+
+
+def _loss(task: Task, module: Any, part: Any, compute: torch.dtype, settings: Settings, step: int) -> tuple[Any, Any]:
+    """(the loss, what is differentiated) of a part of a batch, computed in the plan's dtype."""
+    wide = torch.promote_types(compute, torch.float32)
+
+    def narrow(tensor: torch.Tensor) -> torch.Tensor:
+        return _moved(tensor.to(compute), settings, step, -1) if tensor.is_floating_point() else tensor
+
+    args, kwargs = tree_map_only(torch.Tensor, narrow, task.inputs(part))
+    output = module(*args, **kwargs)
+    output = tree_map_only(torch.Tensor, lambda t: t.to(wide) if t.is_floating_point() else t, output)
+    loss = read_loss(task.loss(output, part))
+    objective = loss.total
+    for extra in loss.extras.values():
+        objective = objective + extra.total * (
+            1.0 if extra.weight is None else float(loss.weight) / float(extra.weight)
+        )
+    return loss, objective
+
+
+def _moved(tensor: torch.Tensor, settings: Settings, step: int, place: int) -> torch.Tensor:
+    """The tensor, or with `nudge` each element one epsilon up or down, otherwise in each step."""
+    return nudged(tensor, settings, place + 1000 * (step + 1)) if settings.nudge else tensor

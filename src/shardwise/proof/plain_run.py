@@ -1,0 +1,234 @@
+"""A run as a plain loop in one process: what `train` does, step by step, without the engine or the training loop.
+
+    for each step   the next samples of the shuffled epoch (the last batch of one may be short) -> micro-batches
+                    learning rate of the step -> gradient of the mean -> clip -> optimizer -> average of the weights
+    at times        held-out loss and metrics of the weights, and of their average, in eval mode
+
+Shared with a run: the task, initial weights (`trace/deferred`), masks, the order of samples (`data/order`), the
+schedule's formula. Everything else is written here again.
+
+What this does not do: resume, or skip steps that are not finite.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from shardwise.data.order import Order
+from shardwise.engine.groups import named_groups
+from shardwise.errors import RefusedPlan
+from shardwise.proof.oracle import needs_closure, plain_module
+from shardwise.proof.settings import Settings
+from shardwise.random import BatchDims, GlobalRandom, Samples
+from shardwise.step.batching import samples_in, slice_samples
+from shardwise.step.loss import read_loss
+from shardwise.task import Task
+from shardwise.trace.double import KeepDouble, default_dtype
+
+Numbers = dict[str, float]
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """What a run's configuration comes to.
+
+    batch       samples of a global batch, where the task has data to be read
+    accumulate  micro-batches of a step
+    factor      step -> factor on the learning rates
+    eval_every  steps between evaluations; None: at the end alone; 0: never
+    eval_count  held-out samples of one evaluation; 0: all
+    decay       of the average of the weights; None: there is none
+    """
+
+    steps: int
+    seed: int
+    batch: int
+    accumulate: int
+    factor: Callable[[int], float]
+    clip_norm: float | None = None
+    eval_every: int | None = None
+    eval_count: int = 0
+    decay: float | None = None
+
+
+@dataclass
+class RunRecord:
+    """What a run leaves: numbers of each step and of each evaluation, weights and buffers, averages of weights."""
+
+    steps: list[Numbers] = field(default_factory=list)
+    evaluations: dict[int, Numbers] = field(default_factory=dict)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    averages: dict[str, torch.Tensor] = field(default_factory=dict)
+    initial: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def plain_run(task: Task, settings: RunSettings) -> RunRecord:
+    """The run in float64 in this process. Raises `RefusedPlan` for an optimizer that needs a closure."""
+    module = plain_module(task, Settings(seed=settings.seed))
+    named = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
+    optimizer = task.optimizer(named_groups([param for _, param in named]))
+    if needs_closure(optimizer):
+        raise RefusedPlan(f"a run with {type(optimizer).__name__}, which needs a closure: verify the task itself")
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    averages = {name: param.detach().clone() for name, param in named}
+    record = RunRecord(initial=_held(module))
+    random = GlobalRandom(BatchDims())
+    for step, batch in zip(range(settings.steps), _batches(task, settings), strict=False):
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            if rate is not None:
+                group["lr"] = rate * settings.factor(step)
+        numbers = _gradients(task, module, named, batch, step, settings, random)
+        with KeepDouble(), default_dtype(torch.float64):
+            optimizer.step()
+        if settings.decay is not None:
+            for name, param in named:
+                averages[name] = settings.decay * averages[name] + (1 - settings.decay) * param.detach()
+        numbers["lr"] = float(optimizer.param_groups[0].get("lr", math.nan))
+        record.steps.append(numbers)
+        if _due(task, settings, step):
+            found = {f"eval_{key}": value for key, value in _evaluated(task, module, settings).items()}
+            if settings.decay is not None:
+                with _replaced(named, averages):
+                    of_average = _evaluated(task, module, settings)
+                of_average.pop("weight")
+                found |= {f"ema_eval_{key}": value for key, value in of_average.items()}
+            record.evaluations[step] = found
+    record.weights = _held(module)
+    if settings.decay is not None:
+        with _replaced(named, averages):
+            record.averages = _held(module)
+    return record
+
+
+def _held(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+@contextmanager
+def _replaced(named: list[tuple[str, nn.Parameter]], values: dict[str, torch.Tensor]) -> Iterator[None]:
+    """Other values in the parameters, inside."""
+    kept = [param.data for _, param in named]
+    for name, param in named:
+        param.data = values[name]
+    yield
+    for (_, param), value in zip(named, kept, strict=True):
+        param.data = value
+
+
+def _batches(task: Task, settings: RunSettings) -> Iterator[Any]:
+    """Global batches: the task's own, or the samples of shuffled epochs one after the other."""
+    if task.batch is not None:
+        yield from map(task.batch, range(settings.steps))
+        return
+    assert task.data is not None
+    length, epoch = len(task.data), 0
+    order = Order(length, settings.seed)
+    while True:
+        shuffled = order.indices(epoch * length, (epoch + 1) * length).tolist()
+        for first in range(0, length, settings.batch):
+            yield task.data.read(shuffled[first : first + settings.batch])
+        epoch += 1
+
+
+def _gradients(
+    task: Task, module: nn.Module, named: list[tuple[str, nn.Parameter]], batch: Any, step: int, settings: RunSettings,
+    random: GlobalRandom,
+) -> Numbers:  # fmt: skip
+    """The gradients of the batch's mean loss, clipped, in the parameters; returns the step's numbers."""
+    for _, param in named:
+        param.grad = None
+    samples = samples_in(batch)
+    count = min(settings.accumulate, samples)
+    sums: dict[str, list[Any]] = {}
+    total = weight = 0.0
+    extras: Numbers = {}
+    for index in range(count):
+        low, high = samples * index // count, samples * (index + 1) // count
+        part = _double(slice_samples(batch, low, high))
+        random.begin(settings.seed, step, index, Samples(0, high - low, high - low))
+        with random.watching(module), KeepDouble(), default_dtype(torch.float64):
+            output, loss = _forward(task, module, part)
+            objective = loss.total
+            for name, extra in loss.extras.items():
+                share = 1.0 if extra.weight is None else float(loss.weight) / float(extra.weight)
+                objective = objective + extra.total * share
+                extras[name] = extras.get(name, 0.0) + float(extra.total.detach()) * share
+            objective.backward()
+        total, weight = total + float(loss.total.detach()), weight + float(loss.weight)
+        _add_metrics(task, output, part, sums)
+    for _, param in named:
+        if param.grad is not None:
+            param.grad /= weight
+    used = [param for _, param in named if param.grad is not None]
+    norm = math.sqrt(sum(float(param.grad.abs().square().sum()) for param in used if param.grad is not None))
+    if settings.clip_norm is not None:
+        factor = min(1.0, settings.clip_norm / (norm + 1e-6))
+        for param in used:
+            param.grad = param.grad * factor
+    numbers = {"loss": (total + sum(extras.values())) / weight, "weight": weight, "grad_norm": norm}
+    numbers |= {f"extra/{name}": value / weight for name, value in extras.items()}
+    return numbers | {"samples": float(samples)} | {f"metric/{k}": v for k, v in _metrics(sums).items()}
+
+
+def _forward(task: Task, module: nn.Module, part: Any) -> tuple[Any, Any]:
+    args, kwargs = task.inputs(part)
+    output = module(*args, **kwargs)
+    return output, read_loss(task.loss(output, part))
+
+
+def _double(batch: Any) -> Any:
+    return tree_map_only(torch.Tensor, lambda t: t.double() if t.is_floating_point() else t, batch)
+
+
+def _due(task: Task, settings: RunSettings, step: int) -> bool:
+    every, last = settings.eval_every, step + 1 == settings.steps
+    return task.eval_data is not None and every != 0 and (last or bool(every and (step + 1) % every == 0))
+
+
+@torch.no_grad()
+def _evaluated(task: Task, module: nn.Module, settings: RunSettings) -> Numbers:
+    """Mean loss, its weight and the metrics on held-out samples that lie evenly over all."""
+    assert task.eval_data is not None
+    length = len(task.eval_data)
+    count = min(settings.eval_count, length) if settings.eval_count else length
+    chosen = [length * index // count for index in range(count)]
+    sums: dict[str, list[Any]] = {}
+    total = weight = 0.0
+    module.eval()
+    for first in range(0, count, settings.batch):
+        part = _double(task.eval_data.read(chosen[first : first + settings.batch]))
+        with KeepDouble(), default_dtype(torch.float64):
+            output, loss = _forward(task, module, part)
+        total, weight = total + float(loss.total.detach()), weight + float(loss.weight)
+        _add_metrics(task, output, part, sums)
+    module.train()
+    return {"loss": total / weight, "weight": weight} | {f"metric/{k}": v for k, v in _metrics(sums).items()}
+
+
+@torch.no_grad()
+def _add_metrics(task: Task, output: Any, part: Any, sums: dict[str, list[Any]]) -> None:
+    for name, (total, weight, *finish) in (task.metrics(output, part) if task.metrics is not None else {}).items():
+        total = torch.as_tensor(total, dtype=torch.float64)
+        weight = torch.as_tensor(weight, dtype=torch.float64).expand(total.shape)
+        before = sums.get(name)
+        sums[name] = [total, weight, finish] if before is None else [before[0] + total, before[1] + weight, finish]
+
+
+def _metrics(sums: dict[str, list[Any]]) -> Numbers:
+    """Each metric: the quotient, and what it ends with."""
+    ends: dict[Any, Callable[[float], float]] = {"sqrt": math.sqrt, "exp": math.exp}
+    found = {}
+    for name, (total, weight, finish) in sums.items():
+        for place, value in enumerate((total / weight).reshape(-1).tolist()):
+            if finish:
+                value = finish[0](value) if callable(finish[0]) else ends[finish[0]](value)
+            found[f"{name}/{place}" if total.dim() else name] = value
+    return found

@@ -1,0 +1,246 @@
+"""`verify CONFIG.toml`: is what `train` does with a configuration what a plain loop in one process does?
+
+    N ranks       the training loop itself, under the plan, in float64: its loader and workers, schedule, clipping,
+                  optimizer, average, evaluations and metrics, over several steps across an epoch's end
+    one process   `plain_run`
+
+Compared are the numbers that a run writes for each step and each evaluation, and the weights, buffers and averages of
+its end. What a run would take days for is left small: a source is cut to what a few steps read.
+
+What this does not prove: the plan's own precision (`own_precision` does), checkpoints, and steps beyond those run.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.config import Effective
+from shardwise.engine.groups import named_groups
+from shardwise.errors import InputError, RefusedPlan
+from shardwise.layout import check
+from shardwise.layout.dealing import cut
+from shardwise.proof.compare import number_error, tensor_error
+from shardwise.proof.outcome import FLOAT64_BARS, Parity
+from shardwise.proof.own_precision import verify_precision
+from shardwise.proof.plain_run import RunRecord, RunSettings, plain_run
+from shardwise.proof.settings import LEAST_EPS, Settings, raise_eps
+from shardwise.task import Source, Task
+from shardwise.trace.double import KeepDouble, default_dtype
+from shardwise.training.job import Job, make_job
+from shardwise.training.loop import EMA_WEIGHTS, WEIGHTS, run_rank
+from shardwise.training.schedules import make_schedule
+
+OnRanks = Callable[..., list[Any]]
+STEPS = 5
+BATCHES = 2.5  # in an epoch of a proof
+NUMBER_BAR = 1e-9  # of what a run writes: losses, norms, learning rates, metrics
+
+
+@dataclass(frozen=True)
+class First:
+    """A source's samples, evenly spread, as many as a proof reads in an epoch."""
+
+    source: Source
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def read(self, indices: list[int], region: Any = None) -> Any:
+        """Those samples of the source."""
+        return self.source.read([cut(len(self.source), self.count, index)[0] for index in indices], region)
+
+
+@dataclass(frozen=True)
+class Proving:
+    """What a proof changes in a run's task, the same on both sides. `samples` of an epoch; 0: all."""
+
+    samples: int
+
+    def task(self, task: Task) -> Task:
+        """Fewer samples, and an optimizer whose eps is not below that of proofs."""
+        if task.data is not None and self.samples:
+            task = task.with_(data=First(task.data, self.samples))
+        return task.with_(optimizer=_Raised(task.optimizer))
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Around the steps of a rank: float64 stays float64."""
+        with KeepDouble(), default_dtype(torch.float64):
+            yield
+
+
+@dataclass(frozen=True)
+class _Raised:
+    optimizer: Callable[[list[dict]], torch.optim.Optimizer]
+
+    def __call__(self, groups: list[dict]) -> torch.optim.Optimizer:
+        made = self.optimizer(groups)
+        raise_eps(made)
+        return made
+
+
+def verify_run(
+    effective: Effective, task: Task | Callable[[], Task] | None = None, *, steps: int | None = None, pool: Any = None,
+    timeout_s: float = 600.0,
+) -> Parity:  # fmt: skip
+    """Prove what `train` does with a configuration. Returns a `Parity`; weights and averages are its parameters.
+
+    steps   to run; by default 5, across an epoch's end where the task has data to be read
+    pool    a `RankPool` to run in; one is made (and closed) where none is given
+    """
+    parity = Parity(str(effective.plan), effective.plan.world_size, bars=dict(FLOAT64_BARS))
+    try:
+        check(effective.plan)
+        job = make_job(effective, task)
+        small, settings = _small(job, steps or STEPS, parity)
+        one = plain_run(small.build_task(), settings)
+        with _ranks(pool, timeout_s) as on_ranks:
+            many = _run(small, on_ranks)
+            parity.second = _second(job, settings, on_ranks)
+    except RefusedPlan as refusal:
+        parity.refused = str(refusal)
+        return parity
+    _compare(parity, one, many)
+    return parity
+
+
+def _small(job: Job, steps: int, parity: Parity) -> tuple[Job, RunSettings]:
+    """The job of a few steps in float64, and the plain loop's settings for it."""
+    effective, train = job.effective, job.effective.config.train
+    task = job.build_task()
+    if train.init_from is not None:
+        raise InputError("verify CONFIG: train.init_from: give the run without it; a proof begins with drawn weights")
+    samples = 0
+    if task.data is not None and not hasattr(task.data, "weights"):
+        samples = min(len(task.data), math.ceil(BATCHES * job.batch_samples))
+        if steps * job.batch_samples <= samples:
+            parity.notes.append(f"scope: {steps} steps do not reach the end of the first epoch")
+    every = train.eval_every if train.eval_every is None or train.eval_every < steps else 2
+    changed: dict[str, Any] = {
+        "steps": steps, "epochs": None, "randomness": "global", "device": "cpu", "eval_every": every, "log_every": 1,
+        "checkpoint_every": 0, "profile_steps": None, "cluster": None, "generate": 0, "sinks": [],
+    }  # fmt: skip
+    config = effective.config.model_copy(update={"train": train.model_copy(update=changed)})
+    plan = effective.plan.with_(precision="fp64", reduce_dtype="auto", compile=False)
+    total = max(job.steps, steps)
+    small = job.with_(
+        effective=replace(effective, config=config, plan=plan), steps=steps, scheduled=total, proof=Proving(samples)
+    )
+    if effective.plan.precision != "fp64":
+        parity.notes.append(f"precision={effective.plan.precision} is proven in float64: the run, not its rounding")
+    raised = _raised(task)
+    if raised:
+        parity.notes.append(f"the optimizer's eps of {raised[0]:g} is {LEAST_EPS:g} on both sides")
+    settings = RunSettings(
+        steps=steps, seed=train.seed, batch=job.batch_samples, accumulate=plan.step_microbatches,
+        factor=make_schedule(config.schedule, total), clip_norm=train.clip_norm, eval_every=every,
+        eval_count=train.eval_samples, decay=train.ema_decay,
+    )  # fmt: skip
+    return small, settings
+
+
+def _raised(task: Task) -> list[float]:
+    return raise_eps(task.optimizer(named_groups([torch.nn.Parameter(torch.zeros(2, 2))])))
+
+
+@contextmanager
+def _ranks(pool: Any, timeout_s: float) -> Iterator[OnRanks]:
+    """(function, world size, *args) -> what every rank returns of it, in the pool or in one of this proof's own."""
+    from shardwise.ranks import RankPool
+
+    if pool is not None:
+        yield lambda function, world, *args: pool.run(function, world, *args, timeout_s=timeout_s)
+        return
+    with RankPool() as own:
+        yield lambda function, world, *args: own.run(function, world, *args, timeout_s=timeout_s)
+
+
+def _run(job: Job, on_ranks: OnRanks) -> RunRecord:
+    with tempfile.TemporaryDirectory(prefix="shardwise-proof-") as folder:
+        on_ranks(prove_rank, job.effective.plan.world_size, job.with_(folder=Path(folder)))
+        return _read(Path(folder))
+
+
+def _second(job: Job, settings: RunSettings, on_ranks: OnRanks) -> Parity | None:
+    """The proof in the plan's own precision, where that is not float64's."""
+    plan = job.effective.plan
+    if plan.precision == "fp64":
+        return None
+    samples = job.batch_samples if job.build_task().batch is None else 0
+    own = Settings(
+        steps=STEPS, seed=settings.seed, accumulate=settings.accumulate, clip_norm=settings.clip_norm,
+        batch_samples=samples or 1,
+    )  # fmt: skip
+    return verify_precision(job, plan, own, on_ranks)
+
+
+def prove_rank(job: Job) -> None:
+    """The training loop of one rank."""
+    with KeepDouble():
+        run_rank(job)
+
+
+def _read(folder: Path) -> RunRecord:
+    """What the run has written."""
+    from safetensors.torch import load_file
+
+    record = RunRecord()
+    for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+        told = {key: math.nan if value is None else value for key, value in json.loads(line).items()}
+        step = int(told.pop("step"))
+        if "eval_loss" in told:
+            record.evaluations[step] = told
+        else:
+            record.steps.append(told)
+    record.weights = load_file(folder / WEIGHTS)
+    if (folder / EMA_WEIGHTS).exists():
+        record.averages = load_file(folder / EMA_WEIGHTS)
+    return record
+
+
+def _compare(parity: Parity, one: RunRecord, many: RunRecord) -> None:
+    if len(one.steps) != len(many.steps):
+        parity.differences.append(f"the run took {len(many.steps)} steps, the plain loop {len(one.steps)}")
+    if sorted(one.evaluations) != sorted(many.evaluations):
+        after = [sorted(step + 1 for step in record.evaluations) for record in (many, one)]
+        parity.differences.append(f"the run evaluated after steps {after[0]}, the plain loop after {after[1]}")
+    parity.loss_error, parity.norm_error = 0.0, 0.0
+    for step, (mine, theirs) in enumerate(zip(one.steps, many.steps, strict=False)):
+        parity.loss_error = max(parity.loss_error, number_error(theirs["loss"], mine["loss"]))
+        parity.norm_error = max(parity.norm_error, number_error(theirs["grad_norm"], mine["grad_norm"]))
+        _compare_numbers(parity, f"step {step}", mine, theirs)
+    for step in sorted(one.evaluations.keys() & many.evaluations.keys()):
+        _compare_numbers(parity, f"the evaluation after step {step}", one.evaluations[step], many.evaluations[step])
+    rate = max((abs(numbers["lr"]) for numbers in one.steps), default=0.0)
+    for prefix, ours, runs in (("", one.weights, many.weights), ("average of ", one.averages, many.averages)):
+        for name in sorted(ours.keys() | runs.keys()):
+            if name not in ours or name not in runs:
+                where = "plain loop" if name in ours else "run"
+                parity.differences.append(f"{prefix}'{name}' exists only in the {where}")
+                continue
+            found, value = runs[name], ours[name]
+            parity.parameter_error[f"{prefix}{name}"] = tensor_error(found.to(value.dtype), value, max(rate, 1e-300))
+    moved = [name for name, value in one.initial.items() if not torch.equal(value, one.weights[name])]
+    if not moved:
+        parity.unproven.append("no weight moved in one process, so no update was seen")
+    parity.notes.append(
+        f"compared: {', '.join(sorted({key for each in (*one.steps, *one.evaluations.values()) for key in each}))}; "
+        f"weights at the end{' and their averages' if one.averages else ''}"
+    )
+
+
+def _compare_numbers(parity: Parity, where: str, mine: dict[str, float], theirs: dict[str, float]) -> None:
+    for key, value in mine.items():
+        found = theirs.get(key, math.nan)
+        if abs(found - value) > NUMBER_BAR * max(abs(value), 1e-12) or found != found:
+            parity.differences.append(f"{key} of {where}: {found:.9g} in the run, {value:.9g} in the plain loop")
