@@ -86,7 +86,10 @@ def test_plans_in_commands_are_plans(page: Path) -> None:
 
 @pytest.mark.parametrize(
     ("page", "task", "plan"),
-    [("README.md", "mytask:task", "dp_shard=2,zero=3"), ("docs/tutorial.md", "smoothing:task", "dp_replicate=2")],
+    [
+        ("docs/own-module.md", "mytask:task", "dp_shard=2,zero=3"),
+        ("docs/tutorial.md", "smoothing:task", "dp_replicate=2"),
+    ],
 )
 def test_the_examples_are_equal_to_one_process(
     page: str, task: str, plan: str, pool: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

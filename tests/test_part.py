@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -170,6 +171,7 @@ def _all_cases(seed: int) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_operations_on_parts_equal_whole_ones(pool, ranks: int) -> None:
     seed = random.randrange(2**31)
+    sys.stderr.write(f"seed {seed}\n")  # a rank that aborts leaves no other trace
     outcomes = dict(pool.run(_all_cases, ranks, seed, timeout_s=240)[0])
     wrong = {case: outcome for case, outcome in outcomes.items() if outcome not in ("", "uncut")}
     assert not wrong, f"seed {seed}: {wrong}"
@@ -239,6 +241,7 @@ def _all_twice_cut(seed: int, most: int) -> list[tuple[str, str]]:
 
 def test_operations_on_tensors_cut_over_two_axes(pool) -> None:
     seed = random.randrange(2**31)
+    sys.stderr.write(f"seed {seed}\n")  # a rank that aborts leaves no other trace
     outcomes = dict(pool.run(_all_twice_cut, 4, seed, 3, timeout_s=240)[0])
     wrong = {case: outcome for case, outcome in outcomes.items() if outcome not in ("", "uncut")}
     assert not wrong, f"seed {seed}: {wrong}"
@@ -249,6 +252,7 @@ def test_operations_on_tensors_cut_over_two_axes(pool) -> None:
 @pytest.mark.long
 def test_all_operations_on_tensors_cut_over_two_axes(pool) -> None:
     seed = random.randrange(2**31)
+    sys.stderr.write(f"seed {seed}\n")  # a rank that aborts leaves no other trace
     outcomes = dict(pool.run(_all_twice_cut, 4, seed, 100, timeout_s=900)[0])
     wrong = {case: outcome for case, outcome in outcomes.items() if outcome not in ("", "uncut")}
     assert not wrong, f"seed {seed}: {wrong}"

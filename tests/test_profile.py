@@ -34,7 +34,8 @@ def test_the_parts_of_a_profile_add_up(name: str, plan: str, axes: set[str], tmp
     assert found["steps"] == [3, 4]
     for rank, table in enumerate(found["ranks"]):
         parts = {key: value for key, value in table.items() if key != "measured" and not key.startswith("hidden")}
-        assert sum(parts.values()) == pytest.approx(table["measured"], rel=0.02)
+        # two clocks: what stops the process between their readings, on a busy machine, is in one of them alone
+        assert sum(parts.values()) == pytest.approx(table["measured"], rel=0.02, abs=2.0)
         assert all(value >= 0 for value in table.values())
         assert table["compute"] > 0 and table["optimizer"] > 0
         assert {key.split(", ")[1] for key in table if key.startswith("hidden")} == axes

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -435,7 +436,8 @@ def _line_of(error: BaseException) -> str:
     """The innermost line of the user's, else of the library that the model comes from."""
     from traceback import extract_tb
 
-    frames = [f for f in extract_tb(error.__traceback__) if "/shardwise/" not in f.filename]
+    ours = str(Path(__file__).parents[1])
+    frames = [f for f in extract_tb(error.__traceback__) if not f.filename.startswith(ours)]
     own = [f for f in frames if "site-packages" not in f.filename and "dist-packages" not in f.filename]
     theirs = [f for f in frames if "/torch/" not in f.filename]
     if not (chosen := own or theirs):

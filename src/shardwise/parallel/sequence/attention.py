@@ -119,6 +119,8 @@ def attend(
         _SEEN[-1].append(Seen.of(query, key, axis, heads=heads, causal=is_causal, masked=attn_mask is not None))
     if heads:
         return _by_heads(query, key, value, attn_mask, axis, options)
+    if _owners(key, axis) != _owners(value, axis):  # keys and values travel together
+        key, value = whole_over_axis(key, axis), whole_over_axis(value, axis)
     return ring_attention(query, key, value, attn_mask, axis, is_causal=is_causal, scale=scale)
 
 
@@ -243,6 +245,11 @@ def _positions(tensor: torch.Tensor) -> list[Axis]:
 
 def _cut_over(tensor: torch.Tensor, axis: Axis) -> Part | None:
     return next((p for p in _levels(tensor) if p.axis is axis and p.dim_cut == POSITIONS), None)
+
+
+def _owners(tensor: torch.Tensor, axis: Axis) -> Owners | None:
+    part = _cut_over(tensor, axis)
+    return None if part is None else part.owners
 
 
 def _inside(tensor: torch.Tensor, axis: Axis) -> Part | None:

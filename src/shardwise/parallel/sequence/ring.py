@@ -213,18 +213,26 @@ def _reads(q: _Layers, k: _Layers) -> torch.Tensor | None:
     if q.inner is None or q.inner.dim_cut != HEADS:
         return None
     each = q.inner.shape[HEADS] // (k.inner.shape[HEADS] if k.inner is not None else k.payload.shape[HEADS])
-    mine = torch.from_numpy(q.inner.owners.indices(q.inner.axis.index)) // each
-    if k.inner is not None:
-        held = torch.from_numpy(k.inner.owners.indices(k.inner.axis.index))
-        place = torch.searchsorted(held, mine).clamp_(max=max(len(held) - 1, 0))
-        if not len(held) or bool((held[place] != mine).any()):
-            raise Uncut("attention of queries and keys whose heads are cut differently")
-        mine = place
+    places = [_places(q.inner.owners, k.inner, each, rank) for rank in range(q.inner.owners.ranks)]
+    if any(place is None for place in places):  # of any rank: all refuse alike
+        raise Uncut("attention of queries and keys whose heads are cut differently")
+    mine = places[q.inner.axis.index]
+    assert mine is not None
     count = k.payload.shape[HEADS]
     regular = count and len(mine) % count == 0
     if regular and bool((mine == torch.arange(len(mine)) // (len(mine) // count)).all()):
         return None
     return mine
+
+
+def _places(queries: Owners, keys: Part | None, each: int, rank: int) -> torch.Tensor | None:
+    """Where a rank of an axis further in finds the key head of each of its queries; None where it lacks one."""
+    read = torch.from_numpy(queries.indices(rank)) // each
+    if keys is None:
+        return read
+    held = torch.from_numpy(keys.owners.indices(rank))
+    place = torch.searchsorted(held, read).clamp_(max=max(len(held) - 1, 0))
+    return place if len(held) and bool((held[place] == read).all()) else None
 
 
 def _ranges(owners: Owners | None, rank: int, size: int) -> list[tuple[Range, Range]]:
