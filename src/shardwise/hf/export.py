@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from shardwise.comm import gather_json
 from shardwise.engine.engine import Engine
 from shardwise.errors import InputError
 from shardwise.heads import read_config
@@ -43,7 +44,10 @@ def export(
     folder = Path(folder)
     writes = not isinstance(weights, Engine) or weights.rank == 0
     config = read_config(source)
-    if folder.exists():
+    there = folder.exists()
+    if isinstance(weights, Engine):  # all look before one writes, and all refuse where one found it
+        there = any(gather_json(there, weights.mesh.world, weights.device))
+    if there:
         raise InputError(f"{folder} exists: export writes a new folder")
     partial = folder.with_name(f".{folder.name}.partial")
     if writes:
