@@ -5,7 +5,7 @@
     three more    the same, with every weight and input moved by one epsilon of the compute dtype in each forward
     N ranks       the engine under the plan
 
-    bar of a tensor = 10 * the most that the three differ by, at least one unit in its largest element's last place,
+    bar of a tensor = 3 * the most that the three differ by, at least one unit in its largest element's last place,
                       and at most how far it moved: above that, what one epsilon explains is not proven
 
 SGD, since its update is the gradient: an error that Adam would divide by its own size, such as a loss scale that was
@@ -37,7 +37,7 @@ from shardwise.task import Task
 
 STEPS = 10
 NUDGES = 3
-ALLOWANCE = 10  # times what moving by one epsilon does
+ALLOWANCE = 3  # times what moving by one epsilon does
 MOST_BAR = 1.0  # of how far a weight moved
 MOVE, COARSE_MOVE = 0.002, 0.01  # of the weights, in the first step; where masters are in 16 bits less would be lost
 
