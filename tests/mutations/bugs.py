@@ -332,7 +332,7 @@ SEQUENCE = [
     bug("gradients of experts count on a sequence's first rank alone", "part.parameters:own_rows",
         "_OWN.axes = _OWN.axes, axes", "_OWN.axes = _OWN.axes, ()", S + "routed", "cp=2"),
     bug("a stage's share of a sequence arrives as another rank's", "parallel.pipeline.messages:Mail._read_cut",
-        "Owners(stops, who, axis.size)", "Owners(stops, who[::-1], axis.size)", S + "decoder", "cp=2,pp=2"),
+        "Owners(stops, who, axis.size)", "Owners(stops, (who + 1) % axis.size, axis.size)", S + "decoder", "cp=2,pp=2"),
     bug("gradients of a stage's share are those of the first rows", "part.crossing:share_under",
         "tensor = share_of(tensor, dim, owners, by_name[name])",
         "tensor = plain(tensor).narrow(dim, 0, owners.counts[by_name[name].index])", S + "decoder", "cp=2,pp=2"),
