@@ -13,14 +13,19 @@ from typing import Any
 
 import pytest
 import torch
+from test_checkpoint_files import save, steps_that_load, work_of
 
 import shardwise
 from shardwise.checkpoint import publish
+from shardwise.checkpoint.background import Writer
+from shardwise.checkpoint.files import Disk
 from shardwise.checkpoint.load import restore
 from shardwise.checkpoint.save import Saver
 from shardwise.digest import digest
 from shardwise.errors import RunError
 from shardwise.models import tasks
+from shardwise.testing import faults
+from shardwise.testing.faults import Fault
 
 
 def weights(engine: Any) -> list[str]:
@@ -168,10 +173,53 @@ def test_a_writer_ends_with_its_rank_and_writes_what_it_was_given(tmp_path: Path
     assert not Path(f"/proc/{writer}").exists() or "Z" in Path(f"/proc/{writer}/stat").read_text().split()[2]
 
 
-def _killed_while_saving(folder: str) -> int:
-    from test_checkpoint_files import work_of
+def written_by_two(folder: Path) -> list[str]:
+    """A checkpoint of step 2 of two ranks, each by a writer: what each of them failed with."""
+    begun: list[tuple[Writer, publish.Work, int]] = []
+    for rank in (0, 1):
+        work, parts = work_of(folder, 2, rank, keep=1)
+        file = os.memfd_create("x")
+        size = os.write(file, b"".join(parts))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("RANK", str(rank))
+            begun.append((Writer(file), work, size))
+        os.close(file)
+    told = []
+    for writer, work, size in begun:
+        writer.begin(work, size)
+    for writer, _, _ in reversed(begun):
+        try:
+            writer.wait()
+            told.insert(0, "")
+        except RunError as error:
+            told.insert(0, str(error))
+        writer.close()
+    return told
 
-    from shardwise.checkpoint.background import Writer
+
+@pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_writer_killed_at_any_change_of_the_disk(rank: int, every: int, tmp_path: Path) -> None:
+    """The same as for a rank that writes itself; and the other rank's writer does not wait for what will not come."""
+    for at in range(0, 100, every):
+        folder = tmp_path / str(at)
+        save(folder, 1, Disk(), keep=1)
+        with faults.injected(Fault("kill", rank=rank, at="disk", after=at)) as told_in:
+            began = time.monotonic()
+            said = written_by_two(folder)
+            struck = faults.struck(told_in)
+        assert time.monotonic() - began < 100  # it would be 600 s
+        if not struck:
+            break
+        assert f"its writer left with exit code {-signal.SIGKILL}" in said[rank], said
+        assert steps_that_load(folder) in ([1], [2], [2, 1]), (at, said)
+        publish.clear(folder, Disk())
+        save(folder, 3, Disk(), keep=1)
+        assert steps_that_load(folder) == [3]
+    assert not struck and said == ["", ""] and steps_that_load(folder) == [2] and at > 7
+
+
+def _killed_while_saving(folder: str) -> int:
 
     work, parts = work_of(Path(folder), 3, 0, ranks=1)
     data = b"".join(parts)

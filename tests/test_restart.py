@@ -75,7 +75,6 @@ def test_a_killed_rank_costs_the_steps_since_the_checkpoint_and_no_bit(here: Pat
     assert "died of SIGKILL" in (run.folder / "error-attempt1.log").read_text()
 
 
-KINDS = ("kill", "kill", "exit", "raise", "stop", "disconnect", "sleep")
 PLANS = ("dp_shard=2,zero=2", "dp_replicate=2", "dp_shard=2,zero=3", "tp=2", "pp=2,microbatches=2", "dp_shard=3,zero=1",
          "dp_replicate=2,dp_shard=2")  # fmt: skip
 
@@ -95,30 +94,53 @@ def test_kills_of_any_rank_at_any_step_and_point(seed: int, here: Path) -> None:
 
 
 SOAK = int(os.environ.get("SHARDWISE_SOAK", "20"))
+ENDING = ("kill", "exit", "raise", "stop", "lock", "sleep", "disconnect", "nan")
+CORRUPTING = ("flip-weight", "flip-optimizer")
+OF_A_FILE = ("eio", "enospc", "kill")
+SOAKED = {"dp_shard=2,zero=2": 5, "dp_replicate=3": 5, "dp_replicate=2,tp=2": 4, "dp_shard=2,zero=3": 3,
+          "pp=2,dp_shard=2,zero=1,microbatches=2": 3}  # fmt: skip
+
+
+def drawn(plan: str, steps: list[int], rng: random.Random) -> list[Fault]:
+    """A fault at each of these steps, of any kind that the plan can meet, on any rank."""
+    found = []
+    for step in steps:
+        rank = rng.randrange(Plan.parse(plan).world_size)
+        if step in range(5, 40, 5) and rng.random() < 0.5:  # a checkpoint is written
+            found.append(Fault(rng.choice(OF_A_FILE), rank=rank, step=step, at="disk", after=rng.randrange(8)))
+            continue
+        kind = rng.choice(ENDING + CORRUPTING * (plan == "dp_replicate=3" and step > 0))
+        points = ["input", "reduce"] if kind in CORRUPTING else ["input", "forward", "reduce", "update"]
+        at = "forward" if kind == "nan" else rng.choice(points)
+        found.append(Fault(kind, rank=rank, step=step, at=at, bit=rng.randrange(32)))
+    return found
 
 
 @pytest.mark.long
-def test_many_faults_in_one_run(here: Path, capsys: Any) -> None:
+@pytest.mark.parametrize("plan", list(SOAKED))
+def test_many_faults_in_one_run(plan: str, here: Path, capsys: Any) -> None:
     """Faults of every kind at random places, one after another in runs of 40 steps: nothing is lost or repeated."""
-    rng, done, plan = random.Random(1), 0, "dp_shard=2,zero=2"
-    options = {**SMALL, "steps": 40}
+    rng, share = random.Random(plan), []
+    options = {**SMALL, "steps": 40, "eval_every": 10, "eval_samples": 8}
+    left = total = -(-SOAK * SOAKED[plan] // sum(SOAKED.values()))
     whole = shardwise.train("digits", plan, **options)
-    share = []
-    while done < SOAK:
-        count = min(5, SOAK - done)
-        steps = sorted(rng.sample(range(40), count))
-        planned = [Fault(rng.choice(KINDS), rank=rng.randrange(2), step=step,
-                         at=rng.choice(["input", "forward", "reduce", "update"])) for step in steps]  # fmt: skip
-        with faults.injected(*planned):
+    while left:
+        count = min(5, left)
+        planned = drawn(plan, sorted(rng.sample(range(40), count)), rng)
+        with faults.injected(*planned) as folder:
             run = shardwise.train("digits", plan, **options, checkpoint_every=5, restarts=2 * count,
-                                  step_deadline=3.0)  # fmt: skip
+                                  step_deadline=6.0, check_replicas=1)  # fmt: skip
+            assert faults.struck(folder) == count, planned
+        assert [record["step"] for record in run.metrics if "loss" in record] == list(range(40)), planned
         assert losses_of(run) == losses_of(whole) and weights_of(run) == weights_of(whole), planned
-        assert len(journal_of(run)) == count + 1
+        ended = [fault for fault in planned if fault.at != "disk"]
+        assert [entry["reason"] for entry in journal_of(run)].count("done") == 1
+        assert len(journal_of(run)) >= len(ended) + 1, planned
         share.append(run.summary["goodput"])
-        done += count
+        left -= count
     capsys.readouterr()
     with capsys.disabled():
-        sys.stdout.write(f"{done} faults, goodput {sum(share) / len(share):.2f}\n")
+        sys.stdout.write(f"{plan}: {total} faults, goodput {sum(share) / len(share):.2f}\n")
 
 
 def test_a_run_is_not_started_again_where_that_cannot_help(here: Path) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.checkpoint.files import Disk
-from shardwise.checkpoint.publish import Work, write_and_publish
+from shardwise.checkpoint.publish import Work, give_up, write_and_publish
 from shardwise.errors import RunError
 from shardwise.guard import points
 
@@ -39,19 +39,20 @@ class Writer:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(file,), env=environment, start_new_session=True,
         )  # fmt: skip
         self.step: int | None = None  # of the save under way
+        self._work: Work | None = None  # the save itself
         self.path = ""  # where the last save lies
         self._answer: dict[str, str] | None = None
 
     def begin(self, work: Work, size_bytes: int) -> None:
         """Hand over what the memory file holds now."""
         assert self.process.stdin is not None
-        self.step = work.step
+        self.step, self._work = work.step, work
         told = {**asdict(work), "folder": str(work.folder)}
         try:
             self.process.stdin.write(json.dumps({"work": told, "bytes": size_bytes}).encode() + b"\n")
             self.process.stdin.flush()
         except OSError as error:
-            self._fail(f"its writer has ended ({error.strerror})")
+            self._fail(self._given_up(f"its writer has ended ({error.strerror})"))
 
     def answered(self) -> str:
         """Of the save under way: "" while it goes on (or there is none), "well" or "badly" when it is over."""
@@ -73,9 +74,15 @@ class Writer:
         assert self.process.stdout is not None
         if self._answer is None:
             line = self.process.stdout.readline()
-            gone = f"its writer left with exit code {self.process.wait()}" if not line else ""
+            gone = "" if line else self._given_up(f"its writer left with exit code {self.process.wait()}")
             self._answer = {"error": gone, "path": ""} if gone else json.loads(line)
         return self._answer
+
+    def _given_up(self, why: str) -> str:
+        """Say in the folder that this rank's part will not come: other ranks' writers need not wait for it."""
+        if self._work is not None:
+            give_up(self._work, RunError(why), Disk())
+        return why
 
     def _fail(self, why: str) -> None:
         step, self.step = self.step, None

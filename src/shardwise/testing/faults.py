@@ -19,6 +19,8 @@ where `faults.environment(...)` is in its environment. A fault strikes once in a
     disconnect             all of the rank's network connections are closed
 
 Points: "start", "input", "forward", "reduce", "update", "evaluate", "save", "disk", "end" (`shardwise.guard.points`).
+"disk" is each write, sync, rename and removal of a checkpoint, in the process that does it (the rank's, or its
+writer's); its step is the checkpoint's. With `after=N` a fault lets a process pass its point N times first.
 
 What this does not do: let packets vanish without a word, for which a network namespace and its rights are needed.
 """
@@ -63,6 +65,7 @@ class Fault:
     element   of it, in row-major order; `bit` of that element, 0 the lowest
     seconds   of "sleep" and "lock"
     times     how often it strikes, over all attempts
+    after     how often a process passes the point first
     """
 
     kind: str
@@ -74,27 +77,28 @@ class Fault:
     bit: int = 0
     seconds: float = 3600.0
     times: int = 1
+    after: int = 0
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise InputError(f"no fault is called {self.kind!r}{did_you_mean(self.kind, sorted(KINDS))}")
         if self.at not in AT:
             raise InputError(f"no point is called {self.at!r}{did_you_mean(self.at, list(AT))}; there are {AT}")
-        if (self.at == "disk") != (self.kind in ("eio", "enospc")):
-            raise InputError(f"fault {self.kind!r} at {self.at!r}: eio and enospc, and they alone, are for 'disk'")
-        if self.kind in STATE and self.at in ("start", "save"):
+        if self.at != "disk" and self.kind in ("eio", "enospc"):
+            raise InputError(f"fault {self.kind!r} at {self.at!r}: eio and enospc are for 'disk'")
+        if self.kind in STATE and self.at in ("start", "save", "disk"):
             raise InputError(f"fault {self.kind!r} needs the rank's state, which {self.at!r} does not have")
 
 
 @contextmanager
-def injected(*faults: Fault) -> Iterator[None]:
-    """Ranks that are started inside meet these faults."""
+def injected(*faults: Fault) -> Iterator[Path]:
+    """Ranks that are started inside meet these faults; `struck` of the folder that is given says how many did."""
     with tempfile.TemporaryDirectory(prefix="shardwise-faults-") as folder:
         told = environment(faults, folder)
         before = {name: os.environ.get(name) for name in told}
         os.environ.update(told)
         try:
-            yield
+            yield Path(folder)
         finally:
             for name, value in before.items():
                 if value is None:
@@ -122,15 +126,21 @@ def meet(point: str, step: int, subject: Any) -> None:
     plan = json.loads(told)
     for number, fields in enumerate(plan["faults"]):
         fault = Fault(**fields)
-        if fault.at == point and _is_mine(fault, step, subject) and _first(Path(plan["folder"]), number, fault.times):
+        if fault.at != point or not _is_mine(fault, step, subject):
+            continue
+        at = (plan["folder"], number)
+        _passed[at] = _passed.get(at, 0) + 1
+        if _passed[at] > fault.after and _first(Path(plan["folder"]), number, fault.times):
             KINDS[fault.kind](fault, subject)
 
 
+_passed: dict[tuple[str, int], int] = {}  # (folder, number of a fault) -> how often this process came to its point
+
+
 def _is_mine(fault: Fault, step: int, subject: Any) -> bool:
-    if fault.at == "disk":  # the process that writes knows neither its rank nor the step, but their names
-        path = str(subject[1])
-        rank, of = re.search(r"rank-(\d+)", path), re.search(r"step-(\d+)", path)
-        return bool(rank and int(rank[1]) == fault.rank and (fault.step is None or (of and int(of[1]) == fault.step)))
+    if fault.at == "disk":  # the process that writes does not know the step, but its name
+        named = re.search(r"step-(\d+)", str(subject[1]))
+        step = int(named[1]) if named else -1
     return int(os.environ.get("RANK", "0")) == fault.rank and fault.step in (None, step)
 
 
