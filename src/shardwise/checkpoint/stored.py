@@ -30,25 +30,40 @@ class Stored:
         self.folder, self.tensors, self.manifest = folder, tensors, whole
         self._open: dict[str, int] = {}
 
-    def read(self, name: str, wanted: Piece) -> np.ndarray:
-        """The elements of a piece, (count,), as unsigned integers of their size."""
+    def read(self, name: str, wanted: Piece, into: np.ndarray | None = None) -> np.ndarray:
+        """The elements of a piece, (count,), as unsigned integers of their size.
+
+        into   an array of that shape and dtype to fill, in the place of a new one
+        """
         tensor = self.tensors[name]
         item = ITEM_BYTES[tensor.dtype]
-        target = np.empty(wanted.count, ITEMS[item])
-        done = 0
-        for part in tensor.parts:
-            for first in range(0, part.piece.count, AT_ONCE):
-                held = part.piece.part(first, min(first + AT_ONCE, part.piece.count))
-                if common_count(held, wanted):
-                    source = self._bytes(part, first * item, held.count * item).view(ITEMS[item])
-                    done += copy_common(source, held, target, wanted)
+        target = np.empty(wanted.count, ITEMS[item]) if into is None else into
+        done = sum(self._read_part(part, item, target, wanted) for part in tensor.parts)
         if done != wanted.count:
             raise RunError(f"{self.folder}: '{name}' gives {done} of {wanted.count} elements")
         return target
 
-    def _bytes(self, part: Part, begin: int, count: int) -> np.ndarray:
+    def _read_part(self, part: Part, item: int, target: np.ndarray, wanted: Piece) -> int:
+        """Read what this part has of the piece; returns how many elements."""
+        held = part.piece
+        if held.runs == wanted.runs:  # two intervals of one flattening: straight to its place
+            first, last = max(held.first, wanted.first), min(held.last, wanted.last)
+            if first < last:
+                place = target[first - wanted.first : last - wanted.first]
+                self._bytes(part, (first - held.first) * item, place.view(np.uint8))
+            return max(last - first, 0)
+        done = 0
+        for first in range(0, held.count, AT_ONCE):
+            some = held.part(first, min(first + AT_ONCE, held.count))
+            if common_count(some, wanted):
+                source = np.empty(some.count, ITEMS[item])
+                self._bytes(part, first * item, source.view(np.uint8))
+                done += copy_common(source, some, target, wanted)
+        return done
+
+    def _bytes(self, part: Part, begin: int, buffer: np.ndarray) -> None:
+        """Fill a buffer with the part's bytes from `begin` on."""
         path = self.folder / part.file
-        buffer = np.empty(count, np.uint8)
         try:
             if part.file not in self._open:
                 self._open[part.file] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -60,7 +75,6 @@ class Stored:
                 view, at = view[size:], at + size
         except OSError as error:
             raise RunError(f"{path} cannot be read: {error.strerror}") from error
-        return buffer
 
     def close(self) -> None:
         """Close the files."""
