@@ -1,4 +1,4 @@
-"""What a command is doing: on a terminal one line of stderr that the next one overwrites, in a log plain lines.
+"""Show on stderr what a command is doing: one line that the next overwrites on a terminal, plain lines in a log.
 
 A line is written by a function that can be pickled, so that rank 0 of a probe writes it itself.
 """
@@ -22,14 +22,14 @@ def silent(text: str) -> None:
 
 
 def line(text: str) -> None:
-    """Put a line in the place of the one before; never longer than the terminal is wide."""
+    """Replace the terminal's current line by `text`, cut to the terminal's width."""
     width = shutil.get_terminal_size().columns - 1
     sys.stderr.write(f"\r\x1b[2K{text[:width]}")
     sys.stderr.flush()
 
 
 def plain(text: str) -> None:
-    """A line of its own, unless the last one is hardly older."""
+    """Print `text` as a line, at most one every two seconds."""
     if text and time.monotonic() - _last_plain[0] >= EVERY_S:
         _last_plain[0] = time.monotonic()
         sys.stderr.write(f"{text}\n")
@@ -37,13 +37,13 @@ def plain(text: str) -> None:
 
 
 def sayer(wanted: bool) -> Say:
-    """How to say what goes on now: `line` on a terminal, `plain` elsewhere, `silent` where it is not wanted."""
+    """The function that shows progress: `line` on a terminal, `plain` elsewhere, `silent` where it is not wanted."""
     return (line if sys.stderr.isatty() else plain) if wanted else silent
 
 
 @contextmanager
 def telling(wanted: bool) -> Iterator[Say]:
-    """A `sayer`; a terminal's line is left clean."""
+    """Context: a `sayer`, whose line is cleared from the terminal at the end."""
     say = sayer(wanted)
     try:
         yield say
@@ -54,7 +54,7 @@ def telling(wanted: bool) -> Iterator[Say]:
 
 @contextmanager
 def timing(wanted: bool) -> Iterator[Say]:
-    """As `telling`, with the seconds so far at the end of a terminal's line while a part takes long.
+    """Context: as `telling`, and a terminal's line counts the seconds of the part that goes on.
 
     For work that this process waits for; what ranks say themselves would be written over.
     """

@@ -1,4 +1,4 @@
-"""What a verb was given as its task, as a `Task`: the one resolver that every verb asks.
+"""Resolve what a command or a function was given as its task (a name, a file, an object) to a `Task`.
 
     Task, or a function that returns one    itself, or its result
     text, digits                            a built-in task at its default sizes

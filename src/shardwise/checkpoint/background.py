@@ -44,7 +44,7 @@ class Writer:
         self._answer: dict[str, str] | None = None
 
     def begin(self, work: Work, size_bytes: int) -> None:
-        """Hand over what the memory file holds now."""
+        """Start writing what the shared memory file holds now."""
         assert self.process.stdin is not None
         self.step, self._work = work.step, work
         told = {**asdict(work), "folder": str(work.folder)}
@@ -55,7 +55,7 @@ class Writer:
             self._fail(self._given_up(f"its writer has ended ({error.strerror})"))
 
     def answered(self) -> str:
-        """Of the save under way: "" while it goes on (or there is none), "well" or "badly" when it is over."""
+        """State of the current save: "" while it goes on (or there is none), "well" or "badly" when it is over."""
         assert self.process.stdout is not None
         if self.step is None or not (self._answer or select.select([self.process.stdout], [], [], 0)[0]):
             return ""
@@ -89,7 +89,7 @@ class Writer:
         raise RunError(f"the checkpoint of step {step} was not written: {why}")
 
     def close(self) -> None:
-        """Let it end, after what it has under way."""
+        """End the process once the save under way is finished."""
         assert self.process.stdin is not None and self.process.stdout is not None
         with suppress(BrokenPipeError):
             self.process.stdin.close()
@@ -104,7 +104,7 @@ class Writer:
 
 
 def serve(file: int) -> None:
-    """The writer's own side: works until its rank is gone."""
+    """The writer process's loop: write what its rank hands over, until that rank has ended."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # its rank decides when to stop
     points.listen_as_asked()
@@ -131,7 +131,7 @@ def _write(file: int, told: dict[str, Any], waiting: _Waiting) -> Path:
 
 
 class _Waiting:
-    """Whether to go on waiting for other ranks: a while after one's own rank has gone, no longer."""
+    """Whether to keep waiting for other ranks' files: at most a while after this writer's own rank has ended."""
 
     def __init__(self) -> None:
         self.gone_at: float | None = None

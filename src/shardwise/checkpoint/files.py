@@ -1,4 +1,4 @@
-"""Files that are written to last: writes, syncs and renames, and safetensors' layout. Without torch.
+"""Write files that survive a crash (sync, then rename), and read and write safetensors' layout. Without torch.
 
 Every change goes through a `Disk`, one method each, so that a test can end the process before any of them, or keep a
 log of them and lose what was not yet synced.

@@ -1,4 +1,4 @@
-"""What several ranks hold alike is compared, bit for bit: weights, optimizer state, buffers.
+"""Compare bit for bit what several ranks hold copies of: weights, optimizer state, buffers.
 
 A rank's piece of a tensor has a place in the whole one (`holdings`); ranks with the same piece must hold the same. Each
 takes a hash of integers (exact, in any order), and all see all hashes: the majority tells which rank is wrong.

@@ -1,4 +1,4 @@
-"""The commands `checkpoint inspect | verify | convert | diff`. Each only reads its words and calls a room."""
+"""The commands `checkpoint inspect | verify | convert | diff`: each parses its arguments and calls what does it."""
 
 from __future__ import annotations
 

@@ -1,70 +1,22 @@
-"""The commands plan, simulate, compare and probe. Each only reads its words and calls a room."""
+"""The commands `plan` and `simulate`: each parses its arguments and calls what does it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from shardwise.cli.answer import Answer, speaks
+from shardwise.cli.answer import Answer
+from shardwise.cli.forecasting import TASK, TASK_HELP, failures, subject_and_batch, where, write
 from shardwise.cli.options import WholeNumber, common, output_file
 from shardwise.cli.waiting import begin
 from shardwise.errors import InputError
-from shardwise.progress import silent, telling, timing
+from shardwise.progress import timing
 
 if TYPE_CHECKING:
-    from shardwise.cluster import Cluster
     from shardwise.layout import Plan
-    from shardwise.planner.subject import Subject
     from shardwise.simulator.forecast import Forecast
-
-TASK = "TASK"
-TASK_HELP = """
-    TASK is a catalogue name such as llama3-405b, the config.json of a transformers model (decoders by their numbers,
-    any other is built without weights and traced), module:name or file.py:name of a task of your own (its model is
-    traced without being run), or a built-in task.
-"""
-
-
-def where(function: Callable) -> Callable:
-    """Options that say on what and with which batch."""
-    options = (
-        click.option(
-            "--cluster", required=True,
-            help='Devices and links: "16x8 h100-sxm-80gb, ib-400" (nodes x devices, device, links), or a .toml file.',
-        ),
-        click.option("--global-batch", help="Samples of a step: 512, or 16M-tokens (k and M are 1024 and 1024^2)."),
-        click.option("--seq", help="Tokens of a sample, for names and configurations of models of text: 8192 or 8k."),
-        click.option(
-            "--software", default="shardwise", show_default=True,
-            help="Whose kernels and overlap to assume: shardwise, megatron-core, nemo, llm-foundry ...",
-        ),
-    )  # fmt: skip
-    for option in options:
-        function = option(function)
-    return function
-
-
-def failures(command: Any) -> Any:
-    """The options that tell of failures and what they cost."""
-    options = (
-        click.option("--mtbf-hours", type=click.FloatRange(min=1), help="Mean hours between failures of one device."),
-        click.option(
-            "--restart-s", type=click.FloatRange(min=0), default=300.0, show_default=True, help="Seconds to restart."
-        ),
-        click.option(
-            "--checkpoint-s",
-            type=click.FloatRange(min=0),
-            help="Seconds that a checkpoint stops a step; by default the copy of what a rank writes.",
-        ),
-        click.option("--saves-of", metavar="RUN", help="The same, as this run's folder says it was measured."),
-    )
-    for option in reversed(options):
-        command = option(command)
-    return command
 
 
 def _goodput(words: dict[str, Any], forecast: Any, subject: Any, plan: Any) -> tuple[dict[str, Any], list[str]]:
@@ -86,7 +38,7 @@ def _goodput(words: dict[str, Any], forecast: Any, subject: Any, plan: Any) -> t
     return found, [*goodput.lines(found), told]
 
 
-@click.command()
+@click.command(epilog=TASK_HELP)
 @click.argument("task", metavar=TASK)
 @where
 @click.option("--precision", default="bf16", show_default=True, help="precision of the plans.")
@@ -140,14 +92,14 @@ def plan(answer: Answer, task: str, **words: Any) -> None:
         check if words["runnable"] else None,
     )  # fmt: skip
     with timing(not answer.as_json) as say:
-        subject, batch = _subject(task, cluster, words, words["precision"], say=say)
+        subject, batch = subject_and_batch(task, cluster, words, words["precision"], say=say)
         found = search_plans(subject, cluster, constraints, precision=words["precision"], say=say)
         job = jobs(subject, cluster, found, constraints, words["precision"], asked)
     best = found.best
     named = task if subject.own and not subject.head else "MODULE:TASK"  # a shape or a configuration has no data
     written = str(best.plan)
     if words["output"]:
-        _write(words["output"], best.plan.to_toml())
+        write(words["output"], best.plan.to_toml())
         written = words["output"]
     command = f"shardwise train {named} --plan '{written}'"
     lines: list[str] = []
@@ -175,7 +127,7 @@ def plan(answer: Answer, task: str, **words: Any) -> None:
     answer.text = "\n".join([table, *job_lines(job), *lines])
 
 
-@click.command()
+@click.command(epilog=TASK_HELP)
 @click.argument("task", metavar=TASK)
 @click.option(
     "--plan", "plan_text", required=True, help="The plan to simulate: tp=8,pp=16,dp_shard=128,zero=1 or a .toml file."
@@ -219,7 +171,7 @@ def simulate(answer: Answer, task: str, plan_text: str, **words: Any) -> None:
     answer.fields.update(plan=str(parsed), world_size=parsed.world_size)
     check_devices(parsed, cluster)
     with timing(not answer.as_json) as say:
-        subject, batch = _subject(task, cluster, words, parsed.precision, parsed, say)
+        subject, batch = subject_and_batch(task, cluster, words, parsed.precision, parsed, say)
         layout = layout_of(parsed, subject)
         say(f"{subject.name}: simulating a step of {parsed}")
         forecast = possible(subject.simulate(layout))
@@ -249,171 +201,10 @@ def simulate(answer: Answer, task: str, plan_text: str, **words: Any) -> None:
         answer.fields[f"cost_per_million_{what}"] = cost
         lines.append(f"cost of a million {what}: {cost:.4g} (at {words['price']:g} for a device and hour)")
     title, memory = f"{subject.name}, {parsed}", cluster.device.memory_bytes
-    for option, write in (("trace", timeline.chrome), ("html", partial(page.page, capacity=memory))):
+    for option, made in (("trace", timeline.chrome), ("html", partial(page.page, capacity=memory))):
         if words[option]:
-            _write(words[option], write(forecast, title))
+            write(words[option], made(forecast, title))
             lines.append(f"timeline written to {words[option]}")
-    answer.text = "\n".join(lines)
-
-
-@click.command()
-@click.argument("task", metavar=TASK)
-@click.option("--plans", required=True, help='Plans side by side, with ";" between them.')
-@where
-@click.option("--measure", is_flag=True, help="Also run each plan on this machine's ranks for a few steps.")
-@common
-@click.pass_obj
-def compare(answer: Answer, task: str, plans: str, **words: Any) -> None:
-    """Forecasts of several plans side by side: step, rate, MFU, memory, exposed communication.
-
-    \b
-    shardwise compare llama3-8b --plans "dp_shard=8;tp=8" --cluster "1x8 h100-sxm-80gb" --global-batch 8 --seq 8k
-
-    With --measure also what a few steps take on the ranks at hand: step time, peak of live tensor bytes, bytes that a
-    rank receives in a step, and the loss after the last one.
-    """
-    from shardwise.cluster import Cluster
-
-    cluster = Cluster.parse(words["cluster"])
-    begin(answer, "compare: loading PyTorch and the figures of the catalogue")
-    from shardwise.planner.door import plan_for
-    from shardwise.planner.text import table
-
-    if words["measure"]:
-        _can_be_measured(task, words)
-    rows: list[list[str]] = []
-    found: list[dict[str, Any]] = []
-    texts = [text for part in plans.split(";") if (text := part.strip())]
-    with timing(not answer.as_json) as say:
-        for number, text in enumerate(texts, 1):
-            say(f"compare: forecasting {text} ({number} of {len(texts)})")
-            parsed = plan_for(task, text)
-            cells, fields = _forecast_row(task, cluster, parsed, words)
-            if words["measure"]:
-                say(f"compare: running {text} on this machine ({number} of {len(texts)})")
-                more, measured = _measured_row(task, parsed, fields)
-                cells, fields = [*cells, *more], {**fields, "measured": measured}
-            rows.append([text, *cells])
-            found.append({"plan": str(parsed), **fields})
-    if not rows:
-        raise InputError('--plans: no plan given; write them as "dp_replicate=8;dp_shard=8,zero=3"')
-    if all("error" in fields for fields in found):
-        raise InputError(f"compare: none of the plans can be forecast: {found[0]['error']}")
-    head = ["plan", "step", "MFU", "memory", "fits", "largest beside compute"]
-    if words["measure"]:
-        head += ["measured step", "live bytes, forecast", "measured", "received a step", "loss"]
-    answer.fields.update(plans=found)
-    answer.text = "\n".join(table(head, rows))
-
-
-def _forecast_row(task: str, cluster: Cluster, plan: Plan, words: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
-    """Cells and fields of one plan's forecast, or why there is none."""
-    from shardwise.errors import ShardwiseError
-    from shardwise.planner.door import check_devices, layout_of, possible
-    from shardwise.planner.units import bytes_text, seconds_text
-
-    try:
-        check_devices(plan, cluster)
-        subject, _ = _subject(task, cluster, words, plan.precision, plan)
-        forecast = possible(subject.simulate(layout_of(plan, subject)))
-    except ShardwiseError as error:
-        return ["-", "-", "-", "-", str(error)], {"error": str(error)}
-    fits = forecast.fits(cluster.device.memory_bytes)
-    most = max(forecast.parts, key=lambda name: forecast.parts[name] if name != "compute" else 0.0)
-    cells = [
-        seconds_text(forecast.step_s), f"{forecast.mfu:.1%}", bytes_text(forecast.needed_bytes),
-        "yes" if fits else "NO", f"{most} {forecast.parts[most] / forecast.step_s:.0%}",
-    ]  # fmt: skip
-    return cells, {"fits": fits, **forecast.as_dict()}
-
-
-def _can_be_measured(task: str, words: dict[str, Any]) -> None:
-    from shardwise.planner.door import is_shape
-
-    if is_shape(task):
-        raise InputError(f"--measure: {task} is a shape, not a model that can be run; give module:name")
-    if words["global_batch"] is not None:
-        raise InputError(
-            "--measure runs the task's own batch: leave --global-batch out, or give the task another batch"
-        )
-
-
-def _measured_row(task: str, plan: Plan, forecast: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
-    """Cells and fields of one plan as it ran here, or why it did not."""
-    from shardwise.errors import RefusedPlan
-    from shardwise.measure.plan_here import measure_here
-    from shardwise.planner.units import seconds_text
-    from shardwise.task_names import resolve_task
-
-    expected = "-" if "memory" not in forecast else _mib(max(m["allocated"] for m in forecast["memory"]))
-    try:
-        found = measure_here(partial(resolve_task, task), plan)
-    except RefusedPlan as refused:
-        return [str(refused), expected, "-", "-", "-"], {"refused": str(refused)}
-    cells = [
-        seconds_text(found["step_s"]), expected, _mib(found["peak_live"]), _mib(found["received_bytes"]),
-        f"{found['loss']:.6g}",
-    ]  # fmt: skip
-    return cells, found
-
-
-def _mib(size: float) -> str:
-    return f"{size / 2**20:.3f} MiB"
-
-
-@click.command()
-@click.option(
-    "-o",
-    "--output",
-    default="cluster.toml",
-    show_default=True,
-    type=click.Path(dir_okay=False),
-    callback=output_file,
-    help="The file.",
-)
-@click.option(
-    "--ranks", type=WholeNumber(min=1), help="Ranks that measure at once; by default one for each GPU, or two."
-)
-@click.option("--quick", is_flag=True, help="Half the time: each step is timed once, so that a slow moment counts.")
-@click.option("--refine", metavar="RUN", help="Do not measure: correct the file by a run that was forecast on it.")
-@common
-@click.pass_obj
-def probe(answer: Answer, output: str, ranks: int | None, refine: str | None, quick: bool) -> None:
-    """Measure this machine and write a cluster file: products, memory, collectives, disk.
-
-    \b
-    shardwise probe                          then: shardwise train --cluster cluster.toml --plan dp_replicate=2
-    shardwise probe --quick                  half the time, less sure
-    shardwise probe --refine runs/NAME       and the next forecast is corrected by what that run measured
-
-    Under torchrun, srun or mpirun the launcher's ranks measure, on several hosts the links between them too, and
-    rank 0 writes the file:
-
-    \b
-    torchrun --nnodes 2 --nproc-per-node 2 --no-python shardwise probe -o cluster.toml
-    """
-    from shardwise.cluster import Cluster
-
-    begin(answer, "probe: loading PyTorch")
-    from shardwise.measure.machine import probe as measure
-    from shardwise.measure.machine import text
-
-    if refine is not None and not speaks():
-        return  # one of a launcher's ranks corrects the file
-    if refine is not None:
-        from shardwise.training.foresight import refine as refined
-
-        cluster = refined(Cluster.parse(output if output.endswith(".toml") else output + ".toml"), Path(refine))
-    else:
-        with telling(not answer.as_json) as say:
-            cluster = measure(ranks, say, quick=quick)
-    if speaks():
-        _write(output, cluster.to_toml())
-    answer.fields.update(cluster=cluster.as_dict(), file=output)
-    correction = cluster.device.correction
-    lines = [text(cluster), f"written to {output}"]
-    if correction is not None:
-        lines.insert(1, f"  forecasts are multiplied by {correction.value:.3g} ({correction.source})")
     answer.text = "\n".join(lines)
 
 
@@ -433,33 +224,6 @@ def _fixed(words: tuple[str, ...]) -> tuple[tuple[str, object], ...]:
     parsed = Plan.parse(",".join(words))
     names = [part.partition("=")[0].strip() for word in words for part in word.split(",")]
     return tuple((name, getattr(parsed, name)) for name in names if name)
-
-
-def _write(path: str, text: str) -> None:
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror}") from None
-
-
-def _subject(
-    task: str,
-    cluster: Cluster,
-    words: dict[str, Any],
-    precision: str,
-    plan: Plan | None = None,
-    say: Callable[[str], None] | None = None,
-) -> tuple[Subject, str]:
-    """What the planner needs to know about TASK, and its batch in words."""
-    from shardwise.planner.door import is_shape, subject_of
-
-    subject = subject_of(
-        task, cluster,
-        global_batch=words["global_batch"], seq=words["seq"], precision=precision, software_name=words["software"],
-        plan=plan, say=say or silent,
-    )  # fmt: skip
-    of = f" of {subject.sample}" if subject.sample else f" of {subject.seq} tokens" if is_shape(task) else ""
-    return subject, f"{subject.global_batch} samples{of}"
 
 
 def _measured(answer: Answer, task: str, plan: Plan, rank: int, forecast: Forecast) -> list[str]:

@@ -1,4 +1,4 @@
-"""The command `shardwise`: train, verify, show, config. Each command only reads its words and calls a room.
+"""The command `shardwise`: train, verify, show, config. Each parses its arguments and calls the code that does it.
 
 Importing this module does not import torch, so that help and mistakes are quick.
 """
@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 import shardwise
-from shardwise.cli import foresee, report, run_script
+from shardwise.cli import compare, foresee, probe, report, run_script
 from shardwise.cli.answer import Answer, Ended, quiet_stdout, speaks
 from shardwise.cli.checkpoint import checkpoint
 from shardwise.cli.completion import ASKED, answer_shell, completion
@@ -302,7 +302,7 @@ main.add_command(completion)
 main.add_command(run_script.run)
 main.add_command(doctor)
 main.add_command(report.report)
-for command in (foresee.plan, foresee.simulate, foresee.compare, foresee.probe):
+for command in (foresee.plan, foresee.simulate, compare.compare, probe.probe):
     main.add_command(command)
 
 

@@ -1,4 +1,4 @@
-"""The trail: ranks of one host tell each other what they are about to do, so that different branches are named.
+"""Detect ranks that take different branches: each notes in shared memory what it is about to run, and compares.
 
 Each rank writes (position, event) into memory that all ranks of the host have mapped, and looks whether another rank
 wrote a different event at the same position. Nobody waits: of two ranks that differ, the later one sees it, before it

@@ -1,4 +1,4 @@
-"""`load`: files, `--set` and the doors' own values become one checked `Effective` configuration.
+"""`load`: one checked `Effective` configuration from files, `--set` and the options of a command or of `train`.
 
 Weakest first: defaults, the file it extends, the file, the doors' own options (`--plan`, `--steps`), `--set`.
 All mistakes are raised together in one `InputError`, each with its source, key, value and what was expected.

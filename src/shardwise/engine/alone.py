@@ -1,4 +1,4 @@
-"""Who is to blame for an error under a plan: the task is run in one process, without any plan, before it is said."""
+"""Tell an error of the task from one of the plan: the task runs in one process, without a plan, before it is blamed."""
 
 from __future__ import annotations
 

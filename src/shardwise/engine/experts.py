@@ -1,4 +1,4 @@
-"""Expert parallelism in the recipe: which modules hold experts, found from one forward, on every rank alike."""
+"""Expert parallelism when an engine is built: which modules hold experts, found by one forward, alike on all ranks."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def _rehearse(
     last: bool, results: dict[tuple[str, int], tuple[Along, ...]], row_wise: Sequence[Stack],
     seen: list[sequence.Seen],
 ) -> RefusedPlan | None:  # fmt: skip
-    """What stops a forward and backward of the first (or last) rank of the axes, without sending: alike on all ranks.
+    """The refusal, or None, of a trial forward and backward as the first (or last) rank of the axes, nothing sent.
 
     Shares may be uneven and what is cut off one end of a sequence is cut off one rank's share, so both ends are tried.
     """
@@ -143,7 +143,7 @@ def _rehearse(
 
 @contextmanager
 def _noting(module: nn.Module, results: dict[tuple[str, int], tuple[Along, ...]]) -> Iterator[None]:
-    """Notes how the results of submodules' calls are cut."""
+    """Context: record how the result of each submodule's call is cut, in `results` by (path, number of the call)."""
     counts: dict[int, int] = {}
     handles = []
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism in the recipe: derive the cuts from one forward on tensors without values, on every rank alike."""
+"""Tensor parallelism when an engine is built: cuts derived from one forward without values, alike on every rank."""
 
 from __future__ import annotations
 

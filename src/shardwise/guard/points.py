@@ -1,4 +1,4 @@
-"""Points that a rank passes in its work: its record learns of them, and whoever listens may do something there.
+"""Named points of a run (forward, reduce, update, save): written into the rank's record, and places to inject faults.
 
     start -> (input -> forward -> reduce -> update -> [evaluate] -> [save]) for each step -> end
 

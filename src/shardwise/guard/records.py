@@ -81,7 +81,7 @@ class Group:
 
     @property
     def between_two(self) -> bool:
-        """Messages from the first of its ranks to the second, not collectives."""
+        """Whether the group carries messages from its first rank to its second, not collectives."""
         return self.ring < 0
 
 
@@ -115,7 +115,7 @@ def memory_folder() -> str:
 
 
 def _mapped(path: str | Path) -> mmap.mmap:
-    """The file of a record; whoever comes first makes it. All of it is there: a full disk fails here, not later."""
+    """Map a record's file, made by whichever process comes first; all of it is allocated, so a full disk fails here."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         if os.fstat(handle).st_size < SIZE:
@@ -126,7 +126,7 @@ def _mapped(path: str | Path) -> mmap.mmap:
 
 
 class _Strings:
-    """Reads texts by their number, which is their place."""
+    """Texts of a record, read by their number, which is their place."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         self.memory, self.known = memory, {0: ""}
@@ -192,7 +192,7 @@ class Record:
         return number
 
     def issue(self, group: int, op: int, elements: int, shape: int, dtype: int, tag: int, place: int) -> int:
-        """Before a collective is issued: its number in its group, from 1. Arguments but elements are texts' numbers."""
+        """Note a collective about to be issued; its number in its group, from 1. Words are given as text numbers."""
         number = self._issued[group] + 1
         now, ring = time.monotonic(), self._ring_of[group]
         if ring >= 0:
@@ -206,34 +206,34 @@ class Record:
         return number
 
     def moved(self, now: float | None = None) -> None:
-        """Something was done: the rank does not hang."""
+        """Note progress: the rank is not hanging."""
         self.events += 1
         _Q.pack_into(self.memory, _AT["events"], self.events)
         _D.pack_into(self.memory, _AT["moved"], time.monotonic() if now is None else now)
 
     def waits(self, group: int, number: int) -> None:
-        """From here on the rank does nothing but wait for this collective."""
+        """Note that the rank now does nothing but wait for this collective."""
         self._waits_since = time.monotonic()
         _WAIT.pack_into(self.memory, _AT["waits"], self._waits_since, group, number)
 
     def goes_on(self) -> None:
-        """A wait is over; `waited_s` has the seconds of all of them."""
+        """Note the end of a wait; `waited_s` is the seconds of all waits so far."""
         now = time.monotonic()
         self.waited_s += now - self._waits_since
         _D.pack_into(self.memory, _AT["waits"], 0.0)
         self.moved(now)
 
     def phase(self, name: str, step: int) -> None:
-        """The rank begins a part of its work, which has a deadline of its own."""
+        """Note that the rank begins a part of its work, which has a deadline of its own."""
         _PHASE.pack_into(self.memory, _AT["phase"], self.text(name), time.monotonic(), step)
         self.moved()
 
     def beat(self) -> None:
-        """Called about once a second by a thread: the interpreter runs."""
+        """Note that the interpreter runs; called about once a second by a thread."""
         _D.pack_into(self.memory, _AT["beat"], time.monotonic())
 
     def ended(self, well: bool) -> None:
-        """The rank's function has returned or raised."""
+        """Note that the rank's function has returned or raised."""
         struct.pack_into("<i", self.memory, _STATE_AT, DONE if well else FAILED)
 
 

@@ -1,4 +1,4 @@
-"""What each technique splits, sends and needs, and when to use it: one row each, as a guide's table has them."""
+"""What each technique splits, sends and needs, and when to use it: one row each, for docs/techniques/table.md."""
 
 from __future__ import annotations
 

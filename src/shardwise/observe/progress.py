@@ -23,7 +23,7 @@ BAR = 20  # columns of the bar
 
 @dataclass(frozen=True)
 class Speed:
-    """How samples per second become what is shown."""
+    """Samples per second as the units that are shown: tokens, FLOP/s, MFU."""
 
     unit: str  # "tokens" | "samples"
     per_sample: int  # of the unit
@@ -101,7 +101,7 @@ class Display:
         return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
     def close(self) -> None:
-        """Give the terminal back."""
+        """End the live line and leave the terminal as it was."""
         if self._bar is not None:
             self._bar.stop()
 

@@ -17,7 +17,7 @@ SKIPPED = 2  # the first steps wait for whatever starts
 
 
 class InputWatch:
-    """Adds up waiting and working; `word` is what to say, once."""
+    """Adds up the seconds that ranks wait for batches and work; `add` gives a warning, once, where waiting is much."""
 
     def __init__(self, share_of_all: Callable[[float], list[float]], advice: str) -> None:
         self._share_of_all = share_of_all  # this rank's share -> every rank's; collective
@@ -27,7 +27,7 @@ class InputWatch:
         self._told = False
 
     def add(self, waited_s: float, worked_s: float) -> str | None:
-        """After each step, on every rank alike: something to say, or None."""
+        """Count one step, on every rank alike; the warning where the run is input-bound, else None."""
         self._steps += 1
         if self._told or self._steps <= SKIPPED:
             return None

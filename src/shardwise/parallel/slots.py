@@ -1,4 +1,4 @@
-"""What every data-parallel technique offers to the engine.
+"""The interface of a data-parallel technique: what the engine calls on each of them.
 
 A `Slot` is one trainable parameter as the optimizer sees it on this rank: the whole of it, or a piece.
 """

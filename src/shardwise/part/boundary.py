@@ -1,4 +1,4 @@
-"""Between parts and this rank's own tensors: for a program that is given, and gives, plain shares.
+"""Convert distributed tensors to this rank's plain shares and back, around a program that computes on shares.
 
     Part (B, S, H) cut along H  --unwrapped-->  share (B, S, H/p)  -- program -->  share  --wrapped-->  Part
 

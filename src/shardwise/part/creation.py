@@ -1,4 +1,4 @@
-"""New tensors made after a part's kind, and values that leave torch."""
+"""Rules for `new_zeros`, `zeros_like` and the like of a distributed tensor, and for its values in Python."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors that leave a rank and arrive on another one with the same place on the axes of positions.
+"""Send a distributed tensor to a rank of another stage that holds the same positions: taken apart and put together.
 
     Part[cp, dim 1] of (B, S/cp, H)  --taken_apart-->  (B, S/cp, H) and its cuts  ==> ... --put_together-->  the part
 

@@ -60,7 +60,7 @@ class Owners:
 
     @classmethod
     def zigzag(cls, n: int, ranks: int) -> Owners:
-        """Two contiguous blocks for each rank, one from either end: what looks back costs all ranks alike."""
+        """Two contiguous blocks for each rank, one from either end, so that causal attention costs all ranks alike."""
         stops = cls.blocks(n, 2 * ranks).stops
         counts = np.diff(np.concatenate([stops, np.full(2 * ranks - len(stops), n)]), prepend=0)
         return cls(np.cumsum(counts), np.concatenate([np.arange(ranks), np.arange(ranks)[::-1]]), ranks)
@@ -160,7 +160,7 @@ def _local_slice(owners: Owners, rank: int, start: int, stop: int, step: int) ->
 
 
 def _as_if_full(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes without zeros that a view relates in the same way: the last zeros are one dim, the others stay as is."""
+    """The two shapes with their zeros replaced, so that a view of a tensor without elements is followed like others."""
     full, goal = list(before), list(after)
     zeros = [[d for d, n in enumerate(shape) if n == 0] for shape in (full, goal)]
     for shape, places in zip((full, goal), zeros, strict=True):
@@ -179,7 +179,7 @@ def _as_if_full(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[tuple[
 
 
 def group_size(before: tuple[int, ...], dim: int, after: tuple[int, ...]) -> int:
-    """Indices of dim `dim` that a view from `before` to `after` keeps together in one index of the dim it is cut in."""
+    """How many indices of dim `dim` must have one owner, so that a view from `before` to `after` can stay cut."""
     if 0 in before:
         before, after = _as_if_full(before, after)
     try:
@@ -200,7 +200,7 @@ def group_size(before: tuple[int, ...], dim: int, after: tuple[int, ...]) -> int
 
 @lru_cache(REMEMBERED)
 def in_whole_groups(owners: Owners, each: int) -> Owners:
-    """Owners of whole groups of `each` indices, near those that the indices have."""
+    """Owners rounded to whole groups of `each` indices, so that no group is divided."""
     count = owners.size // each
     middle = owners.array[np.arange(count) * each + each // 2]
     near = Owners.of(middle, owners.ranks) if owners.in_rank_order else Owners.blocks(count, owners.ranks)
@@ -209,7 +209,7 @@ def in_whole_groups(owners: Owners, each: int) -> Owners:
 
 @lru_cache(REMEMBERED)
 def unsliced(owners: Owners, size: int, start: int, step: int) -> Owners:
-    """Owners of a dim of `size` of which a slice is dealt by `owners`; others belong to the nearest one before them."""
+    """Owners of a dim of `size` whose slice has `owners`; indices outside it go to the nearest owner before them."""
     if not owners.size:
         return Owners.blocks(size, owners.ranks)
     nearest = np.clip((np.arange(size) - start) // step, 0, owners.size - 1)
@@ -218,7 +218,7 @@ def unsliced(owners: Owners, size: int, start: int, step: int) -> Owners:
 
 @lru_cache(REMEMBERED)
 def joined(parts: tuple[Owners, ...]) -> Owners:
-    """Owners of dims put one behind the other."""
+    """Owners of dims that are concatenated (`cat`)."""
     before = np.cumsum([0] + [part.size for part in parts[:-1]])
     stops = np.concatenate([part.stops + shift for part, shift in zip(parts, before, strict=True)])
     return Owners(stops, np.concatenate([part.who for part in parts]), parts[0].ranks)
@@ -226,13 +226,13 @@ def joined(parts: tuple[Owners, ...]) -> Owners:
 
 @lru_cache(REMEMBERED)
 def repeated(owners: Owners, each: int) -> Owners:
-    """Every index `each` times in a row."""
+    """Owners where every index is repeated `each` times in a row (`repeat_interleave`)."""
     return Owners(owners.stops * each, owners.who, owners.ranks)
 
 
 @lru_cache(REMEMBERED)
 def tiled(owners: Owners, times: int) -> Owners:
-    """The whole dim `times` times."""
+    """Owners where the whole dim is repeated `times` times (`repeat`)."""
     shifts = np.repeat(np.arange(times) * owners.size, len(owners.stops))
     return Owners(np.tile(owners.stops, times) + shifts, np.tile(owners.who, times), owners.ranks)
 

@@ -1,4 +1,4 @@
-"""Search: enumerate, prune by memory, rank by simulated time, and say why each other family lost.
+"""Search for the fastest plan that fits: enumerate, prune by memory, rank by simulated time, say why others lost.
 
     every layout ── memory ──> those that fit ── estimate ──> the best few of each family ── simulate ──> ranked
 
@@ -87,7 +87,7 @@ def search(
 
 
 def _kept_free(cluster: Cluster, constraints: Constraints) -> str:
-    """What of a device's memory may be planned for, and why."""
+    """One sentence on how much of a device's memory is kept free, and why."""
     memory = cluster.device.memory_gb
     return (
         f"{cluster.device.name} offers {bytes_text(memory.value * 1e9)} ({memory.kind}: {memory.source}), of which "
@@ -98,7 +98,7 @@ def _kept_free(cluster: Cluster, constraints: Constraints) -> str:
 def _look(
     subject: Subject, cluster: Cluster, constraints: Constraints, precision: str, capacity: float, say: Say
 ) -> _Looked:
-    """All layouts, those that fit with an estimate; ends early where it is interrupted and some fit."""
+    """Estimate every layout and keep those that fit; ends early where it is interrupted and some fit."""
     found, told, best = _Looked(), time.monotonic(), math.inf
     leader = ""
     try:
@@ -137,7 +137,7 @@ def _passes(test: Callable[[Plan], None], candidate: Plan) -> bool:
 
 
 def _chosen(fits: list[tuple[float, Layout]], precision: str) -> tuple[list[Layout], list[Layout]]:
-    """(the best that run by estimate and the best of each family, the best of those that do not run)."""
+    """The layouts to simulate, the best by estimate and of each family, and the best of those that are not built."""
     run: list[Layout] = []
     later: dict[str, Layout] = {}
     seen: set[str] = set()
@@ -156,7 +156,7 @@ def _chosen(fits: list[tuple[float, Layout]], precision: str) -> tuple[list[Layo
 
 
 def _ranked(subject: Subject, looked: _Looked, precision: str, capacity: float, say: Say) -> Search:
-    """The best by estimate and the best of each family, simulated and sorted."""
+    """Simulate the best layouts by estimate and the best of each family; sorted."""
     run, later = _chosen(looked.fits, precision)
     if not run:
         run, later = [layout for _, layout in looked.fits[:SIMULATED]], []
@@ -182,7 +182,7 @@ def _ranked(subject: Subject, looked: _Looked, precision: str, capacity: float, 
 def _exact(
     subject: Subject, proposals: list[Proposal], precision: str, capacity: float, say: Say
 ) -> list[Proposal]:  # fmt: skip
-    """The same, those in front forecast from traces of their own micro-batch."""
+    """The proposals with those in front forecast again, from a trace of each one's own micro-batch."""
     assert subject.exact is not None
     out, done = proposals, set[Layout]()
     while rough := [p for p in out[:EXACT] if p.layout not in done]:
@@ -202,14 +202,14 @@ def _proposal(simulate: Callable[[Layout], Forecast], layout: Layout, precision:
 
 
 def _possible(proposals: list[Proposal]) -> None:
-    """Raises where one is faster than its devices can be: no figure of such a search is worth telling."""
+    """Raise where a forecast is faster than its devices can be: then no figure of the search is right."""
     for proposal in proposals:
         if proposal.forecast.impossible:
             raise ShardwiseError(f"plan {proposal.plan}: {proposal.forecast.impossible}")
 
 
 def _sorted(proposals: list[Proposal], capacity: float) -> list[Proposal]:
-    """From best to worst; of those within 3% of the fastest the leanest first, then the one with the fewest axes."""
+    """Best first; of those within 3% of the fastest, the one that needs least memory, then the one with fewest axes."""
     fastest = min((p.forecast.step_s for p in proposals), default=0.0)
 
     def order(p: Proposal) -> tuple[float, ...]:

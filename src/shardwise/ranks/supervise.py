@@ -58,7 +58,7 @@ def meeting_place() -> Iterator[str]:
 
 @contextmanager
 def records_of(world_size: int) -> Iterator[tuple[str, dict[int, Reader]]]:
-    """Files for the ranks' records: their path without the rank's number, and who reads each."""
+    """Context: a folder for the ranks' records. Gives their path without the rank's number, and a reader of each."""
     folder = tempfile.TemporaryDirectory(prefix="shardwise-", dir=memory_folder(), ignore_cleanup_errors=True)
     readers: dict[int, Reader] = {}
     try:
@@ -125,7 +125,7 @@ def watch(
 
 
 def _ended(number: int, process: RankProcess, outcome: Outcome, notice: Notice | None) -> bool:
-    """Take in this rank's report or death, if there is one."""
+    """Add this rank's report or exit to the outcome, if it has ended."""
     if process.connection.poll():
         report = process.read_report()
         failure = _death(number, process) if report is None else report.failure
@@ -148,7 +148,7 @@ def _death(number: int, process: RankProcess) -> Failure:
 
 
 def describe_exit(code: int | None) -> str:
-    """`died of SIGKILL (...)`, `left with exit code 3`."""
+    """A process's end in words: `died of SIGKILL (...)`, `left with exit code 3`."""
     if code is None:
         return "closed its channel without a report"
     if code >= 0:
@@ -193,7 +193,7 @@ def _take_stacks(pending: Mapping[int, RankProcess], outcome: Outcome) -> None:
 
 
 def unpack(outcome: Outcome, world_size: int, what: str, timeout_s: float | None) -> list[Any]:
-    """Results in rank order, or the one error that tells what happened."""
+    """Results in rank order; raises the one error that tells what happened where the run failed."""
     if outcome.failures or outcome.stacks or outcome.finding:
         raise make_error(outcome, world_size, what, timeout_s)
     results = []

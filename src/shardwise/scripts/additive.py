@@ -1,4 +1,4 @@
-"""The look at a script's loss: does it ask of one sample what it would ask if the other samples were others?
+"""Check a script's loss: one sample's part of it must not depend on the other samples.
 
 The loss is the script's own code, so it cannot be run on parts of a batch, as a task's loss is. But its operations are
 known (`tape`), and can be computed again on a batch of the same shape whose second half holds samples of the first,

@@ -28,7 +28,7 @@ from shardwise.scripts.saying import names_line
 
 
 class Held(ABC):
-    """The part of `Prepared` that is about weights."""
+    """The methods of `Prepared` that read and write whole weights."""
 
     model: nn.Module
     _engine: Engine | None
@@ -40,7 +40,7 @@ class Held(ABC):
     @property
     @abstractmethod
     def engine(self) -> Engine:
-        """What runs the plan."""
+        """The `Engine` that runs the plan."""
 
     @property
     def held_in_pieces(self) -> Engine | None:
@@ -48,7 +48,7 @@ class Held(ABC):
         return self._engine if self._pieces else None
 
     def meet(self, what: str, *, always: bool = False) -> None:
-        """All ranks are needed for this call (`always`: on replicas too). `RunError` where some do not come."""
+        """Wait until every rank makes this call (`always`: on replicas too); raises `RunError` where some do not."""
         if self.meeting is not None and (always or self.held_in_pieces is not None):
             self.meeting.enter(what)
 
@@ -67,7 +67,7 @@ class Held(ABC):
 
     @names_line
     def _load(self, path: str, state: Mapping[str, torch.Tensor], strict: bool) -> Any:
-        """Into the submodule at `path`, by the names that it has there."""
+        """Load `state` into the submodule at `path`; names are relative to it."""
         if self._engine is None:
             module = self.model.get_submodule(path)
             return type(module).load_state_dict(module, state, strict)
@@ -97,7 +97,7 @@ class Held(ABC):
             yield whole
 
     def buffers(self) -> Iterator[torch.Tensor]:
-        """Those of the model, as `model.buffers()`."""
+        """The model's buffers, as `model.buffers()` gives them."""
         return self.model.buffers()
 
     @names_line
@@ -126,7 +126,7 @@ def hold(prepared: Held, *, whole: bool) -> None:
 
 
 def _loading(prepared: Held, path: str, known: nn.Module) -> Callable[..., Any]:
-    """A module's `load_state_dict`; a copy of it keeps its own."""
+    """The `load_state_dict` that is put on a module; a deep copy of the module keeps its own."""
 
     def load(module: nn.Module, state_dict: Mapping[str, torch.Tensor], strict: bool = True, assign: bool = False):
         if module is not known:
@@ -139,7 +139,7 @@ def _loading(prepared: Held, path: str, known: nn.Module) -> Callable[..., Any]:
 
 
 def _telling(prepared: Held, path: str, known: nn.Module) -> Callable[..., Any]:
-    """A module's `state_dict`: whole tensors on the CPU. Collective."""
+    """The `state_dict` that is put on a module: whole tensors on the CPU. Collective."""
 
     @names_line
     def state_dict(module: nn.Module, *args: Any, **options: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The first steps of a prepared script: do its weights move, are they the model's, and alike wherever they are held?
+"""Check a prepared script's first steps: its weights move, are the model's own, and are equal on ranks that share them.
 
     gradient and learning rate are not zero, and nothing moves     the optimizer holds other tensors than the plan
     the model's parameter is not the one that the plan trains      converted, replaced or unfrozen after `prepare`

@@ -1,4 +1,4 @@
-"""What a script is told: notices once, by rank 0; errors with the line of the script that met them."""
+"""Show notices once, by rank 0, and errors with the script's own line in which they arose."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An optimizer's own doors while this rank holds pieces: whole state out, as one process would have it, and in.
+"""`state_dict` and `load_state_dict` of a script's optimizer under a plan: whole state, as one process has it.
 
     optimizer.state_dict()        pieces of all ranks, put together: whole tensors, on the CPU of every rank
     optimizer.load_state_dict()   whole tensors, from any plan or one process; each rank takes its pieces

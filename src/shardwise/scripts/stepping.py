@@ -40,7 +40,7 @@ from shardwise.step.train_step import complete, update
 
 
 class Stepping(Held):
-    """The part of `Prepared` that is a step. What the script's loop calls is all collective."""
+    """The methods of `Prepared` that make up a step. All that the script's loop calls is collective."""
 
     optimizer: Optimizer
     mesh: Mesh
@@ -54,10 +54,10 @@ class Stepping(Held):
     @property
     @abstractmethod
     def notices(self) -> list[str]:
-        """What is worth knowing about this run."""
+        """Notices about this run, in words, for whoever reads the script's output."""
 
     def _begin(self) -> None:
-        """Nothing was added up yet."""
+        """Start a step: sums of losses, weights and counts are zero."""
         self._tally: Tally | None = None  # of the step under way
         self._micro = 0  # calls of backward in it
         self._finished = False  # its gradients are whole
@@ -69,7 +69,7 @@ class Stepping(Held):
         self.loss = torch.tensor(float("nan"))  # of the last whole step, over all ranks
 
     def _passes(self, what: str) -> None:
-        """This rank goes on to what all ranks do; raises `RunError` where another does something else."""
+        """Check that all ranks are at the same call, `what`; raises `RunError` where another is elsewhere."""
         if self.meeting is not None and self._engine is not None:
             self.meeting.passes(what)
 
@@ -140,14 +140,14 @@ class Stepping(Held):
         return self.loss if engine.plan.accumulate == 1 else self._loss_of(total, 0.0 if stands_in else weight)
 
     def _look_at_loss(self, loss: torch.Tensor, weight: Any) -> None:
-        """Does it add up over samples? Where it is made of other operations than before."""
+        """Check that the loss adds up over samples, again whenever it is made of other operations than before."""
         if self.calls.loss_look is not None:
             with self._gate.open():
                 self._told.say(self.calls.loss_look(loss, weight))
 
     @contextmanager
     def _asking(self) -> Iterator[None]:
-        """Gradients that arrive are this model's; outside they are another model's backward, and not counted."""
+        """Context: gradients that arrive are counted; outside it they belong to another model's backward."""
         buckets = buckets_of(self.engine)
         self.calls.asked = True
         for each in buckets:
@@ -214,7 +214,7 @@ class Stepping(Held):
             )
 
     def _once(self) -> float:
-        """This rank's part of a weight of one: means have equal parts, and a sum is counted by one rank."""
+        """This rank's part of a total weight of 1: an equal part for a mean, all on one rank for a sum."""
         return 1.0 if self._given == "mean" else float(self.engine.mesh.data.index == 0)
 
     def _weight(
@@ -244,7 +244,7 @@ class Stepping(Held):
         return weight.detach().reshape(()) if isinstance(weight, torch.Tensor) else float(weight)
 
     def _flush(self) -> None:
-        """A step with fewer micro-batches than the plan's: reduce what was held back for the last."""
+        """Reduce gradients held back for a last micro-batch, in a step with fewer of them than the plan has."""
         if self._tally is None or self._finished:
             return
         for buckets in buckets_of(self.engine):
@@ -255,7 +255,7 @@ class Stepping(Held):
         self._finish()
 
     def _finish(self) -> None:
-        """Gradients of all ranks, divided; what ranks must agree on is compared first."""
+        """Sum gradients over ranks and divide them; first compare what ranks must agree on."""
         assert self._tally is not None
         engine, tally = self.engine, self._tally
         if engine.world_size > 1:
@@ -305,12 +305,12 @@ class Stepping(Held):
         return result
 
     def _usable_step(self, inner: Callable[[], Any]) -> Any:
-        """The optimizer's own step; left out where a gradient is not finite."""
+        """Run the optimizer's own step, unless a gradient is not finite."""
         with self._gate.open():
             return inner() if self._tally is None or self._usable else None
 
     def _closed(self, closure: Callable[[], Any]) -> torch.Tensor:
-        """What a closure comes to over all ranks; a line search must see the same on each."""
+        """The loss of a closure summed over all ranks, so that a line search sees the same number on each."""
         self.engine.technique.publish()
         with torch.enable_grad():
             closure()
@@ -319,7 +319,7 @@ class Stepping(Held):
 
     @names_line
     def _discard(self) -> None:
-        """zero_grad: whatever was added up is forgotten."""
+        """Forget all gradients and sums of this step (`zero_grad`)."""
         self.calls.stray = False
         if self._engine is None:
             return

@@ -38,7 +38,7 @@ def policy(precision: str, state_elements: float, layout: Layout) -> States:
 def memory(
     model: Model, layout: Layout, precision: str, samples: int | None = None, shard_rank: int | None = None
 ) -> Ledger:  # fmt: skip
-    """What rests, and the peak.
+    """Bytes of one rank by term: what rests between steps, and the peak within one.
 
     samples     of the global batch, where a rank holds all of it
     shard_rank  whose shard, where the ranks do not divide a weight; the fullest's by default

@@ -1,0 +1,1 @@
+"""One optimizer step of one rank, as functions of its `RankState`: micro-batches, reduction, the update."""

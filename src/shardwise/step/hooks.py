@@ -1,4 +1,4 @@
-"""Contexts that others enter around parts of a step: a profile names them in its trace, a benchmark takes the time.
+"""Contexts around parts of a step, for profiles that name them in a trace and benchmarks that time them.
 
 micro_batch   forward and backward of one micro-batch; under a pipeline one op of this rank's row of the schedule
 reduce        gradients completed, control rows exchanged, the division

@@ -1,4 +1,4 @@
-"""Which value of a batch is no number, for the message of a step whose loss is none either."""
+"""Find the first NaN or infinity in a batch, for the message of a step whose loss is not finite."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ NO_WEIGHT = (
 
 
 class NotFinite(RunError):
-    """A step's loss, norm or weight is of no use; the same on every rank."""
+    """The loss, the gradient norm or the weight of a step is NaN, infinite or zero; raised alike on every rank."""
 
     def __init__(self, what: str, where: str, remedy: str):
         super().__init__(f"{what}{where}. {remedy}")
@@ -34,13 +34,13 @@ class NotFinite(RunError):
 
 
 def held_gradients(state: RankState) -> list[torch.Tensor]:
-    """Of every master on this rank, whole or a piece."""
+    """The gradients of this rank's master weights, each whole or the piece that the rank holds."""
     gradients = (slot.master.grad for slot in state.technique.slots)
     return [gradient for gradient in gradients if gradient is not None]
 
 
 def square_norm(state: RankState) -> torch.Tensor:
-    """Of the gradients that this rank counts, and of the shares of other ranks of tp; what is whole counts once.
+    """Squared L2 norm of the gradients that this rank counts, summed over ranks of tp; each element counts once.
 
     () float64 on the device: the host reads it with the control row.
     """
@@ -55,7 +55,7 @@ def square_norm(state: RankState) -> torch.Tensor:
 
 
 def _counted_slots(state: RankState) -> list[Slot]:
-    """Without those that another rank of dp_shard or another pipeline stage holds too, and counts."""
+    """The slots that this rank counts: each weight is counted by one rank of dp_shard and one pipeline stage."""
     slots = [slot for slot in state.technique.slots if slot.counted]
     if state.staged is None:
         return slots
@@ -63,7 +63,7 @@ def _counted_slots(state: RankState) -> list[Slot]:
 
 
 def sum_of_squares(state: RankState, slots: list[Slot]) -> torch.Tensor:
-    """float64, of the gradients of these slots on this rank."""
+    """Sum of squares of these slots' gradients on this rank: () float64."""
     gradients = [slot.master.grad for slot in slots if slot.master.grad is not None and slot.master.grad.numel()]
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=state.device)
@@ -102,7 +102,7 @@ def normalise(state: RankState, agreed: Agreement) -> tuple[StepResult, bool]:
 
 
 def _not_finite(state: RankState, result: StepResult) -> None:
-    """Raise, unless skipping was asked for or the loss scaler expects this."""
+    """Raise `NotFinite`, unless skipping was asked for or the loss scaler expects this."""
     if state.on_nonfinite == "skip" or (state.scale is not None and math.isfinite(result.loss)):
         return
     what = f"loss {result.loss}" if not math.isfinite(result.loss) else f"gradient norm {result.grad_norm}"

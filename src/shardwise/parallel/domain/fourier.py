@@ -24,7 +24,7 @@ from shardwise.part.tensor import gathered, no_rule, rule
 
 
 def _local(run: Callable, input: torch.Tensor, dims: list[int]) -> torch.Tensor:
-    """`run` of a tensor of which none of the transformed dims may be cut while it runs; dims keep their place."""
+    """`run(tensor)` with every cut moved off the transformed dims meanwhile, and back afterwards."""
     found = cuts(input, dims)
     room = {dim: float(input.shape[dim]) for dim in range(input.dim()) if dim not in dims}
     held = {cut.dim: cut.axis.depth for cut in cuts(input, room)}
@@ -47,7 +47,7 @@ def _local(run: Callable, input: torch.Tensor, dims: list[int]) -> torch.Tensor:
 
 
 def _run(run: Callable, tile: torch.Tensor, dims: list[int]) -> torch.Tensor:
-    """`run` of a tile; kernels take none without elements."""
+    """`run(tile)`, also where the tile has no elements, which kernels do not take."""
     empty = [dim for dim, n in enumerate(tile.shape) if n == 0 and dim not in dims]
     if not empty:
         return run(tile)
@@ -71,7 +71,7 @@ def _fits(input: torch.Tensor, dims: list[int]) -> bool:
 
 
 def _transform(plain: Callable, default: tuple[int, ...] | None) -> Callable:
-    """The answer for a function of `torch.fft`."""
+    """The function that answers `plain`, one of `torch.fft`, on cut tensors."""
     name = plain.__name__.removeprefix("fft_")
     one, inverse, real = name.endswith("fft"), name.startswith("i"), "rfft" in name
 
@@ -111,7 +111,7 @@ ANSWERS = {
 
 @rule("_fft_c2c", "_fft_r2c", "_fft_c2r")
 def of_a_whole_field(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """The gradient of a transform that every rank did of a whole field, which arrives in tiles: whole again."""
+    """Backward of a transform that every rank did of a whole field: its gradient, which arrives in tiles, gathered."""
     part = args[0]
     if part.dim_cut not in {d % part.dim() for d in args[1]}:
         return part.with_local(func(part.local, *args[1:], **kwargs))

@@ -1,0 +1,90 @@
+"""What the commands that forecast share: options for the cluster and the batch, a task as a subject, files written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from shardwise.errors import InputError
+from shardwise.progress import silent
+
+if TYPE_CHECKING:
+    from shardwise.cluster import Cluster
+    from shardwise.layout import Plan
+    from shardwise.planner.subject import Subject
+
+TASK = "TASK"
+TASK_HELP = """
+    TASK is a catalogue name such as llama3-405b, the config.json of a transformers model (decoders by their numbers,
+    any other is built without weights and traced), module:name or file.py:name of a task of your own (its model is
+    traced without being run), or a built-in task.
+"""
+
+
+def where(function: Callable) -> Callable:
+    """Options that say on what and with which batch."""
+    options = (
+        click.option(
+            "--cluster", required=True,
+            help='Devices and links: "16x8 h100-sxm-80gb, ib-400" (nodes x devices, device, links), or a .toml file.',
+        ),
+        click.option("--global-batch", help="Samples of a step: 512, or 16M-tokens (k and M are 1024 and 1024^2)."),
+        click.option("--seq", help="Tokens of a sample, for names and configurations of models of text: 8192 or 8k."),
+        click.option(
+            "--software", default="shardwise", show_default=True,
+            help="Whose kernels and overlap to assume: shardwise, megatron-core, nemo, llm-foundry ...",
+        ),
+    )  # fmt: skip
+    for option in options:
+        function = option(function)
+    return function
+
+
+def failures(command: Any) -> Any:
+    """The options that tell of failures and what they cost."""
+    options = (
+        click.option("--mtbf-hours", type=click.FloatRange(min=1), help="Mean hours between failures of one device."),
+        click.option(
+            "--restart-s", type=click.FloatRange(min=0), default=300.0, show_default=True, help="Seconds to restart."
+        ),
+        click.option(
+            "--checkpoint-s",
+            type=click.FloatRange(min=0),
+            help="Seconds that a checkpoint stops a step; by default the copy of what a rank writes.",
+        ),
+        click.option("--saves-of", metavar="RUN", help="The same, as this run's folder says it was measured."),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def subject_and_batch(
+    task: str,
+    cluster: Cluster,
+    words: dict[str, Any],
+    precision: str,
+    plan: Plan | None = None,
+    say: Callable[[str], None] | None = None,
+) -> tuple[Subject, str]:
+    """What the planner needs to know about TASK, and its batch in words."""
+    from shardwise.planner.door import is_shape, subject_of
+
+    subject = subject_of(
+        task, cluster,
+        global_batch=words["global_batch"], seq=words["seq"], precision=precision, software_name=words["software"],
+        plan=plan, say=say or silent,
+    )  # fmt: skip
+    of = f" of {subject.sample}" if subject.sample else f" of {subject.seq} tokens" if is_shape(task) else ""
+    return subject, f"{subject.global_batch} samples{of}"
+
+
+def write(path: str, text: str) -> None:
+    """Write a file that a command was asked for; raises `InputError` where it cannot be."""
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}") from None

@@ -1,0 +1,69 @@
+"""The command `probe`: this machine measured, as a cluster file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from shardwise.cli.answer import Answer, speaks
+from shardwise.cli.forecasting import write
+from shardwise.cli.options import WholeNumber, common, output_file
+from shardwise.cli.waiting import begin
+from shardwise.progress import telling
+
+
+@click.command()
+@click.option(
+    "-o",
+    "--output",
+    default="cluster.toml",
+    show_default=True,
+    type=click.Path(dir_okay=False),
+    callback=output_file,
+    help="The file.",
+)
+@click.option(
+    "--ranks", type=WholeNumber(min=1), help="Ranks that measure at once; by default one for each GPU, or two."
+)
+@click.option("--quick", is_flag=True, help="Half the time: each step is timed once, so that a slow moment counts.")
+@click.option("--refine", metavar="RUN", help="Do not measure: correct the file by a run that was forecast on it.")
+@common
+@click.pass_obj
+def probe(answer: Answer, output: str, ranks: int | None, refine: str | None, quick: bool) -> None:
+    """Measure this machine and write a cluster file: products, memory, collectives, disk.
+
+    \b
+    shardwise probe                          then: shardwise train --cluster cluster.toml --plan dp_replicate=2
+    shardwise probe --quick                  half the time, less sure
+    shardwise probe --refine runs/NAME       and the next forecast is corrected by what that run measured
+
+    Under torchrun, srun or mpirun the launcher's ranks measure, on several hosts the links between them too, and
+    rank 0 writes the file:
+
+    \b
+    torchrun --nnodes 2 --nproc-per-node 2 --no-python shardwise probe -o cluster.toml
+    """
+    from shardwise.cluster import Cluster
+
+    begin(answer, "probe: loading PyTorch")
+    from shardwise.measure.machine import probe as measure
+    from shardwise.measure.machine import text
+
+    if refine is not None and not speaks():
+        return  # one of a launcher's ranks corrects the file
+    if refine is not None:
+        from shardwise.training.foresight import refine as refined
+
+        cluster = refined(Cluster.parse(output if output.endswith(".toml") else output + ".toml"), Path(refine))
+    else:
+        with telling(not answer.as_json) as say:
+            cluster = measure(ranks, say, quick=quick)
+    if speaks():
+        write(output, cluster.to_toml())
+    answer.fields.update(cluster=cluster.as_dict(), file=output)
+    correction = cluster.device.correction
+    lines = [text(cluster), f"written to {output}"]
+    if correction is not None:
+        lines.insert(1, f"  forecasts are multiplied by {correction.value:.3g} ({correction.source})")
+    answer.text = "\n".join(lines)
