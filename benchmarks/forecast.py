@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from forecast_bubbles import bubble
+from forecast_ranking import Timed, ranked, tau
 from forecast_rows import Case, Row, Skip, case_of
 
 from shardwise.costs.block import Block
@@ -96,23 +97,11 @@ def predict(case: Case) -> tuple[float, Forecast | None]:
     return best.step_s, best
 
 
-def tau(pairs: list[tuple[float, float]]) -> tuple[int, int]:
-    """(concordant - discordant, comparable) pairs of (measured, predicted)."""
-    agree = total = 0
-    for i, (a, b) in enumerate(pairs):
-        for c, d in pairs[i + 1 :]:
-            sign = (a - c) * (b - d)
-            if abs(a - c) > 1e-9:
-                total += 1
-                agree += 1 if sign > 0 else -1 if sign < 0 else 0
-    return agree, total
-
-
 def score_file(name: str, rows: Iterable[Mapping[str | None, object]]) -> dict[str, Any]:
     """All figures of one file."""
     skipped: Counter[str] = Counter()
     times, memories, small, lines = Score([]), Score([]), Score([]), []
-    groups: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    groups: dict[str, list[Timed]] = defaultdict(list)
     schedules: dict[tuple[str, int], dict[str, tuple[float, float]]] = defaultdict(dict)
     bubbles: list[tuple[str, float, float]] = []
     for cells in rows:
@@ -131,7 +120,7 @@ def score_file(name: str, rows: Iterable[Mapping[str | None, object]]) -> dict[s
         if case.seconds is not None:
             error = seconds / case.seconds - 1
             times.errors.append(error)
-            groups[case.group].append((case.seconds, seconds))
+            groups[case.group].append(Timed(case.label, case.seconds, seconds))
             schedules[row["model"], case.layout.n_micro][case.layout.schedule] = (case.seconds, seconds)
             line |= {"measured_s": case.seconds, "forecast_s": seconds, "time_error": error}
         if forecast is not None and case.memory_gib:
@@ -157,7 +146,7 @@ def score_file(name: str, rows: Iterable[Mapping[str | None, object]]) -> dict[s
             "lines": [{"row": label, "published": a, "simulated": b} for label, a, b in bubbles],
         }  # fmt: skip
     if total:
-        result["tau"], result["pairs"] = agree / total, total
+        result["tau"], result["pairs"], result["groups"] = agree / total, total, ranked(groups)
     if any("1f1b" in by_name and len(by_name) > 1 for by_name in schedules.values()):
         result["ratios"] = _ratios(schedules)
     return result
@@ -224,6 +213,11 @@ def text(results: list[dict[str, Any]], rows: bool) -> str:
             out.append(
                 f"  Kendall's tau   {result['tau']:.2f} over {result['pairs']} pairs of one model on one cluster"
             )
+            for group in result["groups"]:
+                out.append(
+                    f"    {group['tau']:5.2f} over {group['pairs']:2} pairs of {group['layouts']} layouts, the one put "
+                    f"first {group['regret']:.1%} slower than the best: {group['group']}"
+                )
         for reason, count in sorted(result["skipped"].items(), key=lambda item: -item[1]):
             out.append(f"  skipped {count:4}    {reason}")
         if rows:

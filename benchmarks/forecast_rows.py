@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 
 from shardwise.cluster import Cluster, device_names, model
 from shardwise.cluster import device as devices
+from shardwise.costs.kernels import Kernels
 from shardwise.costs.layout import Layout
 from shardwise.costs.shapes import Shape
-from shardwise.costs.software import Software, software
+from shardwise.costs.software import FP8, Software, software
 from shardwise.errors import InputError
 
 UNSURE = ("uncertain", "not a measurement", "inconsistent")
@@ -114,7 +115,7 @@ def real(row: Mapping[str, str], key: str) -> float:
 
 def case_of(file: str, cells: Mapping[str | None, object]) -> Case:
     """The case of a row; raises `Skip` with the reason."""
-    row: Mapping[str, str] = Row(cells)
+    row = _first(Row(cells))
     notes = row["notes"].lower()
     for word in UNSURE:
         if word in notes:
@@ -147,7 +148,8 @@ def case_of(file: str, cells: Mapping[str | None, object]) -> Case:
         seconds=seconds,
         memory_gib=memory,
         memory_is_gb=in_gb,
-        group=f"{row['model']} {row['gpu']} n={row['n_gpus']} b={row['global_batch']} s={row['seq_len']}",
+        group=f"{row['model']} {row['gpu']} n={row['n_gpus']} b={row['global_batch']} s={row['seq_len']} "
+        f"{row['precision']}".strip(),
         one_layer="one layer" in row["table"],
         open_micro_batch=not row["micro_batch"],
         precision=precision,
@@ -155,11 +157,17 @@ def case_of(file: str, cells: Mapping[str | None, object]) -> Case:
 
 
 def plausible(row: Mapping[str, str], device: str) -> None:
-    """Raise `Skip` where a bf16 row claims more than any step reaches: 80% of the device's best steady product."""
+    """Raise `Skip` where a row claims more than any step reaches: 80% of the device's best steady product."""
     tflops = row["tflops_per_gpu"]
     best = devices(device)[0].sustained_bf16_tflops
-    if re.fullmatch(r"[\d.]+", tflops) and best is not None and float(tflops) > 0.8 * best.value:
-        raise Skip(f"{tflops} TFLOP/s of a whole step is above 80% of the best bf16 product of {device}: not bf16")
+    most = 0.8 * best.value * _faster(row, device) if best is not None else math.inf
+    if re.fullmatch(r"[\d.]+", tflops) and float(tflops) > most:
+        raise Skip(f"{tflops} TFLOP/s of a whole step is above 80% of the best product of {device}, {row['precision']}")
+
+
+def _faster(row: Mapping[str, str], device: str) -> float:
+    """How many times the rate of bf16 the row's precision has at most."""
+    return Kernels(devices(device)[0]).deeper if _fp8(row) else 1.0
 
 
 def _possible(seconds: float | None, row: Mapping[str, str], shape: Shape, layout: Layout) -> None:
@@ -167,7 +175,7 @@ def _possible(seconds: float | None, row: Mapping[str, str], shape: Shape, layou
     if seconds is None or "one layer" in row["table"]:
         return
     name = device_name(row["gpu"])
-    peak = devices(name)[0].bf16_tflops.value * 1e12 * layout.world_size
+    peak = devices(name)[0].bf16_tflops.value * _faster(row, name) * 1e12 * layout.world_size
     least = shape.flops_per_token(layout.seq) * layout.global_batch * layout.seq / peak
     if seconds < least:
         raise Skip(f"a step of {seconds:.3g} s is shorter than its FLOPs take at the peak of {name}: {least:.3g} s")
@@ -188,14 +196,31 @@ def _as_told(row: Mapping[str, str], shape: Shape) -> None:
 
 def _precision(row: Mapping[str, str]) -> str:
     text = row["precision"].lower()
-    if "bf16 alt in parens" in text:
-        # docs/performance-summary-archive.md of NVIDIA-NeMo/Megatron-Bridge, footnote of the 25.09 tables
-        raise Skip("FP8 twice: by the source's footnote the figures in parentheses are another FP8 granularity")
     if text not in ("", "n/a") and not re.search(r"bf16|bfloat16|fp16|float16|fp8|mixed|amp", text):
         raise Skip(f"precision {row['precision']!r} is not modelled")
-    if "fp8" in text:
-        raise Skip("FP8 is not modelled")
     return "bf16"
+
+
+def _fp8(row: Mapping[str, str]) -> str:
+    """The recipe of FP8 that a row's precision names, as what follows a software's name; "" where it has none.
+
+    Where two are given, "FP8-CS (FP8-MX)", the row's figures are "first (second)", and the first is scored; by the
+    footnote of the 25.09 tables of NVIDIA-NeMo/Megatron-Bridge the second ones are FP8 of another granularity too.
+    """
+    text = row["precision"].lower()
+    if "fp8" not in text:
+        return ""
+    if text.startswith(("fp8-mx", "mxfp8")):
+        return FP8["blocks"].suffix
+    return FP8["delayed" if software_name("", row) == "llm-foundry" else "current"].suffix
+
+
+def _first(row: Row) -> Row:
+    """The row with the first of two figures where cells give two: "1 (2)" for two recipes of FP8."""
+    if "(" not in row["precision"]:
+        return row
+    columns = ("tp", "cp", "pp", "vpp", "dp_shard", "tflops_per_gpu", "tokens_per_s_per_gpu")
+    return Row({**row, **{name: re.sub(r"(?<=\d) \([\d.]+\)$", "", row[name]) for name in columns}})
 
 
 def _shape(file: str, row: Mapping[str, str]) -> Shape:
@@ -270,10 +295,10 @@ def _layout(file: str, row: Mapping[str, str], shape: Shape) -> Layout:
     batch = number(row, "global_batch", micro * dp)
     if batch % (micro * dp):
         raise Skip(f"a global batch of {batch} does not divide over {dp} data ranks x micro-batch {micro}")
-    stage = re.match(r"[0-3](?!\d)", row["dp_shard"] or "0")
-    if not stage:
-        raise Skip(f"dp_shard is not a ZeRO stage: {row['dp_shard']!r}")
-    zero = int(stage[0])
+    stage = re.match(r"\d+", row["dp_shard"] or "0")
+    if not stage or 3 < int(stage[0]) != dp * cp:
+        raise Skip(f"dp_shard is neither a ZeRO stage nor all data ranks: {row['dp_shard']!r}")
+    zero = min(3, int(stage[0]))  # ranks that FSDP shards over, where it is more
     named = re.search(r"schedule=([\w-]+)", notes)
     chunks, schedule = 1 if named else number(row, "vpp", 1), "1f1b"
     stage_layers: tuple[int, ...] = ()
@@ -353,12 +378,12 @@ def software_name(file: str, row: Mapping[str, str]) -> str:
 
 
 def _software(file: str, row: Mapping[str, str], layout: Layout) -> Software:
-    found = software(software_name(file, row))
+    found = software(software_name(file, row) + _fp8(row))
     if found.name == "megatron-2021" and "ZeRO" in row["table"]:
         found = software("deepspeed-2021")
     if layout.schedule.startswith("zb"):
         found = replace(found, overlap_p2p=True)  # their runtime posts messages ahead; Megatron's schedules wait
-    if found.name == "llm-foundry" and "PURE" in row["notes"]:
+    if found.name.startswith("llm-foundry") and "PURE" in row["notes"]:
         found = replace(found, states="bf16-full")
     return found
 
@@ -408,7 +433,7 @@ def _ci(file: str, row: Mapping[str, str]) -> Case:
     """Megatron's golden values: memory of the last rank of a GPT; models below 7B are marked small."""
     if not row["model"].startswith("gpt/"):
         raise Skip("not a GPT")
-    if row["precision"] not in ("bf16", "fp16"):  # which hold as many bytes
+    if row["precision"] not in ("bf16", "fp16", "fp8"):  # the first two hold as many bytes
         raise Skip(f"precision {row['precision']}")
     if number(row, "num_experts", 0, least=0) or row["megatron_fsdp"] == "1":
         raise Skip("experts, or Megatron's FSDP")
@@ -439,7 +464,7 @@ def _ci(file: str, row: Mapping[str, str]) -> Case:
         schedule="interleaved1f1b" if chunks > 1 else "1f1b",
     )  # fmt: skip
     name = device_name(row["gpu"] or CI_GPU)
-    found = software(software_name(file, row))
+    found = software(software_name(file, row) + _fp8(row))
     if "unfused" in row["attn"] or row["transformer_impl"] == "local":
         found = replace(found, attention="unfused")
     return Case(

@@ -16,8 +16,11 @@ from shardwise.costs.memory import layer_activations, stage_parameters, states
 from shardwise.costs.shapes import Shape
 from shardwise.costs.software import STATES, software
 from shardwise.costs.wire import Group, Wire
+from shardwise.errors import InputError
 from shardwise.layout.schedules import Times, make_schedule
 from shardwise.measure.machine import attention_times
+from shardwise.models import tasks
+from shardwise.planner.door import simulate as forecast_of_task
 from shardwise.simulator import simulate
 from shardwise.simulator.events import Op, run
 from shardwise.simulator.pipeline import play, play_all, schedule
@@ -204,6 +207,45 @@ def test_work_costs_what_it_adds() -> None:
 def test_a_device_without_a_table_says_roofline() -> None:
     assert Kernels(Cluster.parse("8 mi300x").device).basis.startswith("roofline")
     assert Kernels(NODE.device).basis.startswith("measured")
+
+
+def test_a_device_of_a_generation_that_was_measured_slows_down_on_small_products_as_that_does() -> None:
+    borrowed = Kernels(Cluster.parse("8 gb200").device)
+    assert borrowed.basis.endswith("by shape as on b200_sxm")
+    rates = [
+        2 * m * 4096 * k / borrowed.product(m, 4096, k) / 1e12 for m, k in ((128, 512), (1024, 4096), (16384, 8192))
+    ]
+    assert rates == sorted(rates)
+    assert rates[0] < 0.5 * rates[-1]
+    assert rates[-1] < borrowed.peak_tflops < borrowed.best_tflops
+
+
+# --- FP8
+
+
+@pytest.mark.parametrize("recipe", ["-fp8", "-fp8-delayed", "-mxfp8"])
+def test_fp8_halves_products_and_pays_for_its_casts(recipe: str) -> None:
+    layout = Layout(seq=8192, n_micro=8, shard=8, zero=1)
+    wide, narrow = (simulate(LLAMA, layout, NODE, software(name)) for name in ("nemo", "nemo" + recipe))
+    assert 1.2 < wide.step_s / narrow.step_s < 1.8  # attention, norms and the head are what they were
+    assert narrow.worst.terms["weights in FP8"] == pytest.approx(2 * 32 * LLAMA.layer_parameters, rel=0.01)
+    assert narrow.worst.terms["activations"] < wide.worst.terms["activations"]
+    assert "no plan of this version runs it" in narrow.basis["implementation"]
+
+
+def test_small_products_gain_nothing_from_fp8() -> None:
+    small = LLAMA.with_(hidden=512, heads=4, kv_heads=4, ffn=1024, vocab=1024)
+    wide, narrow = (simulate(small, Layout(seq=1024), NODE, software(name)) for name in ("nemo", "nemo-fp8"))
+    assert narrow.step_s > wide.step_s
+
+
+def test_fp8_is_refused_where_a_device_or_a_task_cannot_have_it() -> None:
+    with pytest.raises(InputError, match="a100-sxm-80gb has no FP8 products"):
+        simulate(LLAMA, Layout(seq=2048), Cluster.parse("8 a100-sxm-80gb"), software("nemo-fp8"))
+    with pytest.raises(InputError, match=r"--software torchtitan$"):
+        forecast_of_task(tasks.mlp(), "dp_replicate=2", Cluster.parse("2 h100-sxm-80gb"), software="torchtitan-mxfp8")
+    with pytest.raises(InputError, match="NAME-mxfp8"):
+        software("nemo-fp4")
 
 
 def test_the_estimate_is_near_the_simulation() -> None:

@@ -63,12 +63,20 @@ def test_a_run_is_scored(tmp_path: Path) -> None:
     assert abs(found["time"]["bias"]) < 0.5
 
 
+@pytest.mark.parametrize("precision", ["fp8", "FP8-CS (FP8-MX)", "fp8 (bf16 alt in parens)", "FP8-MX"])
+def test_a_run_in_fp8_is_scored_by_the_first_of_its_figures(precision: str, tmp_path: Path) -> None:
+    wide = score(published(tmp_path))["lines"][0]
+    rate = "9000 (8000)" if "(" in precision else "9000"
+    narrow = score(published(tmp_path, precision=precision, tokens_per_s_per_gpu=rate, step_time_s=""))["lines"][0]
+    assert 0.5 < narrow["forecast_s"] / wide["forecast_s"] < 0.9
+    assert narrow["measured_s"] == pytest.approx(32 * 8192 / 8 / 9000)
+
+
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
         ({"notes": "recalled: uncertain"}, "uncertain"),
         ({"notes": "NOT A MEASUREMENT"}, "not a measurement"),
-        ({"precision": "FP8"}, "FP8"),
         ({"gpu": "Abacus"}, "not in the catalogue"),
         ({"hidden": ""}, "hidden is not published"),
         ({"step_time_s": ""}, "neither time nor memory"),
@@ -76,8 +84,8 @@ def test_a_run_is_scored(tmp_path: Path) -> None:
         ({"n_gpus": "16"}, "are not 16 GPUs"),
         ({"heads": "0"}, "heads is outside"),
         ({"step_time_s": "soon"}, "step_time_s is not one number"),
-        ({"precision": "fp8 (bf16 alt in parens)"}, "another FP8 granularity"),
-        ({"dp_shard": "64 (0)"}, "not a ZeRO stage"),
+        ({"precision": "fp8", "gpu": "A100-SXM-80GB"}, "has no FP8 products"),
+        ({"dp_shard": "64 (0)"}, "neither a ZeRO stage nor all data ranks"),
         ({"gpu": ""}, "may be empty"),
         ({"model": "nobody's-30B-A3B"}, "shape of its experts"),
         ({"model": "nobody's 8x7B"}, "shape of its experts"),

@@ -55,6 +55,7 @@ def device(name: str) -> tuple[Device, Tier]:
         sustained_bf16_tflops=figure("sustained_bf16_tflops"),
         host_gbps=figure("host_gbps"),
         table=row["table"],
+        products_of=row["products_of"],
         **values,  # type: ignore[arg-type]
     )
     own = Figure(float(row["link_gbps"]), kind, row["source"])

@@ -69,6 +69,7 @@ class Device:
     overheads: tuple[Overhead, ...] = ()  # what Python and the engine add, technique by technique
     factors: tuple[Factor, ...] = ()  # what ops take inside a step, over what they take alone, by kind
     table: str = ""  # under which name matrix products and collectives are tabulated
+    products_of: str = ""  # whose table says how products hang on their shape, where this device has none
     kind: str = "cuda"  # cuda or cpu
 
     @property
@@ -238,7 +239,7 @@ def _device(where: str, data: dict[str, Any]) -> Device:
     _only(where, data, tuple(f.name for f in fields(Device)))
     values: dict[str, Any] = {}
     for f in fields(Device):
-        if f.name in ("name", "table", "kind"):
+        if f.name in ("name", "table", "products_of", "kind"):
             if f.name in data:
                 values[f.name] = str(data[f.name])
         elif f.name in ROWS:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from shardwise.costs.kernels import Kernels
 from shardwise.costs.layout import Layout
 from shardwise.costs.shapes import Shape
-from shardwise.costs.software import Software
+from shardwise.costs.software import FP8, Software
 
 EAGER = 1.6  # an unfused chain of elementwise ops moves about this many times a fused one's bytes (assumed)
 ACT_BYTES = 2  # activations in bf16 or fp16
@@ -68,8 +68,9 @@ class Block:
     def layer(self) -> Times:
         """One layer, one micro-batch."""
         attention, products = self._attention(), self._products()
-        forward = products[0] + attention[0] + self._norms()[0] + self._feed_forward_stream()[0]
-        backward_input = products[1] + attention[1] + self._norms()[1] + self._feed_forward_stream()[1]
+        streams = [sum(kind) for kind in zip(self._norms(), self._feed_forward_stream(), self._casts(), strict=True)]
+        forward = products[0] + attention[0] + streams[0]
+        backward_input = products[1] + attention[1] + streams[1]
         times = Times(forward, backward_input, products[2], 0.0, attention[0], attention[1])
         times.forward_messages, times.backward_messages = self._messages()
         if self.layout.recompute == "full":
@@ -93,10 +94,11 @@ class Block:
         out = [0.0, 0.0, 0.0]
 
         def add(rows: float, wide: float, deep: float, times: float = 1.0) -> None:
-            out[0] += times * self.kernels.product(rows, wide, deep)
-            out[1] += times * self.kernels.product(rows, deep, wide)
-            out[2] += times * self.kernels.product(wide, deep, rows, accumulate=self.software.accumulates)
+            out[0] += times * product(rows, wide, deep)
+            out[1] += times * product(rows, deep, wide)
+            out[2] += times * product(wide, deep, rows, accumulate=self.software.accumulates)
 
+        product = self.kernels.layer_product
         for wide, deep in self._widths():
             add(tokens, wide, deep)
         s, t = self.shape, self.layout.tp
@@ -194,6 +196,23 @@ class Block:
         if s.experts:  # sorted by expert and back, weighted
             permute = 4 * lay.tokens * s.top_k * s.hidden * ACT_BYTES / (lay.tp if lay.sp else 1)
         return self._stream(forward + permute, 1), self._stream(backward + permute, 2)
+
+    def _casts(self) -> tuple[float, float]:
+        """Seconds of scaling and casting what products in FP8 read: inputs and weights; gradients of outputs.
+
+        Weights are cast once in a step, so each micro-batch bears its part.
+        """
+        if not self.software.fp8:
+            return 0.0, 0.0
+        s, lay = self.shape, self.layout
+        pairs = [*self._widths(), ((2 if s.gated else 1) * s.ffn / lay.tp, s.hidden), (s.hidden, s.ffn / lay.tp)]
+        routed = (s.top_k + s.shared_experts) if s.experts else 1
+        rows = [lay.tokens, lay.tokens, lay.tokens * routed, lay.tokens * routed]
+        weights = s.layer_parameters / lay.tp / (lay.ep if s.experts else 1) / (lay.n_micro * lay.rounds)
+        inputs = sum(count * deep for count, (_, deep) in zip(rows, pairs, strict=True)) + weights
+        outputs = sum(count * wide for count, (wide, _) in zip(rows, pairs, strict=True))
+        each = FP8[self.software.fp8].cast_bytes
+        return self.kernels.stream(inputs * each, 8), self.kernels.stream(outputs * each, 4)
 
     # --- communication
 

@@ -1,7 +1,9 @@
 """How long one kernel takes on one device: matrix products, attention, streams of memory.
 
-Products read the measured table of the device, times the share of it that long runs hold; a device without a table
-gets a roofline: the sustained rate if known, else `ROOFLINE_SHARE` of the data sheet. `Kernels.basis` says which.
+Products read the measured table of the device, times the share of it that long runs hold. A device without a table
+has one rate for large products, the sustained one if known, else `ROOFLINE_SHARE` of the data sheet: other shapes
+are as much slower as on a device of its generation, or, where no such one has a table, as a roofline says.
+`Kernels.basis` says which.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from itertools import pairwise
 
 from shardwise.cluster import Device, GemmTable, OpTable, gemm_table, measured_ops, measured_products
 from shardwise.cluster.catalogue import read
+from shardwise.errors import InputError
 
 ROOFLINE_SHARE = 0.70  # of the data sheet's rate, for large products without a table (assumed)
 STREAM_SHARE = 0.85  # of the data sheet's memory bandwidth, without a measurement (assumed)
@@ -76,6 +79,7 @@ class Kernels:
     launch_us   what a kernel's launch adds on the device
     call_s      what the host takes to start an op or a view, where it computes the ops itself
     host_s      what it takes to start one that a device computes behind it: a lower bound of the time of many
+    fp8         the layers' products of a decoder read FP8
     """
 
     device: Device
@@ -83,20 +87,40 @@ class Kernels:
     dtype: str = "bf16"
     call_s: float = 0.0
     host_s: float = 0.0
+    fp8: bool = False
 
     @property
     def table(self) -> GemmTable | None:
         if self.device.products:
             return measured_products(self.device.products, self.dtype)
-        return gemm_table(self.device.table) if self.device.table and self.dtype == "bf16" else None
+        if self.dtype != "bf16":
+            return None
+        own = gemm_table(self.device.table) if self.device.table else None
+        return own or (gemm_table(self.device.products_of) if self.device.products_of else None)
+
+    @property
+    def borrowed(self) -> bool:
+        """Whether the table is that of another device of the generation."""
+        return self.table is not None and not self.device.products and self.table.name != self.device.table
+
+    @property
+    def share(self) -> float:
+        """What long runs hold of the rates in the table; of a borrowed one, this device's rate over its best."""
+        if self.table is not None and self.borrowed:
+            return self.peak_tflops / self.table.best
+        return sustained(self.device.table, "matmul") or 1.0
 
     @property
     def best_tflops(self) -> float:
         """The best product measured on such a device, else the data sheet's rate: no step computes faster."""
+        deeper = self.deeper if self.fp8 else 1.0
         if self.table is None:
-            return peak_tflops(self.device, self.dtype)
+            return peak_tflops(self.device, self.dtype) * deeper
+        if self.borrowed:
+            return peak_tflops(self.device, self.dtype) * deeper
         quicker = min(1.0, self.factor("product"))  # than a product alone, inside a step of a device that was probed
-        return max(self.table.best, peak_tflops(self.device, self.dtype) if not self.device.products else 0) / quicker
+        best = max(self.table.best, peak_tflops(self.device, self.dtype) if not self.device.products else 0)
+        return best / quicker * deeper
 
     @property
     def basis(self) -> str:
@@ -104,16 +128,15 @@ class Kernels:
         if self.table is not None:
             if self.device.products:
                 return f"products measured on {self.table.name}"
-            share = sustained(self.device.table, "matmul") or 1.0
-            return f"measured products of {self.table.name} by shape x {share:g} (long runs)"
+            if self.borrowed:
+                return f"{self.peak_tflops:.0f} TFLOP/s for the largest products, by shape as on {self.table.name}"
+            return f"measured products of {self.table.name} by shape x {self.share:g} (long runs)"
         return f"roofline: {self.peak_tflops:.0f} TFLOP/s for any large product, not measured by shape"
 
     @property
     def peak_tflops(self) -> float:
         """The rate of large products without a table."""
         d = self.device
-        if self.dtype == "fp8" and d.fp8_tflops is not None:
-            return d.fp8_tflops.value * ROOFLINE_SHARE
         if self.dtype == "fp32":
             if d.fp32_tflops is not None:
                 return d.fp32_tflops.value
@@ -127,13 +150,28 @@ class Kernels:
             return 0.0
         table = self.table
         if table is not None:
-            seconds = table.seconds(m, n, k) / (sustained(self.device.table, "matmul") or 1.0)
+            seconds = table.seconds(m, n, k) / self.share
         else:
             moved = 2.0 * (m * k + k * n + m * n)
             seconds = max(2.0 * m * n * k / (self.peak_tflops * 1e12), moved / self.bandwidth)
         if accumulate:
             seconds += ACCUMULATED * 8.0 * m * n / self.bandwidth
         return seconds + self.launch_us * 1e-6
+
+    @property
+    def deeper(self) -> float:
+        """How many times the elements of bf16 a device multiplies in FP8; raises `InputError` where it has none."""
+        if self.device.fp8_tflops is None:
+            raise InputError(f"{self.device.name} has no FP8 products (H100, L40S and later devices have)")
+        return self.device.fp8_tflops.value / self.device.bf16_tflops.value
+
+    def layer_product(self, m: float, n: float, k: float, *, accumulate: bool = False) -> float:
+        """A product inside a layer, in FP8 where the layers' are.
+
+        An instruction takes twice the elements at half the bytes each: (m, k) x (k, n) then takes what k / 2 takes in
+        bf16. cuBLASLt's products of 8192 on H200 reach 0.81 of the data sheet so, and 0.80 to 0.84 in bf16.
+        """
+        return self.product(m, n, k / self.deeper if self.fp8 else k, accumulate=accumulate)
 
     @property
     def bandwidth(self) -> float:
@@ -167,7 +205,7 @@ class Kernels:
     def batched(self, batch: float, m: float, n: float, k: float) -> float:
         """`batch` products with a short k: bound by the device's rate or by the bytes that they write."""
         table = self.table
-        best = table.best * (sustained(self.device.table, "matmul") or 1.0) if table else self.peak_tflops
+        best = table.best * self.share if table else self.peak_tflops
         moved = 2.0 * batch * (m * k + k * n + m * n)
         rate = best * BATCHED_SHARE * 1e12
         return max(2.0 * batch * m * n * k / rate, moved / self.bandwidth) + self.launch_us * 1e-6

@@ -109,6 +109,10 @@ def layer_activations(shape: Shape, layout: Layout, software: Software) -> dict[
     if s.dropout:
         out["dropout masks"] = 2 * tokens * s.hidden / (t if lay.sp else 1)
     out |= _feed_forward(shape, layout)
+    if software.fp8:  # inputs of products are kept as they are read, one byte each; attention keeps its own output too
+        out["norm outputs"] /= 2
+        out["activation"] /= 2
+        out["attention output"] *= 1.5
     if lay.recompute == "selective" and software.attention != "unfused":
         # the selective policy keeps products and attention, and computes norms and activations again
         out["norm outputs"] = 0.0
@@ -161,6 +165,9 @@ def rank_memory(
             terms["embedding output"] += stream / 2 * in_flight
     if last:
         terms["head input"] = 2 * stream * min(in_flight, 1.0)
+    if software.fp8:  # of the layers' matrices, along rows and along columns; of gathered ones, two layers at a time
+        cast = layers if layout.zero < 3 else min(layers, 2)
+        terms["weights in FP8"] = 2.0 * sum(stage_parameters(shape, layout, cast, first=False, last=False).values())
     terms["workspaces"] = software.workspace_bytes
     terms["buffers"] = buffers(shape, layout, software, layers, parameters)
     peaks = {"one layer's backward": transient(shape, layout, software)}

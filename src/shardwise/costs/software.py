@@ -78,6 +78,7 @@ class Software:
     launch_us        time a kernel's launch adds on the device
     logit_peak_bytes bytes alive for one logit when the loss is made: 2 in bf16, 4 in float32, and what is not in place
     workspace_bytes  what libraries keep for themselves inside the allocator (cuBLAS, Transformer Engine)
+    fp8              how inputs of the layers' products are scaled where those are in FP8, a key of FP8, else ""
     """
 
     name: str
@@ -100,6 +101,7 @@ class Software:
     launch_us: float = 2.0
     logit_peak_bytes: float = 14.0
     workspace_bytes: float = 0.0
+    fp8: str = ""
     source: str = ""
 
 
@@ -220,10 +222,42 @@ SOFTWARE: dict[str, Software] = {
 }
 
 
+@dataclass(frozen=True)
+class Fp8:
+    """A recipe of FP8: bytes moved for one element that is scaled and cast, and what follows the name of a software.
+
+    Each is read in bf16 and written twice, along rows and along columns: products contract over neighbours in memory.
+    """
+
+    suffix: str
+    cast_bytes: float
+    source: str
+
+
+FP8: dict[str, Fp8] = {
+    "current": Fp8("-fp8", 6, "scaled by its own largest value, which takes a pass of its own (torchao tensorwise)"),
+    "delayed": Fp8(
+        "-fp8-delayed", 4, "scaled by the largest value of earlier steps (Transformer Engine's first recipe)"
+    ),
+    "blocks": Fp8("-mxfp8", 4, "scaled block by block in the pass that casts (MXFP8)"),
+}
+
+
 def software(name: str) -> Software:
-    """By name; an unknown one raises `InputError`."""
+    """By name, "torchtitan-fp8" with the products of its layers in FP8 (`FP8`); an unknown one raises `InputError`."""
+    for recipe, fp8 in FP8.items():
+        if name.removesuffix(fp8.suffix) in SOFTWARE and name.endswith(fp8.suffix):
+            plain = SOFTWARE[name.removesuffix(fp8.suffix)]
+            return replace(
+                plain, name=name, fp8=recipe,
+                source=f"{plain.source}; the layers' products in FP8, each input {fp8.source}: a forecast, no plan of "
+                "this version runs it",
+            )  # fmt: skip
     if name not in SOFTWARE:
-        raise InputError(f"no software {name!r}{did_you_mean(name, list(SOFTWARE))} (known: {', '.join(SOFTWARE)})")
+        raise InputError(
+            f"no software {name!r}{did_you_mean(name, list(SOFTWARE))} (known: {', '.join(SOFTWARE)}; "
+            f"FP8: {', '.join(f'NAME{fp8.suffix}' for fp8 in FP8.values())})"
+        )
     return SOFTWARE[name]
 
 

@@ -84,6 +84,9 @@ class _Where:
         """Any task: its module is traced."""
         from shardwise.planner.traced_task import default_samples, traced_subject
 
+        if self.software.fp8:
+            plain = self.software.name.split("-fp8")[0].split("-mxfp8")[0]
+            raise InputError(f"FP8 is forecast for decoders by their numbers alone; for this task, --software {plain}")
         where = (self.cluster, self.software, samples, self.precision)
         if self.plan is None:
             return traced_subject(task, *where, say=self.say, remarks=remarks)

@@ -52,7 +52,7 @@ class Step:
 
     @property
     def kernels(self) -> Kernels:
-        return Kernels(self.cluster.device, self.software.launch_us, self.precision)
+        return Kernels(self.cluster.device, self.software.launch_us, self.precision, fp8=bool(self.software.fp8))
 
     @property
     def wire(self) -> Wire:
