@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import random
 import shutil
@@ -31,6 +32,17 @@ PLANS = [
     "pp=2,dp_shard=2,zero=1,microbatches=2", "dp_shard=4,ep=4,zero=3", "dp_shard=3,zero=2,precision=bf16",
 ]  # fmt: skip
 TASK = "moe_shared"  # experts, uneven heads; (1, E) rows
+SEQUENCES = [
+    "single", "cp=2", "cp=3,zero=3", "cp=2,tp=2", "cp_ulysses=2,zero=1", "cp=2,cp_ulysses=2,zero=2",
+    "pp=2,cp=2,microbatches=2", "dp_replicate=2,cp=2", "dp_shard=2,cp=2,tp=2,zero=2", "dp_shard=2,cp=2,zero=3",
+    "cp=2,zero=1,precision=bf16", "dp_shard=3,zero=1",
+]  # fmt: skip
+FIELDS = [
+    "single", "domain=2", "domain=1x3,zero=1", "domain=2x2,zero=3", "domain=2,pp=2", "domain=3x2,zero=2",
+    "dp_replicate=2,domain=1x2", "dp_shard=2,domain=2,zero=2", "dp_shard=2,domain=2x2,zero=3",
+    "domain=2,zero=1,precision=bf16", "dp_shard=3,zero=1", "pp=2,microbatches=2",
+]  # fmt: skip
+MATRICES = {TASK: PLANS, "decoder": SEQUENCES, "domain_tasks:resnet": FIELDS}
 
 
 def world(plan: str) -> int:
@@ -51,7 +63,9 @@ def state_of(engine: Engine, ema: Ema | None = None) -> dict[str, str]:
 
 def saved(task: str, plan: str, folder: str, steps: int, read_from: str | None = None) -> dict[str, str]:
     """State after `steps` steps, or of a checkpoint; saved below `folder`."""
-    engine = shardwise.parallelize(getattr(tasks, task)(), plan, seed=0 if read_from is None else 7)
+    home, _, name = task.rpartition(":")
+    made = getattr(importlib.import_module(home) if home else tasks, name)()
+    engine = shardwise.parallelize(made, plan, seed=0 if read_from is None else 7)
     ema = Ema(engine, 0.5)
     saver = Saver(engine, folder, background=False, ema=ema)
     for step in range(steps):
@@ -105,11 +119,12 @@ def test_other_models_through_a_few_plans(task: str, pool, tmp_path: Path) -> No
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("plan", PLANS)
-def test_every_plan_to_every_plan(plan: str, pool, tmp_path: Path) -> None:
-    first, *_ = pool.run(saved, world(plan), TASK, plan, str(tmp_path / "a"), 2)
-    for other in PLANS:
-        ranks = pool.run(saved, world(other), TASK, other, str(tmp_path / "b"), 0, str(tmp_path / "a"))
+@pytest.mark.parametrize(("task", "plan"), [(task, plan) for task, plans in MATRICES.items() for plan in plans])
+def test_every_plan_to_every_plan(task: str, plan: str, pool, tmp_path: Path) -> None:
+    assert len(MATRICES[task]) == 12
+    first, *_ = pool.run(saved, world(plan), task, plan, str(tmp_path / "a"), 2)
+    for other in MATRICES[task]:
+        ranks = pool.run(saved, world(other), task, other, str(tmp_path / "b"), 0, str(tmp_path / "a"))
         assert all(not differing(first, state) for state in ranks), (plan, other, differing(first, ranks[0])[:3])
 
 

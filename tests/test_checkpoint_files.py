@@ -399,4 +399,9 @@ def test_ranks_that_do_not_agree_are_refused(tmp_path: Path) -> None:
     publish.give_up(work_of(tmp_path, 2, 1)[0], OSError("No space left on device"), Disk())
     with pytest.raises(RunError, match="rank 1: No space left"):
         publish.publish(work, Disk())
+    publish.give_up(work_of(tmp_path, 3, 1)[0], OSError("before there was a folder"), Disk())
+    work, parts = work_of(tmp_path, 3, 0)
+    publish.write_rank(work, parts, Disk())
+    with pytest.raises(RunError, match="rank 1: before there was a folder"):
+        publish.publish(work, Disk(), wait_s=10)
     assert publish.scan(tmp_path) == []

@@ -256,8 +256,8 @@ def test_rank_that_others_wait_for_is_named(pool: RankPool) -> None:
     with pytest.raises(RunError, match="rank 1 had not finished") as caught:
         pool.run(wait_for, 2, 1, timeout_s=1.5)
     assert caught.value.rank == 1
-    assert "in wait_for" in str(caught.value)
-    assert "rank 0: " in str(caught.value)
+    text = str(caught.value)  # rank 0's own time is over, or it is still in there
+    assert "in wait_for" in text and ("rank 0: " in text or "rank 0 waits for rank 1 in barrier" in text)
 
 
 @pytest.mark.parametrize(("how", "text"), [("kill", "died of SIGKILL"), ("exit", "left with exit code 7")])

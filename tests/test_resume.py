@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import domain_tasks
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -45,9 +46,25 @@ class Sequences:
         return {"tokens": tokens, "labels": tokens.clone(), "id": torch.tensor(indices) + self.first}
 
 
-def task(moe: bool) -> shardwise.Task:
-    made = tasks.moe_shared() if moe else tasks.decoder_dropout()
-    return made.with_(batch=None, data=Blend({"a": (Sequences(0, 13), 3.0), "b": (Sequences(100, 9), 1.0)}))
+class Fields(Sequences):
+    """Fields with a number of their own, drawn from it."""
+
+    def read(self, indices: list[int], region: Any = None) -> dict[str, torch.Tensor]:
+        draws = [torch.Generator().manual_seed(self.first + i) for i in indices]
+        values = torch.stack([torch.randn(5, 11, 13, generator=one) for one in draws])
+        return {"x": values[:, :3], "y": values[:, 3:], "id": torch.tensor(indices) + self.first}
+
+
+def task(plan: str) -> shardwise.Task:
+    made = (
+        domain_tasks.point_wise()
+        if "domain" in plan
+        else tasks.moe_shared()
+        if "ep" in plan
+        else tasks.decoder_dropout()
+    )
+    kind = Fields if "domain" in plan else Sequences
+    return made.with_(batch=None, data=Blend({"a": (kind(0, 13), 3.0), "b": (kind(100, 9), 1.0)}))
 
 
 def walked(plan: str, seed: int, folder: str, first: int, save_after: int, stop: int) -> tuple[list, list, str]:
@@ -56,7 +73,7 @@ def walked(plan: str, seed: int, folder: str, first: int, save_after: int, stop:
     first        where it is not 0, the checkpoint in `folder` is gone on from
     save_after   a checkpoint is written in the background after this step, while training goes on
     """
-    engine = shardwise.parallelize(task("ep" in plan), plan, seed=seed, randomness="global", clip_norm=1.0)
+    engine = shardwise.parallelize(task(plan), plan, seed=seed, randomness="global", clip_norm=1.0)
     saver = Saver(engine, folder)
     assert engine.task.data is not None
     loader = Loader(engine.task.data, seed, 6, accumulate=engine.plan.step_microbatches,
@@ -81,7 +98,7 @@ def walked(plan: str, seed: int, folder: str, first: int, save_after: int, stop:
 
 
 PLANS = ["single", "dp_replicate=2", "dp_shard=2,zero=1,accumulate=2", "dp_shard=2,zero=2", "dp_shard=2,zero=3",
-         "tp=2", "pp=2,microbatches=2", "dp_shard=2,ep=2,zero=1"]  # fmt: skip
+         "tp=2", "pp=2,microbatches=2", "dp_shard=2,ep=2,zero=1", "cp=2,zero=3", "domain=2x2,zero=1"]  # fmt: skip
 STEPS = 6
 
 

@@ -198,6 +198,7 @@ def give_up(work: Work, error: Exception, disk: Disk) -> None:
     """Say in the folder that this rank's part will not come; rank 0 removes the folder. Never raises."""
     try:
         if work.rank:
+            disk.folder(work.at)  # which nobody may have come to yet
             disk.file(work.at / f"rank-{work.rank:05d}{FAILED}", [str(error).encode()])
         elif work.at.exists():
             disk.remove(work.at)

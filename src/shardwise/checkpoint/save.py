@@ -184,7 +184,8 @@ class Saver:
         end = max([len(self._header), *(entry.end for entry in entries.values())])
         if self._buffer is None or len(self._buffer) != end:
             os.ftruncate(self._file, end)
-            self._buffer = mmap.mmap(self._file, end)
+            touched = getattr(mmap, "MAP_POPULATE", 0)  # the first copy is not to wait for every page
+            self._buffer = mmap.mmap(self._file, end, mmap.MAP_SHARED | touched)
         self._mapped()[: len(self._header)] = self._header
         self._layout = layout
 

@@ -100,6 +100,12 @@ class Watch:
         """The first collective in which ranks differ, if one is kept."""
         return self._differing(self.see())
 
+    def waiting(self) -> dict[int, str]:
+        """For each rank that waits for others that have not come: where it waits, and for whom."""
+        ranks = self.see()
+        absent = {rank: missing_of(seen, ranks) for rank, seen in ranks.items() if seen.waits_key and not seen.ended}
+        return {rank: self.waiting_line(ranks[rank], missing) for rank, missing in absent.items() if missing}
+
     # --- certain
 
     def _differing(self, ranks: Mapping[int, Seen]) -> Finding | None:

@@ -40,6 +40,7 @@ class Outcome:
 
     finding   what the ranks' records told: a hang, or what the first failure came from
     steps     of each rank, the last step that it began; -1 before the first
+    waits     where ranks waited for others when the time was over
     """
 
     results: dict[int, bytes] = field(default_factory=dict)
@@ -47,6 +48,7 @@ class Outcome:
     stacks: dict[int, str] = field(default_factory=dict)
     finding: Finding | None = None
     steps: dict[int, int] = field(default_factory=dict)
+    waits: dict[int, str] = field(default_factory=dict)
 
 
 @contextmanager
@@ -114,6 +116,8 @@ def watch(
         if outcome.failures:
             soon = outcome.failures[0].at + grace_s
             limit = soon if deadline is None else min(soon, max(deadline, outcome.failures[0].at + 1.0))
+    if records is not None and pending and not outcome.failures:
+        outcome.waits = records.waiting()
     _take_stacks(pending, outcome)
     for process in pending.values() if outcome.finding is not None else ():
         process.end_at_once()  # one that was woken for its stack would go on with the run
@@ -210,8 +214,10 @@ def make_error(outcome: Outcome, world_size: int, what: str, timeout_s: float | 
     if outcome.finding is not None and not any(failure.own_class for failure in outcome.failures):
         return _found(outcome, outcome.finding, world_size, what)
     if not outcome.failures:
-        head = f"`{what}` on {world_size} ranks passed its deadline of {timeout_s:g} s; {_names(outcome.stacks)}"
-        return _finish(RunError(f"{head} had not finished\n{_stack_text(outcome)}"), min(outcome.stacks), outcome)
+        late = {rank: text for rank, text in outcome.stacks.items() if rank not in outcome.waits} or outcome.stacks
+        head = f"`{what}` on {world_size} ranks passed its deadline of {timeout_s:g} s; {_names(late)} had not finished"
+        lines = [head, *(outcome.waits[rank] for rank in sorted(outcome.waits)), _stack_text(outcome)]
+        return _finish(RunError("\n".join(lines)), min(late), outcome)
     first = min(outcome.failures, key=lambda failure: (_is_echo(failure), failure.at))
     kind = _class_of(first)
     if kind is not None:
