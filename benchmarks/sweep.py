@@ -3,6 +3,7 @@
 python benchmarks/sweep.py                         # goes on where it stopped; cells in build/sweep.jsonl
 python benchmarks/sweep.py --seconds 600 --kind nn # for so long, classes of torch.nn alone
 python benchmarks/sweep.py --again wrong,crash,blame   # these outcomes again
+python benchmarks/sweep.py --kind hf --sample 60 --seed 4  # so many of them, drawn by a seed, which is printed
 python benchmarks/sweep.py --write                 # docs/tables/sweep.md of the cells that are there
 
     equal    loss, gradients, parameters and buffers of two steps are those of one process, in float64
@@ -167,6 +168,8 @@ def main() -> None:
     parser.add_argument("--cells", type=Path, default=ROOT / "build" / "sweep.jsonl", help="finished cells")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long")
     parser.add_argument("--kind", default="", choices=["", "nn", "hf"])
+    parser.add_argument("--sample", type=int, default=0, help="that many modules, drawn by --seed")
+    parser.add_argument("--seed", type=int, default=0, help="of the sample")
     parser.add_argument("--only", default="", help="names (nn:GELU,hf:llama), with commas between")
     parser.add_argument("--again", default="", help="outcomes to run again, with commas between")
     parser.add_argument("--write", action="store_true", help=f"write docs/tables/{TABLE.name}, and run nothing")
@@ -175,6 +178,9 @@ def main() -> None:
         TABLE.write_text(as_page(read(options.cells)), encoding="utf-8")
         return
     names = options.only.split(",") if options.only else modules(options.kind)
+    if options.sample:
+        names = random.Random(options.seed).sample(sorted(names), min(options.sample, len(names)))
+        print(f"{len(names)} modules drawn by seed {options.seed}: {','.join(names)}", flush=True)
     run(options.cells, names, options.seconds, options.again.split(",") if options.again else [])
 
 

@@ -31,7 +31,7 @@ ANY_PLAN = st.builds(
     cp_ulysses=degree, ep=degree, domain=st.lists(degree, min_size=1, max_size=3).map(tuple),
     precision=st.sampled_from(PRECISIONS), reduce_dtype=st.sampled_from(REDUCE_DTYPES),
     remat=st.sampled_from(REMATS), offload=st.sampled_from(OFFLOADS), compile=st.booleans(),
-    wrap=PATTERNS.map(tuple),
+    wrap=PATTERNS.map(tuple), deterministic=st.sampled_from([0, 1, 12, 24]),
 ) | st.builds(Plan, pp=degree, schedule=st.sampled_from(["none", *SCHEDULES]), stages_per_rank=degree)  # fmt: skip
 SMALL_GRID = st.builds(
     Plan, dp_replicate=degree, dp_shard=degree, zero=st.just(0), tp=st.integers(1, 2), pp=st.integers(1, 2),
@@ -321,6 +321,14 @@ TRIGGERS: dict[str, list[str]] = {
     "domain with cp or cp_ulysses": ["domain=2,cp=2", "domain=2x2,cp_ulysses=2"],
     "domain with sp": ["domain=2,tp=2,sp=true"],
     "ep that does not divide dp_shard": ["ep=2", "dp_shard=4,ep=3"],
+    "deterministic with tp, pp, cp, cp_ulysses, domain or ep": [
+        f"{axes},deterministic=true" for axes in ("tp=2", "pp=2", "cp=2", "domain=2", "dp_shard=2,ep=2")
+    ],
+    "deterministic with dp_replicate > 1 and dp_shard > 1": ["dp_replicate=2,dp_shard=2,deterministic=true"],
+    "deterministic with compile, fp16 or bf16-full": [
+        f"{field},deterministic=true" for field in ("compile=true", "precision=fp16", "precision=bf16-full")
+    ],
+    "deterministic that accumulate x data ranks does not divide": ["dp_replicate=5,deterministic=true"],
     "offload": ["offload=optimizer"],
     "zero >= 1 with dp_shard = 1": ["zero=1", "zero=3,dp_replicate=2"],
     "wrap with zero < 3": ["wrap=Block", "dp_shard=2,zero=2,wrap=Block"],
@@ -331,6 +339,7 @@ ACCEPTED = [
     "single", "dp_replicate=4", "dp_shard=2", "dp_shard=4,zero=0", "dp_shard=4,zero=1", "dp_shard=4,zero=2",
     "dp_replicate=2,dp_shard=2", "dp_replicate=2,dp_shard=2,zero=1", "dp_shard=2,wrap=Block", "precision=fp64",
     "precision=fp16,reduce_dtype=fp16", "precision=bf16", "precision=bf16,reduce_dtype=bf16", "precision=bf16-full",
+    "deterministic=true", "dp_shard=4,zero=1,accumulate=3,deterministic=12",
     "accumulate=3", "remat=full", "remat=selective", "compile=true",
     "tp=2,sp=true,tp_overlap=true",
     "tp=2,sp=true,compile=true,remat=full", "dp_shard=2,ep=2,compile=true", "pp=2,dp_shard=2,ep=2,compile=true",

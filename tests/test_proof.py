@@ -246,3 +246,23 @@ def test_a_module_that_amplifies_rounding_is_not_proven_and_says_so(pool: RankPo
 def test_rounding_does_not_explain_what_is_far_larger(pool: RankPool) -> None:
     parity = verify("test_proof:wrong_beside_rounding", "dp_replicate=2", pool=pool)
     assert parity.text().endswith("NOT EQUAL to one process"), parity.text()
+
+
+class Table(nn.Module):
+    """A buffer that its constructor computes in float64 and rounds, and again where it is initialised."""
+
+    def __init__(self, width: int = 12) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.linspace(0, 1, width, dtype=torch.float64).sin().to(torch.float32))
+        self.layer = nn.Linear(width, tasks.CLASSES)
+        with torch.no_grad():
+            self.layer.weight.copy_((self.layer.weight.double() / 3).float())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x + self.table)
+
+
+@pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2,zero=3"])
+def test_what_a_constructor_rounds_stays_rounded_on_both_sides(plan: str, pool: RankPool) -> None:
+    parity = verify(tasks.mlp().with_(model=Table), plan, steps=1, pool=pool)
+    assert parity.parity, parity.text()

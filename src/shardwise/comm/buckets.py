@@ -17,11 +17,13 @@ from contextvars import ContextVar
 import torch
 from torch import nn
 
+from shardwise.comm.tree import FixedOrder
 from shardwise.errors import RunError
 from shardwise.layout.buckets import BucketLayout, lay_out
 
 BUCKET_BYTES = 25 * 2**20
 FIRST_BUCKET_BYTES = 2**20
+LINE_BYTES = 64  # kernels may add in another order where weights begin elsewhere in a line of the cache
 _small: ContextVar[list[int] | None] = ContextVar("small buckets", default=None)
 
 
@@ -88,6 +90,12 @@ class Bucket:
         self.ensure()
         return self._views[place]
 
+    def put(self, sums: torch.Tensor) -> None:
+        """Take a buffer that was reduced elsewhere."""
+        self.buffer = sums
+        entries = zip(self.layout.entries, self.params, strict=True)
+        self._views = [shaped(sums[e.start : e.stop], p.shape, as_complex=p.is_complex()) for e, p in entries]
+
     def forget_views(self) -> None:
         """After the buffer was taken away: they would keep it alive."""
         self._views = []
@@ -105,6 +113,7 @@ class GradientBuckets:
 
     keep    buffers outlive the reduction and are the parameters' gradients (accumulation happens in them);
             otherwise `launch` takes the buffer away and each micro-batch makes a new one
+    order   sums are taken over pieces in it: buckets are given to it, and none is launched
     """
 
     def __init__(
@@ -115,19 +124,21 @@ class GradientBuckets:
         ranks: int,
         keep: bool,
         launch: Callable[[Bucket], None],
+        order: FixedOrder | None = None,
     ):
         self.names = [name for name, _ in named]
         params = [param for _, param in named]
         width = torch.empty((), dtype=dtype).element_size()
         sizes = [numbers_in(param) for param in params]
         cap, first_cap = _caps(sizes, width)
-        layouts = lay_out(sizes, cap, ranks, first_cap)
+        layouts = lay_out(sizes, cap, ranks, first_cap, align=2 if order is None else LINE_BYTES // width)
         made = _small.get()
         if made is not None:
             made.append(len(layouts))
         self.buckets = [Bucket(layout, [params[e.index] for e in layout.entries], dtype) for layout in layouts]
-        self.keep = keep
+        self.keep = keep and order is None
         self.launch = launch
+        self.order = order
         self.sync = False
         self.asleep = False  # gradients that arrive belong to nobody's step
         self.used: set[int] = set()  # parameters that got a gradient in this step
@@ -140,6 +151,8 @@ class GradientBuckets:
     def start_step(self) -> None:
         """Forget the last step's gradients."""
         self.used.clear()
+        if self.order is not None:
+            self.order.start_step()
         for bucket in self.buckets:
             bucket.filled.clear()
             for param in bucket.params:
@@ -147,7 +160,7 @@ class GradientBuckets:
 
     def start_micro_batch(self, *, sync: bool) -> None:
         """Before a forward; `sync`: this micro-batch's backward launches reductions."""
-        self.sync = sync
+        self.sync = sync or self.order is not None
         self.used_now = set()
         self._next = 0
         for bucket in self.buckets:
@@ -211,6 +224,10 @@ class GradientBuckets:
         self._next += 1
         bucket.complete()
         bucket.launched = True
-        self.launch(bucket)
+        if self.order is None:
+            self.launch(bucket)
+        else:
+            self.order.add(self._next - 1, bucket.ensure())
+            bucket.buffer = None
         if bucket.buffer is None:
             bucket.forget_views()

@@ -105,6 +105,11 @@ def of_plan(plan: Plan, *, global_batch: int, seq: int, uneven: bool = False) ->
             f"plan {plan}: tiles of a field are not forecast: what a tile keeps and how many rows its halos have hangs "
             "on every operation of the module; leave domain out for the step of a whole field, or measure a run"
         )
+    if plan.deterministic:
+        raise RefusedPlan(
+            f"plan {plan}: deterministic is not forecast: a rank computes its pieces one after the other, whose small "
+            "products and exchanges are not in the model; leave it out for the step of whole micro-batches, or measure"
+        )
     n_micro = plan.accumulate * plan.microbatches
     over = plan.data_ranks * n_micro
     if uneven:

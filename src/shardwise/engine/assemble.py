@@ -65,7 +65,7 @@ def assemble(task: Task, plan: Plan, mesh: Mesh, seed: int, few: Any = None) -> 
         optimizer=optimizer, owners=owners, needs_closure=nature.needs_closure,
         base_lrs=[group.get("lr") for group in optimizer.param_groups],
         scale=LossScale() if precision.scaled else None,
-        notices=notices,
+        notices=notices, order=applied.order,
     )  # fmt: skip
 
 

@@ -43,6 +43,7 @@ class Findings:
     notices: list[str] = field(default_factory=list)
     written: list[str] = field(default_factory=list)  # parameters that the forward writes into
     assigned: list[str] = field(default_factory=list)  # those whose .data it replaces
+    changed: list[str] = field(default_factory=list)  # buffers that it changes
 
 
 WEIGHTS_FREED = (
@@ -89,7 +90,9 @@ def _look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, A
     with torch.random.fork_rng(devices=[]), seen.watching():
         run = _Runner(module, evaluate, seen)
         findings.batch_norms = batch_norm_modules(module)
-        of_whole, calls, _ = run(whole)
+        before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+        of_whole, calls, after = run(whole)
+        findings.changed = [name for name, value in before.items() if not torch.equal(value, after[name])]
         findings.batch_norms += [found for found in seen.batch_norms if found not in findings.batch_norms]
         problems = share(seen.problems())
         if parts is None:

@@ -19,6 +19,7 @@ from shardwise.comm import Ledger, Observer, barrier
 from shardwise.engine import export, whole
 from shardwise.engine.assemble import assemble, look_at_task
 from shardwise.engine.check import Findings
+from shardwise.engine.deterministic import fix_threads, refuse_shared
 from shardwise.engine.optimizer_state import full_optimizer_state
 from shardwise.engine.predict import predict
 from shardwise.errors import InputError, RefusedPlan
@@ -70,11 +71,15 @@ def parallelize(
     if not dist.is_initialized() and here() is not None:
         join()  # a launcher started this process
     state = assemble(task, plan, build_mesh(plan, own_device(device)), seed)
+    if plan.deterministic:
+        fix_threads(state)
     state.clip_norm, state.schedule, state.on_nonfinite = clip_norm, schedule, on_nonfinite
     if check_loss:
         findings = look_at_task(state, masks=randomness == "global")
     else:
         findings = Findings(batch_norm_modules(state.module), BatchDims())
+    if plan.deterministic:
+        refuse_shared(findings)
     for module in findings.batch_norms if joins_batch_norms(state.data_ranks, plan) else ():
         sync_module(module, state.mesh.data, state.phase)
     if randomness == "global":

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from shardwise.comm.tree import FixedOrder
 from shardwise.engine.cutting import Cut, cut_module
 from shardwise.engine.experts import row_wise_experts, spread_experts
 from shardwise.engine.materialise import (
@@ -25,6 +26,7 @@ from shardwise.engine.samples import a_few, few_samples
 from shardwise.engine.tensor import cut_tensors
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
+from shardwise.layout.pieces import Pieces
 from shardwise.memory.recompute import recompute_block
 from shardwise.mesh import Mesh
 from shardwise.parallel.expert import ExpertParallel, WithExperts
@@ -57,6 +59,7 @@ class Applied:
     staged: StagedModule | None = None
     trained: list[str] = field(default_factory=list)  # names of all parameters that get a gradient, on any stage
     frozen: list[str] = field(default_factory=list)
+    order: FixedOrder | None = None  # where the plan is deterministic
 
 
 def apply_plan(task: Task, plan: Plan, mesh: Mesh, precision: Precision, seed: int, few: Any = None) -> Applied:
@@ -115,12 +118,13 @@ def apply_plan(task: Task, plan: Plan, mesh: Mesh, precision: Precision, seed: i
         check_room(module, plan, mesh, precision, absent)
     notices += _prepare(module, blocks, plan)
     technique: DataParallel
+    order = _fixed_order(plan, mesh)
     if mesh.shard.size > 1 and plan.zero == 3:
         notices += blocks.warnings
-        technique = _full_shard(module, blocks, value_of, mesh, precision, absent, frozen, experts)
+        technique = _full_shard(module, blocks, value_of, mesh, precision, absent, frozen, experts, order)
     else:
         fill_parameters(module, value_of, precision.compute, mesh.device, absent)
-        technique = _whole_module(module, plan, mesh, precision, experts, absent)
+        technique = _whole_module(module, plan, mesh, precision, experts, absent, order)
         if precision.mixed:
             for index, (name, _) in enumerate(trainable(module)):
                 technique.load_masters(index, value_of(name).to(mesh.device))
@@ -129,7 +133,13 @@ def apply_plan(task: Task, plan: Plan, mesh: Mesh, precision: Precision, seed: i
     if cut is not None:
         results = positions.results if positions is not None else {}
         staged = StagedModule(module, cut.mine, precision.compute, mesh.inner, results)
-    return Applied(module.train(), technique, tensor, experts, positions, notices, cut, staged, trained, frozen)
+    return Applied(module.train(), technique, tensor, experts, positions, notices, cut, staged, trained, frozen, order)
+
+
+def _fixed_order(plan: Plan, mesh: Mesh) -> FixedOrder | None:
+    if not plan.deterministic:
+        return None
+    return FixedOrder(Pieces(plan.deterministic, plan.accumulate, plan.data_ranks), mesh.data)
 
 
 def trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -200,12 +210,12 @@ def _without_effect(blocks: Blocks, plan: Plan) -> list[str]:
 
 def _full_shard(
     module: nn.Module, blocks: Blocks, value_of: ValueOf, mesh: Mesh, precision: Precision, absent: set[str],
-    frozen: list[str], experts: ExpertParallel | None,
+    frozen: list[str], experts: ExpertParallel | None, order: FixedOrder | None,
 ) -> DataParallel:  # fmt: skip
     spread = set(experts.experts) - absent if experts is not None else set()  # never gathered, so in no unit
     empty_parameters(module, precision.master, mesh.device, absent | spread)
     units = [module.get_submodule(path) for path in blocks.paths]
-    technique = FullShard(module, units, mesh, precision, absent | spread)
+    technique = FullShard(module, units, mesh, precision, absent | spread, order)
     technique.materialise(value_of, mesh.device)
     technique.make_slots()
     if not spread:
@@ -219,15 +229,16 @@ def _full_shard(
 
 
 def _whole_module(
-    module: nn.Module, plan: Plan, mesh: Mesh, precision: Precision, experts: ExpertParallel | None, absent: set[str]
-) -> DataParallel:
+    module: nn.Module, plan: Plan, mesh: Mesh, precision: Precision, experts: ExpertParallel | None, absent: set[str],
+    order: FixedOrder | None,
+) -> DataParallel:  # fmt: skip
     spread = set(experts.experts) - absent if experts is not None else set()
     named = [(name, param) for name, param in trainable(module) if name not in spread]
     technique: DataParallel
     if mesh.shard.size > 1 and plan.zero in (1, 2):
-        technique = Flat(named, mesh.shard, mesh.replicate, precision, stage=plan.zero)
+        technique = Flat(named, mesh.shard, mesh.replicate, precision, stage=plan.zero, order=order)
     else:
-        technique = Replicate(named, mesh.gradients, precision)
+        technique = Replicate(named, mesh.gradients, precision, order)
     return _with_experts(module, technique, spread, mesh, precision, stage=plan.zero) if spread else technique
 
 

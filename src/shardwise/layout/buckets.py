@@ -46,10 +46,11 @@ class BucketLayout:
         return [(entry, first, last) for entry, first, last in overlaps if first < last]
 
 
-def lay_out(sizes: list[int], cap: int, ranks: int, first_cap: int | None = None) -> list[BucketLayout]:
+def lay_out(sizes: list[int], cap: int, ranks: int, first_cap: int | None = None, align: int = 2) -> list[BucketLayout]:
     """Buckets of at most `cap` elements (one larger parameter fills its own), last parameter first.
 
-    `first_cap` bounds the first bucket, so that communication starts early in backward.
+    `first_cap` bounds the first bucket, so that communication starts early in backward; each parameter begins at a
+    multiple of `align` elements.
     """
     buckets: list[BucketLayout] = []
     entries: list[Entry] = []
@@ -63,7 +64,7 @@ def lay_out(sizes: list[int], cap: int, ranks: int, first_cap: int | None = None
 
     for index in reversed(range(len(sizes))):
         limit = first_cap if first_cap is not None and not buckets else cap
-        start = filled + filled % 2
+        start = -(-filled // align) * align
         if entries and start + sizes[index] > limit:
             close()
             start = 0

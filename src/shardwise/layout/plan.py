@@ -29,6 +29,7 @@ CHOICES = {
     "schedule": ("none", *SCHEDULES),
     "offload": OFFLOADS,
 }
+PIECES = 24  # of a global batch under deterministic=true: 1, 2, 3, 4, 6, 8, 12 or 24 data ranks divide it
 FLAGS = ("sp", "tp_overlap", "compile")
 DEGREES = (
     "dp_replicate", "dp_shard", "tp", "pp", "cp", "cp_ulysses", "ep", "microbatches", "stages_per_rank", "accumulate",
@@ -62,6 +63,8 @@ class Plan:
     ep            ranks of dp_shard among which the experts of routed layers are dealt; must divide dp_shard
     tp_overlap    sums over tp begin before they are needed, beside other computation
     tp_whole      parameters or modules that tp leaves whole: paths with wildcards, `|` between them
+    deterministic  pieces that a global batch is computed in, each alone, their gradients summed in one fixed tree, so
+                  that any number of data ranks gives the same bits; true: 24; 0 or false: not asked for
     """
 
     dp_replicate: int = 1
@@ -87,6 +90,7 @@ class Plan:
     wrap: tuple[str, ...] = ()
     tp_overlap: bool = False
     tp_whole: tuple[str, ...] = ()
+    deterministic: int = 0
 
     def __post_init__(self) -> None:
         self._read_pipeline()
@@ -115,6 +119,10 @@ class Plan:
         for name in FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise InputError(f"plan: {name} must be true or false, got {getattr(self, name)!r}")
+        if isinstance(self.deterministic, bool):
+            object.__setattr__(self, "deterministic", PIECES if self.deterministic else 0)
+        if not _is_whole(self.deterministic) or self.deterministic < 0:
+            raise InputError(f"plan: deterministic must be true or a number of pieces, got {self.deterministic!r}")
         if self.zero == -1:
             object.__setattr__(self, "zero", 3 if self.dp_shard > 1 else 0)
         if not _is_whole(self.zero) or self.zero not in (0, 1, 2, 3):
@@ -209,7 +217,7 @@ class Plan:
             )
         values = {key: tuple(v) if isinstance(v, list) else v for key, v in values.items()}
         for key, value in values.items():
-            if isinstance(value, str) and key in ("domain", "zero", *FLAGS, *DEGREES):
+            if isinstance(value, str) and key in ("domain", "zero", "deterministic", *FLAGS, *DEGREES):
                 values[key] = _from_text(key, value)
         return cls(**values)
 
@@ -275,7 +283,9 @@ def _is_whole(value: Any) -> bool:
 
 
 def _from_text(key: str, value: str) -> Any:
-    if key in (*DEGREES, "zero"):
+    if key == "deterministic" and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    if key in (*DEGREES, "zero", "deterministic"):
         try:
             return int(value)
         except ValueError:

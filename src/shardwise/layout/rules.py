@@ -73,6 +73,32 @@ RULES: tuple[Rule, ...] = (
         "sp out, tp is exact without it",
         lambda p: p.tiles > 1 and p.sp,
     ),
+    Rule(
+        "deterministic with tp, pp, cp, cp_ulysses, domain or ep",
+        "not built",
+        "sums over these axes are taken inside a piece of the batch, in an order that hangs on their degrees: spread "
+        "data alone, by dp_replicate or dp_shard",
+        lambda p: p.deterministic > 0 and p.tp * p.pp * p.cut_positions * p.ep > 1,
+    ),
+    Rule(
+        "deterministic with dp_replicate > 1 and dp_shard > 1",
+        "not built",
+        "the tree of sums is over one axis: use dp_shard alone, or dp_replicate alone",
+        lambda p: p.deterministic > 0 and p.dp_replicate > 1 and p.dp_shard > 1,
+    ),
+    Rule(
+        "deterministic with compile, fp16 or bf16-full",
+        "not built",
+        "fp16 chooses its loss scale by sums over ranks, elements of bf16-full round by their place in a piece, and "
+        "compiled blocks were not compared: use fp32, fp64 or bf16 without compile",
+        lambda p: p.deterministic > 0 and (p.compile or p.precision in ("fp16", "bf16-full")),
+    ),
+    Rule(
+        "deterministic that accumulate x data ranks does not divide",
+        "illegal",
+        "every rank computes as many pieces in each micro-batch: give another number of pieces",
+        lambda p: p.deterministic > 0 and p.deterministic % (p.accumulate * p.data_ranks) != 0,
+    ),
     _unbuilt("offload", "offload to host memory", lambda p: p.offload != "none"),
     Rule(
         "compile with tp > 1 and remat = selective",

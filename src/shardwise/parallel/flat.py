@@ -24,6 +24,7 @@ from torch import nn
 
 from shardwise.comm import Axis, Pending, all_gather, all_reduce, reduce_scatter
 from shardwise.comm.buckets import Bucket, GradientBuckets, shaped
+from shardwise.comm.tree import FixedOrder
 from shardwise.parallel.slots import Slot, joined
 from shardwise.precision import Precision
 
@@ -55,17 +56,19 @@ class Flat:
     in_pieces = True
 
     def __init__(
-        self, named: list[tuple[str, nn.Parameter]], shard: Axis, replicate: Axis, precision: Precision, *, stage: int
-    ):
+        self, named: list[tuple[str, nn.Parameter]], shard: Axis, replicate: Axis, precision: Precision, *, stage: int,
+        order: FixedOrder | None = None,
+    ):  # fmt: skip
         self.axis = shard
         self.replicate = replicate
         self.precision = precision
         self.stage = stage
+        self.order = order
         self.names = [name for name, _ in named]
         self.shapes = [param.shape for _, param in named]
         self.complex = [param.is_complex() for _, param in named]
         self.buckets = GradientBuckets(
-            named, dtype=precision.reduce, ranks=shard.size, keep=stage == 1, launch=self._reduce
+            named, dtype=precision.reduce, ranks=shard.size, keep=stage == 1, launch=self._reduce, order=order
         )
         self.shards = [_Shard(bucket, shard, precision) for bucket in self.buckets.buckets]
         self.slots: list[Slot] = []
@@ -109,7 +112,7 @@ class Flat:
     def finish_micro_batch(self) -> set[int]:
         """Launch what backward did not complete; zero=2 adds the reduced shards up."""
         self.buckets.finish_micro_batch()
-        if self.stage == 2:
+        if self.stage == 2 and self.order is None:
             self._collect()
             for bucket in self.buckets.buckets:
                 bucket.filled.clear()
@@ -139,6 +142,10 @@ class Flat:
         self._used = used
         if not self._summed:
             self._summed = True
+            if self.order is not None:
+                for number, part in enumerate(self.shards):
+                    part.gradient = self.order.shard(number, part.bucket.ensure())
+                    part.bucket.buffer = None
             over_replicas = [
                 all_reduce(part.gradient, self.replicate, "gradients", wait=False)
                 for part in self.shards

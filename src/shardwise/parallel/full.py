@@ -30,7 +30,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._pytree import tree_map_only
 
-from shardwise.comm import Trail, all_reduce, broadcast
+from shardwise.comm import Trail, all_reduce, all_to_all, broadcast
+from shardwise.comm.tree import FixedOrder
 from shardwise.errors import RefusedPlan
 from shardwise.mesh import Mesh
 from shardwise.parallel.slots import Slot, ValueOf, joined
@@ -63,10 +64,12 @@ class FullShard:
         mesh: Mesh,
         precision: Precision,
         absent: Collection[str] = (),
+        order: FixedOrder | None = None,
     ):
         self.module = module
         self._absent = {param for name, param in module.named_parameters() if name in absent}  # other stages'
         self.precision = precision
+        self.order = order
         self.ranks = mesh.shard.size
         self._replicas = mesh.replicate.size
         self.units = [*units, module]
@@ -111,6 +114,8 @@ class FullShard:
         for shard in shards:
             shard.set_gradient_divide_factor(1.0)
             shard.set_force_sum_reduction_for_comms(True)
+            if self.order is not None:
+                shard.set_custom_reduce_scatter(ReduceInOrder(self.order))
         if hasattr(module, "set_reduce_scatter_unused_params"):  # torch 2.13: ranks may differ inside a unit
             module.set_reduce_scatter_unused_params(True)
         for unit, name in zip(self.units, self._names, strict=True):
@@ -215,6 +220,8 @@ class FullShard:
             param.grad = None
             slot.master.grad = None
         self._whole_gradients.clear()
+        if self.order is not None:
+            self.order.start_step()
 
     def start_micro_batch(self, *, last: bool) -> None:
         """Every micro-batch is reduced over dp_shard, the last one over dp_replicate too."""
@@ -226,7 +233,19 @@ class FullShard:
 
     def finish_micro_batch(self) -> set[int]:
         """Which parameters this rank's backward reached."""
+        for index in self._uncut() if self.order is not None else ():
+            param = self.params[index]
+            if param.grad is not None and param.numel():
+                assert self.order is not None
+                self.order.add(index, self._padded(param.grad.detach()))
+                param.grad = None
         return self._used_now
+
+    def _padded(self, whole: torch.Tensor) -> torch.Tensor:
+        """A tensor that is not cut as a flat one of a size that the ranks divide."""
+        flat = whole.new_zeros(-(-whole.numel() // self.ranks) * self.ranks)
+        flat[: whole.numel()] = whole.reshape(-1)
+        return flat
 
     def finish_step(self, used: set[int]) -> None:
         """Point each master's gradient at the reduced shard."""
@@ -235,9 +254,14 @@ class FullShard:
             for index in self._uncut():
                 param = self.params[index]
                 gradient = torch.zeros_like(param).detach() if param.grad is None else param.grad.detach()
-                if gradient.numel():
+                if gradient.numel() and self.order is not None:
+                    total = self.order.whole(index, self._padded(gradient))
+                    gradient = total[: gradient.numel()].view(param.shape)
+                elif gradient.numel():
                     all_reduce(gradient, self._holders, "gradients")
                 self._whole_gradients[index] = gradient
+            if self.order is not None:
+                self.order.finish_step()
         for index, (param, slot) in enumerate(zip(self.params, self.slots, strict=True)):
             if index in self._whole_gradients:
                 slot.master.grad = self._held(self._whole_gradients[index]) if index in used else None
@@ -286,3 +310,27 @@ class FullShard:
             return gradient if index in self._used else None
         gradient = self.params[index].grad
         return None if gradient is None or index not in self._used else gradient.full_tensor()
+
+
+class ReduceInOrder:
+    """FSDP2's reduce-scatter of one unit: nothing until the step's last piece, and then the sum over all of them."""
+
+    def __init__(self, order: FixedOrder):
+        self.order = order
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A fresh tensor."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        """Deal the unit's gradients of every rank's piece; a step's sum is the only one that is not zero."""
+        ranks = self.order.axis.size
+        rows = torch.empty_like(input_tensor).view(ranks, -1)
+        all_to_all(rows, input_tensor.view(ranks, -1), [1] * ranks, [1] * ranks, self.order.axis, "gradients")
+        total = self.order.add_rows(self, rows)
+        if total is None:
+            output_tensor.zero_()
+        else:
+            output_tensor.copy_(total)

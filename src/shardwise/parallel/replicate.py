@@ -23,6 +23,7 @@ from torch import nn
 
 from shardwise.comm import Axis, Pending, all_reduce
 from shardwise.comm.buckets import Bucket, GradientBuckets
+from shardwise.comm.tree import FixedOrder
 from shardwise.parallel.slots import Slot
 from shardwise.precision import Precision
 
@@ -32,13 +33,20 @@ class Replicate:
 
     in_pieces = False
 
-    def __init__(self, named: list[tuple[str, nn.Parameter]], axis: Axis, precision: Precision):
+    def __init__(
+        self, named: list[tuple[str, nn.Parameter]], axis: Axis, precision: Precision, order: FixedOrder | None = None
+    ):
         self.axis = axis
         self.precision = precision
         self.params = [param for _, param in named]
         self.slots = [Slot(name, param.shape, self._master(param), whole=True) for name, param in named]
         self._pending: list[Pending] = []
-        self.buckets = GradientBuckets(named, dtype=precision.reduce, ranks=1, keep=True, launch=self._reduce)
+        self.order = order
+        self._summed = False  # in order, in this step
+        ranks = 1 if order is None else axis.size
+        self.buckets = GradientBuckets(
+            named, dtype=precision.reduce, ranks=ranks, keep=True, launch=self._reduce, order=order
+        )
 
     def _master(self, param: nn.Parameter) -> nn.Parameter:
         if not self.precision.mixed:
@@ -52,6 +60,7 @@ class Replicate:
 
     def start_step(self) -> None:
         """Forget the last step's gradients."""
+        self._summed = False
         self.buckets.start_step()
         if self.precision.mixed:  # else the masters are the buckets' parameters
             for slot in self.slots:
@@ -75,6 +84,10 @@ class Replicate:
         for pending in self._pending:
             pending.wait()
         self._pending.clear()
+        if self.order is not None and not self._summed:
+            for number, bucket in enumerate(self.buckets.buckets):
+                bucket.put(self.order.whole(number, bucket.ensure()))
+            self._summed = True
         for bucket in self.buckets.buckets:
             for place, entry in enumerate(bucket.layout.entries):
                 gradient = bucket.view(place) if entry.index in used else None

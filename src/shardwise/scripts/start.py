@@ -43,6 +43,11 @@ def check_given(model: Any, optimizer: Any, plan: Plan, randomness: str) -> None
             "its own, which a script's loop cannot follow: describe the run as a Task and call "
             "shardwise.parallelize(task, plan).step(batch)"
         )
+    if plan.deterministic:
+        raise RefusedPlan(
+            f"plan {plan}: deterministic in prepare: a script's loop calls the model on all of a rank's samples, not "
+            "piece by piece: describe the run as a Task and call shardwise.parallelize(task, plan).step(batch)"
+        )
     check(plan)
     if (plan.tp > 1 or plan.ep > 1) and is_compiled(model):
         raise RefusedPlan(

@@ -78,6 +78,20 @@ def parts_of(batch: Any, *, accumulate: int = 1, data_rank: int = 0, data_ranks:
     return parts
 
 
+def pieces_of(part: Share, samples: list[tuple[int, int]]) -> list[Share]:
+    """A part cut into pieces, [first, last) of the micro-batch each, in memory of their own.
+
+    A piece without samples holds the part's first one, with count 0.
+    """
+    pieces = []
+    for first, last in samples:
+        low = first - part.start if last > first else 0
+        alone = slice_samples(part.batch, low, low + max(1, last - first))
+        alone = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.clone(), alone)
+        pieces.append(Share(batch=alone, count=last - first, start=first, total=part.total))
+    return pieces
+
+
 def check_ranks(data_rank: int, data_ranks: int) -> None:
     """`InputError` unless 0 <= data_rank < data_ranks."""
     if data_ranks < 1 or not 0 <= data_rank < data_ranks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from array import array
 from collections.abc import Sequence
@@ -30,6 +31,8 @@ class Tally:
     extras: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     used: list[set[int]] = field(default_factory=list)  # parameters reached, by micro-batch
     stood_in: bool = False
+    pieces: int = 0  # of a batch whose sums are taken in an order that does not hang on ranks
+    leaves: list[int] = field(default_factory=list)  # the piece of each summand, then
 
     def add(self, loss: Loss, count: int, extras: dict[str, torch.Tensor]) -> None:
         """Add one micro-batch."""
@@ -40,12 +43,22 @@ class Tally:
             self.extras.setdefault(name, []).append(value)
 
     def row(self, square_norm: torch.Tensor | float) -> torch.Tensor:
-        """This rank's control row (6 + extras,) in float64 on the device."""
+        """This rank's control row (6 + extras,) in float64 on the device; with pieces, each one's summands too."""
         told = (self.samples * self.counts, self.fingerprint(), self.stood_in, square_norm)
         sums = [self._sum(self.totals), self._sum(self.weights)]
         extras = [self._sum(self.extras[name]) for name in sorted(self.extras)]
         counted = [[value * self.counts for value in values] for values in (sums, extras)]
-        return row_of([*counted[0], *told, *counted[1]], self.device)
+        return row_of([*counted[0], *told, *counted[1], *self._by_piece()], self.device)
+
+    def _by_piece(self) -> list[torch.Tensor | float]:
+        """Of each sum in turn (total, weight, extras), the summand of every piece; 0 for those of other ranks."""
+        table: list[torch.Tensor | float] = []
+        for values in (self.totals, self.weights, *(self.extras[name] for name in sorted(self.extras))):
+            row: list[torch.Tensor | float] = [0.0] * self.pieces
+            for leaf, value in zip(self.leaves, values, strict=True) if self.pieces else ():
+                row[leaf] = value
+            table += row
+        return table
 
     def _sum(self, values: Sequence[torch.Tensor | float]) -> torch.Tensor | float:
         plain = sum(value for value in values if not isinstance(value, torch.Tensor))
@@ -82,6 +95,7 @@ class Asked:
 
     def __init__(self, tally: Tally, square_norm: torch.Tensor | float, axis: Axis):
         self.names = sorted(tally.extras)
+        self.pieces = tally.pieces
         row = tally.row(square_norm)
         self._table = row.new_empty((axis.size, row.numel()))
         self._pending = all_gather(self._table.view(-1), row, axis, "control", wait=False)
@@ -95,14 +109,24 @@ class Asked:
         if square_norm is not None:
             self._table[:, SQUARE_NORM] = square_norm
         rows = read(self._table, "control row")
+        total, weight, *extras = self._sums(rows)
         return Agreement(
-            total=sum(row[0] for row in rows),
-            weight=sum(row[1] for row in rows),
+            total=total,
+            weight=weight,
             samples=int(sum(row[2] for row in rows)),
-            extras={name: sum(row[6 + i] for row in rows) for i, name in enumerate(self.names)},
+            extras=dict(zip(self.names, extras, strict=True)),
             same_branches=all(row[3] == rows[0][3] and not row[4] for row in rows),
             square_norms=[row[SQUARE_NORM] for row in rows],
         )
+
+    def _sums(self, rows: list[list[float]]) -> list[float]:
+        """Total, weight and extras over all ranks; with pieces rounded once, and so in no order."""
+        columns = [0, 1, *range(6, 6 + len(self.names))]
+        if not self.pieces:
+            return [sum(row[column] for row in rows) for column in columns]
+        first = 6 + len(self.names)
+        starts = range(first, first + len(columns) * self.pieces, self.pieces)
+        return [math.fsum(value for row in rows for value in row[start : start + self.pieces]) for start in starts]
 
 
 def agree(tally: Tally, square_norm: torch.Tensor | float, axis: Axis) -> Agreement:

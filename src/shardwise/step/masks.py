@@ -18,11 +18,11 @@ def seed_masks(state: RankState, micro_batch: int, part: Share, *, alone: bool =
         samples = Samples(part.start, part.count, part.total)
         state.global_random.begin(state.seed, state.steps_done, micro_batch, samples, alone=alone)
         return
-    seed = seed_of("fast", state.seed, state.steps_done, micro_batch, state.data_rank)
+    place = (micro_batch, state.data_rank) if state.order is None else ("piece", state.order.leaf)
+    seed = seed_of("fast", state.seed, state.steps_done, *place)
     seed_generators(seed)
-    if (
-        state.plan.world_size > state.plan.data_ranks
-    ):  # ranks that share a sample must take the same ways through the module
+    # ranks that share a sample must take the same ways through the module, and so must a piece on any rank
+    if state.plan.world_size > state.plan.data_ranks or state.order is not None:
         seed_python(seed)
 
 

@@ -44,6 +44,8 @@ def square_norm(state: RankState) -> torch.Tensor:
 
     () float64 on the device: the host reads it with the control row.
     """
+    if state.order is not None:
+        return _whole_square_norm(state)
     slots = _counted_slots(state)
     if state.tensor is None:
         return sum_of_squares(state, slots)
@@ -52,6 +54,16 @@ def square_norm(state: RankState) -> torch.Tensor:
         total = total + sum_of_squares(state, [slot for slot in slots if slot.name not in state.tensor.cuts])
     all_reduce(total, state.mesh.tp, "control")
     return total
+
+
+def _whole_square_norm(state: RankState) -> torch.Tensor:
+    """The same bits on any number of ranks: of each whole gradient, gathered for it, one after the other."""
+    squares = torch.zeros((), dtype=torch.float64, device=state.device)
+    for index in range(len(state.names)):
+        gradient = state.technique.full_gradient(index)
+        if gradient is not None and gradient.numel():
+            squares += torch.linalg.vector_norm(gradient.contiguous()).double().square()
+    return squares
 
 
 def _counted_slots(state: RankState) -> list[Slot]:
@@ -75,7 +87,8 @@ def normalise(state: RankState, agreed: Agreement) -> tuple[StepResult, bool]:
     weight = agreed.weight
     scale = state.scale
     divisor = weight * (scale.value if scale is not None else 1.0)
-    rows = agreed.square_norms[: state.mesh.shard.size] if state.technique.in_pieces else agreed.square_norms[:1]
+    summed = state.technique.in_pieces and state.order is None
+    rows = agreed.square_norms[: state.mesh.shard.size] if summed else agreed.square_norms[:1]
     norm = math.sqrt(sum(rows)) / divisor if divisor else math.nan
     loss = (agreed.total + sum(agreed.extras.values())) / weight if weight else math.nan
     finite = math.isfinite(loss) and math.isfinite(norm)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from shardwise.comm import gather_rows
+from shardwise.errors import RefusedPlan
 from shardwise.host import row_of
 from shardwise.step.loss import Loss
 from shardwise.step.state import RankState
@@ -32,6 +33,11 @@ def _extra_factors(state: RankState, loss: Loss) -> dict[str, torch.Tensor | flo
     """What each extra term is multiplied by; on the device where it hangs on weights."""
     factors: dict[str, torch.Tensor | float] = dict.fromkeys(loss.extras, 1.0)
     own = {name: extra.weight for name, extra in sorted(loss.extras.items()) if extra.weight is not None}
+    if own and state.order is not None:
+        raise RefusedPlan(
+            f"deterministic: the extra loss '{min(own)}' has a weight of its own, which would be summed over the "
+            "pieces that ranks happen to run at once: give it as a sum over samples, like the loss"
+        )
     if own:
         row = row_of([loss.weight, *own.values()], state.device)
         main, *totals = gather_rows(row, state.mesh.data).sum(dim=0)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from shardwise.comm.tree import FixedOrder
 from shardwise.layout import Plan
 from shardwise.mesh import Mesh
 from shardwise.parallel.expert import ExpertParallel
@@ -39,6 +40,7 @@ class RankState:
     scale         of fp16's losses
     clip_norm     largest global norm of the gradient; `on_nonfinite`: "raise" or "skip"
     global_random masks by global index, where they were asked for
+    order         in which sums over pieces of a batch are taken, where the plan is deterministic
     used          indices of the parameters that any rank reached in the last step
     hooks         contexts around parts of a step, for whoever measures
     """
@@ -71,6 +73,7 @@ class RankState:
     notices: list[str] = field(default_factory=list)
     hooks: Hooks = field(default_factory=Hooks)
     used: set[int] = field(default_factory=set)
+    order: FixedOrder | None = None
     steps_done: int = 0
     skipped_steps: int = 0
 

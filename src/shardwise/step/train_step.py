@@ -21,7 +21,7 @@ from shardwise.errors import InputError, RefusedPlan
 from shardwise.guard.points import reach
 from shardwise.layout.dealing import Share
 from shardwise.part import forget
-from shardwise.step.batching import parts_of
+from shardwise.step.batching import parts_of, pieces_of
 from shardwise.step.control import Agreement, Asked, Tally, agree, gather_reached
 from shardwise.step.inputs import name_bad_input
 from shardwise.step.masks import drawing, seed_masks
@@ -59,7 +59,7 @@ def gradients(state: RankState, parts: list[Share]) -> tuple[StepResult, bool]:
     Returns what the step came to, and whether the update may be done.
     """
     state.technique.start_step()
-    tally = Tally(state.device, state.mesh.counts)
+    tally = Tally(state.device, state.mesh.counts, pieces=state.plan.deterministic)
     if state.staged is not None:
         reach("forward", state.steps_done, state)
         run_schedule(state, parts, tally)
@@ -67,7 +67,8 @@ def gradients(state: RankState, parts: list[Share]) -> tuple[StepResult, bool]:
         for index, part in enumerate(parts):
             with state.hooks.inside("micro_batch"):
                 reach("forward", state.steps_done, state)
-                _micro_batch(state, index, part, tally, last=index == len(parts) - 1)
+                run = _micro_batch if state.order is None else _in_pieces
+                run(state, index, part, tally, last=index == len(parts) - 1)
     try:
         return complete(state, tally)
     except NotFinite as error:
@@ -177,6 +178,22 @@ def _micro_batch(state: RankState, index: int, part: Share, tally: Tally, *, las
             ) from error
     tally.used.append(state.technique.finish_micro_batch())
     tally.add(loss, part.count, extras)
+
+
+def _in_pieces(state: RankState, index: int, part: Share, tally: Tally, *, last: bool) -> None:
+    """A rank's part of a micro-batch, piece by piece; one without samples runs where all ranks must meet in units."""
+    order = state.order
+    assert order is not None
+    first, meet = order.pieces.first(index, state.data_rank), state.plan.zero == 3 and state.mesh.shard.size > 1
+    pieces = pieces_of(part, order.pieces.samples(part.total, state.data_rank))
+    for place, piece in enumerate(pieces):
+        order.begin(first + place, last=last and place == len(pieces) - 1)
+        if piece.count or meet:
+            tally.leaves.append(order.leaf)
+            _micro_batch(state, index, piece, tally, last=order.last)
+        else:
+            tally.used.append(set())
+            tally.stood_in = True
 
 
 # --- beside the step

@@ -34,6 +34,7 @@ from torch.utils._pytree import tree_map_only
 
 from shardwise.device import on_host
 from shardwise.errors import InputError
+from shardwise.trace.double import as_written
 from shardwise.trace.tape import NotReplayable, Op, Ref, Tape, ref_of, storage_key, tensors_in
 
 MAP_NORESERVE = 0x4000  # of Linux; Python's mmap names it from 3.13 on
@@ -268,7 +269,8 @@ class Built:
             return found
         if self._tape is None:
             return self._targets[name].detach()
-        return self._replay(self._refs[name])
+        with as_written():
+            return self._replay(self._refs[name])
 
     def fingerprint(self) -> int:
         """A number that is equal where names, shapes and captured constants are equal."""
@@ -399,7 +401,7 @@ def build(model: Callable[[], nn.Module], seed: int) -> Built:
     try:
         _seed_everything(seed)
         recorder = _Recorder(tape)
-        with _Guard(tape), recorder, _initialisers(recorder):
+        with as_written(), _Guard(tape), recorder, _initialisers(recorder):
             module = model()
         return Built(checked(module), seed, tape)
     except InputError:
@@ -413,7 +415,8 @@ def build_for_real(model: Callable[[], nn.Module], seed: int, reason: str) -> Bu
     """Build every weight here; the engine then hands rank 0's to all ranks, one by one."""
     _seed_everything(seed)
     try:
-        module = checked(model())
+        with as_written():
+            module = checked(model())
     except InputError:
         raise
     except Exception as error:

@@ -4,6 +4,9 @@ Many modules compute norms, rotary tables or softmax in float32 whatever their i
 round differently wherever two runs differ in the last bit. While this mode is active, turning float64 into a narrower
 floating-point dtype leaves it float64.
 
+Initial values are those of one process that was never asked: what a constructor rounds on purpose (a table computed in
+float64) stays rounded, so `as_written` is around constructors and their replays.
+
 What this does not do: change tensors that were float32 from the start, or kernels that have no float64.
 """
 
@@ -11,11 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
+_as_written: ContextVar[bool] = ContextVar("casts as they are written", default=False)
 
 
 class KeepDouble(TorchDispatchMode):
@@ -27,7 +32,7 @@ class KeepDouble(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
-        if kwargs.get("dtype") in _NARROW and _has_double(args):
+        if not _as_written.get() and kwargs.get("dtype") in _NARROW and _has_double(args):
             self.met = True
             kwargs["dtype"] = torch.float64
         return func(*args, **kwargs)
@@ -35,6 +40,16 @@ class KeepDouble(TorchDispatchMode):
 
 def _has_double(args: tuple) -> bool:
     return any(isinstance(a, torch.Tensor) and a.dtype == torch.float64 for a in args)
+
+
+@contextmanager
+def as_written() -> Iterator[None]:
+    """Inside, casts to narrower floats are done, also within `KeepDouble`."""
+    token = _as_written.set(True)
+    try:
+        yield
+    finally:
+        _as_written.reset(token)
 
 
 @contextmanager

@@ -1,0 +1,131 @@
+"""Sums over pieces of a batch in one fixed tree: the same bits whichever rank had which pieces.
+
+    rank 0   pieces 0..3  -> partial sums of the tree's nodes within 0..3   \\  all-to-all: each rank gets its N-th
+    rank 1   pieces 4..7  -> partial sums of the tree's nodes within 4..7   /  of every partial sum, and adds them up
+
+A piece without samples adds nothing. Bytes on the wire: (N-1)/N P for each node that a rank holds, one where the
+number of pieces is a power of two times the ranks and nothing is accumulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+
+from shardwise.comm.collectives import Axis, all_gather, all_to_all
+from shardwise.errors import RunError
+from shardwise.layout.pieces import Pieces, Run, middle, sibling
+
+
+class TreeSum:
+    """Partial sums of one tensor over nodes of the tree; two children become their parent as soon as both are there."""
+
+    def __init__(self, count: int):
+        self.count = count
+        self.parts: dict[Run, torch.Tensor] = {}
+
+    def add(self, low: int, high: int, value: torch.Tensor) -> None:
+        """Give the sum over [low, high), which may be written to from here on."""
+        self.parts[low, high] = value
+        found = sibling(low, high, self.count)
+        while found is not None and found[0] in self.parts:
+            other, parent = found
+            left, right = sorted([other, (low, high)])
+            total = self.parts.pop(left).add_(self.parts.pop(right))
+            self.parts[parent] = total
+            low, high = parent
+            found = sibling(low, high, self.count)
+
+    def value(self, low: int, high: int) -> torch.Tensor | None:
+        """The sum over [low, high), a node of the tree; None where no piece of it was given."""
+        if (low, high) in self.parts or high - low == 1:
+            return self.parts.get((low, high))
+        part = middle(low, high)
+        left, right = self.value(low, part), self.value(part, high)
+        if left is None or right is None:
+            return right if left is None else left
+        return left + right
+
+
+class FixedOrder:
+    """A step's sums over pieces, by tensor (bucket, unit); collective where one is asked for.
+
+    leaf   the piece that is running, and whether it is the rank's `last` in the step
+    """
+
+    def __init__(self, pieces: Pieces, axis: Axis):
+        self.pieces = pieces
+        self.axis = axis
+        self.leaf, self.last = 0, False
+        self._sums: dict[Hashable, TreeSum] = {}
+
+    def begin(self, leaf: int, *, last: bool) -> None:
+        """Before a piece's forward."""
+        self.leaf, self.last = leaf, last
+
+    def start_step(self) -> None:
+        """Forget what was added."""
+        self._sums.clear()
+
+    def add(self, key: Hashable, value: torch.Tensor) -> None:
+        """Add the running piece's tensor, flat, of a size that the ranks divide; it is the order's from here on."""
+        self._sum(key).add(self.leaf, self.leaf + 1, value)
+
+    def add_rows(self, key: Hashable, rows: torch.Tensor) -> torch.Tensor | None:
+        """Add what every rank's running piece has, row by row; the sum over all pieces with the last of them."""
+        for rank, row in enumerate(rows):
+            leaf = self.leaf + (rank - self.axis.index) * self.pieces.each
+            self._sum(key).add(leaf, leaf + 1, row)
+        return positive(self._sums.pop(key).value(0, self.pieces.count)) if self.last else None
+
+    def _sum(self, key: Hashable) -> TreeSum:
+        return self._sums.setdefault(key, TreeSum(self.pieces.count))
+
+    def shard(self, key: Hashable, like: torch.Tensor) -> torch.Tensor:
+        """This rank's N-th of the sum over all pieces. Collective.
+
+        like   a tensor of the size and dtype of those that were added; it is not read
+        """
+        mine = self._sums.pop(key, None) or TreeSum(self.pieces.count)
+        ranks = self.axis.size
+        if ranks == 1:
+            return positive(mine.value(0, self.pieces.count), like)
+        runs = [self.pieces.runs(rank) for rank in range(ranks)]
+        sent = like.new_zeros(ranks, max(map(len, runs)), like.numel() // ranks)
+        for place, run in enumerate(runs[self.axis.index]):
+            value = mine.value(*run)
+            if value is not None:
+                sent[:, place] = value.view(ranks, -1)
+        received = torch.empty_like(sent)
+        all_to_all(received, sent, [1] * ranks, [1] * ranks, self.axis, "gradients")
+        whole = TreeSum(self.pieces.count)
+        for rank, held in enumerate(runs):
+            for place, run in enumerate(held):
+                whole.add(*run, received[rank, place])
+        return positive(whole.value(0, self.pieces.count), like)
+
+    def whole(self, key: Hashable, like: torch.Tensor) -> torch.Tensor:
+        """The sum over all pieces, on every rank. Collective."""
+        shard = self.shard(key, like)
+        if self.axis.size == 1:
+            return shard
+        full = torch.empty_like(like)
+        all_gather(full, shard.contiguous(), self.axis, "gradients")
+        return full
+
+    def finish_step(self) -> None:
+        """Raise `RunError` where a sum was begun and never came to its end."""
+        if self._sums:
+            raise RunError(
+                "deterministic: a unit of zero=3 had gradients in some pieces of the batch and none in the last one, "
+                "so that their sum was not finished: use zero=2"
+            )
+
+
+def positive(value: torch.Tensor | None, like: torch.Tensor | None = None) -> torch.Tensor:
+    """The value with 0 for each -0, which sums with and without empty pieces differ in; zeros where there is none."""
+    if value is None:
+        assert like is not None
+        return torch.zeros_like(like)
+    return value.add_(0.0)
