@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 import shardwise
 from shardwise.errors import InputError, RefusedPlan, RunError
 from shardwise.ranks import RankPool
-from shardwise.scripts.divisor import divisor_of
+from shardwise.scripts.divisor import Held, divisor_of
 from shardwise.trace.double import KeepDouble
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -88,7 +88,7 @@ CHANGES: dict[str, tuple[str, list[tuple[str, str]]]] = {
         ("        loss.backward()", "        loss = prepared.backward(loss, mean_over=len(y))"),
     ]),
     "two_optimizers": ("loader", [
-        ("        loss.backward()", "        loss = prepared.backward(loss, mean_over=len(y))"),
+        ("        loss.backward()", "        loss = prepared.backward(loss, mean_over=len(y), also=[of_head])"),
     ]),
     "augmented": ("loader", [("    loss.backward()", "    loss = prepared.backward(loss, mean_over=len(targets))")]),
     "lora": ("loader", [("        loss.backward()", "        loss = prepared.backward(loss, mean_over=len(y))")]),
@@ -97,17 +97,43 @@ CHANGES: dict[str, tuple[str, list[tuple[str, str]]]] = {
         ("        best_loss, best = val, copy.deepcopy(model.state_dict())",
          "        best_loss, best = val, copy.deepcopy(prepared.state_dict())"),
     ]),
+    "lbfgs_fit": ("loader", [
+        ("    loss.backward()", "    loss = prepared.backward(loss, mean_over=len(xb))"),
+    ]),
+    "mixup": ("loader", [("        loss.backward()", "        loss = prepared.backward(loss, mean_over=len(y))")]),
+    "multitask": ("loader", [
+        ("        loss.backward()", "        loss = prepared.backward(loss, mean_over=len(x))"),
+        ("        nn.utils.clip_grad_norm_(model.parameters(), 1.0)", "        prepared.clip_grad_norm_(1.0)"),
+    ]),
+    "actor_critic": ("loader", [
+        ("        critic_loss.backward()", "        critic_loss = of_critic.backward(critic_loss, mean_over=len(s))"),
+        ("        loss.backward()", "        loss = prepared.backward(loss, mean_over=len(s))"),
+    ]),
+    "swa": ("loader", [
+        ("        loss.backward()", "        loss = prepared.backward(loss, mean_over=len(y))"),
+        ("        swa_model.update_parameters(model)", "        swa_model.update_parameters(prepared)"),
+    ]),
+    "stream": ("loader", [
+        ("        loss.backward()", "        loss = prepared.backward(loss, mean_over=(tokens[:, 1:] != 0).sum())"),
+    ]),
+    "rare_classes": ("loader", [
+        ("        loss.backward()", "        loss = prepared.backward(loss, mean_over=criterion.weight[y].sum())"),
+    ]),
+    "trainer": ("loader", [
+        ("                loss.backward()", "                loss = prepared.backward(loss, mean_over=len(batch[0]))"),
+    ]),
 }  # fmt: skip
 # a second model in the loop is prepared too, on one line more
 SECOND = {
     "gan": "of_judge = judge, judges, loader = shardwise.prepare(judge, judges, loader, plan={plan!r})",
+    "actor_critic": "of_critic = critic, critics, loader = shardwise.prepare(critic, critics, loader, plan={plan!r})",
     "two_optimizers": "of_head = head, heads, loader = shardwise.prepare(head, heads, loader, plan={plan!r})",
 }
 OPTIONS = {"transformer_lm": ", batch_dim=1"}
 # what is refused wherever samples are dealt, since no sum over ranks is one process's
 MIXING = ("unet_dice", "contrastive")
 FIRST_LINE_OF_LOOP = "losses = []"
-EXTRA = {"unet": ",accumulate=2", "seq2seq": ",accumulate=2"}
+EXTRA = {"unet": ",accumulate=2", "seq2seq": ",accumulate=2", "stream": ",accumulate=2"}
 
 
 def changed(name: str, plan: str) -> str:
@@ -193,7 +219,6 @@ NO_PRODUCT = ("gan", "neural_operator", "unet3d", "unet_dice", "augmented")  # w
 REFUSED = {
     "unet_dice": "no sum or mean over samples",
     "contrastive": "no sum or mean over samples",
-    "two_optimizers": "another model's backward has left gradients",
 }
 
 
@@ -640,3 +665,33 @@ def test_mixed_precision_learns(plan: str, pool: RankPool) -> None:
 def test_what_a_loss_is_a_mean_over(make: Any, kind: str, numbers: tuple) -> None:
     found = divisor_of(make(torch.randn(4, 5, requires_grad=True), torch.tensor([0, 1, -100, 2])))
     assert (found.kind, found.numbers) == (kind, numbers)
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (lambda x: x.pow(2).sum(), "sum"),
+        (lambda x: x.pow(2).mean(1).sum() + 0.3 * x.sum(-1).sum(), "sum"),
+        (lambda x: x.pow(2).sum() / 4, "mean"),  # samples
+        (lambda x: nn.functional.mse_loss(x, x.detach() * 0, reduction="sum") / 20, "mean"),  # elements
+        (lambda x: torch.stack([x.pow(2).mean(), x.abs().mean()]).mean(), "mean"),
+        # a mean lies beneath the sum, or a constant that may count samples
+        (lambda x: x.pow(2).mean(0).sum(), "unknown"),
+        (lambda x: x.pow(2).mean(-2).sum(), "unknown"),
+        (lambda x: torch.stack([x.pow(2).mean(), x.abs().mean()]).sum(), "unknown"),
+        (lambda x: (x.pow(2) / 4).sum(), "unknown"),
+        (lambda x: (x.pow(2) * 0.25).sum(), "unknown"),
+        (lambda x: x.pow(2).sum() * 0.25, "unknown"),
+        (lambda x: (x.pow(2) * torch.full((4, 1), 0.25)).sum(), "unknown"),
+        (lambda x: (torch.full((1, 4), 0.25) @ x.pow(2)).expand(4, 5).sum(), "unknown"),
+        # a sum lies beneath the mean, or a constant divides it
+        (lambda x: torch.stack([x.pow(2).sum(), x.abs().sum()]).mean(), "unknown"),
+        (lambda x: x.pow(2).sum(0, keepdim=True).expand(4, 5).mean(), "unknown"),
+        (lambda x: x.pow(2).sum() / 100, "unknown"),
+    ],
+)
+def test_of_samples_a_sum_and_a_mean_are_told_apart(make: Any, kind: str) -> None:
+    x = torch.randn(4, 5, requires_grad=True)
+    assert divisor_of(make(x * 1.0), Held(4)).kind == kind
+    inner = (x.mean(0) / 4).expand(4, 5) * 1.0  # what the model does is not asked
+    assert divisor_of(make(inner), Held(4, 0, frozenset([inner.grad_fn]))).kind == kind

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_map_only
 from shardwise.engine.samples import COSTLY_BYTES
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.part import whole
-from shardwise.scripts.divisor import Divisor, divisor_of
+from shardwise.scripts.divisor import Divisor, Held, divisor_of
 from shardwise.scripts.tape import Tape, tensors_in
 
 _NODES = 4000  # of a graph that are followed
@@ -232,7 +232,7 @@ class LossLook:
             if gradient is not None and halves is not None:
                 rows.append(whole(gradient).index_select(halves[0], halves[1 + second]).reshape(-1).double())
         gradients = torch.cat(rows) if rows else loss.new_zeros(1)
-        return _Again(again.detach().item(), gradients, over, divisor_of(again))
+        return _Again(again.detach().item(), gradients, over, divisor_of(again, Held(self.samples, self.dim)))
 
     def _doubled(
         self, value: torch.Tensor, by: Callable[[torch.Tensor], torch.Tensor], second: bool

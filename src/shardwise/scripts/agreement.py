@@ -83,7 +83,7 @@ def _by_samples(forms: list[tuple[Divisor, int]]) -> list[float]:
     The first: over the same numbers, of as many samples. The others: over numbers in proportion to the samples; one
     that stands in the script may be a constant (4 micro-batches).
     """
-    checks = [[(form.numbers, held) for form, held in forms]]
+    checks = [[(form.numbers, 0 if form.kind == "sum" else held) for form, held in forms]]
     for way in range(1, _WAYS):
         checks.append([(_each(form, held, way), 0) for form, held in forms])
     return [float(zlib.crc32(repr(each).encode())) for each in checks]

@@ -28,6 +28,7 @@ from shardwise.parallel.expert import WithExperts
 from shardwise.parallel.full import FullShard
 from shardwise.scripts.additive import LossLook
 from shardwise.scripts.dealt import Dealt
+from shardwise.scripts.divisor import Held
 from shardwise.scripts.draws import SampleDraws
 from shardwise.scripts.guard import Gate
 from shardwise.scripts.loader import Events, PartLoader
@@ -89,6 +90,7 @@ class Calls(Events):
         self._check = check
         self._dim: int | None = 0  # of a batch's tensors that counts samples
         self._joined = False  # batch norm, over ranks
+        self._ends: list[Any] = []  # nodes of the autograd graph that gave the outputs of this batch
         self.forwards = 0  # by which "fast" draws are seeded
 
     @property
@@ -118,6 +120,7 @@ class Calls(Events):
         """A batch is handed to the script."""
         for each in self.together:
             each.dealt, each._done, each._dim = dealt, False, dim
+            each._ends.clear()
             each.checksum = zlib.crc32(str(checksum).encode(), each.checksum)
             if each.engine is not None:
                 each.engine.state.phase.stand_in = dealt.part.count == 0
@@ -160,6 +163,7 @@ class Calls(Events):
     def after_backward(self) -> None:
         """Draws after the backward of every model in the loop are the script's own business."""
         self._done = True
+        self._ends.clear()
         if all(each._done for each in self.together):
             self.suspend()
 
@@ -229,7 +233,13 @@ class Calls(Events):
                     tensor.register_hook(_weakly(self._returns))
             if self.loss_look is not None:
                 output = self.loss_look.leave(output)
+            self._ends += [tensor.grad_fn for tensor in tensors_of(output) if tensor.grad_fn is not None]
         return output
+
+    def held_by(self, loss: torch.Tensor) -> Held:
+        """The samples that a loss is computed from, and the outputs of the loop's models that it may be made of."""
+        ends = {end for each in self.together for end in each._ends} - {loss.grad_fn}
+        return Held(max(1, self.dealt.held.count if self.dealt is not None else 1), self._dim or 0, frozenset(ends))
 
     def _see_whether_same(self, args: tuple, kwargs: dict) -> None:
         """Samples that every rank has (a GAN's fixed noise) are counted once by batch norm. Collective.

@@ -2,10 +2,15 @@
 
     cross_entropy(...)            NllLoss, reduction mean, total weight 512        a mean over 512
     (a - b).pow(2).mean()         Mean of 4096                                     a mean over 4096
-    nll.sum() / mask.sum()        Div(Sum, 37)                                     a mean over 37
+    nll.sum() / len(x)            Div(Sum of (8, 4), 8)                            a mean over 8
+    nll.sum() / 37                Div(Sum of (8, 4), 37)                           unknown: no size of what is summed
     ce * 0.5 + penalty.mean()     Add of both                                      both
+    (a - b).pow(2).sum()          Sum of (8, 4), of 8 samples                      nothing
+    (a - b).pow(2).mean(0).sum()  Sum of (4,)                                      unknown: a mean lies beneath
 
-Means over numbers in proportion to ranks' samples are averaged in that proportion; others may not be.
+A sum is taken for a sum over samples where its elements are theirs and nothing on the way to the model's outputs may
+have divided by how many there are: no mean over them, no number that counts them. Means over
+numbers in proportion to ranks' samples are averaged in that proportion; others may not be.
 
 What this does not do: guess. A graph that ends in anything else is unknown, and the caller asks for the weight.
 """
@@ -14,6 +19,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,28 +30,44 @@ from shardwise.errors import InputError
 
 _MEAN, _SUM = 1, 2  # torch's numbers for `reduction`
 _SHAPE_ONLY = {"View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Clone", "ToCopy", "Alias", "Neg"}
-_DEPTH = 64
+_DEPTH, _MOST = 64, 2000
+_CONTRACTS = {"Mm", "Bmm", "Mv", "Dot", "Vdot", "Addmm", "Addmv", "Addbmm", "Baddbmm", "Linear", "Convolution"}
 
 
 @dataclass(frozen=True)
 class Divisor:
     """`kind` is "mean", "sum" or "unknown"; `numbers` are what the terms were divided by, the largest first; `written`
-    are those of them that stand in the script as divisions of the whole loss."""
+    are those of them that stand in the script as divisions of the whole loss; `sizes` may count what a sum is over:
+    samples, their positions, all elements."""
 
     kind: str
     numbers: tuple[float, ...] = ()
     written: tuple[float, ...] = ()
+    sizes: frozenset[float] = frozenset()
 
 
 UNKNOWN = Divisor("unknown")
 
 
-def divisor_of(loss: torch.Tensor) -> Divisor:
-    """What `loss`, one number, is a mean over."""
+@dataclass(frozen=True)
+class Held:
+    """How many samples a loss is computed from, which dim counts them, and the nodes of the model's outputs, behind
+    which nothing is asked."""
+
+    samples: int
+    dim: int = 0
+    ends: frozenset[Any] = frozenset()
+
+
+def divisor_of(loss: torch.Tensor, held: Held | None = None) -> Divisor:
+    """What `loss`, one number, is a mean over.
+
+    held    without it a sum is one of samples, and whatever it is divided by counts them
+    """
     if loss.grad_fn is None:
         return UNKNOWN
     with _disable_current_modes():  # a Python number that was saved is no tensor to them
-        return _of(loss.grad_fn, _DEPTH)
+        return _of(loss.grad_fn, _DEPTH, held)
 
 
 def refuse_division(loss: torch.Tensor, weight: float, accumulate: int) -> None:
@@ -61,32 +83,126 @@ def refuse_division(loss: torch.Tensor, weight: float, accumulate: int) -> None:
         )
 
 
-def _of(node: Any, depth: int) -> Divisor:
+def _of(node: Any, depth: int, held: Held | None) -> Divisor:
     if node is None or depth == 0:
         return UNKNOWN
-    name = re.sub(r"Backward\d*$", "", node.name())
+    name = _name(node)
     children = [child for child, _ in node.next_functions if child is not None]
     if name == "Mean" and not hasattr(node, "_saved_dim"):
-        return Divisor("mean", (float(node._saved_self_sym_numel),))
+        return _of_mean(node, children, depth, held)
     if name == "Sum" and not hasattr(node, "_saved_dim"):
-        return Divisor("sum")
+        return _of_sum(node, held)
     if hasattr(node, "_saved_reduction"):
-        return _of_loss(node)
+        return _of_loss(node, held)
     if name in _SHAPE_ONLY and len(children) == 1:
-        return _of(children[0], depth - 1)
+        return _of(children[0], depth - 1, held)
     if name == "Mul" and len(children) == 1:
-        return _of(children[0], depth - 1)
+        inner = _of(children[0], depth - 1, held)
+        return UNKNOWN if inner.kind == "sum" and held is not None and _counts(node, held) else inner
     if name == "Div" and len(children) == 1 and node.next_functions[0][0] is children[0]:
-        return _divided(_of(children[0], depth - 1), _one_number(node._saved_other))
+        inner, by = _of(children[0], depth - 1, held), _one_number(node._saved_other)
+        if inner.kind == "sum" and held is not None and by not in inner.sizes:
+            return UNKNOWN  # a count of something else, or a constant
+        return _divided(inner, by)
     if name in ("Add", "Sub"):
-        return _together([_of(child, depth - 1) for child in children])
+        return _together([_of(child, depth - 1, held) for child in children])
     return UNKNOWN
 
 
-def _of_loss(node: Any) -> Divisor:
+def _of_mean(node: Any, children: list[Any], depth: int, held: Held | None) -> Divisor:
+    """A mean of all elements; of losses put together, each a mean, it is one too."""
+    number = float(node._saved_self_sym_numel)
+    if held is None:
+        return Divisor("mean", (number,))
+    if children and children[0].name().startswith(("StackBackward", "CatBackward")):
+        terms = _together([_of(child, depth - 1, held) for child, _ in children[0].next_functions])
+        return terms if terms.kind == "mean" else UNKNOWN
+    over_samples = number % held.samples == 0 and not _beneath(node, held, _adds)
+    return Divisor("mean", (number,)) if over_samples else UNKNOWN
+
+
+def _of_sum(node: Any, held: Held | None) -> Divisor:
+    """A sum of all elements, which are those of samples and not divided by how many there are."""
+    if held is None:
+        return Divisor("sum")
+    sizes = _sizes(node)
+    if held.dim >= len(sizes) or (sizes[0] % held.samples and sizes[held.dim] != held.samples):
+        return UNKNOWN
+    leading = frozenset(float(math.prod(sizes[: at + 1])) for at in range(len(sizes)))
+    return UNKNOWN if _beneath(node, held, _divides) else Divisor("sum", sizes=leading)
+
+
+def _sizes(node: Any) -> tuple[int, ...]:
+    """Of what a reduction is over."""
+    if hasattr(node, "_saved_self_sym_sizes"):
+        return tuple(node._saved_self_sym_sizes)
+    return tuple(node._saved_self.shape) if hasattr(node, "_saved_self") else ()
+
+
+def _beneath(node: Any, held: Held, asked: Callable[[Any, Held], bool]) -> bool:
+    """Whether `asked` holds of a node between this one and the model's outputs, or there are too many to tell."""
+    waiting, seen = [child for child, _ in node.next_functions], set[Any]()
+    while waiting:
+        one = waiting.pop()
+        if one is None or one in seen or one in held.ends:
+            continue
+        if len(seen) == _MOST or asked(one, held):
+            return True
+        seen.add(one)
+        waiting += [child for child, _ in one.next_functions]
+    return False
+
+
+def _reduces_samples(node: Any, held: Held) -> bool:
+    """Whether a sum or mean is over the dim of samples, or over all."""
+    dims = {_signed(dim) for dim in getattr(node, "_saved_dim", None) or ()}
+    ndim = len(_sizes(node))
+    return not dims or bool(dims & {0, -ndim, held.dim, held.dim - ndim})
+
+
+def _adds(node: Any, held: Held) -> bool:
+    """Whether what a node gives may be a sum over samples."""
+    name = _name(node)
+    return getattr(node, "_saved_reduction", 0) == _SUM or (name == "Sum" and _reduces_samples(node, held))
+
+
+def _divides(node: Any, held: Held) -> bool:
+    """Whether what a node gives may be divided by the number of samples."""
+    name = _name(node)
+    if name in _CONTRACTS or getattr(node, "_saved_reduction", 0) == _MEAN:
+        return True
+    if name == "Mean":
+        return _reduces_samples(node, held)
+    return name in ("Mul", "Div") and _counts(node, held)
+
+
+def _name(node: Any) -> str:
+    return re.sub(r"Backward\d*$", "", node.name())
+
+
+def _signed(dim: int) -> int:
+    """A dim as it was given: torch keeps negative ones as large numbers."""
+    return dim - 2**64 if dim >= 2**63 else dim
+
+
+def _counts(node: Any, held: Held) -> bool:
+    """Whether the constant that a Mul or Div has may be the number of samples, or of what they have."""
+    divides = node.name().startswith("Div")
+    for value in (getattr(node, "_saved_other", None), None if divides else getattr(node, "_saved_self", None)):
+        if not isinstance(value, torch.Tensor) or value.requires_grad or not value.numel() or value.is_complex():
+            continue
+        number = float(value.reshape(-1)[0])
+        if number and bool((value == value.reshape(-1)[0]).all()):
+            count = abs(number) if divides else abs(1 / number)
+            if round(count) >= held.samples and abs(count - round(count)) < 1e-6 and round(count) % held.samples == 0:
+                return True
+    return False
+
+
+def _of_loss(node: Any, held: Held | None) -> Divisor:
     """A loss function of torch's: it kept its reduction, and the weight or the elements it averaged over."""
     if node._saved_reduction == _SUM:
-        return Divisor("sum")
+        return _of_sum(node, held)
     if node._saved_reduction != _MEAN:
         return UNKNOWN
     if hasattr(node, "_saved_total_weight"):
@@ -107,7 +223,7 @@ def _together(terms: list[Divisor]) -> Divisor:
     if len(kinds) != 1 or "unknown" in kinds:
         return UNKNOWN
     numbers = sorted({number for term in terms for number in term.numbers}, reverse=True)
-    return Divisor(kinds.pop(), tuple(numbers))
+    return Divisor(kinds.pop(), tuple(numbers), sizes=frozenset[float]().union(*(term.sizes for term in terms)))
 
 
 def _one_number(value: Any) -> float | None:

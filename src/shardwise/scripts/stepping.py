@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import types
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from shardwise.comm.buckets import GradientBuckets
 from shardwise.engine.engine import Engine
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.host import read, row_of
+from shardwise.layout import Plan
 from shardwise.mesh import Mesh
 from shardwise.parallel.full import FullShard
 from shardwise.part import forget, plain, whole
@@ -43,6 +44,7 @@ class Stepping(Held):
     """The methods of `Prepared` that make up a step. All that the script's loop calls is collective."""
 
     optimizer: Optimizer
+    plan: Plan
     mesh: Mesh
     calls: Calls
     all_names: list[list[str]]  # of the optimizer's groups, frozen parameters among them
@@ -78,7 +80,7 @@ class Stepping(Held):
     @names_line
     def backward(
         self, loss: torch.Tensor, weight: torch.Tensor | float | None = None, *,
-        mean_over: torch.Tensor | float | None = None,
+        mean_over: torch.Tensor | float | None = None, also: Sequence[Stepping] = (),
     ) -> torch.Tensor:  # fmt: skip
         """Stands for `loss.backward()`. Collective.
 
@@ -87,6 +89,7 @@ class Stepping(Held):
                    would divide by the sum of all weights of the step, those of other micro-batches too
         mean_over  what this rank's mean is over, where that differs between ranks: the loss becomes the mean over
                    all ranks, of this micro-batch alone; whatever else it was divided by stays
+        also       what `prepare` returned for other models that this loss trains too, each with its own optimizer
 
         With the plan's last micro-batch, gradients are summed over ranks and divided. Returns this micro-batch's loss
         over all ranks. Without weight or mean_over, a mean is one over samples that are alike; raises `InputError` for
@@ -94,6 +97,50 @@ class Stepping(Held):
         """
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise InputError("prepared.backward: the loss must be one number that depends on the model's parameters")
+        together = self._together(also)
+        for each in together:
+            each._ready()
+        engine, part = self.engine, self.calls.part
+        self._look_at_loss(loss, weight if mean_over is None else mean_over)
+        loss, weight, mean_over = whole(loss).reshape(()), plain(weight), plain(mean_over)
+        stands_in = part is not None and part.count == 0
+        total = loss * 0 if stands_in else loss
+        if mean_over is not None:
+            (over,) = self.sum(0.0 if stands_in else mean_over)
+            total = total * (float(mean_over) / over if over else 0.0)
+        weights = [each._weight(loss, weight, mean_over is not None, stands_in) for each in together]
+        if self._given == "mean" and self.calls.dealt is not None:
+            total = total * self.calls.dealt.proportion(engine.data_ranks)
+        stated = weight if mean_over is None else mean_over
+        with ExitStack() as inside:
+            for each in together:
+                if each._over is None and not stands_in and stated is not None:
+                    each._over = (divisor_of(loss), float(stated))
+                inside.enter_context(each._gate.open())
+                last = each._micro + 1 == each.plan.accumulate or isinstance(each.engine.technique, FullShard)
+                each.engine.technique.start_micro_batch(last=last)
+                inside.enter_context(each._asking())
+            scaled = engine.state.scale
+            scale = scaled.factor(weights[0], engine.mesh.data, engine.device) if scaled is not None else 1.0
+            (total * scale if scale != 1.0 else total).backward()
+        for each, counted in zip(together, weights, strict=True):
+            each._count(Loss(total.detach(), counted), stands_in)
+        return self.loss if engine.plan.accumulate == 1 else self._loss_of(total, 0.0 if stands_in else weight)
+
+    def _together(self, also: Sequence[Stepping]) -> list[Stepping]:
+        """This model and the others that one loss trains."""
+        for other in also:
+            if not isinstance(other, Stepping) or other is self:
+                raise InputError("prepared.backward: also= takes what prepare returned for other models of the loss")
+            if other.plan.accumulate != self.plan.accumulate or self.engine.state.scale is not None:
+                raise InputError(
+                    "prepared.backward: models that one loss trains have plans of one accumulate, and none of fp16, "
+                    "whose loss scales would differ"
+                )
+        return [self, *also]
+
+    def _ready(self) -> None:
+        """Raise `InputError` unless gradients may come to this model now; opens its step."""
         engine = self.engine
         if not self.calls.called and engine.world_size > 1:
             raise InputError(
@@ -108,36 +155,19 @@ class Stepping(Held):
                 "prepare the loader that the first prepare returned"
             )
         self._open_step()
-        assert self._tally is not None
-        self._look_at_loss(loss, weight if mean_over is None else mean_over)
-        loss, weight, mean_over = whole(loss).reshape(()), plain(weight), plain(mean_over)
-        stands_in = self.calls.part is not None and self.calls.part.count == 0
-        total = loss * 0 if stands_in else loss
-        if mean_over is not None:
-            (over,) = self.sum(0.0 if stands_in else mean_over)
-            total = total * (float(mean_over) / over if over else 0.0)
-        counted = self._weight(loss, weight, mean_over is not None, stands_in)
-        if self._given == "mean" and self.calls.dealt is not None:
-            total = total * self.calls.dealt.proportion(engine.data_ranks)
-        stated = weight if mean_over is None else mean_over
-        if self._over is None and not stands_in and stated is not None:
-            self._over = (divisor_of(loss), float(stated))
-        last = self._micro + 1 == engine.plan.accumulate or isinstance(engine.technique, FullShard)
+
+    def _count(self, loss: Loss, stands_in: bool) -> None:
+        """After a backward: add it up, and complete the step with the plan's last one."""
+        tally, part = self._tally, self.calls.part
+        assert tally is not None
         with self._gate.open():
-            engine.technique.start_micro_batch(last=last)
-            scaled = engine.state.scale
-            scale = scaled.factor(counted, engine.mesh.data, engine.device) if scaled is not None else 1.0
-            with self._asking():
-                (total * scale if scale != 1.0 else total).backward()
-            self._tally.used.append(engine.technique.finish_micro_batch())
-        samples = 0 if stands_in else (self.calls.part.count if self.calls.part is not None else 1)
-        self._tally.stood_in |= stands_in
-        self._tally.add(Loss(total.detach(), counted), samples, {})
+            tally.used.append(self.engine.technique.finish_micro_batch())
+        tally.stood_in |= stands_in
+        tally.add(loss, 0 if stands_in else (part.count if part is not None else 1), {})
         self._micro += 1
         self.calls.after_backward()
-        if self._micro == engine.plan.accumulate:
+        if self._micro == self.engine.plan.accumulate:
             self._finish()
-        return self.loss if engine.plan.accumulate == 1 else self._loss_of(total, 0.0 if stands_in else weight)
 
     def _look_at_loss(self, loss: torch.Tensor, weight: Any) -> None:
         """Check that the loss adds up over samples, again whenever it is made of other operations than before."""
@@ -209,8 +239,8 @@ class Stepping(Held):
             raise InputError(
                 f"{call}: loss.backward() or another model's backward has left gradients in this one since its last "
                 "zero_grad(), which belong to no step of the plan: call prepared.backward(loss) for its own loss, "
-                "zero_grad() of its optimizer before that, and step() before the other's backward; modules that one "
-                "loss trains together are prepared as one, with one optimizer"
+                "zero_grad() of its optimizer before that, and step() before the other's backward; of models that "
+                "one loss trains together: prepared.backward(loss, also=[of_other])"
             )
 
     def _once(self) -> float:
@@ -229,9 +259,15 @@ class Stepping(Held):
                 refuse_division(loss, float(weight), self.engine.plan.accumulate)
         elif mean:
             form = "mean over"
+            if self.engine.data_ranks > 1 and divisor_of(loss, self.calls.held_by(loss)).kind == "sum":
+                raise InputError(
+                    "prepared.backward: the loss is a sum over samples, which nothing divides, and mean_over says what "
+                    "a mean is over: give the sum without it, or its weight, prepared.backward(loss, n), for the mean"
+                )
         else:
-            divisor = divisor_of(loss) if self.engine.data_ranks > 1 else Divisor("mean")
             dealt = self.calls.dealt
+            held = self.calls.held_by(loss)
+            divisor = divisor_of(loss, held) if self.engine.data_ranks > 1 else Divisor("mean")
             self._forms.append((divisor, dealt.held.count if dealt is not None else 1))
             form = divisor.kind
         if self._given not in (None, form):
