@@ -101,11 +101,12 @@ BATCH_NORM = [
 
 STEP = [
     bug("each rank divides by its own weight", "step.control:Asked.answer",
-        "weight=sum(row[1] for row in rows)", "weight=rows[0][1] * len(rows)", M + "decoder", "dp_replicate=2"),
+        "weight=weight", "weight=rows[0][1] * len(rows)", M + "decoder", "dp_replicate=2"),
     bug("the weight of samples, not of tokens", "step.normalise:normalise",
         "divisor = weight *", "divisor = agreed.samples *", M + "decoder", "dp_replicate=2"),
     bug("an extra term is told by rank 0 alone", "step.control:Asked.answer",
-        "sum(row[6 + i] for row in rows)", "rows[0][6 + i]", M + "moe", "dp_replicate=2"),
+        "extras=dict(zip(self.names, extras, strict=True))",
+        "extras={name: rows[0][6 + i] for i, name in enumerate(self.names)}", M + "moe", "dp_replicate=2"),
     bug("ranks that used other parameters are not noticed", "step.control:Asked.answer",
         "same_branches=all(row[3] == rows[0][3] and not row[4] for row in rows)", "same_branches=True",
         "module_tasks:routed_experts", "dp_replicate=2"),
@@ -235,7 +236,7 @@ EXPERT = [
         "self.axis.index * each, each", "0, each", M + "moe", "dp_shard=2,ep=2"),
     bug("experts are summed over ranks that hold others", "engine.recipe:_with_experts",
         "technique = Replicate(named, mesh.expert_data, precision)",
-        "technique = Replicate(named, mesh.data, precision)", M + "moe", "dp_replicate=2,dp_shard=2,ep=2"),
+        "technique = Replicate(named, mesh.data, precision, order)", M + "moe", "dp_replicate=2,dp_shard=2,ep=2"),
     bug("experts are not summed over those that hold the same", "engine.recipe:_with_experts",
         "technique = Replicate(named, mesh.expert_data, precision)",
         "technique = Replicate(named, mesh.ep.__class__.alone('expert_data'), precision)", M + "moe",
@@ -267,7 +268,7 @@ MORE = [
     bug("rank 1 starts a millionth larger", "engine.materialise:fill_parameters",
         "value = value_of(name)", "value = value_of(name) * (1 + 1e-6)", M + "mlp", "dp_replicate=2", (1,)),
     bug("the loss is that of rank 0, times the ranks", "step.control:Asked.answer",
-        "total=sum(row[0] for row in rows)", "total=rows[0][0] * len(rows)", M + "mlp", "dp_replicate=2"),
+        "total=total", "total=rows[0][0] * len(rows)", M + "mlp", "dp_replicate=2"),
     bug("a tied weight's piece is the first rank's", "step.pipelined:_sum_tied",
         "select(index, total, state.mesh.shard.index)", "select(index, total, 0)", M + "decoder_tied",
         "pp=2,dp_shard=2,zero=1,microbatches=2"),
@@ -308,7 +309,8 @@ SEQUENCE = [
     bug("every rank of a sequence counts the loss and its weight", "step.control:Tally.row",
         "value * self.counts for value in values", "value for value in values", S + "decoder", "cp=2"),
     bug("gradients are summed over data ranks, not over a sequence's", "engine.recipe:_whole_module",
-        "Replicate(named, mesh.gradients, precision)", "Replicate(named, mesh.data, precision)", S + "decoder", "cp=2"),
+        "Replicate(named, mesh.gradients, precision, order)", "Replicate(named, mesh.data, precision, order)",
+        S + "decoder", "cp=2"),
     bug("shares of a sequence begin one position late", "part.positions:_share",
         "owners.take(leaf, dim, axis.index)", "owners.take(leaf.roll(1, dim), dim, axis.index)", S + "decoder", "cp=2"),
     bug("a causal block on the diagonal is taken for a full one", "parallel.sequence.ring:_kind",
@@ -342,8 +344,8 @@ D = "domain_tasks:"
 
 DOMAIN = [
     bug("gradients are summed over data ranks, not over tiles", "engine.recipe:_whole_module",
-        "Replicate(named, mesh.gradients, precision)", "Replicate(named, mesh.data, precision)", D + "resnet",
-        "domain=2x2"),
+        "Replicate(named, mesh.gradients, precision, order)", "Replicate(named, mesh.data, precision, order)",
+        D + "resnet", "domain=2x2"),
     bug("every tile counts the loss and its weight", "step.control:Tally.row",
         "value * self.counts for value in values", "value for value in values", D + "weighted", "domain=2"),
     bug("gradients that all tiles have count for each of a column", "part.sums:summand",
@@ -365,6 +367,22 @@ DOMAIN = [
         "local.narrow(dim, int(places[0]), len(places)).copy_(piece)", D + "resnet", "domain=2"),
     bug("gradients of weights count on the first tile alone", "parallel.domain.tiles:_Used.backward",
         "for axis in reversed(ctx.axes):", "for axis in ():", D + "resnet", "domain=3"),
+]  # fmt: skip
+
+DETERMINISTIC = [
+    bug("of two neighbours in the tree of pieces one is dropped", "comm.tree:TreeSum.add",
+        "total = self.parts.pop(left).add_(self.parts.pop(right))",
+        "total = self.parts.pop(left); self.parts.pop(right)", M + "mlp", "dp_replicate=2,deterministic=12"),
+    bug("a partial sum of pieces is sent to all as this rank's own", "comm.tree:FixedOrder.shard",
+        "sent[:, place] = value.view(ranks, -1)", "sent[:, place] = value.view(ranks, -1)[self.axis.index]",
+        M + "mlp", "dp_shard=2,zero=1,deterministic=12"),
+    bug("pieces are cut from the first sample on", "step.batching:pieces_of",
+        "low = first - part.start if last > first else 0", "low = 0", M + "mlp", "dp_replicate=2,deterministic=12"),
+    bug("a unit of zero=3 keeps its last piece alone", "parallel.full:ReduceInOrder.__call__",
+        "output_tensor.copy_(total)", "output_tensor.copy_(rows.sum(0))", M + "decoder",
+        "dp_shard=2,zero=3,deterministic=12"),
+    bug("masks of a piece are those of the batch's first samples", "step.batching:pieces_of",
+        "start=first, total", "start=0, total", M + "decoder_dropout", "dp_replicate=2,deterministic=12"),
 ]  # fmt: skip
 
 RUN = "mutations/run.toml"  # proven as `verify CONFIG.toml` does
@@ -412,4 +430,6 @@ RUNS = [
         "step + 1 == self.job.steps or", "False or", RUN, "dp_replicate=2"),
 ]  # fmt: skip
 
-BUGS = [*COMM, *PARALLEL, *BATCH_NORM, *STEP, *PIPELINE, *TENSOR, *EXPERT, *MORE, *SEQUENCE, *DOMAIN, *RUNS]
+BUGS = [
+    *COMM, *PARALLEL, *BATCH_NORM, *STEP, *PIPELINE, *TENSOR, *EXPERT, *MORE, *SEQUENCE, *DOMAIN, *DETERMINISTIC, *RUNS
+]  # fmt: skip
