@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -374,3 +375,74 @@ def test_ranks_of_torchrun_are_watched_by_a_process_of_their_host(tmp_path: Path
     assert "this run hangs: ranks came to different collectives (the operation differs)" in done.stderr, done.stderr
     assert "extra.py:6 in <module>" in done.stderr and "extra.py:7 in <module>" in done.stderr
     assert "rank 1 was here:" in done.stderr
+
+
+@pytest.mark.long
+def test_a_rank_of_a_launcher_that_raised_is_not_said_to_have_returned(tmp_path: Path) -> None:
+    """Its launcher has a while to end the others; this one does not, and the watcher does."""
+    script = tmp_path / "raising.py"
+    script.write_text(
+        "import torch, torch.distributed as dist\n"
+        "from shardwise.ranks import join\n"
+        "rank, _ = join()\n"
+        "if rank == 1:\n"
+        "    raise ValueError('its own')\n"
+        "dist.all_reduce(torch.ones(4))\n"
+    )
+    told = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29513", "WORLD_SIZE": "2"}
+    ranks = [subprocess.Popen([sys.executable, str(script)], stderr=subprocess.PIPE, text=True,
+                              env={**told, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in (0, 1)]  # fmt: skip
+    said = "".join(rank.communicate(timeout=120)[1] for rank in ranks)
+    assert "ValueError: its own" in said and "has returned" not in said, said
+    assert all(rank.returncode for rank in ranks)
+
+
+# --- a link that is gone
+
+
+@pytest.fixture
+def two_hosts() -> Iterator[tuple[str, str]]:
+    """Two network namespaces with a link between them: 10.231.7.1 and 10.231.7.2, on devices of the names."""
+    names = [f"sw{os.getpid()}{side}" for side in "ab"]
+    words = [f"netns add {names[0]}", f"netns add {names[1]}",
+             f"link add {names[0]} netns {names[0]} type veth peer name {names[1]} netns {names[1]}"]  # fmt: skip
+    for side, name in enumerate(names):
+        words += [f"-n {name} addr add 10.231.7.{side + 1}/24 dev {name}", f"-n {name} link set {name} up",
+                  f"-n {name} link set lo up"]  # fmt: skip
+    try:
+        for line in words if shutil.which("ip") else ():
+            done = subprocess.run(["ip", *line.split()], capture_output=True, text=True, check=False)
+            if done.returncode:
+                pytest.skip(f"needs network namespaces, and `ip {line}` says: {done.stderr.strip()}")
+        if not shutil.which("ip"):
+            pytest.skip("needs network namespaces, and there is no `ip` on this machine")
+        yield names[0], names[1]
+    finally:
+        for name in names if shutil.which("ip") else ():
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+def test_a_link_that_is_gone_is_told_with_the_collective(two_hosts: tuple[str, str], tmp_path: Path) -> None:
+    script = tmp_path / "linked.py"
+    script.write_text(
+        "import torch, torch.distributed as dist\n"
+        "from shardwise.guard.diagnose import Deadlines\n"
+        "from shardwise.guard.points import reach\n"
+        "from shardwise.ranks import join\n"
+        "join(deadlines=Deadlines(60, 2, 60))\n"
+        "for step in range(4):\n"
+        "    reach('update', step)\n"
+        "    dist.all_reduce(torch.ones(4))\n"  # line 8
+    )
+    shared = {**os.environ, **faults.environment([Fault("drop", rank=1, step=2, at="update")], tmp_path),
+              "MASTER_ADDR": "10.231.7.1", "MASTER_PORT": "29511", "WORLD_SIZE": "2"}  # fmt: skip
+    began, ranks = time.monotonic(), []
+    for rank, name in enumerate(two_hosts):
+        own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": name}
+        ranks.append(subprocess.Popen(["ip", "netns", "exec", name, sys.executable, str(script)], env=own,
+                                      stderr=subprocess.PIPE, text=True))  # fmt: skip
+    said = "".join(rank.communicate(timeout=120)[1] for rank in ranks)
+    assert [rank.returncode < 0 for rank in ranks] == [True, True], said
+    assert "a collective whose ranks have all come to it has not ended for" in said, said
+    assert "all_reduce of float32 (4,) (number 3 of axis world)" in said and "linked.py:8" in said, said
+    assert faults.struck(tmp_path) == 1 and time.monotonic() - began < 100

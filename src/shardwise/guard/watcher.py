@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from shardwise.guard.diagnose import Deadlines, Finding, Watch
-from shardwise.guard.records import Reader
+from shardwise.guard.records import DONE, Reader
 from shardwise.guard.stacks import ask, process_state, readable
 
 LOOK_S = 0.5
@@ -57,7 +57,7 @@ def serve(folder: str, told: str) -> None:
             if not alive and (ranks or time.monotonic() > until):
                 return
             found = watch.look(time.monotonic(), set(ranks) - set(alive))
-            died = {rank for rank, seen in ranks.items() if rank not in alive and not seen.ended}
+            died = {rank for rank, seen in ranks.items() if rank not in alive and seen.state != DONE}
             if found is not None and died and not _still_there(alive):
                 return
             if found is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -44,7 +45,7 @@ def be_watched(deadlines: Deadlines | None) -> None:
     points.have(record)
     recording.begin(record)
     threading.Thread(target=_beats, args=(record,), name="beats", daemon=True).start()
-    atexit.register(record.ended, True)
+    atexit.register(lambda: record.ended(not hasattr(sys, "last_value")))  # an error that ended it has been printed
 
 
 _files: list[Any] = []

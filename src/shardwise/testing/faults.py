@@ -17,12 +17,12 @@ where `faults.environment(...)` is in its environment. A fault strikes once in a
     flip-weight, flip-optimizer, flip-buffer     one bit of what this rank holds is another
     eio, enospc            the next change of a file of this rank's checkpoint fails so ("disk")
     disconnect             all of the rank's network connections are closed
+    drop                   packets from and to the rank vanish without a word, as on a link that is gone: the rank has
+                           to be in a network namespace of its own (`ip netns exec`), whose links are taken down
 
 Points: "start", "input", "forward", "reduce", "update", "evaluate", "save", "disk", "end" (`shardwise.guard.points`).
 "disk" is each write, sync, rename and removal of a checkpoint, in the process that does it (the rank's, or its
 writer's); its step is the checkpoint's. With `after=N` a fault lets a process pass its point N times first.
-
-What this does not do: let packets vanish without a word, for which a network namespace and its rights are needed.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ import re
 import signal
 import socket
 import stat
+import subprocess
 import sys
 import tempfile
 import time
@@ -267,9 +268,22 @@ def _disconnect(fault: Fault, subject: Any) -> None:
             continue
 
 
+def _drop(fault: Fault, subject: Any) -> None:
+    own = os.stat("/proc/self/ns/net").st_ino
+    if own not in [path.stat().st_ino for path in Path("/run/netns").glob("*")]:
+        raise InputError(
+            f"fault 'drop' takes down the links of a network namespace, and rank {fault.rank} is in none that has a "
+            "name: start it by `ip netns exec NAME ...`"
+        )
+    for _, name in socket.if_nameindex():
+        if name != "lo":
+            subprocess.run(["ip", "link", "set", name, "down"], check=True)
+
+
 KINDS = {
     "kill": _kill, "exit": _exit, "raise": _raise, "stop": _stop, "lock": _lock, "sleep": _sleep, "nan": _nan,
     "flip-weight": _flip_weight, "flip-optimizer": _flip_optimizer, "flip-buffer": _flip_buffer,
     "eio": _io_error, "enospc": _no_space, "disconnect": _disconnect,
+    "drop": _drop,
 }  # fmt: skip
 STATE = ("nan", "flip-weight", "flip-optimizer", "flip-buffer")
