@@ -2,6 +2,7 @@
 
     python benchmarks/believable.py --cases 300 --seed 0 --out believable.jsonl     continues where the file ends
     python benchmarks/believable.py --cases 300 --seed 1000                         decoders by name
+    python benchmarks/believable.py --cases 300 --seed 1000000                      transformers' configurations, shrunk
 
 A case is right where no plan computes faster than the device's best product, `plan` and `simulate` agree within 2%
 on time and memory, devices are not more times as fast as there are of them, pure data parallelism, ZeRO-3 and tp in a
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -30,6 +32,8 @@ from shardwise.planner import Constraints, Search
 from shardwise.simulator.forecast import Forecast
 
 BY_NUMBERS = 1000  # seeds from here on are decoders by name
+BY_CONFIG = 1_000_000  # and from here on configurations of transformers
+LAYERS = ("num_hidden_layers", "encoder_layers", "decoder_layers", "num_layers", "n_layer", "n_layers")
 NAMES = ("llama-3.2-1b", "llama3-8b", "qwen2.5-14b", "qwen2.5-32b", "llama3-70b", "gpt-3-13b", "gpt-3-175b", "mpt-7b")
 AGREE, GUESS = 0.02, 1.05
 AT_REST = ("weights", "master", "gradients", "optimizer")
@@ -153,8 +157,42 @@ def drawn_decoder(seed: int) -> dict[str, Any]:
     return {**case, "plan": str(found.best.plan), "step_s": best, "wrong": wrong, "seconds": time.monotonic() - began}
 
 
+def drawn_config(seed: int) -> dict[str, Any]:
+    """The case of a model type of transformers with few layers, at its own widths."""
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    rng = random.Random(seed)
+    kind, cluster, batch = rng.choice(sorted(CONFIG_MAPPING)), rng.choice(CLUSTERS), 2 ** rng.randint(4, 10)
+    case: dict[str, Any] = {"seed": seed, "task": kind, "cluster": cluster, "batch": batch}
+    began = time.monotonic()
+    try:
+        config = AutoConfig.for_model(kind)
+        for name in LAYERS:
+            if isinstance(getattr(config, name, None), int):
+                setattr(config, name, rng.choice([2, 4]))
+        text = config.to_json_string(use_diff=False)
+    except Exception as error:  # transformers' own: this type has no configuration of so few layers
+        return {**case, "refused": f"transformers: {error}", "wrong": []}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.json"
+        path.write_text(text)
+        why = ""
+        for seq in (None, rng.choice([128, 512])):  # a length is asked for where a model reads tokens
+            try:
+                found = plan(str(path), cluster, global_batch=batch, seq=seq)
+            except (InputError, RefusedPlan) as error:
+                why = str(error)
+                continue
+            wrong = violations(str(path), cluster, batch, found, seq)
+            return {**case, "plan": str(found.best.plan), "step_s": found.best.forecast.step_s, "wrong": wrong,
+                    "seconds": time.monotonic() - began}  # fmt: skip
+    return {**case, "refused": why, "wrong": []}
+
+
 def drawn(seed: int, constraints: Constraints | None = None) -> dict[str, Any]:
     """The case of a seed: what was drawn, what is wrong with it."""
+    if seed >= BY_CONFIG:
+        return drawn_config(seed)
     if seed >= BY_NUMBERS:
         return drawn_decoder(seed)
     rng = random.Random(seed)
@@ -171,14 +209,14 @@ def drawn(seed: int, constraints: Constraints | None = None) -> dict[str, Any]:
             "seconds": time.monotonic() - began}  # fmt: skip
 
 
-def violations(task: Task | str, cluster: str, batch: int, found: Search) -> list[str]:
+def violations(task: Task | str, cluster: str, batch: int, found: Search, seq: int | None = None) -> list[str]:
     """What is wrong with the first three plans of a search."""
     wrong = []
     best = found.best.forecast
 
     def alone(text: str | Plan) -> Forecast | None:
         try:
-            return simulate(task, text, cluster, global_batch=batch)
+            return simulate(task, text, cluster, global_batch=batch, seq=seq)
         except (InputError, RefusedPlan):
             return None
 
