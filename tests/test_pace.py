@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 from statistics import mean
@@ -12,8 +13,19 @@ import torch.distributed as dist
 
 from shardwise.layout import Plan
 from shardwise.measure import overheads, pace
-from shardwise.measure.overheads import AGREE, PASSES, REFERENCES, _seconds, plans, step_times
-from shardwise.measure.pace import MANY, Beat, Pace, pace_beside, slower
+from shardwise.measure.overheads import (
+    AGREE,
+    LEAST,
+    MOST,
+    PASSES,
+    REFERENCES,
+    STEPS,
+    _seconds,
+    plans,
+    step_times,
+    steps_within,
+)
+from shardwise.measure.pace import MANY, Beat, Budget, Pace, pace_beside, slower
 from shardwise.measure.reference_modules import reference_task
 
 
@@ -52,7 +64,7 @@ def test_rows_are_those_of_a_rank_that_is_slower_on_the_whole() -> None:
 def test_steps_on_which_rounds_disagree_are_measured_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
 
-    def seconds(task: object, plan: str, pace: Pace) -> float:
+    def seconds(task: object, plan: str, pace: Pace, share_s: float) -> float:
         calls.append(plan)
         times = calls.count(plan)
         return 1.0 if Plan.parse(plan).dp_shard == 1 or times <= len(REFERENCES) else AGREE + 0.1
@@ -65,6 +77,32 @@ def test_steps_on_which_rounds_disagree_are_measured_once_more(monkeypatch: pyte
         again = Plan.parse(each[0]).dp_shard > 1
         assert sum(calls.count(plan) for plan in {*each}) == len(each) * (PASSES + again), name
         assert steps[name] == [AGREE + 0.1 if again else 1.0] * len(each)
+
+
+def test_a_slow_machine_takes_fewer_steps_and_not_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each module takes 3 s whatever is asked for: the first round is whole, the second one ends with the budget."""
+    clock = [1000.0]
+    monkeypatch.setattr(pace.time, "time", lambda: clock[0])
+    shares: list[float] = []
+
+    def seconds(task: object, plan: str, pace: Pace, share_s: float) -> float:
+        shares.append(share_s)
+        clock[0] += 3.0
+        return 1.0 + 0.5 * len(shares)  # no two rounds agree
+
+    monkeypatch.setattr(overheads, "_seconds", seconds)
+    monkeypatch.setattr(overheads, "large_tasks", lambda ranks: {})
+    told: list[str] = []
+    modules = sum(map(len, plans(2).values()))
+    step_times(2, Pace(None, 1.0), told.append, budget=Budget(3.0 * modules + 7.0, began=1000.0))
+    assert len(shares) == modules + 2  # what is left is less than one module takes
+    assert shares[0] == pytest.approx(3.0 + 7.0 / modules) and shares[modules - 1] == pytest.approx(10.0)
+    assert "s left at most" in told[0] and f"{modules} of {modules}" in told[modules - 1]
+
+
+def test_steps_fit_what_is_left() -> None:
+    assert steps_within(math.inf, 0.001) == MOST and steps_within(math.inf, 0.1) == STEPS
+    assert steps_within(1.0, 0.1) == 10 and steps_within(-3.0, 0.1) == LEAST
 
 
 def test_a_long_run_is_looked_at_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:

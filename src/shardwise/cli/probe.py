@@ -26,7 +26,9 @@ from shardwise.progress import telling
 @click.option(
     "--ranks", type=WholeNumber(min=1), help="Ranks that measure at once; by default one for each GPU, or two."
 )
-@click.option("--quick", is_flag=True, help="Half the time: each step is timed once, so that a slow moment counts.")
+@click.option(
+    "--quick", is_flag=True, help="A minute instead of two: steps are timed in one round, so a slow moment counts."
+)
 @click.option("--refine", metavar="RUN", help="Do not measure: correct the file by a run that was forecast on it.")
 @common
 @click.pass_obj
@@ -34,9 +36,9 @@ def probe(answer: Answer, output: str, ranks: int | None, refine: str | None, qu
     """Measure this machine and write a cluster file: products, memory, collectives, disk.
 
     \b
-    shardwise probe                          then: shardwise train --cluster cluster.toml --plan dp_replicate=2
-    shardwise probe --quick                  half the time, less sure
-    shardwise probe --refine runs/NAME       and the next forecast is corrected by what that run measured
+    shardwise probe                      two minutes; then: shardwise train --cluster cluster.toml --plan dp_replicate=2
+    shardwise probe --quick              one minute, less sure
+    shardwise probe --refine runs/NAME   and the next forecast is corrected by what that run measured
 
     Under torchrun, srun or mpirun the launcher's ranks measure, on several hosts the links between them too, and
     rank 0 writes the file:

@@ -18,6 +18,7 @@ from shardwise.planner.candidates import divisors
 BYTES = tuple(2**i for i in range(10, 27, 2))
 WORK = 256  # rows and columns of a product before each collective: half a millisecond of a CPU
 OFTEN, SELDOM, LARGE = 64, 5, 2**20  # calls of a small one, and of those from so many bytes on
+BUDGET_S = 0.2  # for one of one size, where a machine is slow
 
 Message = tuple[str, int, int, float]
 
@@ -50,9 +51,14 @@ def of_size(pace: Pace, axis: Axis, size_bytes: int) -> list[Message]:
         "reduce_scatter": partial(reduce_scatter, part, full, axis, "probe"),
         "all_to_all": partial(all_to_all, other, full, [each] * ranks, [each] * ranks, axis, "probe"),
     }
-    times = OFTEN if size_bytes <= LARGE else SELDOM
+    most = OFTEN if size_bytes <= LARGE else SELDOM
 
     def took(call: Callable[[], Any]) -> float:
+        began = time.perf_counter()
+        after_work(call, device, 1)
+        once = torch.tensor([(time.perf_counter() - began) / 2], device=device)
+        all_reduce(once, axis, "probe")  # the same number on every rank of the group
+        times = min(most, max(SELDOM, int(BUDGET_S * ranks / float(once))))
         return 1e6 * pace.seconds(partial(after_work, call, device, times))
 
     return [(op, ranks, full.nbytes, took(call)) for op, call in calls.items()]

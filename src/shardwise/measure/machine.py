@@ -42,7 +42,7 @@ from shardwise.measure.between_nodes import between_times
 from shardwise.measure.collective_times import collective_times
 from shardwise.measure.op_times import convolution_times, op_times, product_times
 from shardwise.measure.overheads import fit, step_times
-from shardwise.measure.pace import Pace, over_ranks, slower
+from shardwise.measure.pace import Budget, Pace, over_ranks, slower
 from shardwise.progress import Say, silent
 from shardwise.ranks import Place, apart, here, join, launch, nodes_of
 from shardwise.ranks.launchers import own_device
@@ -51,7 +51,9 @@ SIDES = (32, 128, 512, 1024)
 CUDA_SIDES = (512, 1024, 2048, 4096, 8192)
 LENGTHS, WIDTHS = (512, 2048, 8192), (64, 128)  # of attention on a GPU: positions, and one head's width
 BUDGET_S = 0.03  # for one figure, after a first call
-LIMIT_S = 600.0  # for one part of a probe
+LIMIT_S = 600.0  # for one part of a probe, that hangs otherwise
+WHOLE_S, QUICK_S = 120.0, 60.0  # of a probe, and of one with --quick
+FIT_S = 12.0  # of them, for the comparison of steps with the sums of their ops
 
 
 def seconds(call: Callable[[], Any], device: torch.device, budget_s: float = BUDGET_S) -> float:
@@ -100,13 +102,14 @@ def _of_rank_zero(say: Say) -> Say:
     return say if not dist.is_initialized() or dist.get_rank() == 0 else silent
 
 
-def measure_engine(say: Say, reference: float, quick: bool = False) -> dict[str, Any]:
+def measure_engine(say: Say, reference: float, budget: Budget, quick: bool = False) -> dict[str, Any]:
     """Steps of reference modules on one rank of a CPU, where nothing hides what the host adds. Collective.
 
     reference   the pace at which all else was measured, microseconds
     """
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    steps, large = step_times(ranks, Pace(torch.device("cpu"), reference), _of_rank_zero(say), quick=quick)
+    pace = Pace(torch.device("cpu"), reference)
+    steps, large = step_times(ranks, pace, _of_rank_zero(say), budget=budget, quick=quick)
     return {"steps": [(name, at, took) for name, each in steps.items() for at, took in enumerate(each)],
             "large": [(*key, took) for key, took in large.items()]}  # fmt: skip
 
@@ -201,22 +204,24 @@ def probe(ranks: int | None = None, say: Say = silent, *, quick: bool = False) -
     groups that were made before are gone afterwards. Raises `InputError` where hosts have unequal numbers of ranks,
     or ranks of a host do not follow each other.
 
-    `say` is told what is being measured, by rank 0 too: it has to be a function that can be pickled. `quick` takes each
-    step of the reference modules once, in about half the time.
+    `say` is told what is being measured, by rank 0 too: it has to be a function that can be pickled. `quick` goes
+    through the reference modules once. A slow machine is given fewer steps of them, so that all of it takes
+    `WHOLE_S`, or `QUICK_S`.
     """
+    budget = Budget((QUICK_S if quick else WHOLE_S) - FIT_S)
     place = here()
     if place is not None:
-        return _joined(place, ranks, say, quick)
+        return _joined(place, ranks, say, budget, quick)
     say("probe: starting its ranks")
     count = ranks or device_count() or 2
     cluster = _cluster(launch(measure, count, (say,), timeout_s=LIMIT_S))
     if cluster.device.pace_us is None:  # no CPU
         return cluster
-    results = launch(measure_engine, count, (say, cluster.device.pace_us.value, quick), timeout_s=LIMIT_S)
+    results = launch(measure_engine, count, (say, cluster.device.pace_us.value, budget, quick), timeout_s=LIMIT_S)
     return _with_engine(cluster, results, say)
 
 
-def _joined(place: Place, ranks: int | None, say: Say, quick: bool = False) -> Cluster:
+def _joined(place: Place, ranks: int | None, say: Say, budget: Budget, quick: bool) -> Cluster:
     """A probe by ranks that a launcher started, node by node at the same time, and then between the nodes."""
     if ranks is not None and ranks != place.world_size:
         raise InputError(
@@ -237,7 +242,7 @@ def _joined(place: Place, ranks: int | None, say: Say, quick: bool = False) -> C
     results = on_each_node(measure, say)
     cluster = _cluster(results)
     pace = cluster.device.pace_us
-    steps = None if pace is None else on_each_node(measure_engine, say, pace.value, quick)
+    steps = None if pace is None else on_each_node(measure_engine, say, pace.value, budget, quick)
     if len(nodes) > 1:
         say(f"probe: collectives and messages between {len(nodes)} nodes by size")
         rows = gather_json(between_times(device, nodes), everybody(), device)  # a link keeps its pace

@@ -12,6 +12,7 @@ techniques whose ranks meet many times in a step what share of its work a rank w
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -29,15 +30,15 @@ from shardwise.costs.layout import Layout, of_plan
 from shardwise.costs.overhead import BASE, Overhead, events
 from shardwise.costs.software import software
 from shardwise.layout import Plan
-from shardwise.measure.pace import Beat, Pace, over_ranks, pace_beside
+from shardwise.measure.pace import Beat, Budget, Pace, over_ranks, pace_beside
 from shardwise.measure.reference_modules import large_tasks, reference_task
 from shardwise.planner.traced_task import Traced
 from shardwise.progress import Say, silent
 from shardwise.task import Task
 
 REFERENCES = ((2, 1), (6, 1), (2, 4))  # blocks, feed-forward parts of a block
-WARM, STEPS, MOST, BUDGET_S = 4, 24, 320, 0.6  # steps of one module: at least STEPS, and more within the budget
-LONGEST_S = 75.0
+WARM, MOST, BUDGET_S = 4, 320, 0.6  # steps of one module: as many as fit the budget, at most MOST
+LEAST, STEPS = 6, 24  # of which a median can be told; of which one is sure, where there is time
 PASSES, AGREE = 2, 1.08  # over all of them; within this factor two of them agree
 TURNS = 6
 OWN_CALLS = ("tp", "sp")
@@ -69,45 +70,61 @@ Large = dict[tuple[str, str], float]  # (kind of op, technique) -> seconds of a 
 
 
 def step_times(
-    ranks: int, pace: Pace, say: Say = silent, *, quick: bool = False
+    ranks: int, pace: Pace, say: Say = silent, *, budget: Budget | None = None, quick: bool = False
 ) -> tuple[dict[str, list[float]], Large]:
     """Seconds of a step of each tiny reference by technique, and of the larger ones under a few. Collective.
 
     All are gone through `PASSES` times, so that what slows the machine for a while is not all in one of them. What
     these disagree on is measured once more, and the median counts. `quick`: once, so that the pace of the machine then
-    is all that a slow moment is told by. `LONGEST_S` after the first, nothing is measured once more.
+    is all that a slow moment is told by. A module takes its share of what is left of the budget, and none is begun
+    again that would not be over in time: a slow machine takes fewer steps, not longer.
     """
+    budget = budget or Budget(math.inf)
     tiny = {(name, at): (reference_task(*sizes, 4 * ranks), plan) for name, each in plans(ranks).items()
             for at, (plan, sizes) in enumerate(zip(each, REFERENCES, strict=True))}  # fmt: skip
     large = {(kind, name): (task, plans(ranks)[name][0]) for kind, task in large_tasks(ranks).items()
              for name in LARGE[kind] if name in plans(ranks)}  # fmt: skip
     work = [*tiny.values(), *large.values()]
     found: list[list[float]] = [[] for _ in work]
-    began = time.monotonic()
-    for turn in range(1 if quick else PASSES + 1):
+    took = [0.0] * len(work)
+    rounds = 1 if quick else PASSES + 1
+    for turn in range(rounds):
         for at, ((task, plan), seen) in enumerate(zip(work, found, strict=True)):
-            apart = max(seen) / min(seen) if seen and time.monotonic() - began < LONGEST_S else 1.0
+            left = budget.left_s()
+            if turn and took[at] > left:
+                continue
+            apart = max(seen) / min(seen) if seen else 1.0
             if turn == PASSES and over_ranks(apart) < AGREE:
                 continue
-            say(f"probe: steps of small modules, round {turn + 1}, {at + 1} of {len(work)}: {plan}")
-            seen.append(_seconds(task, plan, pace))
+            say(_told(turn, rounds, at, len(work), plan, left))
+            seen.append(_seconds(task, plan, pace, left / (len(work) - at)))
+            took[at] = left - budget.left_s()
     times = [median(seen) for seen in found]
     of_tiny = dict(zip(tiny, times, strict=False))
     steps = {name: [of_tiny[name, at] for at in range(len(REFERENCES))] for name in plans(ranks)}
     return steps, dict(zip(large, times[len(tiny) :], strict=True))
 
 
-def _seconds(task: Task, plan: str, pace: Pace) -> float:
-    """The median step of a module, at the reference pace."""
-    found = _alone(task, plan, pace)
+def _told(turn: int, rounds: int, at: int, count: int, plan: str, left_s: float) -> str:
+    """What is measured now, and for how long at most."""
+    more = ", the fewest steps, since time is up" if left_s <= 0 else ""
+    if left_s > 0 and math.isfinite(left_s):
+        more = f", {left_s:.0f} s left at most"
+    return f"probe: steps of small modules, round {turn + 1} of {rounds}, {at + 1} of {count}: {plan}{more}"
+
+
+def _seconds(task: Task, plan: str, pace: Pace, share_s: float = math.inf) -> float:
+    """The median step of a module, at the reference pace. `share_s`: what it may take, warming up included."""
+    found = _alone(task, plan, pace, share_s)
     gc.collect()  # with the engine go the threads of its groups, which would slow down the next one's steps
     return found
 
 
-def _alone(task: Task, plan: str, pace: Pace) -> float:
+def _alone(task: Task, plan: str, pace: Pace, share_s: float) -> float:
     from shardwise.engine.engine import parallelize
 
     assert task.batch is not None and pace.reference is not None
+    own = Budget(share_s)
     engine, make = parallelize(task, plan, check_loss=False), task.batch
     beat = Beat(pace.device)
     times: list[float] = []
@@ -123,13 +140,19 @@ def _alone(task: Task, plan: str, pace: Pace) -> float:
     take(WARM)
     step_s = over_ranks(median(times))
     beat.spread(step_s)
-    take(min(MOST, max(STEPS, int(BUDGET_S / step_s))))
+    take(steps_within(own.left_s(), step_s))
     beat.end(len(times))
     seen = gather_rows(torch.tensor(beat.us, dtype=torch.float64), everybody()).tolist()
     engine.close()
     steps = list(enumerate(times))[WARM:]
     beside = pace_beside(steps, beat.at, seen, in_turn=Plan.parse(plan).pp > 1)
     return median(times[WARM:]) * pace.reference / beside
+
+
+def steps_within(left_s: float, step_s: float) -> int:
+    """How many steps are taken where one takes `step_s`: what fits `BUDGET_S`, at least `STEPS` where there is time."""
+    wanted = min(MOST, max(STEPS, int(BUDGET_S / step_s)))
+    return wanted if wanted * step_s <= left_s else max(LEAST, int(left_s / step_s))
 
 
 def _traced(cluster: Cluster, plan: Plan, task: Task) -> tuple[Layout, Traced, int]:

@@ -11,6 +11,7 @@ pace, though one core may be two thirds faster than the other and than itself a 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -27,6 +28,18 @@ EVERY_S = 0.05  # between two looks while steps are taken
 MANY = 100  # looks, after which they are half as often, again and again: a long run is not held up
 
 Found = TypeVar("Found")
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Seconds that a measurement may take in all, from when this is made; also in other processes of the host."""
+
+    seconds: float
+    began: float = field(default_factory=time.time)
+
+    def left_s(self) -> float:
+        """Of them, the mean of the ranks', so that all go the same way. Collective."""
+        return over_ranks(self.began + self.seconds - time.time())
 
 
 @dataclass(frozen=True)
