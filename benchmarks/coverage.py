@@ -18,50 +18,22 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
 import architectures  # noqa: E402
+from cells import Found, cell, rows, share, written  # noqa: E402
 
 from shardwise.engine.tensor import describe  # noqa: E402
 from shardwise.layout import Plan  # noqa: E402
-from shardwise.proof.parity import verify  # noqa: E402
 from shardwise.ranks import RankPool  # noqa: E402
 
 PLANS = ["tp=2", "tp=2,sp=true", "pp=2", "tp=2,pp=2", "tp=2,dp_shard=2", "pp=2,dp_shard=2,zero=2", "cp=2"]
 TABLE = ROOT / "docs" / "tables" / "coverage.md"
 
 
-def cell(name: str, plan: str, pool: RankPool) -> tuple[str, str]:
-    """(what stands in the cell, the reason where it is refused)."""
-    try:
-        parity = verify(f"architectures:{name}", plan, pool=pool, timeout_s=300)
-    except Exception as error:
-        return "FAILS", f"{type(error).__name__}: {str(error).splitlines()[0]}"
-    if parity.refused:
-        return "refused", parity.refused
-    return ("equal", "") if parity.parity else ("WRONG", parity.text())
-
-
-def share(found: dict[tuple[str, str], tuple[str, str]], names: list[str], plans: list[str]) -> str:
-    """How many cells are equal."""
-    cells = [found[name, plan][0] for name in names for plan in plans if (name, plan) in found]
-    return f"{cells.count('equal')} of {len(cells)}"
-
-
-def as_page(
-    found: dict[tuple[str, str], tuple[str, str]], names: list[str], plans: list[str], seconds: float | None
-) -> str:
+def as_page(found: Found, names: list[str], plans: list[str], seconds: float | None) -> str:
     """Markdown: the table, and the reasons below it."""
-    numbers: dict[str, int] = {}
-    lines = ["| module | " + " | ".join(f"`{plan}`" for plan in plans) + " |", "|---|" + "---|" * len(plans)]
-    for name in names:
-        cells = []
-        for plan in plans:
-            what, why = found.get((name, plan), ("not tried", ""))
-            number = numbers.setdefault(why, len(numbers) + 1) if why else 0
-            cells.append(what if not why else f"{what} ({number})")
-        lines.append(f"| {name.replace('_', ' ')} | " + " | ".join(cells) + " |")
+    lines, reasons = rows(found, names, plans)
     decoders = [f.__name__ for f in architectures.DECODERS if f.__name__ in names]
     others = [name for name in names if name not in decoders]
     asked = [plan for plan in plans if plan in ("tp=2", "pp=2", "tp=2,pp=2", "tp=2,dp_shard=2")]
-    reasons = [f"{number}. {why}" for why, number in numbers.items()]
     import transformers
 
     return "\n".join([
@@ -80,20 +52,6 @@ def as_page(
         "",
         *(reasons and ["Reasons:", "", *reasons, ""]),
     ])  # fmt: skip
-
-
-def written(page: str) -> dict[tuple[str, str], tuple[str, str]]:
-    """The cells of a page that was written before, with their reasons."""
-    table = page.split(CUTS)[0].splitlines()
-    reasons = dict(line.split(". ", 1) for line in table if line.partition(". ")[0].isdigit())
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table if line.startswith("| ")]
-    plans = [cell.strip("`") for cell in rows[0][1:]] if rows else []
-    found = {}
-    for name, *cells in rows[1:]:
-        for plan, cell in zip(plans, cells, strict=True):
-            what, _, number = cell.partition(" (")
-            found[name.replace(" ", "_"), plan] = what, reasons.get(number.rstrip(")"), "")
-    return found
 
 
 CUTS = "## How much `tp` cuts"
@@ -138,17 +96,19 @@ def main() -> None:
             TABLE.write_text(TABLE.read_text().split(CUTS)[0] + section)
         return
     plans = options.plans.split(";")
-    found: dict[tuple[str, str], tuple[str, str]] = {}
+    found: Found = {}
     start = time.monotonic()
     with RankPool() as pool:
         for place, (name, plan) in enumerate((n, p) for n in names for p in plans):
-            found[name, plan] = cell(name, plan, pool)
+            found[name, plan] = cell(f"architectures:{name}", plan, pool)
             print(f"{place + 1}/{len(names) * len(plans)} {name} {plan}: {' '.join(found[name, plan])[:300]}",
                   file=sys.stderr, flush=True)  # fmt: skip
     seconds = time.monotonic() - start
     if options.write and (names != every or plans != PLANS):
         before = TABLE.read_text()
-        TABLE.write_text(as_page(written(before) | found, every, PLANS, None) + "\n" + CUTS + before.split(CUTS)[1])
+        TABLE.write_text(
+            as_page(written(before.split(CUTS)[0]) | found, every, PLANS, None) + "\n" + CUTS + before.split(CUTS)[1]
+        )
     else:
         page = as_page(found, names, plans, seconds) + "\n" + cuts_section(names)
         print(page)

@@ -111,6 +111,7 @@ def _look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, A
                 problems += _sums_differ(of_whole, first, second, sizes, dtype)
             elif strict:
                 problems += _joined_differs(of_whole, _Runner(module, joined, seen)((whole, parts))[0], dtype)
+            findings.notices += share(seen.repeats_differ(sizes))
             if masks and strict and joined is None and anywhere(findings.dims.known) and not problems:
                 problems += _masks_differ(run, findings.dims, whole, parts, sizes, dtype)
     findings.written, findings.assigned = sorted(seen.ever_written), sorted(seen.ever_assigned)
@@ -175,6 +176,7 @@ class _Seen(TorchDispatchMode):
         self.running: list[nn.Module] = []
         self.batch_norms: list[nn.Module] = []
         self.reads_values = False
+        self.calls: list[dict[str, int]] = []  # of each module, by path, in each forward
         self.reentrant = False
         self.twice: set[str] = set()  # units of zero=3 that ran more than once in a forward
         self.written: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -190,6 +192,9 @@ class _Seen(TorchDispatchMode):
         def enter(child: nn.Module, path: str) -> None:
             if child is self.module:
                 units.clear()
+                self.calls.append({})
+            if self.calls:
+                self.calls[-1][path] = self.calls[-1].get(path, 0) + 1
             if isinstance(child, FSDPModule):
                 units[path] = units.get(path, 0) + 1
                 if units[path] > 1:
@@ -244,6 +249,21 @@ class _Seen(TorchDispatchMode):
                 self.replaced.setdefault(name, (tensor, tensor.data))
                 self.ever_assigned.add(name)
                 self.ever_written.add(name)
+
+    def repeats_differ(self, sizes: tuple[int, int, int]) -> list[str]:
+        """A notice where a module's calls are more on some samples than on others, once values were read in Python."""
+        if not self.reads_values or len(self.calls) < len(sizes):
+            return []
+        for path in self.calls[0]:
+            counts = [calls.get(path, 0) for calls in self.calls[: len(sizes)]]
+            if min(counts) and len(set(counts)) > 1:
+                of = ", ".join(f"{count} times on {size}" for count, size in zip(counts, sizes, strict=True))
+                return [
+                    f"the forward reads values of tensors in Python, and runs '{path}' {of} samples: a choice that is "
+                    "made for all samples of a batch at once (the steps of a solver) comes out otherwise on each "
+                    "rank's part, and results differ by as much"
+                ]
+        return []
 
     def restore_parameters(self) -> dict[str, torch.Tensor]:
         """Undo writes into parameters; returns what had been written."""

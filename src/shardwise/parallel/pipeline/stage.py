@@ -39,6 +39,7 @@ from shardwise.comm import Axis
 from shardwise.errors import RefusedPlan
 from shardwise.parallel.pipeline.cuts import Holder, Skip, Stage, made_up_shapes
 from shardwise.part.crossing import Along, filled, overwrite, settled
+from shardwise.part.tensor import Part
 from shardwise.trace.functional import transforming
 
 
@@ -201,6 +202,12 @@ class StagedModule:
                 f"at '{self._stage.entry.call.path}' a tensor of shape {tuple(received.shape)} arrives, where this "
                 f"stage's own forward has {tuple(held.shape)}: a module before it gives a shape that cannot be told "
                 "from the shapes of its arguments, so the stages would disagree about masks and positions"
+            )
+        if isinstance(held, Part) and not held.axis.positions:
+            raise RefusedPlan(
+                f"at '{self._stage.entry.call.path}' the caller holds a tensor whose dim {held.dim_cut} is cut over "
+                f"{held.axis.name}, and what arrives from the stage before is whole: its gradient could not be sent "
+                "back. Cut elsewhere with stages=, or use either axis alone"
             )
         overwrite(held, received.detach(), self.axes)
         if not needs_gradient:
