@@ -117,3 +117,74 @@ def test_any_plan_to_a_folder_that_transformers_reads(pool, capfd, tmp_path: Pat
     model.load_state_dict(load_file(tmp_path / "one.safetensors"))
     tokens = torch.arange(8)[None]
     assert torch.equal(model.eval()(tokens).logits, read(tokens).logits)
+
+
+# --- pickles of others
+
+
+class Runs:
+    """Leaves a mark where a pickle of it is loaded."""
+
+    def __init__(self, at: Path) -> None:
+        self.at = at
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.at,)
+
+
+def test_tensors_of_others_pickles_are_read_and_nothing_is_run(run: Path, capfd, tmp_path: Path):
+    import pickle
+
+    import torch.distributed.checkpoint as dcp
+
+    weights = load_file(run / "model.safetensors")
+    mark = tmp_path / "ran"
+    optimizer = {"state": {0: {"step": torch.ones(1)}}, "param_groups": [{"lr": 0.1}]}
+    torch.save(weights, tmp_path / "plain.pt")
+    torch.save({"model": weights, "optimizer": optimizer, "epoch": 3}, tmp_path / "beside.pt")
+    torch.save({"model": weights, "ema": weights}, tmp_path / "two.pt")
+    dcp.save({"model": dict(weights), "optimizer": optimizer}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    for number, (name, words) in enumerate(
+        [("plain.pt", ()), ("beside.pt", ()), ("two.pt", ("--key", "ema")), ("dcp", ("--key", "model"))]
+    ):
+        target = str(tmp_path / f"{number}.safetensors")
+        code, found = asked(capfd, "convert", str(tmp_path / name), target, "--allow-pickle", *words)
+        assert code == 0, found
+        assert asked(capfd, "diff", target, str(run / "model.safetensors"))[0] == 0
+        code, found = asked(capfd, "convert", str(tmp_path / name), str(tmp_path / "x.safetensors"))
+        assert code == 2 and "--allow-pickle" in found["error"], (name, found)  # without the flag
+    told = pickle.loads((tmp_path / "dcp" / ".metadata").read_bytes())
+    hostile: list[tuple[str, tuple[str, ...], str]] = [("two.pt", (), "'model', 'ema'")]
+    torch.save({"model": weights, "x": Runs(mark)}, tmp_path / "runs.pt")
+    hostile.append(("runs.pt", (), "without running code that is in it"))
+    (tmp_path / "old.pt").write_bytes(pickle.dumps(Runs(mark)))
+    hostile.append(("old.pt", (), "without running code that is in it"))
+    for name, change in {
+        "runs": lambda: Runs(mark),
+        "path": lambda: _changed(told, "relative_path", "../plain.pt"),
+        "bomb": lambda: _changed(told, "size", torch.Size([10**9, 10**9])),
+    }.items():
+        folder = tmp_path / f"dcp-{name}"
+        folder.mkdir()
+        for path in (tmp_path / "dcp").glob("*.distcp"):
+            (folder / path.name).write_bytes(path.read_bytes())
+        (folder / ".metadata").write_bytes(pickle.dumps(change()))
+        says = {"runs": "it names", "path": "no file of this folder", "bomb": "its tensors have"}[name]
+        hostile.append((folder.name, ("--key", "model"), says))
+    hostile.append(("0.safetensors", (), "no file of torch.save"))
+    for name, words, says in hostile:
+        code, found = asked(capfd, "convert", str(tmp_path / name), str(tmp_path / "x"), "--allow-pickle", *words)
+        assert code == 2 and says in found["error"], (name, found)
+    code, found = asked(capfd, "convert", str(run), str(tmp_path / "x"), "--key", "model")
+    assert code == 2 and "--allow-pickle" in found["error"]
+    assert not mark.exists() and not (tmp_path / "x").exists() and not (tmp_path / "x.safetensors").exists()
+
+
+def _changed(told: Any, field: str, value: Any) -> Any:
+    """A description of a folder with another value in the first place that has this field."""
+    import copy
+
+    told = copy.deepcopy(told)
+    places = [*told.storage_data.values(), *told.state_dict_metadata.values()]
+    object.__setattr__(next(place for place in places if hasattr(place, field)), field, value)
+    return told

@@ -248,6 +248,27 @@ def test_a_save_that_fails_is_told_and_a_second_in_a_row_ends_the_run(here, monk
         shardwise.train("digits", steps=6, checkpoint_every=2, **SMALL)
 
 
+def test_the_best_on_held_out_data_is_kept_and_remembered(here):
+    """By a learning rate that spoils the weights later; a run that goes on does not take a worse one for the best."""
+    options = {**SMALL, "optimizer": {"name": "sgd", "lr": 3.0}, "eval_every": 1, "keep_best": True}
+    del options["ema_decay"]
+    half = shardwise.train("digits", steps=3, checkpoint_every=3, **options)
+    again = shardwise.train("digits", steps=6, resume="auto", **options)
+    whole = shardwise.train("digits", steps=6, **options)
+    found = [(record["eval_loss"], record["step"] + 1) for record in whole.metrics if "eval_loss" in record]
+    assert len(found) == 6 and min(found)[1] < 6
+    for run in (again, whole):
+        assert (run.summary["best"]["eval_loss"], run.summary["best"]["step"]) == min(found)
+    best, last = (load_file(whole.folder / f"{name}.safetensors") for name in ("best", "model"))
+    assert half.folder == again.folder and not torch.equal(best["head.weight"], last["head.weight"])
+    assert all(torch.equal(best[name], value) for name, value in load_file(again.folder / "best.safetensors").items())
+    fresh = shardwise.train("digits", steps=1, init_from=str(whole.folder / "best.safetensors"),
+                            **{**options, "optimizer": {"name": "sgd", "lr": 1e-30}})  # fmt: skip
+    assert fresh.eval_loss == min(found)[0], (found, fresh.eval_loss)
+    with pytest.raises(InputError, match="eval_data is None"):
+        shardwise.train(odd, steps=1, keep_best=True)
+
+
 def test_weights_alone_by_name_and_pattern(here):
     first = shardwise.train("digits", steps=2, checkpoint_every=2, **SMALL)
     still = {**SMALL, "optimizer": {"name": "sgd", "lr": 1e-30}, "steps": 1}

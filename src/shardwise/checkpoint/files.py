@@ -148,7 +148,16 @@ def read_header(path: Path) -> dict[str, Entry]:
             raise ValueError(f"{size} bytes, and the header tells of {at}")
         return entries
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise InputError(f"{path} cannot be read as safetensors ({error}): fetch it again") from error
+        again = "fetch it again"
+        if path.is_file() and begins_as_pickle(path):
+            again = "it begins as pickles do, whose tensors `shardwise checkpoint convert --allow-pickle` takes"
+        raise InputError(f"{path} cannot be read as safetensors ({error}): {again}") from error
+
+
+def begins_as_pickle(path: Path) -> bool:
+    """Whether a file begins as a zip archive or a pickle of protocol 2 or later does: what torch.save writes."""
+    with path.open("rb") as file:
+        return file.read(4).startswith((b"PK\x03\x04", b"\x80"))
 
 
 def _entry(field: Mapping[str, Any], base: int) -> Entry:

@@ -133,4 +133,9 @@ def _indexed(folder: Path) -> list[str]:
 def _pickles(folder: Path) -> str:
     kinds = {".bin", ".pt", ".pth", ".ckpt", ".distcp"}
     found = next((path for path in sorted(folder.glob("*")) if path.suffix in kinds), None)
-    return "" if found is None else f"; {found.name} may be a pickle, which runs code when it is loaded and is not read"
+    if found is None:
+        return ""
+    return (
+        f"; {found.name} may be a pickle, which runs code when it is loaded and is not read (`shardwise checkpoint "
+        "convert --allow-pickle` takes its tensors alone)"
+    )

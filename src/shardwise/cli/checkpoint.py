@@ -8,6 +8,7 @@ import click
 
 from shardwise.cli.answer import Answer
 from shardwise.cli.options import common
+from shardwise.errors import InputError
 
 WHERE = "CHECKPOINT"
 
@@ -77,13 +78,18 @@ def verify(answer: Answer, path: str) -> None:
 @click.argument("target")
 @click.option("--ema", is_flag=True, help="The moving average in the place of trained weights.")
 @click.option("--like", metavar="FOLDER", help="The transformers model it is: a folder that from_pretrained reads.")
+@click.option("--allow-pickle", is_flag=True, help="PATH is of torch.save or torch.distributed.checkpoint.")
+@click.option("--key", help="Where in that the state dict lies, such as model.")
 @common
 @click.pass_obj
-def convert(answer: Answer, path: str, target: str, ema: bool, like: str | None) -> None:
+def convert(
+    answer: Answer, path: str, target: str, ema: bool, like: str | None, allow_pickle: bool, key: str | None
+) -> None:
     """Its weights as safetensors: one file (TARGET.safetensors), or a folder of them with an index.
 
     PATH may be safetensors too. With --like, the folder has the names, the configuration and the tokenizer that
-    transformers reads.
+    transformers reads. With --allow-pickle, PATH is a file of torch.save or a folder of torch.distributed.checkpoint:
+    its tensors are read, and nothing in it is executed.
 
     \b
     shardwise checkpoint convert runs/NAME weights.safetensors
@@ -92,17 +98,38 @@ def convert(answer: Answer, path: str, target: str, ema: bool, like: str | None)
 
     from shardwise.checkpoint.inspect import convert as turn
 
-    if like is None:
-        files = turn(path, target, ema=ema)
-    else:
-        from shardwise.hf.export import export
+    if key is not None and not allow_pickle:
+        raise InputError("--key says where in a file of torch.save a state dict lies: it needs --allow-pickle")
+    with tempfile.TemporaryDirectory(dir=_nearest(Path(target))) as between:
+        source = _read_foreign(Path(path), key, Path(between)) if allow_pickle else path
+        if like is None:
+            files = turn(source, target, ema=ema)
+        else:
+            from shardwise.hf.export import export
 
-        with tempfile.TemporaryDirectory(dir=Path(target).absolute().parent) as between:
-            (single,) = turn(path, Path(between) / "weights.safetensors", ema=ema)
+            (single,) = turn(source, Path(between) / "weights.safetensors", ema=ema)
             export(single, target, like)
-        files = sorted(Path(target).glob("*.safetensors"))
+            files = sorted(Path(target).glob("*.safetensors"))
     answer.fields.update(checkpoint=path, files=[str(file) for file in files])
     answer.text = "\n".join(f"wrote {file}" for file in files)
+
+
+def _nearest(target: Path) -> Path:
+    """The folder above the target that is there."""
+    return next(above for above in target.absolute().parents if above.is_dir())
+
+
+def _read_foreign(path: Path, key: str | None, folder: Path) -> Path:
+    """The tensors of a file or folder that is a pickle, as safetensors in `folder`."""
+    from safetensors.torch import save_file
+
+    from shardwise.checkpoint.foreign import is_foreign, read
+
+    if not is_foreign(path):
+        raise InputError(f"{path} is no file of torch.save and no folder of torch.distributed.checkpoint")
+    tensors = {name: value.detach().contiguous().clone() for name, value in read(path, key).items()}
+    save_file(tensors, str(folder / "foreign.safetensors"))
+    return folder / "foreign.safetensors"
 
 
 @checkpoint.command()

@@ -159,6 +159,9 @@ class TrainSection(Section):
         description="steps between evaluations on held-out data; not set: at the end only; 0: never",
     )
     eval_samples: int = Field(default=256, ge=0, description="held-out samples of one evaluation; 0: all of them")
+    keep_best: bool = Field(
+        default=False, description="write the weights of the smallest held-out loss so far as best.safetensors"
+    )
     ema_decay: float | None = Field(
         default=None,
         gt=0,
@@ -270,7 +273,8 @@ def without_effect(config: Config, given: set[str]) -> dict[str, Unused]:
     if train.init_from is None:
         found["train.init_rename"] = Unused("train.init_from is not set", "train.init_from")
     if train.eval_every == 0:
-        found["train.eval_samples"] = Unused("train.eval_every is 0", "train.eval_every")
+        for key in ("train.eval_samples", "train.keep_best"):
+            found[key] = Unused("train.eval_every is 0", "train.eval_every")
     for key, other in EXCLUSIVE:
         if {key, other} <= given:
             found[key] = Unused(f"{other} is set too: give one of them", other)

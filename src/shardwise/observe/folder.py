@@ -6,6 +6,7 @@ versions.json      python, torch, shardwise, platform, device
 metrics.jsonl      one line for each step and each evaluation
 model.safetensors  the weights at the end
 ema.safetensors    their moving average, where train.ema_decay is set
+best.safetensors   weights of the smallest held-out loss, where train.keep_best is set
 summary.json       the final table
 journal.jsonl      one line for each attempt, where ranks were started here (training/restart.py)
 profile/           traces and a table, where train.profile_steps is set

@@ -33,6 +33,8 @@ def _loss(summary: dict[str, Any]) -> str:
     text = f"{_number(summary['first_loss'])} -> {_number(summary['loss'])}"
     if summary["eval_loss"] is not None:
         text += f", on held-out data {_number(summary['eval_loss'])}"
+    if summary.get("best") is not None:
+        text += f" (best {_number(summary['best']['eval_loss'])}, after step {summary['best']['step']})"
     return text
 
 

@@ -36,6 +36,7 @@ from shardwise.training.stragglers import Stragglers
 
 LOOK_S = 1.0  # between looks at clocks and signals, where steps are shorter
 MOST_STEPS = 1000
+BEST = "best.safetensors"
 _ANSWERS = ["", "well", "badly"]
 
 
@@ -86,6 +87,7 @@ class Keeper:
         self.stalls_s: list[float] = []  # of each save, what its step waited
         self.first = 0  # the first step of this run
         self.first_loss: float | None = None  # of the run that goes on
+        self.best: dict[str, Any] | None = None  # step, held-out loss and weights of train.keep_best
         self._saves = self._failures = 0
         self._waited_for = True
         self._look_at, self._looked_after, self._looked, self._saved = 0, 0, time.monotonic(), time.monotonic()
@@ -120,6 +122,8 @@ class Keeper:
                 raise InputError(f"{restored.folder} has no position in the data: it is of a task with other data")
             self.loader.load_state_dict(fields["data"])
         self.first_loss = (fields.get("run") or {}).get("first_loss")
+        there = gather_json((self.job.folder / BEST).exists(), self.engine.mesh.world, self.engine.device)[0]
+        self.best = (fields.get("run") or {}).get("best") if there else None
         told = [*restored.notices, f"goes on from {restored.folder}, after step {self.first}"]
         told += changes(fields.get("settings") or {}, settings_of(self.job.effective))
         if not restored.same_plan:
@@ -210,7 +214,7 @@ class Keeper:
         fields = {
             "data": None if self.loader is None else self.loader.state_dict(),
             "settings": settings_of(self.job.effective),
-            "run": {"first_loss": first_loss, "name": self.job.name},
+            "run": {"first_loss": first_loss, "name": self.job.name, "best": self.best},
         }
         try:
             began = time.perf_counter()

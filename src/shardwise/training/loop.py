@@ -8,6 +8,7 @@ at the end:               weights, memory of every rank, a few lines that the te
 from __future__ import annotations
 
 import json
+import math
 import sys
 import tempfile
 import time
@@ -27,6 +28,7 @@ from shardwise.engine.ema import Ema
 from shardwise.engine.engine import Engine, parallelize
 from shardwise.engine.export import save_weights
 from shardwise.engine.samples import read_samples
+from shardwise.errors import InputError
 from shardwise.guard.points import reach
 from shardwise.measure.pace import Beat, over_ranks, pace_beside
 from shardwise.observe import Flops, InputWatch, MetricsFile, count_flops, finite, peak_flops, write_inputs, write_json
@@ -42,7 +44,7 @@ from shardwise.task import Task
 from shardwise.training.failures import told_plainly
 from shardwise.training.held_out import Spread
 from shardwise.training.job import Job
-from shardwise.training.keeping import Keeper
+from shardwise.training.keeping import BEST, Keeper
 from shardwise.training.resume import trim_metrics
 from shardwise.training.schedules import make_schedule
 from shardwise.training.writing import written_text
@@ -112,6 +114,8 @@ class _Rank:
         self.speed = Speed(self.unit, job.tokens_per_sample or 1, flops, peak, plan.world_size)
         self.ema = Ema(engine, config.ema_decay) if config.ema_decay is not None else None
         self.loader = self._loader(stack)
+        if config.keep_best and task.eval_data is None:
+            raise InputError("train.keep_best compares losses on held-out data, and Task.eval_data is None")
         self.keeper = Keeper(job, engine, self.ema, self.loader)
         stack.callback(self.keeper.close)
         self.first = self.keeper.begin()
@@ -332,6 +336,7 @@ class _Rank:
             return float(total) / float(weight), float(weight), self.engine.metrics()
 
         self.eval_loss, weight, self.eval_metrics = measured()
+        self._keep_best(step + 1)
         own = {f"eval_metric/{name}": value for name, value in self.eval_metrics.items()}
         if self.ema is not None:
             with self.ema.applied():
@@ -342,6 +347,13 @@ class _Rank:
         if self.display is not None and self.engine.rank == 0:
             told = "".join(f"  {name} {value:.4g}" for name, value in self.eval_metrics.items())
             self.display.say(f"step {step + 1}/{self.job.steps}  held-out loss {self.eval_loss:.4f}{told}")
+
+    def _keep_best(self, steps: int) -> None:
+        """Write the weights where the held-out loss is the smallest so far, if that is asked for. Collective."""
+        loss, best = self.eval_loss, self.keeper.best
+        asked = self.job.effective.config.train.keep_best and loss is not None and math.isfinite(loss)
+        if asked and (best is None or loss < best["eval_loss"]):
+            self.keeper.best = {"step": steps, "eval_loss": loss, "weights": str(self._keep_weights(BEST))}
 
     def _pace(self) -> float | None:
         """Microseconds of the fixed work beside the median step; None where nothing asks for it. Collective."""
@@ -367,6 +379,7 @@ class _Rank:
             "loss": self.losses[-1],
             "eval_loss": self.eval_loss,
             "eval_metrics": self.eval_metrics,
+            "best": self.keeper.best,
             "unit": self.unit,
             **self.speed.of(int(samples), timed),
             "flops_convention": self._convention(),

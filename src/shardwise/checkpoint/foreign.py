@@ -1,0 +1,147 @@
+"""State dicts of others, which lie in pickles: files of `torch.save`, folders of `torch.distributed.checkpoint`.
+
+Nothing in them is executed. Of a file, torch's restricted reader makes tensors and plain containers alone
+(`weights_only`); of a folder's `.metadata` only torch's classes that describe tensors are made, and only tensors are
+read. What needs more is refused.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import filesystem, metadata
+
+from shardwise.checkpoint.files import begins_as_pickle
+from shardwise.errors import InputError
+
+METADATA = ".metadata"
+_PLAIN = {("collections", "OrderedDict"), ("pathlib", "PosixPath"), ("pathlib", "Path"), ("torch", "Size"),
+          ("torch.serialization", "_get_layout")}  # fmt: skip
+
+
+def is_foreign(path: Path) -> bool:
+    """Whether this is a file that begins as pickles do, or a folder of `torch.distributed.checkpoint`."""
+    if path.is_dir():
+        return (path / METADATA).is_file()
+    return path.is_file() and begins_as_pickle(path)
+
+
+def read(path: Path, key: str | None = None) -> dict[str, torch.Tensor]:
+    """The tensors of a state dict by name, on the CPU.
+
+    key   where the state dict lies in what was saved, such as "model"; None: it is all of it, or the only one in it
+
+    Raises `InputError` for what cannot be read without running code of the file, and where it is not clear which one
+    is meant.
+    """
+    if path.is_dir():
+        found = _of_folder(path)
+        begin = "" if key is None else f"{key}."
+        found = {name.removeprefix(begin): value for name, value in found.items() if name.startswith(begin)}
+        if not found:
+            raise InputError(f"{path} has no tensor below '{key}'")
+        return found
+    try:
+        whole = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError, AttributeError) as error:
+        first = str(error).strip().splitlines() or [type(error).__name__]
+        raise InputError(
+            f"{path} cannot be read without running code that is in it ({first[0][:200]}): where you trust it, load it "
+            "by torch.load in a script of yours, and save its state_dict with safetensors"
+        ) from error
+    states = dict(_state_dicts(whole, ""))
+    if key is not None and key in states:
+        return states[key]
+    if key is None and len(states) == 1:
+        return next(iter(states.values()))
+    there = ", ".join(repr(name) for name in list(states)[:5]) or "none"
+    raise InputError(f"{path}: which state dict is meant, a table of names and tensors alone? It has {there} (--key)")
+
+
+def _state_dicts(value: Any, name: str) -> Any:
+    """(place, tensors by name) of each table of names and tensors alone."""
+    if not isinstance(value, Mapping) or not value or not all(isinstance(one, str) for one in value):
+        return
+    if all(isinstance(one, torch.Tensor) for one in value.values()):
+        yield name, dict(value)
+        return
+    for one, inner in value.items():
+        yield from _state_dicts(inner, f"{name}.{one}" if name else one)
+
+
+# --- folders of torch.distributed.checkpoint
+
+
+class _Describing(pickle.Unpickler):
+    """Makes torch's descriptions of tensors, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = None
+        if (module, name) in _PLAIN:
+            found = super().find_class(module, name)
+        elif module in (metadata.__name__, filesystem.__name__) and isinstance(
+            kind := getattr({metadata.__name__: metadata, filesystem.__name__: filesystem}[module], name, None), type
+        ):
+            found = kind if kind.__module__ == module else None
+        elif module == "torch" and isinstance(kind := getattr(torch, name, None), torch.dtype):
+            found = kind
+        if found is None:
+            raise pickle.UnpicklingError(f"it names {module}.{name}")
+        return found
+
+
+class _Reader(filesystem.FileSystemReader):
+    """torch's reader, over a description that was read by `_described`."""
+
+    def __init__(self, folder: Path, told: Any) -> None:
+        super().__init__(folder)
+        self.told = told
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        if getattr(self.told, "storage_meta", None) is None:
+            self.told.storage_meta = metadata.StorageMeta()
+        self.told.storage_meta.load_id = self.load_id
+        return self.told
+
+
+def _of_folder(folder: Path) -> dict[str, torch.Tensor]:
+    told, kinds = _described(folder)
+    state = {name: torch.empty(kind.size, dtype=kind.properties.dtype) for name, kind in kinds.items()}
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as is meant: one process reads
+            dcp.load(state, storage_reader=_Reader(folder, told), no_dist=True)
+    except Exception as error:  # what a damaged folder raises in there is anything
+        raise InputError(f"{folder} cannot be read: {str(error).splitlines()[0][:300]}") from error
+    return state
+
+
+def _described(folder: Path) -> tuple[Any, dict[str, Any]]:
+    """(the folder's description, name -> what is said of each tensor), sizes and files checked."""
+    path = folder / METADATA
+    try:
+        with path.open("rb") as file:
+            told = _Describing(file).load()
+        kinds = {
+            name: kind
+            for name, kind in told.state_dict_metadata.items()
+            if isinstance(kind, metadata.TensorStorageMetadata)
+        }
+        wanted = sum(math.prod(kind.size) * kind.properties.dtype.itemsize for kind in kinds.values())
+        files = {str(place.relative_path) for place in told.storage_data.values()}
+        outside = [name for name in files if Path(name).name != name]
+        if outside:
+            raise ValueError(f"it names {outside[0][:60]!r}, which is no file of this folder")
+        there = sum((folder / name).stat().st_size for name in files)
+        if wanted > there:
+            raise ValueError(f"its tensors have {wanted} bytes, and its files {there}")
+    except (pickle.UnpicklingError, OSError, EOFError, ValueError, TypeError, AttributeError, LookupError) as error:
+        raise InputError(f"{path} cannot be read as a description of tensors: {str(error)[:200]}") from error
+    return told, kinds
