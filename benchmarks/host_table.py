@@ -1,12 +1,13 @@
 """What the host reads in a step, counted: `python benchmarks/host_table.py` writes docs/tables/host.md.
 
-Ranks on this machine take two optimizer steps of small tasks; the second is counted. Counts depend neither on the
-machine nor on the device: what torch reads of tensors that stay on the CPU everywhere is left out by an optimizer that
-keeps no count of steps.
+Ranks on this machine take two optimizer steps of small tasks on a mock accelerator (`shardwise.testing.mock_device`);
+the second is counted. Counts do not depend on the machine: what torch reads of tensors that stay on the CPU everywhere
+is left out by an optimizer that keeps no count of steps.
 """
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,11 @@ from shardwise import Plan, Task, parallelize
 from shardwise.host import HostReads
 from shardwise.models import tasks
 from shardwise.ranks import RankPool
+from shardwise.testing import mock_device
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+import domain_tasks
+import sequence_tasks
 
 
 def _means(output: Tensor, batch: Any) -> dict[str, Any]:
@@ -46,9 +52,11 @@ ROWS = (
     ("a decoder", tasks.decoder, (
         "single", "dp_replicate=2", "dp_replicate=2,accumulate=2", "dp_shard=2,zero=1", "dp_shard=2,zero=2",
         "dp_shard=2,zero=3", "dp_replicate=2,dp_shard=2,zero=3", "tp=2", "tp=2,sp=true", "tp=2,tp_overlap=true",
-        "tp=2,compile=true", "dp_shard=2,zero=3,tp=2", "dp_replicate=2,precision=fp16", "dp_replicate=2,remat=full",
+        "dp_shard=2,zero=3,tp=2", "dp_replicate=2,precision=fp16", "dp_replicate=2,remat=full",
         "pp=2,microbatches=2", "pp=2,schedule=zbv,microbatches=2", "pp=2,dp_shard=2,zero=1,microbatches=2",
     )),
+    ("a decoder of positions", sequence_tasks.decoder, ("cp=2", "cp_ulysses=2", "dp_shard=2,zero=3,cp=2")),
+    ("a U-Net on fields", domain_tasks.unet_group, ("domain=2", "domain=2,dp_shard=2,zero=3")),
     ("tied embeddings", tasks.decoder_tied, ("pp=2,microbatches=2", "pp=2,dp_replicate=2,microbatches=2")),
     ("a network with batch norm", tasks.unet_batchnorm, ("dp_replicate=2",)),
     ("a loss with a term of its own weight", _term, ("dp_replicate=2,accumulate=2",)),
@@ -61,7 +69,10 @@ ROWS = (
 def reads_of(row: int, plan: str) -> tuple[dict[str, int], dict[str, int]]:
     """Reads of this rank's second step: the engine's by name, and those of the model's and the task's own code."""
     task = ROWS[row][1]().with_(optimizer=lambda groups: torch.optim.SGD(groups, lr=0.01, momentum=0.9))
-    engine = parallelize(task, plan, device="cpu", clip_norm=1.0)
+    device = mock_device.install()
+    if Plan.parse(plan).world_size > 1:
+        mock_device.join_group()
+    engine = parallelize(task, plan, device=device, clip_norm=1.0)
     assert task.batch is not None
     engine.step(task.batch(0))
     with HostReads() as reads:
@@ -88,8 +99,8 @@ def page() -> str:
         "Written by `benchmarks/host_table.py`. A read is a value that Python needs from a tensor, for which the host "
         "waits until the device has come that far; until then it runs ahead. All of the engine's go through one "
         "function (`host.read`); counted are those of the rank that reads most, in its second step, and beside them "
-        "what the model's and the task's own code reads (by `tolist` and `numpy`, too, on an accelerator; on the CPU "
-        "torch shows those to nobody).\n\n"
+        "all else that waits, which is the model's and the task's own code: values taken out, and copies between the "
+        "host and the device that wait. Counted on a mock accelerator ([accelerators](../accelerators.md)).\n\n"
         "| | plan | reads | which | own code |\n|---|---|---|---|---|\n" + "\n".join(lines) + "\n\n"
         "- *control row*: loss, weight, norm and samples of all ranks, from which every rank decides alike whether "
         "values are finite and how to clip. Between data ranks; with pipeline stages then *texts*, once, between "

@@ -58,7 +58,7 @@ class Block(nn.Module):
         if self.written:
             k, v = (t.repeat_interleave(self.heads // self.key_heads, 1) for t in (k, v))
             scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
-            allowed = torch.ones(s, s, dtype=torch.bool).tril() if mask is None else mask
+            allowed = torch.ones(s, s, dtype=torch.bool, device=q.device).tril() if mask is None else mask
             a = scores.masked_fill(~allowed, -torch.inf).softmax(-1) @ v
         else:
             a = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=self.causal and mask is None,
@@ -77,10 +77,10 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         s = tokens.shape[1]
-        x = self.tokens(tokens) + self.places(torch.arange(s))
+        x = self.tokens(tokens) + self.places(torch.arange(s, device=tokens.device))
         mask = None
         if self.window:
-            at = torch.arange(s)
+            at = torch.arange(s, device=tokens.device)
             mask = (at[:, None] >= at) & (at[:, None] - at < self.window)
         for block in self.blocks:
             x = block(x, mask)

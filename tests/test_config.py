@@ -276,3 +276,12 @@ def test_every_field_is_described_and_the_plan_help_names_fields():
 
     assert all(walk(Config))
     assert set(PLAN_HELP) <= {field.name for field in fields(Plan)}
+
+
+def test_any_type_of_device_may_be_asked_for_and_has_to_be_there() -> None:
+    from shardwise.training.job import _check_device
+
+    with pytest.raises(InputError, match='device = "npu", but torch sees no accelerator on this machine'):
+        _check_device("npu")
+    with pytest.raises(InputError, match="device"):
+        load(None, ["train.device=cuda:1"])

@@ -171,9 +171,8 @@ def test_floor_zero_knows_no_process_group(room: str) -> None:
 
 
 ACCELERATORS = {"cuda", "hip", "xpu", "mps", "npu", "hpu", "mtia", "nccl"}
-# the room itself; a word of the user's; the one backend whose messages over one group wait for each other;
-# and how this torch was built
-NAMING = {"device.py", "config/schema.py", "comm/collectives.py", "cli/doctor.py"}
+# the room itself, and how this torch was built
+NAMING = {"device.py", "cli/doctor.py"}
 
 
 def kinds_named(path: Path) -> Iterator[str]:

@@ -80,9 +80,8 @@ def group_backend() -> str:
     import torch.distributed as dist
 
     kind = accelerator()
-    if kind is None:
-        return "gloo"
-    return f"cpu:gloo,{kind.type}:{dist.get_default_backend_for_device(kind.type)}"
+    own = None if kind is None else dist.Backend.default_device_backend_map.get(kind.type)
+    return "gloo" if kind is None or own is None else f"cpu:gloo,{kind.type}:{own}"
 
 
 def group_on_host() -> bool:
@@ -90,7 +89,18 @@ def group_on_host() -> bool:
     import torch.distributed as dist
 
     kind = accelerator()
-    return kind is None or dist.get_default_backend_for_device(kind.type) not in dist.get_backend_config()
+    own = None if kind is None else dist.Backend.default_device_backend_map.get(kind.type)
+    return own is None or own == "gloo" or own not in dist.get_backend_config()
+
+
+def backend_of(group: Any, device: torch.device) -> str | None:
+    """The backend by which a process group moves tensors of this device ("nccl", "gloo"); None where it has none.
+
+    `dist.get_backend` gives the text that the group was made with, as "cpu:gloo,cuda:nccl".
+    """
+    if device.type not in {kind.type for kind in group._device_types}:
+        return None
+    return group._get_backend(torch.device(device.type)).name()
 
 
 def device_name(device: torch.device) -> str | None:
@@ -101,13 +111,15 @@ def device_name(device: torch.device) -> str | None:
 
 def peak_bytes(device: torch.device) -> int | None:
     """Peak of allocated bytes on the device since the last reset; None where the device does not count them."""
-    return None if on_host(device) else torch.accelerator.max_memory_allocated(device)
+    count = None if on_host(device) else getattr(torch.get_device_module(device), "max_memory_allocated", None)
+    return None if count is None else count(device)
 
 
 def memory_bytes(device: torch.device) -> int | None:
     """All memory of a device: an accelerator's, or this host's (its container's); None where nothing tells."""
     if not on_host(device):
-        return torch.get_device_module(device).get_device_properties(device).total_memory
+        tell = getattr(torch.get_device_module(device), "get_device_properties", None)
+        return None if tell is None else tell(device).total_memory
     found = []
     for path, unit in (("/proc/meminfo", 1024), ("/sys/fs/cgroup/memory.max", 1)):
         try:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -61,6 +62,15 @@ def require(held: torch.Tensor, error: Callable[[], Exception]) -> None:
     with _named():
         if not held.item():
             raise error()
+
+
+def to_device(values: Any, device: torch.device) -> torch.Tensor:
+    """A numpy array, or a tensor on the CPU, on the device: the host does not wait until it is there.
+
+    On the CPU it is the same memory. A plain `.to(device)` waits until the device has done all that it was given.
+    """
+    tensor = values if isinstance(values, torch.Tensor) else torch.from_numpy(values)
+    return tensor.to(device, non_blocking=True)
 
 
 def put(values: list[float], device: torch.device) -> torch.Tensor:
@@ -124,9 +134,20 @@ class HostReads(TorchDispatchMode):
         if any(getattr(kind, "observes_inside", False) for kind in types):
             return NotImplemented  # the tensor's own rule runs next, with this mode still active
         kwargs = kwargs or {}
+        if _composed(func):  # met whole below autograd, where a tensor's own rules run; it reads inside
+            with self:
+                return func.decompose(*args, **kwargs)
         if not self.paused and (_hangs_on_values(func, args, kwargs) or _crosses(func, args, kwargs)):
             self.others[func.name().removeprefix("aten::")] += 1
         return func(*args, **kwargs)
+
+
+@cache
+def _composed(func: Any) -> bool:
+    """Whether an operation is other operations on every device."""
+    if func.namespace != "aten" or not func._can_decompose():
+        return False
+    return not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CPU")
 
 
 _TELLING = {torch.ops.aten.is_nonzero}  # which torch has not marked; met where a tensor's own rules run

@@ -39,6 +39,7 @@ from shardwise.engine.ema import Ema
 from shardwise.engine.engine import Engine
 from shardwise.errors import RefusedPlan, RunError
 from shardwise.guard.points import reach
+from shardwise.host import put
 
 SPLIT_BYTES = 2**16  # a piece of fewer bytes is written by one of the ranks that hold it
 SLACK = 1.02  # of the bytes to be written, that must be free
@@ -166,7 +167,7 @@ class Saver:
         mine = [[one.key, to_json(one.piece), one.piece.shape, one.dtype, one.alike] for one in holdings]
         text = json.dumps(mine)
         number = xxhash.xxh3_64_intdigest(text.encode()) % 2**52
-        rows = gather_rows(torch.tensor([float(number)], dtype=torch.float64, device=engine.device), engine.mesh.world)
+        rows = gather_rows(put([float(number)], engine.device), engine.mesh.world)
         layout = str(rows.view(-1).tolist())
         if layout == self._layout:
             return

@@ -118,17 +118,24 @@ def _environment() -> Iterator[Check]:
 def _devices() -> Iterator[Check]:
     import torch
 
-    if not torch.cuda.is_available():
+    from shardwise.device import accelerator, device_count, device_name
+
+    kind = accelerator()
+    if kind is None:
         built = "torch is built without CUDA" if torch.version.cuda is None else f"CUDA {torch.version.cuda}, no device"
         yield Check("devices", f"CPU ({built})")
         return
-    for index in range(torch.cuda.device_count()):
-        free, total = torch.cuda.mem_get_info(index)
-        problem = "less than half of its memory is free: another process uses it" if free < total / 2 else ""
-        name = torch.cuda.get_device_name(index)
-        yield Check(f"cuda:{index}", f"{name}, {free / 1e9:.1f} of {total / 1e9:.1f} GB free", problem)
-    if torch.cuda.device_count() > 1:
-        pairs = [torch.cuda.can_device_access_peer(0, other) for other in range(1, torch.cuda.device_count())]
+    module, count = torch.get_device_module(kind), device_count()
+    room, reaches = (getattr(module, name, None) for name in ("mem_get_info", "can_device_access_peer"))
+    for index in range(count):
+        told, problem = device_name(torch.device(kind.type, index)) or kind.type, ""
+        if room is not None:
+            free, total = room(index)
+            told += f", {free / 1e9:.1f} of {total / 1e9:.1f} GB free"
+            problem = "less than half of its memory is free: another process uses it" if free < total / 2 else ""
+        yield Check(f"{kind.type}:{index}", told, problem)
+    if count > 1 and reaches is not None:
+        pairs = [reaches(0, other) for other in range(1, count)]
         yield Check("links", "devices reach each other directly" if all(pairs) else "through the host's memory")
 
 

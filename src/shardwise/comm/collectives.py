@@ -18,8 +18,8 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 from shardwise.comm.ledger import Ledger
 from shardwise.comm.observe import tagged
-from shardwise.device import current_device, on_host
-from shardwise.host import read
+from shardwise.device import backend_of, current_device, on_host
+from shardwise.host import put, read
 from shardwise.layout.grid import AXES, INNER
 
 # torch 2.13 renamed these two; earlier versions know the old names alone
@@ -214,11 +214,13 @@ def broadcast(tensor: torch.Tensor, axis: Axis, source_index: int, tag: str) -> 
 def copies_of(axis: Axis, count: int) -> list[Axis]:
     """The axis `count` times, with groups of their own where one group's messages would wait for each other (NCCL).
 
+    An accelerator's backend runs them one after another, in the order of their calls; gloo goes by their numbers.
     Collective over the world there: every rank's axis of this name lies in one list of groups.
     """
-    if axis.group is None or dist.get_backend(axis.group) != "nccl":
+    device = current_device()
+    if axis.group is None or on_host(device) or backend_of(axis.group, device) in (None, "gloo"):
         return [axis] * count
-    row = torch.tensor([float(rank) for rank in axis.ranks], dtype=torch.float64, device=current_device())
+    row = put([float(rank) for rank in axis.ranks], device)
     table = torch.empty((dist.get_world_size(), axis.size), dtype=row.dtype, device=row.device)
     with tagged("control"):
         _all_gather(table.view(-1), row)
@@ -246,7 +248,7 @@ class _Staged(Pending):
 
 
 def _needs_host(tensor: torch.Tensor, axis: Axis) -> bool:
-    return not on_host(tensor.device) and dist.get_backend(axis.group) == "gloo"
+    return not on_host(tensor.device) and backend_of(axis.group, tensor.device) in (None, "gloo")
 
 
 def send(tensor: torch.Tensor, axis: Axis, to_index: int, tag: str, number: int) -> Pending:

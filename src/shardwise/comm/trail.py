@@ -24,7 +24,7 @@ import torch
 
 from shardwise.comm.collectives import Axis, barrier, gather_rows
 from shardwise.errors import RunError
-from shardwise.host import read
+from shardwise.host import put, read
 
 _UNITS = (
     "Under zero=3 every rank must run the same units in the same order, since each unit is gathered from all of them; "
@@ -55,7 +55,7 @@ class Trail:
     def _share(self, device: torch.device) -> None:
         """Map one file for the ranks of this host; its name goes away as soon as all have it open."""
         host = float(zlib.crc32(socket.gethostname().encode()))
-        mine = torch.tensor([host, float(secrets.randbits(_CONTROL_BITS))], dtype=torch.float64, device=device)
+        mine = put([host, float(secrets.randbits(_CONTROL_BITS))], device)
         rows = read(gather_rows(mine, self.axis), "hosts")
         together = [index for index, row in enumerate(rows) if row[0] == host]
         self._others = [index for index in together if index != self.axis.index]

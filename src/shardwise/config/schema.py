@@ -230,7 +230,11 @@ class TrainSection(Section):
         description="cluster file of `shardwise probe`: the run writes its forecast beside what it measures",
     )
     generate: int = Field(default=0, ge=0, description="tokens that the model writes at the end (text)")
-    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto | cpu | cuda; auto: cuda if there")
+    device: str = Field(
+        default="auto",
+        pattern="^[a-z0-9_]+$",
+        description="auto (the accelerator if there is one), cpu, or the type of the accelerator: cuda, xpu, npu, mps",
+    )
 
 
 class Config(Section):

@@ -16,6 +16,7 @@ from shardwise.comm import gather_rows
 from shardwise.engine.alone import blame, needs_gradients
 from shardwise.engine.samples import few_samples
 from shardwise.errors import InputError, RefusedPlan, ShardwiseError
+from shardwise.host import put
 from shardwise.layout import Plan
 from shardwise.layout.schedules import Schedule, schedule_of
 from shardwise.mesh import Mesh
@@ -178,7 +179,7 @@ def _shares_draws(flow: Flow, stages: list[Stage]) -> bool:
 def _agree(cut: Cut, mesh: Mesh) -> None:
     """All ranks cut alike."""
     text = "|".join(f"{stage.start},{stage.stop},{stage.entry and stage.entry.call.path}" for stage in cut.stages)
-    mine = torch.tensor([float(seed_of(text) % 2**50)], dtype=torch.float64, device=mesh.device)
+    mine = put([float(seed_of(text) % 2**50)], mesh.device)
     table = gather_rows(mine, mesh.world)
     if not bool((table == table[0]).all()):
         raise InputError(

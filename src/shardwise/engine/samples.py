@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_flatten
 
 from shardwise.comm import Axis, gather_rows
 from shardwise.errors import InputError, ShardwiseError
+from shardwise.host import put
 from shardwise.layout import Plan
 from shardwise.layout.dealing import enough_samples
 from shardwise.step.batching import samples_in, slice_samples
@@ -78,7 +79,7 @@ def _checksum(batch: Any) -> float:
 
 def _check_same(batch: Any, again: Any, data: Axis, device: torch.device) -> None:
     sums = [_checksum(batch), _checksum(again)]
-    table = gather_rows(torch.tensor(sums, dtype=torch.float64, device=device), data)
+    table = gather_rows(put(sums, device), data)
     if not bool((table == table[0, 0]).all()):
         where = "on one rank" if bool((table[:, 0] != table[:, 1]).any()) else "from rank to rank"
         raise InputError(

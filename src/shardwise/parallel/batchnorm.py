@@ -54,7 +54,7 @@ def synced_batch_norm(
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     share = 0.0 if phase.stand_in else 1.0
     dims = [0, *range(2, x.dim())]
-    count = wide.new_tensor([share * x.numel() / x.shape[1]])
+    count = wide.new_full((1,), share * x.numel() / x.shape[1])
     totals = sum_over(torch.cat([wide.sum(dims) * share, count]), axis, _TAG)
     n = totals[-1].detach()
     mean = totals[:-1] / n

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from shardwise.host import to_device
 from shardwise.part.cuts import Uncut
 from shardwise.part.levels import Distributed
 from shardwise.part.moves import fetch, shown
@@ -92,7 +93,7 @@ def _picked(func: Any, part: Part, indices: list) -> torch.Tensor:
     wanted = indices[part.dim_cut]
     if wanted.dtype is torch.bool or isinstance(part.local, Distributed):
         raise Uncut(no_rule(func, [part]))
-    mine = torch.from_numpy(part.owners.indices(part.axis.index)).to(wanted.device)
+    mine = to_device(part.owners.indices(part.axis.index), wanted.device)
     wanted = torch.where(wanted < 0, wanted + part.owners.size, wanted)
     if not len(mine):
         shape = func(torch.empty(part.shape, device="meta"), [i if i is None else i.to("meta") for i in indices]).shape

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from shardwise.host import to_device
 from shardwise.part.cuts import Uncut, repeated
 from shardwise.part.tensor import Part, is_part, no_rule, parts_in, reduced, rule
 
@@ -38,7 +39,7 @@ class _Heads:
     @property
     def read(self) -> torch.Tensor:
         """The key head that each of this rank's queries reads."""
-        mine = torch.from_numpy(self.part.owners.indices(self.part.axis.index)).to(self.part.device)
+        mine = to_device(self.part.owners.indices(self.part.axis.index), self.part.device)
         return mine // self.each
 
     def local(self, tensor: Any) -> Any:

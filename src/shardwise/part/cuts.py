@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from shardwise.errors import RefusedPlan
+from shardwise.host import to_device
 from shardwise.layout.views import NoView, groups
 
 REMEMBERED = 4096  # entries of each cache; a dim of a million indices costs what its runs do
@@ -119,7 +120,7 @@ class Owners:
         span = self.span(rank)
         if span is not None:
             return tensor.narrow(dim, *span)
-        return tensor.index_select(dim, torch.from_numpy(self.indices(rank)).to(tensor.device))
+        return tensor.index_select(dim, to_device(self.indices(rank), tensor.device))
 
     def sliced(self, start: int, stop: int, step: int = 1) -> Owners:
         """Owners of the dim after `[start:stop:step]`, with `0 <= start`, `stop <= size`."""

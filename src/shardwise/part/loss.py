@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from shardwise.host import has_values, require
+from shardwise.host import has_values, require, to_device
 from shardwise.part.cuts import Uncut
 from shardwise.part.levels import Distributed
 from shardwise.part.moves import reowned
@@ -17,7 +17,7 @@ from shardwise.part.tensor import FUNCTIONS, Part, gather, is_part, no_rule, par
 
 def _place_of(part: Part, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(whether this rank holds the index, where among its own)."""
-    mine = torch.from_numpy(part.owners.indices(part.axis.index)).to(index.device)
+    mine = to_device(part.owners.indices(part.axis.index), index.device)
     if not len(mine):
         return torch.zeros_like(index, dtype=torch.bool), torch.zeros_like(index)
     place = torch.searchsorted(mine, index.contiguous()).clamp_(max=len(mine) - 1)

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from shardwise.comm import Axis, all_to_all
+from shardwise.host import to_device
 from shardwise.part.cuts import REMEMBERED, Owners, Uncut
 from shardwise.part.levels import Distributed
 from shardwise.part.tensor import Part, gather, share_of
@@ -51,7 +52,7 @@ def recut(part: Part, dim: int, owners: Owners, inside: Owners | None = None) ->
     ]
     whole = torch.cat(pieces, part.dim_cut)
     if before.order is not None:
-        whole = whole.index_select(part.dim_cut, torch.from_numpy(before.order).to(whole.device))
+        whole = whole.index_select(part.dim_cut, to_device(before.order, whole.device))
     return part.with_local(whole, dim, owners)
 
 
@@ -120,11 +121,11 @@ def fetch(part: Part, wanted: Wanted, fill: float = 0.0) -> torch.Tensor:
     found = torch.cat(pieces, dim)
     if way.order is None:
         return found
-    found = found.index_select(dim, torch.from_numpy(way.order).to(found.device))
+    found = found.index_select(dim, to_device(way.order, found.device))
     if way.inside is None:
         return found
     whole = found.new_full(_with(shape, dim, way.wanted), fill)
-    return whole.index_copy(dim, torch.from_numpy(way.inside).to(found.device), found)
+    return whole.index_copy(dim, to_device(way.inside, found.device), found)
 
 
 def give_back(gradient: torch.Tensor, like: Part, wanted: Wanted) -> Part:
@@ -144,16 +145,16 @@ def give_back(gradient: torch.Tensor, like: Part, wanted: Wanted) -> Part:
     shape = list(gradient.shape)
     found = gradient.narrow(dim, way.around[0], shape[dim] - sum(way.around))
     if way.inside is not None:
-        found = found.index_select(dim, torch.from_numpy(way.inside).to(found.device))
+        found = found.index_select(dim, to_device(way.inside, found.device))
     if way.order is not None:
-        found = found.index_select(dim, torch.from_numpy(np.argsort(way.order)).to(found.device))
+        found = found.index_select(dim, to_device(np.argsort(way.order), found.device))
     pieces = _passed(list(found.split(list(way.counts), dim)), shape, dim, [len(p) for p in way.send], axis)
     local = gradient.new_zeros(_with(shape, dim, owners.counts[axis.index]))
     for piece, places in zip(pieces, way.send, strict=True):
         if _in_a_row(places):
             local.narrow(dim, int(places[0]), len(places)).add_(piece)
         elif len(places):
-            local.index_add_(dim, torch.from_numpy(places).to(local.device), piece)
+            local.index_add_(dim, to_device(places, local.device), piece)
     return like.with_local(local)
 
 
@@ -294,7 +295,7 @@ def _in_a_row(places: np.ndarray) -> bool:
 def _picked(local: torch.Tensor, dim: int, places: np.ndarray) -> torch.Tensor:
     if _in_a_row(places):
         return local.narrow(dim, int(places[0]), len(places))
-    return local.index_select(dim, torch.from_numpy(places).to(local.device))
+    return local.index_select(dim, to_device(places, local.device))
 
 
 def _passed(

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from shardwise.host import to_device
 from shardwise.part.cuts import Uncut
 from shardwise.part.sums import Sum
 from shardwise.part.tensor import Part, is_part, no_rule, parts_in, reduced, rule
@@ -104,7 +105,7 @@ def _extreme_and_place(op: str, part: Part, keepdim: bool) -> tuple[torch.Tensor
     """(largest or smallest value, its index) along the cut dim; the first of equal ones. Two small reductions."""
     dim, n = part.dim_cut, part.owners.size
     value = reduced(_local_extreme(op, part, {dim}, True), part, op)
-    mine = torch.from_numpy(part.owners.indices(part.axis.index)).to(part.device)
+    mine = to_device(part.owners.indices(part.axis.index), part.device)
     at = mine.view([-1 if d == dim else 1 for d in range(part.dim())])
     same = (part.local == value) | (part.local != part.local)  # the second where it is no number
     candidates = torch.where(same, at, n)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from shardwise.comm import Axis, Pending, all_reduce
+from shardwise.host import to_device
 from shardwise.part.cuts import Owners, Uncut
 from shardwise.part.leaves import replaced
 from shardwise.part.levels import Distributed, here
@@ -299,7 +300,7 @@ def summand(gradient: torch.Tensor, axes: tuple[Axis, ...]) -> torch.Tensor:
 
 def _in_place(part: Part) -> torch.Tensor:
     """A tensor of the whole shape that has this rank's share in its place, and zeros elsewhere."""
-    places = torch.from_numpy(part.owners.indices(part.axis.index)).to(part.device)
+    places = to_device(part.owners.indices(part.axis.index), part.device)
     shape = list(part.local.shape)
     shape[part.dim_cut] = part.owners.size
     return part.local.new_zeros(shape).index_copy(part.dim_cut, places, plain(part.local))

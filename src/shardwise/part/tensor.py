@@ -32,6 +32,7 @@ from typing import Any
 import torch
 
 from shardwise.comm import Axis, all_gather, all_reduce, reduce_scatter
+from shardwise.host import to_device
 from shardwise.part.cuts import Owners, Uncut
 from shardwise.part.leaves import replaced, tensors_in
 from shardwise.part.levels import Distributed, answering, here
@@ -304,7 +305,7 @@ def gathered(part: Part) -> torch.Tensor:
     if any(count != most for count in owners.counts):
         table = torch.cat([table[r * most : r * most + n] for r, n in enumerate(owners.counts)])
     if owners.order is not None:
-        table = table.index_select(0, torch.from_numpy(owners.order).to(table.device))
+        table = table.index_select(0, to_device(owners.order, table.device))
     return table.movedim(0, dim).contiguous()
 
 

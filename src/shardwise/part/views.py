@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from shardwise.host import to_device
 from shardwise.layout.views import groups
 from shardwise.part.cuts import Owners, Uncut, group_size, in_whole_groups, joined, regrouped, unsliced
 from shardwise.part.levels import Distributed
@@ -221,7 +222,7 @@ def _kept(part: Part, dim: int, start: int, end: int, step: int) -> torch.Tensor
         return part.local.narrow(dim, 0, 0)
     if places[-1] - places[0] + 1 == len(places):
         return part.local.narrow(dim, int(places[0]), len(places))
-    return part.local.index_select(dim, torch.from_numpy(places).to(part.device))
+    return part.local.index_select(dim, to_device(places, part.device))
 
 
 @rule("slice_backward")
@@ -246,7 +247,7 @@ def slice_backward(func: Any, args: tuple, kwargs: dict) -> Part:
         first = int(places[0]) if len(places) else 0
         whole = torch.ops.aten.slice_backward(part.local, local_sizes, dim, first, first + len(places), 1)
         return part.with_local(whole, dim, owners)
-    placed = torch.from_numpy(places).to(part.device)
+    placed = to_device(places, part.device)
     whole = part.local.new_zeros(local_sizes).index_copy_(dim, placed, part.local)
     return part.with_local(whole, dim, owners)
 

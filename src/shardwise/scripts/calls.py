@@ -21,6 +21,7 @@ from shardwise.device import seed_generators
 from shardwise.engine.engine import Engine
 from shardwise.engine.recipe import trainable
 from shardwise.errors import InputError, RefusedPlan
+from shardwise.host import put
 from shardwise.layout.dealing import Share
 from shardwise.mesh import Mesh
 from shardwise.parallel.batchnorm import sync_module
@@ -256,7 +257,7 @@ class Calls(Events):
         for tensor in found:
             flat = tensor.detach().cpu().contiguous().reshape(-1)
             check = zlib.crc32(flat.view(torch.uint8).numpy(), check) if flat.numel() else check
-        row = torch.tensor([float(check)], dtype=torch.float64, device=self.engine.device)
+        row = put([float(check)], self.engine.device)
         table = gather_rows(row, self.mesh.data)
         self.engine.state.phase.same = bool((table == table[0]).all())
 

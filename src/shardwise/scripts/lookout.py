@@ -19,6 +19,7 @@ from shardwise.engine.check import look, needs_gradients
 from shardwise.engine.engine import Engine
 from shardwise.engine.samples import SAMPLES
 from shardwise.errors import InputError, RefusedPlan
+from shardwise.host import put
 from shardwise.parallel.batchnorm import batch_norm_modules
 from shardwise.step.batching import samples_in, slice_samples
 from shardwise.step.loss import Loss
@@ -45,7 +46,7 @@ def look_at_model(
     except InputError:
         places = Places(samples, dim or 0)
         rows = samples if any(places.of(leaf) is not None for leaf in tree_flatten(batch)[0]) else 0
-    told = torch.tensor([float(rows)], dtype=torch.float64, device=engine.device)
+    told = put([float(rows)], engine.device)
     n = min(int(gather_rows(told, engine.mesh.data).min()), SAMPLES)  # every rank must run as many forwards
     if n < 2:
         reason = "its arguments have no common batch dim" if rows == 0 else "it has one sample"

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.comm import gather_json, gather_rows
 from shardwise.engine.engine import Engine
 from shardwise.errors import InputError, RunError
+from shardwise.host import put
 from shardwise.parallel.slots import Slot
 
 _STEPS = 3
@@ -77,7 +78,7 @@ class FirstSteps:
             sizes[slot.name] = (gradient, change / rate if rate else 0.0)
         device, world = self.engine.device, self.engine.mesh.world
         row = [self._moved, self._should, self._digest(), self._holding, *_largest(sizes)]
-        sent = torch.tensor([float(value) for value in row], dtype=torch.float64, device=device)
+        sent = put([float(value) for value in row], device)
         table = gather_rows(sent, world).cpu()
         if self._steps == _STEPS and not bool(table[:, 0].any()) and bool(table[:, 1].any()):
             raise RunError(

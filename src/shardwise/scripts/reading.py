@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, default_collate, default_convert
 
 from shardwise.comm import Axis, broadcast
 from shardwise.device import generator_state, set_generator_state
+from shardwise.host import put
 from shardwise.layout.dealing import Share
 from shardwise.step.batching import check_samples, samples_in, slice_samples
 
@@ -185,7 +186,7 @@ def share_generators(ranks: Axis, device: torch.device) -> None:
     kind, keys, *place = numpys
     version, words, gauss = random.getstate()
     held = [*keys.tolist(), *place, *words, float("nan") if gauss is None else gauss]  # whole numbers below 2^32
-    row = torch.tensor(held, dtype=torch.float64, device=device)
+    row = put(held, device)
     broadcast(row, ranks, 0, "control")
     found, size = row.tolist(), len(keys)
     numbers = np.array(found[:size], dtype=np.uint32)

@@ -13,7 +13,7 @@ import torch
 
 from shardwise.comm import Axis, all_gather, gather_rows
 from shardwise.errors import RunError
-from shardwise.host import read, row_of
+from shardwise.host import read, row_of, to_device
 from shardwise.step.loss import Loss
 
 SQUARE_NORM = 5  # its place in a control row
@@ -143,7 +143,7 @@ def gather_reached(tally: Tally, names: list[str], axis: Axis, device: torch.dev
     for micro_batch, used in enumerate(tally.used):
         bits[micro_batch, sorted(used)] = 1
     row = np.append(bits.reshape(-1), np.uint8(tally.stood_in))
-    told = gather_rows(torch.from_numpy(row).to(device, non_blocking=True), axis)
+    told = gather_rows(to_device(row, device), axis)
     table = np.array(read(told, "branches"), dtype=bool)
     rows = table[:, :-1].reshape(axis.size, *bits.shape)
     compared = [rank for rank in range(axis.size) if not table[rank, -1]]

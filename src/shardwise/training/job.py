@@ -99,10 +99,10 @@ def _check_device(device: str) -> None:
     if device not in ("auto", "cpu"):
         from shardwise.device import accelerator
 
-        if (found := accelerator()) is None or found.type != device:
-            raise InputError(
-                f'train.device = "{device}", but torch sees no {device.upper()} device: use "auto" or "cpu"'
-            )
+        found = accelerator()
+        if found is None or found.type != device:
+            here = "no accelerator" if found is None else f'an accelerator of type "{found.type}"'
+            raise InputError(f'train.device = "{device}", but torch sees {here} on this machine: use "auto" or "cpu"')
 
 
 def _check_options(effective: Effective, task: Task) -> None:

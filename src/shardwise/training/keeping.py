@@ -16,8 +16,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
-
 from shardwise.checkpoint import publish
 from shardwise.checkpoint.files import Disk
 from shardwise.checkpoint.inspect import opened
@@ -30,6 +28,7 @@ from shardwise.data import Loader
 from shardwise.engine.ema import Ema
 from shardwise.engine.engine import Engine
 from shardwise.errors import InputError, RefusedPlan, RunError
+from shardwise.host import put
 from shardwise.training.job import Job
 from shardwise.training.resume import CHECKPOINTS, STOPPED, changes, settings_of
 from shardwise.training.stragglers import Stragglers
@@ -194,9 +193,7 @@ class Keeper:
         by_time = not self.every and now - self._saved > 60 * self.minutes
         row = [float(bool(self.stopping.asked)), float(by_time), _ANSWERS.index(self.saver.answered()), seconds]
         row += self.stragglers.row(done - self._looked_after)
-        table = gather_rows(
-            torch.tensor(row, dtype=torch.float64, device=self.engine.device), self.engine.mesh.world
-        ).tolist()
+        table = gather_rows(put(row, self.engine.device), self.engine.mesh.world).tolist()
         slowest = max(row[3] for row in table)
         self.stragglers.look([row[4:] for row in table])
         self._looked, self._looked_after = now, done

@@ -30,6 +30,7 @@ from shardwise.engine.export import save_weights
 from shardwise.engine.samples import read_samples
 from shardwise.errors import InputError
 from shardwise.guard.points import reach
+from shardwise.host import put
 from shardwise.measure.pace import Beat, over_ranks, pace_beside
 from shardwise.observe import Flops, InputWatch, MetricsFile, count_flops, finite, peak_flops, write_inputs, write_json
 from shardwise.observe.memory import memory_of
@@ -230,7 +231,7 @@ class _Rank:
         return stack.enter_context(loader)
 
     def _of_all_ranks(self, share: float) -> list[float]:
-        row = torch.tensor([share], dtype=torch.float64, device=self.engine.device)
+        row = put([share], self.engine.device)
         return gather_rows(row, everybody()).view(-1).tolist()
 
     def _input_advice(self) -> str:
@@ -360,7 +361,7 @@ class _Rank:
         if self.beat is None or not self.beat.us or not self.step_times:
             return None
         self.beat.end(self.job.steps)
-        seen = gather_rows(torch.tensor(self.beat.us, dtype=torch.float64, device=self.engine.device), everybody())
+        seen = gather_rows(put(self.beat.us, self.engine.device), everybody())
         return pace_beside(self.step_times, self.beat.at, seen.tolist(), self.engine.plan.pp > 1)
 
     def _summary(self, seconds: float, text: str | None) -> dict[str, Any]:

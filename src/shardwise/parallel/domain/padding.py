@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from shardwise.host import to_device
 from shardwise.parallel.domain.maps import owners_after
 from shardwise.parallel.domain.tiles import Cut, answers, cuts, fetched, opened, placed
 from shardwise.part.cuts import REMEMBERED
@@ -47,7 +48,7 @@ def _locally(
         return F.pad(tile, [n for dim in reversed(range(tile.dim())) for n in widths.get(dim, (0, 0))][:length],
                      mode, value)  # fmt: skip
     for dim, width in widths.items():  # kernels take no empty tiles
-        source = torch.tensor(_source(tile.shape[dim], *width, mode), device=tile.device)
+        source = to_device(torch.tensor(_source(tile.shape[dim], *width, mode)), tile.device)
         tile = tile.index_select(dim, source)
     return tile
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from shardwise.host import to_device
 from shardwise.parallel.domain.convolve import Sizes, each
 from shardwise.parallel.domain.maps import Sliding
 from shardwise.parallel.domain.tiles import Cut, answers, cuts, windowed
@@ -107,7 +108,7 @@ def _avg_pool(plain: Callable, dims: int) -> Callable:
             factors = _factors(window, input.shape[first + d], count_include_pad)
             if factors is not None:
                 shape = [-1 if e == d else 1 for e in range(dims)]
-                output = output * torch.tensor(factors, dtype=output.dtype, device=output.device).view(shape)
+                output = output * to_device(torch.tensor(factors, dtype=output.dtype).view(shape), output.device)
         return output
 
     return answers(plain)(avg_pool)

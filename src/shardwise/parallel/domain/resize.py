@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from shardwise.device import on_host
+from shardwise.host import to_device
 from shardwise.parallel.domain.convolve import each
 from shardwise.parallel.domain.maps import Sliding
 from shardwise.parallel.domain.tables import Table, applied, entries, opened_for, output_size
@@ -126,7 +127,7 @@ def _apart(tile: torch.Tensor, dim: int, places: np.ndarray, weights: np.ndarray
     around = [0, 0] * (tile.dim() - 1 - dim) + [0, 1]
     none = tile.shape[dim]
     tile = F.pad(tile, around, value=-torch.inf)
-    return tile.index_select(dim, torch.from_numpy(np.where(weights > 0, places, none).reshape(-1)).to(tile.device))
+    return tile.index_select(dim, to_device(np.where(weights > 0, places, none).reshape(-1), tile.device))
 
 
 for _dims, _max, _with_places, _slide in (

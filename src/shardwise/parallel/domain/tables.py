@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from shardwise.host import to_device
 from shardwise.parallel.domain.maps import reads
 from shardwise.parallel.domain.tiles import Cut, fetched, opened
 from shardwise.part import Uncut
@@ -163,7 +164,8 @@ def applied(tile: torch.Tensor, dim: int, places: np.ndarray, weights: np.ndarra
     total = None
     for k in range(places.shape[1]):
         term = tile.index_select(dim, _on(places[:, k], tile.device))
-        term = term * torch.from_numpy(np.ascontiguousarray(weights[:, k])).to(tile).view(shape)
+        weight = to_device(np.ascontiguousarray(weights[:, k]), tile.device)
+        term = term * weight.to(tile.dtype).view(shape)
         total = term if total is None else total + term
     assert total is not None
     return total
@@ -178,7 +180,7 @@ def _by_output(tile: torch.Tensor, dim: int, places: np.ndarray, weights: np.nda
 
 
 def _on(places: np.ndarray, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(places)).to(device)
+    return to_device(np.ascontiguousarray(places), device)
 
 
 def output_size(n: int, scale: float) -> int:

@@ -27,7 +27,7 @@ import torch
 
 from shardwise.comm import Axis, Pending, copies_of, receive, send
 from shardwise.errors import RefusedPlan
-from shardwise.host import read
+from shardwise.host import read, to_device
 from shardwise.layout.schedules import Schedule
 from shardwise.part import Owners
 from shardwise.part.crossing import Cuts, cuts_of, put_together, share_under, taken_apart
@@ -120,7 +120,7 @@ class Mail:
         ]  # fmt: skip
         if len(inputs) > 1:
             reached = [leaf.grad is not None for leaf in inputs]
-            gradients.append(torch.tensor(reached, dtype=torch.uint8, device=self.device))
+            gradients.append(to_device(torch.tensor(reached, dtype=torch.uint8), self.device))
         elif inputs and inputs[0].grad is None:
             raise RefusedPlan(
                 f"nothing that stage {stage} is sent leads to the loss, so that no stage before it is trained: use pp=1"
@@ -131,7 +131,7 @@ class Mail:
         """Gradients of what stage `stage` sent, None for what needs none and for what backward did not reach."""
         found = self._fetch(BACKWARD, stage + 1, stage, batch, key)
         known = self._known[stage, key]
-        reached = iter(found[-1].tolist() if sum(one.needs_gradient for one in known) > 1 else [True])
+        reached = iter(read(found[-1], "gradients reached") if sum(one.needs_gradient for one in known) > 1 else [True])
         gradients = iter(found)
         return [
             put_together(gradient, one.cuts, self.inner) if gradient is not None else None
@@ -214,7 +214,7 @@ class Mail:
             self._control(torch.cat(runs), stage, batch)
 
     def _control(self, row: torch.Tensor, stage: int, batch: int) -> None:
-        ready = row.to(self.device)
+        ready = to_device(row, self.device)
         number = self._number(stage, stage + 1, batch, TELLING)
         axis = self._axes[FORWARD, self.owner[stage] < self.owner[stage + 1]]
         self._under_way.append((send(ready, axis, self.owner[stage + 1], "control", number), ready))

@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 
 from shardwise.comm import Axis
+from shardwise.host import to_device
 from shardwise.parallel.sequence.ring import ring_attention
 from shardwise.part import Owners, Part, Sum, Uncut
 from shardwise.part.cuts import repeated
@@ -160,7 +161,7 @@ class _Read:
     inside: Part | None  # queries as an axis further in cuts their heads
     each: int  # queries of one key head
 
-    def places(self, held: Part | None) -> torch.Tensor:
+    def places(self, held: Part | None) -> np.ndarray:
         """Returns, for each query head of this rank, the position of its key head among the key heads held here."""
         mine = self.owners.indices(self.axis.index)
         if self.inside is not None:
@@ -168,7 +169,7 @@ class _Read:
         keys = mine // self.each
         if held is not None:
             keys = np.searchsorted(held.owners.indices(held.axis.index), keys)
-        return torch.from_numpy(keys)
+        return keys
 
     def wrapped(self, payload: torch.Tensor) -> torch.Tensor:
         """A head for each query head, cut as the queries are."""
@@ -187,7 +188,7 @@ class _ReadHeads(torch.autograd.Function):
         held = inner if isinstance(inner, Part) else None
         ctx.read, ctx.held = read, held
         payload = inner if held is None else held.local
-        ctx.shape, ctx.places = payload.shape, read.places(held).to(payload.device)
+        ctx.shape, ctx.places = payload.shape, to_device(read.places(held), payload.device)
         return replaced_from_axis(key.detach(), read.axis, read.wrapped(payload.index_select(HEADS, ctx.places)))
 
     @staticmethod

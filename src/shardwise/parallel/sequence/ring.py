@@ -34,7 +34,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwise.comm import Axis, Pending, receive, send
-from shardwise.host import read
+from shardwise.host import read, to_device
 from shardwise.parallel.sequence.kernels import attended, finite, gradients, wide
 from shardwise.part import Owners, Part, Sum, Uncut
 from shardwise.part.levels import Distributed
@@ -352,11 +352,11 @@ def _along(mask: torch.Tensor, dim: int, at: At) -> torch.Tensor:
         return mask
     if isinstance(at, tuple):
         return mask.narrow(dim, at[0], at[1] - at[0])
-    return mask.index_select(dim, torch.from_numpy(at).to(mask.device))
+    return mask.index_select(dim, to_device(at, mask.device))
 
 
 def _positions(at: At, device: torch.device) -> torch.Tensor:
-    return torch.arange(*at, device=device) if isinstance(at, tuple) else torch.from_numpy(at).to(device)
+    return torch.arange(*at, device=device) if isinstance(at, tuple) else to_device(at, device)
 
 
 def _bias(call: _Call, mask: torch.Tensor | None, q: At, k: At, kind: str, device: torch.device) -> Any:
@@ -375,7 +375,7 @@ def _bias(call: _Call, mask: torch.Tensor | None, q: At, k: At, kind: str, devic
 def _expanded(tensor: torch.Tensor, queries: int, reads: torch.Tensor | None) -> torch.Tensor:
     """Keys or values with a head for each query head."""
     if reads is not None:
-        return tensor.index_select(HEADS, reads.to(tensor.device))
+        return tensor.index_select(HEADS, to_device(reads, tensor.device))
     each = queries // tensor.shape[HEADS]
     return tensor if each == 1 else tensor.repeat_interleave(each, HEADS)
 
@@ -384,7 +384,7 @@ def _collapsed(gradient: torch.Tensor, heads: int, reads: torch.Tensor | None) -
     """The adjoint of `_expanded`."""
     if reads is not None:
         shape = [gradient.shape[0], heads, *gradient.shape[2:]]
-        return gradient.new_zeros(shape).index_add_(HEADS, reads.to(gradient.device), gradient)
+        return gradient.new_zeros(shape).index_add_(HEADS, to_device(reads, gradient.device), gradient)
     each = gradient.shape[HEADS] // heads
     return gradient if each == 1 else gradient.unflatten(HEADS, (heads, each)).sum(HEADS + 1)
 

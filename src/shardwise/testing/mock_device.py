@@ -1,0 +1,434 @@
+"""A mock accelerator: a device type `mock` that torch knows as it knows a GPU, whose tensors lie in the host's memory.
+
+For tests of code that is meant for accelerators, on machines without one. What would fail on a GPU fails here:
+
+    mock tensor + CPU tensor        raises, but for what torch allows (a CPU number of one element, an index)
+    tensor.numpy(), a pickle        raises
+    a copy to or from the host      is counted (`TRAFFIC`), as are values that Python reads
+    a draw                          comes from a generator of the device's own
+    a collective's result           is NaN until its work is waited for; so is what is being sent
+
+What is computed is computed by the CPU's kernels, so it equals the CPU's to the bit.
+
+How: a mock tensor is a subclass over the CPU's storage that claims the device, as fake tensors are over meta; torch's
+hooks for devices that are written in Python make factories reach `_compute`. `install` is for the life of a process.
+
+What this does not do: run anything beside the host (streams and events exist and do nothing, work is done when its
+call returns), kernels of compilers, pinned memory.
+
+Source: `torch/utils/backend_registration.py`, `torch/_subclasses/fake_tensor.py`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FakeProcessGroup
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+NAME = "mock"
+HOST = torch.device("cpu")
+
+TRAFFIC: Counter[str] = Counter()  # "to host", "to device": copies; "values": operations whose values Python reads
+SEEN: set[torch._ops.OpOverload] = set()  # operations that mock tensors met
+
+_installed: list[Any] = []  # what torch must not find collected
+
+
+class MockEvent:
+    """A point in a stream that is always reached."""
+
+    def __init__(self, device: Any = None, enable_timing: bool = False, **_: Any) -> None:
+        """Takes what torch's events take."""
+
+    def record(self, stream: Any = None) -> None:
+        """Nothing: all work before it is done."""
+
+    def wait(self, stream: Any = None) -> None:
+        """Nothing."""
+
+    def synchronize(self) -> None:
+        """Nothing."""
+
+    def query(self) -> bool:
+        """True: the work is done."""
+        return True
+
+    def elapsed_time(self, other: MockEvent) -> float:
+        """No time: milliseconds."""
+        return 0.0
+
+
+class MockStream:
+    """A queue of work that is always empty."""
+
+    def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
+        """Takes what torch's streams take."""
+
+    @property
+    def device(self) -> torch.device:
+        """The mock device."""
+        return _device()
+
+    def wait_event(self, event: MockEvent) -> None:
+        """Nothing."""
+
+    def wait_stream(self, stream: MockStream) -> None:
+        """Nothing."""
+
+    def record_event(self, event: MockEvent | None = None) -> MockEvent:
+        """An event, reached already."""
+        return event or MockEvent()
+
+    def synchronize(self) -> None:
+        """Nothing."""
+
+    def query(self) -> bool:
+        """True: nothing is under way."""
+        return True
+
+
+class _Module:
+    """`torch.mock`: what libraries ask of `torch.cuda`."""
+
+    Stream, Event = MockStream, MockEvent
+    _initialized = True  # which torch's checkpoint asks before it keeps the device's generator
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator()
+        self._stream = MockStream()
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def is_available(self) -> bool:
+        return True
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def device_count(self) -> int:
+        return 1
+
+    def current_device(self) -> int:
+        return 0
+
+    def set_device(self, device: Any) -> None:
+        """There is one."""
+
+    def device(self, device: Any) -> Any:
+        return nullcontext()
+
+    def get_device_name(self, device: Any = None) -> str:
+        return "mock accelerator"
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.float16, torch.bfloat16]
+
+    def current_stream(self, device: Any = None) -> MockStream:
+        return self._stream
+
+    def default_stream(self, device: Any = None) -> MockStream:
+        return self._stream
+
+    @contextmanager
+    def stream(self, stream: MockStream | None) -> Iterator[None]:
+        before, self._stream = self._stream, stream or self._stream
+        try:
+            yield
+        finally:
+            self._stream = before
+
+    def synchronize(self, device: Any = None) -> None:
+        """Nothing: all work is done."""
+
+    def manual_seed(self, seed: int) -> None:
+        self.generator.manual_seed(seed)
+
+    manual_seed_all = manual_seed
+
+    def get_rng_state(self, device: Any = NAME) -> torch.Tensor:
+        return self.generator.get_state()
+
+    def set_rng_state(self, state: torch.Tensor, device: Any = NAME) -> None:
+        self.generator.set_state(state)
+
+
+class _Hooks(torch._C._acc.PrivateUse1Hooks):
+    def is_available(self) -> bool:
+        return True
+
+    def is_built(self) -> bool:
+        return True
+
+    def has_primary_context(self, device: int) -> bool:
+        return True
+
+
+class _Guard(torch._C._acc.DeviceGuard):
+    def type_(self) -> Any:
+        return torch._C._autograd.DeviceType.PrivateUse1
+
+
+def install() -> torch.device:
+    """Make this process one that has a mock accelerator, for good; returns the device."""
+    if not _installed:
+        from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+        factories = torch.library.Library("_", "IMPL")
+        _installed.extend((_Module(), _Hooks(), _Guard(), factories))
+        _setup_privateuseone_for_python_backend(NAME, *_installed[:3])
+        factories.fallback(lambda func, *args, **kwargs: _compute(func, args, kwargs), "PrivateUse1")
+        kernels = torch.library.Library("aten", "IMPL")
+        for func in _own_kernels():
+            kernels.impl(func, lambda *args, _f=func, **kwargs: _compute(_f, args, kwargs), "PrivateUse1")
+        _installed.append(kernels)
+        dist.Backend.register_backend(NAME, _no_backend, extended_api=True, devices=[NAME])
+        torch.Tensor.data = property(torch._C.TensorBase.data.__get__, _set_data)
+        torch.accelerator.synchronize = _installed[0].synchronize  # a guard written in Python cannot answer it
+    return _device()
+
+
+def _no_backend(options: Any, _: Any) -> Any:
+    """What a process group has for the device: its collectives are `_collective`'s, and reach gloo."""
+    return FakeProcessGroup._create_internal(options.group_rank, options.group_size)
+
+
+def _own_kernels() -> list[Any]:
+    """Operations that are registered beside the fallback: those that `torch.tensor` calls where subclasses are not
+    asked, and those that torch would compute by other operations on a device without a kernel for them."""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
+    both = [name for name in names if has(name, "CompositeImplicitAutograd") and has(name, "CPU")]
+    found = [getattr(torch.ops.aten, name.removeprefix("aten::").partition(".")[0]) for name in both]
+    asked = [aten.empty.memory_format, aten.empty_strided.default, aten.copy_.default, aten._local_scalar_dense.default]
+    return [*asked, *(packet.default for packet in found)]
+
+
+def _set_data(tensor: torch.Tensor, new: torch.Tensor) -> None:
+    """`tensor.data = new`, which may move a tensor between the CPU and an accelerator."""
+    if isinstance(tensor, MockTensor) == isinstance(new, MockTensor):
+        torch._C.TensorBase.data.__set__(tensor, new)
+        return
+    moved = new.detach().clone().requires_grad_(tensor.requires_grad)
+    if isinstance(tensor, torch.nn.Parameter):
+        moved = torch.nn.Parameter(moved, tensor.requires_grad)
+    torch.utils.swap_tensors(tensor, moved)
+
+
+def join_group() -> None:
+    """Give this rank's default process group the mock device's backend beside gloo; groups made of it have it too."""
+    group, known = dist.group.WORLD, dist.distributed_c10d._world
+    name, backend = group.group_name, FakeProcessGroup._create_internal(dist.get_rank(), dist.get_world_size())
+    group._register_backend(_device(), dist.ProcessGroup.BackendType.CUSTOM, backend)
+    group._set_group_name(name)
+    text = f"cpu:gloo,{NAME}:{NAME}"
+    known.pg_map[group] = (text, known.pg_map[group][1])
+    known.pg_backend_config[group] = text
+
+
+def _device() -> torch.device:
+    return torch.device(NAME, 0)
+
+
+class MockTensor(torch.Tensor):
+    """A CPU tensor's memory, claimed to be the mock device's."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, elements: torch.Tensor) -> MockTensor:
+        """Shares the CPU tensor's storage."""
+        return torch.Tensor._make_subclass(
+            cls, elements, False, dispatch_device=True, device_for_backend_keys=_device()
+        )
+
+    def __init__(self, elements: torch.Tensor) -> None:
+        super().__init__()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:
+            return _device()
+        if not all(issubclass(kind, MockTensor) for kind in types):
+            return NotImplemented
+        return _compute(func, args, kwargs or {})
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"{elements(self)!r}, on {NAME}"
+
+    def tolist(self) -> Any:
+        """Python numbers, by way of a copy to the host."""
+        return self.cpu().tolist()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RuntimeError("a tensor of an accelerator cannot be pickled: copy it to the CPU")
+
+
+def elements(tensor: torch.Tensor) -> torch.Tensor:
+    """The CPU tensor on the memory that a mock tensor has now; counts no copy."""
+    with torch.no_grad():
+        bare = torch.empty(0, dtype=tensor.dtype)
+        return bare.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+# --- collectives
+
+
+class _Arriving(dist.Work):
+    """A collective under way on copies: what it writes is there once it has been waited for."""
+
+    alive: ClassVar[set[_Arriving]] = set()  # C++ holds none of the Python objects
+
+    def __init__(self, work: dist.Work, arriving: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        super().__init__()
+        self.work, self.arriving = work, arriving
+        self.alive.add(self)
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Block until it is there."""
+        self.work.wait() if timeout is None else self.work.wait(timeout)
+        for goal, arrived in self.arriving:
+            goal.copy_(arrived)
+        self.arriving = []
+        self.alive.discard(self)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it needs no more waiting; its results are there after `wait` alone."""
+        return self.work.is_completed()
+
+
+def _collective(func: Any, args: tuple, bare_args: tuple, kwargs: dict) -> Any:
+    """Run a collective by gloo on copies, and make what it will write unreadable until it is waited for."""
+    staged: list[tuple[torch.Tensor, torch.Tensor]] = []  # (memory of the device, its copy)
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        staged.append((tensor, tensor.clone()))
+        return staged[-1][1]
+
+    written = () if func.overloadpacket in _SENDS else tree_leaves(bare_args[0])
+    with torch.no_grad():
+        found = func(*tree_map_only(torch.Tensor, copied, bare_args), **kwargs)
+        arriving = [pair for pair in staged if any(pair[0] is tensor for tensor in written)]
+        for goal, _ in arriving:
+            goal.fill_(
+                torch.nan
+                if goal.is_floating_point() or goal.is_complex()
+                else True
+                if goal.dtype == torch.bool
+                else -1 % 256
+            )
+    if not isinstance(found, tuple):
+        return _Arriving(dist.Work.unbox(found), arriving).boxed()
+    *_, work = found
+    return (*args[: len(found) - 1], _Arriving(dist.Work.unbox(work), arriving).boxed())
+
+
+# --- operations
+
+aten = torch.ops.aten
+_SENDS = (torch.ops.c10d.send, torch.ops.c10d.barrier)
+_TAKES_HOST_INDICES = (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_)
+_READ = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+
+def _compute(func: Any, args: tuple, kwargs: dict) -> Any:
+    """Answer an operation of the mock device: on the CPU's memory, what comes out claimed again."""
+    SEEN.add(func)
+    claimed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id of elements -> (elements, mock tensor)
+    foreign: list[torch.Tensor] = []
+
+    def uncover(tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, MockTensor):
+            foreign.append(tensor)
+            return tensor
+        bare = elements(tensor)
+        claimed[id(bare)] = (bare, tensor)
+        return bare
+
+    bare_args, bare_kwargs = tree_map_only(torch.Tensor, uncover, (args, kwargs))
+    goal = torch.device(kwargs["device"]) if kwargs.get("device") is not None else _device()
+    bare_kwargs |= {"device": HOST} if goal.type == NAME and "device" in kwargs else {}
+    bare_kwargs |= {"pin_memory": False} if kwargs.get("pin_memory") else {}
+    _look(func, args, goal, bool(claimed), foreign)
+    if func.namespace == "c10d":
+        return _collective(func, args, bare_args, bare_kwargs)
+    with torch.no_grad(), _own_draws(func):
+        out = func(*bare_args, **bare_kwargs)
+    for bare, mock in claimed.values():
+        if not _alike(bare, mock):
+            mock.data = MockTensor(bare)  # resized, or viewed in place
+
+    def cover(tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, AsyncCollectiveTensor):
+            return AsyncCollectiveTensor(MockTensor(tensor.elem))
+        if id(tensor) in claimed:
+            return claimed[id(tensor)][1]
+        return tensor if goal.type != NAME or any(tensor is other for other in foreign) else MockTensor(tensor)
+
+    return tree_map_only(torch.Tensor, cover, out)
+
+
+def _look(func: Any, args: tuple, goal: torch.device, any_mock: bool, foreign: list[torch.Tensor]) -> None:
+    """Count what crosses to or from the host; raise where tensors of both meet, as a kernel of a GPU would."""
+    packet = func.overloadpacket
+    if any(tag in func.tags for tag in _READ) and any_mock:
+        TRAFFIC["values"] += 1
+    if packet is aten._to_copy and goal.type != NAME:
+        TRAFFIC["to host"] += 1
+    if not foreign or not any_mock:
+        return
+    if packet in (aten.copy_, aten._foreach_copy_):
+        TRAFFIC["to device" if isinstance(_first(args[0]), MockTensor) else "to host"] += 1
+        return
+    if packet in _TAKES_HOST_INDICES and isinstance(args[0], MockTensor):
+        indices = [index for index in args[1] if index is not None and not isinstance(index, MockTensor)]
+        TRAFFIC["to device"] += len(indices)
+        foreign = [tensor for tensor in foreign if not any(tensor is index for index in indices)]
+    if all(tensor.dim() == 0 for tensor in foreign) and not _writes_to(func, args, foreign):
+        return
+    found = ", ".join(f"{tuple(tensor.shape)} on {tensor.device}" for tensor in foreign)
+    raise RuntimeError(f"{func}: expected all tensors to be on the same device, but {found} meets tensors on {NAME}")
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are the same view of one memory."""
+    places = [(t.shape, t.stride(), t.storage_offset(), t.untyped_storage()._cdata) for t in (one, other)]
+    return places[0] == places[1]
+
+
+def _first(value: Any) -> Any:
+    return value[0] if isinstance(value, list | tuple) else value
+
+
+def _writes_to(func: Any, args: tuple, foreign: list[torch.Tensor]) -> bool:
+    """Whether the operation writes into a tensor of the host's."""
+    written = [
+        value
+        for place, value in zip(func._schema.arguments, args, strict=False)
+        if place.alias_info is not None and place.alias_info.is_write
+    ]
+    return any(tensor is value for value in written for tensor in foreign)
+
+
+@contextmanager
+def _own_draws(func: Any) -> Iterator[None]:
+    """Inside, torch's default generator is the mock device's, for an operation that draws."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        yield
+        return
+    own = _installed[0].generator
+    kept = torch.default_generator.get_state()
+    torch.default_generator.set_state(own.get_state())
+    try:
+        yield
+    finally:
+        own.set_state(torch.default_generator.get_state())
+        torch.default_generator.set_state(kept)
