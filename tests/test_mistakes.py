@@ -189,6 +189,16 @@ def test_a_script_that_ranks_cannot_run_is_told_once(what, tmp_path):
     assert done.stderr.count("Traceback") == 1 and len(lines) <= 12
 
 
+def test_a_program_from_standard_input_is_told_before_ranks_start(tmp_path):
+    text = "from shardwise import verify\nverify('shardwise.models.tasks:mlp', 'dp_replicate=2')\n"
+    done = subprocess.run(
+        [sys.executable, "-"], input=text, cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )  # fmt: skip
+    last = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 1 and done.stderr.count("Traceback") == 1
+    assert "read from standard input" in last and last.endswith('under `if __name__ == "__main__":`')
+
+
 def test_a_terminated_command_says_so_and_leaves_nothing(folder):
     args = [sys.executable, "-m", "shardwise", "verify", "text", "--plan", "dp_shard=2"]
     with subprocess.Popen(args, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

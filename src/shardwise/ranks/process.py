@@ -149,3 +149,9 @@ def refuse_where_impossible() -> None:
         os._exit(STARTED_BY_IMPORT)  # the process that started this one tells, once
     if "forkserver" not in multiprocessing.get_all_start_methods():
         raise InputError(f"ranks are started by a fork server, which Python does not offer on {sys.platform}")
+    main = getattr(sys.modules.get("__main__"), "__file__", None)
+    if main == "<stdin>":  # a rank would import it by this name
+        raise InputError(
+            "the program is read from standard input, and ranks cannot import it from there: save it as a file, with "
+            'what it runs under `if __name__ == "__main__":`'
+        )

@@ -191,7 +191,6 @@ def choose(flow: Flow, module: nn.Module, count: int, named: Sequence[str], unit
 
 
 def _too_few(flow: Flow, places: list[Place], others: list[tuple[Call, int]], count: int) -> str:
-    known = ", ".join(f"'{place.call.path}'" for place in places) or "none"
     why = ""
     last = places[-1].call.enter if places else 0
     blocked = [(call, number) for call, number in others if call.enter > last] or others
@@ -205,7 +204,11 @@ def _too_few(flow: Flow, places: list[Place], others: list[tuple[Call, int]], co
         why = (
             ". The outermost forward decides by a value that depends on parameters or on chance: stages cannot share it"
         )
-    return f"{count} stages need {count - 1} places to cut the forward, and it has {len(places)}: {known}{why}"
+    needed = "a place" if count == 2 else f"{count - 1} places"
+    known = f"{len(places)}: " + ", ".join(f"'{place.call.path}'" for place in places)
+    if not places:
+        known = "none: a stage begins where a submodule is called with what submodules before it gave"
+    return f"{count} stages need {needed} to cut the forward, and it has {known}{why}"
 
 
 def _made_in(flow: Flow, number: int) -> str:
