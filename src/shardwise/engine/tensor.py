@@ -60,7 +60,8 @@ def derive_cuts(
         )
         raise blame(error, what, task, precision, built.module, batch) from error
     if not derived.cuts:
-        reasons = sorted({reason for reason in derived.whole.values() if reason})
+        first = {reason: name for name, reason in sorted(derived.whole.items(), reverse=True) if reason}
+        reasons = [f"'{name}': {reason}" for reason, name in sorted(first.items(), key=lambda item: item[1])]
         raise RefusedPlan(
             f"tp={plan.tp}: no weight of the module can be cut: " + "; ".join(reasons[:3] or ["it has no products"])
         )
