@@ -131,7 +131,7 @@ SECOND = {
 }
 OPTIONS = {"transformer_lm": ", batch_dim=1"}
 # what is refused wherever samples are dealt, since no sum over ranks is one process's
-MIXING = ("unet_dice", "contrastive")
+MIXING = ("unet_dice", "contrastive", "mixup")
 FIRST_LINE_OF_LOOP = "losses = []"
 EXTRA = {"unet": ",accumulate=2", "seq2seq": ",accumulate=2", "stream": ",accumulate=2"}
 
@@ -205,7 +205,8 @@ SHORT = [("char_gpt", PLANS_2[3]), ("char_gpt", PLANS_2[1]), ("causal_lm", PLANS
          ("diffusion_ema", PLANS_2[3]), ("graph_net", "dp_shard=4,zero=3"), ("detector", PLANS_2[0]),
          ("reinforce", PLANS_2[2]), ("distillation", "dp_shard=4,zero=3"), ("neural_operator", PLANS_2[1]),
          ("augmented", PLANS_2[0]), ("unet_dice", "dp_replicate=4"),
-         ("two_optimizers", PLANS_2[3]), ("lora", PLANS_2[3]), ("early_stopping", PLANS_2[1])]  # fmt: skip
+         ("two_optimizers", PLANS_2[3]), ("lora", PLANS_2[3]), ("early_stopping", PLANS_2[1]),
+         ("actor_critic", PLANS_2[2]), ("stream", PLANS_2[3]), ("mixup", PLANS_2[0]), ("swa", PLANS_2[3])]  # fmt: skip
 CUT = [("char_gpt", "tp=2,dp_shard=2"), ("causal_lm", "tp=2,sp=true"), ("image_classifier", "tp=2,dp_shard=2"),
        ("unet", "tp=2,dp_shard=2"), ("diffusion", "tp=2"), ("seq2seq", "tp=2")]  # fmt: skip
 PLANS_CUT = ("tp=2", "tp=2,sp=true", "tp=2,dp_shard=2", "tp=2,dp_shard=2,zero=1", "tp=2,dp_replicate=2")
@@ -219,6 +220,7 @@ NO_PRODUCT = ("gan", "neural_operator", "unet3d", "unet_dice", "augmented")  # w
 REFUSED = {
     "unet_dice": "no sum or mean over samples",
     "contrastive": "no sum or mean over samples",
+    "mixup": "a permutation of the batch's samples",
 }
 
 
@@ -227,6 +229,12 @@ def refusal(name: str, plan: str) -> str | None:
     plan_ = shardwise.Plan.parse(plan)
     if plan_.tp > 1 and name in NO_PRODUCT:
         return "can be cut|known to be right"
+    if name == "lbfgs_fit" and (plan_.tp > 1 or plan_.zero):
+        return "LBFGS's update"
+    if name == "trainer" and plan_.tp > 1:
+        return "the model is compiled"
+    if name == "vae" and plan_.data_ranks == 4:  # two samples to a rank, and a half in the loss
+        return "cannot be seen"
     return None if name in MIXING and plan_.dp_replicate * plan_.dp_shard == 1 else REFUSED.get(name)
 
 

@@ -24,4 +24,4 @@ for epoch in range(3):
     if epoch > 0:
         swa_model.update_parameters(model)
         swa_scheduler.step()
-made = [p.detach().clone() for p in swa_model.module.parameters()]
+made = torch.cat([p.detach().flatten() for p in swa_model.module.parameters()])

@@ -51,4 +51,4 @@ optimizer = torch.optim.NAdam(model.parameters(), lr=1e-2, eps=1e-4)
 ema = ModelEma(model)
 losses = []
 losses += Trainer(model, optimizer, loader).fit(2)
-made = [value.clone() for value in ema.module.state_dict().values()]
+made = torch.cat([value.flatten() for value in ema.module.state_dict().values()])

@@ -136,7 +136,11 @@ class FullShard:
                     "where zero=3 has only pieces of them: name units with wrap= so that a unit's parameters are used "
                     "inside its forward, or use zero=2"
                 )
-            return leaf.clone() if leaf.untyped_storage()._cdata in gathered else leaf
+            if leaf.untyped_storage()._cdata not in gathered:
+                return leaf
+            copy = leaf.clone()
+            copy.is_weight = True  # which has no samples, whatever its sizes
+            return copy
 
         return tree_map_only(torch.Tensor, keep, output)
 

@@ -120,7 +120,7 @@ class LossLook:
 
     def _seen(self, output: Any, kept: list[torch.Tensor]) -> Any:
         def view(tensor: torch.Tensor) -> torch.Tensor:
-            if not tensor.requires_grad or not tensor.dim() or tensor.is_leaf:
+            if not tensor.requires_grad or not tensor.dim() or tensor.is_leaf or hasattr(tensor, "is_weight"):
                 return tensor
             kept.append(tensor.view_as(tensor))
             return kept[-1]

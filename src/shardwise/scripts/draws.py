@@ -25,7 +25,13 @@ from torch.utils._pytree import tree_map, tree_map_only
 from shardwise.device import current_device, generator_state
 from shardwise.errors import RefusedPlan
 from shardwise.layout.dealing import Share
+from shardwise.scripts.saying import names_line
 
+_MIXES = (
+    "a permutation of the batch's samples (torch.randperm, as in mixup) would mix a rank's own samples alone, where "
+    "one process mixes all: mix them in the dataset or the collate function, which sees whole batches, or use "
+    'prepare(..., randomness="fast"), which is another run than one process\'s'
+)
 _INERT = ("dropout_p", "dropout", "p")  # arguments that switch a random op off at 0
 
 
@@ -70,6 +76,7 @@ class SampleDraws(TorchDispatchMode):
                 'dropout off, or use prepare(..., randomness="fast")'
             )
 
+    @names_line
     def _draw(self, func: Any, args: tuple, kwargs: dict, part: Share) -> Any:
         rows, low, total = part.count, part.start, part.total
         found: list[int] = []  # the dims that count samples
@@ -93,6 +100,8 @@ class SampleDraws(TorchDispatchMode):
         names = [argument.name for argument in func._schema.arguments]
         sized = {name for name in ("size", "shape") if name in names}
         given = dict(zip(names, args, strict=False)) | kwargs
+        if func.overloadpacket is torch.ops.aten.randperm and given["n"] == rows and total > rows:
+            raise RefusedPlan(_MIXES)
         if all(given.get(name, 1) == 0 for name in _INERT if name in given) and any(n in given for n in _INERT):
             return func(*args, **kwargs)
         wide_args = [size(value) if name in sized else value for name, value in zip(names, args, strict=False)]
