@@ -157,6 +157,15 @@ def test_killed_at_any_change_the_last_published_one_loads(tmp_path: Path) -> No
         assert steps_that_load(folder) == [3]
 
 
+def test_a_full_disk_is_told_with_the_file(tmp_path: Path, monkeypatch) -> None:
+    def full(handle: int, data: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(OSError, match=r"No space left on device: '.*rank-00001\.safetensors'"):
+        save(tmp_path, 1, Disk())
+
+
 def test_every_sync_reaches_the_disk(tmp_path: Path, monkeypatch) -> None:
     synced, own, counting = [], os.fsync, Ending(-1)
     monkeypatch.setattr(os, "fsync", lambda handle: (synced.append(handle), own(handle)))

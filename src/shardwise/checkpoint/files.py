@@ -59,6 +59,9 @@ class Disk:
                         chunk = chunk[os.write(handle, chunk) :]
             self.reached("sync", path)
             os.fsync(handle)
+        except OSError as error:
+            error.filename = error.filename or str(path)  # which a write by descriptor does not tell
+            raise
         finally:
             os.close(handle)
         return digest.hexdigest()
