@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli.main import call
-from shardwise.report.charts import POINTS, lines, thinned, ticks
+from shardwise.report.charts import POINTS, WIDE, bars, lines, thinned, ticks
 from shardwise.report.runs import settings
 
 CONFIG = """# a run
@@ -115,10 +115,13 @@ def test_what_a_run_says_cannot_become_markup(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "told"), [("nowhere", "there is no folder"), (".", "it has no metrics.jsonl"), ("empty", "no step yet")]
-)
+    ("name", "told"), [("nowhere", "there is no folder"), (".", "it has no metrics.jsonl"), ("empty", "no step yet"),
+                      ("failed", "failed before its first step: its error.log says why")]
+)  # fmt: skip
 def test_what_is_no_run_is_refused(name, told, tmp_path, monkeypatch, capfd):
     (tmp_path / "empty").mkdir()
+    (tmp_path / "failed").mkdir()
+    (tmp_path / "failed" / "error.log").write_text("ValueError")
     (tmp_path / "empty" / "metrics.jsonl").write_text("")
     monkeypatch.chdir(tmp_path)
     assert call(["report", name]) == 2
@@ -139,6 +142,16 @@ def test_long_lines_are_thinned_to_means():
     assert ticks(0, 1) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0]) and ticks(3, 3) == [3]
     assert lines([(0, "none", [])], "nothing") == ""
     assert "nan" not in lines([(0, "some", [(1.0, 2.0), (2.0, float("nan"))])], "some")
+
+
+def test_bars_leave_room_for_their_names_and_totals():
+    drawn = bars(
+        [("a run with a long name", {"a": 900.0, "b": 99.0}), ("short", {"a": 1.0})], "bytes", "MiB", {"a": 0, "b": 1}
+    )
+    found = re.findall(r"<rect[^>]* x='([\d.]+)'[^>]* width='([\d.]+)'", drawn)
+    boxes = [(float(x), float(wide)) for x, wide in found]
+    assert min(x for x, _ in boxes) > 22 * 8 and max(x + wide for x, wide in boxes) < WIDE - 8 * len("999 MiB")
+    assert "999 MiB" in drawn
 
 
 def test_a_browser_draws_it_without_an_error(runs, tmp_path):

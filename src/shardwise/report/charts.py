@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 
 WIDE, HIGH = 560, 240  # of a chart, in its own units: it is drawn as wide as the page lets it
+LETTER = 8.4  # of a text's width, in the larger size of narrow pages
 LEFT, RIGHT, TOP, BOTTOM = 58, 10, 10, 26
 POINTS = 300  # of a line at most; each is the mean of the steps around it
 Points = list[tuple[float, float]]
@@ -87,19 +88,22 @@ def bars(rows: Sequence[tuple[str, dict[str, float]]], what: str, unit: str, col
     most = max((sum(parts.values()) for _, parts in rows), default=0.0)
     if most <= 0:
         return ""
-    drawn, row_high, label = [], 26, 150
+    drawn, row_high = [], 26
+    totals = [f"{number(sum(parts.values()))} {unit}" for _, parts in rows]
+    label = 12 + LETTER * max(len(name) for name, _ in rows)
+    room = WIDE - label - 8 - LETTER * max(map(len, totals))  # of the longest bar, its total behind it
     for at, (name, parts) in enumerate(rows):
         x, y = float(label), 4 + row_high * at
-        drawn.append(f"<text x='{label - 8}' y='{y + 14}' text-anchor='end'>{html.escape(name)}</text>")
+        drawn.append(f"<text x='{label - 8:.1f}' y='{y + 14}' text-anchor='end'>{html.escape(name)}</text>")
         for part, value in parts.items():
-            wide = (WIDE - label - 70) * value / most
+            wide = room * value / most
             title = f"<title>{html.escape(name)}: {html.escape(part)} {number(value)} {unit}</title>"
             drawn.append(
                 f"<rect class='f{colours[part]}' x='{x:.1f}' y='{y}' width='{max(wide, 0):.1f}' height='18'>"
                 f"{title}</rect>"
             )
             x += wide
-        drawn.append(f"<text x='{x + 6:.1f}' y='{y + 14}'>{number(sum(parts.values()))} {unit}</text>")
+        drawn.append(f"<text x='{x + 6:.1f}' y='{y + 14}'>{totals[at]}</text>")
     key = "".join(f"<span><i class='k{colour}'></i>{html.escape(part)}</span>" for part, colour in colours.items())
     return (
         f"<figure><figcaption>{html.escape(what)}</figcaption><p class='key'>{key}</p>"

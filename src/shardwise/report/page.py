@@ -44,7 +44,8 @@ def style() -> str:
         "td,th{text-align:left;padding:4px 12px 4px 0;border-bottom:1px solid var(--rule);vertical-align:top}"
         "td.n{text-align:right;font-variant-numeric:tabular-nums}.soft{color:var(--soft)}code{font-size:.95em;"
         "overflow-wrap:anywhere}summary{cursor:pointer;margin:.5em 0}"
-        "@media(max-width:760px){body{padding:10px}svg text{font-size:15px}.pair{grid-template-columns:minmax(0,1fr)}}"
+        "@media(max-width:760px){body{padding:10px}svg text{font-size:15px}.pair{grid-template-columns:minmax(0,1fr)}"
+        "table{font-size:.74em}td,th{padding-right:6px}td:first-child{min-width:84px}}"
         f"@media print{{:root{{{light}}}body{{max-width:none;padding:0;font-size:11px}}figure,tr{{break-inside:avoid}}"
         f"details>*{{display:block}}}}{classes}"
     )
@@ -147,23 +148,30 @@ def _where(runs: Sequence[RunFiles]) -> str:
         tables = run.profile.get("ranks", [])
         for rank, table in enumerate(tables):
             parts = {kind: float(ms) for kind, ms in table.items() if isinstance(ms, int | float) and ms > 0}
-            rows.append((f"{run.name[-14:]} rank {rank}", parts))
+            rows.append((f"{_short(run.name)} rank {rank}", parts))
         if not tables:
             waits = median(row.get("input_seconds", 0.0) for row in run.steps)
-            rows.append((run.name[-20:], {"step": 1e3 * median(r["seconds"] for r in run.steps), "input": 1e3 * waits}))
+            rows.append(
+                (_short(run.name), {"step": 1e3 * median(r["seconds"] for r in run.steps), "input": 1e3 * waits})
+            )
     kinds = list(dict.fromkeys(kind for _, parts in rows for kind in parts))
     colours = {kind: at % COLOURS for at, kind in enumerate(kinds)}
     return bars(rows, "where a step went", "ms", colours)
 
 
 def _memory(runs: Sequence[RunFiles]) -> str:
-    rows = []
-    for run in runs:
-        for rank, held in enumerate(run.summary.get("memory", [])):
-            parts = {name: (held.get(name) or 0) / 2**20 for name in MEMORY}
-            rows.append((f"{run.name[-14:]} rank {rank}", parts))
+    held = [(f"{_short(run.name)} rank {rank}", {name: each.get(name) or 0 for name in MEMORY})
+            for run in runs for rank, each in enumerate(run.summary.get("memory", []))]  # fmt: skip
+    most = max((sum(parts.values()) for _, parts in held), default=0)
+    unit, one = ("MiB", 2**20) if most >= 2**20 else ("KiB", 2**10)
+    rows = [(name, {part: size / one for part, size in parts.items()}) for name, parts in held]
     colours = {name: at for at, name in enumerate(MEMORY)}
-    return bars(rows, "what each rank holds at the end, by class", "MiB", colours)
+    return bars(rows, "what each rank holds at the end, by class", unit, colours)
+
+
+def _short(name: str) -> str:
+    """The end of a run's name, which says more than its date."""
+    return name if len(name) <= 16 else f"…{name[-15:]}"
 
 
 def _forecasts(runs: Sequence[RunFiles]) -> str:

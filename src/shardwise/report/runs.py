@@ -46,6 +46,8 @@ def read_run(folder: Path) -> RunFiles:
     """The files of a run folder; `InputError` where it is none, or has no step yet."""
     if not folder.is_dir():
         raise InputError(f"report: there is no folder {folder}")
+    if (folder / "error.log").is_file() and not (folder / "metrics.jsonl").is_file():
+        raise InputError(f"report: {folder} failed before its first step: its error.log says why")
     if not (folder / "metrics.jsonl").is_file():
         raise InputError(f"report: {folder} is no run: it has no metrics.jsonl; give a folder below runs/")
     run = RunFiles(folder.resolve().name)
