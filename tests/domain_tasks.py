@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -129,13 +130,13 @@ class _Double(nn.Sequential):
 class UNet(nn.Module):
     """Two scales: pooled down with odd rows left out, up by a transposed convolution and a resize to the skip."""
 
-    def __init__(self, norm: str, width: int = 4):
+    def __init__(self, norm: str, width: int = 4, inside: int = 3, outside: int = 2):
         super().__init__()
-        self.stem, self.down = _Double(3, width, norm), _Double(width, 2 * width, norm)
+        self.stem, self.down = _Double(inside, width, norm), _Double(width, 2 * width, norm)
         self.deep = _Double(2 * width, 2 * width, norm)
         self.up = nn.ConvTranspose2d(2 * width, 2 * width, 2, stride=2)
         self.beside, self.above = _Double(4 * width, width, norm), _Double(2 * width, width, norm)
-        self.head = nn.Conv2d(width, 2, 1)
+        self.head = nn.Conv2d(width, outside, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         a = self.stem(x)
@@ -153,6 +154,25 @@ def unet_batch() -> Task:
 
 def unet_group() -> Task:
     return _task(lambda: UNet("group"), _fields(3, 23, 37, samples=2))
+
+
+class States:
+    """So many states of the atmosphere, 73 variables on 721 latitudes and 1440 longitudes, each followed by itself."""
+
+    extents = 721, 1440
+
+    def __len__(self) -> int:
+        return 1000
+
+    def read(self, indices: list[int]) -> dict:
+        x = torch.zeros(len(indices), 73, *self.extents)
+        return {"x": x, "y": x}
+
+
+def weather() -> Task:
+    """A U-Net that is too large for one device with a sample of its size: to plan, not to run."""
+    task = _task(lambda: UNet("group", 1024, 73, 73), lambda step: {}, name="weather")
+    return replace(task, batch=None, data=States())
 
 
 class Residual(nn.Module):

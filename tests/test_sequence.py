@@ -361,7 +361,7 @@ def test_a_batch_without_a_sequence_is_refused(pool) -> None:
 
 def test_a_sequence_shorter_than_its_ranks_is_refused() -> None:
     axis = Axis("cp", 4, 0, None, (0, 1, 2, 3))
-    with pytest.raises(InputError, match="3 positions leaves a rank of cp=4 0"):
+    with pytest.raises(InputError, match="3 positions of a sequence over cp=4 leave some rank with 0"):
         Positions((((1, (axis,)),),)).cut({"tokens": torch.zeros(2, 3, dtype=torch.int64)})
 
 

@@ -292,7 +292,10 @@ def task_of(name: str):
     import module_tasks
 
     from shardwise.models import tasks
+    from shardwise.task_names import resolve_task
 
+    if ":" in name:
+        return resolve_task(name)
     return (OWN.get(name) or getattr(tasks, name, None) or getattr(module_tasks, name))()
 
 

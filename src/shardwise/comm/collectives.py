@@ -188,9 +188,10 @@ def all_to_all(
 ) -> None:
     """Send `sent_sizes[j]` items of `sent` (along dim 0) to the j-th rank of the axis and receive likewise."""
     if axis.rehearsal is not None:
-        others = sum(received_sizes) - received_sizes[axis.index]
-        rows = max(received.shape[0], 1)
-        axis.note(tag, "all_to_all", sent, received.numel() * received.element_size() * others // rows)
+        each = received.numel() * received.element_size() // max(received.shape[0], 1)
+        came = {rank: each * size for rank, size in enumerate(received_sizes) if size and rank != axis.index}
+        axis.note(tag, "all_to_all", sent, sum(came.values()))
+        axis.rehearsal.arrivals.update({("all_to_all", axis.name, rank): size for rank, size in came.items()})
         received.zero_()
         return
     if axis.size == 1:
@@ -270,6 +271,7 @@ def receive(tensor: torch.Tensor, axis: Axis, from_index: int, tag: str, number:
     """Receive into a contiguous tensor what the axis's `from_index`-th rank sends under this number."""
     if axis.rehearsal is not None:
         axis.note(tag, "point_to_point", tensor)
+        axis.rehearsal.arrivals["point_to_point", axis.name, from_index] += tensor.numel() * tensor.element_size()
         tensor.zero_()
         return Pending(None)
     if _needs_host(tensor, axis):

@@ -7,7 +7,7 @@ under its own tag.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 FACTORS = {
@@ -33,11 +33,13 @@ class Entry:
 class Ledger:
     """Sums by (tag, op, axis) since the last `clear`.
 
-    loads  in a rehearsal of one rank: how much each rank of an exchange brings, this one among them; () for all alike
+    loads     in a rehearsal of one rank: how much each rank of an exchange brings; () for all alike
+    arrivals  in a rehearsal: bytes by (op, axis, rank of it that they come from), where an op sends to each rank apart
     """
 
     entries: dict[tuple[str, str, str], Entry] = field(default_factory=lambda: defaultdict(Entry))
     loads: tuple[int, ...] = ()
+    arrivals: Counter[tuple[str, str, int]] = field(default_factory=Counter)
 
     def record(
         self, tag: str, op: str, axis: str, full_bytes: int, ranks: int, received_bytes: float | None = None
@@ -65,3 +67,4 @@ class Ledger:
     def clear(self) -> None:
         """Start again from nothing."""
         self.entries.clear()
+        self.arrivals.clear()

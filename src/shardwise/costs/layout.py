@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from shardwise.errors import InputError, RefusedPlan
@@ -19,7 +20,8 @@ class Layout:
     rounds        times that the pipeline is filled and emptied in a step
     chunks        model chunks that a pipeline rank holds (virtual stages)
     zero          over `shard` ranks: 0, 1, 2, 3
-    shard         ranks that `zero` shards over; `replicas` of those groups
+    shard         dp_shard: data ranks that `zero` shards over; `replicas` of those groups
+    domain        tiles along each dim of space
     """
 
     tp: int = 1
@@ -47,6 +49,7 @@ class Layout:
     # of a plan for a module: what tp leaves whole, and where the stages begin
     tp_whole: tuple[str, ...] = ()
     stages: tuple[str, ...] = ()
+    domain: tuple[int, ...] = (1,)
 
     def __post_init__(self) -> None:
         for field in (
@@ -74,7 +77,27 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        return self.tp * self.cp * self.ulysses * self.pp * self.dp
+        return self.tp * self.cut_positions * self.pp * self.dp
+
+    @property
+    def tiles(self) -> int:
+        """Ranks over which space is cut."""
+        return math.prod(self.domain)
+
+    @property
+    def cut_positions(self) -> int:
+        """Ranks that share their samples and each hold some of the positions, of a sequence or of space."""
+        return self.tiles * self.split_sequence
+
+    @property
+    def shard_ranks(self) -> int:
+        """Ranks over which `zero` shards: dp_shard, and those that cut positions."""
+        return self.shard * self.cut_positions
+
+    @property
+    def gradient_ranks(self) -> int:
+        """Ranks that hold equal weights and sum their gradients."""
+        return self.replicas * self.shard_ranks
 
     @property
     def split_sequence(self) -> int:
@@ -98,13 +121,9 @@ class Layout:
 def of_plan(plan: Plan, *, global_batch: int, seq: int, uneven: bool = False) -> Layout:
     """The layout of a plan for a global batch in samples; one that does not divide raises `InputError`.
 
-    `uneven`: it is rounded up to the rank that is dealt most. Raises `RefusedPlan` for tiles, which are not forecast.
+    `uneven`: it is rounded up to the rank that is dealt most. Raises `RefusedPlan` for deterministic plans, which are
+    not forecast.
     """
-    if plan.tiles > 1:
-        raise RefusedPlan(
-            f"plan {plan}: tiles of a field are not forecast: what a tile keeps and how many rows its halos have hangs "
-            "on every operation of the module; leave domain out for the step of a whole field, or measure a run"
-        )
     if plan.deterministic:
         raise RefusedPlan(
             f"plan {plan}: deterministic is not forecast: a rank computes its pieces one after the other, whose small "
@@ -128,4 +147,5 @@ def of_plan(plan: Plan, *, global_batch: int, seq: int, uneven: bool = False) ->
         seq=seq, recompute=plan.remat,
         schedule=plan.schedule if plan.schedule != "none" else "1f1b", tp_whole=plan.tp_whole, stages=plan.stages,
         compile=plan.compile, tp_overlap=plan.tp_overlap, reduce_dtype=plan.reduce_dtype,
+        domain=plan.domain,
     )  # fmt: skip

@@ -30,7 +30,7 @@ class Overhead:
 
 def techniques(layout: Layout) -> list[str]:
     """The rows of a probe that a layout draws on."""
-    found = [f"zero{layout.zero}" if layout.zero and layout.shard > 1 else BASE]
+    found = [f"zero{layout.zero}" if layout.zero and layout.shard_ranks > 1 else BASE]
     if layout.tp > 1:
         found.append("sp" if layout.sp else "tp")
     if layout.pp > 1:
@@ -54,4 +54,4 @@ def events(layout: Layout, units: int) -> int:
     """Units gathered, or micro-batches passed on, in a step."""
     if layout.pp > 1:
         return layout.n_micro * layout.rounds
-    return layout.n_micro * (units + 1) if layout.zero >= 3 and layout.shard > 1 else 0
+    return layout.n_micro * (units + 1) if layout.zero >= 3 and layout.shard_ranks > 1 else 0

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 
 from shardwise.cluster import (
     BetweenTable,
@@ -167,6 +169,31 @@ class Wire:
         """Seconds that a collective inside a step waits for its slowest rank, for the ranks of one domain."""
         return SKEW_US * 1e-6 * (min(ranks, self.cluster.sizes[0]) - 1)
 
+    def exchange(self, came: Mapping[int, float], group: Group, calls: float) -> float:
+        """Seconds of `calls` exchanges in which a rank is sent `came` bytes in all by the ranks so far away from it.
+
+        Links of different tiers work at the same time; of all ranks of the axis, that which has most to wait for.
+        """
+        if not came or calls <= 0:
+            return 0.0
+        if self.tier(group) == 0 or self._one_domain(group):
+            whole = sum(came.values()) * group.size / (group.size - 1)
+            return calls * self._inside("all_to_all", group.size, whole / calls)
+        spread = self.by_tier(came, group)
+        far = max(spread)
+        sent = max(size / self._rate(tier) for tier, size in spread.items())
+        return calls * (10e-6 + self.cluster.tiers[far].latency_us.value * 1e-6) + sent
+
+    def by_tier(self, came: Mapping[int, float], group: Group) -> dict[int, float]:
+        """Bytes over each tier, of the rank of the axis that waits longest for what ranks so far away send it."""
+        return _worst(self, tuple(sorted(came.items())), group)
+
+    def _rate(self, tier: int) -> float:
+        """Bytes a second of one rank's own link."""
+        found = self.cluster.tiers[tier]
+        share = INSIDE_SHARE if tier == 0 and found.gbps.kind != "measured" else 1.0
+        return found.gbps.value * 1e9 * share
+
     def crosses(self, first: int, second: int) -> int:
         """The tier over which two ranks talk."""
         for index, size in enumerate(self.cluster.sizes):
@@ -180,6 +207,25 @@ class Wire:
         measured = self.between("send", index)
         if measured is not None:
             return measured.seconds("send", 2, 1, size_bytes)
-        tier = self.cluster.tiers[index]
-        share = INSIDE_SHARE if tier is self.cluster.tiers[0] and tier.gbps.kind != "measured" else 1.0
-        return tier.latency_us.value * 1e-6 + size_bytes / (tier.gbps.value * 1e9 * share)
+        return self.cluster.tiers[index].latency_us.value * 1e-6 + size_bytes / self._rate(index)
+
+
+MOST_GROUPS = 64  # of one axis that are looked at: how they lie on nodes repeats
+
+
+@lru_cache(maxsize=4096)
+def _worst(wire: Wire, came: tuple[tuple[int, float], ...], group: Group) -> dict[int, float]:
+    ranks = max(wire.ranks or wire.cluster.world_size, group.span)
+    firsts = [at + within for at in range(0, ranks, group.span) for within in range(group.stride)][:MOST_GROUPS]
+    best: dict[int, float] = {}
+    longest = -1.0
+    for first, place in product(firsts, range(group.size)):
+        found: dict[int, float] = {}
+        for distance, size in came:
+            if 0 <= place + distance < group.size:
+                tier = wire.crosses(first + place * group.stride, first + (place + distance) * group.stride)
+                found[tier] = found.get(tier, 0.0) + size
+        seconds = max((size / wire._rate(tier) for tier, size in found.items()), default=-1.0)
+        if seconds > longest:
+            best, longest = found, seconds
+    return best

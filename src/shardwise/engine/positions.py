@@ -14,16 +14,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path
+from torch.utils._pytree import MappingKey, keystr, tree_flatten, tree_flatten_with_path
 
 from shardwise.comm import Axis, Ledger
 from shardwise.errors import RefusedPlan, ShardwiseError
 from shardwise.layout import Plan
 from shardwise.layout.grid import SPACE
-from shardwise.mesh import Mesh
 from shardwise.parallel import domain, sequence
 from shardwise.parallel.expert.apply import Stack, on_own_rows
-from shardwise.parallel.tensor import Derived, Stage, TensorParallel
+from shardwise.parallel.tensor import Derived, Stage
 from shardwise.part.crossing import Along, cuts_of
 from shardwise.part.positions import Candidate, Positions
 from shardwise.precision import Precision
@@ -35,23 +34,22 @@ from shardwise.trace.fake import unlogged
 
 
 def find_positions(
-    task: Task, mesh: Mesh, precision: Precision, built: Built, batch: Any, tensor: TensorParallel | None,
-    row_wise: Sequence[Stack] = (),
+    task: Task, plan: Plan, inner: tuple[Axis, ...], precision: Precision, built: Built, batch: Any,
+    derived: Derived | None = None, row_wise: Sequence[Stack] = (),
 ) -> Positions:  # fmt: skip
-    """The positions of the task's batches, cut over the mesh's inner axes.
+    """The positions of the task's batches, cut over the inner axes of the plan's mesh.
 
     batch     a few samples, the same on every rank
     row_wise  modules of experts that are given a rank's own rows
     Raises `RefusedPlan` where no dim can be cut, with what stopped each.
     """
-    plan = mesh.plan
     stopped: list[str] = []
-    for candidate in _candidates(task, mesh, batch):
+    derived = derived if derived is not None else Derived()
+    for candidate in _candidates(task, plan, inner, batch):
         half = candidate.shorter
         if half is not None and not _runs(Stage(built, half, run_alone(task, precision), precision.held)):
             stopped.append(f"of {candidate.said}, the module does not run on half")
             continue
-        derived = tensor.derived if tensor is not None else Derived()
         results: dict[tuple[str, int], tuple[Along, ...]] = {}
 
         seen: list[sequence.Seen] = []
@@ -74,7 +72,7 @@ def find_positions(
             said = tuple(sequence.explained(seen))
             return replace(positions, results=results, routes=said)
         stopped.append(f"{candidate.said} cannot be cut: {error}")
-    axes, what = ",".join(f"{axis.name}={axis.size}" for axis in mesh.inner), "sequence"
+    axes, what = ",".join(f"{axis.name}={axis.size}" for axis in inner), "sequence"
     nothing = "no tensor has a dim behind the samples"
     if plan.tiles > 1:
         axes, what = f"domain={'x'.join(map(str, plan.domain))}", "field"
@@ -87,11 +85,10 @@ def find_positions(
     raise RefusedPlan(f"{axes}: no dim of the batch can be cut as a {what}: " + ("; ".join(stopped) or nothing))
 
 
-def _candidates(task: Task, mesh: Mesh, batch: Any) -> Iterator[Candidate]:
-    plan = mesh.plan
+def _candidates(task: Task, plan: Plan, inner: tuple[Axis, ...], batch: Any) -> Iterator[Candidate]:
     if plan.tiles > 1:
-        return _fields(task, plan, {axis.name: axis for axis in mesh.inner}, batch)
-    return sequence.candidates(batch, samples_in(batch), mesh.inner, _names(batch), least=plan.tp if plan.sp else 1)
+        return _fields(task, plan, {axis.name: axis for axis in inner}, batch)
+    return sequence.candidates(batch, samples_in(batch), inner, _names(batch), least=plan.tp if plan.sp else 1)
 
 
 def _fields(task: Task, plan: Plan, axes: Mapping[str, Axis], batch: Any) -> Iterator[Candidate]:
@@ -101,7 +98,12 @@ def _fields(task: Task, plan: Plan, axes: Mapping[str, Axis], batch: Any) -> Ite
 
 
 def _names(batch: Any) -> tuple[str, ...]:
-    return tuple(keystr(path).strip("[]'") or "the batch" for path, _ in tree_flatten_with_path(batch)[0])
+    """The leaves for people: `x` of a dict, `batch[0]` of a tuple."""
+    paths = [path for path, _ in tree_flatten_with_path(batch)[0]]
+    return tuple(
+        str(path[0].key) if len(path) == 1 and isinstance(path[0], MappingKey) else f"batch{keystr(path)}"
+        for path in paths
+    )
 
 
 def tiled_sizes(task: Task, plan: Plan, batch: Any) -> tuple[int, ...]:

@@ -91,7 +91,9 @@ def apply_plan(task: Task, plan: Plan, mesh: Mesh, precision: Precision, seed: i
     positions, row_wise = None, list[Stack]()
     if mesh.inner:
         row_wise = experts.stacks if experts is not None else row_wise_experts(task, precision, built, few)
-        positions = find_positions(task, mesh, precision, built, few, tensor, row_wise)
+        positions = find_positions(
+            task, plan, mesh.inner, precision, built, few, None if tensor is None else tensor.derived, row_wise
+        )
         notices.append(positions.told())
     nested = task.branches == "same"  # else ranks may run different children, and must still run the same units
     blocks = choose_blocks(module, plan.wrap) if plan.wrap else find_blocks(module, nested=nested)

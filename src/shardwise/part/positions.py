@@ -75,20 +75,23 @@ class Positions:
                 smallest //= axis.size
             if smallest < self.least:
                 raise InputError(
-                    f"a {self.what} of {leaf.shape[dim]} positions leaves a rank of {_told(axes)} {smallest}, and "
-                    f"every rank needs at least {self.least}: use fewer ranks or a longer {self.what}"
+                    f"{leaf.shape[dim]} positions of a {self.what} over {_told(axes)} leave some rank with {smallest}, "
+                    f"and every rank needs at least {self.least}: use fewer ranks or a longer {self.what}"
                 )
         return _share(leaf, [(dim, axis) for dim, axes in cuts for axis in axes], place, self.zigzag)
 
     def told(self) -> str:
         """One line for the user."""
+        names: dict[tuple[int, ...], list[str]] = {}
+        for name, cuts in zip(self.names, self.cuts, strict=True):
+            if cuts:
+                names.setdefault(tuple(dim for dim, _ in cuts), []).append(name)
         cut = [
-            f"{name} along dim{'s' * (len(cuts) > 1)} {', '.join(str(dim) for dim, _ in cuts)}"
-            for name, cuts in zip(self.names, self.cuts, strict=True)
-            if cuts
+            f"{' and '.join(alike)} along dim{'s' * (len(dims) > 1)} {', '.join(map(str, dims))}"
+            for dims, alike in names.items()
         ]
         dealt = ", a block from either end for each rank of cp (attention is causal)" if self.zigzag else ""
-        return "; ".join([f"{_told(self.axes)} cuts the {self.what} of {', '.join(cut)}{dealt}", *self.routes])
+        return "; ".join([f"{_told(self.axes)} cuts the {self.what} of {'; '.join(cut)}{dealt}", *self.routes])
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,17 @@
 """Every legal combination of the axes and knobs that the package models, for a world size and a batch.
 
-Innermost to outermost: tp, cp_ulysses, cp, dp_shard, pp, dp_replicate. What is not enumerated: zero >= 2 with pp > 1
-unless it is asked for (gradients are reduced, and weights gathered, for every micro-batch), offload, spatial domains.
+Innermost to outermost: tp, cp_ulysses, cp, domain, dp_shard, pp, dp_replicate. What is not enumerated: zero >= 2 with
+pp > 1 unless it is asked for (gradients are reduced, and weights gathered, for every micro-batch), offload; tiles
+beside tp or pp.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 
 from shardwise.costs.layout import RECOMPUTES, Layout
 from shardwise.costs.shapes import Shape
@@ -25,6 +28,7 @@ UNSEARCHED = (
 )
 SWITCHES = ("compile", "tp_overlap", "reduce_dtype")  # of a plan: as asked for, never searched
 MOST_SHARES, MOST_STAGES = 8, 4  # of tp or ep, and of pp, for a traced task, unless the user asks for more
+MOST_TILES, GRIDS = 16, 2  # tiles of a field, and grids of as many that are looked at, unless one is asked for
 HEADROOM = 0.08
 MOST_CP = 16
 CHUNKS = (2, 4, 8)  # stages on each rank of an interleaved pipeline
@@ -50,7 +54,7 @@ class Constraints:
 
     def allows(self, plan: Plan) -> bool:
         """Whether a plan has the fixed fields."""
-        return all(getattr(plan, name) == value for name, value in self.fixed)
+        return all(_written(getattr(plan, name)) == _written(value) for name, value in self.fixed)
 
     def applied(self, layout: Layout) -> Layout:
         """A layout with what is fixed and nothing enumerates."""
@@ -59,6 +63,13 @@ class Constraints:
 
     def value(self, name: str) -> object | None:
         return dict(self.fixed).get(name)
+
+
+def _written(value: object) -> object:
+    """A grid of tiles without dims of one tile at its end: 2x1 is 2."""
+    while isinstance(value, tuple) and len(value) > 1 and value[-1] == 1:
+        value = value[:-1]
+    return value
 
 
 def divisors(n: int) -> list[int]:
@@ -167,7 +178,7 @@ def plan_of(layout: Layout, precision: str) -> Plan:
         "tp": layout.tp, "sp": layout.sp, "cp": layout.cp, "cp_ulysses": layout.ulysses, "pp": layout.pp,
         "dp_shard": layout.shard, "zero": layout.zero, "dp_replicate": layout.replicas, "remat": layout.recompute,
         "precision": precision, "ep": layout.ep, "compile": layout.compile, "tp_overlap": layout.tp_overlap,
-        "reduce_dtype": layout.reduce_dtype,
+        "reduce_dtype": layout.reduce_dtype, "domain": layout.domain,
     }  # fmt: skip
     if layout.pp > 1:
         values |= {"schedule": layout.schedule, "microbatches": layout.n_micro, "accumulate": layout.rounds}
@@ -181,8 +192,10 @@ def plan_of(layout: Layout, precision: str) -> Plan:
 def family(layout: Layout) -> str:
     """Plans of one kind: which axes are split, and what ZeRO shards."""
     parts = []
-    if layout.dp > 1:
+    if layout.dp > 1 or (layout.zero and layout.tiles > 1):
         parts.append("DDP" if layout.zero == 0 else f"ZeRO-{layout.zero}" + (" hybrid" if layout.replicas > 1 else ""))
+    if layout.tiles > 1:
+        parts.append("domain")
     for name in ("tp", "ulysses", "cp", "ep", "pp"):
         if getattr(layout, name) > 1:
             parts.append(name)
@@ -194,6 +207,7 @@ def axes(layout: Layout) -> int:
     count = sum(getattr(layout, name) > 1 for name in ("tp", "cp", "ulysses", "ep", "pp", "replicas")) + (
         layout.shard > 1
     )
+    count += sum(tiles > 1 for tiles in layout.domain)
     return 10 * count + layout.zero + (layout.recompute != "none") + (layout.schedule != "1f1b") + (layout.chunks > 1)
 
 
@@ -269,6 +283,55 @@ def cut_layouts(
                         tp=tp, sp=sp, pp=pp, shard=shard, replicas=dp // shard, zero=zero, micro_batch=micro,
                         n_micro=n_micro, seq=1, recompute=recompute,
                     )  # fmt: skip
+
+
+def tile_layouts(
+    world: int, batch: int, sizes: tuple[int, ...], recomputes: list[str], constraints: Constraints
+) -> Iterator[Layout]:  # fmt: skip
+    """Layouts whose fields are cut into tiles, few first; over what is left replicas, ZeRO-1 or 3, and 2 if asked for.
+
+    Data ranks are as many as the batch divides over; zero shards over the tiles too.
+
+    sizes  of the field, along each dim of space
+    """
+    asked = constraints.value("domain")
+    for grid in [_grid(asked)] if isinstance(asked, tuple) else tile_grids(world, sizes):
+        tiles = math.prod(grid)
+        ranks, left_over = divmod(world, tiles)
+        if left_over or tiles == 1:
+            continue
+        dp = max(d for d in divisors(ranks) if batch % d == 0)
+        stages = (1, 3) if constraints.value("zero") is None else (1, 2, 3)
+        for micro in micro_batches(batch // dp):
+            for zero, shard in [(0, 1), *((zero, dp) for zero in stages)]:
+                for recompute in recomputes:
+                    yield Layout(
+                        domain=grid, shard=shard, replicas=dp // shard, zero=zero, micro_batch=micro,
+                        n_micro=batch // dp // micro, seq=1, recompute=recompute,
+                    )  # fmt: skip
+
+
+def tile_grids(world: int, sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Grids of tiles for a field, few tiles first; of as many tiles those whose tiles have the smallest borders."""
+    found: list[tuple[int, ...]] = []
+    for tiles in divisors(world):
+        if 1 < tiles <= MOST_TILES:
+            every = product(*(divisors(tiles) for _ in sizes))
+            grids = [g for g in every if math.prod(g) == tiles and all(n <= s for n, s in zip(g, sizes, strict=True))]
+            found += sorted(grids, key=lambda grid: _border(grid, sizes))[:GRIDS]
+    return [_grid(grid) for grid in found]
+
+
+def _border(grid: tuple[int, ...], sizes: tuple[int, ...]) -> float:
+    """Cells along the borders that a tile inside shares with others."""
+    tile = [size / n for n, size in zip(grid, sizes, strict=True)]
+    return sum(min(2, n - 1) * math.prod(tile) / side for n, side in zip(grid, tile, strict=True))
+
+
+def _grid(written: tuple[int, ...]) -> tuple[int, ...]:
+    found = _written(written)
+    assert isinstance(found, tuple)
+    return found
 
 
 def expert_layouts(layouts: Iterable[Layout], node: int, constraints: Constraints) -> Iterator[Layout]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 from shardwise.costs.layout import Layout
 from shardwise.layout.dealing import deal
 from shardwise.rehearsal.cut_module import Cuts
@@ -48,8 +50,14 @@ def _chosen(key: Cuts, layout: Layout, place: int, group: list[tuple[int, ...]])
     return [0, max(everything[1:], key=load)] if key.microbatches > 1 else [fullest]
 
 
+def places(domain: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The tiles of a grid, by their place along each dim, in the order of their ranks."""
+    return [*product(*map(range, domain))]
+
+
 def degrees_text(layout: Layout) -> str:
-    degrees = [f"{n}={getattr(layout, n)}" for n in ("tp", "pp", "ep") if getattr(layout, n) > 1]
+    degrees = [f"domain={'x'.join(map(str, layout.domain))}"] if layout.tiles > 1 else []
+    degrees += [f"{n}={getattr(layout, n)}" for n in ("tp", "pp", "ep") if getattr(layout, n) > 1]
     return ", ".join(
         [
             *degrees,

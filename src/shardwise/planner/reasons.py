@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import islice
 
 from shardwise.cluster import Cluster
-from shardwise.costs.layout import Layout
+from shardwise.costs.layout import RECOMPUTES, Layout
 from shardwise.costs.memory import CONTEXT_BYTES
 from shardwise.errors import ShardwiseError
 from shardwise.layout.plan import DEGREES, Plan
@@ -74,7 +74,7 @@ def _alone(subject: Subject, like: Layout, capacity: float) -> tuple[Layout, flo
     found: list[tuple[float, Layout, float]] = []
     for micro in micro_batches(subject.global_batch):
         layout = like.with_(
-            tp=1, sp=False, cp=1, ulysses=1, pp=1, ep=1, shard=1, replicas=1, zero=0, chunks=1, rounds=1,
+            tp=1, sp=False, cp=1, ulysses=1, domain=(1,), pp=1, ep=1, shard=1, replicas=1, zero=0, chunks=1, rounds=1,
             schedule="1f1b", stage_layers=(), micro_batch=micro, n_micro=subject.global_batch // micro,
         )  # fmt: skip
         needed = subject.memory(layout).reserved + CONTEXT_BYTES
@@ -118,7 +118,8 @@ def lost(
 
 def _short(layout: Layout) -> str:
     degrees = [f"{n}={getattr(layout, n)}" for n in ("tp", "ulysses", "cp", "ep", "pp") if getattr(layout, n) > 1]
-    return ", ".join([*degrees, f"micro-batch {layout.micro_batch}", f"remat={layout.recompute}"])
+    tiles = [f"domain={shown(layout.domain)}"] if layout.tiles > 1 else []
+    return ", ".join([*tiles, *degrees, f"micro-batch {layout.micro_batch}", f"remat={layout.recompute}"])
 
 
 def _slower(rival: Proposal, best: Proposal) -> str:
@@ -130,10 +131,13 @@ def _slower(rival: Proposal, best: Proposal) -> str:
     share = more[cause] / best.forecast.step_s
     if slower < WITHIN - 1:
         return f"as fast within 3% ({slower:+.1%}), with more to know: {rival.plan}"
-    recompute = (
-        ", since it recomputes" if cause == "compute" and rival.layout.recompute != best.layout.recompute else ""
-    )
+    recompute = ", since it recomputes" if cause == "compute" and _recomputes(rival) > _recomputes(best) else ""
     return f"{slower:+.0%}: {cause} {share:+.0%} of a step{recompute} ({_short(rival.layout)})"
+
+
+def _recomputes(proposal: Proposal) -> int:
+    """How much of a forward runs again, in rank order."""
+    return RECOMPUTES.index(proposal.layout.recompute)
 
 
 # --- where there is nothing
@@ -171,7 +175,11 @@ def contradiction(world: int, constraints: Constraints) -> str:
         if most is not None and isinstance(asked, int) and asked > most:
             return f"--fix {name}={asked} contradicts --max-{name} {most}: leave one of them out"
     if plan.world_size > world:
-        degrees = " x ".join(f"{name}={value}" for name, value in constraints.fixed if name in DEGREES and value != 1)
+        degrees = " x ".join(
+            f"{name}={shown(value)}"
+            for name, value in constraints.fixed
+            if name in (*DEGREES, "domain") and value not in (1, (1,))
+        )
         return f"--fix asks for {degrees} = {plan.world_size} devices, more than the {world} of the cluster"
     return ""
 
@@ -186,10 +194,15 @@ def _not_among(subject: Subject, world: int, constraints: Constraints) -> str:
     for name, value in constraints.fixed:
         values = {getattr(plan, name) for plan in plans}
         if value not in values:
-            known = ", ".join(map(str, sorted(values, key=lambda each: (str(type(each)), each))[:FEW_VALUES]))
-            told.append(f"no plan that is looked at has {name}={value}; there are {name}={known}")
-    both = " and ".join(f"{name}={value}" for name, value in constraints.fixed)
+            known = ", ".join(map(shown, sorted(values, key=lambda each: (str(type(each)), each))[:FEW_VALUES]))
+            told.append(f"no plan that is looked at has {name}={shown(value)}; there are {name}={known}")
+    both = " and ".join(f"{name}={shown(value)}" for name, value in constraints.fixed)
     return "; ".join(told) or f"no plan that is looked at has {both} together: leave one of them out"
+
+
+def shown(value: object) -> str:
+    """A plan's field as a plan's text has it."""
+    return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _has_any(subject: Subject, world: int, constraints: Constraints) -> bool:

@@ -11,7 +11,7 @@ from shardwise.costs.layout import Layout
 from shardwise.costs.memory import Ledger
 from shardwise.costs.shapes import Shape
 from shardwise.costs.software import Software, as_planned
-from shardwise.errors import InputError
+from shardwise.errors import InputError, RefusedPlan
 from shardwise.planner.candidates import UNSEARCHED, Constraints, decoder_layouts
 from shardwise.planner.reading import Reading
 from shardwise.simulator.forecast import Forecast
@@ -64,6 +64,12 @@ def decoder(shape: Shape, cluster: Cluster, soft: Software, global_batch: int, s
         shape.name or "decoder", shape.layers, global_batch, seq, layouts,
         lambda layout: estimators(as_planned(soft, layout)).estimate(layout),
         lambda layout: estimators(as_planned(soft, layout)).memory(layout),
-        lambda layout: simulate(shape, layout, cluster, as_planned(soft, layout)),
+        lambda layout: simulate(shape, _without_tiles(layout), cluster, as_planned(soft, layout)),
         with_batch=lambda count: decoder(shape, cluster, soft, count, seq, precision), unsearched=UNSEARCHED,
     )  # fmt: skip
+
+
+def _without_tiles(layout: Layout) -> Layout:
+    if layout.tiles > 1:
+        raise RefusedPlan("domain cuts fields of space, and a decoder's samples are sequences: use cp or cp_ulysses")
+    return layout

@@ -8,6 +8,7 @@ from typing import Any
 from shardwise.cluster import Cluster
 from shardwise.costs.layout import Layout
 from shardwise.costs.memory import CONTEXT_BYTES
+from shardwise.layout.grid import SPACE
 from shardwise.planner.proposal import Proposal, Search
 from shardwise.planner.units import bytes_text, seconds_text
 from shardwise.simulator.forecast import Forecast
@@ -104,6 +105,9 @@ def forecast_lines(forecast: Forecast) -> list[str]:
             lines.append(f"  {seconds / forecast.step_s:6.1%}  {seconds_text(seconds):>8}  {name}")
     if forecast.bubble:
         lines.append(f"  pipeline bubble {forecast.bubble:.1%}")
+    if forecast.halos:
+        told = ", ".join(f"{bytes_text(size)} over {link}" for link, size in forecast.halos.items())
+        lines.append(f"  a tile is sent {told} by others in a step")
     worst = forecast.worst
     lines.append(
         f"memory of the fullest rank: {bytes_text(worst.allocated)} allocated, {bytes_text(worst.reserved)} reserved, "
@@ -119,9 +123,10 @@ def forecast_lines(forecast: Forecast) -> list[str]:
 def rank_map(layout: Layout, cluster: Cluster) -> list[str]:
     """How the axes lie on nodes and links."""
     lines, stride = ["ranks, innermost first:"], 1
+    tiles = [*zip(SPACE, layout.domain, strict=False)]
     for name, size in (
-        ("tp", layout.tp), ("cp_ulysses", layout.ulysses), ("cp", layout.cp), ("dp_shard", layout.shard),
-        ("pp", layout.pp), ("dp_replicate", layout.replicas),
+        ("tp", layout.tp), ("cp_ulysses", layout.ulysses), ("cp", layout.cp), *reversed(tiles),
+        ("dp_shard", layout.shard), ("pp", layout.pp), ("dp_replicate", layout.replicas),
     ):  # fmt: skip
         if size > 1:
             tier = cluster.tiers[cluster.tier_of((size - 1) * stride + 1)]

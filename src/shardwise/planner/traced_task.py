@@ -17,18 +17,27 @@ from shardwise.costs.software import Software, as_planned
 from shardwise.engine.check import WEIGHTS_FREED
 from shardwise.engine.optimizer import Nature, shares_of, try_out
 from shardwise.engine.optimizer import refuse as refuse_optimizer
+from shardwise.engine.positions import tiled_sizes
 from shardwise.errors import InputError, RefusedPlan, ShardwiseError
 from shardwise.layout import Plan
 from shardwise.parallel.batchnorm import joins_batch_norms
 from shardwise.planner.bound import least_seconds
-from shardwise.planner.candidates import Constraints, cut_layouts, data_layouts, expert_layouts, plan_of
-from shardwise.planner.played import Sizes, dealt, degrees_text, played
+from shardwise.planner.candidates import (
+    Constraints,
+    cut_layouts,
+    data_layouts,
+    divisors,
+    expert_layouts,
+    plan_of,
+    tile_layouts,
+)
+from shardwise.planner.played import Sizes, dealt, degrees_text, places, played
 from shardwise.planner.reading import Reading, timed_reading
 from shardwise.planner.subject import Subject
-from shardwise.planner.units import seconds_text
+from shardwise.planner.units import bytes_text, seconds_text
 from shardwise.progress import Say, silent
 from shardwise.rehearsal.cut_module import Cuts, Looks, Shares, once
-from shardwise.rehearsal.rank_row import ALIKE, Beside
+from shardwise.rehearsal.rank_row import ALIKE, Beside, Place
 from shardwise.rehearsal.step_trace import batch_bytes, one_sample, trace, update_of
 from shardwise.simulator.counted import Counted, Model
 from shardwise.simulator.cut import same_row, simulate_cut
@@ -44,7 +53,8 @@ DEFAULT_SAMPLES = 32  # of a step, for a task with a data source and no batch of
 # broadcast, not copied), so it is traced by itself
 TRACED = (2, 4)
 MOST_OPS = 30_000  # of the rehearsals of a search: some twenty seconds
-CUTS = ("tp", "pp", "ep")
+CUTS = ("tp", "pp", "ep", "domain")
+MOST_DIMS = 3  # of space
 WORTH = 0.05  # cuts that cannot make a step shorter by as much are not rehearsed
 
 
@@ -91,14 +101,15 @@ class Traced:
         self.sample = one_sample(task)
         self._first_read_s = perf_counter() - began
         self.seen = update_of(task, at_once=not self.on_cpu)
-        self.whole = batch_bytes(self.sample) if task.batch is not None else 0.0
+        # a CPU's ranks make the global batch; to a GPU, a micro-batch is copied wherever it comes from
+        self.whole = batch_bytes(self.sample) if task.batch is not None or not self.on_cpu else 0.0
         self.node = cluster.sizes[0] if len(cluster.tiers) > 1 else cluster.world_size
         self.looks = Looks(task, self.sample)
         self.remarks = list(remarks)
         self._spent = 0  # ops of rehearsals
         self._models: dict[tuple[str, int, tuple[int, int]], Model] = {}
         self._traces: dict[tuple[int, str, int], Counted] = {}
-        self._ranks: dict[tuple[Cuts, Sizes, Beside], list[Model] | ShardwiseError] = {}
+        self._ranks: dict[tuple[Cuts, Sizes, Beside, Place | None], list[Model] | ShardwiseError] = {}
 
     @property
     def on_cpu(self) -> bool:
@@ -115,6 +126,11 @@ class Traced:
             own = [*filter(self.can_run, data_layouts(world, batch, self.node, recomputes))]
             fastest = inf
             for layout in self.lean(own, batch, constraints, lambda layout, _: self.can_hold(layout, batch)):
+                yield layout
+                if self.fits(layout, batch, constraints):
+                    fastest = min(fastest, self.simulate(layout, batch).step_s)
+            tiled = self._tiled(batch, world, recomputes, constraints) if self.cuts else []
+            for layout in self.cut_within(tiled, batch, constraints):
                 yield layout
                 if self.fits(layout, batch, constraints):
                     fastest = min(fastest, self.simulate(layout, batch).step_s)
@@ -266,20 +282,22 @@ class Traced:
 
     # --- cut modules
 
-    def ranks(self, key: Cuts, sizes: Sizes, beside: Beside = ALIKE) -> list[Model]:
-        """The ranks of a cut module that differ, each rehearsed with the micro-batches given."""
-        return once(self._ranks, (key, sizes, beside), lambda: self._rehearsed(key, sizes, beside))
+    def ranks(self, key: Cuts, sizes: Sizes, beside: Beside = ALIKE, place: Place | None = None) -> list[Model]:
+        """The ranks of a cut module that differ, each rehearsed with the micro-batches given; `place`: of one tile."""
+        return once(self._ranks, (key, sizes, beside, place), lambda: self._rehearsed(key, sizes, beside, place))
 
-    def _rehearsed(self, key: Cuts, sizes: Sizes, beside: Beside) -> list[Model]:
+    def _rehearsed(self, key: Cuts, sizes: Sizes, beside: Beside, place: Place | None) -> list[Model]:
         if key.zero == 3 and self.model("none").one.own_backward:
             raise RefusedPlan(WEIGHTS_FREED)
         self.say(f"{self.task.name}: deriving the cuts of {key.plan}")
         shares = Shares(self.looks, key)
         found = []
-        for tp, pp in shares.ranks:
-            self.say(f"{self.task.name}: rehearsing {key.plan}, rank {tp} of tp, stage {pp}")
+        all_places = shares.places if self.samples[0] == self.samples[1] else shares.places_inside
+        for at, tp, pp in shares.ranks(all_places if place is None else [place]):
+            tile = f"tile {'x'.join(map(str, at))}, " if key.tiles > 1 else ""
+            self.say(f"{self.task.name}: rehearsing {key.plan}, {tile}rank {tp} of tp, stage {pp}")
             self._spent += len(sizes) * self.model("none").one.kernels
-            traces = [shares.trace(tp, pp, each, beside) for each in sizes]
+            traces = [shares.trace(tp, pp, each, beside, at) for each in sizes]
             found.append(self._model(traces[0], traces[-1]))
         return found
 
@@ -306,17 +324,17 @@ class Traced:
         key = self._cuts(layout)
         alike = Shares(self.looks, key).alike if layout.tp > 1 else [0]
         kinds = list(dict.fromkeys(alike))
-        found: dict[tuple[Sizes, Beside], list[Model]] = {}
         ledgers = []
-        for replica, pp, shard, tp in product(*map(range, (layout.replicas, layout.pp, layout.shard, layout.tp))):
+        outer = product(*map(range, (layout.replicas, layout.pp, layout.shard)))
+        for (replica, pp, shard), place, tp in product(outer, places(layout.domain), range(layout.tp)):
             data = replica * layout.shard + shard
             most, what = max(dealt(layout, batch, data)), played(key, layout, batch, data)
-            if what not in found:
-                found[what] = (
-                    self.ranks(key, *what) if key.differ else [self._exactly(layout.recompute, key.joined, most)]
-                )  # fmt: skip
-            model = found[what][pp * len(kinds) + kinds.index(alike[tp])]
-            ledgers.append(memory(model, layout.with_(micro_batch=most), self.precision, batch, shard))
+            if key.differ:
+                model = self.ranks(key, *what, place)[pp * len(kinds) + kinds.index(alike[tp])]
+            else:
+                model = self._exactly(layout.recompute, key.joined, most)
+            piece = shard * layout.tiles + [*places(layout.domain)].index(place)
+            ledgers.append(memory(model, layout.with_(micro_batch=most), self.precision, batch, piece))
         return ledgers
 
     def _exactly(self, recompute: str, joined: int, count: int) -> Model:
@@ -340,6 +358,9 @@ class Traced:
                 return False
             if layout.zero > 1 and constraints.value("zero") is None and plain.with_(zero=1) in fitted:
                 return False
+            if layout.tiles > 1 and any(one.tiles < layout.tiles and one.world_size == layout.world_size
+                                        for one in fitted):  # fmt: skip
+                return False  # more tiles of what fits only have more borders
             if self._spent > MOST_OPS and not asked and not self._known(layout, batch):
                 left[degrees_text(plain.with_(sp=False))] = None
                 return False
@@ -367,8 +388,49 @@ class Traced:
             )
         return False
 
+    def _tiled(
+        self, batch: int, world: int, recomputes: list[str], constraints: Constraints
+    ) -> Iterable[Layout]:  # fmt: skip
+        """Layouts whose fields are cut into tiles, where tiles answer a wall or are asked for; a remark on the wall."""
+        asked = constraints.value("domain") is not None
+        if world == 1 or not self.space:
+            return []
+        wall = self._wall(batch, world, constraints)
+        if not wall and not asked:
+            return []
+        if wall:
+            self._remark(f"tiles (domain) answer a wall: {wall}")
+        return filter(self.can_run, tile_layouts(world, batch, self.space, recomputes, constraints))
+
+    @cached_property
+    def space(self) -> tuple[int, ...]:
+        """Sizes of the task's fields along each dim of space that tiles may cut; () where there is no field."""
+        found: tuple[int, ...] = ()
+        for dims in range(1, MOST_DIMS + 1):
+            try:
+                sizes = tiled_sizes(self.task, Plan(domain=(2,) * dims), self.looks.few)
+            except RefusedPlan:  # more dims than the task names
+                break
+            found = sizes or found
+        return found
+
+    def _wall(self, batch: int, world: int, constraints: Constraints) -> str:
+        """What stands against whole fields: one sample does not fit on a device, or there are fewer than devices."""
+        room = self.cluster.device.memory_bytes * (1 - constraints.headroom) - CONTEXT_BYTES
+        data = max(d for d in divisors(world) if batch % d == 0)
+        one = Layout(shard=data, zero=3 if data > 1 else 0, micro_batch=1, n_micro=batch // data, seq=1)
+        if self.can_hold(one, batch) and (ledger := self.memory(one, batch)).reserved > room:
+            held = sum(ledger.terms.get(name, 0.0) for name in ("micro-batch", "inputs", "global batch"))
+            if held > ledger.allocated / 2:
+                needed = f"{bytes_text(ledger.reserved)} on a device (zero={one.zero} over {data}, remat=none)"
+                share = f"{held / ledger.allocated:.0%} of it for that sample"
+                return f"one sample at a time needs {needed}, {share}, and there are {bytes_text(room)}"
+        if batch < world:
+            return f"{batch} samples are fewer than {world} devices"
+        return ""
+
     def _known(self, layout: Layout, batch: int) -> bool:
-        return self._key(layout, batch) in self._ranks
+        return (*self._key(layout, batch), None) in self._ranks
 
     def can_hold(self, layout: Layout, batch: int) -> bool:
         """Whether a search may have a layout of data ranks alone."""
@@ -378,7 +440,7 @@ class Traced:
 
     def _refuse(self, layout: Layout) -> None:
         """Raise `RefusedPlan` where the optimizer would find too little on a rank."""
-        zero = layout.zero if layout.shard > 1 else 0
+        zero = layout.zero if layout.shard_ranks > 1 else 0
         refuse_optimizer(self.nature, zero, shares_of(layout.tp, layout.ep), layout.pp)
 
     def can_cut(self, layout: Layout, batch: int) -> bool:
@@ -410,7 +472,7 @@ class Traced:
         self._refuse(layout)
         soft = as_planned(self.software, layout)
         held, where = self.ledgers(layout, batch), (self.cluster, soft, self.precision)
-        if layout.tp * layout.pp * layout.ep > 1:
+        if layout.tp * layout.pp * layout.ep * layout.tiles > 1:
             found = simulate_cut(self.cut(layout, batch), layout, *where, held)
         else:
             found = simulate_traced(self.model(layout.recompute, layout.dp, layout.micro_batch), layout, *where, held)

@@ -1,10 +1,11 @@
-"""One rank of a module that tensor or pipeline parallelism cuts, rehearsed on tensors without values.
+"""One rank of a module or of its fields that a plan cuts, rehearsed on tensors without values.
 
-The cuts are those of a run (`engine/tensor`, `engine/cutting`). A rank's share of the weights is put into the module,
-and its row of the schedule is played: nothing is sent, what would arrive is made up in the right shapes. So products,
-bytes moved, messages, and the peak of live bytes are those of that very rank.
+The cuts are those of a run (`engine/tensor`, `engine/cutting`, `engine/positions`). A rank's share of the weights is
+put into the module, and its row of the schedule is played: nothing is sent, what would arrive is made up in the right
+shapes. So products, bytes moved, messages, and the peak of live bytes are those of that very rank.
 
     tp   weights are shares, activations parts; collectives are noted with their sizes
+    domain  fields of the batch are this rank's tile; what it fetches of others is noted and made up
     ep   experts of this rank alone, on as many rows as it would send: every rank is taken to send alike
     pp   F0 F1 B0 F2 B1 ...   a stage's forward and backward, its activations held as long as the schedule holds them
 
@@ -13,9 +14,11 @@ bytes moved, messages, and the peak of live bytes are those of that very rank.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from typing import Any
 
 import torch
@@ -23,7 +26,8 @@ import torch
 from shardwise.comm import Axis
 from shardwise.costs.layout import Layout
 from shardwise.engine.cutting import cut_forward
-from shardwise.engine.experts import look_for_experts
+from shardwise.engine.experts import look_for_experts, row_wise_experts
+from shardwise.engine.positions import find_positions
 from shardwise.engine.recipe import make_gradients_dense
 from shardwise.engine.samples import SAMPLES, a_few, few_samples
 from shardwise.engine.tensor import derive_cuts
@@ -36,8 +40,9 @@ from shardwise.parallel.expert.apply import Stack
 from shardwise.parallel.pipeline.placed import Cut
 from shardwise.parallel.tensor import Derived, Followed
 from shardwise.part import forget
+from shardwise.part.positions import Positions
 from shardwise.precision import Precision
-from shardwise.rehearsal.rank_row import ALIKE, Beside, RankTrace, Rehearsal, Told
+from shardwise.rehearsal.rank_row import ALIKE, Beside, Place, RankTrace, Rehearsal, Told, tiles_of
 from shardwise.rehearsal.step_trace import Inside, as_real, batch_bytes, repeated, untraced
 from shardwise.step.forward import run_alone
 from shardwise.task import Task
@@ -59,8 +64,8 @@ def alone(microbatches: int) -> Schedule:
 class Cuts:
     """What of a layout cuts the module itself, or makes tensors while its micro-batches run.
 
-    zero    3, or 2 (on a GPU beside a pipeline or experts alone), over `shard` ranks, whose tensors are played too;
-            else 0, and the gradients are an account of their own
+    zero    3, or 2 (on a GPU beside a pipeline or experts alone), over `shard` data ranks and the tiles, whose tensors
+            are played too; else 0, and the gradients are an account of their own
     rounds  times that the pipeline is filled and emptied: twice where the first leaves gradients behind
     joined  data ranks over which batch norms take their statistics: 0 for the module's own, and 2 stands for many
     gloo    reductions work on copies, and messages are kept to the end of a step, all of which is played
@@ -85,11 +90,14 @@ class Cuts:
     ep: int = 1
     joined: int = 0
     reduce_dtype: str = "auto"
+    domain: tuple[int, ...] = (1,)
 
     @classmethod
     def of(cls, layout: Layout, precision: str, *, gloo: bool = False) -> Cuts:
         """Those of a layout; a long step is played for a few rounds of micro-batches."""
-        played = layout.shard > 1 and (layout.zero >= 3 or (layout.zero == 2 and (gloo or layout.pp * layout.ep > 1)))
+        played = layout.shard_ranks > 1 and (
+            layout.zero >= 3 or (layout.zero == 2 and (gloo or layout.pp * layout.ep > 1))
+        )
         count, rounds = (min(layout.n_micro, ROUNDS) if played else 1), 1
         if layout.pp > 1:
             count, rounds = layout.n_micro, layout.rounds if gloo else min(layout.rounds, ROUNDS) if played else 1
@@ -99,7 +107,7 @@ class Cuts:
                 count -= count % layout.pp
         own = cls(layout.tp, layout.sp, layout.tp_whole, microbatches=count, recompute=layout.recompute,
                   precision=precision, rounds=rounds, gloo=gloo, ep=layout.ep,
-                  reduce_dtype=layout.reduce_dtype)  # fmt: skip
+                  reduce_dtype=layout.reduce_dtype, domain=layout.domain)  # fmt: skip
         if layout.pp > 1:
             per_rank = layout.chunks if layout.chunks > 1 else -1
             own = replace(
@@ -108,21 +116,31 @@ class Cuts:
         return replace(own, zero=layout.zero, shard=layout.shard) if played else own
 
     @property
+    def tiles(self) -> int:
+        """Ranks over which space is cut."""
+        return math.prod(self.domain)
+
+    @property
+    def shard_ranks(self) -> int:
+        """Ranks over which `zero` shards."""
+        return self.shard * self.tiles
+
+    @property
     def differ(self) -> bool:
         """Whether what a rank does and holds is not what a trace of the whole module says."""
-        return self.tp * self.pp * self.ep > 1 or self.zero > 0
+        return self.tp * self.pp * self.ep * self.tiles > 1 or self.zero > 0
 
     @property
     def plan(self) -> Plan:
         """As a plan."""
         values: dict[str, object] = {
             "tp": self.tp, "sp": self.sp, "tp_whole": self.tp_whole, "remat": self.recompute,
-            "precision": self.precision, "reduce_dtype": self.reduce_dtype,
+            "precision": self.precision, "reduce_dtype": self.reduce_dtype, "domain": self.domain,
         }  # fmt: skip
         if self.pp > 1:
             values |= {"pp": self.pp, "schedule": self.schedule, "microbatches": self.microbatches,
                        "stages": self.stages, "stages_per_rank": self.stages_per_rank}  # fmt: skip
-        if self.shard * self.ep > 1:
+        if self.shard_ranks * self.ep > 1:
             values |= {"dp_shard": max(self.shard, self.ep), "zero": self.zero, "ep": self.ep}
         return Plan.from_dict(values)
 
@@ -138,6 +156,8 @@ class Looks:
         self._derived: dict[tuple, Derived | ShardwiseError] = {}
         self._followed: dict[str, Followed] = {}  # by precision
         self._stacks: dict[tuple, list[Stack] | ShardwiseError] = {}
+        self._positions: dict[tuple, Positions | ShardwiseError] = {}
+        self._row_wise: dict[tuple, list[Stack] | ShardwiseError] = {}
 
     @cached_property
     def built(self) -> Built:
@@ -162,6 +182,21 @@ class Looks:
             self.task, plan, Precision.of(plan), self.built, a_few(self.few),
             self._followed.setdefault(plan.precision, {}),
         ))  # fmt: skip
+
+    def positions(self, plan: Plan) -> Positions | None:
+        """Which dims of the batch are cut into tiles; `RefusedPlan` as in a run."""
+        if plan.tiles == 1:
+            return None
+        plan = Plan(domain=plan.domain, tp=plan.tp, tp_whole=plan.tp_whole, precision=plan.precision)
+        precision, derived = Precision.of(plan), self.derived(plan)
+        return once(self._positions, (plan,), lambda: find_positions(
+            self.task, plan, tiles_of(plan), precision, self.built, a_few(self.few), derived, self.row_wise(precision)
+        ))  # fmt: skip
+
+    def row_wise(self, precision: Precision) -> list[Stack]:
+        """The modules of experts that are given a rank's own rows, where positions are cut."""
+        key = (precision,)
+        return once(self._row_wise, key, lambda: row_wise_experts(self.task, precision, self.built, a_few(self.few)))
 
     @cached_property
     def holds_experts(self) -> bool:
@@ -204,8 +239,10 @@ class Shares:
             self.schedule = make_schedule(cuts.schedule, cuts.pp, cuts.microbatches, self.plan.stages_per_rank)
         self.derived = looks.derived(self.plan)
         self.stacks = looks.stacks(self.plan)
+        self.positions = looks.positions(self.plan)
         self._first = self._cut() if cuts.pp > 1 else None
-        self.told: dict[tuple[int, int], dict[int, Told]] = {}  # (rank of tp, samples) -> what each stage sends
+        # (tile, rank of tp, samples) -> what each stage sends
+        self.told: dict[tuple[Place, int, int], dict[int, Told]] = {}
 
     def _cut(self) -> Cut:
         built, precision = self.looks.built, Precision.of(self.plan)
@@ -226,19 +263,33 @@ class Shares:
         return [first.setdefault(counts, rank) for rank, counts in enumerate(held)]
 
     @property
-    def ranks(self) -> list[tuple[int, int]]:
-        """(tp, pp) of the ranks that differ."""
-        return [(tp, pp) for pp in range(self.cuts.pp) for tp in dict.fromkeys(self.alike)]
+    def places(self) -> list[Place]:
+        """The tiles that tell of all, by their place along each dim: at either edge, and one inside."""
+        return [*product(*(sorted({0, min(1, size - 1), size - 1}) for size in self.cuts.domain))]
 
-    def trace(self, tp: int, pp: int, sizes: Sequence[int], beside: Beside = ALIKE) -> RankTrace:
+    @property
+    def places_inside(self) -> list[Place]:
+        """The one tile that has neighbours on most sides, which is as large as any inside."""
+        return [tuple(min(1, size - 1) if size > 2 else 0 for size in self.cuts.domain)]
+
+    def ranks(self, places: Sequence[Place]) -> list[tuple[Place, int, int]]:
+        """(tile, tp, pp) of the ranks that differ, with these tiles."""
+        return [
+            (place, tp, pp) for place in places for pp in range(self.cuts.pp) for tp in dict.fromkeys(self.alike)
+        ]  # fmt: skip
+
+    def trace(
+        self, tp: int, pp: int, sizes: Sequence[int], beside: Beside = ALIKE, place: Place = ()
+    ) -> RankTrace:  # fmt: skip
         """Rehearse a rank; `InputError` for a module that cannot be traced.
 
         sizes   samples of each micro-batch; the last holds for those that follow
         beside  the rank's place in ep, and how many samples each rank there has
+        place   its tile's, along each dim of space
         """
         try:
             with as_real():
-                return Rehearsal(self, tp, pp, sizes, beside).run()
+                return Rehearsal(self, tp, pp, sizes, beside, place).run()
         except (InputError, RefusedPlan):
             raise
         except Exception as error:

@@ -15,16 +15,22 @@ from torch.utils import _pytree as pytree
 
 from shardwise.comm import Axis, Ledger
 from shardwise.comm.ledger import FACTORS
+from shardwise.layout import Plan
+from shardwise.layout.grid import SPACE
 from shardwise.layout.schedule_kinds import Op
 from shardwise.memory.live import LiveBytes
 from shardwise.memory.recompute import recompute_block
 from shardwise.parallel.expert import ExpertParallel, install
+from shardwise.parallel.expert.apply import compute_own_rows
 from shardwise.parallel.flat import Flat
 from shardwise.parallel.pipeline import backward
+from shardwise.parallel.pipeline.cuts import Stage
+from shardwise.parallel.pipeline.messages import Told as OfTensor
 from shardwise.parallel.pipeline.placed import Cut
 from shardwise.parallel.pipeline.stage import StagedModule
 from shardwise.parallel.tensor import TensorParallel
 from shardwise.part import forget
+from shardwise.part.crossing import axes_of, cuts_of, put_together, taken_apart
 from shardwise.part.parameters import see_parts
 from shardwise.precision import Precision
 from shardwise.rehearsal.dispatch import Watch
@@ -50,6 +56,7 @@ if TYPE_CHECKING:
     from shardwise.rehearsal.cut_module import Shares
 
 
+Place = tuple[int, ...]  # of a tile, along each dim of space
 Beside = tuple[int, tuple[tuple[int, ...], ...]]  # place in ep; of each micro-batch, the samples of each rank there
 ALIKE: Beside = (0, ())  # all have as many
 Sent = tuple[str, str, float]  # axis, op, bytes of the whole tensor
@@ -60,19 +67,31 @@ class RankTrace(Trace):
     """The trace of one rank's whole row: `peak` is that of the row, products and bytes those of one micro-batch.
 
     ops       (kind, stage) -> what one such op does
-    wire      (kind, stage) -> what it sends over tp and ep, and over data ranks for batch norms:
+    wire      (kind, stage) -> what it sends over tp, ep and tiles, and over data ranks for batch norms:
               (axis, op, bytes of the whole tensor) -> times
+    arrivals  (kind, stage) -> bytes that it is sent apart by others: (axis, op, how many ranks away) -> bytes
     gathers   (kind, stage) -> elements of the units that zero=3 gathers for it, in order
     messages  stage -> bytes that it sends on for one micro-batch
     """
 
     ops: dict[tuple[str, int], Trace] = field(default_factory=dict)
     wire: dict[tuple[str, int], dict[Sent, int]] = field(default_factory=dict)
+    arrivals: dict[tuple[str, int], dict[tuple[str, str, int], int]] = field(default_factory=dict)
     gathers: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     messages: dict[int, float] = field(default_factory=dict)
 
 
-Told = list[tuple[torch.Size, torch.dtype, bool]]  # of the tensors of a message: shape, dtype, needs a gradient
+Told = list[OfTensor]  # of the tensors of a message
+
+
+def tiles_of(plan: Plan, place: Place = (), ledger: Ledger | None = None) -> tuple[Axis, ...]:
+    """The axes that cut space, outermost first, as the rank at `place` (by default the first) has them."""
+    places = dict(enumerate(place))
+    axes = (
+        Axis(name, size, places.get(number, 0), None, tuple(range(size)), rehearsal=ledger)
+        for number, (name, size) in enumerate(zip(SPACE, plan.domain, strict=False))
+    )
+    return tuple(axis for axis in axes if axis.size > 1)
 
 
 class _FakeStages(StagedModule):
@@ -80,7 +99,7 @@ class _FakeStages(StagedModule):
 
     def _put(self, held: torch.Tensor, received: torch.Tensor, needs_gradient: bool, written: bool) -> None:
         """What is received into a sum of tp's makes it a plain tensor, which a fake one has to be outside as well."""
-        if isinstance(received, FakeTensor) and not isinstance(held, FakeTensor):
+        if isinstance(received, FakeTensor) and not isinstance(held, FakeTensor) and not axes_of(held):
             torch.utils.swap_tensors(held, torch.empty_like(received))
         super()._put(held, received, needs_gradient, written)
 
@@ -88,7 +107,9 @@ class _FakeStages(StagedModule):
 class Rehearsal:
     """One rank's module on fake tensors, and its row."""
 
-    def __init__(self, shares: Shares, tp: int, pp: int, sizes: Sequence[int], beside: Beside = ALIKE):
+    def __init__(
+        self, shares: Shares, tp: int, pp: int, sizes: Sequence[int], beside: Beside = ALIKE, place: Place = ()
+    ):  # fmt: skip
         self.shares, self.task, self.rank = shares, shares.task, pp
         self.found = RankTrace(max(sizes))
         self.fake = Fake()
@@ -96,11 +117,16 @@ class Rehearsal:
         degree = shares.cuts.tp
         ranks = tuple(range(degree))
         axis = Axis("tp", degree, tp, None, ranks, sequence=shares.cuts.sp, rehearsal=self.ledger)
+        self.place, self.inner = place, tiles_of(shares.plan, place, self.ledger)
+        self.positions = None
+        if shares.positions is not None:
+            here = {each.name: each for each in self.inner}
+            self.positions = shares.positions.over(lambda each: here[each.name])
         self.precision = Precision.of(shares.plan)
         self.count = Count(Trace(self.found.samples))
         self.tensor = None if shares.derived is None else TensorParallel(shares.derived, axis)
-        place, self.beside = beside
-        group = Axis("ep", shares.cuts.ep, place, None, tuple(range(shares.cuts.ep)), rehearsal=self.ledger)
+        place_in_ep, self.beside = beside
+        group = Axis("ep", shares.cuts.ep, place_in_ep, None, tuple(range(shares.cuts.ep)), rehearsal=self.ledger)
         self.experts = ExpertParallel(shares.stacks, group)
         count = shares.schedule.microbatches * shares.cuts.rounds
         self.sizes = [*sizes, *[sizes[-1]] * (count - len(sizes))]
@@ -166,6 +192,7 @@ class Rehearsal:
             if (op.kind, op.stage) not in self.found.ops and size == self.found.samples:
                 self.found.ops[op.kind, op.stage] = self.count.trace
                 self.found.wire[op.kind, op.stage] = self._sent()
+                self.found.arrivals[op.kind, op.stage] = self._arrived()
                 self.found.gathers[op.kind, op.stage] = gathers
             self.ledger.clear()
 
@@ -179,16 +206,17 @@ class Rehearsal:
         last = len(self.shares.schedule.owner) - 1
         key = op.stage, op.microbatch
         if op.kind == "F":
-            inbox = [(torch.empty(shape, dtype=kind), needs) for shape, kind, needs in told.get(op.stage - 1, ())]
-            batch = on_device(self.batches[size], self.precision)
+            inbox = self._inbox(told, op.stage)
+            batch = self._batch(size)
             output = self._forward(batch, op.stage, inbox, model, staged)
             if op.stage == last:
                 output = self.precision.cast_outputs(output)
                 outputs = [objective(self.task.loss(output, batch))]
             else:
                 outputs = list(output)
+                shares = [taken_apart(t.detach()) for t in outputs]
                 self.found.messages[op.stage] = max(
-                    self.found.messages.get(op.stage, 0.0), float(sum(t.numel() * t.element_size() for t in outputs))
+                    self.found.messages.get(op.stage, 0.0), float(sum(t.numel() * t.element_size() for t in shares))
                 )
                 self._send(op.stage, op.stage + 1, outputs)
             del output
@@ -221,7 +249,22 @@ class Rehearsal:
             return
         if not self.shares.cuts.gloo:
             self.sent.clear()
-        self.sent += [tensor.detach().contiguous() for tensor in tensors]
+        self.sent += [taken_apart(tensor.detach()).contiguous() for tensor in tensors]
+
+    def _batch(self, size: int) -> Any:
+        """So many samples as the forward meets them: on the device, of its fields this rank's tile."""
+        batch = on_device(self.batches[size], self.precision)
+        if self.positions is None:
+            return batch
+        copied = torch.Tensor.clone if self.shares.cuts.fused else torch.Tensor.contiguous  # to a device, or in place
+        return self.positions.cut(batch, copied)
+
+    def _inbox(self, told: dict[int, Told], stage: int) -> list[tuple[torch.Tensor, bool]]:
+        """What the stage before sends."""
+        return [
+            (put_together(torch.empty(one.shape, dtype=one.dtype), one.cuts, self.inner), one.needs_gradient)
+            for one in told.get(stage - 1, ())
+        ]
 
     def _forward(self, batch: Any, stage: int, inbox: list, model: nn.Module, staged: StagedModule | None) -> Any:
         def forward() -> Any:
@@ -234,7 +277,7 @@ class Rehearsal:
         """The same for all ranks of the pipeline."""
         assert self.cut is not None
         known = self.shares.told
-        key = self.tensor.axis.index if self.tensor is not None else 0, samples
+        key = self.place, self.tensor.axis.index if self.tensor is not None else 0, samples
         if key not in known:
             known[key] = self._told(samples)
         return known[key]
@@ -243,16 +286,16 @@ class Rehearsal:
         """What each stage sends, from all stages in turn on one module that has everything."""
         assert self.cut is not None
         model, _ = self._module(None)
-        staged = _FakeStages(model, self.cut.stages, self.precision.compute)
+        staged = self._staged(model, self.cut.stages)
         told: dict[int, Told] = {}
         with batch_norms(model, self.shares.cuts.joined, Ledger()), self.fake, Values(self.fake):
             for stage in self.cut.stages[:-1]:
-                inbox = [
-                    (torch.empty(shape, dtype=kind), needs) for shape, kind, needs in told.get(stage.index - 1, ())
-                ]
-                batch = on_device(self.batches[samples], self.precision)
+                inbox = self._inbox(told, stage.index)
+                batch = self._batch(samples)
                 sent: Sequence[torch.Tensor] = self._forward(batch, stage.index, inbox, model, staged)
-                told[stage.index] = [(one.shape, one.dtype, one.requires_grad) for one in sent]
+                told[stage.index] = [
+                    OfTensor(tuple(taken_apart(one).shape), one.dtype, one.requires_grad, cuts_of(one)) for one in sent
+                ]
         forget()
         return told
 
@@ -263,7 +306,10 @@ class Rehearsal:
         absent = cut.absent if cut is not None else set()
         self._replace(model, absent)
         if self.tensor is not None:
-            see_parts(model, self.tensor.cuts, self.tensor.axis, absent)
+            see_parts(model, self.tensor.cuts, self.tensor.axis, absent, self.inner)
+        elif self.inner:
+            see_parts(model, {}, Axis.alone("tp"), absent, self.inner)
+            compute_own_rows(model, self.shares.looks.row_wise(self.precision))
         if self.experts.stacks:
             install(model, self.experts.here(absent), torch.device("cpu"))
         if cut is not None:
@@ -272,7 +318,11 @@ class Rehearsal:
             for block in {id(b): b for b in map(model.get_submodule, blocks.paths)}.values():
                 recompute_block(block, self.shares.cuts.recompute)
         self.blocks = blocks
-        return model, _FakeStages(model, cut.mine, self.precision.compute) if cut is not None else None
+        return model, self._staged(model, cut.mine) if cut is not None else None
+
+    def _staged(self, model: nn.Module, stages: list[Stage]) -> _FakeStages:
+        results = self.positions.results if self.positions is not None else {}
+        return _FakeStages(model, stages, self.precision.compute, self.inner, results)
 
     def _techniques(self, model: nn.Module, held: dict[str, nn.Parameter]) -> list[Gathered | Flat]:
         """What owns the gradients while micro-batches run; without it they are an account of their own."""
@@ -287,14 +337,21 @@ class Rehearsal:
             here = {id(param) for name, param in held.items() if name not in self.experts.experts}
             leave = [param for param in model.parameters() if id(param) not in here]
             gathered = Gathered(
-                model, units, cuts.shard, self.precision, leave, self._aside, copies=cuts.gloo, resized=self.resized
+                model,
+                units,
+                cuts.shard_ranks,
+                self.precision,
+                leave,
+                self._aside,
+                copies=cuts.gloo,
+                resized=self.resized,
             )
             found.held, found.rows, found.held_gradients = gathered.held, gathered.rows, gathered.held_gradients
             techniques.append(gathered)
         alone: dict[str, nn.Parameter] = {}  # in buckets that rest
         for named, ranks, played in (
-            (rest, cuts.shard, cuts.zero == 2),
-            (mine, cuts.shard // cuts.ep, cuts.zero >= 2 and cuts.shard > cuts.ep),
+            (rest, cuts.shard_ranks, cuts.zero == 2),
+            (mine, cuts.shard_ranks // cuts.ep, cuts.zero >= 2 and cuts.shard_ranks > cuts.ep),
         ):
             if played and named:
                 techniques.append(self._flat(named, ranks))
@@ -379,7 +436,17 @@ class Rehearsal:
         """What the axes would have sent since the last time, by axis, op and the mean size of its calls."""
         found: dict[Sent, int] = {}
         degrees = {"tp": self.shares.cuts.tp, "ep": self.shares.cuts.ep, "data": self.shares.cuts.joined}
+        degrees |= {axis.name: axis.size for axis in self.inner}
         for (_, op, axis), entry in self.ledger.entries.items():
             size = entry.received_bytes / FACTORS[op](degrees[axis]) / entry.calls
             found[axis, op, size] = found.get((axis, op, size), 0) + entry.calls
         return found
+
+    def _arrived(self) -> dict[tuple[str, str, int], int]:
+        """What other tiles would have sent this one since the last time, by axis, op and distance in ranks."""
+        places = {axis.name: axis.index for axis in self.inner}
+        return {
+            (axis, op, source - places[axis]): size
+            for (op, axis, source), size in sorted(self.ledger.arrivals.items())
+            if axis in places
+        }

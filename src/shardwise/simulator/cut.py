@@ -1,13 +1,14 @@
-"""One step of a traced module that tensor or pipeline parallelism cuts, from what the rehearsal of its ranks counted.
+"""One step of a traced module that is cut, or whose fields are, from what the rehearsal of its ranks counted.
 
 memory   rank by rank: states of the parameters that it holds, and the peak of its row
-time     tp: a micro-batch's compute and its collectives, one after another
+time     tp: a micro-batch's compute and its collectives, one after another; tiles: the same, and their halos
          pp: the schedule's table, played with the seconds of each stage's ops and messages
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, cast
 
 from shardwise.cluster import Cluster
@@ -16,6 +17,7 @@ from shardwise.costs.layout import Layout
 from shardwise.costs.memory import Ledger
 from shardwise.costs.software import Software
 from shardwise.costs.wire import Group, Wire
+from shardwise.layout.grid import SPACE
 from shardwise.simulator.counted import Counted, Model
 from shardwise.simulator.forecast import Forecast
 from shardwise.simulator.held import policy
@@ -33,6 +35,8 @@ from shardwise.simulator.traced import (
 )
 
 OpKey = tuple[str, int]  # (kind, stage)
+TALK, HALOS = "tensor, context and expert communication", "communication between tiles"
+APART = ("all_to_all", "point_to_point")  # what sends to each rank apart
 
 
 class CountedRank(Counted, Protocol):
@@ -43,6 +47,9 @@ class CountedRank(Counted, Protocol):
 
     @property
     def wire(self) -> Mapping[OpKey, Mapping[tuple[str, str, float], int]]: ...
+
+    @property
+    def arrivals(self) -> Mapping[OpKey, Mapping[tuple[str, str, int], int]]: ...
 
     @property
     def gathers(self) -> Mapping[OpKey, Sequence[int]]: ...
@@ -73,7 +80,7 @@ def simulate_cut(
     dtype = {"fp32": "fp32", "fp64": "fp32"}.get(precision, "bf16")
     kernels, added = kernels_of(cluster, layout, software, dtype)
     wire, states = Wire(cluster, layout.world_size), policy(precision, ranks[0].update.state_elements, layout)
-    work, sent = _ops(ranks, layout, kernels, software, wire)
+    work, sent, of_tiles = _ops(ranks, layout, kernels, software, wire)
     last = max(stage for _, stage in work)
     own = [_of_rank(rank, work) for rank in ranks]
     busy = max(own)
@@ -81,8 +88,9 @@ def simulate_cut(
     timeline: list[tuple[str, str, float, float]] = []
     bubble, gathered = 0.0, 0.0
     talk = max(sum(sent[key] for key in _seen(rank)[0].ops) for rank in ranks)
+    tiled = max(sum(of_tiles[key] for key in _seen(rank)[0].ops) for rank in ranks)
     if layout.pp > 1:
-        link = Sharded(wire, states, Group(layout.shard, layout.tp))
+        link = Sharded(wire, states, Group(layout.shard_ranks, layout.tp))
         waits = _gathers(ranks, {key: work[key] + sent[key] for key in work}, link)
         gathered = max(sum(waits[key] for key in _seen(rank)[0].ops) for rank in ranks)
 
@@ -101,12 +109,12 @@ def simulate_cut(
         step = layout.rounds * played.seconds
         times = layout.n_micro * layout.rounds
         parts["compute"] = times * busy
-        parts["tensor, context and expert communication"] = times * talk
+        parts |= {TALK: times * (talk - tiled), HALOS: times * tiled}
         parts["pipeline bubble and sends"] = max(0.0, step - times * (busy + talk + gathered))
         micro, gathered = step / times, times * gathered
     else:
         parts["compute"] = layout.n_micro * busy
-        parts["tensor, context and expert communication"] = layout.n_micro * talk
+        parts |= {TALK: layout.n_micro * (talk - tiled), HALOS: layout.n_micro * tiled}
         micro = busy + talk
     parts["data-parallel communication"] = gathered + max(
         data_seconds(rank, layout, micro, wire, states, software)[0] for rank in ranks
@@ -116,49 +124,106 @@ def simulate_cut(
     if cluster.device.kind != "cpu":
         parts["slowest device, clocks and gaps"] = (GAPS - 1) * sum(parts.values())
     correction = cluster.device.correction.value if cluster.device.correction is not None else 1.0
-    parts = {name: value * correction for name, value in parts.items()}
-    flops = sum(rank.flops(layout.global_batch) for rank in ranks) * layout.tp * layout.pp / len(ranks)
+    parts = {name: value * correction for name, value in parts.items() if value or name != HALOS}
+    flops = sum(rank.flops(layout.global_batch) for rank in ranks) * layout.tp * layout.pp * layout.tiles / len(ranks)
     forecast = Forecast(
         step_s=sum(parts.values()), parts=parts, memory=list(held), flops=flops,
         world_size=layout.world_size, samples=layout.global_batch, peak_tflops=peak_tflops(cluster.device, dtype),
         best_tflops=kernels.best_tflops / min(1.0, correction),
-        convention="counted", exposed={"tensor": parts["tensor, context and expert communication"],
+        convention="counted", exposed={"tensor": parts[TALK], **({"tiles": parts[HALOS]} if HALOS in parts else {}),
         "data": parts["data-parallel communication"]}, bubble=bubble, timeline=timeline,
     )  # fmt: skip
     forecast.basis = {
         "products": kernels.basis,
         "tensor parallel": wire.basis("all_reduce", Group(layout.tp, 1)),
-        "data ranks": wire.basis("all_reduce", Group(layout.dp, layout.tp)),
+        "data ranks": wire.basis("all_reduce", Group(layout.gradient_ranks, layout.tp)),
         "work": f"{len(ranks)} rank(s) that differ, each rehearsed on fake tensors",
     }
+    if layout.tiles > 1:
+        forecast.halos = halo_bytes(ranks, layout, wire)
+        forecast.basis["halos"] = "bytes as rehearsed, the rate of each link; waited for (not hidden behind computing)"
     ops = max(rank.linear(rank.one.kernels, rank.two.kernels, layout.micro_batch) for rank in ranks)
     forecast.basis |= taken(ranks) | host_basis(kernels, ops, busy, measured=cluster.device.op_us is not None)
     return forecast
 
 
+def groups_of(layout: Layout) -> dict[str, Group]:
+    """The ranks of each axis over which a micro-batch talks."""
+    inner = layout.tp * layout.cut_positions
+    groups = {"tp": Group(layout.tp, 1), "ep": Group(layout.ep, inner), "data": Group(layout.dp, inner)}
+    stride = layout.tp
+    for name, size in reversed([*zip(SPACE, layout.domain, strict=False)]):
+        groups[name] = Group(size, stride)
+        stride *= size
+    return groups
+
+
 def _ops(
     ranks: Sequence[Model], layout: Layout, kernels: Kernels, software: Software, wire: Wire
-) -> tuple[dict[OpKey, float], dict[OpKey, float]]:
-    """Seconds of each op's work and of its collectives, on the slowest rank that runs it."""
-    groups = {"tp": Group(layout.tp, 1), "ep": Group(layout.ep, layout.tp), "data": Group(layout.dp, layout.tp)}
+) -> tuple[dict[OpKey, float], dict[OpKey, float], dict[OpKey, float]]:
+    """Seconds of each op's work, of its collectives, and of those between tiles, on the slowest rank that runs it."""
+    groups = groups_of(layout)
     work: dict[OpKey, float] = {}
     sent: dict[OpKey, float] = {}
+    of_tiles: dict[OpKey, float] = {}
 
-    def talk(rank: Model, key: OpKey) -> float:
+    def talk(rank: Model, key: OpKey, axes: Callable[[str], bool]) -> float:
         """Returns seconds; message sizes, not times, are interpolated: small messages are slow for their bytes."""
         ends = [trace.wire[key].items() for trace in _seen(rank)]
         return sum(
             calls * wire.collective(op, groups[axis], rank.linear(low, high, layout.micro_batch))
             for ((axis, op, low), calls), ((_, _, high), _) in zip(*ends, strict=True)
+            if axes(axis) and not (axis in SPACE and op in APART)
         )
+
+    def tiled(rank: Model, key: OpKey) -> float:
+        """Sums over tiles, and what each tile is sent by others."""
+        calls = Counter[tuple[str, str]]()
+        for (axis, op, _), times in _seen(rank)[0].wire[key].items():
+            calls[axis, op] += times
+        seconds = talk(rank, key, SPACE.__contains__)
+        for (axis, op), came in _arrivals(rank, key, layout).items():
+            seconds += wire.exchange(came, groups[axis], calls[axis, op])
+        return seconds
 
     for rank in ranks:
         one, two = _seen(rank)
         for key in one.ops:
             seconds = between(one.ops[key], two.ops[key], layout.micro_batch, kernels, software)
             work[key] = max(work.get(key, 0.0), seconds)
-            sent[key] = max(sent.get(key, 0.0), talk(rank, key))
-    return work, sent
+            among = tiled(rank, key)
+            of_tiles[key] = max(of_tiles.get(key, 0.0), among)
+            others = talk(rank, key, lambda axis: axis not in SPACE)
+            sent[key] = max(sent.get(key, 0.0), others + among)
+    return work, sent, of_tiles
+
+
+def _arrivals(rank: Model, key: OpKey, layout: Layout) -> dict[tuple[str, str], dict[int, float]]:
+    """(axis, op) -> distance in ranks -> bytes that a tile is sent from there in one part of its row."""
+    first, second = (trace.arrivals[key] for trace in _seen(rank))
+    found: dict[tuple[str, str], dict[int, float]] = {}
+    for (axis, op, distance), low in first.items():
+        high = second.get((axis, op, distance), low)
+        found.setdefault((axis, op), {})[distance] = rank.linear(low, high, layout.micro_batch)
+    return found
+
+
+def halo_bytes(ranks: Sequence[Model], layout: Layout, wire: Wire) -> dict[str, float]:
+    """Bytes that a tile is sent by others in a step, by the link over which they come; of the tile with most of them.
+
+    Which of its neighbours lie beyond a node hangs on where a tile lies; here as for the one that waits longest.
+    """
+    groups, tiers = groups_of(layout), wire.cluster.tiers
+    totals: list[dict[str, float]] = []
+    for rank in ranks:
+        found: dict[str, float] = {}
+        for key in _seen(rank)[0].ops:
+            for (axis, _), came in _arrivals(rank, key, layout).items():
+                for tier, size in wire.by_tier(came, groups[axis]).items():
+                    times = layout.n_micro * layout.rounds
+                    found[tiers[tier].name] = found.get(tiers[tier].name, 0.0) + times * size
+        totals.append(found)
+    return max(totals, key=lambda found: sum(found.values()))
 
 
 def _seen(rank: Model) -> tuple[CountedRank, CountedRank]:
@@ -182,7 +247,7 @@ def _of_rank(rank: Model, work: Mapping[OpKey, float]) -> float:
 
 def _messages(ranks: Sequence[Model], layout: Layout, wire: Wire, last: int) -> list[float]:
     """Seconds of the message from each stage to the next."""
-    apart = layout.tp * layout.shard  # ranks from one stage to the next
+    apart = layout.tp * layout.shard_ranks  # ranks from one stage to the next
     out = [0.0] * max(1, last)
     for rank in ranks:
         one, two = _seen(rank)

@@ -25,6 +25,7 @@ class Forecast:
     exposed       communication that nothing hides, by axis, in seconds
     bubble        share of the pipeline's time in which the busiest rank waits
     timeline      (lane, name, start, end), seconds
+    halos         bytes that a tile is sent by others in a step, by the link over which they come
     basis         what each kind of figure rests on: measured, formula, assumed
     """
 
@@ -41,6 +42,7 @@ class Forecast:
     exposed: dict[str, float] = field(default_factory=dict)
     bubble: float = 0.0
     timeline: list[tuple[str, str, float, float]] = field(default_factory=list)
+    halos: dict[str, float] = field(default_factory=dict)
     basis: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -116,6 +118,7 @@ class Forecast:
             "parts_s": dict(self.parts),
             "exposed_s": dict(self.exposed),
             "bubble": self.bubble,
+            "halo_bytes": dict(self.halos),
             "memory": [
                 {"allocated": m.allocated, "reserved": m.reserved, "peak": m.peak, "terms": dict(m.terms)}
                 for m in self.memory

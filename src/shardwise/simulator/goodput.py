@@ -29,10 +29,10 @@ def saved_bytes(memory: list[Ledger], layout: Layout) -> float:
     """Bytes that a rank of the fullest stage writes: masters and optimizer state, each element once over all ranks."""
 
     def written(ledger: Ledger) -> float:
-        sharded = layout.shard if layout.zero >= 1 else 1
+        sharded = layout.shard_ranks if layout.zero >= 1 else 1
         masters = ledger.terms.get("master", 0.0) * sharded
-        whole = masters or ledger.terms.get("weights", 0.0) * (layout.shard if layout.zero >= 3 else 1)
-        return (whole + ledger.terms.get("optimizer", 0.0) * sharded) / (layout.shard * layout.replicas)
+        whole = masters or ledger.terms.get("weights", 0.0) * (layout.shard_ranks if layout.zero >= 3 else 1)
+        return (whole + ledger.terms.get("optimizer", 0.0) * sharded) / layout.gradient_ranks
 
     return max(map(written, memory))
 

@@ -28,7 +28,7 @@ def policy(precision: str, state_elements: float, layout: Layout) -> States:
     """
     chosen = Precision.of(Plan(precision=precision, reduce_dtype=layout.reduce_dtype))
     master, sent = chosen.master.itemsize, chosen.reduce.itemsize
-    in_buckets = layout.zero < 3 or layout.shard == 1
+    in_buckets = layout.zero < 3 or layout.shard_ranks == 1
     return States(
         precision, chosen.compute.itemsize, sent if in_buckets else master, master if chosen.mixed else 0,
         state_elements * master, master if in_buckets and sent != master else 0, sent,
@@ -41,14 +41,14 @@ def memory(
     """Bytes of one rank by term: what rests between steps, and the peak within one.
 
     samples     of the global batch, where a rank holds all of it
-    shard_rank  whose shard, where the ranks do not divide a weight; the fullest's by default
+    shard_rank  whose shard of those that zero has, where the ranks do not divide a weight; the fullest's by default
     """
     one, states = model.one, policy(precision, model.update.state_elements, layout)
-    zero, share = layout.zero, 1.0 / layout.shard
-    of_experts = 1.0 / max(1, layout.shard // layout.ep)  # of the ranks that hold the same ones
+    zero, share = layout.zero, 1.0 / layout.shard_ranks
+    of_experts = 1.0 / max(1, layout.shard_ranks // layout.ep)  # of the ranks that hold the same ones
     rest = sum(size * count for size, count in one.sizes.items()) - one.experts
-    gathered = zero >= 3 and layout.shard > 1
-    updated = _cut(one, layout.shard, shard_rank or 0) if gathered else rest * (share if zero else 1.0)
+    gathered = zero >= 3 and layout.shard_ranks > 1
+    updated = _cut(one, layout.shard_ranks, shard_rank or 0) if gathered else rest * (share if zero else 1.0)
     owned = _owned(model, layout, shard_rank)
     experts = one.experts * (of_experts if zero else 1.0)
     terms = {
@@ -65,7 +65,7 @@ def memory(
     peaks = _peaks(model, layout, states, updated + experts, reduced, owned)
     top = max(peaks, key=lambda name: peaks[name])
     terms[top] = peaks[top]
-    if model.batch_bytes:
+    if model.batch_bytes and (model.batch_on_device or layout.cut_positions == 1):  # shares of it are in the trace
         held = (samples or layout.global_batch) if model.batch_on_device else layout.micro_batch
         terms["global batch" if model.batch_on_device else "inputs"] = model.batch_bytes * held
     if zero == 2 and not one.held_gradients:
@@ -77,10 +77,10 @@ def memory(
 
 def _owned(model: Model, layout: Layout, shard_rank: int | None) -> int | None:
     """Elements of the weights that a rank updates whole; None where it updates what it holds."""
-    if not (model.update.whole and layout.zero and layout.shard > 1):
+    if not (model.update.whole and layout.zero and layout.shard_ranks > 1):
         return None
-    sizes, load = [*model.one.in_order], [0] * layout.shard
-    for size, owner in zip(sizes, choose_owners(sizes, layout.shard), strict=True):
+    sizes, load = [*model.one.in_order], [0] * layout.shard_ranks
+    for size, owner in zip(sizes, choose_owners(sizes, layout.shard_ranks), strict=True):
         load[owner] += size
     return max(load) if shard_rank is None else load[shard_rank]
 
@@ -118,7 +118,7 @@ def _peaks(
         "micro-batch": model.peak(layout.micro_batch),
         "optimizer's temporaries": temporaries * (states.master or states.weight) + updated * states.copies,
     }
-    if here and layout.zero == 1 and layout.shard > 1:
+    if here and layout.zero == 1 and layout.shard_ranks > 1:
         # gloo keeps every copy until all are waited for. The gradient that completes the last bucket came in a tensor
         # of its own, unless it was accumulated in the bucket itself
         last = model.one.final if layout.n_micro == 1 else 0
@@ -134,7 +134,7 @@ def _temporaries(model: Model, layout: Layout, updated: float) -> float:
     update = model.update
     if not model.batch_on_device:
         return update.temporary * updated
-    share = layout.shard if layout.zero >= 3 else 1
+    share = layout.shard_ranks if layout.zero >= 3 else 1
     sizes = [min(size / share, updated) for size in model.one.in_order]
     pairs = zip([0.0, *sizes], sizes, strict=False)
     return max(

@@ -19,22 +19,25 @@ def data_seconds(
 ) -> tuple[float, list[tuple[str, str, float, float]]]:
     """What data ranks add to a step in which a micro-batch takes `micro` seconds; under ZeRO-3 a timeline too."""
     count, inside = model.one.parameters - model.one.experts, layout.tp  # ranks of tp lie inside
-    alike = Group(layout.dp // layout.ep, inside * layout.ep)  # ranks that hold the same experts
+    alike = Group(layout.gradient_ranks // layout.ep, inside * layout.ep)  # ranks that hold the same experts
     experts_s = wire.collective("all_reduce", alike, model.one.experts * states.on_wire)
-    shard, replicas = Group(layout.shard, inside), Group(layout.replicas, layout.shard * layout.pp * inside)
-    if layout.dp == 1:
+    shard, replicas = Group(layout.shard_ranks, inside), Group(layout.replicas, layout.shard_ranks * layout.pp * inside)
+    if layout.gradient_ranks == 1:
         return 0.0, []
-    if layout.zero >= 3 and layout.shard > 1:
+    if layout.zero >= 3 and shard.size > 1:
         if layout.pp > 1:  # what is gathered is part of each stage's ops
             return experts_s + wire.collective("all_reduce", replicas, count * states.on_wire / shard.size), []
         total, timeline = _gathered(model, layout, micro, wire, states, shard, replicas)
         return experts_s + max(0.0, total - layout.n_micro * micro), timeline
     if layout.zero:
         reduce_s = wire.collective("reduce_scatter", shard, count * states.on_wire)
-        reduce_s += wire.collective("all_reduce", replicas, count * states.on_wire / layout.shard)
+        reduce_s += wire.collective("all_reduce", replicas, count * states.on_wire / shard.size)
         gather_s = wire.collective("all_gather", shard, count * states.weight)
     else:
-        reduce_s, gather_s = wire.collective("all_reduce", Group(layout.dp, inside), count * states.on_wire), 0.0
+        reduce_s, gather_s = (
+            wire.collective("all_reduce", Group(layout.gradient_ranks, inside), count * states.on_wire),
+            0.0,
+        )
     hidden = 1 - FORWARD_SHARE if software.overlap_dp and not on_cores(wire) else 0.0
     pieces = max(1, len(model.one.units))
     times = layout.n_micro * layout.rounds if layout.zero == 2 else 1  # ZeRO-2 reduces after every micro-batch

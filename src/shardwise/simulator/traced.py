@@ -205,7 +205,7 @@ def engine_seconds(model: Model, layout: Layout, added: Overhead, compute: float
 
 def optimizer_seconds(model: Model, layout: Layout, kernels: Kernels, states: States) -> float:
     """The update of what this rank holds."""
-    over, work = layout.shard if layout.zero else 1, model.update.work
+    over, work = layout.shard_ranks if layout.zero else 1, model.update.work
     held = sum(size * times for size, times in model.one.sizes.items())
     into = 2 * states.gradient * held if layout.zero < 3 else 0.0  # gradients into their buckets, copied
     divided = 2 * states.gradient * held / over  # by the weight

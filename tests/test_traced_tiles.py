@@ -1,0 +1,234 @@
+"""Forecasts of plans that cut fields into tiles: memory and bytes beside real ranks, links, and a search."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from test_traced import HERE, beyond
+from torch import nn
+
+from shardwise import Task
+from shardwise.cluster import Cluster
+from shardwise.comm.ledger import FACTORS
+from shardwise.costs.layout import of_plan
+from shardwise.costs.software import software
+from shardwise.costs.wire import Group, Wire
+from shardwise.errors import RefusedPlan
+from shardwise.layout import Plan
+from shardwise.layout.grid import SPACE
+from shardwise.planner import Constraints, simulate
+from shardwise.planner import search as search_plans
+from shardwise.planner.candidates import tile_grids
+from shardwise.planner.played import places
+from shardwise.planner.traced_task import Traced, traced_subject
+from shardwise.step.batching import samples_in
+from shardwise.task_names import resolve_task
+
+GRIDS = ["domain=2", "domain=1x3", "domain=2x2", "domain=3x2"]
+BESIDE = ["", ",zero=1", ",zero=2,accumulate=2", ",zero=3", ",zero=3,accumulate=2", ",remat=full", ",remat=selective"]
+COMPOSED = ["domain=2,dp_replicate=2", "domain=2,dp_shard=2,zero=1", "domain=2,dp_shard=2,zero=3,remat=full",
+            "domain=2,dp_replicate=2,accumulate=2", "domain=2,tp=2", "domain=2,pp=2"]  # fmt: skip
+ALL = [*(grid + more for grid in GRIDS for more in BESIDE), *COMPOSED]
+
+
+@pytest.mark.parametrize(
+    ("name", "plans"),
+    [
+        pytest.param("unet_batch", ["domain=2x2,zero=1"], id="unet"),
+        pytest.param("unet_group", ["domain=2,dp_shard=2,zero=3,remat=full"], id="unet-zero3"),
+        pytest.param("resnet", ["domain=2,dp_replicate=2,accumulate=2", "domain=2,pp=2"], id="resnet"),
+        pytest.param("vit", ["domain=2,zero=2,accumulate=2", "domain=1x2,tp=2"], id="vit"),
+        *(
+            pytest.param(name, ALL, id=f"{name}-all", marks=pytest.mark.long)
+            for name in ("unet_batch", "unet_group", "resnet", "vit")
+        ),
+        *(
+            pytest.param(name, [*GRIDS[:3], *COMPOSED[:2]], id=f"{name}-grids", marks=pytest.mark.long)
+            for name in ("swin", "rollout", "weighted")
+        ),
+        pytest.param("unet_3d", ["domain=2x1x2", "domain=1x2,zero=3"], id="unet_3d", marks=pytest.mark.long),
+        pytest.param("fno", ["domain=2", "domain=1x3"], id="fno", marks=pytest.mark.long),
+    ],
+)
+def test_memory_of_every_tile_is_within_two_percent(name: str, plans: list[str], pool) -> None:
+    """Uneven tiles, alone and beside other axes: each rank's forecast against the peak of its live bytes."""
+    wrong = beyond(pool, f"domain_tasks:{name}", plans)
+    assert not wrong, "\n".join(wrong)
+
+
+def _sent(name: str, text: str) -> dict[tuple[str, str], tuple[int, float]]:
+    """On a rank: calls and bytes of each (axis, op) between tiles in the second step."""
+    from shardwise import parallelize
+
+    task = resolve_task(name)
+    engine = parallelize(task, text, check_loss=False)
+    engine.step(task.batch(0))
+    with engine.observe() as ledger:
+        engine.step(task.batch(1))
+    found = {}
+    for (tag, op, axis), entry in ledger.entries.items():
+        if axis in SPACE and tag != "control":
+            calls, size = found.get((axis, op), (0, 0.0))
+            found[axis, op] = calls + entry.calls, size + entry.received_bytes
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("unet_batch", "domain=3x2"),
+        ("vit", "domain=2,dp_replicate=2"),
+        ("resnet", "domain=1x2,dp_replicate=2,accumulate=2"),
+    ],  # of one axis alone, the ledger would name its group by another axis that has the same ranks
+)
+def test_bytes_between_tiles_are_those_of_the_ledger(name: str, text: str, pool) -> None:
+    """Halos, sums of norms and the loss: calls and bytes of each rank, axis and operation."""
+    name, plan = f"domain_tasks:{name}", Plan.parse(text)
+    task = resolve_task(name)
+    samples = samples_in(task.batch(0))
+    layout = of_plan(plan, global_batch=samples, seq=1, uneven=True)
+    traced = Traced(task, HERE, software("shardwise"), plan.precision, (layout.micro_batch,) * 2, cuts=True)
+    key, sizes, beside = traced._key(layout, samples)
+    for place, measured in zip(places(plan.domain), pool.run(_sent, plan.world_size, name, text), strict=False):
+        (model,) = traced.ranks(key, sizes, beside, place)
+        calls, size = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+        degrees = dict(zip(SPACE, plan.domain, strict=False))
+        for part in model.one.wire.values():
+            for (axis, op, whole), times in ((sent, n) for sent, n in part.items() if sent[0] in SPACE):
+                calls[axis, op] += layout.n_micro * times
+                size[axis, op] += layout.n_micro * times * FACTORS[op](degrees[axis]) * whole
+        forecast = {each: (calls[each], size[each]) for each in calls}
+        assert forecast.keys() == measured.keys()
+        for each in forecast:
+            assert forecast[each][1] == pytest.approx(measured[each][1], rel=1e-9), (place, each)
+            if each[1] != "point_to_point":  # of which a run counts both ends
+                assert forecast[each][0] == measured[each][0], (place, each)
+        for op in ("all_to_all", "point_to_point"):  # told apart by where they come from, as well
+            came = sum(b for part in model.one.arrivals.values() for (_, o, _), b in part.items() if o == op)
+            assert came * layout.n_micro == pytest.approx(sum(size[axis, o] for axis, o in size if o == op))
+
+
+def _stack(rows: int, columns: int, channels: int, radius: int) -> Task:
+    def model() -> nn.Module:
+        wide = 2 * radius + 1
+        return nn.Sequential(*(nn.Conv2d(channels, channels, wide, padding=radius) for _ in range(2)))
+
+    def batch(step: int) -> dict:
+        return {"x": torch.zeros(2, channels, rows, columns)}
+
+    return Task(model=model, batch=batch, inputs=lambda batch: ((batch["x"],), {}), name="stack",
+                loss=lambda output, batch: (output.square().sum(), float(len(output))))  # fmt: skip
+
+
+def test_halos_of_a_tile_inside_are_those_of_the_formula() -> None:
+    """B C s (2 r b + 2 r a + 4 r^2) forward for each convolution; the same back, but not for the input of the first."""
+    channels, radius, a, b = 3, 2, 7, 5
+    task, plan = _stack(3 * a, 3 * b, channels, radius), Plan(domain=(3, 3))
+    traced = Traced(task, HERE, software("shardwise"), "fp32", (2, 2), cuts=True)
+    key, sizes, beside = traced._key(of_plan(plan, global_batch=2, seq=1), 2)
+    (model,) = traced.ranks(key, sizes, beside, (1, 1))
+    one = 2 * channels * 4 * (2 * radius * b + 2 * radius * a + 4 * radius**2)
+    came = {kind: sum(part.values()) for (kind, _), part in model.one.arrivals.items()}
+    assert came == {"F": 2 * one, "B": one}
+
+
+def test_halos_go_over_the_links_between_the_tiles() -> None:
+    """Of 8 tiles in a row on two nodes of 4, two have one neighbour each on the other node."""
+    cluster = Cluster.parse("2x4 h100-sxm-80gb, ib-400")
+    wire, came = Wire(cluster), {-1: 6e6, 1: 4e6}
+    assert wire.by_tier(came, Group(8)) == {0: 4e6, 1: 6e6}, "the fifth waits for the fourth, its other side is near"
+    assert wire.by_tier(came, Group(4)) == {0: 10e6}
+    assert wire.by_tier(came, Group(2, 4)) == {1: 6e6}, "one of each node; each has one neighbour"
+    far, near = cluster.tiers[1], cluster.tiers[0]
+    assert near.gbps.value > far.gbps.value
+    assert wire.exchange(came, Group(8), 1) == pytest.approx(6e6 / (far.gbps.value * 1e9), rel=0.3)
+    assert wire.exchange(came, Group(8), 10) > wire.exchange(came, Group(8), 1) > 2 * wire.exchange(came, Group(4), 1)
+
+
+def test_grids_with_short_borders_come_first() -> None:
+    assert tile_grids(8, (721, 1440)) == [(1, 2), (2,), (2, 2), (1, 4), (2, 4), (1, 8)]
+    assert tile_grids(6, (3, 4)) == [(1, 2), (2,), (1, 3), (3,), (2, 3), (3, 2)]
+    assert tile_grids(5, (3, 4)) == []
+
+
+# --- a search
+
+
+def _forecaster(rows: int = 181, columns: int = 360) -> Task:
+    """A small U-Net on a field, of which one sample is larger than its weights."""
+    from domain_tasks import UNet
+
+    class Fields:
+        def __len__(self) -> int:
+            return 64
+
+        def read(self, indices: list[int]) -> dict:
+            x = torch.zeros(len(indices), 3, rows, columns)
+            return {"x": x, "y": x[:, :2]}
+
+    return Task(model=lambda: UNet("group", 32), data=Fields(), inputs=lambda batch: ((batch["x"],), {}), name="fields",
+                loss=lambda output, batch: ((output - batch["y"]).square().mean((1, 2, 3)).sum(), float(len(output))),
+                optimizer=torch.optim.AdamW)  # fmt: skip
+
+
+def _small(cluster: str, gigabytes: float) -> Cluster:
+    """The cluster with as much memory on each device."""
+    from dataclasses import replace
+
+    found = Cluster.parse(cluster)
+    memory = replace(found.device.memory_gb, value=gigabytes)
+    return replace(found, device=replace(found.device, memory_gb=memory))
+
+
+def test_a_sample_too_large_for_a_device_is_answered_by_tiles() -> None:
+    """The wall is told, tiles are ranked first, and `simulate` says the same of the best plan as the search does."""
+    task, machine = _forecaster(), _small("1x4 l40s", 0.853)  # 0.7 of it lies outside the allocator
+    subject = traced_subject(task, machine, software("shardwise"), 4, "fp32", ("none", "full"))
+    found = search_plans(subject, machine, Constraints(max_tp=1, max_pp=1), precision="fp32")
+    assert all(p.layout.tiles > 1 for p in found.proposals)
+    assert found.best.runnable == "" and found.best.forecast.halos.keys() == {machine.tiers[0].name}
+    assert any("tiles (domain) answer a wall: one sample at a time needs 0.2 GB" in note for note in found.notes)
+    assert "needs" in found.lost["DDP"] and "needs" in found.lost["ZeRO-3"]
+    again = simulate(task, found.best.plan, machine, global_batch=4)
+    assert again.step_s == pytest.approx(found.best.forecast.step_s, rel=0.02)
+    assert again.worst.allocated == pytest.approx(found.best.forecast.worst.allocated, rel=0.02)
+    assert again.parts["communication between tiles"] > 0
+
+
+def test_a_grid_that_is_asked_for_is_looked_at() -> None:
+    machine = Cluster.parse("1x4 a100-sxm-80gb")
+    subject = traced_subject(_forecaster(45, 90), machine, software("shardwise"), 4, "fp32", ("none",))
+    asked = Constraints(fixed=(("domain", (2, 2)), ("zero", 1)))
+    found = search_plans(subject, machine, asked, precision="fp32")
+    assert {p.plan.domain for p in found.proposals} == {(2, 2)} and {p.plan.zero for p in found.proposals} == {1}
+    assert not any("wall" in note for note in found.notes), "nothing stands against whole fields"
+    without = search_plans(subject, machine, Constraints(fixed=(("zero", 1),)), precision="fp32")
+    assert not any(p.layout.tiles > 1 for p in without.proposals)
+
+
+def test_fewer_samples_than_devices_are_cut() -> None:
+    machine = Cluster.parse("1x4 a100-sxm-80gb")
+    subject = traced_subject(_forecaster(45, 90), machine, software("shardwise"), 2, "fp32", ("none",))
+    found = search_plans(subject, machine, Constraints(max_tp=1, max_pp=1), precision="fp32")
+    assert any("2 samples are fewer than 4 devices" in note for note in found.notes)
+    assert any(p.layout.tiles > 1 and p.plan.world_size == 4 for p in found.proposals)
+
+
+def test_memory_of_tiles_follows_their_number() -> None:
+    """Of a U-Net: half as much on twice the tiles. Beside one process, a tile also keeps what its convolutions fetched
+    next to what ReLU kept, and its norms are several kernels: more than its share.
+    """
+    task = _forecaster(361, 720)
+    peaks = {}
+    for text in ("single", "domain=1x2", "domain=2x2"):
+        plan = Plan.parse(text)
+        peaks[plan.tiles] = simulate(task, plan, "4 h100-sxm-80gb", global_batch=1).worst.terms["micro-batch"]
+    assert peaks[4] == pytest.approx(peaks[2] / 2, rel=0.05)
+    assert peaks[1] / 2 < peaks[2] < 1.4 * peaks[1] / 2
+
+
+def test_a_decoder_by_its_numbers_has_no_tiles() -> None:
+    with pytest.raises(RefusedPlan, match="domain cuts fields of space"):
+        simulate("llama3-8b", "domain=2,precision=bf16", "2 h100-sxm-80gb", global_batch=2, seq=2048)
