@@ -219,7 +219,7 @@ def test_a_layout_that_cannot_be_rehearsed_is_not_tried_with_recompute_and_zero_
 
     tried = []
 
-    def refused(self, tp, pp, sizes, beside=None):
+    def refused(self, tp, pp, sizes, beside=None, place=()):
         tried.append((self.cuts.tp, self.cuts.sp, self.cuts.pp, self.cuts.microbatches, self.cuts.zero))
         raise RefusedPlan("not this one")
 
