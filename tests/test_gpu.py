@@ -5,14 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardwise import parallelize
+from shardwise import Plan, parallelize
 from shardwise.models import tasks
+from shardwise.ranks import RankPool
+from shardwise.task_names import resolve_task
 
 pytestmark = pytest.mark.gpu
 
 
-def losses(device: str, plan: str, steps: int = 4) -> list[float]:
-    task = tasks.decoder()
+def losses(device: str, plan: str, steps: int = 4, name: str = "shardwise.models.tasks:decoder") -> list[float]:
+    task = resolve_task(name)
     engine = parallelize(task, plan, randomness="global", clip_norm=1.0, device=device)
     return [engine.step(task.batch(step)).loss for step in range(steps)]
 
@@ -20,6 +22,20 @@ def losses(device: str, plan: str, steps: int = 4) -> list[float]:
 def test_cuda_equals_cpu_in_float64():
     on_cpu, on_cuda = losses("cpu", "precision=fp64"), losses("cuda", "precision=fp64")
     assert max(abs(a - b) for a, b in zip(on_cpu, on_cuda, strict=True)) < 1e-8
+
+
+@pytest.mark.parametrize(("name", "plan"), [
+    ("shardwise.models.tasks:decoder", "dp_replicate=2"), ("shardwise.models.tasks:decoder", "dp_shard=2,zero=2"),
+    ("shardwise.models.tasks:decoder", "dp_shard=2,zero=3"), ("shardwise.models.tasks:decoder", "tp=2,sp=true"),
+    ("shardwise.models.tasks:decoder", "pp=2,microbatches=2"), ("shardwise.models.tasks:moe", "dp_shard=2,ep=2"),
+    ("sequence_tasks:decoder", "cp=2"), ("sequence_tasks:decoder", "cp_ulysses=2"),
+    ("domain_tasks:unet_group", "domain=2"),
+])  # fmt: skip
+def test_two_ranks_on_one_device_equal_the_cpu(name: str, plan: str, pool: RankPool) -> None:
+    """Ranks that share a device meet over gloo."""
+    found = [pool.run(losses, 2, device, f"{plan},precision=fp64", 2, name)[0] for device in ("cpu", "cuda")]
+    assert Plan.parse(plan).world_size == 2
+    assert max(abs(a - b) for a, b in zip(*found, strict=True)) < 1e-8
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16-full", "fp16"])
