@@ -135,9 +135,11 @@ def test_a_copy_of_a_prepared_model_loads_into_itself() -> None:
     assert not twin.head.weight.any() and model.head.weight.any()
 
 
-def under_autocast(plan: str | None) -> dict[str, torch.Tensor]:
+def under_autocast(plan: str | None, normed: bool = False) -> dict[str, torch.Tensor]:
     """Gradients of a first step whose forward runs under autocast, which remembers the weights it has cast."""
     model = net().float()
+    if normed:  # of a 16-bit input, beside weights in float32
+        model = nn.Sequential(nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 1)).float()
     optimizer, loader = adamw(model), DataLoader(samples(4), batch_size=4)
     prepared: Any = shardwise.prepare(model, optimizer, loader, plan=plan) if plan else None
     if prepared:
@@ -158,6 +160,15 @@ def test_autocast_loses_no_gradient(plan: str, pool: RankPool) -> None:
     for gradients in pool.run(under_autocast, 2, plan):
         for name, gradient in alone.items():
             assert gradients[name] == pytest.approx(gradient, abs=0.03 * float(gradient.abs().max())), name
+
+
+@pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2,zero=3"])
+def test_batch_norm_under_autocast(plan: str, pool: RankPool) -> None:
+    (alone,) = pool.run(under_autocast, 1, None, True)
+    largest = max(float(gradient.abs().max()) for gradient in alone.values())  # of a bias before a norm it is rounding
+    for gradients in pool.run(under_autocast, 2, plan, True):
+        for name, gradient in alone.items():
+            assert gradients[name] == pytest.approx(gradient, abs=0.03 * largest), name
 
 
 def penalised(plan: str | None) -> tuple[list[float], dict[str, torch.Tensor]]:
