@@ -152,7 +152,7 @@ class FindBatchNorm(_MeetsBatchNorm):
         if training:
             if self.running and self.running[-1] not in self.found:
                 self.found.append(self.running[-1])
-            dtype = x.dtype if weight is None else weight.dtype  # under autocast kernels take one beside a narrower input
+            dtype = x.dtype if weight is None else weight.dtype  # under autocast wider than the input
             running_mean, running_var = x.new_zeros(x.shape[1], dtype=dtype), x.new_ones(x.shape[1], dtype=dtype)
         return functional.batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
 
