@@ -153,3 +153,28 @@ def test_batch_dims_tell_draws_of_one_op_apart() -> None:
     assert dims.find("other", "turned", (8, 3), 3) == 1
     assert dims.find("m", "drop", (3, 6), 3) == -2  # its size follows the samples, but not in proportion
     assert dims.unclear() == ["drop in module 'm'"]
+
+
+class _Hooked(torch.nn.Module):
+    """Adds a hook in its first forward, and notes that it has."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.hooked, self.seen = torch.nn.Linear(2, 2), False, []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.hooked:
+            self.layer.register_forward_hook(lambda layer, args, output: self.seen.append(output))
+            self.hooked = True
+        return self.layer(x)
+
+
+def test_hooks_that_a_forward_adds_go_with_what_says_so() -> None:
+    module = _Hooked()
+    module.layer.register_forward_hook(lambda layer, args, output: None)
+    for _ in range(2):
+        state = ModuleState(module)
+        module(torch.ones(1, 2))
+        assert len(module.seen) == 1 and len(module.layer._forward_hooks) == 2
+        state.restore()
+        assert not module.seen and not module.hooked and len(module.layer._forward_hooks) == 1

@@ -140,6 +140,8 @@ def _resizing(rng: random.Random) -> Case:
         told["recompute_scale_factor"] = rng.random() < 0.3
     if mode not in modes[:3]:
         told["align_corners"] = rng.random() < 0.5
+    if mode in ("bilinear", "bicubic"):
+        told["antialias"] = rng.random() < 0.5
     return Case("interpolate", (2, 2, *space), lambda x: F.interpolate(x, **told), [], dims, told)
 
 

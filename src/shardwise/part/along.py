@@ -147,3 +147,15 @@ def index_put(func: Any, args: tuple, kwargs: dict) -> Part:
         raise Uncut(no_rule(func, parts_in(args)))
     local = x.local if is_part(x) else values.share(x, dim)
     return values.with_local(func(local, indices, values.local, *rest, **kwargs), dim)
+
+
+@rule("index_copy")
+def index_copy(func: Any, args: tuple, kwargs: dict) -> Part:
+    """`x.index_copy(dim, indices, values)` by plain indices along a dim that is not cut."""
+    x, dim, indices, values = args
+    lead = parts_in([x, values])[0]
+    cut = lead.dim_cut
+    if parts_in([indices]) or dim % x.dim() == cut or any(not p.beside(lead) for p in parts_in([x, values])):
+        raise Uncut(no_rule(func, parts_in(args)))
+    mine, theirs = (each.local if is_part(each) else lead.share(each, cut) for each in (x, values))
+    return lead.with_local(func(mine, dim, indices, theirs))

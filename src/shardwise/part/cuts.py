@@ -259,7 +259,10 @@ def regrouped(
     sizes = [before[d] for d in run]
     place = list(run).index(dim)
     merged = tiled(repeated(owners, math.prod(sizes[place + 1 :])), math.prod(sizes[:place]))
-    for place, d in enumerate(to):
+    places = list(enumerate(to))
+    if len(merged.who) == 1 and to and to[0] == 0:  # one rank has all, so any dim would do: samples last
+        places = [*places[1:], places[0]]
+    for place, d in places:
         inner, outer = math.prod(after[e] for e in to[place + 1 :]), math.prod(after[e] for e in to[:place])
         found = merged.sliced(0, after[d] * inner, inner)
         fits = d == goal if goal is not None else after[d] > 1 or merged.size == 1

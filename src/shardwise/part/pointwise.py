@@ -12,7 +12,7 @@ from shardwise.device import generators_kept, seed_generators
 from shardwise.host import read
 from shardwise.part.cuts import Uncut
 from shardwise.part.leaves import replaced, tensors_in
-from shardwise.part.moves import reowned
+from shardwise.part.moves import recut
 from shardwise.part.tensor import Part, facts, gather, is_part, no_rule, parts_in, rule
 
 # elementwise by their definition; `add` stands for every operation that is tagged so, or found to be so by trying
@@ -33,9 +33,14 @@ class Agreement:
         self.lead, self.dim, self.owners = lead, self.place(lead), lead.owners
         for part in firm:
             if self.place(part) != self.dim or not part.beside(lead):
-                if all(p.soft for p in parts) or (self.place(part) == self.dim and lead.axis.positions):
+                if all(p.soft for p in parts) or (lead.axis.positions and self.movable(part)):
                     continue
                 raise Uncut(f"{func} meets tensors that are cut differently: {no_rule(func, [part, lead])}")
+
+    def movable(self, tensor: Part) -> bool:
+        """Whether a part has the dim along which the result is cut, so that its cut can be moved there."""
+        dim = self.dim - (self.ndim - tensor.dim())
+        return dim >= 0 and (dim == tensor.dim_cut or tensor.shape[dim] == self.owners.size)
 
     def place(self, tensor: Part) -> int:
         """The part's cut dim, counted in the result."""
@@ -46,8 +51,8 @@ class Agreement:
         if is_part(tensor):
             if self.place(tensor) == self.dim and tensor.beside(self.lead):
                 return tensor.local
-            if self.place(tensor) == self.dim and self.lead.axis.positions and not tensor.soft:
-                return reowned(tensor, self.owners).local
+            if self.lead.axis.positions and not tensor.soft:
+                return recut(tensor, self.dim - (self.ndim - tensor.dim()), self.owners).local
             tensor = gather(tensor)  # soft, or it would have been refused
         place = self.dim - (self.ndim - tensor.dim())
         if place < 0 or (tensor.shape[place] == 1 and self.owners.size != 1):

@@ -185,7 +185,11 @@ def _on_gathered(func: Any, args: tuple, kwargs: dict) -> Any:
     from shardwise.part.sums import Sum
 
     writes = facts(func).writes and is_part(args[0])
-    soft = [part for part in parts_in((args, kwargs)) if part.soft]
+    parts = parts_in((args, kwargs))
+    if not writes and _of_a_whole(func, args, parts):
+        args, kwargs = replaced(Part, lambda p: gathered(p) if is_part(p) else p, (args, kwargs))
+        return func(*args, **kwargs)
+    soft = [part for part in parts if part.soft]
     if writes or not soft:
         raise  # what is being handled
     args, kwargs = replaced(Part, lambda p: gather(p) if p.soft and is_part(p) else p, (args, kwargs))
@@ -193,6 +197,18 @@ def _on_gathered(func: Any, args: tuple, kwargs: dict) -> Any:
     if facts(func).is_view:  # of a copy: reading it is right, writing into it would be lost
         return replaced(torch.Tensor, lambda copy: Sum.read_only(copy, soft[0].axis), output)
     return output
+
+
+def _of_a_whole(func: Any, args: tuple, parts: list[Part]) -> bool:
+    """Whether this is backward of an operation that every rank did of whole tensors, whose gradient arrives cut.
+
+    Such an operation (a resize of learned places, a transform of what was gathered) had no cut input in forward, so
+    its gradient has the size of what the rank held then. Over axes of positions alone: elsewhere cuts are derived.
+    """
+    if not func._schema.name.endswith("_backward") or not all(part.axis.positions for part in parts):
+        return False
+    cut = [given.name for given, value in zip(func._schema.arguments, args, strict=False) if is_part(value)]
+    return len(cut) == len(parts) and all(name.startswith("grad") for name in cut)
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,10 @@ def view(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
             known *= size if size != -1 else 1
         shape[shape.index(-1)] = part.numel() // max(known, 1)
     with _WHOLE.of(part, tuple(shape)) as whole:
-        _refuse_nothing_among_cuts(part, whole)
+        dealt = _with_some_for_all(part, whole)
+        if dealt is None:
+            return Sum.read_only(gathered(part).reshape(shape), part.axis)
+        part = dealt
         try:
             dim, owners = regrouped(tuple(part.shape), part.dim_cut, part.owners, tuple(shape), _goal(part, whole))
         except Uncut:
@@ -88,20 +91,21 @@ def _goal(part: Part, whole: Shapes) -> int | None:
     return regrouped(whole[0], part.dim_cut, part.owners, whole[1])[0]
 
 
-def _refuse_nothing_among_cuts(part: Part, whole: Shapes) -> None:
-    """Where a view joins dims that two axes cut, a rank without indices would not know later which the inner one is.
+def _with_some_for_all(part: Part, whole: Shapes) -> Part | None:
+    """The part dealt such that every rank has indices, where a view joins dims that two axes cut. Collective.
 
-    Raises `Uncut`, on all ranks alike.
+    A rank without indices would not know later which the inner cut is. None where there are fewer indices than ranks.
     """
     inner = part.local
-    if 0 in part.owners.counts and isinstance(inner, Part) and inner.axis.positions and part.axis.positions:
-        joined_dims = next((run for run, to in groups(*whole) if part.dim_cut in run and len(to) < len(run)), ())
-        if inner.dim_cut in joined_dims and inner.dim_cut != part.dim_cut:
-            raise Uncut(
-                f"a view from {whole[0]} to {whole[1]} joins dims that are cut over {part.axis.name} and "
-                f"{inner.axis.name}, and {part.axis.size} ranks share {part.owners.size} indices of the first: some "
-                "have none; use fewer ranks along it"
-            )
+    if 0 not in part.owners.counts or not isinstance(inner, Part):
+        return part
+    joined_dims = next((run for run, to in groups(*whole) if part.dim_cut in run and len(to) < len(run)), ())
+    both = inner.axis.positions and part.axis.positions and inner.dim_cut in joined_dims
+    if not both or inner.dim_cut == part.dim_cut:
+        return part
+    if part.owners.size < part.axis.size:
+        return None
+    return reowned(part, Owners.blocks(part.owners.size, part.axis.size))
 
 
 def _in_whole_groups(part: Part, whole: Shapes) -> Part | None:
@@ -248,7 +252,7 @@ def slice_backward(func: Any, args: tuple, kwargs: dict) -> Part:
         whole = torch.ops.aten.slice_backward(part.local, local_sizes, dim, first, first + len(places), 1)
         return part.with_local(whole, dim, owners)
     placed = to_device(places, part.device)
-    whole = part.local.new_zeros(local_sizes).index_copy_(dim, placed, part.local)
+    whole = part.local.new_zeros(local_sizes).index_copy(dim, placed, part.local)
     return part.with_local(whole, dim, owners)
 
 

@@ -1,7 +1,8 @@
-"""What a forward leaves behind in a module: buffers and plain attributes, kept so that they can be put back.
+"""What a forward leaves behind in a module: buffers, plain attributes and hooks, kept so that they can be put back.
 
 A forward that runs more often than one process would run it (a look at a few samples, recompute in backward) must
-leave counters, running statistics and lists as if it had not.
+leave counters, running statistics and lists as if it had not. Hooks that it adds go with the attribute that says so:
+otherwise the next forward, which finds no such attribute, would add them a second time.
 
 What this does not do: follow objects below the first level of a list, dict or set, or state outside the module.
 """
@@ -19,6 +20,8 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 _OWN = frozenset(vars(nn.Module()))
+# not the hooks of state dicts, which FSDP2 adds in its first forward and keeps
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _CONTAINERS = (list, dict, set, deque)
 _PLAIN = (type(None), bool, int, float, complex, str, tuple, torch.Tensor, *_CONTAINERS)
 
@@ -29,6 +32,15 @@ def _tables(module: nn.Module) -> list[tuple[nn.Module, dict[str, Any]]]:
     for child in module.modules():
         found += [(child, child._buffers), (child, vars(child))]
     return found
+
+
+def _hooks(module: nn.Module) -> Iterator[dict[int, Any]]:
+    """Each module's tables of hooks."""
+    for child in module.modules():
+        for name in _HOOKS:
+            table = getattr(child, name)
+            if isinstance(table, dict):
+                yield table
 
 
 def _keys(child: nn.Module, table: dict[str, Any]) -> list[str]:
@@ -46,6 +58,7 @@ class ModuleState:
         self._keys = [set(table) for _, table in self.tables]
         self._kept = [(table, key, table[key], _copied(table[key])) for table, key in places if key in table]
         self._absent = [(table, key) for table, key in places if key not in table]
+        self._hooks = [(hooks, set(hooks)) for hooks in (_hooks(module) if only is None else ())]
 
     def changed(self) -> list[tuple[dict[str, Any], str]]:
         """What is not as it was: (table, key)."""
@@ -82,6 +95,9 @@ class ModuleState:
                     del table[key]
         for table, key in self._absent:
             table.pop(key, None)
+        for hooks, known in self._hooks:
+            for added in set(hooks) - known:
+                del hooks[added]
         for table, key, value, copied in self._kept:
             table[key] = value
             if isinstance(value, torch.Tensor) and copied is not None:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from shardwise.host import to_device
 from shardwise.parallel.domain.maps import owners_after
 from shardwise.parallel.domain.tiles import Cut, answers, cuts, fetched, opened, placed
-from shardwise.part.cuts import REMEMBERED
+from shardwise.part.cuts import REMEMBERED, Uncut
 from shardwise.part.moves import shown
 
 
@@ -70,7 +70,7 @@ def _source(n: int, before: int, after: int, mode: str) -> tuple[int, ...]:
     elif mode == "replicate":
         places = np.clip(places, 0, n - 1)
     elif mode != "constant":
-        raise NotImplementedError(f"padding mode {mode!r}")
+        raise Uncut(f"F.pad(mode={mode!r}) is not known on tiles: constant, circular, reflect or replicate")
     return tuple(int(place) for place in places)
 
 

@@ -34,7 +34,8 @@ def interpolate(
     found = cuts(input, range(2, input.dim()))
     if not found:
         return F.interpolate(input, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
-    if antialias or mode not in _KINDS or _DIMS.get(mode, dims) != dims:
+    smooth = antialias and mode in ("bilinear", "bicubic")
+    if antialias is not smooth or mode not in _KINDS or _DIMS.get(mode, dims) != dims:
         raise Uncut(f"interpolate(mode={mode!r}, antialias={antialias}) of {dims} spatial dims is not known on tiles")
     if (size is None) == (scale_factor is None):
         raise ValueError("either size or scale_factor should be defined, and not both")
@@ -50,7 +51,15 @@ def interpolate(
         raise RuntimeError(f"interpolate of {tuple(input.shape)} to {sizes}: sizes must be positive")
     wide = torch.promote_types(input.dtype, torch.float32) if input.is_floating_point() else input.dtype
     tables = [
-        Table(n, m, _KINDS[mode], bool(align_corners), s, wide is torch.float64, on_host(input.device))
+        Table(
+            n,
+            m,
+            _KINDS[mode] + "-antialias" * smooth,
+            bool(align_corners),
+            s,
+            wide is torch.float64,
+            on_host(input.device),
+        )
         for n, m, s in zip(input.shape[2:], sizes, scales, strict=True)
     ]
     return along_each(input.to(wide), found, tables).to(input.dtype)

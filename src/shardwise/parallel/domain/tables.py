@@ -23,13 +23,14 @@ from shardwise.part import Uncut
 from shardwise.part.cuts import REMEMBERED
 
 CUBIC = -0.75  # the coefficient of torch's kernels
+SMOOTH = -0.5  # and of those with antialias
 
 
 @dataclass(frozen=True)
 class Table:
     """What each output along one dim reads: `n` inputs to `size` outputs.
 
-    kind    nearest, nearest-exact, linear, cubic, or windows (adaptive pooling)
+    kind    nearest, nearest-exact, linear, cubic (both with -antialias too), or windows (adaptive pooling)
     align   corners are aligned
     scale   the factor that was asked for; None: size / n
     double  indices and weights are computed in float64, as for a float64 tensor
@@ -46,7 +47,7 @@ class Table:
     @property
     def same(self) -> bool:
         """Whether outputs are the inputs."""
-        return self.size == self.n and self.scale in (None, 1.0)
+        return self.size == self.n and (self.scale in (None, 1.0) or self.kind.endswith("-antialias"))
 
     def reach(self, start: int, stop: int) -> tuple[int, int]:
         """As in `Map`."""
@@ -72,6 +73,8 @@ def entries(table: Table) -> tuple[np.ndarray, np.ndarray | None]:
     kind: Any = np.float64 if table.double else np.float32
     if table.kind.startswith("nearest"):
         return _nearest(table, kind)[:, None], None
+    if table.kind.endswith("-antialias"):
+        return _antialiased(table, kind)
     outputs: Any = np.arange(table.size)
     n = table.n
     if table.align:
@@ -93,12 +96,34 @@ def entries(table: Table) -> tuple[np.ndarray, np.ndarray | None]:
     return np.clip(first[:, None] + np.arange(-1, 3), 0, n - 1), weights
 
 
-def _far(x: np.ndarray) -> np.ndarray:
-    return ((CUBIC * x - 5 * CUBIC) * x + 8 * CUBIC) * x - 4 * CUBIC
+def _antialiased(table: Table, kind: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Filters as wide as the inputs of one output, each with weights that add up to one."""
+    n = table.n
+    ratio = float(_ratio(table, kind))
+    if table.align:
+        ratio = (n - 1) / (table.size - 1) if table.size > 1 else 0.0
+    stretch = max(ratio, 1.0)
+    support = stretch * (1 if table.kind.startswith("linear") else 2)
+    centre = ratio * (np.arange(table.size) + 0.5)
+    first = np.maximum((centre - support + 0.5).astype(np.int64), 0)
+    count = np.minimum((centre + support + 0.5).astype(np.int64), n) - first
+    along = np.arange(max(int(count.max()), 1))
+    x = np.abs(along + first[:, None] - centre[:, None] + 0.5) / stretch
+    if table.kind.startswith("linear"):
+        weights = np.where(x < 1, 1 - x, 0.0)
+    else:
+        weights = np.where(x < 1, _near(x, SMOOTH), np.where(x < 2, _far(x, SMOOTH), 0.0))
+    weights = weights * (along < count[:, None])
+    total = weights.sum(1, keepdims=True)
+    return np.minimum(first[:, None] + along, n - 1), weights / np.where(total == 0, 1, total)
 
 
-def _near(x: np.ndarray) -> np.ndarray:
-    return ((CUBIC + 2) * x - (CUBIC + 3)) * x * x + 1
+def _far(x: np.ndarray, a: float = CUBIC) -> np.ndarray:
+    return ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
+
+
+def _near(x: np.ndarray, a: float = CUBIC) -> np.ndarray:
+    return ((a + 2) * x - (a + 3)) * x * x + 1
 
 
 def _ratio(table: Table, kind: Any) -> Any:
@@ -158,7 +183,7 @@ def applied(tile: torch.Tensor, dim: int, places: np.ndarray, weights: np.ndarra
     """(…, outputs, …): sums over k of weights[:, k] times the tile at places[:, k] along `dim`."""
     if weights is None:
         return tile.index_select(dim, _on(places[:, 0], tile.device))
-    if places.shape[1] > max(2 * len(places), 4):
+    if places.shape[1] > max(2 * len(places), 4) and _of_means(weights):
         return _by_output(tile, dim, places, weights)
     shape = [-1 if d == dim else 1 for d in range(tile.dim())]
     total = None
@@ -169,6 +194,11 @@ def applied(tile: torch.Tensor, dim: int, places: np.ndarray, weights: np.ndarra
         total = term if total is None else total + term
     assert total is not None
     return total
+
+
+def _of_means(weights: np.ndarray) -> bool:
+    """Whether each output is the mean of what it reads."""
+    return bool(((weights == 0) | (weights == weights.max(1, keepdims=True, initial=0))).all())
 
 
 def _by_output(tile: torch.Tensor, dim: int, places: np.ndarray, weights: np.ndarray) -> torch.Tensor:

@@ -30,10 +30,11 @@ from shardwise.comm import Axis
 from shardwise.host import to_device
 from shardwise.parallel.sequence.ring import ring_attention
 from shardwise.part import Owners, Part, Sum, Uncut
+from shardwise.part.crossing import apart, axes_of, cuts_of, joined
 from shardwise.part.cuts import repeated
 from shardwise.part.levels import Distributed
 from shardwise.part.moves import from_axis, moved, replaced_from_axis
-from shardwise.part.sums import whole_over_axis
+from shardwise.part.sums import plain, whole_over_axis
 from shardwise.part.tensor import FUNCTIONS, share_of
 
 HEADS, POSITIONS = 1, 2  # of queries, keys and values (B, H, S, D)
@@ -133,8 +134,7 @@ def _by_heads(
     part = _cut_over(query, axis)
     assert part is not None
     if query.shape[HEADS] < axis.size and len(_positions(query)) > 1:
-        raise Uncut(f"attention of {query.shape[HEADS]} heads whose positions are cut over {axis.name}={axis.size} "
-                    "within another axis: heads are dealt there, and every rank needs one")  # fmt: skip
+        return _of_own_queries(query, key, value, mask, axis, options)
     each = query.shape[HEADS] // key.shape[HEADS]
     inside = _heads_inside(key, axis)
     few = min(key.shape[HEADS] if inside is None else min(inside.counts), key.shape[HEADS]) < axis.size
@@ -150,6 +150,42 @@ def _by_heads(
     inside = _heads_inside(query, axis)
     output = attend(moved(query, HEADS, owners, axis), key, value, mask, **options)
     return moved(output, POSITIONS, part.owners, axis, inside)
+
+
+def _of_own_queries(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, axis: Axis,
+    options: dict[str, Any],
+) -> torch.Tensor:  # fmt: skip
+    """Attention of each rank's own queries with all keys, which are gathered: where heads do not go round."""
+    cuts, axes = cuts_of(query), axes_of(query)
+    by_row = mask is not None and (mask.dim() < 2 or mask.shape[-2] > 1 or max(mask.shape[:-2], default=1) > 1)
+    if (
+        options["is_causal"]
+        or options["dropout_p"]
+        or by_row
+        or any(level.axis not in axes for level in _levels(query))
+    ):
+        raise Uncut(f"attention of {query.shape[HEADS]} heads whose positions are cut over {axis.name}={axis.size} "
+                    "within another axis: heads are dealt there, and every rank needs one where masks or draws differ "
+                    "between rows")  # fmt: skip
+    keys, values = (_ReadByAll.apply(each, axes) for each in (key, value))
+    here = apart(query, cuts, axes)
+    return joined(F.scaled_dot_product_attention(here, keys, values, mask, **options), cuts, axes)
+
+
+class _ReadByAll(torch.autograd.Function):
+    """A tensor whole on each rank, which every rank reads for itself: its gradient is a sum over the axes."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, axes: tuple[Axis, ...]) -> torch.Tensor:
+        ctx.axes = axes
+        return plain(tensor.detach())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor):
+        for axis in reversed(ctx.axes):
+            gradient = Sum(gradient, axis, spread=False)
+        return gradient, None
 
 
 @dataclass(frozen=True)
