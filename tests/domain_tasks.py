@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardwise import Domain, Task
+from shardwise.data import ArraySource
 
 ROWS, COLUMNS = 11, 13
 
@@ -37,7 +38,9 @@ def _area_weighted(output: torch.Tensor, batch: dict) -> tuple:
     return ((output - batch["y"]).square() * area * there).sum(), (there * area).sum()
 
 
-def _task(model: Callable[[], nn.Module], batch: Callable[[int], dict], loss: Callable = _mean_square, **more) -> Task:
+def _task(
+    model: Callable[[], nn.Module], batch: Callable[[int], dict] | None, loss: Callable = _mean_square, **more
+) -> Task:
     return Task(model=model, batch=batch, inputs=lambda batch: ((batch["x"],), {}), loss=loss,
                 optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2), **more)  # fmt: skip
 
@@ -388,3 +391,60 @@ def _weighted_states(states: torch.Tensor, batch: dict) -> tuple:
 
 def rollout() -> Task:
     return _task(lambda: Rollout(4), _fields(2, ROWS, COLUMNS, samples=2), _weighted_states)
+
+
+class Pyramid(nn.Module):
+    """What is learned, or pooled to one cell, is resized to the field's size; halved until one rank has all rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.places = nn.Conv2d(3, 8, 3, padding=1), nn.Parameter(torch.randn(1, 8, 3, 4) * 0.1)
+        self.halves = nn.ModuleList(nn.Conv2d(8, 8, 2, 2) for _ in range(3))
+        self.mlp, self.beside, self.head = nn.Linear(8, 8), nn.Conv2d(8, 8, 1), nn.Conv2d(16, 2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        h = x + F.interpolate(self.places, size=x.shape[-2:], mode="bicubic", align_corners=False)
+        for half in self.halves:
+            h = half(h)
+            h = h + self.mlp(h.movedim(1, -1)).movedim(-1, 1).tanh()
+        one = F.interpolate(self.beside(F.adaptive_avg_pool2d(h, 1)).relu(), size=x.shape[-2:], mode="bilinear")
+        return self.head(torch.cat([x, one + F.interpolate(h, size=x.shape[-2:])], 1))
+
+
+def pyramid() -> Task:
+    return _task(Pyramid, _fields(3, 17, 15, samples=2))
+
+
+def segformer() -> Task:
+    """Attention of one head with keys that are pooled, hidden states noted by hooks that the first forward adds."""
+    from transformers import SegformerConfig, SegformerForSemanticSegmentation
+
+    config = SegformerConfig(num_encoder_blocks=2, depths=[1, 1], sr_ratios=[2, 1], hidden_sizes=[4, 8],
+                             patch_sizes=[7, 3], strides=[4, 2], num_attention_heads=[1, 2], mlp_ratios=[2, 2],
+                             decoder_hidden_size=8, num_labels=2, drop_path_rate=0.0)  # fmt: skip
+
+    def loss(output, batch: dict) -> tuple:
+        return _mean_square(F.interpolate(output.logits, size=batch["y"].shape[-2:], mode="bilinear"), batch)
+
+    return _task(lambda: SegformerForSemanticSegmentation(config), _fields(3, 33, 29, samples=2), loss)
+
+
+class Reading(ArraySource):
+    """Notes the extents of what was read of x."""
+
+    def read(self, indices: list[int], region=None) -> dict:
+        found = super().read(indices, region)
+        self.seen = {*getattr(self, "seen", ()), tuple(found["x"].shape[-2:])}
+        return found
+
+
+def from_files(folder: str, kind: type[ArraySource] = Reading) -> Task:
+    """Fields in mapped `.npy` files, with labels that have no space."""
+    source = kind({name: f"{folder}/{name}.npy" for name in ("x", "y", "scale")}, global_shape=(ROWS, COLUMNS))
+
+    def loss(output: torch.Tensor, batch: dict) -> tuple:
+        each = (output - batch["y"]).square().mean((1, 2, 3)) * batch["scale"]
+        return each.sum(), float(output.shape[0])
+
+    return _task(lambda: UNet("group", 2), None, loss, data=source)

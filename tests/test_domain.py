@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import domain_tasks
+import numpy as np
 import pytest
 import torch
 
 from shardwise import Domain, parallelize, verify
 from shardwise.checkpoint.load import restore
 from shardwise.checkpoint.save import Saver
+from shardwise.data import ArraySource, Loader, own_tile, predict_to
 from shardwise.errors import InputError
 from shardwise.layout import Plan
 from shardwise.mesh import build_mesh
@@ -24,7 +26,8 @@ CASES = (
     ("normed", "domain=1x2,dp_shard=2,zero=1"), ("normed", "domain=2,zero=2"), ("resnet", "domain=2x2,zero=3"),
     ("resnet", "domain=2,pp=2"), ("vit", "domain=2x2"), ("vit", "domain=2,tp=2"),
     ("rollout", "domain=2,zero=3,remat=full"), ("convnext", "domain=1x2"), ("unet_batch", "domain=2x2"),
-    ("unet_group", "domain=1x3"), ("unet_3d", "domain=2x1x2"), ("swin", "domain=2"), ("fno", "domain=2"),
+    ("unet_group", "domain=1x3"), ("unet_3d", "domain=2x1x2"), ("swin", "domain=2"), ("fno", "domain=2x2"),
+    ("pyramid", "domain=2"), ("segformer", "domain=2x2"),
 )  # fmt: skip
 FLAT = [name for name in dict.fromkeys(name for name, _ in CASES) if name != "unet_3d"]
 
@@ -41,9 +44,6 @@ def test_tiles_equal_one_process(pool, task: str, plan: str) -> None:
 @pytest.mark.parametrize("task", FLAT)
 def test_every_task_on_every_grid_equals_one_process(pool, task: str, plan: str) -> None:
     found = verify(f"domain_tasks:{task}", plan, pool=pool, steps=3)
-    if task == "fno" and plan in GRIDS[2:]:  # three modes along each dim, whose products view both dims as one
-        assert "joins dims that are cut over domain0 and domain1" in found.refused, found.text()
-        return
     assert found.parity, found.text()
 
 
@@ -127,3 +127,76 @@ def test_tiles_draw_their_own_masks(pool) -> None:
 def test_bad_domains_are_named(made, message: str) -> None:
     with pytest.raises(InputError, match=message):
         made()
+
+
+def _from_files(folder: str, plan: str, kind: type = domain_tasks.Reading) -> tuple[list[float], Any, set]:
+    """Losses of three steps read by a loader, the outputs of a last batch, and the extents that were read."""
+    task = domain_tasks.from_files(folder, kind)
+    engine = parallelize(task, f"{plan},precision=fp64")
+    source: Any = task.data
+    source.seen = set()
+    mine = own_tile(source, engine)
+    with Loader(mine, 3, 4, data_rank=engine.data_rank, data_ranks=engine.data_ranks, prefetch=0) as loader:
+        losses = [engine.step(next(loader)).loss for _ in range(3)]
+    seen = source.seen
+    predict_to(engine, source, f"{folder}/{plan}.npy", batch_size=4)
+    found = next(iter(engine.predict([source.read([0, 5])])))  # whole fields are taken too
+    engine.close()
+    return losses, found, seen
+
+
+def _write_fields(folder: Any) -> None:
+    draws = np.random.default_rng(0)
+    shape = (9, 3, domain_tasks.ROWS, domain_tasks.COLUMNS)
+    fields = {"x": draws.normal(size=shape), "y": draws.normal(size=shape)[:, :2], "scale": draws.uniform(size=9)}
+    for name, field in fields.items():
+        np.save(folder / f"{name}.npy", field)
+
+
+@pytest.mark.parametrize("plan", ["domain=2x2", "domain=1x2,dp_shard=2,zero=2"])
+def test_a_rank_reads_its_own_tile_alone(pool, tmp_path, plan: str) -> None:
+    _write_fields(tmp_path)
+    (losses, outputs, whole), *_ = pool.run(_from_files, 1, str(tmp_path), "accumulate=1")
+    ranks = pool.run(_from_files, 4, str(tmp_path), plan)
+    assert whole == {(11, 13)}
+    expected = {(6, 7), (6, 6), (5, 7), (5, 6)} if plan == "domain=2x2" else {(11, 7), (11, 6)}
+    assert set.union(*(seen for _, _, seen in ranks)) == expected and all(len(seen) == 1 for _, _, seen in ranks)
+    for theirs, _, _ in ranks:
+        assert theirs == pytest.approx(losses, rel=1e-12)
+    torch.testing.assert_close(ranks[0][1], outputs, rtol=1e-12, atol=1e-12)
+    written = [np.load(tmp_path / f"{name}.npy") for name in ("accumulate=1", plan)]
+    assert written[0].shape == (9, 2, 11, 13) and written[0].std() > 0.01
+    np.testing.assert_allclose(written[1], written[0], rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(written[0][[0, 5]], outputs.numpy(), rtol=1e-12)
+
+
+class _OneRowMore(domain_tasks.Reading):
+    def read(self, indices: list[int], region=None) -> dict:
+        if region is not None:
+            region = ((region[0][0], region[0][1] + 1), *region[1:])
+        return super().read(indices, region)
+
+
+class _OfOtherShape(domain_tasks.Reading):
+    def __init__(self, arrays, global_shape):
+        super().__init__(arrays, global_shape)
+        self.global_shape = (12, 13)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (_OneRowMore, r"the source gave \(4, 3, 7, 13\) as x, and this rank's tile of \(4, 3, 11, 13\) is \(4, 3, 6,"),
+        (_OfOtherShape, r"global_shape=\(12, 13\), and x of a sample read whole is \(3, 11, 13\)"),
+    ],
+)
+def test_a_reader_that_disagrees_with_its_shape_is_named(pool, tmp_path, kind: type, message: str) -> None:
+    _write_fields(tmp_path)
+    with pytest.raises(InputError, match=message):
+        pool.run(_from_files, 2, str(tmp_path), "domain=2", kind)
+
+
+def test_arrays_without_the_shape_are_named(tmp_path) -> None:
+    _write_fields(tmp_path)
+    with pytest.raises(InputError, match=r"global_shape=\(5, 5\), and no array's samples end in it: x \(3, 11, 13\)"):
+        ArraySource({"x": tmp_path / "x.npy"}, global_shape=(5, 5))

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 class Source(Protocol):
     """Large data: a rank reads only its samples.
 
-    `read(indices, region)` returns a batch (a pytree, batch dim first) of the samples at `indices`; `region` is
-    None unless space is split over ranks.
+    `read(indices, region)` returns a batch (a pytree, batch dim first) of the samples at `indices`. A source with a
+    `global_shape`, the extents of space, is asked for a rank's own tile where a plan cuts space: `region` is then
+    (start, stop) along each of its dims. It is None for whole samples, and always for sources without one.
     """
 
     def __len__(self) -> int: ...

@@ -365,6 +365,11 @@ DOMAIN = [
     bug("gradients of halos are dropped by their owners", "part.moves:give_back",
         "local.narrow(dim, int(places[0]), len(places)).add_(piece)",
         "local.narrow(dim, int(places[0]), len(places)).copy_(piece)", D + "resnet", "domain=2"),
+    bug("keys that every tile reads have the gradient of one", "parallel.sequence.attention:_ReadByAll.backward",
+        "for axis in reversed(ctx.axes):", "for axis in ():", D + "segformer", "domain=2x2"),
+    bug("a gradient of what was whole is a tile's, repeated", "part.tensor:_on_gathered",
+        "gathered(p) if is_part(p) else p, (args, kwargs))\n        return func",
+        "gathered(p) * 0.5 if is_part(p) else p, (args, kwargs))\n        return func", D + "pyramid", "domain=2"),
     bug("gradients of weights count on the first tile alone", "parallel.domain.tiles:_Used.backward",
         "for axis in reversed(ctx.axes):", "for axis in ():", D + "resnet", "domain=3"),
 ]  # fmt: skip

@@ -9,6 +9,7 @@ from shardwise.data.fields import FieldSource
 from shardwise.data.jsonl import JsonlSource
 from shardwise.data.loader import Loader
 from shardwise.data.order import Order
+from shardwise.data.tiles import TileSource, own_tile, predict_to
 from shardwise.data.tokenized import tokenized
 from shardwise.data.tokens import TokenSource
 from shardwise.dataset import as_source
@@ -24,11 +25,14 @@ __all__ = [
     "JsonlSource",
     "Loader",
     "Order",
+    "TileSource",
     "TokenSource",
     "as_source",
     "digits_split",
     "evaluation_parts",
+    "own_tile",
     "parts_of",
+    "predict_to",
     "samples_in",
     "split",
     "standard_library_corpus",

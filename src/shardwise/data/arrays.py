@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,19 @@ from shardwise.errors import InputError
 
 
 class ArraySource:
-    """{name: (B, ...)} of arrays whose first dim counts the samples; a path is a `.npy` file, mapped read-only."""
+    """{name: (B, ...)} of arrays whose first dim counts the samples; a path is a `.npy` file, mapped read-only.
 
-    def __init__(self, arrays: Mapping[str, np.ndarray | str | Path]) -> None:
+    global_shape  the extents of space, with which the shapes of fields end: of these, a rank of a plan that cuts space
+                  reads its tile alone
+    """
+
+    def __init__(
+        self, arrays: Mapping[str, np.ndarray | str | Path], global_shape: Sequence[int] | None = None
+    ) -> None:  # fmt: skip
         if not arrays:
             raise InputError("ArraySource: give at least one array")
         self.given = dict(arrays)
+        self.global_shape = None if global_shape is None else tuple(global_shape)
         self._open()
 
     def _open(self) -> None:
@@ -27,15 +34,31 @@ class ArraySource:
         if len(set(lengths.values())) > 1:
             told = ", ".join(f"{name} has {length}" for name, length in lengths.items())
             raise InputError(f"ArraySource: the arrays have other numbers of samples: {told}")
+        if self.global_shape is not None and not any(map(self._has_space, self.arrays.values())):
+            told = ", ".join(f"{name} {array.shape[1:]}" for name, array in self.arrays.items())
+            raise InputError(f"ArraySource: global_shape={self.global_shape}, and no array's samples end in it: {told}")
+
+    def _has_space(self, array: np.ndarray) -> bool:
+        space = self.global_shape or ()
+        return bool(space) and len(space) < array.ndim and tuple(array.shape[-len(space) :]) == space
 
     def __len__(self) -> int:
         return len(next(iter(self.arrays.values())))
 
     def read(self, indices: list[int], region: Any = None) -> dict[str, torch.Tensor]:
-        return {name: torch.from_numpy(np.ascontiguousarray(array[indices])) for name, array in self.arrays.items()}
+        """The samples at `indices`; `region`: (start, stop) along each dim of `global_shape`, read of fields alone."""
+        found = {}
+        for name, array in self.arrays.items():
+            if region is None or not self._has_space(array):
+                values = array[indices]
+            else:
+                inside = (..., *(slice(start, stop) for start, stop in region))
+                values = np.stack([array[index][inside] for index in indices])
+            found[name] = torch.from_numpy(np.ascontiguousarray(values))
+        return found
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"given": self.given}
+        return {"given": self.given, "global_shape": self.global_shape}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

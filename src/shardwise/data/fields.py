@@ -94,6 +94,12 @@ class FieldSource:
     def __len__(self) -> int:
         return len(self.starts)
 
+    @property
+    def global_shape(self) -> tuple[int, int]:
+        """Rows and columns of a field: a rank of a plan that cuts space reads its tile of them alone."""
+        (y0, y1), (x0, x1) = self.region
+        return y1 - y0, x1 - x0
+
     def over(self, start: int, stop: int) -> FieldSource:
         """The same fields with the same statistics over the steps [start, stop): for held-out data."""
         other = copy.copy(self)

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._pytree import MappingKey, keystr, tree_flatten, tree_flatten_with_path
 
 from shardwise.comm import Axis, Ledger
-from shardwise.errors import RefusedPlan, ShardwiseError
+from shardwise.errors import InputError, RefusedPlan, ShardwiseError
 from shardwise.layout import Plan
 from shardwise.layout.grid import SPACE
 from shardwise.parallel import domain, sequence
@@ -70,7 +70,8 @@ def find_positions(
                 zigzag = replace(candidate, positions=replace(positions, zigzag=True))
                 positions = zigzag.positions if stops(zigzag) is None else positions
             said = tuple(sequence.explained(seen))
-            return replace(positions, results=results, routes=said)
+            shapes = _shapes_of_fields(task, plan, batch, positions)
+            return replace(positions, results=results, routes=said, shapes=shapes)
         stopped.append(f"{candidate.said} cannot be cut: {error}")
     axes, what = ",".join(f"{axis.name}={axis.size}" for axis in inner), "sequence"
     nothing = "no tensor has a dim behind the samples"
@@ -83,6 +84,26 @@ def find_positions(
             "space"
         )
     raise RefusedPlan(f"{axes}: no dim of the batch can be cut as a {what}: " + ("; ".join(stopped) or nothing))
+
+
+def _shapes_of_fields(
+    task: Task, plan: Plan, batch: Any, positions: Positions
+) -> tuple[tuple[int, ...] | None, ...]:  # fmt: skip
+    """The shape of each leaf behind the samples, where the task's source reads tiles (it has a `global_shape`)."""
+    whole = getattr(task.data, "global_shape", None)
+    if plan.tiles == 1 or whole is None:
+        return ()
+    leaves = tree_flatten(batch)[0]
+    for leaf, cuts, name in zip(leaves, positions.cuts, positions.names, strict=True):
+        for dim, (axis,) in cuts:
+            place = SPACE.index(axis.name)
+            if place >= len(whole) or leaf.shape[dim] != whole[place]:
+                raise InputError(
+                    f"Task.data has global_shape={tuple(whole)}, and {name} of a sample read whole is "
+                    f"{tuple(leaf.shape[1:])}, of which dim {dim - 1} is cut over {axis.name}: a rank would read "
+                    "another tile than it computes"
+                )
+    return tuple(tuple(leaf.shape[1:]) if isinstance(leaf, torch.Tensor) else None for leaf in leaves)
 
 
 def _candidates(task: Task, plan: Plan, inner: tuple[Axis, ...], batch: Any) -> Iterator[Candidate]:

@@ -11,7 +11,7 @@ from shapes come out as in one process. What may be cut is proposed by the axis'
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shardwise.comm import Axis
 from shardwise.errors import InputError
+from shardwise.layout.grid import SPACE
 from shardwise.part.crossing import Along
 from shardwise.part.cuts import Owners
 from shardwise.part.tensor import Part
@@ -44,12 +45,23 @@ class Positions:
     routes: tuple[str, ...] = ()  # of attention, for people
     zigzag: bool = False  # cp deals each rank a block from either end, for attention that looks back
     results: Mapping[tuple[str, int], tuple[Along, ...]] = field(default_factory=dict)
+    shapes: tuple[tuple[int, ...] | None, ...] = ()  # of each leaf behind the samples, where ranks may read tiles alone
 
     @property
     def axes(self) -> tuple[Axis, ...]:
         """All that cut anything, outermost first."""
         found = {axis.name: axis for cuts in self.cuts for _, axes in cuts for axis in axes}
         return tuple(sorted(found.values(), key=lambda axis: axis.depth))
+
+    def region(self, global_shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        """This rank's tile of a field: (start, stop) along each dim of space."""
+        axes = {axis.name: axis for axis in self.axes}
+        found = []
+        for name, n in zip(SPACE, global_shape, strict=False):
+            axis = axes.get(name)
+            start, count = (Owners.blocks(n, axis.size).span(axis.index) or (0, 0)) if axis is not None else (0, n)
+            found.append((start, start + count))
+        return tuple(found)
 
     def over(self, swap: Callable[[Axis], Axis]) -> Positions:
         """The same cut over other axes."""
@@ -62,11 +74,32 @@ class Positions:
         tensors = [place if isinstance(leaf, torch.Tensor) else lambda leaf: leaf for leaf in leaves]
         if len(leaves) != len(self.cuts):  # another kind of batch than the one that was looked at
             return tree_unflatten([put(leaf) for put, leaf in zip(tensors, leaves, strict=True)], spec)
-        cut = [
-            self._cut(leaf, cuts, place) if cuts else put(leaf)
-            for leaf, cuts, put in zip(leaves, self.cuts, tensors, strict=True)
-        ]
+        cut: list[Any] = []
+        for number, (leaf, cuts, put) in enumerate(zip(leaves, self.cuts, tensors, strict=True)):
+            if self.shapes and isinstance(leaf, torch.Tensor) and tuple(leaf.shape[1:]) != self.shapes[number]:
+                cut.append(self._tile(number, leaf, place))
+            else:
+                cut.append(self._cut(leaf, cuts, place) if cuts else put(leaf))
         return tree_unflatten(cut, spec)
+
+    def _tile(self, number: int, leaf: torch.Tensor, place: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """What a rank read as its own tile, as its share of the field; `InputError` where it is none."""
+        shape = [leaf.shape[0], *(self.shapes[number] or ())]
+        whole, dealt = tuple(shape), []
+        for dim, axis in ((dim, axis) for dim, axes in self.cuts[number] for axis in axes):
+            owners = Owners.blocks(shape[dim], axis.size)
+            shape[dim] = owners.counts[axis.index]
+            dealt.append((dim, owners, axis))
+        if tuple(leaf.shape) != tuple(shape):
+            asked = f"this rank's tile of {whole} is {tuple(shape)}" if dealt else f"it is whole on every rank: {whole}"
+            raise InputError(
+                f"the source gave {tuple(leaf.shape)} as {self.names[number] or 'a tensor'}, and {asked}: "
+                "read(indices, region) returns what lies in the region of every tensor that has space, else all of it"
+            )
+        tile = place(leaf.contiguous())
+        for dim, owners, axis in reversed(dealt):
+            tile = Part(tile, dim, owners, axis, soft=not leaf.is_floating_point())
+        return tile
 
     def _cut(self, leaf: torch.Tensor, cuts: Cuts, place: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         for dim, axes in cuts:

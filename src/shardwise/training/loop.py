@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm import everybody, gather_json, gather_rows
-from shardwise.data import Loader, evaluation_parts, parts_of, samples_in
+from shardwise.data import Loader, evaluation_parts, own_tile, parts_of, samples_in
+from shardwise.data.loader import order_of
 from shardwise.dataset import name_of
 from shardwise.engine.ema import Ema
 from shardwise.engine.engine import Engine, parallelize
@@ -220,8 +221,8 @@ class _Rank:
             return None
         assert self.task.data is not None
         loader = Loader(
-            self.task.data,
-            self.job.effective.config.train.seed,
+            own_tile(self.task.data, self.engine),
+            order_of(self.task.data, self.job.effective.config.train.seed),
             self.job.batch_samples,
             accumulate=self.job.effective.plan.step_microbatches,
             data_rank=self.engine.data_rank,
@@ -327,7 +328,7 @@ class _Rank:
     def _evaluate(self, step: int) -> None:
         """The mean loss on held-out data, in batches as large as a micro-batch."""
         assert self.task.eval_data is not None
-        source = Spread(self.task.eval_data, self.job.effective.config.train.eval_samples)
+        source = Spread(own_tile(self.task.eval_data, self.engine), self.job.effective.config.train.eval_samples)
         ranks = self.engine.data_ranks
         batch = max(self.job.batch_samples // self.job.effective.plan.step_microbatches, ranks)
 

@@ -1,0 +1,117 @@
+"""Sources and outputs by tiles: a rank of a plan with `domain` reads its own tile alone, and writes it alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardwise.comm import gather_json
+from shardwise.data.evaluation import evaluation_parts
+from shardwise.engine.engine import Engine
+from shardwise.errors import InputError, RefusedPlan
+from shardwise.part import forget
+from shardwise.part.crossing import cuts_of, settled, taken_apart
+from shardwise.task import Source
+
+
+class TileSource:
+    """A source of whose fields one region is read: (start, stop) along each dim of space."""
+
+    def __init__(self, source: Source, region: tuple[tuple[int, int], ...]) -> None:
+        self.source, self.region = source, region
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def read(self, indices: list[int], region: Any = None) -> Any:
+        return self.source.read(indices, self.region)
+
+
+def own_tile(source: Source, engine: Engine) -> Source:
+    """The source as this rank reads it: its own tile, where the plan cuts space and the source has a `global_shape`."""
+    positions, whole = engine.state.forward.positions, getattr(source, "global_shape", None)
+    if positions is None or not positions.shapes or whole is None:
+        return source
+    return TileSource(source, positions.region(whole))
+
+
+def predict_to(
+    engine: Engine, source: Source, path: str | Path, *, batch_size: int, select: Callable[[Any], Any] | None = None
+) -> tuple[int, ...]:  # fmt: skip
+    """Write the model's outputs for all samples of a source to a `.npy` file; returns its shape. Collective.
+
+    Each rank writes the tile that it computed, of fields that no device need hold. All ranks must see `path`.
+
+    batch_size  samples of all ranks together that are computed at once
+    select      output -> the one tensor (samples first) that is written
+    Raises `RefusedPlan` under `pp`, and `InputError` where the output is no tensor with samples first.
+    """
+    state, path = engine.state, Path(path)
+    if state.staged is not None:
+        raise RefusedPlan(
+            f"plan {engine.plan}: predict_to writes what each rank computed, and under pp stages have none"
+        )
+    if path.suffix != ".npy":
+        raise InputError(f"predict_to writes NumPy's .npy files, got {path}")
+    file, done = None, 0
+    training = state.module.training
+    state.module.eval()
+    try:
+        for parts in evaluation_parts(own_tile(source, engine), batch_size, engine.data_rank, engine.data_ranks):
+            for part in parts:
+                output = _output(engine, part.batch, select)
+                if file is None:
+                    file = _opened(path, (len(source), *output.shape[1:]), output.dtype, engine)
+                _write(file, done + part.start, output[: part.count])
+                forget()
+                done += part.total
+        assert file is not None
+        file.flush()
+        gather_json(0, state.mesh.world, state.device)  # nobody reads before all have written
+        return file.shape
+    finally:
+        state.module.train(training)
+
+
+@torch.no_grad()
+def _output(engine: Engine, batch: Any, select: Callable[[Any], Any] | None) -> torch.Tensor:
+    forward = engine.state.forward
+    output = forward.output(forward.to_device(batch))
+    output = output if select is None else select(output)
+    if not isinstance(output, torch.Tensor) or not output.dim():
+        raise InputError(
+            f"predict_to writes one tensor, and the model returned {type(output).__name__}: "
+            "select=lambda output: ... takes it from there"
+        )
+    return settled(output.float() if output.dtype in (torch.bfloat16, torch.float16) else output)
+
+
+def _opened(path: Path, shape: tuple[int, ...], dtype: torch.dtype, engine: Engine) -> np.memmap:
+    """The file, mapped: made by rank 0."""
+    state, kind = engine.state, torch.empty(0, dtype=dtype).numpy().dtype
+    if engine.rank == 0:
+        np.lib.format.open_memmap(path, "w+", kind, shape).flush()
+    gather_json(0, state.mesh.world, state.device)
+    return np.lib.format.open_memmap(path, "r+")
+
+
+def _write(file: np.memmap, first: int, output: torch.Tensor) -> None:
+    """What this rank holds of an output, in its place."""
+    places = [np.arange(n) for n in output.shape]
+    for name, dim, owners in cuts_of(output):
+        places[dim] = places[dim][owners.indices(_index(output, name))]
+    places[0] = places[0] + first
+    if all(len(place) for place in places):
+        runs = all(place[-1] - place[0] + 1 == len(place) for place in places)
+        where: Any = tuple(slice(place[0], place[-1] + 1) for place in places) if runs else np.ix_(*places)
+        file[where] = taken_apart(output).cpu().numpy()
+
+
+def _index(output: Any, name: str) -> int:
+    while output.axis.name != name:
+        output = output.settled_local()
+    return output.axis.index
