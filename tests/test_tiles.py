@@ -320,6 +320,8 @@ def _whole(case: Case, seed: int) -> tuple | None:
         (y * weight).real.sum().backward()
     except (RuntimeError, ValueError):
         return None
+    if not y.isfinite().all():  # windows that lie in the padding alone
+        return None
     return (
         x.detach(),
         params,
