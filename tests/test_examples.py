@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import sys
 import xml.etree.ElementTree as xml
@@ -12,18 +13,26 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from shardwise import Task, parallelize
+from shardwise.layout import Plan
+from shardwise.layout.grid import SPACE
+from shardwise.mesh import build_mesh
+from shardwise.part import plain
+from shardwise.part.positions import Positions
 from shardwise.ranks import RankPool
 from shardwise.task_names import resolve_task
 
 FOLDER = Path(__file__).parents[1] / "examples"
-NEEDS = {"images": ["sklearn"], "fields": ["netCDF4", "iris_sample_data"], "finetune": ["transformers"], "text": []}
+NEEDS = {"images": ["sklearn"], "fields": ["netCDF4", "iris_sample_data"], "finetune": ["transformers"], "text": [],
+         "shallow_water": []}  # fmt: skip
 PLANS = {
     "text": ["dp_shard=2,zero=3", "tp=2"],
     "finetune": ["dp_shard=2,zero=3", "tp=2"],
     "images": ["dp_replicate=2", "pp=2,microbatches=2"],
-    "fields": ["dp_shard=2,zero=2", "tp=2"],
+    "fields": ["dp_shard=2,zero=2", "tp=2", "domain=1x2"],
+    "shallow_water": ["domain=2", "domain=1x2"],
 }
 CASES = [(name, plan) for name, plans in PLANS.items() for plan in plans]
 STEPS = 2
@@ -87,3 +96,19 @@ def test_each_draws_its_result(name: str, folder: Path, monkeypatch: pytest.Monk
     picture = folder / f"{name}.svg"
     assert xml.parse(picture).getroot().tag.endswith("svg")
     assert 1_000 < picture.stat().st_size < 150_000
+
+
+def solved(grid: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Forty steps of the solver of shallow water on the whole plane, and on tiles of it."""
+    with mock.patch.object(sys, "path", [str(FOLDER), *sys.path]):
+        water: Any = importlib.import_module("shallow_water")
+    inner = {axis.name: axis for axis in build_mesh(Plan(domain=grid), torch.device("cpu")).inner}
+    cuts = tuple((dim, (inner[name],)) for dim, name in ((2, SPACE[0]), (3, SPACE[1])) if name in inner)
+    start = water.Trajectories(range(2)).read([0, 1])["now"].double()[..., :17, :13].contiguous()
+    return water.solve(start, 40), plain(water.solve(Positions((cuts,)).cut(start), 40))
+
+
+@pytest.mark.parametrize("grid", [(1, 3), (2, 2)])
+def test_the_solver_on_tiles_has_the_bits_of_one_process(pool: RankPool, grid: tuple[int, int]) -> None:
+    for whole, tiles in pool.run(solved, math.prod(grid), grid):
+        assert torch.equal(whole, tiles) and float(whole[:, 0].std()) > 0.01
