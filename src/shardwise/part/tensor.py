@@ -30,6 +30,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
+from torch._prims_common import make_contiguous_strides_for as strides_in_order
 
 from shardwise.comm import Axis, all_gather, all_reduce, reduce_scatter
 from shardwise.host import to_device
@@ -68,6 +69,8 @@ class Part(Distributed):
     origin: str
     rows: tuple[int, int] | None
     copied: bool  # a view that does not share its memory with what it is a view of
+    factors: tuple[int, int, int] | None  # of the cut dim, where a view joined it from dims of which the middle is cut
+    values: tuple[object, bool]  # shared by parts with the same values in the same order; whether it is their transpose
 
     @staticmethod
     def __new__(
@@ -81,7 +84,8 @@ class Part(Distributed):
         if axis.positions and (local.is_floating_point() or local.is_complex()):
             soft = False  # of positions, integers and masks alone are small enough
         part.local, part.dim_cut, part.owners, part.axis, part.soft = local, dim, owners, axis, soft
-        part.origin, part.copied, part.rows = origin, False, None
+        part.origin, part.copied, part.rows, part.factors = origin, False, None, None
+        part.values = object(), False
         return part
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
@@ -113,7 +117,10 @@ class Part(Distributed):
     def with_local(self, local: torch.Tensor, dim: int | None = None, owners: Owners | None = None) -> Part:
         """Another tensor dealt alike."""
         dim, owners = self.dim_cut if dim is None else dim, self.owners if owners is None else owners
-        return Part(local, dim, owners, self.axis, self.soft, self.origin)
+        made = Part(local, dim, owners, self.axis, self.soft, self.origin)
+        if dim == self.dim_cut and owners == self.owners:
+            made.factors = self.factors
+        return made
 
     def share(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
         """The share of a plain tensor that lies beside this part, along `dim`."""
@@ -124,6 +131,9 @@ class Part(Distributed):
         return self.axis is other.axis and self.owners == other.owners
 
 
+_TURNS = frozenset({"t", "numpy_T"})  # of a matrix
+_SAME_VALUES = _TURNS | {"view", "_unsafe_view", "reshape", "_reshape_alias", "_reshape_copy", "view_copy", "detach",
+                         "alias", "clone"}  # fmt: skip
 _ASKS = frozenset({"has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"})
 
 
@@ -163,8 +173,10 @@ def _answer(func: Any, args: tuple, kwargs: dict) -> Any:
     if any(here(summed) for summed in tensors_in((args, kwargs), Sum)):
         return with_sums(func, args, kwargs)
     known = facts(func)
-    if known.writes and is_part(args[0]) and args[0].copied:
-        raise Uncut(f"{func} writes into a view that is a copy here ({args[0]!r})")
+    if known.writes and is_part(args[0]):
+        forget()
+        if args[0].copied:
+            raise Uncut(f"{func} writes into a view that is a copy here ({args[0]!r})")
     try:
         if known.rule is None:
             if known.composite:
@@ -177,6 +189,9 @@ def _answer(func: Any, args: tuple, kwargs: dict) -> Any:
     if known.is_view:
         for part in parts_in([output]):
             part.copied = args[0].copied or not same_memory(part.local, args[0].local)
+    if known.name in _SAME_VALUES and is_part(args[0]) and is_part(output):
+        values, turned = args[0].values
+        output.values = values, turned != (known.name in _TURNS)
     return output
 
 
@@ -272,10 +287,14 @@ def no_rule(func: Any, parts: list[Part]) -> str:
 
 
 class _Last:
-    """The soft part that was gathered last, and the result: queries, keys and values read the same input."""
+    """The soft part that was gathered last, and the result: queries, keys and values read the same input.
+
+    Which part it is, is told by what was done to it, never by how it lies in memory: shares of one index lie in memory
+    in more than one way, and ranks that remember different things come to different collectives.
+    """
 
     key: tuple | None = None
-    held: tuple[torch.Tensor, torch.Tensor] | None = None
+    held: torch.Tensor | None = None
 
 
 def forget() -> None:
@@ -287,14 +306,15 @@ def gather(part: Part) -> torch.Tensor:
     """The whole tensor, on every rank, to read: of a soft part, the same object as the last time. Collective."""
     if not part.soft or isinstance(part.local, Distributed):
         return gathered(part)
-    if part.dim() == 2 and part.local.stride(0) == 1 < part.local.stride(1):  # the transpose of what others gather
-        return gather(Part(part.local.t(), 1 - part.dim_cut, part.owners, part.axis, True, part.origin)).t()
-    local = part.local
-    key = (local.untyped_storage()._cdata, local.storage_offset(), local.shape, local.stride(), local._version,
-           part.dim_cut, part.owners)  # fmt: skip
+    values, turned = part.values
+    if turned and part.dim() == 2:  # the transpose of what others gather
+        matrix = Part(part.local.t(), 1 - part.dim_cut, part.owners, part.axis, True, part.origin)
+        matrix.values = values, False
+        return gather(matrix).t()
+    key = (values, turned, part.shape, part.dim_cut, part.owners)
     if _Last.key != key or _Last.held is None:
-        _Last.key, _Last.held = key, (local, gathered(part))
-    return _Last.held[1]
+        _Last.key, _Last.held = key, gathered(part)
+    return _Last.held
 
 
 def gathered(part: Part) -> torch.Tensor:
@@ -322,7 +342,16 @@ def gathered(part: Part) -> torch.Tensor:
         table = torch.cat([table[r * most : r * most + n] for r, n in enumerate(owners.counts)])
     if owners.order is not None:
         table = table.index_select(0, to_device(owners.order, table.device))
-    return table.movedim(0, dim).contiguous()
+    return packed(table.movedim(0, dim))
+
+
+def packed(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in memory order, with the strides that go with it even where a dim has one index.
+
+    `contiguous` leaves the stride of such a dim as it is. Ranks with one index and with several would go other ways.
+    """
+    tensor, strides = tensor.contiguous(), strides_in_order(tensor.shape)
+    return tensor if tensor.stride() == strides else tensor.as_strided(tensor.shape, strides)
 
 
 def reduced(local: torch.Tensor, part: Part, op: str = "sum") -> torch.Tensor:
@@ -359,7 +388,7 @@ class Scatter:
     def wait(self) -> torch.Tensor:
         """The share."""
         self.pending.wait()
-        return self.share[: self.owners.counts[self.axis.index]].movedim(0, self.dim).contiguous()
+        return packed(self.share[: self.owners.counts[self.axis.index]].movedim(0, self.dim))
 
 
 def _in_blocks(front: torch.Tensor, owners: Owners, axis: Axis) -> torch.Tensor:
