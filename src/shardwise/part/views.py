@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -41,16 +42,17 @@ def view(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
             return Sum.read_only(gathered(part).reshape(shape), part.axis)
         part = dealt
         try:
-            dim, owners = regrouped(tuple(part.shape), part.dim_cut, part.owners, tuple(shape), _goal(part, whole))
+            dim, owners = _cut_after(part, tuple(shape), whole)
         except Uncut:
             grouped = _in_whole_groups(part, whole)
             if grouped is None:  # a column, or one window: every rank has it
                 return Sum.read_only(gathered(part).reshape(shape), part.axis)
             part = grouped
-            dim, owners = regrouped(tuple(part.shape), part.dim_cut, part.owners, tuple(shape), _goal(part, whole))
+            dim, owners = _cut_after(part, tuple(shape), whole)
         local = list(shape)
         local[dim] = owners.counts[part.axis.index]
         viewed = part.with_local(part.local.reshape(local), dim, owners)
+        viewed.factors = _factors(part, dim, tuple(shape))
     if part.dim() == 3 and len(shape) == 2 and dim == 1 and part.dim_cut == 2:
         viewed.rows = part.shape[0], part.shape[1]
     return viewed
@@ -84,11 +86,42 @@ class _Whole(threading.local):
 _WHOLE = _Whole()
 
 
-def _goal(part: Part, whole: Shapes) -> int | None:
-    """The dim along which a view's result is cut, where the whole shapes are others than the part's."""
+def _cut_after(part: Part, shape: tuple[int, ...], whole: Shapes) -> tuple[int, Owners]:
+    """(dim, owners) of what a view of the part gives. Raises `Uncut`."""
+    return regrouped(tuple(part.shape), part.dim_cut, part.owners, shape, _goal(part, shape, whole))
+
+
+def _goal(part: Part, shape: tuple[int, ...], whole: Shapes) -> int | None:
+    """The dim along which a view's result is cut, where the part's own shapes may not tell."""
     if whole[0] == tuple(part.shape) or whole[0][part.dim_cut] != part.owners.size:
-        return None
+        return _taken_apart(part, shape)
     return regrouped(whole[0], part.dim_cut, part.owners, whole[1])[0]
+
+
+def _factors(part: Part, dim: int, shape: tuple[int, ...]) -> tuple[int, int, int] | None:
+    """(outer, cut, inner) sizes of the dims that a view of the part joins in its result's dim `dim`; None: no others.
+
+    Where all indices lie on one rank, owners do not tell later which of the dims is cut.
+    """
+    run = next(run for run, to in groups(tuple(part.shape), shape) if part.dim_cut in run) if part.numel() else ()
+    if math.prod(part.shape[d] for d in run) != shape[dim] or len(run) < 2:
+        return None
+    behind = math.prod(part.shape[d] for d in run if d > part.dim_cut)
+    return shape[dim] // (behind * part.shape[part.dim_cut]), part.shape[part.dim_cut], behind
+
+
+def _taken_apart(part: Part, shape: tuple[int, ...]) -> int | None:
+    """The dim of `shape` that holds the cut indices again, where a view takes joined dims apart as they were."""
+    if part.factors is None:
+        return None
+    outer, cut, inner = part.factors
+    run, to = next(pair for pair in groups(tuple(part.shape), shape) if part.dim_cut in pair[0])
+    behind = inner * math.prod(part.shape[d] for d in run if d > part.dim_cut)
+    before = outer * math.prod(part.shape[d] for d in run if d < part.dim_cut)
+    for place, d in enumerate(to):
+        if shape[d] == cut and math.prod(shape[e] for e in to[place + 1 :]) == behind:
+            return d if math.prod(shape[e] for e in to[:place]) == before else None
+    return None
 
 
 def _with_some_for_all(part: Part, whole: Shapes) -> Part | None:
