@@ -143,14 +143,47 @@ def convolution() -> Task:
 
 
 class RunningSums(Convolution):
-    """Each position reads all before it, in a way that no rule knows."""
+    """Each position reads all before it: running sums, and a gated recurrence written with them."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.out(self.mix(x.transpose(1, 2)).transpose(1, 2).cumsum(1))
+        x = self.mix(x.transpose(1, 2)).transpose(1, 2)
+        kept = F.logsigmoid(self.gate(x)).cumsum(1)  # log of the product of gates: h_t = a_t h_(t-1) + x_t
+        return self.out(kept.exp() * (x * (-kept).exp()).cumsum(1))
 
 
 def running_sums() -> Task:
     return replace(convolution(), model=RunningSums)
+
+
+class Recurrent(RunningSums):
+    """The same recurrence as a loop over positions."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.mix(x.transpose(1, 2)).transpose(1, 2)
+        kept, state, states = self.gate(x).sigmoid(), torch.zeros_like(x[:, 0]), []
+        for at in range(x.shape[1]):
+            state = kept[:, at] * state + x[:, at]
+            states.append(state)
+        return self.out(torch.stack(states, 1))
+
+
+def recurrent() -> Task:
+    return replace(convolution(), model=Recurrent)
+
+
+class RunningMaxima(Convolution):
+    """Each position reads all before it, in a way that no rule knows."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.mix(x.transpose(1, 2)).transpose(1, 2).cummax(1).values)
+
+
+def running_maxima() -> Task:
+    return replace(convolution(), model=RunningMaxima)
 
 
 class Spectrum(nn.Module):
@@ -247,3 +280,10 @@ class Routed(nn.Module):
 def routed() -> Task:
     return Task(model=Routed, batch=_text, inputs=lambda batch: ((batch["tokens"],), {}), loss=_next,
                 optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2))  # fmt: skip
+
+
+def three_words() -> Task:
+    """A sequence of which one rank of two has two positions and the other one, which may lie in memory in many ways."""
+    import architectures
+
+    return architectures.llama().with_(batch=lambda step: {k: t[:, :3] for k, t in architectures.words(step).items()})

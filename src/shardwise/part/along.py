@@ -10,6 +10,7 @@ from shardwise.host import to_device
 from shardwise.part.cuts import Uncut
 from shardwise.part.levels import Distributed
 from shardwise.part.moves import fetch, shown
+from shardwise.part.scans import cumulated, summed_along
 from shardwise.part.sums import Sum
 from shardwise.part.tensor import Part, is_part, no_rule, parts_in, rule
 
@@ -22,6 +23,8 @@ def along(func: Any, args: tuple, kwargs: dict) -> Any:
     touched = _touched(func, part, args, kwargs)
     if is_part(part) and part.axis.positions and func._schema.name in ("aten::flip", "aten::roll"):
         return _reordered(func, part, args, kwargs)
+    if is_part(part) and part.dim_cut in touched and summed_along(func, part, args, kwargs):
+        return cumulated(part)
     if not is_part(part) or part.dim_cut in touched:
         raise Uncut(no_rule(func, parts_in((args, kwargs))))
     if func._schema.name == "aten::gather":
