@@ -16,6 +16,7 @@ from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
 from shardwise.mesh import build_mesh
 from shardwise.parallel.sequence import ring
+from shardwise.parallel.sequence.pairs import At
 from shardwise.part import Owners, plain, to_part
 from shardwise.part.positions import Positions
 
@@ -45,20 +46,22 @@ def _mask(kind: str, s: int, t: int, heads: int, draws: torch.Generator) -> tupl
         return torch.randn(1, heads, s, t, generator=draws, dtype=DOUBLE), False
     if kind == "padding":
         return (columns < max(1, t - 2)).expand(1, 1, 1, t), False
-    if kind == "packed":
+    if kind in ("packed", "packed window"):
         document = torch.randint(3, (max(s, t),), generator=draws).sort().values
-        return (document[:s, None] == document[:t]) & (rows >= columns), False
+        near = rows - columns < (5 if kind == "packed window" else max(s, t))
+        return (document[:s, None] == document[:t]) & (rows >= columns) & near, False
     return None, kind == "causal"
 
 
-def _cases(seed: int, count: int) -> Iterator[dict]:
+def _cases(seed: int, count: int, longest: int = 33) -> Iterator[dict]:
     rng = random.Random(seed)
     for number in range(count):
         keys = rng.choice((1, 2, 4))
         yield {
-            "number": number, "axis": rng.choice(("cp", "cp_ulysses")), "s": rng.choice((1, 2, 3, 7, 16, 33)),
+            "number": number, "axis": rng.choice(("cp", "cp_ulysses")),
+            "s": rng.choice((1, 2, 3, 7, 16, 33)) if longest == 33 else rng.randint(1, longest),
             "heads": keys * rng.choice((1, 2, 4)), "keys": keys, "dealt": rng.choice(("blocks", "zigzag", "striped")),
-            "mask": rng.choice(("full", "causal", "window", "bias", "padding", "packed")),
+            "mask": rng.choice(("full", "causal", "window", "bias", "padding", "packed", "packed window")),
             "learned": rng.random() < 0.3, "across": rng.random() < 0.2,
         }  # fmt: skip
 
@@ -95,10 +98,10 @@ def _try(case: dict, axes: dict) -> float:
     )
 
 
-def _attention(seed: int, count: int) -> list[tuple[dict, float]]:
+def _attention(seed: int, count: int, longest: int = 33) -> list[tuple[dict, float]]:
     ranks = torch.distributed.get_world_size()
     axes = {name: build_mesh(Plan(**{name: ranks}), torch.device("cpu")).inner[0] for name in ("cp", "cp_ulysses")}
-    return [(case, _try(case, axes)) for case in _cases(seed, count)]
+    return [(case, _try(case, axes)) for case in _cases(seed, count, longest)]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -118,29 +121,41 @@ def test_attention_of_cut_positions_many(pool, ranks: int) -> None:
         assert not wrong, f"seed {seed}: {wrong[:3]}"
 
 
-def _from_zero(at: ring.At) -> ring.At:
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5, 6])
+def test_attention_of_every_length(pool, ranks: int) -> None:
+    seed = random.randrange(2**31)
+    found = pool.run(_attention, ranks, seed, 100, 257, timeout_s=1200)
+    wrong = [(case, off) for each in found for case, off in each if not off < BAR]
+    assert not wrong, f"seed {seed}: {wrong[:3]}"
+
+
+def _from_zero(at: At) -> At:
     return (0, at[1] - at[0]) if isinstance(at, tuple) else np.arange(len(at))
 
 
 def _with_bug(seed: int, count: int, bug: str) -> list[float]:
     """What `_attention` finds with a bug planted in the ring."""
-    bias = ring._bias
-    pairs, passing = ring._pairs, ring._gradients_around
+    bias = ring.bias_of
+    pairs, passing = ring.pairs, ring.gradients_around
     try:
         if bug == "the mask's rows are those of the share":
-            ring._bias = lambda call, mask, q, k, *rest: bias(call, mask, _from_zero(q), k, *rest)
+            ring.bias_of = lambda call, mask, q, k, *rest: bias(call, mask, _from_zero(q), k, *rest)
         elif bug == "causal blocks are taken for full ones":
-            ring._pairs = lambda call, *ranks: ((*p[:4], "full") for p in pairs(call, *ranks))
+            ring.pairs = lambda call, *ranks: ((*p[:4], "full") for p in pairs(call, *ranks))
         elif bug == "gradients of keys stay where they were made":
-            ring._gradients_around = lambda call, mine, block: (
-                [sum(found) for found in zip(*(block(s, *held) for s, held in ring._blocks(call, mine)), strict=True)]
+            ring.gradients_around = lambda call, mine, block: (
+                [
+                    sum(found)
+                    for found in zip(*(block(s, *held) for s, held in ring.blocks_passing(call, mine)), strict=True)
+                ]
                 if call.keys is None or len(set(call.keys.counts)) == 1
                 else passing(call, mine, block)
             )
         return [off for _, off in _attention(seed, count)]
     finally:
-        ring._pairs, ring._gradients_around = pairs, passing
-        ring._bias = bias
+        ring.pairs, ring.gradients_around = pairs, passing
+        ring.bias_of = bias
 
 
 @pytest.mark.parametrize(
@@ -234,7 +249,7 @@ def _around(p: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.
     sums = [torch.zeros_like(t, dtype=ring.wide(dtype)) for t in (k, v)]
     for rank in range(p):
         axis = Axis("cp", p, rank, None, tuple(range(p)))
-        call = ring._Call(axis, owners, owners, 96, True, 0.25, ())
+        call = ring.Call(axis, owners, owners, 96, True, 0.25, ())
         at = torch.from_numpy(owners.indices(rank))
 
         def blocks(call, mine, p=p, rank=rank):
@@ -248,14 +263,14 @@ def _around(p: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.
                     total[:, :, torch.from_numpy(owners.indices(source))] += one
             return tuple(t.new_zeros(0) for t in mine)
 
-        kept = ring._blocks, ring._gradients_around
+        kept = ring.blocks_passing, ring.gradients_around
         try:
-            ring._blocks, ring._gradients_around = blocks, around
+            ring.blocks_passing, ring.gradients_around = blocks, around
             mine = q[:, :, at]
             out, lse = ring._forward(call, mine, k, v, None, None)
             dq = ring._backward(call, g[:, :, at], mine, k, v, None, out, lse, None, False)[0]
         finally:
-            ring._blocks, ring._gradients_around = kept
+            ring.blocks_passing, ring.gradients_around = kept
         found["o"][:, :, at], found["q"][:, :, at] = out.double(), dq.double()
     found["k"], found["v"] = (total.to(dtype).double() for total in sums)
     return found
@@ -344,19 +359,46 @@ def test_models_of_transformers(pool, name: str) -> None:
     assert found.parity, found.text()
 
 
+def test_shares_of_one_and_of_two_positions_come_to_the_same_collectives(pool) -> None:
+    found = verify("sequence_tasks:three_words", "tp=2,sp=true", pool=pool)
+    assert found.parity, found.text()
+
+
 def test_a_convolution_along_a_cut_sequence_equals_one_process(pool) -> None:
     found = verify("sequence_tasks:convolution", "cp=2", pool=pool)
     assert found.parity, found.text()
 
 
 def test_what_mixes_positions_in_a_way_unknown_is_refused(pool) -> None:
-    found = verify("sequence_tasks:running_sums", "cp=2", pool=pool)
-    assert not found.parity and "aten.cumsum" in found.refused, found.text()
+    found = verify("sequence_tasks:running_maxima", "cp=2", pool=pool)
+    assert not found.parity and "aten.cummax" in found.refused, found.text()
+
+
+@pytest.mark.parametrize(
+    ("task", "plan"),
+    [("running_sums", "cp=2"), ("running_sums", "cp=2,cp_ulysses=2"), ("running_sums", "cp=3"), ("recurrent", "cp=2")],
+)
+def test_a_gated_recurrence_along_a_cut_sequence_equals_one_process(pool, task: str, plan: str) -> None:
+    found = verify(f"sequence_tasks:{task}", plan, pool=pool)
+    assert found.parity, found.text()
+
+
+@pytest.mark.parametrize("plan", ["cp=2,cp_ulysses=2", "cp=2,pp=2,remat=full", "cp=2,tp=2,sp=true,zero=3"])
+def test_a_length_that_is_born_inside_the_module_is_cut_where_its_blocks_begin(pool, plan: str) -> None:
+    found = verify("architectures:vit", plan, pool=pool)
+    assert found.parity, found.text()
+    assert "cuts the sequence that 'vit.layers.0' is given" in found.text()
+
+
+def test_fewer_heads_than_the_ranks_they_are_dealt_over_are_refused(pool) -> None:
+    found = verify("architectures:vit", "cp_ulysses=2,tp=2", pool=pool)
+    assert not found.parity and "2 heads are dealt over cp_ulysses=2 x tp=2" in found.refused, found.text()
 
 
 def test_a_batch_without_a_sequence_is_refused(pool) -> None:
-    found = verify("architectures:vit", "cp=2", pool=pool)
+    found = verify("architectures:convnext", "cp=2", pool=pool)
     assert not found.parity and "does not run on half" in found.refused, found.text()
+    assert "is not given (B, S, E) first" in found.refused
 
 
 def test_a_sequence_shorter_than_its_ranks_is_refused() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -24,11 +25,12 @@ from shardwise.parallel import domain, sequence
 from shardwise.parallel.expert.apply import Stack, on_own_rows
 from shardwise.parallel.tensor import Derived, Stage
 from shardwise.part.crossing import Along, cuts_of
-from shardwise.part.positions import Candidate, Positions
+from shardwise.part.positions import Candidate, Cuts, Positions
 from shardwise.precision import Precision
 from shardwise.step.batching import samples_in
 from shardwise.step.forward import run_alone
 from shardwise.task import Task
+from shardwise.trace.blocks import find_blocks
 from shardwise.trace.deferred import Built
 from shardwise.trace.fake import unlogged
 
@@ -45,7 +47,7 @@ def find_positions(
     """
     stopped: list[str] = []
     derived = derived if derived is not None else Derived()
-    for candidate in _candidates(task, plan, inner, batch):
+    for candidate in _candidates(task, plan, inner, built, batch):
         half = candidate.shorter
         if half is not None and not _runs(Stage(built, half, run_alone(task, precision), precision.held)):
             stopped.append(f"of {candidate.said}, the module does not run on half")
@@ -79,10 +81,7 @@ def find_positions(
         axes, what = f"domain={'x'.join(map(str, plan.domain))}", "field"
         nothing = f"no tensor has {len(plan.domain)} of them behind batch and channel (Task.spatial names others)"
     elif any(isinstance(leaf, torch.Tensor) and leaf.dim() > 3 for leaf in tree_flatten(batch)[0]):
-        stopped.append(
-            "a length that is born inside the module (patches of a picture) is not cut as a sequence: domain= cuts "
-            "space"
-        )
+        stopped.append("domain= cuts space")
     raise RefusedPlan(f"{axes}: no dim of the batch can be cut as a {what}: " + ("; ".join(stopped) or nothing))
 
 
@@ -106,10 +105,24 @@ def _shapes_of_fields(
     return tuple(tuple(leaf.shape[1:]) if isinstance(leaf, torch.Tensor) else None for leaf in leaves)
 
 
-def _candidates(task: Task, plan: Plan, inner: tuple[Axis, ...], batch: Any) -> Iterator[Candidate]:
+def _candidates(
+    task: Task, plan: Plan, inner: tuple[Axis, ...], built: Built, batch: Any
+) -> Iterator[Candidate]:  # fmt: skip
     if plan.tiles > 1:
         return _fields(task, plan, {axis.name: axis for axis in inner}, batch)
-    return sequence.candidates(batch, samples_in(batch), inner, _names(batch), least=plan.tp if plan.sp else 1)
+    least = plan.tp if plan.sp else 1
+    return chain(
+        sequence.candidates(batch, samples_in(batch), inner, _names(batch), least),
+        _born_inside(inner, built, batch, least),
+    )
+
+
+def _born_inside(inner: tuple[Axis, ...], built: Built, batch: Any, least: int) -> Iterator[Candidate]:
+    """Nothing of the batch, and what repeated blocks hand on: patches of a picture, frames of a sound."""
+    whole: tuple[Cuts, ...] = ((),) * len(tree_flatten(batch)[0])
+    for inside in sequence.insides(find_blocks(built.module).paths, inner, least):
+        positions = Positions(whole, _names(batch), "sequence", least, inside=inside)
+        yield Candidate(positions, f"what '{inside.first}' to '{inside.last}' hand on")
 
 
 def _fields(task: Task, plan: Plan, axes: Mapping[str, Axis], batch: Any) -> Iterator[Candidate]:
@@ -150,8 +163,12 @@ def _rehearse(
     alone = run_alone(task, precision, positions)
 
     def run(module: nn.Module, batch: Any) -> Any:
-        with _noting(module, results), on_own_rows(module, row_wise), sequence.watching() as found:
-            loss = alone(module, batch)
+        undo = positions.inside.install(module) if positions.inside is not None else lambda: None
+        try:
+            with _noting(module, results), on_own_rows(module, row_wise), sequence.watching() as found:
+                loss = alone(module, batch)
+        finally:
+            undo()
         seen[:] = found
         return loss
 

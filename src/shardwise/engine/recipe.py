@@ -105,6 +105,8 @@ def apply_plan(task: Task, plan: Plan, mesh: Mesh, precision: Precision, seed: i
     if cut is not None:
         absent, value_of = cut.absent, cut.values(built, value_of)
         notices += cut.notices
+    if positions is not None and positions.inside is not None:
+        positions.inside.install(module)
     if tensor is not None:
         install(module, tensor, absent, mesh.inner)
     elif mesh.inner:

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shardwise.comm import Axis
@@ -28,6 +29,16 @@ from shardwise.part.tensor import Part
 Cuts = tuple[tuple[int, tuple[Axis, ...]], ...]  # of one tensor: a dim and the axes that cut it, outermost first
 
 
+class Inside(Protocol):
+    """Cuts tensors inside the module, where no tensor of the batch has the positions."""
+
+    @property
+    def axes(self) -> tuple[Axis, ...]: ...
+    def over(self, swap: Callable[[Axis], Axis]) -> Inside: ...
+    def install(self, module: nn.Module) -> Callable[[], None]: ...
+    def told(self) -> str: ...
+
+
 @dataclass(frozen=True)
 class Positions:
     """The cuts of each leaf of a batch (none: whole on every rank).
@@ -35,6 +46,7 @@ class Positions:
     cuts     by leaf of the flattened batch, outermost axis first
     names    of the leaves, for people
     what     is cut: "sequence" or "field"
+    inside   what cuts tensors inside the module, where the batch is whole
     results  how the axes cut each leaf of what a call of a submodule (path, place) gives, as rehearsed, where they do
     """
 
@@ -44,6 +56,7 @@ class Positions:
     least: int = 1  # indices that every rank must have: as many as axes further in cut them over
     routes: tuple[str, ...] = ()  # of attention, for people
     zigzag: bool = False  # cp deals each rank a block from either end, for attention that looks back
+    inside: Inside | None = None
     results: Mapping[tuple[str, int], tuple[Along, ...]] = field(default_factory=dict)
     shapes: tuple[tuple[int, ...] | None, ...] = ()  # of each leaf behind the samples, where ranks may read tiles alone
 
@@ -51,6 +64,7 @@ class Positions:
     def axes(self) -> tuple[Axis, ...]:
         """All that cut anything, outermost first."""
         found = {axis.name: axis for cuts in self.cuts for _, axes in cuts for axis in axes}
+        found |= {axis.name: axis for axis in (self.inside.axes if self.inside is not None else ())}
         return tuple(sorted(found.values(), key=lambda axis: axis.depth))
 
     def region(self, global_shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
@@ -66,7 +80,7 @@ class Positions:
     def over(self, swap: Callable[[Axis], Axis]) -> Positions:
         """The same cut over other axes."""
         cuts = tuple(tuple((dim, tuple(map(swap, axes))) for dim, axes in leaf) for leaf in self.cuts)
-        return replace(self, cuts=cuts)
+        return replace(self, cuts=cuts, inside=self.inside.over(swap) if self.inside is not None else None)
 
     def cut(self, batch: Any, place: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.contiguous) -> Any:
         """The batch with this rank's shares, as parts of the whole; `place` puts what this rank holds on its device."""
@@ -115,6 +129,8 @@ class Positions:
 
     def told(self) -> str:
         """One line for the user."""
+        if self.inside is not None:
+            return "; ".join([self.inside.told(), *self.routes])
         names: dict[tuple[int, ...], list[str]] = {}
         for name, cuts in zip(self.names, self.cuts, strict=True):
             if cuts:

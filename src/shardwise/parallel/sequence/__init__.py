@@ -2,5 +2,6 @@
 
 from shardwise.parallel.sequence.attention import Seen, attend, explained, watching
 from shardwise.parallel.sequence.inputs import candidates
+from shardwise.parallel.sequence.inside import insides
 
-__all__ = ["Seen", "attend", "candidates", "explained", "watching"]
+__all__ = ["Seen", "attend", "candidates", "explained", "insides", "watching"]

@@ -16,6 +16,7 @@ fewer key heads than ranks, keys and values are gathered, and each rank takes th
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -52,7 +53,7 @@ class Seen:
 
     @classmethod
     def of(cls, query: torch.Tensor, key: torch.Tensor, axis: Axis, *, heads: bool, causal: bool, masked: bool) -> Seen:
-        """See the formulas of this room's pages; masks that let a ring send less are not counted."""
+        """Returns what is known of a call before it runs. Masks that let a ring send less are not counted."""
         p, each = axis.size, query.shape[-1]
         inside = [_heads_inside(t, axis) for t in (query, key)]
         of_q, of_k = (t.shape[HEADS] if i is None else max(i.counts) for t, i in zip((query, key), inside, strict=True))
@@ -68,7 +69,7 @@ _SEEN: list[list[Seen]] = []
 
 @contextmanager
 def watching() -> Iterator[list[Seen]]:
-    """While it lasts, every attention of cut positions is noted in the list."""
+    """Context: yields a list to which every attention of cut positions inside is added."""
     _SEEN.append([])
     try:
         yield _SEEN[-1]
@@ -77,7 +78,7 @@ def watching() -> Iterator[list[Seen]]:
 
 
 def explained(seen: Sequence[Seen]) -> list[str]:
-    """For people: the routes that a forward's attention takes, with their bytes beside those of the other route."""
+    """Returns a line of text for each route that attention took: elements received there, and by the other route."""
     counts = Counter((s.axis.name, s.axis.size, s.heads, s.elements) for s in seen)
     said = []
     for (name, size, heads, (here, there)), count in counts.items():
@@ -126,6 +127,17 @@ def attend(
     return ring_attention(query, key, value, attn_mask, axis, is_causal=is_causal, scale=scale)
 
 
+def _refuse_few_heads(query: torch.Tensor, axis: Axis) -> None:
+    """Raises `Uncut`, on all ranks alike, where heads that tp has cut are too few to be dealt over `axis` again."""
+    beside = [part.axis for part in _levels(query) if part.dim_cut == HEADS and not part.axis.positions]
+    heads, ranks = query.shape[HEADS], math.prod(each.size for each in (axis, *beside))
+    if beside and heads < ranks:
+        raise Uncut(
+            f"attention by heads: {heads} heads are dealt over {' x '.join(f'{a.name}={a.size}' for a in (axis, *beside))}"
+            ", and every rank needs one: use fewer ranks, or cp without dropout in attention, which goes around a ring"
+        )
+
+
 def _by_heads(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, axis: Axis,
     options: dict[str, Any],
@@ -135,6 +147,7 @@ def _by_heads(
     assert part is not None
     if query.shape[HEADS] < axis.size and len(_positions(query)) > 1:
         return _of_own_queries(query, key, value, mask, axis, options)
+    _refuse_few_heads(query, axis)
     each = query.shape[HEADS] // key.shape[HEADS]
     inside = _heads_inside(key, axis)
     few = min(key.shape[HEADS] if inside is None else min(inside.counts), key.shape[HEADS]) < axis.size

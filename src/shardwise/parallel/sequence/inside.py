@@ -1,0 +1,130 @@
+"""`Inside`: cuts a sequence whose length is born inside the module, from its first repeated block to the last.
+
+    pictures -> patches (B, S, E), whole  |  blocks on shares (B, S/p, E)  |  (B, S, E), whole -> loss
+    backward                   gathered  <|                                |<  shares taken
+
+Before and behind the blocks every rank computes all, and the loss counts once. Elements received by a rank: where the
+blocks end B S E (p-1)/p in a forward, and where they begin as many in a backward.
+
+What this does not do: cut where blocks are given something else than (B, S, E) as their first tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from shardwise.comm import Axis
+from shardwise.errors import InputError
+from shardwise.part import Owners, Part, plain, whole
+from shardwise.part.crossing import Cuts, put_together, share_under
+
+DIM = 1  # of (B, S, E)
+
+
+@dataclass(frozen=True)
+class Inside:
+    """Cuts what the first of some blocks is given, and joins what the last one returns.
+
+    first, last  paths of the blocks
+    axes         over which positions are cut, outermost first
+    least        indices that every rank must have
+    """
+
+    first: str
+    last: str
+    axes: tuple[Axis, ...]
+    least: int = 1
+
+    def install(self, module: nn.Module) -> Callable[[], None]:
+        """Let the module's blocks run on shares from now on. Returns what undoes it."""
+        entry = module.get_submodule(self.first).register_forward_pre_hook(self._enter, with_kwargs=True)
+        end = module.get_submodule(self.last).register_forward_hook(self._leave)
+
+        def undo() -> None:
+            entry.remove()
+            end.remove()
+
+        return undo
+
+    def over(self, swap: Callable[[Axis], Axis]) -> Inside:
+        """The same cut over other axes."""
+        return replace(self, axes=tuple(map(swap, self.axes)))
+
+    def told(self) -> str:
+        """One line for the user."""
+        axes, ranks = " x ".join(f"{a.name}={a.size}" for a in self.axes), math.prod(a.size for a in self.axes)
+        return (
+            f"{axes} cuts the sequence that '{self.first}' is given along dim {DIM}, until '{self.last}' has run: its "
+            f"length is born inside the module. Before and behind, every rank computes all; a rank receives "
+            f"{ranks - 1}/{ranks} of (B, S, E) once in a forward and once in a backward"
+        )
+
+    def _enter(self, block: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        leaves, spec = tree_flatten((args, kwargs))
+        place = next((i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)), None)
+        if place is None or leaves[place].dim() != 3 or not leaves[place].is_floating_point():
+            raise InputError(f"'{self.first}' is not given (B, S, E) first, so its positions cannot be cut")
+        if not (isinstance(leaves[place], Part) and leaves[place].axis.positions):  # a block that runs again has shares
+            leaves[place] = _Shares.apply(whole(leaves[place]), self._cuts(leaves[place].shape[DIM]), self.axes)
+        return tree_unflatten(leaves, spec)
+
+    def _leave(self, block: nn.Module, args: tuple, output: Any) -> Any:
+        return tree_map_only(torch.Tensor, self._joined, output)
+
+    def _joined(self, tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, Part) and tensor.axis is self.axes[0] and tensor.dim_cut == DIM:
+            return _Joined.apply(tensor, self._cuts(tensor.shape[DIM]), self.axes)
+        return whole(tensor)
+
+    def _cuts(self, size: int) -> Cuts:
+        """How `size` positions are dealt over the axes, in blocks."""
+        cuts, smallest = [], size
+        for axis in self.axes:
+            owners = Owners.blocks(size, axis.size)
+            cuts.append((axis.name, DIM, owners))
+            size, smallest = owners.counts[axis.index], smallest // axis.size
+        if smallest < self.least:
+            raise InputError(f"'{self.first}' is given too few positions for {' x '.join(a.name for a in self.axes)}")
+        return tuple(cuts)
+
+
+def insides(blocks: Sequence[str], axes: tuple[Axis, ...], least: int) -> Iterator[Inside]:
+    """For each list of blocks beside each other, its first and its last one."""
+    beside: dict[str, list[str]] = {}
+    for path in blocks:
+        beside.setdefault(path.rpartition(".")[0], []).append(path)
+    for paths in beside.values():
+        if len(paths) > 1:
+            yield Inside(paths[0], paths[-1], axes, least)
+
+
+class _Shares(torch.autograd.Function):
+    """A tensor that every rank has, as shares; its gradient is whole again."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, cuts: Cuts, axes: tuple[Axis, ...]) -> torch.Tensor:
+        return put_together(share_under(tensor.detach(), cuts, axes).contiguous(), cuts, axes)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor):
+        return plain(gradient), None, None
+
+
+class _Joined(torch.autograd.Function):
+    """The adjoint: shares as a tensor that every rank has, of whose gradient each takes its share."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, cuts: Cuts, axes: tuple[Axis, ...]) -> torch.Tensor:
+        ctx.cut = cuts, axes
+        return plain(tensor.detach())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor):
+        return put_together(share_under(gradient, *ctx.cut).contiguous(), *ctx.cut), None, None

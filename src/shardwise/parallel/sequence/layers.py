@@ -1,0 +1,130 @@
+"""Queries, keys and values as a ring's axis and one axis further in cut them, taken apart and put together again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from shardwise.comm import Axis
+from shardwise.part import Owners, Part, Sum, Uncut
+from shardwise.part.levels import Distributed
+from shardwise.part.tensor import gather, share_of
+
+HEADS, POSITIONS = 1, 2  # of queries, keys and values (B, H, S, D)
+
+
+@dataclass(frozen=True)
+class Layers:
+    """A tensor as it is from `axis` on: cut over it (or not), and over at most one axis further in; its payload."""
+
+    part: Part | None  # over the ring's axis
+    inner: Part | None  # over an axis further in
+    axis: Axis
+    payload: torch.Tensor
+
+    def like(self, payload: torch.Tensor) -> torch.Tensor:
+        """Another payload, distributed alike."""
+        local = payload if self.inner is None else self.inner.with_local(payload)
+        return local if self.part is None else self.part.with_local(local)
+
+    def gradient(self, payload: torch.Tensor, queries: Layers) -> torch.Tensor:
+        """The gradient of keys or values: where they are whole and the queries cut, every rank has a summand."""
+        local = payload
+        if self.inner is not None:
+            local = self.inner.with_local(payload)
+        elif queries.inner is not None:
+            local = Sum(payload, queries.inner.axis, spread=False)
+        return Sum(local, self.axis) if self.part is None else self.part.with_local(local)
+
+    def share(self, gradient: torch.Tensor) -> torch.Tensor:
+        """This rank's payload of a gradient, however it is dealt. Collective where it is dealt otherwise."""
+        assert self.part is not None
+        local = share_of(gradient, POSITIONS, self.part.owners, self.axis)
+        if self.inner is not None:
+            local = share_of(local, self.inner.dim_cut, self.inner.owners, self.inner.axis)
+        elif isinstance(local, Distributed):
+            raise Uncut(f"a gradient that is cut over {local.axis.name}, where attention's output was not")
+        return local.contiguous()
+
+
+def from_axis(tensor: torch.Tensor, axis: Axis) -> Layers:
+    """Takes a tensor apart; the axis must be its outermost."""
+    part = inner = None
+    tensor = tensor.detach()
+    if isinstance(tensor, Distributed):
+        tensor = tensor.settled()
+    if isinstance(tensor, Part) and tensor.axis is axis:
+        part, tensor = tensor, tensor.local
+        if part.dim_cut != POSITIONS:
+            raise Uncut(f"ring attention over {axis.name} of tensors that it cuts along dim {part.dim_cut}")
+    if isinstance(tensor, Distributed):
+        tensor = tensor.settled()
+    if isinstance(tensor, Part):
+        inner, tensor = tensor, tensor.local
+        if inner.soft:
+            tensor, inner = gather(inner), None
+        elif inner.dim_cut != HEADS or isinstance(tensor, Distributed):
+            raise Uncut(f"ring attention of tensors that are cut over {inner.axis.name} along dim {inner.dim_cut}")
+    return Layers(part, inner, axis, tensor.contiguous())
+
+
+@dataclass(frozen=True)
+class HeadsHere:
+    """Which of the queries' heads (or samples) this rank has, where an axis further in cuts them."""
+
+    inner: Part | None
+
+    @classmethod
+    def of(cls, queries: Layers) -> HeadsHere:
+        return cls(queries.inner)
+
+    def mask(self, mask: torch.Tensor | None) -> torch.Tensor | None:
+        """The mask (b, h, S, T) of this rank's heads."""
+        if mask is None:
+            return None
+        if isinstance(mask, Distributed):
+            raise Uncut("ring attention with a mask that is cut over an axis")
+        mask = mask.detach()
+        mask = mask.view(*([1] * (4 - mask.dim())), *mask.shape)
+        inner = self.inner
+        if inner is None or mask.shape[inner.dim_cut] == 1:
+            return mask
+        return inner.owners.take(mask, inner.dim_cut, inner.axis.index)
+
+    def mask_gradient(self, local: torch.Tensor, shape: torch.Size, axis: Axis) -> torch.Tensor:
+        """The gradient of a learned bias: each rank of the ring has that of its rows."""
+        inner = self.inner
+        if inner is None:
+            return Sum(local.view(shape), axis)
+        if local.shape[inner.dim_cut] == 1 and len(shape) + inner.dim_cut >= 4 and shape[inner.dim_cut - 4] == 1:
+            return Sum(Sum(local.view(shape), inner.axis, spread=False), axis)
+        dim = inner.dim_cut - (4 - len(shape))
+        return Sum(Part(local.view([*local.shape[4 - len(shape) :]]), dim, inner.owners, inner.axis), axis)
+
+
+def key_heads_read(q: Layers, k: Layers) -> torch.Tensor | None:
+    """The key head of each of this rank's queries, where that is not a fixed number of queries for each key."""
+    if q.inner is None or q.inner.dim_cut != HEADS:
+        return None
+    each = q.inner.shape[HEADS] // (k.inner.shape[HEADS] if k.inner is not None else k.payload.shape[HEADS])
+    places = [_places(q.inner.owners, k.inner, each, rank) for rank in range(q.inner.owners.ranks)]
+    if any(place is None for place in places):  # of any rank: all refuse alike
+        raise Uncut("attention of queries and keys whose heads are cut differently")
+    mine = places[q.inner.axis.index]
+    assert mine is not None
+    count = k.payload.shape[HEADS]
+    regular = count and len(mine) % count == 0
+    if regular and bool((mine == torch.arange(len(mine)) // (len(mine) // count)).all()):
+        return None
+    return mine
+
+
+def _places(queries: Owners, keys: Part | None, each: int, rank: int) -> torch.Tensor | None:
+    """Where a rank of an axis further in finds the key head of each of its queries; None where it lacks one."""
+    read = torch.from_numpy(queries.indices(rank)) // each
+    if keys is None:
+        return read
+    held = torch.from_numpy(keys.owners.indices(rank))
+    place = torch.searchsorted(held, read).clamp_(max=max(len(held) - 1, 0))
+    return place if len(held) and bool((held[place] == read).all()) else None

@@ -1,0 +1,207 @@
+"""Which runs of queries and keys meet in a ring, and what of a mask lies between them: the same on all ranks.
+
+A block of keys is split along the runs of indices that its rank owns, and so are queries. A pair of runs is empty by
+the mask (nothing is computed or sent), full, on the causal diagonal, or masked.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from shardwise.comm import Axis
+from shardwise.host import read, to_device
+from shardwise.part import Owners
+
+Range = tuple[int, int]
+At = Range | np.ndarray  # global indices: a range, or each of them
+MOST_PAIRS = 256  # of runs, of all ranks together, whose masks are looked at one by one
+
+
+@dataclass(frozen=True)
+class Call:
+    """What all ranks of a ring know of one attention."""
+
+    axis: Axis
+    queries: Owners
+    keys: Owners | None  # None: whole on every rank
+    key_count: int
+    is_causal: bool
+    scale: float
+    shapes: tuple[tuple[int, ...], ...]  # of this rank's keys and values
+    masked: bool = False
+    kinds: Mapping[tuple[Range, Range], str] | None = None  # of pairs of runs, as the mask says
+
+    @cached_property
+    def ways(self) -> tuple[tuple[int, ...], ...]:
+        """For each rank, the other ranks that read any of its keys, in the order in which these come to them."""
+        ranks = range(self.axis.size)
+        others = [[(source + hop) % len(ranks) for hop in ranks[1:]] for source in ranks]
+        return tuple(tuple(r for r in others[source] if reads_any(self, r, source)) for source in ranks)
+
+    def before(self, source: int) -> int | None:
+        """The rank from which this one gets a rank's keys; None where it needs none of them."""
+        way = (source, *self.ways[source])
+        return way[way.index(self.axis.index) - 1] if self.axis.index in way[1:] else None
+
+    def after(self, source: int) -> int | None:
+        """The rank to which this one sends them on."""
+        way = (source, *self.ways[source])
+        place = way.index(self.axis.index) + 1
+        return way[place] if place < len(way) else None
+
+
+def _ranges(owners: Owners | None, rank: int, size: int) -> list[tuple[Range, Range]]:
+    """(global range, range among the rank's own) of each run of indices that a rank owns."""
+    if owners is None:
+        return [((0, size), (0, size))] if size else []
+    found, place, start = [], 0, 0
+    for stop, who in zip(owners.stops.tolist(), owners.who.tolist(), strict=True):
+        if who == rank:
+            found.append(((start, stop), (place, place + stop - start)))
+            place += stop - start
+        start = stop
+    return found
+
+
+def pairs(call: Call, source: int, rank: int | None = None) -> Iterator[tuple[At, At, Range, Range, str]]:
+    """(queries, keys, their places here and in the block, kind) of runs of a rank and of `source` that meet.
+
+    kind  "full" | "diagonal" (causal, of one run) | "causal" (across the diagonal) | "masked"
+    """
+    rank = call.axis.index if rank is None else rank
+    queries = _ranges(call.queries, rank, call.queries.size)
+    keys = _ranges(call.keys, source, call.key_count)
+    if len(queries) * len(keys) > MOST_PAIRS and call.kinds is None:
+        yield from _at_once(call, source, rank)
+        return
+    for q, q_here in queries:
+        for k, k_here in keys:
+            kind = _kind(call, q, k)
+            if kind != "empty":
+                yield q, k, q_here, k_here, kind
+
+
+def _kind(call: Call, q: Range, k: Range) -> str:
+    if call.kinds is not None:
+        return call.kinds[q, k]
+    if not call.is_causal or k[1] - 1 <= q[0]:
+        return "masked" if call.masked else "full"
+    if k == q:
+        return "masked causal" if call.masked else "diagonal"
+    return "causal" if k[0] <= q[1] - 1 else "empty"
+
+
+def _at_once(call: Call, source: int, rank: int) -> Iterator[tuple[At, At, Range, Range, str]]:
+    """All runs of two ranks as one pair, where there are many."""
+    q = call.queries.indices(rank)
+    k = np.arange(call.key_count) if call.keys is None else call.keys.indices(source)
+    if len(q) and len(k) and not (call.is_causal and k[0] > q[-1]):
+        yield q, k, (0, len(q)), (0, len(k)), "causal" if call.is_causal else "masked" if call.masked else "full"
+
+
+def reads_any(call: Call, rank: int, source: int) -> bool:
+    """Whether a rank's queries may read any of a rank's keys."""
+    return next(pairs(call, source, rank), None) is not None
+
+
+class _Looked:
+    """The last mask that was looked at, and what was seen: the layers of a model are given the same."""
+
+    key: tuple | None = None
+    mask: weakref.ref | None = None
+    kinds: Mapping[tuple[Range, Range], str] | None = None
+
+
+def kinds_of(
+    given: torch.Tensor | None, mask: torch.Tensor | None, queries: Owners, keys: Owners | None, key_count: int,
+    is_causal: bool,
+) -> Mapping[tuple[Range, Range], str] | None:  # fmt: skip
+    """What the mask (b, h, S, T) says of each pair of runs of queries and keys; None where it is not looked at.
+
+    The mask is the same on all ranks of the ring, and so is the answer.
+    """
+    runs, others = list(_runs_of(queries, queries.size)), list(_runs_of(keys, key_count))
+    many = len(runs) * len(others) > MOST_PAIRS
+    if mask is None or given is None or is_causal or many or isinstance(mask, FakeTensor) or mask.is_meta:
+        return None
+    key = (given._version, queries, keys, mask.shape, mask.dtype)
+    if given.is_leaf and given.requires_grad:  # trained, and changed in ways that a version may not show
+        return _look(mask, runs, others)
+    if _Looked.key != key or _Looked.mask is None or _Looked.mask() is not given:
+        _Looked.key, _Looked.mask = key, weakref.ref(given)
+        _Looked.kinds = _look(mask, runs, others)
+    return _Looked.kinds
+
+
+def _look(mask: torch.Tensor, runs: list[Range], others: list[Range]) -> Mapping[tuple[Range, Range], str]:
+    holds = mask.dtype is torch.bool
+    allowed = mask if holds else mask != -torch.inf
+    found = []
+    pairs = [(q, k) for q in runs for k in others]
+    for q, k in pairs:
+        block = _block(allowed, q, k)
+        every = block.all() if holds else block.new_zeros(())
+        alike = holds and q == k and block.shape[-2:] == (q[1] - q[0],) * 2
+        diagonal = (block == torch.ones_like(block[0, 0]).tril()).all() if alike else block.new_zeros(())
+        found.append(torch.stack([block.any(), every, diagonal]))
+    table = read(torch.stack(found), "which blocks a mask leaves")
+    names = {pair: "empty" if not some else "full" if every else "diagonal" if diagonal else "masked"
+             for pair, (some, every, diagonal) in zip(pairs, table, strict=True)}  # fmt: skip
+    return names
+
+
+def _runs_of(owners: Owners | None, size: int) -> Iterator[Range]:
+    start = 0
+    for stop in owners.stops.tolist() if owners is not None else [size] * bool(size):
+        yield start, stop
+        start = stop
+
+
+def _block(mask: torch.Tensor, q: At, k: At) -> torch.Tensor:
+    """The rows `q` and columns `k` of a mask (.., S or 1, T or 1)."""
+    return _along(_along(mask, -2, q), -1, k)
+
+
+def _along(mask: torch.Tensor, dim: int, at: At) -> torch.Tensor:
+    if mask.shape[dim] == 1:
+        return mask
+    if isinstance(at, tuple):
+        return mask.narrow(dim, at[0], at[1] - at[0])
+    return mask.index_select(dim, to_device(at, mask.device))
+
+
+def _positions(at: At, device: torch.device) -> torch.Tensor:
+    return torch.arange(*at, device=device) if isinstance(at, tuple) else to_device(at, device)
+
+
+def bias_of(call: Call, mask: torch.Tensor | None, q: At, k: At, kind: str, device: torch.device) -> Any:
+    """The mask of one pair of runs; causality is in it where the pair lies across the diagonal."""
+    if kind in ("full", "diagonal"):
+        return None
+    part = None if mask is None else _block(mask, q, k)
+    if kind == "masked":
+        return part
+    allowed = _positions(q, device).unsqueeze(1) >= _positions(k, device)
+    if part is None:
+        return allowed
+    return part & allowed if part.dtype is torch.bool else torch.where(allowed, part, -torch.inf)
+
+
+def add_to_mask(dmask: torch.Tensor, ds: torch.Tensor, rows: At, columns: At) -> None:
+    """Adds the gradient of a block's scores to that of the mask's rows and columns that it read."""
+    shape = [ds.shape[dim] if dmask.shape[dim] != 1 else 1 for dim in range(ds.dim())]
+    found = ds.sum_to_size(shape)
+    if isinstance(rows, tuple) and isinstance(columns, tuple):
+        _block(dmask, rows, columns).add_(found)
+        return
+    at = [_positions(one, dmask.device) if dmask.shape[dim] != 1 else torch.zeros(1, dtype=torch.int64)
+          for dim, one in ((-2, rows), (-1, columns))]  # fmt: skip
+    dmask[..., at[0].unsqueeze(1), at[1]] += found

@@ -1,0 +1,120 @@
+"""Blocks of keys and values on their way around a ring, and sums of their gradients on their way home.
+
+A block goes from one rank that reads any of it to the next, past those that do not; the next one comes while the one
+at hand is computed. The sum of its gradients goes the same way, then to its owner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from shardwise.comm import Axis, Pending, receive, send
+from shardwise.parallel.sequence.kernels import wide
+from shardwise.parallel.sequence.layers import POSITIONS
+from shardwise.parallel.sequence.pairs import Call
+
+
+def blocks_passing(call: Call, mine: tuple[torch.Tensor, ...]) -> Iterator[tuple[int, tuple[torch.Tensor, ...]]]:
+    """(rank, its tensors) of this rank, then of those whose keys it reads; the next ones come while some are used."""
+    axis, me = call.axis, call.axis.index
+    if call.keys is None:
+        yield me, mine
+        return
+    held, sent = mine, _Sent(axis)
+    for step in range(axis.size):
+        source, coming = (me - step) % axis.size, (me - step - 1) % axis.size
+        if step == 0 or call.before(source) is not None:
+            sent.add(held, call.after(source), _KEYS, source)
+        arriving = None
+        if step + 1 < axis.size and call.before(coming) is not None:
+            arriving = _Arriving(call, coming, mine, call.before(coming), _KEYS)
+        if step == 0 or call.before(source) is not None:
+            yield source, held
+        held = arriving.found() if arriving is not None else ()
+    sent.wait()
+
+
+def gradients_around(call: Call, mine: tuple[torch.Tensor, ...], block: Any) -> tuple[torch.Tensor, ...]:
+    """Gradients of this rank's tensors, summed over the ranks that used them: sums travel with their block.
+
+    The sum of a block begins at the first rank that it comes to, and goes to its owner from the last one.
+    """
+    axis, me = call.axis, call.axis.index
+    if call.keys is None:
+        return block(me, *mine)
+    like = tuple(tensor.new_empty(0, dtype=wide(tensor.dtype)) for tensor in mine)
+    own: tuple[torch.Tensor, ...] = ()
+    sent = _Sent(axis)
+    sums: dict[int, _Arriving] = {}  # what other ranks have summed of the next block, on its way
+    for source, held in blocks_passing(call, mine):
+        found = block(source, *held)
+        if source in sums:
+            found = tuple(a + b for a, b in zip(sums.pop(source).found(), found, strict=True))
+        if source == me:
+            own = found  # stays here
+        else:
+            after = call.after(source)
+            sent.add(found, source if after is None else after, _SUMS, source)
+        coming = (source - 1) % axis.size
+        while coming != me and call.before(coming) is None:
+            coming = (coming - 1) % axis.size
+        before = call.before(coming)
+        if before is not None and before != coming:
+            sums[coming] = _Arriving(call, coming, like, before, _SUMS)
+    if call.ways[me]:
+        home = _Arriving(call, me, like, call.ways[me][-1], _SUMS).found()
+        own = tuple(a + b for a, b in zip(own, home, strict=True))
+    sent.wait()
+    return own
+
+
+def _shapes(shapes: tuple[tuple[int, ...], ...], positions: int) -> list[list[int]]:
+    return [[positions if d == POSITIONS else n for d, n in enumerate(shape)] for shape in shapes]
+
+
+_KEYS, _SUMS = 0, 2  # kinds of messages, of two tensors each
+
+
+class _Sent:
+    """Tensors on their way to other ranks, kept until they have left."""
+
+    def __init__(self, axis: Axis):
+        self.axis = axis
+        self.pending: list[tuple[Pending, torch.Tensor]] = []
+
+    def add(self, tensors: tuple[torch.Tensor, ...], to: int | None, kind: int, source: int) -> None:
+        """Send what is of the block of `source`."""
+        self.pending = [(p, t) for p, t in self.pending if p.work is not None and not p.work.is_completed()]
+        for place, tensor in enumerate(tensors if to is not None else ()):
+            if tensor.numel() and to is not None:
+                out = tensor.contiguous()
+                self.pending.append((send(out, self.axis, to, "ring", 4 * source + kind + place), out))
+
+    def wait(self) -> None:
+        """Until everything has left."""
+        for pending, _ in self.pending:
+            pending.wait()
+        self.pending.clear()
+
+
+class _Arriving:
+    """What is of the block of `source`, on its way here."""
+
+    def __init__(self, call: Call, source: int, like: tuple[torch.Tensor, ...], sender: int | None, kind: int):
+        assert call.keys is not None and sender is not None
+        shapes = _shapes(call.shapes, call.keys.counts[source])
+        self.tensors = tuple(t.new_empty(shape) for t, shape in zip(like, shapes, strict=True))
+        self.pending = [
+            receive(into, call.axis, sender, "ring", 4 * source + kind + place)
+            for place, into in enumerate(self.tensors)
+            if into.numel()
+        ]
+
+    def found(self) -> tuple[torch.Tensor, ...]:
+        """It. Waits."""
+        for pending in self.pending:
+            pending.wait()
+        return self.tensors
