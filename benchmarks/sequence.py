@@ -1,0 +1,172 @@
+"""One causal attention whose positions are cut over two ranks, and the memory of a decoder over one, two and four.
+
+    python benchmarks/sequence.py                  # speed, under two minutes
+    python benchmarks/sequence.py --memory         # peak live bytes of a step, remat=full
+
+Speed: forward and backward of (1, H, S, D), float32, ranks of one thread each. Three ways take turns, so that whatever
+else runs on the machine meets them alike; a figure is the median of the ratios of neighbours, each the slower rank's.
+
+    overlap     the ring as it is: the next block comes while the one at hand is computed
+    waiting     the same, but a block is waited for before anything is computed
+    whole       one process with one thread computes all; half of its time is what two ranks could reach at best
+
+What this does not do: compare with torch's own ring, which has no causal kernel on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from shardwise import Task, parallelize
+from shardwise.layout import Plan
+from shardwise.memory.live import LiveBytes
+from shardwise.mesh import build_mesh
+from shardwise.models.decoder import Decoder, DecoderConfig
+from shardwise.parallel.sequence import passing
+from shardwise.part import Owners, to_part
+from shardwise.ranks import launch
+
+HEADS, EACH, RANKS = 4, 32, 2
+
+
+@contextmanager
+def waiting() -> Iterator[None]:
+    """Context: blocks are waited for as soon as they are asked for."""
+    before = passing._Arriving.__init__
+
+    def wait_at_once(self: Any, *args: Any, **kwargs: Any) -> None:
+        before(self, *args, **kwargs)
+        self.found()
+        self.pending.clear()
+
+    passing._Arriving.__init__ = wait_at_once  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        passing._Arriving.__init__ = before  # type: ignore[method-assign]
+
+
+def attention(given: list[torch.Tensor]) -> None:
+    """Causal attention, forward and backward."""
+    out = F.scaled_dot_product_attention(*given, is_causal=True)
+    torch.autograd.grad(out, given, out.detach())
+
+
+def timed(run: Callable[[], None]) -> float:
+    """Seconds that the slower rank takes."""
+    dist.barrier()
+    start = time.perf_counter()
+    run()
+    took = torch.tensor([time.perf_counter() - start])
+    dist.all_reduce(took, dist.ReduceOp.MAX)
+    return float(took)
+
+
+def speed(length: int, pairs: int) -> list[tuple[float, float, float]]:
+    """(overlap, waiting, whole) seconds of each round; `whole` is run by rank 0 alone."""
+    torch.set_num_threads(1)
+    axis = build_mesh(Plan(cp=RANKS), torch.device("cpu")).inner[0]
+    owners = Owners.zigzag(length, RANKS)
+    whole = [torch.randn(1, HEADS, length, EACH, requires_grad=True) for _ in range(3)]
+    shares = [owners.take(t.detach(), 2, axis.index).contiguous().requires_grad_() for t in whole]
+    cut = [to_part(share, 2, owners, axis) for share in shares]
+
+    def ring() -> None:
+        attention(cut)
+
+    def ring_waiting() -> None:
+        with waiting():
+            attention(cut)
+
+    def alone() -> None:
+        if axis.index == 0:
+            attention(whole)
+
+    ways = [ring, ring_waiting, alone]
+    found = []
+    for turn in range(-1, pairs):
+        order = ways if turn % 2 else ways[::-1]
+        times = {way: timed(way) for way in order}
+        if turn >= 0:
+            found.append(tuple(times[way] for way in ways))
+    return found
+
+
+def text(step: int, length: int) -> dict[str, torch.Tensor]:
+    """One sample."""
+    return {"tokens": torch.randint(64, (1, length), generator=torch.Generator().manual_seed(step))}
+
+
+def summed(logits: torch.Tensor, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+    """The loss of the next token."""
+    target = batch["tokens"][:, 1:]
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), target.flatten(), reduction="sum"), target.numel()
+
+
+def decoder(length: int) -> Task:
+    """A small decoder of long samples."""
+    config = DecoderConfig(vocab=64, hidden=32, layers=2, heads=1, kv_heads=1, intermediate=96, context=length)
+    return Task(model=partial(Decoder, config), batch=partial(text, length=length), loss=summed,
+                inputs=lambda batch: ((batch["tokens"],), {}),
+                optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1))  # fmt: skip
+
+
+def peak(length: int, plan: str) -> int:
+    """Most live bytes of this rank in a step, beyond what is live between steps."""
+    torch.set_num_threads(1)
+    task = decoder(length)
+    engine = parallelize(task, plan, check_loss=False)
+    assert task.batch is not None
+    batch = task.batch(0)
+    engine.step(batch)
+    with LiveBytes() as live:
+        engine.step(batch)
+    engine.close()
+    return live.peak
+
+
+def show_memory(lengths: list[int]) -> None:
+    """Peaks, and what grows with the length for each position, times the ranks."""
+    plans = {1: "remat=full", 2: "cp=2,remat=full", 4: "cp=4,remat=full"}
+    found = {}
+    print("| ranks | " + " | ".join(f"S = {n:,}" for n in lengths) + " | bytes for a position x ranks |")
+    print("|---:|" + "---:|" * (len(lengths) + 1))
+    for ranks, plan in plans.items():
+        found[ranks] = [max(launch(peak, ranks, (n, plan))) for n in lengths]
+        each = (found[ranks][-1] - found[ranks][0]) / (lengths[-1] - lengths[0]) * ranks
+        print(f"| {ranks} | " + " | ".join(f"{n / 2**20:.2f} MiB" for n in found[ranks]) + f" | {each:.0f} |")
+
+
+def show_speed(lengths: list[int], pairs: int) -> None:
+    """Medians of ratios."""
+    print("| S | overlap / waiting | overlap / (whole / 2) | rounds |")
+    print("|---:|---:|---:|---:|")
+    for length in lengths:
+        times = launch(speed, RANKS, (length, pairs))[0]
+        overlap = statistics.median(a / b for a, b, _ in times)
+        scaled = statistics.median(2 * a / c for a, _, c in times)
+        print(f"| {length:,} | {overlap:.3f} | {scaled:.3f} | {pairs} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--memory", action="store_true", help="peak live bytes in the place of speed")
+    parser.add_argument("--lengths", default="", help="with commas between")
+    parser.add_argument("--pairs", type=int, default=9)
+    options = parser.parse_args()
+    lengths = [int(n) for n in options.lengths.split(",") if n] or [8192, 16384]
+    show_memory(lengths) if options.memory else show_speed(lengths, options.pairs)
+
+
+if __name__ == "__main__":
+    main()
