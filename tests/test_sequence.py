@@ -376,7 +376,7 @@ def test_what_mixes_positions_in_a_way_unknown_is_refused(pool) -> None:
 
 @pytest.mark.parametrize(
     ("task", "plan"),
-    [("running_sums", "cp=2"), ("running_sums", "cp=2,cp_ulysses=2"), ("running_sums", "cp=3"), ("recurrent", "cp=2")],
+    [("running_sums", "cp=2"), ("running_sums", "cp_ulysses=3"), ("recurrent", "cp=2")],
 )
 def test_a_gated_recurrence_along_a_cut_sequence_equals_one_process(pool, task: str, plan: str) -> None:
     found = verify(f"sequence_tasks:{task}", plan, pool=pool)

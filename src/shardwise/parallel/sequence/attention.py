@@ -132,9 +132,10 @@ def _refuse_few_heads(query: torch.Tensor, axis: Axis) -> None:
     beside = [part.axis for part in _levels(query) if part.dim_cut == HEADS and not part.axis.positions]
     heads, ranks = query.shape[HEADS], math.prod(each.size for each in (axis, *beside))
     if beside and heads < ranks:
+        told = " x ".join(f"{each.name}={each.size}" for each in (axis, *beside))
         raise Uncut(
-            f"attention by heads: {heads} heads are dealt over {' x '.join(f'{a.name}={a.size}' for a in (axis, *beside))}"
-            ", and every rank needs one: use fewer ranks, or cp without dropout in attention, which goes around a ring"
+            f"attention by heads: {heads} heads are dealt over {told}, and every rank needs one: use fewer ranks, "
+            "or cp without dropout in attention, which goes around a ring"
         )
 
 
