@@ -43,13 +43,14 @@ class _Standardised(torch.autograd.Function):
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         mean = _total(wide.sum(dims, True), axes) / count
         centred = wide - mean
+        del wide
         var = _total(centred.square().sum(dims, True), axes) / count
         rstd = torch.rsqrt(var + eps)
-        y = centred * rstd
+        y = centred.mul_(rstd)  # a tile is large: what has been used is written over
         if weight is not None:
-            y = y * weight
+            y.mul_(weight)
         if bias is not None:
-            y = y + bias
+            y.add_(bias)
         ctx.save_for_backward(x, weight, bias, mean, rstd)
         ctx.over = dims, axes, count
         ctx.mark_non_differentiable(mean, var)
@@ -60,15 +61,17 @@ class _Standardised(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor, *unused: Any):
         (x, weight, bias, mean, rstd), (dims, axes, count) = ctx.saved_tensors, ctx.over
         gradient = gradient.to(mean.dtype)
-        normal = (x.to(mean.dtype) - mean) * rstd
+        normal = (x.to(mean.dtype) - mean).mul_(rstd)
         dw = None if weight is None else (gradient * normal).sum_to_size(weight.shape).to(weight.dtype)
         db = None if bias is None else gradient.sum_to_size(bias.shape).to(bias.dtype)
         if not ctx.needs_input_grad[0]:
             return None, dw, db, None, None, None, None
         inner = gradient if weight is None else gradient * weight
+        del gradient
         sums = torch.stack([inner.sum(dims, True), (inner * normal).sum(dims, True)])
         first, second = (_total(sums, axes) / count).unbind(0)
-        dx = (inner - first - normal * second) * rstd
+        dx = inner - first if weight is None else inner.sub_(first)
+        dx = dx.sub_(normal.mul_(second)).mul_(rstd)
         return dx.to(x.dtype), dw, db, None, None, None, None
 
 
