@@ -20,10 +20,10 @@ from forecast_bubbles import bubble
 from forecast_ranking import Timed, ranked, tau
 from forecast_rows import Case, Row, Skip, case_of
 
-from shardwise.costs.block import Block
+from shardwise.costs.block import BlockCosts
 from shardwise.errors import ShardwiseError
 from shardwise.simulator import Forecast, simulate
-from shardwise.simulator.parts import GAPS, Step
+from shardwise.simulator.parts import GAPS, StepContext
 
 # files of a folder that are not runs, and what is made of them
 FACTS = {
@@ -84,8 +84,8 @@ class Score:
 def predict(case: Case) -> tuple[float, Forecast | None]:
     """Seconds, and the forecast of a whole step."""
     if case.one_layer:
-        step = Step(case.shape, case.layout, case.cluster, case.software)
-        layer = step.timed(Block(case.shape, case.layout, case.software, step.kernels).layer())
+        step = StepContext(case.shape, case.layout, case.cluster, case.software)
+        layer = step.timed(BlockCosts(case.shape, case.layout, case.software, step.kernels).layer())
         return layer.forward + layer.backward + layer.weight, None
     tried = [case.layout]
     if case.open_micro_batch:

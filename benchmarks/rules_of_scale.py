@@ -10,7 +10,7 @@ from shardwise.costs.layout import Layout
 from shardwise.costs.memory import CONTEXT_BYTES
 from shardwise.costs.shapes import Shape
 from shardwise.costs.software import software
-from shardwise.costs.wire import Group, Wire
+from shardwise.costs.wire import RankGroup, Wire
 from shardwise.errors import InputError
 from shardwise.planner import Constraints, Search
 from shardwise.planner.candidates import HEADROOM
@@ -122,7 +122,7 @@ def links() -> Iterator[Row]:
     )  # fmt: skip
     size = 2.0 * 7e9
     ratio = [
-        Wire(Cluster.parse(f"4x8 {DEVICE}, {link}")).collective("all_reduce", Group(32), size)
+        Wire(Cluster.parse(f"4x8 {DEVICE}, {link}")).collective("all_reduce", RankGroup(32), size)
         for link in ("eth-25", "ib-400")
     ]
     yield (

@@ -21,7 +21,7 @@ from shardwise.costs.layout import Layout
 from shardwise.costs.memory import layer_activations, states
 from shardwise.costs.shapes import Shape
 from shardwise.costs.software import STATES, Software, software
-from shardwise.costs.wire import Group, Wire
+from shardwise.costs.wire import RankGroup, Wire
 from shardwise.layout.schedules import Times, make_schedule
 from shardwise.simulator import simulate
 from shardwise.simulator.pipeline import play
@@ -130,7 +130,7 @@ def wires() -> Iterator[Row]:
     for rate, quoted, link in ((900, "0.31 s", "nvlink"), (50, "5.6 s on 1,024 GPUs", "ib-400")):
         text = "8 h100-sxm-80gb" if link == "nvlink" else "128x8 h100-sxm-80gb, ib-400"
         ranks = 8 if link == "nvlink" else 1024
-        ours = Wire(Cluster.parse(text)).collective("all_reduce", Group(ranks, 1), size)
+        ours = Wire(Cluster.parse(text)).collective("all_reduce", RankGroup(ranks, 1), size)
         why = (
             "900 GB/s is both directions together; NCCL reaches 445 GB/s each way"
             if rate == 900
@@ -138,9 +138,9 @@ def wires() -> Iterator[Row]:
         )
         yield f"... in {quoted} at {rate} GB/s", "280 GB over the rate", f"{ours:.2f} s over {link}", why
     wire = Wire(Cluster.parse("8x8 h100-sxm-80gb, ib-400"))
-    whole = wire.collective("all_gather", Group(64, 1), size)
-    hybrid = wire.collective("all_gather", Group(8, 1), size)
-    rest = wire.collective("all_reduce", Group(8, 8), 2 * size / 8)
+    whole = wire.collective("all_gather", RankGroup(64, 1), size)
+    hybrid = wire.collective("all_gather", RankGroup(8, 1), size)
+    rest = wire.collective("all_reduce", RankGroup(8, 8), 2 * size / 8)
     yield (
         "hybrid sharding beats full sharding over slow links",
         "no figure",
@@ -264,7 +264,7 @@ def costs() -> Iterator[Row]:
     for count in (1, 4):
         layout = base.with_(n_micro=count)
         parameters = shape.parameters
-        whole = Wire(machine).collective("all_reduce", Group(16, 1), 4.0 * parameters)
+        whole = Wire(machine).collective("all_reduce", RankGroup(16, 1), 4.0 * parameters)
         left = simulate(shape, layout, machine, soft).exposed["data"]
         shown.append(f"{max(0.0, 1 - left / whole):.0%}")
     yield (

@@ -15,14 +15,14 @@ from shardwise.costs.layout import Layout
 from shardwise.costs.memory import layer_activations, stage_parameters, states
 from shardwise.costs.shapes import Shape
 from shardwise.costs.software import STATES, software
-from shardwise.costs.wire import Group, Wire
+from shardwise.costs.wire import RankGroup, Wire
 from shardwise.errors import InputError
 from shardwise.layout.schedules import Times, make_schedule
 from shardwise.measure.machine import attention_times
 from shardwise.models import tasks
 from shardwise.planner.door import simulate as forecast_of_task
 from shardwise.simulator import simulate
-from shardwise.simulator.events import Op, run
+from shardwise.simulator.events import Work, run
 from shardwise.simulator.pipeline import play, play_all, schedule
 from shardwise.simulator.quick import Estimator
 
@@ -83,24 +83,24 @@ def test_parameters_of_stages_add_up() -> None:
 
 def test_a_group_that_leaves_the_node_is_slower_and_says_formula() -> None:
     wire = Wire(Cluster.parse("2x8 h100-sxm-80gb, ib-400"))
-    inside = wire.collective("all_gather", Group(8, 1), 2**30)
-    across = wire.collective("all_gather", Group(16, 1), 2**30)
-    one_each = wire.collective("all_gather", Group(2, 8), 2**30)
+    inside = wire.collective("all_gather", RankGroup(8, 1), 2**30)
+    across = wire.collective("all_gather", RankGroup(16, 1), 2**30)
+    one_each = wire.collective("all_gather", RankGroup(2, 8), 2**30)
     assert inside < across < one_each
-    assert wire.basis("all_gather", Group(8, 1)).startswith("measured")
-    assert wire.basis("all_gather", Group(16, 1)).startswith("formula")
+    assert wire.basis("all_gather", RankGroup(8, 1)).startswith("measured")
+    assert wire.basis("all_gather", RankGroup(16, 1)).startswith("formula")
 
 
 def test_a_group_that_nodes_split_unevenly_is_as_slow_as_its_fewest_ports() -> None:
     """12 ranks over nodes of 8: 8 and 4, then 4 and 8; only 4 ports take part on one side."""
     wire = Wire(Cluster.parse("3x8 h100-sxm-80gb, ib-400"), 24)
-    assert wire.inside(Group(12)) == 4 and wire.tier(Group(12)) == 1
-    assert wire.inside(Group(16)) == 8
-    uneven, even = (wire.collective("all_gather", Group(size), 1e9) for size in (12, 16))
+    assert wire.inside(RankGroup(12)) == 4 and wire.tier(RankGroup(12)) == 1
+    assert wire.inside(RankGroup(16)) == 8
+    uneven, even = (wire.collective("all_gather", RankGroup(size), 1e9) for size in (12, 16))
     assert uneven > 1.6 * even, "though it has fewer ranks"
-    assert wire.tier(Group(3)) == 1, "the third of them has ranks on both sides of a border"
-    assert Wire(wire.cluster, 6).tier(Group(3)) == 0, "no border is met by six ranks"
-    assert wire.tier(Group(4, 2)) == 0 and wire.inside(Group(6, 4)) == 2
+    assert wire.tier(RankGroup(3)) == 1, "the third of them has ranks on both sides of a border"
+    assert Wire(wire.cluster, 6).tier(RankGroup(3)) == 0, "no border is met by six ranks"
+    assert wire.tier(RankGroup(4, 2)) == 0 and wire.inside(RankGroup(6, 4)) == 2
 
 
 def test_devices_that_share_ports_share_their_rate() -> None:
@@ -119,20 +119,25 @@ def test_messages_between_neighbours_cross_only_where_the_node_ends() -> None:
 
 
 def test_overlap_follows_from_dependencies() -> None:
-    ops = [Op("a", "compute", 2.0), Op("send", "link", 3.0, [0]), Op("b", "compute", 1.0), Op("c", "compute", 1.0, [1])]
+    ops = [
+        Work("a", "compute", 2.0),
+        Work("send", "link", 3.0, [0]),
+        Work("b", "compute", 1.0),
+        Work("c", "compute", 1.0, [1]),
+    ]
     assert run(ops, contention=0.0) == pytest.approx(6.0)
     assert ops[2].start == pytest.approx(2.0)
 
 
 def test_compute_is_slowed_beside_communication() -> None:
-    ops = [Op("a", "compute", 1.0), Op("x", "link", 10.0)]
+    ops = [Work("a", "compute", 1.0), Work("x", "link", 10.0)]
     run(ops, contention=0.5)
     assert ops[0].end == pytest.approx(1.5)
 
 
 def test_an_op_cannot_wait_for_a_later_one() -> None:
     with pytest.raises(ValueError, match="later"):
-        run([Op("a", "compute", 1.0, [1]), Op("b", "compute", 1.0)])
+        run([Work("a", "compute", 1.0, [1]), Work("b", "compute", 1.0)])
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zbh1", "zbh2", "interleaved1f1b", "zbv", "dualpipev"])
@@ -189,7 +194,7 @@ def test_a_pipeline_pays_for_what_zero_does_in_every_micro_batch(schedule: str) 
     name = "data-parallel communication"
     reduced = (two.parts[name] - one.parts[name]) / 15  # nothing hides, so each of the other micro-batches pays it
     parameters = stage_parameters(LLAMA, base, LLAMA.layers / 4, first=False, last=True)
-    once = Wire(cluster).collective("reduce_scatter", Group(4, 4), 4 * parameters["dense"])
+    once = Wire(cluster).collective("reduce_scatter", RankGroup(4, 4), 4 * parameters["dense"])
     assert reduced == pytest.approx(once, rel=0.1)
 
 

@@ -47,7 +47,7 @@ class Compared(Fake):
             Compared.remembered += 1
         return output
 
-    def _answer(self, answer: fake.Answer, tensors: list[FakeTensor]) -> Any:
+    def _answer(self, answer: fake.OpResult, tensors: list[FakeTensor]) -> Any:
         ANSWERED.append(1)
         return super()._answer(answer, tensors)
 

@@ -13,7 +13,7 @@ import torch
 
 from shardwise import Task, parallelize, verify
 from shardwise.data import FieldSource, Loader, Order
-from shardwise.data.gridfiles import Grid
+from shardwise.data.gridfiles import GridFiles
 from shardwise.errors import InputError
 from shardwise.ranks import RankPool
 
@@ -151,8 +151,8 @@ def test_files_of_a_series_are_one(tmp_path: Path, file: Path) -> None:
 def test_a_region_is_the_whole_cut_and_no_more_is_read(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     got, read = source(file, region=((1, 5), (0, 6))), []
     whole = got.read([0, 3])
-    plain = Grid._read
-    monkeypatch.setattr(Grid, "_read", lambda *a: read.append((a[2], plain(*a))) or read[-1][1])
+    plain = GridFiles._read
+    monkeypatch.setattr(GridFiles, "_read", lambda *a: read.append((a[2], plain(*a))) or read[-1][1])
     part = got.read([0, 3], ((1, 3), (2, 6)))
     for name, value in whole.items():
         assert torch.equal(part[name], value[..., 1:3, 2:6]), name

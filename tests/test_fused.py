@@ -17,7 +17,7 @@ from shardwise.memory.live import LiveBytes
 from shardwise.planner.door import layout_of
 from shardwise.planner.traced_task import traced_subject
 from shardwise.rehearsal.gpu_kernels import Fused
-from shardwise.rehearsal.op_counts import Count, Trace
+from shardwise.rehearsal.op_counts import Count, StepTrace
 from shardwise.rehearsal.step_trace import trace
 from shardwise.trace.fake import Fake
 
@@ -25,9 +25,9 @@ BATCH, HEADS, LENGTH, WIDTH = 2, 8, 512, 64
 SCORES = BATCH * HEADS * LENGTH * LENGTH  # elements
 
 
-def _attend(dtype: torch.dtype, mask: str, value: int, groups: int, dropout: float) -> tuple[Trace, int, list]:
+def _attend(dtype: torch.dtype, mask: str, value: int, groups: int, dropout: float) -> tuple[StepTrace, int, list]:
     """Forward and backward: what it did, the most live bytes, and shapes of output and gradients."""
-    seen, live = Trace(1), LiveBytes()
+    seen, live = StepTrace(1), LiveBytes()
     with Fake(), Fused():
         shapes = (HEADS, LENGTH, WIDTH), (HEADS // groups, LENGTH, WIDTH), (HEADS // groups, LENGTH, value)
         q, k, v = (torch.empty(BATCH, *shape, dtype=dtype, requires_grad=True) for shape in shapes)

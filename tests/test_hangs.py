@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from shardwise.comm import all_reduce, everybody
 from shardwise.errors import InputError, RunError
-from shardwise.guard.diagnose import Deadlines, Watch
+from shardwise.guard.diagnose import Deadlines, RankWatch
 from shardwise.guard.points import reach
-from shardwise.guard.records import RING, Reader, Record, key_of
+from shardwise.guard.records import RING, RankRecord, Reader, key_of
 from shardwise.ranks import RankEvent, RankPool, launch
 from shardwise.testing import faults
 from shardwise.testing.faults import Fault
@@ -272,8 +272,8 @@ def test_every_rank_and_step_that_hangs(kind: str) -> None:
 # --- records, without processes
 
 
-def written(path: Path, rank: int, key: str, ops: list[tuple[str, int]]) -> Record:
-    record = Record(path, rank, 3)
+def written(path: Path, rank: int, key: str, ops: list[tuple[str, int]]) -> RankRecord:
+    record = RankRecord(path, rank, 3)
     group = record.group(key)
     for op, elements in ops:
         record.issue(
@@ -310,7 +310,7 @@ def test_the_odd_one_of_three_is_named_and_nobody_before_a_second_look(tmp_path:
     key = key_of("data", "1#1", [0, 1, 2])
     same = [("all_reduce", 4)] * 3
     records = [written(tmp_path / str(rank), rank, key, same) for rank in range(3)]
-    watch = Watch({rank: Reader(tmp_path / str(rank)) for rank in range(3)}, Deadlines(100, 10, 100))
+    watch = RankWatch({rank: Reader(tmp_path / str(rank)) for rank in range(3)}, Deadlines(100, 10, 100))
     now = time.monotonic()
     assert watch.look(now) is None
     records[2].issue(0, records[2].text("all_gather"), 4, 0, 0, 0, 0)
@@ -325,13 +325,13 @@ def test_the_odd_one_of_three_is_named_and_nobody_before_a_second_look(tmp_path:
 def test_waits_for_one_that_waits_elsewhere_are_not_a_circle(tmp_path: Path) -> None:
     """0 waits for 1, who waits in a collective to which all of its ranks have come: it may go on."""
     first, second = key_of("data", "1#1", [0, 1]), key_of("tp", "2#1", [1, 2])
-    records = [Record(tmp_path / str(rank), rank, 3) for rank in range(3)]
+    records = [RankRecord(tmp_path / str(rank), rank, 3) for rank in range(3)]
     for rank, key in ((0, first), (1, second), (2, second)):
         group = records[rank].group(key)
         records[rank].waits(group, records[rank].issue(group, 0, 0, 0, 0, 0, 0))
     for record in records:
         record.phase("forward", 0)
-    watch = Watch({rank: Reader(tmp_path / str(rank)) for rank in range(3)}, Deadlines(100, 10, 100))
+    watch = RankWatch({rank: Reader(tmp_path / str(rank)) for rank in range(3)}, Deadlines(100, 10, 100))
     now = time.monotonic()
     assert watch.look(now) is None and watch.look(now) is None
     found = watch.look(now + 11)  # nobody else to blame: the collective itself

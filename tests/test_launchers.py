@@ -18,7 +18,7 @@ import pytest
 
 from shardwise.errors import InputError, RunError
 from shardwise.ranks import RankPool, launchers
-from shardwise.ranks.launchers import Place, find
+from shardwise.ranks.launchers import LaunchedPlace, find
 from shardwise.ranks.meet import Address, _file, meet
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "node0",
@@ -35,7 +35,7 @@ SRUN_ONE_HOST = SRUN | {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE"
 BATCH = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "12"}
 
 
-def numbers(place: Place | None) -> tuple | None:
+def numbers(place: LaunchedPlace | None) -> tuple | None:
     if place is None:
         return None
     return place.launcher, place.rank, place.world_size, place.local_rank, place.local_size, place.one_host
@@ -104,11 +104,11 @@ def test_a_master_that_somebody_set_is_taken() -> None:
 # --- the meeting, with threads for ranks: it knows nothing of processes
 
 
-def meeting(places: list[Place], timeout_s: float = 10.0) -> list:
+def meeting(places: list[LaunchedPlace], timeout_s: float = 10.0) -> list:
     """What each rank's meeting came to: a `Met`, or the error."""
     results: list = [None] * len(places)
 
-    def one(slot: int, place: Place) -> None:
+    def one(slot: int, place: LaunchedPlace) -> None:
         try:
             results[slot] = meet(place, timeout_s)
         except Exception as error:
@@ -123,8 +123,8 @@ def meeting(places: list[Place], timeout_s: float = 10.0) -> list:
     return results
 
 
-def places(ranks: list[int], size: int, job: str, **changes) -> list[Place]:
-    return [Place("OpenMPI", rank, size, job=job, names=("R", "S"), **changes) for rank in ranks]
+def places(ranks: list[int], size: int, job: str, **changes) -> list[LaunchedPlace]:
+    return [LaunchedPlace("OpenMPI", rank, size, job=job, names=("R", "S"), **changes) for rank in ranks]
 
 
 @pytest.fixture
@@ -189,7 +189,7 @@ def test_a_file_left_behind_is_passed_over(job: str) -> None:
 
 def test_a_launcher_without_a_job_id_says_what_to_do() -> None:
     with pytest.raises(InputError, match="MASTER_ADDR and MASTER_PORT"):
-        meet(Place("PMI", 0, 2), 1.0)
+        meet(LaunchedPlace("PMI", 0, 2), 1.0)
 
 
 def test_a_master_address_is_used_as_it_is(job: str) -> None:

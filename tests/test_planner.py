@@ -11,7 +11,7 @@ import pytest
 
 from shardwise.cluster import Cluster, model
 from shardwise.costs.layout import Layout, of_plan
-from shardwise.costs.memory import CONTEXT_BYTES, Ledger
+from shardwise.costs.memory import CONTEXT_BYTES, MemoryLedger
 from shardwise.costs.shapes import Shape
 from shardwise.costs.software import software
 from shardwise.errors import InputError
@@ -24,7 +24,7 @@ from shardwise.planner.proposal import Proposal, senseless
 from shardwise.planner.propose import _sorted as sorted_by_worth
 from shardwise.planner.subject import decoder
 from shardwise.planner.units import batch, count
-from shardwise.planner.worth import Job, job_lines
+from shardwise.planner.worth import JobCost, job_lines
 from shardwise.simulator.forecast import Forecast
 from shardwise.simulator.goodput import goodput, saved_bytes, stall_of
 
@@ -76,7 +76,7 @@ def test_every_proposal_is_a_plan_of_its_layout() -> None:
 
 def proposal(seconds: float, needed: float, **layout: object) -> Proposal:
     """One with a made-up forecast."""
-    ledger = Ledger({"all": (needed - CONTEXT_BYTES) / 1.03})
+    ledger = MemoryLedger({"all": (needed - CONTEXT_BYTES) / 1.03})
     made = Layout(**layout)
     return Proposal(
         plan_of(made, "bf16"), made, Forecast(seconds, {}, [ledger], 1.0, 1, 1, 1e9, 1e9), family(made)
@@ -299,9 +299,9 @@ def test_a_job_is_told_in_hours_and_cost_on_all_devices_and_on_fewer() -> None:
 
 def test_a_job_that_does_not_repay_its_start_says_so() -> None:
     found = search("llama-3.2-1b", "8 h100-sxm-80gb", 64, 2048)
-    told = "\n".join(job_lines([Job(found.best, 8, 10), Job(found.best, 1, 80)]))
+    told = "\n".join(job_lines([JobCost(found.best, 8, 10), JobCost(found.best, 1, 80)]))
     assert "not worth it: start-up is 9" in told
-    assert "not worth it" not in "\n".join(job_lines([Job(found.best, 8, 1e5), Job(found.best, 1, 8e5)]))
+    assert "not worth it" not in "\n".join(job_lines([JobCost(found.best, 8, 1e5), JobCost(found.best, 1, 8e5)]))
 
 
 def test_compare_puts_plans_side_by_side() -> None:

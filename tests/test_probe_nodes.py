@@ -21,7 +21,7 @@ import pytest
 from shardwise.cluster import Cluster, Figure, Tier
 from shardwise.costs.layout import of_plan
 from shardwise.costs.software import software
-from shardwise.costs.wire import Group, Wire
+from shardwise.costs.wire import RankGroup, Wire
 from shardwise.errors import InputError
 from shardwise.layout import Plan
 from shardwise.measure.between_nodes import groups
@@ -63,32 +63,32 @@ def test_a_group_that_was_measured_has_its_row(op: str) -> None:
     wire = Wire(probed())
     for nodes in (2, 4):
         for size in SIZES:
-            assert wire.collective(op, Group(nodes, 4), size) == pytest.approx(1e-6 * made_us(nodes, 1, size))
-            assert wire.collective(op, Group(4 * nodes, 1), size) == pytest.approx(1e-6 * made_us(nodes, 4, size))
-    assert wire.collective(op, Group(4, 1), 1024) < 1e-4, "inside a node nothing has changed"
-    assert wire.basis(op, Group(2, 4)) == "measured: network between 2 nodes, 1 rank(s) of each"
-    assert wire.basis(op, Group(4, 1)).startswith("measured: measured here")
+            assert wire.collective(op, RankGroup(nodes, 4), size) == pytest.approx(1e-6 * made_us(nodes, 1, size))
+            assert wire.collective(op, RankGroup(4 * nodes, 1), size) == pytest.approx(1e-6 * made_us(nodes, 4, size))
+    assert wire.collective(op, RankGroup(4, 1), 1024) < 1e-4, "inside a node nothing has changed"
+    assert wire.basis(op, RankGroup(2, 4)) == "measured: network between 2 nodes, 1 rank(s) of each"
+    assert wire.basis(op, RankGroup(4, 1)).startswith("measured: measured here")
 
 
 def test_between_the_rows_times_grow_with_bytes_and_with_nodes() -> None:
     wire = Wire(probed())
-    over_bytes = [wire.collective("all_reduce", Group(2, 4), size) for size in range(1024, 2**20, 2**15)]
+    over_bytes = [wire.collective("all_reduce", RankGroup(2, 4), size) for size in range(1024, 2**20, 2**15)]
     assert over_bytes == sorted(over_bytes)
-    over_nodes = [wire.collective("all_gather", Group(nodes, 4), 2**18) for nodes in (2, 3, 4)]
+    over_nodes = [wire.collective("all_gather", RankGroup(nodes, 4), 2**18) for nodes in (2, 3, 4)]
     assert over_nodes == sorted(over_nodes) and len(set(over_nodes)) == 3
-    over_ranks = [wire.collective("all_gather", Group(2 * each, 4 // each), 2**24) for each in (1, 2, 4)]
+    over_ranks = [wire.collective("all_gather", RankGroup(2 * each, 4 // each), 2**24) for each in (1, 2, 4)]
     assert over_ranks == sorted(over_ranks, reverse=True), "more ranks of a node, more of its links"
-    assert wire.basis("all_gather", Group(3, 4)).endswith(", read between 2 and 4 nodes")
-    assert wire.basis("all_gather", Group(4, 2)).endswith(", read between 1 and 4 rank(s) a node")
+    assert wire.basis("all_gather", RankGroup(3, 4)).endswith(", read between 2 and 4 nodes")
+    assert wire.basis("all_gather", RankGroup(4, 2)).endswith(", read between 1 and 4 rank(s) a node")
 
 
 def test_beyond_the_rows_the_nearest_is_scaled() -> None:
     wire = Wire(probed(nodes=16))
     for op in OPS:
-        four, eight, sixteen = (wire.collective(op, Group(nodes, 4), 2**20) for nodes in (4, 8, 16))
+        four, eight, sixteen = (wire.collective(op, RankGroup(nodes, 4), 2**20) for nodes in (4, 8, 16))
         assert four < eight < sixteen
-        assert wire.basis(op, Group(16, 4)).endswith("between 16 nodes, 1 rank(s) of each, scaled from 4 nodes")
-    small = wire.collective("all_reduce", Group(16, 4), 8)
+        assert wire.basis(op, RankGroup(16, 4)).endswith("between 16 nodes, 1 rank(s) of each, scaled from 4 nodes")
+    small = wire.collective("all_reduce", RankGroup(16, 4), 8)
     assert small == pytest.approx(1e-6 * made_us(4, 1, 1024) * math.log2(16) / math.log2(4)), "a tree's hops"
 
 
@@ -98,16 +98,16 @@ def test_messages_read_their_rows_and_without_them_the_measured_tier() -> None:
     plain = Wire(probed(between=()))
     assert plain.send(2**20, 3, 4) == pytest.approx(80e-6 + 2**20 / 0.5e9)
     assert plain.send(2**20, 2, 3) == wire.send(2**20, 2, 3)
-    assert plain.basis("all_reduce", Group(2, 4)).startswith("formula: network")
+    assert plain.basis("all_reduce", RankGroup(2, 4)).startswith("formula: network")
 
 
 def test_an_op_without_rows_and_an_outer_tier_keep_the_formula() -> None:
     few = Wire(probed(between=tuple(row for row in BETWEEN if row[0] == "all_reduce")))
-    assert few.basis("all_gather", Group(2, 4)).startswith("formula")
-    assert few.basis("all_reduce", Group(2, 4)).startswith("measured")
+    assert few.basis("all_gather", RankGroup(2, 4)).startswith("formula")
+    assert few.basis("all_reduce", RankGroup(2, 4)).startswith("measured")
     cluster = probed(nodes=2)
     racks = replace(cluster, tiers=(*cluster.tiers, replace(cluster.tiers[1], name="racks", count=2)))
-    assert Wire(racks).basis("all_reduce", Group(2, 8)).startswith("formula: racks")
+    assert Wire(racks).basis("all_reduce", RankGroup(2, 8)).startswith("formula: racks")
 
 
 def test_a_file_keeps_the_rows_and_one_without_them_still_reads() -> None:
@@ -290,7 +290,7 @@ def test_two_nodes_are_measured_each_by_itself_and_between_them(tmp_path: Path) 
     wire = Wire(cluster)
     for op, nodes, each, size, us in cluster.between:
         if op != "send":
-            assert wire.collective(op, Group(nodes * each, 2 // each), size) == pytest.approx(1e-6 * us)
+            assert wire.collective(op, RankGroup(nodes * each, 2 // each), size) == pytest.approx(1e-6 * us)
     assert "2 nodes of 2 x" in text(cluster) and "network: " in text(cluster)
 
 

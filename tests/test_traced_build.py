@@ -13,7 +13,7 @@ from shardwise import Plan, Task
 from shardwise.errors import InputError
 from shardwise.memory.live import LiveBytes
 from shardwise.precision import Precision
-from shardwise.rehearsal.op_counts import Count, Trace
+from shardwise.rehearsal.op_counts import Count, StepTrace
 from shardwise.rehearsal.step_trace import build, trace, update_of
 from shardwise.simulator.parts import FOREACH
 from shardwise.trace.fake import Fake
@@ -131,7 +131,7 @@ def test_an_optimizer_on_a_gpu_goes_over_all_tensors_at_once(make: Callable) -> 
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     held = [t for p in parameters for t in (p, p.grad, *optimizer.state[p].values()) if isinstance(t, torch.Tensor)]
-    counted, live = Trace(1), LiveBytes()
+    counted, live = StepTrace(1), LiveBytes()
     live.count(held)
     rests, elements = live.now, sum(parameter.numel() for parameter in parameters)
     with live, Count(counted):

@@ -14,7 +14,7 @@ from shardwise.cluster import Cluster
 from shardwise.comm.ledger import FACTORS
 from shardwise.costs.layout import of_plan
 from shardwise.costs.software import software
-from shardwise.costs.wire import Group, Wire
+from shardwise.costs.wire import RankGroup, Wire
 from shardwise.errors import RefusedPlan
 from shardwise.layout import Plan
 from shardwise.layout.grid import SPACE
@@ -138,13 +138,19 @@ def test_halos_go_over_the_links_between_the_tiles() -> None:
     """Of 8 tiles in a row on two nodes of 4, two have one neighbour each on the other node."""
     cluster = Cluster.parse("2x4 h100-sxm-80gb, ib-400")
     wire, came = Wire(cluster), {-1: 6e6, 1: 4e6}
-    assert wire.by_tier(came, Group(8)) == {0: 4e6, 1: 6e6}, "the fifth waits for the fourth, its other side is near"
-    assert wire.by_tier(came, Group(4)) == {0: 10e6}
-    assert wire.by_tier(came, Group(2, 4)) == {1: 6e6}, "one of each node; each has one neighbour"
+    assert wire.by_tier(came, RankGroup(8)) == {0: 4e6, 1: 6e6}, (
+        "the fifth waits for the fourth, its other side is near"
+    )
+    assert wire.by_tier(came, RankGroup(4)) == {0: 10e6}
+    assert wire.by_tier(came, RankGroup(2, 4)) == {1: 6e6}, "one of each node; each has one neighbour"
     far, near = cluster.tiers[1], cluster.tiers[0]
     assert near.gbps.value > far.gbps.value
-    assert wire.exchange(came, Group(8), 1) == pytest.approx(6e6 / (far.gbps.value * 1e9), rel=0.3)
-    assert wire.exchange(came, Group(8), 10) > wire.exchange(came, Group(8), 1) > 2 * wire.exchange(came, Group(4), 1)
+    assert wire.exchange(came, RankGroup(8), 1) == pytest.approx(6e6 / (far.gbps.value * 1e9), rel=0.3)
+    assert (
+        wire.exchange(came, RankGroup(8), 10)
+        > wire.exchange(came, RankGroup(8), 1)
+        > 2 * wire.exchange(came, RankGroup(4), 1)
+    )
 
 
 def test_grids_with_short_borders_come_first() -> None:

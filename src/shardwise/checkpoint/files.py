@@ -98,7 +98,7 @@ class Disk:
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """One tensor of a safetensors file: its bytes lie at [begin, end) of the file."""
 
     dtype: str
@@ -107,7 +107,7 @@ class Entry:
     end: int
 
 
-def header_of(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes, dict[str, Entry]]:
+def header_of(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes, dict[str, TensorEntry]]:
     """The first bytes of a safetensors file with these (dtype, shape), and where each tensor's bytes go.
 
     Tensors lie in order of their item's size, largest first, so that each is aligned to its items.
@@ -122,14 +122,14 @@ def header_of(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes
     text += b" " * (-len(text) % 8)
     base = 8 + len(text)
     entries = {
-        name: Entry(field["dtype"], tuple(field["shape"]), *(base + offset for offset in field["data_offsets"]))
+        name: TensorEntry(field["dtype"], tuple(field["shape"]), *(base + offset for offset in field["data_offsets"]))
         for name, field in fields.items()
         if name != "__metadata__"
     }
     return len(text).to_bytes(8, "little") + text, entries
 
 
-def read_header(path: Path) -> dict[str, Entry]:
+def read_header(path: Path) -> dict[str, TensorEntry]:
     """The tensors of a safetensors file. `InputError` for one that is damaged, cut short, or no such file."""
     try:
         size = size_of(path)
@@ -163,7 +163,7 @@ def begins_as_pickle(path: Path) -> bool:
         return file.read(4).startswith((b"PK\x03\x04", b"\x80"))
 
 
-def _entry(field: Mapping[str, Any], base: int) -> Entry:
+def _entry(field: Mapping[str, Any], base: int) -> TensorEntry:
     shape, (begin, end) = tuple(field["shape"]), field["data_offsets"]
     if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
         raise ValueError("sizes and offsets are whole numbers")
@@ -171,7 +171,7 @@ def _entry(field: Mapping[str, Any], base: int) -> Entry:
         raise ValueError(f"dtype {field['dtype']} is not known")
     if math.prod(shape) * ITEM_BYTES[field["dtype"]] != end - begin:
         raise ValueError(f"shape {shape} does not fill bytes [{begin}, {end})")
-    return Entry(field["dtype"], shape, base + begin, base + end)
+    return TensorEntry(field["dtype"], shape, base + begin, base + end)
 
 
 def parsed(text: bytes) -> Any:

@@ -34,7 +34,7 @@ _EXACT = 64  # pieces of a tensor up to which each pair is compared
 
 
 @dataclass(frozen=True)
-class Part:
+class FilePiece:
     """A piece of a tensor at `begin` of a file."""
 
     file: str
@@ -48,7 +48,7 @@ class Tensor:
 
     dtype: str
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[FilePiece, ...]
 
     @property
     def size_bytes(self) -> int:
@@ -171,7 +171,7 @@ def _manifest(content: dict[str, Any]) -> Manifest:
         shape, dtype = tuple(_count(size) for size in found["shape"]), found["dtype"]
         if dtype not in ITEM_BYTES or len(shape) > _DIMS:
             raise ValueError(f"tensor '{name[:80]}' has dtype {str(dtype)[:20]} and {len(shape)} dims")
-        parts = tuple(Part(names[_count(at)], _count(begin), from_json(shape, piece))
+        parts = tuple(FilePiece(names[_count(at)], _count(begin), from_json(shape, piece))
                       for at, begin, piece in found["parts"])  # fmt: skip
         tensors[name] = Tensor(dtype, shape, parts)
         check_parts(name[:80], tensors[name], files)

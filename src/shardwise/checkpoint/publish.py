@@ -23,7 +23,7 @@ from typing import Any
 
 from shardwise.checkpoint import manifest
 from shardwise.checkpoint.files import Disk, digest_of
-from shardwise.checkpoint.manifest import File, Manifest, Part, Tensor
+from shardwise.checkpoint.manifest import File, FilePiece, Manifest, Tensor
 from shardwise.checkpoint.pieces import from_json
 from shardwise.errors import InputError, RunError
 
@@ -130,7 +130,7 @@ def joined(contents: list[dict[str, Any]], work: Work) -> Manifest:
     """One manifest from all ranks' parts. Raises `RunError` where they do not add up to whole tensors."""
     files: dict[str, File] = {}
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
-    parts: dict[str, list[Part]] = {}
+    parts: dict[str, list[FilePiece]] = {}
     for content in contents:
         name = content["file"]["name"]
         files[name] = File(content["file"]["bytes"], content["file"]["xxh3_128"])
@@ -140,7 +140,7 @@ def joined(contents: list[dict[str, Any]], work: Work) -> Manifest:
             if known != (found["dtype"], shape):
                 raise RunError(f"'{key}' is {known} on one rank and {(found['dtype'], shape)} on another")
             parts.setdefault(key, []).extend(
-                Part(name, begin, from_json(shape, piece)) for begin, piece in found["parts"]
+                FilePiece(name, begin, from_json(shape, piece)) for begin, piece in found["parts"]
             )
     whole = {key: Tensor(tensors[key][0], tensors[key][1], tuple(parts[key])) for key in sorted(tensors)}
     for key, tensor in whole.items():

@@ -29,7 +29,7 @@ import xxhash
 import shardwise
 from shardwise.checkpoint import publish
 from shardwise.checkpoint.background import Writer
-from shardwise.checkpoint.files import ITEM_BYTES, Disk, Entry, header_of
+from shardwise.checkpoint.files import ITEM_BYTES, Disk, TensorEntry, header_of
 from shardwise.checkpoint.holdings import Holding, averages, generators, state_dict_names, weights
 from shardwise.checkpoint.optimizers import Options, groups_of, options_of, state_of
 from shardwise.checkpoint.pieces import Piece, from_json, to_json
@@ -53,7 +53,7 @@ class _Share:
 
     first: int
     last: int
-    entry: Entry
+    entry: TensorEntry
 
 
 class Saver:

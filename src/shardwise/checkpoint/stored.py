@@ -14,7 +14,7 @@ import numpy as np
 
 from shardwise.checkpoint import manifest
 from shardwise.checkpoint.files import ITEM_BYTES, MAX_HEADER, parsed, read_header, size_of
-from shardwise.checkpoint.manifest import Manifest, Part, Tensor
+from shardwise.checkpoint.manifest import FilePiece, Manifest, Tensor
 from shardwise.checkpoint.pieces import Piece, common_count, copy_common
 from shardwise.errors import InputError, RunError
 
@@ -43,7 +43,7 @@ class Stored:
             raise RunError(f"{self.folder}: '{name}' gives {done} of {wanted.count} elements")
         return target
 
-    def _read_part(self, part: Part, item: int, target: np.ndarray, wanted: Piece) -> int:
+    def _read_part(self, part: FilePiece, item: int, target: np.ndarray, wanted: Piece) -> int:
         """Read what this part has of the piece; returns how many elements."""
         held = part.piece
         if held.runs == wanted.runs:  # two intervals of one flattening: straight to its place
@@ -61,7 +61,7 @@ class Stored:
                 done += copy_common(source, some, target, wanted)
         return done
 
-    def _bytes(self, part: Part, begin: int, buffer: np.ndarray) -> None:
+    def _bytes(self, part: FilePiece, begin: int, buffer: np.ndarray) -> None:
         """Fill a buffer with the part's bytes from `begin` on."""
         path = self.folder / part.file
         try:
@@ -106,7 +106,7 @@ def of_safetensors(path: Path) -> Stored:
         for name, entry in read_header(folder / file).items():
             if name in tensors:
                 raise InputError(f"{folder}: '{name}' is in {file} and in {tensors[name].parts[0].file}")
-            tensors[name] = Tensor(entry.dtype, entry.shape, (Part(file, entry.begin, Piece.whole(entry.shape)),))
+            tensors[name] = Tensor(entry.dtype, entry.shape, (FilePiece(file, entry.begin, Piece.whole(entry.shape)),))
     return Stored(folder, tensors)
 
 

@@ -84,9 +84,9 @@ def plan(answer: Answer, task: str, **words: Any) -> None:
     from shardwise.planner import Constraints
     from shardwise.planner import search as search_plans
     from shardwise.planner.text import proposal_dict, search_text
-    from shardwise.planner.worth import Asked, job_lines, jobs
+    from shardwise.planner.worth import AskedJob, job_lines, jobs
 
-    asked = Asked.of(words["job"], words["tokens"], words["price"])
+    asked = AskedJob.of(words["job"], words["tokens"], words["price"])
     constraints = Constraints(
         words["max_tp"], words["max_pp"], words["max_cp"], fixed, words["min_memory_headroom"],
         check if words["runnable"] else None,

@@ -22,7 +22,7 @@ FACTORS = {
 
 
 @dataclass
-class Entry:
+class LedgerEntry:
     """Calls and bytes received of one (tag, op, axis)."""
 
     calls: int = 0
@@ -37,7 +37,7 @@ class Ledger:
     arrivals  in a rehearsal: bytes by (op, axis, rank of it that they come from), where an op sends to each rank apart
     """
 
-    entries: dict[tuple[str, str, str], Entry] = field(default_factory=lambda: defaultdict(Entry))
+    entries: dict[tuple[str, str, str], LedgerEntry] = field(default_factory=lambda: defaultdict(LedgerEntry))
     loads: tuple[int, ...] = ()
     arrivals: Counter[tuple[str, str, int]] = field(default_factory=Counter)
 

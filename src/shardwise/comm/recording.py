@@ -29,7 +29,7 @@ import torch.distributed as dist
 from shardwise.comm import observe
 from shardwise.errors import RunError
 from shardwise.guard.diagnose import differ
-from shardwise.guard.records import Reader, Record, key_of
+from shardwise.guard.records import RankRecord, Reader, key_of
 
 STRICT = "SHARDWISE_STRICT"
 # method of a process group -> (what it is called, place of the tensor that tells of its size; None: there is none)
@@ -69,7 +69,7 @@ class _State:
     """What is known of this process's groups and works, for the record it has now."""
 
     def __init__(self) -> None:
-        self.record: Record | None = None
+        self.record: RankRecord | None = None
         self.groups: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self.keys: dict[int, str] = {}
         self.made: dict[str, int] = {}
@@ -87,7 +87,7 @@ _state = _State()
 _inside = threading.local()
 
 
-def begin(mine: Record | None, others: dict[int, str] | None = None) -> None:
+def begin(mine: RankRecord | None, others: dict[int, str] | None = None) -> None:
     """Write collectives to this record from now on (None: to none). `others`: paths of other ranks' records."""
     global _state
     _state = _State()
@@ -279,7 +279,7 @@ def _kind_of(file: str) -> int:
 # --- strict
 
 
-def _compare(mine: Record, number: int, issued: int) -> None:
+def _compare(mine: RankRecord, number: int, issued: int) -> None:
     """Raise `RunError` where another rank of the host issued something else under this number."""
     key = _state.keys[number]
     own = Reader(mine.path) if -1 not in _state.others else _state.others[-1]

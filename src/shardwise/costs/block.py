@@ -38,7 +38,7 @@ class Message:
 
 
 @dataclass
-class Times:
+class BlockTimes:
     """Seconds of compute of one part for one micro-batch, and what it communicates."""
 
     forward: float = 0.0
@@ -57,7 +57,7 @@ class Times:
 
 
 @dataclass(frozen=True)
-class Block:
+class BlockCosts:
     """One layer of `shape` under `layout`, on `kernels`, as `software` runs it."""
 
     shape: Shape
@@ -65,13 +65,13 @@ class Block:
     software: Software
     kernels: Kernels
 
-    def layer(self) -> Times:
+    def layer(self) -> BlockTimes:
         """One layer, one micro-batch."""
         attention, products = self._attention(), self._products()
         streams = [sum(kind) for kind in zip(self._norms(), self._feed_forward_stream(), self._casts(), strict=True)]
         forward = products[0] + attention[0] + streams[0]
         backward_input = products[1] + attention[1] + streams[1]
-        times = Times(forward, backward_input, products[2], 0.0, attention[0], attention[1])
+        times = BlockTimes(forward, backward_input, products[2], 0.0, attention[0], attention[1])
         times.forward_messages, times.backward_messages = self._messages()
         if self.layout.recompute == "full":
             times.recompute = forward
@@ -253,23 +253,23 @@ class Block:
 
     # --- the two ends
 
-    def embedding(self) -> Times:
+    def embedding(self) -> BlockTimes:
         """The lookup: a gather of rows, and a scatter into float32 in backward."""
         lay = self.layout
         moved = lay.tokens * self.shape.hidden * ACT_BYTES
-        times = Times(self._stream(2 * moved, 2), 0.0, self._stream(3 * moved, 3))
+        times = BlockTimes(self._stream(2 * moved, 2), 0.0, self._stream(3 * moved, 3))
         if lay.tp > 1:
             times.forward_messages = [Message("reduce_scatter" if lay.sp else "all_reduce", "tp", moved)]
         return times
 
-    def head(self) -> Times:
+    def head(self) -> BlockTimes:
         """Last norm, output matrix and cross-entropy over logits cut along the vocabulary."""
         s, lay, k = self.shape, self.layout, self.kernels
         tokens, vocab = lay.tokens, s.vocab / lay.tp
         logits = tokens * vocab
         # fused: read bf16, write float32 once. Unfused: widen, log-softmax, pick; back: fill, softmax, narrow
         loss_bytes, back_bytes = (6 * logits, 6 * logits) if self.software.fused else (14 * logits, 18 * logits)
-        times = Times(
+        times = BlockTimes(
             k.product(tokens, vocab, s.hidden) + k.stream(loss_bytes, 4),
             k.product(tokens, s.hidden, vocab) + k.stream(back_bytes, 3),
             k.product(vocab, s.hidden, tokens, accumulate=self.software.accumulates),

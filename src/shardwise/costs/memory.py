@@ -24,7 +24,7 @@ CONTEXT_BYTES = 0.7e9  # the driver's context and NCCL's buffers, outside the al
 
 
 @dataclass(frozen=True)
-class Ledger:
+class MemoryLedger:
     """Named terms in bytes. `peak` says which transient was the largest."""
 
     terms: dict[str, float]
@@ -152,7 +152,7 @@ def rank_memory(
     last: bool,
     in_flight: float,
     precision: str = "",
-) -> Ledger:
+) -> MemoryLedger:
     """All terms for one rank of a stage that keeps `in_flight` micro-batches (in units of the whole stage)."""
     parameters = stage_parameters(shape, layout, layers, first=first, last=last)
     terms = states(parameters, layout, software, precision)
@@ -175,7 +175,7 @@ def rank_memory(
         peaks["logits"] = logits(shape, layout, software)
     name = max(peaks, key=lambda key: peaks[key])
     terms[f"peak: {name}"] = peaks[name]
-    return Ledger({key: value for key, value in terms.items() if value}, name)
+    return MemoryLedger({key: value for key, value in terms.items() if value}, name)
 
 
 def transient(shape: Shape, layout: Layout, software: Software) -> float:

@@ -35,7 +35,7 @@ INSIDE_SHARE = 0.75  # of the link's rate that large collectives reach, without 
 
 
 @dataclass(frozen=True)
-class Group:
+class RankGroup:
     """`size` ranks, `stride` apart."""
 
     size: int
@@ -47,7 +47,7 @@ class Group:
 
 
 @lru_cache(maxsize=4096)
-def _lies(group: Group, unit: int, ranks: int) -> tuple[bool, int]:
+def _lies(group: RankGroup, unit: int, ranks: int) -> tuple[bool, int]:
     """(whether each group of an axis lies in one unit of so many ranks, the fewest ranks of a group in one of them)."""
     if unit % group.span == 0:
         return True, group.size
@@ -89,18 +89,18 @@ class Wire:
         """Bytes a second of the device's own memory, for copies to and from communication buffers."""
         return self.cluster.device.memory_bandwidth_gbps.value * 1e9
 
-    def tier(self, group: Group) -> int:
+    def tier(self, group: RankGroup) -> int:
         """The outermost tier that a group of this axis crosses: where nodes split one unevenly, its neighbours' too."""
         for index, unit in enumerate(self.cluster.sizes):
             if _lies(group, unit, self.ranks or self.cluster.world_size)[0]:
                 return index
         return len(self.cluster.tiers) - 1
 
-    def inside(self, group: Group) -> int:
+    def inside(self, group: RankGroup) -> int:
         """How many ranks of a group lie in one unit of the innermost tier; the fewest where they are dealt unevenly."""
         return _lies(group, self.cluster.sizes[0], self.ranks or self.cluster.world_size)[1]
 
-    def collective(self, op: str, group: Group, size_bytes: float) -> float:
+    def collective(self, op: str, group: RankGroup, size_bytes: float) -> float:
         """all_reduce, all_gather, reduce_scatter or all_to_all of a tensor of `size_bytes`."""
         if group.size <= 1 or size_bytes <= 0:
             return 0.0
@@ -125,7 +125,7 @@ class Wire:
         near = self.cluster.tiers[0].latency_us.value * 1e-6  # a ring meets every rank in turn
         return base + (nodes - 1) * hop + (group.size - nodes) * near + on_link / rate
 
-    def _one_domain(self, group: Group) -> bool:
+    def _one_domain(self, group: RankGroup) -> bool:
         """Rack-scale tiers have the rate of the innermost one: one domain."""
         return all(t.name.startswith("nvlink") for t in self.cluster.tiers[: self.tier(group) + 1])
 
@@ -138,7 +138,7 @@ class Wire:
         steps = (ranks - 1) * (2 if op == "all_reduce" else 1)
         return bus_factor(op, ranks) * size_bytes / (own.gbps.value * 1e9 * share) + steps * own.latency_us.value * 1e-6
 
-    def basis(self, op: str, group: Group) -> str:
+    def basis(self, op: str, group: RankGroup) -> str:
         """Where the figure of a collective comes from."""
         if group.size <= 1:
             return "none"
@@ -169,7 +169,7 @@ class Wire:
         """Seconds that a collective inside a step waits for its slowest rank, for the ranks of one domain."""
         return SKEW_US * 1e-6 * (min(ranks, self.cluster.sizes[0]) - 1)
 
-    def exchange(self, came: Mapping[int, float], group: Group, calls: float) -> float:
+    def exchange(self, came: Mapping[int, float], group: RankGroup, calls: float) -> float:
         """Seconds of `calls` exchanges in which a rank is sent `came` bytes in all by the ranks so far away from it.
 
         Links of different tiers work at the same time; of all ranks of the axis, that which has most to wait for.
@@ -184,7 +184,7 @@ class Wire:
         sent = max(size / self._rate(tier) for tier, size in spread.items())
         return calls * (10e-6 + self.cluster.tiers[far].latency_us.value * 1e-6) + sent
 
-    def by_tier(self, came: Mapping[int, float], group: Group) -> dict[int, float]:
+    def by_tier(self, came: Mapping[int, float], group: RankGroup) -> dict[int, float]:
         """Bytes over each tier, of the rank of the axis that waits longest for what ranks so far away send it."""
         return _worst(self, tuple(sorted(came.items())), group)
 
@@ -214,7 +214,7 @@ MOST_GROUPS = 64  # of one axis that are looked at: how they lie on nodes repeat
 
 
 @lru_cache(maxsize=4096)
-def _worst(wire: Wire, came: tuple[tuple[int, float], ...], group: Group) -> dict[int, float]:
+def _worst(wire: Wire, came: tuple[tuple[int, float], ...], group: RankGroup) -> dict[int, float]:
     ranks = max(wire.ranks or wire.cluster.world_size, group.span)
     firsts = [at + within for at in range(0, ranks, group.span) for within in range(group.stride)][:MOST_GROUPS]
     best: dict[int, float] = {}

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from shardwise.data.fieldstats import computed, load_or_compute
-from shardwise.data.gridfiles import Grid
+from shardwise.data.gridfiles import GridFiles
 from shardwise.errors import InputError
 
 Region = tuple[tuple[int, int], tuple[int, int]]
@@ -76,7 +76,7 @@ class FieldSource:
         unknown = [cycle for cycle in cycles if cycle not in CYCLES]
         if unknown:
             raise InputError(f"FieldSource: cycles={list(cycles)}: expected {' or '.join(CYCLES)}")
-        self.grid = Grid([files] if isinstance(files, str | Path) else files)
+        self.grid = GridFiles([files] if isinstance(files, str | Path) else files)
         self.lead, self.missing, self.gaps, self.cycles, self.time = lead, missing, gaps, tuple(cycles), time
         self.groups = {"inputs": tuple(inputs), "targets": tuple(inputs if targets is None else targets),
                        "forcing": tuple(forcing), "static": tuple(static)}  # fmt: skip

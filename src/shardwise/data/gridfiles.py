@@ -29,7 +29,7 @@ _READING = threading.RLock()
 
 
 @dataclass(frozen=True)
-class Held:
+class FileVariable:
     """A variable in one file."""
 
     dims: tuple[str, ...]
@@ -37,7 +37,7 @@ class Held:
     attributes: dict[str, Any]
 
 
-class Grid:
+class GridFiles:
     """The variables of one or several files. Can be pickled; files are opened again where it arrives."""
 
     def __init__(self, files: Sequence[str | Path]) -> None:
@@ -45,7 +45,7 @@ class Grid:
             raise InputError("FieldSource: give at least one netCDF file or zarr store")
         self.files = [Path(file) for file in files]
         self._open_files: OrderedDict[Path, Any] = OrderedDict()
-        self.held: dict[str, list[tuple[int, Held]]] = {}  # variable -> (file, what it is there)
+        self.held: dict[str, list[tuple[int, FileVariable]]] = {}  # variable -> (file, what it is there)
         for number, file in enumerate(self.files):
             for name, held in self._list(file).items():
                 self.held.setdefault(name, []).append((number, held))
@@ -53,7 +53,7 @@ class Grid:
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_open_files": OrderedDict()}
 
-    def find(self, name: str) -> Held:
+    def find(self, name: str) -> FileVariable:
         """A variable as the first file has it; `InputError` where none does."""
         if name not in self.held:
             raise InputError(
@@ -90,7 +90,7 @@ class Grid:
         number, held = self.held[name][place]
         return self._read(number, name, held, (slice(None),) * len(held.dims))
 
-    def _read(self, number: int, name: str, held: Held, index: tuple) -> np.ndarray:
+    def _read(self, number: int, name: str, held: FileVariable, index: tuple) -> np.ndarray:
         with _READING:
             opened = self._opened(self.files[number])
             try:
@@ -111,12 +111,14 @@ class Grid:
                 self._open_files.popitem(last=False)
         return self._open_files[file]
 
-    def _list(self, file: Path) -> dict[str, Held]:
+    def _list(self, file: Path) -> dict[str, FileVariable]:
         with _READING:
             opened = self._opened(file)
             if _is_netcdf(file):
                 return {
-                    name: Held(tuple(one.dimensions), tuple(one.shape), {k: one.getncattr(k) for k in one.ncattrs()})
+                    name: FileVariable(
+                        tuple(one.dimensions), tuple(one.shape), {k: one.getncattr(k) for k in one.ncattrs()}
+                    )
                     for name, one in opened.variables.items()
                 }
             return {name: _zarr_held(file, name, one) for name, one in opened.arrays()}
@@ -146,14 +148,14 @@ def _open(file: Path) -> Any:
         raise InputError(f"FieldSource: {file} cannot be read as a {kind}: {error}") from error
 
 
-def _zarr_held(file: Path, name: str, array: Any) -> Held:
+def _zarr_held(file: Path, name: str, array: Any) -> FileVariable:
     attributes = dict(array.attrs)
     dims = getattr(array.metadata, "dimension_names", None) or attributes.get("_ARRAY_DIMENSIONS")
     if dims is None:
         dims = [f"dim_{i}" for i in range(array.ndim)]
     if array.metadata.zarr_format == 2 and array.fill_value is not None:  # version 2 keeps it beside the attributes
         attributes.setdefault("_FillValue", array.fill_value)
-    return Held(tuple(dims), tuple(array.shape), attributes)
+    return FileVariable(tuple(dims), tuple(array.shape), attributes)
 
 
 def _unpacked(values: np.ndarray, attributes: dict[str, Any]) -> np.ndarray:

@@ -20,8 +20,8 @@ from shardwise.host import put
 from shardwise.layout import Plan
 from shardwise.layout.schedules import Schedule, schedule_of
 from shardwise.mesh import Mesh
-from shardwise.parallel.pipeline.cuts import Place, Stage, choose, make_stages
-from shardwise.parallel.pipeline.placed import Cut
+from shardwise.parallel.pipeline.cuts import CutPoint, Stage, choose, make_stages
+from shardwise.parallel.pipeline.placed import StagePlacement
 from shardwise.precision import Precision
 from shardwise.step.batching import samples_in, slice_samples
 from shardwise.step.forward import output_alone
@@ -36,7 +36,7 @@ UNEVEN = 1.5  # times the mean, from which a stage's share is worth a notice
 def cut_module(
     task: Task, plan: Plan, mesh: Mesh, precision: Precision, built: Built, blocks: Blocks,
     inseparable: Sequence[str] = (),
-) -> Cut:  # fmt: skip
+) -> StagePlacement:  # fmt: skip
     """Look at the forward and cut it. Collective.
 
     inseparable  paths of modules inside which no stage may begin, whatever the plan
@@ -52,7 +52,7 @@ def cut_module(
 def cut_forward(
     task: Task, plan: Plan, precision: Precision, sample: Any, built: Built, blocks: Blocks, rank: int,
     inseparable: Sequence[str] = (),
-) -> tuple[Cut, str]:  # fmt: skip
+) -> tuple[StagePlacement, str]:  # fmt: skip
     """The cut for the `rank`-th stage's rank, and a notice where shapes alone did not do. Needs no process group.
 
     sample       a batch of a few samples
@@ -70,7 +70,7 @@ def cut_forward(
     stages = make_stages(flow, other, counts, places)
     _refuse_writes(flow, module)
     holders, buffers = _holders(flow, module, stages, schedule)
-    return Cut(schedule, stages, holders, buffers, rank, _shares_draws(flow, stages)), notice
+    return StagePlacement(schedule, stages, holders, buffers, rank, _shares_draws(flow, stages)), notice
 
 
 def _traced(
@@ -88,7 +88,7 @@ def _traced(
         raise blame(error, what, task, precision, built.module, sample) from error
 
 
-def _places(flow: Flow, module: nn.Module, count: int, plan: Plan, blocks: Blocks, units: list[str]) -> list[Place]:
+def _places(flow: Flow, module: nn.Module, count: int, plan: Plan, blocks: Blocks, units: list[str]) -> list[CutPoint]:
     """Between blocks where there are enough of them; inside too where that is in none of `units`."""
     if plan.stages:
         return choose(flow, module, count, plan.stages, units)
@@ -176,7 +176,7 @@ def _shares_draws(flow: Flow, stages: list[Stage]) -> bool:
     )
 
 
-def _agree(cut: Cut, mesh: Mesh) -> None:
+def _agree(cut: StagePlacement, mesh: Mesh) -> None:
     """All ranks cut alike."""
     text = "|".join(f"{stage.start},{stage.stop},{stage.entry and stage.entry.call.path}" for stage in cut.stages)
     mine = put([float(seed_of(text) % 2**50)], mesh.device)
@@ -188,7 +188,7 @@ def _agree(cut: Cut, mesh: Mesh) -> None:
         )
 
 
-def _told(cut: Cut, notice: str) -> list[str]:
+def _told(cut: StagePlacement, notice: str) -> list[str]:
     total = sum(stage.cost for stage in cut.stages)
     shares = [stage.cost / total for stage in cut.stages]
     begins = [stage.entry.call.path for stage in cut.stages if stage.entry is not None]

@@ -11,7 +11,7 @@ from shardwise.mesh import Mesh
 from shardwise.parallel.expert import ExpertParallel, find_experts, find_row_wise
 from shardwise.parallel.expert.apply import Stack
 from shardwise.parallel.tensor import TensorParallel
-from shardwise.parallel.tensor.derive import Cut
+from shardwise.parallel.tensor.derive import WeightCut
 from shardwise.precision import Precision
 from shardwise.step.forward import run_alone
 from shardwise.task import Task
@@ -32,7 +32,7 @@ def row_wise_experts(task: Task, precision: Precision, built: Built, batch: Any)
 
 
 def look_for_experts(
-    task: Task, plan: Plan, precision: Precision, built: Built, cuts: Mapping[str, Cut], batch: Any
+    task: Task, plan: Plan, precision: Precision, built: Built, cuts: Mapping[str, WeightCut], batch: Any
 ) -> list[Stack]:
     """The modules of experts that can be dealt over `plan.ep` ranks, beside what tp cuts.
 

@@ -26,7 +26,7 @@ from shardwise.comm import Axis
 from shardwise.engine.groups import named_groups
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.parallel.slots import DataParallel, Pieces
-from shardwise.step.owners import Owners
+from shardwise.step.owners import OwnedMasters
 from shardwise.trace.double import KeepDouble
 
 OptimizerFn = Callable[[list[dict]], Optimizer]
@@ -258,7 +258,7 @@ def make_optimizer(
     zero: int,
     shares: str = "",
     pairs: Sequence[torch.Size] = (),
-) -> tuple[Optimizer, Nature, Owners | None]:
+) -> tuple[Optimizer, Nature, OwnedMasters | None]:
     """The optimizer for this rank, what the trial found, and the owners where whole tensors are needed.
 
     shares  see `shares_of`
@@ -273,7 +273,7 @@ def make_optimizer(
     if all(slot.whole for slot in slots) and zero == 0 and not shares:
         return construct(make, [slot.master for slot in slots]), nature, None
     if nature.kind == "per tensor":
-        owners = Owners(cast(Pieces, technique), names, shapes, shard)
+        owners = OwnedMasters(cast(Pieces, technique), names, shapes, shard)
         return over_pieces(make, shapes, {i: [m] for i, m in owners.masters.items()}), nature, owners
     index_of = {name: index for index, name in enumerate(names)}
     pieces: dict[int, list[nn.Parameter]] = {}

@@ -23,7 +23,7 @@ from shardwise.layout import Plan
 from shardwise.layout.grid import SPACE
 from shardwise.parallel import domain, sequence
 from shardwise.parallel.expert.apply import Stack, on_own_rows
-from shardwise.parallel.tensor import Derived, Stage
+from shardwise.parallel.tensor import Derived, TrialModule
 from shardwise.part.crossing import Along, cuts_of
 from shardwise.part.positions import Candidate, Cuts, Positions
 from shardwise.precision import Precision
@@ -49,12 +49,12 @@ def find_positions(
     derived = derived if derived is not None else Derived()
     for candidate in _candidates(task, plan, inner, built, batch):
         half = candidate.shorter
-        if half is not None and not _runs(Stage(built, half, run_alone(task, precision), precision.held)):
+        if half is not None and not _runs(TrialModule(built, half, run_alone(task, precision), precision.held)):
             stopped.append(f"of {candidate.said}, the module does not run on half")
             continue
         results: dict[tuple[str, int], tuple[Along, ...]] = {}
 
-        seen: list[sequence.Seen] = []
+        seen: list[sequence.AttentionCall] = []
 
         def stops(
             tried: Candidate, derived: Derived = derived, results: dict = results, seen: list = seen
@@ -152,7 +152,7 @@ def tiled_sizes(task: Task, plan: Plan, batch: Any) -> tuple[int, ...]:
 def _rehearse(
     task: Task, plan: Plan, precision: Precision, built: Built, batch: Any, candidate: Candidate, derived: Derived,
     last: bool, results: dict[tuple[str, int], tuple[Along, ...]], row_wise: Sequence[Stack],
-    seen: list[sequence.Seen],
+    seen: list[sequence.AttentionCall],
 ) -> RefusedPlan | None:  # fmt: skip
     """The refusal, or None, of a trial forward and backward as the first (or last) rank of the axes, nothing sent.
 
@@ -174,7 +174,7 @@ def _rehearse(
 
     ledger = derived.ledger
     try:
-        return Stage(built, batch, run, precision.held).rehearse(derived, plan.tp, plan.sp, positions.axes)
+        return TrialModule(built, batch, run, precision.held).rehearse(derived, plan.tp, plan.sp, positions.axes)
     except RefusedPlan as refused:
         return refused
     finally:
@@ -212,7 +212,7 @@ def _noting(module: nn.Module, results: dict[tuple[str, int], tuple[Along, ...]]
             handle.remove()
 
 
-def _runs(stage: Stage) -> bool:
+def _runs(stage: TrialModule) -> bool:
     """Whether the module runs on a batch at all."""
     try:
         with unlogged(), torch.no_grad(), stage.playing(stage.make) as (_, batch):

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from shardwise.comm.tree import FixedOrder
-from shardwise.engine.cutting import Cut, cut_module
+from shardwise.engine.cutting import StagePlacement, cut_module
 from shardwise.engine.experts import row_wise_experts, spread_experts
 from shardwise.engine.materialise import (
     build_everywhere,
@@ -55,7 +55,7 @@ class Applied:
     experts: ExpertParallel | None = None
     positions: Positions | None = None  # where the plan cuts a sequence or space
     notices: list[str] = field(default_factory=list)
-    cut: Cut | None = None  # where the plan has pipeline stages
+    cut: StagePlacement | None = None  # where the plan has pipeline stages
     staged: StagedModule | None = None
     trained: list[str] = field(default_factory=list)  # names of all parameters that get a gradient, on any stage
     frozen: list[str] = field(default_factory=list)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from shardwise.guard.records import DONE, RING, Entry, Group, Reader, Seen
+from shardwise.guard.records import DONE, RING, GroupRecord, IssuedCollective, RankSnapshot, Reader
 from shardwise.guard.stacks import process_state
 
 # elements must agree for these; the others may be uneven
@@ -59,7 +59,7 @@ class Finding:
         return "\n".join([*self.lines, *(self.waiting[rank] for rank in sorted(self.waiting)), again])
 
 
-def differ(one: Entry, other: Entry, places: bool = False) -> str:
+def differ(one: IssuedCollective, other: IssuedCollective, places: bool = False) -> str:
     """What makes two collectives different that must be the same; "" where nothing does."""
     if one.op != other.op:
         return "the operation"
@@ -72,7 +72,7 @@ def differ(one: Entry, other: Entry, places: bool = False) -> str:
     return "the place in the code" if places and one.place != other.place else ""
 
 
-class Watch:
+class RankWatch:
     """Looks at the records of ranks, again and again. `deadlines`: None where only what is certain counts."""
 
     def __init__(self, readers: Mapping[int, Reader], deadlines: Deadlines | None) -> None:
@@ -81,7 +81,7 @@ class Watch:
         self._before: dict[int, tuple[int, str, int]] = {}
         self._stuck: set[int] = set()
 
-    def see(self) -> dict[int, Seen]:
+    def see(self) -> dict[int, RankSnapshot]:
         """The ranks that have begun their records."""
         found = {rank: reader.see() for rank, reader in self.readers.items()}
         return {rank: seen for rank, seen in found.items() if seen is not None}
@@ -108,7 +108,7 @@ class Watch:
 
     # --- certain
 
-    def _differing(self, ranks: Mapping[int, Seen]) -> Finding | None:
+    def _differing(self, ranks: Mapping[int, RankSnapshot]) -> Finding | None:
         for key, group in _collective_groups(ranks):
             members = [rank for rank in group.ranks if rank in ranks and key in ranks[rank].groups]
             if len(members) < 2:
@@ -129,7 +129,7 @@ class Watch:
             self._compared[key] = min(last, min(issued.values()))
         return None
 
-    def _never(self, ranks: Mapping[int, Seen], ended: set[int]) -> Finding | None:
+    def _never(self, ranks: Mapping[int, RankSnapshot], ended: set[int]) -> Finding | None:
         """Ranks that wait in a circle or for one that has ended: none of them will ever go on."""
         stuck = {rank for rank, seen in ranks.items() if seen.waits_key and rank not in ended}
         missing = {rank: missing_of(ranks[rank], ranks) for rank in stuck}
@@ -146,7 +146,7 @@ class Watch:
         return self._told_never(ranks, ended, sorted(stuck), missing)
 
     def _told_never(
-        self, ranks: Mapping[int, Seen], ended: set[int], stuck: list[int], missing: Mapping[int, list[int]]
+        self, ranks: Mapping[int, RankSnapshot], ended: set[int], stuck: list[int], missing: Mapping[int, list[int]]
     ) -> Finding:
         over = sorted({other for rank in stuck for other in missing[rank] if other in ended})
         waits = {rank: self.waiting_line(ranks[rank], missing[rank]) for rank in stuck}
@@ -165,7 +165,7 @@ class Watch:
             lines += self.parted(key, ranks)
         return Finding("never", first, tuple(lines), False, waits)
 
-    def parted(self, key: str, ranks: Mapping[int, Seen]) -> list[str]:
+    def parted(self, key: str, ranks: Mapping[int, RankSnapshot]) -> list[str]:
         """Where ranks of this group came to their collectives from different places first, if that is still kept."""
         members = {rank: seen for rank, seen in ranks.items() if key in seen.groups}
         last = min((seen.groups[key].issued for seen in members.values()), default=0)
@@ -179,7 +179,9 @@ class Watch:
 
     # --- after a deadline
 
-    def _late(self, ranks: Mapping[int, Seen], ended: set[int], now: float, deadlines: Deadlines) -> Finding | None:
+    def _late(
+        self, ranks: Mapping[int, RankSnapshot], ended: set[int], now: float, deadlines: Deadlines
+    ) -> Finding | None:
         late = []
         for rank, seen in ranks.items():
             limit = deadlines.of(seen.phase)
@@ -211,7 +213,7 @@ class Watch:
 
     # --- in words
 
-    def waiting_line(self, seen: Seen, absent: list[int]) -> str:
+    def waiting_line(self, seen: RankSnapshot, absent: list[int]) -> str:
         """Where a rank waits, and for whom."""
         group = seen.groups[seen.waits_key]
         entry = self.readers[seen.rank].entry(group, seen.waits_number)
@@ -224,7 +226,7 @@ class Watch:
         whom = f" for {_named(absent)}" if absent else ""
         return f"rank {seen.rank} waits{whom} in {what}"
 
-    def last_line(self, rank: int, ranks: Mapping[int, Seen]) -> str:
+    def last_line(self, rank: int, ranks: Mapping[int, RankSnapshot]) -> str:
         """The newest collective of a rank; "" where it had none."""
         found = self.readers[rank].last(ranks[rank]) if rank in ranks else None
         if found is None:
@@ -233,7 +235,7 @@ class Watch:
         return f"{entry} (number {entry.number} of axis {group.axis}), from {entry.place}"
 
 
-def missing_of(seen: Seen, ranks: Mapping[int, Seen]) -> list[int]:
+def missing_of(seen: RankSnapshot, ranks: Mapping[int, RankSnapshot]) -> list[int]:
     """The ranks that have not come to the collective in which this one waits."""
     group = seen.groups.get(seen.waits_key)
     if group is None:
@@ -249,12 +251,12 @@ def missing_of(seen: Seen, ranks: Mapping[int, Seen]) -> list[int]:
     return found
 
 
-def _collective_groups(ranks: Mapping[int, Seen]) -> list[tuple[str, Group]]:
+def _collective_groups(ranks: Mapping[int, RankSnapshot]) -> list[tuple[str, GroupRecord]]:
     found = {key: group for seen in ranks.values() for key, group in seen.groups.items() if not group.between_two}
     return list(found.items())
 
 
-def _odd_one(entries: Mapping[int, Entry], key: str, number: int, group: Group) -> Finding | None:
+def _odd_one(entries: Mapping[int, IssuedCollective], key: str, number: int, group: GroupRecord) -> Finding | None:
     """The rank whose collective is another than the majority's, if there is one."""
     for one in sorted(entries):
         for other in sorted(entries):
@@ -268,12 +270,12 @@ def _odd_one(entries: Mapping[int, Entry], key: str, number: int, group: Group) 
     return None
 
 
-def _alike(entries: Mapping[int, Entry], rank: int) -> int:
+def _alike(entries: Mapping[int, IssuedCollective], rank: int) -> int:
     """How many ranks issued what this one did."""
     return sum(not differ(entries[rank], entry) for entry in entries.values())
 
 
-def _why(seen: Seen, now: float) -> str:
+def _why(seen: RankSnapshot, now: float) -> str:
     state = process_state(seen.pid)
     if state in ("T", "t"):
         return "its process is stopped (SIGSTOP)"
@@ -282,7 +284,7 @@ def _why(seen: Seen, now: float) -> str:
     return "it works or sleeps outside of collectives; its stack tells where"
 
 
-def _phase(seen: Seen) -> str:
+def _phase(seen: RankSnapshot) -> str:
     return {"start": "start", "save": "save", "disk": "save", "end": "save"}.get(seen.phase, "step")
 
 

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from shardwise.guard.records import Record
+from shardwise.guard.records import RankRecord
 
 VARIABLE = "SHARDWISE_AT_POINTS"
 Listener = Callable[[str, int, Any], None]
@@ -22,18 +22,18 @@ Listener = Callable[[str, int, Any], None]
 class _Here:
     """What this process has: its record, and who listens."""
 
-    record: Record | None = None
+    record: RankRecord | None = None
     listener: Listener | None = None
     step = -1
 
 
-def have(record: Record | None) -> None:
+def have(record: RankRecord | None) -> None:
     """Write to this record from now on, and listen as the environment says now."""
     _Here.record, _Here.step = record, -1
     listen_as_asked()
 
 
-def record() -> Record | None:
+def record() -> RankRecord | None:
     """This process's record, where somebody watches."""
     return _Here.record
 

@@ -5,7 +5,7 @@
     rings    the last RING collectives of each group: op, dtype, elements, shape, tag, place in the code
     strings  every text once
 
-One process writes (`Record`), others map the same file and read (`read`), without a lock: a number is written after
+One process writes (`RankRecord`), others map the same file and read (`read`), without a lock: a number is written after
 what it stands for. Writing costs a rank a few microseconds for each collective.
 
 What this does not do: keep more than RING collectives of a group, MOST_RINGS groups, or texts beyond STRING_BYTES;
@@ -45,7 +45,7 @@ SIZE = _STRINGS_AT + STRING_BYTES
 
 
 @dataclass(frozen=True)
-class Entry:
+class IssuedCollective:
     """One collective as a rank issued it. `place`: file:line of the user's code, or of ours where none is above it."""
 
     number: int
@@ -64,7 +64,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Group:
+class GroupRecord:
     """A process group in one rank's record: how many collectives it issued there."""
 
     key: str  # the same on every rank of the group
@@ -86,7 +86,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Seen:
+class RankSnapshot:
     """A rank's record as a watcher saw it."""
 
     rank: int
@@ -101,7 +101,7 @@ class Seen:
     waits_since: float  # 0: it does not wait
     waits_key: str
     waits_number: int
-    groups: dict[str, Group]
+    groups: dict[str, GroupRecord]
 
     @property
     def ended(self) -> bool:
@@ -141,7 +141,7 @@ class _Strings:
         return self.known[at]
 
 
-class Record:
+class RankRecord:
     """Writes this rank's record. `path` is a file of this rank's alone, made here where it is not there."""
 
     def __init__(self, path: str | Path, rank: int, world: int) -> None:
@@ -244,7 +244,7 @@ class Reader:
         self.memory = _mapped(path)
         self.strings = _Strings(self.memory)
 
-    def see(self) -> Seen | None:
+    def see(self) -> RankSnapshot | None:
         """The record as it is now; None before the rank has begun it."""
         memory, strings = self.memory, self.strings
         pid, rank, _, state = struct.unpack_from("<qiii", memory, 0)
@@ -256,7 +256,7 @@ class Reader:
         listed = [self._group(number) for number in range(count)]
         beat, moved = (_D.unpack_from(memory, _AT[name])[0] for name in ("beat", "moved"))
         key = listed[waits_group].key if waits and waits_group < count else ""
-        return Seen(
+        return RankSnapshot(
             rank=rank, pid=pid, state=state, beat=beat, moved=moved,
             events=_Q.unpack_from(memory, _AT["events"])[0],
             phase=strings[phase], since=since, step=step,
@@ -264,11 +264,11 @@ class Reader:
             groups={group.key: group for group in listed},
         )  # fmt: skip
 
-    def _group(self, number: int) -> Group:
+    def _group(self, number: int) -> GroupRecord:
         key, ring, issued = _GROUP.unpack_from(self.memory, _GROUPS_AT + number * _GROUP.size)
-        return Group(self.strings[key], ring, issued)
+        return GroupRecord(self.strings[key], ring, issued)
 
-    def entry(self, group: Group, number: int) -> Entry | None:
+    def entry(self, group: GroupRecord, number: int) -> IssuedCollective | None:
         """A collective of a group by its number, None where it is no longer (or not yet) kept."""
         if group.ring < 0:
             return None
@@ -278,9 +278,9 @@ class Reader:
         if found != number or still != number:
             return None
         shape, tag, place, dtype, op = (self.strings[text] for text in texts)
-        return Entry(number, now, elements, shape, tag, place, dtype, op)
+        return IssuedCollective(number, now, elements, shape, tag, place, dtype, op)
 
-    def last(self, seen: Seen) -> tuple[Group, Entry] | None:
+    def last(self, seen: RankSnapshot) -> tuple[GroupRecord, IssuedCollective] | None:
         """The newest collective that the rank issued, and its group."""
         found = [(group, self.entry(group, group.issued)) for group in seen.groups.values() if group.issued]
         kept = [(group, entry) for group, entry in found if entry is not None]

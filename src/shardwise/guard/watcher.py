@@ -19,7 +19,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from shardwise.guard.diagnose import Deadlines, Finding, Watch
+from shardwise.guard.diagnose import Deadlines, Finding, RankWatch
 from shardwise.guard.records import DONE, Reader
 from shardwise.guard.stacks import ask, process_state, readable
 
@@ -46,7 +46,7 @@ def serve(folder: str, told: str) -> None:
         signal.signal(number, signal.SIG_IGN)  # it ends with its ranks
     limits = json.loads(told)
     readers: dict[int, Reader] = {}
-    watch = Watch(readers, None if limits is None else Deadlines(*limits))
+    watch = RankWatch(readers, None if limits is None else Deadlines(*limits))
     until = time.monotonic() + 60.0  # for the first rank to come
     try:
         while True:

@@ -13,7 +13,7 @@ from functools import cached_property
 
 
 @dataclass(frozen=True)
-class Entry:
+class BucketEntry:
     """One parameter in a bucket: its index in the list given, and its place [start, stop)."""
 
     index: int
@@ -25,7 +25,7 @@ class Entry:
 class BucketLayout:
     """Entries end to end but for padding, and padding up to `size`."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[BucketEntry, ...]
     size: int
 
     @cached_property
@@ -39,7 +39,7 @@ class BucketLayout:
         each = self.size // ranks
         return each * rank, each * (rank + 1)
 
-    def pieces(self, ranks: int, rank: int) -> list[tuple[Entry, int, int]]:
+    def pieces(self, ranks: int, rank: int) -> list[tuple[BucketEntry, int, int]]:
         """(entry, first, last) for each parameter that overlaps this rank's shard, in bucket coordinates."""
         low, high = self.shard(ranks, rank)
         overlaps = ((e, max(e.start, low), min(e.stop, high)) for e in self.entries)
@@ -53,7 +53,7 @@ def lay_out(sizes: list[int], cap: int, ranks: int, first_cap: int | None = None
     multiple of `align` elements.
     """
     buckets: list[BucketLayout] = []
-    entries: list[Entry] = []
+    entries: list[BucketEntry] = []
     filled = 0
 
     def close() -> None:
@@ -69,6 +69,6 @@ def lay_out(sizes: list[int], cap: int, ranks: int, first_cap: int | None = None
             close()
             start = 0
         filled = start + sizes[index]
-        entries.append(Entry(index, start, filled))
+        entries.append(BucketEntry(index, start, filled))
     close()
     return buckets

@@ -36,7 +36,7 @@ class Send:
 
 
 @dataclass(frozen=True)
-class Step:
+class RingStep:
     """Messages that go at the same time, and what every rank holds after them."""
 
     sends: tuple[Send, ...]
@@ -50,7 +50,7 @@ class Ring:
     op: str
     ranks: int
     start: Held
-    steps: tuple[Step, ...]
+    steps: tuple[RingStep, ...]
 
     def received(self) -> list[float]:
         """Bytes that each rank receives, as a multiple of the tensor's."""
@@ -78,7 +78,7 @@ def ring(op: str, ranks: int) -> Ring:
                 held[send.target][send.source] = frozenset({send.source})
             else:
                 held[send.target][send.piece] = held[send.target][send.piece] | values
-        steps.append(Step(tuple(sends), _frozen(held)))
+        steps.append(RingStep(tuple(sends), _frozen(held)))
     return Ring(op, n, start, tuple(steps))
 
 
@@ -142,7 +142,7 @@ BOX, GAP, TOP, SECONDS = 44, 14, 46, 1.4
 
 def as_svg(drawn: Ring) -> str:
     """A picture that goes through the steps by itself, without a script; darker boxes hold the values of more ranks."""
-    n, frames = drawn.ranks, [Step((), drawn.start), *drawn.steps]
+    n, frames = drawn.ranks, [RingStep((), drawn.start), *drawn.steps]
     wide, high = 90 + n * BOX + 150, TOP + n * (BOX + GAP) + 10
     whole = SECONDS * (len(frames) + 1)
     parts = [

@@ -44,7 +44,7 @@ from shardwise.measure.op_times import convolution_times, op_times, product_time
 from shardwise.measure.overheads import fit, step_times
 from shardwise.measure.pace import Budget, Pace, over_ranks, slower
 from shardwise.progress import Say, silent
-from shardwise.ranks import Place, apart, here, join, launch, nodes_of
+from shardwise.ranks import LaunchedPlace, apart, here, join, launch, nodes_of
 from shardwise.ranks.launchers import own_device
 
 SIDES = (32, 128, 512, 1024)
@@ -221,7 +221,7 @@ def probe(ranks: int | None = None, say: Say = silent, *, quick: bool = False) -
     return _with_engine(cluster, results, say)
 
 
-def _joined(place: Place, ranks: int | None, say: Say, budget: Budget, quick: bool) -> Cluster:
+def _joined(place: LaunchedPlace, ranks: int | None, say: Say, budget: Budget, quick: bool) -> Cluster:
     """A probe by ranks that a launcher started, node by node at the same time, and then between the nodes."""
     if ranks is not None and ranks != place.world_size:
         raise InputError(

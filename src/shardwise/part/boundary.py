@@ -19,7 +19,7 @@ from shardwise.part.tensor import Part, gather
 
 
 @dataclass(frozen=True)
-class Layout:
+class PartLayout:
     """How a part is cut."""
 
     dim: int
@@ -29,7 +29,7 @@ class Layout:
     origin: str
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Layout | None:
+    def of(cls, tensor: torch.Tensor) -> PartLayout | None:
         """That of a part, or of a sum's value (which is taken: collective the first time); None for a plain tensor."""
         value = tensor.value() if isinstance(tensor, Sum) else tensor
         if not isinstance(value, Part):
@@ -58,7 +58,7 @@ class Layout:
 
 class _Unwrapped(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, layout: Layout | None) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, layout: PartLayout | None) -> torch.Tensor:
         ctx.layout = layout
         value = tensor.value() if isinstance(tensor, Sum) else tensor
         return value.local.detach() if isinstance(value, Part) else value.detach()
@@ -70,7 +70,7 @@ class _Unwrapped(torch.autograd.Function):
 
 class _Wrapped(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, layout: Layout) -> Part:
+    def forward(ctx: Any, local: torch.Tensor, layout: PartLayout) -> Part:
         ctx.layout = layout
         return layout.part(local.detach())
 
@@ -79,15 +79,15 @@ class _Wrapped(torch.autograd.Function):
         return ctx.layout.share(gradient).contiguous(), None
 
 
-def unwrapped(tensor: torch.Tensor) -> tuple[torch.Tensor, Layout | None]:
+def unwrapped(tensor: torch.Tensor) -> tuple[torch.Tensor, PartLayout | None]:
     """This rank's share of a part (of a sum: of its value), or the plain tensor itself; and how it was cut."""
-    layout = Layout.of(tensor)
+    layout = PartLayout.of(tensor)
     if layout is None and not isinstance(tensor, Sum):
         return tensor, None
     return _Unwrapped.apply(tensor, layout), layout
 
 
-def wrapped(local: torch.Tensor, layout: Layout | None) -> torch.Tensor:
+def wrapped(local: torch.Tensor, layout: PartLayout | None) -> torch.Tensor:
     """The part of which this is a share; a plain tensor as it is, whose gradient arrives whole."""
     if layout is None:
         return whole_gradient(local)

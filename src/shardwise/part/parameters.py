@@ -49,7 +49,7 @@ def own_rows(axes: tuple[Axis, ...]) -> Iterator[None]:
 _CLASSES: dict[tuple[type, tuple[str, ...]], type] = {}
 
 
-class Cut(Protocol):
+class ParameterCut(Protocol):
     """How a parameter is cut."""
 
     @property
@@ -61,7 +61,7 @@ class Cut(Protocol):
 
 
 def see_parts(
-    module: nn.Module, cuts: Mapping[str, Cut], axis: Axis, absent: Collection[str] = (),
+    module: nn.Module, cuts: Mapping[str, ParameterCut], axis: Axis, absent: Collection[str] = (),
     summed: tuple[Axis, ...] = (),
 ) -> Callable[[], None]:  # fmt: skip
     """Let the module, whose parameters are shares, read them as parts of the whole. Returns what undoes it.

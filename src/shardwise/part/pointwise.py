@@ -22,7 +22,7 @@ ELEMENTWISE = (
 )  # fmt: skip
 
 
-class Agreement:
+class PointwiseCuts:
     """Where and how all parts of an elementwise operation are cut, in the dims of its result."""
 
     def __init__(self, func: Any, tensors: list[torch.Tensor]):
@@ -64,7 +64,7 @@ class Agreement:
 def pointwise(func: Any, args: tuple, kwargs: dict) -> Any:
     """`func` on shares."""
     tensors = tensors_in((args, kwargs))
-    agreement = Agreement(func, tensors)
+    agreement = PointwiseCuts(func, tensors)
     changed = args[0] if facts(func).writes else None
     if changed is not None:
         _refuse_changing(func, changed, agreement)
@@ -75,7 +75,7 @@ def pointwise(func: Any, args: tuple, kwargs: dict) -> Any:
     return replaced(torch.Tensor, lambda t: agreement.lead.with_local(t, agreement.dim, agreement.owners), output)
 
 
-def _refuse_changing(func: Any, changed: Any, agreement: Agreement) -> None:
+def _refuse_changing(func: Any, changed: Any, agreement: PointwiseCuts) -> None:
     """An in-place operation can change a share, but not put shares into a whole tensor."""
     fits = is_part(changed) and agreement.place(changed) == agreement.dim and changed.beside(agreement.lead)
     if not fits:

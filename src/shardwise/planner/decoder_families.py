@@ -13,7 +13,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Family:
+class DecoderFamily:
     """Traits of a family. Each `*_key` names the configuration's own word on it, where there is one.
 
     tied        the output matrix is the embedding's, where the file does not say
@@ -34,9 +34,11 @@ class Family:
     one_kv: bool = False
 
 
-LLAMA = Family()
-_PLAIN = Family(gated=False, layer_norm=True, bias=True, qkv_key="")  # as GPT-2: two matrices, biases, layer norms
-FAMILIES: dict[str, Family] = {
+LLAMA = DecoderFamily()
+_PLAIN = DecoderFamily(
+    gated=False, layer_norm=True, bias=True, qkv_key=""
+)  # as GPT-2: two matrices, biases, layer norms
+FAMILIES: dict[str, DecoderFamily] = {
     **dict.fromkeys(("llama", "mistral", "mixtral", "phi3", "granite", "granitemoe", "helium", "olmo"), LLAMA),
     **dict.fromkeys(("glm", "glm4", "qwen2", "qwen2_moe", "seed_oss"), replace(LLAMA, qkv_bias=True)),
     **dict.fromkeys(("qwen3", "qwen3_moe", "olmo2", "olmo3", "olmoe", "exaone4"), replace(LLAMA, qk_norm=True)),

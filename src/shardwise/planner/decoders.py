@@ -11,7 +11,7 @@ from typing import Any
 from shardwise.cluster.catalogue import model
 from shardwise.costs.shapes import Shape
 from shardwise.errors import InputError
-from shardwise.planner.decoder_families import FAMILIES, Family, layers_differ
+from shardwise.planner.decoder_families import FAMILIES, DecoderFamily, layers_differ
 
 WORDS = {  # of each number, as the families write it
     "hidden": ("hidden_size", "n_embd", "n_embed"),
@@ -93,7 +93,7 @@ def _not_described(where: str, why: str) -> str:
     )
 
 
-def _shape(config: Mapping[str, Any], numbers: Mapping[str, int], family: Family, where: str) -> Shape:
+def _shape(config: Mapping[str, Any], numbers: Mapping[str, int], family: DecoderFamily, where: str) -> Shape:
     """The shape of a member of a family; numbers that the file does not give are 0."""
     hidden, heads, experts = numbers["hidden"], numbers["heads"], numbers["experts"]
     ffn = (numbers["expert_ffn"] if experts else 0) or numbers["ffn"] or 4 * hidden
@@ -137,7 +137,7 @@ def _contradiction(shape: Shape) -> str:
     return ""
 
 
-def _kv_heads(config: Mapping[str, Any], numbers: Mapping[str, int], family: Family) -> int:
+def _kv_heads(config: Mapping[str, Any], numbers: Mapping[str, int], family: DecoderFamily) -> int:
     if family.one_kv:  # Falcon and StarCoder: several only where the file says so
         if config.get("new_decoder_architecture"):
             return numbers["kv_heads"] or numbers["heads"]

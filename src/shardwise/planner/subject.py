@@ -8,7 +8,7 @@ from functools import cache, partial
 
 from shardwise.cluster import Cluster
 from shardwise.costs.layout import Layout
-from shardwise.costs.memory import Ledger
+from shardwise.costs.memory import MemoryLedger
 from shardwise.costs.shapes import Shape
 from shardwise.costs.software import Software, as_planned
 from shardwise.errors import InputError, RefusedPlan
@@ -31,7 +31,7 @@ class Subject:
     seq: int
     layouts: Callable[[int, Constraints], Iterable[Layout]]
     estimate: Callable[[Layout], Quick]
-    memory: Callable[[Layout], Ledger]
+    memory: Callable[[Layout], MemoryLedger]
     simulate: Callable[[Layout], Forecast]
     remarks: Sequence[str] = ()  # may grow while layouts are looked at
     own: bool = False  # a task that can be trained, not a shape by name

@@ -12,7 +12,7 @@ from time import perf_counter
 
 from shardwise.cluster import Cluster
 from shardwise.costs.layout import RECOMPUTES, Layout
-from shardwise.costs.memory import CONTEXT_BYTES, Ledger
+from shardwise.costs.memory import CONTEXT_BYTES, MemoryLedger
 from shardwise.costs.software import Software, as_planned
 from shardwise.engine.check import WEIGHTS_FREED
 from shardwise.engine.optimizer import Nature, shares_of, try_out
@@ -319,7 +319,7 @@ class Traced:
             return key, tuple((count,) for count in dict.fromkeys(self.samples)), ALIKE
         return key, *played(key, layout, batch, layout.dp - 1)
 
-    def every_rank(self, layout: Layout, batch: int) -> list[Ledger]:
+    def every_rank(self, layout: Layout, batch: int) -> list[MemoryLedger]:
         """Bytes of each rank of the grid, its own share of the batch considered: every one that differs is traced."""
         key = self._cuts(layout)
         alike = Shares(self.looks, key).alike if layout.tp > 1 else [0]
@@ -455,11 +455,11 @@ class Traced:
             return False
         return True
 
-    def memory(self, layout: Layout, batch: int) -> Ledger:
+    def memory(self, layout: Layout, batch: int) -> MemoryLedger:
         """Bytes of the fullest rank."""
         return max(self.ledgers(layout, batch), key=lambda found: found.allocated)
 
-    def ledgers(self, layout: Layout, batch: int) -> list[Ledger]:
+    def ledgers(self, layout: Layout, batch: int) -> list[MemoryLedger]:
         """Bytes of the fullest data rank of each rank of tp and pp that differs."""
         differ = self._cuts(layout).differ
         found = self.cut(layout, batch) if differ else [self.model(layout.recompute, layout.dp, layout.micro_batch)]

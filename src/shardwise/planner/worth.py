@@ -25,7 +25,7 @@ PAYS = 1.5  # times as fast, from which more devices are called worth it
 
 
 @dataclass(frozen=True)
-class Asked:
+class AskedJob:
     """A job: of so many tokens, or so many seconds long on all devices; neither where there is none."""
 
     tokens: float | None = None
@@ -33,7 +33,7 @@ class Asked:
     price: float = 0.0
 
     @classmethod
-    def of(cls, job: str | None, count: str | None, price: float) -> Asked:
+    def of(cls, job: str | None, count: str | None, price: float) -> AskedJob:
         """From words such as `20m` and `300B`; both at once, or a price without a job, raise `InputError`."""
         if job is not None and count is not None:
             raise InputError("--job and --tokens both say how long the job is: give one of the two")
@@ -45,7 +45,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Job:
+class JobCost:
     """A job on a number of devices; `price` of a device for an hour, 0 where it was not given."""
 
     best: Proposal
@@ -75,8 +75,8 @@ class Job:
 
 def jobs(
     subject: Subject, cluster: Cluster, found: Search, constraints: Constraints, precision: str,
-    asked: Asked,
-) -> list[Job]:  # fmt: skip
+    asked: AskedJob,
+) -> list[JobCost]:  # fmt: skip
     """The job on all devices, then on fewer where it fits; nothing where no job was given."""
     forecast, price = found.best.forecast, asked.price
     if asked.tokens is not None:
@@ -87,13 +87,13 @@ def jobs(
         steps = asked.seconds / forecast.step_s
     else:
         return []
-    every = [Job(found.best, cluster.world_size, steps, price)]
+    every = [JobCost(found.best, cluster.world_size, steps, price)]
     for count in _fewer(cluster.world_size):
         try:
             fewer = search(subject, _first(cluster, count), constraints, precision=precision)
         except InputError:  # it does not fit, or the batch does not divide
             continue
-        every.append(Job(fewer.best, count, steps, price))
+        every.append(JobCost(fewer.best, count, steps, price))
     return every
 
 
@@ -111,7 +111,7 @@ def _first(cluster: Cluster, count: int) -> Cluster:
     return replace(cluster, tiers=tuple(tiers), name=f"{count} of {cluster}")
 
 
-def job_lines(every: list[Job]) -> list[str]:
+def job_lines(every: list[JobCost]) -> list[str]:
     """A line for each number of devices, and what they say."""
     if not every:
         return []

@@ -22,7 +22,7 @@ from shardwise.proof.kind import kind_of
 from shardwise.proof.oracle import Look
 from shardwise.proof.outcome import Parity
 from shardwise.proof.record import Deviation, Record
-from shardwise.proof.watch import Key, Seen, Trace, rows_of
+from shardwise.proof.watch import CallTrace, Key, SampledTensor, rows_of
 
 FAR = 1e-8  # of a tensor's largest value; what is compared is float64
 
@@ -60,7 +60,7 @@ def first_step(parity: Parity) -> int:
     return min(parity.exceeded.values(), default=0)
 
 
-def locate(parity: Parity, one: Record, many: Record, look: Look, traces: Sequence[Trace]) -> Located | None:
+def locate(parity: Parity, one: Record, many: Record, look: Look, traces: Sequence[CallTrace]) -> Located | None:
     """The first difference in the step that was looked at; None where the second run does not show one."""
     step = look.step
     if first_step(parity) < 0:
@@ -84,7 +84,7 @@ def _number(parity: Parity, kind: str, step: int, phase: str, one: list[float], 
     return Located(step, phase, "", "", 0, None, number_error(many[step], one[step]), told)
 
 
-def _modules(step: int, one: Trace, traces: Sequence[Trace], pipelined: bool) -> Located | None:
+def _modules(step: int, one: CallTrace, traces: Sequence[CallTrace], pipelined: bool) -> Located | None:
     for key, expected in one.forward.items():
         for rank, trace in enumerate(traces):
             told = _difference(expected, trace.forward.get(key), pipelined)
@@ -94,7 +94,7 @@ def _modules(step: int, one: Trace, traces: Sequence[Trace], pipelined: bool) ->
     return None
 
 
-def _maker(one: Trace, trace: Trace, key: Key, pipelined: bool) -> str:
+def _maker(one: CallTrace, trace: CallTrace, key: Key, pipelined: bool) -> str:
     """The module in which a difference arose: the first, from the inside, that was given what it should be."""
     calls = [key[:3], *one.inside.get(key, [])]
     for call in calls:
@@ -104,7 +104,7 @@ def _maker(one: Trace, trace: Trace, key: Key, pipelined: bool) -> str:
     return calls[-1][1]
 
 
-def _gradients_of_modules(step: int, one: Trace, traces: Sequence[Trace], pipelined: bool) -> Located | None:
+def _gradients_of_modules(step: int, one: CallTrace, traces: Sequence[CallTrace], pipelined: bool) -> Located | None:
     for key, expected in one.backward.items():
         for rank, trace in enumerate(traces):
             told = _difference(expected, trace.backward.get(key), pipelined)
@@ -113,7 +113,7 @@ def _gradients_of_modules(step: int, one: Trace, traces: Sequence[Trace], pipeli
     return None
 
 
-def _reader(one: Trace, key: Key) -> tuple[str, str, str]:
+def _reader(one: CallTrace, key: Key) -> tuple[str, str, str]:
     """Phase, module and tensor: the gradient of an output is made by the backward of who reads it."""
     readers = one.readers.get(key, [])
     inner = [path for path in readers if not any(other.startswith(f"{path}.") or not path for other in readers)]
@@ -122,7 +122,7 @@ def _reader(one: Trace, key: Key) -> tuple[str, str, str]:
     return "backward of", inner[0], ""
 
 
-def _difference(expected: Seen, found: Seen | None, pipelined: bool) -> tuple[float, str] | None:
+def _difference(expected: SampledTensor, found: SampledTensor | None, pipelined: bool) -> tuple[float, str] | None:
     """(error, kind) where a rank's tensor is not that of one process."""
     if found is None or (pipelined and bool(torch.isnan(found.tensor).any())):  # made up: another stage's
         return None

@@ -22,7 +22,7 @@ from shardwise.layout.dealing import micro_batches
 from shardwise.proof.eps import EpsWatch
 from shardwise.proof.record import Record, kept, kept_state
 from shardwise.proof.settings import Settings, global_batch, nudged
-from shardwise.proof.watch import Trace, Watch
+from shardwise.proof.watch import CallTrace, ModuleWatch
 from shardwise.random import BatchDims, GlobalRandom, Samples
 from shardwise.step.batching import samples_in, slice_samples
 from shardwise.step.loss import read_loss
@@ -42,7 +42,7 @@ class Look:
 
     step: int
     ranks: int
-    trace: Trace = field(default_factory=Trace)
+    trace: CallTrace = field(default_factory=CallTrace)
     shares: list[dict[str, torch.Tensor]] = field(default_factory=list)
 
 
@@ -62,7 +62,7 @@ def run_oracle(task: Task, settings: Settings, look: Look | None = None) -> Reco
         batch = _cast(global_batch(task, settings, step), settings)
         watch = None
         if look is not None and look.step == step:
-            watch = Watch(module)
+            watch = ModuleWatch(module)
             look.trace = watch.trace
             look.shares = _shares(task, module, named, batch, step, settings, random, look.ranks)
 
@@ -100,7 +100,7 @@ def run_oracle(task: Task, settings: Settings, look: Look | None = None) -> Reco
 
 
 def _gradients(
-    task, module, named, batch, step, settings: Settings, random: GlobalRandom, watch: Watch | None = None
+    task, module, named, batch, step, settings: Settings, random: GlobalRandom, watch: ModuleWatch | None = None
 ) -> tuple[float, float]:
     with nullcontext() if watch is None else watch.watching():
         total, weight = _sums(task, module, named, batch, step, settings, random, watch)
@@ -118,7 +118,7 @@ def _gradients(
     return total / weight, norm
 
 
-def _sums(task, module, named, batch, step, settings, random, watch: Watch | None = None) -> tuple[float, float]:
+def _sums(task, module, named, batch, step, settings, random, watch: ModuleWatch | None = None) -> tuple[float, float]:
     """(sum, weight) over micro-batches; the parameters' `.grad` are the sum's."""
     for _, param in named:
         param.grad = None

@@ -23,7 +23,7 @@ from shardwise.layout.dealing import cut
 from shardwise.part import plain
 from shardwise.proof.record import Deviation, Record, Tensors, kept, kept_state
 from shardwise.proof.settings import Settings, global_batch, raise_eps
-from shardwise.proof.watch import Trace, Watch
+from shardwise.proof.watch import CallTrace, ModuleWatch
 from shardwise.random import Samples
 from shardwise.task import Task
 from shardwise.task_names import resolve_task
@@ -59,11 +59,11 @@ def run_rank(task: Any, plan: Plan, settings: Settings) -> Record:
     return Record(losses=record.losses, norms=record.norms, deviations=record.deviations)
 
 
-def trace_rank(task: Any, plan: Plan, settings: Settings, step: int) -> Trace:
+def trace_rank(task: Any, plan: Plan, settings: Settings, step: int) -> CallTrace:
     """What this rank's modules gave in one step, and the gradients of that. Collective."""
     resolved = resolve_task(task)
     engine, _ = _engine(resolved, plan, settings)
-    watch = Watch(engine.module, plain)
+    watch = ModuleWatch(engine.module, plain)
     random = engine.state.global_random
     assert random is not None
     begin = random.begin

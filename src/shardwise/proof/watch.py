@@ -23,7 +23,7 @@ Key = tuple[int, str, int, int]  # micro-batch, module path, call, place among t
 
 
 @dataclass
-class Seen:
+class SampledTensor:
     """One tensor and which samples of the micro-batch it holds: [start, start + count) of `total`."""
 
     tensor: torch.Tensor
@@ -33,22 +33,22 @@ class Seen:
 
 
 @dataclass
-class Trace:
+class CallTrace:
     """What was seen, in the order in which it came."""
 
-    forward: dict[Key, Seen] = field(default_factory=dict)
-    given: dict[Key, Seen] = field(default_factory=dict)  # arguments, by their place
+    forward: dict[Key, SampledTensor] = field(default_factory=dict)
+    given: dict[Key, SampledTensor] = field(default_factory=dict)  # arguments, by their place
     inside: dict[Key, list[tuple[int, str, int]]] = field(default_factory=dict)  # the calls around one, innermost first
-    backward: dict[Key, Seen] = field(default_factory=dict)
+    backward: dict[Key, SampledTensor] = field(default_factory=dict)
     readers: dict[Key, list[str]] = field(default_factory=dict)  # modules that were given the output
 
 
-class Watch:
+class ModuleWatch:
     """Records a module's calls between `begin`s. `whole` makes a tensor that ranks hold shares of whole."""
 
     def __init__(self, module: nn.Module, whole: Callable[[Any], Any] = lambda tensor: tensor):
         self.module, self.whole = module, whole
-        self.trace = Trace()
+        self.trace = CallTrace()
         self._samples: tuple[int, int, int, int] | None = None
         self._calls: dict[tuple[int, str], int] = {}
         self._made: dict[int, tuple[torch.Tensor, Key]] = {}
@@ -85,7 +85,7 @@ class Watch:
                 call = (micro_batch, path, self._calls.get((micro_batch, path), 0))
                 self._open.append(call)
                 for place, leaf in self._tensors(leaves):
-                    self.trace.given[*call, place] = Seen(kept(self.whole(leaf.detach())), *samples)
+                    self.trace.given[*call, place] = SampledTensor(kept(self.whole(leaf.detach())), *samples)
 
         return given
 
@@ -102,7 +102,7 @@ class Watch:
                 key = (micro_batch, path, call, place)
                 self.trace.inside[key] = self._open[::-1]
                 value = kept(self.whole(leaf.detach()))
-                self.trace.forward[key] = Seen(value, start, count, total)
+                self.trace.forward[key] = SampledTensor(value, start, count, total)
                 self._made[id(leaf)] = (leaf, key)
                 if leaf.requires_grad:
                     leaf.register_hook(self._gradient(key, start, count, total))
@@ -117,12 +117,12 @@ class Watch:
     def _gradient(self, key: Key, start: int, count: int, total: int) -> Callable:
         def gradient(found: torch.Tensor) -> None:
             if key not in self.trace.backward:
-                self.trace.backward[key] = Seen(kept(self.whole(found.detach())), start, count, total)
+                self.trace.backward[key] = SampledTensor(kept(self.whole(found.detach())), start, count, total)
 
         return gradient
 
 
-def rows_of(expected: Seen, found: Seen) -> torch.Tensor | None:
+def rows_of(expected: SampledTensor, found: SampledTensor) -> torch.Tensor | None:
     """The part of one process's tensor that lies beside a rank's; None where nothing tells which that is."""
     a, b = found.tensor, expected.tensor
     if found.count == found.total or (

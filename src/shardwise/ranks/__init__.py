@@ -7,9 +7,20 @@ from __future__ import annotations
 
 from shardwise.ranks.join import join, leave
 from shardwise.ranks.launch import RankEvent, launch
-from shardwise.ranks.launchers import Place, local_size
+from shardwise.ranks.launchers import LaunchedPlace, local_size
 from shardwise.ranks.mpi import here
 from shardwise.ranks.nodes import apart, nodes_of
 from shardwise.ranks.pool import RankPool
 
-__all__ = ["Place", "RankEvent", "RankPool", "apart", "here", "join", "launch", "leave", "local_size", "nodes_of"]
+__all__ = [
+    "LaunchedPlace",
+    "RankEvent",
+    "RankPool",
+    "apart",
+    "here",
+    "join",
+    "launch",
+    "leave",
+    "local_size",
+    "nodes_of",
+]

@@ -14,7 +14,7 @@ from typing import Any
 from shardwise.guard import points
 from shardwise.guard.diagnose import Deadlines
 from shardwise.ranks.allocation import keep_freed_memory
-from shardwise.ranks.launchers import Place
+from shardwise.ranks.launchers import LaunchedPlace
 from shardwise.ranks.meet import MEET_S, meet
 from shardwise.ranks.mpi import here
 from shardwise.ranks.scheduling import take_turns
@@ -63,7 +63,7 @@ def _open_group(timeout_s: float | None, meet_s: float) -> None:
         _meet(place, options, meet_s)
 
 
-def _meet(place: Place, options: dict[str, Any], meet_s: float) -> None:
+def _meet(place: LaunchedPlace, options: dict[str, Any], meet_s: float) -> None:
     import torch
     import torch.distributed as dist
 

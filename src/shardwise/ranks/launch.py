@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import InputError
-from shardwise.guard.diagnose import Deadlines, Watch
+from shardwise.guard.diagnose import Deadlines, RankWatch
 from shardwise.ranks.messages import RELEASE, pack_call
 from shardwise.ranks.process import START_LIMIT_S, RankProcess
 from shardwise.ranks.supervise import Outcome, make_job, meeting_place, records_of, start_error, unpack, watch
@@ -122,7 +122,7 @@ def _supervise(
         for rank, process in ranks.items():
             process.send_job(make_job(rank, len(ranks), call, f"{folder}/store", record=record, **choices))
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        outcome = watch(ranks, deadline, GRACE_S, notice, asked, Watch(readers, deadlines))
+        outcome = watch(ranks, deadline, GRACE_S, notice, asked, RankWatch(readers, deadlines))
         for process in ranks.values():
             process.say(RELEASE)
     return outcome

@@ -28,7 +28,7 @@ _FIRST_SPECIAL_STEP = 0xFFFFFFF0  # batch scripts and interactive shells have st
 
 
 @dataclass(frozen=True)
-class Family:
+class LauncherVariables:
     """A launcher's names for four numbers, the most telling first, and for what identifies its job."""
 
     launcher: str
@@ -39,7 +39,7 @@ class Family:
     job: tuple[str, ...]  # the first that is set identifies the job among those that are alive
 
 
-OPENMPI = Family(
+OPENMPI = LauncherVariables(
     "OpenMPI",
     rank=("OMPI_COMM_WORLD_RANK", "PMIX_RANK"),
     size=("OMPI_COMM_WORLD_SIZE",),
@@ -47,7 +47,7 @@ OPENMPI = Family(
     local_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
     job=("OMPI_MCA_orte_hnp_uri", "PMIX_NAMESPACE"),
 )
-PMI = Family(
+PMI = LauncherVariables(
     "PMI",
     rank=("PMI_RANK", "PALS_RANKID"),
     size=("PMI_SIZE",),
@@ -55,7 +55,7 @@ PMI = Family(
     local_size=("PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE", "MPI_LOCALNRANKS"),
     job=("PALS_APID",),
 )
-SLURM = Family(
+SLURM = LauncherVariables(
     "Slurm",
     rank=("SLURM_PROCID",),
     size=("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
@@ -66,7 +66,7 @@ SLURM = Family(
 
 
 @dataclass(frozen=True)
-class Place:
+class LaunchedPlace:
     """This process's place in a run that a launcher started.
 
     local_rank, local_size   on this host; None where the launcher does not say
@@ -94,7 +94,7 @@ class Place:
         return self.by or self.launcher
 
 
-def find(environ: Mapping[str, str]) -> Place | None:
+def find(environ: Mapping[str, str]) -> LaunchedPlace | None:
     """This process's place, or None where it was started alone (or as the only rank of an MPI or Slurm launch).
 
     Raises `InputError`, naming the variables, where the environment holds part of a set or contradicts itself.
@@ -137,7 +137,7 @@ def local_size(environ: Mapping[str, str]) -> int | None:
     return None if place is None else place.local_size
 
 
-def _torchrun(environ: Mapping[str, str]) -> Place:
+def _torchrun(environ: Mapping[str, str]) -> LaunchedPlace:
     missing = [name for name in TORCHRUN if not environ.get(name)]
     if missing:
         present = ", ".join(name for name in TORCHRUN if name not in missing)
@@ -145,7 +145,7 @@ def _torchrun(environ: Mapping[str, str]) -> Place:
             f"the environment sets {present} but not {', '.join(missing)}; set all of {', '.join(TORCHRUN)} "
             "(torchrun does) to join a run, or none of them to run as one process"
         )
-    place = Place(
+    place = LaunchedPlace(
         "torchrun",
         _number(environ, "RANK"),
         _number(environ, "WORLD_SIZE"),
@@ -165,7 +165,7 @@ def _with_variables_of_torchrun(environ: Mapping[str, str]) -> str:
     return "deepspeed" if "CROSS_RANK" in environ and "LOCAL_SIZE" in environ else ""
 
 
-def _of_launcher(environ: Mapping[str, str]) -> Place | None:
+def _of_launcher(environ: Mapping[str, str]) -> LaunchedPlace | None:
     """MPI's place, else Slurm's: mpirun starts its helpers as Slurm steps, whose names its ranks inherit."""
     open_mpi, pmi, slurm = _of_family(OPENMPI, environ), _of_family(PMI, environ), _of_slurm(environ)
     if open_mpi is not None and pmi is not None:
@@ -187,7 +187,7 @@ def rank_without_size(environ: Mapping[str, str]) -> bool:
     return bool(environ.get("PMIX_RANK")) and not any(environ.get(name) for name in others)
 
 
-def _of_slurm(environ: Mapping[str, str]) -> Place | None:
+def _of_slurm(environ: Mapping[str, str]) -> LaunchedPlace | None:
     """Only inside a step of srun: a batch script has the same names, and is one process."""
     step = environ.get("SLURM_STEP_ID", "")
     if not step:
@@ -226,7 +226,7 @@ def _tasks_here(environ: Mapping[str, str]) -> int | None:
     return counts[int(node)] if node.isdecimal() and int(node) < len(counts) else None
 
 
-def _of_family(family: Family, environ: Mapping[str, str]) -> Place | None:
+def _of_family(family: LauncherVariables, environ: Mapping[str, str]) -> LaunchedPlace | None:
     """The place that these names give; None where none of them is set."""
     kinds = {kind: getattr(family, kind) for kind in ("rank", "size", "local_rank", "local_size")}
     given = {kind: [name for name in names if environ.get(name)] for kind, names in kinds.items()}
@@ -248,7 +248,7 @@ def _of_family(family: Family, environ: Mapping[str, str]) -> Place | None:
         numbers["size"] = _number(environ, given["size"][0])
     rank, size = numbers["rank"], numbers["size"]
     assert rank is not None and size is not None
-    place = Place(
+    place = LaunchedPlace(
         launcher=family.launcher,
         rank=rank,
         world_size=size,
@@ -262,7 +262,7 @@ def _of_family(family: Family, environ: Mapping[str, str]) -> Place | None:
     return place
 
 
-def _job(family: Family, environ: Mapping[str, str]) -> str | None:
+def _job(family: LauncherVariables, environ: Mapping[str, str]) -> str | None:
     found = next((environ[name] for name in family.job if environ.get(name)), None)
     return found or (_slurm_job(environ) if family is PMI else None)
 
@@ -281,7 +281,7 @@ def _agreed(environ: Mapping[str, str], names: list[str]) -> int | None:
     return first
 
 
-def _same(one: Place, other: Place) -> None:
+def _same(one: LaunchedPlace, other: LaunchedPlace) -> None:
     if (one.rank, one.world_size) != (other.rank, other.world_size):
         raise InputError(
             f"the environment contradicts itself: {_told(one)} but {_told(other)}; one of them is left over from "
@@ -289,12 +289,12 @@ def _same(one: Place, other: Place) -> None:
         )
 
 
-def _told(place: Place) -> str:
+def _told(place: LaunchedPlace) -> str:
     rank, size = place.names
     return f"{rank}={place.rank}, {size}={place.world_size}"
 
 
-def _check_by_hand(environ: Mapping[str, str], place: Place) -> None:
+def _check_by_hand(environ: Mapping[str, str], place: LaunchedPlace) -> None:
     """RANK and WORLD_SIZE beside a launcher that is not torchrun: exported for other programs, or left over."""
     for name, own, told in zip(("RANK", "WORLD_SIZE"), (place.rank, place.world_size), place.names, strict=True):
         if environ.get(name) and _number(environ, name) != own:
@@ -317,7 +317,7 @@ def _master(environ: Mapping[str, str]) -> tuple[str, int] | None:
     return address, _number(environ, "MASTER_PORT")
 
 
-def _check(place: Place) -> None:
+def _check(place: LaunchedPlace) -> None:
     rank, size = place.names
     if place.rank >= place.world_size:
         raise InputError(

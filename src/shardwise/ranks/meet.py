@@ -34,7 +34,7 @@ from typing import Any
 
 from shardwise.errors import InputError, RunError
 from shardwise.ranks import pmi
-from shardwise.ranks.launchers import Place
+from shardwise.ranks.launchers import LaunchedPlace
 from shardwise.ranks.mpi import world_communicator
 
 MEET_S = 300.0  # ranks of a large job start minutes apart
@@ -73,7 +73,7 @@ class Met:
     threads: int  # this rank's share of the CPUs that it may use
 
 
-def meet(place: Place, timeout_s: float = MEET_S) -> Met:
+def meet(place: LaunchedPlace, timeout_s: float = MEET_S) -> Met:
     """Find the other ranks. Collective; `RunError` names the ranks that did not come within `timeout_s`."""
     until = time.monotonic() + timeout_s
     if place.master is not None:
@@ -93,7 +93,7 @@ def _left(until: float) -> timedelta:
     return timedelta(seconds=max(0.1, until - time.monotonic()))
 
 
-def _at_master(place: Place, until: float) -> Any:
+def _at_master(place: LaunchedPlace, until: float) -> Any:
     import torch.distributed as dist
 
     assert place.master is not None
@@ -109,13 +109,13 @@ def _at_master(place: Place, until: float) -> Any:
         ) from error
 
 
-def _exchanged(place: Place, until: float, exchange: Callable[[str], str]) -> Any:
+def _exchanged(place: LaunchedPlace, until: float, exchange: Callable[[str], str]) -> Any:
     store, address = _listen(place, until) if place.rank == 0 else (None, None)
     given = Address.unpack(exchange(address.pack() if address is not None else ""))
     return store if store is not None else _connect_until(given, place, until)
 
 
-def _listen(place: Place, until: float) -> tuple[Any, Address]:
+def _listen(place: LaunchedPlace, until: float) -> tuple[Any, Address]:
     """Rank 0's store on a free port: on loopback where all ranks are on this host, else on every interface."""
     import torch.distributed as dist
 
@@ -162,7 +162,7 @@ def _connect(address: Address, until: float) -> Any | None:
     return None
 
 
-def _connect_until(address: Address, place: Place, until: float) -> Any:
+def _connect_until(address: Address, place: LaunchedPlace, until: float) -> Any:
     while (store := _connect(address, until)) is None:
         if time.monotonic() >= until:
             raise RunError(
@@ -173,7 +173,7 @@ def _connect_until(address: Address, place: Place, until: float) -> Any:
     return store
 
 
-def _through_file(place: Place, until: float) -> Any:
+def _through_file(place: LaunchedPlace, until: float) -> Any:
     path = _file(place)
     if place.rank > 0:
         return _read(path, place, until)
@@ -191,7 +191,7 @@ def _through_file(place: Place, until: float) -> Any:
     return store
 
 
-def _file(place: Place) -> Path:
+def _file(place: LaunchedPlace) -> Path:
     if place.job is None:
         raise InputError(
             f"{place.launcher} gives the ranks no id of their job, so they cannot find each other by themselves: set "
@@ -211,7 +211,7 @@ def _private_folder() -> Path:
     return folder
 
 
-def _read(path: Path, place: Place, until: float) -> Any:
+def _read(path: Path, place: LaunchedPlace, until: float) -> Any:
     while True:
         try:
             os.listdir(path.parent)  # a network file system then looks again instead of remembering an absence
@@ -235,7 +235,7 @@ def _hello(rank: int) -> str:
     return f"hello/{rank}"
 
 
-def _say_hello(place: Place, store: Any) -> None:
+def _say_hello(place: LaunchedPlace, store: Any) -> None:
     cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
     if store.add(f"taken/{place.rank}", 1) != 1:
         raise InputError(
@@ -245,7 +245,7 @@ def _say_hello(place: Place, store: Any) -> None:
     store.set(_hello(place.rank), json.dumps([socket.gethostname(), cpus]))
 
 
-def _hear(place: Place, store: Any, until: float) -> None:
+def _hear(place: LaunchedPlace, store: Any, until: float) -> None:
     """Rank 0: say hello, wait for everybody's, and tell them whether all came."""
     _say_hello(place, store)
     waiting = list(range(place.world_size))
@@ -266,7 +266,7 @@ def _hear(place: Place, store: Any, until: float) -> None:
     raise RunError(text)
 
 
-def _everybody(place: Place, store: Any, until: float) -> Met:
+def _everybody(place: LaunchedPlace, store: Any, until: float) -> Met:
     """Wait for the last rank, then see from what all said who shares this host and these CPUs."""
     if not store.check([_hello(place.rank)]):
         _hear(place, store, until) if place.rank == 0 else _say_hello(place, store)

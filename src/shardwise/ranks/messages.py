@@ -17,7 +17,7 @@ RELEASE = b"release"  # caller -> rank: every rank has reported, the process gro
 
 
 @dataclass(frozen=True)
-class Job:
+class RankCall:
     """One function call on one rank, with all that makes the rank look like the caller."""
 
     rank: int

@@ -9,10 +9,10 @@ import sys
 from typing import Any
 
 from shardwise.errors import InputError
-from shardwise.ranks.launchers import Place, find, rank_without_size
+from shardwise.ranks.launchers import LaunchedPlace, find, rank_without_size
 
 
-def here() -> Place | None:
+def here() -> LaunchedPlace | None:
     """This process's place by mpi4py and the environment, which must agree; None where it was started alone.
 
     A rank that shardwise itself started (`launch`, `RankPool`) has its place too, while its group is up.
@@ -26,7 +26,11 @@ def here() -> Place | None:
     found = None if rank_without_size(os.environ) else find(os.environ)
     rank, size = world.Get_rank(), world.Get_size()
     if found is None:
-        return Place("mpi4py", rank, size, names=("the rank in COMM_WORLD", "size of COMM_WORLD")) if size > 1 else None
+        return (
+            LaunchedPlace("mpi4py", rank, size, names=("the rank in COMM_WORLD", "size of COMM_WORLD"))
+            if size > 1
+            else None
+        )
     if (rank, size) == (found.rank, found.world_size):
         return found
     if size == 1 and found.launcher in ("torchrun", "Slurm"):
@@ -38,7 +42,7 @@ def here() -> Place | None:
     )
 
 
-def _started_here() -> Place | None:
+def _started_here() -> LaunchedPlace | None:
     """The place of a rank of `launch` or `RankPool`: its group is up, and no address was needed to make it."""
     dist = sys.modules.get("torch.distributed")
     if dist is None or os.environ.get("MASTER_ADDR") or not os.environ.get("LOCAL_WORLD_SIZE"):
@@ -48,7 +52,7 @@ def _started_here() -> Place | None:
     rank, size = dist.get_rank(), dist.get_world_size()
     if (os.environ.get("RANK"), os.environ.get("WORLD_SIZE")) != (str(rank), str(size)):
         return None
-    return Place("shardwise", rank, size, local_rank=rank, local_size=size, one_host=True)
+    return LaunchedPlace("shardwise", rank, size, local_rank=rank, local_size=size, one_host=True)
 
 
 def world_communicator() -> Any | None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shardwise.errors import InputError
-from shardwise.guard.diagnose import Watch
+from shardwise.guard.diagnose import RankWatch
 from shardwise.ranks.messages import RELEASE, pack_call
 from shardwise.ranks.process import START_LIMIT_S, RankProcess
 from shardwise.ranks.supervise import Outcome, make_job, meeting_place, records_of, start_error, unpack, watch
@@ -74,7 +74,7 @@ class RankPool:
             }
             for rank, process in ranks.items():
                 process.send_job(make_job(rank, len(ranks), call, store, record=record, **choices))
-            outcome = watch(ranks, time.monotonic() + timeout_s, GRACE_S, records=Watch(readers, None))
+            outcome = watch(ranks, time.monotonic() + timeout_s, GRACE_S, records=RankWatch(readers, None))
             self._take_back(ranks, outcome)
         return outcome
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from shardwise.errors import InputError
 from shardwise.guard.stacks import STACK_SIGNAL, process_state, readable
-from shardwise.ranks.messages import IDLE, READY, Job, Report
+from shardwise.ranks.messages import IDLE, READY, RankCall, Report
 from shardwise.ranks.worker import HandedFd, serve
 
 # Imported once in the fork server, shared by every rank. None of these runs a tensor operation on import,
@@ -77,7 +77,7 @@ class RankProcess:
         except (EOFError, OSError):
             return False
 
-    def send_job(self, job: Job) -> None:
+    def send_job(self, job: RankCall) -> None:
         self.say(pickle.dumps(job))
 
     def say(self, message: bytes) -> None:

@@ -17,9 +17,9 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from shardwise.errors import InputError, RunError, ShardwiseError
-from shardwise.guard.diagnose import Finding, Watch
+from shardwise.guard.diagnose import Finding, RankWatch
 from shardwise.guard.records import Reader, memory_folder
-from shardwise.ranks.messages import Failure, Job
+from shardwise.ranks.messages import Failure, RankCall
 from shardwise.ranks.process import STARTED_BY_IMPORT, RankProcess
 
 # what a collective says on a rank whose peer has gone or never came
@@ -73,10 +73,10 @@ def records_of(world_size: int) -> Iterator[tuple[str, dict[int, Reader]]]:
         folder.cleanup()
 
 
-def make_job(rank: int, world_size: int, call: bytes, store: str, **choices: Any) -> Job:
+def make_job(rank: int, world_size: int, call: bytes, store: str, **choices: Any) -> RankCall:
     """A job that carries the caller's directory, search path and environment."""
     path = [os.path.abspath(entry or os.getcwd()) for entry in sys.path]
-    return Job(
+    return RankCall(
         rank, world_size, store, search_path=path, directory=os.getcwd(),
         environment=dict(os.environ), call=call, **choices,
     )  # fmt: skip
@@ -88,7 +88,7 @@ def watch(
     grace_s: float,
     notice: Notice | None = None,
     stop: threading.Event | None = None,
-    records: Watch | None = None,
+    records: RankWatch | None = None,
 ) -> Outcome:
     """Collect reports. After a first failure the others get `grace_s`; whoever is left then is stacked and named.
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from shardwise.guard import points, watcher
 from shardwise.guard.diagnose import Deadlines
-from shardwise.guard.records import Record, memory_folder
+from shardwise.guard.records import RankRecord, memory_folder
 from shardwise.guard.stacks import answer_with_stacks
 
 BEAT_S = 1.0
@@ -39,7 +39,7 @@ def be_watched(deadlines: Deadlines | None) -> None:
     folder = store.get(f"{host}/folder").decode()
     try:
         answer_with_stacks(_kept(Path(folder) / f"stacks-{rank}"))
-        record = Record(Path(folder) / f"record-{rank}", rank, world)
+        record = RankRecord(Path(folder) / f"record-{rank}", rank, world)
     except OSError:  # a container of its own under the same name, or no space: torch's timeout is left
         return
     points.have(record)
@@ -57,7 +57,7 @@ def _kept(path: Path) -> Any:
     return _files[-1]
 
 
-def _beats(record: Record) -> None:
+def _beats(record: RankRecord) -> None:
     while True:
         time.sleep(BEAT_S)
         record.beat()

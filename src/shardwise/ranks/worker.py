@@ -22,10 +22,10 @@ from typing import Any
 
 from shardwise.errors import ShardwiseError
 from shardwise.guard import points
-from shardwise.guard.records import Record
+from shardwise.guard.records import RankRecord
 from shardwise.guard.stacks import answer_with_stacks
 from shardwise.ranks.allocation import keep_freed_memory
-from shardwise.ranks.messages import IDLE, READY, Failure, Job, Report, dumps
+from shardwise.ranks.messages import IDLE, READY, Failure, RankCall, Report, dumps
 from shardwise.ranks.scheduling import take_turns
 
 BEAT_S = 1.0
@@ -94,7 +94,7 @@ def _serve_one(channel: Connection) -> bool:
 
     A rank that failed drops its group at once: its peers notice the closed connections instead of waiting.
     """
-    job: Job = pickle.loads(channel.recv_bytes())
+    job: RankCall = pickle.loads(channel.recv_bytes())
     report = _perform(job)
     _flush()
     channel.send_bytes(pickle.dumps(report))
@@ -106,7 +106,7 @@ def _serve_one(channel: Connection) -> bool:
     return True
 
 
-def _perform(job: Job) -> Report:
+def _perform(job: RankCall) -> Report:
     opened, record = False, None
     try:
         _look_like_caller(job)
@@ -126,11 +126,11 @@ def _perform(job: Job) -> Report:
         return Report(None, _describe(job.rank, error), spent=not opened)
 
 
-def _watched(job: Job) -> Record | None:
+def _watched(job: RankCall) -> RankRecord | None:
     """Begin this rank's record, for the caller to watch it."""
     from shardwise.comm import recording
 
-    record = Record(f"{job.record}{job.rank}", job.rank, job.world_size) if job.record else None
+    record = RankRecord(f"{job.record}{job.rank}", job.rank, job.world_size) if job.record else None
     points.have(record)
     recording.begin(record, {rank: f"{job.record}{rank}" for rank in range(job.world_size)})
     return record
@@ -143,7 +143,7 @@ def _pack_result(result: Any) -> bytes:
         raise TypeError(f"a result of type {type(result).__name__} cannot be sent to the caller: {error}") from error
 
 
-def _look_like_caller(job: Job) -> None:
+def _look_like_caller(job: RankCall) -> None:
     """The caller's directory, module search path and environment, plus the variables every launcher sets."""
     os.chdir(job.directory)
     sys.path[:] = job.search_path
@@ -157,7 +157,7 @@ def _look_like_caller(job: Job) -> None:
         os.environ.pop(name, None)  # a torchrun above us is not our rendezvous
 
 
-def _open_group(job: Job) -> None:
+def _open_group(job: RankCall) -> None:
     import torch.distributed as dist
 
     dist.set_debug_level_from_env()  # read at import otherwise, and the fork server imported long ago
@@ -171,7 +171,7 @@ def _open_group(job: Job) -> None:
     keep_freed_memory()
 
 
-def _backend_for(job: Job) -> str:
+def _backend_for(job: RankCall) -> str:
     """gloo, joined by the accelerator's own where each rank can have a device to itself."""
     from shardwise.device import device_count, group_backend, take
 

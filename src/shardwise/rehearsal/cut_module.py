@@ -37,7 +37,7 @@ from shardwise.layout.schedule_kinds import Op
 from shardwise.layout.schedules import Schedule, make_schedule
 from shardwise.parallel.expert import holds_experts
 from shardwise.parallel.expert.apply import Stack
-from shardwise.parallel.pipeline.placed import Cut
+from shardwise.parallel.pipeline.placed import StagePlacement
 from shardwise.parallel.tensor import Derived, Followed
 from shardwise.part import forget
 from shardwise.part.positions import Positions
@@ -244,13 +244,13 @@ class Shares:
         # (tile, rank of tp, samples) -> what each stage sends
         self.told: dict[tuple[Place, int, int], dict[int, Told]] = {}
 
-    def _cut(self) -> Cut:
+    def _cut(self) -> StagePlacement:
         built, precision = self.looks.built, Precision.of(self.plan)
         blocks = find_blocks(built.module, nested=self.task.branches == "same")
         apart = [stack.path for stack in self.stacks]
         return cut_forward(self.task, self.plan, precision, self.looks.few, built, blocks, 0, apart)[0]
 
-    def cut(self, rank: int) -> Cut | None:
+    def cut(self, rank: int) -> StagePlacement | None:
         """The stages, seen from a rank of the pipeline."""
         return None if self._first is None else replace(self._first, rank=rank)
 

@@ -13,7 +13,7 @@ from shardwise.rehearsal.known_values import Values
 from shardwise.rehearsal.op_counts import DEVICE, Count
 
 
-class Watch(TorchDispatchMode):
+class RehearsalMode(TorchDispatchMode):
     """Enter above the fake mode: as if `values`, `live` and `count` had been entered one after the other."""
 
     def __init__(self, values: Values, live: LiveBytes, count: Count) -> None:

@@ -34,7 +34,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from shardwise.part.leaves import tensors_in
-from shardwise.rehearsal.op_counts import Trace, written
+from shardwise.rehearsal.op_counts import StepTrace, written
 from shardwise.rehearsal.workspaces import LAYER, behind_one_number, workspace_bytes
 
 MOST, MOST_FLOATS = 2**25, 2**20  # elements of a shadow: beyond, a tensor has no values
@@ -121,7 +121,7 @@ class Values(TorchDispatchMode):
         """Whether a load was taken to be balanced, and mattered."""
         return CHOSEN in self.asked
 
-    def tell(self, trace: Trace) -> None:
+    def tell(self, trace: StepTrace) -> None:
         """What a trace hung on."""
         trace.balanced, trace.chose, trace.by_batch = self.assumed, self.chose, BATCH in self.asked
         trace.drawn = self.drawn

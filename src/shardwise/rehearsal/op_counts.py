@@ -39,7 +39,7 @@ Entry = tuple[str, tuple[float, ...], int]
 
 
 @dataclass(eq=False)
-class Trace:
+class StepTrace:
     """One forward and backward of `samples` samples.
 
     order        (kind, shape, times) of every op but views, as they ran; see `Entry`
@@ -125,7 +125,7 @@ def written(func: Any) -> list[int]:
 class Count(TorchDispatchMode):
     """Adds each op to a trace."""
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: StepTrace) -> None:
         super().__init__()
         self.trace = trace
 

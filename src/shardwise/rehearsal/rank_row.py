@@ -26,18 +26,18 @@ from shardwise.parallel.flat import Flat
 from shardwise.parallel.pipeline import backward
 from shardwise.parallel.pipeline.cuts import Stage
 from shardwise.parallel.pipeline.messages import Told as OfTensor
-from shardwise.parallel.pipeline.placed import Cut
+from shardwise.parallel.pipeline.placed import StagePlacement
 from shardwise.parallel.pipeline.stage import StagedModule
 from shardwise.parallel.tensor import TensorParallel
 from shardwise.part import forget
 from shardwise.part.crossing import axes_of, cuts_of, put_together, taken_apart
 from shardwise.part.parameters import see_parts
 from shardwise.precision import Precision
-from shardwise.rehearsal.dispatch import Watch
+from shardwise.rehearsal.dispatch import RehearsalMode
 from shardwise.rehearsal.fsdp2 import Gathered
 from shardwise.rehearsal.gpu_kernels import Fused, like_gpu
 from shardwise.rehearsal.known_values import Values
-from shardwise.rehearsal.op_counts import Count, Trace
+from shardwise.rehearsal.op_counts import Count, StepTrace
 from shardwise.rehearsal.short_rows import telling
 from shardwise.rehearsal.step_trace import (
     Arrivals,
@@ -63,7 +63,7 @@ Sent = tuple[str, str, float]  # axis, op, bytes of the whole tensor
 
 
 @dataclass
-class RankTrace(Trace):
+class RankTrace(StepTrace):
     """The trace of one rank's whole row: `peak` is that of the row, products and bytes those of one micro-batch.
 
     ops       (kind, stage) -> what one such op does
@@ -74,7 +74,7 @@ class RankTrace(Trace):
     messages  stage -> bytes that it sends on for one micro-batch
     """
 
-    ops: dict[tuple[str, int], Trace] = field(default_factory=dict)
+    ops: dict[tuple[str, int], StepTrace] = field(default_factory=dict)
     wire: dict[tuple[str, int], dict[Sent, int]] = field(default_factory=dict)
     arrivals: dict[tuple[str, int], dict[tuple[str, str, int], int]] = field(default_factory=dict)
     gathers: dict[tuple[str, int], list[int]] = field(default_factory=dict)
@@ -123,7 +123,7 @@ class Rehearsal:
             here = {each.name: each for each in self.inner}
             self.positions = shares.positions.over(lambda each: here[each.name])
         self.precision = Precision.of(shares.plan)
-        self.count = Count(Trace(self.found.samples))
+        self.count = Count(StepTrace(self.found.samples))
         self.tensor = None if shares.derived is None else TensorParallel(shares.derived, axis)
         place_in_ep, self.beside = beside
         group = Axis("ep", shares.cuts.ep, place_in_ep, None, tuple(range(shares.cuts.ep)), rehearsal=self.ledger)
@@ -150,7 +150,7 @@ class Rehearsal:
         waiting: dict[tuple[int, int], tuple[list[torch.Tensor], list[torch.Tensor], list[Any]]] = {}
         norms = batch_norms(model, self.shares.cuts.joined, self.ledger)
         kernels = like_gpu(self.shares.cuts.fused, cut=self.shares.cuts.tp > 1)
-        with norms, kernels, self.fake, Watch(routed, live, self.count):
+        with norms, kernels, self.fake, RehearsalMode(routed, live, self.count):
             for at in range(self.shares.cuts.rounds):
                 self._round(at, model, staged, told, waiting)
         self.found.final = self.arrivals.final
@@ -179,7 +179,7 @@ class Rehearsal:
         for place, op in enumerate(row):
             size = sizes[op.microbatch]
             self.ledger.loads = self._beside(at * schedule.microbatches + op.microbatch)
-            self.count.trace = Trace(self.found.samples)
+            self.count.trace = StepTrace(self.found.samples)
             if op.kind in "BW":
                 for technique in self.techniques:
                     technique.start_micro_batch(last=place == final and at == rounds - 1)
@@ -299,7 +299,7 @@ class Rehearsal:
         forget()
         return told
 
-    def _module(self, cut: Cut | None) -> tuple[nn.Module, StagedModule | None]:
+    def _module(self, cut: StagePlacement | None) -> tuple[nn.Module, StagedModule | None]:
         """The module with this rank's shares, in the order in which a run applies things."""
         model = build(self.task, self.fake, self.precision)
         blocks = find_blocks(model, nested=self.task.branches == "same")
@@ -379,7 +379,7 @@ class Rehearsal:
     @contextmanager
     def _aside(self) -> Iterator[None]:
         """What is made here is no work of the module's."""
-        kept, self.count.trace = self.count.trace, Trace(0)
+        kept, self.count.trace = self.count.trace, StepTrace(0)
         try:
             with torch.no_grad():
                 yield

@@ -40,10 +40,10 @@ from shardwise.memory.recompute import recompute_block
 from shardwise.parallel.batchnorm import CountBatchNorm, JoinBatchNorm, batch_norm_modules, sync_module
 from shardwise.parallel.slots import Phase
 from shardwise.precision import Precision
-from shardwise.rehearsal.dispatch import Watch
+from shardwise.rehearsal.dispatch import RehearsalMode
 from shardwise.rehearsal.gpu_kernels import like_gpu
 from shardwise.rehearsal.known_values import BATCH, Values, give
-from shardwise.rehearsal.op_counts import Count, Trace
+from shardwise.rehearsal.op_counts import Count, StepTrace
 from shardwise.simulator.counted import Update
 from shardwise.step.batching import parts_of, samples_in
 from shardwise.task import Task
@@ -205,7 +205,7 @@ def fake_batch(fake: FakeTensorMode, sample: Any, samples: int) -> Any:
 def trace(
     task: Task, samples: int, precision: str = "fp32", recompute: str = "none", sample: Any = None, joined: int = 0,
     fused: bool = False,
-) -> Trace:  # fmt: skip
+) -> StepTrace:  # fmt: skip
     """Trace one micro-batch.
 
     sample   a batch of one, so that the task need not make it again
@@ -216,7 +216,7 @@ def trace(
     """
     kept = Precision.of(Plan(precision=precision))
     fake = Fake()
-    found, inside = Trace(samples), Inside()
+    found, inside = StepTrace(samples), Inside()
     try:
         with as_real():
             model = build(task, fake, kept)
@@ -234,7 +234,7 @@ def trace(
             rests = [*model.parameters(), *model.buffers(), *pytree.tree_leaves(batch)]
             live.count(leaf for leaf in rests if isinstance(leaf, torch.Tensor))
             base = live.now
-            with norms, like_gpu(fused), fake, Watch(routed, live, Count(found)):
+            with norms, like_gpu(fused), fake, RehearsalMode(routed, live, Count(found)):
                 batch = on_device(batch, kept)
                 args, kwargs = inputs_of(task, batch, kept)
                 with OwnBackward() as seen:
@@ -364,9 +364,9 @@ def update_of(task: Task, at_once: bool = False) -> Update:
     return Update(held, work, seen.calls, one / parameter.nbytes, max(0.0, (two - one) / parameter.nbytes))
 
 
-def _updated(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> tuple[int, Trace]:
+def _updated(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> tuple[int, StepTrace]:
     """Bytes that live only while the optimizer updates these, and what it does."""
-    seen, live = Trace(1), LiveBytes()
+    seen, live = StepTrace(1), LiveBytes()
     states = [value for each in parameters for value in optimizer.state.get(each, {}).values()]
     tensors = (*parameters, *(each.grad for each in parameters), *states)
     live.count(value for value in tensors if isinstance(value, torch.Tensor))
@@ -387,7 +387,7 @@ def _refuse_complex(model: nn.Module) -> None:
             raise RefusedPlan(f"parameter '{name}' is complex, and a forecast counts real numbers alone")
 
 
-def _sizes(model: nn.Module, found: Trace) -> None:
+def _sizes(model: nn.Module, found: StepTrace) -> None:
     found.parameters = sum(p.numel() for p in model.parameters())
     found.tensors = len(list(model.parameters()))
     found.in_order = in_order(p for p in model.parameters() if p.requires_grad)

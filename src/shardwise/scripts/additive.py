@@ -28,7 +28,7 @@ from shardwise.engine.samples import COSTLY_BYTES
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.part import whole
 from shardwise.scripts.divisor import Divisor, Held, divisor_of
-from shardwise.scripts.tape import Tape, tensors_in
+from shardwise.scripts.tape import LossTape, tensors_in
 
 _NODES = 4000  # of a graph that are followed
 _FEW = 4  # samples, below which either half is kept in turn: one alone may hide what the others change
@@ -54,7 +54,7 @@ class LossLook:
     """Follows a loop from a batch to its losses. One for all models of a loop."""
 
     def __init__(self, device: torch.device) -> None:
-        self._tape = Tape(device)
+        self._tape = LossTape(device)
         self._on = False
         self.wanted = True  # the next batch is to be recorded; the same on every rank
         self._began = self._first = False  # modules inside are heard of in the first batch alone

@@ -27,7 +27,7 @@ from shardwise.scripts.meeting import Meeting
 from shardwise.scripts.saying import names_line
 
 
-class Held(ABC):
+class WeightAccess(ABC):
     """The methods of `Prepared` that read and write whole weights."""
 
     model: nn.Module
@@ -113,7 +113,7 @@ class Held(ABC):
             return self.engine.memory()
 
 
-def hold(prepared: Held, *, whole: bool) -> None:
+def hold(prepared: WeightAccess, *, whole: bool) -> None:
     """Give the model and its submodules `load_state_dict` and, unless this rank holds all of it, `state_dict`.
 
     whole   the model's own tensors are whole and in full precision: its own `state_dict` is right
@@ -125,7 +125,7 @@ def hold(prepared: Held, *, whole: bool) -> None:
             module.__dict__["state_dict"] = types.MethodType(_telling(prepared, path, module), module)
 
 
-def _loading(prepared: Held, path: str, known: nn.Module) -> Callable[..., Any]:
+def _loading(prepared: WeightAccess, path: str, known: nn.Module) -> Callable[..., Any]:
     """The `load_state_dict` that is put on a module; a deep copy of the module keeps its own."""
 
     def load(module: nn.Module, state_dict: Mapping[str, torch.Tensor], strict: bool = True, assign: bool = False):
@@ -138,7 +138,7 @@ def _loading(prepared: Held, path: str, known: nn.Module) -> Callable[..., Any]:
     return load
 
 
-def _telling(prepared: Held, path: str, known: nn.Module) -> Callable[..., Any]:
+def _telling(prepared: WeightAccess, path: str, known: nn.Module) -> Callable[..., Any]:
     """The `state_dict` that is put on a module: whole tensors on the CPU. Collective."""
 
     @names_line

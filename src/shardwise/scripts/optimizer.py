@@ -23,7 +23,7 @@ from shardwise.comm import Axis
 from shardwise.engine.optimizer import Nature, refuse, try_out
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.parallel.slots import DataParallel
-from shardwise.step.owners import Owners, Pieces
+from shardwise.step.owners import OwnedMasters, Pieces
 
 _ORDER = ("elementwise", "per tensor", "joint")
 _OWN = ("param_groups", "state", "defaults")
@@ -98,7 +98,7 @@ def _flat(optimizer: Optimizer, settings: dict[str, Any]) -> Callable[[list[dict
 def adopt(
     optimizer: Optimizer, groups: list[list[str]], technique: DataParallel, names: list[str],
     shapes: dict[str, torch.Size], shard: Axis, nature: Nature, *, zero: int, whole: bool,
-) -> Owners | None:  # fmt: skip
+) -> OwnedMasters | None:  # fmt: skip
     """Point the optimizer at this rank's pieces, in place. Raises `RefusedPlan` for one that bears none.
 
     whole   every piece is a whole parameter
@@ -113,7 +113,7 @@ def adopt(
             if slot.master.numel() or slot.whole:
                 held.setdefault(slot.name, []).append(slot.master)
     else:
-        owners = Owners(cast(Pieces, technique), names, [shapes[name] for name in names], shard)
+        owners = OwnedMasters(cast(Pieces, technique), names, [shapes[name] for name in names], shard)
         held = {names[index]: [master] for index, master in owners.masters.items()}
     pieces = [[piece for name in group for piece in held.get(name, [])] for group in groups]
     state: dict[Any, Any] = {}

@@ -30,7 +30,7 @@ from shardwise.scripts.agreement import compare, same_change
 from shardwise.scripts.calls import Calls, techniques_of
 from shardwise.scripts.divisor import Divisor, divisor_of, refuse_division
 from shardwise.scripts.guard import RefusedScaler
-from shardwise.scripts.held import Held
+from shardwise.scripts.held import WeightAccess
 from shardwise.scripts.moved import FirstSteps
 from shardwise.scripts.saying import Notices, names_line
 from shardwise.scripts.state import open_doors
@@ -40,7 +40,7 @@ from shardwise.step.normalise import held_gradients, sum_of_squares
 from shardwise.step.train_step import complete, update
 
 
-class Stepping(Held):
+class Stepping(WeightAccess):
     """The methods of `Prepared` that make up a step. All that the script's loop calls is collective."""
 
     optimizer: Optimizer

@@ -36,7 +36,7 @@ class Operation:
     autocast: tuple[bool, torch.dtype]
 
 
-class Tape(TorchFunctionMode):
+class LossTape(TorchFunctionMode):
     """Records while active. `inside`: the model's own forward runs."""
 
     def __init__(self, device: torch.device) -> None:

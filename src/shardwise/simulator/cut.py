@@ -14,9 +14,9 @@ from typing import Protocol, cast
 from shardwise.cluster import Cluster
 from shardwise.costs.kernels import Kernels, peak_tflops
 from shardwise.costs.layout import Layout
-from shardwise.costs.memory import Ledger
+from shardwise.costs.memory import MemoryLedger
 from shardwise.costs.software import Software
-from shardwise.costs.wire import Group, Wire
+from shardwise.costs.wire import RankGroup, Wire
 from shardwise.layout.grid import SPACE
 from shardwise.simulator.counted import Counted, Model
 from shardwise.simulator.forecast import Forecast
@@ -74,7 +74,12 @@ def _calls(trace: CountedRank, key: OpKey) -> list[tuple[str, str, int]]:
 
 
 def simulate_cut(
-    ranks: Sequence[Model], layout: Layout, cluster: Cluster, software: Software, precision: str, held: Sequence[Ledger]
+    ranks: Sequence[Model],
+    layout: Layout,
+    cluster: Cluster,
+    software: Software,
+    precision: str,
+    held: Sequence[MemoryLedger],
 ) -> Forecast:
     """One optimizer step. `ranks`: models whose traces are `CountedRank`s; `held`: their memory."""
     dtype = {"fp32": "fp32", "fp64": "fp32"}.get(precision, "bf16")
@@ -90,7 +95,7 @@ def simulate_cut(
     talk = max(sum(sent[key] for key in _seen(rank)[0].ops) for rank in ranks)
     tiled = max(sum(of_tiles[key] for key in _seen(rank)[0].ops) for rank in ranks)
     if layout.pp > 1:
-        link = Sharded(wire, states, Group(layout.shard_ranks, layout.tp))
+        link = Sharded(wire, states, RankGroup(layout.shard_ranks, layout.tp))
         waits = _gathers(ranks, {key: work[key] + sent[key] for key in work}, link)
         gathered = max(sum(waits[key] for key in _seen(rank)[0].ops) for rank in ranks)
 
@@ -135,8 +140,8 @@ def simulate_cut(
     )  # fmt: skip
     forecast.basis = {
         "products": kernels.basis,
-        "tensor parallel": wire.basis("all_reduce", Group(layout.tp, 1)),
-        "data ranks": wire.basis("all_reduce", Group(layout.gradient_ranks, layout.tp)),
+        "tensor parallel": wire.basis("all_reduce", RankGroup(layout.tp, 1)),
+        "data ranks": wire.basis("all_reduce", RankGroup(layout.gradient_ranks, layout.tp)),
         "work": f"{len(ranks)} rank(s) that differ, each rehearsed on fake tensors",
     }
     if layout.tiles > 1:
@@ -147,13 +152,13 @@ def simulate_cut(
     return forecast
 
 
-def groups_of(layout: Layout) -> dict[str, Group]:
+def groups_of(layout: Layout) -> dict[str, RankGroup]:
     """The ranks of each axis over which a micro-batch talks."""
     inner = layout.tp * layout.cut_positions
-    groups = {"tp": Group(layout.tp, 1), "ep": Group(layout.ep, inner), "data": Group(layout.dp, inner)}
+    groups = {"tp": RankGroup(layout.tp, 1), "ep": RankGroup(layout.ep, inner), "data": RankGroup(layout.dp, inner)}
     stride = layout.tp
     for name, size in reversed([*zip(SPACE, layout.domain, strict=False)]):
-        groups[name] = Group(size, stride)
+        groups[name] = RankGroup(size, stride)
         stride *= size
     return groups
 

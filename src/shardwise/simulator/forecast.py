@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardwise.costs.memory import CONTEXT_BYTES, Ledger
+from shardwise.costs.memory import CONTEXT_BYTES, MemoryLedger
 
 ROUNDING = 1.001
 
@@ -31,7 +31,7 @@ class Forecast:
 
     step_s: float
     parts: dict[str, float]
-    memory: list[Ledger]
+    memory: list[MemoryLedger]
     flops: float
     world_size: int
     samples: int
@@ -98,7 +98,7 @@ class Forecast:
         return self.needed_bytes <= capacity
 
     @property
-    def worst(self) -> Ledger:
+    def worst(self) -> MemoryLedger:
         """The stage that allocates most."""
         return max(self.memory, key=lambda ledger: ledger.allocated)
 

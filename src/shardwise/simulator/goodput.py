@@ -18,17 +18,17 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.costs.layout import Layout
-from shardwise.costs.memory import Ledger
+from shardwise.costs.memory import MemoryLedger
 from shardwise.errors import InputError
 
 SIMULATED_FAILURES = 2000
 COPY_BYTES_PER_S = 2.8e9
 
 
-def saved_bytes(memory: list[Ledger], layout: Layout) -> float:
+def saved_bytes(memory: list[MemoryLedger], layout: Layout) -> float:
     """Bytes that a rank of the fullest stage writes: masters and optimizer state, each element once over all ranks."""
 
-    def written(ledger: Ledger) -> float:
+    def written(ledger: MemoryLedger) -> float:
         sharded = layout.shard_ranks if layout.zero >= 1 else 1
         masters = ledger.terms.get("master", 0.0) * sharded
         whole = masters or ledger.terms.get("weights", 0.0) * (layout.shard_ranks if layout.zero >= 3 else 1)

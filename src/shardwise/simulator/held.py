@@ -10,7 +10,7 @@ Under zero=3, and zero=2 beside a pipeline, a micro-batch was played with what t
 from __future__ import annotations
 
 from shardwise.costs.layout import Layout
-from shardwise.costs.memory import Ledger
+from shardwise.costs.memory import MemoryLedger
 from shardwise.costs.software import States
 from shardwise.layout import Plan
 from shardwise.precision import Precision
@@ -37,7 +37,7 @@ def policy(precision: str, state_elements: float, layout: Layout) -> States:
 
 def memory(
     model: Model, layout: Layout, precision: str, samples: int | None = None, shard_rank: int | None = None
-) -> Ledger:  # fmt: skip
+) -> MemoryLedger:  # fmt: skip
     """Bytes of one rank by term: what rests between steps, and the peak within one.
 
     samples     of the global batch, where a rank holds all of it
@@ -72,7 +72,7 @@ def memory(
         # whole gradients of the buckets on their way; beside them the part that is added to the sum
         new = 1.0 if layout.n_micro > 1 else 1.0 - share
         terms["gradients in flight"] = min(rest * states.gradient, IN_FLIGHT_BYTES) * new
-    return Ledger({k: v for k, v in terms.items() if v}, top)
+    return MemoryLedger({k: v for k, v in terms.items() if v}, top)
 
 
 def _owned(model: Model, layout: Layout, shard_rank: int | None) -> int | None:

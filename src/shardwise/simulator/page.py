@@ -13,7 +13,7 @@ import html
 import re
 from collections.abc import Sequence
 
-from shardwise.costs.memory import Ledger
+from shardwise.costs.memory import MemoryLedger
 from shardwise.simulator.forecast import Forecast
 
 DRAWN = 6000  # boxes of a page at most; a browser copes with that many
@@ -135,7 +135,7 @@ def memory_over_time(forecast: Forecast) -> list[tuple[str, Curve]]:
     return [(lane, _of_row(ops, ledger)) for (lane, ops), ledger in zip(lanes.items(), forecast.memory, strict=True)]
 
 
-def _split(ledger: Ledger) -> tuple[float, float, float, float]:
+def _split(ledger: MemoryLedger) -> tuple[float, float, float, float]:
     """Bytes that rest, that come and go with micro-batches, of the moment of the peak, and of the optimizer."""
     held = sum(size for name, size in ledger.terms.items() if name in HELD)
     late = sum(size for name, size in ledger.terms.items() if name in LATE)
@@ -143,7 +143,7 @@ def _split(ledger: Ledger) -> tuple[float, float, float, float]:
     return ledger.allocated - held - late - moment, held, moment, late
 
 
-def _of_row(ops: Sequence[tuple[str, float, float]], ledger: Ledger) -> Curve:
+def _of_row(ops: Sequence[tuple[str, float, float]], ledger: MemoryLedger) -> Curve:
     rests, held, moment, _ = _split(ledger)
     ordered = sorted(ops, key=lambda op: op[1])
     last = {"F": 1, "B": -1, "W": -1}
@@ -161,7 +161,7 @@ def _of_row(ops: Sequence[tuple[str, float, float]], ledger: Ledger) -> Curve:
     return curve
 
 
-def _of_one(forecast: Forecast, ledger: Ledger) -> Curve:
+def _of_one(forecast: Forecast, ledger: MemoryLedger) -> Curve:
     """Its last micro-batch and the optimizer's step: seconds are those of all that computes."""
     rests, held, moment, late = _split(ledger)
     optimizer = forecast.parts.get("optimizer", 0.0)

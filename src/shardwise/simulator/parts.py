@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardwise.cluster import Cluster
-from shardwise.costs.block import Message, Times
+from shardwise.costs.block import BlockTimes, Message
 from shardwise.costs.kernels import Kernels
 from shardwise.costs.layout import Layout
-from shardwise.costs.memory import Ledger
+from shardwise.costs.memory import MemoryLedger
 from shardwise.costs.shapes import Shape
 from shardwise.costs.software import STATES, Software
-from shardwise.costs.wire import Group, Wire
-from shardwise.simulator.events import CONTENTION, Op, run
+from shardwise.costs.wire import RankGroup, Wire
+from shardwise.simulator.events import CONTENTION, Work, run
 from shardwise.simulator.forecast import Forecast
 
 # A step takes longer than its kernels: the slowest of the devices, clocks, gaps. One constant for all; the benchmark
@@ -29,7 +29,7 @@ FOREACH = 84 / 32
 
 
 @dataclass
-class Stage:
+class StageTimes:
     """Seconds of one model stage for one micro-batch, exposed communication inside."""
 
     forward: float = 0.0
@@ -41,7 +41,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepContext:
     """Everything that the parts of a simulation share."""
 
     shape: Shape
@@ -58,18 +58,18 @@ class Step:
     def wire(self) -> Wire:
         return Wire(self.cluster, self.layout.world_size)
 
-    def group(self, axis: str) -> Group:
+    def group(self, axis: str) -> RankGroup:
         """Size and stride of an axis: tp innermost, then ulysses, cp, shard, pp, replicas."""
         lay = self.layout
         inner = lay.tp * lay.split_sequence
         return {
-            "tp": Group(lay.tp, 1),
-            "ulysses": Group(lay.ulysses, lay.tp),
-            "cp": Group(lay.cp, lay.tp * lay.ulysses),
-            "ep": Group(lay.ep, lay.tp if lay.sp or lay.tp == 1 else 1),
-            "data": Group(lay.shard * lay.split_sequence, lay.tp),
-            "pp": Group(lay.pp, inner * lay.shard),
-            "replicas": Group(lay.replicas, inner * lay.shard * lay.pp),
+            "tp": RankGroup(lay.tp, 1),
+            "ulysses": RankGroup(lay.ulysses, lay.tp),
+            "cp": RankGroup(lay.cp, lay.tp * lay.ulysses),
+            "ep": RankGroup(lay.ep, lay.tp if lay.sp or lay.tp == 1 else 1),
+            "data": RankGroup(lay.shard * lay.split_sequence, lay.tp),
+            "pp": RankGroup(lay.pp, inner * lay.shard),
+            "replicas": RankGroup(lay.replicas, inner * lay.shard * lay.pp),
         }[axis]
 
     def seconds(self, message: Message) -> float:
@@ -87,13 +87,13 @@ class Step:
         hidden = sum(self.seconds(m) for m in messages if m.hidden)
         return open_s + max(0.0, hidden - beside), CONTENTION * min(hidden, beside)
 
-    def timed(self, times: Times) -> Stage:
+    def timed(self, times: BlockTimes) -> StageTimes:
         """A part with its communication."""
         waits, slowed = self.exposed(times.forward_messages, times.attention_forward or times.forward)
         hide = times.backward_weight if self.layout.cp == 1 else times.backward_weight + times.attention_backward
         back_waits, back_slowed = self.exposed(times.backward_messages, hide)
         again, again_slowed = self.exposed(times.recompute_messages, times.attention_forward)
-        return Stage(
+        return StageTimes(
             times.forward + waits + slowed,
             times.backward_input + times.recompute + back_waits + back_slowed + again + again_slowed,
             times.backward_weight,
@@ -103,7 +103,11 @@ class Step:
 
 
 def finished(
-    step: Step, parts: dict[str, float], memory: list[Ledger], exposed: dict[str, float], bubble: float = 0.0
+    step: StepContext,
+    parts: dict[str, float],
+    memory: list[MemoryLedger],
+    exposed: dict[str, float],
+    bubble: float = 0.0,
 ) -> Forecast:
     lay = step.layout
     tokens = lay.global_batch * lay.seq
@@ -124,7 +128,7 @@ def finished(
     )
 
 
-def optimizer_seconds(step: Step, parameters: dict[str, float]) -> float:
+def optimizer_seconds(step: StepContext, parameters: dict[str, float]) -> float:
     """Seconds of the update: each byte of state read and written, gradients read twice (norm and update)."""
     policy = STATES[step.software.states]
     total = 0.0
@@ -138,7 +142,7 @@ def optimizer_seconds(step: Step, parameters: dict[str, float]) -> float:
     return step.kernels.stream(total * moved * (1.0 if step.software.fused_adam else FOREACH), 10)
 
 
-def reduction_seconds(step: Step, parameters: dict[str, float]) -> tuple[float, float]:
+def reduction_seconds(step: StepContext, parameters: dict[str, float]) -> tuple[float, float]:
     """Seconds of (gradient reduction, weight gathering) of a step without ZeRO-3."""
     lay, wire = step.layout, step.wire
     reduce_s = gather_s = 0.0
@@ -146,14 +150,14 @@ def reduction_seconds(step: Step, parameters: dict[str, float]) -> tuple[float, 
     for kind, count in parameters.items():
         group = data
         if kind == "experts" and lay.ep > 1:
-            group = Group(max(1, data.size * lay.tp // lay.ep), lay.tp * lay.ep // (lay.tp or 1))
+            group = RankGroup(max(1, data.size * lay.tp // lay.ep), lay.tp * lay.ep // (lay.tp or 1))
         grads = count * step.software.grad_reduce_bytes
         if lay.zero:
             reduce_s += wire.collective("reduce_scatter", group, grads)
             reduce_s += wire.collective("all_reduce", replicas, grads / max(1, group.size))
             gather_s += wire.collective("all_gather", group, count * 2.0)
         else:
-            reduce_s += wire.collective("all_reduce", Group(group.size * lay.replicas, group.stride), grads)
+            reduce_s += wire.collective("all_reduce", RankGroup(group.size * lay.replicas, group.stride), grads)
     return reduce_s, gather_s
 
 
@@ -163,8 +167,8 @@ def beside(window: float, seconds: float, buckets: int, overlap: bool) -> float:
         return 0.0
     if not overlap or buckets < 2:
         return seconds
-    ops: list[Op] = []
+    ops: list[Work] = []
     for index in range(buckets):
-        ops.append(Op(f"backward {index}", "compute", window / buckets, []))
-        ops.append(Op(f"reduce {index}", "data", seconds / buckets, [len(ops) - 1]))
+        ops.append(Work(f"backward {index}", "compute", window / buckets, []))
+        ops.append(Work(f"reduce {index}", "data", seconds / buckets, [len(ops) - 1]))
     return run(ops) - window

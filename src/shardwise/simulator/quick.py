@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from shardwise.cluster import Cluster
-from shardwise.costs.block import Block
+from shardwise.costs.block import BlockCosts
 from shardwise.costs.layout import Layout
-from shardwise.costs.memory import Ledger, rank_memory, stage_parameters
+from shardwise.costs.memory import MemoryLedger, rank_memory, stage_parameters
 from shardwise.costs.shapes import Shape
 from shardwise.costs.software import Software
 from shardwise.layout.schedule_kinds import KINDS, in_flight
-from shardwise.simulator.parts import GAPS, Stage, Step, optimizer_seconds, reduction_seconds
+from shardwise.simulator.parts import GAPS, StageTimes, StepContext, optimizer_seconds, reduction_seconds
 from shardwise.simulator.stages import stage_layers
 
 
@@ -25,7 +25,7 @@ class Quick:
     """An estimate: seconds of a step, and the ledger of the fullest rank."""
 
     seconds: float
-    memory: Ledger
+    memory: MemoryLedger
 
 
 class Estimator:
@@ -35,7 +35,7 @@ class Estimator:
         self.shape, self.cluster, self.software = shape, cluster, software
         self._parts = lru_cache(maxsize=4096)(self._compute_parts)
 
-    def memory(self, layout: Layout) -> Ledger:
+    def memory(self, layout: Layout) -> MemoryLedger:
         """The ledger of the fullest rank."""
         layers = stage_layers(self.shape, layout)
         per_rank = [sum(layers[r :: layout.pp]) for r in range(layout.pp)]
@@ -54,7 +54,7 @@ class Estimator:
 
     def estimate(self, layout: Layout) -> Quick:
         """Seconds and memory of a layout."""
-        step = Step(self.shape, layout, self.cluster, self.software)
+        step = StepContext(self.shape, layout, self.cluster, self.software)
         key = layout.with_(
             pp=1, chunks=1, shard=1, replicas=1, zero=0, n_micro=1, rounds=1, schedule="1f1b", stage_layers=()
         )
@@ -85,7 +85,7 @@ class Estimator:
         seconds += optimizer_seconds(step, parameters)
         return Quick(GAPS * seconds, self.memory(layout))
 
-    def _compute_parts(self, layout: Layout) -> tuple[Stage, Stage, Stage]:
-        step = Step(self.shape, layout, self.cluster, self.software)
-        block = Block(self.shape, layout, self.software, step.kernels)
+    def _compute_parts(self, layout: Layout) -> tuple[StageTimes, StageTimes, StageTimes]:
+        step = StepContext(self.shape, layout, self.cluster, self.software)
+        block = BlockCosts(self.shape, layout, self.software, step.kernels)
         return step.timed(block.layer()), step.timed(block.embedding()), step.timed(block.head())

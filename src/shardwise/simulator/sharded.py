@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from shardwise.costs.layout import Layout
 from shardwise.costs.software import Software, States
-from shardwise.costs.wire import Group, Wire
+from shardwise.costs.wire import RankGroup, Wire
 from shardwise.simulator.counted import Model
-from shardwise.simulator.events import Op, run
+from shardwise.simulator.events import Work, run
 
 FORWARD_SHARE = 1 / 3
 
@@ -19,9 +19,12 @@ def data_seconds(
 ) -> tuple[float, list[tuple[str, str, float, float]]]:
     """What data ranks add to a step in which a micro-batch takes `micro` seconds; under ZeRO-3 a timeline too."""
     count, inside = model.one.parameters - model.one.experts, layout.tp  # ranks of tp lie inside
-    alike = Group(layout.gradient_ranks // layout.ep, inside * layout.ep)  # ranks that hold the same experts
+    alike = RankGroup(layout.gradient_ranks // layout.ep, inside * layout.ep)  # ranks that hold the same experts
     experts_s = wire.collective("all_reduce", alike, model.one.experts * states.on_wire)
-    shard, replicas = Group(layout.shard_ranks, inside), Group(layout.replicas, layout.shard_ranks * layout.pp * inside)
+    shard, replicas = (
+        RankGroup(layout.shard_ranks, inside),
+        RankGroup(layout.replicas, layout.shard_ranks * layout.pp * inside),
+    )
     if layout.gradient_ranks == 1:
         return 0.0, []
     if layout.zero >= 3 and shard.size > 1:
@@ -35,7 +38,7 @@ def data_seconds(
         gather_s = wire.collective("all_gather", shard, count * states.weight)
     else:
         reduce_s, gather_s = (
-            wire.collective("all_reduce", Group(layout.gradient_ranks, inside), count * states.on_wire),
+            wire.collective("all_reduce", RankGroup(layout.gradient_ranks, inside), count * states.on_wire),
             0.0,
         )
     hidden = 1 - FORWARD_SHARE if software.overlap_dp and not on_cores(wire) else 0.0
@@ -50,7 +53,7 @@ def on_cores(wire: Wire) -> bool:
 
 
 def _gathered(
-    model: Model, layout: Layout, micro: float, wire: Wire, states: States, shard: Group, replicas: Group
+    model: Model, layout: Layout, micro: float, wire: Wire, states: States, shard: RankGroup, replicas: RankGroup
 ) -> tuple[float, list[tuple[str, str, float, float]]]:
     """Seconds and timeline of all micro-batches under ZeRO-3; time is dealt to units by their parameters.
 
@@ -60,7 +63,7 @@ def _gathered(
     rest = max(0, model.one.parameters - sum(units))
     link = Sharded(wire, states, shard)
     times = min(2, layout.n_micro)
-    ops: list[Op] = []
+    ops: list[Work] = []
     for _ in range(times):
         link.play(ops, units, FORWARD_SHARE * micro, back=False)
         link.play(ops, units[::-1], (1 - FORWARD_SHARE) * micro, back=True)
@@ -71,23 +74,23 @@ def _gathered(
 
 
 def play_units(
-    ops: list[Op], compute: Sequence[float], gathers: Sequence[float], scatters: Sequence[float],
+    ops: list[Work], compute: Sequence[float], gathers: Sequence[float], scatters: Sequence[float],
     *, stream: str = "data",
 ) -> None:  # fmt: skip
     """Add a pass through units whose weights are gathered one unit ahead; of a backward, gradients scattered behind."""
     before = max((place for place, op in enumerate(ops) if op.name.startswith("unit")), default=-1)
     computed: list[int] = []
-    ops.append(Op("gather 0", stream, gathers[0], [before] if before >= 0 else []))
+    ops.append(Work("gather 0", stream, gathers[0], [before] if before >= 0 else []))
     here = len(ops) - 1
     for index, seconds in enumerate(compute):
-        ops.append(Op(f"unit {index}", "compute", seconds, [here]))
+        ops.append(Work(f"unit {index}", "compute", seconds, [here]))
         last = len(ops) - 1
         if index + 1 < len(compute):  # the next unit is asked for before this one's gradients leave
-            ops.append(Op(f"gather {index + 1}", stream, gathers[index + 1], computed[-1:]))
+            ops.append(Work(f"gather {index + 1}", stream, gathers[index + 1], computed[-1:]))
             here = len(ops) - 1
         computed.append(last)
         if scatters:
-            ops.append(Op(f"scatter {index}", stream, scatters[index], [last]))
+            ops.append(Work(f"scatter {index}", stream, scatters[index], [last]))
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,7 @@ class Sharded:
 
     wire: Wire
     states: States
-    shard: Group
+    shard: RankGroup
 
     def gather(self, count: float) -> float:
         """Seconds to gather so many weights, and from one buffer into the parameters."""
@@ -108,7 +111,7 @@ class Sharded:
         copied = 2 * count * self.states.on_wire / self.wire.bandwidth
         return self.wire.collective("reduce_scatter", self.shard, count * self.states.on_wire) + copied
 
-    def play(self, ops: list[Op], units: Sequence[float], seconds: float, *, back: bool) -> None:
+    def play(self, ops: list[Work], units: Sequence[float], seconds: float, *, back: bool) -> None:
         """Add one pass through the units, after what was added before it."""
         total = max(1, sum(units))
         play_units(
@@ -121,6 +124,6 @@ class Sharded:
         """One forward or backward of a pipeline stage that computes for `seconds`, with what it gathers."""
         if not units:
             return seconds
-        ops: list[Op] = []
+        ops: list[Work] = []
         self.play(ops, units, seconds, back=back)
         return run(ops)

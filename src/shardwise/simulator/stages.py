@@ -11,11 +11,11 @@ from dataclasses import replace
 from shardwise.costs.layout import Layout
 from shardwise.costs.memory import rank_memory, stage_parameters
 from shardwise.costs.shapes import Shape
-from shardwise.costs.wire import Group
+from shardwise.costs.wire import RankGroup
 from shardwise.layout.schedule_kinds import KINDS
-from shardwise.simulator.events import Op, run
+from shardwise.simulator.events import Work, run
 from shardwise.simulator.forecast import Forecast
-from shardwise.simulator.parts import Stage, Step, beside, finished, optimizer_seconds, reduction_seconds
+from shardwise.simulator.parts import StageTimes, StepContext, beside, finished, optimizer_seconds, reduction_seconds
 from shardwise.simulator.pipeline import play_all, stages_of
 from shardwise.simulator.sharded import play_units
 
@@ -33,7 +33,7 @@ def stage_layers(shape: Shape, layout: Layout) -> list[float]:
     return [float(each + (1 if start <= index < start + rest else 0)) for index in range(stages)]
 
 
-def pipelined(step: Step, layer: Stage, ends: tuple[Stage, Stage]) -> Forecast:
+def pipelined(step: StepContext, layer: StageTimes, ends: tuple[StageTimes, StageTimes]) -> Forecast:
     lay, shape = step.layout, step.shape
     if lay.chunks == 1:
         step = replace(step, layout=lay.with_(chunks=KINDS[lay.schedule].stages_per_rank))
@@ -74,7 +74,7 @@ def pipelined(step: Step, layer: Stage, ends: tuple[Stage, Stage]) -> Forecast:
         data = _once(step, parameters, held, backward[mine[0]] + weight[mine[0]], forward[mine[0]])
         if shape.tied and lay.pp > 1 and (first or last):
             data += step.wire.collective(
-                "all_reduce", Group(2, distance * (lay.pp - 1)), shape.vocab * shape.hidden * 4 / lay.tp
+                "all_reduce", RankGroup(2, distance * (lay.pp - 1)), shape.vocab * shape.hidden * 4 / lay.tp
             )
         tails.append((data, optimizer_seconds(step, parameters)))
     data = max(tail[0] for tail in tails)
@@ -97,7 +97,7 @@ def pipelined(step: Step, layer: Stage, ends: tuple[Stage, Stage]) -> Forecast:
 
 
 def _data_waits(
-    step: Step, layers: list[float], forward: list[float], backward: list[float], weight: list[float]
+    step: StepContext, layers: list[float], forward: list[float], backward: list[float], weight: list[float]
 ) -> list[float]:
     """Adds to each stage's seconds what it waits for its data ranks in every micro-batch; returns that, by stage."""
     lay, shape, soft = step.layout, step.shape, step.software
@@ -129,12 +129,12 @@ def _gathered(seconds: float, units: int, gather: float, scatter: float, *, ahea
     """What a forward or backward of so many units takes beyond its `seconds` where each is gathered and scattered."""
     if not ahead:
         return units * (gather + scatter)
-    ops: list[Op] = []
+    ops: list[Work] = []
     play_units(ops, [seconds / units] * units, [gather] * units, [scatter] * units if scatter else [])
     return run(ops) - seconds
 
 
-def _once(step: Step, parameters: dict[str, float], layers: float, backward: float, forward: float) -> float:
+def _once(step: StepContext, parameters: dict[str, float], layers: float, backward: float, forward: float) -> float:
     """Exposed seconds of what a stage's data ranks do once in a step, beside one backward and one forward."""
     lay, overlap = step.layout, step.software.overlap_dp
     reduce_s, gather_s = reduction_seconds(step, parameters)

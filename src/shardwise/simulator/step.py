@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from shardwise.cluster import Cluster
-from shardwise.costs.block import Block
+from shardwise.costs.block import BlockCosts
 from shardwise.costs.layout import Layout
 from shardwise.costs.memory import rank_memory, stage_parameters
 from shardwise.costs.shapes import Shape
 from shardwise.costs.software import Software
-from shardwise.simulator.events import CONTENTION, Op, run
+from shardwise.simulator.events import CONTENTION, Work, run
 from shardwise.simulator.forecast import Forecast
-from shardwise.simulator.parts import Stage, Step, beside, finished, optimizer_seconds, reduction_seconds
+from shardwise.simulator.parts import StageTimes, StepContext, beside, finished, optimizer_seconds, reduction_seconds
 from shardwise.simulator.stages import pipelined
 
 PLAYED = 4  # micro-batches of a ZeRO step that are played; more repeat the last
@@ -20,8 +20,8 @@ def simulate(
     shape: Shape, layout: Layout, cluster: Cluster, software: Software, *, precision: str = "bf16"
 ) -> Forecast:
     """One optimizer step. Only the decoder's numbers are needed; nothing runs."""
-    step = Step(shape, layout, cluster, software, precision)
-    block = Block(shape, layout, software, step.kernels)
+    step = StepContext(shape, layout, cluster, software, precision)
+    block = BlockCosts(shape, layout, software, step.kernels)
     layer, ends = step.timed(block.layer()), (step.timed(block.embedding()), step.timed(block.head()))
     if layout.pp > 1:
         forecast = pipelined(step, layer, ends)
@@ -47,7 +47,7 @@ def simulate(
 # --- one stage: replicas, ZeRO
 
 
-def _one_stage(step: Step, layer: Stage, ends: tuple[Stage, Stage]) -> Forecast:
+def _one_stage(step: StepContext, layer: StageTimes, ends: tuple[StageTimes, StageTimes]) -> Forecast:
     lay, shape = step.layout, step.shape
     parameters = stage_parameters(shape, lay, shape.layers, first=True, last=True)
     memory = [rank_memory(shape, lay, step.software, layers=shape.layers, first=True, last=True, in_flight=1.0)]
@@ -79,7 +79,9 @@ def _one_stage(step: Step, layer: Stage, ends: tuple[Stage, Stage]) -> Forecast:
     return forecast
 
 
-def _gathered(step: Step, layer: Stage, ends: tuple[Stage, Stage]) -> tuple[float, list[tuple[str, str, float, float]]]:
+def _gathered(
+    step: StepContext, layer: StageTimes, ends: tuple[StageTimes, StageTimes]
+) -> tuple[float, list[tuple[str, str, float, float]]]:
     """ZeRO-3: weights gathered ahead of use, gradients scattered behind, one stream of collectives."""
     lay = step.layout
     played = min(lay.n_micro, PLAYED)
@@ -91,7 +93,7 @@ def _gathered(step: Step, layer: Stage, ends: tuple[Stage, Stage]) -> tuple[floa
     return seconds, [(op.stream, op.name, op.start, op.end) for op in ops]
 
 
-def _zero3_ops(step: Step, layer: Stage, ends: tuple[Stage, Stage], n_micro: int) -> list[Op]:
+def _zero3_ops(step: StepContext, layer: StageTimes, ends: tuple[StageTimes, StageTimes], n_micro: int) -> list[Work]:
     shape, lay, wire = step.shape, step.layout, step.wire
     group, replicas = step.group("data"), step.group("replicas")
     whole = 4.0 if step.precision == "fp32" else 2.0
@@ -110,10 +112,10 @@ def _zero3_ops(step: Step, layer: Stage, ends: tuple[Stage, Stage], n_micro: int
     each = shape.layer_parameters / lay.tp
     root = (shape.embedding_parameters + shape.head_parameters + shape.norm_parameters) / lay.tp
     keep = lay.recompute != "full" and step.layout.zero == 2
-    ops: list[Op] = []
+    ops: list[Work] = []
 
     def add(name: str, stream: str, seconds: float, *after: int | None) -> int:
-        ops.append(Op(name, stream, seconds, [a for a in after if a is not None]))
+        ops.append(Work(name, stream, seconds, [a for a in after if a is not None]))
         return len(ops) - 1
 
     for micro in range(n_micro):

@@ -14,10 +14,10 @@ from shardwise.cluster import Cluster
 from shardwise.costs.block import EAGER
 from shardwise.costs.kernels import Kernels, peak_tflops
 from shardwise.costs.layout import Layout
-from shardwise.costs.memory import Ledger
+from shardwise.costs.memory import MemoryLedger
 from shardwise.costs.overhead import Overhead, events, overhead_of
 from shardwise.costs.software import Software, States
-from shardwise.costs.wire import Group, Wire
+from shardwise.costs.wire import RankGroup, Wire
 from shardwise.simulator.counted import Counted, Model
 from shardwise.simulator.forecast import Forecast
 from shardwise.simulator.held import memory, policy
@@ -134,7 +134,7 @@ def simulate_traced(
     cluster: Cluster,
     software: Software,
     precision: str,
-    held: Sequence[Ledger] = (),
+    held: Sequence[MemoryLedger] = (),
 ) -> Forecast:
     """One optimizer step over replicas and ZeRO shards. `held`: the memory, where it is known already."""
     dtype = {"fp32": "fp32", "fp64": "fp32"}.get(precision, "bf16")
@@ -146,7 +146,7 @@ def simulate_traced(
     optimizer = optimizer_seconds(model, layout, kernels, states)
     parts = {"compute": layout.n_micro * micro, "data-parallel communication": data, "optimizer": optimizer}
     if model.one.joined:
-        group = Group(layout.dp, 1)
+        group = RankGroup(layout.dp, 1)
         once = sum(times * wire.collective(op, group, size) for (op, size), times in model.one.joined.items())
         parts["batch norm communication"] = layout.n_micro * once  # of channels, whatever the samples
     parts |= engine_seconds(model, layout, added, parts["compute"])
@@ -163,7 +163,7 @@ def simulate_traced(
     )  # fmt: skip
     forecast.basis = {
         "products": kernels.basis,
-        "data ranks": wire.basis("all_reduce", Group(layout.dp, 1)),
+        "data ranks": wire.basis("all_reduce", RankGroup(layout.dp, 1)),
         "work": f"{len(model.one.products)} shapes of products and {model.one.kernels} ops counted on fake tensors",
     }
     ops = model.linear(model.one.kernels, model.two.kernels, layout.micro_batch)

@@ -90,7 +90,7 @@ class Agreement:
     square_norms: list[float]  # by data rank
 
 
-class Asked:
+class PendingRow:
     """A row on its way to every data rank; `answer` waits for theirs."""
 
     def __init__(self, tally: Tally, square_norm: torch.Tensor | float, axis: Axis):
@@ -131,7 +131,7 @@ class Asked:
 
 def agree(tally: Tally, square_norm: torch.Tensor | float, axis: Axis) -> Agreement:
     """Gather every data rank's row. One small collective."""
-    return Asked(tally, square_norm, axis).answer()
+    return PendingRow(tally, square_norm, axis).answer()
 
 
 def gather_reached(tally: Tally, names: list[str], axis: Axis, device: torch.device, *, refuse: bool) -> set[int]:

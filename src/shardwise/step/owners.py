@@ -30,7 +30,7 @@ def choose_owners(sizes: list[int], ranks: int) -> list[int]:
     return owners
 
 
-class Owners:
+class OwnedMasters:
     """Whole masters of the parameters that this rank owns, and the exchange with everybody's pieces."""
 
     def __init__(self, technique: Pieces, names: list[str], shapes: list[torch.Size], axis: Axis):

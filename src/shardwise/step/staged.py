@@ -12,7 +12,7 @@ from shardwise.comm import Axis, gather_json
 from shardwise.errors import RefusedPlan
 from shardwise.layout.dealing import Share
 from shardwise.parallel.pipeline.messages import Mail
-from shardwise.parallel.pipeline.placed import Cut
+from shardwise.parallel.pipeline.placed import StagePlacement
 from shardwise.parallel.pipeline.stage import StagedModule
 from shardwise.step.forward import Forward
 from shardwise.step.loss import Extra, Loss
@@ -28,7 +28,7 @@ class StagedForward(Forward):
     mail   messages between stages
     """
 
-    def __init__(self, forward: Forward, staged: StagedModule, cut: Cut, axis: Axis):
+    def __init__(self, forward: Forward, staged: StagedModule, cut: StagePlacement, axis: Axis):
         super().__init__(forward.task, forward.module, forward.precision, forward.device, forward.data,
                          forward.positions)  # fmt: skip
         self.staged, self.cut, self.axis = staged, cut, axis

@@ -19,7 +19,7 @@ from shardwise.precision import Precision
 from shardwise.random import GlobalRandom
 from shardwise.step.forward import Forward
 from shardwise.step.hooks import Hooks
-from shardwise.step.owners import Owners
+from shardwise.step.owners import OwnedMasters
 from shardwise.step.scaler import LossScale
 from shardwise.step.staged import StagedForward
 from shardwise.task import Task
@@ -61,7 +61,7 @@ class RankState:
     held_frozen: set[str]
     frozen_names: list[str]
     optimizer: Optimizer
-    owners: Owners | None
+    owners: OwnedMasters | None
     needs_closure: bool
     base_lrs: list[float | None]
     scale: LossScale | None

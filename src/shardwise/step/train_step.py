@@ -22,7 +22,7 @@ from shardwise.guard.points import reach
 from shardwise.layout.dealing import Share
 from shardwise.part import forget
 from shardwise.step.batching import parts_of, pieces_of
-from shardwise.step.control import Agreement, Asked, Tally, agree, gather_reached
+from shardwise.step.control import Agreement, PendingRow, Tally, agree, gather_reached
 from shardwise.step.inputs import name_bad_input
 from shardwise.step.masks import drawing, seed_masks
 from shardwise.step.normalise import NotFinite, normalise, square_norm
@@ -103,7 +103,7 @@ def _reduced(state: RankState, tally: Tally, used: set[int], *, again: bool) -> 
     if state.technique.in_pieces:
         state.technique.finish_step(used)
         return agree(tally, square_norm(state), state.mesh.gradients)
-    asked = Asked(tally, 0.0, state.mesh.gradients)
+    asked = PendingRow(tally, 0.0, state.mesh.gradients)
     state.technique.finish_step(used)
     return asked.answer(square_norm(state))
 

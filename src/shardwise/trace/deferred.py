@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_map_only
 from shardwise.device import on_host
 from shardwise.errors import InputError
 from shardwise.trace.double import as_written
-from shardwise.trace.tape import NotReplayable, Op, Ref, Tape, ref_of, storage_key, tensors_in
+from shardwise.trace.tape import ConstructorTape, NotReplayable, Ref, TapedOp, ref_of, storage_key, tensors_in
 
 MAP_NORESERVE = 0x4000  # of Linux; Python's mmap names it from 3.13 on
 LARGE = 4096  # elements from which a new tensor gets no values
@@ -48,7 +48,7 @@ def seed_of(*parts: object) -> int:
 
 
 class _Recorder(TorchDispatchMode):
-    def __init__(self, tape: Tape):
+    def __init__(self, tape: ConstructorTape):
         super().__init__()
         self.tape = tape
         self.paused = False
@@ -74,7 +74,7 @@ class _Recorder(TorchDispatchMode):
             self.paused = False
         key = storage_key(first)
         refs, named = tree_map_only(torch.Tensor, ref_of, (args, kwargs))
-        self.tape.add(Op(function, refs, named, [], {key}, {key}, random=state is None, generator=state))
+        self.tape.add(TapedOp(function, refs, named, [], {key}, {key}, random=state is None, generator=state))
         return result
 
     def _advance(self, function: Callable, args: tuple, kwargs: dict) -> None:
@@ -173,7 +173,7 @@ class _Recorder(TorchDispatchMode):
         tape.alive.extend(tensor.untyped_storage() for tensor in outputs)
         args, kwargs = tree_map_only(torch.Tensor, ref_of, (args, kwargs))
         is_random = torch.Tag.nondeterministic_seeded in func.tags and state is None
-        tape.add(Op(func, args, kwargs, [ref_of(t) for t in outputs], before, written, is_random, state))
+        tape.add(TapedOp(func, args, kwargs, [ref_of(t) for t in outputs], before, written, is_random, state))
 
 
 def _own_state(args: tuple, kwargs: dict) -> torch.Tensor | None:
@@ -221,7 +221,7 @@ _VALUE_READERS = {"numpy", "__array__", "tolist", "__dlpack__", "__reduce_ex__"}
 class _Guard(TorchFunctionMode):
     """Refuses what reads a tensor's memory without passing through an op."""
 
-    def __init__(self, tape: Tape):
+    def __init__(self, tape: ConstructorTape):
         super().__init__()
         self.tape = tape
 
@@ -244,7 +244,7 @@ class Built:
     attribute on the CPU. `notice` says why, where the module had to be built for real.
     """
 
-    def __init__(self, module: nn.Module, seed: int, tape: Tape | None, notice: str = ""):
+    def __init__(self, module: nn.Module, seed: int, tape: ConstructorTape | None, notice: str = ""):
         self.module = module
         self.seed = seed
         self.notice = notice
@@ -397,7 +397,7 @@ def build(model: Callable[[], nn.Module], seed: int) -> Built:
 
     Raises `InputError` when the constructor fails by itself, in one process without shardwise.
     """
-    tape = Tape()
+    tape = ConstructorTape()
     try:
         _seed_everything(seed)
         recorder = _Recorder(tape)

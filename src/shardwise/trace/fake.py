@@ -53,14 +53,14 @@ class Made(NamedTuple):
     device: torch.device = torch.device("cpu")
 
 
-class Answer(NamedTuple):
+class OpResult(NamedTuple):
     """All results of an operation; `kind` is tuple or list, or None where there is one. Others are what they are."""
 
     kind: type | None
     made: tuple[Any, ...]
 
 
-_known: dict[tuple, Answer | None] = {}  # None: torch has to be asked each time
+_known: dict[tuple, OpResult | None] = {}  # None: torch has to be asked each time
 
 
 class Fake(FakeTensorMode):
@@ -126,7 +126,7 @@ class Fake(FakeTensorMode):
                 return False
         return True
 
-    def _noted(self, tensors: list[FakeTensor], output: Any) -> Answer | None:
+    def _noted(self, tensors: list[FakeTensor], output: Any) -> OpResult | None:
         """The results as functions of the arguments; None where they are not."""
         kind = type(output) if type(output) in (tuple, list) else None
         leaves = (output,) if kind is None else tuple(output)
@@ -136,15 +136,15 @@ class Fake(FakeTensorMode):
         own = [_storage(leaf) for leaf, one in pairs if type(one) is Made and one.place is None]
         if not plain or not any(type(one) is Made for one in made) or len(set(own)) < len(own):
             return None
-        return Answer(kind, tuple(made))
+        return OpResult(kind, tuple(made))
 
-    def _same(self, answer: Answer, tensors: list[FakeTensor], output: Any) -> bool:
+    def _same(self, answer: OpResult, tensors: list[FakeTensor], output: Any) -> bool:
         """Whether what the answer says now is in all respects what torch gave."""
         again = self._answer(answer, tensors)
         pairs = zip(*((out,) if answer.kind is None else out for out in (output, again)), strict=True)
         return all(_alike(was, now) for was, now in pairs)
 
-    def _answer(self, answer: Answer, tensors: list[FakeTensor]) -> Any:
+    def _answer(self, answer: OpResult, tensors: list[FakeTensor]) -> Any:
         found = [self._make(one, tensors) if type(one) is Made else one for one in answer.made]
         return found[0] if answer.kind is None else answer.kind(found)
 

@@ -52,7 +52,7 @@ class Leaf:
 
 
 @dataclass
-class Call:
+class ModuleCall:
     """One call of a submodule. Times count ops and calls."""
 
     path: str
@@ -63,11 +63,11 @@ class Call:
     exit: int = -1
     leaves: list[Leaf] = field(default_factory=list)
     spec: TreeSpec | None = None
-    inside: list[Call] = field(default_factory=list)
+    inside: list[ModuleCall] = field(default_factory=list)
 
 
 @dataclass
-class Op:
+class FlowOp:
     """One op: what it reads and makes, and what it costs."""
 
     time: int
@@ -82,8 +82,8 @@ class Op:
 class Flow:
     """One forward, written down. Tensors are numbered."""
 
-    root: Call
-    ops: list[Op]
+    root: ModuleCall
+    ops: list[FlowOp]
     made: list[int]  # when each tensor was made; -1: it was there before
     depends: list[bool]  # on a parameter
     drawn: list[bool]  # depends on a random number, and on no parameter
@@ -95,7 +95,7 @@ class Flow:
     end: int
     without_gradient: frozenset[tuple[str, int]]  # calls (path, place) that run where gradients are switched off
 
-    def calls(self) -> Iterator[Call]:
+    def calls(self) -> Iterator[ModuleCall]:
         """Every call below the root, in the order they were entered."""
         queue = list(reversed(self.root.inside))
         while queue:
@@ -103,7 +103,7 @@ class Flow:
             yield call
             queue.extend(reversed(call.inside))
 
-    def crossings(self) -> Iterator[tuple[Call, list[int]]]:
+    def crossings(self) -> Iterator[tuple[ModuleCall, list[int]]]:
         """For each call: tensors that depend on parameters, were made before it is entered and are used after."""
         ahead = [
             (made, number)
@@ -119,9 +119,9 @@ class Flow:
             yield call, sorted(alive)
 
     @cached_property
-    def held(self) -> dict[int, list[tuple[Call, bool, int]]]:
+    def held(self) -> dict[int, list[tuple[ModuleCall, bool, int]]]:
         """For each tensor, the calls that are given it (True) or give it (False), and the place among their leaves."""
-        found: dict[int, list[tuple[Call, bool, int]]] = {}
+        found: dict[int, list[tuple[ModuleCall, bool, int]]] = {}
         for call in self.calls():
             for leaf, given in enumerate(call.arguments):
                 if given is not None:
@@ -153,7 +153,7 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, parameters: dict[int, int], buffers: dict[int, int]):
         super().__init__()
         self.time = 0
-        self.ops: list[Op] = []
+        self.ops: list[FlowOp] = []
         self.made: list[int] = []
         self.depends: list[bool] = []
         self.drawn: list[bool] = []
@@ -218,7 +218,7 @@ class _Recorder(TorchDispatchMode):
                 makes.append(made)
         cost = _cost(func, args, kwargs, output, outputs)
         reads_value = func is _aten._local_scalar_dense.default
-        self.ops.append(Op(self.time, tuple(reads), tuple(makes), cost, draws, reads_value))
+        self.ops.append(FlowOp(self.time, tuple(reads), tuple(makes), cost, draws, reads_value))
         return output
 
     def _written(self, tensor: torch.Tensor, depends: bool, drawn: bool) -> list[int]:
@@ -267,7 +267,7 @@ def _is_view(func) -> bool:
 
 
 @contextmanager
-def _calls(module: nn.Module, recorder: _Recorder, root: Call) -> Iterator[None]:
+def _calls(module: nn.Module, recorder: _Recorder, root: ModuleCall) -> Iterator[None]:
     """Write down every call of a submodule, but for those inside a `torch.func` transform: their caller is one op."""
     stack = [root]
     counts: dict[int, int] = {}
@@ -282,7 +282,7 @@ def _calls(module: nn.Module, recorder: _Recorder, root: Call) -> Iterator[None]
         place = counts.get(id(child), 0)
         counts[id(child)] = place + 1
         shapes = [tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
-        call = Call(path, place, recorder.time, numbers, shapes)
+        call = ModuleCall(path, place, recorder.time, numbers, shapes)
         stack[-1].inside.append(call)
         stack.append(call)
 
@@ -323,7 +323,7 @@ def _flow(module: nn.Module, run: Callable[[], Any], known: dict[str, int]) -> F
         {id(param): known[name] for name, param in module.named_parameters()},
         {id(buffer): known[name] for name, buffer in module.named_buffers()},
     )
-    root = Call("", 0, 0, [], [])
+    root = ModuleCall("", 0, 0, [], [])
     with torch.no_grad(), recorder, _calls(module, recorder, root):
         output = run()
     recorder.time += 1

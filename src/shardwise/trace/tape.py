@@ -25,7 +25,7 @@ class Ref:
 
 
 @dataclass
-class Op:
+class TapedOp:
     """One op of a constructor: what it read and wrote, by storage, and whether it draws."""
 
     func: Any
@@ -39,17 +39,17 @@ class Op:
 
 
 @dataclass
-class Tape:
+class ConstructorTape:
     """Every op that makes or changes a tensor, in order."""
 
-    ops: list[Op] = field(default_factory=list)
+    ops: list[TapedOp] = field(default_factory=list)
     writers: dict[int, list[int]] = field(default_factory=dict)  # storage -> ops that write it
     constants: dict[int, torch.Tensor] = field(default_factory=dict)  # storage -> bytes it held when first met
     lost: set[int] = field(default_factory=set)  # meta storages that no op made
     deferred: set[int] = field(default_factory=set)  # storages whose values exist only on the tape
     alive: list[Any] = field(default_factory=list)  # storages, so that their addresses are not used again
 
-    def add(self, op: Op) -> None:
+    def add(self, op: TapedOp) -> None:
         """Write one op."""
         self.ops.append(op)
         for key in op.writes:
@@ -87,7 +87,7 @@ class Tape:
             raise NotReplayable(f"the constructor reads a random or large tensor's values through {how}")
 
 
-def _refs(op: Op) -> list[Ref]:
+def _refs(op: TapedOp) -> list[Ref]:
     return [leaf for leaf in tree_flatten((op.args, op.kwargs))[0] if isinstance(leaf, Ref)]
 
 

@@ -19,7 +19,7 @@ from shardwise.guard.diagnose import Deadlines
 from shardwise.layout import Plan, check
 from shardwise.layout.elastic import smaller
 from shardwise.progress import line
-from shardwise.ranks import Place, here
+from shardwise.ranks import LaunchedPlace, here
 from shardwise.task import Task
 from shardwise.training.job import Job, make_job
 from shardwise.training.restart import until_done
@@ -190,7 +190,7 @@ def _beside(job: Job, forecast: dict[str, Any] | None, summary: dict[str, Any]) 
     return summary
 
 
-def _check_ranks(effective: Effective, nproc: int | None, place: Place | None) -> None:
+def _check_ranks(effective: Effective, nproc: int | None, place: LaunchedPlace | None) -> None:
     plan = effective.plan
     if nproc is not None and nproc != plan.world_size:
         raise InputError(

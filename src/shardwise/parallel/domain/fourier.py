@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from shardwise.parallel.domain.tiles import Cut, answers, cuts, opened, placed
+from shardwise.parallel.domain.tiles import CutDim, answers, cuts, opened, placed
 from shardwise.part import Owners, Uncut
 from shardwise.part.levels import Distributed
 from shardwise.part.moves import from_axis, moved
@@ -57,7 +57,7 @@ def _run(run: Callable, tile: torch.Tensor, dims: list[int]) -> torch.Tensor:
     return output
 
 
-def _extent(tensor: torch.Tensor, dim: int, cut: Cut) -> int:
+def _extent(tensor: torch.Tensor, dim: int, cut: CutDim) -> int:
     """The size of a dim as the ranks of the cut's axis see it: axes further out may have cut it."""
     return from_axis(tensor.detach(), cut.axis).shape[dim]
 

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from shardwise.comm import Axis
-from shardwise.parallel.domain.tiles import Cut, answers, cuts, opened, placed, used
+from shardwise.parallel.domain.tiles import CutDim, answers, cuts, opened, placed, used
 from shardwise.part.tensor import all_sum
 
 
@@ -76,7 +76,7 @@ class _Standardised(torch.autograd.Function):
 
 
 def _by_group(
-    input: torch.Tensor, found: list[Cut], groups: int, weight: torch.Tensor | None, bias: torch.Tensor | None,
+    input: torch.Tensor, found: list[CutDim], groups: int, weight: torch.Tensor | None, bias: torch.Tensor | None,
     eps: float, samples: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """(y, mean, variance) of x (N, C, ...): statistics of each group of channels, of a sample or (`samples`) of all."""

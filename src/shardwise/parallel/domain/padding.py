@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from shardwise.host import to_device
 from shardwise.parallel.domain.maps import owners_after
-from shardwise.parallel.domain.tiles import Cut, answers, cuts, fetched, opened, placed
+from shardwise.parallel.domain.tiles import CutDim, answers, cuts, fetched, opened, placed
 from shardwise.part.cuts import REMEMBERED, Uncut
 from shardwise.part.moves import shown
 
@@ -34,7 +34,7 @@ def pad(
             continue
         owners = owners_after(cut.owners, n + front + behind, np.arange(-front, n + behind))
         input = fetched(input, cut, shown(owners, _source(n, front, behind, mode)), fill)
-        after.append(Cut(cut.axis, cut.dim, owners))
+        after.append(CutDim(cut.axis, cut.dim, owners))
     return placed(_locally(input, widths, len(pad), mode, value), after)
 
 

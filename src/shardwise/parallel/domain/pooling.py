@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from shardwise.host import to_device
 from shardwise.parallel.domain.convolve import Sizes, each
 from shardwise.parallel.domain.maps import Sliding
-from shardwise.parallel.domain.tiles import Cut, answers, cuts, windowed
+from shardwise.parallel.domain.tiles import CutDim, answers, cuts, windowed
 from shardwise.part.cuts import REMEMBERED, Uncut
 
 
@@ -43,7 +43,7 @@ def _slides(
     return kernels, strides, dilations, windows
 
 
-def _edges(input: torch.Tensor, windows: list[Sliding], found: list[Cut]) -> list[int]:
+def _edges(input: torch.Tensor, windows: list[Sliding], found: list[CutDim]) -> list[int]:
     """What `F.pad` adds to (or, below zero, cuts off) the dims that are not cut, for windows without padding."""
     first, tiled, around = input.dim() - len(windows), {cut.dim for cut in found}, []
     for d in reversed(range(len(windows))):

@@ -15,7 +15,7 @@ from shardwise.host import to_device
 from shardwise.parallel.domain.convolve import each
 from shardwise.parallel.domain.maps import Sliding
 from shardwise.parallel.domain.tables import Table, applied, entries, opened_for, output_size
-from shardwise.parallel.domain.tiles import Cut, answers, cuts, opened, placed, windowed
+from shardwise.parallel.domain.tiles import CutDim, answers, cuts, opened, placed, windowed
 from shardwise.part import Uncut
 from shardwise.part.cuts import repeated
 
@@ -65,7 +65,7 @@ def interpolate(
     return along_each(input.to(wide), found, tables).to(input.dtype)
 
 
-def along_each(input: torch.Tensor, found: list[Cut], tables: list[Table]) -> torch.Tensor:
+def along_each(input: torch.Tensor, found: list[CutDim], tables: list[Table]) -> torch.Tensor:
     """Each spatial dim (the last ones) by its table; cut ones fetch what they read."""
     first, after, todo = input.dim() - len(tables), [], {}
     for cut in found:  # once it is no more cut, operations along its dims are plain ones
@@ -158,7 +158,7 @@ def pixel_shuffle(input: torch.Tensor, upscale_factor: int) -> torch.Tensor:
         return F.pixel_shuffle(input, r)
     if input.shape[-3] % (r * r):
         raise RuntimeError(f"pixel_shuffle by {r} of {tuple(input.shape)}: channels must be divisible by {r * r}")
-    after = [Cut(cut.axis, cut.dim, repeated(cut.owners, r)) for cut in found]
+    after = [CutDim(cut.axis, cut.dim, repeated(cut.owners, r)) for cut in found]
     tile = opened(input, found)
     *lead, channels, rows, columns = tile.shape
     blocks = tile.reshape(math.prod(lead), channels // (r * r), r, r, rows, columns)

@@ -18,7 +18,7 @@ import torch
 
 from shardwise.host import to_device
 from shardwise.parallel.domain.maps import reads
-from shardwise.parallel.domain.tiles import Cut, fetched, opened
+from shardwise.parallel.domain.tiles import CutDim, fetched, opened
 from shardwise.part import Uncut
 from shardwise.part.cuts import REMEMBERED
 
@@ -166,7 +166,7 @@ def _windows(table: Table) -> tuple[np.ndarray, np.ndarray]:
 Rows = tuple[np.ndarray, np.ndarray | None]  # (outputs, K) places, and their weights
 
 
-def opened_for(tensor: torch.Tensor, cut: Cut, table: Table) -> tuple[torch.Tensor, Cut, Rows]:
+def opened_for(tensor: torch.Tensor, cut: CutDim, table: Table) -> tuple[torch.Tensor, CutDim, Rows]:
     """Differentiable: (what this rank's outputs read, the cut of the outputs, their rows with places in the former)."""
     sources, weights = entries(table)
     if table.same:
@@ -175,7 +175,7 @@ def opened_for(tensor: torch.Tensor, cut: Cut, table: Table) -> tuple[torch.Tens
     start, count = plan.owners.span(me) or (0, 0)
     rows = slice(start, start + count)
     places = sources[rows] - plan.wanted[me][0][0]
-    then = Cut(cut.axis, cut.dim, plan.owners)
+    then = CutDim(cut.axis, cut.dim, plan.owners)
     return fetched(tensor, cut, plan.wanted), then, (places, None if weights is None else weights[rows])
 
 

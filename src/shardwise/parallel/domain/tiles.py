@@ -28,7 +28,7 @@ from shardwise.part.tensor import FUNCTIONS, share_of
 
 
 @dataclass(frozen=True)
-class Cut:
+class CutDim:
     """A dim of a tensor that is cut over an axis of positions."""
 
     axis: Axis
@@ -36,7 +36,7 @@ class Cut:
     owners: Owners
 
 
-def cuts(tensor: Any, dims: Iterable[int]) -> list[Cut]:
+def cuts(tensor: Any, dims: Iterable[int]) -> list[CutDim]:
     """The cuts of a tensor, over axes of positions, along any of these dims; the outermost first."""
     found, along = [], {d % tensor.dim() for d in dims} if isinstance(tensor, Distributed) else set()
     while isinstance(tensor, Distributed):
@@ -45,14 +45,14 @@ def cuts(tensor: Any, dims: Iterable[int]) -> list[Cut]:
             continue
         assert isinstance(tensor, Part)
         if tensor.axis.positions and tensor.dim_cut in along:
-            found.append(Cut(tensor.axis, tensor.dim_cut, tensor.owners))
+            found.append(CutDim(tensor.axis, tensor.dim_cut, tensor.owners))
         tensor = tensor.local
     return found
 
 
 class _Fetched(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, cut: Cut, wanted: Wanted, fill: float) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, cut: CutDim, wanted: Wanted, fill: float) -> torch.Tensor:
         ctx.cut, ctx.wanted = cut, wanted
         return replaced_from_axis(tensor, cut.axis, fetch(from_axis(tensor.detach(), cut.axis), wanted, fill))
 
@@ -63,14 +63,14 @@ class _Fetched(torch.autograd.Function):
         return replaced_from_axis(gradient, cut.axis, back), None, None, None
 
 
-def fetched(tensor: torch.Tensor, cut: Cut, wanted: Wanted, fill: float = 0.0) -> torch.Tensor:
+def fetched(tensor: torch.Tensor, cut: CutDim, wanted: Wanted, fill: float = 0.0) -> torch.Tensor:
     """Differentiable: the tensor no more cut over the axis, with the indices that this rank wants. Collective."""
     return _Fetched.apply(tensor, cut, wanted, fill)
 
 
 class _Opened(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, cut: Cut) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, cut: CutDim) -> torch.Tensor:
         ctx.cut = cut
         part = from_axis(tensor.detach(), cut.axis)
         return replaced_from_axis(tensor, cut.axis, part.local.detach())
@@ -82,7 +82,7 @@ class _Opened(torch.autograd.Function):
         ), None
 
 
-def opened(tensor: torch.Tensor, found: list[Cut]) -> torch.Tensor:
+def opened(tensor: torch.Tensor, found: list[CutDim]) -> torch.Tensor:
     """Differentiable: this rank's own tile, no more cut over the axes of these cuts."""
     for cut in found:
         tensor = _Opened.apply(tensor, cut)
@@ -91,7 +91,7 @@ def opened(tensor: torch.Tensor, found: list[Cut]) -> torch.Tensor:
 
 class _Placed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, cut: Cut) -> torch.Tensor:
+    def forward(ctx: Any, local: torch.Tensor, cut: CutDim) -> torch.Tensor:
         ctx.cut = cut
         return _inserted(local.detach(), cut.axis, lambda here: Part(here, cut.dim, cut.owners, cut.axis))
 
@@ -100,7 +100,7 @@ class _Placed(torch.autograd.Function):
         return share_of(gradient, ctx.cut.dim, ctx.cut.owners, ctx.cut.axis), None
 
 
-def placed(local: torch.Tensor, found: list[Cut]) -> torch.Tensor:
+def placed(local: torch.Tensor, found: list[CutDim]) -> torch.Tensor:
     """Differentiable: what each rank has, as its share of one tensor, cut in these ways (the outermost first)."""
     for cut in reversed(found):
         local = _Placed.apply(local, cut)
@@ -120,7 +120,7 @@ class _Used(torch.autograd.Function):
         return gradient, None
 
 
-def used(tensor: torch.Tensor | None, found: list[Cut]) -> torch.Tensor | None:
+def used(tensor: torch.Tensor | None, found: list[CutDim]) -> torch.Tensor | None:
     """Differentiable: a weight for this rank's tile; its gradient is a summand of a sum over the axes of the cuts."""
     if tensor is None:
         return None
@@ -137,9 +137,12 @@ def _inserted(tensor: torch.Tensor, axis: Axis, make: Callable[[Any], torch.Tens
 
 
 def windowed(
-    tensor: torch.Tensor, along: Mapping[int, Map], found: list[Cut], operation: Callable[[torch.Tensor], torch.Tensor],
+    tensor: torch.Tensor,
+    along: Mapping[int, Map],
+    found: list[CutDim],
+    operation: Callable[[torch.Tensor], torch.Tensor],
     fill: float = 0.0,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """`operation` on what this rank's outputs read, as this rank's tile of the result. Collective.
 
     along      by dim (not negative): its outputs and what they read; others keep their cuts, and dims their place
@@ -155,7 +158,7 @@ def windowed(
         me = cut.axis.index
         if plan is not None and output.shape[cut.dim] != plan.owners.counts[me]:
             output = output.narrow(cut.dim, plan.skip[me], plan.owners.counts[me])
-        after.append(cut if plan is None else Cut(cut.axis, cut.dim, plan.owners))
+        after.append(cut if plan is None else CutDim(cut.axis, cut.dim, plan.owners))
     return placed(output, after)
 
 
@@ -170,4 +173,4 @@ def answers(*functions: Callable) -> Callable:
     return register
 
 
-__all__ = ["Cut", "answers", "cuts", "fetched", "opened", "placed", "used", "windowed"]
+__all__ = ["CutDim", "answers", "cuts", "fetched", "opened", "placed", "used", "windowed"]

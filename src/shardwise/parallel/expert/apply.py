@@ -45,7 +45,7 @@ _WHY = (
 
 
 @dataclass(frozen=True)
-class Call:
+class ExpertCall:
     """Where a module's rows, experts and weights stand among its arguments: a position or a keyword each."""
 
     rows: int | str
@@ -75,7 +75,7 @@ class Stack:
     path: str
     experts: int
     names: tuple[str, ...]  # of parameters (E, ...)
-    call: Call
+    call: ExpertCall
     counters: tuple[str, ...] = ()  # attributes that must be the number of experts held here
 
 

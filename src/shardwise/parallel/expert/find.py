@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwise.errors import RefusedPlan
-from shardwise.parallel.expert.apply import Call, Stack, counting
+from shardwise.parallel.expert.apply import ExpertCall, Stack, counting
 from shardwise.trace.deferred import Built
 from shardwise.trace.fake import Fake, unlogged
 from shardwise.trace.stand_in import standing_in
@@ -101,10 +101,10 @@ def _refuse_shared(module: nn.Module, stack: Stack, touched: set[str], ranks: in
 
 
 @dataclass(frozen=True)
-class Seen:
+class CandidateCall:
     """How a candidate was called: with rows of `width`, `k` experts each, and these arguments beside the tensors."""
 
-    call: Call
+    call: ExpertCall
     width: int
     k: int
     args: tuple
@@ -126,7 +126,7 @@ class _Touched(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _look(built: Built, batch: Any, run: Callable, dtype_of: DtypeOf) -> tuple[dict[str, Seen], set[str]]:
+def _look(built: Built, batch: Any, run: Callable, dtype_of: DtypeOf) -> tuple[dict[str, CandidateCall], set[str]]:
     """Calls of candidates by path, and the parameters used outside them: on tensors without values where they do."""
     with unlogged():
         try:
@@ -137,10 +137,10 @@ def _look(built: Built, batch: Any, run: Callable, dtype_of: DtypeOf) -> tuple[d
 
 def _forward(
     built: Built, batch: Any, run: Callable, dtype_of: DtypeOf, fake: FakeTensorMode | None
-) -> tuple[dict[str, Seen], set[str]]:
+) -> tuple[dict[str, CandidateCall], set[str]]:
     module = built.module
     state = ModuleState(module)
-    calls: dict[str, Seen] = {}
+    calls: dict[str, CandidateCall] = {}
 
     def make(name: str, tensor: torch.Tensor) -> torch.Tensor:
         if fake is None:
@@ -160,7 +160,7 @@ def _forward(
 
 
 @contextmanager
-def _watched(module: nn.Module, calls: dict[str, Seen]) -> Iterator[None]:
+def _watched(module: nn.Module, calls: dict[str, CandidateCall]) -> Iterator[None]:
     """Candidates return tensors of the right shape instead of computing."""
     changed = []
     for path, child in module.named_modules():
@@ -186,7 +186,7 @@ def _first_dims(child: nn.Module) -> list[int]:
     return sorted(elements, key=lambda size: -elements[size])
 
 
-def _recorder(child: nn.Module, path: str, calls: dict[str, Seen]) -> Callable:
+def _recorder(child: nn.Module, path: str, calls: dict[str, CandidateCall]) -> Callable:
     own = child.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -195,7 +195,7 @@ def _recorder(child: nn.Module, path: str, calls: dict[str, Seen]) -> Callable:
             return own(*args, **kwargs)
         rows, index, _ = call.read(args, kwargs)
         emptied = tree_map_only(torch.Tensor, lambda tensor: None, (args, kwargs))
-        seen = Seen(call, rows.shape[1], index.shape[1], *emptied)
+        seen = CandidateCall(call, rows.shape[1], index.shape[1], *emptied)
         if calls.setdefault(path, seen).call != call:
             raise RefusedPlan(f"the experts '{path}' are called in two ways, with arguments in different places")
         return torch.empty_like(rows)
@@ -203,7 +203,7 @@ def _recorder(child: nn.Module, path: str, calls: dict[str, Seen]) -> Callable:
     return forward
 
 
-def read_call(args: tuple, kwargs: dict) -> Call | None:
+def read_call(args: tuple, kwargs: dict) -> ExpertCall | None:
     """Where rows (T, H), experts (T, k) and weights (T, k) stand, if these are the tensors of the call."""
     places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     tensors = [(key, value) for key, value in places if isinstance(value, torch.Tensor)]
@@ -216,13 +216,13 @@ def read_call(args: tuple, kwargs: dict) -> Call | None:
     (index, experts), wanted = whole[0], whole[0][1].shape
     weights = [key for key, value in floats if value.shape == wanted]
     rows = [key for key, value in floats if value.shape != wanted and value.shape[0] == experts.shape[0]]
-    return Call(rows[0], index, weights[0]) if len(weights) == len(rows) == 1 else None
+    return ExpertCall(rows[0], index, weights[0]) if len(weights) == len(rows) == 1 else None
 
 
 # --- the trial ---
 
 
-def _tried(built: Built, path: str, seen: Seen, ranks: int) -> Stack:
+def _tried(built: Built, path: str, seen: CandidateCall, ranks: int) -> Stack:
     """The stack of a candidate, or `RefusedPlan` with what the trial showed."""
     child = built.module.get_submodule(path)
     sizes = _first_dims(child)
@@ -243,7 +243,7 @@ class _Failed(Exception):
     """What a trial showed."""
 
 
-def _trial(built: Built, seen: Seen, stack: Stack, ranks: int) -> Stack:
+def _trial(built: Built, seen: CandidateCall, stack: Stack, ranks: int) -> Stack:
     """The stack with its counters. Raises `_Failed`."""
     try:
         return _trial_in(torch.float64, built, seen, stack, ranks)
@@ -258,7 +258,7 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _trial_in(dtype: torch.dtype, built: Built, seen: Seen, stack: Stack, ranks: int) -> Stack:
+def _trial_in(dtype: torch.dtype, built: Built, seen: CandidateCall, stack: Stack, ranks: int) -> Stack:
     child = built.module.get_submodule(stack.path)
     state = ModuleState(child)
     generator = torch.Generator().manual_seed(0)
@@ -297,7 +297,7 @@ def _random(param: torch.Tensor, dtype: torch.dtype, generator: torch.Generator,
 class _Trial:
     """A module of experts on random values in place of its parameters."""
 
-    def __init__(self, child: nn.Module, seen: Seen, experts: int, stacked: set[str], dtype: torch.dtype,
+    def __init__(self, child: nn.Module, seen: CandidateCall, experts: int, stacked: set[str], dtype: torch.dtype,
                  generator: torch.Generator):  # fmt: skip
         self.child, self.seen, self.experts, self.stacked, self.dtype = child, seen, experts, stacked, dtype
         self.generator = generator

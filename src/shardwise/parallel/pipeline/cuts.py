@@ -27,7 +27,7 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from shardwise.errors import InputError, RefusedPlan, did_you_mean
-from shardwise.trace.flow import Call, Flow
+from shardwise.trace.flow import Flow, ModuleCall
 
 WORTH = 0.8  # of the slowest stage's time, for which tensors travel that the next module is not given
 SLACK = 1.05  # of the best time, within which stages are balanced by their parameters
@@ -41,16 +41,16 @@ class Skip:
     path: str
     place: int
     like: tuple[int | None, ...]  # for each leaf of the result: the argument leaf of the same shape
-    call: Call
-    other: Call  # the same call with another number of samples
+    call: ModuleCall
+    other: ModuleCall  # the same call with another number of samples
     samples: tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Place:
+class CutPoint:
     """A place to cut: the entry of a call, and the tensors that cross it."""
 
-    call: Call
+    call: ModuleCall
     numbers: tuple[int, ...]
 
     @property
@@ -75,8 +75,8 @@ class Stage:
     """One stage's part of the forward: from the entry of one call (or the start) to that of another (or the end)."""
 
     index: int
-    entry: Place | None
-    exit: Place | None
+    entry: CutPoint | None
+    exit: CutPoint | None
     start: int
     stop: int
     parameters: set[int]  # ids of the parameters that it uses
@@ -87,7 +87,7 @@ class Stage:
     sent: list[Holder] = field(default_factory=list)
 
 
-def find_places(flow: Flow) -> tuple[list[Place], list[tuple[Call, int]]]:
+def find_places(flow: Flow) -> tuple[list[CutPoint], list[tuple[ModuleCall, int]]]:
     """The places to cut, in order, and for every other call a tensor that crosses without being an argument."""
     places, others = [], []
     for call, crossing in flow.crossings():
@@ -97,11 +97,11 @@ def find_places(flow: Flow) -> tuple[list[Place], list[tuple[Call, int]]]:
         if missing:
             others.append((call, missing[0]))
         elif crossing:
-            places.append(Place(call, tuple(crossing)))
+            places.append(CutPoint(call, tuple(crossing)))
     return _usable(flow, places), others
 
 
-def _holder(flow: Flow, boundary: Call, number: int, skips: Sequence[Skip]) -> Holder | None:
+def _holder(flow: Flow, boundary: ModuleCall, number: int, skips: Sequence[Skip]) -> Holder | None:
     """Who holds a tensor when `boundary` is entered, on a stage that leaves out `skips`."""
     if number in boundary.arguments:
         return Holder(boundary.path, boundary.place, True, boundary.arguments.index(number))
@@ -117,12 +117,12 @@ def _holder(flow: Flow, boundary: Call, number: int, skips: Sequence[Skip]) -> H
     return held
 
 
-def _usable(flow: Flow, places: list[Place]) -> list[Place]:
+def _usable(flow: Flow, places: list[CutPoint]) -> list[CutPoint]:
     """One place for each moment, the outermost; none where code around it decided by values that a stage lacks."""
     decided = _decisions(flow)
     costs = _Prefix([op.time for op in flow.ops], [op.cost for op in flow.ops])
     uses = _Prefix(*_uses(flow))
-    kept: list[Place] = []
+    kept: list[CutPoint] = []
     for place in places:
         moment = place.call.enter
         before = kept[-1].call.enter if kept else 0
@@ -132,7 +132,7 @@ def _usable(flow: Flow, places: list[Place]) -> list[Place]:
     return kept
 
 
-def _decisions(flow: Flow) -> list[tuple[int, Call]]:
+def _decisions(flow: Flow) -> list[tuple[int, ModuleCall]]:
     """When code reads a value that depends on parameters or on chance, and the innermost call that does."""
     found = []
     for op in flow.ops:
@@ -164,7 +164,7 @@ class _Prefix:
         return self.sums[bisect.bisect_left(self.times, stop)] - self.sums[bisect.bisect_left(self.times, start)]
 
 
-def choose(flow: Flow, module: nn.Module, count: int, named: Sequence[str], units: Sequence[str]) -> list[Place]:
+def choose(flow: Flow, module: nn.Module, count: int, named: Sequence[str], units: Sequence[str]) -> list[CutPoint]:
     """The places at which `count` stages begin, all but the first.
 
     named   the user's choice: paths of modules, in order
@@ -190,7 +190,7 @@ def choose(flow: Flow, module: nn.Module, count: int, named: Sequence[str], unit
     return best
 
 
-def _too_few(flow: Flow, places: list[Place], others: list[tuple[Call, int]], count: int) -> str:
+def _too_few(flow: Flow, places: list[CutPoint], others: list[tuple[ModuleCall, int]], count: int) -> str:
     why = ""
     last = places[-1].call.enter if places else 0
     blocked = [(call, number) for call, number in others if call.enter > last] or others
@@ -217,10 +217,10 @@ def _made_in(flow: Flow, number: int) -> str:
 
 
 def _named(
-    flow: Flow, module: nn.Module, places: list[Place], others: list[tuple[Call, int]], named: Sequence[str]
-) -> list[Place]:
+    flow: Flow, module: nn.Module, places: list[CutPoint], others: list[tuple[ModuleCall, int]], named: Sequence[str]
+) -> list[CutPoint]:
     known = {path for path, _ in module.named_modules() if path}
-    by_path: dict[str, Place] = {}
+    by_path: dict[str, CutPoint] = {}
     for place in places:
         by_path.setdefault(place.call.path, place)
     chosen = []
@@ -239,7 +239,7 @@ def _named(
     return chosen
 
 
-def _balanced(flow: Flow, module: nn.Module, places: list[Place], count: int) -> tuple[float, list[Place]]:
+def _balanced(flow: Flow, module: nn.Module, places: list[CutPoint], count: int) -> tuple[float, list[CutPoint]]:
     """The fastest slowest stage, then within some slack the smallest largest one. Dynamic programming.
 
     Returns the slowest stage's cost, and the places; none where a stage would have nothing to train.
@@ -291,7 +291,7 @@ def _minimax(edges: int, count: int, value) -> tuple[float, list[int]]:
     return best[-1], list(reversed(cuts[:-1]))
 
 
-def make_stages(flow: Flow, other: Flow, samples: tuple[int, int], places: list[Place]) -> list[Stage]:
+def make_stages(flow: Flow, other: Flow, samples: tuple[int, int], places: list[CutPoint]) -> list[Stage]:
     """The stages between the places. `other` is the same forward on another number of samples."""
     same = [(a.path, a.place) for a in flow.calls()] == [(b.path, b.place) for b in other.calls()]
     if not same:
@@ -299,7 +299,7 @@ def make_stages(flow: Flow, other: Flow, samples: tuple[int, int], places: list[
             "the forward runs other modules from one time to the next (layers dropped by chance, or by the number of "
             "samples), so that stages would not meet: a pipeline needs one order of modules"
         )
-    edges: list[Place | None] = [None, *places, None]
+    edges: list[CutPoint | None] = [None, *places, None]
     times = [0, *[place.call.enter for place in places], flow.end]
     stages = []
     for index in range(len(times) - 1):
@@ -324,7 +324,7 @@ def make_stages(flow: Flow, other: Flow, samples: tuple[int, int], places: list[
     return stages
 
 
-def _holders(flow: Flow, stage: Stage, boundary: Place | None) -> list[Holder]:
+def _holders(flow: Flow, stage: Stage, boundary: CutPoint | None) -> list[Holder]:
     found = []
     for number in boundary.numbers if boundary is not None else ():
         assert boundary is not None
@@ -347,7 +347,7 @@ def _skips(flow: Flow, other: Flow, samples: tuple[int, int], stage: Stage) -> l
     entry = stage.entry.call
     found: list[Skip] = []
 
-    def walk(call: Call) -> None:
+    def walk(call: ModuleCall) -> None:
         for inner in call.inside:
             if inner.enter >= entry.enter:
                 return
@@ -364,7 +364,7 @@ def _skips(flow: Flow, other: Flow, samples: tuple[int, int], stage: Stage) -> l
     return found
 
 
-def _skip(flow: Flow, call: Call, other: Call, samples: tuple[int, int], total: float) -> Skip | None:
+def _skip(flow: Flow, call: ModuleCall, other: ModuleCall, samples: tuple[int, int], total: float) -> Skip | None:
     """How to leave a call out; None where it must run: something shared comes out of it, or shapes are not known."""
     returned = {leaf.tensor for leaf in call.leaves}
     for leaf in call.leaves:

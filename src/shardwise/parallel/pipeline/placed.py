@@ -1,4 +1,4 @@
-"""`Cut`: the stages of a forward, and which rank of the pipeline holds which parameter and buffer."""
+"""`StagePlacement`: the stages of a forward, and which rank of the pipeline holds which parameter and buffer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardwise.trace.deferred import Built, named_tensors
 
 
 @dataclass
-class Cut:
+class StagePlacement:
     """The stages, and where on the pipeline's axis each parameter and buffer is held (ranks in order, first first)."""
 
     schedule: Schedule

@@ -42,7 +42,7 @@ HEADS, POSITIONS = 1, 2  # of queries, keys and values (B, H, S, D)
 
 
 @dataclass(frozen=True)
-class Seen:
+class AttentionCall:
     """One attention of cut positions: over which axis, by which route, and what a rank receives for each sample."""
 
     axis: Axis
@@ -52,7 +52,9 @@ class Seen:
     elements: tuple[int, int]  # received by a rank in a forward: on this route, and on the other one
 
     @classmethod
-    def of(cls, query: torch.Tensor, key: torch.Tensor, axis: Axis, *, heads: bool, causal: bool, masked: bool) -> Seen:
+    def of(
+        cls, query: torch.Tensor, key: torch.Tensor, axis: Axis, *, heads: bool, causal: bool, masked: bool
+    ) -> AttentionCall:
         """Returns what is known of a call before it runs. Masks that let a ring send less are not counted."""
         p, each = axis.size, query.shape[-1]
         inside = [_heads_inside(t, axis) for t in (query, key)]
@@ -64,11 +66,11 @@ class Seen:
         return cls(axis, heads, causal, masked, (round(found[0]), round(found[1])))
 
 
-_SEEN: list[list[Seen]] = []
+_SEEN: list[list[AttentionCall]] = []
 
 
 @contextmanager
-def watching() -> Iterator[list[Seen]]:
+def watching() -> Iterator[list[AttentionCall]]:
     """Context: yields a list to which every attention of cut positions inside is added."""
     _SEEN.append([])
     try:
@@ -77,7 +79,7 @@ def watching() -> Iterator[list[Seen]]:
         _SEEN.pop()
 
 
-def explained(seen: Sequence[Seen]) -> list[str]:
+def explained(seen: Sequence[AttentionCall]) -> list[str]:
     """Returns a line of text for each route that attention took: elements received there, and by the other route."""
     counts = Counter((s.axis.name, s.axis.size, s.heads, s.elements) for s in seen)
     said = []
@@ -119,7 +121,9 @@ def attend(
     beyond = len(_positions(query)) > 1  # the outermost alone goes around a ring
     heads = axis.name == "cp_ulysses" or bool(dropout_p) or beyond
     if _SEEN:
-        _SEEN[-1].append(Seen.of(query, key, axis, heads=heads, causal=is_causal, masked=attn_mask is not None))
+        _SEEN[-1].append(
+            AttentionCall.of(query, key, axis, heads=heads, causal=is_causal, masked=attn_mask is not None)
+        )
     if heads:
         return _by_heads(query, key, value, attn_mask, axis, options)
     if _owners(key, axis) != _owners(value, axis):  # keys and values travel together
@@ -314,4 +318,4 @@ def _heads_inside(tensor: torch.Tensor, axis: Axis) -> Owners | None:
 
 
 FUNCTIONS[F.scaled_dot_product_attention] = attend
-__all__ = ["Seen", "attend", "explained", "watching"]
+__all__ = ["AttentionCall", "attend", "explained", "watching"]

@@ -2,15 +2,15 @@
 
 from shardwise.parallel.tensor.apply import TensorParallel, install
 from shardwise.parallel.tensor.compiled import compile_block, why_eager
-from shardwise.parallel.tensor.derive import Cut, Derived
-from shardwise.parallel.tensor.trial import Followed, Stage, find_cuts
+from shardwise.parallel.tensor.derive import Derived, WeightCut
+from shardwise.parallel.tensor.trial import Followed, TrialModule, find_cuts
 
 __all__ = [
-    "Cut",
     "Derived",
     "Followed",
-    "Stage",
     "TensorParallel",
+    "TrialModule",
+    "WeightCut",
     "compile_block",
     "find_cuts",
     "install",

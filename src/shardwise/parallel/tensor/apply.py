@@ -26,7 +26,7 @@ from torch import nn
 
 from shardwise.comm import Axis
 from shardwise.parallel.slots import ValueOf
-from shardwise.parallel.tensor.derive import Cut, Derived
+from shardwise.parallel.tensor.derive import Derived, WeightCut
 from shardwise.part import Part, plain
 from shardwise.part.parameters import see_parts
 
@@ -39,7 +39,7 @@ class TensorParallel:
     axis: Axis
 
     @property
-    def cuts(self) -> dict[str, Cut]:
+    def cuts(self) -> dict[str, WeightCut]:
         """By parameter."""
         return self.derived.cuts
 
@@ -95,7 +95,7 @@ def install(
     see_parts(module, tensor.cuts, tensor.axis, absent, summed)
 
 
-def _share(param: nn.Parameter, cut: Cut, axis: Axis) -> nn.Parameter:
+def _share(param: nn.Parameter, cut: WeightCut, axis: Axis) -> nn.Parameter:
     shape = list(param.shape)
     shape[cut.dim] = cut.owners.counts[axis.index]
     share = nn.Parameter(torch.empty(shape, dtype=param.dtype, device="meta"), requires_grad=param.requires_grad)

@@ -38,7 +38,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from shardwise.device import autocast_states
 from shardwise.errors import RefusedPlan, ShardwiseError
 from shardwise.part import forget
-from shardwise.part.boundary import Layout, unwrapped, wrapped
+from shardwise.part.boundary import PartLayout, unwrapped, wrapped
 
 MOST = 16  # programs of one block; further shapes run as they are
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
@@ -83,7 +83,7 @@ class _Compiled:
             return self.forward(*args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        layouts = [Layout.of(leaves[place]) for place in places]
+        layouts = [PartLayout.of(leaves[place]) for place in places]
         if any(layout is not None and len(set(layout.owners.counts)) > 1 for layout in layouts):
             return self.forward(*args, **kwargs)
         held = [tensor for _, _, tensor in _held(self.block)]
@@ -111,7 +111,7 @@ class _Compiled:
         ]
         return tree_unflatten(made, out_spec)
 
-    def _key(self, leaves: list, layouts: dict[int, Layout | None], spec: TreeSpec, tensors: list) -> tuple:
+    def _key(self, leaves: list, layouts: dict[int, PartLayout | None], spec: TreeSpec, tensors: list) -> tuple:
         """What a program is traced for: `tensors` as they are handed to it, and what else may decide."""
         others: list[Any] = []
         for place, leaf in enumerate(leaves):

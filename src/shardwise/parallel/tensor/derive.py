@@ -26,7 +26,7 @@ SHARE = 0.01  # of the model's elements, below which a lone table or head is not
 
 
 @dataclass
-class Cut:
+class WeightCut:
     """One parameter's cut."""
 
     name: str
@@ -40,7 +40,7 @@ class Cut:
 class Derived:
     """The cuts of a module, and why other parameters stay whole."""
 
-    cuts: dict[str, Cut] = field(default_factory=dict)
+    cuts: dict[str, WeightCut] = field(default_factory=dict)
     whole: dict[str, str] = field(default_factory=dict)
     uses: list[Use] = field(default_factory=list)
     frozen: set[str] = field(default_factory=set)
@@ -48,7 +48,7 @@ class Derived:
 
 
 @dataclass
-class Family:
+class LinkedDims:
     """Weight dims whose classes are linked."""
 
     nodes: list[tuple[str, int]]
@@ -62,7 +62,7 @@ class Family:
         return np.concatenate([ordered, np.setdiff1d(self.classes, ordered)])
 
 
-def families(found: Found) -> list[Family]:
+def families(found: Found) -> list[LinkedDims]:
     """Linked weight dims, in the order of the parameters; dims with a whole index are left out with their family."""
     nodes = list(found.classes)
     root = list(range(len(nodes)))
@@ -92,7 +92,7 @@ def families(found: Found) -> list[Family]:
             continue
         lead = max(group, key=lambda i: len(uniques[i]))
         every = np.unique(np.concatenate([uniques[i] for i in group]))
-        result.append(Family([nodes[i] for i in group], every, found.classes[nodes[lead]]))
+        result.append(LinkedDims([nodes[i] for i in group], every, found.classes[nodes[lead]]))
     return result
 
 
@@ -118,7 +118,7 @@ def derive(found: Found, elements: dict[str, int], ranks: int, blocked: dict[str
             role = {"inner": "input", "outer": "output", "rows": "rows"}.get(
                 _main(roles.get((name, dim), set())), "beside"
             )
-            derived.cuts[name] = Cut(name, dim, owners, role, number)
+            derived.cuts[name] = WeightCut(name, dim, owners, role, number)
             derived.whole.pop(name, None)
     return derived
 
@@ -159,7 +159,7 @@ def _first_use(uses: list[Use], name: str) -> int:
 
 
 def _unfit(
-    family: Family, roles: dict, elements: dict[str, int], total: int, ranks: int, derived: Derived
+    family: LinkedDims, roles: dict, elements: dict[str, int], total: int, ranks: int, derived: Derived
 ) -> str:  # fmt: skip
     """Why the family is not cut; empty where it is."""
     held = set().union(*(roles.get(node, set()) for node in family.nodes)) if family.nodes else set()

@@ -41,7 +41,7 @@ def _drawn() -> tuple:
     return random.getstate(), np.asarray(state[1]).tobytes(), state[2]  # type: ignore[index]
 
 
-class Stage:
+class TrialModule:
     """The module on tensors without values; where its forward reads values (routed experts), on real ones."""
 
     def __init__(self, built: Built, batch: Any, run: Run, dtype_of: DtypeOf):
@@ -159,7 +159,7 @@ def find_cuts(
     """
     followed = {} if followed is None else followed
     elements = {name: param.numel() for name, param in built.module.named_parameters()}
-    stage = Stage(built, batch, run, dtype_of)
+    stage = TrialModule(built, batch, run, dtype_of)
     asked = matching(list(elements), keep)
     found = _followed(stage, asked, followed)
     best, best_found, frozen = derive(found, elements, ranks), found, set[str]()
@@ -175,7 +175,7 @@ def find_cuts(
     return _rehearsed(stage, best, best_found, elements, ranks, sequence)
 
 
-def _followed(stage: Stage, whole: set[str], known: Followed) -> Found:
+def _followed(stage: TrialModule, whole: set[str], known: Followed) -> Found:
     key = frozenset(whole)
     if key not in known:
         known[key] = stage.follow(whole)
@@ -183,7 +183,7 @@ def _followed(stage: Stage, whole: set[str], known: Followed) -> Found:
 
 
 def _rehearsed(
-    stage: Stage, derived: Derived, found: Found, elements: dict[str, int], ranks: int, sequence: bool
+    stage: TrialModule, derived: Derived, found: Found, elements: dict[str, int], ranks: int, sequence: bool
 ) -> Derived:  # fmt: skip
     """Drop families until a rehearsal goes through."""
     blocked: dict[str, str] = {}
