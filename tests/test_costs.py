@@ -22,7 +22,7 @@ from shardwise.measure.machine import attention_times
 from shardwise.models import tasks
 from shardwise.planner.door import simulate as forecast_of_task
 from shardwise.simulator import simulate
-from shardwise.simulator.events import Work, run
+from shardwise.simulator.events import StreamOp, run
 from shardwise.simulator.pipeline import play, play_all, schedule
 from shardwise.simulator.quick import Estimator
 
@@ -120,24 +120,24 @@ def test_messages_between_neighbours_cross_only_where_the_node_ends() -> None:
 
 def test_overlap_follows_from_dependencies() -> None:
     ops = [
-        Work("a", "compute", 2.0),
-        Work("send", "link", 3.0, [0]),
-        Work("b", "compute", 1.0),
-        Work("c", "compute", 1.0, [1]),
+        StreamOp("a", "compute", 2.0),
+        StreamOp("send", "link", 3.0, [0]),
+        StreamOp("b", "compute", 1.0),
+        StreamOp("c", "compute", 1.0, [1]),
     ]
     assert run(ops, contention=0.0) == pytest.approx(6.0)
     assert ops[2].start == pytest.approx(2.0)
 
 
 def test_compute_is_slowed_beside_communication() -> None:
-    ops = [Work("a", "compute", 1.0), Work("x", "link", 10.0)]
+    ops = [StreamOp("a", "compute", 1.0), StreamOp("x", "link", 10.0)]
     run(ops, contention=0.5)
     assert ops[0].end == pytest.approx(1.5)
 
 
 def test_an_op_cannot_wait_for_a_later_one() -> None:
     with pytest.raises(ValueError, match="later"):
-        run([Work("a", "compute", 1.0, [1]), Work("b", "compute", 1.0)])
+        run([StreamOp("a", "compute", 1.0, [1]), StreamOp("b", "compute", 1.0)])
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zbh1", "zbh2", "interleaved1f1b", "zbv", "dualpipev"])

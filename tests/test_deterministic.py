@@ -18,7 +18,7 @@ from shardwise.comm.tree import TreeSum
 from shardwise.digest import digest
 from shardwise.errors import RefusedPlan, ShardwiseError
 from shardwise.layout import Plan
-from shardwise.layout.pieces import Pieces
+from shardwise.layout.pieces import BatchPieces
 from shardwise.ranks import RankPool
 from shardwise.step.train_step import dealt
 
@@ -114,7 +114,7 @@ def test_it_is_one_process(plan: str, pool: RankPool) -> None:
 
 @pytest.mark.parametrize(("accumulate", "ranks"), [(1, 1), (1, 2), (1, 3), (2, 3), (4, 2), (1, 8), (3, 4)])
 def test_runs_of_all_ranks_are_the_leaves(accumulate: int, ranks: int) -> None:
-    pieces = Pieces(24, accumulate, ranks)
+    pieces = BatchPieces(24, accumulate, ranks)
     runs = sorted(run for rank in range(ranks) for run in pieces.runs(rank))
     assert [leaf for low, high in runs for leaf in range(low, high)] == list(range(24))
     values = torch.randn(24, 3, generator=torch.Generator().manual_seed(0))

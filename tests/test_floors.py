@@ -198,6 +198,18 @@ def test_only_the_device_room_knows_kinds_of_accelerators() -> None:
     assert all(where.startswith(("cluster/", "costs/", "measure/machine.py:")) for where in found), found
 
 
+# --- names
+
+
+def test_no_two_public_classes_share_a_name() -> None:
+    where: dict[str, list[str]] = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                where.setdefault(node.name, []).append(str(path.relative_to(SOURCE)))
+    assert {name: files for name, files in where.items() if len(files) > 1} == {}
+
+
 # --- the door
 
 

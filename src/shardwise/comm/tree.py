@@ -15,7 +15,7 @@ import torch
 
 from shardwise.comm.collectives import Axis, all_gather, all_to_all
 from shardwise.errors import RunError
-from shardwise.layout.pieces import Pieces, Run, middle, sibling
+from shardwise.layout.pieces import BatchPieces, Run, middle, sibling
 
 
 class TreeSum:
@@ -54,7 +54,7 @@ class FixedOrder:
     leaf   the piece that is running, and whether it is the rank's `last` in the step
     """
 
-    def __init__(self, pieces: Pieces, axis: Axis):
+    def __init__(self, pieces: BatchPieces, axis: Axis):
         self.pieces = pieces
         self.axis = axis
         self.leaf, self.last = 0, False

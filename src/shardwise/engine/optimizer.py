@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_flatten
 from shardwise.comm import Axis
 from shardwise.engine.groups import named_groups
 from shardwise.errors import InputError, RefusedPlan
-from shardwise.parallel.slots import DataParallel, Pieces
+from shardwise.parallel.slots import DataParallel, PieceSlots
 from shardwise.step.owners import OwnedMasters
 from shardwise.trace.double import KeepDouble
 
@@ -273,7 +273,7 @@ def make_optimizer(
     if all(slot.whole for slot in slots) and zero == 0 and not shares:
         return construct(make, [slot.master for slot in slots]), nature, None
     if nature.kind == "per tensor":
-        owners = OwnedMasters(cast(Pieces, technique), names, shapes, shard)
+        owners = OwnedMasters(cast(PieceSlots, technique), names, shapes, shard)
         return over_pieces(make, shapes, {i: [m] for i, m in owners.masters.items()}), nature, owners
     index_of = {name: index for index, name in enumerate(names)}
     pieces: dict[int, list[nn.Parameter]] = {}

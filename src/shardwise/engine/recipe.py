@@ -26,7 +26,7 @@ from shardwise.engine.samples import a_few, few_samples
 from shardwise.engine.tensor import cut_tensors
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
-from shardwise.layout.pieces import Pieces
+from shardwise.layout.pieces import BatchPieces
 from shardwise.memory.recompute import recompute_block
 from shardwise.mesh import Mesh
 from shardwise.parallel.expert import ExpertParallel, WithExperts
@@ -143,7 +143,7 @@ def apply_plan(task: Task, plan: Plan, mesh: Mesh, precision: Precision, seed: i
 def _fixed_order(plan: Plan, mesh: Mesh) -> FixedOrder | None:
     if not plan.deterministic:
         return None
-    return FixedOrder(Pieces(plan.deterministic, plan.accumulate, plan.data_ranks), mesh.data)
+    return FixedOrder(BatchPieces(plan.deterministic, plan.accumulate, plan.data_ranks), mesh.data)
 
 
 def trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -33,7 +33,7 @@ def sibling(low: int, high: int, count: int) -> tuple[Run, Run] | None:
 
 
 @dataclass(frozen=True)
-class Pieces:
+class BatchPieces:
     """How `count` pieces are dealt: `accumulate` micro-batches, each over `ranks`; both together divide `count`."""
 
     count: int

@@ -86,7 +86,7 @@ class DataParallel(Protocol):
         ...
 
 
-class Pieces(Protocol):
+class PieceSlots(Protocol):
     """A technique whose slots are pieces, told where each rank's piece lies in the whole."""
 
     slots: list[Slot]
@@ -100,7 +100,7 @@ class Pieces(Protocol):
         ...
 
 
-def joined(technique: Pieces, index: int, shape: torch.Size, piece: torch.Tensor, axis: Axis) -> torch.Tensor:
+def joined(technique: PieceSlots, index: int, shape: torch.Size, piece: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Returns the whole tensor of this shape, gathered from every rank's piece of it. Collective."""
     like = torch.empty(shape, device="meta")
     sizes = [technique.select(index, like, rank).numel() for rank in range(axis.size)]

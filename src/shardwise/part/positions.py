@@ -29,12 +29,12 @@ from shardwise.part.tensor import Part
 Cuts = tuple[tuple[int, tuple[Axis, ...]], ...]  # of one tensor: a dim and the axes that cut it, outermost first
 
 
-class Inside(Protocol):
+class CutsInside(Protocol):
     """Cuts tensors inside the module, where no tensor of the batch has the positions."""
 
     @property
     def axes(self) -> tuple[Axis, ...]: ...
-    def over(self, swap: Callable[[Axis], Axis]) -> Inside: ...
+    def over(self, swap: Callable[[Axis], Axis]) -> CutsInside: ...
     def install(self, module: nn.Module) -> Callable[[], None]: ...
     def told(self) -> str: ...
 
@@ -56,7 +56,7 @@ class Positions:
     least: int = 1  # indices that every rank must have: as many as axes further in cut them over
     routes: tuple[str, ...] = ()  # of attention, for people
     zigzag: bool = False  # cp deals each rank a block from either end, for attention that looks back
-    inside: Inside | None = None
+    inside: CutsInside | None = None
     results: Mapping[tuple[str, int], tuple[Along, ...]] = field(default_factory=dict)
     shapes: tuple[tuple[int, ...] | None, ...] = ()  # of each leaf behind the samples, where ranks may read tiles alone
 

@@ -43,7 +43,7 @@ from shardwise.part import forget
 from shardwise.part.positions import Positions
 from shardwise.precision import Precision
 from shardwise.rehearsal.rank_row import ALIKE, Beside, Place, RankTrace, Rehearsal, Told, tiles_of
-from shardwise.rehearsal.step_trace import Inside, as_real, batch_bytes, repeated, untraced
+from shardwise.rehearsal.step_trace import ModulePath, as_real, batch_bytes, repeated, untraced
 from shardwise.step.forward import run_alone
 from shardwise.task import Task
 from shardwise.trace.blocks import find_blocks
@@ -293,6 +293,6 @@ class Shares:
         except (InputError, RefusedPlan):
             raise
         except Exception as error:
-            raise InputError(untraced(error, Inside())) from error
+            raise InputError(untraced(error, ModulePath())) from error
         finally:
             forget()

@@ -216,7 +216,7 @@ def trace(
     """
     kept = Precision.of(Plan(precision=precision))
     fake = Fake()
-    found, inside = StepTrace(samples), Inside()
+    found, inside = StepTrace(samples), ModulePath()
     try:
         with as_real():
             model = build(task, fake, kept)
@@ -399,7 +399,7 @@ def _sizes(model: nn.Module, found: StepTrace) -> None:
     found.rest = found.parameters - sum(found.units)
 
 
-class Inside:
+class ModulePath:
     """Which modules a forward is in, so that a failure can be placed."""
 
     def __init__(self) -> None:
@@ -417,7 +417,7 @@ class Inside:
             self.path.pop()
 
 
-def untraced(error: BaseException, inside: Inside) -> str:
+def untraced(error: BaseException, inside: ModulePath) -> str:
     """Why a model could not be traced: the module, the line, the reason, and what to do."""
     where = f"in {inside.path[-1]}, " if inside.path else ""
     text = (str(error).strip().splitlines() or ["(no message)"])[0]

@@ -23,7 +23,7 @@ from shardwise.comm import Axis
 from shardwise.engine.optimizer import Nature, refuse, try_out
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.parallel.slots import DataParallel
-from shardwise.step.owners import OwnedMasters, Pieces
+from shardwise.step.owners import OwnedMasters, PieceSlots
 
 _ORDER = ("elementwise", "per tensor", "joint")
 _OWN = ("param_groups", "state", "defaults")
@@ -113,7 +113,7 @@ def adopt(
             if slot.master.numel() or slot.whole:
                 held.setdefault(slot.name, []).append(slot.master)
     else:
-        owners = OwnedMasters(cast(Pieces, technique), names, [shapes[name] for name in names], shard)
+        owners = OwnedMasters(cast(PieceSlots, technique), names, [shapes[name] for name in names], shard)
         held = {names[index]: [master] for index, master in owners.masters.items()}
     pieces = [[piece for name in group for piece in held.get(name, [])] for group in groups]
     state: dict[Any, Any] = {}

@@ -16,7 +16,7 @@ COMPUTE = "compute"
 
 
 @dataclass
-class Work:
+class StreamOp:
     """One piece of work: `seconds` on `stream` after the ops in `after` (positions in the list)."""
 
     name: str
@@ -27,7 +27,7 @@ class Work:
     end: float = 0.0
 
 
-def run(ops: list[Work], contention: float = CONTENTION) -> float:
+def run(ops: list[StreamOp], contention: float = CONTENTION) -> float:
     """Fill in start and end of every op; the makespan. An op may depend on earlier ones in the list only."""
     queues: dict[str, list[int]] = {}
     for index, op in enumerate(ops):

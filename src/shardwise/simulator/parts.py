@@ -18,7 +18,7 @@ from shardwise.costs.memory import MemoryLedger
 from shardwise.costs.shapes import Shape
 from shardwise.costs.software import STATES, Software
 from shardwise.costs.wire import RankGroup, Wire
-from shardwise.simulator.events import CONTENTION, Work, run
+from shardwise.simulator.events import CONTENTION, StreamOp, run
 from shardwise.simulator.forecast import Forecast
 
 # A step takes longer than its kernels: the slowest of the devices, clocks, gaps. One constant for all; the benchmark
@@ -167,8 +167,8 @@ def beside(window: float, seconds: float, buckets: int, overlap: bool) -> float:
         return 0.0
     if not overlap or buckets < 2:
         return seconds
-    ops: list[Work] = []
+    ops: list[StreamOp] = []
     for index in range(buckets):
-        ops.append(Work(f"backward {index}", "compute", window / buckets, []))
-        ops.append(Work(f"reduce {index}", "data", seconds / buckets, [len(ops) - 1]))
+        ops.append(StreamOp(f"backward {index}", "compute", window / buckets, []))
+        ops.append(StreamOp(f"reduce {index}", "data", seconds / buckets, [len(ops) - 1]))
     return run(ops) - window

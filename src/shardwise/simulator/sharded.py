@@ -9,7 +9,7 @@ from shardwise.costs.layout import Layout
 from shardwise.costs.software import Software, States
 from shardwise.costs.wire import RankGroup, Wire
 from shardwise.simulator.counted import Model
-from shardwise.simulator.events import Work, run
+from shardwise.simulator.events import StreamOp, run
 
 FORWARD_SHARE = 1 / 3
 
@@ -63,7 +63,7 @@ def _gathered(
     rest = max(0, model.one.parameters - sum(units))
     link = Sharded(wire, states, shard)
     times = min(2, layout.n_micro)
-    ops: list[Work] = []
+    ops: list[StreamOp] = []
     for _ in range(times):
         link.play(ops, units, FORWARD_SHARE * micro, back=False)
         link.play(ops, units[::-1], (1 - FORWARD_SHARE) * micro, back=True)
@@ -74,23 +74,23 @@ def _gathered(
 
 
 def play_units(
-    ops: list[Work], compute: Sequence[float], gathers: Sequence[float], scatters: Sequence[float],
+    ops: list[StreamOp], compute: Sequence[float], gathers: Sequence[float], scatters: Sequence[float],
     *, stream: str = "data",
 ) -> None:  # fmt: skip
     """Add a pass through units whose weights are gathered one unit ahead; of a backward, gradients scattered behind."""
     before = max((place for place, op in enumerate(ops) if op.name.startswith("unit")), default=-1)
     computed: list[int] = []
-    ops.append(Work("gather 0", stream, gathers[0], [before] if before >= 0 else []))
+    ops.append(StreamOp("gather 0", stream, gathers[0], [before] if before >= 0 else []))
     here = len(ops) - 1
     for index, seconds in enumerate(compute):
-        ops.append(Work(f"unit {index}", "compute", seconds, [here]))
+        ops.append(StreamOp(f"unit {index}", "compute", seconds, [here]))
         last = len(ops) - 1
         if index + 1 < len(compute):  # the next unit is asked for before this one's gradients leave
-            ops.append(Work(f"gather {index + 1}", stream, gathers[index + 1], computed[-1:]))
+            ops.append(StreamOp(f"gather {index + 1}", stream, gathers[index + 1], computed[-1:]))
             here = len(ops) - 1
         computed.append(last)
         if scatters:
-            ops.append(Work(f"scatter {index}", stream, scatters[index], [last]))
+            ops.append(StreamOp(f"scatter {index}", stream, scatters[index], [last]))
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Sharded:
         copied = 2 * count * self.states.on_wire / self.wire.bandwidth
         return self.wire.collective("reduce_scatter", self.shard, count * self.states.on_wire) + copied
 
-    def play(self, ops: list[Work], units: Sequence[float], seconds: float, *, back: bool) -> None:
+    def play(self, ops: list[StreamOp], units: Sequence[float], seconds: float, *, back: bool) -> None:
         """Add one pass through the units, after what was added before it."""
         total = max(1, sum(units))
         play_units(
@@ -124,6 +124,6 @@ class Sharded:
         """One forward or backward of a pipeline stage that computes for `seconds`, with what it gathers."""
         if not units:
             return seconds
-        ops: list[Work] = []
+        ops: list[StreamOp] = []
         self.play(ops, units, seconds, back=back)
         return run(ops)

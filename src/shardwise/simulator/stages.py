@@ -13,7 +13,7 @@ from shardwise.costs.memory import rank_memory, stage_parameters
 from shardwise.costs.shapes import Shape
 from shardwise.costs.wire import RankGroup
 from shardwise.layout.schedule_kinds import KINDS
-from shardwise.simulator.events import Work, run
+from shardwise.simulator.events import StreamOp, run
 from shardwise.simulator.forecast import Forecast
 from shardwise.simulator.parts import StageTimes, StepContext, beside, finished, optimizer_seconds, reduction_seconds
 from shardwise.simulator.pipeline import play_all, stages_of
@@ -129,7 +129,7 @@ def _gathered(seconds: float, units: int, gather: float, scatter: float, *, ahea
     """What a forward or backward of so many units takes beyond its `seconds` where each is gathered and scattered."""
     if not ahead:
         return units * (gather + scatter)
-    ops: list[Work] = []
+    ops: list[StreamOp] = []
     play_units(ops, [seconds / units] * units, [gather] * units, [scatter] * units if scatter else [])
     return run(ops) - seconds
 

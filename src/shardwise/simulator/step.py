@@ -8,7 +8,7 @@ from shardwise.costs.layout import Layout
 from shardwise.costs.memory import rank_memory, stage_parameters
 from shardwise.costs.shapes import Shape
 from shardwise.costs.software import Software
-from shardwise.simulator.events import CONTENTION, Work, run
+from shardwise.simulator.events import CONTENTION, StreamOp, run
 from shardwise.simulator.forecast import Forecast
 from shardwise.simulator.parts import StageTimes, StepContext, beside, finished, optimizer_seconds, reduction_seconds
 from shardwise.simulator.stages import pipelined
@@ -93,7 +93,9 @@ def _gathered(
     return seconds, [(op.stream, op.name, op.start, op.end) for op in ops]
 
 
-def _zero3_ops(step: StepContext, layer: StageTimes, ends: tuple[StageTimes, StageTimes], n_micro: int) -> list[Work]:
+def _zero3_ops(
+    step: StepContext, layer: StageTimes, ends: tuple[StageTimes, StageTimes], n_micro: int
+) -> list[StreamOp]:
     shape, lay, wire = step.shape, step.layout, step.wire
     group, replicas = step.group("data"), step.group("replicas")
     whole = 4.0 if step.precision == "fp32" else 2.0
@@ -112,10 +114,10 @@ def _zero3_ops(step: StepContext, layer: StageTimes, ends: tuple[StageTimes, Sta
     each = shape.layer_parameters / lay.tp
     root = (shape.embedding_parameters + shape.head_parameters + shape.norm_parameters) / lay.tp
     keep = lay.recompute != "full" and step.layout.zero == 2
-    ops: list[Work] = []
+    ops: list[StreamOp] = []
 
     def add(name: str, stream: str, seconds: float, *after: int | None) -> int:
-        ops.append(Work(name, stream, seconds, [a for a in after if a is not None]))
+        ops.append(StreamOp(name, stream, seconds, [a for a in after if a is not None]))
         return len(ops) - 1
 
     for micro in range(n_micro):

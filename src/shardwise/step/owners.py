@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from shardwise.comm import Axis, all_to_all
-from shardwise.parallel.slots import Pieces
+from shardwise.parallel.slots import PieceSlots
 
 
 def choose_owners(sizes: list[int], ranks: int) -> list[int]:
@@ -33,7 +33,7 @@ def choose_owners(sizes: list[int], ranks: int) -> list[int]:
 class OwnedMasters:
     """Whole masters of the parameters that this rank owns, and the exchange with everybody's pieces."""
 
-    def __init__(self, technique: Pieces, names: list[str], shapes: list[torch.Size], axis: Axis):
+    def __init__(self, technique: PieceSlots, names: list[str], shapes: list[torch.Size], axis: Axis):
         self.technique = technique
         self.axis = axis
         self.shapes = shapes

@@ -1,4 +1,4 @@
-"""`Inside`: cuts a sequence whose length is born inside the module, from its first repeated block to the last.
+"""`CutBlocks`: cuts a sequence whose length is born inside the module, from its first repeated block to the last.
 
     pictures -> patches (B, S, E), whole  |  blocks on shares (B, S/p, E)  |  (B, S, E), whole -> loss
     backward                   gathered  <|                                |<  shares taken
@@ -29,7 +29,7 @@ DIM = 1  # of (B, S, E)
 
 
 @dataclass(frozen=True)
-class Inside:
+class CutBlocks:
     """Cuts what the first of some blocks is given, and joins what the last one returns.
 
     first, last  paths of the blocks
@@ -53,7 +53,7 @@ class Inside:
 
         return undo
 
-    def over(self, swap: Callable[[Axis], Axis]) -> Inside:
+    def over(self, swap: Callable[[Axis], Axis]) -> CutBlocks:
         """The same cut over other axes."""
         return replace(self, axes=tuple(map(swap, self.axes)))
 
@@ -95,14 +95,14 @@ class Inside:
         return tuple(cuts)
 
 
-def insides(blocks: Sequence[str], axes: tuple[Axis, ...], least: int) -> Iterator[Inside]:
+def insides(blocks: Sequence[str], axes: tuple[Axis, ...], least: int) -> Iterator[CutBlocks]:
     """For each list of blocks beside each other, its first and its last one."""
     beside: dict[str, list[str]] = {}
     for path in blocks:
         beside.setdefault(path.rpartition(".")[0], []).append(path)
     for paths in beside.values():
         if len(paths) > 1:
-            yield Inside(paths[0], paths[-1], axes, least)
+            yield CutBlocks(paths[0], paths[-1], axes, least)
 
 
 class _Shares(torch.autograd.Function):
