@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli.main import call
+from shardwise.errors import InputError
 from shardwise.ranks.launchers import find
 
 SCRIPT = """
@@ -116,3 +117,10 @@ def test_launchers_with_the_variables_of_torchrun_are_called_by_their_name(more,
     environ = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "LOCAL_RANK": "1"}
     place = find({**environ, **more})
     assert place is not None and place.named == name and place.launcher == "torchrun"
+
+
+def test_one_process_of_accelerate_is_one_process():
+    master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    assert find({**master, "ACCELERATE_MIXED_PRECISION": "no"}) is None
+    with pytest.raises(InputError, match="but not RANK, WORLD_SIZE"):
+        find(master)

@@ -104,7 +104,7 @@ def find(environ: Mapping[str, str]) -> LaunchedPlace | None:
         return _torchrun(environ)
     place = _of_launcher(environ)
     if place is None:
-        return _torchrun(environ) if by_hand else None
+        return None if _is_one_process(environ, by_hand) else _torchrun(environ)
     _check_by_hand(environ, place)
     place = replace(place, master=_master(environ))
     return place if place.world_size > 1 else None
@@ -135,6 +135,11 @@ def local_size(environ: Mapping[str, str]) -> int | None:
         return None  # ranks of shardwise's own, all on this host
     place = find(environ)
     return None if place is None else place.local_size
+
+
+def _is_one_process(environ: Mapping[str, str], by_hand: list[str]) -> bool:
+    """Whether no variable tells of other ranks; `accelerate launch` gives one process a master's address as well."""
+    return not by_hand or (set(by_hand) <= set(MASTER) and bool(_with_variables_of_torchrun(environ)))
 
 
 def _torchrun(environ: Mapping[str, str]) -> LaunchedPlace:
