@@ -67,12 +67,13 @@ def _parameter(old: torch.Tensor, value: torch.Tensor) -> nn.Parameter:
 
 
 def _not_here(old: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A parameter that another pipeline stage holds: its shape in the memory of one row, NaN in every value.
+    """A parameter that another pipeline stage holds: its shape without memory, NaN in every value.
 
-    The row lies as any row does, since views such as `view_as_complex` ask for it.
+    Pairs lie side by side, since `view_as_complex` asks for it.
     """
     kind = dtype if old.is_floating_point() else old.dtype
-    value = torch.full(old.shape[-1:], float("nan") if kind.is_floating_point else 0, dtype=kind, device=device)
+    lying = old.shape[-1:] if old.shape[-1:] == (2,) else ()
+    value = torch.full(lying, float("nan") if kind.is_floating_point else 0, dtype=kind, device=device)
     return nn.Parameter(value.expand(old.shape), requires_grad=False)
 
 
