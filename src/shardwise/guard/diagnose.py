@@ -101,7 +101,7 @@ class RankWatch:
         return self._differing(self.see())
 
     def waiting(self) -> dict[int, str]:
-        """For each rank that waits for others that have not come: where it waits, and for whom."""
+        """Returns a line for each rank that waits for others that have not come: where it waits, and for whom."""
         ranks = self.see()
         absent = {rank: missing_of(seen, ranks) for rank, seen in ranks.items() if seen.waits_key and not seen.ended}
         return {rank: self.waiting_line(ranks[rank], missing) for rank, missing in absent.items() if missing}

@@ -23,7 +23,7 @@ BAR = 20  # columns of the bar
 
 @dataclass(frozen=True)
 class Speed:
-    """Samples per second as the units that are shown: tokens, FLOP/s, MFU."""
+    """Converts samples per second into the units that are shown: tokens, FLOP/s, MFU."""
 
     unit: str  # "tokens" | "samples"
     per_sample: int  # of the unit

@@ -204,7 +204,7 @@ def _ops(
 
 
 def _arrivals(rank: Model, key: OpKey, layout: Layout) -> dict[tuple[str, str], dict[int, float]]:
-    """(axis, op) -> distance in ranks -> bytes that a tile is sent from there in one part of its row."""
+    """Returns, by (axis, op), the bytes that a tile receives from the rank at each distance, in one part of its row."""
     first, second = (trace.arrivals[key] for trace in _seen(rank))
     found: dict[tuple[str, str], dict[int, float]] = {}
     for (axis, op, distance), low in first.items():

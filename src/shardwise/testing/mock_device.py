@@ -90,7 +90,7 @@ class MockStream:
         """Nothing."""
 
     def query(self) -> bool:
-        """True: nothing is under way."""
+        """Returns True: work on this device ends before its call returns."""
         return True
 
 

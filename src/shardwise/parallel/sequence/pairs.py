@@ -113,7 +113,7 @@ def reads_any(call: Call, rank: int, source: int) -> bool:
 
 
 class _Looked:
-    """The last mask that was looked at, and what was seen: the layers of a model are given the same."""
+    """Caches the kind of each block of the last mask (empty, full, masked): all layers are given the same."""
 
     key: tuple | None = None
     mask: weakref.ref | None = None
