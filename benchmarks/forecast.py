@@ -32,6 +32,7 @@ FACTS = {
     "gemm_measured": "matrix products: calibration, packaged as gemm.csv",
     "nccl_measured": "collectives: calibration, packaged as collectives.csv",
 }
+LABELS = {"ratios": "schedule ratios", "small": "memory below 7B", "told": "  its attention told"}
 # what, on which files, used for
 CALIBRATED = (
     ("matrix products by shape", "gemm_measured.csv", "A100, H100, H200, B200"),
@@ -58,6 +59,7 @@ CALIBRATED = (
         "0.110 GiB; the others say 0.108",
     ),
     ("zero_bubble writes its scores", "zero_bubble.csv, memory", "a yes or no"),
+    ("zero_bubble sums gradients in fp16", "its authors' scripts, which ask for it", "not its rows"),
     ("contention, launch, unfused factor, links between nodes", "assumed, on no file", ""),
 )
 FITTED_TO_RUNS = "no constant is fitted to a row"
@@ -100,7 +102,7 @@ def predict(case: Case) -> tuple[float, Forecast | None]:
 def score_file(name: str, rows: Iterable[Mapping[str | None, object]]) -> dict[str, Any]:
     """All figures of one file."""
     skipped: Counter[str] = Counter()
-    times, memories, small, lines = Score([]), Score([]), Score([]), []
+    times, memories, small, told, lines = Score([]), Score([]), Score([]), Score([]), []
     groups: dict[str, list[Timed]] = defaultdict(list)
     schedules: dict[tuple[str, int], dict[str, tuple[float, float]]] = defaultdict(dict)
     bubbles: list[tuple[str, float, float]] = []
@@ -130,6 +132,8 @@ def score_file(name: str, rows: Iterable[Mapping[str | None, object]]) -> dict[s
                 error = ledger.allocated / unit / value - 1
                 (small if case.small else memories).errors.append(error)
                 line[f"memory_error_{stage}"] = error
+                if case.small and case.told_attention:
+                    told.errors.append(error)
         lines.append(line)
     agree, total = map(sum, zip(*(tau(pairs) for pairs in groups.values()), strict=True)) if groups else (0, 0)
     result: dict[str, Any] = {"file": name, "skipped": dict(skipped), "lines": lines}
@@ -139,6 +143,8 @@ def score_file(name: str, rows: Iterable[Mapping[str | None, object]]) -> dict[s
         result["memory"] = memories.as_dict()
     if small.errors:
         result["small"] = small.as_dict()
+    if told.errors:
+        result["told"] = told.as_dict()
     if bubbles:
         points = [100 * (found - published) for _, published, found in bubbles]
         result["bubbles"] = {
@@ -195,18 +201,18 @@ def text(results: list[dict[str, Any]], rows: bool) -> str:
     out = []
     for result in results:
         out.append(f"\n{result['file']}")
-        for kind in ("time", "memory", "small", "ratios"):
+        for kind in ("time", "memory", "small", "told", "ratios"):
             if kind in result:
                 s = result[kind]
-                label = {"ratios": "schedule ratios", "small": "memory below 7B"}.get(kind, kind)
+                label = LABELS.get(kind, kind)
                 out.append(
-                    f"  {label:15} {s['rows']:3} scored   mean |error| {s['mean']:6.1%}   median {s['median']:6.1%}   "
+                    f"  {label:20} {s['rows']:3} scored   mean |error| {s['mean']:6.1%}   median {s['median']:6.1%}   "
                     f"bias {s['bias']:+6.1%}   p90 {s['p90']:6.1%}"
                 )
         if "bubbles" in result:
             b = result["bubbles"]
             out.append(
-                f"  bubble rates    {b['rows']:3} scored   mean |error| {b['mean']:.2f} points   "
+                f"  bubble rates         {b['rows']:3} scored   mean |error| {b['mean']:.2f} points   "
                 f"worst {b['worst']:.2f} points   (simulated with stated times, forecast_bubbles.py)"
             )
         if "tau" in result:

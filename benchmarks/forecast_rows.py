@@ -41,6 +41,7 @@ OTHERS = 400
 # Beyond these a simulation takes minutes, and no run of the field is
 MOST = {"n_gpus": 10**6, "layers": 2000, "pp": 1024, "global_batch": 10**6, "tp": 1024, "cp": 1024, "vpp": 256}
 OPS = 2_000_000  # of one pipeline
+SMALL = 6.5e9  # parameters: the memory of models below is reported apart
 # What Megatron's own tests ran on where a row does not say it: 8 GPUs, as in 140 of the 168 that do; of which kind does
 # not matter to their memory
 CI_GPUS, CI_GPU = 8, "h100-sxm-80gb"
@@ -84,6 +85,7 @@ class Case:
     open_micro_batch: bool = False  # the row does not say it: the best that fits is taken
     precision: str = "bf16"
     small: bool = False  # reported apart
+    told_attention: bool = False  # the row names its attention kernel, which else is assumed to be fused
 
 
 def number(row: Mapping[str, str], key: str, default: int | None = None, *, least: int = 1) -> int:
@@ -153,6 +155,7 @@ def case_of(file: str, cells: Mapping[str | None, object]) -> Case:
         one_layer="one layer" in row["table"],
         open_micro_batch=not row["micro_batch"],
         precision=precision,
+        small=shape.parameters < SMALL,
     )
 
 
@@ -469,7 +472,8 @@ def _ci(file: str, row: Mapping[str, str]) -> Case:
         found = replace(found, attention="unfused")
     return Case(
         f"{row['model']} {row['gpu']}", shape, layout, _cluster(name, n), found, None,
-        ((pp - 1, real(row, "mem_max_allocated_gib")),), small=shape.parameters < 6.5e9,
+        ((pp - 1, real(row, "mem_max_allocated_gib")),), small=shape.parameters < SMALL,
+        told_attention=bool(row["attn"]),
     )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from shardwise.costs.software import STATES, Software
 
 RESERVED_SHARE = 1.03  # what the caching allocator holds over what is allocated (assumed; 2 to 6% in SimuMax's runs)
 CONTEXT_BYTES = 0.7e9  # the driver's context and NCCL's buffers, outside the allocator (assumed)
+COPIES = "gradients copied for the optimizer"
 
 
 @dataclass(frozen=True)
@@ -65,12 +66,13 @@ def stage_parameters(shape: Shape, layout: Layout, layers: float, *, first: bool
 
 
 def states(parameters: dict[str, float], layout: Layout, software: Software, precision: str = "") -> dict[str, float]:
-    """Bytes of weights, gradients, master copy and optimizer on one rank.
+    """Bytes of weights, gradients, master copy and optimizer on one rank, and of the gradients' copies, which live
+    while the optimizer runs.
 
     Experts are sharded over the data ranks that hold the same ones.
     """
     policy = STATES[precision or software.states]
-    out = dict.fromkeys(("weights", "gradients", "master", "optimizer"), 0.0)
+    out = dict.fromkeys(("weights", "gradients", "master", "optimizer", COPIES), 0.0)
     for kind, count in parameters.items():
         ranks = float(layout.shard * layout.split_sequence) if layout.zero else 1.0
         if kind == "experts" and layout.ep > 1:
@@ -78,7 +80,8 @@ def states(parameters: dict[str, float], layout: Layout, software: Software, pre
         share = 1.0 / ranks
         zero = layout.zero
         out["weights"] += count * policy.weight * (share if zero >= 3 else 1.0)
-        out["gradients"] += count * policy.gradient * (share if zero >= 2 else 1.0) + count * policy.copies * share
+        out["gradients"] += count * policy.gradient * (share if zero >= 2 else 1.0)
+        out[COPIES] += count * policy.copies * share
         out["master"] += count * policy.master * (share if zero >= 1 else 1.0)
         out["optimizer"] += count * policy.optimizer * (share if zero >= 1 else 1.0)
         if zero >= 3 and policy.master and policy.weight < policy.master:  # FSDP keeps the masters alone at rest
@@ -156,15 +159,16 @@ def rank_memory(
     """All terms for one rank of a stage that keeps `in_flight` micro-batches (in units of the whole stage)."""
     parameters = stage_parameters(shape, layout, layers, first=first, last=last)
     terms = states(parameters, layout, software, precision)
+    copies = terms.pop(COPIES)
     layer = layer_activations(shape, layout, software)
-    terms["activations"] = sum(layer.values()) * layers * in_flight
+    passing = {"activations": sum(layer.values()) * layers * in_flight}
     stream = layout.tokens * shape.hidden * ACT_BYTES / (layout.tp if layout.sp else 1)
     if first:
-        terms["embedding output"] = 0.0 if layout.recompute == "full" else stream * in_flight
+        passing["embedding output"] = 0.0 if layout.recompute == "full" else stream * in_flight
         if shape.dropout:
-            terms["embedding output"] += stream / 2 * in_flight
+            passing["embedding output"] += stream / 2 * in_flight
     if last:
-        terms["head input"] = 2 * stream * min(in_flight, 1.0)
+        passing["head input"] = 2 * stream * min(in_flight, 1.0)
     if software.fp8:  # of the layers' matrices, along rows and along columns; of gathered ones, two layers at a time
         cast = layers if layout.zero < 3 else min(layers, 2)
         terms["weights in FP8"] = 2.0 * sum(stage_parameters(shape, layout, cast, first=False, last=False).values())
@@ -174,7 +178,10 @@ def rank_memory(
     if last:
         peaks["logits"] = logits(shape, layout, software)
     name = max(peaks, key=lambda key: peaks[key])
-    terms[f"peak: {name}"] = peaks[name]
+    passing[f"peak: {name}"] = peaks[name]
+    if copies > sum(passing.values()):  # no micro-batch is alive by then
+        name, passing = COPIES, {f"peak: {COPIES}": copies}
+    terms |= passing
     return MemoryLedger({key: value for key, value in terms.items() if value}, name)
 
 

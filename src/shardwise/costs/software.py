@@ -169,8 +169,9 @@ SOFTWARE: dict[str, Software] = {
             attention="unfused",
             overlap_dp=True,
             overlap_p2p=False,
-            states="bf16",
-            source="Qi et al. 2024: Megatron-LM of 2023; their memory is that of written scores and dropout",
+            states="fp16-apex-fp32-grad",
+            source="Qi et al. 2024: Megatron-LM of 2023, whose scripts ask for fp16, so gradients are summed in it; "
+            "their memory is that of written scores and dropout",
         ),
         Software(
             "llm-foundry",
