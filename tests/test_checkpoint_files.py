@@ -187,11 +187,11 @@ class Logging(Disk):
             self.log.append(("mkdir", path))
         super().folder(path)
 
-    def file(self, path, parts):
+    def file(self, path, parts, read_back=False):
         parts = [bytes(part) for part in parts]
         self.log.append(("create", path))
         self.log += [("write", path, part) for part in parts]
-        return super().file(path, parts)
+        return super().file(path, parts, read_back)
 
     def reached(self, change: str, path: Path) -> None:
         if change == "sync":

@@ -127,7 +127,7 @@ def serve(file: int) -> None:
 def _write(file: int, told: dict[str, Any], waiting: _Waiting) -> Path:
     work = Work(**{**told["work"], "folder": Path(told["work"]["folder"])})
     with mmap.mmap(file, told["bytes"], prot=mmap.PROT_READ) as buffer, memoryview(buffer) as view:
-        return write_and_publish(work, view, Disk(), waiting.going)
+        return write_and_publish(work, [view], Disk(), waiting.going)
 
 
 class _Waiting:

@@ -14,16 +14,17 @@ import os
 import shutil
 import stat
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from shardwise.errors import InputError
+from shardwise.errors import InputError, RunError
 from shardwise.guard.points import reach
 
-CHUNK = 16 * 2**20  # bytes of one write, and of one read
+CHUNK = 2**20  # bytes of one write, and of one read: what is hashed is still in the cache when it is copied
 MAX_HEADER = 100 * 2**20  # bytes; what the safetensors library allows
 ITEM_BYTES = {
     "F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
@@ -43,8 +44,11 @@ class Disk:
         self.reached("create", path)
         path.mkdir(parents=True, exist_ok=True)
 
-    def file(self, path: Path, parts: Iterable[bytes | memoryview]) -> str:
-        """A new file with these bytes, synced. Returns their digest."""
+    def file(self, path: Path, parts: Iterable[bytes | memoryview], read_back: bool = False) -> str:
+        """A new file with these bytes, synced. Returns their digest.
+
+        read_back   read it again, beside the sync; `RunError` where other bytes come
+        """
         self.reached("create", path)
         digest = xxhash.xxh3_128()
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
@@ -58,12 +62,17 @@ class Disk:
                     while chunk:
                         chunk = chunk[os.write(handle, chunk) :]
             self.reached("sync", path)
-            os.fsync(handle)
+            found = _synced(handle, path if read_back else None)
         except OSError as error:
             error.filename = error.filename or str(path)  # which a write by descriptor does not tell
             raise
         finally:
             os.close(handle)
+        if found not in ("", digest.hexdigest()):
+            raise RunError(
+                f"{path} reads back with digest {found}, and {digest.hexdigest()} was written: the disk is not to be "
+                "trusted"
+            )
         return digest.hexdigest()
 
     def rename(self, path: Path, to: Path) -> None:
@@ -95,6 +104,18 @@ class Disk:
         self.file(partial, [data])
         self.rename(partial, path)
         self.sync_folder(path.parent)
+
+
+def _synced(handle: int, path: Path | None) -> str:
+    """Sync; the digest of the file as it reads back meanwhile ("" without): one waits for the disk, one computes."""
+    if path is None:
+        os.fsync(handle)
+        return ""
+    with ThreadPoolExecutor(1) as beside:
+        synced = beside.submit(os.fsync, handle)
+        found = digest_of(path)
+        synced.result()
+    return found
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import os
 import secrets
 import tempfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,7 @@ class Saver:
         self._shares: dict[str, _Share] = {}
         self._header = b""
         self.total_bytes = 0  # of all ranks
-        self._file = _memory_file()
+        self._file = -1  # of memory, where a process writes in the background
         self._buffer: mmap.mmap | None = None
         self._writer: Writer | None = None
         self._made = False  # the folder
@@ -106,12 +106,12 @@ class Saver:
         self._settle(holdings)
         self._check_space()
         work = self._work(holdings, tree, fields or {})
-        self._fill(holdings)
         self._count += 1
         if self.background:
+            self._fill(holdings)
             self._started().begin(work, len(self._mapped()))
         else:
-            self._agreed(lambda: publish.write_and_publish(work, memoryview(self._mapped()), self.disk))
+            self._agreed(lambda: publish.write_and_publish(work, self._parts(holdings), self.disk))
 
     def _held(self) -> tuple[list[Holding], Fields]:
         """This rank's tensors, and the optimizer's state as a tree. Raises on every rank what one has no form for."""
@@ -182,13 +182,19 @@ class Saver:
         self._header, entries = header_of(named)
         self._shares = {key: _Share(first, last, entries[key]) for key, _, first, last in shares[engine.rank]}
         self.total_bytes = sum(sizes) + sum(len(json.dumps(own)) * 2 for own in everybody)
-        end = max([len(self._header), *(entry.end for entry in entries.values())])
-        if self._buffer is None or len(self._buffer) != end:
-            os.ftruncate(self._file, end)
-            touched = getattr(mmap, "MAP_POPULATE", 0)  # the first copy is not to wait for every page
-            self._buffer = mmap.mmap(self._file, end, mmap.MAP_SHARED | touched)
-        self._mapped()[: len(self._header)] = self._header
+        if self.background:
+            self._map(max([len(self._header), *(entry.end for entry in entries.values())]))
         self._layout = layout
+
+    def _map(self, size_bytes: int) -> None:
+        """Make the memory file that the writer reads, with the header in it."""
+        if self._file < 0:
+            self._file = _memory_file()
+        if self._buffer is None or len(self._buffer) != size_bytes:
+            os.ftruncate(self._file, size_bytes)
+            touched = getattr(mmap, "MAP_POPULATE", 0)  # the first copy is not to wait for every page
+            self._buffer = mmap.mmap(self._file, size_bytes, mmap.MAP_SHARED | touched)
+        self._buffer[: len(self._header)] = self._header
 
     def _mapped(self) -> mmap.mmap:
         assert self._buffer is not None
@@ -204,6 +210,14 @@ class Saver:
                     self._mapped(), dtype=holding.tensor.dtype, count=count, offset=share.entry.begin
                 )
                 place.copy_(holding.flat()[share.first : share.last])
+
+    def _parts(self, holdings: list[Holding]) -> Iterator[bytes | memoryview]:
+        """The bytes of this rank's file, from where they are: nothing changes before it is written."""
+        yield self._header
+        held = {holding.key: holding for holding in holdings}
+        for key, share in sorted(self._shares.items(), key=lambda item: item[1].entry.begin):
+            if share.last > share.first:
+                yield held[key].flat()[share.first : share.last].cpu().contiguous().view(torch.uint8).numpy().data
 
     def _check_space(self) -> None:
         """Raise where the folder cannot be made or the disk has not the bytes, before anything is written."""
