@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 import shardwise
 from shardwise.checkpoint import publish
-from shardwise.checkpoint.replicas import ReplicaCheck, _hash
+from shardwise.checkpoint.replicas import ReplicaCheck, _hash, verdict
 from shardwise.digest import digest
 from shardwise.engine import export
 from shardwise.errors import RefusedPlan, RunError
@@ -27,6 +27,7 @@ from shardwise.models import tasks
 from shardwise.testing import faults
 from shardwise.testing.faults import Fault
 from shardwise.training import restart
+from shardwise.training.replay import places
 from shardwise.training.stragglers import Stragglers
 
 STEPS = 8
@@ -253,6 +254,63 @@ def test_one_bit_of_one_replica_is_found(plan: str, what: str, told: str, pool: 
     kind = {"flip-weight": "'(model|used)/", "flip-optimizer": "'optimizer/", "flip-buffer": "'buffer/"}[what]
     for text in pool.run(flipped, world, plan, 1, what):
         assert re.search(f"after 2 steps {kind}", text) and told in text
+
+
+def disagreeing(plan: str, fault: Fault, **options: Any) -> str:
+    """What ends a run in which a bit of one rank flips."""
+    with faults.injected(fault) as folder:
+        with pytest.raises(RunError) as caught:
+            shardwise.train("digits", plan, **{**SMALL, "check_replicas": 1, **options})
+        assert faults.struck(folder) == 1
+    return str(caught.value)
+
+
+BEFORE = "before the last one's update, "
+
+
+@pytest.mark.parametrize(
+    ("plan", "fault", "when"),
+    [("dp_replicate=2", Fault("flip-weight", rank=1, step=5, at="input", bit=20), BEFORE),
+     ("dp_shard=2,zero=2", Fault("flip-weight", rank=0, step=2, at="forward", bit=20), BEFORE),
+     pytest.param("dp_replicate=2", Fault("flip-optimizer", rank=0, step=4, at="update", bit=3), "",
+                  marks=pytest.mark.long),
+     pytest.param("dp_replicate=2,dp_shard=2,zero=3", Fault("flip-weight", rank=2, step=5, at="reduce", bit=20),
+                  BEFORE, marks=pytest.mark.long)],
+)  # fmt: skip
+def test_of_two_replicas_the_wrong_one_is_found_by_another_rank(plan: str, fault: Fault, when: str, here: Path) -> None:
+    """From a checkpoint and from the beginning; a copy that the update would have written anew is found too."""
+    said = disagreeing(plan, fault, checkpoint_every=3 if fault.step != 2 else 0)
+    assert re.search(rf"after {fault.step + 1} steps,? ?{when}'(model|used|optimizer)/", said), said
+    assert f"on rank {fault.rank}: another rank that took the steps in its place came to what the others have" in said
+
+
+@pytest.mark.long
+def test_what_had_spread_before_it_was_compared_is_told_to_be_open(here: Path) -> None:
+    said = disagreeing("dp_replicate=2", Fault("flip-weight", rank=1, step=1, at="input", bit=20), check_replicas=4)
+    assert "of ranks 0, 1, and two cannot tell which is right (what others come to in their place is what none" in said
+
+
+def test_who_is_right_by_voices() -> None:
+    for first, again, ranks in [
+        ({0: 7, 1: 8}, {1: 7, 0: 7}, [1]),  # a bit that flipped once
+        ({0: 7, 2: 8}, {3: 7, 1: 7}, [2]),
+        ({0: 7, 2: 8}, {1: 8, 3: 8}, [0]),
+        ({0: 7, 1: 8}, {1: 9, 0: 7}, [1]),  # rank 1 never comes to the same
+        ({0: 7, 1: 8}, {1: 8, 0: 7}, []),  # each stays with its own
+        ({0: 7, 1: 8}, {1: 9, 0: 9}, []),  # it went wrong before
+    ]:
+        blamed, why = verdict({"w": first}, {"w": again})
+        assert blamed == ranks, (first, again)
+        assert ranks or ("its own again" if again[0] == 7 else "before the last step") in why
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 6, 8])
+def test_places_are_taken_by_others(world: int) -> None:
+    for one in range(world):
+        for other in range(one):
+            order = places(world, {one, other})
+            assert sorted(order) == list(range(world)) and all(rank != place for place, rank in enumerate(order))
+            assert world < 4 or not {order[one], order[other]} & {one, other}
 
 
 def test_a_slow_rank_is_told_once() -> None:

@@ -4,12 +4,16 @@ A rank's piece of a tensor has a place in the whole one (`holdings`); ranks with
 takes a hash of integers (exact, in any order), and all see all hashes: the majority tells which rank is wrong.
 
     h = sum of w_i * m_i mod 2^64    w_i the words of the tensor's bytes, m_i odd: one changed word always changes h
+
+In a step that is compared, weights and buffers are hashed right before the update too: an update writes some copies
+anew, and spreads to all ranks what a wrong one has done to the gradients.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -22,43 +26,95 @@ from shardwise.engine.engine import Engine
 from shardwise.errors import RunError
 from shardwise.host import read
 
+BEFORE = "before/"  # of the name of what was hashed before the update
 _CHUNK = 2**20  # words hashed at once
 _FACTOR = -0x61C8864680B583EB  # 2^64 / the golden ratio, as a signed number
 _MASK = 2**64 - 1
+Hashes = dict[str, tuple[str, int]]  # name -> (piece, hash)
+Held = dict[str, dict[int, int]]  # name -> rank -> hash, of one piece
+
+
+class ReplicasDiffer(RunError):
+    """Ranks that should hold the same do not. Raised on all ranks alike.
+
+    step    steps done
+    held    of each tensor that differs, what each of its ranks has; those hashed before the update alone, where any did
+    rank    the one that differs from the majority; None: there is none
+    """
+
+    def __init__(self, step: int, held: Held) -> None:
+        self.step, self.held = step, held
+        blamed = _blamed(held)
+        self.rank = blamed[0] if blamed else None
+        super().__init__(_told(held, step, blamed))
+
+    def judged(self, blamed: list[int], why: str) -> ReplicasDiffer:
+        """The same, after the steps were taken again; `blamed` and `why` of `verdict`."""
+        error = ReplicasDiffer(self.step, self.held)
+        error.rank = blamed[0] if blamed else None
+        said = "another rank that took the steps in its place came to what the others have"
+        error.args = (_told(self.held, self.step, blamed, said, "" if blamed else f" ({why})"),)
+        return error
 
 
 class ReplicaCheck:
-    """Compares what ranks hold alike. Every rank makes one and calls it at the same steps."""
+    """Compares what ranks hold alike. Every rank makes one and calls it at the same steps.
 
-    def __init__(self, engine: Engine) -> None:
+    every   steps between the calls: in those steps, hashes are taken before the update too
+    """
+
+    def __init__(self, engine: Engine, every: int | None = None) -> None:
         self.engine = engine
+        self._every = every
+        self._before: Hashes = {}
         self._unlike: set[str] | None = None  # buffers that differed at the first check: ranks keep their own
 
+    def before_update(self) -> AbstractContextManager[None]:
+        """For `Engine.around("update", ...)`: hashes what modules compute with, in steps that are compared."""
+        if self._every is not None and (self.engine.steps_done + 1) % self._every == 0:
+            self._before = hashes(self.engine, before=True)
+        return nullcontext()
+
+    def taken(self) -> Hashes:
+        """Of what this rank holds now, and of what it held before the update where that was asked for."""
+        found, self._before = {**self._before, **hashes(self.engine)}, {}
+        return found
+
     def __call__(self) -> None:
-        """Raises `RunError`, on all ranks, naming a tensor and the rank that has other bits. Collective."""
+        """Raises `ReplicasDiffer`, on all ranks, naming a tensor and the rank that has other bits. Collective."""
         engine = self.engine
-        mine = {one.key: [str(to_json(one.piece)), _hash(one.flat())] for one in _compared(engine)}
-        told = gather_json(mine, engine.mesh.world, engine.device)
+        mine = self.taken()
         places: dict[tuple[str, str], dict[int, int]] = defaultdict(dict)
-        for rank, held in enumerate(told):
+        for rank, held in enumerate(gather_json(mine, engine.mesh.world, engine.device)):
             for key, (piece, found) in held.items():
                 places[key, piece][rank] = found
         differing = {key: held for (key, _), held in places.items() if len(set(held.values())) > 1}
         if self._unlike is None:
-            self._unlike = {key for key in differing if key.startswith("buffer/")}
+            self._unlike = {name for key in differing if (name := key.removeprefix(BEFORE)).startswith("buffer/")}
             if self._unlike:
                 names = ", ".join(sorted(self._unlike)[:3])
                 engine.notices.append(f"not compared between ranks, since each had its own at the first look: {names}")
-        wrong = {key: held for key, held in differing.items() if key not in self._unlike}
+        wrong = {key: held for key, held in differing.items() if key.removeprefix(BEFORE) not in self._unlike}
+        first = {key: held for key, held in wrong.items() if key.startswith(BEFORE)}
         if wrong:
-            raise RunError(_told(wrong, engine.steps_done))
+            raise ReplicasDiffer(engine.steps_done, first or wrong)
 
 
-def _compared(engine: Engine) -> Iterator[Holding]:
+def hashes(engine: Engine, before: bool = False) -> Hashes:
+    """Of everything that several ranks may hold alike; `before`: of what modules compute with alone."""
+    found = _used(engine) if before else (*weights(engine), *state_of(engine)[1], *_used_beside(engine))
+    return {BEFORE * before + one.key: (str(to_json(one.piece)), _hash(one.flat())) for one in found}
+
+
+def _used(engine: Engine) -> Iterator[Holding]:
     yield from weights(engine)
-    yield from state_of(engine)[1]
+    yield from _used_beside(engine)
+
+
+def _used_beside(engine: Engine) -> Iterator[Holding]:
+    """Weights as the module computes with them, where those are no masters."""
     masters = {id(slot.master) for slot in engine.technique.slots}
-    for name, param in engine.module.named_parameters():  # as the module computes with them, where that is another
+    for name, param in engine.module.named_parameters():
         if name in engine.state.names and id(param) not in masters and not isinstance(param, DTensor):
             whole, runs = share_of(engine, name, param.shape)
             yield Holding(f"used/{name}", Piece(tuple(whole), tuple(runs), 0, param.numel()), param)
@@ -80,21 +136,56 @@ def _hash(flat: torch.Tensor) -> int:
     return (int(read(total, "replica hashes")) + flat.numel()) & _MASK
 
 
-def _told(wrong: dict[str, dict[int, int]], step: int) -> str:
-    """Which tensor, and which rank by majority."""
+def _blamed(wrong: Held) -> list[int]:
+    """Ranks that differ from a majority, most often first."""
     blamed: Counter[int] = Counter()
     for held in wrong.values():
         common, count = Counter(held.values()).most_common(1)[0]
         if 2 * count > len(held):
             blamed.update(rank for rank, found in held.items() if found != common)
-    names = ", ".join(f"'{key}'" for key in sorted(wrong)[:4]) + (
-        f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
-    )
+    return [rank for rank, _ in blamed.most_common()]
+
+
+def _told(wrong: Held, step: int, blamed: list[int], why: str = "the other ranks agree", more: str = "") -> str:
+    """Which tensors differ, and on which rank, where that is known, and `why`; `more`: what else was found out."""
+    keys = sorted(key.removeprefix(BEFORE) for key in wrong)
+    names = ", ".join(f"'{key}'" for key in keys[:4]) + (f" and {len(keys) - 4} more" if len(keys) > 4 else "")
     ranks = sorted(next(iter(wrong.values())))
     who = f"of ranks {', '.join(map(str, ranks))}, and two cannot tell which is right"
     if blamed:
-        who = f"on rank {', '.join(str(rank) for rank, _ in blamed.most_common())}: the other ranks agree"
+        who = f"on rank {', '.join(map(str, blamed))}: {why}"
+    when = f"after {step} steps"
+    if any(key.startswith(BEFORE) for key in wrong):
+        when += ", before the last one's update,"
     return (
-        f"after {step} steps {names} differ between ranks that hold the same, {who}. Memory or a device of that rank "
+        f"{when} {names} differ between ranks that hold the same, {who}{more}. Memory or a device of that rank "
         "changed a bit, or its update was another one: go on from the last checkpoint, on another host if it returns"
     )
+
+
+def verdict(first: Held, again: Held) -> tuple[list[int], str]:
+    """(ranks at fault, why) from what ranks had, and what others came to in their place; ([], why not) where open.
+
+    first   name -> rank -> hash
+    again   name -> rank that took the steps in the place of one of those -> hash
+
+    Each rank has one voice for each hash that it came to. The hash with the most voices is right, if one of the first
+    had it; where two ranks each stay with their own, one that came to two different hashes is wrong.
+    """
+    blamed: Counter[int] = Counter()
+    why = "what others come to in their place is what none of them had: it went wrong before the last step"
+    for name, held in first.items():
+        came_to: dict[int, set[int]] = {rank: {found} for rank, found in held.items()}
+        for rank, found in again.get(name, {}).items():
+            came_to.setdefault(rank, set()).add(found)
+        (best, voices), *others = Counter(found for mine in came_to.values() for found in mine).most_common()
+        if not others or voices > others[0][1]:
+            if best in held.values():
+                blamed.update(rank for rank, found in held.items() if found != best)
+            continue
+        unsteady = [rank for rank in held if len(came_to[rank]) > 1]
+        if len(unsteady) == 1:
+            blamed.update(unsteady)
+        else:
+            why = "each comes to its own again in the other's place: one of them computes otherwise each time"
+    return [rank for rank, _ in blamed.most_common()], why

@@ -12,6 +12,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -81,7 +82,11 @@ class Keeper:
         self.stopping = Stopping(job.launched)
         self.saver: Saver | None = None
         self.check_every = config.check_replicas
-        self.check = ReplicaCheck(engine) if config.check_replicas is not None else None
+        self.check: ReplicaCheck | None = None
+        self._hooked = ExitStack()
+        if self.check_every is not None:
+            self.check = ReplicaCheck(engine, self.check_every)
+            self._hooked.enter_context(engine.around("update", self.check.before_update))
         self.stragglers = Stragglers(engine)
         self.stalls_s: list[float] = []  # of each save, what its step waited
         self.first = 0  # the first step of this run
@@ -256,6 +261,11 @@ class Keeper:
             if self.saver is not None:
                 self._finish_save(final=True)
 
+    def settle(self) -> None:
+        """Wait for the save under way. Collective."""
+        if self.saver is not None:
+            self._finish_save()
+
     def cost(self) -> dict[str, Any] | None:
         """What checkpoints cost: saves, seconds that one stopped a step (the first makes buffers), bytes written."""
         if len(self.stalls_s) < 2 or self.saver is None:
@@ -270,6 +280,7 @@ class Keeper:
     def close(self) -> None:
         """Let go of signals and of the writer."""
         self.stopping.stop()
+        self._hooked.close()
         if self.saver is not None:
             self.saver.close()
 

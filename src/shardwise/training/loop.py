@@ -12,7 +12,6 @@ import math
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 from statistics import median
@@ -22,11 +21,10 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm import everybody, gather_json, gather_rows
-from shardwise.data import Loader, evaluation_parts, own_tile, parts_of, samples_in
-from shardwise.data.loader import order_of
+from shardwise.data import evaluation_parts, own_tile, parts_of, samples_in
 from shardwise.dataset import name_of
 from shardwise.engine.ema import Ema
-from shardwise.engine.engine import Engine, parallelize
+from shardwise.engine.engine import Engine
 from shardwise.engine.export import save_weights
 from shardwise.engine.samples import read_samples
 from shardwise.errors import InputError
@@ -40,15 +38,15 @@ from shardwise.observe.profile_steps import read_steps
 from shardwise.observe.progress import Display, Speed
 from shardwise.observe.sinks import open_sinks
 from shardwise.progress import sayer
-from shardwise.ranks.launchers import own_device
 from shardwise.step.result import StepResult
 from shardwise.task import Task
 from shardwise.training.failures import told_plainly
 from shardwise.training.held_out import Spread
 from shardwise.training.job import Job
 from shardwise.training.keeping import BEST, Keeper
+from shardwise.training.parts import batches_of, engine_of, loader_of
+from shardwise.training.replay import judging
 from shardwise.training.resume import trim_metrics
-from shardwise.training.schedules import make_schedule
 from shardwise.training.writing import written_text
 
 WEIGHTS = "model.safetensors"
@@ -68,20 +66,9 @@ def _run_rank(job: Job) -> dict[str, Any]:
     say = sayer(_rank() == 0 and sys.stderr.isatty())
     say("train: building the task and its data")
     task = job.build_task()
-    config = job.effective.config.train
-    device = own_device("cpu" if config.device == "cpu" else None)
     flops = _flops(job, task) if _rank() == 0 else Flops(None, "")
     say(f"train: placing weights under plan {job.effective.plan}, then a look at a few samples")
-    engine = parallelize(
-        task,
-        job.effective.plan,
-        seed=config.seed,
-        randomness=config.randomness,
-        clip_norm=config.clip_norm,
-        schedule=make_schedule(job.effective.config.schedule, job.scheduled or job.steps),
-        on_nonfinite=config.on_nonfinite,
-        device=device,
-    )
+    engine = engine_of(job, task)
     say("")
     with ExitStack() as stack:
         if job.proof is not None:
@@ -115,7 +102,9 @@ class _Rank:
         peak = peak_flops(torch.device(engine.device), plan.precision)
         self.speed = Speed(self.unit, job.tokens_per_sample or 1, flops, peak, plan.world_size)
         self.ema = Ema(engine, config.ema_decay) if config.ema_decay is not None else None
-        self.loader = self._loader(stack)
+        self.loader = loader_of(job, task, engine)
+        if self.loader is not None:
+            stack.enter_context(self.loader)
         if config.keep_best and task.eval_data is None:
             raise InputError("train.keep_best compares losses on held-out data, and Task.eval_data is None")
         self.keeper = Keeper(job, engine, self.ema, self.loader)
@@ -132,7 +121,7 @@ class _Rank:
             live = None if engine.rank == 0 else False
             first = "first step: compiling the blocks" if plan.compile else "first step"
             self.display = stack.enter_context(closing(Display(job.steps, self.speed, config.log_every, live, first)))
-        self.batches = self._batches()
+        self.batches = batches_of(job, task, self.loader, self.first)
         steps = read_steps(config.profile_steps, job.steps)
         self.profile = StepProfile(steps, engine, job.folder)
         self.watch = InputWatch(self._of_all_ranks, self._input_advice())
@@ -159,7 +148,9 @@ class _Rank:
             self._step(step)
             if self._evaluates_after(step):
                 self._evaluate(step)
-            if self.keeper.after(step, self.first_loss):
+            with judging(self.job, self.engine, self.keeper):
+                stops = self.keeper.after(step, self.first_loss)
+            if stops:
                 return self._stopped(step)
         seconds = time.monotonic() - started
         reach("end", self.job.steps, self.engine.state)
@@ -167,7 +158,8 @@ class _Rank:
         if self.ema is not None:
             with self.ema.applied():
                 self._keep_weights(EMA_WEIGHTS)
-        self.keeper.end(self.first_loss)  # after the weights, which a disk that is full now should not cost
+        with judging(self.job, self.engine, self.keeper):
+            self.keeper.end(self.first_loss)  # after the weights, which a disk that is full now should not cost
         text = written_text(self.engine, self.task, self.job.effective.config)
         summary = self._summary(seconds, text)
         if self.engine.rank == 0:
@@ -207,29 +199,6 @@ class _Rank:
         if per_sample is None or self.speed.peak is not None:
             return self.flops.convention
         return f"{self.flops.convention}; no MFU, for this device's peak is not known"
-
-    def _batches(self) -> Iterator[Any]:
-        """The global batch of each step, or this rank's parts of it."""
-        if self.loader is not None:
-            return iter(self.loader)
-        assert self.task.batch is not None
-        return map(self.task.batch, range(self.first, self.job.steps))
-
-    def _loader(self, stack: ExitStack) -> Loader | None:
-        """What reads this rank's parts, where the task has data to be read."""
-        if self.task.batch is not None:
-            return None
-        assert self.task.data is not None
-        loader = Loader(
-            own_tile(self.task.data, self.engine),
-            order_of(self.task.data, self.job.effective.config.train.seed),
-            self.job.batch_samples,
-            accumulate=self.job.effective.plan.step_microbatches,
-            data_rank=self.engine.data_rank,
-            data_ranks=self.engine.data_ranks,
-            workers=self.job.effective.config.train.workers,
-        )
-        return stack.enter_context(loader)
 
     def _of_all_ranks(self, share: float) -> list[float]:
         row = put([share], self.engine.device)

@@ -1,0 +1,53 @@
+"""What a rank's run is put together from, for the run itself and for steps that are taken again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from shardwise.data import Loader, own_tile
+from shardwise.data.loader import order_of
+from shardwise.engine.engine import Engine, parallelize
+from shardwise.ranks.launchers import own_device
+from shardwise.task import Task
+from shardwise.training.job import Job
+from shardwise.training.schedules import make_schedule
+
+
+def engine_of(job: Job, task: Task) -> Engine:
+    """The task spread over the ranks, as the run's configuration says. Collective."""
+    config = job.effective.config.train
+    return parallelize(
+        task,
+        job.effective.plan,
+        seed=config.seed,
+        randomness=config.randomness,
+        clip_norm=config.clip_norm,
+        schedule=make_schedule(job.effective.config.schedule, job.scheduled or job.steps),
+        on_nonfinite=config.on_nonfinite,
+        device=own_device("cpu" if config.device == "cpu" else None),
+    )
+
+
+def loader_of(job: Job, task: Task, engine: Engine) -> Loader | None:
+    """What reads this rank's parts, to be closed; None where the task makes its batches."""
+    if task.batch is not None:
+        return None
+    assert task.data is not None
+    return Loader(
+        own_tile(task.data, engine),
+        order_of(task.data, job.effective.config.train.seed),
+        job.batch_samples,
+        accumulate=job.effective.plan.step_microbatches,
+        data_rank=engine.data_rank,
+        data_ranks=engine.data_ranks,
+        workers=job.effective.config.train.workers,
+    )
+
+
+def batches_of(job: Job, task: Task, loader: Loader | None, first: int) -> Iterator[Any]:
+    """The global batch of each step from `first` on, or this rank's parts of it."""
+    if loader is not None:
+        return iter(loader)
+    assert task.batch is not None
+    return map(task.batch, range(first, job.steps))
