@@ -26,8 +26,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwise.device import on_host
 
 Answer = Callable[[torch.Tensor, str], Any]  # (tensor without values, what is read) -> what `read` returns
+Knows = Callable[[torch.Tensor], bool]  # whether there is an answer for a tensor
 
-_answers: list[Answer] = []  # the last one answers; of the process, since backward runs in threads of its own
+# the last one answers; of the process, since backward runs in threads of its own
+_answers: list[tuple[Answer, Knows]] = []
 _counting: list[HostReads] = []
 
 
@@ -39,7 +41,7 @@ def read(tensor: torch.Tensor, what: str) -> Any:
     for counting in _counting:
         counting.named[what] += 1
     if _answers:
-        return _answers[-1](tensor, what)
+        return _answers[-1][0](tensor, what)
     with _named():
         return tensor.detach().cpu().tolist()
 
@@ -47,6 +49,11 @@ def read(tensor: torch.Tensor, what: str) -> Any:
 def has_values(tensor: torch.Tensor) -> bool:
     """Whether the tensor's elements can be read: it is not on meta, not fake, and no program is being written down."""
     return not (tensor.is_meta or isinstance(tensor, FakeTensor | FunctionalTensor))
+
+
+def can_read(tensor: torch.Tensor) -> bool:
+    """Whether `read` returns the tensor's elements: it has values, or somebody answers for them."""
+    return has_values(tensor) or (bool(_answers) and _answers[-1][1](tensor))
 
 
 def require(held: torch.Tensor, error: Callable[[], Exception]) -> None:
@@ -88,9 +95,9 @@ def row_of(values: Sequence[torch.Tensor | float], device: torch.device) -> torc
 
 
 @contextmanager
-def answered(answer: Answer) -> Iterator[None]:
-    """Inside, `read` returns what `answer` does, and looks at no tensor."""
-    _answers.append(answer)
+def answered(answer: Answer, knows: Knows = lambda tensor: True) -> Iterator[None]:
+    """Inside, `read` returns what `answer` does, and looks at no tensor; `knows` says for which there is an answer."""
+    _answers.append((answer, knows))
     try:
         yield
     finally:

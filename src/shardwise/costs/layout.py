@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
+from shardwise.layout.grid import inner_axes
 
 RECOMPUTES = ("none", "selective", "full")
 
@@ -83,6 +84,11 @@ class Layout:
     def tiles(self) -> int:
         """Ranks over which space is cut."""
         return math.prod(self.domain)
+
+    @property
+    def inner(self) -> tuple[tuple[str, int], ...]:
+        """(name, degree) of each axis that cuts positions, outermost first."""
+        return inner_axes(self.domain, self.cp, self.ulysses)
 
     @property
     def cut_positions(self) -> int:

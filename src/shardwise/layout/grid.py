@@ -24,6 +24,11 @@ INNER = (*SPACE, "cp", "cp_ulysses")  # axes that cut positions: their ranks sha
 AXES = ("dp_replicate", "pp", "dp_shard", *INNER, "tp")  # outermost first
 
 
+def inner_axes(domain: tuple[int, ...], cp: int, cp_ulysses: int) -> tuple[tuple[str, int], ...]:
+    """(name, degree) of each axis that cuts positions, outermost first; of space as many as `domain` names."""
+    return (*zip(SPACE, domain, strict=False), ("cp", cp), ("cp_ulysses", cp_ulysses))
+
+
 @dataclass(frozen=True)
 class Grid:
     """Rank arithmetic of one plan. Pure: no process group is needed."""

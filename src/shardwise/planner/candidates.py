@@ -192,7 +192,7 @@ def plan_of(layout: Layout, precision: str) -> Plan:
 def family(layout: Layout) -> str:
     """Plans of one kind: which axes are split, and what ZeRO shards."""
     parts = []
-    if layout.dp > 1 or (layout.zero and layout.tiles > 1):
+    if layout.dp > 1 or (layout.zero and layout.cut_positions > 1):
         parts.append("DDP" if layout.zero == 0 else f"ZeRO-{layout.zero}" + (" hybrid" if layout.replicas > 1 else ""))
     if layout.tiles > 1:
         parts.append("domain")
@@ -285,29 +285,49 @@ def cut_layouts(
                     )  # fmt: skip
 
 
-def tile_layouts(
-    world: int, batch: int, sizes: tuple[int, ...], recomputes: list[str], constraints: Constraints
-) -> Iterator[Layout]:  # fmt: skip
-    """Layouts whose fields are cut into tiles, few first; over what is left replicas, ZeRO-1 or 3, and 2 if asked for.
-
-    Data ranks are as many as the batch divides over; zero shards over the tiles too.
+def tile_layouts(world: int, sizes: tuple[int, ...], constraints: Constraints) -> Iterator[Layout]:
+    """Layouts whose fields are cut into tiles, few first.
 
     sizes  of the field, along each dim of space
     """
     asked = constraints.value("domain")
     for grid in [_grid(asked)] if isinstance(asked, tuple) else tile_grids(world, sizes):
-        tiles = math.prod(grid)
-        ranks, left_over = divmod(world, tiles)
-        if left_over or tiles == 1:
+        yield Layout(domain=grid, seq=1)
+
+
+def sequence_layouts(world: int, node: int, constraints: Constraints) -> Iterator[Layout]:
+    """Layouts that cut sequences over few ranks first: a ring, or heads dealt inside a node; both where asked for."""
+    most = constraints.max_cp or MOST_SHARES
+    rings, heads = (constraints.value(name) for name in ("cp", "cp_ulysses"))
+    for degree in divisors(world):
+        for cp in divisors(degree):
+            ulysses = degree // cp
+            both = cp > 1 and ulysses > 1
+            if rings not in (None, cp) or heads not in (None, ulysses) or (both and (rings is None or heads is None)):
+                continue
+            if (cp <= most or rings is not None) and (ulysses <= min(most, node) or heads is not None):
+                yield Layout(cp=cp, ulysses=ulysses, seq=1)
+
+
+def spread_layouts(
+    bases: Iterable[Layout], world: int, batch: int, recomputes: list[str], constraints: Constraints
+) -> Iterator[Layout]:  # fmt: skip
+    """Layouts that cut positions as `bases` do; over what is left replicas, ZeRO-1 or 3, and 2 if asked for.
+
+    Data ranks are as many as the batch divides over; zero shards over the ranks that cut positions too.
+    """
+    for base in bases:
+        ranks, left_over = divmod(world, base.cut_positions)
+        if left_over or base.cut_positions == 1:
             continue
         dp = max(d for d in divisors(ranks) if batch % d == 0)
         stages = (1, 3) if constraints.value("zero") is None else (1, 2, 3)
         for micro in micro_batches(batch // dp):
             for zero, shard in [(0, 1), *((zero, dp) for zero in stages)]:
                 for recompute in recomputes:
-                    yield Layout(
-                        domain=grid, shard=shard, replicas=dp // shard, zero=zero, micro_batch=micro,
-                        n_micro=batch // dp // micro, seq=1, recompute=recompute,
+                    yield base.with_(
+                        shard=shard, replicas=dp // shard, zero=zero, micro_batch=micro, n_micro=batch // dp // micro,
+                        recompute=recompute,
                     )  # fmt: skip
 
 

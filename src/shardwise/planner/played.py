@@ -50,14 +50,15 @@ def _chosen(key: Cuts, layout: Layout, place: int, group: list[tuple[int, ...]])
     return [0, max(everything[1:], key=load)] if key.microbatches > 1 else [fullest]
 
 
-def places(domain: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """The tiles of a grid, by their place along each dim, in the order of their ranks."""
-    return [*product(*map(range, domain))]
+def places(degrees: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Every place along axes of these degrees, outermost first, in the order of ranks."""
+    return [*product(*map(range, degrees))]
 
 
 def degrees_text(layout: Layout) -> str:
     degrees = [f"domain={'x'.join(map(str, layout.domain))}"] if layout.tiles > 1 else []
-    degrees += [f"{n}={getattr(layout, n)}" for n in ("tp", "pp", "ep") if getattr(layout, n) > 1]
+    named = (("cp", layout.cp), ("cp_ulysses", layout.ulysses), ("tp", layout.tp), ("pp", layout.pp), ("ep", layout.ep))
+    degrees += [f"{name}={degree}" for name, degree in named if degree > 1]
     return ", ".join(
         [
             *degrees,

@@ -29,6 +29,8 @@ from shardwise.planner.candidates import (
     divisors,
     expert_layouts,
     plan_of,
+    sequence_layouts,
+    spread_layouts,
     tile_layouts,
 )
 from shardwise.planner.played import Sizes, dealt, degrees_text, places, played
@@ -53,7 +55,7 @@ DEFAULT_SAMPLES = 32  # of a step, for a task with a data source and no batch of
 # broadcast, not copied), so it is traced by itself
 TRACED = (2, 4)
 MOST_OPS = 30_000  # of the rehearsals of a search: some twenty seconds
-CUTS = ("tp", "pp", "ep", "domain")
+CUTS = ("tp", "pp", "ep", "domain", "cp", "cp_ulysses")
 MOST_DIMS = 3  # of space
 WORTH = 0.05  # cuts that cannot make a step shorter by as much are not rehearsed
 
@@ -129,8 +131,8 @@ class Traced:
                 yield layout
                 if self.fits(layout, batch, constraints):
                     fastest = min(fastest, self.simulate(layout, batch).step_s)
-            tiled = self._tiled(batch, world, recomputes, constraints) if self.cuts else []
-            for layout in self.cut_within(tiled, batch, constraints):
+            positions = self._positions(batch, world, recomputes, constraints) if self.cuts else []
+            for layout in self.cut_within(positions, batch, constraints):
                 yield layout
                 if self.fits(layout, batch, constraints):
                     fastest = min(fastest, self.simulate(layout, batch).step_s)
@@ -292,9 +294,9 @@ class Traced:
         self.say(f"{self.task.name}: deriving the cuts of {key.plan}")
         shares = Shares(self.looks, key)
         found = []
-        all_places = shares.places if self.samples[0] == self.samples[1] else shares.places_inside
+        all_places = shares.places if self.samples[0] == self.samples[1] else shares.telling_places
         for at, tp, pp in shares.ranks(all_places if place is None else [place]):
-            tile = f"tile {'x'.join(map(str, at))}, " if key.tiles > 1 else ""
+            tile = f"share {'x'.join(map(str, at))} of positions, " if key.cut_positions > 1 else ""
             self.say(f"{self.task.name}: rehearsing {key.plan}, {tile}rank {tp} of tp, stage {pp}")
             self._spent += len(sizes) * self.model("none").one.kernels
             traces = [shares.trace(tp, pp, each, beside, at) for each in sizes]
@@ -326,14 +328,15 @@ class Traced:
         kinds = list(dict.fromkeys(alike))
         ledgers = []
         outer = product(*map(range, (layout.replicas, layout.pp, layout.shard)))
-        for (replica, pp, shard), place, tp in product(outer, places(layout.domain), range(layout.tp)):
+        along = places(tuple(size for _, size in layout.inner))
+        for (replica, pp, shard), place, tp in product(outer, along, range(layout.tp)):
             data = replica * layout.shard + shard
             most, what = max(dealt(layout, batch, data)), played(key, layout, batch, data)
             if key.differ:
                 model = self.ranks(key, *what, place)[pp * len(kinds) + kinds.index(alike[tp])]
             else:
                 model = self._exactly(layout.recompute, key.joined, most)
-            piece = shard * layout.tiles + [*places(layout.domain)].index(place)
+            piece = shard * layout.cut_positions + along.index(place)
             ledgers.append(memory(model, layout.with_(micro_batch=most), self.precision, batch, piece))
         return ledgers
 
@@ -358,9 +361,8 @@ class Traced:
                 return False
             if layout.zero > 1 and constraints.value("zero") is None and plain.with_(zero=1) in fitted:
                 return False
-            if layout.tiles > 1 and any(one.tiles < layout.tiles and one.world_size == layout.world_size
-                                        for one in fitted):  # fmt: skip
-                return False  # more tiles of what fits only have more borders
+            if any(one.cut_positions < layout.cut_positions and one.world_size == layout.world_size for one in fitted):
+                return False  # more shares of what fits only have more borders
             if self._spent > MOST_OPS and not asked and not self._known(layout, batch):
                 left[degrees_text(plain.with_(sp=False))] = None
                 return False
@@ -388,19 +390,40 @@ class Traced:
             )
         return False
 
-    def _tiled(
+    def _positions(
         self, batch: int, world: int, recomputes: list[str], constraints: Constraints
     ) -> Iterable[Layout]:  # fmt: skip
-        """Layouts whose fields are cut into tiles, where tiles answer a wall or are asked for; a remark on the wall."""
-        asked = constraints.value("domain") is not None
-        if world == 1 or not self.space:
+        """Layouts that cut a sample's positions, where that answers a wall or is asked for; a remark on the wall.
+
+        Fields are cut into tiles; samples that are none, or where it is asked for, along their sequence.
+        """
+        tiles, along = (
+            any(constraints.value(name) not in (None, 1, (1,)) for name in names)
+            for names in (("domain",), ("cp", "cp_ulysses"))
+        )
+        wall = self._wall(batch, world, constraints) if world > 1 else ""
+        if world == 1 or not (wall or tiles or along):
             return []
-        wall = self._wall(batch, world, constraints)
-        if not wall and not asked:
+        if self.space and not along:
+            bases = tile_layouts(world, self.space, constraints)
+            answer = "tiles (domain) answer"
+        elif along or self.has_sequence:
+            bases = sequence_layouts(world, self.node, constraints)
+            answer = "cp and cp_ulysses, which cut a sequence, answer"
+        else:
             return []
         if wall:
-            self._remark(f"tiles (domain) answer a wall: {wall}")
-        return filter(self.can_run, tile_layouts(world, batch, self.space, recomputes, constraints))
+            self._remark(f"{answer} a wall: {wall}")
+        return filter(self.can_run, spread_layouts(bases, world, batch, recomputes, constraints))
+
+    @cached_property
+    def has_sequence(self) -> bool:
+        """Whether two ranks could share a sequence of the task's samples; a remark where not."""
+        try:
+            return self.looks.positions(Plan(cp=2, precision=self.precision)) is not None
+        except (RefusedPlan, InputError) as refused:
+            self._remark(f"a sequence is not cut: {refused}")
+            return False
 
     @cached_property
     def space(self) -> tuple[int, ...]:
@@ -467,12 +490,10 @@ class Traced:
 
     def simulate(self, layout: Layout, batch: int) -> Forecast:
         """One step."""
-        if layout.cp * layout.ulysses > 1:
-            raise RefusedPlan("cp and cp_ulysses are not forecast for a traced module, only for decoders by name")
         self._refuse(layout)
         soft = as_planned(self.software, layout)
         held, where = self.ledgers(layout, batch), (self.cluster, soft, self.precision)
-        if layout.tp * layout.pp * layout.ep * layout.tiles > 1:
+        if layout.tp * layout.pp * layout.ep * layout.cut_positions > 1:
             found = simulate_cut(self.cut(layout, batch), layout, *where, held)
         else:
             found = simulate_traced(self.model(layout.recompute, layout.dp, layout.micro_batch), layout, *where, held)

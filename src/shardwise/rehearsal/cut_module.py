@@ -6,6 +6,7 @@ shapes. So products, bytes moved, messages, and the peak of live bytes are those
 
     tp   weights are shares, activations parts; collectives are noted with their sizes
     domain  fields of the batch are this rank's tile; what it fetches of others is noted and made up
+    cp, cp_ulysses  sequences are this rank's positions, in the batch or where they are born inside the module
     ep   experts of this rank alone, on as many rows as it would send: every rank is taken to send alike
     pp   F0 F1 B0 F2 B1 ...   a stage's forward and backward, its activations held as long as the schedule holds them
 
@@ -33,6 +34,7 @@ from shardwise.engine.samples import SAMPLES, a_few, few_samples
 from shardwise.engine.tensor import derive_cuts
 from shardwise.errors import InputError, RefusedPlan, ShardwiseError
 from shardwise.layout import Plan
+from shardwise.layout.grid import SPACE, inner_axes
 from shardwise.layout.schedule_kinds import Op
 from shardwise.layout.schedules import Schedule, make_schedule
 from shardwise.parallel.expert import holds_experts
@@ -42,7 +44,7 @@ from shardwise.parallel.tensor import Derived, Followed
 from shardwise.part import forget
 from shardwise.part.positions import Positions
 from shardwise.precision import Precision
-from shardwise.rehearsal.rank_row import ALIKE, Beside, Place, RankTrace, Rehearsal, Told, tiles_of
+from shardwise.rehearsal.rank_row import ALIKE, Beside, Place, RankTrace, Rehearsal, Told, axes_at
 from shardwise.rehearsal.step_trace import ModulePath, as_real, batch_bytes, repeated, untraced
 from shardwise.step.forward import run_alone
 from shardwise.task import Task
@@ -91,6 +93,8 @@ class Cuts:
     joined: int = 0
     reduce_dtype: str = "auto"
     domain: tuple[int, ...] = (1,)
+    cp: int = 1
+    ulysses: int = 1
 
     @classmethod
     def of(cls, layout: Layout, precision: str, *, gloo: bool = False) -> Cuts:
@@ -107,7 +111,8 @@ class Cuts:
                 count -= count % layout.pp
         own = cls(layout.tp, layout.sp, layout.tp_whole, microbatches=count, recompute=layout.recompute,
                   precision=precision, rounds=rounds, gloo=gloo, ep=layout.ep,
-                  reduce_dtype=layout.reduce_dtype, domain=layout.domain)  # fmt: skip
+                  reduce_dtype=layout.reduce_dtype, domain=layout.domain, cp=layout.cp,
+                  ulysses=layout.ulysses)  # fmt: skip
         if layout.pp > 1:
             per_rank = layout.chunks if layout.chunks > 1 else -1
             own = replace(
@@ -116,19 +121,24 @@ class Cuts:
         return replace(own, zero=layout.zero, shard=layout.shard) if played else own
 
     @property
-    def tiles(self) -> int:
-        """Ranks over which space is cut."""
-        return math.prod(self.domain)
+    def inner(self) -> tuple[tuple[str, int], ...]:
+        """(name, degree) of each axis that cuts positions, outermost first."""
+        return inner_axes(self.domain, self.cp, self.ulysses)
+
+    @property
+    def cut_positions(self) -> int:
+        """Ranks over which positions are cut, of a sequence or of space."""
+        return math.prod(size for _, size in self.inner)
 
     @property
     def shard_ranks(self) -> int:
         """Ranks over which `zero` shards."""
-        return self.shard * self.tiles
+        return self.shard * self.cut_positions
 
     @property
     def differ(self) -> bool:
         """Whether what a rank does and holds is not what a trace of the whole module says."""
-        return self.tp * self.pp * self.ep * self.tiles > 1 or self.zero > 0
+        return self.tp * self.pp * self.ep * self.cut_positions > 1 or self.zero > 0
 
     @property
     def plan(self) -> Plan:
@@ -136,6 +146,7 @@ class Cuts:
         values: dict[str, object] = {
             "tp": self.tp, "sp": self.sp, "tp_whole": self.tp_whole, "remat": self.recompute,
             "precision": self.precision, "reduce_dtype": self.reduce_dtype, "domain": self.domain,
+            "cp": self.cp, "cp_ulysses": self.ulysses,
         }  # fmt: skip
         if self.pp > 1:
             values |= {"pp": self.pp, "schedule": self.schedule, "microbatches": self.microbatches,
@@ -184,17 +195,24 @@ class Looks:
         ))  # fmt: skip
 
     def positions(self, plan: Plan) -> Positions | None:
-        """Which dims of the batch are cut into tiles; `RefusedPlan` as in a run."""
-        if plan.tiles == 1:
+        """Which dims of the batch are cut, into tiles or shares of a sequence; `RefusedPlan` as in a run."""
+        if plan.cut_positions == 1:
             return None
-        plan = Plan(domain=plan.domain, tp=plan.tp, tp_whole=plan.tp_whole, precision=plan.precision)
-        precision, derived = Precision.of(plan), self.derived(plan)
+        dealt = {"dp_shard": plan.dp_shard, "ep": plan.ep} if plan.ep > 1 else {}
+        plan = Plan.from_dict({
+            "domain": plan.domain, "cp": plan.cp, "cp_ulysses": plan.cp_ulysses, "tp": plan.tp, "sp": plan.sp,
+            "tp_whole": plan.tp_whole, "precision": plan.precision, **dealt,
+        })  # fmt: skip
+        derived, inner = self.derived(plan), axes_at(plan)
         return once(self._positions, (plan,), lambda: find_positions(
-            self.task, plan, tiles_of(plan), precision, self.built, a_few(self.few), derived, self.row_wise(precision)
+            self.task, plan, inner, Precision.of(plan), self.built, a_few(self.few), derived, self.row_wise(plan)
         ))  # fmt: skip
 
-    def row_wise(self, precision: Precision) -> list[Stack]:
-        """The modules of experts that are given a rank's own rows, where positions are cut."""
+    def row_wise(self, plan: Plan) -> list[Stack]:
+        """The modules of experts that are given a rank's own rows, where positions are cut: all of them under ep."""
+        if plan.ep > 1:
+            return self.stacks(plan)
+        precision = Precision.of(plan)
         key = (precision,)
         return once(self._row_wise, key, lambda: row_wise_experts(self.task, precision, self.built, a_few(self.few)))
 
@@ -241,7 +259,7 @@ class Shares:
         self.stacks = looks.stacks(self.plan)
         self.positions = looks.positions(self.plan)
         self._first = self._cut() if cuts.pp > 1 else None
-        # (tile, rank of tp, samples) -> what each stage sends
+        # (place, rank of tp, samples) -> what each stage sends
         self.told: dict[tuple[Place, int, int], dict[int, Told]] = {}
 
     def _cut(self) -> StagePlacement:
@@ -264,16 +282,27 @@ class Shares:
 
     @property
     def places(self) -> list[Place]:
-        """The tiles that tell of all, by their place along each dim: at either edge, and one inside."""
-        return [*product(*(sorted({0, min(1, size - 1), size - 1}) for size in self.cuts.domain))]
+        """The shares that tell of all, by their place along each axis: at either end, and one between."""
+        return [*product(*(sorted({0, min(1, size - 1), size - 1}) for _, size in self.cuts.inner))]
 
     @property
-    def places_inside(self) -> list[Place]:
-        """The one tile that has neighbours on most sides, which is as large as any inside."""
-        return [tuple(min(1, size - 1) if size > 2 else 0 for size in self.cuts.domain)]
+    def telling_places(self) -> list[Place]:
+        """Of tiles the one that has neighbours on most sides, which is as large as any inside; of a sequence both ends.
+
+        Under a causal mask the last positions read the most, unless a rank has positions from either end; the first
+        rank has one more where the ranks do not divide them.
+        """
+        zigzag = self.positions is not None and self.positions.zigzag
+
+        def along(name: str, size: int) -> list[int]:
+            if name == "cp" and not zigzag:
+                return sorted({0, size - 1})
+            return [1 if name in SPACE and size > 2 else 0]
+
+        return [*product(*(along(*each) for each in self.cuts.inner))]
 
     def ranks(self, places: Sequence[Place]) -> list[tuple[Place, int, int]]:
-        """(tile, tp, pp) of the ranks that differ, with these tiles."""
+        """(place, tp, pp) of the ranks that differ, at these places along the axes that cut positions."""
         return [
             (place, tp, pp) for place in places for pp in range(self.cuts.pp) for tp in dict.fromkeys(self.alike)
         ]  # fmt: skip
@@ -285,7 +314,7 @@ class Shares:
 
         sizes   samples of each micro-batch; the last holds for those that follow
         beside  the rank's place in ep, and how many samples each rank there has
-        place   its tile's, along each dim of space
+        place   along each axis that cuts positions
         """
         try:
             with as_real():

@@ -3,6 +3,7 @@
     attention   a CPU writes the scores of attention with dropout, or with values of another width than the keys'; a GPU
                 has a fused kernel for these: FlashAttention without a mask, the memory-efficient one else. As in
                 torch, scores are written in float64, and under tp where there is dropout (randomness="global")
+    cut         positions go their own ways (parallel/sequence); a ring writes the scores of a block on a GPU
     dropout     a CPU keeps a mask in the dtype of its input, a GPU one byte for each element
 
 Source: which kernel torch takes, `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`.
@@ -20,9 +21,13 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from shardwise.parallel.sequence import kernels
+from shardwise.part.levels import Distributed
+
 _ATEN = torch.ops.aten
 _ATTENTION = functional.scaled_dot_product_attention
 _DROPOUT = functional.dropout
+_HAS_FUSED = kernels.has_fused
 _HALF = (torch.bfloat16, torch.float16)
 MOST_WIDTH = 256  # of a head, in FlashAttention
 
@@ -44,10 +49,12 @@ class Fused(TorchFunctionMode):
     def __enter__(self) -> Fused:
         functional.scaled_dot_product_attention = self._attend
         functional.dropout = partial(_dropout, _DROPOUT)
+        kernels.has_fused = lambda device: False
         return super().__enter__()
 
     def __exit__(self, *error: object) -> None:
         functional.scaled_dot_product_attention, functional.dropout = _ATTENTION, _DROPOUT
+        kernels.has_fused = _HAS_FUSED
         super().__exit__(*error)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -65,7 +72,18 @@ class Fused(TorchFunctionMode):
         if self.cut and dropout_p:
             self.wrote_scores = True
             return _ATTENTION(query, key, value, attn_mask, dropout_p, *args, **kwargs)
+        if _cut_along(query) or _cut_along(key):
+            return _ATTENTION(query, key, value, attn_mask, dropout_p, *args, **kwargs)
         return _attention(query, key, value, attn_mask, dropout_p, *args, **kwargs)
+
+
+def _cut_along(tensor: torch.Tensor) -> bool:
+    """Whether an axis of positions cuts the tensor: attention is then taken apart before a kernel is called."""
+    while isinstance(tensor, Distributed):
+        if tensor.axis.positions:
+            return True
+        tensor = tensor.local
+    return False
 
 
 def like_gpu(yes: bool, cut: bool = False) -> Fused | nullcontext:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from shardwise.host import answered
 from shardwise.part.leaves import tensors_in
 from shardwise.rehearsal.op_counts import StepTrace, written
 from shardwise.rehearsal.workspaces import LAYER, behind_one_number, workspace_bytes
@@ -261,6 +262,19 @@ def _makes_values(func: Any, args: tuple) -> bool:
         return False
     sizes = args[0] if args and isinstance(args[0], list | tuple) else ()
     return math.prod(sizes) <= MOST
+
+
+def known_values_read() -> AbstractContextManager[None]:
+    """Context: the host reads the values of tensors where they are known, and asks the tensors themselves else."""
+
+    def answer(tensor: torch.Tensor, what: str) -> Any:
+        values = shadow(tensor)
+        if values is None:
+            return tensor.detach().cpu().tolist()
+        with _disable_current_modes():
+            return values.tolist()
+
+    return answered(answer, known)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from shardwise.comm import Axis, Ledger
 from shardwise.comm.ledger import FACTORS
 from shardwise.layout import Plan
-from shardwise.layout.grid import SPACE
+from shardwise.layout.grid import inner_axes
 from shardwise.layout.schedule_kinds import Op
 from shardwise.memory.live import LiveBytes
 from shardwise.memory.recompute import recompute_block
@@ -36,7 +36,7 @@ from shardwise.precision import Precision
 from shardwise.rehearsal.dispatch import RehearsalMode
 from shardwise.rehearsal.fsdp2 import Gathered
 from shardwise.rehearsal.gpu_kernels import Fused, like_gpu
-from shardwise.rehearsal.known_values import Values
+from shardwise.rehearsal.known_values import Values, known_values_read
 from shardwise.rehearsal.op_counts import Count, StepTrace
 from shardwise.rehearsal.short_rows import telling
 from shardwise.rehearsal.step_trace import (
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from shardwise.rehearsal.cut_module import Shares
 
 
-Place = tuple[int, ...]  # of a tile, along each dim of space
+Place = tuple[int, ...]  # along each axis that cuts positions, of `inner_axes`
 Beside = tuple[int, tuple[tuple[int, ...], ...]]  # place in ep; of each micro-batch, the samples of each rank there
 ALIKE: Beside = (0, ())  # all have as many
 Sent = tuple[str, str, float]  # axis, op, bytes of the whole tensor
@@ -67,7 +67,7 @@ class RankTrace(StepTrace):
     """The trace of one rank's whole row: `peak` is that of the row, products and bytes those of one micro-batch.
 
     ops       (kind, stage) -> what one such op does
-    wire      (kind, stage) -> what it sends over tp, ep and tiles, and over data ranks for batch norms:
+    wire      (kind, stage) -> what it sends over tp, ep and axes of positions, and over data ranks for batch norms:
               (axis, op, bytes of the whole tensor) -> times
     arrivals  (kind, stage) -> bytes that it is sent apart by others: (axis, op, how many ranks away) -> bytes
     gathers   (kind, stage) -> elements of the units that zero=3 gathers for it, in order
@@ -84,12 +84,12 @@ class RankTrace(StepTrace):
 Told = list[OfTensor]  # of the tensors of a message
 
 
-def tiles_of(plan: Plan, place: Place = (), ledger: Ledger | None = None) -> tuple[Axis, ...]:
-    """The axes that cut space, outermost first, as the rank at `place` (by default the first) has them."""
+def axes_at(plan: Plan, place: Place = (), ledger: Ledger | None = None) -> tuple[Axis, ...]:
+    """The axes that cut positions, outermost first, as the rank at `place` (by default the first) has them."""
     places = dict(enumerate(place))
     axes = (
         Axis(name, size, places.get(number, 0), None, tuple(range(size)), rehearsal=ledger)
-        for number, (name, size) in enumerate(zip(SPACE, plan.domain, strict=False))
+        for number, (name, size) in enumerate(inner_axes(plan.domain, plan.cp, plan.cp_ulysses))
     )
     return tuple(axis for axis in axes if axis.size > 1)
 
@@ -117,7 +117,7 @@ class Rehearsal:
         degree = shares.cuts.tp
         ranks = tuple(range(degree))
         axis = Axis("tp", degree, tp, None, ranks, sequence=shares.cuts.sp, rehearsal=self.ledger)
-        self.place, self.inner = place, tiles_of(shares.plan, place, self.ledger)
+        self.place, self.inner = place, axes_at(shares.plan, place, self.ledger)
         self.positions = None
         if shares.positions is not None:
             here = {each.name: each for each in self.inner}
@@ -150,7 +150,7 @@ class Rehearsal:
         waiting: dict[tuple[int, int], tuple[list[torch.Tensor], list[torch.Tensor], list[Any]]] = {}
         norms = batch_norms(model, self.shares.cuts.joined, self.ledger)
         kernels = like_gpu(self.shares.cuts.fused, cut=self.shares.cuts.tp > 1)
-        with norms, kernels, self.fake, RehearsalMode(routed, live, self.count):
+        with norms, kernels, self.fake, RehearsalMode(routed, live, self.count), known_values_read():
             for at in range(self.shares.cuts.rounds):
                 self._round(at, model, staged, told, waiting)
         self.found.final = self.arrivals.final
@@ -252,7 +252,7 @@ class Rehearsal:
         self.sent += [taken_apart(tensor.detach()).contiguous() for tensor in tensors]
 
     def _batch(self, size: int) -> Any:
-        """So many samples as the forward meets them: on the device, of its fields this rank's tile."""
+        """So many samples as the forward meets them: on the device, this rank's share of fields and sequences."""
         batch = on_device(self.batches[size], self.precision)
         if self.positions is None:
             return batch
@@ -305,13 +305,16 @@ class Rehearsal:
         blocks = find_blocks(model, nested=self.task.branches == "same")
         absent = cut.absent if cut is not None else set()
         self._replace(model, absent)
+        if self.positions is not None and self.positions.inside is not None:
+            self.positions.inside.install(model)
         if self.tensor is not None:
             see_parts(model, self.tensor.cuts, self.tensor.axis, absent, self.inner)
         elif self.inner:
             see_parts(model, {}, Axis.alone("tp"), absent, self.inner)
-            compute_own_rows(model, self.shares.looks.row_wise(self.precision))
         if self.experts.stacks:
             install(model, self.experts.here(absent), torch.device("cpu"))
+        elif self.inner:
+            compute_own_rows(model, self.shares.looks.row_wise(self.shares.plan))
         if cut is not None:
             blocks = cut.here(model, blocks)
         if self.shares.cuts.recompute != "none":
@@ -443,7 +446,7 @@ class Rehearsal:
         return found
 
     def _arrived(self) -> dict[tuple[str, str, int], int]:
-        """What other tiles would have sent this one since the last time, by axis, op and distance in ranks."""
+        """What ranks with other positions would have sent since the last time, by axis, op and distance in ranks."""
         places = {axis.name: axis.index for axis in self.inner}
         return {
             (axis, op, source - places[axis]): size

@@ -2,6 +2,7 @@
 
 memory   rank by rank: states of the parameters that it holds, and the peak of its row
 time     tp: a micro-batch's compute and its collectives, one after another; tiles: the same, and their halos
+         cp: the same, but blocks of keys travel while attention computes those at hand
          pp: the schedule's table, played with the seconds of each stage's ops and messages
 """
 
@@ -17,7 +18,7 @@ from shardwise.costs.layout import Layout
 from shardwise.costs.memory import MemoryLedger
 from shardwise.costs.software import Software
 from shardwise.costs.wire import RankGroup, Wire
-from shardwise.layout.grid import SPACE
+from shardwise.layout.grid import INNER, SPACE
 from shardwise.simulator.counted import Counted, Model
 from shardwise.simulator.forecast import Forecast
 from shardwise.simulator.held import policy
@@ -25,6 +26,7 @@ from shardwise.simulator.parts import GAPS
 from shardwise.simulator.pipeline import play_all
 from shardwise.simulator.sharded import Sharded, data_seconds
 from shardwise.simulator.traced import (
+    attention_seconds,
     between,
     engine_seconds,
     host_basis,
@@ -37,6 +39,7 @@ from shardwise.simulator.traced import (
 OpKey = tuple[str, int]  # (kind, stage)
 TALK, HALOS = "tensor, context and expert communication", "communication between tiles"
 APART = ("all_to_all", "point_to_point")  # what sends to each rank apart
+RING = ("cp", "point_to_point")  # blocks of keys and values, and sums of their gradients, on their way
 
 
 class CountedRank(Counted, Protocol):
@@ -130,7 +133,8 @@ def simulate_cut(
         parts["slowest device, clocks and gaps"] = (GAPS - 1) * sum(parts.values())
     correction = cluster.device.correction.value if cluster.device.correction is not None else 1.0
     parts = {name: value * correction for name, value in parts.items() if value or name != HALOS}
-    flops = sum(rank.flops(layout.global_batch) for rank in ranks) * layout.tp * layout.pp * layout.tiles / len(ranks)
+    each = layout.tp * layout.pp * layout.cut_positions / len(ranks)
+    flops = each * sum(rank.flops(layout.global_batch) for rank in ranks)
     forecast = Forecast(
         step_s=sum(parts.values()), parts=parts, memory=list(held), flops=flops,
         world_size=layout.world_size, samples=layout.global_batch, peak_tflops=peak_tflops(cluster.device, dtype),
@@ -144,6 +148,8 @@ def simulate_cut(
         "data ranks": wire.basis("all_reduce", RankGroup(layout.gradient_ranks, layout.tp)),
         "work": f"{len(ranks)} rank(s) that differ, each rehearsed on fake tensors",
     }
+    if layout.split_sequence > 1:
+        forecast.basis["sequence"] = "bytes as rehearsed, the rate of each link; a ring's hide behind fused attention"
     if layout.tiles > 1:
         forecast.halos = halo_bytes(ranks, layout, wire)
         forecast.basis["halos"] = "bytes as rehearsed, the rate of each link; waited for (not hidden behind computing)"
@@ -157,7 +163,7 @@ def groups_of(layout: Layout) -> dict[str, RankGroup]:
     inner = layout.tp * layout.cut_positions
     groups = {"tp": RankGroup(layout.tp, 1), "ep": RankGroup(layout.ep, inner), "data": RankGroup(layout.dp, inner)}
     stride = layout.tp
-    for name, size in reversed([*zip(SPACE, layout.domain, strict=False)]):
+    for name, size in reversed(layout.inner):
         groups[name] = RankGroup(size, stride)
         stride *= size
     return groups
@@ -178,17 +184,23 @@ def _ops(
         return sum(
             calls * wire.collective(op, groups[axis], rank.linear(low, high, layout.micro_batch))
             for ((axis, op, low), calls), ((_, _, high), _) in zip(*ends, strict=True)
-            if axes(axis) and not (axis in SPACE and op in APART)
+            if axes(axis) and not (axis in INNER and op in APART)
         )
 
-    def tiled(rank: Model, key: OpKey) -> float:
-        """Sums over tiles, and what each tile is sent by others."""
+    def between_positions(rank: Model, key: OpKey, axes: Callable[[str], bool]) -> float:
+        """Sums over axes that cut positions, and what each of their ranks is sent by others."""
         calls = Counter[tuple[str, str]]()
         for (axis, op, _), times in _seen(rank)[0].wire[key].items():
             calls[axis, op] += times
-        seconds = talk(rank, key, SPACE.__contains__)
+        seconds = talk(rank, key, axes)
         for (axis, op), came in _arrivals(rank, key, layout).items():
-            seconds += wire.exchange(came, groups[axis], calls[axis, op])
+            if axes(axis):
+                passing = wire.exchange(came, groups[axis], calls[axis, op])
+                if (axis, op) == RING:  # the next block comes while that at hand is computed, the last one beside none
+                    one, two = (trace.ops[key] for trace in _seen(rank))
+                    busy = attention_seconds(one, two, layout.micro_batch, kernels, software)
+                    passing = max(0.0, passing - busy * (1 - 1 / layout.cp))
+                seconds += passing
         return seconds
 
     for rank in ranks:
@@ -196,9 +208,10 @@ def _ops(
         for key in one.ops:
             seconds = between(one.ops[key], two.ops[key], layout.micro_batch, kernels, software)
             work[key] = max(work.get(key, 0.0), seconds)
-            among = tiled(rank, key)
+            among = between_positions(rank, key, SPACE.__contains__)
             of_tiles[key] = max(of_tiles.get(key, 0.0), among)
-            others = talk(rank, key, lambda axis: axis not in SPACE)
+            others = talk(rank, key, lambda axis: axis not in INNER)
+            others += between_positions(rank, key, lambda axis: axis in INNER and axis not in SPACE)
             sent[key] = max(sent.get(key, 0.0), others + among)
     return work, sent, of_tiles
 

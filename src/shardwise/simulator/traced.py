@@ -42,6 +42,18 @@ def taken(ranks: Sequence[Model]) -> dict[str, str]:
     return {name: told for name, (told, so) in seen.items() if so}
 
 
+def attention_seconds(one: Counted, two: Counted, samples: float, kernels: Kernels, software: Software) -> float:
+    """Seconds of fused attention alone at a number of samples, as `between` has those of all operations."""
+    share = (samples - one.samples) / max(1, two.samples - one.samples)
+    found = ((shape, times, other, often, count) for (kind, shape, times, other, often), count
+             in _pairs(one, two).items() if kind == "attention")  # fmt: skip
+    return sum(
+        count * op_seconds("attention", [a + (b - a) * share for a, b in zip(shape, other, strict=True)],
+                           times + (often - times) * share, kernels, software)
+        for shape, times, other, often, count in found
+    )  # fmt: skip
+
+
 def between(one: Counted, two: Counted, samples: float, kernels: Kernels, software: Software) -> float:
     """Seconds at a number of samples, from what was counted at two that ran the same operations.
 

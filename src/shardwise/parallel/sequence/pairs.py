@@ -14,10 +14,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwise.comm import Axis
-from shardwise.host import read, to_device
+from shardwise.host import can_read, read, to_device
 from shardwise.part import Owners
 
 Range = tuple[int, int]
@@ -130,7 +129,7 @@ def kinds_of(
     """
     runs, others = list(_runs_of(queries, queries.size)), list(_runs_of(keys, key_count))
     many = len(runs) * len(others) > MOST_PAIRS
-    if mask is None or given is None or is_causal or many or isinstance(mask, FakeTensor) or mask.is_meta:
+    if mask is None or given is None or is_causal or many or not can_read(mask):
         return None
     key = (given._version, queries, keys, mask.shape, mask.dtype)
     if given.is_leaf and given.requires_grad:  # trained, and changed in ways that a version may not show

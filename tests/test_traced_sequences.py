@@ -1,0 +1,181 @@
+"""Forecasts of plans that cut sequences of a traced task: memory and bytes beside real ranks, balance, and a search."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from test_traced import HERE, beyond
+
+from shardwise import Task
+from shardwise.cluster import Cluster
+from shardwise.comm.ledger import FACTORS
+from shardwise.costs.layout import of_plan
+from shardwise.costs.software import software
+from shardwise.layout import Plan
+from shardwise.planner import Constraints, simulate
+from shardwise.planner import search as search_plans
+from shardwise.planner.played import places
+from shardwise.planner.traced_task import Traced, traced_subject
+from shardwise.step.batching import samples_in
+from shardwise.task_names import resolve_task
+
+LONG = pytest.mark.long
+DEGREES = ["cp=2", "cp=3", "cp_ulysses=2", "cp=2,cp_ulysses=2"]
+BESIDE = ["", ",zero=1", ",zero=2,accumulate=2", ",zero=3", ",zero=3,accumulate=2", ",remat=full", ",remat=selective"]
+COMPOSED = ["cp=2,dp_replicate=2", "cp=2,dp_shard=2,zero=1", "cp_ulysses=2,dp_shard=2,zero=3,remat=full",
+            "cp=2,dp_replicate=2,accumulate=2", "cp=2,tp=2,sp=true", "cp=2,pp=2", "cp_ulysses=2,tp=2"]  # fmt: skip
+ALL = [*(degree + more for degree in DEGREES for more in BESIDE), *COMPOSED]
+
+
+@pytest.mark.parametrize(
+    ("name", "plans"),
+    [
+        pytest.param("sequence_tasks:decoder", ["cp=2,zero=1"], id="decoder"),
+        pytest.param("sequence_tasks:grouped", ["cp=2,cp_ulysses=2,zero=3,remat=full"], id="grouped", marks=LONG),
+        pytest.param("sequence_tasks:windowed", ["cp=3"], id="windowed"),
+        pytest.param("vit", ["cp=2,zero=2,accumulate=2"], id="born-inside"),
+        pytest.param("sequence_tasks:decoder", ["cp=2,pp=2", "cp=2,tp=2,sp=true"], id="decoder-cut", marks=LONG),
+        pytest.param("sequence_tasks:routed", ["cp=2", "cp=2,dp_shard=2,ep=2"], id="routed", marks=LONG),
+        *(
+            pytest.param(f"sequence_tasks:{name}", ALL, id=f"{name}-all", marks=LONG)
+            for name in ("decoder", "grouped", "windowed", "encoder", "written", "pooled")
+        ),
+        pytest.param("vit", [*DEGREES, *COMPOSED], id="vit-all", marks=LONG),
+        pytest.param("gpt2", [*DEGREES, *COMPOSED], id="gpt2-all", marks=LONG),
+    ],
+)
+def test_memory_of_every_rank_of_a_sequence_is_within_two_percent(name: str, plans: list[str], pool) -> None:
+    """Uneven shares, in the batch and born inside: each rank's forecast against the peak of its live bytes."""
+    wrong = beyond(pool, name, plans)
+    assert not wrong, "\n".join(wrong)
+
+
+def _sent(name: str, text: str) -> dict[tuple[str, str], tuple[int, float]]:
+    """On a rank: calls and bytes of each (axis, op) along the sequence in the second step."""
+    from shardwise import parallelize
+
+    task = resolve_task(name)
+    engine = parallelize(task, text, check_loss=False)
+    engine.step(task.batch(0))
+    with engine.observe() as ledger:
+        engine.step(task.batch(1))
+    found = {}
+    for (tag, op, axis), entry in ledger.entries.items():
+        if axis in ("cp", "cp_ulysses") and tag != "control":
+            calls, size = found.get((axis, op), (0, 0.0))
+            found[axis, op] = calls + entry.calls, size + entry.received_bytes
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        pytest.param("grouped", "cp=2,dp_replicate=2", marks=LONG),
+        ("windowed", "cp=3,dp_replicate=2"),
+        ("grouped", "cp=2,cp_ulysses=2"),
+    ],  # of one axis alone, the ledger would name its group by another axis that has the same ranks
+)
+def test_bytes_along_a_sequence_are_those_of_the_ledger(name: str, text: str, pool) -> None:
+    """Rings and all-to-alls, shifted labels and the loss: calls and bytes of each rank, axis and operation."""
+    name, plan = f"sequence_tasks:{name}", Plan.parse(text)
+    task = resolve_task(name)
+    samples = samples_in(task.batch(0))
+    layout = of_plan(plan, global_batch=samples, seq=1, uneven=True)
+    traced = Traced(task, HERE, software("shardwise"), plan.precision, (layout.micro_batch,) * 2, cuts=True)
+    key, sizes, beside = traced._key(layout, samples)
+    degrees = dict(layout.inner)
+    along = places(tuple(degrees.values()))
+    for place, measured in zip(along, pool.run(_sent, plan.world_size, name, text), strict=False):
+        (model,) = traced.ranks(key, sizes, beside, place)
+        calls, size = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+        for part in model.one.wire.values():
+            for (axis, op, whole), times in ((sent, n) for sent, n in part.items() if sent[0] in degrees):
+                calls[axis, op] += layout.n_micro * times
+                size[axis, op] += layout.n_micro * times * FACTORS[op](degrees[axis]) * whole
+        forecast = {each: (calls[each], size[each]) for each in calls}
+        assert forecast.keys() == measured.keys()
+        for each in forecast:
+            assert forecast[each][1] == pytest.approx(measured[each][1], rel=1e-9), (place, each)
+            if each[1] != "point_to_point":  # of which a run counts both ends
+                assert forecast[each][0] == measured[each][0], (place, each)
+        for op in ("all_to_all", "point_to_point"):  # told apart by where they come from, as well
+            came = sum(b for part in model.one.arrivals.values() for (_, o, _), b in part.items() if o == op)
+            assert came * layout.n_micro == pytest.approx(sum(size[axis, o] for axis, o in size if o == op))
+
+
+# --- a search
+
+
+def _long(length: int, samples: int = 1, causal: bool = True) -> Task:
+    """A small decoder of long samples, of which one is larger than the weights."""
+    from sequence_tasks import Decoder, decoder
+
+    class Long(Decoder):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            x = self.tokens(tokens)
+            for block in self.blocks:
+                x = block(x, None)
+            return self.head(self.norm(x))
+
+    def text(step: int) -> dict[str, torch.Tensor]:
+        return {"tokens": torch.zeros(samples, length, dtype=torch.int64)}
+
+    return replace(decoder(), model=lambda: Long(causal=causal), batch=text, name="long")
+
+
+def _small(cluster: str, gigabytes: float) -> Cluster:
+    found = Cluster.parse(cluster)
+    memory = replace(found.device.memory_gb, value=gigabytes)
+    return replace(found, device=replace(found.device, memory_gb=memory))
+
+
+def test_a_sequence_too_long_for_a_device_is_answered_by_cutting_it() -> None:
+    """The wall is told, cuts of the sequence are ranked first, and `simulate` says the same of the best plan."""
+    task, machine = _long(32768, samples=4), _small("1x4 l40s", 0.82)  # 0.7 of it lies outside the allocator
+    subject = traced_subject(task, machine, software("shardwise"), 4, "fp32", ("none",))
+    found = search_plans(subject, machine, Constraints(max_tp=1, max_pp=1), precision="fp32")
+    assert found.proposals and all(p.layout.split_sequence > 1 for p in found.proposals)
+    assert found.best.runnable == ""
+    assert any("cp and cp_ulysses, which cut a sequence, answer a wall: one sample" in note for note in found.notes)
+    again = simulate(task, found.best.plan, machine, global_batch=4)
+    assert again.step_s == pytest.approx(found.best.forecast.step_s, rel=0.02)
+    assert again.worst.allocated == pytest.approx(found.best.forecast.worst.allocated, rel=0.02)
+
+
+def test_degrees_that_are_asked_for_are_looked_at() -> None:
+    machine = Cluster.parse("1x4 a100-sxm-80gb")
+    subject = traced_subject(_long(64, samples=4), machine, software("shardwise"), 4, "fp32", ("none",))
+    asked = Constraints(max_tp=1, max_pp=1, fixed=(("cp", 2), ("cp_ulysses", 2), ("zero", 1)))
+    found = search_plans(subject, machine, asked, precision="fp32")
+    assert {(p.plan.cp, p.plan.cp_ulysses, p.plan.zero) for p in found.proposals} == {(2, 2, 1)}
+    assert not any("wall" in note for note in found.notes), "nothing stands against whole sequences"
+
+
+def test_the_work_of_a_rank_is_what_its_mask_leaves() -> None:
+    """Unmasked pairs: causal positions are dealt from either end, so that a rank of two has half of one process's."""
+    for causal in (True, False):
+        task = _long(256, causal=causal)
+        scores = {}
+        for text in ("single", "cp=2", "cp=4"):
+            plan = Plan.parse(text)
+            traced = Traced(task, HERE, software("shardwise"), "fp32", (1, 1), cuts=True)
+            layout = of_plan(plan, global_batch=1, seq=1)
+            ranks = traced.cut(layout, 1) if plan.cp > 1 else [traced.model("none", 1, 1)]
+            scores[plan.cp] = [_pairs(rank.one) for rank in ranks]
+        whole = scores[1][0]
+        for ranks in (2, 4):
+            assert max(scores[ranks]) == min(scores[ranks]) == pytest.approx(whole / ranks, rel=0.01), (causal, ranks)
+    forecast = simulate(_long(256), "cp=2", "4 h100-sxm-80gb", global_batch=1)
+    assert "sequence" in forecast.basis and forecast.parts["tensor, context and expert communication"] > 0
+
+
+def _pairs(trace: object) -> float:
+    """Query-key pairs that fused attention computes in a forward, of a causal block the half below its diagonal."""
+    return sum(
+        rows * queries * keys * (0.5 if causal else 1.0) * times
+        for (rows, queries, keys, _, back, causal), times in trace.attention.items()
+        if not back
+    )
