@@ -60,7 +60,7 @@ def as_page(found: Found) -> str:
 def _wrong(found: Found) -> str:
     """A sentence on cells where a plan runs and differs; nothing where there are none."""
     wrong = [f"{name.replace('_', ' ')} under `{plan}`" for (name, plan), (what, _) in found.items() if what == "WRONG"]
-    told = "WRONG is a plan that runs and differs, which `verify` tells with exit code 1, and `train` in a notice: "
+    told = "WRONG is a plan that runs and differs, which `verify` tells with exit code 1: "
     return f"{told}{', '.join(wrong)}. " if wrong else ""
 
 
@@ -79,9 +79,10 @@ KINDS = [
     "| a choice for each sample | declare `Task(branches=\"per_sample\")`. Where a rank may call other modules than "
     "its neighbours, `zero=3` and pipelines are refused: use replicas or `zero=2` |",
     "| a choice for the whole batch by its values | the steps of an adaptive solver follow from the largest error of "
-    "the batch, and a rank has a part of it: results differ by as much as the solver's tolerance lets them. A notice "
-    "at the start says so; `verify` finds them not equal; `tp`, which leaves the batch whole, is equal. Steps of fixed "
-    "size are equal everywhere |",
+    "the batch, and a rank has a part of it: results would differ by as much as the solver's tolerance lets them. "
+    "Where a forward reads values in Python, its samples are run together and each alone in float64 before the "
+    "first step, and such a choice is refused. `tp`, which leaves the batch whole, is equal. Steps of fixed size, and "
+    "choices for each sample, are equal everywhere |",
     "| operations that refuse NaN, such as `cholesky` | not pipelines where they run in the outermost forward: a stage "
     "runs all of it, on NaN for what it was not sent |",
     "| fields | `domain` cuts them into tiles; reading at computed places (`grid_sample`) or writing into a part of a "

@@ -407,8 +407,18 @@ def split_batch(step: int) -> Pair:
     return x, labels
 
 
-def branching() -> Task:
+def split_later(step: int) -> Pair:
+    """In the first step, which is looked at, all samples go left."""
+    x, labels = split_batch(step)
+    return (x, labels) if step else (x.abs(), labels)
+
+
+def branching_at_once() -> Task:
     return variant(model=Branching, batch=split_batch)
+
+
+def branching() -> Task:
+    return variant(model=Branching, batch=split_later)
 
 
 def routed() -> Task:
@@ -418,11 +428,16 @@ def routed() -> Task:
 @pytest.mark.parametrize("plan", DATA_PARALLEL)
 def test_a_branch_that_differs_is_named_with_its_ranks(plan: str, pool: RankPool) -> None:
     with pytest.raises(RunError) as raised:
-        pool.run(start, 2, "branching", plan, 1, timeout_s=40)
+        pool.run(start, 2, "branching", plan, 2, timeout_s=40)
     text = str(raised.value)
     assert "a branch differs between ranks: parameter" in text
     assert "'left.weight' was used by rank 0 but not by rank 1" in text
     assert 'declare Task(branches="per_sample")' in text
+
+
+def test_a_branch_for_the_whole_batch_is_refused_before_the_first_step(pool: RankPool) -> None:
+    with pytest.raises(RefusedPlan, match="a choice that is made for all samples of a batch at once"):
+        pool.run(start, 2, "branching_at_once", "dp_replicate=2", 1, timeout_s=40)
 
 
 @pytest.mark.parametrize("plan", DATA_PARALLEL[:3])

@@ -17,6 +17,7 @@ import torch
 from shardwise.comm import gather_json
 from shardwise.engine.alone import blame
 from shardwise.engine.check import Findings, explained, look
+from shardwise.engine.choices import task_differs
 from shardwise.engine.optimizer import make_optimizer, shares_of
 from shardwise.engine.optimizer import refuse as refuse_optimizer
 from shardwise.engine.recipe import Applied, apply_plan, trainable
@@ -120,10 +121,14 @@ def look_at_task(state: RankState, *, masks: bool) -> Findings:
         found = gather_json(mine, state.mesh.pp, state.device)
         return list(dict.fromkeys(one for stage in found for one in stage))
 
+    def again() -> str | None:
+        assert parts is not None
+        return task_differs(task, state.module, whole, parts, state.seed)
+
     try:
         findings = look(
             state.module, state.forward.local, whole, parts, (n, 1, n - 1), joined=joined,
-            dtype=state.precision.compute, strict=state.data_ranks > 1, masks=masks, share=share,
+            dtype=state.precision.compute, strict=state.data_ranks > 1, masks=masks, share=share, again=again,
         )  # fmt: skip
     except ShardwiseError:
         raise

@@ -8,30 +8,21 @@ and which dim of each random tensor is the batch; masks dealt by those dims must
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-from torch.nn.modules.batchnorm import SyncBatchNorm
-from torch.overrides import TorchFunctionMode
-from torch.utils import checkpoint as torch_checkpoint
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.engine.alone import needs_gradients
+from shardwise.engine.alone import Untried, needs_gradients
+from shardwise.engine.choices import Again
+from shardwise.engine.evaluated import Evaluate, Runner, Seen
 from shardwise.errors import RefusedPlan
-from shardwise.parallel.batchnorm import FindBatchNorm, batch_norm_modules
-from shardwise.random import BatchDims, ConstantRandom, GlobalRandom, Samples
+from shardwise.parallel.batchnorm import batch_norm_modules
+from shardwise.random import BatchDims, GlobalRandom, Samples
 from shardwise.step.loss import Loss
-from shardwise.trace.deferred import written_tensors
-from shardwise.trace.functional import differentiating
-from shardwise.trace.state import ModuleState
-
-Evaluate = Callable[[Any], Loss]
 
 
 @dataclass
@@ -54,7 +45,8 @@ WEIGHTS_FREED = (
 
 def look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, Any] | None,
          sizes: tuple[int, int, int], *, joined: Callable[[Any], Loss] | None, dtype: torch.dtype, strict: bool,
-         masks: bool, share: Callable[[list[str]], list[str]] = list) -> Findings:  # fmt: skip
+         masks: bool, share: Callable[[list[str]], list[str]] = list, again: Again | None = None
+) -> Findings:  # fmt: skip
     """Evaluate `whole` and its two `parts` (sizes gives their samples) and compare.
 
     Without gradients; with them for a forward that takes some itself.
@@ -64,9 +56,11 @@ def look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, An
     strict   the plan splits samples, so what does not add up is refused; otherwise it is a notice
     masks    masks will be dealt by global index: try that too
     share    what any rank that runs a part of the forward found, so that all go the same way from there
+    again    the same in float64 in one process: what differs, as text; called where values were read in Python, whose
+             choices may differ by less than this look tells from rounding
     """
 
-    settings = {"joined": joined, "dtype": dtype, "strict": strict, "masks": masks, "share": share}
+    settings = {"joined": joined, "dtype": dtype, "strict": strict, "masks": masks, "share": share, "again": again}
     try:
         with torch.no_grad():
             return _look(module, evaluate, whole, parts, sizes, **settings)
@@ -81,14 +75,14 @@ def look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, An
 
 def _look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, Any] | None,
           sizes: tuple[int, int, int], *, joined: Callable[[Any], Loss] | None, dtype: torch.dtype, strict: bool,
-          masks: bool, share: Callable[[list[str]], list[str]]) -> Findings:  # fmt: skip
+          masks: bool, share: Callable[[list[str]], list[str]], again: Again | None) -> Findings:  # fmt: skip
     def anywhere(here: object) -> bool:
         return bool(share(["here"] if here else []))
 
     findings = Findings([], BatchDims())
-    seen = _Seen(module)
+    seen = Seen(module)
     with torch.random.fork_rng(devices=[]), seen.watching():
-        run = _Runner(module, evaluate, seen)
+        run = Runner(module, evaluate, seen)
         findings.batch_norms = batch_norm_modules(module)
         before = {name: buffer.clone() for name, buffer in module.named_buffers()}
         of_whole, calls, after = run(whole)
@@ -110,10 +104,13 @@ def _look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, A
             elif joined is None:
                 problems += _sums_differ(of_whole, first, second, sizes, dtype)
             elif strict:
-                problems += _joined_differs(of_whole, _Runner(module, joined, seen)((whole, parts))[0], dtype)
-            findings.notices += share(seen.repeats_differ(sizes))
+                problems += _joined_differs(of_whole, Runner(module, joined, seen)((whole, parts))[0], dtype)
             if masks and strict and joined is None and anywhere(findings.dims.known) and not problems:
                 problems += _masks_differ(run, findings.dims, whole, parts, sizes, dtype)
+    if strict and parts is not None and not problems:
+        refused, told = _choices(again, seen.repeats(sizes)) if seen.reads_values else ([], [])
+        problems += share(refused)
+        findings.notices += share(told)
     findings.written, findings.assigned = sorted(seen.ever_written), sorted(seen.ever_assigned)
     if problems and strict:
         raise RefusedPlan("; ".join(problems))
@@ -121,202 +118,22 @@ def _look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, A
     return findings
 
 
-class _Runner:
-    """Evaluates the loss and leaves the module as it was."""
-
-    def __init__(self, module: nn.Module, evaluate: Evaluate, seen: _Seen):
-        self.module = module
-        self.evaluate = evaluate
-        self.seen = seen
-
-    def __call__(self, batch: Any, level: float = 0.5):
-        """The loss, the random calls, and each buffer, and each parameter that was written to, as they then were."""
-        state = ModuleState(self.module)
-        random = ConstantRandom(level)
-        with self._neutral(), random.watching(self.module):
-            loss = self.evaluate(batch)
-        self.seen.reads_values |= random.reads_values
-        changes = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
-        changes |= self.seen.restore_parameters()
-        state.restore()
-        return loss, random.calls, changes
-
-    def masked(self, batch: Any, random: GlobalRandom, samples: Samples) -> Loss:
-        """The loss with masks by global index."""
-        state = ModuleState(self.module)
-        random.begin(0, 0, 0, samples)
-        with self._neutral(), random.watching(self.module):
-            loss = self.evaluate(batch)
-        self.seen.restore_parameters()
-        state.restore()
-        return loss
-
-    @contextmanager
-    def _neutral(self) -> Iterator[None]:
-        """Batch norm without statistics. SyncBatchNorm in training would look for a CUDA device."""
-        syncing = [child for child in self.module.modules() if isinstance(child, SyncBatchNorm) and child.training]
-        for child in syncing:
-            child.training = False
-        finder = FindBatchNorm(self.seen.running)
-        try:
-            with finder:
-                yield
-        finally:
-            for child in syncing:
-                child.training = True
-            self.seen.batch_norms += [found for found in finder.found if found not in self.seen.batch_norms]
-
-
-class _Seen(TorchDispatchMode):
-    """Notes what runs: modules, reentrant checkpoints, and writes into parameters, whose values it keeps."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-        self.running: list[nn.Module] = []
-        self.batch_norms: list[nn.Module] = []
-        self.reads_values = False
-        self.calls: list[dict[str, int]] = []  # of each module, by path, in each forward
-        self.reentrant = False
-        self.twice: set[str] = set()  # units of zero=3 that ran more than once in a forward
-        self.written: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.ever_written: set[str] = set()
-        self.ever_assigned: set[str] = set()
-        self.replaced: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # by assigning to .data, and what it was
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Active around the evaluations."""
-        handles, units = [], dict[str, int]()
-
-        def enter(child: nn.Module, path: str) -> None:
-            if child is self.module:
-                units.clear()
-                self.calls.append({})
-            if self.calls:
-                self.calls[-1][path] = self.calls[-1].get(path, 0) + 1
-            if isinstance(child, FSDPModule):
-                units[path] = units.get(path, 0) + 1
-                if units[path] > 1:
-                    self.twice.add(path)
-            self.running.append(child)
-            if isinstance(child, FSDPModule):
-                _refuse_differentiated(path)
-
-        def leave(child: nn.Module, args: Any, output: Any) -> None:
-            self.running.pop()  # must return None: a hook's result would replace the output
-
-        for path, child in self.module.named_modules():
-            handles.append(child.register_forward_pre_hook(lambda m, a, path=path: enter(m, path)))
-            handles.append(child.register_forward_hook(leave, always_call=True))
-        original = torch_checkpoint.CheckpointFunction.apply
-
-        def reentrant(*args):
-            self.reentrant = True
-            return original(*args)
-
-        torch_checkpoint.CheckpointFunction.apply = reentrant
-        try:
-            with self, _Assignments(self._keep_data):
-                yield
-        finally:
-            del torch_checkpoint.CheckpointFunction.apply
-            for handle in handles:
-                handle.remove()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func._schema.is_mutable and func.namespace == "aten":
-            for tensor in written_tensors(func, args, kwargs or {}):
-                self._keep(tensor)
-        return func(*args, **(kwargs or {}))
-
-    def _keep(self, tensor: torch.Tensor) -> None:
-        tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-        storage = tensor.untyped_storage()
-        for name, param in self.module.named_parameters():
-            held = param._local_tensor if isinstance(param, DTensor) else param.detach()
-            if name in self.written or held.untyped_storage()._cdata != storage._cdata:
-                continue
-            start, at = held.data_ptr(), tensor.data_ptr()
-            if start <= at < start + held.numel() * held.element_size():
-                self.written[name] = (held, held.clone())
-                self.ever_written.add(name)
-
-    def _keep_data(self, tensor: torch.Tensor) -> None:
-        """Before `tensor.data = ...`, which no operation tells of."""
-        for name, param in self.module.named_parameters():
-            if param is tensor:
-                self.replaced.setdefault(name, (tensor, tensor.data))
-                self.ever_assigned.add(name)
-                self.ever_written.add(name)
-
-    def repeats_differ(self, sizes: tuple[int, int, int]) -> list[str]:
-        """A notice where a module's calls are more on some samples than on others, once values were read in Python."""
-        if not self.reads_values or len(self.calls) < len(sizes):
-            return []
-        for path in self.calls[0]:
-            counts = [calls.get(path, 0) for calls in self.calls[: len(sizes)]]
-            if min(counts) and len(set(counts)) > 1:
-                of = ", ".join(f"{count} times on {size}" for count, size in zip(counts, sizes, strict=True))
-                return [
-                    f"the forward reads values of tensors in Python, and runs '{path}' {of} samples: a choice that is "
-                    "made for all samples of a batch at once (the steps of a solver) comes out otherwise on each "
-                    "rank's part, and results differ by as much"
-                ]
-        return []
-
-    def restore_parameters(self) -> dict[str, torch.Tensor]:
-        """Undo writes into parameters; returns what had been written."""
-        values = {name: held.clone() for name, (held, _) in self.written.items() if held.untyped_storage().size()}
-        for held, value in self.written.values():
-            if held.untyped_storage().size():  # else zero=3 has freed it since: the write is lost by itself
-                held.copy_(value)
-        self.written.clear()
-        for param, data in self.replaced.values():
-            param.data = data
-        self.replaced.clear()
-        return values
-
-    def problems(self) -> list[str]:
-        """What zero=3 could not do right."""
-        if not isinstance(self.module, FSDPModule):
-            return []
-        found = [
-            f"the forward writes into parameter '{name}', of which zero=3 keeps only pieces between forwards, so a "
-            "write would be lost: make it a buffer, or use zero=2"
-            for name in sorted(self.ever_written)[:1]
-        ]
-        if self.reentrant and self.twice:
-            found.append(
-                f"unit '{min(self.twice)}' runs more than once under a reentrant checkpoint, and zero=3 would reduce "
-                "its gradient before it is whole: use torch.utils.checkpoint(use_reentrant=False), or zero=2"
-            )
-        return found
-
-
-def _refuse_differentiated(path: str) -> None:
-    """A unit of zero=3 copies its weights into place when its forward begins, which such a transform forbids."""
-    if differentiating():
-        raise RefusedPlan(
-            f"unit '{path}' runs inside a torch.func transform with a backward (grad, vjp, jacrev), where zero=3 "
-            "cannot gather its weights: let wrap= name modules whose own forward calls the transform, or use zero=2"
-        )
-
-
-class _Assignments(TorchFunctionMode):
-    """Calls `before(tensor)` ahead of every assignment to `tensor.data`."""
-
-    def __init__(self, before: Callable[[torch.Tensor], None]):
-        super().__init__()
-        self.before = before
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func == _SET_DATA:
-            self.before(args[0])
-        return func(*args, **(kwargs or {}))
-
-
-_SET_DATA = torch.Tensor.data.__set__
+def _choices(again: Again | None, repeats: str) -> tuple[list[str], list[str]]:
+    """(problems, notices) of choices that a forward makes by values of its batch; `repeats` as `Seen` gives it."""
+    made = (
+        f"the forward reads values of tensors in Python{f', and {repeats}' if repeats else ''}: a choice that is made "
+        "for all samples of a batch at once (the steps of a solver) comes out otherwise on each rank's part"
+    )
+    try:
+        if again is None:
+            raise Untried("nothing runs it in one process")
+        found = again()
+    except Untried as why:
+        told = f"{made}, and results differ by as much (not tried in float64: {why})"
+        return [], [told] if repeats else []
+    if found is None:
+        return [], []
+    return [f"{made}: in float64 {found}. Make the choice for each sample, or one that no value decides"], []
 
 
 def _close(a: float, b: float, dtype: torch.dtype, least: float = 0.0) -> bool:
@@ -366,7 +183,7 @@ def _joined_differs(whole: Loss, joined: Loss, dtype: torch.dtype) -> list[str]:
     return []
 
 
-def _masks_differ(run: _Runner, dims: BatchDims, whole: Any, parts: tuple[Any, Any], sizes: tuple[int, int, int],
+def _masks_differ(run: Runner, dims: BatchDims, whole: Any, parts: tuple[Any, Any], sizes: tuple[int, int, int],
                   dtype: torch.dtype) -> list[str]:  # fmt: skip
     n, a, b = sizes
     random = GlobalRandom(dims)

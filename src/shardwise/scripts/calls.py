@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -72,6 +73,7 @@ class Calls(Events):
         self._gathers = False
         self._gate = Gate()
         self.inside = 0  # the model's forward, how deep
+        self._away = False  # the model's own forward runs, as if nobody followed it
         self.told: Notices = leader.told if leader is not None else Notices(mesh.rank)
         self.leader = leader or self  # the first of the models that one loop trains
         self.together: list[Calls] = leader.together if leader is not None else []
@@ -187,6 +189,8 @@ class Calls(Events):
     @names_line
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         assert self.engine is not None
+        if self._away:
+            return args, kwargs
         self.inside += 1
         trains = module.training and torch.is_grad_enabled()
         if self._meeting is not None and (self._gathers or trains):
@@ -218,6 +222,8 @@ class Calls(Events):
     @names_line
     def _leave(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         assert self.engine is not None
+        if self._away:
+            return output
         self.inside -= 1
         if self.draws is not None:
             self.draws.leave()
@@ -274,6 +280,14 @@ class Calls(Events):
         """Of its own backward, or of another model's behind it (a GAN's)."""
         self.stray |= not self.asked
 
+    @contextmanager
+    def _looking_away(self) -> Iterator[None]:
+        self._away = True
+        try:
+            yield
+        finally:
+            self._away = False
+
     def _returns(self, gradient: torch.Tensor) -> None:
         """A gradient comes back into the model, in a backward that is recorded or in a plain one."""
         if torch.is_grad_enabled() and any(isinstance(one, FullShard) for one in techniques_of(self.engine)):
@@ -288,7 +302,9 @@ class Calls(Events):
         self.suspend()
         held = self.dealt.held.count if self.dealt is not None else 0
         with self._gate.open():
-            batch_norms, notices = look_at_model(engine, args, kwargs, held, self._dim, check=self._check)
+            batch_norms, notices = look_at_model(
+                engine, args, kwargs, held, self._dim, check=self._check, plainly=self._looking_away
+            )
         for module in batch_norms:
             sync_module(module, engine.mesh.data, engine.state.phase)
         self._joined = bool(batch_norms)

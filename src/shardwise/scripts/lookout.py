@@ -6,7 +6,8 @@ that a module that mixes samples shows as it would in a task's loss.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,26 +16,34 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from shardwise.comm import gather_rows
-from shardwise.engine.check import look, needs_gradients
+from shardwise.engine.alone import Untried, needs_gradients
+from shardwise.engine.check import look
+from shardwise.engine.choices import differs
 from shardwise.engine.engine import Engine
+from shardwise.engine.evaluated import Evaluate
 from shardwise.engine.samples import SAMPLES
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.host import put
 from shardwise.parallel.batchnorm import batch_norm_modules
 from shardwise.step.batching import samples_in, slice_samples
 from shardwise.step.loss import Loss
+from shardwise.trace.stand_in import standing_in
+
+Plainly = Callable[[], AbstractContextManager[None]]
 
 _UNCHECKED = "that the model treats samples one by one was not checked: "
 
 
 def look_at_model(
-    engine: Engine, args: tuple, kwargs: dict, samples: int, dim: int | None, *, check: bool = True
-) -> tuple[list[nn.Module], list[str]]:
+    engine: Engine, args: tuple, kwargs: dict, samples: int, dim: int | None, *, check: bool = True,
+    plainly: Plainly = nullcontext,
+) -> tuple[list[nn.Module], list[str]]:  # fmt: skip
     """(modules whose batch norm is to be joined, notices). Collective; raises what mixes samples.
 
     samples  that this rank holds, for arguments whose first dims differ (a hidden state beside time-first tokens)
     dim      of the batch's tensors that counts them, where known
     check    False: only batch norm is looked for, by its modules
+    plainly  inside it the model runs as if it were not prepared
     """
     batch = (args, kwargs)
     if not check:
@@ -53,6 +62,7 @@ def look_at_model(
         return batch_norm_modules(engine.module), [f"{_UNCHECKED}{reason} in the first batch"]
     sizes = (n, 1, n - 1)
     given = [(places.cut(batch, low, high), high - low) for low, high in ((0, n), (0, 1), (1, n))]
+    alone = [(places.cut(batch, place, place + 1), 1) for place in range(n)]
     outputs: list[int | None] = []  # of each output, the dim that counts samples
 
     def evaluate(one: tuple[tuple, int]) -> Loss:
@@ -75,12 +85,31 @@ def look_at_model(
         findings = look(
             engine.module, evaluate, given[0], (given[1], given[2]), sizes, joined=None,
             dtype=engine.state.precision.compute, strict=True, masks=False,
+            again=lambda: _differs(engine, evaluate, given[0], alone, plainly),
         )  # fmt: skip
     except RefusedPlan as error:
         if dim or "add up over samples" not in str(error):
             raise
         raise RefusedPlan(f"{error}{_hint(dim)}") from None
     return findings.batch_norms, findings.notices
+
+
+def _differs(
+    engine: Engine,
+    evaluate: Evaluate,
+    whole: Any,
+    alone: list[Any],
+    plainly: Plainly,
+) -> str | None:
+    """What differs in float64 between the samples together and each alone. Raises `Untried` where weights are cut."""
+    if engine.plan.zero == 3 or engine.plan.tp > 1:
+        raise Untried("ranks hold pieces of its weights")
+
+    def wide(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.double() if tensor.is_floating_point() else tensor
+
+    with plainly(), standing_in(engine.module, lambda name, tensor: wide(tensor.detach().clone())):
+        return differs(engine.module, evaluate, *tree_map_only(torch.Tensor, wide, (whole, alone)))
 
 
 def _hint(dim: int | None) -> str:

@@ -1,0 +1,220 @@
+"""Evaluate a loss and leave the module as it was, noting what ran and which weights were written to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import SyncBatchNorm
+from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint as torch_checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwise.errors import RefusedPlan
+from shardwise.parallel.batchnorm import FindBatchNorm
+from shardwise.random import ConstantRandom, GlobalRandom, Samples
+from shardwise.step.loss import Loss
+from shardwise.trace.deferred import written_tensors
+from shardwise.trace.functional import differentiating
+from shardwise.trace.state import ModuleState
+
+Evaluate = Callable[[Any], Loss]
+
+
+class Runner:
+    """Evaluates the loss and leaves the module as it was."""
+
+    def __init__(self, module: nn.Module, evaluate: Evaluate, seen: Seen):
+        self.module = module
+        self.evaluate = evaluate
+        self.seen = seen
+
+    def __call__(self, batch: Any, level: float = 0.5):
+        """The loss, the random calls, and each buffer, and each parameter that was written to, as they then were."""
+        state = ModuleState(self.module)
+        random = ConstantRandom(level)
+        with self._neutral(), random.watching(self.module):
+            loss = self.evaluate(batch)
+        self.seen.reads_values |= random.reads_values
+        changes = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+        changes |= self.seen.restore_parameters()
+        state.restore()
+        return loss, random.calls, changes
+
+    def masked(self, batch: Any, random: GlobalRandom, samples: Samples) -> Loss:
+        """The loss with masks by global index."""
+        state = ModuleState(self.module)
+        random.begin(0, 0, 0, samples)
+        with self._neutral(), random.watching(self.module):
+            loss = self.evaluate(batch)
+        self.seen.restore_parameters()
+        state.restore()
+        return loss
+
+    @contextmanager
+    def _neutral(self) -> Iterator[None]:
+        """Batch norm without statistics. SyncBatchNorm in training would look for a CUDA device."""
+        syncing = [child for child in self.module.modules() if isinstance(child, SyncBatchNorm) and child.training]
+        for child in syncing:
+            child.training = False
+        finder = FindBatchNorm(self.seen.running)
+        try:
+            with finder:
+                yield
+        finally:
+            for child in syncing:
+                child.training = True
+            self.seen.batch_norms += [found for found in finder.found if found not in self.seen.batch_norms]
+
+
+class Seen(TorchDispatchMode):
+    """Notes what runs: modules, reentrant checkpoints, and writes into parameters, whose values it keeps."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.running: list[nn.Module] = []
+        self.batch_norms: list[nn.Module] = []
+        self.reads_values = False
+        self.calls: list[dict[str, int]] = []  # of each module, by path, in each forward
+        self.reentrant = False
+        self.twice: set[str] = set()  # units of zero=3 that ran more than once in a forward
+        self.written: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.ever_written: set[str] = set()
+        self.ever_assigned: set[str] = set()
+        self.replaced: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # by assigning to .data, and what it was
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Active around the evaluations."""
+        handles, units = [], dict[str, int]()
+
+        def enter(child: nn.Module, path: str) -> None:
+            if child is self.module:
+                units.clear()
+                self.calls.append({})
+            if self.calls:
+                self.calls[-1][path] = self.calls[-1].get(path, 0) + 1
+            if isinstance(child, FSDPModule):
+                units[path] = units.get(path, 0) + 1
+                if units[path] > 1:
+                    self.twice.add(path)
+            self.running.append(child)
+            if isinstance(child, FSDPModule):
+                _refuse_differentiated(path)
+
+        def leave(child: nn.Module, args: Any, output: Any) -> None:
+            self.running.pop()  # must return None: a hook's result would replace the output
+
+        for path, child in self.module.named_modules():
+            handles.append(child.register_forward_pre_hook(lambda m, a, path=path: enter(m, path)))
+            handles.append(child.register_forward_hook(leave, always_call=True))
+        original = torch_checkpoint.CheckpointFunction.apply
+
+        def reentrant(*args):
+            self.reentrant = True
+            return original(*args)
+
+        torch_checkpoint.CheckpointFunction.apply = reentrant
+        try:
+            with self, _Assignments(self._keep_data):
+                yield
+        finally:
+            del torch_checkpoint.CheckpointFunction.apply
+            for handle in handles:
+                handle.remove()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._schema.is_mutable and func.namespace == "aten":
+            for tensor in written_tensors(func, args, kwargs or {}):
+                self._keep(tensor)
+        return func(*args, **(kwargs or {}))
+
+    def _keep(self, tensor: torch.Tensor) -> None:
+        tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        storage = tensor.untyped_storage()
+        for name, param in self.module.named_parameters():
+            held = param._local_tensor if isinstance(param, DTensor) else param.detach()
+            if name in self.written or held.untyped_storage()._cdata != storage._cdata:
+                continue
+            start, at = held.data_ptr(), tensor.data_ptr()
+            if start <= at < start + held.numel() * held.element_size():
+                self.written[name] = (held, held.clone())
+                self.ever_written.add(name)
+
+    def _keep_data(self, tensor: torch.Tensor) -> None:
+        """Before `tensor.data = ...`, which no operation tells of."""
+        for name, param in self.module.named_parameters():
+            if param is tensor:
+                self.replaced.setdefault(name, (tensor, tensor.data))
+                self.ever_assigned.add(name)
+                self.ever_written.add(name)
+
+    def repeats(self, sizes: tuple[int, int, int]) -> str:
+        """Which module's calls are more on some samples than on others, as text; "" where none's are."""
+        if len(self.calls) < len(sizes):
+            return ""
+        for path in self.calls[0]:
+            counts = [calls.get(path, 0) for calls in self.calls[: len(sizes)]]
+            if min(counts) and len(set(counts)) > 1:
+                of = ", ".join(f"{count} times on {size}" for count, size in zip(counts, sizes, strict=True))
+                return f"runs '{path}' {of} samples"
+        return ""
+
+    def restore_parameters(self) -> dict[str, torch.Tensor]:
+        """Undo writes into parameters; returns what had been written."""
+        values = {name: held.clone() for name, (held, _) in self.written.items() if held.untyped_storage().size()}
+        for held, value in self.written.values():
+            if held.untyped_storage().size():  # else zero=3 has freed it since: the write is lost by itself
+                held.copy_(value)
+        self.written.clear()
+        for param, data in self.replaced.values():
+            param.data = data
+        self.replaced.clear()
+        return values
+
+    def problems(self) -> list[str]:
+        """What zero=3 could not do right."""
+        if not isinstance(self.module, FSDPModule):
+            return []
+        found = [
+            f"the forward writes into parameter '{name}', of which zero=3 keeps only pieces between forwards, so a "
+            "write would be lost: make it a buffer, or use zero=2"
+            for name in sorted(self.ever_written)[:1]
+        ]
+        if self.reentrant and self.twice:
+            found.append(
+                f"unit '{min(self.twice)}' runs more than once under a reentrant checkpoint, and zero=3 would reduce "
+                "its gradient before it is whole: use torch.utils.checkpoint(use_reentrant=False), or zero=2"
+            )
+        return found
+
+
+def _refuse_differentiated(path: str) -> None:
+    """A unit of zero=3 copies its weights into place when its forward begins, which such a transform forbids."""
+    if differentiating():
+        raise RefusedPlan(
+            f"unit '{path}' runs inside a torch.func transform with a backward (grad, vjp, jacrev), where zero=3 "
+            "cannot gather its weights: let wrap= name modules whose own forward calls the transform, or use zero=2"
+        )
+
+
+class _Assignments(TorchFunctionMode):
+    """Calls `before(tensor)` ahead of every assignment to `tensor.data`."""
+
+    def __init__(self, before: Callable[[torch.Tensor], None]):
+        super().__init__()
+        self.before = before
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func == _SET_DATA:
+            self.before(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+_SET_DATA = torch.Tensor.data.__set__
