@@ -589,6 +589,10 @@ def test_digits():
     assert train.images.min() >= 0 and train.images.max() == 1
     again = digits_split(0.2)[1]
     assert torch.equal(held.images, again.images) and torch.equal(held.labels, again.labels)
+    from sklearn.datasets import load_digits
+
+    data, whole = load_digits(), DigitsSource()
+    assert (whole.images[:, 0].numpy() * 16 == data.images).all() and (whole.labels.numpy() == data.target).all()
     assert len(held.labels.unique()) == 10
     both = torch.cat([train.labels, held.labels])
     assert torch.equal(both.bincount(), DigitsSource().labels.bincount())
@@ -600,7 +604,7 @@ def test_digits_without_scikit_learn(monkeypatch):
     from shardwise.data import digits
 
     digits._load.cache_clear()
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    monkeypatch.setitem(sys.modules, "sklearn", None)
     with pytest.raises(InputError, match=r"pip install 'shardwise\[images\]'"):
         DigitsSource()
 

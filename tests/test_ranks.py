@@ -304,7 +304,7 @@ def test_launch_failure_ends_the_others(tmp_path: Path) -> None:
     events: list[RankEvent] = []
     with pytest.raises(RunError, match="rank 1: ValueError") as caught:  # long before the others wake up
         launch(fail_while_others_sleep, 3, log_dir=tmp_path, on_event=events.append)
-    assert "rank1.log" in caught.value.__notes__[0]
+    assert any("rank1.log" in note for note in caught.value.__notes__)  # beside what followed on ranks that still met
     assert all(gone(event.pid) for event in events)
 
 
