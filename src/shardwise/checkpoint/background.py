@@ -20,8 +20,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint.files import Disk
 from shardwise.checkpoint.publish import Work, give_up, write_and_publish
+from shardwise.checkpoint.remote import disk_of, place
 from shardwise.errors import RunError
 from shardwise.guard import points
 
@@ -81,7 +81,7 @@ class Writer:
     def _given_up(self, why: str) -> str:
         """Say in the folder that this rank's part will not come: other ranks' writers need not wait for it."""
         if self._work is not None:
-            give_up(self._work, RunError(why), Disk())
+            give_up(self._work, RunError(why), disk_of(self._work.folder))
         return why
 
     def _fail(self, why: str) -> None:
@@ -125,9 +125,9 @@ def serve(file: int) -> None:
 
 
 def _write(file: int, told: dict[str, Any], waiting: _Waiting) -> Path:
-    work = Work(**{**told["work"], "folder": Path(told["work"]["folder"])})
+    work = Work(**{**told["work"], "folder": place(told["work"]["folder"])})
     with mmap.mmap(file, told["bytes"], prot=mmap.PROT_READ) as buffer, memoryview(buffer) as view:
-        return write_and_publish(work, [view], Disk(), waiting.going)
+        return write_and_publish(work, [view], disk_of(work.folder), waiting.going)
 
 
 class _Waiting:

@@ -68,12 +68,15 @@ class Disk:
             raise
         finally:
             os.close(handle)
-        if found not in ("", digest.hexdigest()):
-            raise RunError(
-                f"{path} reads back with digest {found}, and {digest.hexdigest()} was written: the disk is not to be "
-                "trusted"
-            )
+        if read_back:
+            must_be(path, found, digest.hexdigest())
         return digest.hexdigest()
+
+    def small(self, path: Path, data: bytes) -> None:
+        """A new small file, whole from the moment its name is there."""
+        partial = path.with_name(path.name + ".partial")
+        self.file(partial, [data])
+        self.rename(partial, path)
 
     def rename(self, path: Path, to: Path) -> None:
         """Rename a file, in place of another where there is one, or a folder."""
@@ -88,6 +91,12 @@ class Disk:
             os.fsync(handle)
         finally:
             os.close(handle)
+
+    def withdraw(self, path: Path, why: str) -> Path:
+        """Make a checkpoint none, by another name, which is returned."""
+        to = path.with_name(f"{path.name}.{why}")
+        self.rename(path, to)
+        return to
 
     def remove(self, path: Path) -> None:
         """Remove a file or a folder with all that is in it."""
@@ -104,6 +113,14 @@ class Disk:
         self.file(partial, [data])
         self.rename(partial, path)
         self.sync_folder(path.parent)
+
+
+def must_be(path: Path, found: str, written: str) -> None:
+    """Raise `RunError` where what reads back is not what was written."""
+    if found != written:
+        raise RunError(
+            f"{path} reads back with digest {found}, and {written} was written: the disk is not to be trusted"
+        )
 
 
 def _synced(handle: int, path: Path | None) -> str:
@@ -215,6 +232,9 @@ def parsed(text: bytes) -> Any:
 
 def size_of(path: Path) -> int:
     """Bytes of a regular file; `ValueError` for anything else, whose reading might not end."""
+    own = getattr(path, "size", None)  # of a place in a store
+    if own is not None:
+        return int(own())
     found = path.stat()
     if not stat.S_ISREG(found.st_mode):
         raise ValueError("it is no regular file")

@@ -21,6 +21,7 @@ from shardwise.checkpoint import manifest, publish
 from shardwise.checkpoint.files import ITEM_BYTES, Disk, header_of
 from shardwise.checkpoint.manifest import Tensor
 from shardwise.checkpoint.pieces import Piece
+from shardwise.checkpoint.remote import is_remote, place
 from shardwise.checkpoint.stored import INDEX, SINGLE, Stored, of_checkpoint, of_safetensors
 from shardwise.errors import InputError
 
@@ -30,9 +31,9 @@ _FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
 
 def find(path: str | Path) -> Path:
     """The checkpoint that a path means: a checkpoint, or the newest of a run's folder or of its `checkpoints`."""
-    found = _found(Path(path))
+    found = _found(place(path))
     if found is None:
-        why = "it is no checkpoint, and holds none" if Path(path).exists() else "there is no such folder"
+        why = "it is no checkpoint, and holds none" if place(path).exists() else "there is no such folder"
         raise InputError(f"{path}: {why}")
     return found
 
@@ -45,8 +46,8 @@ def _found(path: Path) -> Path | None:
 
 def opened(path: str | Path) -> Stored:
     """The tensors of a checkpoint, of a run's newest one, or of safetensors: a file, or a folder that has none."""
-    found = _found(Path(path))
-    if found is None and Path(path).exists():
+    found = _found(place(path))
+    if found is None and not is_remote(place(path)) and Path(path).exists():
         return of_safetensors(Path(path))
     return of_checkpoint(find(path))
 

@@ -26,6 +26,7 @@ from shardwise.checkpoint.holdings import DTYPES, averages, generators, optimize
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.optimizers import BESIDE, decoded, leaves, put_options
 from shardwise.checkpoint.pieces import Piece
+from shardwise.checkpoint.remote import place
 from shardwise.checkpoint.stored import ITEMS, Stored, of_checkpoint
 from shardwise.comm import gather_json
 from shardwise.engine.ema import Ema
@@ -54,7 +55,7 @@ def restore(engine: Engine, folder: str | Path, *, ema: Ema | None = None) -> Re
 
     Raises `InputError` where there is none, or it is another model's or another optimizer's.
     """
-    chosen = choose(engine, Path(folder))
+    chosen = choose(engine, place(folder))
     with of_checkpoint(chosen.folder) as stored:
         _compare(engine, stored, ema)
         _together(engine, lambda: _read(engine, stored, ema, chosen))
@@ -72,7 +73,7 @@ def choose(engine: Engine, folder: Path) -> Restored:
     notices: list[str] = []
     damaged: list[Path] = []
     for name in gather_json(found, engine.mesh.world, engine.device)[0]:
-        path = Path(name)
+        path = place(name)
         mine = publish.verify(path, engine.rank, engine.world_size)
         wrong = sorted({word for words in gather_json(mine, engine.mesh.world, engine.device) for word in words})
         if not wrong:

@@ -153,10 +153,9 @@ def read(folder: Path) -> Manifest:
 def _check_size(path: Path, file: File) -> None:
     if path.is_symlink() or not path.is_file():
         raise InputError(f"{path} is missing: it should have {file.size_bytes} bytes and digest {file.digest}")
-    if path.stat().st_size != file.size_bytes:
-        raise InputError(
-            f"{path} has {path.stat().st_size} bytes and should have {file.size_bytes} (digest {file.digest})"
-        )
+    size = size_of(path)
+    if size != file.size_bytes:
+        raise InputError(f"{path} has {size} bytes and should have {file.size_bytes} (digest {file.digest})")
 
 
 def _manifest(content: dict[str, Any]) -> Manifest:

@@ -6,6 +6,9 @@
                 renames the folder to step-00000012, syncs the one above
                 `latest` (a hint for people and scripts); then removes what is older than the newest `keep`
 
+In a store (`remote`) there is no rename: the folder has its name from the first, and is a checkpoint from the moment
+its manifest is there.
+
 Until the rename nobody takes the folder for a checkpoint, and after it nothing in it changes: a published folder is
 never written again, and a second one of the same step gets a number. So whatever is killed, and whenever, what was
 published before is what is found. Ranks meet in the folder alone; no collective waits for a disk.
@@ -22,9 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.checkpoint import manifest
-from shardwise.checkpoint.files import Disk, digest_of
+from shardwise.checkpoint.files import Disk, digest_of, size_of
 from shardwise.checkpoint.manifest import File, FilePiece, Manifest, Tensor
 from shardwise.checkpoint.pieces import from_json
+from shardwise.checkpoint.remote import is_remote
 from shardwise.errors import InputError, RunError
 
 LATEST = "latest"
@@ -66,7 +70,7 @@ def write_rank(work: Work, parts: Iterable[bytes | memoryview], disk: Disk) -> N
     disk.folder(work.at)
     path = work.at / name
     digest = disk.file(path, parts, read_back=True)
-    size = path.stat().st_size
+    size = size_of(path)
     content = {
         "rank": work.rank,
         "file": {"name": name, "bytes": size, "xxh3_128": digest},
@@ -74,9 +78,7 @@ def write_rank(work: Work, parts: Iterable[bytes | memoryview], disk: Disk) -> N
         "fields": work.fields,
     }
     told = work.at / f"rank-{work.rank:05d}.json"
-    partial = told.with_name(told.name + ".partial")
-    disk.file(partial, [manifest.sealed(content)])
-    disk.rename(partial, told)
+    disk.small(told, manifest.sealed(content))
 
 
 def rank_file(rank: int) -> str:
@@ -91,15 +93,19 @@ def publish(work: Work, disk: Disk, wait_s: float = 600.0, going: Callable[[], b
 
     Raises `RunError` for what another rank failed with, or where one does not come.
     """
-    contents = _collected(work, wait_s, going)
-    whole = joined(contents, work)
-    disk.file(work.at / manifest.NAME, [manifest.sealed(whole.content())])
+    text = manifest.sealed(joined(_collected(work, wait_s, going), work).content())
+    if not is_remote(work.folder):
+        disk.file(work.at / manifest.NAME, [text])
     for rank in range(work.ranks):
         disk.remove(work.at / f"rank-{rank:05d}.json")
-    disk.sync_folder(work.at)
-    final = _free_name(work.folder, work.step)
-    disk.rename(work.at, final)
-    disk.sync_folder(work.folder)
+    final = work.at
+    if is_remote(work.folder):
+        disk.file(work.at / manifest.NAME, [text], read_back=True)
+    else:
+        disk.sync_folder(work.at)
+        final = _free_name(work.folder, work.step)
+        disk.rename(work.at, final)
+        disk.sync_folder(work.folder)
     disk.replace(work.folder / LATEST, f"{final.name}\n".encode())
     retain(work.folder, final, work.keep, disk)
     return final
@@ -108,9 +114,12 @@ def publish(work: Work, disk: Disk, wait_s: float = 600.0, going: Callable[[], b
 def _collected(work: Work, wait_s: float, going: Callable[[], bool]) -> list[dict[str, Any]]:
     until = time.monotonic() + wait_s
     missing = set(range(work.ranks))
+    contents: dict[int, dict[str, Any]] = {}
     while missing:
         for rank in sorted(missing):
-            if (work.at / f"rank-{rank:05d}.json").exists():
+            arrived = _arrived(work.at / f"rank-{rank:05d}.json")
+            if arrived is not None:
+                contents[rank] = arrived
                 missing.discard(rank)
             elif (failed := work.at / f"rank-{rank:05d}{FAILED}").exists():
                 raise RunError(f"rank {rank}: {failed.read_text(encoding='utf-8', errors='replace')}")
@@ -118,7 +127,19 @@ def _collected(work: Work, wait_s: float, going: Callable[[], bool]) -> list[dic
             raise RunError(f"{work.at}: nothing came from rank {sorted(missing)[0]} ({len(missing)} ranks in all)")
         if missing:
             time.sleep(_POLL_S)
-    return [manifest.unsealed(work.at / f"rank-{rank:05d}.json") for rank in range(work.ranks)]
+    return [contents[rank] for rank in range(work.ranks)]
+
+
+def _arrived(path: Path) -> dict[str, Any] | None:
+    """What a rank says of its part; None before it is there, which on a store is half of it too."""
+    if not path.exists():
+        return None
+    try:
+        return manifest.unsealed(path)
+    except InputError:
+        if is_remote(path):
+            return None
+        raise
 
 
 def joined(contents: list[dict[str, Any]], work: Work) -> Manifest:
@@ -209,15 +230,38 @@ def give_up(work: Work, error: Exception, disk: Disk) -> None:
 def scan(folder: Path) -> list[Path]:
     """Published checkpoints below a folder, newest first. That one loads is not said: reading it tells."""
     found = []
+    for name in names_in(folder):
+        match = _STEP.fullmatch(name)
+        if match and _is_published(folder / name):
+            found.append((int(match[1]), int(match[2] or 1), folder / name))
+    return [path for _, _, path in sorted(found, key=lambda one: one[:2], reverse=True)]
+
+
+def names_in(folder: Path) -> list[str]:
+    """What lies in a folder; nothing where it cannot be read."""
+    own = getattr(folder, "names", None)  # of a place in a store
     try:
-        names = os.listdir(folder)
+        return os.listdir(folder) if own is None else own()
     except OSError:
         return []
-    for name in names:
-        match = _STEP.fullmatch(name)
-        if match and (folder / name).is_dir():
-            found.append((int(match[1]), int(match[2] or 1), folder / name))
-    return [path for _, _, path in sorted(found, reverse=True)]
+
+
+def _is_published(path: Path) -> bool:
+    return (path / manifest.NAME).exists() if is_remote(path) else path.is_dir()
+
+
+def under_way(folder: Path) -> list[Path]:
+    """Saves that go on, or did not end."""
+    if not is_remote(folder):
+        return sorted(folder.glob("step-*.tmp-*"))
+    named = [folder / name for name in names_in(folder) if _STEP.fullmatch(name)]
+    return [path for path in named if not _is_published(path) and not _is_set_aside(path)]
+
+
+def _is_set_aside(path: Path) -> bool:
+    """Whether a store's folder was a checkpoint, and is kept without being one."""
+    kept = f"{manifest.NAME}."
+    return any(name.startswith(kept) and not name.startswith(f"{kept}gone-") for name in names_in(path))
 
 
 def step_of(path: Path) -> int:
@@ -232,22 +276,18 @@ def retain(folder: Path, newest: Path, keep: int, disk: Disk) -> None:
     """Remove published checkpoints but `newest`, whose files were read back, and the `keep` - 1 before it."""
     others = [path for path in scan(folder) if path != newest]
     for path in others[max(keep - 1, 0) :]:
-        gone = path.with_name(f"{path.name}.gone-{os.getpid()}")
-        disk.rename(path, gone)
-        disk.remove(gone)
+        disk.remove(disk.withdraw(path, f"gone-{os.getpid()}"))
 
 
 def clear(folder: Path, disk: Disk) -> None:
     """Remove what saves that did not end have left."""
-    for path in [*folder.glob("step-*.tmp-*"), *folder.glob("step-*.gone-*")]:
+    for path in under_way(folder) + ([] if is_remote(folder) else sorted(folder.glob("step-*.gone-*"))):
         disk.remove(path)
 
 
 def set_aside(path: Path, why: str, disk: Disk) -> Path:
     """Rename a checkpoint so that no scan finds it: it is damaged, or of steps that are taken again."""
-    to = path.with_name(f"{path.name}.{why}-{os.urandom(2).hex()}")
-    disk.rename(path, to)
-    return to
+    return disk.withdraw(path, f"{why}-{os.urandom(2).hex()}")
 
 
 def verify(folder: Path, part: int = 0, parts: int = 1) -> list[str]:

@@ -67,7 +67,7 @@ class ReplicaCheck:
         self.engine = engine
         self._every = every
         self._before: Hashes = {}
-        self._unlike: set[str] | None = None  # buffers that differed at the first check: ranks keep their own
+        self.unlike: list[str] | None = None  # buffers that differed at the first check: ranks keep their own
 
     def before_update(self) -> AbstractContextManager[None]:
         """For `Engine.around("update", ...)`: hashes what modules compute with, in steps that are compared."""
@@ -89,12 +89,12 @@ class ReplicaCheck:
             for key, (piece, found) in held.items():
                 places[key, piece][rank] = found
         differing = {key: held for (key, _), held in places.items() if len(set(held.values())) > 1}
-        if self._unlike is None:
-            self._unlike = {name for key in differing if (name := key.removeprefix(BEFORE)).startswith("buffer/")}
-            if self._unlike:
-                names = ", ".join(sorted(self._unlike)[:3])
+        if self.unlike is None:
+            self.unlike = sorted({name for key in differing if (name := _plain(key)).startswith("buffer/")})
+            if self.unlike:
+                names = ", ".join(self.unlike[:3])
                 engine.notices.append(f"not compared between ranks, since each had its own at the first look: {names}")
-        wrong = {key: held for key, held in differing.items() if key.removeprefix(BEFORE) not in self._unlike}
+        wrong = {key: held for key, held in differing.items() if _plain(key) not in self.unlike}
         first = {key: held for key, held in wrong.items() if key.startswith(BEFORE)}
         if wrong:
             raise ReplicasDiffer(engine.steps_done, first or wrong)
@@ -104,6 +104,10 @@ def hashes(engine: Engine, before: bool = False) -> Hashes:
     """Of everything that several ranks may hold alike; `before`: of what modules compute with alone."""
     found = _used(engine) if before else (*weights(engine), *state_of(engine)[1], *_used_beside(engine))
     return {BEFORE * before + one.key: (str(to_json(one.piece)), _hash(one.flat())) for one in found}
+
+
+def _plain(key: str) -> str:
+    return key.removeprefix(BEFORE)
 
 
 def _used(engine: Engine) -> Iterator[Holding]:
@@ -148,7 +152,7 @@ def _blamed(wrong: Held) -> list[int]:
 
 def _told(wrong: Held, step: int, blamed: list[int], why: str = "the other ranks agree", more: str = "") -> str:
     """Which tensors differ, and on which rank, where that is known, and `why`; `more`: what else was found out."""
-    keys = sorted(key.removeprefix(BEFORE) for key in wrong)
+    keys = sorted(_plain(key) for key in wrong)
     names = ", ".join(f"'{key}'" for key in keys[:4]) + (f" and {len(keys) - 4} more" if len(keys) > 4 else "")
     ranks = sorted(next(iter(wrong.values())))
     who = f"of ranks {', '.join(map(str, ranks))}, and two cannot tell which is right"

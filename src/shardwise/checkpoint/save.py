@@ -17,6 +17,7 @@ import mmap
 import os
 import secrets
 import tempfile
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ from shardwise.checkpoint.holdings import Holding, averages, generators, state_d
 from shardwise.checkpoint.optimizers import Options, groups_of, options_of, state_of
 from shardwise.checkpoint.pieces import Piece, from_json, to_json
 from shardwise.checkpoint.publish import Work
+from shardwise.checkpoint.remote import disk_of, is_remote, place
 from shardwise.comm import gather_json, gather_rows
 from shardwise.engine.ema import Ema
 from shardwise.engine.engine import Engine
@@ -76,11 +78,12 @@ class Saver:
         ema: Ema | None = None,
         disk: Disk | None = None,
     ) -> None:
-        self.engine, self.folder, self.keep, self.ema = engine, Path(folder).absolute(), keep, ema
+        self.engine, self.folder, self.keep, self.ema = engine, place(folder).absolute(), keep, ema
         self.background = background
-        self.disk = disk or Disk()
+        self.disk = disk or disk_of(self.folder)
         self.built: Options = options_of(engine)
-        self.token = gather_json(secrets.token_hex(4), engine.mesh.world, engine.device)[0]
+        mine = [secrets.token_hex(4), time.time_ns() // 1000]
+        self.token, self.began_us = gather_json(mine, engine.mesh.world, engine.device)[0]
         self._count = 0
         self._layout = ""
         self._shares: dict[str, _Share] = {}
@@ -159,6 +162,8 @@ class Saver:
             "shared": {"optimizer": tree, "group_of": group_of, "groups": groups},
         }
         partial = f"step-{engine.steps_done:08d}.tmp-{self.token}-{self._count}"
+        if is_remote(self.folder):  # which nothing else has or had, for it stays
+            partial = f"step-{engine.steps_done:08d}-{self.began_us + self._count}"
         return Work(self.folder, partial, engine.steps_done, engine.rank, engine.world_size, tensors, whole, self.keep)
 
     def _settle(self, holdings: list[Holding]) -> None:
@@ -221,14 +226,13 @@ class Saver:
 
     def _check_space(self) -> None:
         """Raise where the folder cannot be made or the disk has not the bytes, before anything is written."""
-        free, error = 0, ""
+        free, error = 0.0, ""
         if self.engine.rank == 0:
             try:
                 if not self._made:
-                    self.folder.mkdir(parents=True, exist_ok=True)
+                    self.disk.folder(self.folder)
                     publish.clear(self.folder, self.disk)
-                stat = os.statvfs(self.folder)
-                free = stat.f_bavail * stat.f_frsize
+                free = self._free_bytes()
             except OSError as problem:
                 error = f"{self.folder}: {problem.strerror}"
         free, error = gather_json([free, error], self.engine.mesh.world, self.engine.device)[0]
@@ -240,6 +244,13 @@ class Saver:
                 f"no checkpoint of step {self.engine.steps_done} was written: it needs "
                 f"{self.total_bytes / 1e6:.3g} MB, and {self.folder} has {free / 1e6:.3g} MB left"
             )
+
+    def _free_bytes(self) -> float:
+        """What the folder's disk has left; a store does not say."""
+        if is_remote(self.folder):
+            return float(2**62)
+        stat = os.statvfs(self.folder)
+        return stat.f_bavail * stat.f_frsize
 
     # --- writing
 
@@ -270,7 +281,7 @@ class Saver:
 
         def waited() -> Path:
             writer.wait()
-            return Path(writer.path)
+            return place(writer.path)
 
         self._agreed(waited)
 
@@ -285,7 +296,7 @@ class Saver:
         first = next((word for _, word in told if word), "")
         if first:
             raise RunError(first if "was not written" in first else f"no checkpoint was written: {first}")
-        self.last = Path(told[0][0])
+        self.last = place(told[0][0])
 
     def close(self) -> None:
         """Let the writer end, after the save under way; what becomes of that is not looked at."""

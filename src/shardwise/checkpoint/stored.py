@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -64,12 +65,13 @@ class Stored:
     def _bytes(self, part: FilePiece, begin: int, buffer: np.ndarray) -> None:
         """Fill a buffer with the part's bytes from `begin` on."""
         path = self.folder / part.file
+        ranged = getattr(path, "read_range", None)  # of a place in a store
         try:
-            if part.file not in self._open:
+            if ranged is None and part.file not in self._open:
                 self._open[part.file] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             view, at = memoryview(buffer.data), part.begin + begin
             while view:
-                size = os.preadv(self._open[part.file], [view], at)
+                size = os.preadv(self._open[part.file], [view], at) if ranged is None else _into(view, ranged, at)
                 if size == 0:
                     raise RunError(f"{path} ends at byte {at}, where '{part.piece.shape}' goes on")
                 view, at = view[size:], at + size
@@ -87,6 +89,13 @@ class Stored:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _into(view: memoryview, ranged: Callable[[int, int], bytes], at: int) -> int:
+    """Fill a view's beginning with what one request brings; how many bytes."""
+    found = ranged(at, len(view))[: len(view)]
+    view[: len(found)] = found
+    return len(found)
 
 
 def of_checkpoint(folder: Path) -> Stored:

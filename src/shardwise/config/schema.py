@@ -174,6 +174,11 @@ class TrainSection(Section):
     checkpoint_minutes: float = Field(
         default=15.0, gt=0, description="minutes between checkpoints where checkpoint_every is not set"
     )
+    checkpoint_folder: str | None = Field(
+        default=None,
+        description="where checkpoints lie, in a folder of the run's name: a folder, or an address of a store that "
+        "fsspec reads (s3://...); not set: in the run's folder",
+    )
     checkpoint_keep: int = Field(default=2, ge=1, description="checkpoints that stay; older ones are removed")
     checkpoint_background: bool = Field(
         default=True, description="a process of its own writes them while training goes on"

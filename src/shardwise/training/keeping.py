@@ -18,9 +18,9 @@ from statistics import median
 from typing import Any
 
 from shardwise.checkpoint import publish
-from shardwise.checkpoint.files import Disk
 from shardwise.checkpoint.inspect import opened
 from shardwise.checkpoint.load import Restored, load_weights, restore
+from shardwise.checkpoint.remote import disk_of, place
 from shardwise.checkpoint.replicas import ReplicaCheck
 from shardwise.checkpoint.save import Saver
 from shardwise.checkpoint.stored import Stored
@@ -31,7 +31,7 @@ from shardwise.engine.engine import Engine
 from shardwise.errors import InputError, RefusedPlan, RunError
 from shardwise.host import put
 from shardwise.training.job import Job
-from shardwise.training.resume import CHECKPOINTS, STOPPED, changes, settings_of
+from shardwise.training.resume import STOPPED, changes, home_of, settings_of
 from shardwise.training.stragglers import Stragglers
 
 LOOK_S = 1.0  # between looks at clocks and signals, where steps are shorter
@@ -98,14 +98,14 @@ class Keeper:
         if self.every != 0:
             self.stopping.start()
             keep, background = config.checkpoint_keep, config.checkpoint_background
-            self.saver = Saver(engine, job.folder / CHECKPOINTS, keep=keep, background=background, ema=ema)
+            self.saver = Saver(engine, home_of(job.effective, job.folder), keep=keep, background=background, ema=ema)
 
     # --- before the first step
 
     def begin(self) -> int:
         """Go on from a checkpoint, or from weights alone, or from nothing; returns the first step. Collective."""
         if self.job.resume is not None:
-            self._resume(Path(self.job.resume))
+            self._resume(place(self.job.resume))
         elif self.job.effective.config.train.init_from is not None:
             self._take_weights(self.job.effective.config.train.init_from)
         if self.every and self.saver is not None:
@@ -128,6 +128,8 @@ class Keeper:
         self.first_loss = (fields.get("run") or {}).get("first_loss")
         there = gather_json((self.job.folder / BEST).exists(), self.engine.mesh.world, self.engine.device)[0]
         self.best = (fields.get("run") or {}).get("best") if there else None
+        if self.check is not None and restored.same_plan:
+            self.check.unlike = fields.get("unlike")
         told = [*restored.notices, f"goes on from {restored.folder}, after step {self.first}"]
         told += changes(fields.get("settings") or {}, settings_of(self.job.effective))
         if not restored.same_plan:
@@ -138,14 +140,14 @@ class Keeper:
 
     def _set_aside(self, restored: Restored) -> None:
         """Take what is damaged, or is about steps that are taken again, out of the way of later scans."""
-        own = self.job.folder / CHECKPOINTS
+        own = home_of(self.job.effective, self.job.folder)
         if restored.folder.parent.absolute() != own.absolute():
             return
         for path in restored.damaged:
-            publish.set_aside(path, "damaged", Disk())
+            publish.set_aside(path, "damaged", disk_of(own))
         for path in publish.scan(own):
             if publish.step_of(path) > restored.manifest.step:
-                publish.set_aside(path, "aside", Disk())
+                publish.set_aside(path, "aside", disk_of(own))
         (self.job.folder / STOPPED).unlink(missing_ok=True)
 
     def _take_weights(self, source: str) -> None:
@@ -217,6 +219,7 @@ class Keeper:
             "data": None if self.loader is None else self.loader.state_dict(),
             "settings": settings_of(self.job.effective),
             "run": {"first_loss": first_loss, "name": self.job.name, "best": self.best},
+            "unlike": None if self.check is None else self.check.unlike,
         }
         try:
             began = time.perf_counter()

@@ -30,7 +30,7 @@ from shardwise.ranks.nodes import apart
 from shardwise.training.job import Job
 from shardwise.training.keeping import Keeper
 from shardwise.training.parts import batches_of, engine_of, loader_of
-from shardwise.training.resume import CHECKPOINTS
+from shardwise.training.resume import home_of
 
 TIMEOUT_S = 1800.0
 
@@ -62,7 +62,7 @@ def judging(job: Job, engine: Engine, keeper: Keeper) -> Iterator[None]:
 
 def _judged(job: Job, engine: Engine, differ: ReplicasDiffer) -> ReplicasDiffer:
     """The same error, with what the others came to in the places of those that differ."""
-    newest = next(iter(publish.scan(job.folder / CHECKPOINTS)), None)
+    newest = next(iter(publish.scan(home_of(job.effective, job.folder))), None)
     source = gather_json(None if newest is None else str(newest), engine.mesh.world, engine.device)[0] or job.resume
     suspects = {rank for held in differ.held.values() for rank in held}
     order, rank = places(engine.world_size, suspects), engine.rank

@@ -27,7 +27,7 @@ from shardwise.errors import RefusedPlan, RunError
 from shardwise.layout.elastic import smaller
 from shardwise.observe import write_json
 from shardwise.training.job import Job
-from shardwise.training.resume import CHECKPOINTS
+from shardwise.training.resume import home_of
 
 JOURNAL = "journal.jsonl"
 FIRST_WAIT_S = 1.0
@@ -69,6 +69,7 @@ class _Attempts:
 
     def __init__(self, job: Job) -> None:
         self.job, self.given_resume = job, job.resume
+        self.home = home_of(job.effective, job.folder)
         self.budget: int = job.effective.config.train.restarts
         self.began = time.monotonic()
         self.entries: list[dict[str, Any]] = []
@@ -77,12 +78,12 @@ class _Attempts:
 
     def checkpoint(self) -> Path | None:
         """The newest checkpoint of this run."""
-        return next(iter(publish.scan(self.job.folder / CHECKPOINTS)), None)
+        return next(iter(publish.scan(self.home)), None)
 
     def let_writers_end(self) -> None:
         """Wait for a checkpoint that the dead ranks' writers are about to publish, or give up."""
         until = time.monotonic() + WRITERS_S
-        while time.monotonic() < until and any((self.job.folder / CHECKPOINTS).glob("step-*.tmp-*")):
+        while time.monotonic() < until and publish.under_way(self.home):
             time.sleep(0.05)
 
     def saved_step(self) -> int:
@@ -133,7 +134,7 @@ class _Attempts:
         """Settle the next attempt: from where, on how many ranks, after how long a wait."""
         log = self.job.folder / f"error-attempt{entry['attempt']}.log"
         log.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
-        resume = str(self.job.folder / CHECKPOINTS) if self.checkpoint() is not None else self.given_resume
+        resume = str(self.home) if self.checkpoint() is not None else self.given_resume
         self.job = self.job.with_(resume=resume, again=True)
         barren = 1 + len(self._without_progress(entry))
         entry["wait_s"] = min(MOST_WAIT_S, FIRST_WAIT_S * 2 ** (barren - 1))

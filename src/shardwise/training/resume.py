@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.checkpoint import publish
+from shardwise.checkpoint.remote import is_remote, place
 from shardwise.config import Effective
 from shardwise.errors import InputError
 
@@ -56,12 +57,12 @@ def find_run(asked: str | None, effective: Effective, name: str) -> tuple[Path |
     """
     if asked == NEW:
         return None, None, []
-    last = _last_run(Path(effective.config.train.out), name)
+    last = _last_run(effective, name)
     if asked is None:
         if last is None or _stopped_with(last) != settings_of(effective):
             return None, None, []
         said = f"{last} was asked to stop: this is the same command, and goes on with it (--resume new begins anew)"
-        return last, last / CHECKPOINTS, [said]
+        return last, home_of(effective, last), [said]
     if asked == AUTO:
         if last is None:
             return (
@@ -69,23 +70,33 @@ def find_run(asked: str | None, effective: Effective, name: str) -> tuple[Path |
                 None,
                 [f"{effective.config.train.out} has no run of '{name}' with a checkpoint: a new one begins"],
             )
-        return last, last / CHECKPOINTS, []
-    path = Path(asked)
-    if publish.scan(path / CHECKPOINTS):
-        return path, path / CHECKPOINTS, []
+        return last, home_of(effective, last), []
+    path = place(asked)
+    for home in () if is_remote(path) else (path / CHECKPOINTS, home_of(effective, path)):
+        if publish.scan(home):
+            return path, home, []
     if not publish.scan(path) and not (path / "manifest.json").exists():
         why = "there is no such folder" if not path.exists() else "neither it nor its `checkpoints` holds a checkpoint"
         raise InputError(f"--resume {asked}: {why}")
+    if is_remote(path):
+        return None, path, []
     run = next((above for above in (path.parent, path.parent.parent) if (above / CHECKPOINTS).is_dir()), None)
     inside = run is not None and (run / "config.toml").exists()
     return (run if inside else None), path, []
 
 
-def _last_run(out: Path, name: str) -> Path | None:
+def home_of(effective: Effective, run: Path) -> Path:
+    """Where a run's checkpoints lie."""
+    elsewhere = effective.config.train.checkpoint_folder
+    return run / CHECKPOINTS if elsewhere is None else place(elsewhere).absolute() / run.name
+
+
+def _last_run(effective: Effective, name: str) -> Path | None:
     """The newest run folder of this name that has a checkpoint."""
+    out = Path(effective.config.train.out)
     kind = re.compile(r"\d{8}-\d{6}-" + re.escape(name) + r"(-\d+)?")
     found = [path for path in (out.iterdir() if out.is_dir() else ()) if kind.fullmatch(path.name)]
-    found = [path for path in found if publish.scan(path / CHECKPOINTS)]
+    found = [path for path in found if publish.scan(home_of(effective, path))]
     return max(found, key=lambda path: (path.name[:15], len(path.name), path.name), default=None)
 
 

@@ -1,0 +1,212 @@
+"""Checkpoints in a store that hosts reach by an address (s3://, gs://, ...), through fsspec. Without torch.
+
+    step-00000012-1795400000000000/rank-00003.safetensors    written, read back
+                                   rank-00003.json           what is in it, and its digest
+                                   manifest.json             last: with it the folder is a checkpoint, without it none
+
+No rename is relied on, and nothing that is there is written again. What is not whole (a store may show half a file) has
+not its digest, and is not believed. To withdraw a checkpoint is to remove its manifest first.
+
+Options of a store (keys, end points) come from fsspec's own configuration and from the store's variables.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from shardwise.checkpoint.files import CHUNK, Disk, digest_of, must_be
+from shardwise.errors import InputError
+
+EXTRA = "remote"
+AT_ONCE = 2**26  # bytes of one request
+
+
+class RemotePath:
+    """A place in a store, with as much of `Path` as checkpoints need."""
+
+    def __init__(self, store: Any, path: str) -> None:
+        self.store, self.path = store, path.rstrip("/")
+
+    def __truediv__(self, name: str) -> RemotePath:
+        return RemotePath(self.store, f"{self.path}/{name}")
+
+    def __str__(self) -> str:
+        return str(self.store.unstrip_protocol(self.path))
+
+    def __repr__(self) -> str:
+        return f"RemotePath({self})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RemotePath) and str(self) == str(other)
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
+    @property
+    def name(self) -> str:
+        """The last part."""
+        return self.path.rpartition("/")[2]
+
+    @property
+    def parent(self) -> RemotePath:
+        """What it lies in."""
+        return RemotePath(self.store, self.path.rpartition("/")[0])
+
+    def absolute(self) -> RemotePath:
+        """Itself."""
+        return self
+
+    def is_symlink(self) -> bool:
+        """A store has none that anybody could follow."""
+        return False
+
+    def exists(self) -> bool:
+        """Whether it is there now, whatever was listed before."""
+        with told(self):
+            self.store.invalidate_cache()
+            return bool(self.store.exists(self.path))
+
+    def is_file(self) -> bool:
+        """Whether it is there and no folder."""
+        with told(self):
+            return bool(self.store.isfile(self.path))
+
+    def is_dir(self) -> bool:
+        """Whether anything lies in it."""
+        with told(self):
+            return bool(self.store.isdir(self.path))
+
+    def size(self) -> int:
+        """Bytes of a file."""
+        with told(self):
+            return int(self.store.info(self.path)["size"])
+
+    def names(self) -> list[str]:
+        """What lies in it; nothing where it is not there."""
+        with told(self):
+            self.store.invalidate_cache()
+            if not self.store.exists(self.path):
+                return []
+            return [str(found).rstrip("/").rpartition("/")[2] for found in self.store.ls(self.path, detail=False)]
+
+    @contextmanager
+    def open(self, mode: str = "rb", buffering: int = -1) -> Iterator[Any]:
+        """As a file, to be read."""
+        with told(self), self.store.open(self.path, mode) as file:
+            yield file
+
+    def read_bytes(self) -> bytes:
+        """All of it."""
+        with told(self):
+            return bytes(self.store.cat_file(self.path))
+
+    def read_text(self, encoding: str = "utf-8", errors: str = "strict") -> str:
+        """All of it, as text."""
+        return self.read_bytes().decode(encoding, errors)
+
+    def read_range(self, begin: int, size: int) -> bytes:
+        """At most `size` bytes from `begin` on; fewer where that is much for one request."""
+        with told(self):
+            return bytes(self.store.cat_file(self.path, start=begin, end=begin + min(size, AT_ONCE)))
+
+
+class RemoteDisk(Disk):
+    """What changes files of a store."""
+
+    def folder(self, path: Path) -> None:
+        """Where a store has folders, make one."""
+        self.reached("create", path)
+        with told(path):
+            path.store.makedirs(path.path, exist_ok=True)  # type: ignore[attr-defined]
+
+    def file(self, path: Path, parts: Iterable[bytes | memoryview], read_back: bool = False) -> str:
+        """A new file with these bytes. Returns their digest."""
+        self.reached("create", path)
+        digest = xxhash.xxh3_128()
+        with told(path), path.store.open(path.path, "wb") as file:  # type: ignore[attr-defined]
+            for part in parts:
+                view = memoryview(part).cast("B")
+                for start in range(0, len(view), CHUNK):
+                    chunk = view[start : start + CHUNK]
+                    digest.update(chunk)
+                    self.reached("write", path)
+                    file.write(chunk)
+            self.reached("sync", path)
+        if read_back:
+            must_be(path, digest_of(path), digest.hexdigest())
+        return digest.hexdigest()
+
+    def small(self, path: Path, data: bytes) -> None:
+        """A small file; who reads it looks at its digest."""
+        self.file(path, [data])
+
+    def replace(self, path: Path, data: bytes) -> None:
+        """The same in place of another."""
+        self.file(path, [data])
+
+    def sync_folder(self, path: Path) -> None:
+        """Names last once they are there."""
+
+    def remove(self, path: Path) -> None:
+        """Remove a file or a folder with all that is in it."""
+        self.reached("remove", path)
+        with told(path):
+            if path.exists():
+                path.store.rm(path.path, recursive=True)  # type: ignore[attr-defined]
+
+    def withdraw(self, path: Path, why: str) -> Path:
+        """Make a checkpoint none: its manifest gets another name."""
+        text = (path / "manifest.json").read_bytes()
+        self.file(path / f"manifest.json.{why}", [text])
+        self.remove(path / "manifest.json")
+        return path
+
+
+@contextmanager
+def told(path: Any) -> Iterator[None]:
+    """What a store fails with, as an `OSError` with the address."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+    except Exception as error:
+        raise OSError(errno.EIO, f"{type(error).__name__}: {error}", str(path)) from error
+
+
+def place(text: Any) -> Path:
+    """A folder, or a place in a store where the text has `://`. `InputError` where fsspec or the store's package lacks.
+
+    What comes back for an address is a `RemotePath`, which stands in for a `Path` in this room.
+    """
+    if "://" not in str(text):
+        return Path(text)
+    if isinstance(text, RemotePath):
+        return text  # type: ignore[return-value]
+    try:
+        import fsspec
+
+        store, path = fsspec.core.url_to_fs(str(text))
+    except ImportError as error:
+        raise InputError(
+            f"{text}: {error}; it takes fsspec (pip install shardwise[{EXTRA}]) and what fsspec reads that store by"
+        ) from error
+    except ValueError as error:
+        raise InputError(f"{text}: {error}") from error
+    return RemotePath(store, path)  # type: ignore[return-value]
+
+
+def is_remote(path: Path) -> bool:
+    """Whether it is a place in a store."""
+    return isinstance(path, RemotePath)
+
+
+def disk_of(path: Path) -> Disk:
+    """What changes files there."""
+    return RemoteDisk() if is_remote(path) else Disk()
