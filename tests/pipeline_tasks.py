@@ -190,6 +190,44 @@ def skips() -> Task:
     return task(Skips)
 
 
+class GivesTwice(nn.Module):
+    """Gives its result and a list in which it is again, beside what it was given; made once, it keeps a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mask", None, persistent=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        if self.mask is None:
+            self.register_buffer("mask", torch.arange(WIDTH, device=x.device) % 3 > 0, persistent=False)
+        y = torch.tanh(self.layer(x)) * self.mask
+        return y, (x, y)
+
+
+class SkipsGivenTwice(nn.Module):
+    """A U-Net whose way down hands on each result together with the skips, among which it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList([GivesTwice() for _ in range(3)])
+        self.up = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(6)])
+        self.head = nn.Linear(WIDTH, OUT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept: tuple[Tensor, ...] = ()
+        for block in self.down:
+            x, more = block(x)
+            kept += more
+        for layer in self.up:
+            x, kept = layer(x * kept[-1]), kept[:-1]
+        return self.head(x)
+
+
+def skips_given_twice() -> Task:
+    return task(SkipsGivenTwice)
+
+
 def two_layers() -> Task:
     return task(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, OUT)))
 

@@ -117,7 +117,8 @@ MODULES = [
     ("sequential", "pp=4,schedule=zbh1"), ("widths", "pp=2,schedule=dualpipev"), ("encoder", "pp=2"),
     ("residual", "pp=2,stages=blocks.2.1"), ("reused", "pp=3,schedule=zbh2"), ("conditioned", "pp=4"),
     ("draws_at_root", "pp=2"), ("viewed", "pp=2,schedule=zbh1,stages=blocks.0"),
-    ("viewed_with_base", "pp=2,stages=blocks.0"), ("skips", "pp=4,schedule=zbh1"), ("unet_group", "pp=2,schedule=zbh1"),
+    ("viewed_with_base", "pp=2,stages=blocks.0"), ("skips", "pp=4,schedule=zbh1"), ("skips_given_twice", "pp=3"),
+    ("unet_group", "pp=2,schedule=zbh1"),
     ("hf_t5", "pp=2,schedule=zbv"),
 ]  # fmt: skip
 ARCHITECTURES = [name for name in vars(pipeline_tasks) if name.startswith("hf_")]

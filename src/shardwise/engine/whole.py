@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from shardwise.comm import broadcast
+from shardwise.comm.text import gather_json
 from shardwise.host import read
 from shardwise.parallel.pipeline.messages import DTYPES, MOST_DIMS
 from shardwise.step.staged import StagedForward
@@ -35,14 +36,20 @@ def full_gradients(state: RankState) -> Iterator[tuple[str, torch.Tensor | None]
 
 def full_buffers(state: RankState) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) of every buffer, as the stage has it that uses it. Collective under a pipeline."""
+    held = dict(state.module.named_buffers())
     if state.staged is None:
-        yield from state.module.named_buffers()
+        yield from held.items()
         return
-    for name, buffer in state.module.named_buffers():
-        owner = state.staged.cut.buffers[name]
-        found = _handed_out(state.staged, buffer if owner == state.staged.axis.index else None, owner)
-        assert found is not None
-        yield name, found
+    for name, owner in (state.staged.cut.buffers | _born_later(state.staged, held)).items():
+        found = _handed_out(state.staged, held.get(name) if owner == state.staged.axis.index else None, owner)
+        if found is not None:
+            yield name, found
+
+
+def _born_later(staged: StagedForward, held: dict[str, torch.Tensor]) -> dict[str, int]:
+    """Name -> first stage that has it, of buffers that a forward made and the constructor did not. Collective."""
+    later = gather_json(sorted(held.keys() - staged.cut.buffers.keys()), staged.axis, staged.device)
+    return {name: index for index, names in reversed([*enumerate(later)]) for name in names}
 
 
 def used_parameters(state: RankState) -> Iterator[tuple[str, torch.Tensor]]:
@@ -57,9 +64,10 @@ def used_parameters(state: RankState) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def used_buffers(state: RankState) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of each buffer that this rank's stages use, as they have it."""
+    """(name, tensor) of each buffer that this rank's stages use, as they have it; under a pipeline of those that the
+    constructor made."""
     for name, buffer in state.module.named_buffers():
-        if state.staged is None or state.staged.cut.buffers[name] == state.staged.axis.index:
+        if state.staged is None or state.staged.cut.buffers.get(name) == state.staged.axis.index:
             yield name, buffer
 
 

@@ -224,16 +224,20 @@ def _made_up(
 ) -> tuple[Any]:
     """The result of a call that was left out: right in shape and kind, NaN in every value.
 
+    A tensor that the call gives twice, or was given and gives on, is one tensor here too: what arrives for it is seen
+    wherever the caller holds it.
+
     along   how each leaf is cut over `axes`; empty where all are whole
     """
     leaves, _ = tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     shapes = made_up_shapes(skip, [tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None for leaf in leaves])
-    made = []
+    made: list[Any] = []
+    known = {number: leaf for number, leaf in zip(skip.call.arguments, leaves, strict=True) if number is not None}
     cuts = along or [()] * len(shapes)
     for leaf, like, shape, cut in zip(skip.call.leaves, skip.like, shapes, cuts, strict=True):
-        if leaf.tensor is None:
-            made.append(leaf.value)
+        if leaf.tensor is None or leaf.tensor in known:
+            made.append(leaf.value if leaf.tensor is None else known[leaf.tensor])
             continue
         assert leaf.dtype is not None
         dtype = compute if leaf.dtype.is_floating_point else leaf.dtype
@@ -246,6 +250,9 @@ def _made_up(
                 f"the shape of what '{skip.path}' gives, {leaf.shape} for {skip.samples[0]} samples, does not follow "
                 "from its arguments on other samples, and a stage leaves it out: name other places with stages="
             )
-        made.append(filled([n for n in shape if n is not None], fill, cut, axes, tensors, dtype=dtype, device=device))
+        known[leaf.tensor] = filled(
+            [n for n in shape if n is not None], fill, cut, axes, tensors, dtype=dtype, device=device
+        )
+        made.append(known[leaf.tensor])
     assert skip.call.spec is not None
     return (tree_unflatten(made, skip.call.spec),)
