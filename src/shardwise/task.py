@@ -48,13 +48,18 @@ def default_optimizer(groups: list[dict]) -> Optimizer:
     return torch.optim.AdamW(groups, lr=1e-3)
 
 
+BOUNDARIES = ("zeros", "periodic", "reflect", "replicate", "pole")
+
+
 @dataclass(frozen=True)
 class Domain:
     """Which dims of a task's tensors are space, for plans that cut space into tiles (`domain=2x3`).
 
     dims      of every tensor that has space, in the order of the plan's degrees: (-2, -1), or (1, 2) for (B, H, W, C)
     names     what people call them
-    boundary  by name, what an operation that pads with zeros finds beyond the field's edges: "zeros" (the default)
+    boundary  by name, what convolutions and pooling find beyond the field's edges where they pad by themselves:
+              "zeros" (as the module is written), "periodic", "reflect", "replicate", or "pole": mirrored, and turned by
+              half of the dim that is periodic. It holds in one process too: `Task.model()` builds the module with it
     """
 
     dims: tuple[int, ...]
@@ -70,11 +75,23 @@ class Domain:
         for name, kind in self.boundary.items():
             if name not in self.names:
                 raise InputError(f"Domain.boundary: no dim is called {name!r} (names: {', '.join(self.names)})")
-            if kind != "zeros":
-                raise InputError(
-                    f"Domain.boundary: {name}={kind!r} would change what one process computes, which pads with what "
-                    "the module says: pad in the module (padding_mode='circular', F.pad) and leave it at 'zeros'"
-                )
+            if kind not in BOUNDARIES:
+                raise InputError(f"Domain.boundary: {name}={kind!r} is none of {', '.join(BOUNDARIES)}")
+        kinds = list(self.boundary.values())
+        if any(kind != "zeros" for kind in kinds) and len({d < 0 for d in self.dims}) > 1:
+            raise InputError(f"Domain.boundary: count all dims from the front or all from the back, got {self.dims!r}")
+        if "pole" in kinds and (kinds.count("pole"), kinds.count("periodic")) != (1, 1):
+            raise InputError(
+                f"Domain.boundary: beyond a pole the field goes on half way around the dim that is periodic: 'pole' "
+                f"needs one other dim that is 'periodic', got {dict(self.boundary)!r}"
+            )
+
+    @property
+    def edges(self) -> tuple[tuple[str, str], ...]:
+        """(name, boundary) of each dim, in the order in which they lie in a tensor; () where all are zeros."""
+        names = [name for _, name in sorted(zip(self.dims, self.names, strict=False))]
+        found = tuple((name, self.boundary.get(name, "zeros")) for name in names)
+        return found if any(kind != "zeros" for _, kind in found) else ()
 
     def told(self) -> str:
         """For people: "lat (-2), lon (-1)"."""
@@ -146,6 +163,11 @@ class Task:
             raise InputError(f"Task.metrics must be callable, got {type(self.metrics).__name__}")
         if self.spatial is not None and not isinstance(self.spatial, Domain):
             raise InputError(f"Task.spatial must be a shardwise.Domain, got {type(self.spatial).__name__}")
+        edges = () if self.spatial is None else self.spatial.edges
+        if edges or hasattr(self.model, "edges"):
+            from shardwise.boundary import bounded
+
+            object.__setattr__(self, "model", bounded(self.model, edges))
 
     def with_(self, **changes: Any) -> Task:
         """A copy with some fields replaced."""

@@ -7,16 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
+from shardwise.boundary import Sizes, each, paddings
 from shardwise.parallel.domain.maps import Sliding, Spreading
 from shardwise.parallel.domain.tiles import answers, cuts, used, windowed
-
-Sizes = int | Sequence[int]
-
-
-def each(value: Sizes, dims: int) -> list[int]:
-    """One number for each spatial dim."""
-    found = [value] if isinstance(value, int) else list(value)
-    return found * dims if len(found) == 1 else found
 
 
 def _convolution(plain: Callable, dims: int) -> Callable:
@@ -30,7 +23,7 @@ def _convolution(plain: Callable, dims: int) -> Callable:
         if not found:
             return plain(input, weight, bias, stride, padding, dilation, groups)
         strides, dilations, kernel = each(stride, dims), each(dilation, dims), weight.shape[2:]
-        before, after = _paddings(padding, kernel, dilations)
+        before, after = paddings(padding, kernel, dilations)
         tiled = {cut.dim - first for cut in found}
         along = {}
         for d in tiled:
@@ -48,19 +41,6 @@ def _convolution(plain: Callable, dims: int) -> Callable:
         return windowed(input, along, found, local)
 
     return convolution
-
-
-def _paddings(padding: Sizes | str, kernel: Sequence[int], dilations: list[int]) -> tuple[list[int], list[int]]:
-    """Zeros in front of and behind each dim."""
-    if padding == "valid":
-        padding = 0
-    if padding == "same":
-        both = [d * (k - 1) for d, k in zip(dilations, kernel, strict=True)]
-        return [n // 2 for n in both], [n - n // 2 for n in both]
-    if isinstance(padding, str):
-        raise ValueError(f"padding must be a number, 'same' or 'valid', got {padding!r}")
-    found = each(padding, len(kernel))
-    return found, found
 
 
 def _positive(size: int, input: torch.Tensor, kernel: Sequence[int]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from shardwise.parallel.domain.convolve import Sizes, each
+from shardwise.boundary import Sizes, each
 from shardwise.parallel.domain.maps import Sliding, Spreading
 from shardwise.parallel.domain.tiles import answers, cuts, windowed
 

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from shardwise.boundary import each
 from shardwise.device import on_host
 from shardwise.host import to_device
-from shardwise.parallel.domain.convolve import each
 from shardwise.parallel.domain.maps import Sliding
 from shardwise.parallel.domain.tables import Table, applied, entries, opened_for, output_size
 from shardwise.parallel.domain.tiles import CutDim, answers, cuts, opened, placed, windowed
