@@ -159,6 +159,20 @@ def unet_group() -> Task:
     return _task(lambda: UNet("group"), _fields(3, 23, 37, samples=2))
 
 
+def unet_degree_batch() -> Task:
+    """One degree: 181 latitudes, the poles among them."""
+    return _task(lambda: UNet("batch", 2), _fields(3, 181, 360, samples=1), _area_weighted)
+
+
+def unet_degree_group() -> Task:
+    return _task(lambda: UNet("group", 2), _fields(3, 181, 360, samples=1), _area_weighted)
+
+
+def unet_quarter_group() -> Task:
+    """A quarter of a degree, one variable."""
+    return _task(lambda: UNet("group", 2, 1, 1), _fields(1, 721, 1440, samples=1, out=1))
+
+
 class States:
     """So many states of the atmosphere, 73 variables on 721 latitudes and 1440 longitudes, each followed by itself."""
 
@@ -414,6 +428,41 @@ class Pyramid(nn.Module):
 
 def pyramid() -> Task:
     return _task(Pyramid, _fields(3, 17, 15, samples=2))
+
+
+class Warped(nn.Module):
+    """Pooled with the places of the largest, put back there, and read where a flow says."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.flow, self.head = nn.Conv2d(3, 4, 3, 1, 1), nn.Conv2d(4, 2, 3, 1, 1), nn.Conv2d(4, 2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h, places = F.max_pool2d(self.stem(x).tanh(), 3, 2, 1, return_indices=True)
+        h = F.max_unpool2d(h * 2, places, 3, 2, 1, output_size=x.shape[-2:])
+        here = F.affine_grid(torch.eye(2, 3, dtype=x.dtype).expand(len(x), 2, 3), list(x.shape), align_corners=False)
+        flow = self.flow(h).tanh().permute(0, 2, 3, 1)
+        return self.head(F.grid_sample(h, here + flow / 4, align_corners=False))
+
+
+def warped() -> Task:
+    return _task(Warped, _fields(3, ROWS, COLUMNS, samples=2))
+
+
+class Aligned(nn.Module):
+    """A spatial transformer: the whole field says where it is read."""
+
+    def __init__(self):
+        super().__init__()
+        self.places, self.head = nn.Linear(3, 6), nn.Conv2d(3, 2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        theta = self.places(x.mean((2, 3))).view(-1, 2, 3) + torch.eye(2, 3, dtype=x.dtype)
+        return self.head(F.grid_sample(x, F.affine_grid(theta, list(x.shape), align_corners=True), align_corners=True))
+
+
+def aligned() -> Task:
+    return _task(Aligned, _fields(3, ROWS, COLUMNS, samples=2))
 
 
 def segformer() -> Task:

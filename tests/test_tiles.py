@@ -14,7 +14,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import shardwise.engine.positions  # noqa: F401 - functions on tiles, attention of cut positions
+from shardwise.boundary import Edges
 from shardwise.comm import Axis, Ledger, Observer
+from shardwise.errors import InputError
 from shardwise.layout import Plan
 from shardwise.layout.grid import SPACE
 from shardwise.mesh import build_mesh
@@ -298,11 +300,78 @@ def _net(rng: random.Random) -> Case:
     return Case("net", (2, 2, rng.randint(2, 40), rng.randint(2, 24)), run, weights, 2, {"crops": crops})
 
 
+def _boundary(rng: random.Random) -> Case:
+    """Operations that pad by themselves, under a declared boundary."""
+    kinds = rng.choice((("pole", "periodic"), ("periodic", "pole"), ("reflect", "periodic"), ("replicate", "zeros")))
+    kind, (h, v) = rng.choice(("conv", "same", "transposed", "max", "avg", "unfold")), _space(rng, 2)
+    k, step, pads = _of_each(rng, 2, 1, 4), _of_each(rng, 2, 1, 3), _of_each(rng, 2, 0, 3)
+    half = [min(n // 2, pad) for n, pad in zip(k, pads, strict=True)]
+    weight = (2, 3, *k) if kind == "transposed" else (3, 2, *k)
+    plain_op = {
+        "conv": lambda x, w: F.conv2d(x, w, None, step, pads),
+        "same": lambda x, w: F.conv2d(x, w, padding="same", dilation=2),
+        "transposed": lambda x, w: F.conv_transpose2d(x, w, None, step, half),
+        "max": lambda x, w: F.max_pool2d(x, k, step, half),
+        "avg": lambda x, w: F.avg_pool2d(x, k, step, half),
+        "unfold": lambda x, w: F.unfold(x, k, 1, pads, step),
+    }[kind]
+
+    def run(x, w):
+        with Edges(("lat", "lon"), kinds).entered("here"):
+            return plain_op(x, w)
+
+    told = {"kernel": k, "stride": step, "padding": pads}
+    return Case(f"{kind} {kinds}", (2, 2, 2 * h, 2 * v), run, [weight], 2, told)
+
+
+def _places(rng: random.Random) -> Case:
+    """Places of the largest, put back there; a field that is read at places that are computed."""
+    kind, dims = rng.choice(("indices", "unpool", "sampled", "from whole", "whole field")), rng.choice((1, 2, 2, 3))
+    dims = dims if kind in ("indices", "unpool") else 2
+    k = _of_each(rng, dims, 1, 4)
+    step, pads = [rng.randint(1, n) for n in k], [rng.randint(0, n // 2) for n in k]
+    gaps, ceil = _of_each(rng, dims, 1, 2) if kind == "indices" else [1] * dims, rng.random() < 0.3
+    space = tuple(max(n, (m - 1) * g + 1) for n, m, g in zip(_space(rng, dims), k, gaps, strict=True))
+    pool, unpool = getattr(F, f"max_pool{dims}d"), getattr(F, f"max_unpool{dims}d")
+    options = {"mode": rng.choice(("bilinear", "nearest", "bicubic")), "align_corners": rng.random() < 0.5}
+    options["padding_mode"] = rng.choice(("zeros", "border", "reflection"))
+
+    def indices(x, w):
+        y, places = pool(x, k, step, pads, gaps, ceil, return_indices=True)
+        return y * (1 + torch.sin(places.double()))
+
+    def unpooled(x, w):
+        y, places = pool(x, k, step, pads, 1, False, return_indices=True)
+        return unpool(y * 2, places, k, step, pads, output_size=space)
+
+    def sampled(x, w):
+        grid = torch.tanh(F.conv2d(x, w, padding=1)).permute(0, 2, 3, 1) * 1.2
+        return F.grid_sample(x, grid, **options)
+
+    def whole_grid(x, w):
+        theta = torch.cat([w.flatten()[:6].view(1, 2, 3)] * 2)
+        return F.grid_sample(x, F.affine_grid(theta, (2, 2, space[0], space[1] + 2), align_corners=False), **options)
+
+    def whole_field(x, w):
+        grid = torch.tanh(x).permute(0, 2, 3, 1)
+        return F.grid_sample(torch.cat([w[:1], w[1:]]), grid, **options)
+
+    run = {
+        "indices": indices,
+        "unpool": unpooled,
+        "sampled": sampled,
+        "from whole": whole_grid,
+        "whole field": whole_field,
+    }[kind]
+    told = {"kernel": k, "stride": step, "padding": pads, "dilation": gaps, "ceil": ceil, **options}
+    return Case(kind, (2, 2, *space), run, [(2, 2, 3, 3)], dims, told)
+
+
 DRAWS = {
     "net": _net, "convolution": _convolution, "pool": _pool, "padding": _padding, "norm": _norm,
     "resizing": _resizing, "adaptive": _adaptive, "shuffle": _shuffle, "order": _order, "windows": _windows,
     "patches": _patches, "attention": _attention, "fourier": _fourier,
-    "modules": _modules,
+    "modules": _modules, "boundary": _boundary, "places": _places,
 }  # fmt: skip
 
 
@@ -318,7 +387,7 @@ def _whole(case: Case, seed: int) -> tuple | None:
         y = case.run(x, *params)
         weight = torch.randn(y.shape, dtype=y.dtype, generator=draws)
         (y * weight).real.sum().backward()
-    except (RuntimeError, ValueError):
+    except (RuntimeError, ValueError, InputError):
         return None
     if not y.isfinite().all():  # windows that lie in the padding alone
         return None

@@ -225,16 +225,13 @@ def test_fewer_samples_than_devices_are_cut() -> None:
 
 
 def test_memory_of_tiles_follows_their_number() -> None:
-    """Of a U-Net: half as much on twice the tiles. Beside one process, a tile also keeps what its convolutions fetched
-    next to what ReLU kept, and its norms are several kernels: more than its share.
-    """
+    """Of a U-Net: within 15% of its share. Backward puts windows together again, and norms are several kernels."""
     task = _forecaster(361, 720)
     peaks = {}
     for text in ("single", "domain=1x2", "domain=2x2"):
         plan = Plan.parse(text)
         peaks[plan.tiles] = simulate(task, plan, "4 h100-sxm-80gb", global_batch=1).worst.terms["micro-batch"]
-    assert peaks[4] == pytest.approx(peaks[2] / 2, rel=0.05)
-    assert peaks[1] / 2 < peaks[2] < 1.4 * peaks[1] / 2
+    assert all(peaks[1] / n < peaks[n] < 1.15 * peaks[1] / n for n in (2, 4)), peaks
 
 
 def test_a_decoder_by_its_numbers_has_no_tiles() -> None:

@@ -55,12 +55,14 @@ def find_positions(
         results: dict[tuple[str, int], tuple[Along, ...]] = {}
 
         seen: list[sequence.AttentionCall] = []
+        gathers: list[domain.Gather] = []
 
         def stops(
-            tried: Candidate, derived: Derived = derived, results: dict = results, seen: list = seen
+            tried: Candidate, derived: Derived = derived, results: dict = results, seen: list = seen,
+            gathers: list = gathers,
         ) -> RefusedPlan | None:  # fmt: skip
             ends = (
-                _rehearse(task, plan, precision, built, batch, tried, derived, last, results, row_wise, seen)
+                _rehearse(task, plan, precision, built, batch, tried, derived, last, results, row_wise, seen, gathers)
                 for last in (False, True)
             )
             return next((error for error in ends if error is not None), None)
@@ -71,7 +73,7 @@ def find_positions(
             if any(one.causal and not one.heads and one.axis.name == "cp" for one in seen):
                 zigzag = replace(candidate, positions=replace(positions, zigzag=True))
                 positions = zigzag.positions if stops(zigzag) is None else positions
-            said = tuple(sequence.explained(seen))
+            said = (*sequence.explained(seen), *domain.explained(gathers))
             shapes = _shapes_of_fields(task, plan, batch, positions)
             return replace(positions, results=results, routes=said, shapes=shapes)
         stopped.append(f"{candidate.said} cannot be cut: {error}")
@@ -152,7 +154,7 @@ def tiled_sizes(task: Task, plan: Plan, batch: Any) -> tuple[int, ...]:
 def _rehearse(
     task: Task, plan: Plan, precision: Precision, built: Built, batch: Any, candidate: Candidate, derived: Derived,
     last: bool, results: dict[tuple[str, int], tuple[Along, ...]], row_wise: Sequence[Stack],
-    seen: list[sequence.AttentionCall],
+    seen: list[sequence.AttentionCall], gathers: list[domain.Gather],
 ) -> RefusedPlan | None:  # fmt: skip
     """The refusal, or None, of a trial forward and backward as the first (or last) rank of the axes, nothing sent.
 
@@ -165,11 +167,16 @@ def _rehearse(
     def run(module: nn.Module, batch: Any) -> Any:
         undo = positions.inside.install(module) if positions.inside is not None else lambda: None
         try:
-            with _noting(module, results), on_own_rows(module, row_wise), sequence.watching() as found:
+            with (
+                _noting(module, results),
+                on_own_rows(module, row_wise),
+                sequence.watching() as found,
+                domain.watching() as gathered,
+            ):
                 loss = alone(module, batch)
         finally:
             undo()
-        seen[:] = found
+        seen[:], gathers[:] = found, gathered
         return loss
 
     ledger = derived.ledger

@@ -8,7 +8,9 @@ from shardwise.parallel.domain import (  # noqa: F401 - functions on tiles
     patches,
     pooling,
     resize,
+    sampling,
 )
+from shardwise.parallel.domain.gathers import Gather, explained, watching
 from shardwise.parallel.domain.inputs import candidates
 
-__all__ = ["candidates"]
+__all__ = ["Gather", "candidates", "explained", "watching"]

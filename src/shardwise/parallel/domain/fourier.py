@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from shardwise.parallel.domain.gathers import noted
 from shardwise.parallel.domain.tiles import CutDim, answers, cuts, opened, placed
 from shardwise.part import Owners, Uncut
 from shardwise.part.levels import Distributed
@@ -125,5 +126,6 @@ def write(target: torch.Tensor, index: Any, value: Any) -> None:
     """`target[index] = value` where a whole tensor takes in a tile: all of it, since every rank holds the target."""
     if not isinstance(target, Distributed):
         for cut in cuts(value, range(value.dim())) if isinstance(value, torch.Tensor) else ():
+            noted("a field that is written into a whole tensor", value, cut)
             value = whole_over_axis(value, cut.axis)
     target[index] = value

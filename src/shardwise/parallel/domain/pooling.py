@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from shardwise.host import to_device
-from shardwise.parallel.domain.convolve import Sizes, each
-from shardwise.parallel.domain.maps import Sliding
-from shardwise.parallel.domain.tiles import CutDim, answers, cuts, windowed
+from shardwise.boundary import Sizes, each
+from shardwise.host import require, to_device
+from shardwise.parallel.domain.maps import Sliding, Spreading, reads
+from shardwise.parallel.domain.tiles import CutDim, answers, cuts, fetched, opened, placed, windowed
 from shardwise.part.cuts import REMEMBERED, Uncut
 
 
@@ -61,15 +63,20 @@ def _max_pool(plain: Callable, with_places: Callable, dims: int) -> None:
         found = cuts(input, range(-dims, 0))
         if not found:
             return plain(input, kernel_size, stride, padding, dilation, ceil_mode, return_indices)
-        if return_indices:
-            raise Uncut(f"max_pool{dims}d with return_indices on tiles: its indices count the whole field")
         kernels, strides, dilations, windows = _slides(input, dims, kernel_size, stride, padding, dilation, ceil_mode)
         around, first = _edges(input, windows, found), input.dim() - dims
 
         def local(window: torch.Tensor) -> torch.Tensor:
             window = F.pad(window, around, value=lowest) if any(around) else window
-            return plain(window, kernels, strides, 0, dilations)
+            if not return_indices:
+                return plain(window, kernels, strides, 0, dilations)
+            output, places = with_places(window, kernels, strides, 0, dilations)
+            return output, _in_field(places, window.shape[first:], origin, input.shape[first:])
 
+        origin = [-window.before for window in windows]  # of what this rank pools, in the field
+        for cut in found:
+            wanted = reads(cut.owners, windows[cut.dim - first]).wanted
+            origin[cut.dim - first] = wanted[cut.axis.index][0][0]
         lowest = -torch.inf if input.is_floating_point() else torch.iinfo(input.dtype).min
         along = {cut.dim: windows[cut.dim - first] for cut in found}
         return windowed(input, along, found, local, lowest)
@@ -82,6 +89,79 @@ def _max_pool(plain: Callable, with_places: Callable, dims: int) -> None:
 
     answers(plain)(max_pool)
     answers(with_places)(with_indices)
+
+
+def _in_field(
+    places: torch.Tensor, window: Sequence[int], origin: Sequence[int], field: Sequence[int]
+) -> torch.Tensor:  # fmt: skip
+    """Places counted in the whole field, of places counted in a window of it that begins at `origin`."""
+    found, left = torch.zeros_like(places), places
+    for d, n in enumerate(field):
+        behind = math.prod(window[d + 1 :])
+        found = found * n + (left // behind + origin[d]).clamp(0, n - 1)
+        left = left % behind
+    return found
+
+
+def _max_unpool(plain: Callable, dims: int) -> None:
+    def max_unpool(
+        input: torch.Tensor, indices: torch.Tensor, kernel_size: Sizes, stride: Sizes | None = None,
+        padding: Sizes = 0, output_size: Any = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """A field of zeros with each input at its place, of which any spatial dim may be cut."""
+        first = input.dim() - dims
+        found = cuts(input, range(first, input.dim()))
+        if not found:
+            return plain(input, indices, kernel_size, stride, padding, output_size)
+        kernels, pads = each(kernel_size, dims), each(padding, dims)
+        strides = each(stride, dims) if stride not in (None, [], ()) else kernels
+        size = [(n - 1) * s - 2 * p + k
+                for n, s, p, k in zip(input.shape[first:], strides, pads, kernels, strict=True)]  # fmt: skip
+        size = size if output_size is None else list(output_size)[-dims:]
+        if [(cut.axis, cut.owners) for cut in cuts(indices, range(first, input.dim()))] != [
+            (cut.axis, cut.owners) for cut in found
+        ]:
+            raise Uncut(f"max_unpool{dims}d of a tile whose indices are dealt otherwise")
+        along = {cut.dim: Spreading(size[d], kernels[d], strides[d], pads[d])
+                 for cut in found for d in [cut.dim - first]}  # fmt: skip
+        plans = {cut.dim: reads(cut.owners, along[cut.dim]) for cut in found}
+        _near(indices, found, along, size, f"max_unpool{dims}d")
+        origin, extents = [0] * dims, list(size)
+        for cut in found:
+            span = plans[cut.dim].owners.span(cut.axis.index) or (0, 0)
+            origin[cut.dim - first], extents[cut.dim - first] = span
+            indices = fetched(indices, cut, plans[cut.dim].wanted, -1)
+            input = fetched(input, cut, plans[cut.dim].wanted)
+        inside, place, left = indices >= 0, torch.zeros_like(indices), indices
+        for d in range(dims):
+            behind = math.prod(size[d + 1 :])
+            at = left // behind - origin[d]
+            inside, left = inside & (at >= 0) & (at < extents[d]), left % behind
+            place = place * extents[d] + at
+        cells = math.prod(extents)
+        place = torch.where(inside, place, cells)  # what lies elsewhere goes to a cell that is dropped
+        flat = input.new_zeros((*input.shape[:first], cells + 1))
+        flat = flat.scatter(-1, place.flatten(first), input.flatten(first))
+        after = [CutDim(cut.axis, cut.dim, plans[cut.dim].owners) for cut in found]
+        return placed(flat.narrow(-1, 0, cells).unflatten(-1, extents), after)
+
+    answers(plain)(max_unpool)
+
+
+def _near(
+    indices: torch.Tensor, found: list[CutDim], along: dict[int, Spreading], size: Sequence[int], what: str
+) -> None:  # fmt: skip
+    """Raise, or let a device assert, that each place lies in the window from which it was pooled: none else is read."""
+    first, mine = indices.dim() - len(size), opened(indices, found)
+    held = torch.ones((), dtype=torch.bool, device=mine.device)
+    for cut in found:
+        d, window = cut.dim - first, along[cut.dim]
+        at = mine // math.prod(size[d + 1 :]) % size[d]
+        start = torch.as_tensor(cut.owners.indices(cut.axis.index)) * window.stride - window.before
+        start = to_device(start, mine.device).view([-1 if e == cut.dim else 1 for e in range(mine.dim())])
+        held = held & ((at >= start) & (at < start + window.kernel)).all()
+    error = f"{what} of tiles: a place lies outside the window of its kernel and stride, and is not fetched"
+    require(held, lambda: Uncut(error))
 
 
 def _avg_pool(plain: Callable, dims: int) -> Callable:
@@ -123,10 +203,11 @@ def _factors(window: Sliding, n: int, padded: bool) -> tuple[float, ...] | None:
     return None if (counted == window.kernel).all() else tuple(float(x) for x in window.kernel / counted)
 
 
-for _dims, _max, _with_places, _avg in (
-    (1, F.max_pool1d, F.max_pool1d_with_indices, F.avg_pool1d),
-    (2, F.max_pool2d, F.max_pool2d_with_indices, F.avg_pool2d),
-    (3, F.max_pool3d, F.max_pool3d_with_indices, F.avg_pool3d),
+for _dims, _max, _with_places, _avg, _unpool in (
+    (1, F.max_pool1d, F.max_pool1d_with_indices, F.avg_pool1d, F.max_unpool1d),
+    (2, F.max_pool2d, F.max_pool2d_with_indices, F.avg_pool2d, F.max_unpool2d),
+    (3, F.max_pool3d, F.max_pool3d_with_indices, F.avg_pool3d, F.max_unpool3d),
 ):
     _max_pool(_max, _with_places, _dims)
     _avg_pool(_avg, _dims)
+    _max_unpool(_unpool, _dims)

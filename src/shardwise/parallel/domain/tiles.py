@@ -13,27 +13,18 @@ of a fetch gives each gradient back to its owner and adds; the gradient of a wei
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
 from shardwise.comm import Axis
+from shardwise.parallel.domain.kept import CutDim, kept_apart
 from shardwise.parallel.domain.maps import Map, reads
-from shardwise.part import Owners, Part, Sum, Uncut
+from shardwise.part import Part, Sum, Uncut
 from shardwise.part.levels import Distributed
 from shardwise.part.moves import Wanted, fetch, from_axis, give_back, replaced_from_axis
 from shardwise.part.tensor import FUNCTIONS, share_of
-
-
-@dataclass(frozen=True)
-class CutDim:
-    """A dim of a tensor that is cut over an axis of positions."""
-
-    axis: Axis
-    dim: int
-    owners: Owners
 
 
 def cuts(tensor: Any, dims: Iterable[int]) -> list[CutDim]:
@@ -140,26 +131,35 @@ def windowed(
     tensor: torch.Tensor,
     along: Mapping[int, Map],
     found: list[CutDim],
-    operation: Callable[[torch.Tensor], torch.Tensor],
+    operation: Callable[[torch.Tensor], Any],
     fill: float = 0.0,
-) -> torch.Tensor:
+) -> Any:
     """`operation` on what this rank's outputs read, as this rank's tile of the result. Collective.
 
     along      by dim (not negative): its outputs and what they read; others keep their cuts, and dims their place
-    operation  the local one, which pads nothing along these dims; what it gives beyond this rank's outputs is dropped
+    operation  the local one, which pads nothing along these dims; what it gives (a tensor, or several of one shape)
+               beyond this rank's outputs is dropped
     fill       what is read outside the tensor
     """
     plans = [reads(cut.owners, along[cut.dim]) if cut.dim in along else None for cut in found]
+    whole = tensor
     for cut, plan in zip(found, plans, strict=True):
         tensor = opened(tensor, [cut]) if plan is None else fetched(tensor, cut, plan.wanted, fill)
-    output = operation(tensor)
-    after = []
-    for cut, plan in zip(found, plans, strict=True):
-        me = cut.axis.index
-        if plan is not None and output.shape[cut.dim] != plan.owners.counts[me]:
-            output = output.narrow(cut.dim, plan.skip[me], plan.owners.counts[me])
-        after.append(cut if plan is None else CutDim(cut.axis, cut.dim, plan.owners))
-    return placed(output, after)
+    with kept_apart(tensor, whole, [(cut, plan.wanted) for cut, plan in zip(found, plans, strict=True) if plan]):
+        output = operation(tensor)
+    del tensor, whole
+    after = [
+        cut if plan is None else CutDim(cut.axis, cut.dim, plan.owners) for cut, plan in zip(found, plans, strict=True)
+    ]
+
+    def own(output: torch.Tensor) -> torch.Tensor:
+        for cut, plan in zip(found, plans, strict=True):
+            me = cut.axis.index
+            if plan is not None and output.shape[cut.dim] != plan.owners.counts[me]:
+                output = output.narrow(cut.dim, plan.skip[me], plan.owners.counts[me])
+        return placed(output, after)
+
+    return own(output) if isinstance(output, torch.Tensor) else tuple(map(own, output))
 
 
 def answers(*functions: Callable) -> Callable:

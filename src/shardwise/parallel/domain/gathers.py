@@ -1,0 +1,54 @@
+"""What tiles gather whole, and what it costs: noted while a rehearsal runs, told before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from shardwise.parallel.domain.kept import CutDim
+
+
+@dataclass(frozen=True)
+class Gather:
+    """One tensor that every tile gathers over one axis. `elements`: received by a rank for each sample."""
+
+    what: str
+    axis: str
+    ranks: int
+    elements: int
+
+
+_SEEN: list[list[Gather]] = []
+
+
+@contextmanager
+def watching() -> Iterator[list[Gather]]:
+    """Context: yields a list to which everything that is gathered inside is added."""
+    _SEEN.append([])
+    try:
+        yield _SEEN[-1]
+    finally:
+        _SEEN.pop()
+
+
+def noted(what: str, tensor: torch.Tensor, cut: CutDim) -> None:
+    """Note that a tensor (samples first) is gathered over the axis of a cut."""
+    elements = tensor.numel() // max(tensor.shape[0], 1) * (cut.axis.size - 1) // cut.axis.size
+    for seen in _SEEN:
+        seen.append(Gather(what, cut.axis.name, cut.axis.size, elements))
+
+
+def explained(seen: Sequence[Gather]) -> list[str]:
+    """Returns a line of text for each kind of tensor that is gathered."""
+    return [
+        f"{what} is gathered over {axis}={ranks}: in a forward a rank receives "
+        f"{sum(one.elements for one in seen if (one.what, one.axis) == (what, axis)):,} elements for a sample, and "
+        "holds all of it"
+        for what, axis, ranks in dict.fromkeys((one.what, one.axis, one.ranks) for one in seen)
+    ]
+
+
+__all__ = ["Gather", "explained", "noted", "watching"]
