@@ -8,6 +8,8 @@ import domain_tasks
 import numpy as np
 import pytest
 import torch
+import zarr
+from mutations.plant import Bug, planted
 
 from shardwise import Domain, parallelize, verify
 from shardwise.checkpoint.load import restore
@@ -27,7 +29,8 @@ CASES = (
     ("resnet", "domain=2,pp=2"), ("vit", "domain=2x2"), ("vit", "domain=2,tp=2"),
     ("rollout", "domain=2,zero=3,remat=full"), ("convnext", "domain=1x2"), ("unet_batch", "domain=2x2"),
     ("unet_group", "domain=1x3"), ("unet_3d", "domain=2x1x2"), ("swin", "domain=2"), ("fno", "domain=2x2"),
-    ("pyramid", "domain=2"), ("segformer", "domain=2x2"),
+    ("pyramid", "domain=2"), ("warped", "domain=2x2"), ("aligned", "domain=1x3"),
+    ("segformer", "domain=2x2"),
 )  # fmt: skip
 FLAT = [name for name in dict.fromkeys(name for name, _ in CASES) if name != "unet_3d"]
 
@@ -99,6 +102,30 @@ def test_runs_on_tiles_are_gone_on_from_on_others(pool, tmp_path) -> None:
     assert all(outputs is None for _, _, outputs in (*tiles[1:], *others[1:]))
 
 
+def _curve(name: str, plan: str) -> list[float]:
+    """Losses of 20 steps, in float64."""
+    task = getattr(domain_tasks, name)()
+    engine = parallelize(task, f"{plan},precision=fp64", randomness="global", check_loss=False)
+    losses = [engine.step(task.batch(step)).loss for step in range(20)]
+    engine.close()
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("name", "grids"),
+    [("normed", ["domain=2", "domain=3x2"]),
+     pytest.param("unet_batch", ["domain=2", "domain=1x2", "domain=2x2", "domain=3x2"], marks=pytest.mark.long),
+     pytest.param("swin", ["domain=2", "domain=1x2", "domain=2x2"], marks=pytest.mark.long)],
+)  # fmt: skip
+def test_loss_curves_of_all_grids_agree(pool, name: str, grids: list[str]) -> None:
+    (alone,) = pool.run(_curve, 1, name, "accumulate=1")
+    assert max(alone) - min(alone) > 1e-3
+    for grid in grids:
+        curves = pool.run(_curve, Plan.parse(grid).world_size, name, grid, timeout_s=300)
+        assert all(curve == curves[0] for curve in curves)
+        assert curves[0] == pytest.approx(alone, rel=1e-11)
+
+
 def _draws() -> tuple[torch.Tensor, float]:
     """Dropout of a tiled tensor of ones in fast mode, and what the default generator gives after it."""
     mesh = build_mesh(Plan(domain=(2, 2)), torch.device("cpu"))
@@ -121,7 +148,9 @@ def test_tiles_draw_their_own_masks(pool) -> None:
         (lambda: Domain(dims=(0, 1)), "dims behind the samples"),
         (lambda: Domain(dims=(-2, -1), names=("lat",)), "names each of 2 dims"),
         (lambda: Domain(dims=(-1,), names=("lon",), boundary={"lat": "zeros"}), "no dim is called 'lat'"),
-        (lambda: Domain(dims=(-1,), names=("lon",), boundary={"lon": "periodic"}), "padding_mode='circular'"),
+        (lambda: Domain(dims=(-1,), names=("lon",), boundary={"lon": "round"}), "lon='round' is none of zeros"),
+        (lambda: Domain(dims=(-1,), names=("lon",), boundary={"lon": "pole"}), "one other dim that is 'periodic'"),
+        (lambda: Domain(dims=(1, -1), names=("a", "b"), boundary={"b": "reflect"}), "count all dims from the front"),
     ],
 )
 def test_bad_domains_are_named(made, message: str) -> None:
@@ -139,7 +168,8 @@ def _from_files(folder: str, plan: str, kind: type = domain_tasks.Reading) -> tu
     with Loader(mine, 3, 4, data_rank=engine.data_rank, data_ranks=engine.data_ranks, prefetch=0) as loader:
         losses = [engine.step(next(loader)).loss for _ in range(3)]
     seen = source.seen
-    predict_to(engine, source, f"{folder}/{plan}.npy", batch_size=4)
+    for suffix in ("npy", "zarr"):
+        predict_to(engine, source, f"{folder}/{plan}.{suffix}", batch_size=4)
     found = next(iter(engine.predict([source.read([0, 5])])))  # whole fields are taken too
     engine.close()
     return losses, found, seen
@@ -168,6 +198,42 @@ def test_a_rank_reads_its_own_tile_alone(pool, tmp_path, plan: str) -> None:
     assert written[0].shape == (9, 2, 11, 13) and written[0].std() > 0.01
     np.testing.assert_allclose(written[1], written[0], rtol=1e-12, atol=1e-12)
     np.testing.assert_allclose(written[0][[0, 5]], outputs.numpy(), rtol=1e-12)
+    store = zarr.open_group(str(tmp_path / f"{plan}.zarr"), mode="r")["output"]
+    np.testing.assert_array_equal(store[:], written[1])
+    assert store.chunks == ((1, 2, 6, 7) if plan == "domain=2x2" else (1, 2, 11, 7))
+
+
+BUGS = (
+    ("tiles are read one row early", "part.positions:Positions.region", "(start, start + count)",
+     "(max(start - 1, 0), max(start - 1, 0) + count)"),
+    ("each rank keeps the field that it is given whole", "data.tiles:own_tile", "positions.region(whole)",
+     "tuple((0, n) for n in whole)"),
+    ("tiles of outputs are written where the first lies", "data.tiles:_write", "owners.indices(_index(output, name))",
+     "np.arange(owners.counts[_index(output, name)])"),
+    ("the second half of the samples is written over the first", "data.tiles:_write", "places[0] + first", "places[0]"),
+)  # fmt: skip
+
+
+def _with_a_bug(number: int, folder: str) -> tuple[list[float], set]:
+    name, where, old, new = BUGS[number]
+    with planted(Bug(name, f"shardwise.{where}", old, new, "", "")) as ran:
+        losses, _, seen = _from_files(folder, "domain=2")
+        assert ran()
+    return losses, seen
+
+
+@pytest.mark.parametrize("number", range(len(BUGS)))
+def test_bugs_of_reading_and_writing_tiles_are_seen(pool, tmp_path, number: int) -> None:
+    _write_fields(tmp_path)
+    (losses, _, _), *_ = pool.run(_from_files, 1, str(tmp_path), "accumulate=1")
+    (theirs, seen), _ = pool.run(_with_a_bug, 2, number, str(tmp_path))
+    files = [np.load(tmp_path / f"{name}.npy") for name in ("accumulate=1", "domain=2")]
+    right = [
+        theirs == pytest.approx(losses, rel=1e-12),
+        seen <= {(6, 13), (5, 13)},
+        np.allclose(*files, rtol=1e-12),
+    ]
+    assert not all(right)
 
 
 class _OneRowMore(domain_tasks.Reading):

@@ -13,8 +13,9 @@ from shardwise.comm import gather_json
 from shardwise.data.evaluation import evaluation_parts
 from shardwise.engine.engine import Engine
 from shardwise.errors import InputError, RefusedPlan
-from shardwise.part import forget
-from shardwise.part.crossing import cuts_of, settled, taken_apart
+from shardwise.part import Owners, forget
+from shardwise.part.crossing import axes_of, cuts_of, settled, taken_apart
+from shardwise.part.moves import moved
 from shardwise.task import Source
 
 
@@ -42,9 +43,11 @@ def own_tile(source: Source, engine: Engine) -> Source:
 def predict_to(
     engine: Engine, source: Source, path: str | Path, *, batch_size: int, select: Callable[[Any], Any] | None = None
 ) -> tuple[int, ...]:  # fmt: skip
-    """Write the model's outputs for all samples of a source to a `.npy` file; returns its shape. Collective.
+    """Write the model's outputs for all samples of a source to a `.npy` file or a `.zarr` store; returns its shape.
 
-    Each rank writes the tile that it computed, of fields that no device need hold. All ranks must see `path`.
+    Collective. Each rank writes the tile that it computed, of fields that no device need hold. All ranks must see
+    `path`. A store has the outputs as its array "output", in chunks of one sample and one tile, each written by one
+    rank: tiles are moved to the bounds of chunks, ceil(n / ranks) long, first.
 
     batch_size  samples of all ranks together that are computed at once
     select      output -> the one tensor (samples first) that is written
@@ -55,8 +58,8 @@ def predict_to(
         raise RefusedPlan(
             f"plan {engine.plan}: predict_to writes what each rank computed, and under pp stages have none"
         )
-    if path.suffix != ".npy":
-        raise InputError(f"predict_to writes NumPy's .npy files, got {path}")
+    if path.suffix not in (".npy", ".zarr"):
+        raise InputError(f"predict_to writes NumPy's .npy files and .zarr stores, got {path}")
     file, done = None, 0
     training = state.module.training
     state.module.eval()
@@ -64,13 +67,16 @@ def predict_to(
         for parts in evaluation_parts(own_tile(source, engine), batch_size, engine.data_rank, engine.data_ranks):
             for part in parts:
                 output = _output(engine, part.batch, select)
+                output = _in_chunks(output) if path.suffix == ".zarr" else output
                 if file is None:
-                    file = _opened(path, (len(source), *output.shape[1:]), output.dtype, engine)
-                _write(file, done + part.start, output[: part.count])
+                    file = _opened(path, len(source), output, engine)
+                if _is_first(output, engine):
+                    _write(file, done + part.start, output[: part.count])
                 forget()
                 done += part.total
         assert file is not None
-        file.flush()
+        if isinstance(file, np.memmap):
+            file.flush()
         gather_json(0, state.mesh.world, state.device)  # nobody reads before all have written
         return file.shape
     finally:
@@ -90,16 +96,54 @@ def _output(engine: Engine, batch: Any, select: Callable[[Any], Any] | None) -> 
     return settled(output.float() if output.dtype in (torch.bfloat16, torch.float16) else output)
 
 
-def _opened(path: Path, shape: tuple[int, ...], dtype: torch.dtype, engine: Engine) -> np.memmap:
-    """The file, mapped: made by rank 0."""
-    state, kind = engine.state, torch.empty(0, dtype=dtype).numpy().dtype
+def _in_chunks(output: torch.Tensor) -> torch.Tensor:
+    """The same output, each cut dim dealt in equal blocks but for the last ones: the chunks of a store. Collective."""
+    for axis, (_, dim, owners) in zip(axes_of(output), cuts_of(output), strict=True):
+        stops = np.minimum(np.arange(1, axis.size + 1) * _chunk(owners), owners.size)
+        output = moved(output, dim, Owners(stops, np.arange(axis.size), axis.size), axis)
+    return output
+
+
+def _chunk(owners: Owners) -> int:
+    return max(-(-owners.size // owners.ranks), 1)
+
+
+def _is_first(output: torch.Tensor, engine: Engine) -> bool:
+    """Whether this rank is the first of those that hold the same of an output."""
+    mesh, cut = engine.state.mesh, {name for name, _, _ in cuts_of(output)}
+    return all(axis.index == 0 for axis in (*mesh.inner, mesh.tp) if axis.name not in cut)
+
+
+def _opened(path: Path, samples: int, output: torch.Tensor, engine: Engine) -> Any:
+    """The file, mapped, or the store's array, for outputs of which some are given: made by rank 0."""
+    state, kind = engine.state, torch.empty(0, dtype=output.dtype).numpy().dtype
+    shape = (samples, *output.shape[1:])
+    if path.suffix == ".zarr":
+        zarr = _zarr()
+        if engine.rank == 0:
+            sizes = {dim: _chunk(owners) for _, dim, owners in cuts_of(output)}
+            chunks = [1, *(sizes.get(dim, max(n, 1)) for dim, n in enumerate(shape) if dim)]
+            names = ["sample", *(f"dim_{dim}" for dim in range(1, len(shape)))]
+            zarr.open_group(str(path), mode="w").create_array(
+                "output", shape=shape, chunks=chunks, dtype=kind, dimension_names=names
+            )
+        gather_json(0, state.mesh.world, state.device)
+        return zarr.open_group(str(path), mode="r+")["output"]
     if engine.rank == 0:
         np.lib.format.open_memmap(path, "w+", kind, shape).flush()
     gather_json(0, state.mesh.world, state.device)
     return np.lib.format.open_memmap(path, "r+")
 
 
-def _write(file: np.memmap, first: int, output: torch.Tensor) -> None:
+def _zarr() -> Any:
+    try:
+        import zarr
+    except ImportError as error:
+        raise InputError(f"a .zarr store needs zarr ({error}): pip install 'shardwise[science]'") from error
+    return zarr
+
+
+def _write(file: Any, first: int, output: torch.Tensor) -> None:
     """What this rank holds of an output, in its place."""
     places = [np.arange(n) for n in output.shape]
     for name, dim, owners in cuts_of(output):
