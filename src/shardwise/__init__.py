@@ -19,6 +19,7 @@ _HOME = {
     "prepare": "shardwise.scripts.prepared",
     "save": "shardwise.scripts.saved",
     "load": "shardwise.scripts.saved",
+    "rollout": "shardwise.rollouts",
     "verify": "shardwise.proof.parity",
     "Cluster": "shardwise.cluster.cluster",
     "plan": "shardwise.planner.door",
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from shardwise.measure.machine import probe
     from shardwise.planner.door import plan, simulate
     from shardwise.proof.parity import verify
+    from shardwise.rollouts import rollout
     from shardwise.scripts.prepared import prepare
     from shardwise.scripts.saved import load, save
     from shardwise.task import Domain, Source, Task

@@ -42,10 +42,11 @@ def _policy(context, op, *args, **kwargs) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if op in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def recompute_block(block: nn.Module, policy: str) -> None:
+def recompute_block(block: nn.Module, policy: str, by_value: bool = False) -> None:
     """Make the block's forward run again in backward instead of keeping its intermediate results.
 
     The block object and its names stay as they are. `policy` is "full" or "selective".
+    by_value  look for buffers that change by their values, once: of a plain module with torch's own batch norm
     """
     options = {} if policy == "full" else {"context_fn": partial(create_selective_checkpoint_contexts, _policy)}
     forward = block.forward
@@ -55,7 +56,7 @@ def recompute_block(block: nn.Module, policy: str) -> None:
         nonlocal changing
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        before = ModuleState(block, changing)
+        before = ModuleState(block, changing, by_value)
         given = PassedState(args, kwargs)
         output = checkpoint(_again(forward, before, given), *args, use_reentrant=False, **options, **kwargs)
         if changing is None:

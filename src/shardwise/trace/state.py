@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 _OWN = frozenset(vars(nn.Module()))
@@ -50,9 +51,16 @@ def _keys(child: nn.Module, table: dict[str, Any]) -> list[str]:
 
 
 class ModuleState:
-    """Buffers and plain attributes as they are now. `only` limits it to what `changed` returned earlier."""
+    """Buffers and plain attributes as they are now.
 
-    def __init__(self, module: nn.Module, only: list[tuple[dict[str, Any], str]] | None = None):
+    only      limits it to what `changed` returned earlier
+    by_value  compare the values of tensors too: torch's batch norm writes running statistics without a note of it
+    """
+
+    def __init__(
+        self, module: nn.Module, only: list[tuple[dict[str, Any], str]] | None = None, by_value: bool = False
+    ):  # fmt: skip
+        self._by_value, self._all = by_value, by_value and only is not None
         self.tables = _tables(module) if only is None else []
         places = [(table, key) for child, table in self.tables for key in _keys(child, table)] if only is None else only
         self._keys = [set(table) for _, table in self.tables]
@@ -62,7 +70,11 @@ class ModuleState:
 
     def changed(self) -> list[tuple[dict[str, Any], str]]:
         """What is not as it was: (table, key)."""
-        found = [(table, key) for table, key, value, copied in self._kept if _differs(table.get(key), value, copied)]
+        found = [
+            (table, key)
+            for table, key, value, copied in self._kept
+            if self._all or _differs(table.get(key), value, copied) or (self._by_value and _written(value, copied))
+        ]
         for (child, table), before in zip(self.tables, self._keys, strict=True):
             found += [(table, key) for key in _keys(child, table) if key not in before]
         return found
@@ -75,7 +87,7 @@ class ModuleState:
         kept = {(id(table), key): (value, copied) for table, key, value, copied in self._kept}
         for table, key in places:
             if (id(table), key) in kept:
-                table[key] = _standing_in(*kept[id(table), key])
+                table[key] = _standing_in(*kept[id(table), key], self._by_value)
             else:
                 del table[key]
         try:
@@ -180,9 +192,16 @@ def _copied(value: Any) -> Any:
     return _copy_of(value) if isinstance(value, _CONTAINERS) else None
 
 
-def _standing_in(value: Any, copied: Any) -> Any:
+def _written(value: Any, copied: Any) -> bool:
+    """Whether a tensor has other values than its copy; True of tensors without values."""
+    if not isinstance(value, torch.Tensor):
+        return False
+    return isinstance(value, FakeTensor) or value.is_meta or not torch.equal(value, copied[0])
+
+
+def _standing_in(value: Any, copied: Any, always: bool = False) -> Any:
     if isinstance(value, torch.Tensor):
-        if value._version == copied[1]:
+        if value._version == copied[1] and not always:
             return value
         with _disable_current_modes():  # selective recompute counts ops, and this is none of the module's
             return copied[0].clone()
