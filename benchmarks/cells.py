@@ -10,10 +10,10 @@ BRANCHES = "a branch differs between ranks"  # seen in the first step, before an
 Found = dict[tuple[str, str], tuple[str, str]]  # (module, plan) -> what stands in the cell, and why
 
 
-def cell(target: str, plan: str, pool: RankPool, timeout_s: float = 300) -> tuple[str, str]:
+def cell(target: str, plan: str, pool: RankPool, timeout_s: float = 300, steps: int = 2) -> tuple[str, str]:
     """(what stands in the cell, the reason where it is not "equal") of one module under one plan."""
     try:
-        parity = verify(target, plan, pool=pool, timeout_s=timeout_s)
+        parity = verify(target, plan, pool=pool, timeout_s=timeout_s, steps=steps)
     except RunError as error:
         first = str(error).splitlines()[0]
         return ("refused", first) if first.startswith(BRANCHES) else ("FAILS", f"RunError: {first}")

@@ -17,7 +17,7 @@ SOURCE = Path(shardwise.__file__).parent
 # room -> floor; a room is a module or a package, and `parallel` has one room for each technique
 FLOORS = {
     "errors": 0, "task": 0, "dataset": 0, "layout": 0, "config": 0, "cluster": 0,
-    "host": 0, "device": 0, "guard": 0, "task_files": 0, "progress": 0, "report": 1,
+    "host": 0, "device": 0, "boundary": 0, "guard": 0, "task_files": 0, "progress": 0, "report": 1,
     "costs": 1, "precision": 1, "mesh": 1, "comm": 1, "part": 1, "trace": 1, "random": 1, "ranks": 1,
     "heads": 1, "task_names": 1, "digest": 1,
     "parallel.slots": 3, "parallel.replicate": 3, "parallel.flat": 3, "parallel.full": 3, "parallel.batchnorm": 3,
@@ -27,7 +27,7 @@ FLOORS = {
     "parallel.domain": 3,
     "parallel.pipeline": 3,
     "memory": 3,
-    "step": 4,
+    "step": 4, "rollouts": 4,
     "engine": 5,
     "simulator": 6, "rehearsal": 6, "planner": 6, "measure": 6,
     "data": 7, "observe": 7, "checkpoint": 7, "training": 7, "proof": 7,
@@ -38,6 +38,8 @@ FLOORS = {
 WITHIN = {
     ("task", "errors"): "every room raises the same errors",
     ("task", "dataset"): "a map-style dataset given as Task.data becomes a source",
+    ("task", "boundary"): "a task with a declared boundary builds its module with it",
+    ("boundary", "errors"): "every room raises the same errors",
     ("dataset", "task"): "a wrapped dataset is a Source",
     ("dataset", "errors"): "every room raises the same errors",
     ("layout", "errors"): "every room raises the same errors",
