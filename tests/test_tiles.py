@@ -326,8 +326,8 @@ def _boundary(rng: random.Random) -> Case:
 
 def _places(rng: random.Random) -> Case:
     """Places of the largest, put back there; a field that is read at places that are computed."""
-    kind, dims = rng.choice(("indices", "unpool", "sampled", "from whole", "whole field")), rng.choice((1, 2, 2, 3))
-    dims = dims if kind in ("indices", "unpool") else 2
+    kind = rng.choice(("indices", "adaptive indices", "unpool", "sampled", "from whole", "whole field"))
+    dims = rng.choice((1, 2, 2, 3)) if kind in ("indices", "adaptive indices", "unpool") else 2
     k = _of_each(rng, dims, 1, 4)
     step, pads = [rng.randint(1, n) for n in k], [rng.randint(0, n // 2) for n in k]
     gaps, ceil = _of_each(rng, dims, 1, 2) if kind == "indices" else [1] * dims, rng.random() < 0.3
@@ -338,6 +338,10 @@ def _places(rng: random.Random) -> Case:
 
     def indices(x, w):
         y, places = pool(x, k, step, pads, gaps, ceil, return_indices=True)
+        return y * (1 + torch.sin(places.double()))
+
+    def adaptive(x, w):
+        y, places = getattr(F, f"adaptive_max_pool{dims}d")(x, [n // 2 + 1 for n in space], return_indices=True)
         return y * (1 + torch.sin(places.double()))
 
     def unpooled(x, w):
@@ -358,6 +362,7 @@ def _places(rng: random.Random) -> Case:
 
     run = {
         "indices": indices,
+        "adaptive indices": adaptive,
         "unpool": unpooled,
         "sampled": sampled,
         "from whole": whole_grid,

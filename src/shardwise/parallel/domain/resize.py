@@ -104,14 +104,14 @@ def _adaptive_max(plain: Callable, with_places: Callable, slide: Callable, dims:
         found = cuts(input, range(first, input.dim()))
         if not found:
             return plain(input, output_size, return_indices)
-        if return_indices:
-            raise Uncut(f"adaptive_max_pool{dims}d with return_indices on tiles: its indices count the whole field")
         asked = list(output_size) if isinstance(output_size, Sequence) else [output_size] * dims
-        after, rows = [], {}
+        after, rows, field = [], {}, input.shape[first:]
         tables = [Table(n, n if m is None else m, "windows")
-                  for n, m in zip(input.shape[first:], asked, strict=True)]  # fmt: skip
+                  for n, m in zip(field, asked, strict=True)]  # fmt: skip
+        read = [entries(table)[0] for table in tables]  # by each output, in the field
         for cut in found:
             input, then, rows[cut.dim] = opened_for(input, cut, tables[cut.dim - first])
+            read[cut.dim - first] = read[cut.dim - first][then.owners.indices(cut.axis.index)]
             after.append(then)
         kernel = []
         for dim, table in enumerate(tables, first):
@@ -121,14 +121,29 @@ def _adaptive_max(plain: Callable, with_places: Callable, slide: Callable, dims:
                 input = _apart(input, dim, places, weights)
             kernel.append(places.shape[1])
         if input.numel():
-            input = slide(input, kernel)
+            output, at = slide(input, kernel, return_indices=True) if return_indices else (slide(input, kernel), None)
+            at = None if at is None else _in_field(at, input.shape[first:], read, field)
         else:
+            output = input
             for dim, n in enumerate(kernel, first):
-                input = input.narrow(dim, 0, input.shape[dim] // n)
-        return placed(input, after)
+                output = output.narrow(dim, 0, output.shape[dim] // n)
+            at = output.to(torch.int64) if return_indices else None
+        return placed(output, after) if at is None else (placed(output, after), placed(at, after))
 
     answers(plain)(adaptive_max_pool)
     answers(with_places)(lambda input, output_size, return_indices=True: adaptive_max_pool(input, output_size, True))
+
+
+def _in_field(
+    at: torch.Tensor, windows: Sequence[int], read: list[np.ndarray], field: Sequence[int]
+) -> torch.Tensor:  # fmt: skip
+    """Places counted in the whole field, of places counted in windows that lie behind each other."""
+    found, left = torch.zeros_like(at), at
+    for d, n in enumerate(field):
+        behind = math.prod(windows[d + 1 :])
+        places = to_device(np.ascontiguousarray(read[d].reshape(-1)).astype(np.int64), at.device)
+        found, left = found * n + places[left // behind], left % behind
+    return found
 
 
 def _apart(tile: torch.Tensor, dim: int, places: np.ndarray, weights: np.ndarray) -> torch.Tensor:
