@@ -111,6 +111,7 @@ def frozen(): return build(model=lambda: Net().requires_grad_(False))
 def tokens(): return build(lambda x, y: (torch.full((16, 3), 7), y), model=Table)
 def diverges(): return build(loss=lambda o, b: (1e38 * mse_loss(o, b["y"], reduction="sum") * 1e10, len(o)))
 def no_inputs(): return Task(model=Net, loss=loss, batch=build().batch)
+def pairs(): return Task(model=Net, loss=loss, batch=lambda step: (torch.ones(16, 8), torch.ones(16, 1)))
 def no_data(): return Task(model=Net, loss=loss)
 def misspelt(): return Task(modle=Net, loss=loss)
 def random_batch(): return Task(model=Net, loss=loss, batch=lambda step: {"x": torch.rand(4, 8), "y": torch.ones(4)})
@@ -171,6 +172,7 @@ FILES = {
 
 H100 = ["--cluster", "1x8 h100-sxm-80gb", "--global-batch", "8", "--seq", "1k"]
 SHAPE = ["llama3-8b", *H100]
+ONE = ["--cluster", "1x8 h100-sxm-80gb"]
 
 # what is wrong is seen without running a model
 IN_WORDS = [
@@ -295,6 +297,10 @@ IN_TASKS = [
     (["train", "mine:labels"], 2, "give the head one output for each class"),
     (["train", "mine:tokens"], 2, "is beyond the table 'table' of 4 rows"),
     (["train", "mine:no_inputs"], 2, "give Task.inputs (batch -> args, kwargs)"),
+    (["train", "mine:pairs"], 2, "give Task.inputs (batch -> args, kwargs)"),
+    (["verify", "mine:pairs", "--plan", "dp_replicate=2"], 2, "give Task.inputs (batch -> args, kwargs)"),
+    (["simulate", "mine:pairs", *ONE, "--plan", "dp_replicate=2"], 2, "give Task.inputs (batch -> args, kwargs)"),
+    (["plan", "mine:pairs", *ONE], 2, "give Task.inputs (batch -> args, kwargs)"),
     (["train", "mine:random_batch"], 2, "draw from torch.Generator().manual_seed(step)"),
     (["train", "mine:one_sample"], 2, "make the batch larger"),
     (["train", "mine:empty"], 2, "its tensors have 0 samples"),

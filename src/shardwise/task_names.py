@@ -144,6 +144,13 @@ def where(error: BaseException) -> str:
     return f"{own[-1].filename}:{own[-1].lineno}: {told}" if own else told
 
 
+def inputs_hint(error: BaseException) -> str:
+    """What to give where a batch of several tensors seems to be taken for the model's arguments; else nothing."""
+    if isinstance(error, TypeError) and "argument" in str(error):
+        return ". If the batch holds more than the model's arguments, give Task.inputs (batch -> args, kwargs)"
+    return ""
+
+
 def where_in_text(trace: str) -> str:
     """`tasks.py:12`, the same place in a traceback that came as text from another process; empty without one."""
     places = re.findall(r'File "([^"]+)", line (\d+)', trace)

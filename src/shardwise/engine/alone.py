@@ -20,7 +20,7 @@ from shardwise.random import python_restored
 from shardwise.step.batching import path_of, samples_in
 from shardwise.step.forward import run_alone
 from shardwise.task import Task
-from shardwise.task_names import where
+from shardwise.task_names import inputs_hint, where
 from shardwise.trace.deferred import named_tensors
 
 MOST_ELEMENTS = 2**28  # of parameters: beyond, a rank may not hold the module whole, and nothing is tried
@@ -113,9 +113,7 @@ def reason(error: Exception) -> str:
     """The error, with a hint where a batch seems to hold more than the model's arguments."""
     if isinstance(error, ShardwiseError):
         return str(error)
-    hint = ""
-    if isinstance(error, TypeError) and "argument" in str(error):
-        hint = ". If the batch holds more than the model's arguments, give Task.inputs (batch -> args, kwargs)"
+    hint = inputs_hint(error)
     if isinstance(error, IndexError) and str(error).startswith("Target "):
         hint = " A label is beyond the model's outputs: give the head one output for each class, or mend the labels"
     return f"{where(error)}{hint}"

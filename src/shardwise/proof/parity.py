@@ -9,9 +9,7 @@ What this does not prove: the plan's own precision (both sides run in float64), 
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from shardwise.errors import InputError, RefusedPlan, ShardwiseError
@@ -136,17 +134,15 @@ def _one_process(task: Task, settings: Any, parity: Parity) -> Any:
 
 def _blamed(task: Task, settings: Any, error: Exception) -> ShardwiseError:
     """What to raise where the oracle fails: the task is wrong if a step in plain PyTorch fails on the batch too."""
-    from shardwise.engine.alone import failure_alone, remedy
+    from shardwise.engine.alone import failure_alone, reason, remedy
     from shardwise.precision import Precision
     from shardwise.proof.settings import global_batch
 
     precision, batch = Precision.of(Plan()), global_batch(task, settings, 0)
     alone = failure_alone(task, precision, batch)
     if alone is not None:
-        if isinstance(alone, ShardwiseError):
-            return InputError(f"the task fails in one process too: {alone}")
-        return InputError(f"the task fails in one process too: {_where(alone)}{remedy(task, precision, batch, alone)}")
-    return RefusedPlan(f"the proof's one process fails, though a step in plain PyTorch does not: {_where(error)}")
+        return InputError(f"the task fails in one process too: {reason(alone)}{remedy(task, precision, batch, alone)}")
+    return RefusedPlan(f"the proof's one process fails, though a step in plain PyTorch does not: {reason(error)}")
 
 
 def _notes(plan: Plan, float64: bool) -> list[str]:
@@ -156,18 +152,6 @@ def _notes(plan: Plan, float64: bool) -> list[str]:
     if plan.compile:
         notes.append("compile=true is left out of the proof: masks by global index need eager ops")
     return notes
-
-
-def _where(error: Exception) -> str:
-    """The error, and the innermost line that is neither torch's nor ours."""
-    frames = traceback.extract_tb(error.__traceback__)
-    ours = str(Path(__file__).parents[1])
-    own = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith(ours)] or list(frames)
-    site = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
-    hint = ""
-    if isinstance(error, TypeError) and "argument" in str(error):
-        hint = ". If the batch holds more than the model's arguments, give Task.inputs (batch -> args, kwargs)"
-    return f"{type(error).__name__}: {error}{site}{hint}"
 
 
 def _on_ranks(function: Any, asked: tuple, parity: Parity, pool: Any, timeout_s: float) -> list[Any]:

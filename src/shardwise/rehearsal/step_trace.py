@@ -47,6 +47,7 @@ from shardwise.rehearsal.op_counts import Count, StepTrace
 from shardwise.simulator.counted import Update
 from shardwise.step.batching import parts_of, samples_in
 from shardwise.task import Task
+from shardwise.task_names import inputs_hint
 from shardwise.trace.blocks import find_blocks
 from shardwise.trace.deferred import build as build_deferred
 from shardwise.trace.deferred import checked
@@ -429,7 +430,7 @@ def untraced(error: BaseException, inside: ModulePath) -> str:
         )
     elif any(name in text for name in NARROW):  # "Unsupported dtype BFloat16", as Fourier transforms say
         what += "; an op of it does not take that precision: plan with precision=fp32"
-    return f"the model cannot be traced without values: {where}{_line_of(error)}{what}"
+    return f"the model cannot be traced without values: {where}{_line_of(error)}{what}{inputs_hint(error)}"
 
 
 def _line_of(error: BaseException) -> str:
