@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
+from datetime import date
 from pathlib import Path
 
 from shardwise.layout.ring import ring
@@ -66,8 +67,9 @@ def main() -> None:
                 )
     head = " | ".join(f"{size // 1024:,} KiB" for size in SIZES)
     text = (
-        "# Collectives beside the formula\n\nMade by `python benchmarks/collectives.py --write`: microseconds measured "
-        "/ by the formula, over gloo between ranks of one machine with two virtual cores, which other work shared; the "
+        f"# Collectives beside the formula\n\nMade by `python benchmarks/collectives.py --write` on {date.today()}: "
+        "microseconds measured / by the formula, over gloo "
+        "between ranks of one machine with two virtual cores, which other work shared; the "
         "least of 30 calls (8 of the largest), on the slowest rank. Four ranks share two cores. The formula is steps × "
         "(time of a message) + (bytes received) / rate, with the time and the rate taken from the smallest and the "
         "largest all-reduce of as many ranks: those two cells agree by construction, the others are forecast. gloo "

@@ -30,6 +30,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -236,7 +237,7 @@ def as_page(rows: list[Row]) -> str:
         [
             "# The cost of the abstraction",
             "",
-            "Made by `benchmarks/overhead.py --write`; how it is measured stands there.",
+            f"Made by `python benchmarks/overhead.py --write` on {date.today()}; how it is measured stands there.",
             "",
             f"{setting}. Intervals are of the median ratio over alternating pairs: {RESAMPLES:,} bootstrap resamples, "
             f"seed {SEED}. \"numbers read\": whether the peer's loop reads its loss and gradient norm every step, or "

@@ -246,7 +246,9 @@ def test_doctor_looks_at_everything_and_keeps_secrets(monkeypatch, tmp_path):
     monkeypatch.setenv("NCCL_AUTH_TOKEN", "hidden")
     monkeypatch.setenv("MASTER_ADDR", "tcp://me:hidden@host")
     monkeypatch.setenv("AWS_SECRET", "hidden")
-    checks = list(doctor.look(tmp_path / "not" / "yet"))
+    said: list[str] = []
+    checks = list(doctor.look(tmp_path / "not" / "yet", said.append))
+    assert said[0] == "doctor: looking at versions" and said[-1] == "doctor: looking at two ranks"
     assert {"versions", "devices", "host", "open files", "disk", "names"} <= {check.what for check in checks}
     text = doctor.redacted("\n".join(check.found for check in checks))
     assert "hidden" not in text and "NCCL_AUTH_TOKEN=***" in text and "MASTER_ADDR=tcp://***@host" in text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import random
+from functools import partial
 from statistics import mean
 
 import pytest
@@ -15,6 +16,7 @@ from shardwise.layout import Plan
 from shardwise.measure import overheads, pace
 from shardwise.measure.overheads import (
     AGREE,
+    ALIKE,
     LEAST,
     MOST,
     PASSES,
@@ -25,7 +27,7 @@ from shardwise.measure.overheads import (
     step_times,
     steps_within,
 )
-from shardwise.measure.pace import MANY, Beat, Budget, Pace, pace_beside, slower
+from shardwise.measure.pace import MANY, Beat, Budget, Pace, ends_first, pace_beside, slower, within
 from shardwise.measure.reference_modules import reference_task
 
 
@@ -135,3 +137,25 @@ def _left_behind(plans: list[str]) -> tuple[int, int]:
 def test_an_engine_that_is_closed_leaves_no_groups_behind(pool) -> None:
     found = pool.run(_left_behind, 2, [each[0] for each in plans(2).values()])
     assert found == [(0, 0)] * 2
+
+
+def test_figures_are_measured_while_there_is_time():
+    """The first ones in any case; each is told its share of what is left."""
+    told: list[float] = []
+
+    def figure(name: int, may_s: float) -> int:
+        told.append(may_s)
+        return name
+
+    figures = [partial(figure, name) for name in range(4)]
+    assert within(Budget(1000.0), figures, 1) == [0, 1, 2, 3]
+    assert told[0] == pytest.approx(250, abs=5) and told[3] == pytest.approx(1000, abs=20)
+    told.clear()
+    assert within(Budget(-1.0), figures, 2) == [0, 1] and told == [0.0, 0.0]
+    assert 0 <= Budget(100.0).part(0.5).left_s() <= 50 and Budget(-5.0).part(0.5).seconds == 0
+    assert ends_first([1, 2, 3, 4]) == [1, 4, 2, 3] and ends_first([1, 2]) == [1, 2] and ends_first([1]) == [1]
+
+
+def test_a_quick_probe_takes_fewer_techniques():
+    missing = plans(2).keys() - plans(2, quick=True).keys()
+    assert missing == ALIKE.keys() and not missing & set(ALIKE.values())

@@ -234,8 +234,8 @@ if __name__ == "__main__":
     machine.pace_us = pace.pace_us = lambda device, rounds=1: 1000.0
     machine._stream, machine._disk = lambda device: 1e10, lambda: 1e9
     machine._op = lambda device, found: 5.0
-    machine._products = lambda pace: machine.product_times((32, 64), pace)
-    machine.op_times = lambda pace: [("add", 1e3, 1.0), ("add", 1e6, 50.0)]
+    machine._products = lambda pace, budget: machine.product_times((32, 64), pace, budget)
+    machine.op_times = lambda pace, budget: [("add", 1e3, 1.0), ("add", 1e6, 50.0)]
     machine.measure_engine = steps
     machine.between_times = partial(machine.between_times, sizes=sizes)
     for rank in range(4):  # all is imported once

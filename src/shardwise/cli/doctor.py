@@ -20,6 +20,7 @@ import click
 
 from shardwise.cli.answer import Answer
 from shardwise.cli.options import common
+from shardwise.progress import Say, silent, timing
 
 # what tells ranks where they are and how to talk; other variables are nobody's business
 _TOLD = re.compile(
@@ -56,7 +57,8 @@ def doctor(answer: Answer, folder: str) -> None:
     Prints one block of text for a report; values of variables that may be secret are left out. Exit code 0 when all is
     well, 1 when something is not.
     """
-    checks = list(look(Path(folder)))
+    with timing(not answer.as_json) as say:
+        checks = list(look(Path(folder), say))
     answer.fields["checks"] = [asdict(check) for check in checks]
     bad = [check for check in checks if check.problem]
     lines = [f"{'!!' if one.problem else 'ok'}  {one.what:16} {one.found}" for one in checks]
@@ -65,8 +67,8 @@ def doctor(answer: Answer, folder: str) -> None:
     answer.code = 1 if bad else 0
 
 
-def look(folder: Path) -> Iterator[Check]:
-    """Every check, in turn. What one of them raises is its finding."""
+def look(folder: Path, say: Say = silent) -> Iterator[Check]:
+    """Every check, in turn; `say` is told which. What one of them raises is its finding."""
     checks: tuple[tuple[str, Callable[[], Iterator[Check]]], ...] = (
         ("versions", _versions),
         ("environment", _environment),
@@ -80,6 +82,7 @@ def look(folder: Path) -> Iterator[Check]:
         ("two ranks", _two_ranks),
     )
     for what, check in checks:
+        say(f"doctor: looking at {what}")
         try:
             yield from check()
         except Exception as error:

@@ -27,7 +27,7 @@ from shardwise.progress import telling
     "--ranks", type=WholeNumber(min=1), help="Ranks that measure at once; by default one for each GPU, or two."
 )
 @click.option(
-    "--quick", is_flag=True, help="A minute instead of two: steps are timed in one round, so a slow moment counts."
+    "--quick", is_flag=True, help="Half a minute instead of two: one round of fewer steps, so a slow moment counts."
 )
 @click.option("--refine", metavar="RUN", help="Do not measure: correct the file by a run that was forecast on it.")
 @common
@@ -37,7 +37,7 @@ def probe(answer: Answer, output: str, ranks: int | None, refine: str | None, qu
 
     \b
     shardwise probe                      two minutes; then: shardwise train --cluster cluster.toml --plan dp_replicate=2
-    shardwise probe --quick              one minute, less sure
+    shardwise probe --quick              half a minute, less sure
     shardwise probe --refine runs/NAME   and the next forecast is corrected by what that run measured
 
     Under torchrun, srun or mpirun the launcher's ranks measure, on several hosts the links between them too, and

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ import torch.distributed as dist
 
 from shardwise.comm.collectives import Axis, all_gather, all_reduce, all_to_all, reduce_scatter
 from shardwise.device import synchronize
-from shardwise.measure.pace import Pace
+from shardwise.measure.pace import Budget, Pace, ends_first, within
 from shardwise.planner.candidates import divisors
 
 BYTES = tuple(2**i for i in range(10, 27, 2))
@@ -23,23 +25,26 @@ BUDGET_S = 0.2  # for one of one size, where a machine is slow
 Message = tuple[str, int, int, float]
 
 
-def collective_times(device: torch.device, ranks: int, pace: Pace) -> list[Message]:
-    """(op, ranks, bytes of the whole tensor, microseconds). Collective.
+def collective_times(device: torch.device, ranks: int, pace: Pace, budget: Budget) -> list[Message]:
+    """(op, ranks, bytes of the whole tensor, microseconds), sizes ascending. Collective.
 
-    Groups of neighbours, of every size that divides the ranks, all of them at once as in a run.
+    Groups of neighbours, of every size that divides the ranks, all of them at once as in a run. Of each the smallest
+    and the largest tensor, and others while there is time.
     """
     rows: list[Message] = []
-    for size in divisors(ranks)[1:]:
+    groups = divisors(ranks)[1:]
+    for at, size in enumerate(groups):
         group, every = dist.new_subgroups(size)
         axis = Axis("probe", size, dist.get_rank(group), group, tuple(dist.get_process_group_ranks(group)))
-        rows += [row for count in BYTES for row in of_size(pace, axis, count)]
+        figures = [partial(of_size, pace, axis, count) for count in ends_first(BYTES)]
+        rows += sorted(chain(*within(budget.part(1 / (len(groups) - at), device), figures, 2, device)))
         for each in every:
             if dist.get_rank(each) >= 0:
                 dist.destroy_process_group(each)
     return rows
 
 
-def of_size(pace: Pace, axis: Axis, size_bytes: int) -> list[Message]:
+def of_size(pace: Pace, axis: Axis, size_bytes: int, may_s: float = math.inf) -> list[Message]:
     """Each collective of the axis with a tensor of so many bytes, at one pace."""
     device, ranks = pace.device, axis.size
     each = max(1, size_bytes // 4 // ranks)
@@ -58,7 +63,8 @@ def of_size(pace: Pace, axis: Axis, size_bytes: int) -> list[Message]:
         after_work(call, device, 1)
         once = torch.tensor([(time.perf_counter() - began) / 2], device=device)
         all_reduce(once, axis, "probe")  # the same number on every rank of the group
-        times = min(most, max(SELDOM, int(BUDGET_S * ranks / float(once))))
+        within_s = min(BUDGET_S, may_s / len(calls))
+        times = min(most, max(SELDOM if within_s > 0 else 1, int(within_s * ranks / float(once))))
         return 1e6 * pace.seconds(partial(after_work, call, device, times))
 
     return [(op, ranks, full.nbytes, took(call)) for op, call in calls.items()]

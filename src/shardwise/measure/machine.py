@@ -52,8 +52,10 @@ CUDA_SIDES = (512, 1024, 2048, 4096, 8192)
 LENGTHS, WIDTHS = (512, 2048, 8192), (64, 128)  # of attention on a GPU: positions, and one head's width
 BUDGET_S = 0.03  # for one figure, after a first call
 LIMIT_S = 600.0  # for one part of a probe, that hangs otherwise
-WHOLE_S, QUICK_S = 120.0, 60.0  # of a probe, and of one with --quick
-FIT_S = 12.0  # of them, for the comparison of steps with the sums of their ops
+WHOLE_S, QUICK_S = 120.0, 30.0  # of a probe, and of one with --quick
+FIT_S = 12.0, 6.0  # of them, for the comparison of steps with the sums of their ops
+FIGURES = 0.45  # of what is left when ranks are there, for what comes before steps; of that:
+PRODUCTS, OPS, COLLECTIVES = 0.4, 0.55, 0.8  # each of what is left then
 
 
 def seconds(call: Callable[[], Any], device: torch.device, budget_s: float = BUDGET_S) -> float:
@@ -70,9 +72,13 @@ def seconds(call: Callable[[], Any], device: torch.device, budget_s: float = BUD
     return median(times)
 
 
-def measure(say: Say = silent) -> dict[str, Any]:
-    """All figures of one rank. Collective; rank 0 says what it measures."""
+def measure(say: Say, budget: Budget) -> dict[str, Any]:
+    """All figures of one rank. Collective; rank 0 says what it measures.
+
+    budget  of the whole probe: a share of it is taken here, by fewer sizes where a machine is slow
+    """
     device = own_device()
+    budget = budget.part(FIGURES, device)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     say = _of_rank_zero(say)
     found: dict[str, Any] = {"ranks": ranks, "kind": device.type, "threads": torch.get_num_threads()}
@@ -82,16 +88,16 @@ def measure(say: Say = silent) -> dict[str, Any]:
     pace = Pace(device, None if own is None else over_ranks(own))
     found["pace"] = pace.reference
     say("probe: products and convolutions by shape")
-    found["products"] = _products(pace)
+    found["products"] = _products(pace, budget.part(PRODUCTS, device))
     say("probe: bandwidth of the memory")
     found["stream"] = _stream(device)
     say("probe: what an op costs besides its work")
     found["op"] = pace.seconds(partial(_op, device, found))
     if on_host(device):  # where the host computes the ops itself
         say("probe: other ops by size")
-        found["ops"] = op_times(pace)
+        found["ops"] = op_times(pace, budget.part(OPS, device))
     say(f"probe: collectives of {ranks} ranks by size")
-    found["collectives"] = collective_times(device, ranks, pace)
+    found["collectives"] = collective_times(device, ranks, pace, budget.part(COLLECTIVES, device))
     found["host"] = _host(device)
     say("probe: the disk")
     found["disk"] = _disk() if not dist.is_initialized() or dist.get_rank() == 0 else None
@@ -118,10 +124,10 @@ def _memory_bytes(device: torch.device) -> float:
     return float(memory_bytes(device) or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
-def _products(pace: Pace) -> list[tuple[str, int, int, int, float]]:
+def _products(pace: Pace, budget: Budget) -> list[tuple[str, int, int, int, float]]:
     device = pace.device
     if on_host(device):
-        return product_times(SIDES, pace) + convolution_times(pace)
+        return product_times(SIDES, pace, budget.part(0.7)) + convolution_times(pace, budget)
     rows = []
     for name, dtype in {"fp32": torch.float32, "bf16": torch.bfloat16}.items():
         for m, n, k in product(CUDA_SIDES, repeat=3):
@@ -205,16 +211,16 @@ def probe(ranks: int | None = None, say: Say = silent, *, quick: bool = False) -
     or ranks of a host do not follow each other.
 
     `say` is told what is being measured, by rank 0 too: it has to be a function that can be pickled. `quick` goes
-    through the reference modules once. A slow machine is given fewer steps of them, so that all of it takes
-    `WHOLE_S`, or `QUICK_S`.
+    through the reference modules once, and through fewer. A slow machine is given fewer sizes of products, ops and
+    collectives, and fewer steps of modules, so that all of it takes `WHOLE_S`, or `QUICK_S`.
     """
-    budget = Budget((QUICK_S if quick else WHOLE_S) - FIT_S)
+    budget = Budget((QUICK_S if quick else WHOLE_S) - FIT_S[quick])
     place = here()
     if place is not None:
         return _joined(place, ranks, say, budget, quick)
     say("probe: starting its ranks")
     count = ranks or device_count() or 2
-    cluster = _cluster(launch(measure, count, (say,), timeout_s=LIMIT_S))
+    cluster = _cluster(launch(measure, count, (say, budget), timeout_s=LIMIT_S))
     if cluster.device.pace_us is None:  # no CPU
         return cluster
     results = launch(measure_engine, count, (say, cluster.device.pace_us.value, budget, quick), timeout_s=LIMIT_S)
@@ -239,7 +245,7 @@ def _joined(place: LaunchedPlace, ranks: int | None, say: Say, budget: Budget, q
             found = function(*args)
         return gather_json(found, everybody(), device)
 
-    results = on_each_node(measure, say)
+    results = on_each_node(measure, say, budget)
     cluster = _cluster(results)
     pace = cluster.device.pace_us
     steps = None if pace is None else on_each_node(measure_engine, say, pace.value, budget, quick)

@@ -17,7 +17,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from shardwise.measure.pace import Pace
+from shardwise.measure.pace import Budget, Pace, ends_first, within
 
 ATEN = torch.ops.aten
 ELEMENTS = (2**8, 2**13, 2**17, 2**20)
@@ -165,11 +165,11 @@ OPS: dict[str, tuple[Callable[[int], Made], Callable[..., object]]] = {
 
 
 def typical(call: Callable[[], object], budget_s: float = BUDGET_S) -> float:
-    """The median time of a call within a budget, of three at least."""
+    """The median time of a call within a budget, of three at least where it is above zero."""
     call()
     times: list[float] = []
     until = time.perf_counter() + budget_s
-    while len(times) < 3 or (time.perf_counter() < until and len(times) < 200):
+    while len(times) < (3 if budget_s > 0 else 1) or (time.perf_counter() < until and len(times) < 200):
         began = time.perf_counter()
         call()
         times.append(time.perf_counter() - began)
@@ -191,15 +191,20 @@ def held(inputs: Callable[[], Made], call: Callable[..., object]) -> tuple[float
     return float(size), round_of, count
 
 
-def op_times(pace: Pace) -> list[Row]:
-    """(op, bytes it reads and writes, microseconds), sizes ascending."""
-    rows: list[Row] = []
+def op_times(pace: Pace, budget: Budget) -> list[Row]:
+    """(op, bytes it reads and writes, microseconds), sizes ascending. Collective.
+
+    Every op at its smallest and its largest size, and at others while there is time.
+    """
+
+    def figure(name: str, count: int, may_s: float) -> Row:
+        inputs, call = OPS[name]
+        size, round_of, times = held(partial(inputs, count), call)
+        return (name, size, 1e6 * pace.seconds(partial(typical, round_of, min(BUDGET_S, may_s))) / times)
+
+    figures = [partial(figure, name, count) for count in ends_first(ELEMENTS) for name in OPS]
     with torch.no_grad():
-        for name, (inputs, call) in OPS.items():
-            for count in ELEMENTS:
-                size, round_of, times = held(partial(inputs, count), call)
-                rows.append((name, size, 1e6 * pace.seconds(partial(typical, round_of)) / times))
-        return rows + _attention(pace)
+        return sorted(within(budget, figures, 2 * len(OPS))) + _attention(pace)
 
 
 def _attention(pace: Pace) -> list[Row]:
@@ -218,39 +223,49 @@ def _attention(pace: Pace) -> list[Row]:
     return rows
 
 
-def product_times(sides: Sequence[int], pace: Pace) -> list[Product]:
-    """(fp32, m, n, k, microseconds): the mean of the three products that a linear layer runs in a step.
+def product_times(sides: Sequence[int], pace: Pace, budget: Budget) -> list[Product]:
+    """(fp32, m, n, k, microseconds): the mean of the three products that a linear layer runs in a step. Collective.
 
-    Forward multiplies with a transposed weight, backward by the weight and by transposed inputs.
+    Forward multiplies with a transposed weight, backward by the weight and by transposed inputs. Shapes of the smallest
+    and the largest side come first, and others while there is time.
     """
-    rows: list[Product] = []
-    for m, n, k in product(sides, repeat=3):
+
+    def figure(m: int, n: int, k: int, may_s: float) -> Product:
         ways = (
             lambda m=m, n=n, k=k: (torch.randn(m, k), torch.randn(n, k).t()),
             lambda m=m, n=n, k=k: (torch.randn(m, k), torch.randn(k, n)),
             lambda m=m, n=n, k=k: (torch.randn(k, m).t(), torch.randn(k, n)),
         )
-        took = [pace.seconds(partial(_one, way)) for way in ways]
-        rows.append(("fp32", m, n, k, 1e6 * sum(took) / 3))
-    return rows
+        took = [pace.seconds(partial(_one, way, min(BUDGET_S, may_s) / 3)) for way in ways]
+        return ("fp32", m, n, k, 1e6 * sum(took) / 3)
+
+    ends = {sides[0], sides[-1]}
+    shapes = sorted(product(sides, repeat=3), key=lambda shape: sum(side not in ends for side in shape))
+    return sorted(within(budget, [partial(figure, *shape) for shape in shapes], 2**3))
 
 
-def _one(way: Callable[[], Made]) -> float:
+def _one(way: Callable[[], Made], budget_s: float) -> float:
     _, round_of, count = held(way, ATEN.mm)
-    return typical(round_of, BUDGET_S / 3) / count
+    return typical(round_of, budget_s) / count
 
 
-def convolution_times(pace: Pace) -> list[Product]:
-    """(conv or conv_backward, cells, channels out, 9 x channels in, microseconds) of 3 x 3 over square fields."""
-    rows: list[Product] = []
-    for side, outward, inward in product((4, 24, 96), (8, 32, 128), (8, 32, 128)):
+def convolution_times(pace: Pace, budget: Budget) -> list[Product]:
+    """(conv or conv_backward, cells, channels out, 9 x channels in, microseconds) of 3 x 3 over square fields.
+
+    Few channels come first, and others while there is time. Collective.
+    """
+
+    def figure(side: int, outward: int, inward: int, may_s: float) -> list[Product]:
         cells, deep = 2 * side * side, 9 * inward
-        if 2.0 * cells * outward * deep > CONV_FLOPS:
-            continue
         x, w = torch.randn(2, inward, side, side), torch.randn(outward, inward, 3, 3)
         g = torch.randn(2, outward, side, side)  # one sample alone goes another way through PyTorch
         shape = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
         back = partial(ATEN.convolution_backward, g, x, w, [outward], *shape, [True, True, True])
-        for name, call in (("conv", partial(ATEN.convolution, x, w, None, *shape)), ("conv_backward", back)):
-            rows.append((name, cells, outward, deep, 1e6 * pace.seconds(partial(typical, call))))
-    return rows
+        calls = (("conv", partial(ATEN.convolution, x, w, None, *shape)), ("conv_backward", back))
+        return [(name, cells, outward, deep, 1e6 * pace.seconds(partial(typical, call, min(BUDGET_S, may_s / 2))))
+                for name, call in calls]  # fmt: skip
+
+    shapes = [(side, outward, inward) for outward, inward in product((8, 32, 128), repeat=2) for side in (4, 24, 96)
+              if 36.0 * side * side * outward * inward <= CONV_FLOPS]  # fmt: skip
+    rows = within(budget, [partial(figure, *shape) for shape in shapes], 3)
+    return [row for pair in rows for row in pair]

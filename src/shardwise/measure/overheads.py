@@ -41,6 +41,7 @@ WARM, MOST, BUDGET_S = 4, 320, 0.6  # steps of one module: as many as fit the bu
 LEAST, STEPS = 6, 24  # of which a median can be told; of which one is sure, where there is time
 PASSES, AGREE = 2, 1.08  # over all of them; within this factor two of them agree
 TURNS = 6
+ALIKE = {"zero2": "zero1", "sp": "tp"}  # techniques that a quick probe takes to add what another one does
 OWN_CALLS = ("tp", "sp")
 OFTEN = ("zero3", "tp", "sp")  # techniques whose ranks meet many times in a step
 # kind of op -> techniques under which its module runs; nothing of what has no product can be cut
@@ -50,14 +51,15 @@ NOTHING = Overhead()
 SHIFT = 0.01  # of a factor, to see how much of a step it is in
 
 
-def plans(ranks: int) -> dict[str, list[str]]:
-    """Technique -> the plans over all ranks under which the references show it."""
+def plans(ranks: int, quick: bool = False) -> dict[str, list[str]]:
+    """Technique -> the plans over all ranks under which the references show it; `quick`: without those of `ALIKE`."""
     if ranks == 1:
         return {BASE: ["dp_replicate=1"] * len(REFERENCES)}
     found = {BASE: f"dp_replicate={ranks}"} | {f"zero{stage}": f"dp_shard={ranks},zero={stage}" for stage in (1, 2, 3)}
     if ranks % 2 == 0:
         rest = f",dp_replicate={ranks // 2}" if ranks > 2 else ""
         found |= {"tp": f"tp=2{rest}", "sp": f"tp=2,sp=true{rest}", "pp": f"pp=2{rest}"}
+    found = {name: plan for name, plan in found.items() if not (quick and name in ALIKE)}
     return {name: [_busier(name, plan, at) for at in range(len(REFERENCES))] for name, plan in found.items()}
 
 
@@ -80,10 +82,11 @@ def step_times(
     again that would not be over in time: a slow machine takes fewer steps, not longer.
     """
     budget = budget or Budget(math.inf)
-    tiny = {(name, at): (reference_task(*sizes, 4 * ranks), plan) for name, each in plans(ranks).items()
+    of = plans(ranks, quick)
+    tiny = {(name, at): (reference_task(*sizes, 4 * ranks), plan) for name, each in of.items()
             for at, (plan, sizes) in enumerate(zip(each, REFERENCES, strict=True))}  # fmt: skip
-    large = {(kind, name): (task, plans(ranks)[name][0]) for kind, task in large_tasks(ranks).items()
-             for name in LARGE[kind] if name in plans(ranks)}  # fmt: skip
+    large = {(kind, name): (task, of[name][0]) for kind, task in large_tasks(ranks).items()
+             for name in LARGE[kind] if name in of}  # fmt: skip
     work = [*tiny.values(), *large.values()]
     found: list[list[float]] = [[] for _ in work]
     took = [0.0] * len(work)
@@ -101,7 +104,7 @@ def step_times(
             took[at] = left - budget.left_s()
     times = [median(seen) for seen in found]
     of_tiny = dict(zip(tiny, times, strict=False))
-    steps = {name: [of_tiny[name, at] for at in range(len(REFERENCES))] for name in plans(ranks)}
+    steps = {name: [of_tiny[name, at] for at in range(len(REFERENCES))] for name in of}
     return steps, dict(zip(large, times[len(tiny) :], strict=True))
 
 
@@ -224,6 +227,8 @@ def fit(
         often = {key: value for key, value in left.items() if key[1] in OFTEN}
         waits = _waits(wholes, often, factors, {name: times[1] for name, times in added.items()})
         rows = _rows(small, steps, factors, waits)
+    known = {row[0]: row for row in rows}
+    rows += tuple((name, *known[other][1:]) for name, other in ALIKE.items() if name not in known and other in known)
     return rows, tuple((kind, float(f"{factor:.4g}")) for kind, factor in zip(KINDS, factors, strict=True))
 
 

@@ -37,9 +37,34 @@ class Budget:
     seconds: float
     began: float = field(default_factory=time.time)
 
-    def left_s(self) -> float:
-        """Of them, the mean of the ranks', so that all go the same way. Collective."""
-        return over_ranks(self.began + self.seconds - time.time())
+    def left_s(self, device: torch.device | None = None) -> float:
+        """Of them, the mean of the ranks', so that all go the same way. Collective; on `device`, the CPU by default."""
+        return over_ranks(self.began + self.seconds - time.time(), device)
+
+    def part(self, share: float, device: torch.device | None = None) -> Budget:
+        """A share of what is left, from now on. Collective."""
+        return Budget(share * max(0.0, self.left_s(device)))
+
+
+def within(
+    budget: Budget, figures: Sequence[Callable[[float], Found]], least: int, device: torch.device | None = None
+) -> list[Found]:
+    """What the figures give, one after the other while there is time; the first `least` in any case. Collective.
+
+    Each is told how many seconds it may take: an equal share of those that are left.
+    """
+    found: list[Found] = []
+    for at, figure in enumerate(figures):
+        left = budget.left_s(device)
+        if at >= least and left <= 0:
+            break
+        found.append(figure(max(0.0, left) / (len(figures) - at)))
+    return found
+
+
+def ends_first(sizes: Sequence[int]) -> list[int]:
+    """Sizes in the order in which a measurement that may be cut short takes them: the ends, then what lies between."""
+    return [*sizes[:1], *sizes[:0:-1][:1], *sizes[1:-1]]
 
 
 @dataclass(frozen=True)
@@ -112,11 +137,11 @@ def pace_beside(
     return median(times) / median(np.divide(times, beside).tolist())
 
 
-def over_ranks(value: float) -> float:
+def over_ranks(value: float, device: torch.device | None = None) -> float:
     """The mean over ranks, the same on each of them. Collective."""
     if not dist.is_initialized():
         return value
-    row = torch.tensor([value], dtype=torch.float64)
+    row = torch.tensor([value], dtype=torch.float64, device=device)
     dist.all_reduce(row)
     return float(row) / dist.get_world_size()
 
