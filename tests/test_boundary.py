@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from typing import Any
 
@@ -131,7 +132,13 @@ def test_the_boundary_is_part_of_the_module_that_a_task_builds() -> None:
     found = module(x)
     turned = module(x.roll(8, -1))  # around the globe
     torch.testing.assert_close(turned, found.roll(8, -1), rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(copy.deepcopy(module)(x), found, rtol=0, atol=0)
+    copied = copy.deepcopy(module)
+    torch.testing.assert_close(copied(x), found, rtol=0, atol=0)
+    with torch.no_grad():
+        copied.last.bias.add_(1.0)
+    torch.testing.assert_close(copied(x), found + 1, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(module(x), found, rtol=0, atol=0)
+    assert list(inspect.signature(module.forward).parameters) == ["x"]
     plain = task.with_(spatial=None).model().double()
     plain.load_state_dict(module.state_dict())
     assert (plain(x) - found).abs().max() > 1e-3

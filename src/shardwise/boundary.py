@@ -24,7 +24,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -164,17 +163,20 @@ class Bounded:
     def __call__(self) -> nn.Module:
         module = self.model()
         for path, child in module.named_modules():
-            child.forward = _inside(child.forward, self.edges, path)
+            child.forward = _Inside(child.forward, self.edges, path)
         return module
 
 
-def _inside(forward: Callable, edges: Edges, path: str) -> Callable:
-    @wraps(forward)
-    def found(*args: Any, **kwargs: Any) -> Any:
-        with edges.entered(path):
-            return forward(*args, **kwargs)
+class _Inside:
+    """A module's forward inside the boundary; its method is an attribute, so that a module's copy calls its own."""
 
-    return found
+    def __init__(self, forward: Callable, edges: Edges, path: str):
+        self.__wrapped__ = forward
+        self.edges, self.path = edges, path
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.edges.entered(self.path):
+            return self.__wrapped__(*args, **kwargs)
 
 
 # --- operations that read beyond the field
