@@ -84,11 +84,12 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.pool, self.block = nn.Conv2d(2, 4, 3, padding=1), nn.MaxPool2d(3, 2, 1), Block()
+        self.first, self.pool = nn.Conv2d(2, 4, 3, padding=1), nn.MaxPool2d(3, 2, 1)
+        self.blocks = nn.Sequential(Block(), Block())
         self.up, self.last = nn.ConvTranspose2d(4, 4, 3, 2, 1, 1), nn.Conv3d(1, 1, 3, padding=1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.up(self.block(self.pool(self.first(x).tanh())))
+        h = self.up(self.blocks(self.pool(self.first(x).tanh())))
         return self.last(h[:, None, :2])[:, 0]
 
 
@@ -189,5 +190,5 @@ def odd() -> Task:
 
 def test_an_odd_number_of_longitudes_is_named_with_the_module(pool) -> None:
     for run in (lambda: odd().model()(torch.zeros(1, 2, 12, 18)), lambda: verify(odd(), "domain=2", pool=pool)):
-        with pytest.raises(InputError, match=r"conv2d of 'block': boundary 'pole' .* lon has 9 cells"):
+        with pytest.raises(InputError, match=r"conv2d of 'blocks.0': boundary 'pole' .* lon has 9 cells"):
             run()
