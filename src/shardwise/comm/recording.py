@@ -77,8 +77,9 @@ class _State:
         self.pairs: dict[tuple[Any, ...], int] = {}
         self.axes: dict[str, str] = {}
         self.texts: dict[Any, int] = {}
-        self.kinds: dict[Any, int] = {}
-        self.places: dict[tuple[Any, int], int] = {}
+        # by the id of a code object, which is kept here and so stays its own: hashing one takes longer than all else
+        self.kinds: dict[int, tuple[int, Any]] = {}
+        self.places: dict[tuple[int, int], int] = {}
         self.others: dict[int, Reader] = {}
         self.strict = False
 
@@ -245,9 +246,10 @@ def _place() -> int:
     best = _SKIP
     while frame is not None and left:
         code = frame.f_code
-        kind = kinds.get(code)
-        if kind is None:
-            kind = kinds[code] = _kind_of(code.co_filename)
+        known = kinds.get(id(code))
+        if known is None:
+            known = kinds[id(code)] = (_kind_of(code.co_filename), code)
+        kind = known[0]
         if kind < best:
             nearest, best = frame, kind
             if kind == _USERS:
@@ -255,11 +257,12 @@ def _place() -> int:
         frame, left = frame.f_back, left - 1
     if nearest is None:
         return 0
-    at = (nearest.f_code, nearest.f_lineno)
+    code, line = nearest.f_code, nearest.f_lineno
+    at = (id(code), line)
     found = _state.places.get(at)
     if found is None:
         assert _state.record is not None
-        text = f"{at[0].co_filename}:{at[1]} in {at[0].co_name}"
+        text = f"{code.co_filename}:{line} in {code.co_name}"
         found = _state.places[at] = _state.record.text(text)
     return found
 

@@ -38,6 +38,7 @@ _REST = struct.Struct("<dqIIIII")  # the same without the number
 _Q, _D, _I = struct.Struct("<Q"), struct.Struct("<d"), struct.Struct("<I")
 _WAIT = struct.Struct("<dIxxxxQ")
 _PHASE = struct.Struct("<Ixxxxdq")
+_MOVED, _MOVED_AT = struct.Struct("<dQ"), _AT["moved"]  # and events, which follow
 _GROUPS_AT = 128
 _RINGS_AT = _GROUPS_AT + MOST_GROUPS * _GROUP.size
 _STRINGS_AT = _RINGS_AT + MOST_RINGS * RING * _ENTRY.size
@@ -208,8 +209,7 @@ class RankRecord:
     def moved(self, now: float | None = None) -> None:
         """Note progress: the rank is not hanging."""
         self.events += 1
-        _Q.pack_into(self.memory, _AT["events"], self.events)
-        _D.pack_into(self.memory, _AT["moved"], time.monotonic() if now is None else now)
+        _MOVED.pack_into(self.memory, _MOVED_AT, time.monotonic() if now is None else now, self.events)
 
     def waits(self, group: int, number: int) -> None:
         """Note that the rank now does nothing but wait for this collective."""
