@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,7 @@ def test_tensors_of_others_pickles_are_read_and_nothing_is_run(run: Path, capfd,
     import pickle
 
     import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import FileSystemWriter
 
     weights = load_file(run / "model.safetensors")
     mark = tmp_path / "ran"
@@ -157,10 +159,21 @@ def test_tensors_of_others_pickles_are_read_and_nothing_is_run(run: Path, capfd,
     hostile: list[tuple[str, tuple[str, ...], str]] = [("two.pt", (), "'model', 'ema'")]
     torch.save({"model": weights, "x": Runs(mark)}, tmp_path / "runs.pt")
     hostile.append(("runs.pt", (), "without running code that is in it"))
+    torch.save({"w": torch.zeros(1).expand(2**40)}, tmp_path / "wide.pt")
+    hostile.append(("wide.pt", (), "its tensors would have 4398046511104 bytes"))
+    torch.save({"w": torch.zeros(2, device="meta")}, tmp_path / "meta.pt")
+    hostile.append(("meta.pt", (), "is no plain array"))
+    with zipfile.ZipFile(tmp_path / "plain.pt") as plain, zipfile.ZipFile(tmp_path / "packed.pt", "w") as packed:
+        for one in plain.infolist():
+            packed.writestr(one.filename, plain.read(one), zipfile.ZIP_DEFLATED)
+    hostile.append(("packed.pt", (), "is compressed"))
+    (tmp_path / "memory.pt").write_bytes(b"\x80\x02cbuiltins\nbytearray\n\x8a\x08" + b"\xff" * 7 + b"\x0f\x85R.")
+    hostile.append(("memory.pt", (), "without running code that is in it"))
     (tmp_path / "old.pt").write_bytes(pickle.dumps(Runs(mark)))
     hostile.append(("old.pt", (), "without running code that is in it"))
     for name, change in {
         "runs": lambda: Runs(mark),
+        "writes": lambda: FileSystemWriter(mark),
         "path": lambda: _changed(told, "relative_path", "../plain.pt"),
         "bomb": lambda: _changed(told, "size", torch.Size([10**9, 10**9])),
     }.items():
@@ -169,7 +182,9 @@ def test_tensors_of_others_pickles_are_read_and_nothing_is_run(run: Path, capfd,
         for path in (tmp_path / "dcp").glob("*.distcp"):
             (folder / path.name).write_bytes(path.read_bytes())
         (folder / ".metadata").write_bytes(pickle.dumps(change()))
-        says = {"runs": "it names", "path": "no file of this folder", "bomb": "its tensors have"}[name]
+        says = {"runs": "it names", "writes": "it names", "path": "no file of this folder", "bomb": "its tensors have"}[
+            name
+        ]
         hostile.append((folder.name, ("--key", "model"), says))
     hostile.append(("0.safetensors", (), "no file of torch.save"))
     for name, words, says in hostile:

@@ -121,6 +121,13 @@ def test_the_same_plan_goes_on_to_the_bit(plan: str, seed: int, pool, tmp_path: 
         assert later == losses[at + 1 :] and seen_later == seen[at + 1 :] and weights_later == weights
 
 
+def test_a_deterministic_run_goes_on_to_the_bit_on_any_number_of_data_ranks(pool, tmp_path: Path) -> None:
+    whole = pool.run(walked, 2, "dp_replicate=2,deterministic=6", 1, str(tmp_path), 0, 1, STEPS)
+    for plan in ("deterministic=6", "dp_shard=3,zero=3,deterministic=6"):
+        ranks = pool.run(walked, world(plan), plan, 1, str(tmp_path), 2, -1, STEPS)
+        assert ranks[0][0] == whole[0][0][2:] and ranks[0][2] == whole[0][2], plan
+
+
 def test_another_plan_reads_the_same_samples_each_once(pool, tmp_path: Path) -> None:
     """Two micro-batches everywhere: masks depend on how many there are."""
     whole = pool.run(walked, 1, "accumulate=2", 3, str(tmp_path), 0, 1, STEPS)

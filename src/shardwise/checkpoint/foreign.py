@@ -7,9 +7,12 @@ read. What needs more is refused.
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import math
 import pickle
 import warnings
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,7 @@ from shardwise.checkpoint.files import begins_as_pickle
 from shardwise.errors import InputError
 
 METADATA = ".metadata"
+SHARED = 16  # names of one storage: by how much tensors may be more than their file
 _PLAIN = {("collections", "OrderedDict"), ("pathlib", "PosixPath"), ("pathlib", "Path"), ("torch", "Size"),
           ("torch.serialization", "_get_layout")}  # fmt: skip
 
@@ -48,21 +52,46 @@ def read(path: Path, key: str | None = None) -> dict[str, torch.Tensor]:
         if not found:
             raise InputError(f"{path} has no tensor below '{key}'")
         return found
+    _refuse_compressed(path)
     try:
         whole = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError, AttributeError) as error:
+    except Exception as error:  # what a damaged or hostile file raises in there is anything, no memory left included
         first = str(error).strip().splitlines() or [type(error).__name__]
         raise InputError(
             f"{path} cannot be read without running code that is in it ({first[0][:200]}): where you trust it, load it "
             "by torch.load in a script of yours, and save its state_dict with safetensors"
         ) from error
     states = dict(_state_dicts(whole, ""))
-    if key is not None and key in states:
-        return states[key]
     if key is None and len(states) == 1:
-        return next(iter(states.values()))
+        key = next(iter(states))
+    if key is not None and key in states:
+        _refuse_larger(path, states[key])
+        return states[key]
     there = ", ".join(repr(name) for name in list(states)[:5]) or "none"
     raise InputError(f"{path}: which state dict is meant, a table of names and tensors alone? It has {there} (--key)")
+
+
+def _refuse_compressed(path: Path) -> None:
+    """Raise for an archive whose records are packed, which torch.save never does: they can be of any size."""
+    if not zipfile.is_zipfile(path):
+        return
+    try:
+        with zipfile.ZipFile(path) as archive:
+            packed = [one.filename for one in archive.infolist() if one.compress_type != zipfile.ZIP_STORED]
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
+        raise InputError(f"{path} cannot be read as a file of torch.save: {str(error)[:200]}") from error
+    if packed:
+        raise InputError(f"{path} is no file of torch.save: its record {packed[0][:60]!r} is compressed")
+
+
+def _refuse_larger(path: Path, state: Mapping[str, torch.Tensor]) -> None:
+    """Raise for tensors that are no plain arrays, or that would take far more than lies in the file."""
+    for name, value in state.items():
+        if value.layout != torch.strided or value.is_quantized or value.device.type != "cpu":
+            raise InputError(f"{path}: '{name[:80]}' is no plain array ({value.layout} on {value.device})")
+    wanted, there = sum(value.numel() * value.element_size() for value in state.values()), path.stat().st_size
+    if wanted > SHARED * there:
+        raise InputError(f"{path}: its tensors would have {wanted} bytes, and the file has {there}")
 
 
 def _state_dicts(value: Any, name: str) -> Any:
@@ -89,7 +118,8 @@ class _Describing(pickle.Unpickler):
         elif module in (metadata.__name__, filesystem.__name__) and isinstance(
             kind := getattr({metadata.__name__: metadata, filesystem.__name__: filesystem}[module], name, None), type
         ):
-            found = kind if kind.__module__ == module else None
+            describes = dataclasses.is_dataclass(kind) or issubclass(kind, enum.Enum)
+            found = kind if kind.__module__ == module and describes else None
         elif module == "torch" and isinstance(kind := getattr(torch, name, None), torch.dtype):
             found = kind
         if found is None:
