@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from mutations.plant import Bug, planted
 from test_checkpoint import differing, saved
 from test_checkpoint_files import work_of
@@ -19,8 +20,10 @@ from test_restart import SMALL, losses_of, undisturbed, weights_of
 import shardwise
 from shardwise.checkpoint import inspect, manifest, publish
 from shardwise.checkpoint.remote import RemoteDisk, RemotePath, place
+from shardwise.checkpoint.save import Saver
 from shardwise.checkpoint.stored import of_checkpoint
-from shardwise.errors import InputError
+from shardwise.errors import InputError, RunError
+from shardwise.models import tasks
 from shardwise.testing import faults
 from shardwise.testing.faults import Fault
 from shardwise.training import restart
@@ -157,6 +160,25 @@ def test_what_a_store_fails_with_is_told_with_the_address(store: Any, monkeypatc
     assert str(made) in told and "ValueError: no such key" in told
     with pytest.raises(InputError, match="gibberish"):
         place("gibberish://x")
+
+
+def saved_out_of_sight(url: str, background: bool) -> str:
+    """What a save says whose place no other process sees."""
+    engine = shardwise.parallelize(tasks.mlp(), f"dp_replicate={torch.distributed.get_world_size()}")
+    saver = Saver(engine, url, background=background)
+    with pytest.raises(RunError) as caught:
+        saver.save()
+        saver.finish()
+    saver.close()
+    engine.close()
+    return str(caught.value)
+
+
+def test_a_place_that_others_do_not_see_is_told_at_once(pool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for said in pool.run(saved_out_of_sight, 2, "memory://here", False):
+        assert "rank 1 does not see what rank 0 writes in memory://" in said
+    (said,) = pool.run(saved_out_of_sight, 1, "memory://here", True)
+    assert "its writer, a process of its own, wrote memory://" in said
 
 
 def test_any_plan_to_any_plan_through_a_store(pool: Any, tmp_path: Path) -> None:

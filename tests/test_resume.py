@@ -122,7 +122,7 @@ def test_the_same_plan_goes_on_to_the_bit(plan: str, seed: int, pool, tmp_path: 
 
 
 def test_a_deterministic_run_goes_on_to_the_bit_on_any_number_of_data_ranks(pool, tmp_path: Path) -> None:
-    whole = pool.run(walked, 2, "dp_replicate=2,deterministic=6", 1, str(tmp_path), 0, 1, STEPS)
+    whole = pool.run(walked, 2, "dp_shard=2,zero=1,deterministic=6", 1, str(tmp_path), 0, 1, STEPS)
     for plan in ("deterministic=6", "dp_shard=3,zero=3,deterministic=6"):
         ranks = pool.run(walked, world(plan), plan, 1, str(tmp_path), 2, -1, STEPS)
         assert ranks[0][0] == whole[0][0][2:] and ranks[0][2] == whole[0][2], plan

@@ -106,6 +106,16 @@ class RemotePath:
         with told(self):
             return bytes(self.store.cat_file(self.path))
 
+    def write_bytes(self, data: bytes) -> None:
+        """All of it, anew."""
+        with told(self):
+            self.store.pipe_file(self.path, data)
+
+    def unlink(self) -> None:
+        """Remove the file."""
+        with told(self):
+            self.store.rm_file(self.path)
+
     def read_text(self, encoding: str = "utf-8", errors: str = "strict") -> str:
         """All of it, as text."""
         return self.read_bytes().decode(encoding, errors)

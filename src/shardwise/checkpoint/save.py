@@ -20,6 +20,7 @@ import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ import torch
 import xxhash
 
 import shardwise
-from shardwise.checkpoint import publish
+from shardwise.checkpoint import manifest, publish
 from shardwise.checkpoint.background import Writer
 from shardwise.checkpoint.files import ITEM_BYTES, Disk, TensorEntry, header_of
 from shardwise.checkpoint.holdings import Holding, averages, generators, state_dict_names, weights
@@ -44,6 +45,7 @@ from shardwise.guard.points import reach
 from shardwise.host import put
 
 SPLIT_BYTES = 2**16  # a piece of fewer bytes is written by one of the ranks that hold it
+SEEN_S = 5.0  # in which a file that one rank has made is seen by the others
 SLACK = 1.02  # of the bytes to be written, that must be free
 
 Fields = dict[str, Any]
@@ -232,10 +234,12 @@ class Saver:
                 if not self._made:
                     self.disk.folder(self.folder)
                     publish.clear(self.folder, self.disk)
+                    (self.folder / self._mark).write_bytes(b"")
                 free = self._free_bytes()
             except OSError as problem:
                 error = f"{self.folder}: {problem.strerror}"
         free, error = gather_json([free, error], self.engine.mesh.world, self.engine.device)[0]
+        error = error or ("" if self._made else self._not_shared())
         if error:
             raise RunError(f"no checkpoint of step {self.engine.steps_done} was written: {error}")
         self._made = True
@@ -244,6 +248,23 @@ class Saver:
                 f"no checkpoint of step {self.engine.steps_done} was written: it needs "
                 f"{self.total_bytes / 1e6:.3g} MB, and {self.folder} has {free / 1e6:.3g} MB left"
             )
+
+    @property
+    def _mark(self) -> str:
+        """A file that rank 0 makes for a moment, for others to see."""
+        return f"meeting-{self.token}"
+
+    def _not_shared(self) -> str:
+        """Why the folder is not one that all ranks share; "" where it is. Collective."""
+        engine, mark = self.engine, self.folder / self._mark
+        until = time.monotonic() + SEEN_S
+        while not (seen := mark.exists()) and time.monotonic() < until:
+            time.sleep(0.1)
+        blind = [rank for rank, saw in enumerate(gather_json(seen, engine.mesh.world, engine.device)) if not saw]
+        if engine.rank == 0:
+            with suppress(OSError):  # it is in nobody's way
+                mark.unlink()
+        return f"rank {blind[0]} does not see what rank 0 writes in {self.folder}: hosts share it not" if blind else ""
 
     def _free_bytes(self) -> float:
         """What the folder's disk has left; a store does not say."""
@@ -281,7 +302,12 @@ class Saver:
 
         def waited() -> Path:
             writer.wait()
-            return place(writer.path)
+            path = place(writer.path)
+            if self.engine.rank == 0 and not (path / manifest.NAME).exists():
+                raise RunError(
+                    f"its writer, another process, wrote {path}, and here it is not: give a place all can see"
+                )
+            return path
 
         self._agreed(waited)
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.checkpoint.inspect import opened
 from shardwise.checkpoint.load import restore
+from shardwise.checkpoint.remote import place
 from shardwise.checkpoint.save import Saver
 from shardwise.errors import InputError
 from shardwise.scripts.reading import Generators
@@ -67,7 +68,7 @@ def load(prepared: Prepared, folder: str | Path) -> dict[str, Any]:
         prepared.pending = chosen
     else:
         prepared.meet("shardwise.load(...)", always=True)
-        told = put(prepared, Path(folder))
+        told = put(prepared, place(folder))
     prepared.loader.go_on(told["loader"])
     prepared.calls.forwards = told["forwards"]
     Generators.from_json(prepared.loader.whole, told["generators"]).restore()
