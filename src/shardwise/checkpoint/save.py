@@ -304,9 +304,7 @@ class Saver:
             writer.wait()
             path = place(writer.path)
             if self.engine.rank == 0 and not (path / manifest.NAME).exists():
-                raise RunError(
-                    f"its writer, another process, wrote {path}, and here it is not: give a place all can see"
-                )
+                raise RunError(f"its writer, another process, wrote {path}, which is not seen from here")
             return path
 
         self._agreed(waited)
