@@ -87,7 +87,7 @@ def _refuse_compressed(path: Path) -> None:
 def _refuse_larger(path: Path, state: Mapping[str, torch.Tensor]) -> None:
     """Raise for tensors that are no plain arrays, or that would take far more than lies in the file."""
     for name, value in state.items():
-        if value.layout != torch.strided or value.is_quantized or value.device.type != "cpu":
+        if value.layout != torch.strided or value.is_quantized or not value.is_cpu:
             raise InputError(f"{path}: '{name[:80]}' is no plain array ({value.layout} on {value.device})")
     wanted, there = sum(value.numel() * value.element_size() for value in state.values()), path.stat().st_size
     if wanted > SHARED * there:
