@@ -391,8 +391,12 @@ def test_a_length_that_is_born_inside_the_module_is_cut_where_its_blocks_begin(p
 
 
 def test_fewer_heads_than_the_ranks_they_are_dealt_over_are_refused(pool) -> None:
-    found = verify("architectures:vit", "cp_ulysses=2,tp=2", pool=pool)
-    assert not found.parity and "2 heads are dealt over cp_ulysses=2 x tp=2" in found.refused, found.text()
+    for task, plan, axes in (
+        ("architectures:vit", "cp_ulysses=2,tp=2", "cp_ulysses=2 x tp=2"),
+        ("architectures:gpt2", "cp=2,cp_ulysses=2", "cp=2 x cp_ulysses=2"),  # it has dropout: by heads over both
+    ):
+        found = verify(task, plan, pool=pool)
+        assert not found.parity and f"2 heads are dealt over {axes}, and every rank" in found.refused, found.text()
 
 
 def test_a_batch_without_a_sequence_is_refused(pool) -> None:

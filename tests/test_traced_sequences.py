@@ -109,11 +109,15 @@ def test_bytes_along_a_sequence_are_those_of_the_ledger(name: str, text: str, po
 # --- a search
 
 
-def _long(length: int, samples: int = 1, causal: bool = True) -> Task:
+def _long(length: int, samples: int = 1, causal: bool = True, blocks: int = 2) -> Task:
     """A small decoder of long samples, of which one is larger than the weights."""
-    from sequence_tasks import Decoder, decoder
+    from sequence_tasks import Block, Decoder, decoder
 
     class Long(Decoder):
+        def __init__(self) -> None:
+            super().__init__(causal=causal)
+            self.blocks = torch.nn.ModuleList(Block(16, 4, 4, False, causal) for _ in range(blocks))
+
         def forward(self, tokens: torch.Tensor) -> torch.Tensor:
             x = self.tokens(tokens)
             for block in self.blocks:
@@ -123,7 +127,7 @@ def _long(length: int, samples: int = 1, causal: bool = True) -> Task:
     def text(step: int) -> dict[str, torch.Tensor]:
         return {"tokens": torch.zeros(samples, length, dtype=torch.int64)}
 
-    return replace(decoder(), model=lambda: Long(causal=causal), batch=text, name="long")
+    return replace(decoder(), model=Long, batch=text, name="long")
 
 
 def _small(cluster: str, gigabytes: float) -> Cluster:
@@ -179,3 +183,15 @@ def _pairs(trace: object) -> float:
         for (rows, queries, keys, _, back, causal), times in trace.attention.items()
         if not back
     )
+
+
+@pytest.mark.parametrize(
+    "plan", ["cp=2,cp_ulysses=2", *(pytest.param(f"{a}=2", marks=LONG) for a in ("cp", "cp_ulysses"))]
+)
+def test_recompute_keeps_the_inputs_of_blocks_alone(plan: str) -> None:
+    """With remat=full a block more adds its input's share to the peak, and none of its queries, keys or values."""
+    two, six = (
+        simulate(_long(1024, blocks=blocks), f"{plan},remat=full", HERE, global_batch=1).worst.terms["micro-batch"]
+        for blocks in (2, 6)
+    )
+    assert six - two == pytest.approx(4 * 1024 * 16 * 4 / Plan.parse(plan).cut_positions, rel=0.02)

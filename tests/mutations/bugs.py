@@ -321,7 +321,7 @@ SEQUENCE = [
     bug("a ring's block is passed by a rank that reads it", "parallel.sequence.pairs:reads_any",
         "is not None", "is not None and rank != call.axis.size - 1", S + "encoder", "cp=3"),
     bug("gradients of keys from other ranks are dropped", "parallel.sequence.passing:gradients_around",
-        "tuple(a + b for a, b in zip(own, home, strict=True))", "own",
+        "_added(own, home)", "own",
         S + "encoder", "cp=3"),
     bug("a window's rows are counted from the share's start", "parallel.sequence.pairs:bias_of",
         "_block(mask, q, k)", "_block(mask, (0, q[1] - q[0]), k)", S + "windowed", "cp=2"),

@@ -168,7 +168,7 @@ class _Entries(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Part, dim: int, index: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(index)
-        ctx.like, ctx.dim = x.detach(), dim
+        ctx.like, ctx.dim = x.shell(), dim
         held, place = _place_of(x, index)
         if not x.local.shape[dim]:
             return reduced(x.local.new_zeros(index.shape), x)

@@ -122,6 +122,15 @@ class Part(Distributed):
             made.factors = self.factors
         return made
 
+    def shell(self) -> Part:
+        """The same part without its memory, one element repeated: what a backward asks of it beside its values.
+
+        What a `Function` keeps on its context, and not by `save_for_backward`, recompute cannot let go of.
+        """
+        local = self.local
+        bare = local.shell() if isinstance(local, Part) else local.new_empty(()).expand(local.shape)
+        return self.with_local(bare)
+
     def share(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
         """The share of a plain tensor that lies beside this part, along `dim`."""
         return self.owners.take(whole, dim, self.axis.index)

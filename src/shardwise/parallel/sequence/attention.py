@@ -20,7 +20,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -132,8 +132,8 @@ def attend(
 
 
 def _refuse_few_heads(query: torch.Tensor, axis: Axis) -> None:
-    """Raises `Uncut`, on all ranks alike, where heads that tp has cut are too few to be dealt over `axis` again."""
-    beside = [part.axis for part in _levels(query) if part.dim_cut == HEADS and not part.axis.positions]
+    """Raises `Uncut`, on all ranks alike, where heads that others have dealt are too few to be dealt over `axis`."""
+    beside = [part.axis for part in _levels(query) if part.dim_cut == HEADS]
     heads, ranks = query.shape[HEADS], math.prod(each.size for each in (axis, *beside))
     if beside and heads < ranks:
         told = " x ".join(f"{each.name}={each.size}" for each in (axis, *beside))
@@ -240,7 +240,8 @@ class _ReadHeads(torch.autograd.Function):
     def forward(ctx: Any, key: torch.Tensor, read: _Read) -> torch.Tensor:
         inner = from_axis(key.detach(), read.axis)
         held = inner if isinstance(inner, Part) else None
-        ctx.read, ctx.held = read, held
+        inside = None if read.inside is None else read.inside.shell()
+        ctx.read, ctx.held = replace(read, inside=inside), None if held is None else held.shell()
         payload = inner if held is None else held.local
         ctx.shape, ctx.places = payload.shape, to_device(read.places(held), payload.device)
         return replaced_from_axis(key.detach(), read.axis, read.wrapped(payload.index_select(HEADS, ctx.places)))

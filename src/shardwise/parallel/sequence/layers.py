@@ -23,6 +23,11 @@ class Layers:
     axis: Axis
     payload: torch.Tensor
 
+    def shell(self) -> Layers:
+        """How the tensor is cut, without its memory."""
+        part, inner = (None if each is None else each.shell() for each in (self.part, self.inner))
+        return Layers(part, inner, self.axis, self.payload.new_empty(()).expand(self.payload.shape))
+
     def like(self, payload: torch.Tensor) -> torch.Tensor:
         """Another payload, distributed alike."""
         local = payload if self.inner is None else self.inner.with_local(payload)

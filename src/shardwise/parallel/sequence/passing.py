@@ -52,7 +52,7 @@ def gradients_around(call: Call, mine: tuple[torch.Tensor, ...], block: Any) -> 
     for source, held in blocks_passing(call, mine):
         found = block(source, *held)
         if source in sums:
-            found = tuple(a + b for a, b in zip(sums.pop(source).found(), found, strict=True))
+            found = _added(found, sums.pop(source).found())
         if source == me:
             own = found  # stays here
         else:
@@ -64,11 +64,17 @@ def gradients_around(call: Call, mine: tuple[torch.Tensor, ...], block: Any) -> 
         before = call.before(coming)
         if before is not None and before != coming:
             sums[coming] = _Arriving(call, coming, like, before, _SUMS)
+        del found, held  # not kept while the next block is computed
     if call.ways[me]:
         home = _Arriving(call, me, like, call.ways[me][-1], _SUMS).found()
-        own = tuple(a + b for a, b in zip(own, home, strict=True))
+        own = _added(own, home)
     sent.wait()
     return own
+
+
+def _added(sums: tuple[torch.Tensor, ...], more: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """What this rank has just made, and nobody else has, with what came added to it in place."""
+    return tuple(mine.add_(other) for mine, other in zip(sums, more, strict=True))
 
 
 def _shapes(shapes: tuple[tuple[int, ...], ...], positions: int) -> list[list[int]]:

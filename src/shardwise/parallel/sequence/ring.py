@@ -60,8 +60,9 @@ class _Ring(torch.autograd.Function):
                     kinds_of(mask, mask_here, q.part.owners, keys, key.shape[POSITIONS], is_causal))  # fmt: skip
         reads = key_heads_read(q, k)
         output, lse = _forward(call, q.payload, k.payload, v.payload, mask_here, reads)
-        ctx.call, ctx.kinds, ctx.reads = call, (q, k, v), reads
-        ctx.heads, ctx.mask_shape = heads, None if mask is None else mask.shape
+        shells = tuple(each.shell() for each in (q, k, v))
+        ctx.call, ctx.kinds, ctx.reads = call, shells, reads
+        ctx.heads, ctx.mask_shape = HeadsHere.of(shells[0]), None if mask is None else mask.shape
         ctx.save_for_backward(q.payload, k.payload, v.payload, mask_here, output, lse)
         return q.like(output)
 
@@ -139,6 +140,7 @@ def _backward(
             dv[:, :, columns] += _collapsed(of_v, dv.shape[HEADS], reads)
             if dmask is not None and of_scores is not None:
                 add_to_mask(dmask, of_scores, at, of)
+            del of_q, of_k, of_v, of_scores  # not kept while the next pair is computed
         return dk, dv
 
     dk, dv = gradients_around(call, (k, v), block)
