@@ -87,6 +87,14 @@ class Decoder(nn.Module):
         return self.head(self.norm(x))
 
 
+class LongWindow(Decoder):
+    """A window given as a mask, for sequences of any length."""
+
+    def __init__(self):
+        super().__init__(window=3)
+        self.places = nn.Embedding(2**20, 16)
+
+
 def _next(logits: torch.Tensor, batch: dict) -> tuple:
     target = batch["tokens"][:, 1:]
     loss = F.cross_entropy(logits[:, :-1].reshape(-1, VOCABULARY), target.reshape(-1), reduction="sum")
@@ -287,3 +295,33 @@ def three_words() -> Task:
     import architectures
 
     return architectures.llama().with_(batch=lambda step: {k: t[:, :3] for k, t in architectures.words(step).items()})
+
+
+class TwoLengths(nn.Module):
+    """Reads a long sequence and a short one, each by attention of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.long, self.short = Block(16, 4, 4, False, True), Block(16, 4, 4, False, True)
+        self.tokens, self.head = nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor, notes: torch.Tensor) -> torch.Tensor:
+        note = self.short(self.tokens(notes), None).mean(1, keepdim=True)
+        return self.head(self.long(self.tokens(tokens), None) + note)
+
+
+def two_lengths() -> Task:
+    """A batch with two lengths, which its task names."""
+
+    def batch(step: int) -> dict:
+        draws = torch.Generator().manual_seed(step)
+        return {"tokens": torch.randint(VOCABULARY, (4, LENGTH + 1), generator=draws),
+                "notes": torch.randint(VOCABULARY, (4, 5), generator=draws)}  # fmt: skip
+
+    return Task(model=TwoLengths, batch=batch, inputs=lambda batch: ((batch["tokens"], batch["notes"]), {}), loss=_next,
+                sequence={"tokens": 1, "notes": 1},
+                optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2))  # fmt: skip
+
+
+def notes_alone() -> Task:
+    return two_lengths().with_(sequence={"notes": 1})

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import sequence_tasks
 import torch
 import torch.nn.functional as F
 
@@ -15,7 +16,7 @@ from shardwise.comm import Axis
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
 from shardwise.mesh import build_mesh
-from shardwise.parallel.sequence import ring
+from shardwise.parallel.sequence import candidates, kernels, ring
 from shardwise.parallel.sequence.pairs import At
 from shardwise.part import Owners, plain, to_part
 from shardwise.part.positions import Positions
@@ -152,10 +153,31 @@ def _with_bug(seed: int, count: int, bug: str) -> list[float]:
                 if call.keys is None or len(set(call.keys.counts)) == 1
                 else passing(call, mine, block)
             )
+        elif bug == "rows of a block that are written later have the mask of the first":
+            return [off for _, off in _few_rows_at_a_time(seed, count, first=True)]
         return [off for _, off in _attention(seed, count)]
     finally:
         ring.pairs, ring.gradients_around = pairs, passing
         ring.bias_of = bias
+
+
+def _few_rows_at_a_time(seed: int, count: int, first: bool = False) -> list[tuple[dict, float]]:
+    """What `_attention` finds where a block's scores are written for some rows at a time, causal ones among them."""
+    rows, most, fused = kernels._of_rows, kernels.MOST_SCORES, kernels.has_fused
+    kernels.MOST_SCORES, kernels.has_fused = 100, lambda device: False
+    if first:
+        kernels._of_rows = lambda bias, some: rows(bias, slice(0, some.stop - some.start))
+    try:
+        return _attention(seed, count)
+    finally:
+        kernels._of_rows, kernels.MOST_SCORES, kernels.has_fused = rows, most, fused
+
+
+def test_scores_that_are_written_for_some_rows_at_a_time(pool) -> None:
+    seed = random.randrange(2**31)
+    for found in pool.run(_few_rows_at_a_time, 2, seed, 30, timeout_s=240):
+        wrong = [(case, off) for case, off in found if not off < BAR]
+        assert not wrong, f"seed {seed}: {wrong[:3]}"
 
 
 @pytest.mark.parametrize(
@@ -164,6 +186,7 @@ def _with_bug(seed: int, count: int, bug: str) -> list[float]:
         "the mask's rows are those of the share",
         "causal blocks are taken for full ones",
         "gradients of keys stay where they were made",
+        "rows of a block that are written later have the mask of the first",
     ],
 )
 def test_planted_bugs_in_the_ring_show(pool, bug: str) -> None:
@@ -397,6 +420,46 @@ def test_fewer_heads_than_the_ranks_they_are_dealt_over_are_refused(pool) -> Non
     ):
         found = verify(task, plan, pool=pool)
         assert not found.parity and f"2 heads are dealt over {axes}, and every rank" in found.refused, found.text()
+
+
+def test_dims_that_a_task_names_are_cut_and_no_others(pool) -> None:
+    """Two lengths at once, of which one alone would be found; what is not named stays whole."""
+    found = verify("sequence_tasks:two_lengths", "cp=2", pool=pool)
+    assert found.parity and "cp=2 cuts the sequence of tokens and notes along dim 1" in found.text(), found.text()
+    found = verify("sequence_tasks:notes_alone", "cp=2", pool=pool)
+    assert found.parity and "cp=2 cuts the sequence of notes along dim 1" in found.text(), found.text()
+
+
+@pytest.mark.parametrize(
+    ("named", "told"),
+    [({"words": 1}, r"a batch has no tensor 'words' \(it has tokens, notes\)"),
+     ({"tokens": 2}, r"tokens has no dim 2 behind its samples \(it is \(4, 11\)\)"),
+     ({"tokens": 0}, "tokens has no dim 0 behind its samples")],
+)  # fmt: skip
+def test_dims_that_a_batch_does_not_have_are_told(named: dict, told: str) -> None:
+    batch, axis = sequence_tasks.two_lengths().batch(0), Axis("cp", 2, 0, None, (0, 1))
+    with pytest.raises(InputError, match=told):
+        next(candidates(batch, 4, (axis,), ("tokens", "notes"), 1, named))
+
+
+def test_a_mask_too_large_to_build_is_told_before_it_is(monkeypatch) -> None:
+    """Of the window of a task whose samples have a million positions: found without values, told with what to pass."""
+    from shardwise.engine import room
+    from shardwise.engine.positions import find_positions
+    from shardwise.precision import Precision
+    from shardwise.trace.deferred import build
+
+    task, long = sequence_tasks.windowed(), 2**20
+    task = task.with_(model=sequence_tasks.LongWindow)
+    plan, axes = Plan(cp=2), (Axis("cp", 2, 0, None, (0, 1)),)
+    few = {"tokens": torch.zeros(2, long, dtype=torch.int64)}
+    positions = find_positions(task, plan, axes, Precision.of(plan), build(task.model, 0), few)
+    assert positions.mask == ((long, long), long * long)
+    monkeypatch.setattr(room, "memory_bytes", lambda device: 2**39)
+    with pytest.raises(InputError, match=r"mask \(1048576, 1048576\), 1,024.0 GiB .* Say is_causal=True"):
+        room.check_masks(positions, torch.device("cpu"), 1)
+    monkeypatch.setattr(room, "memory_bytes", lambda device: 2**41)
+    room.check_masks(positions, torch.device("cpu"), 2)
 
 
 def test_a_batch_without_a_sequence_is_refused(pool) -> None:

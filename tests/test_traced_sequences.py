@@ -27,7 +27,7 @@ DEGREES = ["cp=2", "cp=3", "cp_ulysses=2", "cp=2,cp_ulysses=2"]
 BESIDE = ["", ",zero=1", ",zero=2,accumulate=2", ",zero=3", ",zero=3,accumulate=2", ",remat=full", ",remat=selective"]
 COMPOSED = ["cp=2,dp_replicate=2", "cp=2,dp_shard=2,zero=1", "cp_ulysses=2,dp_shard=2,zero=3,remat=full",
             "cp=2,dp_replicate=2,accumulate=2", "cp=2,tp=2,sp=true", "cp=2,pp=2", "cp_ulysses=2,tp=2"]  # fmt: skip
-ALL = [*(degree + more for degree in DEGREES for more in BESIDE), *COMPOSED]
+ALL = [*([degree + more for more in BESIDE] for degree in DEGREES), COMPOSED]
 
 
 @pytest.mark.parametrize(
@@ -40,11 +40,12 @@ ALL = [*(degree + more for degree in DEGREES for more in BESIDE), *COMPOSED]
         pytest.param("sequence_tasks:decoder", ["cp=2,pp=2", "cp=2,tp=2,sp=true"], id="decoder-cut", marks=LONG),
         pytest.param("sequence_tasks:routed", ["cp=2", "cp=2,dp_shard=2,ep=2"], id="routed", marks=LONG),
         *(
-            pytest.param(f"sequence_tasks:{name}", ALL, id=f"{name}-all", marks=LONG)
+            pytest.param(f"sequence_tasks:{name}", plans, id=f"{name}-{plans[0]}-all", marks=LONG)
             for name in ("decoder", "grouped", "windowed", "encoder", "written", "pooled")
+            for plans in ALL
         ),
         pytest.param("vit", [*DEGREES, *COMPOSED], id="vit-all", marks=LONG),
-        pytest.param("gpt2", [*DEGREES, *COMPOSED], id="gpt2-all", marks=LONG),
+        pytest.param("gpt2", [*DEGREES[:3], *COMPOSED], id="gpt2-all", marks=LONG),
     ],
 )
 def test_memory_of_every_rank_of_a_sequence_is_within_two_percent(name: str, plans: list[str], pool) -> None:

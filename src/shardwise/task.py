@@ -115,6 +115,8 @@ class Task:
                "exp", a function) is applied to the quotient
     eval_data  held-out samples
     spatial    which dims are space, for plans with `domain`; None: those behind batch and channel
+    sequence   by name of a tensor of the batch, its dim of positions, for plans with `cp` or `cp_ulysses`: {"tokens":
+               1}; what is not named stays whole. {}: positions are born inside the module. None: found by trying
     loss_scope "sample": the loss adds up over samples (checked at start). "global": it does not (a contrastive
                loss); the outputs and the batch are gathered on every rank, at a printed cost
     branches   "same": every rank must use the same parameters in a micro-batch, and one that does not is named.
@@ -132,6 +134,7 @@ class Task:
     metrics: Callable | None = None
     eval_data: Source | None = None
     spatial: Domain | None = None
+    sequence: Mapping[str, int] | None = None
     loss_scope: Literal["sample", "global"] = "sample"
     branches: Literal["same", "per_sample"] = "same"
     name: str = "task"
@@ -163,6 +166,9 @@ class Task:
             raise InputError(f"Task.metrics must be callable, got {type(self.metrics).__name__}")
         if self.spatial is not None and not isinstance(self.spatial, Domain):
             raise InputError(f"Task.spatial must be a shardwise.Domain, got {type(self.spatial).__name__}")
+        named = self.sequence
+        if named is not None and not (isinstance(named, Mapping) and all(isinstance(d, int) for d in named.values())):
+            raise InputError(f'Task.sequence names dims of tensors, such as {{"tokens": 1}}, got {named!r}')
         edges = () if self.spatial is None else self.spatial.edges
         if edges or hasattr(self.model, "edges"):
             from shardwise.boundary import bounded

@@ -75,7 +75,9 @@ def find_positions(
                 positions = zigzag.positions if stops(zigzag) is None else positions
             said = (*sequence.explained(seen), *domain.explained(gathers))
             shapes = _shapes_of_fields(task, plan, batch, positions)
-            return replace(positions, results=results, routes=said, shapes=shapes)
+            largest = max(seen, key=lambda one: one.mask_bytes, default=None)
+            mask = (largest.mask, largest.mask_bytes) if largest is not None else ((), 0)
+            return replace(positions, results=results, routes=said, shapes=shapes, mask=mask)
         stopped.append(f"{candidate.said} cannot be cut: {error}")
     axes, what = ",".join(f"{axis.name}={axis.size}" for axis in inner), "sequence"
     nothing = "no tensor has a dim behind the samples"
@@ -114,8 +116,8 @@ def _candidates(
         return _fields(task, plan, {axis.name: axis for axis in inner}, batch)
     least = plan.tp if plan.sp else 1
     return chain(
-        sequence.candidates(batch, samples_in(batch), inner, _names(batch), least),
-        _born_inside(inner, built, batch, least),
+        sequence.candidates(batch, samples_in(batch), inner, _names(batch), least, task.sequence),
+        () if task.sequence else _born_inside(inner, built, batch, least),
     )
 
 

@@ -21,7 +21,7 @@ from shardwise.engine.materialise import (
     fill_parameters,
 )
 from shardwise.engine.positions import find_positions
-from shardwise.engine.room import check_room
+from shardwise.engine.room import check_masks, check_room
 from shardwise.engine.samples import a_few, few_samples
 from shardwise.engine.tensor import cut_tensors
 from shardwise.errors import InputError, RefusedPlan
@@ -120,6 +120,8 @@ def apply_plan(task: Task, plan: Plan, mesh: Mesh, precision: Precision, seed: i
     blocks = blocks if cut is None else cut.here(module, blocks)
     if not _get_current_dispatch_mode_stack():  # a rehearsal makes nothing
         check_room(module, plan, mesh, precision, absent)
+        if positions is not None:
+            check_masks(positions, mesh.device, mesh.world.size)
     notices += _prepare(module, blocks, plan)
     technique: DataParallel
     order = _fixed_order(plan, mesh)

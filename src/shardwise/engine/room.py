@@ -12,6 +12,7 @@ from shardwise.device import memory_bytes, on_host
 from shardwise.errors import InputError
 from shardwise.layout import Plan
 from shardwise.mesh import Mesh
+from shardwise.part.positions import Positions
 from shardwise.precision import Precision
 from shardwise.ranks import local_size
 
@@ -38,6 +39,23 @@ def check_room(module: nn.Module, plan: Plan, mesh: Mesh, precision: Precision, 
         f"{_gib(grads)} of gradients on each rank under plan {plan}, optimizer state not counted{beside}; it has "
         f"{_gib(total)}. Shard it over more machines (dp_shard with zero=3, tp), or take a smaller model; `shardwise "
         "plan` says what fits"
+    )
+
+
+def check_masks(positions: Positions, device: torch.device, ranks: int) -> None:
+    """Raise `InputError` where a mask over all pairs of positions, whole on every rank, is more than the device has.
+
+    ranks  of the world, all on this host where no launcher says otherwise
+    """
+    shape, size = positions.mask
+    total = memory_bytes(device)
+    here = 1 if not on_host(device) else local_size(os.environ) or ranks
+    if total is None or size * here <= total:
+        return
+    raise InputError(
+        f"attention is given a mask {shape}, {_gib(size)} on each of {here} rank(s) here, and there are {_gib(total)}: "
+        "a mask with an element for each pair of positions does not shrink with their number of ranks. Say "
+        "is_causal=True where it is causal, give none where all are read, and (B, 1, 1, S) where it hides padding"
     )
 
 

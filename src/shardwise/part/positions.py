@@ -55,6 +55,7 @@ class Positions:
     what: str = "sequence"
     least: int = 1  # indices that every rank must have: as many as axes further in cut them over
     routes: tuple[str, ...] = ()  # of attention, for people
+    mask: tuple[tuple[int, ...], int] = ((), 0)  # the largest that attention is given for all pairs: shape, bytes
     zigzag: bool = False  # cp deals each rank a block from either end, for attention that looks back
     inside: CutsInside | None = None
     results: Mapping[tuple[str, int], tuple[Along, ...]] = field(default_factory=dict)

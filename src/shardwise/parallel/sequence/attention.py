@@ -50,10 +50,12 @@ class AttentionCall:
     causal: bool
     masked: bool
     elements: tuple[int, int]  # received by a rank in a forward: on this route, and on the other one
+    mask: tuple[int, ...] = ()  # shape of one that has an element for each pair of positions
+    mask_bytes: int = 0
 
     @classmethod
     def of(
-        cls, query: torch.Tensor, key: torch.Tensor, axis: Axis, *, heads: bool, causal: bool, masked: bool
+        cls, query: torch.Tensor, key: torch.Tensor, axis: Axis, *, heads: bool, causal: bool, mask: torch.Tensor | None
     ) -> AttentionCall:
         """Returns what is known of a call before it runs. Masks that let a ring send less are not counted."""
         p, each = axis.size, query.shape[-1]
@@ -63,7 +65,9 @@ class AttentionCall:
         by_heads = 2 * query.shape[POSITIONS] * of_q * each * (p - 1) / p**2
         by_heads += ring if of_k < p else ring / p
         found = (by_heads, ring) if heads else (ring, by_heads)
-        return cls(axis, heads, causal, masked, (round(found[0]), round(found[1])))
+        shape = () if mask is None or mask.dim() < 2 or 1 in mask.shape[-2:] else tuple(mask.shape)
+        held = math.prod(shape) * mask.element_size() if mask is not None and shape else 0
+        return cls(axis, heads, causal, mask is not None, (round(found[0]), round(found[1])), shape, held)
 
 
 _SEEN: list[list[AttentionCall]] = []
@@ -121,9 +125,7 @@ def attend(
     beyond = len(_positions(query)) > 1  # the outermost alone goes around a ring
     heads = axis.name == "cp_ulysses" or bool(dropout_p) or beyond
     if _SEEN:
-        _SEEN[-1].append(
-            AttentionCall.of(query, key, axis, heads=heads, causal=is_causal, masked=attn_mask is not None)
-        )
+        _SEEN[-1].append(AttentionCall.of(query, key, axis, heads=heads, causal=is_causal, mask=attn_mask))
     if heads:
         return _by_heads(query, key, value, attn_mask, axis, options)
     if _owners(key, axis) != _owners(value, axis):  # keys and values travel together

@@ -1,35 +1,58 @@
 """Which dims of a batch may be positions of a sequence.
 
 Those of one size, over all tensors, of which a batch can lose half and still be a batch for the module: names and
-kinds of modules play no part.
+kinds of modules play no part. Where the task names the dims (`Task.sequence`), those, whatever their sizes.
 
 What this does not do: cut tensors that have the positions along several dims (masks (B, 1, S, S)); they stay whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shardwise.comm import Axis
+from shardwise.errors import InputError
 from shardwise.part.positions import Candidate, Positions
 
 Dims = tuple[tuple[int, ...], ...]  # of each leaf
 
 
 def candidates(
-    batch: Any, samples: int, axes: tuple[Axis, ...], names: tuple[str, ...], least: int
-) -> Iterator[Candidate]:
-    """For each size that dims behind the first one have, those dims. Sizes of integer tensors come first."""
-    for dims, size in _alike(batch, samples):
+    batch: Any, samples: int, axes: tuple[Axis, ...], names: tuple[str, ...], least: int,
+    named: Mapping[str, int] | None = None,
+) -> Iterator[Candidate]:  # fmt: skip
+    """For each size that dims behind the first one have, those dims. Sizes of integer tensors come first.
+
+    named  by name of a tensor, its dim of positions: those alone; none where it is empty
+    """
+    found = _alike(batch, samples) if named is None else [_declared(batch, names, named)] if named else []
+    for dims, said in found:
         cuts = tuple(((along[0], axes),) if len(along) == 1 else () for along in dims)
-        yield Candidate(Positions(cuts, names, "sequence", least), f"dims of {size}", _shortened(batch, dims))
+        yield Candidate(Positions(cuts, names, "sequence", least), said, _shortened(batch, dims))
 
 
-def _alike(batch: Any, samples: int) -> Iterator[tuple[Dims, int]]:
+def _declared(batch: Any, names: tuple[str, ...], named: Mapping[str, int]) -> tuple[Dims, str]:
+    """The dims that a task names; `InputError` for what is not in the batch."""
+    leaves, _ = tree_flatten(batch)
+    if unknown := [name for name in named if name not in names]:
+        raise InputError(f"Task.sequence: a batch has no tensor {unknown[0]!r} (it has {', '.join(names)})")
+    dims: list[tuple[int, ...]] = []
+    for leaf, name in zip(leaves, names, strict=True):
+        dim = named.get(name)
+        rank = leaf.dim() if isinstance(leaf, torch.Tensor) else 0
+        if dim is not None and not (-rank < dim < rank and dim):
+            raise InputError(
+                f"Task.sequence: {name} has no dim {dim} behind its samples (it is {tuple(getattr(leaf, 'shape', ()))})"
+            )
+        dims.append(() if dim is None else (dim % rank,))
+    return tuple(dims), "what Task.sequence names"
+
+
+def _alike(batch: Any, samples: int) -> Iterator[tuple[Dims, str]]:
     leaves, _ = tree_flatten(batch)
     tensors = [leaf if isinstance(leaf, torch.Tensor) and leaf.dim() > 1 and leaf.shape[0] == samples else None
                for leaf in leaves]  # fmt: skip
@@ -38,7 +61,7 @@ def _alike(batch: Any, samples: int) -> Iterator[tuple[Dims, int]]:
     for size in dict.fromkeys(n for n in sizes if n > 1):
         dims = [() if t is None else tuple(d for d in range(1, t.dim()) if t.shape[d] == size) for t in tensors]
         if any(len(each) == 1 for each in dims):
-            yield tuple(dims), size
+            yield tuple(dims), f"dims of {size}"
 
 
 def _shortened(batch: Any, dims: Dims) -> Any:

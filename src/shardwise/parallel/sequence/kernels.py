@@ -1,14 +1,19 @@
 """Attention of one block of queries and keys, with the log of the sum of exponents by which blocks are merged.
 
 A fused kernel does it where there is one that returns that sum: on a CPU, for blocks without a mask and for those on
-the diagonal of a causal one. Otherwise the block's scores (B, H, s, t) are written.
+the diagonal of a causal one. Otherwise the block's scores (B, H, s, t) are written, of as many rows at a time as
+`MOST_SCORES` allows, and written again in backward.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from shardwise.device import on_host
+
+MOST_SCORES = 2**26  # that are written at a time: 256 MiB in float32, where several rows are no more
 
 _fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _fused_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -33,11 +38,25 @@ def _is_fused(q: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None) -> bo
     return has_fused(q.device) and bias is None and q.shape[-1] == v.shape[-1] and q.shape[1] > 0
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, bias: torch.Tensor | None, causal: bool, scale: float) -> torch.Tensor:
+def _rows(q: torch.Tensor, k: torch.Tensor) -> Iterator[slice]:
+    """Runs of a block's rows whose scores are written at a time."""
+    s, each = q.shape[-2], max(1, MOST_SCORES // max(1, q.shape[0] * q.shape[1] * k.shape[-2]))
+    for first in range(0, s, each) if s else [0]:
+        yield slice(first, min(s, first + each))
+
+
+def _of_rows(bias: torch.Tensor | None, rows: slice) -> torch.Tensor | None:
+    return bias if bias is None or bias.dim() < 2 or bias.shape[-2] == 1 else bias[..., rows, :]
+
+
+def _scores(
+    q: torch.Tensor, k: torch.Tensor, bias: torch.Tensor | None, causal: bool, scale: float, first: int
+) -> torch.Tensor:  # fmt: skip
+    """Of rows of a block, the first of which is its row `first`."""
     scores = torch.matmul(q, k.transpose(-1, -2)) * scale
     if causal:
         s, t = scores.shape[-2:]
-        below = torch.ones(s, t, dtype=torch.bool, device=q.device).tril()
+        below = torch.ones(s, t, dtype=torch.bool, device=q.device).tril(first)
         scores = scores.masked_fill(~below, -torch.inf)
     if bias is None:
         return scores
@@ -54,25 +73,38 @@ def attended(
     """
     if _is_fused(q, v, bias):
         return _fused(q, k, v, 0.0, causal, scale=scale)
-    scores = _scores(q, k, bias, causal, scale)
-    lse = torch.logsumexp(scores, -1)
-    return torch.matmul((scores - finite(lse).unsqueeze(-1)).exp(), v), lse
+    found, sums = [], []
+    for rows in _rows(q, k):
+        scores = _scores(q[:, :, rows], k, _of_rows(bias, rows), causal, scale, rows.start)
+        sums.append(torch.logsumexp(scores, -1))
+        found.append(torch.matmul((scores - finite(sums[-1]).unsqueeze(-1)).exp(), v))
+        del scores
+    return (found[0], sums[0]) if len(found) == 1 else (torch.cat(found, -2), torch.cat(sums, -1))
 
 
 def gradients(
     gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, output: torch.Tensor, lse: torch.Tensor,
-    bias: torch.Tensor | None, causal: bool, scale: float,
+    bias: torch.Tensor | None, causal: bool, scale: float, of_bias: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """Gradients of a block's queries, keys and values, and of its scores where they were written.
+    """Gradients of a block's queries, keys and values, and of its scores where that of the bias is wanted.
 
     output, lse  those of the whole row, merged over all blocks
     """
     if _is_fused(q, v, bias):
         found = _fused_backward(gradient, q, k, v, output, lse, 0.0, causal, scale=scale)
         return (*found, None)
-    weights = (_scores(q, k, bias, causal, scale) - finite(lse).unsqueeze(-1)).exp()
-    delta = (gradient * output).sum(-1, keepdim=True)
-    of_scores = weights * (torch.matmul(gradient, v.transpose(-1, -2)) - delta)
-    dq = torch.matmul(of_scores, k) * scale
-    dk = torch.matmul(of_scores.transpose(-1, -2), q) * scale
-    return dq, dk, torch.matmul(weights.transpose(-1, -2), gradient), of_scores
+    dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    kept = []
+    for rows in _rows(q, k):
+        some, mine = q[:, :, rows], gradient[:, :, rows]
+        scores = _scores(some, k, _of_rows(bias, rows), causal, scale, rows.start)
+        weights = (scores - finite(lse[:, :, rows]).unsqueeze(-1)).exp()
+        del scores
+        delta = (mine * output[:, :, rows]).sum(-1, keepdim=True)
+        of_scores = weights * (torch.matmul(mine, v.transpose(-1, -2)) - delta)
+        dq[:, :, rows] = torch.matmul(of_scores, k) * scale
+        dk += torch.matmul(of_scores.transpose(-1, -2), some) * scale
+        dv += torch.matmul(weights.transpose(-1, -2), mine)
+        kept += [of_scores] if of_bias else []
+        del weights, of_scores
+    return dq, dk, dv, torch.cat(kept, -2) if kept else None

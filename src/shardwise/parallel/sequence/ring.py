@@ -133,7 +133,7 @@ def _backward(
             keys, values = (_expanded(t[:, :, columns], heads, reads).to(dtype) for t in (key, value))
             of_q, of_k, of_v, of_scores = gradients(
                 dout[:, :, rows], q[:, :, rows].to(dtype), keys, values, output[:, :, rows], lse[:, :, rows], bias,
-                kind == "diagonal", call.scale,
+                kind == "diagonal", call.scale, dmask is not None,
             )  # fmt: skip
             dq[:, :, rows] += of_q
             dk[:, :, columns] += _collapsed(of_k, dk.shape[HEADS], reads)
