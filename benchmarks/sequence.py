@@ -10,7 +10,8 @@ else runs on the machine meets them alike; a figure is the median of the ratios 
     waiting     the same, but a block is waited for before anything is computed
     whole       one process with one thread computes all; half of its time is what two ranks could reach at best
 
-What this does not do: compare with torch's own ring, which has no causal kernel on a CPU.
+What this does not do: compare with torch's own ring, which has rules for the kernels of CUDA alone (torch 2.13,
+`torch/distributed/tensor/experimental/_context_parallel/_attention.py`).
 """
 
 from __future__ import annotations

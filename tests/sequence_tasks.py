@@ -92,7 +92,7 @@ class LongWindow(Decoder):
 
     def __init__(self):
         super().__init__(window=3)
-        self.places = nn.Embedding(2**20, 16)
+        self.places = nn.Embedding(2**13, 16)
 
 
 def _next(logits: torch.Tensor, batch: dict) -> tuple:

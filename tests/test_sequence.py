@@ -443,22 +443,22 @@ def test_dims_that_a_batch_does_not_have_are_told(named: dict, told: str) -> Non
 
 
 def test_a_mask_too_large_to_build_is_told_before_it_is(monkeypatch) -> None:
-    """Of the window of a task whose samples have a million positions: found without values, told with what to pass."""
+    """Of the window of a task: found without values, told with what to pass."""
     from shardwise.engine import room
     from shardwise.engine.positions import find_positions
     from shardwise.precision import Precision
     from shardwise.trace.deferred import build
 
-    task, long = sequence_tasks.windowed(), 2**20
+    task, long = sequence_tasks.windowed(), 2**13
     task = task.with_(model=sequence_tasks.LongWindow)
     plan, axes = Plan(cp=2), (Axis("cp", 2, 0, None, (0, 1)),)
     few = {"tokens": torch.zeros(2, long, dtype=torch.int64)}
     positions = find_positions(task, plan, axes, Precision.of(plan), build(task.model, 0), few)
     assert positions.mask == ((long, long), long * long)
-    monkeypatch.setattr(room, "memory_bytes", lambda device: 2**39)
-    with pytest.raises(InputError, match=r"mask \(1048576, 1048576\), 1,024.0 GiB .* Say is_causal=True"):
+    monkeypatch.setattr(room, "memory_bytes", lambda device: 2**25)
+    with pytest.raises(InputError, match=r"mask \(8192, 8192\), 0.1 GiB .* Say is_causal=True"):
         room.check_masks(positions, torch.device("cpu"), 1)
-    monkeypatch.setattr(room, "memory_bytes", lambda device: 2**41)
+    monkeypatch.setattr(room, "memory_bytes", lambda device: 2**27)
     room.check_masks(positions, torch.device("cpu"), 2)
 
 
