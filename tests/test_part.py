@@ -288,6 +288,7 @@ def _sums() -> dict[str, float]:
                 "as rows": (new().view(10, 4) * 2, 2 * whole.view(10, 4)),
                 "not linear": (new().exp(), whole.exp()),
                 "in place": (new().mul_(3).add_(1), 3 * whole + 1),
+                "writes another argument": (F.rrelu(new(), 0.2, 0.4), F.rrelu(whole, 0.2, 0.4)),
                 "beside plain": (whole + new(), 2 * whole),
             }
             twice = new()

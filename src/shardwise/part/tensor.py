@@ -241,7 +241,7 @@ class Facts:
 
     name: str
     rule: Rule | None
-    writes: bool
+    writes: bool  # into its first argument, which it returns; not where it is another one (the noise of `rrelu`)
     is_view: bool  # its result shares memory with its input
     composite: bool  # made of other operations, which can be answered in its place
 
@@ -254,9 +254,10 @@ def facts(func: Any) -> Facts:
     if found is None and torch.Tag.pointwise in func.tags:
         found = RULES["add"]
     returned = func._schema.returns
-    writes = func._schema.is_mutable
+    first = func._schema.arguments[0].alias_info if func._schema.arguments else None
+    writes = first is not None and first.is_write
     composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
-    is_view = bool(returned) and returned[0].alias_info is not None and not writes
+    is_view = bool(returned) and returned[0].alias_info is not None and not func._schema.is_mutable
     return Facts(name, found, writes, is_view, composite)
 
 
