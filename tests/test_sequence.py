@@ -17,12 +17,28 @@ from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
 from shardwise.mesh import build_mesh
 from shardwise.parallel.sequence import candidates, kernels, ring
+from shardwise.parallel.sequence.layers import HEADS, Layers, key_heads_read
 from shardwise.parallel.sequence.pairs import At
-from shardwise.part import Owners, plain, to_part
+from shardwise.part import Owners, Part, plain, to_part
 from shardwise.part.positions import Positions
+from shardwise.trace.fake import Fake
 
 DOUBLE = torch.float64
 BAR = 1e-10
+
+
+def test_key_heads_are_found_without_values() -> None:
+    """Owners tell which key head each query reads, also in a rehearsal: it would be repeated with all weights made."""
+    tp, ring_axis = Axis("tp", 2, 1, None, (0, 1)), Axis("cp", 2, 0, None, (0, 1))
+
+    def reads(queries: int, keys: int) -> torch.Tensor | None:
+        q, k = torch.empty(1, queries // 2, 4, 2), torch.empty(1, keys, 4, 2)
+        inner = Part(q, HEADS, Owners.blocks(queries, 2), tp)
+        return key_heads_read(Layers(None, inner, ring_axis, q), Layers(None, None, ring_axis, k))
+
+    assert reads(6, 3).tolist() == [1, 2, 2] and reads(8, 1) is None
+    with Fake():
+        assert reads(6, 3).shape == (3,) and reads(8, 1) is None
 
 
 # --- attention alone

@@ -12,24 +12,32 @@ from typing import Any
 import torch
 
 _NESTS = (torch.Tensor, tuple, list)
+_ATOMS = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device))  # most of what is met
 
 
 def tensors_in(tree: Any, kind: type = torch.Tensor) -> list[Any]:
     """All tensors of a kind, in order."""
     if isinstance(tree, torch.Tensor):
         return [tree] if isinstance(tree, kind) else []
-    if isinstance(tree, dict):
-        tree = tree.values()
-    elif not isinstance(tree, tuple | list):
-        return []
     found: list[Any] = []
-    for leaf in tree:
+    _gather(tree, kind, found)
+    return found
+
+
+def _gather(nest: Any, kind: type, found: list[Any]) -> None:
+    """Add the tensors of a kind among what is nested."""
+    if isinstance(nest, dict):
+        nest = nest.values()
+    elif not isinstance(nest, tuple | list):
+        return
+    for leaf in nest:
+        if type(leaf) in _ATOMS:
+            continue
         if isinstance(leaf, torch.Tensor):
             if isinstance(leaf, kind):
                 found.append(leaf)
-        elif isinstance(leaf, (tuple, list, dict)):
-            found += tensors_in(leaf, kind)
-    return found
+        else:
+            _gather(leaf, kind, found)
 
 
 def replaced(kind: type, make: Callable[[Any], Any], tree: Any) -> Any:

@@ -7,12 +7,11 @@ that knows of no other axis: to it, a tensor that is distributed over axes furth
 from __future__ import annotations
 
 import threading
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 
 from shardwise.comm import Axis
-from shardwise.part.leaves import tensors_in
 
 
 class Distributed(torch.Tensor):
@@ -56,12 +55,12 @@ def here(tensor: Distributed) -> bool:
 
 
 class answering:
-    """Context: rules are applied for the outermost axis over which a tensor of the pytree is distributed."""
+    """Context: rules are applied for the outermost axis over which one of the tensors is distributed."""
 
     __slots__ = ("before", "depth")
 
-    def __init__(self, tree: Any):
-        self.depth = min(tensor.axis.depth for tensor in tensors_in(tree, Distributed))
+    def __init__(self, tensors: Iterable[Distributed]):
+        self.depth = min(tensor.axis.depth for tensor in tensors)
 
     def __enter__(self) -> None:
         self.before, _STATE.depth = _STATE.depth, self.depth

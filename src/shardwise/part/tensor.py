@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from types import FunctionType
 from typing import Any
 
@@ -34,7 +34,7 @@ from torch._prims_common import make_contiguous_strides_for as strides_in_order
 
 from shardwise.comm import Axis, all_gather, all_reduce, reduce_scatter
 from shardwise.host import to_device
-from shardwise.part.cuts import Owners, Uncut
+from shardwise.part.cuts import REMEMBERED, Owners, Uncut
 from shardwise.part.leaves import replaced, tensors_in
 from shardwise.part.levels import Distributed, answering, here
 from shardwise.trace.elementwise import is_elementwise
@@ -172,14 +172,15 @@ def is_part(tensor: Any) -> bool:
 
 def answer(func: Any, args: tuple, kwargs: dict) -> Any:
     """`func` on parts and sums, by its rule, applied for the outermost of their axes."""
-    with answering((args, kwargs)):
-        return _answer(func, args, kwargs)
+    given = tensors_in((args, kwargs), Distributed)
+    with answering(given):
+        return _answer(func, args, kwargs, given)
 
 
-def _answer(func: Any, args: tuple, kwargs: dict) -> Any:
+def _answer(func: Any, args: tuple, kwargs: dict, given: list[Distributed]) -> Any:
     from shardwise.part.sums import Sum, with_sums
 
-    if any(here(summed) for summed in tensors_in((args, kwargs), Sum)):
+    if any(isinstance(tensor, Sum) and here(tensor) for tensor in given):
         return with_sums(func, args, kwargs)
     known = facts(func)
     if known.writes and is_part(args[0]):
@@ -273,15 +274,20 @@ def _held(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def strides_of(local: torch.Tensor, shape: list[int]) -> list[int]:
+def strides_of(local: torch.Tensor, shape: list[int]) -> tuple[int, ...]:
     """Strides of the whole tensor in the memory order of the share."""
+    return _strides(local.stride(), tuple(local.shape), tuple(shape))
+
+
+@lru_cache(maxsize=REMEMBERED)
+def _strides(held: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a whole tensor of a shape, a share of which has these strides and sizes."""
     strides, step = [0] * len(shape), 1
-    order = sorted(range(len(shape)), key=lambda d: (local.stride(d), -d))
-    for d in order:
-        if local.stride(d) or local.shape[d] <= 1:
+    for d in sorted(range(len(shape)), key=lambda d: (held[d], -d)):
+        if held[d] or sizes[d] <= 1:
             strides[d] = step
             step *= max(shape[d], 1)
-    return strides
+    return tuple(strides)
 
 
 def parts_in(tree: Any) -> list[Part]:

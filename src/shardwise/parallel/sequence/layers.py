@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from shardwise.comm import Axis
@@ -119,17 +120,19 @@ def key_heads_read(q: Layers, k: Layers) -> torch.Tensor | None:
     mine = places[q.inner.axis.index]
     assert mine is not None
     count = k.payload.shape[HEADS]
-    regular = count and len(mine) % count == 0
-    if regular and bool((mine == torch.arange(len(mine)) // (len(mine) // count)).all()):
+    if count and len(mine) % count == 0 and np.array_equal(mine, np.arange(len(mine)) // (len(mine) // count)):
         return None
-    return mine
+    return torch.from_numpy(mine)
 
 
-def _places(queries: Owners, keys: Part | None, each: int, rank: int) -> torch.Tensor | None:
-    """Where a rank of an axis further in finds the key head of each of its queries; None where it lacks one."""
-    read = torch.from_numpy(queries.indices(rank)) // each
+def _places(queries: Owners, keys: Part | None, each: int, rank: int) -> np.ndarray | None:
+    """Where a rank of an axis further in finds the key head of each of its queries; None where it lacks one.
+
+    In numpy: a tensor's values could not be read in a rehearsal, which has none.
+    """
+    read = queries.indices(rank) // each
     if keys is None:
         return read
-    held = torch.from_numpy(keys.owners.indices(rank))
-    place = torch.searchsorted(held, read).clamp_(max=max(len(held) - 1, 0))
-    return place if len(held) and bool((held[place] == read).all()) else None
+    held = keys.owners.indices(rank)
+    place = np.searchsorted(held, read).clip(max=max(len(held) - 1, 0))
+    return place if len(held) and np.array_equal(held[place], read) else None
