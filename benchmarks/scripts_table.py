@@ -27,7 +27,8 @@ from shardwise.ranks import RankPool  # noqa: E402
 
 PLANS = ["dp_replicate=2", "dp_shard=2,zero=1", "dp_shard=2,zero=2", "dp_shard=2,zero=3", "tp=2",
          "dp_replicate=4", "dp_shard=4,zero=1", "dp_shard=4,zero=2", "dp_shard=4,zero=3",
-         "tp=2,dp_shard=2"]  # fmt: skip
+         "tp=2,dp_shard=2", "cp=2", "cp_ulysses=2", "domain=2", "domain=1x2"]  # fmt: skip
+NO_DIM = "no dim of the batch can be cut"  # as a sequence, or as a field
 TABLE = ROOT / "docs" / "tables" / "scripts.md"
 
 
@@ -38,7 +39,8 @@ def cell(name: str, plan: str, alone: dict, pool: RankPool, folder: Path) -> tup
     try:
         runs = pool.run(scripts.run_script, Plan.parse(plan).world_size, str(path), timeout_s=200)
     except (RefusedPlan, InputError) as error:
-        return "refused", str(error).splitlines()[0]
+        why = str(error).splitlines()[0]
+        return ("no such dim", "") if NO_DIM in why else ("refused", why)
     except Exception as error:
         return "FAILS", f"{type(error).__name__}: {str(error).splitlines()[0]}"
     try:
@@ -68,7 +70,8 @@ def as_page(found: dict[str, tuple[str, str]], names: list[str], plans: list[str
         "Made by `make scripts-table`. The scripts stand in `tests/scripts`, written as people write them; a few "
         "lines of each change, which `tests/test_prepare.py` names. *equal*: the losses of all steps and the final "
         "weights are those of the untouched script in one process, to 1e-10 in float64; *refused*: stopped by the "
-        "sentence below.",
+        "sentence below; *no such dim*: refused, since nothing that the model is given can be cut as a sequence (or as "
+        "a field).",
         "",
         f"{len(asked)} cells: {count}.",
         "",

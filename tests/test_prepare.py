@@ -63,7 +63,7 @@ CHANGES: dict[str, tuple[str, list[tuple[str, str]]]] = {
         ("    loss.backward()", "    loss = prepared.backward(loss)"),
         ("    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)", "    prepared.clip_grad_norm_(0.5)"),
     ]),
-    "unet_dice": ("loader", [("    loss.backward()", "    loss = prepared.backward(loss, mean_over=len(images))")]),
+    "unet_dice": ("loader", [("    loss.backward()", "    loss = prepared.backward(loss)")]),
     "unet3d": ("train_loader", [
         ("        loss.backward()", "        loss = prepared.backward(loss, mean_over=len(x))"),
     ]),
@@ -75,7 +75,7 @@ CHANGES: dict[str, tuple[str, list[tuple[str, str]]]] = {
     "neural_operator": ("loader", [
         ("        loss.backward()", "        loss = prepared.backward(loss, mean_over=len(y))"),
     ]),
-    "contrastive": ("loader", [("    loss.backward()", "    loss = prepared.backward(loss, mean_over=len(x))")]),
+    "contrastive": ("loader", [("    loss.backward()", "    loss = prepared.backward(loss)")]),
     "detector": ("loader", [
         ("        loss.backward()", "        loss = prepared.backward(loss, mean_over=(classes >= 0).sum())"),
         ("        torch.nn.utils.clip_grad_norm_(model.parameters(), 5.0)", "        prepared.clip_grad_norm_(5.0)"),
@@ -100,7 +100,7 @@ CHANGES: dict[str, tuple[str, list[tuple[str, str]]]] = {
     "lbfgs_fit": ("loader", [
         ("    loss.backward()", "    loss = prepared.backward(loss, mean_over=len(xb))"),
     ]),
-    "mixup": ("loader", [("        loss.backward()", "        loss = prepared.backward(loss, mean_over=len(y))")]),
+    "mixup": ("loader", [("        loss.backward()", "        loss = prepared.backward(loss)")]),
     "multitask": ("loader", [
         ("        loss.backward()", "        loss = prepared.backward(loss, mean_over=len(x))"),
         ("        nn.utils.clip_grad_norm_(model.parameters(), 1.0)", "        prepared.clip_grad_norm_(1.0)"),
@@ -119,6 +119,21 @@ CHANGES: dict[str, tuple[str, list[tuple[str, str]]]] = {
     "rare_classes": ("loader", [
         ("        loss.backward()", "        loss = prepared.backward(loss, mean_over=criterion.weight[y].sum())"),
     ]),
+    "shifted_gpt": ("loader", [
+        ("        loss.backward()", "        loss = prepared.backward(loss)"),
+        ("        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)", "        prepared.clip_grad_norm_(1.0)"),
+    ]),
+    "weather": ("loader", [
+        ("        loss.backward()", "        loss = prepared.backward(loss)"),
+        ("        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)", "        prepared.clip_grad_norm_(1.0)"),
+    ]),
+    "segmentation": ("loader", [
+        ("        loss.backward()", "        loss = prepared.backward(loss, mean_over=len(x))"),
+    ]),
+    "diffusion_unet": ("loader", [
+        ("        loss.backward()", "        loss = prepared.backward(loss)"),
+        ("        nn.utils.clip_grad_norm_(model.parameters(), 1.0)", "        prepared.clip_grad_norm_(1.0)"),
+    ]),
     "trainer": ("loader", [
         ("                loss.backward()", "                loss = prepared.backward(loss, mean_over=len(batch[0]))"),
     ]),
@@ -129,9 +144,8 @@ SECOND = {
     "actor_critic": "of_critic = critic, critics, loader = shardwise.prepare(critic, critics, loader, plan={plan!r})",
     "two_optimizers": "of_head = head, heads, loader = shardwise.prepare(head, heads, loader, plan={plan!r})",
 }
-OPTIONS = {"transformer_lm": ", batch_dim=1"}
-# what is refused wherever samples are dealt, since no sum over ranks is one process's
-MIXING = ("unet_dice", "contrastive", "mixup")
+WHOLE = ', loss_scope="global"'  # losses of whole batches
+OPTIONS = {"transformer_lm": ", batch_dim=1", "unet_dice": WHOLE, "contrastive": WHOLE, "mixup": WHOLE}
 FIRST_LINE_OF_LOOP = "losses = []"
 EXTRA = {"unet": ",accumulate=2", "seq2seq": ",accumulate=2", "stream": ",accumulate=2"}
 
@@ -206,22 +220,31 @@ SHORT = [("char_gpt", PLANS_2[3]), ("char_gpt", PLANS_2[1]), ("causal_lm", PLANS
          ("reinforce", PLANS_2[2]), ("distillation", "dp_shard=4,zero=3"), ("neural_operator", PLANS_2[1]),
          ("augmented", PLANS_2[0]), ("unet_dice", "dp_replicate=4"),
          ("two_optimizers", PLANS_2[3]), ("lora", PLANS_2[3]), ("early_stopping", PLANS_2[1]),
-         ("actor_critic", PLANS_2[2]), ("stream", PLANS_2[3]), ("mixup", PLANS_2[0]), ("swa", PLANS_2[3])]  # fmt: skip
+         ("actor_critic", PLANS_2[2]), ("stream", PLANS_2[3]), ("swa", PLANS_2[3])]  # fmt: skip
 CUT = [("char_gpt", "tp=2,dp_shard=2"), ("causal_lm", "tp=2,sp=true"), ("image_classifier", "tp=2,dp_shard=2"),
        ("unet", "tp=2,dp_shard=2"), ("diffusion", "tp=2"), ("seq2seq", "tp=2")]  # fmt: skip
+SHARES = [("shifted_gpt", "cp=2"), ("weather", "domain=1x2"), ("segmentation", "domain=2,dp_replicate=2"),
+          ("diffusion_unet", "domain=2,zero=3"), ("mixup", "dp_shard=2,zero=1")]  # fmt: skip
+# whose model is given a sequence, or a field
+SEQUENCES = ("segmentation", "diffusion_unet", "char_gpt", "causal_lm", "unet3d", "neural_operator", "lstm_lm",
+             "transformer_lm", "masked_lm", "seq2seq", "shifted_gpt", "weather", "graph_net", "lora",
+             "stream")  # fmt: skip
+FIELDS = ("segmentation", "diffusion_unet", "unet", "unet3d", "diffusion_ema", "weather", "augmented", "detector",
+          "image_classifier", "mixup", "siamese", "unet_dice")  # fmt: skip
+BOTH = ("segmentation", "diffusion_unet", "weather")
+ON_SHARES = [
+    *((name, plan) for plan in ("cp=2", "cp_ulysses=2") for name in SEQUENCES),
+    *((name, plan) for plan in ("domain=2", "domain=1x2") for name in FIELDS),
+    *((name, plan) for plan in ("cp=2,dp_shard=2,zero=3", "domain=2,dp_shard=2,zero=2") for name in BOTH),
+]
 PLANS_CUT = ("tp=2", "tp=2,sp=true", "tp=2,dp_shard=2", "tp=2,dp_shard=2,zero=1", "tp=2,dp_replicate=2")
 PLANS_4 = ("dp_replicate=4", "dp_shard=4,zero=1", "dp_shard=4,zero=2", "dp_shard=4,zero=3",
            "dp_replicate=2,dp_shard=2,zero=2", "dp_replicate=2,dp_shard=2,zero=3")  # fmt: skip
 REST = [
     (name, plan) for name in CHANGES for plan in (*PLANS_2, *PLANS_4, *PLANS_CUT) if (name, plan) not in SHORT + CUT
-]
+] + [case for case in ON_SHARES if case not in SHARES]
 # what is refused, in one sentence, and why
-NO_PRODUCT = ("gan", "neural_operator", "unet3d", "unet_dice", "augmented")  # whose weights tp cannot cut
-REFUSED = {
-    "unet_dice": "no sum or mean over samples",
-    "contrastive": "no sum or mean over samples",
-    "mixup": "a permutation of the batch's samples",
-}
+NO_PRODUCT = ("gan", "neural_operator", "unet3d", "unet_dice", "augmented", "segmentation")  # whose weights tp cannot cut
 
 
 def refusal(name: str, plan: str) -> str | None:
@@ -233,9 +256,7 @@ def refusal(name: str, plan: str) -> str | None:
         return "LBFGS's update"
     if name == "trainer" and plan_.tp > 1:
         return "the model is compiled"
-    if name == "vae" and plan_.data_ranks == 4:  # two samples to a rank, and a half in the loss
-        return "cannot be seen"
-    return None if name in MIXING and plan_.dp_replicate * plan_.dp_shard == 1 else REFUSED.get(name)
+    return None
 
 
 def check(name: str, plan: str, alone: dict, pool: RankPool, tmp_path: Path) -> None:
@@ -256,7 +277,7 @@ def check(name: str, plan: str, alone: dict, pool: RankPool, tmp_path: Path) -> 
                 torch.testing.assert_close(told, value, rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize(("name", "plan"), SHORT + CUT)
+@pytest.mark.parametrize(("name", "plan"), SHORT + CUT + SHARES)
 def test_scripts_equal_one_process(name: str, plan: str, alone: dict, pool: RankPool, tmp_path: Path) -> None:
     check(name, plan, alone, pool, tmp_path)
 

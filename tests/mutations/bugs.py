@@ -463,6 +463,36 @@ RUNS = [
         "step + 1 == self.job.steps or", "False or", RUN, "dp_replicate=2"),
 ]  # fmt: skip
 
+S = "scripts/"  # compared with the script alone, in one process
+
+SCRIPTS = [
+    bug("every rank of a cut sequence counts the loss", "scripts.stepping:Stepping._open_step",
+        "self.mesh.counts and not", "True and not", S + "shifted_gpt.py", "cp=2"),
+    bug("masks of a cut sequence are each rank's own", "scripts.draws:SampleDraws._draw",
+        "with draws_of_one_process():\n            return func(*args, **kwargs)",
+        "if True:\n            return func(*args, **kwargs)", S + "char_gpt.py", "cp=2"),
+    bug("without gradients a script sees its rank's share", "scripts.spread:seen_outside",
+        "tree_map_only(torch.Tensor, plain, output)",
+        "tree_map_only(Part, lambda part: part.local.expand(part.local.shape), output)",
+        S + "weather.py", "domain=2"),
+    bug("a mean of elements is not divided in backward", "part.reductions:added_up",
+        "(math.prod(shape) if how == 1 else 1)", "1", S + "diffusion_unet.py", "domain=2"),
+    bug("a tile's loss reads the labels of the first rows", "part.tensor:Part.share",
+        "self.owners.take(whole, dim, self.axis.index)",
+        "self.owners.take(whole, dim, 0).narrow(dim, 0, self.owners.counts[self.axis.index])",
+        S + "segmentation.py", "domain=2"),
+    bug("every rank counts the loss of a whole batch", "scripts.stepping:Stepping._open_step",
+        "not (self._of_whole_batches and self.mesh.data.index)", "True", S + "contrastive.py", "dp_replicate=2"),
+    bug("every rank runs a whole batch's first samples", "scripts.whole_batch:WholeBatch.enter",
+        "mine.held.start, mine.held.start + mine.held.count", "0, mine.held.count", S + "mixup.py", "dp_replicate=2"),
+    bug("batch norm takes whole batches for the same samples", "scripts.calls:Calls._enter",
+        "not (trains and self.whole is not None)", "True", S + "unet_dice.py", "dp_replicate=2"),
+    bug("gathered outputs lie in another order than the batch", "scripts.whole_batch:WholeBatch._whole",
+        "gather_samples(mine.contiguous(),", "gather_samples(mine.flip(0).contiguous(),", S + "mixup.py",
+        "dp_shard=2,zero=2"),
+]  # fmt: skip
+
 BUGS = [
-    *COMM, *PARALLEL, *BATCH_NORM, *STEP, *PIPELINE, *TENSOR, *EXPERT, *MORE, *SEQUENCE, *DOMAIN, *DETERMINISTIC, *RUNS
+    *COMM, *PARALLEL, *BATCH_NORM, *STEP, *PIPELINE, *TENSOR, *EXPERT, *MORE, *SEQUENCE, *DOMAIN, *DETERMINISTIC, *RUNS,
+    *SCRIPTS,
 ]  # fmt: skip

@@ -6,10 +6,13 @@ python tests/mutations/run.py [WORD ...] [--from=NUMBER] [--write]
 from __future__ import annotations
 
 import sys
+import tempfile
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "tests")]
@@ -18,6 +21,7 @@ from mutations.plant import Bug, BuggyPool  # noqa: E402
 from shardwise import verify  # noqa: E402
 from shardwise.config import Given, load  # noqa: E402
 from shardwise.errors import ShardwiseError  # noqa: E402
+from shardwise.layout import Plan  # noqa: E402
 from shardwise.proof.outcome import KINDS, Parity  # noqa: E402
 from shardwise.proof.run import verify_run  # noqa: E402
 from shardwise.ranks import RankPool  # noqa: E402
@@ -46,6 +50,8 @@ def try_bug(bug: Bug, pool: Any) -> Found:
     """Plant it, and look whether the proof calls the plan equal."""
     buggy = BuggyPool(pool, bug)
     try:
+        if bug.task.endswith(".py"):
+            return Found(bug, *_script_differs(bug, buggy), buggy.ran)
         parity = _proof(bug, buggy)
     except ShardwiseError as error:
         first = str(error).splitlines()[0]
@@ -54,6 +60,34 @@ def try_bug(bug: Bug, pool: Any) -> Found:
         )  # the bug's own text is wrong
         return Found(bug, "" if slip else FAILS + first, None, buggy.ran)
     return Found(bug, *_caught(parity), buggy.ran, parity.first.text() if parity.first is not None else "")
+
+
+_ALONE: dict[str, dict[str, Any]] = {}  # scripts as they are, in one process
+
+
+def _script_differs(bug: Bug, pool: BuggyPool) -> tuple[str, float | None]:
+    """What of a prepared script differs from the script alone on any rank, and the largest relative difference."""
+    import test_prepare as scripts
+
+    name = Path(bug.task).stem
+    if name not in _ALONE:
+        (_ALONE[name],) = pool.pool.run(scripts.run_script, 1, str(scripts.SCRIPTS / f"{name}.py"))
+    with tempfile.TemporaryDirectory(prefix="planted-") as folder:
+        path = Path(folder) / f"{name}.py"
+        path.write_text(scripts.changed(name, bug.plan))
+        runs = pool.run(scripts.run_script, Plan.parse(bug.plan).world_size, str(path), timeout_s=60)
+    errors = [(error, kind) for run in runs for kind, error in _apart(run, _ALONE[name]).items() if error > scripts.BAR]
+    return ", ".join(dict.fromkeys(kind for _, kind in errors)), max((error for error, _ in errors), default=None)
+
+
+def _apart(run: dict[str, Any], alone: dict[str, Any]) -> dict[str, float]:
+    """Relative differences of losses, weights, and what the script told at its end."""
+    found = {"loss": max(abs(a - b) / abs(b) for a, b in zip(run["losses"], alone["losses"], strict=True))}
+    for kind, of in (("parameter", "weights"), ("told at the end", "told")):
+        pairs = [(run[of][key], one) for key, one in alone[of].items() if isinstance(one, torch.Tensor)]
+        errors = [float((a - b).abs().max() / b.abs().max().clamp_min(1e-3)) for a, b in pairs if b.numel()]
+        found[kind] = max(errors, default=0.0)
+    return found
 
 
 def _proof(bug: Bug, pool: Any) -> Parity:

@@ -36,15 +36,18 @@ from shardwise.step.state import RankState
 from shardwise.task import Task
 
 
-def assemble(task: Task, plan: Plan, mesh: Mesh, seed: int, few: Any = None) -> RankState:
+def assemble(
+    task: Task, plan: Plan, mesh: Mesh, seed: int, few: Any = None, samples: int | None = None
+) -> RankState:  # fmt: skip
     """One rank of the plan with weights and optimizer in place, before any look at samples. Collective.
 
     few     samples from which cuts are derived, the same on every rank; without them the task's are read
+    samples how many those are, where not every tensor counts them
 
     Raises as `apply_plan` does, and `RefusedPlan` for an optimizer that the plan cannot spread.
     """
     precision = Precision.of(plan)
-    applied = apply_plan(task, plan, mesh, precision, seed, few)
+    applied = apply_plan(task, plan, mesh, precision, seed, few, samples)
     names = [name for name, _ in trainable(applied.module)]
     forward, staged = _forward(task, mesh, precision, applied)
     zero = plan.zero if mesh.shard.size > 1 else 0

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import MappingKey, keystr, tree_flatten, tree_flatten_with_path
+from torch.utils._pytree import tree_flatten, tree_flatten_with_path
 
 from shardwise.comm import Axis, Ledger
 from shardwise.errors import InputError, RefusedPlan, ShardwiseError
@@ -25,7 +25,7 @@ from shardwise.parallel import domain, sequence
 from shardwise.parallel.expert.apply import Stack, on_own_rows
 from shardwise.parallel.tensor import Derived, TrialModule
 from shardwise.part.crossing import Along, cuts_of
-from shardwise.part.positions import Candidate, Cuts, Positions
+from shardwise.part.positions import Candidate, Cuts, Positions, name_of
 from shardwise.precision import Precision
 from shardwise.step.batching import samples_in
 from shardwise.step.forward import run_alone
@@ -37,17 +37,19 @@ from shardwise.trace.fake import unlogged
 
 def find_positions(
     task: Task, plan: Plan, inner: tuple[Axis, ...], precision: Precision, built: Built, batch: Any,
-    derived: Derived | None = None, row_wise: Sequence[Stack] = (),
+    derived: Derived | None = None, row_wise: Sequence[Stack] = (), samples: int | None = None,
 ) -> Positions:  # fmt: skip
     """The positions of the task's batches, cut over the inner axes of the plan's mesh.
 
     batch     a few samples, the same on every rank
+    samples   how many, where tensors without samples may lie beside them (arguments of a script's model)
     row_wise  modules of experts that are given a rank's own rows
     Raises `RefusedPlan` where no dim can be cut, with what stopped each.
     """
     stopped: list[str] = []
     derived = derived if derived is not None else Derived()
-    for candidate in _candidates(task, plan, inner, built, batch):
+    samples = samples_in(batch) if samples is None else samples
+    for candidate in _candidates(task, plan, inner, built, batch, samples):
         half = candidate.shorter
         if half is not None and not _runs(TrialModule(built, half, run_alone(task, precision), precision.held)):
             stopped.append(f"of {candidate.said}, the module does not run on half")
@@ -83,7 +85,7 @@ def find_positions(
     nothing = "no tensor has a dim behind the samples"
     if plan.tiles > 1:
         axes, what = f"domain={'x'.join(map(str, plan.domain))}", "field"
-        nothing = f"no tensor has {len(plan.domain)} of them behind batch and channel (Task.spatial names others)"
+        nothing = f"no tensor has {len(plan.domain)} of them behind batch and channel (spatial=Domain(...) names them)"
     elif any(isinstance(leaf, torch.Tensor) and leaf.dim() > 3 for leaf in tree_flatten(batch)[0]):
         stopped.append("domain= cuts space")
     raise RefusedPlan(f"{axes}: no dim of the batch can be cut as a {what}: " + ("; ".join(stopped) or nothing))
@@ -110,13 +112,13 @@ def _shapes_of_fields(
 
 
 def _candidates(
-    task: Task, plan: Plan, inner: tuple[Axis, ...], built: Built, batch: Any
+    task: Task, plan: Plan, inner: tuple[Axis, ...], built: Built, batch: Any, samples: int
 ) -> Iterator[Candidate]:  # fmt: skip
     if plan.tiles > 1:
-        return _fields(task, plan, {axis.name: axis for axis in inner}, batch)
+        return _fields(task, plan, {axis.name: axis for axis in inner}, batch, samples)
     least = plan.tp if plan.sp else 1
     return chain(
-        sequence.candidates(batch, samples_in(batch), inner, _names(batch), least, task.sequence),
+        sequence.candidates(batch, samples, inner, _names(batch), least, task.sequence),
         () if task.sequence else _born_inside(inner, built, batch, least),
     )
 
@@ -129,25 +131,21 @@ def _born_inside(inner: tuple[Axis, ...], built: Built, batch: Any, least: int) 
         yield Candidate(positions, f"what '{inside.first}' to '{inside.last}' hand on")
 
 
-def _fields(task: Task, plan: Plan, axes: Mapping[str, Axis], batch: Any) -> Iterator[Candidate]:
+def _fields(task: Task, plan: Plan, axes: Mapping[str, Axis], batch: Any, samples: int) -> Iterator[Candidate]:
     tiles = tuple(axes.get(name) for name, _ in zip(SPACE, plan.domain, strict=False))
     given = {id(leaf) for leaf in tree_flatten(task.inputs(batch))[0]}
-    return domain.candidates(batch, samples_in(batch), tiles, _names(batch), task.spatial, given)
+    return domain.candidates(batch, samples, tiles, _names(batch), task.spatial, given)
 
 
 def _names(batch: Any) -> tuple[str, ...]:
     """The leaves for people: `x` of a dict, `batch[0]` of a tuple."""
-    paths = [path for path, _ in tree_flatten_with_path(batch)[0]]
-    return tuple(
-        str(path[0].key) if len(path) == 1 and isinstance(path[0], MappingKey) else f"batch{keystr(path)}"
-        for path in paths
-    )
+    return tuple(name_of(path) for path, _ in tree_flatten_with_path(batch)[0])
 
 
 def tiled_sizes(task: Task, plan: Plan, batch: Any) -> tuple[int, ...]:
     """The field's size along each dim that the plan's `domain` has a degree for; () where the batch has no field."""
     axes = {name: Axis(name, n, 0, None, tuple(range(n))) for name, n in zip(SPACE, plan.domain, strict=False)}
-    for candidate in _fields(task, plan, axes, batch):
+    for candidate in _fields(task, plan, axes, batch, samples_in(batch)):
         pairs = zip(tree_flatten(batch)[0], candidate.positions.cuts, strict=True)
         return next(tuple(leaf.shape[dim] for dim, _ in cuts) for leaf, cuts in pairs if cuts)
     return ()

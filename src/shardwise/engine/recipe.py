@@ -62,10 +62,13 @@ class Applied:
     order: FixedOrder | None = None  # where the plan is deterministic
 
 
-def apply_plan(task: Task, plan: Plan, mesh: Mesh, precision: Precision, seed: int, few: Any = None) -> Applied:
+def apply_plan(
+    task: Task, plan: Plan, mesh: Mesh, precision: Precision, seed: int, few: Any = None, samples: int | None = None
+) -> Applied:  # fmt: skip
     """Spread the task's module as the plan says. Collective.
 
     few     samples from which cuts are derived, the same on every rank; without them the task's are read
+    samples how many those are, where not every tensor counts them
 
     Raises `InputError` for a module that cannot be trained at all, `RefusedPlan` for one that this cannot hold.
     """
@@ -92,8 +95,9 @@ def apply_plan(task: Task, plan: Plan, mesh: Mesh, precision: Precision, seed: i
     if mesh.inner:
         row_wise = experts.stacks if experts is not None else row_wise_experts(task, precision, built, few)
         positions = find_positions(
-            task, plan, mesh.inner, precision, built, few, None if tensor is None else tensor.derived, row_wise
-        )
+            task, plan, mesh.inner, precision, built, few, None if tensor is None else tensor.derived, row_wise,
+            samples,
+        )  # fmt: skip
         notices.append(positions.told())
     nested = task.branches == "same"  # else ranks may run different children, and must still run the same units
     blocks = choose_blocks(module, plan.wrap) if plan.wrap else find_blocks(module, nested=nested)

@@ -108,7 +108,8 @@ def _reader(leaf: str):
             return held  # sharded by zero=3 and not gathered now: for its dtype or device
         cuts, axis, summed = self.__dict__["_tensor_cuts"]
         cut = cuts[leaf]
-        held = with_summed_gradient(held, tuple(each for each in summed if each not in _OWN.axes))
+        with torch._C.DisableTorchFunctionSubclass():  # a script's parameter, which beside this counts otherwise
+            held = with_summed_gradient(held, tuple(each for each in summed if each not in _OWN.axes))
         if cut is None:
             return whole_gradient(held, axis)
         with torch._C.DisableTorchFunctionSubclass():  # a script's parameter, whose share nobody else may read

@@ -86,7 +86,7 @@ def _refuse_changing(func: Any, changed: Any, agreement: PointwiseCuts) -> None:
 def native_dropout(func: Any, args: tuple, kwargs: dict) -> Any:
     """The mask of the whole tensor, of which this rank keeps its share."""
     part = args[0]
-    if part.axis.positions:
+    if part.axis.positions and not _OF_ONE_PROCESS:
         with _own_draws(part):
             output, mask = func(part.local, *args[1:], **kwargs)
         return part.with_local(output), part.with_local(mask)
@@ -108,7 +108,8 @@ def random(func: Any, args: tuple, kwargs: dict) -> Any:
     if not is_part(part):
         return func(*args, **kwargs)
     reads = func._schema.name == "aten::bernoulli"
-    if part.axis.positions and not part.soft and kwargs.get("generator") is None:
+    own = not part.soft and kwargs.get("generator") is None and not _OF_ONE_PROCESS
+    if part.axis.positions and own:
         with _own_draws(part):
             drawn = func(part.local, *args[1:], **kwargs)
         return part if func._schema.is_mutable else part.with_local(drawn)
@@ -118,6 +119,19 @@ def random(func: Any, args: tuple, kwargs: dict) -> Any:
         part.local.copy_(drawn)
         return part
     return part.with_local(drawn.contiguous())
+
+
+_OF_ONE_PROCESS: list[bool] = []
+
+
+@contextmanager
+def draws_of_one_process() -> Iterator[None]:
+    """Context: draws for parts cut over positions are made whole, alike on every rank, which keeps its share."""
+    _OF_ONE_PROCESS.append(True)
+    try:
+        yield
+    finally:
+        _OF_ONE_PROCESS.pop()
 
 
 @contextmanager

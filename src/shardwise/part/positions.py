@@ -11,18 +11,20 @@ from shapes come out as in one process. What may be cut is proposed by the axis'
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import MappingKey, keystr, tree_flatten, tree_unflatten
 
 from shardwise.comm import Axis
 from shardwise.errors import InputError
 from shardwise.layout.grid import SPACE
-from shardwise.part.crossing import Along
+from shardwise.part.crossing import Along, put_together
+from shardwise.part.crossing import Cuts as Dealt
 from shardwise.part.cuts import Owners
 from shardwise.part.tensor import Part
 
@@ -118,15 +120,29 @@ class Positions:
 
     def _cut(self, leaf: torch.Tensor, cuts: Cuts, place: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         for dim, axes in cuts:
-            smallest = leaf.shape[dim]
-            for axis in axes:
-                smallest //= axis.size
-            if smallest < self.least:
+            if leaf.shape[dim] < self.fewest(axes):
                 raise InputError(
-                    f"{leaf.shape[dim]} positions of a {self.what} over {_told(axes)} leave some rank with {smallest}, "
+                    f"{leaf.shape[dim]} positions of a {self.what} over {_told(axes)} leave some rank with "
+                    f"{leaf.shape[dim] // math.prod(axis.size for axis in axes)}, "
                     f"and every rank needs at least {self.least}: use fewer ranks or a longer {self.what}"
                 )
-        return _share(leaf, [(dim, axis) for dim, axes in cuts for axis in axes], place, self.zigzag)
+        dealt, over = self.dealt(leaf.shape, cuts), [axis for _, each in cuts for axis in each]
+        for (_, dim, owners), axis in zip(dealt, over, strict=True):
+            leaf = owners.take(leaf, dim, axis.index)
+        return put_together(place(leaf.contiguous()), dealt, over)
+
+    def fewest(self, axes: tuple[Axis, ...]) -> int:
+        """The least positions that a dim cut over these axes may have."""
+        return self.least * math.prod(axis.size for axis in axes)
+
+    def dealt(self, shape: Sequence[int], cuts: Cuts) -> Dealt:
+        """How a tensor of this whole shape is dealt."""
+        left, found = list(shape), []
+        for dim, axis in ((dim, axis) for dim, axes in cuts for axis in axes):
+            owners = (Owners.zigzag if self.zigzag and axis.name == "cp" else Owners.blocks)(left[dim], axis.size)
+            found.append((axis.name, dim, owners))
+            left[dim] = owners.counts[axis.index]
+        return tuple(found)
 
     def told(self) -> str:
         """One line for the user."""
@@ -157,17 +173,10 @@ class Candidate:
     shorter: Any = None
 
 
+def name_of(path: tuple) -> str:
+    """What people call a leaf: `x` of a dict, `batch[0]` of a tuple."""
+    return str(path[0].key) if len(path) == 1 and isinstance(path[0], MappingKey) else f"batch{keystr(path)}"
+
+
 def _told(axes: tuple[Axis, ...]) -> str:
     return " x ".join(f"{axis.name}={axis.size}" for axis in axes)
-
-
-def _share(
-    leaf: torch.Tensor, cuts: list[tuple[int, Axis]], place: Callable[[torch.Tensor], torch.Tensor], zigzag: bool
-) -> torch.Tensor:
-    if not cuts:
-        return place(leaf.contiguous())
-    (dim, axis), *rest = cuts
-    owners = (Owners.zigzag if zigzag and axis.name == "cp" else Owners.blocks)(leaf.shape[dim], axis.size)
-    local = _share(owners.take(leaf, dim, axis.index), rest, place, zigzag)
-    soft = not leaf.is_floating_point()  # small, and asked for whole by much that a module does before it computes
-    return Part(local, dim, owners, axis, soft=soft)

@@ -11,6 +11,7 @@ from shardwise.host import to_device
 from shardwise.part.cuts import Uncut
 from shardwise.part.sums import Sum
 from shardwise.part.tensor import Part, is_part, no_rule, parts_in, reduced, rule
+from shardwise.trace.elementwise import is_elementwise
 
 
 def _dims(part: Part, dim: Any) -> set[int]:
@@ -51,6 +52,26 @@ def reduce(func: Any, args: tuple, kwargs: dict) -> Any:
     if combine is None:  # a firm cut is never gathered without a word
         raise Uncut(no_rule(func, [part]))
     return combine(func, part, dims, keepdim, bound)
+
+
+def added_up(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
+    """A loss of elements (`mse_loss`, `huber_loss`), or its backward: each element's, then their sum or mean."""
+    bound = _bound(func, args, kwargs)
+    how, backward = bound.get("reduction"), func._schema.name.endswith("_backward")
+    if how not in (1, 2) or (backward and isinstance(bound["grad_output"], Part)):
+        raise Uncut(no_rule(func, parts_in((args, kwargs))))
+    each = bound | {"reduction": 0}
+    if backward:
+        shape = torch.broadcast_shapes(bound["self"].shape, bound["target"].shape)
+        gradient = bound["grad_output"] / (math.prod(shape) if how == 1 else 1)
+        each["grad_output"] = gradient.expand(shape)
+    given = tuple(each[argument.name] for argument in func._schema.arguments)
+    if not is_elementwise(func, given, {}):
+        raise Uncut(no_rule(func, parts_in((args, kwargs))))
+    output = func(*given)
+    if backward or how == 2:
+        return output if backward else output.sum()
+    return output.mean()
 
 
 def _sum(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> torch.Tensor:

@@ -192,7 +192,9 @@ def _answer(func: Any, args: tuple, kwargs: dict, given: list[Distributed]) -> A
             if known.composite:
                 return func.decompose(*args, **kwargs)
             if not is_elementwise(func, args, kwargs):
-                raise Uncut(no_rule(func, parts_in((args, kwargs))))
+                from shardwise.part.reductions import added_up
+
+                return added_up(func, args, kwargs)
         output = (known.rule or RULES["add"])(func, args, kwargs)
     except Uncut:
         return _on_gathered(func, args, kwargs)
@@ -205,6 +207,19 @@ def _answer(func: Any, args: tuple, kwargs: dict, given: list[Distributed]) -> A
     return output
 
 
+class Gathers:
+    """Where code runs that nobody rehearsed (a script's own loss): any part cut over positions may be gathered.
+
+    told  is called with (operation, bytes of what is gathered); None where the modules themselves run
+    """
+
+    told: Callable[[str, int], None] | None = None
+
+
+def _may_be_gathered(part: Part) -> bool:
+    return part.soft or (Gathers.told is not None and part.axis.positions)
+
+
 def _on_gathered(func: Any, args: tuple, kwargs: dict) -> Any:
     """The operation on whole tensors, where the parts in its way are soft. Called while an `Uncut` is handled."""
     from shardwise.part.sums import Sum
@@ -214,10 +229,12 @@ def _on_gathered(func: Any, args: tuple, kwargs: dict) -> Any:
     if not writes and _of_a_whole(func, args, parts):
         args, kwargs = replaced(Part, lambda p: gathered(p) if is_part(p) else p, (args, kwargs))
         return func(*args, **kwargs)
-    soft = [part for part in parts if part.soft]
+    soft = [part for part in parts if _may_be_gathered(part)]
     if writes or not soft:
         raise  # what is being handled
-    args, kwargs = replaced(Part, lambda p: gather(p) if p.soft and is_part(p) else p, (args, kwargs))
+    if Gathers.told is not None:
+        Gathers.told(facts(func).name, sum(part.nbytes for part in soft))
+    args, kwargs = replaced(Part, lambda p: gather(p) if is_part(p) and _may_be_gathered(p) else p, (args, kwargs))
     output = func(*args, **kwargs)
     if facts(func).is_view:  # of a copy: reading it is right, writing into it would be lost
         return replaced(torch.Tensor, lambda copy: Sum.read_only(copy, soft[0].axis), output)

@@ -189,8 +189,8 @@ class LossLook:
                 "prepared.backward: the loss is no sum or mean over samples: what it asks of some samples' outputs "
                 f"changes by {apart:.1%} with the other samples of the batch, of which each rank has a part (a ratio "
                 "of sums over the batch, as in dice; negatives or weights from the batch): compute it for each sample "
-                "and take the mean (dice: sum over all dims but the first), or describe the run as a Task with "
-                'loss_scope="global"'
+                "and take the mean (dice: sum over all dims but the first), or "
+                'prepare(..., loss_scope="global"), which gathers the outputs of all ranks for it'
             )
         fits = [1.0]
         if weight is None and before.divisor.kind == "unknown":

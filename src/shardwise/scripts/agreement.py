@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from shardwise.comm import gather_json, gather_rows
+from shardwise.comm import Axis, gather_json, gather_rows
 from shardwise.device import generator_state
 from shardwise.engine.engine import Engine
 from shardwise.errors import InputError, RefusedPlan, RunError
-from shardwise.host import put, read
+from shardwise.host import put, read, row_of
 from shardwise.scripts.additive import LossLook
 from shardwise.scripts.divisor import Divisor
 from shardwise.step.control import Tally
@@ -24,6 +24,7 @@ _WAYS = 2**_NUMBERS
 def compare(
     engine: Engine, forms: list[tuple[Divisor, int]], tally: Tally, checksum: int,
     over: tuple[Divisor, float] | None, *, generators: bool, look: LossLook | None,
+    whole: bool,
 ) -> None:  # fmt: skip
     """Raise what would differ from one process. One small collective.
 
@@ -33,6 +34,7 @@ def compare(
     over        of a loss with a weight: what it was divided by, and the weight that was given
     generators  draws are those of one process, so torch's generators must stand alike
     look        at losses, which all ranks take where one asks for it
+    whole       every rank of the data axis computes the loss of all samples
     """
     kind = max((_KINDS[form.kind] for form, _ in forms), default=0.0)
     first = forms[0][0].numbers[0] if forms and forms[0][0].numbers else 0.0
@@ -73,8 +75,9 @@ def compare(
     if kind and (kinds_apart or numbers_apart or unknown):
         raise InputError(_unequal(table, unknown))
     _in_proportion(given)
-    if engine.mesh.tp.size > 1:
-        _same_losses(engine, tally)
+    for axis in (engine.mesh.tp, *engine.mesh.inner, *([engine.mesh.data] if whole else [])):
+        if axis.size > 1:
+            _same_losses(engine, tally, axis)
 
 
 def _by_samples(forms: list[tuple[Divisor, int]]) -> list[float]:
@@ -127,14 +130,17 @@ def _listed(numbers: torch.Tensor) -> str:
     return ", ".join(f"{number:g}" for number in numbers.tolist())
 
 
-def _same_losses(engine: Engine, tally: Tally) -> None:
-    """Ranks of tp have the same samples, so that another loss can only come from their shares of the weights."""
-    row = tally.row(0.0)[:1]
-    totals = read(gather_rows(row, engine.mesh.tp).view(-1), "losses of ranks of tp")
+def _same_losses(engine: Engine, tally: Tally, axis: Axis) -> None:
+    """Ranks of an axis that have the same samples have the same loss, unless the script looks at what each has."""
+    totals = read(gather_rows(row_of([tally.total], engine.device), axis).view(-1), f"losses of ranks of {axis.name}")
     if max(totals) - min(totals) > 1e-4 * max(map(abs, totals)):
-        told = ", ".join(
-            f"{total:.6g} on rank {rank}" for rank, total in zip(engine.mesh.tp.ranks, totals, strict=True)
-        )
+        told = ", ".join(f"{total:.6g} on rank {rank}" for rank, total in zip(axis.ranks, totals, strict=True))
+        if axis is not engine.mesh.tp:
+            raise RunError(
+                f"the loss of the same samples is {told} in step {engine.steps_done}: under {axis.name}={axis.size} "
+                "these ranks have the same batch, and the script computes a part of the loss from what differs between "
+                "them (its rank, draws of its own)"
+            )
         raise RunError(
             f"the loss of the same samples is {told} in step {engine.steps_done}: the script computes a part of it "
             f"from weights, of which each rank has a share under tp={engine.plan.tp} (a penalty over "

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.comm import gather_rows
+from shardwise.comm import gather_json, gather_rows
 from shardwise.device import seed_generators
 from shardwise.engine.engine import Engine
 from shardwise.engine.recipe import trainable
@@ -28,8 +28,10 @@ from shardwise.mesh import Mesh
 from shardwise.parallel.batchnorm import sync_module
 from shardwise.parallel.expert import WithExperts
 from shardwise.parallel.full import FullShard
+from shardwise.part import plain
+from shardwise.part.tensor import Gathers
 from shardwise.scripts.additive import LossLook
-from shardwise.scripts.dealt import Dealt
+from shardwise.scripts.dealt import Dealt, deal
 from shardwise.scripts.divisor import Held
 from shardwise.scripts.draws import SampleDraws
 from shardwise.scripts.guard import Gate
@@ -37,24 +39,26 @@ from shardwise.scripts.loader import Events, PartLoader
 from shardwise.scripts.lookout import look_at_model
 from shardwise.scripts.meeting import Meeting
 from shardwise.scripts.reading import share_generators
-from shardwise.scripts.saying import Notices, names_line
+from shardwise.scripts.saying import Notices, line_of_script, names_line
+from shardwise.scripts.shares import Door
 from shardwise.scripts.spread import seen_outside, tensors_of
 from shardwise.scripts.tape import tensors_in
+from shardwise.scripts.whole_batch import WholeBatch
 from shardwise.trace.deferred import seed_of
 
 
-def _weakly(method: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
-    """A hook on a tensor that does not keep the method's owner.
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """A hook (on a tensor, mostly) that does not keep the method's owner.
 
     A script keeps its last output, and through autograd's hooks, which Python's collector cannot see through, that
     would keep the engine and its process groups.
     """
     known = weakref.WeakMethod(method)
 
-    def hook(tensor: torch.Tensor) -> None:
+    def hook(*told: Any) -> None:
         called = known()
         if called is not None:
-            called(tensor)
+            called(*told)
 
     return hook
 
@@ -64,13 +68,14 @@ class Calls(Events):
 
     def __init__(
         self, model: nn.Module, mesh: Mesh, randomness: str, seed: int, leader: Calls | None = None, *,
-        check: bool = True,
+        check: bool = True, loss_scope: str = "sample",
     ) -> None:  # fmt: skip
         self.model, self.mesh = model, mesh
+        self.whole = WholeBatch(mesh.data, mesh.device) if loss_scope == "global" and mesh.data.size > 1 else None
         self.randomness, self.seed = randomness, seed
         self.engine: Engine | None = None
         self._meeting: Meeting | None = None
-        self._gathers = False
+        self.gathers = False  # every call needs all ranks
         self._gate = Gate()
         self.inside = 0  # the model's forward, how deep
         self._away = False  # the model's own forward runs, as if nobody followed it
@@ -79,9 +84,9 @@ class Calls(Events):
         self.together: list[Calls] = leader.together if leader is not None else []
         self.together.append(self)
         self.loss_look: LossLook | None = leader.loss_look if leader is not None else None
-        if leader is None and mesh.data.size > 1 and check:
+        if leader is None and mesh.data.size > 1 and check and self.whole is None:
             self.loss_look = LossLook(mesh.device)
-        self._watched = SampleDraws() if randomness == "global" and mesh.data.size > 1 else None
+        self._watched = SampleDraws() if randomness == "global" and mesh.gradients.size > 1 else None
         self.dealt: Dealt | None = leader.dealt if leader is not None else None
         self.checksum = 0  # of all samples so far
         self.called = False  # the model, in training
@@ -93,6 +98,9 @@ class Calls(Events):
         self._check = check
         self._dim: int | None = 0  # of a batch's tensors that counts samples
         self._joined = False  # batch norm, over ranks
+        self._door: Door | None = None  # where the plan cuts positions
+        self._constants: set[tuple[str, float]] = set()  # in losses, which do not count samples
+        self._gathered: set[tuple[str, str]] = set()  # operations of the script's that gather, by line
         self._ends: list[Any] = []  # nodes of the autograd graph that gave the outputs of this batch
         self.forwards = 0  # by which "fast" draws are seeded
 
@@ -115,12 +123,19 @@ class Calls(Events):
         if self.mesh.world.size > 1:
             share_generators(self.mesh.world, self.mesh.device)
 
+    def samples_of_rank_0(self) -> int | None:
+        """How many samples its model is given, on every rank, where that is known. Collective."""
+        held = self.dealt.held.count if self.dealt is not None and self.whole is None else None
+        return gather_json(held, self.mesh.world, self.mesh.device)[0]
+
     def wants_look(self) -> bool:
         """Whether model or loss is to be looked at on the next batch."""
         return self.loss_look is not None and self.loss_look.wanted
 
     def before_batch(self, batch: Any, dealt: Dealt, checksum: int, dim: int | None) -> None:
         """A batch is handed to the script."""
+        if self.whole is not None:
+            dealt = deal(dealt.part.total, self.mesh.data.size, self.mesh.data.index)
         for each in self.together:
             each.dealt, each._done, each._dim = dealt, False, dim
             each._ends.clear()
@@ -151,7 +166,7 @@ class Calls(Events):
         """Watch draws for the samples of the batch at hand."""
         lead = self.leader
         if lead._watched is not None and lead.dealt is not None and not lead._draws_on:
-            lead._watched.part = lead.dealt.held
+            lead._watched.part, lead._watched.whole = lead.dealt.held, lead.whole is not None
             lead._watched.__enter__()
             lead._draws_on = True
 
@@ -178,8 +193,10 @@ class Calls(Events):
         gate     opened where the engine reads parameters
         gathers  every forward needs all ranks, not only one in training
         """
-        self.engine, self._meeting, self._gate, self._gathers = engine, meeting, gate, gathers
+        self.engine, self._meeting, self._gate, self.gathers = engine, meeting, gate, gathers
         engine.state.phase.stand_in = self.part is not None and self.part.count == 0
+        positions = engine.state.forward.positions
+        self._door = Door(self.model, positions) if positions is not None else None
         self.model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)  # before units gather
         self.model.register_forward_hook(self._leave, with_kwargs=True)
         if self.mesh.world.size > 1:
@@ -193,15 +210,15 @@ class Calls(Events):
             return args, kwargs
         self.inside += 1
         trains = module.training and torch.is_grad_enabled()
-        if self._meeting is not None and (self._gathers or trains):
+        if self._meeting is not None and (self.gathers or trains):
             self._meeting.passes(f"a forward {'in training' if trains else 'without gradients'}")
         precision = self.engine.state.precision
         if precision.mixed:
             args, kwargs = precision.cast_inputs((args, kwargs))
-        if module.training and self._joined:
+        if module.training and self._joined and not (trains and self.whole is not None):
             self._see_whether_same(args, kwargs)
-        if not (module.training and torch.is_grad_enabled()):
-            return args, kwargs
+        if not trains:
+            return self._cut(args, kwargs)
         self.called = True
         self.resume()
         if not self._looked:
@@ -209,6 +226,8 @@ class Calls(Events):
             self._look(self.engine, args, kwargs)
         if self.loss_look is not None:
             self.loss_look.enter(self.model)
+        if self.whole is not None and self.inside == 1:
+            args, kwargs = self._own_samples(self.whole, args, kwargs)
         if self.draws is not None:
             if self.engine.state.phase.same:
                 self.suspend()  # what is drawn is drawn alike on every rank
@@ -217,7 +236,38 @@ class Calls(Events):
         elif self.randomness == "fast" and self.engine.data_ranks > 1:
             self.forwards += 1
             seed_generators(seed_of("fast", self.seed, self.forwards, self.engine.data_rank))
+        return self._cut(args, kwargs)
+
+    def _own_samples(self, whole: WholeBatch, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """The call on this rank's samples, for which the model draws, alone or as a stand-in."""
+        assert self.engine is not None
+        if self.dealt is None:
+            raise InputError(
+                'loss_scope="global": the model is called before the loader that was given to prepare has handed out a '
+                "batch, so how many samples it has is not known: go through that loader"
+            )
+        args, kwargs = whole.enter(args, kwargs, self.dealt.part.total, self._dim or 0)
+        self.engine.state.phase.stand_in = whole.rows.count == 0
+        if self.draws is not None:
+            self.draws.part = whole.held
         return args, kwargs
+
+    def _cut(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """This rank's shares of the arguments, where the plan cuts positions; whole within a method of the model's."""
+        if self._door is None or self.inside > 1:
+            return args, kwargs
+        Gathers.told = None
+        call, notice = self._door.enter(args, kwargs)
+        if notice:
+            self.told.say([notice])
+        return call
+
+    def _gathers_outside(self, operation: str, size: int) -> None:
+        line = line_of_script()
+        if (operation, line) not in self._gathered:
+            self._gathered.add((operation, line))
+            cost = f"{size / 1e6:.3g} MB on every rank"
+            self.told.say([f"{operation} has no rule for what is cut here, and gathers it: {cost} [{line}]"])
 
     @names_line
     def _leave(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
@@ -232,8 +282,12 @@ class Calls(Events):
         self.engine.state.phase.same = False
         if self.engine.state.precision.mixed:
             output = self.engine.state.precision.cast_outputs(output)
-        if self.engine.state.tensor is not None:
+        if self.whole is not None and not self.inside and module.training and torch.is_grad_enabled():
+            output = self.whole.leave(output)
+        if self.engine.state.tensor is not None or self._door is not None:
             output = seen_outside(output)
+        if self._door is not None and not self.inside:
+            Gathers.told = _weakly(self._gathers_outside)
         if module.training and torch.is_grad_enabled() and self.mesh.world.size > 1:
             for tensor in tensors_of(output):
                 if tensor.requires_grad:
@@ -246,7 +300,8 @@ class Calls(Events):
     def held_by(self, loss: torch.Tensor) -> Held:
         """The samples that a loss is computed from, and the outputs of the loop's models that it may be made of."""
         ends = {end for each in self.together for end in each._ends} - {loss.grad_fn}
-        return Held(max(1, self.dealt.held.count if self.dealt is not None else 1), self._dim or 0, frozenset(ends))
+        samples = max(1, self.dealt.held.count if self.dealt is not None else 1)
+        return Held(samples, self._dim or 0, frozenset(ends), self.leader._constants)
 
     def _see_whether_same(self, args: tuple, kwargs: dict) -> None:
         """Samples that every rank has (a GAN's fixed noise) are counted once by batch norm. Collective.
@@ -261,7 +316,7 @@ class Calls(Events):
             return
         check = 0
         for tensor in found:
-            flat = tensor.detach().cpu().contiguous().reshape(-1)
+            flat = plain(tensor.detach()).cpu().contiguous().reshape(-1)
             check = zlib.crc32(flat.view(torch.uint8).numpy(), check) if flat.numel() else check
         row = put([float(check)], self.engine.device)
         table = gather_rows(row, self.mesh.data)
@@ -290,6 +345,12 @@ class Calls(Events):
 
     def _returns(self, gradient: torch.Tensor) -> None:
         """A gradient comes back into the model, in a backward that is recorded or in a plain one."""
+        if torch.is_grad_enabled() and self._door is not None:
+            raise RefusedPlan(
+                "torch.autograd.grad(..., create_graph=True) through the model (a penalty on gradients) where its "
+                "positions are cut: a gradient that is differentiated again would lack what other ranks send: use "
+                "dp_replicate or dp_shard with zero=1 or zero=2"
+            )
         if torch.is_grad_enabled() and any(isinstance(one, FullShard) for one in techniques_of(self.engine)):
             raise RefusedPlan(
                 "torch.autograd.grad(..., create_graph=True) through the model (a penalty on gradients) under zero=3: "
@@ -301,14 +362,16 @@ class Calls(Events):
         """On the first batch: does each sample's output depend on that sample alone?"""
         self.suspend()
         held = self.dealt.held.count if self.dealt is not None else 0
+        if self.whole is not None and self.dealt is not None:
+            held = self.dealt.part.total
         with self._gate.open():
-            batch_norms, notices = look_at_model(
-                engine, args, kwargs, held, self._dim, check=self._check, plainly=self._looking_away
-            )
-        for module in batch_norms:
+            look = look_at_model(engine, args, kwargs, held, self._dim, check=self._check, plainly=self._looking_away)
+        for module in look.batch_norms:
             sync_module(module, engine.mesh.data, engine.state.phase)
-        self._joined = bool(batch_norms)
-        engine.notices.extend(notices)
+        self._joined = bool(look.batch_norms)
+        engine.notices.extend(look.notices)
+        if self.whole is not None:
+            self.whole.dims = look.dims
         torch.clear_autocast_cache()  # of casts that were made without gradients
         self.resume()
 
@@ -319,17 +382,17 @@ def techniques_of(engine: Engine | None) -> list[Any]:
     return [technique.rest, technique.experts] if isinstance(technique, WithExperts) else [technique]
 
 
-def leader_of(loader: Any, mesh: Mesh, randomness: str) -> Calls | None:
+def leader_of(loader: Any, mesh: Mesh, randomness: str, loss_scope: str) -> Calls | None:
     """The model that was prepared with this loader before, where `loader` is what `prepare` returned."""
     if not isinstance(loader, PartLoader):
         return None
     leader = loader.events
     if not isinstance(leader, Calls):
         raise InputError("prepare: the loader comes from prepared.split(), which is for held-out data")
-    same = (leader.mesh.data.size, leader.mesh.data.index, leader.randomness)
-    if same != (mesh.data.size, mesh.data.index, randomness):
+    same = (leader.mesh.data.size, leader.mesh.data.index, leader.randomness, leader.whole is not None)
+    if same != (mesh.data.size, mesh.data.index, randomness, loss_scope == "global" and mesh.data.size > 1):
         raise InputError(
-            "prepare: two models of one loop need plans that deal samples alike: the same dp_replicate times dp_shard "
-            "and the same randomness"
+            "prepare: two models of one loop need plans that deal samples alike: the same dp_replicate times dp_shard, "
+            "the same randomness and the same loss_scope"
         )
     return leader

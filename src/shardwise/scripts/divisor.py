@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -52,11 +52,12 @@ UNKNOWN = Divisor("unknown")
 @dataclass(frozen=True)
 class Held:
     """How many samples a loss is computed from, which dim counts them, and the nodes of the model's outputs, behind
-    which nothing is asked."""
+    which nothing is asked. `constants` grows: numbers that losses of other numbers of samples had too, by operation."""
 
     samples: int
     dim: int = 0
     ends: frozenset[Any] = frozenset()
+    constants: set[tuple[str, float]] = field(default_factory=set, compare=False)
 
 
 def divisor_of(loss: torch.Tensor, held: Held | None = None) -> Divisor:
@@ -194,8 +195,11 @@ def _counts(node: Any, held: Held) -> bool:
         number = float(value.reshape(-1)[0])
         if number and bool((value == value.reshape(-1)[0]).all()):
             count = abs(number) if divides else abs(1 / number)
+            if (_name(node), number) in held.constants:
+                continue
             if round(count) >= held.samples and abs(count - round(count)) < 1e-6 and round(count) % held.samples == 0:
                 return True
+            held.constants.add((_name(node), number))
     return False
 
 

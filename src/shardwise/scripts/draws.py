@@ -25,12 +25,14 @@ from torch.utils._pytree import tree_map, tree_map_only
 from shardwise.device import current_device, generator_state
 from shardwise.errors import RefusedPlan
 from shardwise.layout.dealing import Share
+from shardwise.part import Part
+from shardwise.part.pointwise import draws_of_one_process
 from shardwise.scripts.saying import names_line
 
 _MIXES = (
     "a permutation of the batch's samples (torch.randperm, as in mixup) would mix a rank's own samples alone, where "
-    "one process mixes all: mix them in the dataset or the collate function, which sees whole batches, or use "
-    'prepare(..., randomness="fast"), which is another run than one process\'s'
+    'one process mixes all: use prepare(..., loss_scope="global"), by which every rank has whole batches, or mix them '
+    "in the dataset or the collate function"
 )
 _INERT = ("dropout_p", "dropout", "p")  # arguments that switch a random op off at 0
 
@@ -43,12 +45,15 @@ class SampleDraws(TorchDispatchMode):
         self.part: Share | None = None
         self.dim = 0  # of a batch's tensors that counts samples
         self.inside = False
+        self.whole = False  # the script has whole batches, and the model's forward alone some samples
         self.followed = ""  # the first op of the model whose draws were dealt to samples
         self._stands: list[torch.Tensor] = []  # where the generators were left by what was seen
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if self.part is None or torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        if self.whole and not self.inside and not _in_backward():
             return func(*args, **kwargs)
         if not self.inside:
             return self._draw(func, args, kwargs, self.part)
@@ -79,6 +84,11 @@ class SampleDraws(TorchDispatchMode):
     @names_line
     def _draw(self, func: Any, args: tuple, kwargs: dict, part: Share) -> Any:
         rows, low, total = part.count, part.start, part.total
+        if rows == total:  # positions alone are cut
+            if self.inside and not self.followed and any(isinstance(arg, Part) for arg in args):
+                self.followed = str(func.overloadpacket).removeprefix("aten.")
+            with draws_of_one_process():
+                return func(*args, **kwargs)
         found: list[int] = []  # the dims that count samples
 
         def size(value: Any) -> Any:
@@ -112,7 +122,8 @@ class SampleDraws(TorchDispatchMode):
             return func(*args, **kwargs)
         if self.inside and not self.followed:
             self.followed = str(func.overloadpacket).removeprefix("aten.")
-        output = func(*wide_args, **wide_kwargs)
+        with draws_of_one_process():
+            output = func(*wide_args, **wide_kwargs)
         if func._schema.is_mutable:
             args[0].copy_(wide_args[0][_rows(found[0], low, rows)])
             return args[0]
@@ -144,6 +155,11 @@ class SampleDraws(TorchDispatchMode):
 def _rows(dim: int, low: int, count: int) -> tuple[slice, ...]:
     """An index: `count` from `low` on along `dim`."""
     return (*[slice(None)] * dim, slice(low, low + count))
+
+
+def _in_backward() -> bool:
+    """Whether a backward runs, in which a block may be computed again."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def _generators() -> list[torch.Tensor]:

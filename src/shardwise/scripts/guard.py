@@ -14,9 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.comm import Axis
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
 from shardwise.parallel.flat import Flat
+from shardwise.part import with_summed_gradient
+from shardwise.part.leaves import replaced
 from shardwise.scripts.saying import names_line
 
 _PROPERTIES = {
@@ -48,14 +51,22 @@ class Gate:
             self._opened -= 1
 
 
-def guard_gradients(model: nn.Module, technique: Any, *, all: bool, shares: Collection[str]) -> Gate:
+def guard_gradients(
+    model: nn.Module, technique: Any, *, all: bool, shares: Collection[str], summed: tuple[Axis, ...],
+    beside: tuple[Axis, ...], inside: Callable[[], bool],
+) -> Gate:  # fmt: skip
     """Make `param.grad` raise while the gate is closed, where gradients are elsewhere than in the parameters.
 
     all     under any technique: the parameters are shares, or lower-precision copies of masters
     shares  names of those that are shares, whose values raise too: a norm would be that of this rank's share
+    summed  axes whose ranks have the same samples: what the script itself computes of a weight (a penalty) every one
+            of them computes, and its gradient counts once
+    beside  more of them, whose ranks have other samples while `inside`, in the model's forward
     """
     gate = Gate()
     if not isinstance(technique, Flat) and not all:
+        if summed or beside:
+            _count_once(model, gate, summed, beside, inside, nn.Parameter)
         return gate
     own = torch.Tensor.grad
 
@@ -93,7 +104,32 @@ def guard_gradients(model: nn.Module, technique: Any, *, all: bool, shares: Coll
     for name, param in model.named_parameters():
         if param.requires_grad and type(param) is nn.Parameter:
             param.__class__ = Share if name in shares else InPieces
+    if summed or beside:
+        _count_once(model, gate, summed, beside, inside, InPieces)
     return gate
+
+
+def _count_once(
+    model: nn.Module, gate: Gate, summed: tuple[Axis, ...], beside: tuple[Axis, ...], inside: Callable[[], bool],
+    base: type,
+) -> None:  # fmt: skip
+    """Let what is computed of a parameter of class `base` beside the model's forward give it one rank's gradient."""
+
+    class Once(base):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            kwargs = kwargs or {}
+            reads = _reads_values(func) and getattr(func, "__name__", "") != "__set__"
+            with torch._C.DisableTorchFunctionSubclass():
+                if reads and not gate.is_open and torch.is_grad_enabled():
+                    modules = inside() or torch._C._current_graph_task_id() != -1  # or a block that runs again
+                    axes = summed if modules else (*beside, *summed)
+                    args, kwargs = replaced(cls, lambda param: with_summed_gradient(param, axes), (args, kwargs))
+                return func(*args, **kwargs)
+
+    for param in model.parameters():
+        if param.requires_grad and type(param) is base:
+            param.__class__ = Once
 
 
 @names_line

@@ -37,8 +37,8 @@ _UNCHECKED = "that the model treats samples one by one was not checked: "
 def look_at_model(
     engine: Engine, args: tuple, kwargs: dict, samples: int, dim: int | None, *, check: bool = True,
     plainly: Plainly = nullcontext,
-) -> tuple[list[nn.Module], list[str]]:  # fmt: skip
-    """(modules whose batch norm is to be joined, notices). Collective; raises what mixes samples.
+) -> Look:  # fmt: skip
+    """What a few of the arguments' samples show. Collective; raises what mixes samples.
 
     samples  that this rank holds, for arguments whose first dims differ (a hidden state beside time-first tokens)
     dim      of the batch's tensors that counts them, where known
@@ -47,7 +47,7 @@ def look_at_model(
     """
     batch = (args, kwargs)
     if not check:
-        return batch_norm_modules(engine.module), [_UNCHECKED + "check_loss=False was given"]
+        return Look(batch_norm_modules(engine.module), [_UNCHECKED + "check_loss=False was given"])
     try:
         rows, places = samples_in(batch, name="the model's arguments"), Places(None, 0)
         if dim and rows != samples:
@@ -59,11 +59,12 @@ def look_at_model(
     n = min(int(gather_rows(told, engine.mesh.data).min()), SAMPLES)  # every rank must run as many forwards
     if n < 2:
         reason = "its arguments have no common batch dim" if rows == 0 else "it has one sample"
-        return batch_norm_modules(engine.module), [f"{_UNCHECKED}{reason} in the first batch"]
+        return Look(batch_norm_modules(engine.module), [f"{_UNCHECKED}{reason} in the first batch"])
     sizes = (n, 1, n - 1)
     given = [(places.cut(batch, low, high), high - low) for low, high in ((0, n), (0, 1), (1, n))]
     alone = [(places.cut(batch, place, place + 1), 1) for place in range(n)]
     outputs: list[int | None] = []  # of each output, the dim that counts samples
+    shapes: list[list[tuple[int, ...]]] = []  # of all outputs, for each number of samples
 
     def evaluate(one: tuple[tuple, int]) -> Loss:
         (given_args, given_kwargs), count = one
@@ -77,6 +78,7 @@ def look_at_model(
                 f"each rank has a part{_hint(dim)}"
             ) from error
         leaves = tree_flatten(dict(output) if isinstance(output, Mapping) else output)[0]
+        shapes.append([tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else () for leaf in leaves])
         if not outputs:
             outputs.extend(Places(count, dim or 0, more=bool(dim)).of(leaf) for leaf in leaves)
         return Loss(_weighted_sum(leaves, outputs, count, engine.device), float(count))
@@ -91,7 +93,19 @@ def look_at_model(
         if dim or "add up over samples" not in str(error):
             raise
         raise RefusedPlan(f"{error}{_hint(dim)}") from None
-    return findings.batch_norms, findings.notices
+    return Look(findings.batch_norms, findings.notices, _following(shapes, sizes))
+
+
+def _following(shapes: list[list[tuple[int, ...]]], sizes: tuple[int, ...]) -> list[int | None] | None:
+    """Of each output, the dim that is as large as the samples are many, whatever their number."""
+    if len(shapes) < len(sizes) or len({len(each) for each in shapes}) > 1:
+        return None
+    found: list[int | None] = []
+    for of_one in zip(*shapes[: len(sizes)], strict=True):
+        ndim = min(len(shape) for shape in of_one)
+        fits = [d for d in range(ndim) if tuple(shape[d] for shape in of_one) == sizes]
+        found.append(fits[0] if fits else None)
+    return found
 
 
 def _differs(
@@ -104,6 +118,8 @@ def _differs(
     """What differs in float64 between the samples together and each alone. Raises `Untried` where weights are cut."""
     if engine.plan.zero == 3 or engine.plan.tp > 1:
         raise Untried("ranks hold pieces of its weights")
+    if engine.mesh.inner:
+        raise Untried("what it is given is cut, and would be whole on every rank")
 
     def wide(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.double() if tensor.is_floating_point() else tensor
@@ -114,6 +130,15 @@ def _differs(
 
 def _hint(dim: int | None) -> str:
     return "" if dim else ". Where a batch's samples lie along its second dim: prepare(..., batch_dim=1)"
+
+
+@dataclass(frozen=True)
+class Look:
+    """Modules whose batch norm is to be joined; notices; of each output, the dim that counts samples, where learnt."""
+
+    batch_norms: list[nn.Module]
+    notices: list[str]
+    dims: list[int | None] | None = None
 
 
 @dataclass(frozen=True)

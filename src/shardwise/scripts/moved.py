@@ -39,7 +39,7 @@ class FirstSteps:
         self._moved = self._should = False
         mesh, plan = engine.mesh, engine.plan
         pieces = plan.zero == 3 or plan.ep > 1
-        self._holding = mesh.tp.index * plan.dp_shard + (mesh.shard.index if pieces else 0)  # equal: the same weights
+        self._holding = mesh.tp.index * mesh.shard.size + (mesh.shard.index if pieces else 0)  # equal: the same weights
 
     @torch.no_grad()
     def before(self) -> None:

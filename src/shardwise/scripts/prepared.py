@@ -30,6 +30,7 @@ from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
 from shardwise.mesh import build_mesh
 from shardwise.parallel.full import FullShard
+from shardwise.part.tensor import Gathers
 from shardwise.ranks import here, join
 from shardwise.ranks.launchers import own_device
 from shardwise.scripts import optimizer as optimizers
@@ -43,9 +44,10 @@ from shardwise.scripts.moved import FirstSteps
 from shardwise.scripts.saved import put as put_saved
 from shardwise.scripts.saying import names_line
 from shardwise.scripts.spread import check_cuts, shared_call, wait_for_call
-from shardwise.scripts.start import check_given, generators_kept, is_compiled, make_engine, with_dtype
+from shardwise.scripts.start import check_given, generators_kept, is_compiled, make_engine, waits_for_call, with_dtype
 from shardwise.scripts.state import holds_pieces, put, states_of
 from shardwise.scripts.stepping import Stepping, buckets_of
+from shardwise.task import Domain
 
 Randomness = Literal["global", "fast"]
 
@@ -64,14 +66,16 @@ def prepare(
     seed: int = 0,
     device: str | torch.device | None = None,
     check_loss: bool = True,
+    spatial: Domain | None = None,
+    loss_scope: Literal["sample", "global"] = "sample",
 ) -> Prepared:
     """Spread a script's model, optimizer and loader over the ranks of this run, as the plan says. Collective.
 
     model       built, with its weights; rank 0's are handed out where ranks differ. Changed in place
     optimizer   made from the model's parameters, before its first step. Changed in place
     loader      the one that one process would use; a batch of it is a global micro-batch
-    plan        any but pipelines; accumulate is the calls of `backward` in one step. Cuts of tp and ep are derived in
-                the model's first forward in training
+    plan        any but pipelines; accumulate is the calls of `backward` in one step. What tp, ep, cp, cp_ulysses and
+                domain cut is derived in the model's first forward in training
     randomness  "global": noise and masks drawn for samples are those of one process; "fast": each rank draws its own
     branches    as in `Task`
     reads       "part": a rank reads its samples alone; "whole": all of a batch, of which it keeps its part; "auto":
@@ -81,6 +85,10 @@ def prepare(
     seed        of "fast" draws
     check_loss  look at model and loss on the first batch, of which each rank then holds two samples or more; False: the
                 script vouches for both, and each rank holds its part alone
+    spatial     which dims of the model's arguments are space, under domain; None: those behind batch and channel
+    loss_scope  "sample": the loss adds up over samples, which ranks take parts of. "global": it does not (dice of a
+                batch, a contrastive pair, mixup): every rank reads whole batches, the model runs on its samples, and
+                its outputs are gathered for the loss
 
     Returns a `Prepared`, which unpacks into model, optimizer and loader:
 
@@ -90,7 +98,7 @@ def prepare(
     script's own loop cannot follow.
     """
     plan = Plan.parse(plan)
-    check_given(model, optimizer, plan, randomness)
+    check_given(model, optimizer, plan, randomness, loss_scope)
     if not dist.is_initialized() and here() is not None:
         join()
     world = dist.get_world_size() if dist.is_initialized() else 1
@@ -99,7 +107,7 @@ def prepare(
             f"plan {plan} needs {plan.world_size} ranks, but this script was started as one process: start it with "
             f"torchrun --nproc-per-node {plan.world_size} (or srun or mpirun -n {plan.world_size})"
         )
-    given = (plan, randomness, branches, reads, batch_dim, seed, own_device(device), check_loss)
+    given = (plan, randomness, branches, reads, batch_dim, seed, own_device(device), check_loss, spatial, loss_scope)
     return Prepared(model, optimizer, loader, *given)
 
 
@@ -109,10 +117,11 @@ class Prepared(Stepping):
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, loader: Any, plan: Plan, randomness: str, branches: Any,
         reads: Reads, batch_dim: int | None, seed: int, device: torch.device, check_loss: bool,
+        spatial: Domain | None, loss_scope: str,
     ) -> None:  # fmt: skip
         self.plan = plan = with_dtype(plan, model)
         self.model, self.optimizer = model, optimizer
-        self.mesh, self.seed, self.branches = build_mesh(plan, device), seed, branches
+        self.mesh, self.seed, self.branches, self._spatial = build_mesh(plan, device), seed, branches, spatial
         optimizers.refuse_lost(optimizer)
         self.all_names = optimizers.names_in_groups(optimizer, model)
         self._shapes = {name: param.shape for name, param in trainable(model)}
@@ -122,25 +131,25 @@ class Prepared(Stepping):
             self._nature = optimizers.nature_of(optimizer, shapes)
         self._shares = plan.tp > 1 or plan.ep > 1
         refuse(self._nature, 0, shares_of(plan.tp, plan.ep), named=type(optimizer).__name__)
-        ranks = self.mesh.data.size
+        ranks = self.mesh.gradients.size
         if plan.remat != "none" and not on_host(device) and randomness == "global" and ranks > 1:
             raise RefusedPlan('prepare: recompute on a GPU cannot repeat one process\'s draws: use randomness="fast"')
-        leader = leader_of(loader, self.mesh, randomness)
-        self.calls = Calls(model, self.mesh, randomness, seed, leader, check=check_loss)
+        leader = leader_of(loader, self.mesh, randomness, loss_scope)
+        self.calls = Calls(model, self.mesh, randomness, seed, leader, check=check_loss, loss_scope=loss_scope)
         reads = "part" if reads == "auto" and randomness == "fast" else reads
         self._batch_dim = batch_dim
         self.loader = self._cut(loader, self.calls, reads) if leader is None else loader
         self._begin()
         self._engine: Engine | None = None
         self._gate, self._state_gate = Gate(), Gate()
-        self._unguarded = self._shares and plan.zero == 3 and plan.dp_shard > 1  # FSDP's own parameters
+        self._unguarded = self._shares and plan.zero == 3 and self.mesh.shard.size > 1  # FSDP's own parameters
         self._told = self.calls.told
         world = self.mesh.world
         self._pieces = holds_pieces(plan) and world.size > 1
         self.meeting = Meeting(world, device) if world.size > 1 else None
         self.pending: Path | None = None  # a checkpoint that is loaded once the weights are in place
         self._hook_optimizer()
-        if self._shares:
+        if waits_for_call(plan):
             wait_for_call(model, self._spread)
         else:
             self._spread()
@@ -150,14 +159,18 @@ class Prepared(Stepping):
         """Put the model's weights where the plan has them. Collective."""
         model, plan, mesh = self.model, self.plan, self.mesh
         self.calls.suspend()
-        call = shared_call(args, kwargs or {}, mesh.world, mesh.device) if self._shares else None
+        Gathers.told = None  # what is tried is the model, in which nothing is gathered
+        call = shared_call(args, kwargs or {}, mesh.world, mesh.device) if waits_for_call(plan) else None
+        samples = self.calls.samples_of_rank_0() if call is not None else None
         training = {child: child.training for child in model.modules()}
         before = states_of(self.optimizer, self.all_names)
         with generators_kept():
-            self._engine = engine = make_engine(model, plan, mesh, self.branches, self.seed, call)
+            self._engine = engine = make_engine(
+                model, plan, mesh, self.branches, self.seed, self._spatial, call, samples
+            )
             engine.state.owners = optimizers.adopt(
                 self.optimizer, self._groups, engine.technique, engine.state.names, self._shapes, mesh.shard,
-                self._nature, zero=plan.zero if plan.dp_shard > 1 else 0, whole=not holds_pieces(plan),
+                self._nature, zero=plan.zero if mesh.shard.size > 1 else 0, whole=not holds_pieces(plan),
             )  # fmt: skip
         for child, mode in training.items():
             child.training = mode
@@ -173,26 +186,29 @@ class Prepared(Stepping):
         in_pieces = self._shares or isinstance(engine.technique, FullShard)
         mixed = engine.state.precision.mixed
         cuts = set(engine.state.tensor.cuts) if engine.state.tensor is not None else set()
-        self._gate = guard_gradients(model, engine.technique, all=self._shares or mixed, shares=cuts)
+        self._gate = guard_gradients(
+            model, engine.technique, all=self._shares or mixed, shares=cuts, summed=mesh.inner,
+            beside=(self.calls.whole is not None and (mesh.data,)) or (), inside=lambda: self.calls.inside > 0,
+        )  # fmt: skip
         guard_conversion(model)
-        guard_copies(model, plan, in_pieces=in_pieces)
+        guard_copies(model, plan, in_pieces=in_pieces or bool(mesh.inner))
         hold(self, whole=not (in_pieces or mixed))
         for buckets in buckets_of(engine):
             buckets.asleep = True
         self._first = FirstSteps(engine, self._groups)
         self.built = options_of(engine)
-        if in_pieces:
+        if in_pieces or mesh.inner:
             guard_methods(self)
         if isinstance(engine.technique, FullShard):
             read_whole(self)
-        self.calls.watch(engine, self.meeting, self._gate, gathers=in_pieces)
+        self.calls.watch(engine, self.meeting, self._gate, gathers=in_pieces or bool(mesh.inner))
         if self.pending is not None:
             put_saved(self, self.pending)
         self._told.say(self.notices)
 
     @property
     def waits(self) -> bool:
-        """Whether the weights are still as the script made them: cuts are derived from a call that is to come."""
+        """Whether all is still as the script made it: cuts are derived from a call that is to come."""
         return self._engine is None
 
     @property
@@ -212,7 +228,7 @@ class Prepared(Stepping):
 
     @property
     def engine(self) -> Engine:
-        """What runs the plan. Under tp and ep it is made in the model's first forward in training."""
+        """What runs the plan. Where it cuts weights or positions, made in the model's first forward in training."""
         if self._engine is None:
             raise InputError(
                 f"plan {self.plan}: cuts are derived from the model's first forward in training, and it has not been "
@@ -230,7 +246,8 @@ class Prepared(Stepping):
         return self._cut(loader, None, "part")
 
     def _cut(self, loader: Any, events: Calls | None, reads: Reads) -> PartLoader:
-        return PartLoader(loader, self.mesh.data.index, self.mesh.data.size, events, reads, self._batch_dim)
+        place = (0, 1) if self.calls.whole is not None else (self.mesh.data.index, self.mesh.data.size)
+        return PartLoader(loader, *place, events, reads, self._batch_dim)
 
     @property
     def rank(self) -> int:

@@ -25,6 +25,8 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from shardwise.comm import Axis, broadcast, gather_json
 from shardwise.errors import InputError, RunError
 from shardwise.part import Part, Sum, plain, whole
+from shardwise.scripts.saying import names_line
+from shardwise.scripts.shares import let_out
 
 Spread = Callable[[tuple, dict], None]  # (args, kwargs) of the first call
 
@@ -35,6 +37,7 @@ def wait_for_call(model: nn.Module, spread: Spread) -> None:
     done = False
 
     @torch.compiler.disable  # parts are no tensors that a compiler knows
+    @names_line
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         nonlocal done
         if self is model and not done and self.training and torch.is_grad_enabled():
@@ -49,7 +52,7 @@ def wait_for_call(model: nn.Module, spread: Spread) -> None:
 
 def shared_call(args: tuple, kwargs: dict, world: Axis, device: torch.device) -> tuple[tuple, dict]:
     """Rank 0's arguments, on the CPU of every rank. Collective."""
-    leaves, spec = tree_flatten((args, kwargs))
+    leaves, spec = tree_flatten(tree_map_only(torch.Tensor, plain, (args, kwargs)))
     mine = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     told = gather_json([[list(leaf.shape), str(leaf.dtype)] for leaf in mine], world, device)
     if len(told[0]) != len(mine):
@@ -111,4 +114,4 @@ def seen_outside(output: Any) -> Any:
     for tensor in tensors_of(output):
         if isinstance(tensor, Part):
             tensor.soft = True
-    return tree_map_only(Sum, whole, output)
+    return let_out(tree_map_only(Sum, whole, output))

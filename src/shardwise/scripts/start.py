@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten
 
 from shardwise import device
 from shardwise.engine.assemble import assemble
@@ -19,11 +20,12 @@ from shardwise.engine.engine import Engine
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan, check
 from shardwise.mesh import Mesh
+from shardwise.scripts.shares import Named
 from shardwise.scripts.spread import total_of
-from shardwise.task import Task
+from shardwise.task import Domain, Task
 
 
-def check_given(model: Any, optimizer: Any, plan: Plan, randomness: str) -> None:
+def check_given(model: Any, optimizer: Any, plan: Plan, randomness: str, loss_scope: str) -> None:
     """Raise `InputError` or `RefusedPlan` for what cannot be prepared."""
     if not isinstance(model, nn.Module):
         raise InputError(f"prepare: the model is of type {type(model).__name__}, expected a torch.nn.Module")
@@ -32,11 +34,8 @@ def check_given(model: Any, optimizer: Any, plan: Plan, randomness: str) -> None
     _refuse_wrapped(model, optimizer)
     if randomness not in ("global", "fast"):
         raise InputError(f"prepare: randomness is 'global' or 'fast', got {randomness!r}")
-    if plan.cut_positions > 1:
-        raise RefusedPlan(
-            f"plan {plan}: cp, cp_ulysses and domain in prepare: a script's batches and losses are not cut along a "
-            "sequence or space yet; write the loop with shardwise.parallelize, or use shardwise train"
-        )
+    if loss_scope not in ("sample", "global"):
+        raise InputError(f"prepare: loss_scope is 'sample' or 'global', got {loss_scope!r}")
     if plan.pp > 1:
         raise RefusedPlan(
             f"plan {plan}: pp > 1 in prepare: a pipeline calls parts of the model forward and backward in an order of "
@@ -49,10 +48,10 @@ def check_given(model: Any, optimizer: Any, plan: Plan, randomness: str) -> None
             "piece by piece: describe the run as a Task and call shardwise.parallelize(task, plan).step(batch)"
         )
     check(plan)
-    if (plan.tp > 1 or plan.ep > 1) and is_compiled(model):
+    if waits_for_call(plan) and is_compiled(model):
         raise RefusedPlan(
-            f"plan {plan}: the model is compiled, and weights that are cut are followed operation by operation: give "
-            "prepare the model without torch.compile"
+            f"plan {plan}: the model is compiled, and what is cut is followed operation by operation: give prepare the "
+            "model without torch.compile"
         )
     meta = [name for name, param in model.named_parameters() if param.device.type == "meta"]
     if meta:
@@ -81,6 +80,11 @@ def _refuse_wrapped(model: nn.Module, optimizer: Optimizer) -> None:
                 f"prepare: the optimizer is {type(optimizer).__name__} around {type(value).__name__} (its '{name}') "
                 "and steps when a library of its own says so: leave the wrapper out and give prepare the inner one"
             )
+
+
+def waits_for_call(plan: Plan) -> bool:
+    """Whether what the plan cuts is derived from the model's first call in training."""
+    return plan.tp > 1 or plan.ep > 1 or plan.cut_positions > 1
 
 
 def is_compiled(model: nn.Module) -> bool:
@@ -113,19 +117,26 @@ def generators_kept() -> Iterator[None]:
 
 
 def make_engine(
-    model: nn.Module, plan: Plan, mesh: Mesh, branches: Any, seed: int, call: tuple[tuple, dict] | None
+    model: nn.Module, plan: Plan, mesh: Mesh, branches: Any, seed: int, spatial: Domain | None,
+    call: tuple[tuple, dict] | None, samples: int | None,
 ) -> Engine:  # fmt: skip
     """The engine over a module that exists: its weights are constants of its construction.
 
-    call    (args, kwargs) of the model, on the CPU and the same on every rank, where cuts are derived from them
+    call     (args, kwargs) of the model, on the CPU and the same on every rank, where cuts are derived from them
+    samples  that they hold, where it is known
     """
+    positional = len(call[0]) if call is not None else 0
+    named = Named(model).of(*call) if call is not None else None
+    if named is not None and samples is None:
+        samples = next((len(one) for one in tree_flatten(named)[0] if isinstance(one, torch.Tensor) and one.dim()), 0)
     task = Task(
         model=lambda: model,
         loss=lambda output, batch: (total_of(output), 1),
-        inputs=lambda call: call,
-        batch=lambda step: call,
+        inputs=lambda named: Named.back(named, positional),
+        batch=lambda step: named,
         optimizer=lambda groups: torch.optim.SGD(groups, lr=1.0),  # replaced by the script's own
+        spatial=spatial,
         branches=branches,
         name="script",
     )
-    return Engine(assemble(task, plan, mesh, seed, call))
+    return Engine(assemble(task, plan, mesh, seed, named, samples))

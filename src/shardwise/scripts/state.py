@@ -75,7 +75,7 @@ def open_doors(prepared: Whole) -> None:
 
 def holds_pieces(plan: Plan) -> bool:
     """Whether a rank's optimizer holds less than the whole parameters."""
-    return plan.tp > 1 or plan.ep > 1 or (plan.zero > 0 and plan.dp_shard > 1)
+    return plan.tp > 1 or plan.ep > 1 or (plan.zero > 0 and plan.dp_shard * plan.cut_positions > 1)
 
 
 def states_of(optimizer: Optimizer, names: list[list[str]]) -> States:

@@ -101,16 +101,20 @@ class Stepping(WeightAccess):
         for each in together:
             each._ready()
         engine, part = self.engine, self.calls.part
+        if self.calls.gathers:
+            self._passes("prepared.backward(...)")
         self._look_at_loss(loss, weight if mean_over is None else mean_over)
         loss, weight, mean_over = whole(loss).reshape(()), plain(weight), plain(mean_over)
-        stands_in = part is not None and part.count == 0
+        if self._of_whole_batches:
+            mean_over = None  # as it is
+        stands_in = part is not None and part.count == 0 and not self._of_whole_batches
         total = loss * 0 if stands_in else loss
         if mean_over is not None:
             (over,) = self.sum(0.0 if stands_in else mean_over)
             total = total * (float(mean_over) / over if over else 0.0)
         weights = [each._weight(loss, weight, mean_over is not None, stands_in) for each in together]
         if self._given == "mean" and self.calls.dealt is not None:
-            total = total * self.calls.dealt.proportion(engine.data_ranks)
+            total = total * self.calls.dealt.proportion(self._apart) if self._apart > 1 else total
         stated = weight if mean_over is None else mean_over
         with ExitStack() as inside:
             for each in together:
@@ -125,7 +129,19 @@ class Stepping(WeightAccess):
             (total * scale if scale != 1.0 else total).backward()
         for each, counted in zip(together, weights, strict=True):
             each._count(Loss(total.detach(), counted), stands_in)
-        return self.loss if engine.plan.accumulate == 1 else self._loss_of(total, 0.0 if stands_in else weight)
+        if engine.plan.accumulate == 1:
+            return self.loss
+        return self._loss_of(total, 0.0 if stands_in else weight)
+
+    @property
+    def _of_whole_batches(self) -> bool:
+        """Whether every rank of the data axis computes the loss of all samples (`loss_scope="global"`)."""
+        return self.calls.whole is not None
+
+    @property
+    def _apart(self) -> int:
+        """How many ranks' losses are of samples that others do not have."""
+        return 1 if self._of_whole_batches else self.engine.data_ranks
 
     def _together(self, also: Sequence[Stepping]) -> list[Stepping]:
         """This model and the others that one loss trains."""
@@ -162,8 +178,9 @@ class Stepping(WeightAccess):
         assert tally is not None
         with self._gate.open():
             tally.used.append(self.engine.technique.finish_micro_batch())
-        tally.stood_in |= stands_in
-        tally.add(loss, 0 if stands_in else (part.count if part is not None else 1), {})
+        tally.stood_in |= stands_in or (part is not None and part.count == 0)
+        samples = 1 if part is None else part.total if self._of_whole_batches else part.count
+        tally.add(loss, 0 if stands_in else samples, {})
         self._micro += 1
         self.calls.after_backward()
         if self._micro == self.engine.plan.accumulate:
@@ -212,6 +229,8 @@ class Stepping(WeightAccess):
         """Each number's sum over the ranks that hold different samples. Collective."""
         self._passes("prepared.sum(...)")
         row = row_of([whole(value) for value in values], self.mesh.device)
+        if self._of_whole_batches:
+            return read(row, "a script's numbers")
         return read(gather_rows(row, self.mesh.data).sum(dim=0), "a script's sums")
 
     # --- a step
@@ -232,7 +251,8 @@ class Stepping(WeightAccess):
         if self._tally is None:
             with self._gate.open():
                 self.engine.technique.start_step()
-            self._tally = Tally(self.engine.device)
+            counts = self.mesh.counts and not (self._of_whole_batches and self.mesh.data.index)
+            self._tally = Tally(self.engine.device, counts)
 
     def _refuse_stray(self, call: str) -> None:
         if self.calls.stray:
@@ -245,7 +265,7 @@ class Stepping(WeightAccess):
 
     def _once(self) -> float:
         """This rank's part of a total weight of 1: an equal part for a mean, all on one rank for a sum."""
-        return 1.0 if self._given == "mean" else float(self.engine.mesh.data.index == 0)
+        return 1.0 if self._given == "mean" or self._of_whole_batches else float(self.engine.mesh.data.index == 0)
 
     def _weight(
         self, loss: torch.Tensor, weight: torch.Tensor | float | None, mean: bool, stands_in: bool
@@ -259,7 +279,7 @@ class Stepping(WeightAccess):
                 refuse_division(loss, float(weight), self.engine.plan.accumulate)
         elif mean:
             form = "mean over"
-            if self.engine.data_ranks > 1 and divisor_of(loss, self.calls.held_by(loss)).kind == "sum":
+            if self._apart > 1 and divisor_of(loss, self.calls.held_by(loss)).kind == "sum":
                 raise InputError(
                     "prepared.backward: the loss is a sum over samples, which nothing divides, and mean_over says what "
                     "a mean is over: give the sum without it, or its weight, prepared.backward(loss, n), for the mean"
@@ -267,8 +287,9 @@ class Stepping(WeightAccess):
         else:
             dealt = self.calls.dealt
             held = self.calls.held_by(loss)
-            divisor = divisor_of(loss, held) if self.engine.data_ranks > 1 else Divisor("mean")
-            self._forms.append((divisor, dealt.held.count if dealt is not None else 1))
+            divisor = divisor_of(loss, held) if self._apart > 1 else Divisor("mean")
+            if not self._of_whole_batches:
+                self._forms.append((divisor, dealt.held.count if dealt is not None else 1))
             form = divisor.kind
         if self._given not in (None, form):
             raise InputError("prepared.backward: give the weight with every micro-batch of a step, or with none")
@@ -298,6 +319,7 @@ class Stepping(WeightAccess):
             compare(
                 engine, self._forms, tally, self.calls.checksum, self._over,
                 generators=self.calls.randomness == "global", look=self.calls.loss_look,
+                whole=self._of_whole_batches,
             )  # fmt: skip
         with self._gate.open():
             result, self._usable = complete(engine.state, tally)

@@ -66,6 +66,11 @@ class Tally:
         return torch.stack(tensors).sum() + plain if tensors else plain
 
     @property
+    def total(self) -> torch.Tensor | float:
+        """The sum of this rank's losses, whether or not it counts them."""
+        return self._sum(self.totals)
+
+    @property
     def reached(self) -> set[int]:
         """Parameters reached in any micro-batch."""
         return set().union(*self.used)

@@ -54,14 +54,21 @@ def _declared(batch: Any, names: tuple[str, ...], named: Mapping[str, int]) -> t
 
 def _alike(batch: Any, samples: int) -> Iterator[tuple[Dims, str]]:
     leaves, _ = tree_flatten(batch)
-    tensors = [leaf if isinstance(leaf, torch.Tensor) and leaf.dim() > 1 and leaf.shape[0] == samples else None
-               for leaf in leaves]  # fmt: skip
-    integers = [n for t in tensors if t is not None and not t.is_floating_point() for n in t.shape[1:]]
-    sizes = [*integers, *(n for t in tensors if t is not None for n in t.shape[1:])]
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == samples]
+    integers = [n for t in tensors if not t.is_floating_point() for n in t.shape[1:]]
+    sizes = [*integers, *(n for t in tensors for n in t.shape[1:])]
     for size in dict.fromkeys(n for n in sizes if n > 1):
-        dims = [() if t is None else tuple(d for d in range(1, t.dim()) if t.shape[d] == size) for t in tensors]
+        dims = tuple(_along(leaf, samples, size) for leaf in leaves)
         if any(len(each) == 1 for each in dims):
-            yield tuple(dims), f"dims of {size}"
+            yield dims, f"dims of {size}"
+
+
+def _along(leaf: Any, samples: int, size: int) -> tuple[int, ...]:
+    """The dims of a leaf that have this size, behind the samples where it has some (a mask (S, S) has none)."""
+    if not isinstance(leaf, torch.Tensor):
+        return ()
+    first = int(leaf.dim() > 0 and leaf.shape[0] == samples)
+    return tuple(d for d in range(first, leaf.dim()) if leaf.shape[d] == size)
 
 
 def _shortened(batch: Any, dims: Dims) -> Any:

@@ -1,0 +1,119 @@
+"""The model's door where a plan cuts positions (`cp`, `cp_ulysses`, `domain`): whole tensors in, parts out.
+
+    script               x (B, S), whole on every rank of the axis, as its loader gives it
+    model(x)             this rank's share of x          which arguments are cut: found in the first call in training
+    logits (B, S, V)     a part: the global shape, this rank's positions in memory
+    loss, backward       the script's own operations, on parts beside whole labels, as a task's loss is
+
+An operation of the script's that has no rule for parts gathers what it is given on every rank, which is told with its
+bytes. Without gradients the output is gathered at once, as under tensor parallelism.
+
+What this does not do: cut what the loader reads. Every rank of these axes reads the batch whole.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten_with_path, tree_map_only, tree_unflatten
+
+from shardwise.comm import Axis
+from shardwise.part import Part, plain
+from shardwise.part.crossing import Cuts, axes_of, cuts_of, put_together, share_under
+from shardwise.part.levels import Distributed
+from shardwise.part.positions import Positions, name_of
+
+Call = tuple[tuple, dict[str, Any]]
+
+
+class Named:
+    """A model's call as one dict of its arguments by the names of its forward, and back."""
+
+    def __init__(self, model: nn.Module):
+        kinds = inspect.Parameter
+        found = inspect.signature(model.forward).parameters.values()
+        self._names = [one.name for one in found if one.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
+
+    def of(self, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments, positional ones first; those beyond the names that are known by their number."""
+        numbered = [*self._names, *(f"argument {n}" for n in range(len(self._names), len(args)))]
+        return dict(zip(numbered, args, strict=False)) | dict(kwargs)
+
+    @staticmethod
+    def back(named: Mapping[str, Any], positional: int) -> Call:
+        """(args, kwargs) again, of which the first `positional` had no keyword."""
+        items = list(named.items())
+        return tuple(value for _, value in items[:positional]), dict(items[positional:])
+
+
+class Door:
+    """Cuts a call's arguments as `positions` says, by their names, and lets parts out to the script."""
+
+    def __init__(self, model: nn.Module, positions: Positions):
+        self._named, self._positions = Named(model), positions
+        self._cuts = {name: cuts for name, cuts in zip(positions.names, positions.cuts, strict=True) if cuts}
+
+    def enter(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Call, str]:
+        """(the call with this rank's shares, a notice); what has too few positions for every rank stays whole."""
+        paths, spec = tree_flatten_with_path(self._named.of(args, kwargs))
+        leaves = [self._share(name_of(path), leaf) for path, leaf in paths]
+        notice = ""
+        if self._cuts and not any(isinstance(leaf, Distributed) for leaf in leaves):
+            axes = " x ".join(f"{axis.name}={axis.size}" for axis in self._positions.axes)
+            notice = (
+                f"the model is called without {' and '.join(self._cuts)}, or with fewer positions than {axes} has "
+                "ranks: such a call is computed whole on every rank"
+            )
+        return self._named.back(tree_unflatten(leaves, spec), len(args)), notice
+
+    def _share(self, name: str, leaf: Any) -> Any:
+        cuts = self._cuts.get(name)
+        if not cuts or not isinstance(leaf, torch.Tensor) or isinstance(leaf, Distributed):
+            return leaf
+        if any(leaf.dim() <= dim or leaf.shape[dim] < self._positions.fewest(axes) for dim, axes in cuts):
+            return leaf
+        dealt, axes = self._positions.dealt(leaf.shape, cuts), tuple(axis for _, each in cuts for axis in each)
+        return _Enters.apply(leaf, dealt, axes)
+
+
+class _Enters(torch.autograd.Function):
+    """A tensor that every rank has, as shares; its gradient is whole again."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, cuts: Cuts, axes: tuple[Axis, ...]) -> torch.Tensor:
+        return put_together(share_under(tensor.detach(), cuts, axes).contiguous(), cuts, axes)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor):
+        return plain(gradient), None, None
+
+
+def let_out(output: Any) -> Any:
+    """A training forward's output, whose parts any operation of the script's may gather."""
+    return tree_map_only(Part, _let_out, output)
+
+
+def _let_out(part: Part) -> torch.Tensor:
+    left = _Leaves.apply(part) if part.requires_grad and part.axis.positions else part
+    left.soft = True
+    return left
+
+
+class _Leaves(torch.autograd.Function):
+    """A part as it is; a gradient that was computed whole on every rank comes back to the model as shares."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Part) -> torch.Tensor:
+        ctx.cut = cuts_of(part), axes_of(part)
+        return part.view_as(part)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor):
+        cuts, axes = ctx.cut
+        if not cuts or isinstance(gradient, Distributed):
+            return gradient
+        return put_together(share_under(gradient, cuts, axes).contiguous(), cuts, axes)

@@ -1,0 +1,123 @@
+"""`loss_scope="global"`: the script sees whole batches, and only its model's forward is spread over samples.
+
+    script                  all samples of a batch, on every rank of the data axis; its draws are one process's
+    model(x)   in training  this rank's samples of x  ->  outputs of all ranks' samples, gathered
+    loss                    of the whole batch, the same number on every rank; it counts once
+    backward                of the gather keeps the rows of this rank's samples: their gradient is complete
+
+So a loss need not add up over samples: dice of a batch, a contrastive pair, samples mixed with each other. Each rank
+reads whole batches and computes the whole loss; what is gathered is told in bytes.
+
+What this does not do: gather what a model returns that belongs to no sample and differs between ranks (a loss of its
+own); it is refused.
+"""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from shardwise.comm import Axis, gather_rows, gather_samples
+from shardwise.errors import InputError, RefusedPlan
+from shardwise.host import put
+from shardwise.layout.dealing import Share
+from shardwise.part import Part, plain, whole, with_summed_gradient
+from shardwise.part.crossing import apart, axes_of, cuts_of, joined
+from shardwise.scripts.dealt import deal
+from shardwise.scripts.lookout import Places
+from shardwise.step.batching import samples_in
+
+_TAG = "loss inputs"
+
+
+class WholeBatch:
+    """Around the training forwards of one model: its samples are dealt at the door, and its outputs put together.
+
+    dims    of each output, the dim that counts samples, None where none does; learnt by the look, else by size
+    rows    the samples of the call under way
+    """
+
+    def __init__(self, data: Axis, device: torch.device):
+        self._data, self._device = data, device
+        self.dims: list[int | None] | None = None
+        self.rows = Share(None, 0, 0, 0)
+        self.held = self.rows
+        self.gathered_bytes = 0
+        self._counts: tuple[int, ...] = ()
+        self._compared = False
+
+    def enter(self, args: tuple, kwargs: dict[str, Any], samples: int, dim: int) -> tuple[tuple, dict]:
+        """The call on this rank's samples; it may hold another number of them than the batch (two views of each)."""
+        call = (args, kwargs)
+        try:
+            total, places = samples_in(call, name="the model's arguments"), Places(None, 0)
+            if dim:
+                raise InputError("samples lie along another dim")
+        except InputError:
+            total, places = samples, Places(samples, dim)
+            if not any(places.of(leaf) is not None for leaf in tree_flatten(call)[0]):
+                raise InputError(
+                    f'loss_scope="global": no argument of the model has a dim of the {samples} samples of the batch, '
+                    "so its forward cannot be spread over them"
+                ) from None
+        dealt = [deal(total, self._data.size, rank) for rank in range(self._data.size)]
+        mine = dealt[self._data.index]
+        self.rows, self.held = mine.part, mine.held
+        self._counts = tuple(one.part.count for one in dealt)
+        return places.cut(call, mine.held.start, mine.held.start + mine.held.count)
+
+    def leave(self, output: Any) -> Any:
+        """The model's output for all samples. Collective."""
+        as_mapping = isinstance(output, Mapping) and type(output) is not dict
+        leaves, spec = tree_flatten(dict(output) if as_mapping else output)
+        if self.dims is None or len(self.dims) != len(leaves):
+            places = Places(self.held.count, 0, more=False)
+            self.dims = [places.of(leaf) for leaf in leaves]
+        self._compare([leaf for leaf, dim in zip(leaves, self.dims, strict=True) if dim is None])
+        found = tree_unflatten([self._whole(*pair) for pair in zip(leaves, self.dims, strict=True)], spec)
+        if not as_mapping:
+            return found
+        kept: Any = copy.copy(output)  # a mapping of a library's own class
+        for name, value in found.items():
+            kept[name] = value
+        return kept
+
+    def _whole(self, leaf: Any, dim: int | None) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            if leaf is None or isinstance(leaf, bool | int | float | str):
+                return leaf
+            raise RefusedPlan(
+                f'loss_scope="global" gathers the outputs of the model, and cannot look into a {type(leaf).__name__}: '
+                "return tensors, tuples or dicts, or register the class as a pytree"
+            )
+        if dim is None:  # every rank computes the loss, and one of them counts what it asks of this
+            return with_summed_gradient(leaf, (self._data,))
+        cuts, axes = (cuts_of(leaf), axes_of(leaf)) if isinstance(leaf, Part) else ((), ())
+        payload = apart(leaf, cuts, axes) if cuts else whole(leaf)
+        mine = payload.movedim(dim, 0)[: self.rows.count]
+        full = gather_samples(mine.contiguous(), self._counts, self._data, _TAG)
+        self.gathered_bytes += (full.numel() - mine.numel()) * full.element_size()
+        return joined(full.movedim(0, dim), cuts, axes) if cuts else full.movedim(0, dim)
+
+    def _compare(self, leaves: list[Any]) -> None:
+        """What belongs to no sample must be alike on every rank. Looked at once; collective."""
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if self._compared or not tensors:
+            return
+        self._compared, check = True, 0
+        for tensor in tensors:
+            flat = plain(tensor.detach()).cpu().contiguous().reshape(-1)
+            check = zlib.crc32(flat.view(torch.uint8).numpy(), check) if flat.numel() else check
+        table = gather_rows(put([float(check)], self._device), self._data)
+        if not bool((table == table[0]).all()):
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
+            raise RefusedPlan(
+                f'loss_scope="global" gathers what a model returns for each sample, and it returns {shapes} beside '
+                "that, which differs between ranks (a loss or a mean of its own samples): compute that in the script, "
+                "from outputs that have a dim of samples"
+            )

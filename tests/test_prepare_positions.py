@@ -1,0 +1,303 @@
+"""`prepare` where the plan cuts positions: a sequence (cp, cp_ulysses) or space (domain), in a script's own loop."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from test_prepare import BAR
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import shardwise
+from shardwise.errors import RefusedPlan, RunError
+from shardwise.ranks import RankPool
+
+WORDS, ROWS, COLUMNS = 12, 7, 9
+
+
+class Fields(nn.Module):
+    """Convolutions, batch norm and dropout on fields (B, 2, H, W)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(2, 6, 3, padding=1), nn.BatchNorm2d(6)
+        self.drop, self.last = nn.Dropout(0.2), nn.Conv2d(6, 3, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.drop(F.gelu(self.norm(self.first(x)))))
+
+
+class Words(nn.Module):
+    """Attention with dropout over tokens (B, S), and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.place = nn.Embedding(WORDS, 8), nn.Embedding(16, 8)
+        self.qkv, self.out, self.head = nn.Linear(8, 24), nn.Linear(8, 8), nn.Linear(8, WORDS)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        h = self.embed(x) + self.place(torch.arange(x.shape[1]))
+        b, t, d = h.shape
+        q, k, v = (z.view(b, t, 4, d // 4).transpose(1, 2) for z in self.qkv(h).chunk(3, -1))
+        rate = 0.1 if self.training else 0.0
+        a = F.scaled_dot_product_attention(q, k, v, mask, dropout_p=rate, is_causal=mask is None)
+        return {"logits": self.head(h + self.out(F.dropout(a.transpose(1, 2).reshape(b, t, d), 0.1, self.training)))}
+
+
+def fields(count: int) -> TensorDataset:
+    draws = torch.Generator().manual_seed(3)
+    x = torch.randn(count, 2, ROWS, COLUMNS, generator=draws, dtype=torch.float64)
+    return TensorDataset(x, torch.randint(3, (count, ROWS, COLUMNS), generator=draws))
+
+
+def tokens(count: int) -> TensorDataset:
+    x = torch.randint(WORDS, (count, 9), generator=torch.Generator().manual_seed(3))
+    return TensorDataset(x, x.roll(-1, 1))
+
+
+# losses as people write them: (model, x, y) -> (sum, what it is divided by)
+
+
+def classes(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    out = model(x)
+    assert out.shape == (len(x), 3, ROWS, COLUMNS) and out[:, :, 1:-1].shape[2] == ROWS - 2
+    weight = torch.linspace(-1, 1, out.shape[-2], dtype=out.dtype).cos()[:, None].expand(out.shape[-2:])
+    each = F.cross_entropy(out, y, reduction="none", ignore_index=2) * weight
+    return each.sum() + 0.1 * (out[:, 0, 1:] - out[:, 0, :-1]).square().sum(), (y != 2).sum()
+
+
+def moments(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    """Means over space, masks by index, values in Python, a product with what is whole, and a conserved sum."""
+    out = model(x)
+    column = out.mean(dim=(2, 3))
+    kept = out.movedim(1, -1)[y == 1]
+    conserved = (out.sum((2, 3)) - x.sum((2, 3))[:, :1]).square().sum()
+    return column.square().sum() + kept.abs().sum() + conserved * 1e-3, len(x)
+
+
+def unusual(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    """Operations without a rule, of the output and of what was made of it, and values read by NumPy and lists."""
+    out = model(x)
+    guess = out.detach().argmax(1)
+    assert guess.numpy().shape == tuple(y.shape) and len(out.detach().cpu().tolist()) == len(x)
+    warm = (out * 2).flatten(2)
+    largest = warm.sort(-1).values[..., :5].square().sum() + warm.cummax(-1).values.sum()
+    return largest + torch.cdist(warm, warm + 1).sum(), len(x)
+
+
+def penalty(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    """A penalty on weights, which the script computes beside the model."""
+    return model(x).square().sum() + len(x) * sum(param.square().sum() for param in model.parameters()), len(x)
+
+
+def shifted(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    logits = model(x)["logits"]
+    labels = x.masked_fill(x == 3, -100)[:, 1:]
+    value = F.cross_entropy(logits[:, :-1].reshape(-1, WORDS), labels.reshape(-1), reduction="sum")
+    return value, (labels != -100).sum()
+
+
+def masked(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    """A mask over pairs of positions among the arguments, and a pooled output."""
+    logits = model(x, torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril())["logits"]
+    last = logits[:, -1].log_softmax(-1).gather(1, y[:, :1]).sum()
+    return -last + logits.mean(1).square().sum() - logits.log_softmax(-1).gather(-1, y[..., None]).sum(), len(x)
+
+
+LOSSES = {one.__name__: one for one in (classes, moments, unusual, penalty, shifted, masked)}
+SEQUENCE = ("shifted", "masked")
+
+
+def script(plan: str | None, loss: str, count: int = 10, every: int = 1, clip: float = 0.0,
+           **options: Any) -> tuple[list[float], dict, torch.Tensor]:  # fmt: skip
+    """Losses, weights, and what the model says at the end; evaluated before and after training too."""
+    torch.manual_seed(0)
+    model: Any = (Words() if loss in SEQUENCE else Fields()).double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    data = tokens if loss in SEQUENCE else fields
+    loader: Any = DataLoader(data(count), batch_size=4, shuffle=True)
+    prepared = shardwise.prepare(model, optimizer, loader, plan=plan, **options) if plan else None
+    if prepared:
+        model, optimizer, loader = prepared
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    torch.manual_seed(7)
+    losses, total, weight = [], 0.0, 0
+    (held, *_) = data(3).tensors
+    said = []
+    for epoch in range(2):
+        with torch.no_grad():
+            out = model.eval()(held)
+            said.append(out["logits"] if isinstance(out, dict) else out)
+        model.train()
+        for number, (x, y) in enumerate(loader):
+            value, n = LOSSES[loss](model, x, y)
+            if prepared:
+                prepared.backward(value, n)
+            else:
+                value.backward()
+            total, weight = total + value.item(), weight + int(n)
+            if (number + 1) % every and number + 1 < len(loader):
+                continue
+            for param in model.parameters() if not prepared else ():
+                param.grad /= weight
+            if clip and prepared:
+                prepared.clip_grad_norm_(clip)
+            elif clip:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            scheduler.step()
+            losses.append(float(prepared.loss) if prepared else total / weight)
+            optimizer.zero_grad()
+            total, weight = 0.0, 0
+        if epoch == 0:  # there and back
+            state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+            model.load_state_dict(state[0])
+            optimizer.load_state_dict(state[1])
+    assert all(type(one) is torch.Tensor for one in said)
+    return losses, prepared.state_dict() if prepared else model.state_dict(), torch.stack(said)
+
+
+def on_ranks(plan: str | None, options: dict) -> tuple:
+    return script(plan, **options)
+
+
+EQUAL = [
+    ("domain=2", {"loss": "classes"}),
+    ("domain=1x2,dp_replicate=2", {"loss": "moments", "clip": 0.3}),
+    ("domain=2x2,zero=1", {"loss": "moments"}),
+    ("domain=2,dp_shard=2,zero=3", {"loss": "classes", "clip": 0.3}),
+    ("domain=1x2,zero=2,accumulate=2", {"loss": "unusual", "every": 2}),
+    ("domain=2,remat=full", {"loss": "penalty"}),
+    ("domain=2,zero=1", {"loss": "penalty"}),
+    ("domain=2,dp_replicate=2", {"loss": "moments", "loss_scope": "global"}),
+    ("cp=2", {"loss": "shifted", "clip": 0.3}),
+    ("cp=2,dp_replicate=2", {"loss": "masked"}),
+    ("cp_ulysses=2,zero=2", {"loss": "masked", "clip": 0.3}),
+    ("cp_ulysses=2,dp_shard=2,zero=3,accumulate=2", {"loss": "shifted", "every": 2}),
+    ("cp=2,tp=2", {"loss": "shifted"}),
+]
+
+
+@pytest.mark.parametrize(("plan", "options"), EQUAL, ids=lambda one: one if isinstance(one, str) else one["loss"])
+def test_scripts_on_shares_of_positions_equal_one_process(plan: str, options: dict, pool: RankPool) -> None:
+    ((losses, weights, said),) = pool.run(on_ranks, 1, None, options)
+    for theirs, held, heard in pool.run(on_ranks, shardwise.Plan.parse(plan).world_size, plan, options, timeout_s=60):
+        assert theirs == pytest.approx(losses, rel=BAR)
+        assert float((heard - said).abs().max()) < BAR
+        for name, weight in weights.items():
+            assert float((held[name] - weight).abs().max()) < BAR, name
+
+
+# --- what would differ is refused
+
+
+class Sorted(Fields):
+    """Positions are mixed in a way that no rule knows."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.flatten(2).cummax(-1).values.view(x.shape))
+
+
+def once(plan: str, case: str) -> None:
+    """One mistake of a script, on ranks."""
+    torch.manual_seed(0)
+    model: Any = (Sorted() if case == "sorted" else Words() if case == "no field" else Fields()).double()
+    if case == "compiled":
+        model = torch.compile(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader: Any = DataLoader((tokens if case == "no field" else fields)(8), batch_size=4)
+    prepared = model, optimizer, loader = shardwise.prepare(model, optimizer, loader, plan=plan)
+    for x, _ in loader:
+        if case == "penalty on gradients":
+            x.requires_grad_(True)
+        output = model(x)
+        loss = (output["logits"] if isinstance(output, dict) else output).square().sum()
+        if case == "own term":
+            loss = loss * (1 + prepared.rank)
+        if case == "penalty on gradients":
+            (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+            loss = loss + slope.square().sum()
+        if case == "one rank" and prepared.rank == 0:
+            with torch.no_grad():
+                model.eval()(x)
+        prepared.backward(loss, len(x))
+        optimizer.step()
+        optimizer.zero_grad()
+        if case == "copied":
+            copy.deepcopy(model)
+
+
+@pytest.mark.parametrize(
+    ("case", "kind", "words"),
+    [
+        ("sorted", RefusedPlan, "cummax.*test_prepare_positions.py, line"),
+        ("no field", RefusedPlan, "no dim of the batch can be cut as a field.*spatial="),
+        ("compiled", RefusedPlan, "the model is compiled"),
+        ("own term", RunError, "the loss of the same samples is .* on rank 0, .* on rank 1.*under domain0=2"),
+        ("penalty on gradients", RefusedPlan, "create_graph=True.*positions are cut"),
+        ("one rank", RunError, "rank 0 comes to .*every rank is needed"),
+        ("copied", RefusedPlan, "copying the model"),
+    ],
+)
+def test_refused(case: str, kind: type[Exception], words: str, pool: RankPool) -> None:
+    with pytest.raises(kind, match=words):
+        pool.run(once, 2, "domain=2", case, timeout_s=60)
+
+
+# --- losses of whole batches
+
+
+class Scaled(nn.Module):
+    """Embeddings, and a learned temperature that belongs to no sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Tanh(), nn.Linear(8, 4))
+        self.scale, self.shift = nn.Parameter(torch.ones(())), nn.Parameter(torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return F.normalize(self.net(x), dim=1), self.scale.exp()
+
+
+def paired(plan: str | None, options: dict) -> tuple[list[float], dict]:
+    """A contrastive script: two views of each sample in one call, draws of its own, a weight that it reads itself."""
+    torch.manual_seed(0)
+    model: Any = Scaled().double()
+    optimizer: Any = torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-4)
+    data = torch.randn(13, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    loader: Any = DataLoader(TensorDataset(data), batch_size=5, shuffle=True)
+    given = {"plan": plan, "loss_scope": "global", **options}
+    prepared = shardwise.prepare(model, optimizer, loader, **given) if plan else None
+    if prepared:
+        model, optimizer, loader = prepared
+    torch.manual_seed(7)
+    losses = []
+    for (x,) in loader:
+        mixed = 0.9 * x + 0.1 * x[torch.randperm(len(x))]
+        z, scale = model(torch.cat([x, mixed + 0.1 * torch.randn_like(x)]))
+        a, b = (z + model.shift).chunk(2)
+        loss = F.cross_entropy(a @ b.T * scale, torch.arange(len(x))) + 0.1 * model.shift.square().sum()
+        optimizer.zero_grad()
+        if prepared:
+            prepared.backward(loss)
+            prepared.clip_grad_norm_(0.5)
+            assert prepared.sum(float(len(x))) == [float(len(x))]
+        else:
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, prepared.state_dict() if prepared else model.state_dict()
+
+
+@pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=4,zero=2", "dp_replicate=2,dp_shard=2,zero=1"])
+def test_losses_of_whole_batches_equal_one_process(plan: str, pool: RankPool) -> None:
+    ((losses, weights),) = pool.run(paired, 1, None, {})
+    for theirs, held in pool.run(paired, shardwise.Plan.parse(plan).world_size, plan, {}, timeout_s=60):
+        assert theirs == pytest.approx(losses, rel=BAR)
+        for name, weight in weights.items():
+            assert float((held[name] - weight).abs().max()) < BAR, name
