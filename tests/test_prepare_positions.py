@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import shardwise
 from shardwise.errors import RefusedPlan, RunError
 from shardwise.ranks import RankPool
+from shardwise.scripts.start import check_given
 
 WORDS, ROWS, COLUMNS = 12, 7, 9
 
@@ -173,7 +174,6 @@ EQUAL = [
     ("domain=1x2,zero=2,accumulate=2", {"loss": "unusual", "every": 2}),
     ("domain=2,remat=full", {"loss": "penalty"}),
     ("domain=2,zero=1", {"loss": "penalty"}),
-    ("domain=2,dp_replicate=2", {"loss": "moments", "loss_scope": "global"}),
     ("cp=2", {"loss": "shifted", "clip": 0.3}),
     ("cp=2,dp_replicate=2", {"loss": "masked"}),
     ("cp_ulysses=2,zero=2", {"loss": "masked", "clip": 0.3}),
@@ -246,6 +246,14 @@ def once(plan: str, case: str) -> None:
 def test_refused(case: str, kind: type[Exception], words: str, pool: RankPool) -> None:
     with pytest.raises(kind, match=words):
         pool.run(once, 2, "domain=2", case, timeout_s=60)
+
+
+def test_outputs_are_gathered_over_samples_or_cut_along_positions() -> None:
+    model = nn.Linear(2, 2)
+    given = (model, torch.optim.SGD(model.parameters(), lr=0.1))
+    check_given(*given, shardwise.Plan.parse("domain=2"), "global", "global")
+    with pytest.raises(RefusedPlan, match="not both yet"):
+        check_given(*given, shardwise.Plan.parse("domain=2,dp_replicate=2"), "global", "global")
 
 
 # --- losses of whole batches
