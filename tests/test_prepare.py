@@ -244,7 +244,8 @@ REST = [
     (name, plan) for name in CHANGES for plan in (*PLANS_2, *PLANS_4, *PLANS_CUT) if (name, plan) not in SHORT + CUT
 ] + [case for case in ON_SHARES if case not in SHARES]
 # what is refused, in one sentence, and why
-NO_PRODUCT = ("gan", "neural_operator", "unet3d", "unet_dice", "augmented", "segmentation")  # whose weights tp cannot cut
+# whose weights tp cannot cut
+NO_PRODUCT = ("gan", "neural_operator", "unet3d", "unet_dice", "augmented", "segmentation")
 
 
 def refusal(name: str, plan: str) -> str | None:
