@@ -37,7 +37,7 @@ _UNCHECKED = "that the model treats samples one by one was not checked: "
 def look_at_model(
     engine: Engine, args: tuple, kwargs: dict, samples: int, dim: int | None, *, check: bool = True,
     plainly: Plainly = nullcontext,
-) -> Look:  # fmt: skip
+) -> ModelLook:  # fmt: skip
     """What a few of the arguments' samples show. Collective; raises what mixes samples.
 
     samples  that this rank holds, for arguments whose first dims differ (a hidden state beside time-first tokens)
@@ -47,7 +47,7 @@ def look_at_model(
     """
     batch = (args, kwargs)
     if not check:
-        return Look(batch_norm_modules(engine.module), [_UNCHECKED + "check_loss=False was given"])
+        return ModelLook(batch_norm_modules(engine.module), [_UNCHECKED + "check_loss=False was given"])
     try:
         rows, places = samples_in(batch, name="the model's arguments"), Places(None, 0)
         if dim and rows != samples:
@@ -59,7 +59,7 @@ def look_at_model(
     n = min(int(gather_rows(told, engine.mesh.data).min()), SAMPLES)  # every rank must run as many forwards
     if n < 2:
         reason = "its arguments have no common batch dim" if rows == 0 else "it has one sample"
-        return Look(batch_norm_modules(engine.module), [f"{_UNCHECKED}{reason} in the first batch"])
+        return ModelLook(batch_norm_modules(engine.module), [f"{_UNCHECKED}{reason} in the first batch"])
     sizes = (n, 1, n - 1)
     given = [(places.cut(batch, low, high), high - low) for low, high in ((0, n), (0, 1), (1, n))]
     alone = [(places.cut(batch, place, place + 1), 1) for place in range(n)]
@@ -93,7 +93,7 @@ def look_at_model(
         if dim or "add up over samples" not in str(error):
             raise
         raise RefusedPlan(f"{error}{_hint(dim)}") from None
-    return Look(findings.batch_norms, findings.notices, _following(shapes, sizes))
+    return ModelLook(findings.batch_norms, findings.notices, _following(shapes, sizes))
 
 
 def _following(shapes: list[list[tuple[int, ...]]], sizes: tuple[int, ...]) -> list[int | None] | None:
@@ -133,7 +133,7 @@ def _hint(dim: int | None) -> str:
 
 
 @dataclass(frozen=True)
-class Look:
+class ModelLook:
     """Modules whose batch norm is to be joined; notices; of each output, the dim that counts samples, where learnt."""
 
     batch_norms: list[nn.Module]
