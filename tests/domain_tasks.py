@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -497,3 +498,67 @@ def from_files(folder: str, kind: type[ArraySource] = Reading) -> Task:
         return each.sum(), float(output.shape[0])
 
     return _task(lambda: UNet("group", 2), None, loss, data=source)
+
+
+class ScaledRow(nn.Module):
+    """A field that shrinks to one cell, each channel then scaled and moved, as in a ConvNeXt's last blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.mix = nn.Conv2d(3, 4, 8, 8), nn.Conv2d(4, 5, 1)
+        self.scale, self.shift = nn.Parameter(torch.rand(4) + 0.5), nn.Parameter(torch.rand(4, 1, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        return self.mix(x + x.mul(self.scale.reshape(1, -1, 1, 1)) + self.shift).mean((2, 3))
+
+
+def scaled_row() -> Task:
+    return _task(ScaledRow, _pictures(9, 8), _classes)
+
+
+class Pairs(nn.Module):
+    """Complex numbers kept as pairs and given as what they are; subclasses enter a register under a name."""
+
+    known: ClassVar[dict[str, type]] = {}
+
+    def __init_subclass__(cls, name: str) -> None:
+        Pairs.known[name] = cls
+
+    def __init__(self, numbers: torch.Tensor) -> None:
+        super().__init__()
+        pairs = torch.view_as_real(numbers)
+        if isinstance(numbers, nn.Parameter):
+            self.register_parameter("numbers", nn.Parameter(pairs.detach().clone()))
+        else:
+            self.register_buffer("numbers", pairs)
+
+    def __getattr__(self, name: str):
+        found = super().__getattr__(name)
+        return torch.view_as_complex(found) if isinstance(found, torch.Tensor) else found
+
+    def __getitem__(self, index) -> Pairs:
+        return self.__class__(self.numbers[index])
+
+
+class SpectralPairs(Pairs, name="spectral"):
+    pass
+
+
+class OfPairs(nn.Module):
+    """A Fourier layer whose weights are objects of the library that makes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lift, self.fall = nn.Conv2d(2, 3, 1), nn.Conv2d(3, 2, 1)
+        self.weight = SpectralPairs(nn.Parameter(torch.randn(3, 3, 4, 4, dtype=torch.cfloat)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.lift(x)
+        modes = torch.fft.rfft2(x)[..., :3, :3]
+        weight = self.weight[:, :, :3, :3].numbers.to(modes.dtype)
+        return self.fall(torch.fft.irfft2(torch.einsum("bixy,ioxy->boxy", modes, weight), s=x.shape[-2:]) + x)
+
+
+def of_pairs() -> Task:
+    return _task(OfPairs, _fields(2, 8, 9), _mean_square)

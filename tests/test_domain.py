@@ -30,7 +30,7 @@ CASES = (
     ("rollout", "domain=2,zero=3,remat=full"), ("convnext", "domain=1x2"), ("unet_batch", "domain=2x2"),
     ("unet_group", "domain=1x3"), ("unet_3d", "domain=2x1x2"), ("swin", "domain=2"), ("fno", "domain=2x2"),
     ("pyramid", "domain=2"), ("warped", "domain=2x2"), ("aligned", "domain=1x3"),
-    ("segformer", "domain=2x2"),
+    ("segformer", "domain=2x2"), ("scaled_row", "domain=2"), ("of_pairs", "domain=2"),
 )  # fmt: skip
 FLAT = [name for name in dict.fromkeys(name for name, _ in CASES) if name != "unet_3d"]
 

@@ -93,20 +93,43 @@ def _seeing_parts(kind: type, leaves: tuple[str, ...]) -> type:
     """A subclass whose named parameters read as parts of the whole."""
     if (kind, leaves) not in _CLASSES:
         body: dict[str, Any] = {leaf: property(_reader(leaf)) for leaf in leaves}
-        body["__doc__"], body["__module__"] = kind.__doc__, kind.__module__
-        made = type(kind.__name__, (kind,), body)
-        made.__qualname__ = kind.__qualname__
-        _CLASSES[kind, leaves] = made
+        _CLASSES[kind, leaves] = unannounced(kind, body)
     return _CLASSES[kind, leaves]
+
+
+def _in_its_way(module: nn.Module, leaf: str, seen: torch.Tensor) -> torch.Tensor:
+    """What the module's own `__getattr__` makes of a parameter (complex numbers of pairs), where it has one."""
+    if type(module).__getattr__ is nn.Module.__getattr__:
+        return seen
+    held = module.__dict__["_parameters"]
+    module.__dict__["_parameters"] = {**held, leaf: seen}
+    try:
+        return type(module).__getattr__(module, leaf)
+    finally:
+        module.__dict__["_parameters"] = held
+
+
+def unannounced(kind: type[nn.Module], body: dict[str, Any]) -> type:
+    """A subclass of the same name with other attributes, made without calling the class's `__init_subclass__`.
+
+    That may enter subclasses into a register, or want arguments of its own.
+    """
+    body = {"__doc__": kind.__doc__, "__module__": kind.__module__, "__qualname__": kind.__qualname__, **body}
+    made = type.__new__(type(kind), kind.__name__, (nn.Module,), body)
+    made.__bases__ = (kind,)
+    return made
 
 
 def _reader(leaf: str):
     def read(self: nn.Module) -> torch.Tensor:
-        held = self._parameters[leaf]
-        assert held is not None
+        held, told = self._parameters.get(leaf), self.__dict__.get("_tensor_cuts")
+        if held is None or told is None:  # another object that the module made of its own class
+            raise AttributeError(leaf)  # Python then asks `__getattr__`
+        return _in_its_way(self, leaf, seen(held, *told))
+
+    def seen(held: torch.Tensor, cuts: Mapping[str, Any], axis: Axis, summed: tuple[Axis, ...]) -> torch.Tensor:
         if isinstance(held, DTensor):
             return held  # sharded by zero=3 and not gathered now: for its dtype or device
-        cuts, axis, summed = self.__dict__["_tensor_cuts"]
         cut = cuts[leaf]
         with torch._C.DisableTorchFunctionSubclass():  # a script's parameter, which beside this counts otherwise
             held = with_summed_gradient(held, tuple(each for each in summed if each not in _OWN.axes))

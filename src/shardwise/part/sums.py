@@ -34,6 +34,8 @@ _ADD = frozenset({"add", "sub"})
 class Sum(Distributed):
     """The sum over `axis` of every rank's `local`, and `added` (a bias of the last dim); `total` once taken."""
 
+    __module__ = "torch"  # where opt_einsum and others look for the library whose functions an array takes
+
     origin: str
     added: torch.Tensor | None
     read_only_copy: bool  # `total` is a copy: writing into it would be lost
@@ -99,9 +101,16 @@ class Sum(Distributed):
         """The sum, taken. Collective."""
         return self.value()
 
+    def settled_local(self) -> torch.Tensor:
+        """This rank's summand; the total where the sum was taken, or has begun, or has something added. Collective."""
+        return self.local if _waits(self) and self.added is None else self.value()
+
     def like(self, local: torch.Tensor) -> Sum:
-        """Another sum over the same axis."""
-        return Sum(local, self.axis, self.origin, spread=self.spread)
+        """Another sum over the same axis; of one that was taken, `local` is the total."""
+        made = Sum(local, self.axis, self.origin, spread=self.spread)
+        if self.total is not None:
+            made.total, made.read_only_copy = local, self.read_only_copy
+        return made
 
     def value(self) -> torch.Tensor:
         """The sum: plain, or a share of it along the sequence. Collective, the first time."""

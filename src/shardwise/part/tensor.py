@@ -63,6 +63,8 @@ class Part(Distributed):
     rows    (B, S), where this is a (B, S, K) tensor seen as (B * S, K)
     """
 
+    __module__ = "torch"  # where opt_einsum and others look for the library whose functions an array takes
+
     dim_cut: int
     owners: Owners
     soft: bool

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from shardwise.comm import Axis, broadcast, gather_json
 from shardwise.errors import InputError, RunError
 from shardwise.part import Part, Sum, plain, whole
+from shardwise.part.parameters import unannounced
 from shardwise.scripts.saying import names_line
 from shardwise.scripts.shares import let_out
 
@@ -45,9 +46,7 @@ def wait_for_call(model: nn.Module, spread: Spread) -> None:
             spread(args, kwargs)
         return kind.__call__(self, *args, **kwargs)
 
-    waiting = type(kind.__name__, (kind,), {"__call__": call, "__doc__": kind.__doc__, "__module__": kind.__module__})
-    waiting.__qualname__ = kind.__qualname__
-    model.__class__ = waiting
+    model.__class__ = unannounced(kind, {"__call__": call})
 
 
 def shared_call(args: tuple, kwargs: dict, world: Axis, device: torch.device) -> tuple[tuple, dict]:
