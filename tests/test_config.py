@@ -40,6 +40,7 @@ def mistakes(*args, **kwargs) -> list[str]:
     [
         ("train.stepz=3", "did you mean 'train.steps'?"),
         ("train.lr=3", "did you mean 'optimizer.lr'?"),
+        ("checkpoint.every=3", "did you mean 'train.checkpoint_every'?"),
         ("trian.steps=3", "did you mean 'train'?"),
         ("task.model.width=3", "(known: layers, hidden, heads"),
         ("plan.dp_shrad=2", "did you mean 'dp_shard'?"),

@@ -231,7 +231,7 @@ HANGS = {
 
 def hang(kind: str, rank: int, step: int) -> None:
     events: list[RankEvent] = []
-    deadlines = Deadlines(60, 8.0 if kind == "lock" else 1.5, 60)  # a beat is missed after five seconds
+    deadlines = Deadlines(60, 8.0 if kind == "lock" else 3.0, 60)  # a beat is missed after five seconds
     with (
         faults.injected(Fault(kind, rank=rank, step=step, at="update")),
         pytest.raises(RunError, match=re.escape(HANGS[kind])) as caught,

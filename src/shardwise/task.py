@@ -59,7 +59,7 @@ class Domain:
     names     what people call them
     boundary  by name, what convolutions and pooling find beyond the field's edges where they pad by themselves:
               "zeros" (as the module is written), "periodic", "reflect", "replicate", or "pole": mirrored, and turned by
-              half of the dim that is periodic. It holds in one process too: `Task.model()` builds the module with it
+              half of the dim that is periodic. It holds without a plan too: `Task.model()` builds the module with it
     """
 
     dims: tuple[int, ...]

@@ -192,7 +192,7 @@ def _source_below(key: str, sources: dict[str, str]) -> str:
 
 def _expected(key: str, mistake: dict[str, Any]) -> str:
     if mistake["type"] == "extra_forbidden":
-        return "unknown key" + _nearest(key)
+        return "unknown key" + _nearest(key, mistake["input"])
     if mistake["type"] == "model_type":
         return "expected a table of keys and values"
     if key in EXPECTED:
@@ -205,14 +205,20 @@ def _expected(key: str, mistake: dict[str, Any]) -> str:
     return text
 
 
-def _nearest(key: str) -> str:
-    """The key that was meant: a like one in the same table, else the same or a like one in another."""
+def _nearest(key: str, value: Any) -> str:
+    """The key that was meant: a like one in the same table, else the same or a like one in another.
+
+    value   of the key: a table of one key where a point stands for another sign (`checkpoint.every`)
+    """
     table, _, leaf = key.rpartition(".")
     by_leaf: dict[str, str] = {}
     for known in keys():
         its_table, _, its_leaf = known.rpartition(".")
         if its_leaf not in by_leaf or its_table == table:
             by_leaf[its_leaf] = known
+    inner = next(iter(value)) if isinstance(value, dict) and len(value) == 1 else ""
+    if (joined := f"{key}_{inner}".replace(".", "_")) in by_leaf:
+        return f"; did you mean '{by_leaf[joined]}'?"
     siblings = [known for known, full in by_leaf.items() if full.rpartition(".")[0] == table]
     candidates = siblings if not by_leaf.get(leaf) else [leaf]
     near = difflib.get_close_matches(leaf, candidates, n=1) or difflib.get_close_matches(leaf, by_leaf, n=1)

@@ -51,7 +51,9 @@ from shardwise.training.writing import written_text
 
 WEIGHTS = "model.safetensors"
 EMA_WEIGHTS = "ema.safetensors"
-OBSERVED = 1  # the step whose communication is counted; the first one differs (buffers are made, shapes learnt)
+OBSERVED = (
+    1  # the step of a process whose communication is counted; its first differs (buffers are made, shapes learnt)
+)
 PACED = 4  # from this step on the pace of the CPU is looked at every so often, before at each
 
 
@@ -212,8 +214,9 @@ class _Rank:
         return f"set train.workers to {max(2, 2 * workers)} (now {workers}), or make reading of {name} cheaper"
 
     def _step(self, step: int) -> None:
+        taken = step - self.first  # by this process: those of a run that goes on were taken by another
         if self.beat is not None:
-            if step == PACED and self.beat.us:
+            if taken == PACED and self.beat.us:
                 self.beat.spread(over_ranks(self.step_times[-1][1]))
             self.beat.before(step)
         self.profile.before(step)
@@ -223,8 +226,8 @@ class _Rank:
             batch = next(self.batches)
         started = time.perf_counter()
         with self.profile.inside(step, "step"):
-            observed = step == OBSERVED and step not in self.profile.steps
-            result = self._observed_step(batch) if observed else self.engine.step(batch)
+            observed = taken == OBSERVED and step not in self.profile.steps
+            result = self._observed_step(step, batch) if observed else self.engine.step(batch)
         self._profiled(step)
         if self.ema is not None and not result.skipped:
             self.ema.update()
@@ -232,7 +235,7 @@ class _Rank:
         self.losses.append(float(result.loss))
         self.first_loss = self.losses[0] if self.first_loss is None else self.first_loss
         self.skipped += bool(result.skipped)
-        if step > OBSERVED or (step > 0 and self.job.steps <= OBSERVED + 1):
+        if taken > OBSERVED or (taken > 0 and self.job.steps - self.first <= OBSERVED + 1):
             self.timed[0] += result.samples
             self.timed[1] += seconds
             self.step_times.append((step, seconds))
@@ -278,14 +281,14 @@ class _Rank:
             if self.display is not None:
                 self.display.say(as_text(tables, self.profile.steps))
 
-    def _observed_step(self, batch: Any) -> StepResult:
+    def _observed_step(self, step: int, batch: Any) -> StepResult:
         """One step with every collective counted, into the run folder; slower, so it is left out of the speed."""
         if self.job.effective.plan.compile:  # collectives inside a compiled graph are not seen
             return self.engine.step(batch)
         with self.engine.observe() as ledger:
             result = self.engine.step(batch)
         if self.engine.rank == 0:
-            write_json(self.job.folder / "ledger.json", {"step": OBSERVED, "rank": 0, "collectives": ledger.rows()})
+            write_json(self.job.folder / "ledger.json", {"step": step, "rank": 0, "collectives": ledger.rows()})
         return result
 
     def _evaluates_after(self, step: int) -> bool:
