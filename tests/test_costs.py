@@ -12,7 +12,7 @@ import torch
 from shardwise.cluster import Cluster, Device, model
 from shardwise.costs.kernels import Kernels
 from shardwise.costs.layout import Layout
-from shardwise.costs.memory import layer_activations, stage_parameters, states
+from shardwise.costs.memory import COPIES, layer_activations, rank_memory, stage_parameters, states
 from shardwise.costs.shapes import Shape
 from shardwise.costs.software import STATES, software
 from shardwise.costs.wire import RankGroup, Wire
@@ -324,3 +324,22 @@ def test_a_measured_rate_is_not_taken_at_a_discount() -> None:
     assert kernels.bandwidth == plain.memory_bandwidth_gbps.value * 1e9
     assert kernels.peak_tflops == plain.bf16_tflops.value
     assert Kernels(plain).bandwidth < kernels.bandwidth
+
+
+def test_copies_of_gradients_live_when_no_micro_batch_does() -> None:
+    """Of fp16 as Megatron has it: copies of the gradients at the step, beside states and not beside activations."""
+    shape = Shape.from_row(model("llama-2-7b"))
+    soft = replace(software("megatron-2021"), states="fp16-apex-fp32-grad")
+    elements = sum(stage_parameters(shape, Layout(), shape.layers, first=True, last=True).values())
+    rests = 16 * elements + soft.workspace_bytes
+
+    def peak(in_flight: float) -> tuple[float, str]:
+        layout = Layout(seq=2048)
+        found = rank_memory(shape, layout, soft, layers=shape.layers, first=True, last=True, in_flight=in_flight)
+        return found.allocated, found.peak
+
+    assert peak(0.0) == (pytest.approx(rests + 4 * elements), COPIES)
+    many, name = peak(4.0)
+    layers = 4.0 * shape.layers * sum(layer_activations(shape, Layout(seq=2048), soft).values())
+    assert name != COPIES and layers > 4 * elements
+    assert many < rests + layers + 4 * elements

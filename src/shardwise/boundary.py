@@ -41,7 +41,7 @@ _here = threading.local()  # .mode: the one that is entered on this thread
 
 
 def each(value: Sizes, dims: int) -> list[int]:
-    """One number for each spatial dim."""
+    """The sizes as a list of one for each spatial dim; a single number stands for all of them."""
     found = [value] if isinstance(value, int) else list(value)
     return found * dims if len(found) == 1 else found
 

@@ -259,7 +259,7 @@ def under_way(folder: Path) -> list[Path]:
 
 
 def _is_set_aside(path: Path) -> bool:
-    """Whether a store's folder was a checkpoint, and is kept without being one."""
+    """Whether a folder in a store holds a withdrawn checkpoint: its manifest has another name, its files stay."""
     kept = f"{manifest.NAME}."
     return any(name.startswith(kept) and not name.startswith(f"{kept}gone-") for name in names_in(path))
 

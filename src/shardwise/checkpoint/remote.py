@@ -161,7 +161,7 @@ class RemoteDisk(Disk):
         self.file(path, [data])
 
     def sync_folder(self, path: Path) -> None:
-        """Names last once they are there."""
+        """Does nothing: a store has no folders whose names would have to be synced."""
 
     def remove(self, path: Path) -> None:
         """Remove a file or a folder with all that is in it."""

@@ -255,7 +255,7 @@ class Saver:
         return f"meeting-{self.token}"
 
     def _not_shared(self) -> str:
-        """Why the folder is not one that all ranks share; "" where it is. Collective."""
+        """The reason why some rank does not see what rank 0 writes into the folder; "" where all see it. Collective."""
         engine, mark = self.engine, self.folder / self._mark
         until = time.monotonic() + SEEN_S
         while not (seen := mark.exists()) and time.monotonic() < until:

@@ -48,7 +48,7 @@ from shardwise.trace.deferred import seed_of
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """A hook (on a tensor, mostly) that does not keep the method's owner.
+    """The method as a hook that holds a weak reference to its object, and so does not keep it alive.
 
     A script keeps its last output, and through autograd's hooks, which Python's collector cannot see through, that
     would keep the engine and its process groups.

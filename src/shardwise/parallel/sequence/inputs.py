@@ -25,7 +25,7 @@ def candidates(
     batch: Any, samples: int, axes: tuple[Axis, ...], names: tuple[str, ...], least: int,
     named: Mapping[str, int] | None = None,
 ) -> Iterator[Candidate]:  # fmt: skip
-    """For each size that dims behind the first one have, those dims. Sizes of integer tensors come first.
+    """Yields a proposal of what to cut for each size that dims behind the samples have; integer tensors' sizes first.
 
     named  by name of a tensor, its dim of positions: those alone; none where it is empty
     """

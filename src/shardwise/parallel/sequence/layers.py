@@ -77,7 +77,7 @@ def from_axis(tensor: torch.Tensor, axis: Axis) -> Layers:
 
 @dataclass(frozen=True)
 class HeadsHere:
-    """Which of the queries' heads (or samples) this rank has, where an axis further in cuts them."""
+    """The heads (or samples) of the queries that this rank has, where a further axis cuts them too."""
 
     inner: Part | None
 

@@ -85,7 +85,7 @@ _KEYS, _SUMS = 0, 2  # kinds of messages, of two tensors each
 
 
 class _Sent:
-    """Tensors on their way to other ranks, kept until they have left."""
+    """Holds tensors that are being sent until the sends have ended, so that their memory is not used again."""
 
     def __init__(self, axis: Axis):
         self.axis = axis
