@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -369,6 +370,56 @@ def beyond(pool, name: str, plans: list[str], within: float = 0.02) -> list[str]
             if abs(mine / theirs - 1) > within
         ]
     return wrong
+
+
+def wire_in_a_run(name: str, text: str) -> dict[tuple[str, str], tuple[int, float]]:
+    """On a rank: calls and bytes of each (axis, op) over axes that cut positions, in the second step."""
+    from shardwise import parallelize
+    from shardwise.layout.grid import INNER
+
+    task = task_of(name)
+    engine = parallelize(task, text, check_loss=False)
+    engine.step(task.batch(0))
+    with engine.observe() as ledger:
+        engine.step(task.batch(1))
+    found = {}
+    for (tag, op, axis), entry in ledger.entries.items():
+        if axis in INNER and tag != "control":
+            calls, size = found.get((axis, op), (0, 0.0))
+            found[axis, op] = calls + entry.calls, size + entry.received_bytes
+    return found
+
+
+def check_wire(pool, name: str, text: str) -> None:
+    """Asserts that calls and bytes of each rank, axis of positions and operation are those of a run's ledger."""
+    from shardwise.comm.ledger import FACTORS
+    from shardwise.planner.played import places
+    from shardwise.planner.traced_task import Traced
+    from shardwise.step.batching import samples_in
+
+    task, plan = task_of(name), Plan.parse(text)
+    samples = samples_in(task.batch(0))
+    layout = of_plan(plan, global_batch=samples, seq=1, uneven=True)
+    traced = Traced(task, HERE, software("shardwise"), plan.precision, (layout.micro_batch,) * 2, cuts=True)
+    key, sizes, beside = traced._key(layout, samples)
+    degrees = dict(layout.inner)
+    along = places(tuple(degrees.values()))
+    for place, measured in zip(along, pool.run(wire_in_a_run, plan.world_size, name, text), strict=False):
+        (model,) = traced.ranks(key, sizes, beside, place)
+        calls, size = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+        for part in model.one.wire.values():
+            for (axis, op, whole), times in ((sent, n) for sent, n in part.items() if sent[0] in degrees):
+                calls[axis, op] += layout.n_micro * times
+                size[axis, op] += layout.n_micro * times * FACTORS[op](degrees[axis]) * whole
+        forecast = {each: (calls[each], size[each]) for each in calls}
+        assert forecast.keys() == measured.keys()
+        for each in forecast:
+            assert forecast[each][1] == pytest.approx(measured[each][1], rel=1e-9), (place, each)
+            if each[1] != "point_to_point":  # of which a run counts both ends
+                assert forecast[each][0] == measured[each][0], (place, each)
+        for op in ("all_to_all", "point_to_point"):  # told apart by where they come from, as well
+            came = sum(b for part in model.one.arrivals.values() for (_, o, _), b in part.items() if o == op)
+            assert came * layout.n_micro == pytest.approx(sum(size[axis, o] for axis, o in size if o == op))
 
 
 # what holds the parameters' states x recompute x micro-batches

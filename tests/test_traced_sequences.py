@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
-from test_traced import HERE, beyond
+from test_traced import HERE, beyond, check_wire
 
 from shardwise import Task
 from shardwise.cluster import Cluster
-from shardwise.comm.ledger import FACTORS
 from shardwise.costs.layout import of_plan
 from shardwise.costs.software import software
 from shardwise.layout import Plan
 from shardwise.planner import Constraints, simulate
 from shardwise.planner import search as search_plans
-from shardwise.planner.played import places
 from shardwise.planner.traced_task import Traced, traced_subject
-from shardwise.step.batching import samples_in
-from shardwise.task_names import resolve_task
 
 LONG = pytest.mark.long
 DEGREES = ["cp=2", "cp=3", "cp_ulysses=2", "cp=2,cp_ulysses=2"]
@@ -54,23 +49,6 @@ def test_memory_of_every_rank_of_a_sequence_is_within_two_percent(name: str, pla
     assert not wrong, "\n".join(wrong)
 
 
-def _sent(name: str, text: str) -> dict[tuple[str, str], tuple[int, float]]:
-    """On a rank: calls and bytes of each (axis, op) along the sequence in the second step."""
-    from shardwise import parallelize
-
-    task = resolve_task(name)
-    engine = parallelize(task, text, check_loss=False)
-    engine.step(task.batch(0))
-    with engine.observe() as ledger:
-        engine.step(task.batch(1))
-    found = {}
-    for (tag, op, axis), entry in ledger.entries.items():
-        if axis in ("cp", "cp_ulysses") and tag != "control":
-            calls, size = found.get((axis, op), (0, 0.0))
-            found[axis, op] = calls + entry.calls, size + entry.received_bytes
-    return found
-
-
 @pytest.mark.parametrize(
     ("name", "text"),
     [
@@ -81,30 +59,7 @@ def _sent(name: str, text: str) -> dict[tuple[str, str], tuple[int, float]]:
 )
 def test_bytes_along_a_sequence_are_those_of_the_ledger(name: str, text: str, pool) -> None:
     """Rings and all-to-alls, shifted labels and the loss: calls and bytes of each rank, axis and operation."""
-    name, plan = f"sequence_tasks:{name}", Plan.parse(text)
-    task = resolve_task(name)
-    samples = samples_in(task.batch(0))
-    layout = of_plan(plan, global_batch=samples, seq=1, uneven=True)
-    traced = Traced(task, HERE, software("shardwise"), plan.precision, (layout.micro_batch,) * 2, cuts=True)
-    key, sizes, beside = traced._key(layout, samples)
-    degrees = dict(layout.inner)
-    along = places(tuple(degrees.values()))
-    for place, measured in zip(along, pool.run(_sent, plan.world_size, name, text), strict=False):
-        (model,) = traced.ranks(key, sizes, beside, place)
-        calls, size = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
-        for part in model.one.wire.values():
-            for (axis, op, whole), times in ((sent, n) for sent, n in part.items() if sent[0] in degrees):
-                calls[axis, op] += layout.n_micro * times
-                size[axis, op] += layout.n_micro * times * FACTORS[op](degrees[axis]) * whole
-        forecast = {each: (calls[each], size[each]) for each in calls}
-        assert forecast.keys() == measured.keys()
-        for each in forecast:
-            assert forecast[each][1] == pytest.approx(measured[each][1], rel=1e-9), (place, each)
-            if each[1] != "point_to_point":  # of which a run counts both ends
-                assert forecast[each][0] == measured[each][0], (place, each)
-        for op in ("all_to_all", "point_to_point"):  # told apart by where they come from, as well
-            came = sum(b for part in model.one.arrivals.values() for (_, o, _), b in part.items() if o == op)
-            assert came * layout.n_micro == pytest.approx(sum(size[axis, o] for axis, o in size if o == op))
+    check_wire(pool, f"sequence_tasks:{name}", text)
 
 
 # --- a search

@@ -42,7 +42,7 @@ class Axis:
     sequence: bool = False  # sums over it leave every rank a share of the sequence
     early: bool = False  # sums over it are begun as soon as their summands are there, and waited for when needed
     rehearsal: Ledger | None = None  # shapes alone are looked at: nothing is sent but noted here, results mean nothing
-    copies: bool = False  # in a rehearsal: sums are scattered of a copy, kept until it is waited for, as gloo does
+    copies: bool = False  # in a rehearsal: as gloo, keep what is sent, and scatter sums of a copy, until waited for
 
     @classmethod
     def alone(cls, name: str, rank: int = 0) -> Axis:
@@ -82,6 +82,11 @@ class Pending:
             self.work.wait()
             self.work = None
 
+    @property
+    def over(self) -> bool:
+        """Whether it is known to be complete without waiting; gloo does not tell of what it sends."""
+        return self.work is None or self.work.is_completed()
+
 
 class _Rehearsed(Pending):
     """One of a rehearsal, with the memory that a backend holds until somebody waits."""
@@ -93,6 +98,11 @@ class _Rehearsed(Pending):
     def wait(self) -> None:
         """Give the memory back."""
         self.held = None
+
+    @property
+    def over(self) -> bool:
+        """Whether somebody has waited."""
+        return self.held is None
 
 
 class _Traced(Pending):
@@ -258,7 +268,7 @@ def send(tensor: torch.Tensor, axis: Axis, to_index: int, tag: str, number: int)
     `number` tells apart messages that are under way between the same two ranks.
     """
     if axis.rehearsal is not None:
-        return Pending(None)  # noted by whoever receives
+        return _Rehearsed(tensor) if axis.copies else Pending(None)  # noted by whoever receives
     if _needs_host(tensor, axis):
         host = tensor.cpu()
         with tagged(tag):

@@ -84,11 +84,11 @@ class RankTrace(StepTrace):
 Told = list[OfTensor]  # of the tensors of a message
 
 
-def axes_at(plan: Plan, place: Place = (), ledger: Ledger | None = None) -> tuple[Axis, ...]:
+def axes_at(plan: Plan, place: Place = (), ledger: Ledger | None = None, gloo: bool = False) -> tuple[Axis, ...]:
     """The axes that cut positions, outermost first, as the rank at `place` (by default the first) has them."""
     places = dict(enumerate(place))
     axes = (
-        Axis(name, size, places.get(number, 0), None, tuple(range(size)), rehearsal=ledger)
+        Axis(name, size, places.get(number, 0), None, tuple(range(size)), rehearsal=ledger, copies=gloo)
         for number, (name, size) in enumerate(inner_axes(plan.domain, plan.cp, plan.cp_ulysses))
     )
     return tuple(axis for axis in axes if axis.size > 1)
@@ -117,7 +117,7 @@ class Rehearsal:
         degree = shares.cuts.tp
         ranks = tuple(range(degree))
         axis = Axis("tp", degree, tp, None, ranks, sequence=shares.cuts.sp, rehearsal=self.ledger)
-        self.place, self.inner = place, axes_at(shares.plan, place, self.ledger)
+        self.place, self.inner = place, axes_at(shares.plan, place, self.ledger, shares.cuts.gloo)
         self.positions = None
         if shares.positions is not None:
             here = {each.name: each for each in self.inner}

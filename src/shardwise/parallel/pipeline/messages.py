@@ -156,7 +156,7 @@ class Mail:
         if self.owner[source] == self.owner[goal]:
             self._at_home[tag, goal, batch] = [taken_apart(tensor.detach()) for tensor in tensors]
             return
-        self._under_way = [(p, t) for p, t in self._under_way if p.work is not None and not p.work.is_completed()]
+        self._under_way = [(p, t) for p, t in self._under_way if not p.over]
         axis = self._axes[tag, self.owner[source] < self.owner[goal]]
         for place, tensor in enumerate(tensors):
             ready = _bytes(taken_apart(tensor.detach()).contiguous())

@@ -93,7 +93,7 @@ class _Sent:
 
     def add(self, tensors: tuple[torch.Tensor, ...], to: int | None, kind: int, source: int) -> None:
         """Send what is of the block of `source`."""
-        self.pending = [(p, t) for p, t in self.pending if p.work is not None and not p.work.is_completed()]
+        self.pending = [(p, t) for p, t in self.pending if not p.over]
         for place, tensor in enumerate(tensors if to is not None else ()):
             if tensor.numel() and to is not None:
                 out = tensor.contiguous()
