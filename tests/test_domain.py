@@ -15,10 +15,11 @@ from shardwise import Domain, parallelize, verify
 from shardwise.checkpoint.load import restore
 from shardwise.checkpoint.save import Saver
 from shardwise.data import ArraySource, Loader, own_tile, predict_to
-from shardwise.errors import InputError
+from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
 from shardwise.mesh import build_mesh
-from shardwise.part import plain
+from shardwise.parallel.domain import norms
+from shardwise.part import Uncut, plain
 from shardwise.part.positions import Positions
 
 GRIDS = ("domain=2", "domain=1x3", "domain=2x2", "domain=3x2")
@@ -26,7 +27,7 @@ CASES = (
     ("point_wise", "domain=3x2"), ("point_wise", "domain=3,zero=1,accumulate=2"), ("channels_last", "domain=1x3"),
     ("weighted", "domain=2,dp_replicate=2,accumulate=2"), ("weighted", "domain=1x2,tp=2,dp_shard=2,zero=2"),
     ("normed", "domain=1x2,dp_shard=2,zero=1"), ("normed", "domain=2,zero=2"), ("resnet", "domain=2x2,zero=3"),
-    ("resnet", "domain=2,pp=2"), ("vit", "domain=2x2"), ("vit", "domain=2,tp=2"),
+    ("resnet", "domain=2,pp=2"), ("vit", "domain=2x2"), ("vit", "domain=2,tp=2"), ("vit", "domain=2,pp=2"),
     ("rollout", "domain=2,zero=3,remat=full"), ("convnext", "domain=1x2"), ("unet_batch", "domain=2x2"),
     ("unet_group", "domain=1x3"), ("unet_3d", "domain=2x1x2"), ("swin", "domain=2"), ("fno", "domain=2x2"),
     ("pyramid", "domain=2"), ("warped", "domain=2x2"), ("aligned", "domain=1x3"),
@@ -62,6 +63,33 @@ def test_every_task_on_every_grid_equals_one_process(pool, task: str, plan: str)
 def test_what_cannot_be_tiled_is_refused(pool, task: str, plan: str, reason: str) -> None:
     found = verify(task, plan, pool=pool)
     assert not found.parity and reason in found.refused, found.text()
+
+
+def _refused_where_one_tile_differs(what: str) -> str:
+    """What is said where the tile in the middle cannot be computed, or comes to another collective."""
+    real = norms._total
+
+    def total(tensor: torch.Tensor, axes: tuple) -> torch.Tensor:
+        if axes[0].index == 1:
+            if what == "cannot":
+                raise Uncut("planted")
+            real(tensor, axes)
+        return real(tensor, axes)
+
+    norms._total = total
+    try:
+        parallelize(domain_tasks.normed(), "domain=3", check_loss=False).close()
+    except RefusedPlan as refused:
+        return str(refused)
+    finally:
+        norms._total = real
+    return "nothing"
+
+
+@pytest.mark.parametrize(("what", "said"), [("cannot", "the share of rank 1 cannot"), ("meets", "ranks 0 and 1 would")])
+def test_a_tile_that_goes_another_way_is_refused_on_all_ranks(pool, what: str, said: str) -> None:
+    told = pool.run(_refused_where_one_tile_differs, 3, what)
+    assert len(set(told)) == 1 and said in told[0], told
 
 
 def test_a_shrunk_proof_keeps_uneven_tiles_and_one_inside(pool) -> None:

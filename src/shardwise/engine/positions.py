@@ -6,7 +6,7 @@ without values and without sending, comes to its end. Of a sequence the module m
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -17,10 +17,12 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_flatten_with_path
 
-from shardwise.comm import Axis, Ledger
+from shardwise.comm import Axis, Ledger, gather_rows
 from shardwise.errors import InputError, RefusedPlan, ShardwiseError
+from shardwise.host import put, read
 from shardwise.layout import Plan
 from shardwise.layout.grid import SPACE
+from shardwise.mesh import Mesh
 from shardwise.parallel import domain, sequence
 from shardwise.parallel.expert.apply import Stack, on_own_rows
 from shardwise.parallel.tensor import Derived, TrialModule
@@ -31,19 +33,21 @@ from shardwise.step.batching import samples_in
 from shardwise.step.forward import run_alone
 from shardwise.task import Task
 from shardwise.trace.blocks import find_blocks
-from shardwise.trace.deferred import Built
+from shardwise.trace.deferred import Built, seed_of
 from shardwise.trace.fake import unlogged
 
 
 def find_positions(
     task: Task, plan: Plan, inner: tuple[Axis, ...], precision: Precision, built: Built, batch: Any,
     derived: Derived | None = None, row_wise: Sequence[Stack] = (), samples: int | None = None,
+    mesh: Mesh | None = None,
 ) -> Positions:  # fmt: skip
-    """The positions of the task's batches, cut over the inner axes of the plan's mesh.
+    """The positions of the task's batches, cut over the inner axes of the plan's mesh. Collective, given a mesh.
 
     batch     a few samples, the same on every rank
     samples   how many, where tensors without samples may lie beside them (arguments of a script's model)
     row_wise  modules of experts that are given a rank's own rows
+    mesh      of a run: its ranks try their own shares too, and agree
     Raises `RefusedPlan` where no dim can be cut, with what stopped each.
     """
     stopped: list[str] = []
@@ -58,27 +62,38 @@ def find_positions(
 
         seen: list[sequence.AttentionCall] = []
         gathers: list[domain.Gather] = []
+        known: dict[tuple, tuple[RefusedPlan | None, str]] = {}
 
-        def stops(
-            tried: Candidate, derived: Derived = derived, results: dict = results, seen: list = seen,
-            gathers: list = gathers,
-        ) -> RefusedPlan | None:  # fmt: skip
-            ends = (
-                _rehearse(task, plan, precision, built, batch, tried, derived, last, results, row_wise, seen, gathers)
-                for last in (False, True)
-            )
-            return next((error for error in ends if error is not None), None)
+        def tries(
+            tried: Candidate, place: tuple[int, ...], derived: Derived = derived, results: dict = results,
+            seen: list = seen, gathers: list = gathers,
+            known: dict[tuple, tuple[RefusedPlan | None, str]] = known,
+        ) -> tuple[RefusedPlan | None, str]:  # fmt: skip
+            key = (tried.positions.zigzag, place)
+            if key not in known:
+                known[key] = _rehearse(
+                    task, plan, precision, built, batch, tried, derived, place, results, row_wise, seen, gathers
+                )
+            return known[key]
+
+        def stops(tried: Candidate, tries: Callable = tries) -> RefusedPlan | None:
+            axes = tried.positions.axes
+            ends = (tuple(0 for _ in axes), tuple(axis.size - 1 for axis in axes))
+            return next((error for place in ends if (error := tries(tried, place)[0]) is not None), None)
 
         error = stops(candidate)
         if error is None:
             positions = candidate.positions
             if any(one.causal and not one.heads and one.axis.name == "cp" for one in seen):
                 zigzag = replace(candidate, positions=replace(positions, zigzag=True))
-                positions = zigzag.positions if stops(zigzag) is None else positions
+                candidate = zigzag if stops(zigzag) is None else candidate
+                positions = candidate.positions
             said = (*sequence.explained(seen), *domain.explained(gathers))
             shapes = _shapes_of_fields(task, plan, batch, positions)
             largest = max(seen, key=lambda one: one.mask_bytes, default=None)
             mask = (largest.mask, largest.mask_bytes) if largest is not None else ((), 0)
+            if mesh is not None:
+                _agree(mesh, *tries(candidate, tuple(axis.index for axis in positions.axes)))
             return replace(positions, results=results, routes=said, shapes=shapes, mask=mask)
         stopped.append(f"{candidate.said} cannot be cut: {error}")
     axes, what = ",".join(f"{axis.name}={axis.size}" for axis in inner), "sequence"
@@ -153,18 +168,21 @@ def tiled_sizes(task: Task, plan: Plan, batch: Any) -> tuple[int, ...]:
 
 def _rehearse(
     task: Task, plan: Plan, precision: Precision, built: Built, batch: Any, candidate: Candidate, derived: Derived,
-    last: bool, results: dict[tuple[str, int], tuple[Along, ...]], row_wise: Sequence[Stack],
+    place: tuple[int, ...], results: dict[tuple[str, int], tuple[Along, ...]], row_wise: Sequence[Stack],
     seen: list[sequence.AttentionCall], gathers: list[domain.Gather],
-) -> RefusedPlan | None:  # fmt: skip
-    """The refusal, or None, of a trial forward and backward as the first (or last) rank of the axes, nothing sent.
+) -> tuple[RefusedPlan | None, str]:  # fmt: skip
+    """The refusal, or None, of a trial forward and backward at a place on the axes, nothing sent; its collectives.
 
     Shares may be uneven and what is cut off one end of a sequence is cut off one rank's share, so both ends are tried.
     """
-    silent = {a.name: replace(a, index=a.size - 1 if last else 0, rehearsal=Ledger()) for a in candidate.positions.axes}
+    met = _Collectives()
+    axes = zip(candidate.positions.axes, place, strict=True)
+    silent = {axis.name: replace(axis, index=index, rehearsal=met) for axis, index in axes}
     positions = candidate.positions.over(lambda axis: silent[axis.name])
     alone = run_alone(task, precision, positions)
 
     def run(module: nn.Module, batch: Any) -> Any:
+        met.clear()
         undo = positions.inside.install(module) if positions.inside is not None else lambda: None
         try:
             with (
@@ -181,11 +199,54 @@ def _rehearse(
 
     ledger = derived.ledger
     try:
-        return TrialModule(built, batch, run, precision.held).rehearse(derived, plan.tp, plan.sp, positions.axes)
+        stage = TrialModule(built, batch, run, precision.held)
+        return stage.rehearse(derived, plan.tp, plan.sp, positions.axes), " ".join(met.calls)
     except RefusedPlan as refused:
-        return refused
+        return refused, ""
     finally:
         derived.ledger = ledger
+
+
+class _Collectives(Ledger):
+    """A ledger that notes in which order a forward and backward came to the collectives that all ranks come to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def record(self, tag: str, op: str, axis: str, *numbers: Any, **more: Any) -> None:
+        """As of any ledger."""
+        super().record(tag, op, axis, *numbers, **more)
+        if op != "point_to_point":  # blocks on their way around a ring visit those who read them
+            self.calls.append(f"{op}:{axis}")
+
+    def clear(self) -> None:
+        """Start again from nothing."""
+        super().clear()
+        self.calls.clear()
+
+
+MOST_SAID = 600  # characters of a refusal that one rank alone came to
+
+
+def _agree(mesh: Mesh, error: RefusedPlan | None, calls: str) -> None:
+    """Every rank has tried its own share: all refuse where one does, or where they do not meet. Collective.
+
+    The ends alone are tried by all; what lies between may have other extents, or none.
+    """
+    said = (str(error) if error is not None else "").encode()[:MOST_SAID]
+    mine = [float(seed_of(calls) % 2**50), float(error is not None), *map(float, said.ljust(MOST_SAID))]
+    rows = read(gather_rows(put(mine, mesh.device), mesh.world), "which shares were tried")
+    for rank, (_, refused, *letters) in enumerate(rows):
+        if refused:
+            told = bytes(int(letter) for letter in letters).decode(errors="replace").strip()
+            raise RefusedPlan(f"the share of rank {rank} cannot be computed, though those at either end can: {told}")
+    other = next((rank for rank, row in enumerate(rows) if row[0] != rows[0][0]), None)
+    if other is not None:
+        raise RefusedPlan(
+            f"ranks 0 and {other} would not come to the same collectives with their shares of the batch, and wait for "
+            "each other: use sizes that divide evenly, or fewer ranks"
+        )
 
 
 @contextmanager

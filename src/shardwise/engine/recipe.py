@@ -96,7 +96,7 @@ def apply_plan(
         row_wise = experts.stacks if experts is not None else row_wise_experts(task, precision, built, few)
         positions = find_positions(
             task, plan, mesh.inner, precision, built, few, None if tensor is None else tensor.derived, row_wise,
-            samples,
+            samples, mesh,
         )  # fmt: skip
         notices.append(positions.told())
     nested = task.branches == "same"  # else ranks may run different children, and must still run the same units

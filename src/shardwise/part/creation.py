@@ -9,14 +9,27 @@ import torch
 
 from shardwise.part.pointwise import pointwise
 from shardwise.part.sums import plain
-from shardwise.part.tensor import FUNCTIONS, rule
+from shardwise.part.tensor import FUNCTIONS, rule, strides_in_the_order_of
 
 
-@rule("new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided")
+@rule("new_zeros", "new_ones", "new_empty", "new_full")
 def new(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     """`x.new_zeros(shape)`: whole and plain, since only dtype and device are the part's."""
     plain = torch.empty((), dtype=args[0].dtype, device=args[0].device)
     return func(plain, *args[1:], **kwargs)
+
+
+@rule("new_empty_strided")
+def new_empty_strided(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
+    """`x.new_empty_strided(sizes, strides)`: of x's own sizes cut alike, else whole.
+
+    Autograd lays a gradient out like its tensor by it, where the two lie in memory in different orders.
+    """
+    part, sizes, strides = args[0], tuple(args[1]), tuple(args[2])
+    if part.soft or sizes != tuple(part.shape):
+        return new(func, args, kwargs)
+    share = tuple(part.local.shape)
+    return part.with_local(func(part.local, share, strides_in_the_order_of(strides, sizes, share), **kwargs))
 
 
 @rule("zeros_like", "ones_like", "full_like", "empty_like")

@@ -71,7 +71,7 @@ class Part(Distributed):
     origin: str
     rows: tuple[int, int] | None
     copied: bool  # a view that does not share its memory with what it is a view of
-    factors: tuple[int, int, int] | None  # of the cut dim, where a view joined it from dims of which the middle is cut
+    factors: tuple[int, int, int] | None  # of the cut dim, where views joined it: sizes before, of, behind what is cut
     values: tuple[object, bool]  # shared by parts with the same values in the same order; whether it is their transpose
 
     @staticmethod
@@ -117,11 +117,11 @@ class Part(Distributed):
         return self.with_local(local)
 
     def with_local(self, local: torch.Tensor, dim: int | None = None, owners: Owners | None = None) -> Part:
-        """Another tensor dealt alike."""
+        """Another tensor dealt alike; a `dim` without `owners` is where the same dim lies in it."""
+        same = owners is None or (dim in (None, self.dim_cut) and owners.size == self.owners.size)
         dim, owners = self.dim_cut if dim is None else dim, self.owners if owners is None else owners
         made = Part(local, dim, owners, self.axis, self.soft, self.origin)
-        if dim == self.dim_cut and owners == self.owners:
-            made.factors = self.factors
+        made.factors = self.factors if same else None
         return made
 
     def shell(self) -> Part:
@@ -295,12 +295,14 @@ def _held(tensor: torch.Tensor) -> torch.Tensor:
 
 def strides_of(local: torch.Tensor, shape: list[int]) -> tuple[int, ...]:
     """Strides of the whole tensor in the memory order of the share."""
-    return _strides(local.stride(), tuple(local.shape), tuple(shape))
+    return strides_in_the_order_of(local.stride(), tuple(local.shape), tuple(shape))
 
 
 @lru_cache(maxsize=REMEMBERED)
-def _strides(held: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a whole tensor of a shape, a share of which has these strides and sizes."""
+def strides_in_the_order_of(
+    held: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...]
+) -> tuple[int, ...]:  # fmt: skip
+    """Strides of a dense tensor of `shape`, whose dims lie in memory in the order of one of these strides and sizes."""
     strides, step = [0] * len(shape), 1
     for d in sorted(range(len(shape)), key=lambda d: (held[d], -d)):
         if held[d] or sizes[d] <= 1:

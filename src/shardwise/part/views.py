@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import math
-import threading
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 
 from shardwise.host import to_device
-from shardwise.layout.views import groups
 from shardwise.part.cuts import Owners, Uncut, group_size, in_whole_groups, joined, regrouped, unsliced
 from shardwise.part.levels import Distributed
 from shardwise.part.moves import reowned
 from shardwise.part.sums import Sum
 from shardwise.part.tensor import Part, gather, gathered, is_part, no_rule, parts_in, reduced, rule
+from shardwise.part.whole_view import WHOLE, WholeView, factors_of, goal_of
 
 # (owners after a slice, slice) -> owners before it, for the backward of slices; the oldest are forgotten
 _BEFORE: OrderedDict[tuple, Owners] = OrderedDict()
@@ -36,7 +32,7 @@ def view(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
         for size in shape:
             known *= size if size != -1 else 1
         shape[shape.index(-1)] = part.numel() // max(known, 1)
-    with _WHOLE.of(part, tuple(shape)) as whole:
+    with WHOLE.of(part, tuple(shape)) as whole:
         dealt = _with_some_for_all(part, whole)
         if dealt is None:
             return Sum.read_only(gathered(part).reshape(shape), part.axis)
@@ -51,88 +47,29 @@ def view(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
             dim, owners = _cut_after(part, tuple(shape), whole)
         local = list(shape)
         local[dim] = owners.counts[part.axis.index]
-        viewed = part.with_local(part.local.reshape(local), dim, owners)
-        viewed.factors = _factors(part, dim, tuple(shape))
+        with WHOLE.cut_along(part.dim_cut, dim):
+            viewed = part.with_local(part.local.reshape(local), dim, owners)
+        viewed.factors = factors_of(part, dim, whole)
     if part.dim() == 3 and len(shape) == 2 and dim == 1 and part.dim_cut == 2:
         viewed.rows = part.shape[0], part.shape[1]
     return viewed
 
 
-Shapes = tuple[tuple[int, ...], tuple[int, ...]]
-
-
-class _Whole(threading.local):
-    """Shapes before and after the view that is being answered, over the axes further out too.
-
-    A view is answered for one axis after the other. For one further in, shapes have been cut, and may be ones or zeros
-    on some ranks: where its cut goes is decided by the whole shapes, on all ranks alike.
-    """
-
-    shapes: Shapes | None = None
-
-    @contextmanager
-    def of(self, part: Part, shape: tuple[int, ...]) -> Iterator[Shapes]:
-        """The whole shapes of a view of this part."""
-        before = self.shapes
-        if before is None or len(before[0]) != part.dim() or len(before[1]) != len(shape):
-            self.shapes = tuple(part.shape), shape
-        assert self.shapes is not None
-        try:
-            yield self.shapes
-        finally:
-            self.shapes = before
-
-
-_WHOLE = _Whole()
-
-
-def _cut_after(part: Part, shape: tuple[int, ...], whole: Shapes) -> tuple[int, Owners]:
+def _cut_after(part: Part, shape: tuple[int, ...], whole: WholeView) -> tuple[int, Owners]:
     """(dim, owners) of what a view of the part gives. Raises `Uncut`."""
-    return regrouped(tuple(part.shape), part.dim_cut, part.owners, shape, _goal(part, shape, whole))
+    return regrouped(tuple(part.shape), part.dim_cut, part.owners, shape, goal_of(part, whole))
 
 
-def _goal(part: Part, shape: tuple[int, ...], whole: Shapes) -> int | None:
-    """The dim along which a view's result is cut, where the part's own shapes may not tell."""
-    if whole[0] == tuple(part.shape) or whole[0][part.dim_cut] != part.owners.size:
-        return _taken_apart(part, shape)
-    return regrouped(whole[0], part.dim_cut, part.owners, whole[1])[0]
-
-
-def _factors(part: Part, dim: int, shape: tuple[int, ...]) -> tuple[int, int, int] | None:
-    """(outer, cut, inner) sizes of the dims that a view of the part joins in its result's dim `dim`; None: no others.
-
-    Where all indices lie on one rank, owners do not tell later which of the dims is cut.
-    """
-    run = next(run for run, to in groups(tuple(part.shape), shape) if part.dim_cut in run) if part.numel() else ()
-    if math.prod(part.shape[d] for d in run) != shape[dim] or len(run) < 2:
-        return None
-    behind = math.prod(part.shape[d] for d in run if d > part.dim_cut)
-    return shape[dim] // (behind * part.shape[part.dim_cut]), part.shape[part.dim_cut], behind
-
-
-def _taken_apart(part: Part, shape: tuple[int, ...]) -> int | None:
-    """The dim of `shape` that holds the cut indices again, where a view takes joined dims apart as they were."""
-    if part.factors is None:
-        return None
-    outer, cut, inner = part.factors
-    run, to = next(pair for pair in groups(tuple(part.shape), shape) if part.dim_cut in pair[0])
-    behind = inner * math.prod(part.shape[d] for d in run if d > part.dim_cut)
-    before = outer * math.prod(part.shape[d] for d in run if d < part.dim_cut)
-    for place, d in enumerate(to):
-        if shape[d] == cut and math.prod(shape[e] for e in to[place + 1 :]) == behind:
-            return d if math.prod(shape[e] for e in to[:place]) == before else None
-    return None
-
-
-def _with_some_for_all(part: Part, whole: Shapes) -> Part | None:
+def _with_some_for_all(part: Part, whole: WholeView) -> Part | None:
     """The part dealt such that every rank has indices, where a view joins dims that two axes cut. Collective.
 
     A rank without indices would not know later which the inner cut is. None where there are fewer indices than ranks.
     """
     inner = part.local
-    if 0 not in part.owners.counts or not isinstance(inner, Part):
+    if 0 not in part.owners.counts or not isinstance(inner, Part) or 0 in whole.before:
         return part
-    joined_dims = next((run for run, to in groups(*whole) if part.dim_cut in run and len(to) < len(run)), ())
+    run, to = whole.run(part.dim_cut)
+    joined_dims = run if len(to) < len(run) else ()
     both = inner.axis.positions and part.axis.positions and inner.dim_cut in joined_dims
     if not both or inner.dim_cut == part.dim_cut:
         return part
@@ -141,7 +78,7 @@ def _with_some_for_all(part: Part, whole: Shapes) -> Part | None:
     return reowned(part, Owners.blocks(part.owners.size, part.axis.size))
 
 
-def _in_whole_groups(part: Part, whole: Shapes) -> Part | None:
+def _in_whole_groups(part: Part, whole: WholeView) -> Part | None:
     """The part dealt such that each group of indices that a view makes of its cut dim lies on one rank. Collective.
 
     None where there is one group alone. Called while an `Uncut` is handled, which stands where the cut is not of
@@ -149,11 +86,11 @@ def _in_whole_groups(part: Part, whole: Shapes) -> Part | None:
     """
     if not part.axis.positions:
         raise  # what is being handled
+    if part.dim_cut in (before for before, _ in whole.outer):
+        raise  # cut further out too
     if part.owners.size == 1:
         return None
-    if whole[0][part.dim_cut] != part.owners.size:
-        raise  # cut further out too
-    each = group_size(whole[0], part.dim_cut, whole[1])
+    each = group_size(whole.before, part.dim_cut, whole.after)
     return None if each == part.owners.size else reowned(part, in_whole_groups(part.owners, each))
 
 

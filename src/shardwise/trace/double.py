@@ -2,7 +2,8 @@
 
 Many modules compute norms, rotary tables or softmax in float32 whatever their input. In a float64 proof that would
 round differently wherever two runs differ in the last bit. While this mode is active, turning float64 into a narrower
-floating-point dtype leaves it float64.
+floating-point dtype leaves it float64. Complex numbers likewise; those that are made in a forward without any tensor
+(`torch.zeros(shape, dtype=torch.cfloat)`, into which a spectrum is written) are complex128 from the start.
 
 Initial values are those of one process that was never asked: what a constructor rounds on purpose (a table computed in
 float64) stays rounded, so `as_written` is around constructors and their replays.
@@ -19,7 +20,10 @@ from contextvars import ContextVar
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_NARROW = (torch.float32, torch.bfloat16, torch.float16)
+_WIDE = {
+    torch.float32: torch.float64, torch.bfloat16: torch.float64, torch.float16: torch.float64,
+    torch.complex64: torch.complex128, torch.complex32: torch.complex128,
+}  # fmt: skip
 _as_written: ContextVar[bool] = ContextVar("casts as they are written", default=False)
 
 
@@ -32,14 +36,17 @@ class KeepDouble(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
-        if not _as_written.get() and kwargs.get("dtype") in _NARROW and _has_double(args):
+        wide = _WIDE.get(kwargs.get("dtype"))
+        if wide is not None and not _as_written.get() and _is_double(args, wide):
             self.met = True
-            kwargs["dtype"] = torch.float64
+            kwargs["dtype"] = wide
         return func(*args, **kwargs)
 
 
-def _has_double(args: tuple) -> bool:
-    return any(isinstance(a, torch.Tensor) and a.dtype == torch.float64 for a in args)
+def _is_double(args: tuple, wide: torch.dtype) -> bool:
+    """Whether what is cast is double, or complex numbers are made of no tensor."""
+    given = [a.dtype for a in args if isinstance(a, torch.Tensor)]
+    return torch.float64 in given or torch.complex128 in given or (wide.is_complex and not given)
 
 
 @contextmanager

@@ -27,6 +27,9 @@ def _convolution(plain: Callable, dims: int) -> Callable:
         tiled = {cut.dim - first for cut in found}
         along = {}
         for d in tiled:
+            some = all(0 not in cut.owners.counts for cut in found if cut.dim == first + d)
+            if some and (kernel[d], strides[d], before[d], after[d]) == (1, 1, 0, 0):
+                continue  # each output reads its own input: nothing is fetched, also of a dim that two axes cut
             reach = dilations[d] * (kernel[d] - 1) + 1
             size = (input.shape[first + d] + before[d] + after[d] - reach) // strides[d] + 1
             along[first + d] = Sliding(_positive(size, input, kernel), kernel[d], strides[d], before[d], dilations[d])

@@ -1,0 +1,147 @@
+"""Where the cut of a tensor lies after a view, decided by the shapes that one process sees.
+
+A view is answered for one axis after the other. For an axis further in, dims have been cut by those further out, and
+may be ones or zeros on some ranks: by such shapes ranks would come to different answers, and wait for each other.
+
+    (B, 5, 5, C), rows over d0, all columns on one rank of d1
+    joined      (B, 25, C)          which of the two is d1's, owners of 25 indices no longer tell
+    apart       (B, 1, 5, 1, 5, C)  the factor that d1 cut is remembered, and found again
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from shardwise.layout.views import groups
+from shardwise.part.cuts import regrouped
+from shardwise.part.tensor import Part
+
+
+@dataclass(frozen=True)
+class WholeView:
+    """A view as one process has it: shapes over all axes, before and after.
+
+    outer  (dim before, dim after) of each axis further out that cuts what is viewed
+    """
+
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    outer: tuple[tuple[int, int], ...] = ()
+
+    def seen_as(self, before: tuple[int, ...], after: tuple[int, ...]) -> bool:
+        """Whether this view has these shapes on a rank, but for what axes further out cut."""
+        if len(before) != len(self.before) or len(after) != len(self.after):
+            return False
+        cut = [set(dims) for dims in zip(*self.outer, strict=True)] or [set(), set()]
+        sides = zip((self.before, self.after), (before, after), cut, strict=True)
+        return all(d in taken or m == n for whole, seen, taken in sides
+                   for d, (m, n) in enumerate(zip(whole, seen, strict=True)))  # fmt: skip
+
+    def run(self, dim: int) -> tuple[range, range]:
+        """The dims, before and after, among which the view rearranges `dim`."""
+        return next(pair for pair in groups(self.before, self.after) if dim in pair[0])
+
+    def inside(self, to: range, place: int) -> int:
+        """Indices that lie behind one of the dims after, within its run."""
+        return math.prod(self.after[d] for d in to[place + 1 :])
+
+
+class _Whole(threading.local):
+    """The view that is being answered, as one process has it."""
+
+    view: WholeView | None = None
+
+    @contextmanager
+    def of(self, part: Part, shape: tuple[int, ...]) -> Iterator[WholeView]:
+        """The whole shapes of a view of this part."""
+        before = self.view
+        if before is None or not before.seen_as(tuple(part.shape), shape):
+            self.view = WholeView(tuple(part.shape), shape)
+        assert self.view is not None
+        try:
+            yield self.view
+        finally:
+            self.view = before
+
+    @contextmanager
+    def cut_along(self, before: int, after: int) -> Iterator[None]:
+        """Axes further in are told that this one cuts the dim `before`, and the dim `after` of the result."""
+        view = self.view
+        assert view is not None
+        self.view = replace(view, outer=(*view.outer, (before, after)))
+        try:
+            yield
+        finally:
+            self.view = view
+
+
+WHOLE = _Whole()
+
+
+def goal_of(part: Part, whole: WholeView) -> int | None:
+    """The dim along which a view's result is cut, where the part's own shapes may not tell. Alike on all ranks."""
+    goal = _taken_apart(part, whole)
+    if goal is not None or not whole.outer:
+        return goal
+    if part.dim_cut not in (before for before, _ in whole.outer):
+        return regrouped(whole.before, part.dim_cut, part.owners, whole.after)[0]
+    if len(part.owners.who) > 1 or 0 in whole.before:
+        return None
+    # joined, and all indices on one rank: any dim would do, so one that no axis further out cuts
+    taken = {after for _, after in whole.outer}
+    free = [d for d in whole.run(part.dim_cut)[1] if d not in taken and whole.after[d] > 1]
+    return free[0] if free else None
+
+
+Factors = tuple[int, int, int]
+
+
+def _cut_factor(part: Part, whole: WholeView) -> Factors | None:
+    """(outer, cut, inner) sizes, over all axes, of the part's cut dim among the dims that the view rearranges it with.
+
+    Of a dim that views joined from several, `cut` is the one that was cut: where all of its indices lie on one rank,
+    owners do not tell later which one that was.
+    """
+    size = whole.before[part.dim_cut]
+    outer, cut, inner = part.factors or (1, size, 1)
+    if outer * cut * inner != size or 0 in whole.before:
+        return None
+    run, _ = whole.run(part.dim_cut)
+    before, behind = ([whole.before[d] for d in run if (d > part.dim_cut) == late and d != part.dim_cut]
+                      for late in (False, True))  # fmt: skip
+    return outer * math.prod(before), cut, inner * math.prod(behind)
+
+
+def factors_of(part: Part, dim: int, whole: WholeView) -> Factors | None:
+    """(outer, cut, inner) sizes of the dims that are joined in dim `dim` of a view's result; None: no others."""
+    found = _cut_factor(part, whole)
+    if found is None:
+        return None
+    _, to = whole.run(part.dim_cut)
+    if dim not in to:
+        return None
+    _, cut, inner = found
+    behind, size = whole.inside(to, to.index(dim)), whole.after[dim]
+    if inner % behind or (behind * size) % (cut * inner) or size == cut:
+        return None
+    return behind * size // (cut * inner), cut, inner // behind
+
+
+def _taken_apart(part: Part, whole: WholeView) -> int | None:
+    """The dim of a view's result that holds the cut indices again, where dims that were joined are taken apart."""
+    found = _cut_factor(part, whole) if part.factors is not None else None
+    if found is None:
+        return None
+    _, cut, inner = found
+    _, to = whole.run(part.dim_cut)
+    taken = {after for _, after in whole.outer}
+    fitting = []
+    for place, d in enumerate(to):
+        behind, size = whole.inside(to, place), whole.after[d]
+        if inner % behind == 0 and (behind * size) % (cut * inner) == 0:
+            fitting.append((size, d in taken, place, d))
+    return min(fitting)[-1] if fitting else None
