@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from forecast_bubbles import bubble
+from forecast_cells import Row
 from forecast_ranking import Timed, ranked, tau
-from forecast_rows import Case, Row, Skip, case_of
+from forecast_rows import Case, Skip, case_of
 
 from shardwise.costs.block import BlockCosts
 from shardwise.errors import ShardwiseError

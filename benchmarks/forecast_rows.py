@@ -11,6 +11,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from forecast_cells import Row, Skip, number, real
+
 from shardwise.cluster import Cluster, device_names, model
 from shardwise.cluster import device as devices
 from shardwise.costs.kernels import Kernels
@@ -38,8 +40,6 @@ SOFTWARE = (
 # The usual port of one device, Gb/s, by generation; Selene (Megatron's papers) had 8 x 200 Gb/s for 8 A100
 PORTS = {"v100": 100, "a100": 200}
 OTHERS = 400
-# Beyond these a simulation takes minutes, and no run of the field is
-MOST = {"n_gpus": 10**6, "layers": 2000, "pp": 1024, "global_batch": 10**6, "tp": 1024, "cp": 1024, "vpp": 256}
 OPS = 2_000_000  # of one pipeline
 SMALL = 6.5e9  # parameters: the memory of models below is reported apart
 # What Megatron's own tests ran on where a row does not say it: 8 GPUs, as in 140 of the 168 that do; of which kind does
@@ -52,20 +52,6 @@ OTHER_MODELS = r"\b(bert|roberta|t5|ul2|bart|vit|clip|mamba|rwkv|whisper|resnet|
 EXPERTS = r"\d+x\d+(\.\d+)?b|moe\b|mixture of experts|\d+b-?a\d+(\.\d+)?b"
 EXPERT_COLUMNS = ("num_experts", "n_experts", "experts", "moe_ffn")
 OTHER_WORK = r"\b(q?lora|inference|decoding|cpu offload(ing)?|offload(ing)? on)\b"
-
-
-class Skip(Exception):
-    """Why a row is not scored."""
-
-
-class Row(dict[str, str]):
-    """A row of which a missing column and an empty cell are the same; columns without a name are dropped."""
-
-    def __init__(self, cells: Mapping[str | None, object]) -> None:
-        super().__init__({k.strip().lower(): str(v or "").strip() for k, v in cells.items() if isinstance(k, str)})
-
-    def __missing__(self, key: str) -> str:
-        return ""
 
 
 @dataclass(frozen=True)
@@ -86,33 +72,6 @@ class Case:
     precision: str = "bf16"
     small: bool = False  # reported apart
     told_attention: bool = False  # the row names its attention kernel, which else is assumed to be fused
-
-
-def number(row: Mapping[str, str], key: str, default: int | None = None, *, least: int = 1) -> int:
-    """A whole number of a cell, or the default where it is empty."""
-    text = row[key]
-    if text in ("", "n/a"):
-        if default is None:
-            raise Skip(f"{key} is not published")
-        return default
-    found = re.fullmatch(r"(\d+)(\.0)?", text)
-    if not found:
-        raise Skip(f"{key} is not one number: {text!r}")
-    if not least <= int(found[1]) <= MOST.get(key, 10**9):
-        raise Skip(f"{key} is outside what is simulated ({least} to {MOST.get(key, 10**9)}): {text}")
-    return int(found[1])
-
-
-def real(row: Mapping[str, str], key: str) -> float:
-    """A positive number of a cell that is not empty."""
-    text = row[key]
-    try:
-        value = float(text)
-    except ValueError:
-        raise Skip(f"{key} is not one number: {text!r}") from None
-    if not 0 < value < float("inf"):
-        raise Skip(f"{key} is not a positive number: {text!r}")
-    return value
 
 
 def case_of(file: str, cells: Mapping[str | None, object]) -> Case:
@@ -487,6 +446,3 @@ def _uneven(row: Mapping[str, str], layers: int, pp: int) -> tuple[int, ...]:
         raise Skip(f"{layers - first - last} layers do not divide over the {between} stages between")
     each = (layers - first - last) // between if between else 0
     return tuple([first] * bool(first) + [each] * between + [last] * bool(last))
-
-
-__all__ = ["Case", "InputError", "Skip", "case_of"]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torchgen
 import yaml
 
-import shardwise.part.tensor
+import shardwise.part.gathering
 from shardwise import Plan, Task, parallelize
 from shardwise.comm import Axis, Pending, all_reduce, copies_of
 from shardwise.errors import ShardwiseError
@@ -237,7 +237,7 @@ def test_a_missing_wait_is_found(mocks: RankPool) -> None:
 
 def copies_and_waits(name: str, plan: str) -> Found:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shardwise.part.tensor, "to_device", lambda values, device: torch.from_numpy(values).to(device))
+        patch.setattr(shardwise.part.gathering, "to_device", lambda values, device: torch.from_numpy(values).to(device))
         return both(name, plan)
 
 

@@ -160,7 +160,8 @@ def test_no_cell_makes_the_score_fall_over(tmp_path: Path) -> None:
 def test_a_parameter_count_decides_what_the_columns_leave_open(tmp_path: Path) -> None:
     """A gated feed-forward and a head of its own, for a family of models that nobody named."""
     scoring()
-    from forecast_rows import Row, _shape
+    from forecast_cells import Row
+    from forecast_rows import _shape
 
     with (published(tmp_path, model="nobody's", params_b="8.03") / "runs.csv").open(newline="") as file:
         row = next(csv.DictReader(file))

@@ -14,7 +14,7 @@ from shardwise.costs.memory import CONTEXT_BYTES
 from shardwise.costs.software import software
 from shardwise.layout import Plan
 from shardwise.models import tasks
-from shardwise.planner import traced_task
+from shardwise.planner import traced_layouts
 from shardwise.planner.candidates import Constraints, cut_layouts, data_layouts, expert_layouts
 from shardwise.planner.door import layout_of
 from shardwise.planner.propose import search
@@ -305,7 +305,7 @@ class Jointly(torch.optim.SGD):
 
 def test_plans_for_which_the_optimizer_would_have_too_little_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a run: one that needs whole tensors bears no shares of tp, one that needs all of them no ZeRO."""
-    monkeypatch.setattr(traced_task, "WORTH", -1.0)  # all are looked at, whatever they could gain
+    monkeypatch.setattr(traced_layouts, "WORTH", -1.0)  # all are looked at, whatever they could gain
     for optimizer, zeros, cut in (
         (torch.optim.Adafactor, {0, 1, 2, 3}, set()),
         (Jointly, {0}, set()),

@@ -120,7 +120,7 @@ class HostReads(TorchDispatchMode):
     """Counts reads by the host inside: `named` those of `read`, `others` operations that look at values or copy.
 
     Others are whatever torch marks as depending on values (a scalar taken out, `nonzero`, a mask as an index), and
-    copies between an accelerator and the CPU, either way, for which the host waits.
+    copies between an accelerator and the CPU, either way, for which the host waits (indices on the CPU among them).
     """
 
     def __init__(self) -> None:
@@ -173,6 +173,8 @@ def _hangs_on_values(func: Any, args: tuple, kwargs: dict) -> bool:
 
 def _crosses(func: Any, args: tuple, kwargs: dict) -> bool:
     """Whether an operation copies between the CPU and another device, and the host waits for it."""
+    if func.overloadpacket in _MASKED:
+        return not on_host(args[0].device) and any(index is not None and on_host(index.device) for index in args[1])
     if func is torch.ops.aten._to_copy.default:
         source, goal, waits = args[0].device, kwargs.get("device"), not kwargs.get("non_blocking", False)
     elif func is torch.ops.aten.copy_.default:

@@ -2,8 +2,9 @@
 
 from shardwise.part import along, attention, creation, loss, pointwise, products, reductions, views  # noqa: F401 - the rules
 from shardwise.part.cuts import Owners, Uncut
+from shardwise.part.gathering import gather, to_part
 from shardwise.part.sums import Sum, plain, summand, whole, whole_gradient, with_summed_gradient
-from shardwise.part.tensor import Part, forget, gather, to_part
+from shardwise.part.tensor import Part, forget
 
 __all__ = [
     "Owners", "Part", "Sum", "Uncut", "forget", "gather", "plain", "summand", "to_part", "whole", "whole_gradient",

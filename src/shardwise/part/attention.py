@@ -8,7 +8,8 @@ import torch
 
 from shardwise.host import to_device
 from shardwise.part.cuts import Uncut, repeated
-from shardwise.part.tensor import Part, is_part, no_rule, parts_in, reduced, rule
+from shardwise.part.gathering import reduced
+from shardwise.part.tensor import Part, is_part, no_rule, parts_in, rule
 
 _FORWARD = (
     "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",

@@ -14,8 +14,9 @@ import torch
 
 from shardwise.comm import Axis
 from shardwise.part.cuts import Owners
+from shardwise.part.gathering import gather
 from shardwise.part.sums import Sum, whole_gradient
-from shardwise.part.tensor import Part, gather
+from shardwise.part.tensor import Part
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,10 @@ import torch
 
 from shardwise.comm import Axis
 from shardwise.part.cuts import Owners
+from shardwise.part.gathering import share_of
 from shardwise.part.levels import Distributed
 from shardwise.part.sums import Sum, plain
-from shardwise.part.tensor import Part, share_of
+from shardwise.part.tensor import Part
 
 Along = tuple[tuple[str, int], ...]  # (name of an axis, dim) of each cut, outermost first
 Cuts = tuple[tuple[str, int, Owners], ...]  # and who owns which index

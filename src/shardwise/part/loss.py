@@ -9,10 +9,11 @@ import torch.nn.functional as F
 
 from shardwise.host import has_values, require, to_device
 from shardwise.part.cuts import Uncut
+from shardwise.part.gathering import gather, reduced
 from shardwise.part.levels import Distributed
 from shardwise.part.moves import reowned
 from shardwise.part.sums import Sum, plain
-from shardwise.part.tensor import FUNCTIONS, Part, gather, is_part, no_rule, parts_in, reduced, rule
+from shardwise.part.tensor import FUNCTIONS, Part, is_part, no_rule, parts_in, rule
 
 
 def _place_of(part: Part, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

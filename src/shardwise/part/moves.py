@@ -23,8 +23,9 @@ import torch
 from shardwise.comm import Axis, all_to_all
 from shardwise.host import to_device
 from shardwise.part.cuts import REMEMBERED, Owners, Uncut
+from shardwise.part.gathering import gather, share_of
 from shardwise.part.levels import Distributed
-from shardwise.part.tensor import Part, gather, share_of
+from shardwise.part.tensor import Part
 
 Wanted = tuple[tuple[tuple[int, int], ...], ...]  # of each rank: ranges (start, stop) of global indices, in order
 TAG = "activations"

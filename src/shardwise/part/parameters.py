@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.comm import Axis
 from shardwise.part.cuts import Owners
+from shardwise.part.gathering import to_part
 from shardwise.part.sums import whole_gradient, with_summed_gradient
-from shardwise.part.tensor import to_part
 
 
 class _Own(threading.local):

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from shardwise.part.cuts import Uncut, repeated
+from shardwise.part.gathering import gather
 from shardwise.part.sums import Sum
-from shardwise.part.tensor import Part, gather, is_part, no_rule, parts_in, rule
+from shardwise.part.tensor import Part, is_part, no_rule, parts_in, rule
 
 
 def _product(func: Any, a: torch.Tensor, b: torch.Tensor, batch: int) -> torch.Tensor:

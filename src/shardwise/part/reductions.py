@@ -9,8 +9,9 @@ import torch
 
 from shardwise.host import to_device
 from shardwise.part.cuts import Uncut
+from shardwise.part.gathering import reduced
 from shardwise.part.sums import Sum
-from shardwise.part.tensor import Part, is_part, no_rule, parts_in, reduced, rule
+from shardwise.part.tensor import Part, is_part, no_rule, parts_in, rule
 from shardwise.trace.elementwise import is_elementwise
 
 

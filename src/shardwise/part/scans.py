@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
+from shardwise.part.gathering import all_sum
 from shardwise.part.levels import Distributed
-from shardwise.part.tensor import Part, all_sum
+from shardwise.part.tensor import Part
 
 MOST_RUNS = 256  # totals of all are sent to all
 

@@ -30,10 +30,8 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch._prims_common import make_contiguous_strides_for as strides_in_order
 
-from shardwise.comm import Axis, all_gather, all_reduce, reduce_scatter
-from shardwise.host import to_device
+from shardwise.comm import Axis
 from shardwise.part.cuts import REMEMBERED, Owners, Uncut
 from shardwise.part.leaves import replaced, tensors_in
 from shardwise.part.levels import Distributed, answering, here
@@ -209,6 +207,22 @@ def _answer(func: Any, args: tuple, kwargs: dict, given: list[Distributed]) -> A
     return output
 
 
+class LastGathered:
+    """The soft part that was gathered last, and the result: queries, keys and values read the same input.
+
+    Which part it is, is told by what was done to it, never by how it lies in memory: shares of one index lie in memory
+    in more than one way, and ranks that remember different things come to different collectives.
+    """
+
+    key: tuple | None = None
+    held: torch.Tensor | None = None
+
+
+def forget() -> None:
+    """Let go of the last gathered tensor."""
+    LastGathered.key = LastGathered.held = None
+
+
 class Gathers:
     """Where code runs that nobody rehearsed (a script's own loss): any part cut over positions may be gathered.
 
@@ -224,6 +238,7 @@ def _may_be_gathered(part: Part) -> bool:
 
 def _on_gathered(func: Any, args: tuple, kwargs: dict) -> Any:
     """The operation on whole tensors, where the parts in its way are soft. Called while an `Uncut` is handled."""
+    from shardwise.part.gathering import gather, gathered
     from shardwise.part.sums import Sum
 
     writes = facts(func).writes and is_part(args[0])
@@ -321,159 +336,3 @@ def no_rule(func: Any, parts: list[Part]) -> str:
     first = parts[0]
     shapes = ", ".join(f"{tuple(p.shape)} cut along dim {p.dim_cut}" for p in parts)
     return f"{func} is not known to be right on tensors cut over {first.axis.name} (here {shapes})"
-
-
-class _Last:
-    """The soft part that was gathered last, and the result: queries, keys and values read the same input.
-
-    Which part it is, is told by what was done to it, never by how it lies in memory: shares of one index lie in memory
-    in more than one way, and ranks that remember different things come to different collectives.
-    """
-
-    key: tuple | None = None
-    held: torch.Tensor | None = None
-
-
-def forget() -> None:
-    """Let go of the last gathered tensor."""
-    _Last.key = _Last.held = None
-
-
-def gather(part: Part) -> torch.Tensor:
-    """The whole tensor, on every rank, to read: of a soft part, the same object as the last time. Collective."""
-    if not part.soft or isinstance(part.local, Distributed):
-        return gathered(part)
-    values, turned = part.values
-    if turned and part.dim() == 2:  # the transpose of what others gather
-        matrix = Part(part.local.t(), 1 - part.dim_cut, part.owners, part.axis, True, part.origin)
-        matrix.values = values, False
-        return gather(matrix).t()
-    key = (values, turned, part.shape, part.dim_cut, part.owners)
-    if _Last.key != key or _Last.held is None:
-        _Last.key, _Last.held = key, gathered(part)
-    return _Last.held
-
-
-def gathered(part: Part) -> torch.Tensor:
-    """The tensor whole along the part's axis, newly made; it may still be cut over axes further in. Collective."""
-    dim, owners, axis = part.dim_cut, part.owners, part.axis
-    inner = part.local
-    if isinstance(inner, Distributed):
-        inner = inner.settled()
-        if isinstance(inner, Part) and inner.dim_cut != dim:
-            return inner.with_local(gathered(Part(inner.local, dim, owners, axis)))
-        whole_inside = gathered(inner) if isinstance(inner, Part) else inner
-        return gathered(Part(whole_inside, dim, owners, axis))
-    most = max(owners.counts)
-    front = part.local.movedim(dim, 0)
-    padded = front
-    if front.shape[0] != most:
-        padded = front.new_zeros((most, *front.shape[1:]))
-        padded[: front.shape[0]] = front
-    kind = padded.dtype
-    flat = padded.contiguous().view(torch.uint8) if kind is torch.bool else padded.contiguous()
-    table = flat.new_empty((axis.size * most, *front.shape[1:]))
-    all_gather(table.view(-1), flat.view(-1), axis, "activations")
-    table = table.view(kind) if kind is torch.bool else table
-    if any(count != most for count in owners.counts):
-        table = torch.cat([table[r * most : r * most + n] for r, n in enumerate(owners.counts)])
-    if owners.order is not None:
-        table = table.index_select(0, to_device(owners.order, table.device))
-    return packed(table.movedim(0, dim))
-
-
-def packed(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor in memory order, with the strides that go with it even where a dim has one index.
-
-    `contiguous` leaves the stride of such a dim as it is. Ranks with one index and with several would go other ways.
-    """
-    tensor, strides = tensor.contiguous(), strides_in_order(tensor.shape)
-    return tensor if tensor.stride() == strides else tensor.as_strided(tensor.shape, strides)
-
-
-def reduced(local: torch.Tensor, part: Part, op: str = "sum") -> torch.Tensor:
-    """The sum (max, min) over the ranks of what each has; plain. Collective."""
-    return all_sum(local, part.axis, op)
-
-
-def all_sum(local: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
-    """The sum (max, min) of every rank's tensor, cut over axes further in as it is. Collective."""
-    if isinstance(local, Distributed):
-        inner = local.settled()
-        if isinstance(inner, Part):
-            return inner.with_local(all_sum(inner.local, axis, op))
-        return all_sum(inner, axis, op)
-    total = local.clone(memory_format=torch.contiguous_format)
-    all_reduce(total, axis, "activations", op=op)
-    return total
-
-
-def scatter_sum(local: torch.Tensor, dim: int, owners: Owners, axis: Axis) -> torch.Tensor:
-    """This rank's share, along `dim`, of the sum of every rank's tensor. Collective."""
-    return Scatter(local, dim, owners, axis).wait()
-
-
-class Scatter:
-    """A sum over ranks under way, of which each keeps its share along `dim`. Collective."""
-
-    def __init__(self, local: torch.Tensor, dim: int, owners: Owners, axis: Axis):
-        self.dim, self.owners, self.axis = dim, owners, axis
-        self.sent = _in_blocks(local.movedim(dim, 0), owners, axis)  # kept until it is over
-        self.share = self.sent.new_empty((max(owners.counts), *self.sent.shape[1:]))
-        self.pending = reduce_scatter(self.share.view(-1), self.sent.view(-1), axis, "activations", wait=False)
-
-    def wait(self) -> torch.Tensor:
-        """The share."""
-        self.pending.wait()
-        return packed(self.share[: self.owners.counts[self.axis.index]].movedim(0, self.dim))
-
-
-def _in_blocks(front: torch.Tensor, owners: Owners, axis: Axis) -> torch.Tensor:
-    """The rows of each rank behind each other, in blocks of one size."""
-    most = max(owners.counts)
-    if owners.order is None and all(count == most for count in owners.counts):
-        return front.contiguous()
-    padded = front.new_zeros((axis.size * most, *front.shape[1:]))
-    for rank, count in enumerate(owners.counts):
-        padded[rank * most : rank * most + count] = owners.take(front, 0, rank)
-    return padded
-
-
-class _ToPart(torch.autograd.Function):
-    """A plain tensor that is this rank's share, as a part. Backward takes the share of the gradient."""
-
-    @staticmethod
-    def forward(ctx, local: torch.Tensor, dim: int, owners: Owners, axis: Axis, origin: str) -> Part:
-        ctx.cut = dim, owners, axis
-        return Part(local.detach(), dim, owners, axis, origin=origin)
-
-    @staticmethod
-    def backward(ctx, gradient: torch.Tensor):
-        return share_of(gradient, *ctx.cut), None, None, None, None
-
-
-def share_of(tensor: torch.Tensor, dim: int, owners: Owners, axis: Axis) -> torch.Tensor:
-    """This rank's share over `axis` of a tensor, however it is dealt. Collective where it is a sum or cut otherwise.
-
-    Over axes further out the result is what the tensor is: the share of a sum is a sum of shares.
-    """
-    if isinstance(tensor, Distributed) and tensor.axis.depth < axis.depth:
-        return tensor.like(share_of(tensor.settled_local(), dim, owners, axis))
-    if isinstance(tensor, Distributed):
-        tensor = tensor.settled()
-    if not isinstance(tensor, Part) or tensor.axis is not axis:
-        return owners.take(tensor, dim, axis.index)
-    if tensor.dim_cut == dim and tensor.owners == owners:
-        return tensor.local
-    if axis.positions and tensor.dim_cut == dim:  # each rank fetches what it lacks, and no rank holds it whole
-        from shardwise.part.moves import reowned
-
-        return reowned(tensor, owners).local
-    return owners.take(gather(tensor), dim, axis.index)
-
-
-def to_part(local: torch.Tensor, dim: int, owners: Owners, axis: Axis, origin: str = "") -> Part:
-    """Differentiable: this rank's share (a parameter) as a part of the whole."""
-    if not local.requires_grad or not torch.is_grad_enabled():
-        return Part(local.detach(), dim, owners, axis, origin=origin)
-    return _ToPart.apply(local, dim, owners, axis, origin)

@@ -10,10 +10,11 @@ import torch
 
 from shardwise.host import to_device
 from shardwise.part.cuts import Owners, Uncut, group_size, in_whole_groups, joined, regrouped, unsliced
+from shardwise.part.gathering import gather, gathered, reduced
 from shardwise.part.levels import Distributed
 from shardwise.part.moves import reowned
 from shardwise.part.sums import Sum
-from shardwise.part.tensor import Part, gather, gathered, is_part, no_rule, parts_in, reduced, rule
+from shardwise.part.tensor import Part, is_part, no_rule, parts_in, rule
 from shardwise.part.whole_view import WHOLE, WholeView, factors_of, goal_of
 
 # (owners after a slice, slice) -> owners before it, for the backward of slices; the oldest are forgotten

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
-from itertools import chain, product
-from math import inf
+from itertools import product
 from time import perf_counter
 
 from shardwise.cluster import Cluster
@@ -17,26 +15,14 @@ from shardwise.costs.software import Software, as_planned
 from shardwise.engine.check import WEIGHTS_FREED
 from shardwise.engine.optimizer import Nature, shares_of, try_out
 from shardwise.engine.optimizer import refuse as refuse_optimizer
-from shardwise.engine.positions import tiled_sizes
 from shardwise.errors import InputError, RefusedPlan, ShardwiseError
 from shardwise.layout import Plan
 from shardwise.parallel.batchnorm import joins_batch_norms
-from shardwise.planner.bound import least_seconds
-from shardwise.planner.candidates import (
-    Constraints,
-    cut_layouts,
-    data_layouts,
-    divisors,
-    expert_layouts,
-    plan_of,
-    sequence_layouts,
-    spread_layouts,
-    tile_layouts,
-)
+from shardwise.planner.candidates import Constraints
 from shardwise.planner.played import Sizes, dealt, degrees_text, places, played
 from shardwise.planner.reading import Reading, timed_reading
 from shardwise.planner.subject import Subject
-from shardwise.planner.units import bytes_text, seconds_text
+from shardwise.planner.traced_layouts import TracedLayouts
 from shardwise.progress import Say, silent
 from shardwise.rehearsal.cut_module import Cuts, Looks, Shares, once
 from shardwise.rehearsal.rank_row import ALIKE, Beside, Place
@@ -54,10 +40,6 @@ DEFAULT_SAMPLES = 32  # of a step, for a task with a data source and no batch of
 # samples of the two traces that others are on a line with; one sample alone runs other operations (a dim of 1 is
 # broadcast, not copied), so it is traced by itself
 TRACED = (2, 4)
-MOST_OPS = 30_000  # of the rehearsals of a search: some twenty seconds
-CUTS = ("tp", "pp", "ep", "domain", "cp", "cp_ulysses")
-MOST_DIMS = 3  # of space
-WORTH = 0.05  # cuts that cannot make a step shorter by as much are not rehearsed
 
 
 def default_samples(task: Task) -> int:
@@ -108,7 +90,7 @@ class Traced:
         self.node = cluster.sizes[0] if len(cluster.tiers) > 1 else cluster.world_size
         self.looks = Looks(task, self.sample)
         self.remarks = list(remarks)
-        self._spent = 0  # ops of rehearsals
+        self.spent = 0  # ops of all rehearsals so far
         self._models: dict[tuple[str, int, tuple[int, int]], Model] = {}
         self._traces: dict[tuple[int, str, int], Counted] = {}
         self._ranks: dict[tuple[Cuts, Sizes, Beside, Place | None], list[Model] | ShardwiseError] = {}
@@ -124,29 +106,14 @@ class Traced:
         self._remark_on(self.model("none").one)
         recomputes = [*dict.fromkeys(("none", *wanted))] if units else ["none"]
 
-        def layouts(world: int, constraints: Constraints) -> Iterable[Layout]:
-            own = [*filter(self.can_run, data_layouts(world, batch, self.node, recomputes))]
-            fastest = inf
-            for layout in self.lean(own, batch, constraints, lambda layout, _: self.can_hold(layout, batch)):
-                yield layout
-                if self.fits(layout, batch, constraints):
-                    fastest = min(fastest, self.simulate(layout, batch).step_s)
-            positions = self._positions(batch, world, recomputes, constraints) if self.cuts else []
-            for layout in self.cut_within(positions, batch, constraints):
-                yield layout
-                if self.fits(layout, batch, constraints):
-                    fastest = min(fastest, self.simulate(layout, batch).step_s)
-            if self.cuts and self._are_worth_cutting(fastest, batch, world, constraints):
-                cut = [*filter(self.can_run, cut_layouts(world, batch, self.node, recomputes, constraints))]
-                few, many = (expert_layouts(each if self.routed else (), self.node, constraints) for each in (own, cut))
-                yield from self.cut_within(chain(few, cut, many), batch, constraints)
+        layouts = TracedLayouts(self, batch, recomputes)
 
         def estimate(layout: Layout) -> Quick:
             found = self.simulate(layout, batch)
             return Quick(found.step_s, found.worst)
 
         return Subject(
-            self.task.name, units, batch, 1, layouts, estimate, lambda layout: self.memory(layout, batch),
+            self.task.name, units, batch, 1, layouts.found, estimate, lambda layout: self.memory(layout, batch),
             lambda layout: self.simulate(layout, batch), self.remarks, own=True,
             with_batch=lambda count: self.subject(count, wanted), reading=lambda: self.reading,
             exact=lambda layout: self.of_micro_batch(layout.micro_batch).simulate(layout, batch),
@@ -160,9 +127,9 @@ class Traced:
 
     def _remark_on(self, one: Counted) -> None:
         if one.idle:
-            self._remark(f"no gradient reaches {one.idle:,} of {one.parameters:,} parameters on such samples")
+            self.remark(f"no gradient reaches {one.idle:,} of {one.parameters:,} parameters on such samples")
         if one.drawn:
-            self._remark("a single random number is taken as 0.5: what it decides (layerdrop) goes the likelier way")
+            self.remark("a single random number is taken as 0.5: what it decides (layerdrop) goes the likelier way")
 
     @property
     def routed(self) -> bool:
@@ -221,32 +188,6 @@ class Traced:
         trained = (param for param in self.looks.built.module.parameters() if param.requires_grad)
         return try_out(self.task.optimizer, [param.shape for param in trained])
 
-    def lean(
-        self, layouts: Iterable[Layout], batch: int, constraints: Constraints,
-        can: Callable[[Layout, set[Layout]], bool],
-    ) -> Iterator[Layout]:  # fmt: skip
-        """Those of the layouts that are as asked for, without recompute where none is needed.
-
-        Of the same layout, that without recompute comes first: where it fits, recompute only adds time.
-
-        can   whether a layout can be traced and should be, given those that fit so far; asked last, since it takes long
-        """
-        asked = constraints.value("remat") is not None
-        fitted: set[Layout] = set()
-        refused: set[Layout] = set()  # what cannot be traced without recompute cannot be with it
-        for layout in map(constraints.applied, layouts):
-            plain = layout.with_(recompute="none")
-            if constraints.fixed and not constraints.allows(plan_of(layout, self.precision)):
-                continue
-            if plain in refused or (plain in fitted and not asked):
-                continue
-            if not can(layout, fitted):
-                refused.add(layout)
-                continue
-            if layout == plain and self.fits(layout, batch, constraints):
-                fitted.add(plain)
-            yield layout
-
     def fits(self, layout: Layout, batch: int, constraints: Constraints) -> bool:
         """Whether the fullest rank of a layout has room."""
         room = self.cluster.device.memory_bytes * (1 - constraints.headroom) - CONTEXT_BYTES
@@ -259,7 +200,7 @@ class Traced:
         try:
             self.model(name)
         except InputError as error:
-            self._remark(f"remat={name} is left out: {error}")
+            self.remark(f"remat={name} is left out: {error}")
             return False
         return True
 
@@ -270,9 +211,10 @@ class Traced:
                 named = text.removesuffix(why).split("; ")
                 self.remarks[at] = "; ".join(dict.fromkeys([*named, what])) + why
                 return
-        self._remark(what + why)
+        self.remark(what + why)
 
-    def _remark(self, text: str) -> None:
+    def remark(self, text: str) -> None:
+        """Tell this once, beside what the search finds."""
         if text not in self.remarks:
             self.remarks.append(text)
 
@@ -298,7 +240,7 @@ class Traced:
         for at, tp, pp in shares.ranks(all_places if place is None else [place]):
             tile = f"share {'x'.join(map(str, at))} of positions, " if key.cut_positions > 1 else ""
             self.say(f"{self.task.name}: rehearsing {key.plan}, {tile}rank {tp} of tp, stage {pp}")
-            self._spent += len(sizes) * self.model("none").one.kernels
+            self.spent += len(sizes) * self.model("none").one.kernels
             traces = [shares.trace(tp, pp, each, beside, at) for each in sizes]
             found.append(self._model(traces[0], traces[-1]))
         return found
@@ -345,114 +287,8 @@ class Traced:
         one = self._trace(count, recompute, joined)
         return self._model(one, one)
 
-    def cut_within(self, layouts: Iterable[Layout], batch: int, constraints: Constraints) -> Iterator[Layout]:
-        """Those of the layouts that can be cut, as far as rehearsing them is a matter of seconds.
-
-        zero=3 is left out where the same layout fits without, since it only ever adds time, and where it cannot be cut
-        without, since it cuts nothing.
-        """
-        asked = any(constraints.value(name) is not None for name in CUTS)
-        refused: set[Layout] = set()
-        left: dict[str, None] = {}
-
-        def can(layout: Layout, fitted: set[Layout]) -> bool:
-            plain = layout.with_(recompute="none")
-            if layout.ep == 1 and plain.with_(zero=0, shard=1, replicas=layout.dp) in refused:
-                return False
-            if layout.zero > 1 and constraints.value("zero") is None and plain.with_(zero=1) in fitted:
-                return False
-            if any(one.cut_positions < layout.cut_positions and one.world_size == layout.world_size for one in fitted):
-                return False  # more shares of what fits only have more borders
-            if self._spent > MOST_OPS and not asked and not self._known(layout, batch):
-                left[degrees_text(plain.with_(sp=False))] = None
-                return False
-            if not self.can_cut(layout, batch):
-                refused.add(layout)
-                return False
-            return True
-
-        yield from self.lean(layouts, batch, constraints, can)
-        if left:
-            self._remark(f"not looked at, since rehearsing all of them takes minutes: {'; '.join(left)} (ask for one "
-                         "with --fix)")  # fmt: skip
-
-    def _are_worth_cutting(self, fastest: float, batch: int, world: int, constraints: Constraints) -> bool:
-        """Whether tp, pp or ep could shorten the fastest step without them, or were asked for; a remark where not."""
-        if fastest == inf or self.routed or any(constraints.value(name) is not None for name in CUTS):
-            return True
-        least = least_seconds(self.model("none"), batch, world, self.cluster, self.software, self.precision)
-        if (gain := 1 - least / fastest) >= WORTH:
-            return True
-        if world > 1:
-            self._remark(
-                f"tp, pp and ep are not looked at: the fastest step without them computes for {seconds_text(least)} at "
-                f"least, so they could make it shorter by {max(0.0, gain):.1%} at most (--fix tp=2 looks all the same)"
-            )
-        return False
-
-    def _positions(
-        self, batch: int, world: int, recomputes: list[str], constraints: Constraints
-    ) -> Iterable[Layout]:  # fmt: skip
-        """Layouts that cut a sample's positions, where that answers a wall or is asked for; a remark on the wall.
-
-        Fields are cut into tiles; samples that are none, or where it is asked for, along their sequence.
-        """
-        tiles, along = (
-            any(constraints.value(name) not in (None, 1, (1,)) for name in names)
-            for names in (("domain",), ("cp", "cp_ulysses"))
-        )
-        wall = self._wall(batch, world, constraints) if world > 1 else ""
-        if world == 1 or not (wall or tiles or along):
-            return []
-        if self.space and not along:
-            bases = tile_layouts(world, self.space, constraints)
-            answer = "tiles (domain) answer"
-        elif along or self.has_sequence:
-            bases = sequence_layouts(world, self.node, constraints)
-            answer = "cp and cp_ulysses, which cut a sequence, answer"
-        else:
-            return []
-        if wall:
-            self._remark(f"{answer} a wall: {wall}")
-        return filter(self.can_run, spread_layouts(bases, world, batch, recomputes, constraints))
-
-    @cached_property
-    def has_sequence(self) -> bool:
-        """Whether two ranks could share a sequence of the task's samples; a remark where not."""
-        try:
-            return self.looks.positions(Plan(cp=2, precision=self.precision)) is not None
-        except (RefusedPlan, InputError) as refused:
-            self._remark(f"a sequence is not cut: {refused}")
-            return False
-
-    @cached_property
-    def space(self) -> tuple[int, ...]:
-        """Sizes of the task's fields along each dim of space that tiles may cut; () where there is no field."""
-        found: tuple[int, ...] = ()
-        for dims in range(1, MOST_DIMS + 1):
-            try:
-                sizes = tiled_sizes(self.task, Plan(domain=(2,) * dims), self.looks.few)
-            except RefusedPlan:  # more dims than the task names
-                break
-            found = sizes or found
-        return found
-
-    def _wall(self, batch: int, world: int, constraints: Constraints) -> str:
-        """What stands against whole fields: one sample does not fit on a device, or there are fewer than devices."""
-        room = self.cluster.device.memory_bytes * (1 - constraints.headroom) - CONTEXT_BYTES
-        data = max(d for d in divisors(world) if batch % d == 0)
-        one = Layout(shard=data, zero=3 if data > 1 else 0, micro_batch=1, n_micro=batch // data, seq=1)
-        if self.can_hold(one, batch) and (ledger := self.memory(one, batch)).reserved > room:
-            held = sum(ledger.terms.get(name, 0.0) for name in ("micro-batch", "inputs", "global batch"))
-            if held > ledger.allocated / 2:
-                needed = f"{bytes_text(ledger.reserved)} on a device (zero={one.zero} over {data}, remat=none)"
-                share = f"{held / ledger.allocated:.0%} of it for that sample"
-                return f"one sample at a time needs {needed}, {share}, and there are {bytes_text(room)}"
-        if batch < world:
-            return f"{batch} samples are fewer than {world} devices"
-        return ""
-
-    def _known(self, layout: Layout, batch: int) -> bool:
+    def known(self, layout: Layout, batch: int) -> bool:
+        """Whether its ranks were rehearsed already."""
         return (*self._key(layout, batch), None) in self._ranks
 
     def can_hold(self, layout: Layout, batch: int) -> bool:

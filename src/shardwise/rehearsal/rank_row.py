@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from shardwise.comm import Axis, Ledger
@@ -19,37 +18,31 @@ from shardwise.layout import Plan
 from shardwise.layout.grid import inner_axes
 from shardwise.layout.schedule_kinds import Op
 from shardwise.memory.live import LiveBytes
-from shardwise.memory.recompute import recompute_block
-from shardwise.parallel.expert import ExpertParallel, install
-from shardwise.parallel.expert.apply import compute_own_rows
+from shardwise.parallel.expert import ExpertParallel
 from shardwise.parallel.flat import Flat
 from shardwise.parallel.pipeline import backward
-from shardwise.parallel.pipeline.cuts import Stage
 from shardwise.parallel.pipeline.messages import Told as OfTensor
-from shardwise.parallel.pipeline.placed import StagePlacement
 from shardwise.parallel.pipeline.stage import StagedModule
 from shardwise.parallel.tensor import TensorParallel
 from shardwise.part import forget
-from shardwise.part.crossing import axes_of, cuts_of, put_together, taken_apart
-from shardwise.part.parameters import see_parts
+from shardwise.part.crossing import cuts_of, put_together, taken_apart
 from shardwise.precision import Precision
 from shardwise.rehearsal.dispatch import RehearsalMode
 from shardwise.rehearsal.fsdp2 import Gathered
 from shardwise.rehearsal.gpu_kernels import Fused, like_gpu
 from shardwise.rehearsal.known_values import Values, known_values_read
 from shardwise.rehearsal.op_counts import Count, StepTrace
+from shardwise.rehearsal.rank_module import RankModule
 from shardwise.rehearsal.short_rows import telling
 from shardwise.rehearsal.step_trace import (
     Arrivals,
     batch_norms,
-    build,
     fake_batch,
     in_order,
     inputs_of,
     objective,
     on_device,
 )  # fmt: skip
-from shardwise.trace.blocks import find_blocks
 from shardwise.trace.fake import Fake
 
 if TYPE_CHECKING:
@@ -94,16 +87,6 @@ def axes_at(plan: Plan, place: Place = (), ledger: Ledger | None = None, gloo: b
     return tuple(axis for axis in axes if axis.size > 1)
 
 
-class _FakeStages(StagedModule):
-    """Stages on fake tensors."""
-
-    def _put(self, held: torch.Tensor, received: torch.Tensor, needs_gradient: bool, written: bool) -> None:
-        """What is received into a sum of tp's makes it a plain tensor, which a fake one has to be outside as well."""
-        if isinstance(received, FakeTensor) and not isinstance(held, FakeTensor) and not axes_of(held):
-            torch.utils.swap_tensors(held, torch.empty_like(received))
-        super()._put(held, received, needs_gradient, written)
-
-
 class Rehearsal:
     """One rank's module on fake tensors, and its row."""
 
@@ -128,6 +111,9 @@ class Rehearsal:
         place_in_ep, self.beside = beside
         group = Axis("ep", shares.cuts.ep, place_in_ep, None, tuple(range(shares.cuts.ep)), rehearsal=self.ledger)
         self.experts = ExpertParallel(shares.stacks, group)
+        self.parts = RankModule(
+            shares, self.fake, self.precision, self.tensor, self.experts, self.positions, self.inner
+        )
         count = shares.schedule.microbatches * shares.cuts.rounds
         self.sizes = [*sizes, *[sizes[-1]] * (count - len(sizes))]
         self.batches = {n: fake_batch(self.fake, shares.looks.one, n) for n in {*self.sizes}}
@@ -138,7 +124,8 @@ class Rehearsal:
     def run(self) -> RankTrace:
         """Play the row."""
         told = {n: self._told_once(n) if self.cut is not None else {} for n in self.batches}
-        model, staged = self._module(self.cut)
+        model, self.blocks = self.parts.build(self.cut)
+        staged = self.parts.staged(model, self.cut.mine) if self.cut is not None else None
         held = self._held(model)
         self._sizes(model, held)
         with self.fake:
@@ -285,8 +272,8 @@ class Rehearsal:
     def _told(self, samples: int) -> dict[int, Told]:
         """What each stage sends, from all stages in turn on one module that has everything."""
         assert self.cut is not None
-        model, _ = self._module(None)
-        staged = self._staged(model, self.cut.stages)
+        model, _ = self.parts.build(None)
+        staged = self.parts.staged(model, self.cut.stages)
         told: dict[int, Told] = {}
         with batch_norms(model, self.shares.cuts.joined, Ledger()), self.fake, Values(self.fake):
             for stage in self.cut.stages[:-1]:
@@ -298,34 +285,6 @@ class Rehearsal:
                 ]
         forget()
         return told
-
-    def _module(self, cut: StagePlacement | None) -> tuple[nn.Module, StagedModule | None]:
-        """The module with this rank's shares, in the order in which a run applies things."""
-        model = build(self.task, self.fake, self.precision)
-        blocks = find_blocks(model, nested=self.task.branches == "same")
-        absent = cut.absent if cut is not None else set()
-        self._replace(model, absent)
-        if self.positions is not None and self.positions.inside is not None:
-            self.positions.inside.install(model)
-        if self.tensor is not None:
-            see_parts(model, self.tensor.cuts, self.tensor.axis, absent, self.inner)
-        elif self.inner:
-            see_parts(model, {}, Axis.alone("tp"), absent, self.inner)
-        if self.experts.stacks:
-            install(model, self.experts.here(absent), torch.device("cpu"))
-        elif self.inner:
-            compute_own_rows(model, self.shares.looks.row_wise(self.shares.plan))
-        if cut is not None:
-            blocks = cut.here(model, blocks)
-        if self.shares.cuts.recompute != "none":
-            for block in {id(b): b for b in map(model.get_submodule, blocks.paths)}.values():
-                recompute_block(block, self.shares.cuts.recompute)
-        self.blocks = blocks
-        return model, self._staged(model, cut.mine) if cut is not None else None
-
-    def _staged(self, model: nn.Module, stages: list[Stage]) -> _FakeStages:
-        results = self.positions.results if self.positions is not None else {}
-        return _FakeStages(model, stages, self.precision.compute, self.inner, results)
 
     def _techniques(self, model: nn.Module, held: dict[str, nn.Parameter]) -> list[Gathered | Flat]:
         """What owns the gradients while micro-batches run; without it they are an account of their own."""
@@ -388,37 +347,6 @@ class Rehearsal:
                 yield
         finally:
             self.count.trace = kept
-
-    def _replace(self, model: nn.Module, absent: set[str]) -> None:
-        """Shares in the place of what is cut, shapes without memory in the place of what other stages hold."""
-        names = {id(param): name for name, param in model.named_parameters()}
-        made: dict[str, nn.Parameter] = {}
-        for child in model.modules():
-            for leaf, param in list(child._parameters.items()):
-                if param is None:
-                    continue
-                name = names[id(param)]
-                cut = self.tensor.cuts.get(name) if self.tensor is not None else None
-                if name not in absent and cut is None and name not in self.experts.experts:
-                    continue
-                if name not in made:
-                    made[name] = self._stand_in(name, param, name in absent, cut)
-                child._parameters[leaf] = made[name]
-
-    def _stand_in(self, name: str, param: nn.Parameter, absent: bool, cut: Any) -> nn.Parameter:
-        with self.fake:
-            if absent:
-                value = torch.empty((), dtype=param.dtype).expand(param.shape)
-                return nn.Parameter(value, requires_grad=False)
-            shape = list(param.shape)
-            if cut is not None:
-                assert self.tensor is not None
-                shape[cut.dim] = cut.owners.counts[self.tensor.axis.index]
-            if name in self.experts.experts:
-                shape[0] //= self.experts.axis.size
-            share = nn.Parameter(torch.empty(shape, dtype=param.dtype), requires_grad=param.requires_grad)
-        share.__dict__.update(param.__dict__)
-        return share
 
     def _held(self, model: nn.Module) -> dict[str, nn.Parameter]:
         absent = self.cut.absent if self.cut is not None else set()

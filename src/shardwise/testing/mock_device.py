@@ -4,7 +4,7 @@ For tests of code that is meant for accelerators, on machines without one. What 
 
     mock tensor + CPU tensor        raises, but for what torch allows (a CPU number of one element, an index)
     tensor.numpy(), a pickle        raises
-    a copy to or from the host      is counted (`TRAFFIC`), as are values that Python reads
+    a copy to or from the host      is counted by `HostReads`, as are values that Python reads
     a draw                          comes from a generator of the device's own
     a collective's result           is NaN until its work is waited for; so is what is being sent
 
@@ -21,7 +21,6 @@ Source: `torch/utils/backend_registration.py`, `torch/_subclasses/fake_tensor.py
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
@@ -35,7 +34,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 NAME = "mock"
 HOST = torch.device("cpu")
 
-TRAFFIC: Counter[str] = Counter()  # "to host", "to device": copies; "values": operations whose values Python reads
 SEEN: set[torch._ops.OpOverload] = set()  # operations that mock tensors met
 
 _installed: list[Any] = []  # what torch must not find collected
@@ -336,7 +334,6 @@ def _collective(func: Any, args: tuple, bare_args: tuple, kwargs: dict) -> Any:
 aten = torch.ops.aten
 _SENDS = (torch.ops.c10d.send, torch.ops.c10d.barrier)
 _TAKES_HOST_INDICES = (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_)
-_READ = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
 def _compute(func: Any, args: tuple, kwargs: dict) -> Any:
@@ -357,7 +354,8 @@ def _compute(func: Any, args: tuple, kwargs: dict) -> Any:
     goal = torch.device(kwargs["device"]) if kwargs.get("device") is not None else _device()
     bare_kwargs |= {"device": HOST} if goal.type == NAME and "device" in kwargs else {}
     bare_kwargs |= {"pin_memory": False} if kwargs.get("pin_memory") else {}
-    _look(func, args, goal, bool(claimed), foreign)
+    if claimed:
+        _refuse_both(func, args, foreign)
     if func.namespace == "c10d":
         return _collective(func, args, bare_args, bare_kwargs)
     with torch.no_grad(), _own_draws(func):
@@ -376,21 +374,13 @@ def _compute(func: Any, args: tuple, kwargs: dict) -> Any:
     return tree_map_only(torch.Tensor, cover, out)
 
 
-def _look(func: Any, args: tuple, goal: torch.device, any_mock: bool, foreign: list[torch.Tensor]) -> None:
-    """Count what crosses to or from the host; raise where tensors of both meet, as a kernel of a GPU would."""
+def _refuse_both(func: Any, args: tuple, foreign: list[torch.Tensor]) -> None:
+    """Raise where tensors of the host and of the device meet, as a kernel of a GPU would."""
     packet = func.overloadpacket
-    if any(tag in func.tags for tag in _READ) and any_mock:
-        TRAFFIC["values"] += 1
-    if packet is aten._to_copy and goal.type != NAME:
-        TRAFFIC["to host"] += 1
-    if not foreign or not any_mock:
-        return
-    if packet in (aten.copy_, aten._foreach_copy_):
-        TRAFFIC["to device" if isinstance(_first(args[0]), MockTensor) else "to host"] += 1
+    if not foreign or packet in (aten.copy_, aten._foreach_copy_):
         return
     if packet in _TAKES_HOST_INDICES and isinstance(args[0], MockTensor):
         indices = [index for index in args[1] if index is not None and not isinstance(index, MockTensor)]
-        TRAFFIC["to device"] += len(indices)
         foreign = [tensor for tensor in foreign if not any(tensor is index for index in indices)]
     if all(tensor.dim() == 0 for tensor in foreign) and not _writes_to(func, args, foreign):
         return
@@ -402,10 +392,6 @@ def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors are the same view of one memory."""
     places = [(t.shape, t.stride(), t.storage_offset(), t.untyped_storage()._cdata) for t in (one, other)]
     return places[0] == places[1]
-
-
-def _first(value: Any) -> Any:
-    return value[0] if isinstance(value, list | tuple) else value
 
 
 def _writes_to(func: Any, args: tuple, foreign: list[torch.Tensor]) -> bool:

@@ -18,10 +18,11 @@ import torch
 from shardwise.parallel.domain.gathers import noted
 from shardwise.parallel.domain.tiles import CutDim, answers, cuts, opened, placed
 from shardwise.part import Owners, Uncut
+from shardwise.part.gathering import gathered
 from shardwise.part.levels import Distributed
 from shardwise.part.moves import from_axis, moved
 from shardwise.part.sums import whole_over_axis
-from shardwise.part.tensor import gathered, no_rule, rule
+from shardwise.part.tensor import no_rule, rule
 
 
 def _local(run: Callable, input: torch.Tensor, dims: list[int]) -> torch.Tensor:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from shardwise.comm import Axis
 from shardwise.parallel.domain.tiles import CutDim, answers, cuts, opened, placed, used
-from shardwise.part.tensor import all_sum
+from shardwise.part.gathering import all_sum
 
 
 def _total(tensor: torch.Tensor, axes: tuple[Axis, ...]) -> torch.Tensor:

@@ -22,9 +22,10 @@ from shardwise.comm import Axis
 from shardwise.parallel.domain.kept import CutDim, kept_apart
 from shardwise.parallel.domain.maps import Map, reads
 from shardwise.part import Part, Sum, Uncut
+from shardwise.part.gathering import share_of
 from shardwise.part.levels import Distributed
 from shardwise.part.moves import Wanted, fetch, from_axis, give_back, replaced_from_axis
-from shardwise.part.tensor import FUNCTIONS, share_of
+from shardwise.part.tensor import FUNCTIONS
 
 
 def cuts(tensor: Any, dims: Iterable[int]) -> list[CutDim]:

@@ -33,10 +33,11 @@ from shardwise.parallel.sequence.ring import ring_attention
 from shardwise.part import Owners, Part, Sum, Uncut
 from shardwise.part.crossing import apart, axes_of, cuts_of, joined
 from shardwise.part.cuts import repeated
+from shardwise.part.gathering import share_of
 from shardwise.part.levels import Distributed
 from shardwise.part.moves import from_axis, moved, replaced_from_axis
 from shardwise.part.sums import plain, whole_over_axis
-from shardwise.part.tensor import FUNCTIONS, share_of
+from shardwise.part.tensor import FUNCTIONS
 
 HEADS, POSITIONS = 1, 2  # of queries, keys and values (B, H, S, D)
 

@@ -9,8 +9,8 @@ import torch
 
 from shardwise.comm import Axis
 from shardwise.part import Owners, Part, Sum, Uncut
+from shardwise.part.gathering import gather, share_of
 from shardwise.part.levels import Distributed
-from shardwise.part.tensor import gather, share_of
 
 HEADS, POSITIONS = 1, 2  # of queries, keys and values (B, H, S, D)
 

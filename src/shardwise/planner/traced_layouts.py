@@ -1,0 +1,198 @@
+"""Which layouts of a traced task a search looks at: without recompute where it fits, cut where that may be faster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
+from itertools import chain
+from math import inf
+from typing import TYPE_CHECKING
+
+from shardwise.costs.layout import Layout
+from shardwise.costs.memory import CONTEXT_BYTES
+from shardwise.engine.positions import tiled_sizes
+from shardwise.errors import InputError, RefusedPlan
+from shardwise.layout import Plan
+from shardwise.planner.bound import least_seconds
+from shardwise.planner.candidates import (
+    Constraints,
+    cut_layouts,
+    data_layouts,
+    divisors,
+    expert_layouts,
+    plan_of,
+    sequence_layouts,
+    spread_layouts,
+    tile_layouts,
+)
+from shardwise.planner.played import degrees_text
+from shardwise.planner.units import bytes_text, seconds_text
+
+if TYPE_CHECKING:
+    from shardwise.planner.traced_task import Traced
+
+MOST_OPS = 30_000  # of the rehearsals of a search: some twenty seconds
+CUTS = ("tp", "pp", "ep", "domain", "cp", "cp_ulysses")
+MOST_DIMS = 3  # of space
+WORTH = 0.05  # cuts that cannot make a step shorter by as much are not rehearsed
+
+
+class TracedLayouts:
+    """The layouts of one global batch of a traced task, in the order in which a search looks at them.
+
+    recomputes  policies to try, "none" first
+    """
+
+    def __init__(self, traced: Traced, batch: int, recomputes: list[str]):
+        self.traced, self.batch, self.recomputes = traced, batch, recomputes
+
+    def found(self, world: int, constraints: Constraints) -> Iterable[Layout]:
+        """Data ranks alone; then cuts of positions, and cuts of weights where these could be faster."""
+        traced, batch, cuts = self.traced, self.batch, self.traced.cuts
+        own = [*filter(traced.can_run, data_layouts(world, batch, traced.node, self.recomputes))]
+        fastest = inf
+        for layout in self._lean(own, constraints, lambda layout, _: traced.can_hold(layout, batch)):
+            yield layout
+            if traced.fits(layout, batch, constraints):
+                fastest = min(fastest, traced.simulate(layout, batch).step_s)
+        for layout in self._cut_within(self._positions(world, constraints) if cuts else [], constraints):
+            yield layout
+            if traced.fits(layout, batch, constraints):
+                fastest = min(fastest, traced.simulate(layout, batch).step_s)
+        if cuts and self._are_worth_cutting(fastest, world, constraints):
+            cut = [*filter(traced.can_run, cut_layouts(world, batch, traced.node, self.recomputes, constraints))]
+            few, many = (expert_layouts(each if traced.routed else (), traced.node, constraints) for each in (own, cut))
+            yield from self._cut_within(chain(few, cut, many), constraints)
+
+    def _lean(
+        self, layouts: Iterable[Layout], constraints: Constraints, can: Callable[[Layout, set[Layout]], bool]
+    ) -> Iterator[Layout]:
+        """Those of the layouts that are as asked for, without recompute where none is needed.
+
+        Of the same layout, that without recompute comes first: where it fits, recompute only adds time.
+
+        can   whether a layout can be traced and should be, given those that fit so far; asked last, since it takes long
+        """
+        asked = constraints.value("remat") is not None
+        fitted: set[Layout] = set()
+        refused: set[Layout] = set()  # what cannot be traced without recompute cannot be with it
+        for layout in map(constraints.applied, layouts):
+            plain = layout.with_(recompute="none")
+            if constraints.fixed and not constraints.allows(plan_of(layout, self.traced.precision)):
+                continue
+            if plain in refused or (plain in fitted and not asked):
+                continue
+            if not can(layout, fitted):
+                refused.add(layout)
+                continue
+            if layout == plain and self.traced.fits(layout, self.batch, constraints):
+                fitted.add(plain)
+            yield layout
+
+    def _cut_within(self, layouts: Iterable[Layout], constraints: Constraints) -> Iterator[Layout]:
+        """Those of the layouts that can be cut, as far as rehearsing them is a matter of seconds.
+
+        zero=3 is left out where the same layout fits without, since it only ever adds time, and where it cannot be cut
+        without, since it cuts nothing.
+        """
+        asked = any(constraints.value(name) is not None for name in CUTS)
+        refused: set[Layout] = set()
+        left: dict[str, None] = {}
+
+        def can(layout: Layout, fitted: set[Layout]) -> bool:
+            plain = layout.with_(recompute="none")
+            if layout.ep == 1 and plain.with_(zero=0, shard=1, replicas=layout.dp) in refused:
+                return False
+            if layout.zero > 1 and constraints.value("zero") is None and plain.with_(zero=1) in fitted:
+                return False
+            if any(one.cut_positions < layout.cut_positions and one.world_size == layout.world_size for one in fitted):
+                return False  # more shares of what fits only have more borders
+            if self.traced.spent > MOST_OPS and not asked and not self.traced.known(layout, self.batch):
+                left[degrees_text(plain.with_(sp=False))] = None
+                return False
+            if not self.traced.can_cut(layout, self.batch):
+                refused.add(layout)
+                return False
+            return True
+
+        yield from self._lean(layouts, constraints, can)
+        if left:
+            named = "; ".join(left)
+            self.traced.remark(f"not looked at, since rehearsing all takes minutes: {named} (ask for one with --fix)")
+
+    def _are_worth_cutting(self, fastest: float, world: int, constraints: Constraints) -> bool:
+        """Whether tp, pp or ep could shorten the fastest step without them, or were asked for; a remark where not."""
+        if fastest == inf or self.traced.routed or any(constraints.value(name) is not None for name in CUTS):
+            return True
+        traced = self.traced
+        least = least_seconds(
+            traced.model("none"), self.batch, world, traced.cluster, traced.software, traced.precision
+        )  # fmt: skip
+        if (gain := 1 - least / fastest) >= WORTH:
+            return True
+        if world > 1:
+            self.traced.remark(
+                f"tp, pp and ep are not looked at: the fastest step without them computes for {seconds_text(least)} at "
+                f"least, so they could make it shorter by {max(0.0, gain):.1%} at most (--fix tp=2 looks all the same)"
+            )
+        return False
+
+    def _positions(self, world: int, constraints: Constraints) -> Iterable[Layout]:
+        """Layouts that cut a sample's positions, where that answers a wall or is asked for; a remark on the wall.
+
+        Fields are cut into tiles; samples that are none, or where it is asked for, along their sequence.
+        """
+        tiles, along = (
+            any(constraints.value(name) not in (None, 1, (1,)) for name in names)
+            for names in (("domain",), ("cp", "cp_ulysses"))
+        )
+        wall = self._wall(world, constraints) if world > 1 else ""
+        if world == 1 or not (wall or tiles or along):
+            return []
+        if self.space and not along:
+            bases = tile_layouts(world, self.space, constraints)
+            answer = "tiles (domain) answer"
+        elif along or self.has_sequence:
+            bases = sequence_layouts(world, self.traced.node, constraints)
+            answer = "cp and cp_ulysses, which cut a sequence, answer"
+        else:
+            return []
+        if wall:
+            self.traced.remark(f"{answer} a wall: {wall}")
+        return filter(self.traced.can_run, spread_layouts(bases, world, self.batch, self.recomputes, constraints))
+
+    @cached_property
+    def has_sequence(self) -> bool:
+        """Whether two ranks could share a sequence of the task's samples; a remark where not."""
+        try:
+            return self.traced.looks.positions(Plan(cp=2, precision=self.traced.precision)) is not None
+        except (RefusedPlan, InputError) as refused:
+            self.traced.remark(f"a sequence is not cut: {refused}")
+            return False
+
+    @cached_property
+    def space(self) -> tuple[int, ...]:
+        """Sizes of the task's fields along each dim of space that tiles may cut; () where there is no field."""
+        found: tuple[int, ...] = ()
+        for dims in range(1, MOST_DIMS + 1):
+            try:
+                sizes = tiled_sizes(self.traced.task, Plan(domain=(2,) * dims), self.traced.looks.few)
+            except RefusedPlan:  # more dims than the task names
+                break
+            found = sizes or found
+        return found
+
+    def _wall(self, world: int, constraints: Constraints) -> str:
+        """What stands against whole fields: one sample does not fit on a device, or there are fewer than devices."""
+        room = self.traced.cluster.device.memory_bytes * (1 - constraints.headroom) - CONTEXT_BYTES
+        data = max(d for d in divisors(world) if self.batch % d == 0)
+        one = Layout(shard=data, zero=3 if data > 1 else 0, micro_batch=1, n_micro=self.batch // data, seq=1)
+        if self.traced.can_hold(one, self.batch) and (ledger := self.traced.memory(one, self.batch)).reserved > room:
+            held = sum(ledger.terms.get(name, 0.0) for name in ("micro-batch", "inputs", "global batch"))
+            if held > ledger.allocated / 2:
+                needed = f"{bytes_text(ledger.reserved)} on a device (zero={one.zero} over {data}, remat=none)"
+                share = f"{held / ledger.allocated:.0%} of it for that sample"
+                return f"one sample at a time needs {needed}, {share}, and there are {bytes_text(room)}"
+        if self.batch < world:
+            return f"{self.batch} samples are fewer than {world} devices"
+        return ""

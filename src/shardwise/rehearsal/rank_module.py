@@ -1,0 +1,117 @@
+"""One rank's module on tensors without values: its shares put into it, in the order in which a run applies things."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from shardwise.comm import Axis
+from shardwise.memory.recompute import recompute_block
+from shardwise.parallel.expert import ExpertParallel, install
+from shardwise.parallel.expert.apply import compute_own_rows
+from shardwise.parallel.pipeline.cuts import Stage
+from shardwise.parallel.pipeline.placed import StagePlacement
+from shardwise.parallel.pipeline.stage import StagedModule
+from shardwise.parallel.tensor import TensorParallel
+from shardwise.part.crossing import axes_of
+from shardwise.part.parameters import see_parts
+from shardwise.part.positions import Positions
+from shardwise.precision import Precision
+from shardwise.rehearsal.step_trace import build
+from shardwise.trace.blocks import Blocks, find_blocks
+from shardwise.trace.fake import Fake
+
+if TYPE_CHECKING:
+    from shardwise.rehearsal.cut_module import Shares
+
+
+class _FakeStages(StagedModule):
+    """Stages on fake tensors."""
+
+    def _put(self, held: torch.Tensor, received: torch.Tensor, needs_gradient: bool, written: bool) -> None:
+        """What is received into a sum of tp's makes it a plain tensor, which a fake one has to be outside as well."""
+        if isinstance(received, FakeTensor) and not isinstance(held, FakeTensor) and not axes_of(held):
+            torch.utils.swap_tensors(held, torch.empty_like(received))
+        super()._put(held, received, needs_gradient, written)
+
+
+@dataclass
+class RankModule:
+    """What the module of one rank is made of.
+
+    shares     how the plan cuts the task's module, the same for all ranks
+    tensor     this rank's place in tp; None without
+    experts    the modules of experts, and its place in ep
+    positions  how the batch is cut over `inner`, its axes that cut positions
+    """
+
+    shares: Shares
+    fake: Fake
+    precision: Precision
+    tensor: TensorParallel | None
+    experts: ExpertParallel
+    positions: Positions | None
+    inner: tuple[Axis, ...]
+
+    def build(self, cut: StagePlacement | None) -> tuple[nn.Module, Blocks]:
+        """(module, its blocks) with this rank's shares, in the order in which a run applies things."""
+        model = build(self.shares.task, self.fake, self.precision)
+        blocks = find_blocks(model, nested=self.shares.task.branches == "same")
+        absent = cut.absent if cut is not None else set()
+        self._replace(model, absent)
+        if self.positions is not None and self.positions.inside is not None:
+            self.positions.inside.install(model)
+        if self.tensor is not None:
+            see_parts(model, self.tensor.cuts, self.tensor.axis, absent, self.inner)
+        elif self.inner:
+            see_parts(model, {}, Axis.alone("tp"), absent, self.inner)
+        if self.experts.stacks:
+            install(model, self.experts.here(absent), torch.device("cpu"))
+        elif self.inner:
+            compute_own_rows(model, self.shares.looks.row_wise(self.shares.plan))
+        if cut is not None:
+            blocks = cut.here(model, blocks)
+        if self.shares.cuts.recompute != "none":
+            for block in {id(b): b for b in map(model.get_submodule, blocks.paths)}.values():
+                recompute_block(block, self.shares.cuts.recompute)
+        return model, blocks
+
+    def staged(self, model: nn.Module, stages: list[Stage]) -> StagedModule:
+        """The module as it runs these stages."""
+        results = self.positions.results if self.positions is not None else {}
+        return _FakeStages(model, stages, self.precision.compute, self.inner, results)
+
+    def _replace(self, model: nn.Module, absent: set[str]) -> None:
+        """Shares in the place of what is cut, shapes without memory in the place of what other stages hold."""
+        names = {id(param): name for name, param in model.named_parameters()}
+        made: dict[str, nn.Parameter] = {}
+        for child in model.modules():
+            for leaf, param in list(child._parameters.items()):
+                if param is None:
+                    continue
+                name = names[id(param)]
+                cut = self.tensor.cuts.get(name) if self.tensor is not None else None
+                if name not in absent and cut is None and name not in self.experts.experts:
+                    continue
+                if name not in made:
+                    made[name] = self._stand_in(name, param, name in absent, cut)
+                child._parameters[leaf] = made[name]
+
+    def _stand_in(self, name: str, param: nn.Parameter, absent: bool, cut: Any) -> nn.Parameter:
+        with self.fake:
+            if absent:
+                value = torch.empty((), dtype=param.dtype).expand(param.shape)
+                return nn.Parameter(value, requires_grad=False)
+            shape = list(param.shape)
+            if cut is not None:
+                assert self.tensor is not None
+                shape[cut.dim] = cut.owners.counts[self.tensor.axis.index]
+            if name in self.experts.experts:
+                shape[0] //= self.experts.axis.size
+            share = nn.Parameter(torch.empty(shape, dtype=param.dtype), requires_grad=param.requires_grad)
+        share.__dict__.update(param.__dict__)
+        return share
