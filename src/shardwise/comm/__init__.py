@@ -18,7 +18,7 @@ from shardwise.comm.collectives import (
 )
 from shardwise.comm.ledger import Ledger
 from shardwise.comm.observe import Observer, tagged
-from shardwise.comm.text import everybody, gather_json
+from shardwise.comm.text import everybody, gather_json, of_first
 from shardwise.comm.trail import Trail
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "gather_json",
     "gather_rows",
     "gather_samples",
+    "of_first",
     "receive",
     "reduce_scatter",
     "send",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.collectives import Axis, gather_rows
+from shardwise.comm.collectives import Axis, broadcast, gather_rows
+from shardwise.errors import InputError, RefusedPlan
 from shardwise.host import read
 
 SHORT = 512  # bytes of a row, enough for what a step tells
@@ -35,6 +37,37 @@ def gather_json(value: Any, axis: Axis, device: torch.device) -> list[Any]:
     if max(sizes) > SHORT - 8:
         rows = _gathered(data, 8 + max(sizes), axis, device)
     return [json.loads(row[8 : 8 + size].decode()) for row, size in zip(rows, sizes, strict=True)]
+
+
+def of_first(compute: Callable[[], Any], axis: Axis, device: torch.device) -> Any:
+    """What `compute` returns on the axis's first rank, as JSON keeps it (tuples become lists), on all ranks.
+
+    For what every rank would come to alike, and one can find for all. A refusal, or wrong input, is raised on all.
+    """
+    told: list[Any] = [None, None, None]
+    failure: Exception | None = None
+    if axis.index == 0:
+        try:
+            told[0] = compute()
+        except (InputError, RefusedPlan) as error:
+            failure = error
+            told[1:] = ["input" if isinstance(error, InputError) else "plan", str(error)]
+    value, kind, text = json.loads(_sent(json.dumps(told).encode(), axis, device))
+    if kind is None:
+        return value
+    raise failure if failure is not None else {"input": InputError, "plan": RefusedPlan}[kind](text)
+
+
+def _sent(data: bytes, axis: Axis, device: torch.device) -> bytes:
+    """The bytes of the axis's first rank, on all ranks."""
+    if axis.size == 1:
+        return data
+    size = torch.tensor([len(data)]).to(device)
+    broadcast(size, axis, 0, "control")
+    (count,) = read(size, "texts")
+    row = torch.frombuffer(bytearray(data.ljust(count, b"\0")[:count]), dtype=torch.uint8).to(device)
+    broadcast(row, axis, 0, "control")
+    return bytes(read(row, "texts"))
 
 
 def _gathered(data: bytes, size: int, axis: Axis, device: torch.device) -> list[bytes]:

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from shardwise.comm import gather_json
-from shardwise.engine.alone import blame
+from shardwise.comm import gather_json, of_first
+from shardwise.engine.alone import Untried, blame
 from shardwise.engine.check import Findings, explained, look
 from shardwise.engine.choices import task_differs
 from shardwise.engine.optimizer import make_optimizer, shares_of
@@ -124,9 +124,21 @@ def look_at_task(state: RankState, *, masks: bool) -> Findings:
         found = gather_json(mine, state.mesh.pp, state.device)
         return list(dict.fromkeys(one for stage in found for one in stage))
 
-    def again() -> str | None:
+    def again(asked: bool) -> str | None:
+        """What rank 0 finds, for all, where any asks. Collective."""
+        if not any(gather_json(asked, state.mesh.world, state.device)):
+            return None
+        found, untried = of_first(tried, state.mesh.world, state.device)
+        if untried is not None:
+            raise Untried(untried)
+        return found
+
+    def tried() -> tuple[str | None, str | None]:
         assert parts is not None
-        return task_differs(task, state.module, whole, parts, state.seed)
+        try:
+            return task_differs(task, state.module, whole, parts, state.seed), None
+        except Untried as why:
+            return None, str(why)
 
     try:
         findings = look(

@@ -45,7 +45,7 @@ WEIGHTS_FREED = (
 
 def look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, Any] | None,
          sizes: tuple[int, int, int], *, joined: Callable[[Any], Loss] | None, dtype: torch.dtype, strict: bool,
-         masks: bool, share: Callable[[list[str]], list[str]] = list, again: Again | None = None
+         masks: bool, share: Callable[[list[str]], list[str]] = list, again: Again
 ) -> Findings:  # fmt: skip
     """Evaluate `whole` and its two `parts` (sizes gives their samples) and compare.
 
@@ -56,8 +56,8 @@ def look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, An
     strict   the plan splits samples, so what does not add up is refused; otherwise it is a notice
     masks    masks will be dealt by global index: try that too
     share    what any rank that runs a part of the forward found, so that all go the same way from there
-    again    the same in float64 in one process: what differs, as text; called where values were read in Python, whose
-             choices may differ by less than this look tells from rounding
+    again    the same in float64 in one process: what differs, as text; asked for where values were read in Python,
+             whose choices may differ by less than this look tells from rounding. Collective, asked or not
     """
 
     settings = {"joined": joined, "dtype": dtype, "strict": strict, "masks": masks, "share": share, "again": again}
@@ -75,7 +75,7 @@ def look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, An
 
 def _look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, Any] | None,
           sizes: tuple[int, int, int], *, joined: Callable[[Any], Loss] | None, dtype: torch.dtype, strict: bool,
-          masks: bool, share: Callable[[list[str]], list[str]], again: Again | None) -> Findings:  # fmt: skip
+          masks: bool, share: Callable[[list[str]], list[str]], again: Again) -> Findings:  # fmt: skip
     def anywhere(here: object) -> bool:
         return bool(share(["here"] if here else []))
 
@@ -107,8 +107,8 @@ def _look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, A
                 problems += _joined_differs(of_whole, Runner(module, joined, seen)((whole, parts))[0], dtype)
             if masks and strict and joined is None and anywhere(findings.dims.known) and not problems:
                 problems += _masks_differ(run, findings.dims, whole, parts, sizes, dtype)
-    if strict and parts is not None and not problems:
-        refused, told = _choices(again, seen.repeats(sizes)) if seen.reads_values else ([], [])
+    if strict and parts is not None:
+        refused, told = _choices(again, seen.repeats(sizes), seen.reads_values and not problems)
         problems += share(refused)
         findings.notices += share(told)
     findings.written, findings.assigned = sorted(seen.ever_written), sorted(seen.ever_assigned)
@@ -118,20 +118,18 @@ def _look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, A
     return findings
 
 
-def _choices(again: Again | None, repeats: str) -> tuple[list[str], list[str]]:
+def _choices(again: Again, repeats: str, asked: bool) -> tuple[list[str], list[str]]:
     """(problems, notices) of choices that a forward makes by values of its batch; `repeats` as `Seen` gives it."""
     made = (
         f"the forward reads values of tensors in Python{f', and {repeats}' if repeats else ''}: a choice that is made "
         "for all samples of a batch at once (the steps of a solver) comes out otherwise on each rank's part"
     )
     try:
-        if again is None:
-            raise Untried("nothing runs it in one process")
-        found = again()
+        found = again(asked)
     except Untried as why:
         told = f"{made}, and results differ by as much (not tried in float64: {why})"
-        return [], [told] if repeats else []
-    if found is None:
+        return [], [told] if repeats and asked else []
+    if found is None or not asked:
         return [], []
     return [f"{made}: in float64 {found}. Make the choice for each sample, or one that no value decides"], []
 

@@ -43,7 +43,7 @@ DOUBLE = Precision.of(Plan(precision="fp64"))
 Parts = tuple[Any, Any]  # of a batch
 Gradients = dict[str, torch.Tensor]
 Result = tuple[dict[str, float], Gradients]  # every sum and weight of the loss, and the gradients of its total
-Again = Callable[[], "str | None"]
+Again = Callable[[bool], "str | None"]  # whether this rank asks -> what differs
 
 
 def task_differs(task: Task, module: nn.Module, whole: Any, parts: Parts, seed: int) -> str | None:

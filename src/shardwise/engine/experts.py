@@ -1,15 +1,16 @@
-"""Expert parallelism when an engine is built: which modules hold experts, found by one forward, alike on all ranks."""
+"""Expert parallelism when an engine is built: which modules hold experts, found by one forward."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from shardwise.comm import of_first
 from shardwise.errors import RefusedPlan
 from shardwise.layout import Plan
 from shardwise.mesh import Mesh
 from shardwise.parallel.expert import ExpertParallel, find_experts, find_row_wise
-from shardwise.parallel.expert.apply import Stack
+from shardwise.parallel.expert.apply import ExpertCall, Stack
 from shardwise.parallel.tensor import TensorParallel
 from shardwise.parallel.tensor.derive import WeightCut
 from shardwise.precision import Precision
@@ -21,14 +22,31 @@ from shardwise.trace.deferred import Built
 def spread_experts(
     task: Task, plan: Plan, mesh: Mesh, precision: Precision, built: Built, tensor: TensorParallel | None, batch: Any
 ) -> ExpertParallel:
-    """The experts over the plan's ep axis. `batch`: a few samples, the same on every rank."""
+    """The experts over the plan's ep axis, found by rank 0 for all. `batch`: a few samples. Collective."""
     cuts = tensor.cuts if tensor is not None else {}
-    return ExpertParallel(look_for_experts(task, plan, precision, built, cuts, batch), mesh.ep)
+    return ExpertParallel(_told(lambda: look_for_experts(task, plan, precision, built, cuts, batch), mesh), mesh.ep)
+
+
+def own_row_experts(task: Task, mesh: Mesh, precision: Precision, built: Built, batch: Any) -> list[Stack]:
+    """As `row_wise_experts`, found by rank 0 for all. Collective."""
+    return _told(lambda: row_wise_experts(task, precision, built, batch), mesh)
 
 
 def row_wise_experts(task: Task, precision: Precision, built: Built, batch: Any) -> list[Stack]:
     """The modules of experts that may be given a rank's own rows, where positions are cut."""
     return find_row_wise(built, batch, run_alone(task, precision), precision.held)
+
+
+def _told(find: Callable[[], list[Stack]], mesh: Mesh) -> list[Stack]:
+    """What rank 0 finds, on every rank."""
+    told = of_first(
+        lambda: [[s.path, s.experts, s.names, [s.call.rows, s.call.index, s.call.weight], s.counters] for s in find()],
+        mesh.world, mesh.device,
+    )  # fmt: skip
+    return [
+        Stack(path, experts, tuple(names), ExpertCall(*call), tuple(counters))
+        for path, experts, names, call, counters in told
+    ]
 
 
 def look_for_experts(

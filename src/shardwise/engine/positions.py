@@ -1,4 +1,4 @@
-"""Which dims of a batch the inner axes cut, found by trying, on every rank alike: a sequence's positions, or space.
+"""Which dims of a batch the inner axes cut, found by trying, by rank 0 for all: a sequence's positions, or space.
 
 What may be cut is proposed by the axes' own room; it is cut if a rehearsal of forward and backward on shares of it,
 without values and without sending, comes to its end. Of a sequence the module must also run on half.
@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_flatten_with_path
 
-from shardwise.comm import Axis, Ledger, gather_rows
+from shardwise.comm import Axis, Ledger, gather_rows, of_first
 from shardwise.errors import InputError, RefusedPlan, ShardwiseError
 from shardwise.host import put, read
 from shardwise.layout import Plan
@@ -47,63 +47,113 @@ def find_positions(
     batch     a few samples, the same on every rank
     samples   how many, where tensors without samples may lie beside them (arguments of a script's model)
     row_wise  modules of experts that are given a rank's own rows
-    mesh      of a run: its ranks try their own shares too, and agree
+    mesh      of a run: rank 0 finds them for all, every rank tries its own share too, and all agree
     Raises `RefusedPlan` where no dim can be cut, with what stopped each.
     """
-    stopped: list[str] = []
-    derived = derived if derived is not None else Derived()
     samples = samples_in(batch) if samples is None else samples
-    for candidate in _candidates(task, plan, inner, built, batch, samples):
+    trial = partial(_rehearse, task, plan, precision, built, batch, derived or Derived(), row_wise)
+
+    def search() -> dict[str, Any]:
+        return _search(task, plan, inner, precision, built, batch, samples, trial)
+
+    found = search() if mesh is None else of_first(search, mesh.world, mesh.device)
+    candidate = next(islice(_candidates(task, plan, inner, built, batch, samples), found["candidate"], None))
+    positions = replace(candidate.positions, zigzag=found["zigzag"])
+    if mesh is not None:
+        place, ends = tuple(axis.index for axis in positions.axes), _ends(positions)
+        met = (None, found["met"][ends.index(place)]) if place in ends else trial(positions, place, _Noted())
+        _agree(mesh, *met)
+    shape, size_bytes = found["mask"]
+    return replace(
+        positions, routes=tuple(found["routes"]), mask=(tuple(shape), size_bytes),
+        results={(path, call): tuple(map(_along, leaves)) for path, call, leaves in found["results"]},
+        shapes=_shapes_of_fields(task, plan, batch, positions),
+    )  # fmt: skip
+
+
+def _along(cuts: Sequence[Sequence[Any]]) -> Along:
+    return tuple((name, dim) for name, dim in cuts)
+
+
+def _ends(positions: Positions) -> list[tuple[int, ...]]:
+    """The places of the first and of the last rank on the axes."""
+    return [tuple(0 for _ in positions.axes), tuple(axis.size - 1 for axis in positions.axes)]
+
+
+@dataclass
+class _Noted:
+    """What rehearsals of one candidate noted: how results of submodules are cut, attention, what is gathered whole."""
+
+    results: dict[tuple[str, int], tuple[Along, ...]] = field(default_factory=dict)
+    attention: list[sequence.AttentionCall] = field(default_factory=list)
+    gathers: list[domain.Gather] = field(default_factory=list)
+
+
+# (positions, place on their axes, what to note in) -> (the refusal, if any; a number for the collectives met, in order)
+_Trial = Callable[[Positions, tuple[int, ...], _Noted], tuple[RefusedPlan | None, int]]
+
+
+def _search(
+    task: Task, plan: Plan, inner: tuple[Axis, ...], precision: Precision, built: Built, batch: Any, samples: int,
+    trial: _Trial,
+) -> dict[str, Any]:  # fmt: skip
+    """The first candidate that a rehearsal on shares goes through with, for JSON: its place, and what was noted.
+
+    zigzag   whether it goes through so dealt, where attention is causal
+    met      the collectives of the first rank and of the last
+    routes   of attention, and what is gathered whole, for people
+    mask     the largest that attention is given for all pairs: shape, bytes
+    results  path of a submodule, number of its call, and how each leaf of its result is cut, where some is
+    """
+    stopped: list[str] = []
+    for place, candidate in enumerate(_candidates(task, plan, inner, built, batch, samples)):
         half = candidate.shorter
         if half is not None and not _runs(TrialModule(built, half, run_alone(task, precision), precision.held)):
             stopped.append(f"of {candidate.said}, the module does not run on half")
             continue
-        results: dict[tuple[str, int], tuple[Along, ...]] = {}
+        noted = _Noted()
+        error, met = _at_both_ends(candidate.positions, trial, noted)
+        if error is not None:
+            stopped.append(f"{candidate.said} cannot be cut: {error}")
+            continue
+        zigzag = False
+        if any(one.causal and not one.heads and one.axis.name == "cp" for one in noted.attention):
+            error, met_so = _at_both_ends(replace(candidate.positions, zigzag=True), trial, noted)
+            zigzag, met = error is None, met if error is not None else met_so
+        largest = max(noted.attention, key=lambda one: one.mask_bytes, default=None)
+        return {
+            "candidate": place, "zigzag": zigzag, "met": met,
+            "routes": [*sequence.explained(noted.attention), *domain.explained(noted.gathers)],
+            "mask": (largest.mask, largest.mask_bytes) if largest is not None else ((), 0),
+            "results": [(path, call, along) for (path, call), along in noted.results.items()],
+        }  # fmt: skip
+    raise _nothing(plan, inner, batch, stopped)
 
-        seen: list[sequence.AttentionCall] = []
-        gathers: list[domain.Gather] = []
-        known: dict[tuple, tuple[RefusedPlan | None, str]] = {}
 
-        def tries(
-            tried: Candidate, place: tuple[int, ...], derived: Derived = derived, results: dict = results,
-            seen: list = seen, gathers: list = gathers,
-            known: dict[tuple, tuple[RefusedPlan | None, str]] = known,
-        ) -> tuple[RefusedPlan | None, str]:  # fmt: skip
-            key = (tried.positions.zigzag, place)
-            if key not in known:
-                known[key] = _rehearse(
-                    task, plan, precision, built, batch, tried, derived, place, results, row_wise, seen, gathers
-                )
-            return known[key]
+def _at_both_ends(positions: Positions, trial: _Trial, noted: _Noted) -> tuple[RefusedPlan | None, list[int]]:
+    """The first refusal of a trial as the first rank and as the last, or None; and the collectives of both.
 
-        def stops(tried: Candidate, tries: Callable = tries) -> RefusedPlan | None:
-            axes = tried.positions.axes
-            ends = (tuple(0 for _ in axes), tuple(axis.size - 1 for axis in axes))
-            return next((error for place in ends if (error := tries(tried, place)[0]) is not None), None)
+    Shares may be uneven and what is cut off one end of a sequence is cut off one rank's share, so both ends are tried.
+    """
+    met = []
+    for place in _ends(positions):
+        error, calls = trial(positions, place, noted)
+        if error is not None:
+            return error, []
+        met.append(calls)
+    return None, met
 
-        error = stops(candidate)
-        if error is None:
-            positions = candidate.positions
-            if any(one.causal and not one.heads and one.axis.name == "cp" for one in seen):
-                zigzag = replace(candidate, positions=replace(positions, zigzag=True))
-                candidate = zigzag if stops(zigzag) is None else candidate
-                positions = candidate.positions
-            said = (*sequence.explained(seen), *domain.explained(gathers))
-            shapes = _shapes_of_fields(task, plan, batch, positions)
-            largest = max(seen, key=lambda one: one.mask_bytes, default=None)
-            mask = (largest.mask, largest.mask_bytes) if largest is not None else ((), 0)
-            if mesh is not None:
-                _agree(mesh, *tries(candidate, tuple(axis.index for axis in positions.axes)))
-            return replace(positions, results=results, routes=said, shapes=shapes, mask=mask)
-        stopped.append(f"{candidate.said} cannot be cut: {error}")
+
+def _nothing(plan: Plan, inner: tuple[Axis, ...], batch: Any, stopped: list[str]) -> RefusedPlan:
+    """The refusal where no candidate can be cut; `stopped`: why not, for each."""
     axes, what = ",".join(f"{axis.name}={axis.size}" for axis in inner), "sequence"
     nothing = "no tensor has a dim behind the samples"
     if plan.tiles > 1:
         axes, what = f"domain={'x'.join(map(str, plan.domain))}", "field"
         nothing = f"no tensor has {len(plan.domain)} of them behind batch and channel (spatial=Domain(...) names them)"
     elif any(isinstance(leaf, torch.Tensor) and leaf.dim() > 3 for leaf in tree_flatten(batch)[0]):
-        stopped.append("domain= cuts space")
-    raise RefusedPlan(f"{axes}: no dim of the batch can be cut as a {what}: " + ("; ".join(stopped) or nothing))
+        stopped = [*stopped, "domain= cuts space"]
+    return RefusedPlan(f"{axes}: no dim of the batch can be cut as a {what}: " + ("; ".join(stopped) or nothing))
 
 
 def _shapes_of_fields(
@@ -167,18 +217,14 @@ def tiled_sizes(task: Task, plan: Plan, batch: Any) -> tuple[int, ...]:
 
 
 def _rehearse(
-    task: Task, plan: Plan, precision: Precision, built: Built, batch: Any, candidate: Candidate, derived: Derived,
-    place: tuple[int, ...], results: dict[tuple[str, int], tuple[Along, ...]], row_wise: Sequence[Stack],
-    seen: list[sequence.AttentionCall], gathers: list[domain.Gather],
-) -> tuple[RefusedPlan | None, str]:  # fmt: skip
-    """The refusal, or None, of a trial forward and backward at a place on the axes, nothing sent; its collectives.
-
-    Shares may be uneven and what is cut off one end of a sequence is cut off one rank's share, so both ends are tried.
-    """
+    task: Task, plan: Plan, precision: Precision, built: Built, batch: Any, derived: Derived,
+    row_wise: Sequence[Stack], positions: Positions, place: tuple[int, ...], noted: _Noted,
+) -> tuple[RefusedPlan | None, int]:  # fmt: skip
+    """The refusal, or None, of a trial forward and backward at a place on the axes, nothing sent; its collectives."""
     met = _Collectives()
-    axes = zip(candidate.positions.axes, place, strict=True)
+    axes = zip(positions.axes, place, strict=True)
     silent = {axis.name: replace(axis, index=index, rehearsal=met) for axis, index in axes}
-    positions = candidate.positions.over(lambda axis: silent[axis.name])
+    positions = positions.over(lambda axis: silent[axis.name])
     alone = run_alone(task, precision, positions)
 
     def run(module: nn.Module, batch: Any) -> Any:
@@ -186,7 +232,7 @@ def _rehearse(
         undo = positions.inside.install(module) if positions.inside is not None else lambda: None
         try:
             with (
-                _noting(module, results),
+                _noting(module, noted.results),
                 on_own_rows(module, row_wise),
                 sequence.watching() as found,
                 domain.watching() as gathered,
@@ -194,15 +240,16 @@ def _rehearse(
                 loss = alone(module, batch)
         finally:
             undo()
-        seen[:], gathers[:] = found, gathered
+        noted.attention[:], noted.gathers[:] = found, gathered
         return loss
 
     ledger = derived.ledger
     try:
         stage = TrialModule(built, batch, run, precision.held)
-        return stage.rehearse(derived, plan.tp, plan.sp, positions.axes), " ".join(met.calls)
+        error = stage.rehearse(derived, plan.tp, plan.sp, positions.axes)
+        return error, seed_of(" ".join(met.calls)) % 2**50
     except RefusedPlan as refused:
-        return refused, ""
+        return refused, 0
     finally:
         derived.ledger = ledger
 
@@ -229,13 +276,13 @@ class _Collectives(Ledger):
 MOST_SAID = 600  # characters of a refusal that one rank alone came to
 
 
-def _agree(mesh: Mesh, error: RefusedPlan | None, calls: str) -> None:
+def _agree(mesh: Mesh, error: RefusedPlan | None, met: int) -> None:
     """Every rank has tried its own share: all refuse where one does, or where they do not meet. Collective.
 
     The ends alone are tried by all; what lies between may have other extents, or none.
     """
     said = (str(error) if error is not None else "").encode()[:MOST_SAID]
-    mine = [float(seed_of(calls) % 2**50), float(error is not None), *map(float, said.ljust(MOST_SAID))]
+    mine = [float(met), float(error is not None), *map(float, said.ljust(MOST_SAID))]
     rows = read(gather_rows(put(mine, mesh.device), mesh.world), "which shares were tried")
     for rank, (_, refused, *letters) in enumerate(rows):
         if refused:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from shardwise.comm.tree import FixedOrder
 from shardwise.engine.cutting import StagePlacement, cut_module
-from shardwise.engine.experts import row_wise_experts, spread_experts
+from shardwise.engine.experts import own_row_experts, spread_experts
 from shardwise.engine.materialise import (
     build_everywhere,
     empty_parameters,
@@ -38,11 +38,13 @@ from shardwise.parallel.pipeline.stage import StagedModule
 from shardwise.parallel.replicate import Replicate
 from shardwise.parallel.slots import DataParallel, ValueOf
 from shardwise.parallel.tensor import TensorParallel, compile_block, install, why_eager
+from shardwise.part.crossing import Along
 from shardwise.part.parameters import see_parts
 from shardwise.part.positions import Positions
 from shardwise.precision import Precision
 from shardwise.task import Task
 from shardwise.trace.blocks import Blocks, choose_blocks, find_blocks
+from shardwise.trace.deferred import Built
 
 
 @dataclass
@@ -81,69 +83,104 @@ def apply_plan(
     make_gradients_dense(module)
     if few is None and (plan.tp > 1 or plan.ep > 1 or mesh.inner):
         few = a_few(few_samples(task, plan, mesh.data, mesh.device))
-    tensor = None
-    if plan.tp > 1:
-        tensor = cut_tensors(task, plan, mesh, precision, built, few)
-        notices += tensor.notices()
-        value_of = tensor.local_values(value_of)
-    experts = None
-    if plan.ep > 1:
-        experts = spread_experts(task, plan, mesh, precision, built, tensor, few)
-        notices += experts.notices()
-        value_of = experts.local_values(value_of)
-    positions, row_wise = None, list[Stack]()
-    if mesh.inner:
-        row_wise = experts.stacks if experts is not None else row_wise_experts(task, precision, built, few)
-        positions = find_positions(
-            task, plan, mesh.inner, precision, built, few, None if tensor is None else tensor.derived, row_wise,
-            samples, mesh,
-        )  # fmt: skip
-        notices.append(positions.told())
+    spread = _spread(task, plan, mesh, precision, built, few, samples)
+    notices += spread.notices()
+    value_of = spread.local_values(value_of)
     nested = task.branches == "same"  # else ranks may run different children, and must still run the same units
     blocks = choose_blocks(module, plan.wrap) if plan.wrap else find_blocks(module, nested=nested)
     trained = [name for name, _ in trainable(module)]
     frozen = [name for name, param in module.named_parameters() if not param.requires_grad]
-    inseparable = [stack.path for stack in experts.stacks] if experts is not None else []
+    inseparable = [stack.path for stack in spread.experts.stacks] if spread.experts is not None else []
     cut = cut_module(task, plan, mesh, precision, built, blocks, inseparable) if plan.pp > 1 else None
     absent: set[str] = set()
     if cut is not None:
         absent, value_of = cut.absent, cut.values(built, value_of)
         notices += cut.notices
-    if positions is not None and positions.inside is not None:
-        positions.inside.install(module)
-    if tensor is not None:
-        install(module, tensor, absent, mesh.inner)
-    elif mesh.inner:
-        see_parts(module, {}, mesh.tp, absent, mesh.inner)
-    if experts is not None:
-        experts = experts.here(absent)
-        install_experts(module, experts, mesh.device, traced=plan.compile)
-    elif row_wise:
-        compute_own_rows(module, row_wise)
+    spread.install(module, absent, mesh, traced=plan.compile)
     notices += _without_effect(blocks, plan)
     blocks = blocks if cut is None else cut.here(module, blocks)
     if not _get_current_dispatch_mode_stack():  # a rehearsal makes nothing
         check_room(module, plan, mesh, precision, absent)
-        if positions is not None:
-            check_masks(positions, mesh.device, mesh.world.size)
+        if spread.positions is not None:
+            check_masks(spread.positions, mesh.device, mesh.world.size)
     notices += _prepare(module, blocks, plan)
-    technique: DataParallel
     order = _fixed_order(plan, mesh)
     if mesh.shard.size > 1 and plan.zero == 3:
         notices += blocks.warnings
-        technique = _full_shard(module, blocks, value_of, mesh, precision, absent, frozen, experts, order)
+        technique = _full_shard(module, blocks, value_of, mesh, precision, absent, frozen, spread.experts, order)
     else:
-        fill_parameters(module, value_of, precision.compute, mesh.device, absent)
-        technique = _whole_module(module, plan, mesh, precision, experts, absent, order)
-        if precision.mixed:
-            for index, (name, _) in enumerate(trainable(module)):
-                technique.load_masters(index, value_of(name).to(mesh.device))
+        technique = _whole_module(module, plan, mesh, precision, spread.experts, absent, order, value_of)
     fill_buffers(module, value_of, precision, mesh.device)
     staged = None
     if cut is not None:
-        results = positions.results if positions is not None else {}
-        staged = StagedModule(module, cut.mine, precision.compute, mesh.inner, results)
-    return Applied(module.train(), technique, tensor, experts, positions, notices, cut, staged, trained, frozen, order)
+        staged = StagedModule(module, cut.mine, precision.compute, mesh.inner, spread.results)
+    return Applied(
+        module.train(), technique, spread.tensor, spread.experts, spread.positions, notices, cut, staged, trained,
+        frozen, order,
+    )  # fmt: skip
+
+
+@dataclass
+class _Spread:
+    """What of a module lies on several ranks: weights over tp, experts over ep, positions over the inner axes.
+
+    row_wise  modules of experts that are given a rank's own rows, where positions are cut
+    """
+
+    tensor: TensorParallel | None = None
+    experts: ExpertParallel | None = None
+    row_wise: list[Stack] = field(default_factory=list)
+    positions: Positions | None = None
+
+    @property
+    def results(self) -> Mapping[tuple[str, int], tuple[Along, ...]]:
+        """How results of submodules' calls are cut, as `Positions` has them."""
+        return self.positions.results if self.positions is not None else {}
+
+    def notices(self) -> list[str]:
+        """What the user is told of it."""
+        told = [*(self.tensor.notices() if self.tensor is not None else ())]
+        told += self.experts.notices() if self.experts is not None else ()
+        return told + ([self.positions.told()] if self.positions is not None else [])
+
+    def local_values(self, value_of: ValueOf) -> ValueOf:
+        """Initial values of what this rank holds."""
+        for technique in (self.tensor, self.experts):
+            value_of = value_of if technique is None else technique.local_values(value_of)
+        return value_of
+
+    def install(self, module: nn.Module, absent: set[str], mesh: Mesh, *, traced: bool) -> None:
+        """Let the module run on shares; what other stages hold is `absent`. Collective with experts."""
+        if self.positions is not None and self.positions.inside is not None:
+            self.positions.inside.install(module)
+        if self.tensor is not None:
+            install(module, self.tensor, absent, mesh.inner)
+        elif mesh.inner:
+            see_parts(module, {}, mesh.tp, absent, mesh.inner)
+        if self.experts is not None:
+            self.experts = self.experts.here(absent)
+            install_experts(module, self.experts, mesh.device, traced=traced)
+        elif self.row_wise:
+            compute_own_rows(module, self.row_wise)
+
+
+def _spread(
+    task: Task, plan: Plan, mesh: Mesh, precision: Precision, built: Built, few: Any, samples: int | None
+) -> _Spread:  # fmt: skip
+    """What the plan spreads of the module, found from a few samples. Collective."""
+    found = _Spread()
+    if plan.tp > 1:
+        found.tensor = cut_tensors(task, plan, mesh, precision, built, few)
+    if plan.ep > 1:
+        found.experts = spread_experts(task, plan, mesh, precision, built, found.tensor, few)
+    if mesh.inner:
+        experts = found.experts
+        found.row_wise = experts.stacks if experts else own_row_experts(task, mesh, precision, built, few)
+        derived = None if found.tensor is None else found.tensor.derived
+        found.positions = find_positions(
+            task, plan, mesh.inner, precision, built, few, derived, found.row_wise, samples, mesh
+        )
+    return found
 
 
 def _fixed_order(plan: Plan, mesh: Mesh) -> FixedOrder | None:
@@ -240,8 +277,10 @@ def _full_shard(
 
 def _whole_module(
     module: nn.Module, plan: Plan, mesh: Mesh, precision: Precision, experts: ExpertParallel | None, absent: set[str],
-    order: FixedOrder | None,
+    order: FixedOrder | None, value_of: ValueOf,
 ) -> DataParallel:  # fmt: skip
+    """Weights whole on every rank but for experts, under replicas or flat pieces."""
+    fill_parameters(module, value_of, precision.compute, mesh.device, absent)
     spread = set(experts.experts) - absent if experts is not None else set()
     named = [(name, param) for name, param in trainable(module) if name not in spread]
     technique: DataParallel
@@ -249,7 +288,12 @@ def _whole_module(
         technique = Flat(named, mesh.shard, mesh.replicate, precision, stage=plan.zero, order=order)
     else:
         technique = Replicate(named, mesh.gradients, precision, order)
-    return _with_experts(module, technique, spread, mesh, precision, stage=plan.zero) if spread else technique
+    if spread:
+        technique = _with_experts(module, technique, spread, mesh, precision, stage=plan.zero)
+    if precision.mixed:
+        for index, (name, _) in enumerate(trainable(module)):
+            technique.load_masters(index, value_of(name).to(mesh.device))
+    return technique
 
 
 def _with_experts(

@@ -1,4 +1,4 @@
-"""Tensor parallelism when an engine is built: cuts derived from one forward without values, alike on every rank."""
+"""Tensor parallelism when an engine is built: cuts derived from one forward without values."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardwise.comm import Axis
+from shardwise.comm import Axis, of_first
 from shardwise.engine.alone import blame
 from shardwise.engine.samples import SAMPLES, a_few, few_samples
 from shardwise.errors import InputError, RefusedPlan, ShardwiseError
@@ -24,13 +24,12 @@ from shardwise.trace.deferred import Built, build
 def cut_tensors(
     task: Task, plan: Plan, mesh: Mesh, precision: Precision, built: Built, batch: Any
 ) -> TensorParallel:  # fmt: skip
-    """The cuts of the plan's tp axis. `batch`: a few samples, the same on every rank.
+    """The cuts of the plan's tp axis, found by rank 0 for all. `batch`: a few samples. Collective.
 
     Raises `RefusedPlan` where nothing can be cut, with the reasons.
     """
-    return TensorParallel(
-        derive_cuts(task, plan, precision, built, batch), replace(mesh.tp, sequence=plan.sp, early=plan.tp_overlap)
-    )
+    told = of_first(lambda: derive_cuts(task, plan, precision, built, batch).told(), mesh.world, mesh.device)
+    return TensorParallel(Derived.heard(told), replace(mesh.tp, sequence=plan.sp, early=plan.tp_overlap))
 
 
 def derive_cuts(

@@ -87,7 +87,7 @@ def look_at_model(
         findings = look(
             engine.module, evaluate, given[0], (given[1], given[2]), sizes, joined=None,
             dtype=engine.state.precision.compute, strict=True, masks=False,
-            again=lambda: _differs(engine, evaluate, given[0], alone, plainly),
+            again=lambda asked: _differs(engine, evaluate, given[0], alone, plainly) if asked else None,
         )  # fmt: skip
     except RefusedPlan as error:
         if dim or "add up over samples" not in str(error):

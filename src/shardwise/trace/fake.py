@@ -69,6 +69,7 @@ class Fake(FakeTensorMode):
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self._state: dict[torch.device, dict[str, Any]] = {}  # what torch notes at a tensor of a device
+        self._torch_remembers: bool = getattr(self, "cache_enabled")  # noqa: B009 - of no type that mypy sees
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -81,19 +82,25 @@ class Fake(FakeTensorMode):
         if func is torch.ops.aten._grouped_mm.default:
             return _grouped(self, *args, **(kwargs or {}))
         if not _of_metadata(func):
-            return super().__torch_dispatch__(func, types, args, kwargs or {})
+            return self._by_torch(func, types, args, kwargs)
         tensors: list[FakeTensor] = []
         look = self._look(func, args, kwargs, tensors)
         if look is not None and (answer := _known.get(look)) is not None:
             return self._answer(answer, tensors)
-        output = super().__torch_dispatch__(func, types, args, kwargs or {})
-        if look is not None and look not in _known:
+        first = look is not None and look not in _known
+        output = self._by_torch(func, types, args, kwargs, first)
+        if look is not None and first:
             kept = self._look(func, args, kwargs, []) == look  # else it changed the shape of what it was given
             answer = self._noted(tensors, output) if kept and _may_be_noted(func, tensors) else None
             if len(_known) >= MOST:
                 _known.clear()
             _known[look] = answer if answer is not None and self._same(answer, tensors, output) else None
         return output
+
+    def _by_torch(self, func: Any, types: Any, args: tuple, kwargs: dict | None, first: bool = False) -> Any:
+        """torch's answer; the `first` time not by its own table, which would be written for nobody to read."""
+        self.cache_enabled = self._torch_remembers and not first
+        return super().__torch_dispatch__(func, types, args, kwargs or {})
 
     def _look(self, func: Any, args: tuple, kwargs: dict | None, tensors: list[FakeTensor]) -> tuple | None:
         """The key of an operation, and the tensors among its arguments; None where it tells not all."""

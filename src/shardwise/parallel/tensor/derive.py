@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import fnmatch
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -45,6 +46,24 @@ class Derived:
     uses: list[Use] = field(default_factory=list)
     frozen: set[str] = field(default_factory=set)
     ledger: Ledger | None = None  # what the rehearsal of a forward and backward would have sent
+
+    def told(self) -> dict[str, Any]:
+        """The cuts and what stays whole, for JSON, without what they were derived from; `heard` reads them."""
+        cuts = [
+            [cut.name, cut.dim, cut.owners.stops.tolist(), cut.owners.who.tolist(), cut.owners.ranks, cut.role,
+             cut.family]
+            for cut in self.cuts.values()
+        ]  # fmt: skip
+        return {"cuts": cuts, "whole": self.whole, "frozen": sorted(self.frozen)}
+
+    @classmethod
+    def heard(cls, told: dict[str, Any]) -> Derived:
+        """From what `told` gave."""
+        cuts = {
+            name: WeightCut(name, dim, Owners(np.array(stops), np.array(who), ranks), role, family)
+            for name, dim, stops, who, ranks, role, family in told["cuts"]
+        }
+        return cls(cuts, told["whole"], frozen=set(told["frozen"]))
 
 
 @dataclass
