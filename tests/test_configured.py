@@ -58,7 +58,7 @@ def alone(path: str, seq: int | None = None) -> Subject:
         ("whisper", "WhisperForConditionalGeneration", {**BART, "num_mel_bins": 8, "max_source_positions": 10,
                                                           "decoder_start_token_id": 2}, 16,
          "input_features 8 x 20, labels 16", "speech-seq2seq"),
-        ("deepseek_v3", "DeepseekV3ForCausalLM", LATENT, 16, "input_ids 16, labels 16", "causal-lm"),
+        ("glm4_moe_lite", "Glm4MoeLiteForCausalLM", LATENT, 16, "input_ids 16, labels 16", "causal-lm"),
         ("mamba", "MambaForCausalLM", {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 96, "state_size": 4},
          16, "input_ids 16, labels 16", "causal-lm"),
     ],

@@ -52,6 +52,7 @@ MORE = [
         "source": "NVIDIA GB300 NVL72 datasheet (recalled)", "notes": "uncertain: recalled; 800 Gb/s ConnectX-8",
     },
 ]  # fmt: skip
+LATENT_AND_DENSE = ["kv_latent", "q_latent", "rope_dim", "value_dim", "dense_layers", "dense_ffn"]
 MODEL_FIELDS = [
     "name",
     "layers",
@@ -71,9 +72,21 @@ MODEL_FIELDS = [
     "top_k",
     "moe_ffn",
     "shared_experts",
+    *LATENT_AND_DENSE,
     "norm",
     "source",
 ]
+# models that models.csv lacks, in its columns
+MORE_MODELS = [
+    {
+        "model": "DeepSeek-V2", "layers": "60", "hidden": "5120", "heads": "128",
+        "kv_heads": "MLA q_lora 1536 kv_lora 512", "head_dim": "qk 128+64 rope, v 128",
+        "ffn": "12288 (first 1 dense layers)", "ffn_type": "SwiGLU", "vocab": "102400", "tie_embeddings": "0",
+        "qkv_bias": "0", "qk_norm": "0", "max_seq": "4096", "rope_theta": "10000", "n_experts": "160", "top_k": "6",
+        "moe_ffn": "1536", "shared_experts": "2", "norm": "RMSNorm",
+        "source": "arXiv:2405.04434, section 3.1.2; MooreThreads/SimuMax configs/models/deepseekv2.json",
+    },
+]  # fmt: skip
 
 
 def rows(path: Path) -> list[dict[str, str]]:
@@ -151,21 +164,37 @@ def collectives(folder: Path) -> None:
 
 def models(folder: Path) -> None:
     lines = []
-    for row in rows(folder / "models.csv"):
+    for row in [*rows(folder / "models.csv"), *MORE_MODELS]:
         name = re.sub(r"-hf$|-v0\.1$| \(.*\)$", "", row["model"]).replace(" ", "-").lower()
         moe = bool(row["n_experts"])
-        cells = [row[f] for f in ("layers", "hidden", "heads", "kv_heads", "head_dim")]
+        latent = latent_attention(row)
+        cells = [latent.pop(f, row[f]) for f in ("layers", "hidden", "heads", "kv_heads", "head_dim")]
         if not all(cell.isdigit() for cell in cells):
             print(f"models.csv: {name} left out, its attention is not described by heads and head_dim", file=sys.stderr)
             continue
+        dense = re.fullmatch(r"(\d+) \(first (\d+) dense layers\)", row["ffn"])
+        latent |= {"dense_ffn": dense[1], "dense_layers": dense[2]} if dense else {}
         lines.append([
-            name, *cells, row["ffn"] or row["moe_ffn"], str(int(row["ffn_type"].startswith("SwiGLU"))), row["vocab"],
-            row["tie_embeddings"] or "0", row["qkv_bias"] or "0", row["qk_norm"] or "0",
+            name, *cells, row["moe_ffn"] if dense else row["ffn"] or row["moe_ffn"],
+            str(int(row["ffn_type"].startswith("SwiGLU"))), row["vocab"],
+            row["tie_embeddings"] or "0", row["qkv_bias"] or "0", "0" if dense else row["qk_norm"] or "0",
             str(int("learned" in row["rope_theta"])), row["max_seq"],
             *([row["n_experts"], row["top_k"], row["moe_ffn"], row["shared_experts"] or "0"] if moe else ["0"] * 4),
-            row["norm"], row["source"],
+            *(latent.get(field, "0") for field in LATENT_AND_DENSE), row["norm"], row["source"],
         ])  # fmt: skip
     write(HERE / "models.csv", MODEL_FIELDS, lines)
+
+
+def latent_attention(row: dict[str, str]) -> dict[str, str]:
+    """Columns of a model whose keys and values come from a latent, as models.csv says it in words; {} for others."""
+    ranks = re.fullmatch(r"MLA q_lora (\d+) kv_lora (\d+)", row["kv_heads"])
+    widths = re.fullmatch(r"qk (\d+)\+(\d+) rope, v (\d+)", row["head_dim"])
+    if not ranks or not widths:
+        return {}
+    return {
+        "kv_heads": row["heads"], "head_dim": str(int(widths[1]) + int(widths[2])), "q_latent": ranks[1],
+        "kv_latent": ranks[2], "rope_dim": widths[2], "value_dim": widths[3],
+    }  # fmt: skip
 
 
 def main() -> None:

@@ -82,12 +82,6 @@ class BlockCosts:
 
     # --- products
 
-    def _widths(self) -> list[tuple[float, float]]:
-        """(out, in) of the products of attention, this rank's share."""
-        s, t = self.shape, self.layout.tp
-        kv = max(s.kv_width / t, s.head_dim)  # beyond the kv heads they are kept whole
-        return [((s.query_width / t + 2 * kv), s.hidden), (s.hidden, s.query_width / t)]
-
     def _products(self) -> tuple[float, float, float]:
         """Seconds of all matrix products: forward, for the input, for the weights."""
         tokens = self.layout.tokens
@@ -99,9 +93,9 @@ class BlockCosts:
             out[2] += times * product(wide, deep, rows, accumulate=self.software.accumulates)
 
         product = self.kernels.layer_product
-        for wide, deep in self._widths():
-            add(tokens, wide, deep)
         s, t = self.shape, self.layout.tp
+        for wide, deep in s.projections(t):
+            add(tokens, wide, deep)
         up = (2 if s.gated else 1) * s.ffn
         if not s.experts:
             add(tokens, up / t, s.hidden)
@@ -114,9 +108,9 @@ class BlockCosts:
             rows = rows / t if self.layout.ep > 1 and self.layout.sp else rows
             add(rows, up / expert_tp, s.hidden, local)
             add(rows, s.hidden, s.ffn / expert_tp, local)
-            for _ in range(s.shared_experts):
-                add(tokens, up / t, s.hidden)
-                add(tokens, s.hidden, s.ffn / t)
+            if s.shared_experts:  # side by side, one feed-forward as wide as all of them
+                add(tokens, s.shared_experts * up / t, s.hidden)
+                add(tokens, s.hidden, s.shared_experts * s.ffn / t)
         return out[0], out[1], out[2]
 
     # --- attention
@@ -131,12 +125,12 @@ class BlockCosts:
             return forward, backward, forward
         rope = 0.0
         if not s.learned_positions:
-            moved = 2 * ACT_BYTES * lay.tokens * (s.query_width + s.kv_width) / lay.tp
-            rope = self._stream(moved, 2)
+            turned = s.query_width + s.kv_heads * s.head_dim
+            rope = self._stream(2 * ACT_BYTES * lay.tokens * turned / lay.tp, 2)
         if self.is_written_ring:
             forward, backward = self._written_ring(lay.micro_batch * heads)
             return forward + rope, backward + rope, forward
-        args = (self.software.attention, lay.micro_batch, heads, queries, keys, s.head_dim)
+        args = (self.software.attention, lay.micro_batch, heads, queries, keys, s.attention_width / s.heads)
         forward = self.kernels.attention(*args, backward=False)
         return forward + rope, self.kernels.attention(*args, backward=True) + rope, forward
 
@@ -151,7 +145,7 @@ class BlockCosts:
         Blocks on the causal diagonal are computed whole.
         Passes over the scores, in float32: 8 forward (scaled, summed, subtracted, exponents), 14 backward.
         """
-        lay, d = self.layout, self.shape.head_dim
+        lay, d = self.layout, self.shape.attention_width / self.shape.heads
         queries, keys = lay.seq / lay.cp, lay.seq * (0.5 + 0.25 / lay.cp)
         product = self.kernels.wide_product(rows, queries, keys, d)
         moved = 4.0 * rows * queries * keys
@@ -164,7 +158,7 @@ class BlockCosts:
     def _unfused(self, rows: float, queries: float, keys: float) -> tuple[float, float]:
         """Scores written and read: batched products bound by memory, softmax with mask, dropout (1 byte of mask)."""
         scores = rows * queries * keys
-        d = self.shape.head_dim
+        d = self.shape.attention_width / self.shape.heads
         into, out_of = self.kernels.batched(rows, queries, keys, d), self.kernels.batched(rows, queries, d, keys)
         written = scores * ACT_BYTES
         soft = self.kernels.stream(2 * written)  # scale, mask and softmax in one kernel
@@ -178,13 +172,15 @@ class BlockCosts:
         return self.kernels.stream(size_bytes * eager, int(kernels * (1 if self.software.fused else 2)))
 
     def _norms(self) -> tuple[float, float]:
-        """Two norms and two residual additions (with dropout where there is one)."""
+        """Two norms and two residual additions (with dropout where there is one), and the norms of latents."""
         lay = self.layout
         whole = lay.tokens / (lay.tp if lay.sp else 1) * self.shape.hidden * ACT_BYTES
         mask = 0.5 if self.shape.dropout else 0.0
         forward = 2 * (2 * whole) + 2 * ((3 + mask) * whole)
         backward = 2 * (3 * whole) + 2 * ((3 + mask) * whole)
-        return self._stream(forward, 4), self._stream(backward, 6)
+        latent = lay.tokens * (self.shape.q_latent + self.shape.kv_latent) * ACT_BYTES
+        more = 2 if latent else 0
+        return self._stream(forward + 2 * latent, 4 + more), self._stream(backward + 3 * latent, 6 + more)
 
     def _feed_forward_stream(self) -> tuple[float, float]:
         s, lay = self.shape, self.layout
@@ -205,9 +201,9 @@ class BlockCosts:
         if not self.software.fp8:
             return 0.0, 0.0
         s, lay = self.shape, self.layout
-        pairs = [*self._widths(), ((2 if s.gated else 1) * s.ffn / lay.tp, s.hidden), (s.hidden, s.ffn / lay.tp)]
+        pairs = [*s.projections(lay.tp), ((2 if s.gated else 1) * s.ffn / lay.tp, s.hidden), (s.hidden, s.ffn / lay.tp)]
         routed = (s.top_k + s.shared_experts) if s.experts else 1
-        rows = [lay.tokens, lay.tokens, lay.tokens * routed, lay.tokens * routed]
+        rows = [lay.tokens] * (len(pairs) - 2) + [lay.tokens * routed] * 2
         weights = s.layer_parameters / lay.tp / (lay.ep if s.experts else 1) / (lay.n_micro * lay.rounds)
         inputs = sum(count * deep for count, (_, deep) in zip(rows, pairs, strict=True)) + weights
         outputs = sum(count * wide for count, (wide, _) in zip(rows, pairs, strict=True))
@@ -238,11 +234,13 @@ class BlockCosts:
             forward += [Message("all_reduce", "tp", whole, overlapped)] * 2
             backward += [Message("all_reduce", "tp", whole, overlapped)] * 2
         if lay.cp > 1:
-            kv = 2 * lay.micro_batch * lay.seq * max(s.kv_width / lay.tp / lay.ulysses, s.head_dim) * ACT_BYTES
+            wide = max(s.kv_width / lay.tp / lay.ulysses, s.kv_width / s.kv_heads)
+            kv = lay.micro_batch * lay.seq * wide * ACT_BYTES
             forward.append(Message("ring", "cp", kv, True))
             backward.append(Message("ring", "cp", 2 * kv, True))
         if lay.ulysses > 1:
-            qkv = lay.micro_batch * lay.seq / lay.cp * (2 * s.query_width + 2 * s.kv_width) / lay.tp * ACT_BYTES
+            dealt = s.query_width + s.kv_width + s.output_width
+            qkv = lay.micro_batch * lay.seq / lay.cp * dealt / lay.tp * ACT_BYTES
             forward.append(Message("all_to_all", "ulysses", qkv / lay.ulysses))
             backward.append(Message("all_to_all", "ulysses", qkv / lay.ulysses))
         if s.experts and lay.ep > 1:

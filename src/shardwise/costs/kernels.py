@@ -105,10 +105,14 @@ class Kernels:
 
     @property
     def share(self) -> float:
-        """What long runs hold of the rates in the table; of a borrowed one, this device's rate over its best."""
-        if self.table is not None and self.borrowed:
-            return self.peak_tflops / self.table.best
-        return sustained(self.device.table, "matmul") or 1.0
+        """What long runs hold of the rates in the table: as measured in runs, else this device's rate over its best."""
+        table = self.table
+        if table is None or self.device.products:
+            return 1.0
+        if self.borrowed:
+            return self.peak_tflops / table.best
+        own = self.device.sustained_bf16_tflops
+        return sustained(self.device.table, "matmul") or (min(1.0, own.value / table.best) if own else 1.0)
 
     @property
     def best_tflops(self) -> float:
@@ -130,7 +134,7 @@ class Kernels:
                 return f"products measured on {self.table.name}"
             if self.borrowed:
                 return f"{self.peak_tflops:.0f} TFLOP/s for the largest products, by shape as on {self.table.name}"
-            return f"measured products of {self.table.name} by shape x {self.share:g} (long runs)"
+            return f"measured products of {self.table.name} by shape x {self.share:.3g} (long runs)"
         return f"roofline: {self.peak_tflops:.0f} TFLOP/s for any large product, not measured by shape"
 
     @property
@@ -217,13 +221,13 @@ class Kernels:
         return max(2.0 * batch * m * n * k / rate, moved / self.bandwidth) + self.launch_us * 1e-6
 
     def attention(
-        self, kernel: str, batch: float, heads: float, queries: float, keys: float, head_dim: int, *, backward: bool
+        self, kernel: str, batch: float, heads: float, queries: float, keys: float, head_dim: float, *, backward: bool
     ) -> float:
         """A causal attention kernel; FLOPs count the half that is not masked, backward 2.5 times forward."""
         work = 2.0 * batch * heads * queries * keys * head_dim * (2.5 if backward else 1.0)
         return work / (self.attention_tflops(kernel, keys, head_dim, backward) * 1e12) + self.launch_us * 1e-6
 
-    def attention_tflops(self, kernel: str, seq: float, head_dim: int, backward: bool) -> float:
+    def attention_tflops(self, kernel: str, seq: float, head_dim: float, backward: bool) -> float:
         """Rate of a fused attention kernel, TFLOP/s."""
         direction = "backward" if backward else "forward"
         own = _own_rates(self.device.products, "attention_backward" if backward else "attention")
@@ -236,7 +240,7 @@ class Kernels:
         points = rates[min(rates, key=lambda d: abs(d - head_dim))]
         return scale * _log_read(points, seq)
 
-    def _borrowed(self, kernel: str, direction: str, head_dim: int) -> tuple[dict, float]:
+    def _borrowed(self, kernel: str, direction: str, head_dim: float) -> tuple[dict, float]:
         """Rates on another device, scaled by what FlashAttention-2 reaches on both, else by the data sheets.
 
         An older kernel does not use a newer device's instructions, so its own peak would promise too much.

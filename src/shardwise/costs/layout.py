@@ -45,6 +45,7 @@ class Layout:
     compile: bool = False
     tp_overlap: bool = False
     reduce_dtype: str = "auto"
+    offload: str = "none"  # what lies in the host's memory: "optimizer", its state and the float32 weights
     # layers of each stage where they are not even, first stage first
     stage_layers: tuple[int, ...] = ()
     # of a plan for a module: what tp leaves whole, and where the stages begin
@@ -153,5 +154,5 @@ def of_plan(plan: Plan, *, global_batch: int, seq: int, uneven: bool = False) ->
         seq=seq, recompute=plan.remat,
         schedule=plan.schedule if plan.schedule != "none" else "1f1b", tp_whole=plan.tp_whole, stages=plan.stages,
         compile=plan.compile, tp_overlap=plan.tp_overlap, reduce_dtype=plan.reduce_dtype,
-        domain=plan.domain,
+        domain=plan.domain, offload=plan.offload,
     )  # fmt: skip

@@ -40,22 +40,28 @@ class MemoryLedger:
         return self.allocated * RESERVED_SHARE
 
 
-def stage_parameters(shape: Shape, layout: Layout, layers: float, *, first: bool, last: bool) -> dict[str, float]:
-    """Parameters of a pipeline stage on one rank: those replicated over the data ranks, and the experts."""
+def stage_parameters(
+    shape: Shape, layout: Layout, layers: float, *, first: bool, last: bool, dense: float = 0.0
+) -> dict[str, float]:
+    """Parameters of a pipeline stage on one rank: those replicated over the data ranks, and the experts.
+
+    dense  how many of its layers are the dense ones in front of those with experts
+    """
     t = layout.tp
     s = shape
-    kv_kept = max(1.0, t / s.kv_heads)  # beyond the kv heads, k and v are kept whole
-    attention = (
-        s.attention_parameters - 2 * s.hidden * s.kv_width + 2 * s.hidden * s.kv_width * kv_kept
-    ) / t + 2 * s.norm_parameters
+    if dense:
+        rest = stage_parameters(s, layout, layers - dense, first=first, last=last)
+        front = stage_parameters(s.in_front, layout, dense, first=False, last=False)
+        return {kind: rest[kind] + front[kind] for kind in rest}
+    attention = s.attention_share(t) + 2 * s.norm_parameters
     if s.experts:
         local = s.experts / layout.ep
         expert_tp = 1 if layout.ep > 1 else t
         experts = local * s.expert_parameters / expert_tp
-        dense = attention + s.router_parameters + s.shared_experts * s.expert_parameters / t
+        each = attention + s.router_parameters + s.shared_experts * s.expert_parameters / t
     else:
-        experts, dense = 0.0, attention + s.expert_parameters / t
-    total = layers * dense
+        experts, each = 0.0, attention + s.expert_parameters / t
+    total = layers * each
     if first:
         total += s.vocab * s.hidden / t + s.learned_positions * s.hidden
     if last:
@@ -69,7 +75,7 @@ def states(parameters: dict[str, float], layout: Layout, software: Software, pre
     """Bytes of weights, gradients, master copy and optimizer on one rank, and of the gradients' copies, which live
     while the optimizer runs.
 
-    Experts are sharded over the data ranks that hold the same ones.
+    Experts are sharded over the data ranks that hold the same ones. What is offloaded is not on the rank.
     """
     policy = STATES[precision or software.states]
     out = dict.fromkeys(("weights", "gradients", "master", "optimizer", COPIES), 0.0)
@@ -84,8 +90,10 @@ def states(parameters: dict[str, float], layout: Layout, software: Software, pre
         out[COPIES] += count * policy.copies * share
         out["master"] += count * policy.master * (share if zero >= 1 else 1.0)
         out["optimizer"] += count * policy.optimizer * (share if zero >= 1 else 1.0)
-        if zero >= 3 and policy.master and policy.weight < policy.master:  # FSDP keeps the masters alone at rest
-            out["weights"] -= count * policy.weight * share
+        if zero >= 3 and policy.master > policy.weight and layout.offload == "none":
+            out["weights"] -= count * policy.weight * share  # FSDP keeps the masters alone at rest
+    if layout.offload == "optimizer":
+        out["master"] = out["optimizer"] = out[COPIES] = 0.0
     return out
 
 
@@ -96,13 +104,15 @@ def layer_activations(shape: Shape, layout: Layout, software: Software) -> dict[
     stream = tokens * s.hidden * ACT_BYTES / (t if lay.sp else 1)
     if lay.recompute == "full":
         return {"layer input": stream}
-    kv = max(s.kv_width / t, s.head_dim)
+    kv = max(s.kv_width / t, s.kv_width / s.kv_heads)
     out = {
         "norm inputs": 2 * stream,
         "norm outputs": 2 * stream,
-        "q k v": tokens * (s.query_width / t + 2 * kv) * ACT_BYTES / lay.ulysses * lay.ulysses,
-        "attention output": tokens * s.query_width / t * ACT_BYTES,
+        "q k v": tokens * (s.query_width / t + kv) * ACT_BYTES,
+        "attention output": tokens * s.output_width / t * ACT_BYTES,
     }
+    if s.kv_latent:  # as they are made, and as they are normed
+        out["latents"] = tokens * (2 * s.q_latent + 2 * s.kv_latent + s.rope_dim) * ACT_BYTES
     if software.attention == "unfused":
         if lay.recompute != "selective":
             scores = lay.micro_batch * (s.heads / t) * (lay.seq / lay.cp) * lay.seq
@@ -155,13 +165,19 @@ def rank_memory(
     last: bool,
     in_flight: float,
     precision: str = "",
+    dense: float = 0.0,
 ) -> MemoryLedger:
-    """All terms for one rank of a stage that keeps `in_flight` micro-batches (in units of the whole stage)."""
-    parameters = stage_parameters(shape, layout, layers, first=first, last=last)
+    """All terms for one rank of a stage that keeps `in_flight` micro-batches (in units of the whole stage).
+
+    dense  how many of its layers are the dense ones in front of those with experts
+    """
+    parameters = stage_parameters(shape, layout, layers, first=first, last=last, dense=dense)
     terms = states(parameters, layout, software, precision)
     copies = terms.pop(COPIES)
-    layer = layer_activations(shape, layout, software)
-    passing = {"activations": sum(layer.values()) * layers * in_flight}
+    kept = sum(layer_activations(shape, layout, software).values()) * (layers - dense)
+    if dense:
+        kept += sum(layer_activations(shape.in_front, layout, software).values()) * dense
+    passing = {"activations": kept * in_flight}
     stream = layout.tokens * shape.hidden * ACT_BYTES / (layout.tp if layout.sp else 1)
     if first:
         passing["embedding output"] = 0.0 if layout.recompute == "full" else stream * in_flight
@@ -174,7 +190,8 @@ def rank_memory(
         terms["weights in FP8"] = 2.0 * sum(stage_parameters(shape, layout, cast, first=False, last=False).values())
     terms["workspaces"] = software.workspace_bytes
     terms["buffers"] = buffers(shape, layout, software, layers, parameters)
-    peaks = {"one layer's backward": transient(shape, layout, software)}
+    sorts = ([shape] * (layers > dense) + [shape.in_front] * (dense > 0)) or [shape]
+    peaks = {"one layer's backward": max(transient(sort, layout, software) for sort in sorts)}
     if last:
         peaks["logits"] = logits(shape, layout, software)
     name = max(peaks, key=lambda key: peaks[key])
@@ -191,7 +208,7 @@ def transient(shape: Shape, layout: Layout, software: Software) -> float:
     none = layout.with_(recompute="none")
     again = sum(layer_activations(shape, none, software).values()) if layout.recompute != "none" else 0.0
     matrix = (2 if shape.gated else 1) * shape.hidden * shape.ffn / layout.tp * 4
-    stream = layout.tokens * shape.hidden * ACT_BYTES
+    stream = layout.tokens * shape.hidden * ACT_BYTES * max(1, shape.top_k)  # a token has a row for each expert
     block = 0.0
     if layout.cp > 1 and software.ring == "written":  # scores, their exponents and gradients of one block, float32
         block = 3 * 4 * layout.micro_batch * shape.heads / layout.tp / layout.ulysses * (layout.seq / layout.cp) ** 2

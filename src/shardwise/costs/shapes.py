@@ -3,6 +3,7 @@
 The shapes of GPT, Llama and mixtures of experts are the same few matrices; what differs is data in `Shape`.
 
     parameters of a layer    q, k, v, o; up, (gate,) down, times experts; router; two norms
+    latent attention         q and k v by way of narrow latents; the rotary part of a key is one for all heads
     FLOPs of a token         6 P for forward and backward (2 P + 4 P), and attention's 12 L h s, half of it if causal
 """
 
@@ -13,6 +14,8 @@ from dataclasses import dataclass, replace
 
 from shardwise.errors import InputError
 
+LATENT_AND_DENSE = ("kv_latent", "q_latent", "rope_dim", "value_dim", "dense_layers", "dense_ffn")
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -22,6 +25,11 @@ class Shape:
     bias              the matrices have biases
     experts           0: dense. Then `ffn` is an expert's width, `top_k` of them see a token
     learned_positions length of a learned position table, 0 without
+    kv_latent         keys and values are made from a latent of this width, which is normed (DeepSeek-V2, section 2.1);
+                      0: from the stream. Then `head_dim` is the width of a query and key, `rope_dim` of it rotary
+    q_latent          queries too; 0: from the stream
+    value_dim         width of a head's value where it is not `head_dim`
+    dense_layers      so many layers in front have one feed-forward of `dense_ffn` in place of experts
     """
 
     layers: int
@@ -43,6 +51,12 @@ class Shape:
     top_k: int = 0
     shared_experts: int = 0
     dropout: bool = False
+    kv_latent: int = 0
+    q_latent: int = 0
+    rope_dim: int = 0
+    value_dim: int = 0
+    dense_layers: int = 0
+    dense_ffn: int = 0
     name: str = ""
 
     def __post_init__(self) -> None:
@@ -75,7 +89,7 @@ class Shape:
             top_k=int(row["top_k"]),
             shared_experts=int(row["shared_experts"]),
             name=row["name"],
-        )
+        ).with_(**{name: int(row[name]) for name in LATENT_AND_DENSE})
 
     def with_(self, **changes: object) -> Shape:
         """A copy with some fields replaced."""
@@ -89,15 +103,57 @@ class Shape:
 
     @property
     def kv_width(self) -> int:
-        return self.kv_heads * self.head_dim
+        """Keys and values of one token, all heads, as attention reads them."""
+        return self.kv_heads * (self.head_dim + self.value_width)
+
+    @property
+    def value_width(self) -> int:
+        """One head's value."""
+        return self.value_dim or self.head_dim
+
+    @property
+    def output_width(self) -> int:
+        """What attention gives: all heads' values."""
+        return self.heads * self.value_width
+
+    @property
+    def attention_width(self) -> float:
+        """Mean width of the two products of attention, all heads."""
+        return (self.query_width + self.output_width) / 2
+
+    def projections(self, tp: int = 1) -> list[tuple[float, float]]:
+        """(out, in) of the matrices of attention on one of `tp` ranks.
+
+        Keys and values are kept whole beyond the kv heads, and so are the matrices that make latents.
+        """
+        kv = max(self.kv_width / tp, self.kv_width / self.kv_heads)
+        out_of = [(float(self.hidden), self.output_width / tp)]
+        if not self.kv_latent:
+            return [(self.query_width / tp + kv, float(self.hidden)), *out_of]
+        made = self.heads * (self.head_dim - self.rope_dim + self.value_width) / tp  # the rotary part is not
+        queries = [(self.query_width / tp, float(self.q_latent or self.hidden))]
+        return [*self.latents, *queries, (made, float(self.kv_latent)), *out_of]
+
+    @property
+    def latents(self) -> list[tuple[float, float]]:
+        """(out, in) of the matrices that make latents, and the rotary part of the keys."""
+        if not self.kv_latent:
+            return []
+        queries = [(float(self.q_latent), float(self.hidden))] if self.q_latent else []
+        return [*queries, (float(self.kv_latent + self.rope_dim), float(self.hidden))]
 
     @property
     def attention_parameters(self) -> int:
-        """q, k, v and the output projection of one layer, biases included."""
-        wide = self.query_width + 2 * self.kv_width
-        matrices = self.hidden * wide + self.query_width * self.hidden
+        """q, k, v and the output projection of one layer, biases and norms of latents included."""
+        return round(self.attention_share())
+
+    def attention_share(self, tp: int = 1) -> float:
+        """The same on one of `tp` ranks."""
+        matrices = sum(out * deep for out, deep in self.projections(tp))
+        wide = self.query_width + self.kv_width
         biases = (wide if self.bias or self.qkv_bias else 0) + (self.hidden if self.bias else 0)
-        return matrices + biases + (2 * self.head_dim if self.qk_norm else 0)
+        norms = self.q_latent + self.kv_latent
+        return matrices + (biases + (2 * self.head_dim if self.qk_norm else 0)) / tp + norms
 
     @property
     def expert_parameters(self) -> int:
@@ -122,6 +178,20 @@ class Shape:
         return self.attention_parameters + forwards + self.router_parameters + 2 * self.norm_parameters
 
     @property
+    def in_front(self) -> Shape:
+        """The model whose layers are all like the dense ones in front of this one's experts."""
+        return self.with_(
+            layers=max(1, self.dense_layers), ffn=self.dense_ffn or self.ffn, experts=0, top_k=0, shared_experts=0,
+            dense_layers=0, dense_ffn=0,
+        )  # fmt: skip
+
+    @property
+    def layers_parameters(self) -> int:
+        """All layers."""
+        more = self.dense_layers * (self.in_front.layer_parameters - self.layer_parameters) if self.dense_layers else 0
+        return self.layers * self.layer_parameters + more
+
+    @property
     def embedding_parameters(self) -> int:
         return (self.vocab + self.learned_positions) * self.hidden
 
@@ -133,18 +203,13 @@ class Shape:
     @property
     def parameters(self) -> int:
         """All of them."""
-        return (
-            self.layers * self.layer_parameters
-            + self.embedding_parameters
-            + self.head_parameters
-            + self.norm_parameters
-        )
+        return self.layers_parameters + self.embedding_parameters + self.head_parameters + self.norm_parameters
 
     @property
     def active_parameters(self) -> int:
         """Those that a token meets."""
         idle = max(0, self.experts - self.top_k) * self.expert_parameters
-        return self.parameters - self.layers * idle
+        return self.parameters - (self.layers - self.dense_layers) * idle
 
     # --- FLOPs
 
@@ -156,7 +221,7 @@ class Shape:
         72Blsh2    Megatron's formula (Korthikanti et al. 2022), attention in full, vocabulary once
         96Blsh2    the same with a recomputed forward (Narayanan et al. 2021): hardware FLOPs
         """
-        width = self.query_width
+        width = self.attention_width
         if convention == "6P+12Lhs":
             return 6.0 * self.active_parameters + 12.0 * self.layers * width * seq
         if convention == "6P+6Lhs":

@@ -1,8 +1,8 @@
 """Every legal combination of the axes and knobs that the package models, for a world size and a batch.
 
 Innermost to outermost: tp, cp_ulysses, cp, domain, dp_shard, pp, dp_replicate. What is not enumerated: zero >= 2 with
-pp > 1 unless it is asked for (gradients are reduced, and weights gathered, for every micro-batch), offload; tiles
-beside tp or pp.
+pp > 1 unless it is asked for (gradients are reduced, and weights gathered, for every micro-batch), offload where
+something fits without; tiles beside tp or pp.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ UNSEARCHED = (
     "not looked at: tp above two nodes, pp above 64 and cp above 16 (--max-tp, --max-pp, --max-cp ask for more), tp "
     "that splits a node unevenly; zero=2 and 3 beside a pipeline, and gpipe, zbh2, zbv, interleavedzb and dualpipev, "
     "or stages_per_rank other than 2, 4 and 8, unless they are asked for (--fix zero=3, --fix schedule=zbv); compile; "
-    "offload"
+    "the optimizer on the host, where something fits without (--fix offload=optimizer)"
 )
-SWITCHES = ("compile", "tp_overlap", "reduce_dtype")  # of a plan: as asked for, never searched
+SWITCHES = ("compile", "tp_overlap", "reduce_dtype", "offload")  # of a plan: as asked for, never searched
 MOST_SHARES, MOST_STAGES = 8, 4  # of tp or ep, and of pp, for a traced task, unless the user asks for more
 MOST_TILES, GRIDS = 16, 2  # tiles of a field, and grids of as many that are looked at, unless one is asked for
 HEADROOM = 0.08
@@ -91,7 +91,7 @@ def decoder_layouts(
 ) -> Iterator[Layout]:
     """Layouts of a decoder."""
     for tp in _limit(divisors(world), constraints.max_tp or 2 * node, constraints.value("tp")):
-        if shape.heads % tp or shape.ffn % tp or (node % tp and tp % node):
+        if shape.heads % tp or shape.ffn % tp or shape.dense_ffn % tp or (node % tp and tp % node):
             continue
         for pp in _limit(divisors(world // tp), min(constraints.max_pp or 64, shape.layers), constraints.value("pp")):
             for cp, ulysses in _sequence(shape, seq, tp, world // tp // pp, node, constraints):
@@ -129,18 +129,19 @@ def _data(shape: Shape, base: Layout, dp: int, per_rank: int, node: int, constra
         for micro in micro_batches(per_rank, max(64, MOST_TOKENS // base.seq)):
             for recompute in RECOMPUTES:
                 for schedule, chunks in _schedules(shape, base.pp, per_rank // micro, recompute, constraints):
-                    for ep in _experts(shape, base, shard, node):
+                    for ep in _experts(shape, base, shard, node, constraints):
                         yield base.with_(
                             zero=zero, shard=shard, replicas=dp // shard, micro_batch=micro, n_micro=per_rank // micro,
                             recompute=recompute, schedule=schedule, chunks=chunks, ep=ep,
                         )  # fmt: skip
 
 
-def _experts(shape: Shape, base: Layout, shard: int, node: int) -> list[int]:
-    """Degrees of ep: ranks inside dp_shard and inside a node that divide the experts; not beside tp or cp."""
+def _experts(shape: Shape, base: Layout, shard: int, node: int, constraints: Constraints) -> list[int]:
+    """Degrees of ep: ranks inside dp_shard, and inside a node unless asked for, that divide the experts; not beside tp
+    or cp."""
     if not shape.experts or base.tp * base.split_sequence > 1:
         return [1]
-    return [d for d in divisors(shard) if shape.experts % d == 0 and d <= node]
+    return [d for d in divisors(shard) if shape.experts % d == 0 and (d <= node or d == constraints.value("ep"))]
 
 
 def _sharding(base: Layout, dp: int, node: int, asked: object) -> Iterator[tuple[int, int]]:
@@ -178,7 +179,7 @@ def plan_of(layout: Layout, precision: str) -> Plan:
         "tp": layout.tp, "sp": layout.sp, "cp": layout.cp, "cp_ulysses": layout.ulysses, "pp": layout.pp,
         "dp_shard": layout.shard, "zero": layout.zero, "dp_replicate": layout.replicas, "remat": layout.recompute,
         "precision": precision, "ep": layout.ep, "compile": layout.compile, "tp_overlap": layout.tp_overlap,
-        "reduce_dtype": layout.reduce_dtype, "domain": layout.domain,
+        "reduce_dtype": layout.reduce_dtype, "domain": layout.domain, "offload": layout.offload,
     }  # fmt: skip
     if layout.pp > 1:
         values |= {"schedule": layout.schedule, "microbatches": layout.n_micro, "accumulate": layout.rounds}
@@ -199,6 +200,8 @@ def family(layout: Layout) -> str:
     for name in ("tp", "ulysses", "cp", "ep", "pp"):
         if getattr(layout, name) > 1:
             parts.append(name)
+    if layout.offload != "none":
+        parts.append(f"{layout.offload} on the host")
     return " + ".join(parts) or "one device"
 
 

@@ -19,6 +19,7 @@ class DecoderFamily:
     tied        the output matrix is the embedding's, where the file does not say
     positions   a learned position table has this many rows beside `max_position_embeddings`; None: no table
     one_kv      without a word on them, queries share one head of keys and values
+    latent      keys and values (and queries, where the file has a rank for them) come from narrow latents
     """
 
     tied: bool = False
@@ -32,6 +33,7 @@ class DecoderFamily:
     norm_bias: bool = True
     positions: int | None = None
     one_kv: bool = False
+    latent: bool = False
 
 
 LLAMA = DecoderFamily()
@@ -39,7 +41,10 @@ _PLAIN = DecoderFamily(
     gated=False, layer_norm=True, bias=True, qkv_key=""
 )  # as GPT-2: two matrices, biases, layer norms
 FAMILIES: dict[str, DecoderFamily] = {
-    **dict.fromkeys(("llama", "mistral", "mixtral", "phi3", "granite", "granitemoe", "helium", "olmo"), LLAMA),
+    **dict.fromkeys(
+        ("llama", "mistral", "mixtral", "phi3", "granite", "granitemoe", "helium", "olmo", "glm4_moe"), LLAMA
+    ),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), replace(LLAMA, latent=True)),
     **dict.fromkeys(("glm", "glm4", "qwen2", "qwen2_moe", "seed_oss"), replace(LLAMA, qkv_bias=True)),
     **dict.fromkeys(("qwen3", "qwen3_moe", "olmo2", "olmo3", "olmoe", "exaone4"), replace(LLAMA, qk_norm=True)),
     **dict.fromkeys(("gemma", "gemma2", "smollm3"), replace(LLAMA, tied=True)),
@@ -62,5 +67,5 @@ FAMILIES: dict[str, DecoderFamily] = {
 
 def layers_differ(config: Mapping[str, Any]) -> str:
     """Which word of a configuration says that its layers are not all alike; empty where they are."""
-    alike = {"mlp_only_layers": [], "decoder_sparse_step": 1, "first_k_dense_replace": 0, "block_sparse_moe_step": 1}
+    alike = {"mlp_only_layers": [], "decoder_sparse_step": 1, "moe_layer_freq": 1, "block_sparse_moe_step": 1}
     return next((name for name, plain in alike.items() if config.get(name) not in (None, plain)), "")

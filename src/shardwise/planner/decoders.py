@@ -23,7 +23,14 @@ WORDS = {  # of each number, as the families write it
     "ffn": ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner"),
     "expert_ffn": ("moe_intermediate_size",),
     "shared_ffn": ("shared_expert_intermediate_size",),
-    "experts": ("num_local_experts", "num_experts"),
+    "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
+    "shared": ("n_shared_experts",),
+    "dense_layers": ("first_k_dense_replace",),
+    "kv_latent": ("kv_lora_rank",),
+    "q_latent": ("q_lora_rank",),
+    "plain_dim": ("qk_nope_head_dim",),
+    "rope_dim": ("qk_rope_head_dim",),
+    "value_dim": ("v_head_dim",),
     "top_k": ("num_experts_per_tok",),
     "positions": ("n_positions", "max_position_embeddings"),
 }
@@ -65,11 +72,11 @@ def shape_of_config(config: Mapping[str, Any], where: str) -> Shape:
 
     What it leaves out is as in its family (`model_type`; without one, as in Llama, or GPT-2 where it names `n_embd`).
     Raises `NotByNumbers` for one that is not described by them (an unknown family, an encoder, an encoder-decoder,
-    another head than one over the vocabulary, compressed attention, layers that differ), and `InputError` for numbers
-    that cannot be true.
+    another head than one over the vocabulary, compressed attention of another family than DeepSeek's, layers that
+    differ by more than dense ones in front), and `InputError` for numbers that cannot be true.
     """
     kind = config.get("model_type") or ("gpt2" if "n_embd" in config else "llama")
-    if why := _other_family(kind) or _other_than_a_decoder(config):
+    if why := _other_family(kind) or _other_than_a_decoder(config, FAMILIES[kind]):
         raise NotByNumbers(_not_described(where, why))
     numbers = {name: _number(config, words, where) for name, words in WORDS.items()}
     if missing := [WORDS[name][0] for name in NEEDED if numbers[name] is None]:
@@ -97,26 +104,31 @@ def _shape(config: Mapping[str, Any], numbers: Mapping[str, int], family: Decode
     """The shape of a member of a family; numbers that the file does not give are 0."""
     hidden, heads, experts = numbers["hidden"], numbers["heads"], numbers["experts"]
     ffn = (numbers["expert_ffn"] if experts else 0) or numbers["ffn"] or 4 * hidden
+    dense = min(numbers["dense_layers"], numbers["layers"]) if experts else 0
+    latent = {"q_latent", "kv_latent", "rope_dim", "value_dim"} if family.latent else set()
     bias = bool(config.get(family.bias_key, family.bias))
     shape = Shape(
         layers=numbers["layers"],
         hidden=hidden,
         heads=heads,
         kv_heads=_kv_heads(config, numbers, family),
-        head_dim=numbers["head_dim"] or hidden // heads,
+        head_dim=numbers["plain_dim"] + numbers["rope_dim"] if latent else numbers["head_dim"] or hidden // heads,
         ffn=ffn,
         vocab=numbers["vocab"],
+        **{name: numbers[name] for name in latent},
+        dense_layers=dense,
+        dense_ffn=numbers["ffn"] if dense else 0,
         gated=family.gated,
         tied=bool(config.get("tie_word_embeddings", family.tied)),
         bias=bias,
         qkv_bias=bool(config.get(family.qkv_key, family.qkv_bias)),
-        qk_norm=family.qk_norm,
+        qk_norm=bool(config.get("use_qk_norm", family.qk_norm)),
         learned_positions=0 if family.positions is None else numbers["positions"] + family.positions,
         layer_norm=family.layer_norm,
         norm_bias=family.norm_bias,
         experts=experts,
         top_k=numbers["top_k"] if experts else 0,
-        shared_experts=numbers["shared_ffn"] // ffn if experts else 0,
+        shared_experts=(numbers["shared"] or numbers["shared_ffn"] // ffn) if experts else 0,
         dropout=bool(config.get("resid_pdrop", 0.0)),
         name=str(config.get("_name_or_path") or config.get("model_type") or "decoder"),
     )
@@ -157,11 +169,11 @@ def _number(config: Mapping[str, Any], words: tuple[str, ...], where: str) -> in
     return None
 
 
-def _other_than_a_decoder(config: Mapping[str, Any]) -> str:
+def _other_than_a_decoder(config: Mapping[str, Any], family: DecoderFamily) -> str:
     """What a configuration says of itself that widths and heads do not; empty for a decoder."""
     if config.get("is_encoder_decoder"):
         return "it is an encoder and a decoder"
-    if config.get("kv_lora_rank"):
+    if config.get("kv_lora_rank") and not family.latent:
         return "its keys and values are compressed (kv_lora_rank)"
     if other := layers_differ(config):
         return f"its layers are not all alike ({other}={config[other]})"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shardwise.cluster import Cluster
 from shardwise.costs.layout import Layout
@@ -29,6 +29,10 @@ from shardwise.simulator.forecast import Forecast
 EXACT = 3  # proposals in front that are forecast from traces of their own micro-batch
 SIMULATED = 24  # of all that fit, the best by estimate; beside them the best of each family
 LATER = 3  # plans that this version cannot run yet, told beside those that it can
+OFFLOADED = (
+    "nothing fits in the devices' memory alone: these plans keep the optimizer's state in the hosts', which is a "
+    "forecast and does not run in this version; what runs is more devices, or a smaller batch or sequence"
+)
 EVERY_S = 0.3  # between two lines of progress
 ROOMY, CLASSES = 0.5, 10  # plans that fill less than half of a device need as little as any; above, in tenths of it
 
@@ -64,6 +68,12 @@ def search(
     looked = _look(subject, cluster, constraints, precision, capacity, say)
     if not looked.considered:
         raise InputError(nothing(subject, cluster, constraints))
+    offloaded = not looked.fits and subject.offloads and constraints.value("offload") is None
+    if offloaded:
+        nearest = looked.tightest
+        asked = replace(constraints, fixed=(*constraints.fixed, ("offload", "optimizer")))
+        looked = _look(subject, cluster, asked, precision, capacity, say)
+        looked.tightest |= nearest
     if not looked.fits:
         needed, layout = min(looked.tightest.values(), key=lambda item: item[0])
         raise InputError(
@@ -78,6 +88,8 @@ def search(
     result.lost |= never(subject, cluster, looked.tightest, result.best)
     result.notes = notes(subject, cluster, result, capacity)
     result.notes.append(f"memory: {bytes_text(capacity)} may be planned for: {_kept_free(cluster, constraints)}")
+    if offloaded:
+        result.notes.insert(0, OFFLOADED)
     if subject.unsearched:
         result.notes.append(subject.unsearched)
     if result.stopped:
@@ -165,6 +177,8 @@ def _ranked(subject: Subject, looked: _Looked, precision: str, capacity: float, 
         for place, layout in enumerate(run):
             say(f"simulating {place + 1} of {len(run)}: {plan_of(layout, precision)}")
             result.proposals.append(_proposal(subject.simulate, layout, precision))
+        # stages of unlike chunks keep more than the estimate's even ones
+        result.proposals = [p for p in result.proposals if p.forecast.fits(capacity)] or result.proposals
         result.proposals = _sorted(result.proposals, capacity)
         if subject.exact is not None:
             result.proposals = _exact(subject, result.proposals, precision, capacity, say)

@@ -9,6 +9,7 @@ from functools import cache, partial
 from shardwise.cluster import Cluster
 from shardwise.costs.layout import Layout
 from shardwise.costs.memory import MemoryLedger
+from shardwise.costs.offload import refuse
 from shardwise.costs.shapes import Shape
 from shardwise.costs.software import Software, as_planned
 from shardwise.errors import InputError, RefusedPlan
@@ -43,6 +44,7 @@ class Subject:
     sample: str = ""  # made up for a model without data, in words
     head: str = ""  # of transformers, for a model that was built of a configuration
     unsearched: str = ""  # which plans a search does not look at, in words
+    offloads: bool = False  # whether plans whose optimizer lies on the host are forecast
 
 
 def decoder(shape: Shape, cluster: Cluster, soft: Software, global_batch: int, seq: int, precision: str) -> Subject:
@@ -64,12 +66,14 @@ def decoder(shape: Shape, cluster: Cluster, soft: Software, global_batch: int, s
         shape.name or "decoder", shape.layers, global_batch, seq, layouts,
         lambda layout: estimators(as_planned(soft, layout)).estimate(layout),
         lambda layout: estimators(as_planned(soft, layout)).memory(layout),
-        lambda layout: simulate(shape, _without_tiles(layout), cluster, as_planned(soft, layout)),
+        lambda layout: simulate(shape, _forecast(layout), cluster, as_planned(soft, layout)),
         with_batch=lambda count: decoder(shape, cluster, soft, count, seq, precision), unsearched=UNSEARCHED,
+        offloads=True,
     )  # fmt: skip
 
 
-def _without_tiles(layout: Layout) -> Layout:
+def _forecast(layout: Layout) -> Layout:
+    refuse(layout)
     if layout.tiles > 1:
         raise RefusedPlan("domain cuts fields of space, and a decoder's samples are sequences: use cp or cp_ulysses")
     return layout

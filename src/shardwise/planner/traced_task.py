@@ -298,7 +298,9 @@ class Traced:
         return self.can_recompute(layout.recompute)
 
     def _refuse(self, layout: Layout) -> None:
-        """Raise `RefusedPlan` where the optimizer would find too little on a rank."""
+        """Raise `RefusedPlan` where the optimizer would find too little on a rank, or is not on it."""
+        if layout.offload != "none":
+            raise RefusedPlan(f"offload={layout.offload} is forecast for decoders by their numbers alone")
         zero = layout.zero if layout.shard_ranks > 1 else 0
         refuse_optimizer(self.nature, zero, shares_of(layout.tp, layout.ep), layout.pp)
 

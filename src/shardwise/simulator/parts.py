@@ -8,13 +8,14 @@ optimizer    the bytes that it reads and writes
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 from shardwise.cluster import Cluster
-from shardwise.costs.block import BlockTimes, Message
+from shardwise.costs.block import BlockCosts, BlockTimes, Message
 from shardwise.costs.kernels import Kernels
 from shardwise.costs.layout import Layout
 from shardwise.costs.memory import MemoryLedger
+from shardwise.costs.offload import HOST_MEMORY_GBPS, LINK_SHARE, offloaded
 from shardwise.costs.shapes import Shape
 from shardwise.costs.software import STATES, Software
 from shardwise.costs.wire import RankGroup, Wire
@@ -37,7 +38,42 @@ class StageTimes:
     weight: float = 0.0
     exposed: float = 0.0
     recompute: float = 0.0
-    layers: float = 0.0
+
+    def times(self, count: float) -> StageTimes:
+        """So many of it, one after another."""
+        return StageTimes(*(count * getattr(self, field.name) for field in fields(self)))
+
+    def plus(self, other: StageTimes) -> StageTimes:
+        """This and another, one after the other."""
+        return StageTimes(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
+
+    @property
+    def seconds(self) -> float:
+        """Forward and backward."""
+        return self.forward + self.backward + self.weight
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """One layer, and one of the dense ones that may stand in front of those with experts; embedding and head."""
+
+    layer: StageTimes
+    dense: StageTimes
+    first: StageTimes
+    last: StageTimes
+
+    def of(self, layers: float, dense: float = 0.0) -> StageTimes:
+        """So many layers, some of them dense ones in front."""
+        return self.layer.times(layers - dense).plus(self.dense.times(dense))
+
+
+def layer_times(step: StepContext) -> LayerTimes:
+    """The parts of a model under a layout."""
+    block = BlockCosts(step.shape, step.layout, step.software, step.kernels)
+    layer = step.timed(block.layer())
+    front = replace(block, shape=step.shape.in_front) if step.shape.dense_layers else None
+    dense = step.timed(front.layer()) if front else layer
+    return LayerTimes(layer, dense, step.timed(block.embedding()), step.timed(block.head()))
 
 
 @dataclass(frozen=True)
@@ -128,29 +164,56 @@ def finished(
     )
 
 
-def optimizer_seconds(step: StepContext, parameters: dict[str, float]) -> float:
-    """Seconds of the update: each byte of state read and written, gradients read twice (norm and update)."""
-    policy = STATES[step.software.states]
+def updated(step: StepContext, parameters: dict[str, float]) -> float:
+    """How many parameters a rank updates."""
     total = 0.0
     for kind, count in parameters.items():
         ranks = float(step.layout.shard * step.layout.split_sequence) if step.layout.zero else 1.0
         if kind == "experts" and step.layout.ep > 1:
             ranks = max(1.0, ranks * step.layout.tp / step.layout.ep)
         total += count / ranks
+    return total
+
+
+def offload_basis(step: StepContext, parameters: dict[str, float]) -> dict[str, str]:
+    """What an offloaded step rests on; nothing for others."""
+    if step.layout.offload == "none":
+        return {}
+    found = offloaded(updated(step, parameters), STATES[step.software.states], step.layout, step.cluster)
+    return {
+        "offload": f"a forecast, no plan of this version offloads: {found.link_s:.3g} s of gradients and weights over "
+        f"the link to the host ({LINK_SHARE:g} of its rate, assumed), {found.host_s:.3g} s of update there "
+        f"({HOST_MEMORY_GBPS:.0f} GB/s of a node, assumed), nothing hidden; {found.node_bytes / 1e9:,.0f} GB of each "
+        "node's memory"
+    }  # fmt: skip
+
+
+def optimizer_seconds(step: StepContext, parameters: dict[str, float]) -> float:
+    """Seconds of the update: each byte of state read and written, gradients read twice (norm and update)."""
+    policy = STATES[step.software.states]
+    total = updated(step, parameters)
+    if step.layout.offload != "none":
+        return offloaded(total, policy, step.layout, step.cluster).seconds
     moved = 2 * policy.gradient + 2 * (policy.master or policy.weight) + 2 * policy.optimizer
     moved += policy.weight if policy.master else 0
     return step.kernels.stream(total * moved * (1.0 if step.software.fused_adam else FOREACH), 10)
+
+
+def sharing(step: StepContext, kind: str) -> RankGroup:
+    """The data ranks that hold the same parameters: of experts only those that were dealt the same ones."""
+    data, lay = step.group("data"), step.layout
+    if kind == "experts" and lay.ep > 1:
+        return RankGroup(max(1, data.size * lay.tp // lay.ep), lay.ep)
+    return data
 
 
 def reduction_seconds(step: StepContext, parameters: dict[str, float]) -> tuple[float, float]:
     """Seconds of (gradient reduction, weight gathering) of a step without ZeRO-3."""
     lay, wire = step.layout, step.wire
     reduce_s = gather_s = 0.0
-    data, replicas = step.group("data"), step.group("replicas")
+    replicas = step.group("replicas")
     for kind, count in parameters.items():
-        group = data
-        if kind == "experts" and lay.ep > 1:
-            group = RankGroup(max(1, data.size * lay.tp // lay.ep), lay.tp * lay.ep // (lay.tp or 1))
+        group = sharing(step, kind)
         grads = count * step.software.grad_reduce_bytes
         if lay.zero:
             reduce_s += wire.collective("reduce_scatter", group, grads)

@@ -53,6 +53,18 @@ class Played:
         return max((last[rank] - first[rank] for rank in first), default=0.0)
 
 
+def live_layers(played: Played, layers: Sequence[float], ranks: int) -> list[float]:
+    """The most layers of micro-batches whose activations each rank keeps at once: stages may have unlike numbers."""
+    kept, most = [0.0] * ranks, [0.0] * ranks
+    for rank, op, _, _ in played.ops:  # of each rank in its order
+        if op.kind == "F":
+            kept[rank] += layers[op.stage]
+            most[rank] = max(most[rank], kept[rank])
+        elif op.kind != "I":
+            kept[rank] -= layers[op.stage]
+    return most
+
+
 def play(
     table: Schedule,
     forward: Sequence[float],

@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from shardwise.cluster import Cluster
-from shardwise.costs.block import BlockCosts
 from shardwise.costs.layout import Layout
 from shardwise.costs.memory import MemoryLedger, rank_memory, stage_parameters
 from shardwise.costs.shapes import Shape
 from shardwise.costs.software import Software
 from shardwise.layout.schedule_kinds import KINDS, in_flight
-from shardwise.simulator.parts import GAPS, StageTimes, StepContext, optimizer_seconds, reduction_seconds
-from shardwise.simulator.stages import stage_layers
+from shardwise.simulator.parts import GAPS, LayerTimes, StepContext, layer_times, optimizer_seconds, reduction_seconds
+from shardwise.simulator.stages import dense_of, stage_layers
 
 
 @dataclass(frozen=True)
@@ -38,12 +37,13 @@ class Estimator:
     def memory(self, layout: Layout) -> MemoryLedger:
         """The ledger of the fullest rank."""
         layers = stage_layers(self.shape, layout)
-        per_rank = [sum(layers[r :: layout.pp]) for r in range(layout.pp)]
-        ends = {0, layout.pp - 1, *([1] if layout.pp > 2 else [])}
+        dense = dense_of(self.shape, layers)
+        per_rank, fronts = ([sum(each[r :: layout.pp]) for r in range(layout.pp)] for each in (layers, dense))
+        ends = {0, layout.pp - 1, *([1] if layout.pp > 2 else []), *([fronts.index(0.0)] if 0.0 in fronts else [])}
         return max(
             (
                 rank_memory(
-                    self.shape, layout, self.software, layers=per_rank[rank], first=rank == 0,
+                    self.shape, layout, self.software, layers=per_rank[rank], dense=fronts[rank], first=rank == 0,
                     last=rank == layout.pp - 1,
                     in_flight=in_flight(layout.schedule, layout.pp, layout.n_micro, layout.chunks, rank),
                 )
@@ -58,20 +58,21 @@ class Estimator:
         key = layout.with_(
             pp=1, chunks=1, shard=1, replicas=1, zero=0, n_micro=1, rounds=1, schedule="1f1b", stage_layers=()
         )
-        layer, first, last = self._parts(key)
+        parts = self._parts(key)
         layers = stage_layers(self.shape, layout)
+        dense = dense_of(self.shape, layers)
         p, n, v = layout.pp, layout.n_micro, layout.chunks
         every = n * layout.rounds
-        total = layer.forward + layer.backward + layer.weight
-        ends = [end.forward + end.backward + end.weight for end in (first, last)]
+        ends = [parts.first.seconds, parts.last.seconds]
+        held = [parts.of(sum(layers[r::p]), sum(dense[r::p])).seconds for r in range(p)]
         if p == 1:
-            seconds = n * (self.shape.layers * total + sum(ends))
+            seconds = n * (held[0] + sum(ends))
         else:
-            held = [sum(layers[r::p]) for r in range(p)]
-            work = [h * total + (ends[0] if r == 0 else 0) + (ends[1] if r == p - 1 else 0) for r, h in enumerate(held)]
+            work = [h + (ends[0] if r == 0 else 0) + (ends[1] if r == p - 1 else 0) for r, h in enumerate(held)]
             bubble = (p - 1) * min(work) / v * KINDS[layout.schedule].bubble
             seconds = layout.rounds * (n * max(work) + bubble)
-        parameters = stage_parameters(self.shape, layout, self.shape.layers / p, first=p == 1, last=True)
+        front = self.shape.dense_layers if p == 1 else 0
+        parameters = stage_parameters(self.shape, layout, self.shape.layers / p, first=p == 1, last=True, dense=front)
         reduce_s, gather_s = reduction_seconds(step, parameters)
         if layout.zero >= 3 and layout.shard > 1:
             wire = every * (2 * gather_s + reduce_s)
@@ -85,7 +86,5 @@ class Estimator:
         seconds += optimizer_seconds(step, parameters)
         return Quick(GAPS * seconds, self.memory(layout))
 
-    def _compute_parts(self, layout: Layout) -> tuple[StageTimes, StageTimes, StageTimes]:
-        step = StepContext(self.shape, layout, self.cluster, self.software)
-        block = BlockCosts(self.shape, layout, self.software, step.kernels)
-        return step.timed(block.layer()), step.timed(block.embedding()), step.timed(block.head())
+    def _compute_parts(self, layout: Layout) -> LayerTimes:
+        return layer_times(StepContext(self.shape, layout, self.cluster, self.software))

@@ -15,8 +15,8 @@ from shardwise.costs.wire import RankGroup
 from shardwise.layout.schedule_kinds import KINDS
 from shardwise.simulator.events import StreamOp, run
 from shardwise.simulator.forecast import Forecast
-from shardwise.simulator.parts import StageTimes, StepContext, beside, finished, optimizer_seconds, reduction_seconds
-from shardwise.simulator.pipeline import play_all, stages_of
+from shardwise.simulator.parts import LayerTimes, StepContext, beside, finished, optimizer_seconds, reduction_seconds
+from shardwise.simulator.pipeline import live_layers, play_all, stages_of
 from shardwise.simulator.sharded import play_units
 
 # Megatron's batched send and receive ends in a device synchronise: the queue of kernels runs empty and is filled again
@@ -33,7 +33,13 @@ def stage_layers(shape: Shape, layout: Layout) -> list[float]:
     return [float(each + (1 if start <= index < start + rest else 0)) for index in range(stages)]
 
 
-def pipelined(step: StepContext, layer: StageTimes, ends: tuple[StageTimes, StageTimes]) -> Forecast:
+def dense_of(shape: Shape, layers: list[float]) -> list[float]:
+    """How many of each stage's layers are the dense ones in front of those with experts."""
+    before = [sum(layers[:index]) for index in range(len(layers))]
+    return [max(0.0, min(n, shape.dense_layers - b)) for n, b in zip(layers, before, strict=True)]
+
+
+def pipelined(step: StepContext, times: LayerTimes) -> Forecast:
     lay, shape = step.layout, step.shape
     if lay.chunks == 1:
         step = replace(step, layout=lay.with_(chunks=KINDS[lay.schedule].stages_per_rank))
@@ -42,16 +48,13 @@ def pipelined(step: StepContext, layer: StageTimes, ends: tuple[StageTimes, Stag
     owner, mine_of = KINDS[name].owners(lay.pp, lay.chunks), stages_of(name, lay.pp, lay.chunks)
     layers = stage_layers(shape, lay)
     stages = len(layers)
-    forward = [n * layer.forward for n in layers]
-    backward = [n * layer.backward for n in layers]
-    weight = [n * layer.weight for n in layers]
-    exposed = [n * layer.exposed for n in layers]
-    for index, end in ((0, ends[0]), (stages - 1, ends[1])):
-        forward[index] += end.forward
-        backward[index] += end.backward
-        weight[index] += end.weight
-        exposed[index] += end.exposed
-    waits = _data_waits(step, layers, forward, backward, weight)
+    dense = dense_of(shape, layers)
+    each = [times.of(n, front) for n, front in zip(layers, dense, strict=True)]
+    each[0], each[-1] = each[0].plus(times.first), each[-1].plus(times.last)
+    forward, backward, weight, exposed = (
+        [getattr(stage, name) for stage in each] for name in ("forward", "backward", "weight", "exposed")
+    )
+    waits = _data_waits(step, layers, dense, forward, backward, weight)
     message = lay.tokens * shape.hidden * 2 / (lay.tp if lay.sp or step.software.split_sends else 1)
     distance = step.group("pp").stride
     home = [owner * distance for owner in owner]
@@ -60,17 +63,19 @@ def pipelined(step: StepContext, layer: StageTimes, ends: tuple[StageTimes, Stag
     send = [step.wire.send(message, home[s], home[s + 1]) + blocked for s in range(stages - 1)]
     played = play_all(name, lay.pp, lay.n_micro, lay.chunks, forward, backward, weight, send, blocking=blocking)
     memory, tails = [], []
+    live = live_layers(played, layers, lay.pp)
     for rank in range(lay.pp):
         mine = mine_of[rank]
-        held = sum(layers[stage] for stage in mine)
+        unlike = len({layers[stage] for stage in mine}) > 1
+        held, front = (sum(of[stage] for stage in mine) for of in (layers, dense))
         first, last = 0 in mine, stages - 1 in mine
         memory.append(
             rank_memory(
-                shape, lay, step.software, layers=held, first=first, last=last,
-                in_flight=played.in_flight[rank] / lay.chunks,
+                shape, lay, step.software, layers=held, dense=front, first=first, last=last,
+                in_flight=live[rank] / held if unlike else played.in_flight[rank] / lay.chunks,
             )
         )  # fmt: skip
-        parameters = stage_parameters(shape, lay, held, first=first, last=last)
+        parameters = stage_parameters(shape, lay, held, first=first, last=last, dense=front)
         data = _once(step, parameters, held, backward[mine[0]] + weight[mine[0]], forward[mine[0]])
         if shape.tied and lay.pp > 1 and (first or last):
             data += step.wire.collective(
@@ -97,16 +102,18 @@ def pipelined(step: StepContext, layer: StageTimes, ends: tuple[StageTimes, Stag
 
 
 def _data_waits(
-    step: StepContext, layers: list[float], forward: list[float], backward: list[float], weight: list[float]
-) -> list[float]:
+    step: StepContext, layers: list[float], dense: list[float],
+    forward: list[float], backward: list[float], weight: list[float],
+) -> list[float]:  # fmt: skip
     """Adds to each stage's seconds what it waits for its data ranks in every micro-batch; returns that, by stage."""
     lay, shape, soft = step.layout, step.shape, step.software
     waits = [0.0] * len(layers)
     if lay.zero < 2 or lay.shard * lay.split_sequence == 1:
         return waits
     inner = replace(step, layout=lay.with_(replicas=1))  # replicas are summed once
-    scatter, gather = reduction_seconds(inner, stage_parameters(shape, lay, 1.0, first=False, last=False))
-    for stage, held in enumerate(layers):
+    for stage, (held, front) in enumerate(zip(layers, dense, strict=True)):
+        own = stage_parameters(shape, lay, 1.0, first=False, last=False, dense=front / held if held else 0.0)
+        scatter, gather = reduction_seconds(inner, own)
         ends = stage_parameters(shape, lay, 0.0, first=stage == 0, last=stage == len(layers) - 1)
         end_scatter, end_gather = reduction_seconds(inner, ends)
         units = max(1, round(held))

@@ -1,0 +1,97 @@
+"""Decoders with latent attention and dense layers in front of their experts, by their numbers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shardwise import plan, simulate
+from shardwise.cluster import Cluster
+from shardwise.costs.layout import Layout
+from shardwise.costs.memory import rank_memory, stage_parameters
+from shardwise.costs.software import software
+from shardwise.planner import Constraints
+from shardwise.planner.configured_task import configured
+from shardwise.planner.decoders import decoder_by_name, shape_of_config
+from shardwise.planner.traced_task import traced_subject
+from shardwise.simulator import simulate as simulate_shape
+from shardwise.simulator.stages import dense_of, stage_layers
+
+V3 = decoder_by_name("deepseek-v3")
+CLUSTER = "128x8 h100-sxm-80gb, ib-400"
+
+
+@pytest.mark.parametrize(("name", "billions", "active"), [("deepseek-v3", 671, 37), ("deepseek-v2", 236, 21)])
+def test_parameters_are_those_published(name: str, billions: int, active: int) -> None:
+    shape = decoder_by_name(name)
+    assert round(shape.parameters / 1e9) == billions
+    assert int(shape.active_parameters / 1e9) == active
+
+
+@pytest.mark.parametrize("q_lora_rank", [24, None])
+def test_flops_are_those_of_transformers_model(q_lora_rank: int | None, tmp_path: Path) -> None:
+    """Counted on the module that transformers builds, with one dense layer in front, against the closed form."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.DeepseekV3Config(
+        vocab_size=512, hidden_size=64, intermediate_size=160, moe_intermediate_size=32, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=4, n_routed_experts=8, num_experts_per_tok=2, n_group=2,
+        topk_group=2, q_lora_rank=q_lora_rank, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16,
+        first_k_dense_replace=1,
+    )  # fmt: skip
+    config.architectures = ["DeepseekV3ForCausalLM"]
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config.to_dict()))
+    shape = shape_of_config(json.loads(path.read_text()), str(path))
+    assert (shape.dense_layers, shape.dense_ffn, shape.head_dim, shape.value_dim) == (1, 160, 24, 16)
+    task = configured(str(path), 32).tasks[0]
+    subject = traced_subject(task, Cluster.parse("8 h100-sxm-80gb"), software("shardwise"), 8, "bf16", ("none",))
+    traced = subject.simulate(next(iter(subject.layouts(8, Constraints()))))
+    assert shape.flops_per_token(32) * 8 * 32 == pytest.approx(traced.flops, rel=0.02)
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(pp=4), Layout(pp=2, chunks=2, schedule="interleaved1f1b")])
+def test_stages_hold_all_parameters_once(layout: Layout) -> None:
+    layers = stage_layers(V3, layout)
+    dense = dense_of(V3, layers)
+    assert sum(dense) == V3.dense_layers
+    held = [
+        sum(
+            stage_parameters(
+                V3, layout, n, first=at == 0, last=at == len(layers) - 1, dense=front
+            ).values()
+        )
+        for at, (n, front) in enumerate(zip(layers, dense, strict=True))
+    ]  # fmt: skip
+    assert sum(held) == pytest.approx(V3.parameters, rel=1e-9)
+
+
+def test_latents_are_kept_in_place_of_what_they_are_made_into() -> None:
+    """Bytes that a layer keeps: latents on top of queries, keys and values as wide as their heads."""
+    one = rank_memory(V3.in_front, Layout(), software("megatron-core"), layers=1, first=False, last=False, in_flight=1)
+    wide = 2 * V3.query_width + 2 * V3.output_width  # queries, keys; values, what attention gives
+    latents = 2 * V3.q_latent + 2 * V3.kv_latent + V3.rope_dim
+    rest = 4 * V3.hidden + 3 * V3.dense_ffn
+    statistics = 4 * V3.heads / 2
+    assert one.terms["activations"] == pytest.approx(2 * 2048 * (wide + latents + rest + statistics))
+
+
+def test_a_layer_of_experts_and_a_dense_one_take_their_own_times() -> None:
+    """Six layers of which two are dense: in a pipeline of three, the first stage is the dense one."""
+    shape = V3.with_(layers=6, dense_layers=2)
+    layout = Layout(pp=3, micro_batch=1, n_micro=12, shard=8, zero=1, ep=8, seq=4096)
+    cluster, soft = Cluster.parse("3x8 h100-sxm-80gb, ib-400"), software("megatron-core")
+    mixed = simulate_shape(shape, layout, cluster, soft)
+    plain = simulate_shape(shape.with_(dense_layers=0, dense_ffn=0), layout, cluster, soft)
+    assert mixed.memory[0].terms["weights"] < plain.memory[0].terms["weights"]
+    assert mixed.memory[1].allocated == pytest.approx(plain.memory[1].allocated)
+    alone = [simulate_shape(shape.with_(dense_layers=n), layout.with_(pp=1), cluster, soft).step_s for n in (0, 2, 6)]
+    assert alone[1] == pytest.approx(alone[0] + (alone[2] - alone[0]) / 3, rel=0.02)
+
+
+def test_deepseek_is_planned_by_its_numbers() -> None:
+    few = Constraints(fixed=(("pp", 16), ("zero", 1), ("ep", 16), ("remat", "full")))
+    found = plan("deepseek-v3", CLUSTER, global_batch=2048, seq=4096, constraints=few)
+    again = simulate("deepseek-v3", found.best.plan, CLUSTER, global_batch=2048, seq=4096)
+    assert again.step_s == pytest.approx(found.best.forecast.step_s) and not again.impossible
