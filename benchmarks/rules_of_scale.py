@@ -33,7 +33,9 @@ def cluster_of(devices: int, device: str = DEVICE, link: str = "ib-400") -> Clus
 
 def searched(name: str, devices: int, batch: int, seq: int = 4096, **limits: object) -> Search:
     machine = cluster_of(devices)
-    return search(decoder(shape_of(name), machine, SOFT, batch, seq, "bf16"), machine, Constraints(**limits))  # type: ignore[arg-type]
+    return search(
+        decoder(shape_of(name), machine, SOFT, batch, seq, "bf16"), machine, Constraints(**limits, offload=False)
+    )  # type: ignore[arg-type]
 
 
 def any_fits(name: str, devices: int, seq: int = 4096) -> bool:

@@ -43,6 +43,7 @@ class Constraints:
     headroom      share of a device's memory to leave free: by default as much as nine of ten forecasts of published
                   runs are off by at most (`benchmarks/forecast.py`)
     check         refuses a plan by raising `RefusedPlan`
+    offload       where nothing fits, plans whose optimizer lies on the hosts are told
     """
 
     max_tp: int | None = None
@@ -51,6 +52,7 @@ class Constraints:
     fixed: tuple[tuple[str, object], ...] = ()
     headroom: float = HEADROOM
     check: Callable[[Plan], None] | None = None
+    offload: bool = True
 
     def allows(self, plan: Plan) -> bool:
         """Whether a plan has the fixed fields."""

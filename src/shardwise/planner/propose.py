@@ -68,7 +68,7 @@ def search(
     looked = _look(subject, cluster, constraints, precision, capacity, say)
     if not looked.considered:
         raise InputError(nothing(subject, cluster, constraints))
-    offloaded = not looked.fits and subject.offloads and constraints.value("offload") is None
+    offloaded = not looked.fits and subject.offloads and constraints.offload and constraints.value("offload") is None
     if offloaded:
         nearest = looked.tightest
         asked = replace(constraints, fixed=(*constraints.fixed, ("offload", "optimizer")))

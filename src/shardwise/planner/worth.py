@@ -88,6 +88,7 @@ def jobs(
     else:
         return []
     every = [JobCost(found.best, cluster.world_size, steps, price)]
+    constraints = replace(constraints, offload=False)
     for count in _fewer(cluster.world_size):
         try:
             fewer = search(subject, _first(cluster, count), constraints, precision=precision)
