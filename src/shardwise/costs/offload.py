@@ -20,6 +20,7 @@ from shardwise.costs.software import States
 from shardwise.errors import RefusedPlan
 
 HOST_MEMORY_GBPS = 300.0  # of a node, for a processor's Adam (assumed: eight channels of DDR5 at 38 GB/s)
+HOST_DEVICES = 8  # of one host at most, also where a domain of links joins more (assumed)
 LINK_SHARE = 0.8  # of the device's link to its host that large pinned copies reach (assumed)
 
 
@@ -41,7 +42,7 @@ def offloaded(count: float, states: States, layout: Layout, cluster: Cluster) ->
     link = cluster.device.host_gbps
     if link is None:
         raise RefusedPlan(f"offload: {cluster.device.name} has no figure for its link to the host (host_gbps)")
-    ranks = min(cluster.sizes[0], layout.world_size)  # of a node, whose memory they share
+    ranks = min(cluster.sizes[0], layout.world_size, HOST_DEVICES)  # of a host, whose memory they share
     own = states.master or states.weight
     host = count * ranks * (states.gradient + 2 * own + 2 * states.optimizer)
     return Offloaded(
