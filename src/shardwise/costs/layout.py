@@ -89,7 +89,7 @@ class Layout:
     @property
     def inner(self) -> tuple[tuple[str, int], ...]:
         """(name, degree) of each axis that cuts positions, outermost first."""
-        return inner_axes(self.domain, self.cp, self.ulysses)
+        return inner_axes(self.domain, cp=self.cp, cp_ulysses=self.ulysses)
 
     @property
     def cut_positions(self) -> int:
@@ -128,8 +128,8 @@ class Layout:
 def of_plan(plan: Plan, *, global_batch: int, seq: int, uneven: bool = False) -> Layout:
     """The layout of a plan for a global batch in samples; one that does not divide raises `InputError`.
 
-    `uneven`: it is rounded up to the rank that is dealt most. Raises `RefusedPlan` for deterministic plans, which are
-    not forecast.
+    `uneven`: it is rounded up to the rank that is dealt most. Raises `RefusedPlan` for what is not forecast:
+    deterministic plans, and axes for which a layout has no degree.
     """
     if plan.deterministic:
         raise RefusedPlan(
@@ -146,7 +146,7 @@ def of_plan(plan: Plan, *, global_batch: int, seq: int, uneven: bool = False) ->
             f"a global batch of {global_batch} samples does not divide over {plan.data_ranks} data ranks x {n_micro} "
             f"micro-batches; the nearest that do are {', '.join(str(n) for n in (lower, lower + over) if n)}"
         )
-    return Layout(
+    found = Layout(
         tp=plan.tp, sp=plan.sp, cp=plan.cp, ulysses=plan.cp_ulysses, pp=plan.pp,
         chunks=plan.stages_per_rank, ep=plan.ep,
         shard=plan.dp_shard, replicas=plan.dp_replicate, zero=plan.zero, micro_batch=global_batch // over,
@@ -156,3 +156,9 @@ def of_plan(plan: Plan, *, global_batch: int, seq: int, uneven: bool = False) ->
         compile=plan.compile, tp_overlap=plan.tp_overlap, reduce_dtype=plan.reduce_dtype,
         domain=plan.domain, offload=plan.offload,
     )  # fmt: skip
+    if found.world_size != plan.world_size:
+        raise RefusedPlan(
+            f"plan {plan}: {', '.join(f'{name}={n}' for name, n in plan.along.items() if n > 1)} is not forecast: "
+            "a layout has no degree for it; verify and train take it"
+        )
+    return found

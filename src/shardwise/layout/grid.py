@@ -17,16 +17,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from shardwise.layout.plan import Plan
+from shardwise.layout.plan import ALONG, Plan
 
 SPACE = ("domain0", "domain1", "domain2")  # one for each dim of space: tiles are products of shares
-INNER = (*SPACE, "cp", "cp_ulysses")  # axes that cut positions: their ranks share samples and sum gradients
+INNER = (*SPACE, *ALONG)  # axes that cut positions: their ranks share samples and sum gradients
 AXES = ("dp_replicate", "pp", "dp_shard", *INNER, "tp")  # outermost first
 
 
-def inner_axes(domain: tuple[int, ...], cp: int, cp_ulysses: int) -> tuple[tuple[str, int], ...]:
+def inner_axes(domain: tuple[int, ...], **along: int) -> tuple[tuple[str, int], ...]:
     """(name, degree) of each axis that cuts positions, outermost first; of space as many as `domain` names."""
-    return (*zip(SPACE, domain, strict=False), ("cp", cp), ("cp_ulysses", cp_ulysses))
+    return (*zip(SPACE, domain, strict=False), *((name, along.get(name, 1)) for name in ALONG))
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,9 @@ CHOICES = {
 }
 PIECES = 24  # of a global batch under deterministic=true: 1, 2, 3, 4, 6, 8, 12 or 24 data ranks divide it
 FLAGS = ("sp", "tp_overlap", "compile")
+ALONG = ("cp", "cp_ulysses")  # axes that cut a sample's positions along one dim, outermost first; `domain` cuts several
 DEGREES = (
-    "dp_replicate", "dp_shard", "tp", "pp", "cp", "cp_ulysses", "ep", "microbatches", "stages_per_rank", "accumulate",
+    "dp_replicate", "dp_shard", "tp", "pp", *ALONG, "ep", "microbatches", "stages_per_rank", "accumulate",
 )  # fmt: skip
 
 
@@ -176,7 +177,12 @@ class Plan:
     @property
     def cut_positions(self) -> int:
         """Ranks that share their samples and each hold some of the positions, of a sequence or of space."""
-        return self.tiles * self.cp * self.cp_ulysses
+        return self.tiles * math.prod(self.along.values())
+
+    @property
+    def along(self) -> dict[str, int]:
+        """Axis -> degree, of those that cut positions along one dim."""
+        return {name: getattr(self, name) for name in ALONG}
 
     @property
     def data_ranks(self) -> int:

@@ -267,7 +267,7 @@ def _scope(plan: Plan, small: Plan, samples: int, of: int, depth: _Depth) -> str
     larger = [axis for axis in ("dp_replicate", "dp_shard", "ep") if getattr(plan, axis) > getattr(small, axis)]
     has += [
         f"{axis}={getattr(small, axis)}"
-        for axis in ("dp_replicate", "dp_shard", "tp", "cp", "cp_ulysses", "ep")
+        for axis in ("dp_replicate", "dp_shard", "tp", *plan.along, "ep")
         if getattr(small, axis) > 1
     ]
     has += [f"domain={'x'.join(map(str, small.domain))}"] * (small.tiles > 1)

@@ -123,7 +123,7 @@ class Cuts:
     @property
     def inner(self) -> tuple[tuple[str, int], ...]:
         """(name, degree) of each axis that cuts positions, outermost first."""
-        return inner_axes(self.domain, self.cp, self.ulysses)
+        return inner_axes(self.domain, cp=self.cp, cp_ulysses=self.ulysses)
 
     @property
     def cut_positions(self) -> int:

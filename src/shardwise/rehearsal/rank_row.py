@@ -82,7 +82,7 @@ def axes_at(plan: Plan, place: Place = (), ledger: Ledger | None = None, gloo: b
     places = dict(enumerate(place))
     axes = (
         Axis(name, size, places.get(number, 0), None, tuple(range(size)), rehearsal=ledger, copies=gloo)
-        for number, (name, size) in enumerate(inner_axes(plan.domain, plan.cp, plan.cp_ulysses))
+        for number, (name, size) in enumerate(inner_axes(plan.domain, **plan.along))
     )
     return tuple(axis for axis in axes if axis.size > 1)
 
