@@ -187,8 +187,6 @@ def _first(row: Row) -> Row:
 
 def _shape(file: str, row: Mapping[str, str]) -> Shape:
     name = row["model"].lower()
-    if "gpt oss" in name:
-        raise Skip("every other layer sees a window of positions, which is not modelled")
     if latent := re.search(r"deepseek-?(v[23])\b", name):
         return _deepseek(row, latent[1])
     if not row["hidden"] or "mixtral" in name:
@@ -256,7 +254,7 @@ def _by_count(shape: Shape, parameters: float) -> Shape:
 
 def _by_name(name: str) -> Shape:
     """The catalogue's shape, where the row gives a name alone or leaves the experts out."""
-    plain = re.sub(r"\(.*\)", "", name).replace("_", "-").strip()
+    plain = re.sub(r"[_ ]", "-", re.sub(r"\(.*\)", "", name).strip())
     try:
         return Shape.from_row(model(plain))
     except InputError:

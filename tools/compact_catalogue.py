@@ -52,7 +52,7 @@ MORE = [
         "source": "NVIDIA GB300 NVL72 datasheet (recalled)", "notes": "uncertain: recalled; 800 Gb/s ConnectX-8",
     },
 ]  # fmt: skip
-LATENT_AND_DENSE = ["kv_latent", "q_latent", "rope_dim", "value_dim", "dense_layers", "dense_ffn"]
+OF_SOME = ["kv_latent", "q_latent", "rope_dim", "value_dim", "dense_layers", "dense_ffn", "window", "windowed"]
 MODEL_FIELDS = [
     "name",
     "layers",
@@ -72,7 +72,7 @@ MODEL_FIELDS = [
     "top_k",
     "moe_ffn",
     "shared_experts",
-    *LATENT_AND_DENSE,
+    *OF_SOME,
     "norm",
     "source",
 ]
@@ -85,6 +85,13 @@ MORE_MODELS = [
         "qkv_bias": "0", "qk_norm": "0", "max_seq": "4096", "rope_theta": "10000", "n_experts": "160", "top_k": "6",
         "moe_ffn": "1536", "shared_experts": "2", "norm": "RMSNorm",
         "source": "arXiv:2405.04434, section 3.1.2; MooreThreads/SimuMax configs/models/deepseekv2.json",
+    },
+    {
+        "model": "gpt-oss-120b", "layers": "36", "hidden": "2880", "heads": "64", "kv_heads": "8", "head_dim": "64",
+        "ffn": "2880", "ffn_type": "SwiGLU", "vocab": "201088", "tie_embeddings": "0", "qkv_bias": "1", "qk_norm": "0",
+        "max_seq": "131072", "rope_theta": "150000", "n_experts": "128", "top_k": "4", "moe_ffn": "2880",
+        "shared_experts": "0", "window": "128", "windowed": "18", "norm": "RMSNorm",
+        "source": "defaults of transformers' GptOssConfig",
     },
 ]  # fmt: skip
 
@@ -180,7 +187,7 @@ def models(folder: Path) -> None:
             row["tie_embeddings"] or "0", row["qkv_bias"] or "0", "0" if dense else row["qk_norm"] or "0",
             str(int("learned" in row["rope_theta"])), row["max_seq"],
             *([row["n_experts"], row["top_k"], row["moe_ffn"], row["shared_experts"] or "0"] if moe else ["0"] * 4),
-            *(latent.get(field, "0") for field in LATENT_AND_DENSE), row["norm"], row["source"],
+            *(latent.get(field, row.get(field, "0")) for field in OF_SOME), row["norm"], row["source"],
         ])  # fmt: skip
     write(HERE / "models.csv", MODEL_FIELDS, lines)
 

@@ -130,9 +130,22 @@ class BlockCosts:
         if self.is_written_ring:
             forward, backward = self._written_ring(lay.micro_batch * heads)
             return forward + rope, backward + rope, forward
-        args = (self.software.attention, lay.micro_batch, heads, queries, keys, s.attention_width / s.heads)
-        forward = self.kernels.attention(*args, backward=False)
-        return forward + rope, self.kernels.attention(*args, backward=True) + rope, forward
+        forward, backward = (self._fused(heads, queries, keys, backward=back) for back in (False, True))
+        return forward + rope, backward + rope, forward
+
+    def _fused(self, heads: float, queries: float, keys: float, *, backward: bool) -> float:
+        """Seconds of a fused kernel in the mean layer: some may see a window of positions alone."""
+        s, lay = self.shape, self.layout
+        wide = s.attention_width / s.heads
+
+        def over(seen: float) -> float:
+            args = (self.software.attention, lay.micro_batch, heads, queries, seen, wide)
+            return self.kernels.attention(*args, backward=backward)
+
+        if not (s.windowed and self.software.windows):
+            return over(keys)
+        share = s.windowed / s.layers
+        return share * over(s.window_keys(keys)) + (1 - share) * over(keys)
 
     @property
     def is_written_ring(self) -> bool:

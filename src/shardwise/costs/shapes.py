@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 
 from shardwise.errors import InputError
 
-LATENT_AND_DENSE = ("kv_latent", "q_latent", "rope_dim", "value_dim", "dense_layers", "dense_ffn")
+# of some models, 0 in the catalogue for the others
+OF_SOME = ("kv_latent", "q_latent", "rope_dim", "value_dim", "dense_layers", "dense_ffn", "window", "windowed")
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Shape:
     q_latent          queries too; 0: from the stream
     value_dim         width of a head's value where it is not `head_dim`
     dense_layers      so many layers in front have one feed-forward of `dense_ffn` in place of experts
+    windowed          in so many layers a query sees the last `window` positions alone
     """
 
     layers: int
@@ -57,6 +59,8 @@ class Shape:
     value_dim: int = 0
     dense_layers: int = 0
     dense_ffn: int = 0
+    window: int = 0
+    windowed: int = 0
     name: str = ""
 
     def __post_init__(self) -> None:
@@ -89,7 +93,7 @@ class Shape:
             top_k=int(row["top_k"]),
             shared_experts=int(row["shared_experts"]),
             name=row["name"],
-        ).with_(**{name: int(row[name]) for name in LATENT_AND_DENSE})
+        ).with_(**{name: int(row[name]) for name in OF_SOME})
 
     def with_(self, **changes: object) -> Shape:
         """A copy with some fields replaced."""
@@ -133,6 +137,11 @@ class Shape:
         made = self.heads * (self.head_dim - self.rope_dim + self.value_width) / tp  # the rotary part is not
         queries = [(self.query_width / tp, float(self.q_latent or self.hidden))]
         return [*self.latents, *queries, (made, float(self.kv_latent)), *out_of]
+
+    def window_keys(self, seq: float) -> float:
+        """Length of a causal sequence whose queries see as many positions in the mean as through a window."""
+        window = min(float(self.window or seq), seq)
+        return 2 * window - window * window / seq
 
     @property
     def latents(self) -> list[tuple[float, float]]:
@@ -216,7 +225,8 @@ class Shape:
     def flops_per_token(self, seq: int, convention: str = "6P+6Lhs") -> float:
         """Model FLOPs of forward and backward for one token.
 
-        6P+6Lhs    P active parameters without the embedding lookup; attention counted causal (the default here)
+        6P+6Lhs    P active parameters without the embedding lookup; attention counted causal, and as far as windows
+               reach (the default here)
         6P+12Lhs   all parameters, attention counted in full (PaLM, MosaicML)
         72Blsh2    Megatron's formula (Korthikanti et al. 2022), attention in full, vocabulary once
         96Blsh2    the same with a recomputed forward (Narayanan et al. 2021): hardware FLOPs
@@ -226,7 +236,8 @@ class Shape:
             return 6.0 * self.active_parameters + 12.0 * self.layers * width * seq
         if convention == "6P+6Lhs":
             lookup = self.embedding_parameters - (self.vocab * self.hidden if self.tied else 0)
-            return 6.0 * (self.active_parameters - lookup) + 6.0 * self.layers * width * seq
+            seen = (self.layers - self.windowed) * seq + self.windowed * self.window_keys(seq)
+            return 6.0 * (self.active_parameters - lookup) + 6.0 * width * seen
         h, layers = self.hidden, self.layers
         if convention == "72Blsh2":
             return 72.0 * layers * h * h * (1 + seq / (6 * h) + self.vocab / (12 * h * layers))

@@ -70,6 +70,7 @@ class Software:
     accumulates      a weight's gradient is added into a float32 buffer by the product that makes it
     ring             attention around the ring of cp: "even" (a fused kernel, causal work dealt evenly) or "written"
                      (each block's scores in float32, causal work dealt evenly: parallel/sequence)
+    windows          attention leaves out what lies outside of a window; else that is masked, and computed all the same
     split_sends      a stage's message is cut over the tensor ranks and gathered by the next stage
     overlap_p2p      stages send while they compute
     prefetch         when ZeRO-3 asks for the next unit in backward: "before" this one's gradients leave (FSDP2),
@@ -94,6 +95,7 @@ class Software:
     gathers_again: bool = False
     copies_us: float = 0.0
     accumulates: bool = True
+    windows: bool = False
     split_sends: bool = False
     ring: str = "even"
     states: str = "bf16"
@@ -136,6 +138,7 @@ SOFTWARE: dict[str, Software] = {
         Software(
             "megatron-core",
             attention="cudnn",
+            windows=True,
             overlap_dp=False,
             overlap_p2p=False,
             states="bf16",
@@ -146,6 +149,7 @@ SOFTWARE: dict[str, Software] = {
         Software(
             "megatron-core-unfused-loss",
             attention="cudnn",
+            windows=True,
             overlap_dp=False,
             overlap_p2p=False,
             states="bf16",
@@ -157,6 +161,7 @@ SOFTWARE: dict[str, Software] = {
         Software(
             "nemo",
             attention="cudnn",
+            windows=True,
             overlap_dp=True,
             overlap_gathers=True,
             overlap_tp=True,

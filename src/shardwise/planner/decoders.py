@@ -117,6 +117,7 @@ def _shape(config: Mapping[str, Any], numbers: Mapping[str, int], family: Decode
         vocab=numbers["vocab"],
         **{name: numbers[name] for name in latent},
         dense_layers=dense,
+        **_windows(config),
         dense_ffn=numbers["ffn"] if dense else 0,
         gated=family.gated,
         tied=bool(config.get("tie_word_embeddings", family.tied)),
@@ -138,6 +139,13 @@ def _shape(config: Mapping[str, Any], numbers: Mapping[str, int], family: Decode
         shared = f"shared_expert_intermediate_size={numbers['shared_ffn']} is not a multiple of the experts' {ffn}"
         raise NotByNumbers(_not_described(where, shared))
     return shape
+
+
+def _windows(config: Mapping[str, Any]) -> dict[str, int]:
+    """`window` and `windowed` of a configuration that says which of its layers see a window of positions."""
+    kinds = config.get("layer_types") or ()
+    window, windowed = config.get("sliding_window"), sum(kind == "sliding_attention" for kind in kinds)
+    return {"window": int(window), "windowed": windowed} if window and windowed else {}
 
 
 def _contradiction(shape: Shape) -> str:

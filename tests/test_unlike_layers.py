@@ -1,4 +1,4 @@
-"""Decoders with latent attention and dense layers in front of their experts, by their numbers."""
+"""Decoders whose attention or layers are not all alike, by their numbers: latents, windows, dense layers in front."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import pytest
 
 from shardwise import plan, simulate
 from shardwise.cluster import Cluster
+from shardwise.costs.block import BlockCosts
+from shardwise.costs.kernels import Kernels
 from shardwise.costs.layout import Layout
-from shardwise.costs.memory import rank_memory, stage_parameters
+from shardwise.costs.memory import layer_activations, rank_memory, stage_parameters
 from shardwise.costs.software import software
 from shardwise.planner import Constraints
 from shardwise.planner.configured_task import configured
@@ -88,6 +90,38 @@ def test_a_layer_of_experts_and_a_dense_one_take_their_own_times() -> None:
     assert mixed.memory[1].allocated == pytest.approx(plain.memory[1].allocated)
     alone = [simulate_shape(shape.with_(dense_layers=n), layout.with_(pp=1), cluster, soft).step_s for n in (0, 2, 6)]
     assert alone[1] == pytest.approx(alone[0] + (alone[2] - alone[0]) / 3, rel=0.02)
+
+
+def test_chunks_that_hold_unlike_layers_keep_what_each_holds() -> None:
+    """Embedding and loss count as a layer: the last rank holds one layer, of whose micro-batches four are alive."""
+    shape = decoder_by_name("llama3-8b").with_(layers=6)
+    layout = Layout(pp=4, chunks=2, n_micro=4, schedule="interleaved1f1b", stage_layers=(0, 1, 1, 1, 1, 1, 1, 0))
+    soft = software("megatron-core")
+    found = simulate_shape(shape, layout, Cluster.parse("4 h100-sxm-80gb"), soft)
+    one = sum(layer_activations(shape, layout, soft).values())
+    assert found.memory[-1].terms["activations"] == pytest.approx(4 * one)
+
+
+@pytest.mark.parametrize(("seq", "window"), [(4096, 128), (512, 500), (128, 128), (64, 128)])
+def test_a_window_reaches_as_many_positions_as_counted_one_by_one(seq: int, window: int) -> None:
+    seen = sum(min(query + 1, window) for query in range(seq))
+    shape = V3.with_(window=window, windowed=1)
+    assert shape.window_keys(seq) * seq / 2 == pytest.approx(seen, rel=1 / min(seq, window))
+
+
+def test_windows_of_a_configuration_are_read_and_shorten_attention() -> None:
+    transformers = pytest.importorskip("transformers")
+    told = {**transformers.GptOssConfig().to_dict(), "architectures": ["GptOssForCausalLM"]}
+    shape = shape_of_config(told, "config.json")
+    assert (shape.windowed, shape.window) == (18, 128)
+    assert shape.parameters == pytest.approx(decoder_by_name("gpt-oss-120b").parameters, rel=1e-3)
+    plain = shape.with_(window=0, windowed=0)
+    more = plain.flops_per_token(8192) - shape.flops_per_token(8192)
+    assert more == pytest.approx(6 * shape.query_width * 18 * (8192 - 2 * 128), rel=0.01)
+    layout, cluster = Layout(seq=8192), Cluster.parse("1 h100-sxm-80gb")
+    for name, gains in (("nemo", True), ("shardwise", False)):  # SDPA with a mask computes what it masks
+        times = [BlockCosts(each, layout, software(name), Kernels(cluster.device)).layer() for each in (shape, plain)]
+        assert (times[0].attention_forward < 0.7 * times[1].attention_forward) is gains
 
 
 def test_deepseek_is_planned_by_its_numbers() -> None:
