@@ -14,7 +14,8 @@ from types import SimpleNamespace
 import click
 import pytest
 
-from shardwise.cli.main import call, main
+from shardwise.cli.answer import Ended
+from shardwise.cli.main import call, end, main
 from shardwise.errors import RunError
 
 MODULE = """
@@ -184,6 +185,15 @@ def test_an_interrupted_command(folder, proof, capfd):
     proof(KeyboardInterrupt())
     assert call([*ARGS, "--json"]) == 130
     assert json.loads(capfd.readouterr().out)["error"] == "interrupted"
+
+
+def test_a_signal_that_an_import_turned_into_another_error_is_told_as_what_it_was(folder, proof, capfd, monkeypatch):
+    monkeypatch.setattr(Ended, "arrived", False)
+    with pytest.raises(Ended):
+        end(15, None)
+    proof(ImportError("cannot load module more than once per process"))
+    assert call(ARGS) == 143
+    assert capfd.readouterr().err.startswith("shardwise: ended by SIGTERM")
 
 
 # --- help

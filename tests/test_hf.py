@@ -17,6 +17,7 @@ from shardwise.data import JsonlSource
 from shardwise.errors import InputError
 from shardwise.hf import export, task
 from shardwise.hf.checkpoint import INDEX, SINGLE, Checkpoint
+from shardwise.layout import Plan
 from shardwise.ranks import RankPool
 
 transformers = pytest.importorskip("transformers", reason="needs transformers, which is not installed here")
@@ -166,6 +167,51 @@ def test_an_export_is_read_by_from_pretrained(
     if options:
         assert f"model-00001-of-{len(names):05d}.safetensors" in names
     assert not list(tmp_path.glob(".*partial"))
+
+
+def read_again(given: Task, plan: str, out: str, source: str) -> list[bool]:
+    """After two steps and an export: whether each logit of `from_pretrained` is that of the engine's whole weights."""
+    engine = parallelize(given, plan)
+    for step in range(2):
+        engine.step(given.batch(step))
+    before = transformers.AutoModelForCausalLM.from_pretrained(source).eval()
+    drawn = before.state_dict()
+    weights = engine.state_dict()
+    export(engine, out, source)
+    again = transformers.AutoModelForCausalLM.from_pretrained(out).eval()
+    assert not any(torch.equal(drawn[name], value) for name, value in weights.items() if name.endswith("proj.weight"))
+    before.load_state_dict(weights)
+    ids = given.batch(99)["input_ids"]
+    with torch.no_grad():
+        return [torch.equal(before(input_ids=ids).logits, again(input_ids=ids).logits)]
+
+
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        ("causal-lm", "tp=2"),
+        *(
+            pytest.param("causal-lm", plan, marks=pytest.mark.long)
+            for plan in (
+                "single", "dp_replicate=2", "dp_shard=2,zero=1", "dp_shard=2,zero=2,precision=bf16", "cp=2", "cp=2,tp=2",
+                "pp=2,microbatches=2", "tp=2,dp_shard=2,zero=2", "pp=2,dp_shard=2,zero=1,microbatches=2",
+                "pp=2,tp=2,microbatches=2", "cp=2,dp_shard=2,zero=3", "dp_replicate=2,dp_shard=2,zero=3",
+            )
+        ),
+        *(
+            pytest.param("experts", plan, marks=pytest.mark.long)
+            for plan in ("dp_shard=2,ep=2", "dp_shard=4,ep=2,zero=3", "pp=2,microbatches=2")
+        ),
+        *(pytest.param("tied", plan, marks=pytest.mark.long) for plan in ("tp=2", "pp=2,microbatches=2")),
+    ],
+)  # fmt: skip
+def test_an_export_of_any_plan_has_the_bits_of_its_weights(
+    name: str, plan: str, pool: RankPool, tmp_path: Path
+) -> None:
+    given = made(name, tmp_path / "model")
+    folder = str(tmp_path / "model")
+    found = pool.run(read_again, Plan.parse(plan).world_size, given, plan, str(tmp_path / "out"), folder, timeout_s=120)
+    assert all(all(own) for own in found)
 
 
 def test_another_dtype_and_a_file_of_weights(tmp_path: Path, pool: RankPool) -> None:

@@ -209,6 +209,24 @@ def test_a_run_that_is_lost_after_its_last_step_only_ends(here: Path, monkeypatc
     assert len(publish.scan(run.folder / "checkpoints")) == 2
 
 
+def test_a_run_that_is_taken_back_and_lost_at_its_start_is_taken_back_again(here: Path, monkeypatch: Any) -> None:
+    """What is ahead of the checkpoint that was asked for is no place to go on from."""
+    door, calls = sys.modules["shardwise.training.run"], []
+    half = shardwise.train("digits", "single", **{**RESUMED, "steps": 6, "restarts": 0})
+
+    def lost_first(job: Any) -> Any:
+        calls.append(job.resume)
+        if len(calls) == 1:
+            raise RunError("lost before it began")
+        return door._here(job.with_(launched=False))
+
+    monkeypatch.setattr(door, "_launched", lost_first)
+    older = half.folder / "checkpoints" / "step-00000003"
+    run = shardwise.train("digits", "single", **{**RESUMED, "steps": 5}, resume=older)
+    assert calls == [str(older), str(older)] and [entry["from_step"] for entry in journal_of(run)] == [3, 3]
+    assert publish.scan(older.parent)[0].name == "step-00000005" and len(losses_of(run)) == 5
+
+
 def test_which_plans_can_shrink() -> None:
     for plan, ranks, fewer in [
         ("dp_replicate=4,dp_shard=2,zero=3", 7, "dp_replicate=3,dp_shard=2,zero=3"),
@@ -226,10 +244,10 @@ def test_which_plans_can_shrink() -> None:
 def test_weights_go_elsewhere_where_their_folder_is_full(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = export._write
 
-    def full(weights: Any, path: Path) -> None:
+    def full(weights: Any, path: Path, step: int) -> None:
         if "runs" in str(path):
             raise OSError(28, "No space left on device")
-        own(weights, path)
+        own(weights, path, step)
 
     monkeypatch.setattr(export, "_write", full)
     monkeypatch.setattr("tempfile.tempdir", str(here / "elsewhere"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from shardwise.digest import digest
 from shardwise.errors import InputError, RefusedPlan, RunError
 from shardwise.layout import Plan
 from shardwise.models import tasks
+from shardwise.training.holding import LOCK, held
 
 # --- engines: every later loss and the final weights
 
@@ -184,8 +186,32 @@ def test_a_run_goes_on_in_its_folder_and_says_what_changed(here, capfd):
     assert (half.folder / "config.toml").exists()
     with pytest.raises(InputError, match="there is no such folder"):
         shardwise.train("digits", resume="nowhere", **SMALL)
+    with held(half.folder), pytest.raises(InputError, match=f"is in use: process {os.getpid()} on .* copy the folder"):
+        shardwise.train("digits", steps=9, resume=half.folder, **SMALL)
+    assert not (half.folder / LOCK).exists()
     new = shardwise.train("digits", steps=1, resume="new", **SMALL)
     assert new.folder != half.folder
+    shutil.copytree(half.folder / "checkpoints" / "step-00000005", "alone/step-00000005")
+    with pytest.raises(InputError, match="does not fit: it lacks model/"):
+        shardwise.train(odd, steps=9, resume="alone/step-00000005", out="others")
+    assert not os.listdir("others")
+
+
+def test_a_lock_that_its_holder_removes_meanwhile_is_taken_anew(here, monkeypatch):
+    """Between opening the file and locking it another process ends, and removes it: a lock on nothing."""
+    own, opened = os.open, []
+
+    def raced(path, *args, **options):
+        file = own(path, *args, **options)
+        if str(path).endswith(LOCK) and not opened:
+            opened.append(file)
+            os.unlink(path)
+        return file
+
+    monkeypatch.setattr(os, "open", raced)
+    with held(here) as said, pytest.raises(InputError, match="is in use"), held(here):
+        pass
+    assert opened and not said and not (here / LOCK).exists()
 
 
 def test_a_damaged_one_is_told_and_set_aside_and_the_one_before_is_taken(here):
@@ -234,7 +260,7 @@ def test_state_that_has_no_place_is_told_by_default_and_ends_a_run_that_asked_fo
         shardwise.train(odd, steps=2, checkpoint_every=1)
 
 
-def test_a_save_that_fails_is_told_and_a_second_in_a_row_ends_the_run(here, monkeypatch):
+def test_a_save_that_fails_is_told_and_a_second_in_a_row_ends_the_run(here, monkeypatch, capsys):
     own, calls = Saver.save, []
 
     def failing(saver: Saver, fields: Any = None) -> None:
@@ -253,6 +279,11 @@ def test_a_save_that_fails_is_told_and_a_second_in_a_row_ends_the_run(here, monk
     bad = {4, 5}
     with pytest.raises(RunError, match="No space left"):
         shardwise.train("digits", steps=6, checkpoint_every=2, **SMALL)
+    bad = {6, 7}
+    run = shardwise.train("digits", steps=4, checkpoint_every=2, **SMALL)
+    told = f"No space left on device; every step is done, and the weights are in {run.folder / 'model.safetensors'}"
+    assert told in run.summary["notices"][-1] and load_file(run.folder / "model.safetensors")
+    assert told in capsys.readouterr().err
 
 
 def test_the_best_on_held_out_data_is_kept_and_remembered(here):
@@ -274,6 +305,22 @@ def test_the_best_on_held_out_data_is_kept_and_remembered(here):
     assert fresh.eval_loss == min(found)[0], (found, fresh.eval_loss)
     with pytest.raises(InputError, match="eval_data is None"):
         shardwise.train(odd, steps=1, keep_best=True)
+
+
+def test_the_best_of_a_step_that_is_taken_again_is_not_taken_for_an_earlier_one(here):
+    """The first steps get better, so the file is of step 3 when the run is taken back to step 1."""
+    options = {**SMALL, "eval_every": 1, "keep_best": True, "checkpoint_every": 1, "checkpoint_keep": 9}
+    run = shardwise.train("digits", steps=3, **options)
+    held = (run.folder / "best.safetensors").read_bytes()
+    assert run.summary["best"]["step"] == 3
+    moved = run.folder.rename(here / "moved")
+    back = shardwise.train("digits", steps=2, resume=moved / "checkpoints" / "step-00000001", **options)
+    told = "of step 3, which is taken again: it is best.aside-step3.safetensors now, and those of step 1 are not kept"
+    assert any(told in note for note in back.summary["notices"])
+    assert (moved / "best.aside-step3.safetensors").read_bytes() == held
+    assert back.summary["best"] == {"step": 2, "eval_loss": back.eval_loss, "weights": str(moved / "best.safetensors")}
+    again = shardwise.train("digits", steps=3, resume=moved, **options)
+    assert again.summary["best"]["step"] == 3 and (moved / "best.safetensors").read_bytes() == held
 
 
 def test_weights_alone_by_name_and_pattern(here):

@@ -57,7 +57,7 @@ def restore(engine: Engine, folder: str | Path, *, ema: Ema | None = None) -> Re
     """
     chosen = choose(engine, place(folder))
     with of_checkpoint(chosen.folder) as stored:
-        _compare(engine, stored, ema)
+        _compare(engine, stored)
         _together(engine, lambda: _read(engine, stored, ema, chosen))
     engine.technique.publish()
     state = chosen.manifest.fields["engine"]
@@ -104,55 +104,56 @@ def _together(engine: Engine, work: Callable[[], None]) -> None:
 # --- what has to fit
 
 
-def _compare(engine: Engine, stored: Stored, ema: Ema | None) -> None:
+def _compare(engine: Engine, stored: Stored) -> None:
     """Raise on every rank where the checkpoint is another model's or another optimizer's."""
-    problems = _differences(engine, stored, ema)
-    told = gather_json(problems, engine.mesh.world, engine.device)
-    words = list(dict.fromkeys(word for own in told for word in own))
-    if words:
-        raise InputError(f"{stored.folder} does not fit: " + "; ".join(words))
+    told = gather_json(_differences(engine, stored), engine.mesh.world, engine.device)
+    found: dict[str, list[str]] = {}  # each rank has pieces of its own, and tells of those
+    for what, name in dict.fromkeys((what, name) for own in told for what, name in own):
+        found.setdefault(what, []).append(name)
+    if found:
+        words = "; ".join(_listed(what, names) for what, names in found.items())
+        raise InputError(f"{stored.folder} does not fit: {words}")
 
 
-def _differences(engine: Engine, stored: Stored, ema: Ema | None) -> list[str]:
+def _differences(engine: Engine, stored: Stored) -> list[tuple[str, str]]:
+    """(what it is about, a name) of everything that the checkpoint has not as the engine has it."""
     assert stored.manifest is not None
     fields = stored.manifest.fields
     wanted = {one.key: one for one in weights(engine)}
-    missing = [key for key, one in wanted.items() if key not in stored.tensors and one.piece.count]
     mine = {f"model/{name}" for name in engine.state.all_names + engine.state.frozen_names}
     mine |= {f"buffer/{name}" for name, _ in engine.module.named_buffers()}
-    extra = [key for key in stored.tensors if key.startswith(("model/", "buffer/")) and key not in mine]
-    other = [
-        f"{key} is {stored.tensors[key].shape} there and {one.piece.shape} here"
+    found = [("it lacks", key) for key, one in wanted.items() if key not in stored.tensors and one.piece.count]
+    found += [
+        ("it has beside", key) for key in stored.tensors if key.startswith(("model/", "buffer/")) and key not in mine
+    ]
+    found += [
+        ("of another shape:", f"{key} is {stored.tensors[key].shape} there and {one.piece.shape} here")
         for key, one in wanted.items()
         if key in stored.tensors and stored.tensors[key].shape != one.piece.shape
     ]
-    problems = [_listed("it lacks", missing), _listed("it has beside", extra), _listed("of another shape:", other)]
     kind = type(engine.optimizer).__name__
-    if fields.get("optimizer_class") != kind:
-        problems.append(
-            f"its optimizer is {fields.get('optimizer_class')}, this run's {kind}: --init-from takes weights alone"
-        )
-    else:
-        problems += _state_differences(engine, stored, fields["optimizer"])
-    return [problem for problem in problems if problem]
+    if fields.get("optimizer_class") == kind:
+        return found + _state_differences(engine, stored, fields["optimizer"])
+    other = f"{fields.get('optimizer_class')}, this run's {kind}: --init-from takes weights alone"
+    return [*found, ("its optimizer is", other)]
 
 
-def _state_differences(engine: Engine, stored: Stored, tree: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def _state_differences(engine: Engine, stored: Stored, tree: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str]]:
     """Tensors of the optimizer's state that are not there, or not of their weight's shape."""
-    problems = []
+    found = []
     for name, piece, _ in optimized(engine).values():
         for key, node in tree.get(name, {}).items():
             for kind, tensor in leaves(node):
                 if tensor not in stored.tensors:
-                    problems.append(f"'{key}' of '{name}' in the optimizer's state is missing")
+                    found.append(("of the optimizer's state it lacks", f"'{key}' of '{name}'"))
                 elif kind == "like" and stored.tensors[tensor].shape != piece.shape:
-                    problems.append(f"'{key}' of '{name}' in the optimizer's state has another shape")
-    return problems[:MOST]
+                    found.append(("of the optimizer's state of another shape:", f"'{key}' of '{name}'"))
+    return found
 
 
 def _listed(what: str, names: list[str]) -> str:
     more = f" and {len(names) - MOST} more" if len(names) > MOST else ""
-    return f"{what} {', '.join(names[:MOST])}{more}" if names else ""
+    return f"{what} {', '.join(names[:MOST])}{more}"
 
 
 # --- into place

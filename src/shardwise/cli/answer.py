@@ -116,12 +116,14 @@ def _left_to_torchrun(message: str) -> bool:
 class Ended(BaseException):
     """SIGTERM arrived."""
 
+    arrived = False
+
 
 def _told(error: BaseException) -> tuple[int, str]:
     """Exit code and message."""
     if isinstance(error, KeyboardInterrupt | click.Abort):
         return 130, "interrupted"
-    if isinstance(error, Ended):
+    if isinstance(error, Ended) or Ended.arrived:
         return 128 + signal.SIGTERM, "ended by SIGTERM; nothing was saved that is not in a checkpoint"
     if isinstance(error, click.ClickException):
         return error.exit_code, _usage(error)

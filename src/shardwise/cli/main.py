@@ -306,6 +306,12 @@ for command in (foresee.plan, foresee.simulate, compare.compare, probe.probe):
     main.add_command(command)
 
 
+def end(number: int, frame: Any) -> None:
+    """What SIGTERM does; that it came is kept, since modules that are being imported turn the exception into others."""
+    Ended.arrived = True
+    raise Ended
+
+
 def call(args: list[str]) -> int:
     """Run one command line; stdout and stderr are written, the exit code is returned."""
     answer = Answer(args)
@@ -327,9 +333,6 @@ def call(args: list[str]) -> int:
 def run() -> None:
     """The console script."""
     from shardwise.ranks import leave
-
-    def end(number: int, frame: Any) -> None:
-        raise Ended
 
     signal.signal(signal.SIGTERM, end)
     if os.environ.get(ASKED):

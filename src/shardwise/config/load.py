@@ -253,7 +253,8 @@ def _inconsistent(config: Config, from_toml: Path | None) -> list[tuple[str, str
     file, _, _ = task.name.rpartition(":")
     if file.endswith(".py") and not Path(file).is_file() and from_toml is not None:
         near = did_you_mean(Path(file).name, sorted(path.name for path in from_toml.parent.glob("*.py")))
-        found.append(("task.name", f"there is no file {file}, here or beside {from_toml}{near}"))
+        moved = f"; where it was moved or renamed: --set task.name=FILE.py:{task.name.rpartition(':')[2]}"
+        found.append(("task.name", f"there is no file {file}, here or beside {from_toml}{near}{moved}"))
     if train.batch_tokens and task.seq_len and train.batch_tokens % task.seq_len:
         found.append(("train.batch_tokens", f"expected a multiple of task.seq_len = {task.seq_len}"))
     if optimizer.scale_lr != "none" and optimizer.base_batch is None:

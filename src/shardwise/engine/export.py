@@ -41,6 +41,8 @@ def state_dict(state: RankState, *, rank_0_only: bool = False) -> dict[str, torc
 def save_weights(state: RankState, path: str | Path, spare: str | Path | None = None) -> Path:
     """Whole weights and buffers as one safetensors file, written by rank 0 and published whole. Collective.
 
+    Its metadata has the step.
+
     spare   where they go if `path` cannot be written; the notices tell so
     Returns where they are (on rank 0).
     """
@@ -48,7 +50,7 @@ def save_weights(state: RankState, path: str | Path, spare: str | Path | None = 
     if state.mesh.rank == 0:
         unshared = {name: tensor.clone().contiguous() for name, tensor in weights.items()}
         try:
-            _write(unshared, written)
+            _write(unshared, written, state.steps_done)
         except Exception as error:  # what a full disk raises here is the library's own
             if spare is None:
                 raise
@@ -57,17 +59,17 @@ def save_weights(state: RankState, path: str | Path, spare: str | Path | None = 
                 partial.unlink()
             written = Path(spare)
             written.parent.mkdir(parents=True, exist_ok=True)
-            _write(unshared, written)
+            _write(unshared, written, state.steps_done)
             state.notices.append(f"{path} could not be written ({error}): the weights are in {written}")
     barrier(state.mesh.world)
     return written
 
 
-def _write(weights: dict[str, torch.Tensor], path: Path) -> None:
+def _write(weights: dict[str, torch.Tensor], path: Path, step: int) -> None:
     from safetensors.torch import save_file
 
     partial = Path(f"{path}.partial")
-    save_file(weights, str(partial), metadata={"format": "pt"})
+    save_file(weights, str(partial), metadata={"format": "pt", "step": str(step)})
     partial.replace(path)
 
 

@@ -8,6 +8,7 @@ model.safetensors  the weights at the end
 ema.safetensors    their moving average, where train.ema_decay is set
 best.safetensors   weights of the smallest held-out loss, where train.keep_best is set
 summary.json       the final table
+running.lock       the process that has the folder, while it runs (training/holding.py)
 journal.jsonl      one line for each attempt, where ranks were started here (training/restart.py)
 profile/           traces and a table, where train.profile_steps is set
 ranks/             what the other ranks wrote

@@ -4,7 +4,7 @@
                    -> save in the background; when asked to stop: save, wait, leave
 
 Signals reach a rank as they reach its process; of ranks that this program started itself, the parent asks by SIGUSR2.
-A save that fails is told and the run goes on; a second failure in a row ends it.
+A save that fails is told and the run goes on; a second failure in a row ends it, unless every step is done.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from safetensors import safe_open
 
 from shardwise.checkpoint import publish
 from shardwise.checkpoint.inspect import opened
@@ -92,6 +94,7 @@ class Keeper:
         self.first = 0  # the first step of this run
         self.first_loss: float | None = None  # of the run that goes on
         self.best: dict[str, Any] | None = None  # step, held-out loss and weights of train.keep_best
+        self._weights: Path | None = None  # where the weights of the last step are
         self._saves = self._failures = 0
         self._waited_for = True
         self._look_at, self._looked_after, self._looked, self._saved = 0, 0, time.monotonic(), time.monotonic()
@@ -126,8 +129,7 @@ class Keeper:
                 raise InputError(f"{restored.folder} has no position in the data: it is of a task with other data")
             self.loader.load_state_dict(fields["data"])
         self.first_loss = (fields.get("run") or {}).get("first_loss")
-        there = gather_json((self.job.folder / BEST).exists(), self.engine.mesh.world, self.engine.device)[0]
-        self.best = (fields.get("run") or {}).get("best") if there else None
+        self.best = self._best_of((fields.get("run") or {}).get("best"))
         if self.check is not None and restored.same_plan:
             self.check.unlike = fields.get("unlike")
         told = [*restored.notices, f"goes on from {restored.folder}, after step {self.first}"]
@@ -137,6 +139,25 @@ class Keeper:
         self.engine.notices.extend(told)
         if self.engine.rank == 0:
             self._set_aside(restored)
+
+    def _best_of(self, best: dict[str, Any] | None) -> dict[str, Any] | None:
+        """What the checkpoint says of the best weights, where their file is still theirs. Collective.
+
+        One of another step was written after the checkpoint: that step is taken again, and the file is renamed.
+        """
+        path = self.job.folder / BEST  # which may have been moved with its folder
+        own = _step_in(path) if self.engine.rank == 0 else None
+        step = gather_json(own, self.engine.mesh.world, self.engine.device)[0]
+        if step is None:
+            return None
+        if best is not None and step == best["step"]:
+            return {**best, "weights": str(path)}
+        aside = path.with_name(f"best.aside-step{step}.safetensors")
+        if self.engine.rank == 0:
+            path.rename(aside)
+        lost = "" if best is None else f", and those of step {best['step']} are not kept any more"
+        self.engine.notices.append(f"{path} is of step {step}, which is taken again: it is {aside.name} now{lost}")
+        return None
 
     def _set_aside(self, restored: Restored) -> None:
         """Take what is damaged, or is about steps that are taken again, out of the way of later scans."""
@@ -251,14 +272,18 @@ class Keeper:
 
     def _failed(self, error: RunError, final: bool = False) -> None:
         self._failures += 1
+        if self._weights is not None:
+            self.engine.notices.append(f"{error}; every step is done, and the weights are in {self._weights}")
+            return
         if self._failures > 1 or final:
             raise error
         self.engine.notices.append(f"{error}; the run goes on, and the next save that fails will end it")
 
-    def end(self, first_loss: float | None) -> None:
-        """After the last step: a last checkpoint, where there were others. Collective."""
+    def end(self, first_loss: float | None, weights: Path) -> None:
+        """After the last step, with its weights written: a last checkpoint, where there were others. Collective."""
         if self.first >= self.job.steps:
             return  # an attempt before has made it
+        self._weights = weights
         if self.saver is not None and (self.every or self._saves or self.job.resume is not None):
             self._save(first_loss)
             if self.saver is not None:
@@ -286,6 +311,14 @@ class Keeper:
         self._hooked.close()
         if self.saver is not None:
             self.saver.close()
+
+
+def _step_in(path: Path) -> int | None:
+    """The step that a file of weights is of; None where there is none."""
+    if not path.exists():
+        return None
+    with safe_open(path, "pt") as file:
+        return int((file.metadata() or {})["step"])
 
 
 def _some(what: str, names: list[str]) -> str:

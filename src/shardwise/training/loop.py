@@ -161,7 +161,8 @@ class _Rank:
             with self.ema.applied():
                 self._keep_weights(EMA_WEIGHTS)
         with judging(self.job, self.engine, self.keeper):
-            self.keeper.end(self.first_loss)  # after the weights, which a disk that is full now should not cost
+            self.keeper.end(self.first_loss, self.weights)  # after the weights, which a full disk should not cost
+        self._tell()
         text = written_text(self.engine, self.task, self.job.effective.config)
         summary = self._summary(seconds, text)
         if self.engine.rank == 0:
@@ -263,9 +264,14 @@ class _Rank:
             self.engine.notices.append(word)
         if self.display is not None:
             self.display.step(record)
-            for note in self.engine.notices[self.told :] if self.engine.rank == 0 else ():
+            self._tell()
+
+    def _tell(self) -> None:
+        """Show the notices that were not shown yet."""
+        if self.display is not None and self.engine.rank == 0:
+            for note in self.engine.notices[self.told :]:
                 self.display.say(note)
-            self.told = len(self.engine.notices)
+        self.told = len(self.engine.notices)
 
     def _profiled(self, step: int) -> None:
         """After the last profiled step: the table of all ranks, shown and kept."""

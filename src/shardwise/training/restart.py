@@ -21,8 +21,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint import publish
+from shardwise.checkpoint import manifest, publish
 from shardwise.checkpoint.background import ALONE_S
+from shardwise.checkpoint.remote import is_remote, place
 from shardwise.errors import RefusedPlan, RunError
 from shardwise.layout.elastic import smaller
 from shardwise.observe import write_json
@@ -73,12 +74,25 @@ class _Attempts:
         self.budget: int = job.effective.config.train.restarts
         self.began = time.monotonic()
         self.entries: list[dict[str, Any]] = []
+        self._ahead = self._ahead_of(job.resume)
 
     # --- where the run stands
 
+    def _ahead_of(self, given: str | None) -> set[tuple[str, int]]:
+        """Checkpoints of this run that are newer than the one to go on from: of steps that are taken again."""
+        if given is None or place(given).parent.absolute() != self.home.absolute():
+            return set()
+        first = int(manifest.read(place(given)).fields["step"])
+        return {_identity(path) for path in publish.scan(self.home) if publish.step_of(path) > first}
+
     def checkpoint(self) -> Path | None:
         """The newest checkpoint of this run."""
-        return next(iter(publish.scan(self.home)), None)
+        return next((path for path in publish.scan(self.home) if _identity(path) not in self._ahead), None)
+
+    def source(self) -> str | None:
+        """What the next attempt goes on from; the one that was asked for, until those ahead of it were set aside."""
+        there = {_identity(path) for path in publish.scan(self.home)}
+        return self.given_resume if self.checkpoint() is None or there & self._ahead else str(self.home)
 
     def let_writers_end(self) -> None:
         """Wait for a checkpoint that the dead ranks' writers are about to publish, or give up."""
@@ -134,8 +148,7 @@ class _Attempts:
         """Settle the next attempt: from where, on how many ranks, after how long a wait."""
         log = self.job.folder / f"error-attempt{entry['attempt']}.log"
         log.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
-        resume = str(self.home) if self.checkpoint() is not None else self.given_resume
-        self.job = self.job.with_(resume=resume, again=True)
+        self.job = self.job.with_(resume=self.source(), again=True)
         barren = 1 + len(self._without_progress(entry))
         entry["wait_s"] = min(MOST_WAIT_S, FIRST_WAIT_S * 2 ** (barren - 1))
         self._shrink(entry)
@@ -202,6 +215,11 @@ class _Attempts:
         summary = {**summary, **told}
         write_json(self.job.folder / "summary.json", summary)
         return summary
+
+
+def _identity(checkpoint: Path) -> tuple[str, int]:
+    """What tells a checkpoint from a later one of its name; in a store every name is its own."""
+    return checkpoint.name, 0 if is_remote(checkpoint) else checkpoint.stat().st_ino
 
 
 def _seconds_of_steps(metrics: Path) -> float:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from shardwise.layout.elastic import smaller
 from shardwise.progress import line
 from shardwise.ranks import LaunchedPlace, here
 from shardwise.task import Task
+from shardwise.training.holding import LOCK, held
 from shardwise.training.job import Job, make_job
 from shardwise.training.restart import until_done
 from shardwise.training.resume import find_run, mark_stopped
@@ -134,10 +136,11 @@ def execute(
         return _joined(job, forecast, resume)
     supervised = world > 1 or effective.config.train.restarts > 0
     job = _placed(job.with_(launched=supervised), resume)
-    with _kept_errors(job, "error.log"):
+    with held(job.folder) as said, _kept_errors(job, "error.log"):
+        job = _with_notes(job, said)
         summary = until_done(job, _launched) if supervised else _here(job)
         _raise_stopped(job, summary)
-    return Run(job.folder, _beside(job, forecast, summary))
+        return Run(job.folder, _beside(job, forecast, summary))
 
 
 def _placed(job: Job, resume: str | None) -> Job:
@@ -147,9 +150,11 @@ def _placed(job: Job, resume: str | None) -> Job:
         job = job.with_(folder=_new_folder(job))
     else:
         job = job.with_(folder=_new_folder(job) if folder is None else folder, resume=str(source))
-    if said:
-        job = job.with_(effective=replace(job.effective, notes=(*job.effective.notes, *said)))
-    return job
+    return _with_notes(job, said)
+
+
+def _with_notes(job: Job, said: Sequence[str]) -> Job:
+    return job.with_(effective=replace(job.effective, notes=(*job.effective.notes, *said)))
 
 
 def _raise_stopped(job: Job, summary: dict[str, Any]) -> None:
@@ -256,17 +261,20 @@ def _joined(job: Job, forecast: dict[str, Any] | None, resume: str | None) -> Ru
     rank, _ = join(deadlines=Deadlines(config.start_deadline, config.step_deadline, config.save_deadline))
     device = own_device("cpu" if job.effective.config.train.device == "cpu" else None)
     placed, error = job, ""
-    if rank == 0:
-        try:
-            placed = _placed(job, resume)
-        except InputError as problem:
-            error = str(problem)
-    notes = list(placed.effective.notes)
-    told, source, notes, error = gather_json([str(placed.folder), placed.resume, notes, error], everybody(), device)[0]
-    if error:
-        raise InputError(error)
-    job = job.with_(folder=Path(told), resume=source, effective=replace(job.effective, notes=tuple(notes)))
-    with _kept_errors(job, f"error-rank{rank}.log"):
+    with ExitStack() as stack:
+        if rank == 0:
+            try:
+                placed = _placed(job, resume)
+                placed = _with_notes(placed, stack.enter_context(held(placed.folder)))
+            except InputError as problem:
+                error = str(problem)
+        notes = list(placed.effective.notes)
+        told = gather_json([str(placed.folder), placed.resume, notes, error], everybody(), device)[0]
+        folder, source, notes, error = told
+        if error:
+            raise InputError(error)
+        job = job.with_(folder=Path(folder), resume=source, effective=replace(job.effective, notes=tuple(notes)))
+        stack.enter_context(_kept_errors(job, f"error-rank{rank}.log"))
         summary = _here(job)
         _raise_stopped(job, summary)
         return Run(job.folder, _beside(job, forecast, summary) if rank == 0 else summary)
@@ -276,6 +284,7 @@ def _joined(job: Job, forecast: dict[str, Any] | None, resume: str | None) -> Ru
 def _kept_errors(job: Job, name: str) -> Iterator[None]:
     """Write what ends a run into its folder. A new run that was refused before its first step leaves no folder."""
     folder = job.folder
+    new = set(os.listdir(folder)) <= {LOCK}
     try:
         yield
     except Stopped:
@@ -283,11 +292,10 @@ def _kept_errors(job: Job, name: str) -> Iterator[None]:
     except Exception as error:
         metrics = folder / "metrics.jsonl"
         begun = metrics.exists() and metrics.stat().st_size > 0
-        if isinstance(error, InputError | RefusedPlan) and job.resume is not None:
-            raise
-        if isinstance(error, InputError | RefusedPlan) and not begun:
+        refused = isinstance(error, InputError | RefusedPlan)
+        if refused and new and not begun:
             shutil.rmtree(folder, ignore_errors=True)
-        else:
+        elif new or not refused:
             (folder / name).write_text("".join(traceback.format_exception(error)), encoding="utf-8")
             setattr(error, "log", folder / name)  # noqa: B010, for the command line to tell
         raise

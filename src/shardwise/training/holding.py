@@ -1,0 +1,72 @@
+"""One process at a time in a run's folder: a lock that the system lets go of when the process ends, however it ends."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from shardwise.errors import InputError
+
+LOCK = "running.lock"  # names the process while the run goes on
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[list[str]]:
+    """Keep a run's folder for this process; yields what should be said.
+
+    Raises `InputError` where another process is in that run, or its folder cannot be written.
+    """
+    path = folder / LOCK
+    file, notes = _taken(path)
+    try:
+        yield notes
+    finally:
+        with suppress(FileNotFoundError):  # with its folder, of a run that was refused before it began
+            path.unlink()
+        os.close(file)
+
+
+def _taken(path: Path) -> tuple[int, list[str]]:
+    """An open file that this process alone has locked, and what should be said."""
+    while True:
+        try:
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise InputError(
+                f"{path.parent} takes no files: {error.strerror}. A run goes on in its own folder: make it writable, "
+                "or copy the folder and give --resume the copy"
+            ) from None
+        notes = _locked(file, path)
+        try:
+            if os.path.samestat(os.fstat(file), os.stat(path)):  # else its holder removed it meanwhile
+                os.ftruncate(file, 0)
+                os.write(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+                return file, notes
+        except FileNotFoundError:
+            pass
+        os.close(file)
+
+
+def _locked(file: int, path: Path) -> list[str]:
+    """Lock an open file. Raises `InputError` where another process has it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.read(file, 200).decode(errors="replace").strip() or "another process"
+        os.close(file)
+        raise InputError(
+            f"{path.parent} is in use: {holder} goes on with that run. Wait for its end, or copy the folder and give "
+            f"--resume the copy; if that host is gone and its lock stays, remove {path}"
+        ) from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            os.close(file)
+            raise
+        return [f"{path.parent}: this file system has no locks, so a second start of this run would not be refused"]
+    return []
