@@ -193,8 +193,8 @@ def read_again(given: Task, plan: str, out: str, source: str) -> list[bool]:
         *(
             pytest.param("causal-lm", plan, marks=pytest.mark.long)
             for plan in (
-                "single", "dp_replicate=2", "dp_shard=2,zero=1", "dp_shard=2,zero=2,precision=bf16", "cp=2", "cp=2,tp=2",
-                "pp=2,microbatches=2", "tp=2,dp_shard=2,zero=2", "pp=2,dp_shard=2,zero=1,microbatches=2",
+                "single", "dp_replicate=2", "dp_shard=2,zero=1", "dp_shard=2,zero=2,precision=bf16", "cp=2",
+                "cp=2,tp=2", "pp=2,microbatches=2", "tp=2,dp_shard=2,zero=2", "pp=2,dp_shard=2,zero=1,microbatches=2",
                 "pp=2,tp=2,microbatches=2", "cp=2,dp_shard=2,zero=3", "dp_replicate=2,dp_shard=2,zero=3",
             )
         ),

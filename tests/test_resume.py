@@ -197,6 +197,28 @@ def test_a_run_goes_on_in_its_folder_and_says_what_changed(here, capfd):
     assert not os.listdir("others")
 
 
+def test_a_lock_ends_with_its_process_though_one_that_was_forked_off_goes_on(here):
+    """As a loader's worker does for a while after its rank was killed."""
+    told, tell = os.pipe()
+    holder = os.fork()
+    if holder == 0:
+        try:
+            kept = held(here)
+            kept.__enter__()
+            worker = os.fork() or time.sleep(60)
+            os.write(tell, str(worker).encode())
+        finally:
+            os._exit(0)  # as if it were killed: nothing is tidied up
+    os.waitpid(holder, 0)
+    worker = int(os.read(told, 20))
+    try:
+        assert (here / LOCK).exists()
+        with held(here):
+            os.kill(worker, 0)
+    finally:
+        os.kill(worker, signal.SIGKILL)
+
+
 def test_a_lock_that_its_holder_removes_meanwhile_is_taken_anew(here, monkeypatch):
     """Between opening the file and locking it another process ends, and removes it: a lock on nothing."""
     own, opened = os.open, []
