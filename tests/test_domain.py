@@ -26,12 +26,14 @@ GRIDS = ("domain=2", "domain=1x3", "domain=2x2", "domain=3x2")
 CASES = (
     ("point_wise", "domain=3x2"), ("point_wise", "domain=3,zero=1,accumulate=2"), ("channels_last", "domain=1x3"),
     ("weighted", "domain=2,dp_replicate=2,accumulate=2"), ("weighted", "domain=1x2,tp=2,dp_shard=2,zero=2"),
-    ("normed", "domain=1x2,dp_shard=2,zero=1"), ("normed", "domain=2,zero=2"), ("resnet", "domain=2x2,zero=3"),
-    ("resnet", "domain=2,pp=2"), ("vit", "domain=2x2"), ("vit", "domain=2,tp=2"), ("vit", "domain=2,pp=2"),
-    ("rollout", "domain=2,zero=3,remat=full"), ("convnext", "domain=1x2"), ("unet_batch", "domain=2x2"),
-    ("unet_group", "domain=1x3"), ("unet_3d", "domain=2x1x2"), ("swin", "domain=2"), ("fno", "domain=2x2"),
-    ("pyramid", "domain=2"), ("warped", "domain=2x2"), ("aligned", "domain=1x3"),
-    ("segformer", "domain=2x2"), ("scaled_row", "domain=2"), ("of_pairs", "domain=2"),
+    ("normed", "domain=1x2,dp_shard=2,zero=1"), ("normed", "domain=2,zero=2"),
+    ("resnet", "domain=2x2,zero=3,domain_overlap=always"), ("resnet", "domain=2,pp=2"), ("vit", "domain=2x2"),
+    ("vit", "domain=2,tp=2"), ("vit", "domain=2,pp=2"),
+    ("rollout", "domain=2,zero=3,remat=full,domain_overlap=always"), ("convnext", "domain=1x2"),
+    ("unet_batch", "domain=2x2"), ("unet_group", "domain=1x3,domain_overlap=always"),
+    ("unet_group", "domain=2x2,remat=selective,domain_overlap=always"), ("unet_3d", "domain=2x1x2"),
+    ("swin", "domain=2"), ("fno", "domain=2x2"), ("pyramid", "domain=2"), ("warped", "domain=2x2"),
+    ("aligned", "domain=1x3"), ("segformer", "domain=2x2"), ("scaled_row", "domain=2"), ("of_pairs", "domain=2"),
 )  # fmt: skip
 FLAT = [name for name in dict.fromkeys(name for name, _ in CASES) if name != "unet_3d"]
 

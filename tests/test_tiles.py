@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -466,7 +466,10 @@ def _cases(
         draw += 1
         expected = _whole(case, seed + draw, dtype)
         if expected is not None:
-            found.append((f"{case.kind} {case.shape} {case.told} on {grid}", _try(case, meshes[grid], expected)))
+            least = rng.choice((0.0, math.inf))  # halos on their way while convolutions compute, always or never
+            axes = tuple(replace(axis, overlap_from=least) for axis in meshes[grid])
+            told = f"{case.kind} {case.shape} {case.told} on {grid}, halos beside from {least} products on"
+            found.append((told, _try(case, axes, expected)))
     return found
 
 
@@ -508,6 +511,23 @@ def _one_window(grid: tuple[int, int]) -> str | float:
 def test_one_cell_in_one_window_goes_one_way_on_all_ranks(pool) -> None:
     """Columns that lie on one rank of an axis, in rows of which ranks further out have two or one."""
     assert max(pool.run(_one_window, 6, (3, 2))) <= BAR
+
+
+def _penalty(least: float) -> str:
+    """What is said where the gradient of a tile is differentiated again."""
+    (axis,) = build_mesh(Plan(domain=(2,)), torch.device("cpu")).inner
+    _, tile = _tile(torch.ones(1, 2, 8, 4, dtype=DOUBLE), (replace(axis, overlap_from=least),), 2)
+    weight = torch.ones(2, 2, 3, 3, dtype=DOUBLE, requires_grad=True)
+    energy = F.conv2d(tile, weight, padding=1).tanh().sum()
+    (force,) = torch.autograd.grad(energy, tile, create_graph=True)
+    with pytest.raises(RuntimeError) as said:
+        (force.square().sum() + weight.sum()).backward()
+    return str(said.value)
+
+
+@pytest.mark.parametrize("least", [0.0, math.inf])
+def test_second_derivatives_raise(pool, least: float) -> None:
+    assert all("once_differentiable" in said for said in pool.run(_penalty, 2, least))
 
 
 # --- what goes over the wire

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from test_traced import HERE, beyond, check_wire
@@ -30,7 +32,7 @@ ALL = [*(grid + more for grid in GRIDS for more in BESIDE), *COMPOSED]
 @pytest.mark.parametrize(
     ("name", "plans"),
     [
-        pytest.param("unet_batch", ["domain=2x2,zero=1"], id="unet"),
+        pytest.param("unet_batch", ["domain=2x2,zero=1", "domain=1x2,domain_overlap=always"], id="unet"),
         pytest.param("unet_group", ["domain=2,dp_shard=2,zero=3,remat=full"], id="unet-zero3", marks=LONG),
         pytest.param("resnet", ["domain=2,dp_replicate=2,accumulate=2", "domain=2,pp=2"], id="resnet", marks=LONG),
         pytest.param("vit", ["domain=2,zero=2,accumulate=2"], id="vit"),
@@ -56,7 +58,7 @@ def test_memory_of_every_tile_is_within_two_percent(name: str, plans: list[str],
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("unet_batch", "domain=3x2"),
+        ("unet_batch", "domain=3x2,domain_overlap=always"),
         ("vit", "domain=2,dp_replicate=2"),
         ("resnet", "domain=1x2,dp_replicate=2,accumulate=2"),
     ],  # of one axis alone, the ledger would name its group by another axis that has the same ranks
@@ -107,6 +109,32 @@ def test_halos_go_over_the_links_between_the_tiles() -> None:
         > wire.exchange(came, RankGroup(8), 1)
         > 2 * wire.exchange(came, RankGroup(4), 1)
     )
+
+
+def test_a_halo_that_was_measured_is_taken_as_measured() -> None:
+    """Of neighbours alone; what comes from farther away, or between two ranks, is an all-to-all."""
+    rows = (("all_to_all", 2, 1024, 30.0), ("all_to_all", 4, 1024, 90.0), ("halo", 4, 1024, 50.0))
+    wire = Wire(replace(Cluster.parse("1x4 h100-sxm-80gb"), collectives=rows))
+    assert wire.exchange({-1: 512.0, 1: 512.0}, RankGroup(4), 3) == pytest.approx(150e-6)
+    assert wire.exchange({-1: 256.0, 1: 256.0, 2: 256.0}, RankGroup(4), 1) == pytest.approx(90e-6)
+    assert wire.exchange({1: 512.0}, RankGroup(2), 1) == pytest.approx(30e-6)
+
+
+def test_halos_beside_convolutions_cost_what_is_left_of_them() -> None:
+    """Over a slow link; on the cores of one host nothing hides. The bytes are the same."""
+    task = _forecaster(361, 720)
+
+    def of_tiles(overlap: str, cluster: str) -> tuple[float, float]:
+        forecast = simulate(task, f"domain=2,domain_overlap={overlap}", cluster, global_batch=1)
+        return forecast.parts["communication between tiles"], sum(forecast.halos.values())
+
+    waited, sent = of_tiles("never", "2x1 l40s, eth-10")
+    some, same = of_tiles("auto", "2x1 l40s, eth-10")
+    all_, bytes_ = of_tiles("always", "2x1 l40s, eth-10")
+    assert all_ < some < waited and sent == pytest.approx(same) == pytest.approx(bytes_)
+    on_cores = [simulate(task, f"domain=2,domain_overlap={word}", HERE, global_batch=1) for word in ("never", "always")]
+    halos = [forecast.parts["communication between tiles"] for forecast in on_cores]
+    assert halos[1] == pytest.approx(halos[0])
 
 
 def test_grids_with_short_borders_come_first() -> None:

@@ -86,7 +86,9 @@ class CollectiveTable:
 
 
 def bus_factor(op: str, ranks: int) -> float:
-    """Bytes on a rank's link for each byte of the tensor (nccl-tests, PERFORMANCE.md)."""
+    """Bytes on a rank's link for each byte of the tensor (nccl-tests, PERFORMANCE.md), or of what a halo brings it."""
+    if op == "halo":
+        return 1.0
     share = (ranks - 1) / ranks
     return 2 * share if op == "all_reduce" else share
 

@@ -9,6 +9,7 @@ ranks' local losses).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from shardwise.comm.ledger import Ledger
+from shardwise.comm.ledger import Ledger, Overlap
 from shardwise.comm.observe import tagged
 from shardwise.device import backend_of, current_device, on_host
 from shardwise.host import put, read
@@ -42,6 +43,7 @@ class Axis:
     sequence: bool = False  # sums over it leave every rank a share of the sequence
     early: bool = False  # sums over it are begun as soon as their summands are there, and waited for when needed
     rehearsal: Ledger | None = None  # shapes alone are looked at: nothing is sent but noted here, results mean nothing
+    overlap_from: float = math.inf  # products of a convolution from which the halo it reads is on its way beside them
     copies: bool = False  # in a rehearsal: as gloo, keep what is sent, and scatter sums of a copy, until waited for
 
     @classmethod
@@ -103,6 +105,19 @@ class _Rehearsed(Pending):
     def over(self) -> bool:
         """Whether somebody has waited."""
         return self.held is None
+
+
+class _Passing(Pending):
+    """One of a rehearsal that is under way while other operations run: which ones is noted when it is waited for."""
+
+    def __init__(self, ledger: Ledger, op: str, axis: str, came: dict[int, int]):
+        super().__init__(None)
+        self.ledger, self.told, self.began = ledger, (op, axis, came), ledger.clock()
+
+    def wait(self) -> None:
+        """Note what ran meanwhile."""
+        if self.ledger.clock() > self.began:
+            self.ledger.overlaps.append(Overlap(*self.told, self.began, self.ledger.clock()))
 
 
 class _Traced(Pending):
@@ -194,8 +209,9 @@ def all_gather(full: torch.Tensor, shard: torch.Tensor, axis: Axis, tag: str, *,
 
 
 def all_to_all(
-    received: torch.Tensor, sent: torch.Tensor, received_sizes: list[int], sent_sizes: list[int], axis: Axis, tag: str
-) -> None:
+    received: torch.Tensor, sent: torch.Tensor, received_sizes: list[int], sent_sizes: list[int], axis: Axis, tag: str,
+    *, wait: bool = True,
+) -> Pending:  # fmt: skip
     """Send `sent_sizes[j]` items of `sent` (along dim 0) to the j-th rank of the axis and receive likewise."""
     if axis.rehearsal is not None:
         each = received.numel() * received.element_size() // max(received.shape[0], 1)
@@ -203,16 +219,16 @@ def all_to_all(
         axis.note(tag, "all_to_all", sent, sum(came.values()))
         axis.rehearsal.arrivals.update({("all_to_all", axis.name, rank): size for rank, size in came.items()})
         received.zero_()
-        return
+        return _waited(_Passing(axis.rehearsal, "all_to_all", axis.name, came), wait)
     if axis.size == 1:
         received.copy_(sent)
-        return
+        return Pending(None)
     if _is_traced(sent):
         result = _functional.all_to_all_single(sent, received_sizes, sent_sizes, _name(axis))
-        _Traced(result, received).wait()
-        return
+        return _waited(_Traced(result, received), wait)
     with tagged(tag):
-        dist.all_to_all_single(received, sent, received_sizes, sent_sizes, group=axis.group)
+        work = dist.all_to_all_single(received, sent, received_sizes, sent_sizes, group=axis.group, async_op=True)
+    return _waited(Pending(work), wait)
 
 
 def broadcast(tensor: torch.Tensor, axis: Axis, source_index: int, tag: str) -> None:

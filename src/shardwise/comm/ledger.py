@@ -8,6 +8,7 @@ under its own tag.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 FACTORS = {
@@ -19,6 +20,20 @@ FACTORS = {
     "point_to_point": lambda p: 1.0,
     "barrier": lambda p: 0.0,
 }
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """In a rehearsal: an exchange, and the operations from `start` to `stop` that ran while it was under way.
+
+    came  bytes by the rank of the axis that sends them
+    """
+
+    op: str
+    axis: str
+    came: dict[int, int]
+    start: int
+    stop: int
 
 
 @dataclass
@@ -35,11 +50,15 @@ class Ledger:
 
     loads     in a rehearsal of one rank: how much each rank of an exchange brings; () for all alike
     arrivals  in a rehearsal: bytes by (op, axis, rank of it that they come from), where an op sends to each rank apart
+    overlaps  in a rehearsal: the exchanges that were not waited for at once
+    clock     in a rehearsal: how many operations have run
     """
 
     entries: dict[tuple[str, str, str], LedgerEntry] = field(default_factory=lambda: defaultdict(LedgerEntry))
     loads: tuple[int, ...] = ()
     arrivals: Counter[tuple[str, str, int]] = field(default_factory=Counter)
+    overlaps: list[Overlap] = field(default_factory=list)
+    clock: Callable[[], int] = lambda: 0
 
     def record(
         self, tag: str, op: str, axis: str, full_bytes: int, ranks: int, received_bytes: float | None = None
@@ -68,3 +87,4 @@ class Ledger:
         """Start again from nothing."""
         self.entries.clear()
         self.arrivals.clear()
+        self.overlaps.clear()

@@ -41,8 +41,9 @@ class Layout:
     seq: int = 2048
     recompute: str = "none"
     schedule: str = "1f1b"
-    # blocks compiled; sums of tp begun early; the dtype in which gradients are summed
+    # blocks compiled; halos beside computing; sums of tp begun early; the dtype in which gradients are summed
     compile: bool = False
+    domain_overlap: str = "auto"
     tp_overlap: bool = False
     reduce_dtype: str = "auto"
     offload: str = "none"  # what lies in the host's memory: "optimizer", its state and the float32 weights
@@ -154,7 +155,7 @@ def of_plan(plan: Plan, *, global_batch: int, seq: int, uneven: bool = False) ->
         seq=seq, recompute=plan.remat,
         schedule=plan.schedule if plan.schedule != "none" else "1f1b", tp_whole=plan.tp_whole, stages=plan.stages,
         compile=plan.compile, tp_overlap=plan.tp_overlap, reduce_dtype=plan.reduce_dtype,
-        domain=plan.domain, offload=plan.offload,
+        domain=plan.domain, domain_overlap=plan.domain_overlap, offload=plan.offload,
     )  # fmt: skip
     if found.world_size != plan.world_size:
         raise RefusedPlan(

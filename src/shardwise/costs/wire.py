@@ -177,6 +177,8 @@ class Wire:
         if not came or calls <= 0:
             return 0.0
         if self.tier(group) == 0 or self._one_domain(group):
+            if group.size > 2 and came.keys() <= {-1, 1} and self.table is not None and "halo" in self.table.times:
+                return calls * self._inside("halo", group.size, sum(came.values()) / calls)
             whole = sum(came.values()) * group.size / (group.size - 1)
             return calls * self._inside("all_to_all", group.size, whole / calls)
         spread = self.by_tier(came, group)

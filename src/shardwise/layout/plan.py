@@ -22,12 +22,14 @@ REDUCE_DTYPES = ("auto", "fp32", "bf16", "fp16", "fp64")
 REMATS = ("none", "selective", "full")
 SCHEDULES = tuple(KINDS)
 OFFLOADS = ("none", "optimizer", "parameters", "activations")
+DOMAIN_OVERLAPS = ("auto", "always", "never")
 CHOICES = {
     "precision": PRECISIONS,
     "reduce_dtype": REDUCE_DTYPES,
     "remat": REMATS,
     "schedule": ("none", *SCHEDULES),
     "offload": OFFLOADS,
+    "domain_overlap": DOMAIN_OVERLAPS,
 }
 PIECES = 24  # of a global batch under deterministic=true: 1, 2, 3, 4, 6, 8, 12 or 24 data ranks divide it
 FLAGS = ("sp", "tp_overlap", "compile")
@@ -62,6 +64,8 @@ class Plan:
     cp_ulysses    ranks over which the sequence is cut, with attention by heads (all-to-all); inside each rank of cp
     domain        tiles along each dim of space, such as 2x3 or 2x1x2; the first number is of the first such dim
     ep            ranks of dp_shard among which the experts of routed layers are dealt; must divide dp_shard
+    domain_overlap  whether convolutions compute while the halo of their tile is on its way: auto (large ones do),
+                  always, never
     tp_overlap    sums over tp begin before they are needed, beside other computation
     tp_whole      parameters or modules that tp leaves whole: paths with wildcards, `|` between them
     deterministic  pieces that a global batch is computed in, each alone, their gradients summed in one fixed tree, so
@@ -89,6 +93,7 @@ class Plan:
     offload: str = "none"
     compile: bool = False
     wrap: tuple[str, ...] = ()
+    domain_overlap: str = "auto"
     tp_overlap: bool = False
     tp_whole: tuple[str, ...] = ()
     deterministic: int = 0

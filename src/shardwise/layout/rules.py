@@ -127,6 +127,12 @@ RULES: tuple[Rule, ...] = (
         lambda p: p.tp == 1 and (p.sp or p.tp_overlap or bool(p.tp_whole)),
     ),
     Rule(
+        "domain_overlap with domain = 1",
+        "illegal",
+        "it says which halos are on their way beside computation, and there are no tiles: give domain its grid",
+        lambda p: p.tiles == 1 and p.domain_overlap != "auto",
+    ),
+    Rule(
         "schedule with pp = 1",
         "illegal",
         "a schedule orders the work of pipeline stages, and there is one: give pp its degree",

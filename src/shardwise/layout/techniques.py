@@ -67,7 +67,7 @@ TECHNIQUES = (
     ),
     Technique(
         "tiles of a field", "domain", "domain=2x4", "space",
-        "halos, from neighbours, before each operation that reads them",
+        "halos, from neighbours, before each operation that reads them; beside large convolutions",
         "operations on space with rules (convolutions, pooling, norms ...)", "images or fields too large for a rank",
     ),
     Technique(

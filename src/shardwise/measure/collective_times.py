@@ -28,6 +28,8 @@ Message = tuple[str, int, int, float]
 def collective_times(device: torch.device, ranks: int, pace: Pace, budget: Budget) -> list[Message]:
     """(op, ranks, bytes of the whole tensor, microseconds), sizes ascending. Collective.
 
+    Of a "halo", an all-to-all between neighbours alone, the bytes are those that a rank between two others is sent.
+
     Groups of neighbours, of every size that divides the ranks, all of them at once as in a run. Of each the smallest
     and the largest tensor, and others while there is time.
     """
@@ -36,7 +38,8 @@ def collective_times(device: torch.device, ranks: int, pace: Pace, budget: Budge
     for at, size in enumerate(groups):
         group, every = dist.new_subgroups(size)
         axis = Axis("probe", size, dist.get_rank(group), group, tuple(dist.get_process_group_ranks(group)))
-        figures = [partial(of_size, pace, axis, count) for count in ends_first(BYTES)]
+        # between two ranks a halo is an all-to-all
+        figures = [partial(of_size, pace, axis, count, halo=size > 2) for count in ends_first(BYTES)]
         rows += sorted(chain(*within(budget.part(1 / (len(groups) - at), device), figures, 2, device)))
         for each in every:
             if dist.get_rank(each) >= 0:
@@ -44,8 +47,10 @@ def collective_times(device: torch.device, ranks: int, pace: Pace, budget: Budge
     return rows
 
 
-def of_size(pace: Pace, axis: Axis, size_bytes: int, may_s: float = math.inf) -> list[Message]:
-    """Each collective of the axis with a tensor of so many bytes, at one pace."""
+def of_size(
+    pace: Pace, axis: Axis, size_bytes: int, may_s: float = math.inf, *, halo: bool = False
+) -> list[Message]:  # fmt: skip
+    """Each collective of the axis with a tensor of so many bytes, at one pace; `halo`: that between neighbours too."""
     device, ranks = pace.device, axis.size
     each = max(1, size_bytes // 4 // ranks)
     full, other = (torch.zeros(each * ranks, device=device) for _ in range(2))
@@ -56,6 +61,9 @@ def of_size(pace: Pace, axis: Axis, size_bytes: int, may_s: float = math.inf) ->
         "reduce_scatter": partial(reduce_scatter, part, full, axis, "probe"),
         "all_to_all": partial(all_to_all, other, full, [each] * ranks, [each] * ranks, axis, "probe"),
     }
+    if halo:
+        beside = [full.numel() // 2 if abs(rank - axis.index) == 1 else 0 for rank in range(ranks)]
+        calls["halo"] = partial(all_to_all, other[: sum(beside)], full[: sum(beside)], beside, beside, axis, "probe")
     most = OFTEN if size_bytes <= LARGE else SELDOM
 
     def took(call: Callable[[], Any]) -> float:

@@ -13,6 +13,7 @@ What each rank sends to whom is computed from owners and wishes alone, on every 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -46,9 +47,9 @@ def recut(part: Part, dim: int, owners: Owners, inside: Owners | None = None) ->
     shape[dim] = owners.counts[axis.index]
     rest = _elements(shape, part.dim_cut)
     received_sizes = [count * rest for count in before.counts]
-    flat = _exchanged(blocks, received_sizes, axis)
+    flat = _Exchange(blocks, received_sizes, axis).wait()
     pieces = [
-        piece.view(_with(shape, part.dim_cut, count))
+        piece.view(with_size(shape, part.dim_cut, count))
         for piece, count in zip(flat.split(received_sizes), before.counts, strict=True)
     ]
     whole = torch.cat(pieces, part.dim_cut)
@@ -112,20 +113,21 @@ def fetch(part: Part, wanted: Wanted, fill: float = 0.0) -> torch.Tensor:
             raise Uncut(f"indices of a dim that is cut over {inner.axis.name} too cannot be fetched")
         return inner.with_local(fetch(Part(inner.local, part.dim_cut, part.owners, part.axis), wanted, fill))
     axis, dim, shape = part.axis, part.dim_cut, list(local.shape)
-    way = _way(part.owners, wanted, axis.index)
-    pieces = _passed([_picked(local, dim, places) for places in way.send], shape, dim, list(way.counts), axis)
+    way = way_of(part.owners, wanted, axis.index)
+    blocks = [picked(local, dim, places) for places in way.send]
+    pieces = Passing(blocks, shape, dim, way.counts, axis, way.alone).pieces()
     before, after = way.around
     if before:
-        pieces.insert(0, local.new_full(_with(shape, dim, before), fill))
+        pieces.insert(0, local.new_full(with_size(shape, dim, before), fill))
     if after:
-        pieces.append(local.new_full(_with(shape, dim, after), fill))
+        pieces.append(local.new_full(with_size(shape, dim, after), fill))
     found = torch.cat(pieces, dim)
     if way.order is None:
         return found
     found = found.index_select(dim, to_device(way.order, found.device))
     if way.inside is None:
         return found
-    whole = found.new_full(_with(shape, dim, way.wanted), fill)
+    whole = found.new_full(with_size(shape, dim, way.wanted), fill)
     return whole.index_copy(dim, to_device(way.inside, found.device), found)
 
 
@@ -142,15 +144,16 @@ def give_back(gradient: torch.Tensor, like: Part, wanted: Wanted) -> Part:
             return like.with_local(inner.with_local(back.local))
         return give_back(inner, like, wanted)
     axis, dim, owners = like.axis, like.dim_cut, like.owners
-    way = _way(owners, wanted, axis.index)
+    way = way_of(owners, wanted, axis.index)
     shape = list(gradient.shape)
     found = gradient.narrow(dim, way.around[0], shape[dim] - sum(way.around))
     if way.inside is not None:
         found = found.index_select(dim, to_device(way.inside, found.device))
     if way.order is not None:
         found = found.index_select(dim, to_device(np.argsort(way.order), found.device))
-    pieces = _passed(list(found.split(list(way.counts), dim)), shape, dim, [len(p) for p in way.send], axis)
-    local = gradient.new_zeros(_with(shape, dim, owners.counts[axis.index]))
+    sizes = [len(places) for places in way.send]
+    pieces = Passing(list(found.split(list(way.counts), dim)), shape, dim, sizes, axis, way.alone).pieces()
+    local = gradient.new_zeros(with_size(shape, dim, owners.counts[axis.index]))
     for piece, places in zip(pieces, way.send, strict=True):
         if _in_a_row(places):
             local.narrow(dim, int(places[0]), len(places)).add_(piece)
@@ -240,15 +243,18 @@ class _Way:
     inside: np.ndarray | None  # (found,) where among the wanted ones those lie that exist; None where side by side
     around: tuple[int, int]  # wanted ones that do not exist, before and behind those that do and are in order
     wanted: int
+    alone: bool  # no rank wants anything of another
 
 
 @lru_cache(REMEMBERED)
-def _way(owners: Owners, wanted: Wanted, me: int) -> _Way:
+def way_of(owners: Owners, wanted: Wanted, me: int) -> _Way:
     mine = owners.indices(me)
-    send = []
+    send, alone = [], True
     for rank in range(owners.ranks):
         indices = _existing(wanted[rank], owners.size)
-        send.append(np.searchsorted(mine, indices[_owner(owners, indices) == me]))
+        theirs = _owner(owners, indices)
+        send.append(np.searchsorted(mine, indices[theirs == me]))
+        alone = alone and bool((theirs == rank).all())
     everything = _expanded(wanted[me])
     exists = (everything >= 0) & (everything < owners.size)
     indices = everything[exists]
@@ -263,7 +269,7 @@ def _way(owners: Owners, wanted: Wanted, me: int) -> _Way:
         before = int(inside[0]) if len(inside) else 0
         around = before, len(everything) - len(inside) - before
     kept = None if exists.all() or any(around) else inside
-    return _Way(tuple(send), counts, None if in_order and kept is None else order, kept, around, len(everything))
+    return _Way(tuple(send), counts, None if in_order and kept is None else order, kept, around, len(everything), alone)
 
 
 def _expanded(ranges: tuple[tuple[int, int], ...]) -> np.ndarray:
@@ -293,37 +299,57 @@ def _in_a_row(places: np.ndarray) -> bool:
     return bool(len(places)) and places[-1] - places[0] + 1 == len(places) and bool((np.diff(places) == 1).all())
 
 
-def _picked(local: torch.Tensor, dim: int, places: np.ndarray) -> torch.Tensor:
+def picked(local: torch.Tensor, dim: int, places: np.ndarray) -> torch.Tensor:
     if _in_a_row(places):
         return local.narrow(dim, int(places[0]), len(places))
     return local.index_select(dim, to_device(places, local.device))
 
 
-def _passed(
-    blocks: list[torch.Tensor], shape: list[int], dim: int, received: list[int], axis: Axis
-) -> list[torch.Tensor]:  # fmt: skip
-    """What every rank sends this one along `dim`, `received` indices each; its own block stays where it is."""
-    rest, mine, me = _elements(shape, dim), blocks[axis.index], axis.index
-    sizes = [0 if rank == me else count * rest for rank, count in enumerate(received)]
-    empty = mine.new_empty(0)
-    flat = _exchanged([empty if rank == me else block for rank, block in enumerate(blocks)], sizes, axis)
-    pieces = [piece.view(_with(shape, dim, n)) if rank != me else mine
-              for rank, (piece, n) in enumerate(zip(flat.split(sizes), received, strict=True))]  # fmt: skip
-    return pieces
+class Passing:
+    """Blocks along `dim` on their way between the ranks of an axis, `received` indices from each. Collective.
+
+    alone   no rank has anything for another, so nothing is sent
+    """
+
+    def __init__(
+        self, blocks: list[torch.Tensor], shape: list[int], dim: int, received: Sequence[int], axis: Axis, alone: bool
+    ):  # fmt: skip
+        me, rest = axis.index, _elements(shape, dim)
+        self.mine, self.me = blocks[me], me
+        counts = [0 if rank == me else count for rank, count in enumerate(received)]
+        self.sizes, self.shapes = [count * rest for count in counts], [with_size(shape, dim, n) for n in counts]
+        empty = self.mine.new_empty(0)
+        others = [empty if rank == me else block for rank, block in enumerate(blocks)]
+        self.coming = None if alone else _Exchange(others, self.sizes, axis)
+
+    def pieces(self) -> list[torch.Tensor]:
+        """What every rank sends this one; its own block stays where it is. Waits."""
+        flat = self.mine.new_empty(0) if self.coming is None else self.coming.wait()
+        pieces = [piece.view(shape) for piece, shape in zip(flat.split(self.sizes), self.shapes, strict=True)]
+        pieces[self.me] = self.mine
+        return pieces
 
 
-def _exchanged(blocks: list[torch.Tensor], received: list[int], axis: Axis) -> torch.Tensor:
-    """Flat: what every rank sent to this one, behind each other."""
-    kind = blocks[0].dtype
-    sent = torch.cat([block.reshape(-1) for block in blocks])
-    if kind.is_complex:  # as rows of two numbers, which every backend sends
-        sent = torch.view_as_real(sent.resolve_conj())
-    sent = sent.view(torch.uint8) if kind is torch.bool else sent
-    flat = sent.new_empty((sum(received), *sent.shape[1:]))
-    all_to_all(flat, sent, received, [block.numel() for block in blocks], axis, TAG)
-    if kind.is_complex:
-        return torch.view_as_complex(flat)
-    return flat.view(kind) if kind is torch.bool else flat
+class _Exchange:
+    """What every rank sends to this one, on its way."""
+
+    def __init__(self, blocks: list[torch.Tensor], received: list[int], axis: Axis):
+        self.kind = blocks[0].dtype
+        sent = torch.cat([block.reshape(-1) for block in blocks])
+        if self.kind.is_complex:  # as rows of two numbers, which every backend sends
+            sent = torch.view_as_real(sent.resolve_conj())
+        self.sent = sent.view(torch.uint8) if self.kind is torch.bool else sent
+        self.flat = self.sent.new_empty((sum(received), *self.sent.shape[1:]))
+        sizes = [block.numel() for block in blocks]
+        self.pending = all_to_all(self.flat, self.sent, received, sizes, axis, TAG, wait=False)
+
+    def wait(self) -> torch.Tensor:
+        """Flat: behind each other."""
+        self.pending.wait()
+        del self.sent
+        if self.kind.is_complex:
+            return torch.view_as_complex(self.flat)
+        return self.flat.view(self.kind) if self.kind is torch.bool else self.flat
 
 
 def _elements(shape: list[int], without: int) -> int:
@@ -333,5 +359,5 @@ def _elements(shape: list[int], without: int) -> int:
     return n
 
 
-def _with(shape: list[int], dim: int, size: int) -> list[int]:
+def with_size(shape: list[int], dim: int, size: int) -> list[int]:
     return [size if d == dim else n for d, n in enumerate(shape)]

@@ -93,6 +93,7 @@ class Cuts:
     joined: int = 0
     reduce_dtype: str = "auto"
     domain: tuple[int, ...] = (1,)
+    domain_overlap: str = "auto"
     cp: int = 1
     ulysses: int = 1
 
@@ -111,8 +112,8 @@ class Cuts:
                 count -= count % layout.pp
         own = cls(layout.tp, layout.sp, layout.tp_whole, microbatches=count, recompute=layout.recompute,
                   precision=precision, rounds=rounds, gloo=gloo, ep=layout.ep,
-                  reduce_dtype=layout.reduce_dtype, domain=layout.domain, cp=layout.cp,
-                  ulysses=layout.ulysses)  # fmt: skip
+                  reduce_dtype=layout.reduce_dtype, domain=layout.domain, domain_overlap=layout.domain_overlap,
+                  cp=layout.cp, ulysses=layout.ulysses)  # fmt: skip
         if layout.pp > 1:
             per_rank = layout.chunks if layout.chunks > 1 else -1
             own = replace(
@@ -146,7 +147,7 @@ class Cuts:
         values: dict[str, object] = {
             "tp": self.tp, "sp": self.sp, "tp_whole": self.tp_whole, "remat": self.recompute,
             "precision": self.precision, "reduce_dtype": self.reduce_dtype, "domain": self.domain,
-            "cp": self.cp, "cp_ulysses": self.ulysses,
+            "domain_overlap": self.domain_overlap, "cp": self.cp, "cp_ulysses": self.ulysses,
         }  # fmt: skip
         if self.pp > 1:
             values |= {"pp": self.pp, "schedule": self.schedule, "microbatches": self.microbatches,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,9 +15,10 @@ from torch.utils import _pytree as pytree
 from shardwise.comm import Axis, Ledger
 from shardwise.comm.ledger import FACTORS
 from shardwise.layout import Plan
-from shardwise.layout.grid import inner_axes
+from shardwise.layout.grid import SPACE, inner_axes
 from shardwise.layout.schedule_kinds import Op
 from shardwise.memory.live import LiveBytes
+from shardwise.mesh import overlap_from
 from shardwise.parallel.expert import ExpertParallel
 from shardwise.parallel.flat import Flat
 from shardwise.parallel.pipeline import backward
@@ -53,6 +54,8 @@ Place = tuple[int, ...]  # along each axis that cuts positions, of `inner_axes`
 Beside = tuple[int, tuple[tuple[int, ...], ...]]  # place in ep; of each micro-batch, the samples of each rank there
 ALIKE: Beside = (0, ())  # all have as many
 Sent = tuple[str, str, float]  # axis, op, bytes of the whole tensor
+# axis, op, bytes by how many ranks away their sender is, and the operations in whose time it passed: first, behind last
+Passed = tuple[str, str, dict[int, int], int, int]
 
 
 @dataclass
@@ -63,6 +66,7 @@ class RankTrace(StepTrace):
     wire      (kind, stage) -> what it sends over tp, ep and axes of positions, and over data ranks for batch norms:
               (axis, op, bytes of the whole tensor) -> times
     arrivals  (kind, stage) -> bytes that it is sent apart by others: (axis, op, how many ranks away) -> bytes
+    overlaps  (kind, stage) -> exchanges of this that were under way while operations ran, in order; see `Passed`
     gathers   (kind, stage) -> elements of the units that zero=3 gathers for it, in order
     messages  stage -> bytes that it sends on for one micro-batch
     """
@@ -70,6 +74,7 @@ class RankTrace(StepTrace):
     ops: dict[tuple[str, int], StepTrace] = field(default_factory=dict)
     wire: dict[tuple[str, int], dict[Sent, int]] = field(default_factory=dict)
     arrivals: dict[tuple[str, int], dict[tuple[str, str, int], int]] = field(default_factory=dict)
+    overlaps: dict[tuple[str, int], list[Passed]] = field(default_factory=dict)
     gathers: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     messages: dict[int, float] = field(default_factory=dict)
 
@@ -80,10 +85,11 @@ Told = list[OfTensor]  # of the tensors of a message
 def axes_at(plan: Plan, place: Place = (), ledger: Ledger | None = None, gloo: bool = False) -> tuple[Axis, ...]:
     """The axes that cut positions, outermost first, as the rank at `place` (by default the first) has them."""
     places = dict(enumerate(place))
-    axes = (
+    axes = [
         Axis(name, size, places.get(number, 0), None, tuple(range(size)), rehearsal=ledger, copies=gloo)
         for number, (name, size) in enumerate(inner_axes(plan.domain, **plan.along))
-    )
+    ]
+    axes = [replace(axis, overlap_from=overlap_from(plan, gloo)) if axis.name in SPACE else axis for axis in axes]
     return tuple(axis for axis in axes if axis.size > 1)
 
 
@@ -107,6 +113,7 @@ class Rehearsal:
             self.positions = shares.positions.over(lambda each: here[each.name])
         self.precision = Precision.of(shares.plan)
         self.count = Count(StepTrace(self.found.samples))
+        self.ledger.clock = lambda: len(self.count.trace.order)
         self.tensor = None if shares.derived is None else TensorParallel(shares.derived, axis)
         place_in_ep, self.beside = beside
         group = Axis("ep", shares.cuts.ep, place_in_ep, None, tuple(range(shares.cuts.ep)), rehearsal=self.ledger)
@@ -180,6 +187,7 @@ class Rehearsal:
                 self.found.ops[op.kind, op.stage] = self.count.trace
                 self.found.wire[op.kind, op.stage] = self._sent()
                 self.found.arrivals[op.kind, op.stage] = self._arrived()
+                self.found.overlaps[op.kind, op.stage] = self._passed()
                 self.found.gathers[op.kind, op.stage] = gathers
             self.ledger.clear()
 
@@ -372,6 +380,15 @@ class Rehearsal:
             size = entry.received_bytes / FACTORS[op](degrees[axis]) / entry.calls
             found[axis, op, size] = found.get((axis, op, size), 0) + entry.calls
         return found
+
+    def _passed(self) -> list[Passed]:
+        """The exchanges since the last time that were under way beside operations."""
+        places = {axis.name: axis.index for axis in self.inner}
+        return [
+            (each.axis, each.op, {rank - places[each.axis]: n for rank, n in each.came.items()}, each.start, each.stop)
+            for each in self.ledger.overlaps
+            if each.axis in places
+        ]
 
     def _arrived(self) -> dict[tuple[str, str, int], int]:
         """What ranks with other positions would have sent since the last time, by axis, op and distance in ranks."""

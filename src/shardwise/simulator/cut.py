@@ -1,7 +1,8 @@
 """One step of a traced module that is cut, or whose fields are, from what the rehearsal of its ranks counted.
 
 memory   rank by rank: states of the parameters that it holds, and the peak of its row
-time     tp: a micro-batch's compute and its collectives, one after another; tiles: the same, and their halos
+time     tp: a micro-batch's compute and its collectives, one after another; tiles: the same, and their halos, but
+             those of large convolutions travel while these compute what needs none of them
          cp: the same, but blocks of keys travel while attention computes those at hand
          pp: the schedule's table, played with the seconds of each stage's ops and messages
 """
@@ -24,7 +25,7 @@ from shardwise.simulator.forecast import Forecast
 from shardwise.simulator.held import policy
 from shardwise.simulator.parts import GAPS
 from shardwise.simulator.pipeline import play_all
-from shardwise.simulator.sharded import Sharded, data_seconds
+from shardwise.simulator.sharded import Sharded, data_seconds, on_cores
 from shardwise.simulator.traced import (
     attention_seconds,
     between,
@@ -33,6 +34,7 @@ from shardwise.simulator.traced import (
     kernels_of,
     optimizer_seconds,
     same_ops,
+    span_seconds,
     taken,
 )
 
@@ -53,6 +55,9 @@ class CountedRank(Counted, Protocol):
 
     @property
     def arrivals(self) -> Mapping[OpKey, Mapping[tuple[str, str, int], int]]: ...
+
+    @property
+    def overlaps(self) -> Mapping[OpKey, Sequence[tuple[str, str, Mapping[int, int], int, int]]]: ...
 
     @property
     def gathers(self) -> Mapping[OpKey, Sequence[int]]: ...
@@ -152,7 +157,12 @@ def simulate_cut(
         forecast.basis["sequence"] = "bytes as rehearsed, the rate of each link; a ring's hide behind fused attention"
     if layout.tiles > 1:
         forecast.halos = halo_bytes(ranks, layout, wire)
-        forecast.basis["halos"] = "bytes as rehearsed, the rate of each link; waited for (not hidden behind computing)"
+        hides = any(any(trace.overlaps.values()) for trace in (_seen(rank)[0] for rank in ranks))
+        forecast.basis["halos"] = "bytes as rehearsed, the rate of each link; " + (
+            "those of large convolutions hide behind them, others are waited for"
+            if hides
+            else "waited for (not hidden behind computing)"
+        )
     ops = max(rank.linear(rank.one.kernels, rank.two.kernels, layout.micro_batch) for rank in ranks)
     forecast.basis |= taken(ranks) | host_basis(kernels, ops, busy, measured=cluster.device.op_us is not None)
     return forecast
@@ -200,7 +210,23 @@ def _ops(
                     one, two = (trace.ops[key] for trace in _seen(rank))
                     busy = attention_seconds(one, two, layout.micro_batch, kernels, software)
                     passing = max(0.0, passing - busy * (1 - 1 / layout.cp))
+                else:
+                    passing = max(0.0, passing - hidden(rank, key, (axis, op)))
                 seconds += passing
+        return seconds
+
+    def hidden(rank: Model, key: OpKey, passing: tuple[str, str]) -> float:
+        """Seconds of exchanges that pass while operations run which do not need them."""
+        one, two = _seen(rank)
+        if on_cores(wire) and wire.tier(groups[passing[0]]) == 0:
+            return 0.0
+        seconds = 0.0
+        for (*told, came, start, stop), (_, _, more, *_) in zip(one.overlaps[key], two.overlaps[key], strict=True):
+            if tuple(told) == passing:
+                at = {far: rank.linear(low, more[far], layout.micro_batch) for far, low in came.items()}
+                span = one.ops[key], two.ops[key], layout.micro_batch, slice(start, stop)
+                busy = span_seconds(*span, kernels, software)
+                seconds += min(busy, wire.exchange(at, groups[passing[0]], 1))
         return seconds
 
     for rank in ranks:

@@ -54,6 +54,18 @@ def attention_seconds(one: Counted, two: Counted, samples: float, kernels: Kerne
     )  # fmt: skip
 
 
+def span_seconds(
+    one: Counted, two: Counted, samples: float, span: slice, kernels: Kernels, software: Software
+) -> float:  # fmt: skip
+    """Seconds of some of the operations at a number of samples, those at these places of their order."""
+    share = (samples - one.samples) / max(1, two.samples - one.samples)
+    return sum(
+        op_seconds(kind, [a + (b - a) * share for a, b in zip(shape, other, strict=True)],
+                   times + (often - times) * share, kernels, software)
+        for (kind, shape, times), (_, other, often) in zip(one.order[span], two.order[span], strict=True)
+    )  # fmt: skip
+
+
 def between(one: Counted, two: Counted, samples: float, kernels: Kernels, software: Software) -> float:
     """Seconds at a number of samples, from what was counted at two that ran the same operations.
 

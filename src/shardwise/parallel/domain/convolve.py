@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from shardwise.boundary import Sizes, each, paddings
 from shardwise.parallel.domain.maps import Sliding, Spreading
+from shardwise.parallel.domain.overlap import Convolution, overlapped
 from shardwise.parallel.domain.tiles import answers, cuts, used, windowed
 
 
@@ -36,6 +37,11 @@ def _convolution(plain: Callable, dims: int) -> Callable:
         uneven = any(before[d] != after[d] for d in range(dims) if d not in tiled)
         pads = [0 if uneven or d in tiled else before[d] for d in range(dims)]
         around = [n for d in reversed(range(dims)) for n in ((0, 0) if d in tiled else (before[d], after[d]))]
+        if not uneven:
+            how = Convolution(tuple(strides), tuple(pads), tuple(dilations), groups)
+            output = overlapped(input, weight, bias, how, along, found)
+            if output is not None:
+                return output
 
         def local(window: torch.Tensor) -> torch.Tensor:
             window = F.pad(window, around) if uneven else window

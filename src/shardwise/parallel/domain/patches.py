@@ -20,7 +20,7 @@ def sliding(input: torch.Tensor, dimension: int, size: int, step: int) -> torch.
     if size > input.shape[dim]:
         raise RuntimeError(f"unfold: windows of {size} along dim {dim} of {tuple(input.shape)}")
     along = {dim: Sliding((input.shape[dim] - size) // step + 1, size, step)}
-    return windowed(input, along, found, lambda window: window.unfold(dim, size, step))
+    return windowed(input, along, found, lambda window: window.unfold(dim, size, step), views=True)
 
 
 @answers(F.unfold)

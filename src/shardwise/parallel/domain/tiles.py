@@ -8,21 +8,25 @@
 
 In between, tensors differ from rank to rank and are plain (or distributed over axes further in, such as tp). Backward
 of a fetch gives each gradient back to its owner and adds; the gradient of a weight is a summand of a sum over ranks.
+What these backwards do is not recorded, so a second derivative raises.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from shardwise.comm import Axis
 from shardwise.parallel.domain.kept import CutDim, kept_apart
 from shardwise.parallel.domain.maps import Map, reads
 from shardwise.part import Part, Sum, Uncut
 from shardwise.part.gathering import share_of
+from shardwise.part.halos import wants_own
 from shardwise.part.levels import Distributed
 from shardwise.part.moves import Wanted, fetch, from_axis, give_back, replaced_from_axis
 from shardwise.part.tensor import FUNCTIONS
@@ -49,6 +53,7 @@ class _Fetched(torch.autograd.Function):
         return replaced_from_axis(tensor, cut.axis, fetch(from_axis(tensor.detach(), cut.axis), wanted, fill))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor):
         cut, here = ctx.cut, from_axis(gradient, ctx.cut.axis)
         back = give_back(here, Part(here, cut.dim, cut.owners, cut.axis), ctx.wanted)
@@ -68,6 +73,7 @@ class _Opened(torch.autograd.Function):
         return replaced_from_axis(tensor, cut.axis, part.local.detach())
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor):
         return _inserted(
             gradient, ctx.cut.axis, lambda here: Part(here, ctx.cut.dim, ctx.cut.owners, ctx.cut.axis)
@@ -88,6 +94,7 @@ class _Placed(torch.autograd.Function):
         return _inserted(local.detach(), cut.axis, lambda here: Part(here, cut.dim, cut.owners, cut.axis))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor):
         return share_of(gradient, ctx.cut.dim, ctx.cut.owners, ctx.cut.axis), None
 
@@ -106,6 +113,7 @@ class _Used(torch.autograd.Function):
         return tensor.view_as(tensor)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor):
         for axis in reversed(ctx.axes):
             gradient = _inserted(gradient, axis, partial(Sum, axis=axis, spread=False))
@@ -134,6 +142,8 @@ def windowed(
     found: list[CutDim],
     operation: Callable[[torch.Tensor], Any],
     fill: float = 0.0,
+    *,
+    views: bool = False,
 ) -> Any:
     """`operation` on what this rank's outputs read, as this rank's tile of the result. Collective.
 
@@ -141,12 +151,17 @@ def windowed(
     operation  the local one, which pads nothing along these dims; what it gives (a tensor, or several of one shape)
                beyond this rank's outputs is dropped
     fill       what is read outside the tensor
+    views      the operation gives views, and who writes into them writes into what it was given: a copy
     """
     plans = [reads(cut.owners, along[cut.dim]) if cut.dim in along else None for cut in found]
-    whole = tensor
+    whole, afar = tensor, []
     for cut, plan in zip(found, plans, strict=True):
-        tensor = opened(tensor, [cut]) if plan is None else fetched(tensor, cut, plan.wanted, fill)
-    with kept_apart(tensor, whole, [(cut, plan.wanted) for cut, plan in zip(found, plans, strict=True) if plan]):
+        if plan is None or (wants_own(cut.owners, plan.wanted) and not views):
+            tensor = opened(tensor, [cut])
+        else:
+            tensor = fetched(tensor, cut, plan.wanted, fill)
+            afar.append((cut, plan.wanted))
+    with kept_apart(tensor, whole, afar) if afar else nullcontext():
         output = operation(tensor)
     del tensor, whole
     after = [
