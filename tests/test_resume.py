@@ -23,6 +23,7 @@ import shardwise
 from shardwise.checkpoint import publish
 from shardwise.checkpoint.load import restore
 from shardwise.checkpoint.save import Saver
+from shardwise.cli.main import call
 from shardwise.data import Blend, Loader
 from shardwise.digest import digest
 from shardwise.errors import InputError, RefusedPlan, RunError
@@ -234,6 +235,15 @@ def test_a_lock_that_its_holder_removes_meanwhile_is_taken_anew(here, monkeypatc
     with held(here) as said, pytest.raises(InputError, match="is in use"), held(here):
         pass
     assert opened and not said and not (here / LOCK).exists()
+
+
+def test_a_run_without_held_out_data_goes_on_by_its_folder_alone(here, capfd):
+    """Its config.toml has every key, also those that would have no effect on this task if they were set."""
+    assert call(["train", "shardwise.models.tasks:mlp", "--steps", "2", "--checkpoint-every", "1"]) == 0
+    (folder,) = Path("runs").iterdir()
+    assert call(["train", "--resume", str(folder), "--steps", "3"]) == 0, capfd.readouterr().err
+    assert call(["train", "--resume", str(folder), "--steps", "4", "--set", "train.workers=2"]) == 2
+    assert "train.workers would have no effect on this task" in capfd.readouterr().err
 
 
 def test_a_damaged_one_is_told_and_set_aside_and_the_one_before_is_taken(here):

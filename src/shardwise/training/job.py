@@ -113,14 +113,20 @@ def _check_options(effective: Effective, task: Task) -> None:
             ("train.epochs", "it has no end (`batch`): give train.steps"),
             ("train.workers", "its batches are made by `batch`, in the rank itself"),
         ):
-            if effective.given(key):
+            if _chosen(effective, key):
                 problems.append(f"{effective.source(key)}: {key} would have no effect on this task: {why}")
     if task.eval_data is None:
         for key in ("train.eval_every", "train.eval_samples"):
-            if effective.given(key):
+            if _chosen(effective, key):
                 problems.append(f"{effective.source(key)}: {key} would have no effect: the task has no `eval_data`")
     if problems:
         raise InputError("\n".join(problems))
+
+
+def _chosen(effective: Effective, key: str) -> bool:
+    """Whether a key of [train] was set to another value than its default: a run's own config.toml has every key."""
+    train, name = effective.config.train, key.removeprefix("train.")
+    return effective.given(key) and getattr(train, name) != type(train).model_fields[name].default
 
 
 def _batch_samples(effective: Effective, task: Task) -> int:
