@@ -20,6 +20,7 @@ from shardwise.planner.traced_task import Traced, traced_subject
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import believable
+import no_better_guess
 
 from shardwise.costs.software import software
 
@@ -37,6 +38,12 @@ def test_random_tasks(seed: int) -> None:
 def test_random_tasks_cut_too(seed: int) -> None:
     case = believable.drawn(seed)
     assert not case["wrong"], case
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3, 7])
+def test_no_better_guess_on_odd_clusters(seed: int) -> None:
+    case = no_better_guess.drawn(seed)
+    assert case["guesses"] and not case["wrong"], case
 
 
 class Odd(nn.Module):

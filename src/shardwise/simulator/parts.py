@@ -189,14 +189,16 @@ def offload_basis(step: StepContext, parameters: dict[str, float]) -> dict[str, 
 
 
 def optimizer_seconds(step: StepContext, parameters: dict[str, float]) -> float:
-    """Seconds of the update: each byte of state read and written, gradients read twice (norm and update)."""
+    """Seconds of the update: each byte of state read and written, gradients read twice (norm and update),
+    and buffers into which products add them set to zero."""
     policy = STATES[step.software.states]
     total = updated(step, parameters)
     if step.layout.offload != "none":
         return offloaded(total, policy, step.layout, step.cluster).seconds
     moved = 2 * policy.gradient + 2 * (policy.master or policy.weight) + 2 * policy.optimizer
-    moved += policy.weight if policy.master else 0
-    return step.kernels.stream(total * moved * (1.0 if step.software.fused_adam else FOREACH), 10)
+    moved += policy.weight + policy.master if policy.master else 0  # masters read again, for the weights made of them
+    zeroed = sum(parameters.values()) * policy.gradient if step.software.accumulates else 0.0
+    return step.kernels.stream(total * moved * (1.0 if step.software.fused_adam else FOREACH) + zeroed, 10)
 
 
 def sharing(step: StepContext, kind: str) -> RankGroup:
