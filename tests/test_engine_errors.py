@@ -38,7 +38,7 @@ def variant(**changes: Any) -> Task:
     ("options", "message"),
     [
         ({"on_nonfinite": "ignore"}, "on_nonfinite is 'raise' or 'skip', got 'ignore'"),
-        ({"randomness": "slow"}, "randomness is 'fast' or 'global', got 'slow'"),
+        ({"randomness": "slow"}, "randomness is 'global' or 'fast', got 'slow'"),
         ({"clip_norm": 0}, "clip_norm must be positive, got 0"),
         ({"clip_norm": -1.0}, "clip_norm must be positive, got -1.0"),
         ({"clip_norm": math.nan}, "clip_norm must be positive, got nan"),

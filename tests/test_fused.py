@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -129,7 +130,8 @@ def test_nothing_is_left_behind() -> None:
 
 def test_a_plan_for_gpus_has_their_kernels_and_one_for_cpus_does_not() -> None:
     def peak(cluster: Cluster) -> float:
-        seen = traced_subject(_task(0.1), cluster, software("shardwise"), 4, "fp32", cuts=False)
+        where = (cluster, software("shardwise"), 4, "fp32")
+        seen = traced_subject(_task(0.1), *where, cuts=False, randomness="fast")
         return seen.memory(layout_of(Plan(dp_replicate=2), seen)).terms["micro-batch"]
 
     gpus = Cluster.parse("2 h100-sxm-80gb")
@@ -140,9 +142,18 @@ def _cpu(like: Cluster) -> Cluster:
     return replace(like, device=replace(like.device, kind="cpu", table=""))
 
 
-def test_dropout_beside_cut_heads_writes_its_scores_and_says_so() -> None:
-    """As a run with randomness=global; without dropout, or without cut heads, a kernel does it."""
-    for dropout, text, told in ((0.1, "tp=2", True), (0.0, "tp=2", False), (0.1, "dp_shard=2,zero=3", False)):
-        seen = traced_subject(_task(dropout), Cluster.parse("2 h100-sxm-80gb"), software("shardwise"), 4, "fp32")
-        found = seen.simulate(layout_of(Plan.parse(text), seen))
-        assert ("randomness=global" in found.basis.get("attention", "")) is told
+@pytest.mark.parametrize(
+    ("dropout", "text", "randomness", "told"),
+    [
+        (0.1, "tp=2", "global", True), (0.1, "tp=2", "fast", True), (0.0, "tp=2", "global", False),
+        (0.1, "dp_shard=2,zero=3", "global", True), (0.1, "dp_shard=2,zero=3", "fast", False),
+    ],
+)  # fmt: skip
+def test_attention_whose_dropout_is_one_process_s_writes_its_scores_and_says_so(
+    dropout: float, text: str, randomness: Any, told: bool
+) -> None:
+    """Beside cut heads always; without dropout a kernel does it, and where each rank draws its own."""
+    where = (Cluster.parse("2 h100-sxm-80gb"), software("shardwise"), 4, "fp32")
+    seen = traced_subject(_task(dropout), *where, randomness=randomness)
+    found = seen.simulate(layout_of(Plan.parse(text), seen))
+    assert ("its scores are written" in found.basis.get("attention", "")) is told

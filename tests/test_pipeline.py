@@ -163,7 +163,7 @@ def test_refusals(name: str, plan: str, told: str, pool: RankPool) -> None:
 
 def fast_draws(task: str) -> str:
     try:
-        parallelize(getattr(pipeline_tasks, task)(), "pp=2")
+        parallelize(getattr(pipeline_tasks, task)(), "pp=2", randomness="fast")
     except RefusedPlan as refusal:
         return str(refusal)
     return ""

@@ -72,7 +72,7 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag, attrs):
         self.fetched += [value for name, value in attrs if name in ("src", "href") and not value.startswith("data:")]
-        if tag not in ("meta", "link", "rect", "line", "circle", "polyline"):
+        if tag not in ("meta", "link", "rect", "line", "circle", "polyline", "wbr"):
             self.open.append(tag)
 
     def handle_endtag(self, tag):
@@ -152,6 +152,18 @@ def test_bars_leave_room_for_their_names_and_totals():
     boxes = [(float(x), float(wide)) for x, wide in found]
     assert min(x for x, _ in boxes) > 22 * 8 and max(x + wide for x, wide in boxes) < WIDE - 8 * len("999 MiB")
     assert "999 MiB" in drawn
+
+
+def test_runs_counted_in_other_units_each_have_a_chart_and_names_lose_what_is_alike(tmp_path):
+    one, two = (write_run(tmp_path, f"20260101-10{at}000-{name}", steps=9) for at, name in enumerate(("text", "own")))
+    rows = (two / "metrics.jsonl").read_text().replace("tokens_per_s", "samples_per_s")
+    (two / "metrics.jsonl").write_text(rows)
+    told = json.loads((two / "summary.json").read_text())
+    (two / "summary.json").write_text(json.dumps({**told, "unit": "samples"}))
+    assert call(["report", str(one), str(two), "-o", str(tmp_path / "page.html")]) == 0
+    page = (tmp_path / "page.html").read_text()
+    assert "tokens a second" in page and "samples a second" in page
+    assert ">100000-text rank 1</text>" in page and ">101000-own rank 0</text>" in page
 
 
 def test_a_browser_draws_it_without_an_error(runs, tmp_path):

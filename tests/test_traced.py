@@ -445,6 +445,7 @@ TASKS = ["gpt2", "vit", "moe", "decoder", "unet_group", "mlp", "several_buckets"
         pytest.param("gpt2", ["pp=2,remat=full", "pp=2,schedule=zbh1,accumulate=2"], id="pp"),
         pytest.param("gpt2", ["tp=2,dp_shard=2,zero=3", "pp=2,dp_shard=2,zero=3,accumulate=2"], id="zero3-cut"),
         pytest.param("vit", ["pp=2,dp_shard=2,zero=2,microbatches=3"], id="zero2-pp"),
+        pytest.param("decoder_dropout", ["dp_shard=2,zero=1", "dp_shard=2,zero=3,remat=full", "tp=2"], id="dropout"),
         pytest.param("several_buckets", ["dp_shard=2,zero=1", "dp_shard=2,zero=2,accumulate=2"], id="buckets"),
         *(pytest.param(name, ALL, id=f"{name}-all", marks=pytest.mark.long) for name in TASKS),
     ],

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from statistics import median
@@ -206,6 +206,12 @@ def set_generator_state(device: torch.device, state: torch.Tensor) -> None:
     torch.get_device_module(device).set_rng_state(state, device)
 
 
+def generators(device: torch.device) -> list[bytes]:
+    """Where torch's generators stand: the CPU's, and the device's own. Nothing waits for it."""
+    own = generator_state(device)
+    return [state.numpy().tobytes() for state in (torch.get_rng_state(), own) if state is not None]
+
+
 @contextmanager
 def generators_kept() -> Iterator[None]:
     """Inside, draws from torch's generators, the CPU's and the current device's, do not move them."""
@@ -219,8 +225,11 @@ def generators_kept() -> Iterator[None]:
             set_generator_state(device, own)
 
 
-def math_attention_only():
-    """A context in which attention takes the composite path, whose dropout is an op that can be met."""
+def attention_as_ops(yes: bool = True) -> AbstractContextManager[None]:
+    """A context in which an accelerator's attention takes the composite path, whose dropout is an op that can be met.
+
+    Where there is none nothing changes: on a CPU, attention with dropout takes that path anyway.
+    """
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    return sdpa_kernel(SDPBackend.MATH)
+    return sdpa_kernel(SDPBackend.MATH) if yes and not on_host(current_device()) else nullcontext()

@@ -68,5 +68,7 @@ def which_task(name: str) -> str:
     if name.endswith(".py"):
         near = did_you_mean(path.name, sorted(each.name for each in path.parent.glob("*.py")))
         return f"there is no file {name}{near}"
+    if name.endswith((".yaml", ".yml", ".json")):
+        return "a configuration is TOML: shardwise config --starter > my.toml writes one"
     known = [*BUILTIN, *(each.name for each in sorted(Path().glob("*.py")))]
     return f"expected {', '.join(BUILTIN)}, file.py:task or module:task{did_you_mean(name, known)}"

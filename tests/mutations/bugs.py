@@ -145,6 +145,8 @@ STEP = [
     bug("masks repeat in every step", "step.masks:seed_masks",
         "state.global_random.begin(state.seed, state.steps_done,", "state.global_random.begin(state.seed, 0,",
         M + "decoder_dropout", "dp_replicate=2"),
+    bug("a model that draws is not watched", "engine.assemble:follow_draws",
+        "state.watch.idle = draws == []", "state.watch.idle = draws != []", M + "decoder_dropout", "dp_replicate=2"),
     bug("masks follow the place on the rank", "step.masks:seed_masks",
         "Samples(part.start, part.count, part.total)", "Samples(0, part.count, part.total)", M + "decoder_dropout",
         "dp_replicate=2"),

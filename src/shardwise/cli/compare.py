@@ -54,7 +54,7 @@ def compare(answer: Answer, task: str, plans: str, **words: Any) -> None:
             cells, fields = _forecast_row(task, cluster, parsed, words)
             if words["measure"]:
                 say(f"compare: running {text} on this machine ({number} of {len(texts)})")
-                more, measured = _measured_row(task, parsed, fields)
+                more, measured = _measured_row(task, parsed, fields, words["randomness"])
                 cells, fields = [*cells, *more], {**fields, "measured": measured}
             rows.append([text, *cells])
             found.append({"plan": str(parsed), **fields})
@@ -101,7 +101,7 @@ def _can_be_measured(task: str, words: dict[str, Any]) -> None:
         )
 
 
-def _measured_row(task: str, plan: Plan, forecast: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
+def _measured_row(task: str, plan: Plan, forecast: dict[str, Any], randomness: Any) -> tuple[list[str], dict[str, Any]]:
     """Cells and fields of one plan as it ran here, or why it did not."""
     from shardwise.errors import RefusedPlan
     from shardwise.measure.plan_here import measure_here
@@ -110,7 +110,7 @@ def _measured_row(task: str, plan: Plan, forecast: dict[str, Any]) -> tuple[list
 
     expected = "-" if "memory" not in forecast else _mib(max(m["allocated"] for m in forecast["memory"]))
     try:
-        found = measure_here(partial(resolve_task, task), plan)
+        found = measure_here(partial(resolve_task, task), plan, randomness=randomness)
     except RefusedPlan as refused:
         return [str(refused), expected, "-", "-", "-"], {"refused": str(refused)}
     cells = [

@@ -37,6 +37,10 @@ def where(function: Callable) -> Callable:
             "--software", default="shardwise", show_default=True,
             help="Whose kernels and overlap to assume: shardwise, megatron-core, nemo, llm-foundry ...",
         ),
+        click.option(
+            "--randomness", type=click.Choice(["global", "fast"]), default="global", show_default=True,
+            help="Of dropout, as train.randomness: one process's, or each rank's own.",
+        ),
     )  # fmt: skip
     for option in options:
         function = option(function)
@@ -76,7 +80,7 @@ def subject_and_batch(
     subject = subject_of(
         task, cluster,
         global_batch=words["global_batch"], seq=words["seq"], precision=precision, software_name=words["software"],
-        plan=plan, say=say or silent,
+        plan=plan, say=say or silent, randomness=words["randomness"],
     )  # fmt: skip
     of = f" of {subject.sample}" if subject.sample else f" of {subject.seq} tokens" if is_shape(task) else ""
     return subject, f"{subject.global_batch} samples{of}"

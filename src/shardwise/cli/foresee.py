@@ -102,6 +102,7 @@ def plan(answer: Answer, task: str, **words: Any) -> None:
         write(words["output"], best.plan.to_toml())
         written = words["output"]
     command = f"shardwise train {named} --plan '{written}'"
+    command += " --set train.randomness=fast" if words["randomness"] == "fast" else ""
     lines: list[str] = []
     if words["mtbf_hours"]:
         goodput, lines = _goodput(words, best.forecast, subject, best.plan)
@@ -188,7 +189,7 @@ def simulate(answer: Answer, task: str, plan_text: str, **words: Any) -> None:
             f"DOES NOT FIT: {forecast.needed_bytes / 1e9:.1f} GB of {cluster.device.memory_bytes / 1e9:.1f} GB"
         )
     if words["measure_rank"] is not None:
-        lines += _measured(answer, task, parsed, words["measure_rank"], forecast)
+        lines += _measured(answer, task, parsed, words, forecast)
     if words["scale"]:
         rows = timeline.scaling(subject.simulate, layout)
         answer.fields["scaling"] = rows
@@ -226,7 +227,7 @@ def _fixed(words: tuple[str, ...]) -> tuple[tuple[str, object], ...]:
     return tuple((name, getattr(parsed, name)) for name in names if name)
 
 
-def _measured(answer: Answer, task: str, plan: Plan, rank: int, forecast: Forecast) -> list[str]:
+def _measured(answer: Answer, task: str, plan: Plan, words: dict[str, Any], forecast: Forecast) -> list[str]:
     """One rank run alone, with the simulated communication added."""
     from shardwise.measure.one_rank import measure_rank
     from shardwise.planner.door import is_shape
@@ -235,7 +236,8 @@ def _measured(answer: Answer, task: str, plan: Plan, rank: int, forecast: Foreca
 
     if is_shape(task):
         raise InputError(f"--measure-rank: {task} is a shape, not a model that can be run; give module:name")
-    found = measure_rank(partial(resolve_task, task), plan, rank)
+    rank = words["measure_rank"]
+    found = measure_rank(partial(resolve_task, task), plan, rank, words["randomness"])
     waits = sum(seconds for name, seconds in forecast.parts.items() if "communication" in name)
     answer.fields["measured_rank"] = {**found, "with_communication_s": found["seconds"] + waits}
     return [

@@ -137,7 +137,7 @@ class Cluster:
     def from_toml(cls, path: Path) -> Cluster:
         """Read a cluster file; a missing, negative or unknown figure raises `InputError` with its place."""
         try:
-            data = tomllib.loads(Path(path).read_text())
+            data = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
         except FileNotFoundError:
             raise InputError(f"cluster: no file {path}") from None
         except tomllib.TOMLDecodeError as error:

@@ -155,7 +155,8 @@ def _overruled(config: Config, given: list[Given]) -> dict[str, str]:
     found = {}
     for key, (reason, decided_by) in without_effect(config, set(sources)).items():
         mine, other = sources.get(key), sources.get(decided_by)
-        if mine and other and strength[other] > strength[mine]:
+        one_line = (mine or "").startswith("--") and (other or "").startswith("--")  # of a command: a mistake
+        if mine and other and strength[other] > strength[mine] and not one_line:
             found[key] = f"{mine}: {key} has no effect: {reason} ({decided_by} from {other})"
     return found
 

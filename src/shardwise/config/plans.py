@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.config.sources import Given, from_file, problem
-from shardwise.errors import InputError, did_you_mean
-from shardwise.layout.plan import CHOICES, DEGREES, Plan, missing_comma
+from shardwise.errors import InputError
+from shardwise.layout.plan import CHOICES, DEGREES, Plan, missing_comma, nearest_key, no_pair
 
 KNOWN = tuple(field.name for field in fields(Plan))
 
@@ -65,7 +65,7 @@ def _from_pairs(text: str, source: str, problems: list[str]) -> Iterator[Given]:
     for part in text.split(","):
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals or not value:
-            problems.append(problem(source, "plan", text, f"expected key=value, got {part.strip()!r}"))
+            problems.append(problem(source, "plan", text, no_pair(part.strip(), text)))
         elif key in seen:
             problems.append(problem(source, "plan", text, f"{key} is given twice"))
         else:
@@ -83,7 +83,7 @@ def _typed(key: str, text: str) -> Any:
 
 def _complaint(key: str, value: Any) -> str | None:
     if key not in KNOWN:
-        return f"unknown key{did_you_mean(key, list(KNOWN))} (known: {', '.join(KNOWN)})"
+        return f"unknown key{nearest_key(key)}"
     expected = _expected(key, value)
     if expected is None:
         try:

@@ -143,8 +143,9 @@ class TrainSection(Section):
         default=None, ge=1, description='the same in tokens (text): a multiple of seq_len; "64k" is 64 * 1024'
     )
     seed: int = Field(default=0, ge=0, description="of the initial weights, dropout and the order of the data")
-    randomness: Literal["fast", "global"] = Field(
-        default="fast", description="fast | global: global draws the same random numbers under every plan, at a cost"
+    randomness: Literal["global", "fast"] = Field(
+        default="global",
+        description="global | fast: random numbers (dropout) of one process under every plan, or each rank's own",
     )
     clip_norm: float | None = Field(default=None, gt=0, description="largest norm of the gradient over all ranks")
     on_nonfinite: Literal["raise", "skip"] = Field(

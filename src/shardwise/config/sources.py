@@ -92,7 +92,7 @@ def _read(path: Path, problems: list[str], seen: tuple[Path, ...]) -> dict[str, 
         problems.append(f"{seen[-1]}: extends goes in a circle: {chain}")
         return {}
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         problems.append(f"{path}: there is no such file{extended_by}{_nearby(path)}")
     except OSError as error:

@@ -27,6 +27,7 @@ from shardwise.layout import Plan
 from shardwise.layout.grid import placement
 from shardwise.mesh import Mesh
 from shardwise.precision import Precision
+from shardwise.random import HIDDEN, GlobalRandom
 from shardwise.ranks import local_size
 from shardwise.step.batching import samples_in, slice_samples
 from shardwise.step.forward import Forward
@@ -153,6 +154,27 @@ def look_at_task(state: RankState, *, masks: bool) -> Findings:
     state.notices += findings.notices
     _refuse_writes(state, findings)
     return findings
+
+
+def follow_draws(state: RankState, findings: Findings) -> None:
+    """Deal random numbers by global index, where the look saw some. Raises `RefusedPlan` for compiled blocks.
+
+    That is the rule at every door: draws that equal one process's are followed operation by operation, which a
+    compiled block hides, and `compile` would be read and ignored.
+    """
+    draws = findings.draws
+    state.global_random = GlobalRandom(findings.dims, scores=findings.scores or draws is None)
+    state.watch.idle = draws == [] or (draws is None and state.plan.compile)  # which a watched step would leave out
+    if not draws:
+        return
+    what = f"the model draws random numbers ({draws[0]}{f' and {len(draws) - 1} more' if len(draws) > 1 else ''})"
+    if state.plan.compile:
+        raise RefusedPlan(f"{what}, {HIDDEN}")
+    cost = "a hash for each" + (", and attention with dropout writes its scores" if findings.scores else "")
+    state.notices.append(
+        f"{what}: they are those of one process under any plan of as many micro-batches, at {cost}; with "
+        "randomness=fast each rank draws its own, faster"
+    )
 
 
 def _refuse_writes(state: RankState, findings: Findings) -> None:

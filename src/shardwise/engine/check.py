@@ -35,6 +35,8 @@ class Findings:
     written: list[str] = field(default_factory=list)  # parameters that the forward writes into
     assigned: list[str] = field(default_factory=list)  # those whose .data it replaces
     changed: list[str] = field(default_factory=list)  # buffers that it changes
+    draws: list[str] | None = field(default_factory=list)  # its random ops, each with its module; None: not looked at
+    scores: bool = False  # attention has dropout
 
 
 WEIGHTS_FREED = (
@@ -86,7 +88,12 @@ def _look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, A
         findings.batch_norms = batch_norm_modules(module)
         before = {name: buffer.clone() for name, buffer in module.named_buffers()}
         of_whole, calls, after = run(whole)
+        if anywhere(seen.attends):
+            findings.scores = run.scores = True
+            seen.calls.clear()
+            of_whole, calls, after = run(whole)
         findings.changed = [name for name, value in before.items() if not torch.equal(value, after[name])]
+        drawn = [*calls]
         findings.batch_norms += [found for found in seen.batch_norms if found not in findings.batch_norms]
         problems = share(seen.problems())
         if parts is None:
@@ -94,10 +101,13 @@ def _look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, A
         elif not problems:
             first, _, changed_by_first = run(parts[0])
             second, part_calls, changed_by_second = run(parts[1])
+            drawn += part_calls
             findings.dims.learn(calls, part_calls, sizes[0], sizes[2])
             if anywhere(seen.reads_values and (calls or part_calls)):
                 for level in (0.02, 0.98):  # the other sides of branches that chance decides
-                    findings.dims.learn(run(whole, level)[1], run(parts[1], level)[1], sizes[0], sizes[2])
+                    of_each = run(whole, level)[1], run(parts[1], level)[1]
+                    findings.dims.learn(*of_each, sizes[0], sizes[2])
+                    drawn += [*of_each[0], *of_each[1]]
             problems += share(_statistics_differ(changed_by_first, changed_by_second))
             if not _finite(of_whole, first, second):
                 findings.notices.append("the loss on the first samples is not finite: not checked to add up")
@@ -107,6 +117,7 @@ def _look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, A
                 problems += _joined_differs(of_whole, Runner(module, joined, seen)((whole, parts))[0], dtype)
             if masks and strict and joined is None and anywhere(findings.dims.known) and not problems:
                 problems += _masks_differ(run, findings.dims, whole, parts, sizes, dtype)
+        findings.draws = share(list(dict.fromkeys(_told_draw(path, op) for path, op, _ in drawn)))
     if strict and parts is not None:
         refused, told = _choices(again, seen.repeats(sizes), seen.reads_values and not problems)
         problems += share(refused)
@@ -132,6 +143,11 @@ def _choices(again: Again, repeats: str, asked: bool) -> tuple[list[str], list[s
     if found is None or not asked:
         return [], []
     return [f"{made}: in float64 {found}. Make the choice for each sample, or one that no value decides"], []
+
+
+def _told_draw(path: str, op: str) -> str:
+    """A random op with its module, as text."""
+    return op.split(".")[1] + (f" in '{path}'" if path else "")
 
 
 def _close(a: float, b: float, dtype: torch.dtype, least: float = 0.0) -> bool:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from shardwise.comm import Ledger, Observer, barrier
 from shardwise.engine import export, whole
-from shardwise.engine.assemble import assemble, look_at_task
+from shardwise.engine.assemble import assemble, follow_draws, look_at_task
 from shardwise.engine.check import Findings
 from shardwise.engine.deterministic import fix_threads, refuse_shared
 from shardwise.engine.optimizer_state import full_optimizer_state
@@ -27,7 +27,7 @@ from shardwise.layout import Plan, check
 from shardwise.mesh import Mesh, build_mesh
 from shardwise.parallel.batchnorm import batch_norm_modules, joins_batch_norms, sync_module
 from shardwise.parallel.slots import DataParallel
-from shardwise.random import BatchDims, GlobalRandom
+from shardwise.random import BatchDims, Randomness
 from shardwise.ranks import here, join
 from shardwise.ranks.launchers import own_device
 from shardwise.step import train_step as steps
@@ -42,7 +42,7 @@ def parallelize(
     plan: Plan | str = "single",
     *,
     seed: int = 0,
-    randomness: Literal["fast", "global"] = "fast",
+    randomness: Randomness = "global",
     clip_norm: float | None = None,
     schedule: Callable[[int], float] | None = None,
     on_nonfinite: Literal["raise", "skip"] = "raise",
@@ -52,7 +52,8 @@ def parallelize(
     """Spread a task over the ranks of the running process group, as the plan says. Collective.
 
     seed          initial weights and masks; they depend on it alone, not on the plan
-    randomness    "fast": torch's generators, distinct by data rank; "global": masks equal to one process's
+    randomness    "global": random numbers equal to one process's, followed where a look at a few samples finds some;
+                  "fast": torch's generators, distinct by data rank
     clip_norm     largest global norm of the gradient
     schedule      optimizer step (from 0) -> factor on each group's learning rate
     on_nonfinite  a non-finite loss or gradient raises, or skips the update and counts it
@@ -64,8 +65,8 @@ def parallelize(
     check(plan)
     if on_nonfinite not in ("raise", "skip"):
         raise InputError(f"on_nonfinite is 'raise' or 'skip', got {on_nonfinite!r}")
-    if randomness not in ("fast", "global"):
-        raise InputError(f"randomness is 'fast' or 'global', got {randomness!r}")
+    if randomness not in ("global", "fast"):
+        raise InputError(f"randomness is 'global' or 'fast', got {randomness!r}")
     if clip_norm is not None and not clip_norm > 0:
         raise InputError(f"clip_norm must be positive, got {clip_norm}")
     if not dist.is_initialized() and here() is not None:
@@ -77,13 +78,13 @@ def parallelize(
     if check_loss:
         findings = look_at_task(state, masks=randomness == "global")
     else:
-        findings = Findings(batch_norm_modules(state.module), BatchDims())
+        findings = Findings(batch_norm_modules(state.module), BatchDims(), draws=None)
     if plan.deterministic:
         refuse_shared(findings)
     for module in findings.batch_norms if joins_batch_norms(state.data_ranks, plan) else ():
         sync_module(module, state.mesh.data, state.phase)
     if randomness == "global":
-        state.global_random = GlobalRandom(findings.dims)
+        follow_draws(state, findings)
     elif state.staged is not None and state.staged.cut.shared_draws:
         raise RefusedPlan(
             "random numbers that are drawn in the outermost forward are used by several pipeline stages, which would "

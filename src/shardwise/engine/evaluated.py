@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwise.device import attention_as_ops
 from shardwise.errors import RefusedPlan
 from shardwise.parallel.batchnorm import FindBatchNorm
 from shardwise.random import ConstantRandom, GlobalRandom, Samples
@@ -33,6 +34,7 @@ class Runner:
         self.module = module
         self.evaluate = evaluate
         self.seen = seen
+        self.scores = False  # attention as operations, since its kernels would draw inside
 
     def __call__(self, batch: Any, level: float = 0.5):
         """The loss, the random calls, and each buffer, and each parameter that was written to, as they then were."""
@@ -64,7 +66,7 @@ class Runner:
             child.training = False
         finder = FindBatchNorm(self.seen.running)
         try:
-            with finder:
+            with attention_as_ops(self.scores), finder:
                 yield
         finally:
             for child in syncing:
@@ -87,6 +89,7 @@ class Seen(TorchDispatchMode):
         self.written: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self.ever_written: set[str] = set()
         self.ever_assigned: set[str] = set()
+        self.attends = False  # attention with dropout ran
         self.replaced: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # by assigning to .data, and what it was
 
     @contextmanager
@@ -122,7 +125,7 @@ class Seen(TorchDispatchMode):
 
         torch_checkpoint.CheckpointFunction.apply = reentrant
         try:
-            with self, _Assignments(self._keep_data):
+            with self, _Functions(self):
                 yield
         finally:
             del torch_checkpoint.CheckpointFunction.apply
@@ -147,7 +150,7 @@ class Seen(TorchDispatchMode):
                 self.written[name] = (held, held.clone())
                 self.ever_written.add(name)
 
-    def _keep_data(self, tensor: torch.Tensor) -> None:
+    def keep_data(self, tensor: torch.Tensor) -> None:
         """Before `tensor.data = ...`, which no operation tells of."""
         for name, param in self.module.named_parameters():
             if param is tensor:
@@ -204,17 +207,20 @@ def _refuse_differentiated(path: str) -> None:
         )
 
 
-class _Assignments(TorchFunctionMode):
-    """Calls `before(tensor)` ahead of every assignment to `tensor.data`."""
+class _Functions(TorchFunctionMode):
+    """Tells `seen` of what no operation tells: assignments to `tensor.data`, and attention with dropout."""
 
-    def __init__(self, before: Callable[[torch.Tensor], None]):
+    def __init__(self, seen: Seen):
         super().__init__()
-        self.before = before
+        self.seen = seen
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func == _SET_DATA:
-            self.before(args[0])
+            self.seen.keep_data(args[0])
+        elif func is _ATTENTION:
+            self.seen.attends |= bool(args[4] if len(args) > 4 else (kwargs or {}).get("dropout_p"))
         return func(*args, **(kwargs or {}))
 
 
 _SET_DATA = torch.Tensor.data.__set__
+_ATTENTION = torch.nn.functional.scaled_dot_product_attention

@@ -31,6 +31,10 @@ CHOICES = {
     "offload": OFFLOADS,
     "domain_overlap": DOMAIN_OVERLAPS,
 }
+ELSEWHERE = {  # what a technique is called in other libraries, and its keys here
+    "dp": "dp_replicate=N (replicas) or dp_shard=N", "ddp": "dp_replicate=N", "fsdp": "dp_shard=N,zero=3",
+    "fsdp2": "dp_shard=N,zero=3", "hsdp": "dp_replicate=M,dp_shard=N,zero=3", "mp": "tp=N",
+}  # fmt: skip
 PIECES = 24  # of a global batch under deterministic=true: 1, 2, 3, 4, 6, 8, 12 or 24 data ranks divide it
 FLAGS = ("sp", "tp_overlap", "compile")
 ALONG = ("cp", "cp_ulysses")  # axes that cut a sample's positions along one dim, outermost first; `domain` cuts several
@@ -210,7 +214,7 @@ class Plan:
         for part in text.split(","):
             key, equals, value = (piece.strip() for piece in part.partition("="))
             if not equals or not value:
-                raise InputError(f"plan: expected key=value, got {part.strip()!r} in {text!r}")
+                raise InputError(f"plan: {no_pair(part.strip(), text)}")
             if key in values:
                 raise InputError(f"plan: {key} is given twice in {text!r}")
             values[key] = _from_text(key, value)
@@ -222,10 +226,7 @@ class Plan:
         known = {f.name for f in fields(cls)}
         unknown = [key for key in values if key not in known]
         if unknown:
-            raise InputError(
-                "; ".join(f"plan: unknown key {k!r}{did_you_mean(k, sorted(known))}" for k in unknown)
-                + f" (known: {', '.join(f.name for f in fields(cls))})"
-            )
+            raise InputError("; ".join(f"plan: unknown key {k!r}{nearest_key(k)}" for k in unknown))
         values = {key: tuple(v) if isinstance(v, list) else v for key, v in values.items()}
         for key, value in values.items():
             if isinstance(value, str) and key in ("domain", "zero", "deterministic", *FLAGS, *DEGREES):
@@ -236,7 +237,7 @@ class Plan:
     def from_toml(cls, path: Path) -> Plan:
         """Read a TOML file whose keys are the plan's fields, at top level or under `[plan]`."""
         try:
-            data = tomllib.loads(Path(path).read_text())
+            data = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
         except FileNotFoundError:
             raise InputError(f"plan: no file {path}") from None
         except tomllib.TOMLDecodeError as error:
@@ -319,3 +320,17 @@ def _to_text(key: str, value: Any) -> str:
     if isinstance(value, list):
         return ("x" if key == "domain" else "|").join(map(str, value))
     return str(value)
+
+
+def no_pair(part: str, text: str) -> str:
+    """What to say of a part of a plan's text that is no `key=value`."""
+    alone = "; single stands alone: leave it out" if part == "single" else ""
+    return f"expected key=value, got {part!r} in {text!r}{alone}"
+
+
+def nearest_key(word: str) -> str:
+    """What follows a word that is no key: the one that is meant, or all there are."""
+    if (ours := ELSEWHERE.get(word.lower())) is not None:
+        return f"; that is {ours} here"
+    known = [field.name for field in fields(Plan)]
+    return did_you_mean(word, sorted(known)) or f" (known: {', '.join(known)})"

@@ -11,17 +11,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import InputError
 from shardwise.layout import Plan, check
 from shardwise.ranks import launch
 from shardwise.task import Task
 
+if TYPE_CHECKING:
+    from shardwise.random import Randomness
+
 STEPS = 4  # the first is not timed
 
 
-def run_alone(make: Callable[[], Task], plan_text: str, rank: int) -> dict[str, Any]:
+def run_alone(make: Callable[[], Task], plan_text: str, rank: int, randomness: Randomness) -> dict[str, Any]:
     """In a process of its own: the steps of one rank. Returns bytes and seconds."""
     import torch
     import torch.distributed as dist
@@ -40,13 +43,15 @@ def run_alone(make: Callable[[], Task], plan_text: str, rank: int) -> dict[str, 
     times: list[float] = []
     rest = 0
     with LiveBytes() as live:
-        engine = parallelize(task, plan, check_loss=False, on_nonfinite="skip")
+        engine = parallelize(task, plan, check_loss=False, on_nonfinite="skip", randomness=randomness)
         for step in range(2):
             engine.step(task.batch(step))
             if step == 0:
                 rest = live.now
                 live.reset_peak()
         peak = live.peak
+    random = engine.state.global_random
+    engine.state.watch.idle = random is not None and not random.met
     for step in range(STEPS):  # without the mode, which slows every op
         batch = task.batch(step)
         began = time.perf_counter()
@@ -63,7 +68,9 @@ def run_alone(make: Callable[[], Task], plan_text: str, rank: int) -> dict[str, 
     }
 
 
-def measure_rank(make: Callable[[], Task], plan: Plan, rank: int = 0) -> dict[str, Any]:
+def measure_rank(
+    make: Callable[[], Task], plan: Plan, rank: int = 0, randomness: Randomness = "global"
+) -> dict[str, Any]:
     """Peak of live bytes and compute seconds of one rank of a plan that this version can run.
 
     `make` builds the task and can be pickled. Raises `RefusedPlan` for a plan that cannot run, `InputError` for a rank
@@ -72,4 +79,4 @@ def measure_rank(make: Callable[[], Task], plan: Plan, rank: int = 0) -> dict[st
     check(plan)
     if not 0 <= rank < plan.world_size:
         raise InputError(f"--measure-rank: plan {plan} has ranks 0 to {plan.world_size - 1}, not {rank}")
-    return launch(run_alone, 1, (make, str(plan), rank), timeout_s=600.0)[0]
+    return launch(run_alone, 1, (make, str(plan), rank, randomness), timeout_s=600.0)[0]

@@ -6,12 +6,15 @@ import os
 import time
 from collections.abc import Callable
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan, check
 from shardwise.ranks import launch
 from shardwise.task import Task
+
+if TYPE_CHECKING:
+    from shardwise.random import Randomness
 
 STEPS = 8  # timed; two more before them, of which the second is watched for its bytes
 
@@ -23,7 +26,9 @@ def ranks_at_hand() -> int:
     return device_count() or max(2, os.cpu_count() or 1)
 
 
-def steps_of_a_rank(make: Callable[[], Task], plan_text: str, steps: int) -> dict[str, Any]:
+def steps_of_a_rank(
+    make: Callable[[], Task], plan_text: str, steps: int, randomness: Randomness = "global"
+) -> dict[str, Any]:
     """On a rank of the plan: what its steps took and held."""
     from shardwise.device import synchronize
     from shardwise.engine.engine import parallelize
@@ -33,7 +38,7 @@ def steps_of_a_rank(make: Callable[[], Task], plan_text: str, steps: int) -> dic
     if task.batch is None:
         raise InputError("--measure: the task reads a data source; give it a `batch` to measure plans side by side")
     with LiveBytes() as live:
-        engine = parallelize(task, plan_text)
+        engine = parallelize(task, plan_text, randomness=randomness)
         engine.step(task.batch(0))
         live.reset_peak()
         with engine.observe() as sent:
@@ -49,7 +54,9 @@ def steps_of_a_rank(make: Callable[[], Task], plan_text: str, steps: int) -> dic
     return {"step_s": median(times), "peak_live": peak, "received_bytes": sent.received(), "loss": result.loss}
 
 
-def measure_here(make: Callable[[], Task], plan: Plan, steps: int = STEPS) -> dict[str, Any]:
+def measure_here(
+    make: Callable[[], Task], plan: Plan, steps: int = STEPS, randomness: Randomness = "global"
+) -> dict[str, Any]:
     """Run a plan for a few steps on this machine: the slowest rank's median step, the fullest rank's live bytes.
 
     `make` builds the task and can be pickled. Raises `RefusedPlan` for a plan that cannot run or needs more ranks
@@ -58,7 +65,7 @@ def measure_here(make: Callable[[], Task], plan: Plan, steps: int = STEPS) -> di
     check(plan)
     if plan.world_size > ranks_at_hand():
         raise RefusedPlan(f"plan {plan} needs {plan.world_size} ranks; {ranks_at_hand()} are at hand to measure it on")
-    rows = launch(steps_of_a_rank, plan.world_size, (make, str(plan), steps), timeout_s=600.0)
+    rows = launch(steps_of_a_rank, plan.world_size, (make, str(plan), steps, randomness), timeout_s=600.0)
     return {
         "step_s": max(row["step_s"] for row in rows),
         "peak_live": max(row["peak_live"] for row in rows),

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shardwise.cluster import Cluster
 from shardwise.config import BUILTINS
@@ -23,6 +24,9 @@ from shardwise.progress import Say, silent
 from shardwise.simulator.forecast import Forecast
 from shardwise.task import Task
 from shardwise.task_names import resolve_task
+
+if TYPE_CHECKING:
+    from shardwise.random import Randomness
 
 
 def is_shape(task: str | Task | Callable[[], Task]) -> bool:
@@ -42,6 +46,7 @@ def subject_of(
     software_name: str = "shardwise",
     plan: Plan | None = None,
     say: Say = silent,
+    randomness: Randomness = "global",
 ) -> Subject:
     """What a search needs to know about a task: a catalogue name, a `config.json`, or any task, which is traced.
 
@@ -49,9 +54,12 @@ def subject_of(
 
     plan  the only one that will be asked about: a task is traced with its micro-batch then
     say   is told what is being traced
+    randomness  as in `parallelize`: of dropout in a module that is traced
     """
+    if randomness not in ("global", "fast"):
+        raise InputError(f"randomness is 'global' or 'fast', got {randomness!r}")
     soft, precision = software(software_name), Plan(precision=precision).precision
-    where = _Where(cluster, soft, precision, plan, say)
+    where = _Where(cluster, soft, precision, plan, say, randomness)
     length = None if seq is None else units.count(str(seq), "--seq")
     samples = None if global_batch is None else units.batch(str(global_batch), length)
     if not is_shape(task):
@@ -73,9 +81,12 @@ class _Where:
     precision: str
     plan: Plan | None
     say: Say
+    randomness: Randomness
 
     def by_numbers(self, name: str, shape: Shape, samples: int | None, length: int | None) -> Subject:
         """A decoder of which the numbers tell all."""
+        if self.randomness != "global":
+            raise InputError(f"--randomness: {name} is a decoder by its numbers, without dropout: leave it out")
         if length is None or samples is None:
             raise InputError(f"{name} is a decoder by its numbers: give --seq and --global-batch")
         return decoder(shape, self.cluster, self.software, samples, length, self.precision)
@@ -89,10 +100,12 @@ class _Where:
             raise InputError(f"FP8 is forecast for decoders by their numbers alone; for this task, --software {plain}")
         where = (self.cluster, self.software, samples, self.precision)
         if self.plan is None:
-            return traced_subject(task, *where, say=self.say, remarks=remarks)
+            return traced_subject(task, *where, say=self.say, remarks=remarks, randomness=self.randomness)
         layout = of_plan(self.plan, global_batch=samples or default_samples(task), seq=1, uneven=True)
         micro = (layout.micro_batch, layout.micro_batch)
-        return traced_subject(task, *where, (self.plan.remat,), micro, say=self.say, remarks=remarks)
+        return traced_subject(
+            task, *where, (self.plan.remat,), micro, say=self.say, remarks=remarks, randomness=self.randomness
+        )
 
     def of_file(self, path: str, samples: int | None, length: int | None) -> Subject:
         """A configuration: by its numbers where they tell all of transformers' model, else that model is traced."""
@@ -160,6 +173,7 @@ def plan(
     seq: int | str | None = None,
     precision: str = "bf16",
     software: str = "shardwise",
+    randomness: Randomness = "global",
     constraints: Constraints | None = None,
 ) -> Search:
     """Every plan that fits, fastest first, and why the other families lost; nothing is run.
@@ -168,11 +182,15 @@ def plan(
     cluster       "16x8 h100-sxm-80gb, ib-400", a .toml file, or a `Cluster`
     global_batch  samples of a step, or text such as "16M-tokens"
     seq           tokens of a sample, for a name or a configuration that reads them
+    randomness    as in `parallelize`: whether dropout is one process's, which a GPU's fused attention is not
 
     Raises `InputError` where no plan fits, with the nearest.
     """
     where = Cluster.parse(cluster)
-    subject = subject_of(task, where, global_batch=global_batch, seq=seq, precision=precision, software_name=software)
+    subject = subject_of(
+        task, where, global_batch=global_batch, seq=seq, precision=precision, software_name=software,
+        randomness=randomness,
+    )  # fmt: skip
     return search(subject, where, constraints, precision=precision)
 
 
@@ -184,13 +202,15 @@ def simulate(
     global_batch: int | str | None = None,
     seq: int | str | None = None,
     software: str = "shardwise",
+    randomness: Randomness = "global",
 ) -> Forecast:
     """One step of one plan: time by part, memory by stage, timeline, and what each figure rests on."""
     where, parsed = Cluster.parse(cluster), plan_for(task, plan)
     check_devices(parsed, where)
     subject = subject_of(
-        task, where, global_batch=global_batch, seq=seq, precision=parsed.precision, software_name=software, plan=parsed
-    )
+        task, where, global_batch=global_batch, seq=seq, precision=parsed.precision, software_name=software,
+        plan=parsed, randomness=randomness,
+    )  # fmt: skip
     return possible(subject.simulate(layout_of(parsed, subject)))
 
 

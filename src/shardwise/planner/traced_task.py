@@ -24,6 +24,7 @@ from shardwise.planner.reading import Reading, timed_reading
 from shardwise.planner.subject import Subject
 from shardwise.planner.traced_layouts import TracedLayouts
 from shardwise.progress import Say, silent
+from shardwise.random import HIDDEN, Randomness
 from shardwise.rehearsal.cut_module import Cuts, Looks, Shares, once
 from shardwise.rehearsal.rank_row import ALIKE, Beside, Place
 from shardwise.rehearsal.step_trace import batch_bytes, one_sample, trace, update_of
@@ -58,6 +59,7 @@ def traced_subject(
     cuts: bool = True,
     say: Say = silent,
     remarks: tuple[str, ...] = (),
+    randomness: Randomness = "global",
 ) -> Subject:
     """The subject of a task: replicas, ZeRO 1 to 3, hybrid sharding, micro-batches, tp or pp, the recompute wanted.
 
@@ -66,9 +68,11 @@ def traced_subject(
              the two, where both ran the same operations
     say      is told what is being traced
     remarks  to be told beside its own
+    randomness  as in `parallelize`
     """
     batch = default_samples(task) if global_batch is None else global_batch
-    return Traced(task, cluster, software, precision, samples, cuts, say, remarks).subject(batch, wanted)
+    traced = Traced(task, cluster, software, precision, samples, cuts, say, remarks, randomness)
+    return traced.subject(batch, wanted)
 
 
 class Traced:
@@ -76,10 +80,10 @@ class Traced:
 
     def __init__(
         self, task: Task, cluster: Cluster, software: Software, precision: str, samples: tuple[int, int], cuts: bool,
-        say: Say = silent, remarks: tuple[str, ...] = (),
+        say: Say = silent, remarks: tuple[str, ...] = (), randomness: Randomness = "global",
     ):  # fmt: skip
         self.task, self.cluster, self.software, self.precision = task, cluster, software, precision
-        self.samples, self.cuts, self.say = samples, cuts, say
+        self.samples, self.cuts, self.say, self.follow = samples, cuts, say, randomness == "global"
         say(f"{task.name}: reading a sample")
         began = perf_counter()
         self.sample = one_sample(task)
@@ -160,7 +164,8 @@ class Traced:
     def _trace(self, count: int, recompute: str, joined: int) -> Counted:
         def made() -> Counted:
             self.say(f"{self.task.name}: tracing the whole module, {count} samples, remat={recompute}")
-            return trace(self.task, count, self.precision, recompute, self.sample, joined, fused=not self.on_cpu)
+            return trace(self.task, count, self.precision, recompute, self.sample, joined, fused=not self.on_cpu,
+                         follow=self.follow)  # fmt: skip
 
         return once(self._traces, (count, recompute, joined), made)
 
@@ -176,7 +181,8 @@ class Traced:
 
     def _cuts(self, layout: Layout) -> Cuts:
         joined = self.joined(layout.recompute, layout.dp)
-        return replace(Cuts.of(layout, self.precision, gloo=self.on_cpu), joined=joined, fused=not self.on_cpu)
+        return replace(Cuts.of(layout, self.precision, gloo=self.on_cpu), joined=joined, fused=not self.on_cpu,
+                       follow=self.follow)  # fmt: skip
 
     def _model(self, one: Counted, two: Counted) -> Model:
         update = replace(self.seen, whole=self.nature.kind != "elementwise")
@@ -298,7 +304,9 @@ class Traced:
         return self.can_recompute(layout.recompute)
 
     def _refuse(self, layout: Layout) -> None:
-        """Raise `RefusedPlan` where the optimizer would find too little on a rank, or is not on it."""
+        """Raise `RefusedPlan` where the optimizer would find too little on a rank, or is not on it; for compiled draws."""
+        if layout.compile and self.model("none").one.follows:
+            raise RefusedPlan(f"the model draws random numbers, {HIDDEN}")
         if layout.offload != "none":
             raise RefusedPlan(f"offload={layout.offload} is forecast for decoders by their numbers alone")
         zero = layout.zero if layout.shard_ranks > 1 else 0

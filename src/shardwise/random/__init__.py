@@ -1,6 +1,18 @@
 """Randomness inside a module that does not depend on the layout: masks by global index, and how they are drawn."""
 
-from shardwise.random.draws import hashed
-from shardwise.random.modes import BatchDims, ConstantRandom, GlobalRandom, Samples, python_restored, seed_python
+from shardwise.random.draws import DRAWS, hashed
+from shardwise.random.modes import (
+    BatchDims,
+    ConstantRandom,
+    GlobalRandom,
+    Samples,
+    draws,
+    python_restored,
+    seed_python,
+)  # fmt: skip
+from shardwise.random.watch import HIDDEN, Randomness, Watch
 
-__all__ = ["BatchDims", "ConstantRandom", "GlobalRandom", "Samples", "hashed", "python_restored", "seed_python"]
+__all__ = [
+    "DRAWS", "HIDDEN", "BatchDims", "ConstantRandom", "GlobalRandom", "Randomness", "Samples", "Watch", "draws",
+    "hashed", "python_restored", "seed_python",
+]  # fmt: skip

@@ -148,7 +148,7 @@ def _bernoulli_of(bits, args, kwargs):
 
 def _native_dropout(bits, args, kwargs):
     tensor, rate = args[0], args[1]
-    keep = _uniform(bits(tensor.shape, tensor.device)) >= rate
+    keep = _uniform(bits(tensor.shape, tensor.device)) < 1 - rate  # as a CPU's dropout asks, so that devices agree
     scale = 0.0 if rate == 1 else 1 / (1 - rate)
     return tensor * keep.to(tensor.dtype) * scale, keep
 

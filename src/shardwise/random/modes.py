@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.errors import RefusedPlan
@@ -48,6 +49,7 @@ class Samples:
 
 
 _UNCLEAR = -2
+_PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
 
 
 @dataclass
@@ -159,12 +161,21 @@ def _is_random(func) -> bool:
     return torch.Tag.nondeterministic_seeded in func.tags
 
 
-class GlobalRandom(TorchDispatchMode):
-    """Answers random ops by global index. `samples` says which part of the micro-batch runs here."""
+def draws(func, args, kwargs) -> bool:
+    """Whether an op draws from torch's own generators."""
+    return _is_random(func) and kwargs.get("generator") is None and not _inert_dropout(func, args, kwargs)
 
-    def __init__(self, dims: BatchDims):
+
+class GlobalRandom(TorchDispatchMode):
+    """Answers random ops by global index. `samples` says which part of the micro-batch runs here.
+
+    scores  attention has dropout, which a fused kernel would draw inside
+    met     a random op was answered
+    """
+
+    def __init__(self, dims: BatchDims, scores: bool = False):
         super().__init__()
-        self.dims = dims
+        self.dims, self.scores, self.met = dims, scores, False
         self.samples = Samples()
         self.paths = _Paths()
 
@@ -185,9 +196,12 @@ class GlobalRandom(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
-        if not _is_random(func) or kwargs.get("generator") is not None or _inert_dropout(func, args, kwargs):
-            return func(*args, **kwargs)
+        return self.answer(func, args, kwargs) if draws(func, args, kwargs) else func(*args, **kwargs)
+
+    def answer(self, func, args, kwargs):
+        """What a random op gives."""
         key, path = self.paths.draw()
+        self.met = True
         if func in DRAWS:
             like = args[0] if args else None
             return DRAWS[func](lambda shape, device: self._bits(key, path, func, shape, device, like), args, kwargs)
@@ -258,7 +272,7 @@ def _inert_dropout(func, args, kwargs) -> bool:
 
 def _zeros(shape: tuple[int, ...], device, like: Any) -> torch.Tensor:
     """int64 zeros that broadcast to a shape; beside a tensor of it that is cut over ranks, this rank's share."""
-    if isinstance(like, torch.Tensor) and type(like) is not torch.Tensor and tuple(like.shape) == shape:
+    if isinstance(like, torch.Tensor) and type(like) not in _PLAIN and tuple(like.shape) == shape:
         return torch.zeros_like(like, dtype=torch.int64)
     return torch.zeros((), dtype=torch.int64, device=device)
 

@@ -72,6 +72,7 @@ class Cuts:
     joined  data ranks over which batch norms take their statistics: 0 for the module's own, and 2 stands for many
     gloo    reductions work on copies, and messages are kept to the end of a step, all of which is played
     fused   attention and dropout as a GPU has them
+    follow  random numbers are one process's (randomness=global)
     """
 
     tp: int = 1
@@ -89,6 +90,7 @@ class Cuts:
     rounds: int = 1
     gloo: bool = False
     fused: bool = False
+    follow: bool = False
     ep: int = 1
     joined: int = 0
     reduce_dtype: str = "auto"

@@ -2,7 +2,8 @@
 
     attention   a CPU writes the scores of attention with dropout, or with values of another width than the keys'; a GPU
                 has a fused kernel for these: FlashAttention without a mask, the memory-efficient one else. As in
-                torch, scores are written in float64, and under tp where there is dropout (randomness="global")
+                torch, scores are written in float64, and with dropout whose masks are one process's (randomness is
+                "global")
     cut         positions go their own ways (parallel/sequence); a ring writes the scores of a block on a GPU
     dropout     a CPU keeps a mask in the dtype of its input, a GPU one byte for each element
 
@@ -38,13 +39,13 @@ class Fused(TorchFunctionMode):
     Inside torch's own functions, among them those that run backward and with it recomputed blocks, no mode is met. So
     the two names are exchanged as well; the mode is for whoever imported them by name.
 
-    cut           heads are dealt over ranks of tp: masks are drawn for all of them, which no kernel does
+    scores        masks are one process's: drawn by index, or for all heads where tp deals them; no kernel does that
     wrote_scores  whether attention met a mask of that kind
     """
 
-    def __init__(self, cut: bool = False) -> None:
+    def __init__(self, scores: bool = False) -> None:
         super().__init__()
-        self.cut, self.wrote_scores = cut, False
+        self.scores, self.wrote_scores = scores, False
 
     def __enter__(self) -> Fused:
         functional.scaled_dot_product_attention = self._attend
@@ -69,7 +70,7 @@ class Fused(TorchFunctionMode):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
         dropout_p: float = 0.0, *args: Any, **kwargs: Any,
     ) -> torch.Tensor:  # fmt: skip
-        if self.cut and dropout_p:
+        if self.scores and dropout_p:
             self.wrote_scores = True
             return _ATTENTION(query, key, value, attn_mask, dropout_p, *args, **kwargs)
         if _cut_along(query) or _cut_along(key):
@@ -86,9 +87,9 @@ def _cut_along(tensor: torch.Tensor) -> bool:
     return False
 
 
-def like_gpu(yes: bool, cut: bool = False) -> Fused | nullcontext:
+def like_gpu(yes: bool, scores: bool = False) -> Fused | nullcontext:
     """Around forward and backward of a trace: attention and dropout as a GPU has them, or as they are."""
-    return Fused(cut) if yes else nullcontext()
+    return Fused(scores) if yes else nullcontext()
 
 
 def _dropout(func: Any, input: torch.Tensor, p: float = 0.5, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -64,7 +64,8 @@ class StepTrace:
     balanced     such picks decided how much there is to do: a router's were taken to load its experts evenly
     by_batch     integers of the batch decided how much there is to do: those of one sample, repeated
     drawn        single random numbers were taken as their median
-    wrote_scores attention beside cut heads met dropout, which no fused kernel draws for all heads
+    follows      random ops were answered as a run does that follows them
+    wrote_scores attention met dropout whose numbers no fused kernel draws: those of one process
     own_backward the forward takes gradients itself
     batch_norms  of a forward, where they are not joined over data ranks
     alone        one of them has one value for each channel, of which there is no variance
@@ -98,6 +99,7 @@ class StepTrace:
     balanced: bool = False
     by_batch: bool = False
     drawn: bool = False
+    follows: bool = False
     wrote_scores: bool = False
     own_backward: bool = False
     batch_norms: int = 0

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from shardwise.comm import Axis, Ledger
 from shardwise.comm.ledger import FACTORS
+from shardwise.device import generators_kept
 from shardwise.layout import Plan
 from shardwise.layout.grid import SPACE, inner_axes
 from shardwise.layout.schedule_kinds import Op
@@ -28,7 +29,7 @@ from shardwise.parallel.tensor import TensorParallel
 from shardwise.part import forget
 from shardwise.part.crossing import cuts_of, put_together, taken_apart
 from shardwise.precision import Precision
-from shardwise.rehearsal.dispatch import RehearsalMode
+from shardwise.rehearsal.dispatch import RehearsalMode, followed
 from shardwise.rehearsal.fsdp2 import Gathered
 from shardwise.rehearsal.gpu_kernels import Fused, like_gpu
 from shardwise.rehearsal.known_values import Values, known_values_read
@@ -143,13 +144,16 @@ class Rehearsal:
         base = live.now
         waiting: dict[tuple[int, int], tuple[list[torch.Tensor], list[torch.Tensor], list[Any]]] = {}
         norms = batch_norms(model, self.shares.cuts.joined, self.ledger)
-        kernels = like_gpu(self.shares.cuts.fused, cut=self.shares.cuts.tp > 1)
-        with norms, kernels, self.fake, RehearsalMode(routed, live, self.count), known_values_read():
+        follow = self.shares.cuts.follow
+        draws, kernels = followed(follow), like_gpu(self.shares.cuts.fused, scores=follow or self.shares.cuts.tp > 1)
+        seen = RehearsalMode(routed, live, self.count, draws)
+        with norms, kernels, self.fake, generators_kept(), seen, known_values_read():
             for at in range(self.shares.cuts.rounds):
                 self._round(at, model, staged, told, waiting)
         self.found.final = self.arrivals.final
         self.found.peak = live.peak - base - self.found.held_gradients
         routed.tell(self.found)
+        self.found.follows = draws is not None and draws.met
         self.found.wrote_scores = isinstance(kernels, Fused) and kernels.wrote_scores
         self.found.balanced |= bool(self.experts.stacks)  # whose exchange is rehearsed with an even load
         for part in self.found.ops.values():

@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwise.comm import Axis, Ledger
 from shardwise.comm.ledger import FACTORS
+from shardwise.device import generators_kept
 from shardwise.engine.groups import named_groups
 from shardwise.engine.optimizer import needs_closure
 from shardwise.engine.recipe import make_gradients_dense, refuse, scripted
@@ -40,8 +41,8 @@ from shardwise.memory.recompute import recompute_block
 from shardwise.parallel.batchnorm import CountBatchNorm, JoinBatchNorm, batch_norm_modules, sync_module
 from shardwise.parallel.slots import Phase
 from shardwise.precision import Precision
-from shardwise.rehearsal.dispatch import RehearsalMode
-from shardwise.rehearsal.gpu_kernels import like_gpu
+from shardwise.rehearsal.dispatch import RehearsalMode, followed
+from shardwise.rehearsal.gpu_kernels import Fused, like_gpu
 from shardwise.rehearsal.known_values import BATCH, Values, give
 from shardwise.rehearsal.op_counts import Count, StepTrace
 from shardwise.simulator.counted import Update
@@ -205,13 +206,14 @@ def fake_batch(fake: FakeTensorMode, sample: Any, samples: int) -> Any:
 
 def trace(
     task: Task, samples: int, precision: str = "fp32", recompute: str = "none", sample: Any = None, joined: int = 0,
-    fused: bool = False,
+    fused: bool = False, follow: bool = False,
 ) -> StepTrace:  # fmt: skip
     """Trace one micro-batch.
 
     sample   a batch of one, so that the task need not make it again
     joined   ranks over which batch norms take their statistics, none for the module's own
     fused    attention and dropout as a GPU has them (rehearsal/gpu_kernels.py)
+    follow   random ops as a run answers them whose numbers are one process's (randomness=global)
 
     A module that cannot be traced raises `InputError` with the line that failed.
     """
@@ -235,7 +237,8 @@ def trace(
             rests = [*model.parameters(), *model.buffers(), *pytree.tree_leaves(batch)]
             live.count(leaf for leaf in rests if isinstance(leaf, torch.Tensor))
             base = live.now
-            with norms, like_gpu(fused), fake, RehearsalMode(routed, live, Count(found)):
+            draws, kernels = followed(follow), like_gpu(fused, scores=follow)
+            with norms, kernels, fake, generators_kept(), RehearsalMode(routed, live, Count(found), draws):
                 batch = on_device(batch, kept)
                 args, kwargs = inputs_of(task, batch, kept)
                 with OwnBackward() as seen:
@@ -247,6 +250,8 @@ def trace(
             found.final, found.idle, found.own_backward = arrivals.final, arrivals.idle, seen.met
             found.peak = live.peak - base
             routed.tell(found)
+            found.follows = draws is not None and draws.met
+            found.wrote_scores = isinstance(kernels, Fused) and kernels.wrote_scores
             if isinstance(norms, CountBatchNorm):
                 found.batch_norms, found.alone = norms.met, norms.alone
             found.joined = sizes_of(sent, joined)

@@ -42,12 +42,12 @@ def style() -> str:
         "font-size:.88em}.key i,td i,th i{display:inline-block;width:10px;height:10px;border-radius:2px;"
         "margin-right:5px}.wide{overflow-x:auto}table{border-collapse:collapse;font-size:.92em;min-width:min(100%,340px)}"
         "td,th{text-align:left;padding:4px 12px 4px 0;border-bottom:1px solid var(--rule);vertical-align:top}"
-        "td.n{text-align:right;font-variant-numeric:tabular-nums}.soft{color:var(--soft)}code{font-size:.95em;"
-        "overflow-wrap:anywhere}summary{cursor:pointer;margin:.5em 0}"
-        "@media(max-width:760px){body{padding:10px}svg text{font-size:15px}.pair{grid-template-columns:minmax(0,1fr)}"
-        "table{font-size:.74em}td,th{padding-right:6px}td:first-child{min-width:84px}}"
+        "td.n,th.n{text-align:right;white-space:nowrap;font-variant-numeric:tabular-nums}"
+        ".soft{color:var(--soft)}code{font-size:.95em;overflow-wrap:anywhere}summary{cursor:pointer;margin:.5em 0}"
+        "@media screen and (max-width:760px){body{padding:10px}svg text{font-size:15px}"
+        ".pair{grid-template-columns:minmax(0,1fr)}table{font-size:.74em}td,th{padding-right:6px}td:first-child{min-width:84px}}"
         f"@media print{{:root{{{light}}}body{{max-width:none;padding:0;font-size:11px}}figure,tr{{break-inside:avoid}}"
-        f"details>*{{display:block}}}}{classes}"
+        f"h2,summary{{break-after:avoid}}details::details-content{{content-visibility:visible}}}}{classes}"
     )
 
 
@@ -58,7 +58,7 @@ def page(runs: Sequence[RunFiles]) -> str:
         f"<h1>{_text(title)}</h1>",
         _overview(runs),
         _section("Loss", _pair([_loss(runs), _held_out(runs)])),
-        _section("Speed", _pair([_speed(runs), _where(runs)])),
+        _section("Speed", _pair([*_speed(runs), _where(runs)])),
         _section("Memory", _pair([_memory(runs)])),
         _section("Forecast beside measurement", _forecasts(runs)),
         _section("On the wire in one step (rank 0)", _wire(runs)),
@@ -89,8 +89,8 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: int = 0)
     """Cells are HTML; the last `numbers` columns are aligned to the right."""
     if not rows:
         return ""
-    cells = "".join(f"<th>{cell}</th>" for cell in head)
     first = len(head) - numbers
+    cells = "".join(f"<th{' class=n' if at >= first else ''}>{cell}</th>" for at, cell in enumerate(head))
     lines_ = "".join(
         "<tr>" + "".join(f"<td{' class=n' if at >= first else ''}>{cell}</td>" for at, cell in enumerate(row)) + "</tr>"
         for row in rows
@@ -135,33 +135,34 @@ def _held_out(runs: Sequence[RunFiles]) -> str:
     return lines(series, "held-out loss", dots=True)
 
 
-def _speed(runs: Sequence[RunFiles]) -> str:
-    unit = runs[0].unit
-    series = [(at % COLOURS, run.name, run.column(f"{unit}_per_s")[1:]) for at, run in enumerate(runs)]
-    return lines(series, f"{unit} a second")
+def _speed(runs: Sequence[RunFiles]) -> list[str]:
+    """A chart for each unit that runs are counted in."""
+    units = list(dict.fromkeys(run.unit for run in runs))
+    series = [(at % COLOURS, run.name, run.column(f"{run.unit}_per_s")[1:]) for at, run in enumerate(runs)]
+    pairs = list(zip(runs, series, strict=True))
+    return [lines([line for run, line in pairs if run.unit == unit], f"{unit} a second") for unit in units]
 
 
 def _where(runs: Sequence[RunFiles]) -> str:
     """Milliseconds of a step by kind: of profiled steps where there are some, else waiting for input and the rest."""
     rows: list[tuple[str, dict[str, float]]] = []
-    for run in runs:
+    for run, name in zip(runs, _short(runs), strict=True):
         tables = run.profile.get("ranks", [])
         for rank, table in enumerate(tables):
             parts = {kind: float(ms) for kind, ms in table.items() if isinstance(ms, int | float) and ms > 0}
-            rows.append((f"{_short(run.name)} rank {rank}", parts))
+            rows.append((f"{name} rank {rank}", parts))
         if not tables:
             waits = median(row.get("input_seconds", 0.0) for row in run.steps)
-            rows.append(
-                (_short(run.name), {"step": 1e3 * median(r["seconds"] for r in run.steps), "input": 1e3 * waits})
-            )
+            rows.append((name, {"step": 1e3 * median(r["seconds"] for r in run.steps), "input": 1e3 * waits}))
     kinds = list(dict.fromkeys(kind for _, parts in rows for kind in parts))
     colours = {kind: at % COLOURS for at, kind in enumerate(kinds)}
     return bars(rows, "where a step went", "ms", colours)
 
 
 def _memory(runs: Sequence[RunFiles]) -> str:
-    held = [(f"{_short(run.name)} rank {rank}", {name: each.get(name) or 0 for name in MEMORY})
-            for run in runs for rank, each in enumerate(run.summary.get("memory", []))]  # fmt: skip
+    held = [(f"{short} rank {rank}", {name: each.get(name) or 0 for name in MEMORY})
+            for run, short in zip(runs, _short(runs), strict=True)
+            for rank, each in enumerate(run.summary.get("memory", []))]  # fmt: skip
     most = max((sum(parts.values()) for _, parts in held), default=0)
     unit, one = ("MiB", 2**20) if most >= 2**20 else ("KiB", 2**10)
     rows = [(name, {part: size / one for part, size in parts.items()}) for name, parts in held]
@@ -169,9 +170,17 @@ def _memory(runs: Sequence[RunFiles]) -> str:
     return bars(rows, "what each rank holds at the end, by class", unit, colours)
 
 
-def _short(name: str) -> str:
-    """The end of a run's name, which says more than its date."""
-    return name if len(name) <= 16 else f"…{name[-15:]}"
+def _short(runs: Sequence[RunFiles]) -> list[str]:
+    """The names of runs without the parts with which all begin (the date); of one too long, its end."""
+    parts = [run.name.split("-") for run in runs]
+    alike = next((at for at, each in enumerate(zip(*parts, strict=False)) if len(set(each)) > 1), 0)
+    names = ["-".join(each[alike:]) or "-".join(each) for each in parts]
+    return [name if len(name) <= 20 else f"…{name[-19:]}" for name in names]
+
+
+def _key(name: str) -> str:
+    """A setting's name, which a narrow page may break behind a dot."""
+    return f"<code>{_text(name).replace('.', '.<wbr>')}</code>"
 
 
 def _forecasts(runs: Sequence[RunFiles]) -> str:
@@ -215,11 +224,11 @@ def _settings(runs: Sequence[RunFiles]) -> str:
     apart = [key for key in keys if len({run.settings.get(key, ("", ""))[0] for run in runs}) > 1]
     found = ""
     if len(runs) > 1:
-        rows = [(f"<code>{_text(key)}</code>", *[_setting(run, key) for run in runs]) for key in apart]
+        rows = [(_key(key), *[_setting(run, key) for run in runs]) for key in apart]
         found += "<p>Settings that are not alike:</p>" + (_table(["", *_named(runs)], rows) or "<p>none</p>")
     for run, name in zip(runs, _named(runs), strict=True):
         rows = [
-            (f"<code>{_text(key)}</code>", f"<code>{_text(value)}</code>", f"<span class=soft>{_text(source)}</span>")
+            (_key(key), f"<code>{_text(value)}</code>", f"<span class=soft>{_text(source)}</span>")
             for key, (value, source) in run.settings.items()
         ]
         head = f"every setting of {name}, and where it came from"

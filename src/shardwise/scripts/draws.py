@@ -22,7 +22,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map, tree_map_only
 
-from shardwise.device import current_device, generator_state
+from shardwise.device import current_device, generators
 from shardwise.errors import RefusedPlan
 from shardwise.layout.dealing import Share
 from shardwise.part import Part
@@ -47,7 +47,7 @@ class SampleDraws(TorchDispatchMode):
         self.inside = False
         self.whole = False  # the script has whole batches, and the model's forward alone some samples
         self.followed = ""  # the first op of the model whose draws were dealt to samples
-        self._stands: list[torch.Tensor] = []  # where the generators were left by what was seen
+        self._stands: list[bytes] = []  # where the generators were left by what was seen
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -59,12 +59,12 @@ class SampleDraws(TorchDispatchMode):
             return self._draw(func, args, kwargs, self.part)
         self._check()
         output = self._draw(func, args, kwargs, self.part)
-        self._stands = _generators()
+        self._stands = generators(current_device())
         return output
 
     def enter(self) -> None:
         """The model's forward begins."""
-        self.inside, self._stands = True, _generators()
+        self.inside, self._stands = True, generators(current_device())
 
     def leave(self) -> None:
         """It has ended. Raises `RefusedPlan` where something drew that was not seen."""
@@ -73,7 +73,7 @@ class SampleDraws(TorchDispatchMode):
             self._check()
 
     def _check(self) -> None:
-        if not all(map(torch.equal, self._stands, _generators())):
+        if self._stands != generators(current_device()):
             self.inside = False
             raise RefusedPlan(
                 "the model draws random numbers where their samples cannot be followed (a kernel of its own): each "
@@ -160,12 +160,6 @@ def _rows(dim: int, low: int, count: int) -> tuple[slice, ...]:
 def _in_backward() -> bool:
     """Whether a backward runs, in which a block may be computed again."""
     return torch._C._current_graph_task_id() != -1
-
-
-def _generators() -> list[torch.Tensor]:
-    """Where torch's generators stand."""
-    own = generator_state(current_device())
-    return [torch.get_rng_state(), *([] if own is None else [own])]
 
 
 def _is_scalar(given: dict, sized: set[str]) -> bool:

@@ -31,6 +31,7 @@ from shardwise.layout import Plan
 from shardwise.mesh import build_mesh
 from shardwise.parallel.full import FullShard
 from shardwise.part.tensor import Gathers
+from shardwise.random import Randomness
 from shardwise.ranks import here, join
 from shardwise.ranks.launchers import own_device
 from shardwise.scripts import optimizer as optimizers
@@ -48,8 +49,6 @@ from shardwise.scripts.start import check_given, generators_kept, is_compiled, m
 from shardwise.scripts.state import holds_pieces, put, states_of
 from shardwise.scripts.stepping import Stepping, buckets_of
 from shardwise.task import Domain
-
-Randomness = Literal["global", "fast"]
 
 
 @names_line

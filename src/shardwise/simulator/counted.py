@@ -94,6 +94,9 @@ class Counted(Protocol):
     def wrote_scores(self) -> bool: ...
 
     @property
+    def follows(self) -> bool: ...
+
+    @property
     def chose(self) -> bool: ...
 
     @property

@@ -29,7 +29,10 @@ CONV_SHARE = 0.5  # of the rate of large products that convolutions reach (assum
 BALANCED = "every choice of a router equally often: a balanced load (assumed)"
 BY_BATCH = "integers of the batch decide how much there is to do: those of its first sample, repeated (assumed)"
 
-SCORES = "its scores are written: on a GPU, dropout beside cut heads runs with randomness=global alone"
+SCORES = (
+    "its scores are written: on a GPU, no fused kernel draws dropout whose numbers are one process's (randomness=fast "
+    "has one, but not beside cut heads)"
+)
 
 
 def taken(ranks: Sequence[Model]) -> dict[str, str]:

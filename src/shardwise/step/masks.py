@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
-from shardwise.device import math_attention_only, on_host, seed_generators
+from shardwise.device import attention_as_ops, generators, seed_generators
+from shardwise.errors import RefusedPlan
 from shardwise.layout.dealing import Share
-from shardwise.random import Samples, seed_python
+from shardwise.random import HIDDEN, Samples, seed_python
 from shardwise.step.state import RankState
 from shardwise.trace.deferred import seed_of
 
@@ -28,10 +29,20 @@ def seed_masks(state: RankState, micro_batch: int, part: Share, *, alone: bool =
 
 @contextmanager
 def drawing(state: RankState) -> Iterator[None]:
-    """Around forwards and backwards: masks by global index, where they were asked for."""
-    if state.global_random is None:
+    """Around forwards and backwards: masks by global index, where they were asked for and the module draws."""
+    random, watch = state.global_random, state.watch
+    if random is None:
         yield
         return
-    attention = math_attention_only() if not on_host(state.device) else nullcontext()
-    with attention, state.global_random.watching(state.module):
-        yield
+    if (told := watch.at(state.steps_done, random)) is not None:
+        if state.plan.compile:
+            raise RefusedPlan(f"the model draws random numbers, {HIDDEN}")
+        state.notices.append(told)
+    if not watch.idle:
+        with attention_as_ops(random.scores), random.watching(state.module):
+            yield
+        return
+    stood = [] if watch.sure or watch.moved is not None else generators(state.device)
+    yield
+    if stood and stood != generators(state.device):
+        watch.moved = state.steps_done

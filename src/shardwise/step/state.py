@@ -16,7 +16,7 @@ from shardwise.parallel.expert import ExpertParallel
 from shardwise.parallel.slots import DataParallel, Phase
 from shardwise.parallel.tensor import TensorParallel
 from shardwise.precision import Precision
-from shardwise.random import GlobalRandom
+from shardwise.random import GlobalRandom, Watch
 from shardwise.step.forward import Forward
 from shardwise.step.hooks import Hooks
 from shardwise.step.owners import OwnedMasters
@@ -39,7 +39,7 @@ class RankState:
     base_lrs      of each group, which `schedule` (optimizer step -> factor) multiplies
     scale         of fp16's losses
     clip_norm     largest global norm of the gradient; `on_nonfinite`: "raise" or "skip"
-    global_random masks by global index, where they were asked for
+    global_random masks by global index, where they were asked for; `watch`: whether operations are watched for them
     order         in which sums over pieces of a batch are taken, where the plan is deterministic
     used          indices of the parameters that any rank reached in the last step
     hooks         contexts around parts of a step, for whoever measures
@@ -69,6 +69,7 @@ class RankState:
     schedule: Callable[[int], float] | None = None
     on_nonfinite: str = "raise"
     global_random: GlobalRandom | None = None
+    watch: Watch = field(default_factory=Watch)
     phase: Phase = field(default_factory=Phase)
     notices: list[str] = field(default_factory=list)
     hooks: Hooks = field(default_factory=Hooks)

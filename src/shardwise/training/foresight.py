@@ -27,8 +27,9 @@ def foresee(job: Job) -> dict[str, Any]:
     layout = of_plan(plan, global_batch=job.batch_samples, seq=1, uneven=True)
     micro = (layout.micro_batch, layout.micro_batch)
     subject = traced_subject(
-        job.build_task(), cluster, software("shardwise"), job.batch_samples, plan.precision, (plan.remat,), micro
-    )
+        job.build_task(), cluster, software("shardwise"), job.batch_samples, plan.precision, (plan.remat,), micro,
+        randomness=job.randomness,
+    )  # fmt: skip
     forecast = subject.simulate(layout)
 
     def most(*names: str) -> float:

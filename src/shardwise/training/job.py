@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from shardwise.config import Effective
 from shardwise.errors import InputError, ShardwiseError
@@ -43,6 +43,15 @@ class Job:
     resume: str | None = None  # a checkpoint, or a folder of them, to go on from
     scheduled: int = 0  # steps that the schedule is for; 0: those of the run
     proof: Any = None  # what a proof of this run changes (`proof/run`)
+
+    @property
+    def randomness(self) -> Literal["global", "fast"]:
+        """As the configuration says; a deterministic plan seeds draws by the piece, alike on any ranks: "fast"."""
+        return (
+            "fast"
+            if self.effective.plan.deterministic and self.proof is None
+            else self.effective.config.train.randomness
+        )
 
     def build_task(self) -> Task:
         """The task, with the optimizer that the configuration asks for."""

@@ -21,7 +21,7 @@ def engine_of(job: Job, task: Task) -> Engine:
         task,
         job.effective.plan,
         seed=config.seed,
-        randomness=config.randomness,
+        randomness=job.randomness,
         clip_norm=config.clip_norm,
         schedule=make_schedule(job.effective.config.schedule, job.scheduled or job.steps),
         on_nonfinite=config.on_nonfinite,
