@@ -304,7 +304,7 @@ class Traced:
         return self.can_recompute(layout.recompute)
 
     def _refuse(self, layout: Layout) -> None:
-        """Raise `RefusedPlan` where the optimizer would find too little on a rank, or is not on it; for compiled draws."""
+        """Raise `RefusedPlan` for compiled draws, and where the optimizer finds too little, or is not, on a rank."""
         if layout.compile and self.model("none").one.follows:
             raise RefusedPlan(f"the model draws random numbers, {HIDDEN}")
         if layout.offload != "none":
