@@ -11,8 +11,12 @@ from hypothesis import settings
 
 from shardwise.ranks import RankPool, process
 
+# one torch thread in every process that tests start, as in the pool's ranks: of a launched rank of its own, threads
+# that wait for each other, spinning, took ten times the CPU time of its tiny operations
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # what ranks of most tests import, once in the server from which they are forked instead of in each of them
-process.PRELOAD += ["shardwise.training.loop", "shardwise.proof.rank"]
+process.PRELOAD += ["shardwise.training.loop", "shardwise.proof.rank", "transformers.models.llama.modeling_llama"]
 
 # the same examples on every machine, and no time limit for one example: a loaded machine is not a failure
 settings.register_profile("steady", derandomize=True, deadline=None)
