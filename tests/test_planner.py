@@ -228,8 +228,8 @@ def test_a_checkpoint_holds_each_element_once_however_ranks_hold_it(plan: str) -
 
 
 def test_what_a_run_measured_is_taken(tmp_path: Path) -> None:
-    (tmp_path / "summary.json").write_text('{"checkpoints": {"stall_s": 0.25}}')
-    assert stall_of(tmp_path) == 0.25
+    (tmp_path / "summary.json").write_text('{"checkpoints": {"stall_s": 0.25, "bytes": 7}}')
+    assert stall_of(tmp_path) == (0.25, 7.0)
     (tmp_path / "summary.json").write_text('{"checkpoints": null}')
     with pytest.raises(InputError, match="give a run that saved twice or more"):
         stall_of(tmp_path)

@@ -20,16 +20,18 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import shardwise
-from shardwise.checkpoint import publish
+from shardwise.checkpoint import manifest, publish
 from shardwise.checkpoint.load import restore
 from shardwise.checkpoint.save import Saver
 from shardwise.cli.main import call
+from shardwise.config import Given, load
 from shardwise.data import Blend, Loader
 from shardwise.digest import digest
 from shardwise.errors import InputError, RefusedPlan, RunError
 from shardwise.layout import Plan
 from shardwise.models import tasks
 from shardwise.training.holding import LOCK, held
+from shardwise.training.resume import STOPPED, find_run, mark_stopped, settings_of
 
 # --- engines: every later loss and the final weights
 
@@ -196,6 +198,28 @@ def test_a_run_goes_on_in_its_folder_and_says_what_changed(here, capfd):
     with pytest.raises(InputError, match="does not fit: it lacks model/"):
         shardwise.train(odd, steps=9, resume="alone/step-00000005", out="others")
     assert not os.listdir("others")
+
+
+def test_the_same_command_finds_its_own_run_among_others_that_were_stopped(here):
+    """As jobs of an array do, that were all stopped and come again in any order."""
+
+    def of(seed: int) -> Any:
+        return load(values=[Given("task.name", "digits", "the task"), Given("train.seed", seed, "--set")])
+
+    runs = {}
+    for seed in (1, 2):
+        run = shardwise.train("digits", steps=1, checkpoint_every=1, **SMALL)
+        runs[seed] = run.folder
+        mark_stopped(run.folder, of(seed), {"step": 1})
+    for seed in (1, 2):
+        assert find_run(None, of(seed), "digits")[0] == runs[seed]
+    assert find_run(None, of(3), "digits")[0] is None and find_run("auto", of(3), "digits")[0] == runs[2]
+    path = publish.scan(runs[2] / "checkpoints")[0]
+    found = manifest.read(path)
+    found.fields["settings"] = settings_of(of(1))  # the second run was of the first's configuration, and is done
+    (runs[2] / STOPPED).unlink()
+    (path / manifest.NAME).write_bytes(manifest.sealed(found.content()))
+    assert find_run(None, of(1), "digits")[0] is None
 
 
 def test_a_lock_ends_with_its_process_though_one_that_was_forked_off_goes_on(here):

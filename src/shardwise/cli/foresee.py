@@ -31,7 +31,8 @@ def _goodput(words: dict[str, Any], forecast: Any, subject: Any, plan: Any) -> t
     if words["checkpoint_s"] is not None:
         stall, basis = words["checkpoint_s"], "as given"
     elif words["saves_of"] is not None:
-        stall, basis = goodput.stall_of(words["saves_of"]), f"measured in {words['saves_of']}"
+        stall, written = goodput.stall_of(words["saves_of"])
+        basis = f"measured in {words['saves_of']}, whose ranks wrote {written / 1e9:.3g} GB together"
     found = goodput.goodput(forecast.step_s, plan.world_size, words["mtbf_hours"] * 3600, words["restart_s"], stall)
     found |= {"saved_bytes": saved, "basis": basis}
     told = f"  a rank writes {saved / 1e9:.3g} GB and its buffer in host memory is as large; the stall: {basis}"

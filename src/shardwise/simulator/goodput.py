@@ -37,11 +37,15 @@ def saved_bytes(memory: list[MemoryLedger], layout: Layout) -> float:
     return max(map(written, memory))
 
 
-def stall_of(run: str | Path) -> float:
-    """Seconds that a checkpoint stopped a step of a run, from its summary. `InputError` where it says nothing."""
+def stall_of(run: str | Path) -> tuple[float, float]:
+    """(seconds that a checkpoint stopped a step of a run, bytes that all its ranks wrote), from its summary.
+
+    Raises `InputError` where it says nothing of them.
+    """
     path = Path(run) / "summary.json"
     try:
-        return float(json.loads(path.read_text(encoding="utf-8"))["checkpoints"]["stall_s"])
+        told = json.loads(path.read_text(encoding="utf-8"))["checkpoints"]
+        return float(told["stall_s"]), float(told["bytes"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path} does not tell what a checkpoint cost: give a run that saved twice or more") from error
 

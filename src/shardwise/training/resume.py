@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint import publish
+from shardwise.checkpoint import manifest, publish
 from shardwise.checkpoint.remote import is_remote, place
 from shardwise.config import Effective
 from shardwise.errors import InputError
@@ -51,19 +51,21 @@ def find_run(asked: str | None, effective: Effective, name: str) -> tuple[Path |
     """(run folder, where its checkpoints lie, what to say) to go on from; (None, None, ...) for a new run.
 
     asked   a run folder, a checkpoint, "auto": the last run of this name; "new": none; None: the last run of this name
-            if it was asked to stop and its configuration is this one
+            and configuration, if it was asked to stop
 
     Raises `InputError` for a folder that has no checkpoint.
     """
     if asked == NEW:
         return None, None, []
-    last = _last_run(effective, name)
+    runs = _runs(effective, name)
     if asked is None:
-        if last is None or _stopped_with(last) != settings_of(effective):
+        last = _stopped_like(effective, runs)
+        if last is None:
             return None, None, []
         said = f"{last} was asked to stop: this is the same command, and goes on with it (--resume new begins anew)"
         return last, home_of(effective, last), [said]
     if asked == AUTO:
+        last = next(iter(runs), None)
         if last is None:
             return (
                 None,
@@ -91,13 +93,29 @@ def home_of(effective: Effective, run: Path) -> Path:
     return run / CHECKPOINTS if elsewhere is None else place(elsewhere).absolute() / run.name
 
 
-def _last_run(effective: Effective, name: str) -> Path | None:
-    """The newest run folder of this name that has a checkpoint."""
+def _runs(effective: Effective, name: str) -> list[Path]:
+    """Run folders of this name that have a checkpoint, newest first."""
     out = Path(effective.config.train.out)
     kind = re.compile(r"\d{8}-\d{6}-" + re.escape(name) + r"(-\d+)?")
     found = [path for path in (out.iterdir() if out.is_dir() else ()) if kind.fullmatch(path.name)]
     found = [path for path in found if publish.scan(home_of(effective, path))]
-    return max(found, key=lambda path: (path.name[:15], len(path.name), path.name), default=None)
+    return sorted(found, key=lambda path: (path.name[:15], len(path.name), path.name), reverse=True)
+
+
+def _stopped_like(effective: Effective, runs: list[Path]) -> Path | None:
+    """The last run of this configuration, if it was asked to stop; others lie between (an array of jobs)."""
+    settings = settings_of(effective)
+    stopped = next((run for run in runs if _stopped_with(run) == settings), None)
+    newer = runs[: runs.index(stopped)] if stopped is not None else []
+    return None if any(_settings_in(effective, run) == settings for run in newer) else stopped
+
+
+def _settings_in(effective: Effective, run: Path) -> Any:
+    """The configuration that a run's newest checkpoint was written under; None where it cannot be read."""
+    try:
+        return manifest.read(publish.scan(home_of(effective, run))[0]).fields.get("settings")
+    except InputError:
+        return None
 
 
 def _stopped_with(run: Path) -> Any:
