@@ -2,6 +2,7 @@
 
     python benchmarks/sequence.py                  # speed, under two minutes
     python benchmarks/sequence.py --memory         # peak live bytes of a step, remat=full
+    python benchmarks/sequence.py --chunks 8       # the same with and without position_chunks=8, of 2,048 words
 
 Speed: forward and backward of (1, H, S, D), float32, ranks of one thread each. Three ways take turns, so that whatever
 else runs on the machine meets them alike; a figure is the median of the ratios of neighbours, each the slower rank's.
@@ -103,9 +104,9 @@ def speed(length: int, pairs: int) -> list[tuple[float, float, float]]:
     return found
 
 
-def text(step: int, length: int) -> dict[str, torch.Tensor]:
+def text(step: int, length: int, words: int) -> dict[str, torch.Tensor]:
     """One sample."""
-    return {"tokens": torch.randint(64, (1, length), generator=torch.Generator().manual_seed(step))}
+    return {"tokens": torch.randint(words, (1, length), generator=torch.Generator().manual_seed(step))}
 
 
 def summed(logits: torch.Tensor, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
@@ -114,18 +115,18 @@ def summed(logits: torch.Tensor, batch: dict[str, torch.Tensor]) -> tuple[torch.
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), target.flatten(), reduction="sum"), target.numel()
 
 
-def decoder(length: int) -> Task:
+def decoder(length: int, words: int = 64) -> Task:
     """A small decoder of long samples."""
-    config = DecoderConfig(vocab=64, hidden=32, layers=2, heads=1, kv_heads=1, intermediate=96, context=length)
-    return Task(model=partial(Decoder, config), batch=partial(text, length=length), loss=summed,
+    config = DecoderConfig(vocab=words, hidden=32, layers=2, heads=1, kv_heads=1, intermediate=96, context=length)
+    return Task(model=partial(Decoder, config), batch=partial(text, length=length, words=words), loss=summed,
                 inputs=lambda batch: ((batch["tokens"],), {}),
                 optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1))  # fmt: skip
 
 
-def peak(length: int, plan: str) -> int:
+def peak(length: int, plan: str, words: int = 64) -> int:
     """Most live bytes of this rank in a step, beyond what is live between steps."""
     torch.set_num_threads(1)
-    task = decoder(length)
+    task = decoder(length, words)
     engine = parallelize(task, plan, check_loss=False)
     assert task.batch is not None
     batch = task.batch(0)
@@ -148,6 +149,15 @@ def show_memory(lengths: list[int]) -> None:
         print(f"| {ranks} | " + " | ".join(f"{n / 2**20:.2f} MiB" for n in found[ranks]) + f" | {each:.0f} |")
 
 
+def show_chunks(length: int, count: int, words: int = 2048) -> None:
+    """Peaks of plans with wide tensors whole and in chunks."""
+    print(f"| plan, S = {length:,}, {words:,} words | whole | position_chunks={count} |\n|---|---:|---:|")
+    for ranks, plan in ((1, ""), (1, "remat=full"), (2, "cp=2,remat=full")):
+        chunks = ",".join(filter(None, (plan, f"position_chunks={count}")))
+        found = [max(launch(peak, ranks, (length, each, words))) / 2**20 for each in (plan, chunks)]
+        print(f"| `{plan or 'single'}` | {found[0]:.1f} MiB | {found[1]:.1f} MiB |", flush=True)
+
+
 def show_speed(lengths: list[int], pairs: int) -> None:
     """Medians of ratios."""
     print("| S | overlap / waiting | overlap / (whole / 2) | rounds |")
@@ -163,9 +173,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--memory", action="store_true", help="peak live bytes in the place of speed")
     parser.add_argument("--lengths", default="", help="with commas between")
+    parser.add_argument("--chunks", type=int, default=0, help="peak live bytes with and without so many chunks")
     parser.add_argument("--pairs", type=int, default=9)
     options = parser.parse_args()
     lengths = [int(n) for n in options.lengths.split(",") if n] or [8192, 16384]
+    if options.chunks:
+        show_chunks(lengths[0] if options.lengths else 2048, options.chunks)
+        return
     show_memory(lengths) if options.memory else show_speed(lengths, options.pairs)
 
 

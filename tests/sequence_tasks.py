@@ -325,3 +325,23 @@ def two_lengths() -> Task:
 
 def notes_alone() -> Task:
     return two_lengths().with_(sequence={"notes": 1})
+
+
+def _mean_of_next(logits: torch.Tensor, batch: dict) -> tuple:
+    target = batch["tokens"].roll(-1, 1).masked_fill(batch["tokens"] == 3, -100)
+    count = (target != -100).sum()
+    mean = F.cross_entropy(logits.view(-1, logits.shape[-1]), target.view(-1), weight=None)
+    return mean * count, count
+
+
+class WideHead(Decoder):
+    """With more words than the width."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(16, 40)
+
+
+def averaged() -> Task:
+    """A mean over the positions that count, times their number."""
+    return replace(decoder(), model=WideHead, loss=_mean_of_next)

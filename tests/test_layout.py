@@ -319,6 +319,9 @@ TRIGGERS: dict[str, list[str]] = {
     "zero = 3 with a schedule that splits backwards": ["pp=2,dp_shard=2,schedule=zbv"],
     "domain with ep > 1": ["domain=2,dp_shard=2,ep=2"],
     "cp, cp_ulysses or domain with compile": ["cp_ulysses=2,compile=true", "domain=2,compile=true"],
+    "position_chunks with compile": ["position_chunks=2,compile=true"],
+    "position_chunks with domain or ep": ["position_chunks=2,domain=2", "position_chunks=2,dp_shard=2,ep=2"],
+    "position_chunks with pp": ["position_chunks=2,pp=2"],
     "domain with cp or cp_ulysses": ["domain=2,cp=2", "domain=2x2,cp_ulysses=2"],
     "domain with sp": ["domain=2,tp=2,sp=true"],
     "ep that does not divide dp_shard": ["ep=2", "dp_shard=4,ep=3"],
@@ -347,6 +350,7 @@ ACCEPTED = [
     "pp=2", "pp=4,schedule=zbv", "pp=2,stages=head", "pp=2,dp_shard=2", "pp=2,dp_shard=2,zero=2,schedule=zbh2",
     "pp=2,dp_shard=2,ep=2,schedule=zbh1,zero=1", "dp_shard=4,ep=2", "dp_shard=2,ep=2,zero=0,tp=2,sp=true",
     "cp=2", "cp_ulysses=2,tp=2,sp=true", "cp=2,zero=3", "cp=2,cp_ulysses=2,dp_shard=2,zero=1", "cp=2,remat=full",
+    "cp=2,zero=3,remat=full,position_chunks=8",
     "pp=3,schedule=interleaved1f1b,remat=full", "pp=2,dp_shard=2,schedule=interleaved1f1b",
 ]  # fmt: skip
 

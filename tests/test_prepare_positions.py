@@ -179,6 +179,7 @@ EQUAL = [
     ("cp_ulysses=2,zero=2", {"loss": "masked", "clip": 0.3}),
     ("cp_ulysses=2,dp_shard=2,zero=3,accumulate=2", {"loss": "shifted", "every": 2}),
     ("cp=2,tp=2", {"loss": "shifted"}),
+    ("cp=2,position_chunks=2", {"loss": "shifted"}),
 ]
 
 

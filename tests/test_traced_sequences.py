@@ -22,6 +22,8 @@ DEGREES = ["cp=2", "cp=3", "cp_ulysses=2", "cp=2,cp_ulysses=2"]
 BESIDE = ["", ",zero=1", ",zero=2,accumulate=2", ",zero=3", ",zero=3,accumulate=2", ",remat=full", ",remat=selective"]
 COMPOSED = ["cp=2,dp_replicate=2", "cp=2,dp_shard=2,zero=1", "cp_ulysses=2,dp_shard=2,zero=3,remat=full",
             "cp=2,dp_replicate=2,accumulate=2", "cp=2,tp=2,sp=true", "cp=2,pp=2", "cp_ulysses=2,tp=2"]  # fmt: skip
+CHUNKED = [f"{plan},position_chunks=2" for plan in ("accumulate=2", "dp_shard=2,zero=1,remat=full", "tp=2",
+           "dp_shard=2,zero=3", "cp=2", "cp=2,zero=3,remat=full", "cp=2,tp=2,sp=true")]  # fmt: skip
 ALL = [*([degree + more for more in BESIDE] for degree in DEGREES), COMPOSED]
 
 
@@ -31,6 +33,9 @@ ALL = [*([degree + more for more in BESIDE] for degree in DEGREES), COMPOSED]
         pytest.param("sequence_tasks:decoder", ["cp=2,zero=1"], id="decoder"),
         pytest.param("sequence_tasks:grouped", ["cp=2,cp_ulysses=2,zero=3,remat=full"], id="grouped", marks=LONG),
         pytest.param("sequence_tasks:windowed", ["cp=3"], id="windowed"),
+        pytest.param("sequence_tasks:averaged", ["position_chunks=3,remat=full"], id="chunks"),
+        pytest.param("sequence_tasks:averaged", CHUNKED, id="chunks-all", marks=LONG),
+        pytest.param("gpt2", CHUNKED, id="gpt2-chunks", marks=LONG),
         pytest.param("vit", ["cp=2,zero=2,accumulate=2"], id="born-inside"),
         pytest.param("sequence_tasks:decoder", ["cp=2,pp=2", "cp=2,tp=2,sp=true"], id="decoder-cut", marks=LONG),
         pytest.param("sequence_tasks:routed", ["cp=2", "cp=2,dp_shard=2,ep=2"], id="routed", marks=LONG),

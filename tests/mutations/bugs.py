@@ -511,7 +511,23 @@ SCRIPTS = [
         "dp_shard=2,zero=2"),
 ]  # fmt: skip
 
+CHUNKS = [
+    bug("a chunk of positions is left out", "memory.chunk_runs:_Chunked.forward",
+        "for index in range(program.count):", "for index in range(1, program.count):", "sequence_tasks:averaged",
+        "cp=2,position_chunks=2"),
+    bug("a weight's gradient is that of the last chunk", "memory.chunk_runs:_Gradient._take",
+        "self.held.add_(mine)", "mine.to(wide)", M + "decoder", "position_chunks=2"),
+    bug("a chunk's gradient of its rows lies in the first one's place", "memory.chunk_runs:_Gradient._take",
+        "self.dim, *span", "self.dim, 0, span[1]", M + "decoder", "position_chunks=2"),
+    bug("a mean over a chunk's targets, not over all", "part.loss:_total_weight",
+        "if is_part(target) else target\n", "if is_part(target) else _beside(x, target, classes)\n",
+        "sequence_tasks:averaged",
+        "position_chunks=2"),
+    bug("a sum over turns is that of the last one", "memory.chunk_runs:_Joined._take",
+        "self.held.add_(mine)", "mine.clone()", "sequence_tasks:averaged", "position_chunks=2"),
+]  # fmt: skip
+
 BUGS = [
     *COMM, *PARALLEL, *BATCH_NORM, *STEP, *PIPELINE, *TENSOR, *EXPERT, *MORE, *SEQUENCE, *DOMAIN, *DETERMINISTIC, *RUNS,
-    *SCRIPTS,
+    *SCRIPTS, *CHUNKS,
 ]  # fmt: skip

@@ -21,14 +21,14 @@ from shardwise.comm.ledger import Ledger, Overlap
 from shardwise.comm.observe import tagged
 from shardwise.device import backend_of, current_device, on_host
 from shardwise.host import put, read
-from shardwise.layout.grid import AXES, INNER
+from shardwise.layout.grid import AXES, CHUNKS, INNER
 
 # torch 2.13 renamed these two; earlier versions know the old names alone
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-_DEPTHS = {name: place for place, name in enumerate(AXES)}
+_DEPTHS = {name: place for place, name in enumerate((*AXES, CHUNKS))}
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,12 @@ class Axis:
     @property
     def positions(self) -> bool:
         """Whether the axis cuts positions (of a sequence, of space): its ranks share samples and sum gradients."""
-        return self.name in INNER
+        return self.name in INNER or self.name == CHUNKS
+
+    @property
+    def turns(self) -> bool:
+        """Whether its ranks are turns of one rank, which cannot send: a sum over it is kept as summands."""
+        return self.name == CHUNKS
 
     @property
     def silent(self) -> bool:
@@ -284,6 +289,7 @@ def send(tensor: torch.Tensor, axis: Axis, to_index: int, tag: str, number: int)
     `number` tells apart messages that are under way between the same two ranks.
     """
     if axis.rehearsal is not None:
+        axis.rehearsal.leaving(tag, axis.name)
         return _Rehearsed(tensor) if axis.copies else Pending(None)  # noted by whoever receives
     if _needs_host(tensor, axis):
         host = tensor.cpu()

@@ -68,6 +68,9 @@ class Ledger:
         entry.calls += 1
         entry.received_bytes += full_bytes * FACTORS[op](ranks) if received_bytes is None else received_bytes
 
+    def leaving(self, tag: str, axis: str) -> None:
+        """In a rehearsal: a message is sent. Nothing is added, since whoever receives it does so."""
+
     def received(self, *, axis: str | None = None, control: bool = False) -> float:
         """Bytes received, of one axis or all, with or without control traffic."""
         return sum(

@@ -36,6 +36,7 @@ PLAN_HELP = {
     "precision": "fp32 | fp64 | bf16 | bf16-full | fp16",
     "reduce_dtype": "dtype in which gradients are summed over ranks; auto: fp32, or fp64 under fp64",
     "remat": "none | selective | full: what backward computes again",
+    "position_chunks": "chunks of positions in which wide tensors are computed, and again in backward",
     "compile": "torch.compile for each block",
     "wrap": "units of zero = 3: class names or module paths; empty: repeated blocks are found",
 }

@@ -23,6 +23,7 @@ class Layout:
     zero          over `shard` ranks: 0, 1, 2, 3
     shard         dp_shard: data ranks that `zero` shards over; `replicas` of those groups
     domain        tiles along each dim of space
+    position_chunks  chunks of positions in which wide tensors are computed; of a traced module alone
     """
 
     tp: int = 1
@@ -40,6 +41,7 @@ class Layout:
     rounds: int = 1
     seq: int = 2048
     recompute: str = "none"
+    position_chunks: int = 1
     schedule: str = "1f1b"
     # blocks compiled; halos beside computing; sums of tp begun early; the dtype in which gradients are summed
     compile: bool = False
@@ -152,7 +154,7 @@ def of_plan(plan: Plan, *, global_batch: int, seq: int, uneven: bool = False) ->
         chunks=plan.stages_per_rank, ep=plan.ep,
         shard=plan.dp_shard, replicas=plan.dp_replicate, zero=plan.zero, micro_batch=global_batch // over,
         n_micro=plan.microbatches if plan.pp > 1 else n_micro, rounds=plan.accumulate if plan.pp > 1 else 1,
-        seq=seq, recompute=plan.remat,
+        seq=seq, recompute=plan.remat, position_chunks=plan.position_chunks,
         schedule=plan.schedule if plan.schedule != "none" else "1f1b", tp_whole=plan.tp_whole, stages=plan.stages,
         compile=plan.compile, tp_overlap=plan.tp_overlap, reduce_dtype=plan.reduce_dtype,
         domain=plan.domain, domain_overlap=plan.domain_overlap, offload=plan.offload,

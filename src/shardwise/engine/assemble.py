@@ -70,7 +70,7 @@ def assemble(
         optimizer=optimizer, owners=owners, needs_closure=nature.needs_closure,
         base_lrs=[group.get("lr") for group in optimizer.param_groups],
         scale=LossScale() if precision.scaled else None,
-        notices=notices, order=applied.order,
+        notices=notices, order=applied.order, chunks=applied.chunks,
     )  # fmt: skip
 
 
@@ -152,6 +152,7 @@ def look_at_task(state: RankState, *, masks: bool) -> Findings:
         what = f"under plan {state.plan} the forward fails on {n} samples"
         raise explained(error) or blame(error, what, task, state.precision, state.module, whole) from error
     state.notices += findings.notices
+    state.notices += state.chunks.notices() if state.chunks is not None else []
     _refuse_writes(state, findings)
     return findings
 

@@ -27,6 +27,7 @@ from shardwise.engine.tensor import cut_tensors
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
 from shardwise.layout.pieces import BatchPieces
+from shardwise.memory.chunks import Chunks, chunked_forwards
 from shardwise.memory.recompute import recompute_block
 from shardwise.mesh import Mesh
 from shardwise.parallel.expert import ExpertParallel, WithExperts
@@ -62,6 +63,7 @@ class Applied:
     trained: list[str] = field(default_factory=list)  # names of all parameters that get a gradient, on any stage
     frozen: list[str] = field(default_factory=list)
     order: FixedOrder | None = None  # where the plan is deterministic
+    chunks: Chunks | None = None  # where wide tensors are computed in chunks of positions
 
 
 def apply_plan(
@@ -103,6 +105,9 @@ def apply_plan(
         check_room(module, plan, mesh, precision, absent)
         if spread.positions is not None:
             check_masks(spread.positions, mesh.device, mesh.world.size)
+    chunks = Chunks(plan.position_chunks) if plan.position_chunks > 1 else None
+    if chunks is not None:
+        chunked_forwards(module, blocks.paths, chunks, mesh.shard.size > 1 and plan.zero == 3)
     notices += _prepare(module, blocks, plan)
     order = _fixed_order(plan, mesh)
     if mesh.shard.size > 1 and plan.zero == 3:
@@ -116,7 +121,7 @@ def apply_plan(
         staged = StagedModule(module, cut.mine, precision.compute, mesh.inner, spread.results)
     return Applied(
         module.train(), technique, spread.tensor, spread.experts, spread.positions, notices, cut, staged, trained,
-        frozen, order,
+        frozen, order, chunks,
     )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from shardwise.layout.plan import ALONG, Plan
 SPACE = ("domain0", "domain1", "domain2")  # one for each dim of space: tiles are products of shares
 INNER = (*SPACE, *ALONG)  # axes that cut positions: their ranks share samples and sum gradients
 AXES = ("dp_replicate", "pp", "dp_shard", *INNER, "tp")  # outermost first
+CHUNKS = "chunks"  # of positions, which one rank computes one after the other: an axis of turns, inside all of ranks
 
 
 def inner_axes(domain: tuple[int, ...], **along: int) -> tuple[tuple[str, int], ...]:

@@ -40,6 +40,7 @@ FLAGS = ("sp", "tp_overlap", "compile")
 ALONG = ("cp", "cp_ulysses")  # axes that cut a sample's positions along one dim, outermost first; `domain` cuts several
 DEGREES = (
     "dp_replicate", "dp_shard", "tp", "pp", *ALONG, "ep", "microbatches", "stages_per_rank", "accumulate",
+    "position_chunks",
 )  # fmt: skip
 
 
@@ -59,6 +60,8 @@ class Plan:
     precision     fp32, fp64, bf16 (mixed, fp32 master), bf16-full, fp16 (mixed, with a loss scaler)
     reduce_dtype  dtype in which gradients are summed over ranks; auto: fp32, or fp64 under fp64
     remat         recompute in backward: none, selective (keep matrix products), full (keep block inputs)
+    position_chunks  chunks of positions in which wide tensors (of a feed-forward network, of a head and its loss) are
+                  computed, one after the other, and again in backward
     compile       torch.compile for each block
     wrap          units of zero=3: class names or module paths (`*` matches one name), `|` between them;
                   empty: repeated blocks are found
@@ -94,6 +97,7 @@ class Plan:
     precision: str = "fp32"
     reduce_dtype: str = "auto"
     remat: str = "none"
+    position_chunks: int = 1
     offload: str = "none"
     compile: bool = False
     wrap: tuple[str, ...] = ()

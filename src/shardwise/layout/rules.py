@@ -61,6 +61,25 @@ RULES: tuple[Rule, ...] = (
         lambda p: p.cut_positions > 1 and p.compile,
     ),
     Rule(
+        "position_chunks with compile",
+        "not built",
+        "a compiled block is one program, in which no product waits for the operations behind it",
+        lambda p: p.position_chunks > 1 and p.compile,
+    ),
+    Rule(
+        "position_chunks with domain or ep",
+        "not built",
+        "halos and exchanges of tokens are made by functions that need values at once, and a wide tensor has none yet",
+        lambda p: p.position_chunks > 1 and (p.tiles > 1 or p.ep > 1),
+    ),
+    Rule(
+        "position_chunks with pp",
+        "not built",
+        "a stage may end between a product that widens and the one that narrows, and what waits there has no values "
+        "to send: use remat=full",
+        lambda p: p.position_chunks > 1 and p.pp > 1,
+    ),
+    Rule(
         "domain with cp or cp_ulysses",
         "not built",
         "which dims are a sequence is found on whole samples, and which are space too: one of them is cut",

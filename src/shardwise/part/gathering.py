@@ -76,7 +76,16 @@ def reduced(local: torch.Tensor, part: Part, op: str = "sum") -> torch.Tensor:
 
 
 def all_sum(local: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
-    """The sum (max, min) of every rank's tensor, cut over axes further in as it is. Collective."""
+    """The sum (max, min) of every rank's tensor, cut over axes further in as it is. Collective.
+
+    A sum over turns of one rank stays in summands, which are added up when all have been computed.
+    """
+    if op == "sum" and axis.turns:
+        from shardwise.part.sums import Sum
+
+        return Sum(local, axis, spread=False)
+    if isinstance(local, Distributed) and local.axis.turns and not isinstance(local, Part) and op == "sum":
+        return local.like(all_sum(local.local, axis))
     if isinstance(local, Distributed):
         inner = local.settled()
         if isinstance(inner, Part):

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-_NESTS = (torch.Tensor, tuple, list)
+_NESTS = (torch.Tensor, tuple, list, dict)
 _ATOMS = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device))  # most of what is met
 
 

@@ -51,6 +51,15 @@ def _beside(x: Part, tensor: torch.Tensor, classes: int) -> torch.Tensor:
     return x.share(tensor, place)
 
 
+def _total_weight(x: Part, target: torch.Tensor, weight: Any, ignored: int, classes: int) -> torch.Tensor:
+    """What a mean is over, of all positions: every rank knows it where targets are whole."""
+    mine = _beside(x, target, classes) if is_part(target) else target
+    counted = (mine != ignored).to(x.dtype)
+    if weight is not None:
+        counted = counted * weight[mine.clamp(0, x.shape[classes] - 1)]
+    return reduced(counted.sum(), x) if is_part(target) else counted.sum()
+
+
 @rule("nll_loss_forward", "nll_loss2d_forward")
 def nll_loss(func: Any, args: tuple, kwargs: dict) -> tuple[torch.Tensor, torch.Tensor]:
     """Loss and total weight of x (N, C, ...) log-probabilities, cut along C or along N."""
@@ -60,8 +69,10 @@ def nll_loss(func: Any, args: tuple, kwargs: dict) -> tuple[torch.Tensor, torch.
         value, total = func(x.local, _beside(x, target, classes), weight, 0 if reduction == 0 else 2, ignored)
         if reduction == 0:
             return x.with_local(value, _without(x.dim_cut, classes)), total
-        value, total = reduced(value, x), reduced(total, x)
-        return value / total if reduction == 1 else value, total
+        if reduction == 2:  # whose backward reads no total
+            return reduced(value, x), torch.zeros((), dtype=x.dtype, device=x.device)
+        total = _total_weight(x, target, weight, ignored, classes)
+        return reduced(value / total, x), total
     if not is_part(x) or parts_in([target, weight]):
         raise Uncut(no_rule(func, parts_in(args)))
     counts = target != ignored
@@ -69,7 +80,7 @@ def nll_loss(func: Any, args: tuple, kwargs: dict) -> tuple[torch.Tensor, torch.
     held, place = _place_of(x, target)
     row = x.local.gather(classes, place.unsqueeze(classes)).squeeze(classes) if x.local.shape[classes] else None
     mine = torch.zeros(target.shape, dtype=x.dtype, device=x.device) if row is None else row * (held & counts)
-    each = weight[target.clamp(min=0)] if weight is not None else torch.ones_like(mine)
+    each = weight[target.clamp(min=0)] if weight is not None else torch.ones_like(target, dtype=x.dtype)
     each = each * counts
     losses = -reduced(mine, x) * each
     total = each.sum()

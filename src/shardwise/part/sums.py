@@ -30,6 +30,7 @@ _REARRANGE = frozenset({
 })  # fmt: skip
 _ROWS = frozenset({"view", "_unsafe_view", "reshape", "_reshape_alias", "detach", "alias"})  # may keep the last dim
 _ADD = frozenset({"add", "sub"})
+_SCALE = frozenset({"mul", "div"})
 
 
 class Sum(Distributed):
@@ -115,6 +116,8 @@ class Sum(Distributed):
 
     def value(self) -> torch.Tensor:
         """The sum: plain, or a share of it along the sequence. Collective, the first time."""
+        if self.total is None and self.axis.turns:
+            raise Uncut("chunks of positions are computed one after the other, and this needs the sum over all of them")
         if self.total is None:
             if self.pending is not None:
                 self.pending.wait()
@@ -174,6 +177,8 @@ def _kept(name: str, func: Any, first: Sum, args: tuple, kwargs: dict) -> Sum | 
             first.added is None or local.shape[-1:] == first.local.shape[-1:]
         ):
             return _like(first, local, first.added)
+    if name in _SCALE and first.axis.turns and len(args) == 2 and not kwargs and _is_number(args[1]):
+        return Sum(func(first.local, args[1]), first.axis, first.origin, spread=False) if first.added is None else None
     if name not in _ADD or kwargs or len(args) != 2:
         return None
     second = args[1]
@@ -188,6 +193,12 @@ def _kept(name: str, func: Any, first: Sum, args: tuple, kwargs: dict) -> Sum | 
         # a copy: zero=3 frees the bias when its module has run, and the sum may be taken later
         return _like(first, first.local, second.clone())
     return None
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a factor is one number, the same in every summand."""
+    plain = isinstance(value, torch.Tensor) and not isinstance(value, Distributed) and not value.dim()
+    return plain or isinstance(value, int | float)
 
 
 def _like(first: Sum, local: torch.Tensor, added: torch.Tensor | None) -> Sum:

@@ -96,6 +96,8 @@ class Part(Distributed):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if len(types) > 1 and any(getattr(kind, "answers_first", False) for kind in types):
+            return NotImplemented
         override = FUNCTIONS.get(func)
         if override is None and _made_of_others(func):
             return _body(func)(*args, **(kwargs or {}))

@@ -27,7 +27,7 @@ UNSEARCHED = (
     "the optimizer on the host, where something fits without (--fix offload=optimizer)"
 )
 # of a plan: as asked for, never searched
-SWITCHES = ("compile", "domain_overlap", "tp_overlap", "reduce_dtype", "offload")
+SWITCHES = ("compile", "domain_overlap", "tp_overlap", "reduce_dtype", "offload", "position_chunks")
 MOST_SHARES, MOST_STAGES = 8, 4  # of tp or ep, and of pp, for a traced task, unless the user asks for more
 MOST_TILES, GRIDS = 16, 2  # tiles of a field, and grids of as many that are looked at, unless one is asked for
 HEADROOM = 0.08
@@ -184,7 +184,7 @@ def plan_of(layout: Layout, precision: str) -> Plan:
         "dp_shard": layout.shard, "zero": layout.zero, "dp_replicate": layout.replicas, "remat": layout.recompute,
         "precision": precision, "ep": layout.ep, "compile": layout.compile, "tp_overlap": layout.tp_overlap,
         "reduce_dtype": layout.reduce_dtype, "domain": layout.domain, "offload": layout.offload,
-        "domain_overlap": layout.domain_overlap,
+        "domain_overlap": layout.domain_overlap, "position_chunks": layout.position_chunks,
     }  # fmt: skip
     if layout.pp > 1:
         values |= {"schedule": layout.schedule, "microbatches": layout.n_micro, "accumulate": layout.rounds}

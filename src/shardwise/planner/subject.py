@@ -64,7 +64,7 @@ def decoder(shape: Shape, cluster: Cluster, soft: Software, global_batch: int, s
 
     return Subject(
         shape.name or "decoder", shape.layers, global_batch, seq, layouts,
-        lambda layout: estimators(as_planned(soft, layout)).estimate(layout),
+        lambda layout: estimators(as_planned(soft, layout)).estimate(_forecast(layout)),
         lambda layout: estimators(as_planned(soft, layout)).memory(layout),
         lambda layout: simulate(shape, _forecast(layout), cluster, as_planned(soft, layout)),
         with_batch=lambda count: decoder(shape, cluster, soft, count, seq, precision), unsearched=UNSEARCHED,
@@ -76,4 +76,8 @@ def _forecast(layout: Layout) -> Layout:
     refuse(layout)
     if layout.tiles > 1:
         raise RefusedPlan("domain cuts fields of space, and a decoder's samples are sequences: use cp or cp_ulysses")
+    if layout.position_chunks > 1:
+        raise RefusedPlan(
+            "position_chunks is forecast by tracing a module, and a decoder's numbers are none: name its task"
+        )
     return layout

@@ -339,7 +339,7 @@ class Traced:
         self._refuse(layout)
         soft = as_planned(self.software, layout)
         held, where = self.ledgers(layout, batch), (self.cluster, soft, self.precision)
-        if layout.tp * layout.pp * layout.ep * layout.cut_positions > 1:
+        if layout.tp * layout.pp * layout.ep * layout.cut_positions * layout.position_chunks > 1:
             found = simulate_cut(self.cut(layout, batch), layout, *where, held)
         else:
             found = simulate_traced(self.model(layout.recompute, layout.dp, layout.micro_batch), layout, *where, held)

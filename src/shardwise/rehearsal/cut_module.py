@@ -98,6 +98,7 @@ class Cuts:
     domain_overlap: str = "auto"
     cp: int = 1
     ulysses: int = 1
+    position_chunks: int = 1
 
     @classmethod
     def of(cls, layout: Layout, precision: str, *, gloo: bool = False) -> Cuts:
@@ -115,7 +116,7 @@ class Cuts:
         own = cls(layout.tp, layout.sp, layout.tp_whole, microbatches=count, recompute=layout.recompute,
                   precision=precision, rounds=rounds, gloo=gloo, ep=layout.ep,
                   reduce_dtype=layout.reduce_dtype, domain=layout.domain, domain_overlap=layout.domain_overlap,
-                  cp=layout.cp, ulysses=layout.ulysses)  # fmt: skip
+                  cp=layout.cp, ulysses=layout.ulysses, position_chunks=layout.position_chunks)  # fmt: skip
         if layout.pp > 1:
             per_rank = layout.chunks if layout.chunks > 1 else -1
             own = replace(
@@ -141,7 +142,7 @@ class Cuts:
     @property
     def differ(self) -> bool:
         """Whether what a rank does and holds is not what a trace of the whole module says."""
-        return self.tp * self.pp * self.ep * self.cut_positions > 1 or self.zero > 0
+        return self.tp * self.pp * self.ep * self.cut_positions * self.position_chunks > 1 or self.zero > 0
 
     @property
     def plan(self) -> Plan:
@@ -150,6 +151,7 @@ class Cuts:
             "tp": self.tp, "sp": self.sp, "tp_whole": self.tp_whole, "remat": self.recompute,
             "precision": self.precision, "reduce_dtype": self.reduce_dtype, "domain": self.domain,
             "domain_overlap": self.domain_overlap, "cp": self.cp, "cp_ulysses": self.ulysses,
+            "position_chunks": self.position_chunks,
         }  # fmt: skip
         if self.pp > 1:
             values |= {"pp": self.pp, "schedule": self.schedule, "microbatches": self.microbatches,

@@ -10,6 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwise.comm import Axis
+from shardwise.memory.chunks import Chunks, chunked_forwards
 from shardwise.memory.recompute import recompute_block
 from shardwise.parallel.expert import ExpertParallel, install
 from shardwise.parallel.expert.apply import compute_own_rows
@@ -75,6 +76,9 @@ class RankModule:
             compute_own_rows(model, self.shares.looks.row_wise(self.shares.plan))
         if cut is not None:
             blocks = cut.here(model, blocks)
+        if self.shares.cuts.position_chunks > 1:
+            chunks = Chunks(self.shares.cuts.position_chunks)
+            chunked_forwards(model, blocks.paths, chunks, self.shares.cuts.zero == 3)
         if self.shares.cuts.recompute != "none":
             for block in {id(b): b for b in map(model.get_submodule, blocks.paths)}.values():
                 recompute_block(block, self.shares.cuts.recompute)

@@ -24,6 +24,7 @@ from shardwise.engine.recipe import trainable
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.host import put
 from shardwise.layout.dealing import Share
+from shardwise.memory.chunks import whole
 from shardwise.mesh import Mesh
 from shardwise.parallel.batchnorm import sync_module
 from shardwise.parallel.expert import WithExperts
@@ -280,6 +281,7 @@ class Calls(Events):
             if self.engine.state.phase.same and not self._done:
                 self.resume()
         self.engine.state.phase.same = False
+        output = whole(output)  # which a script's own code is given
         if self.engine.state.precision.mixed:
             output = self.engine.state.precision.cast_outputs(output)
         if self.whole is not None and not self.inside and module.training and torch.is_grad_enabled():

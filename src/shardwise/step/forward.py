@@ -13,6 +13,7 @@ from shardwise.comm import Axis, gather_rows, gather_samples
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.host import put, read
 from shardwise.layout.dealing import Share
+from shardwise.memory.chunks import whole
 from shardwise.part.positions import Positions
 from shardwise.precision import Precision
 from shardwise.step.batching import samples_in
@@ -75,7 +76,7 @@ class Forward:
         """The loss on the outputs for two parts put together; learns which outputs have the batch dim."""
         whole, parts = whole_and_parts
         batches = [self.to_device(batch) for batch in (whole, *parts)]
-        (leaves, spec), (first, _), (second, _) = [tree_flatten(self._output(batch)) for batch in batches]
+        (leaves, spec), (first, _), (second, _) = [tree_flatten(self.output(batch)) for batch in batches]
         counts = [samples_in(batch) for batch in batches]
         triples = list(zip(leaves, first, second, strict=True))
         self._batched = [_has_samples(triple, counts) for triple in triples]
@@ -85,7 +86,7 @@ class Forward:
 
     def output(self, batch: Any) -> Any:
         """The model's output for a batch on the device; under a pipeline None but on the last stage."""
-        return self._output(batch)
+        return whole(self._output(batch))
 
     def _output(self, batch: Any) -> Any:
         args, kwargs = self.task.inputs(batch)
@@ -117,7 +118,7 @@ class Forward:
                 return full
             return _ShareOfGradient.apply(leaf, ranks) if leaf.requires_grad else leaf
 
-        leaves, spec = tree_flatten(output)
+        leaves, spec = tree_flatten(whole(output))
         batched = self._batched
         if batched is None or len(batched) != len(leaves):  # nothing was looked at: by size
             rows = max(part.count, 1)

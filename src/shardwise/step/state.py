@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from shardwise.comm.tree import FixedOrder
 from shardwise.layout import Plan
+from shardwise.memory.chunks import Chunks
 from shardwise.mesh import Mesh
 from shardwise.parallel.expert import ExpertParallel
 from shardwise.parallel.slots import DataParallel, Phase
@@ -41,6 +42,7 @@ class RankState:
     clip_norm     largest global norm of the gradient; `on_nonfinite`: "raise" or "skip"
     global_random masks by global index, where they were asked for; `watch`: whether operations are watched for them
     order         in which sums over pieces of a batch are taken, where the plan is deterministic
+    chunks        what was computed in chunks of positions, where the plan has position_chunks
     used          indices of the parameters that any rank reached in the last step
     hooks         contexts around parts of a step, for whoever measures
     """
@@ -75,6 +77,7 @@ class RankState:
     hooks: Hooks = field(default_factory=Hooks)
     used: set[int] = field(default_factory=set)
     order: FixedOrder | None = None
+    chunks: Chunks | None = None
     steps_done: int = 0
     skipped_steps: int = 0
 

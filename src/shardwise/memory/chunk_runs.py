@@ -1,0 +1,329 @@
+"""A program of recorded operations, run for one chunk of positions after the other, and again in backward.
+
+    chunk i of the inputs     a part over an axis of turns: Part[cp] of Part[chunks], or Part[chunks]
+    its results               shares, put side by side; or summands, added up
+    backward                  the chunk again, with gradients: of the positions' inputs shares, of others (weights,
+                              tables) summands, added up in float32 at least
+
+See `memory/chunks.py`. Everything is exact by the rules of `part/`; what a rule would have to send raises `Uncut`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from shardwise.comm import Axis, Ledger
+from shardwise.host import to_device
+from shardwise.layout.grid import CHUNKS
+from shardwise.part import Owners, Part, Sum, Uncut, summand
+from shardwise.part.gathering import share_of
+from shardwise.part.levels import Distributed
+from shardwise.part.sums import whole_over_axis
+
+
+class InputAt(NamedTuple):
+    """An argument that is the program's input at this place."""
+
+    place: int
+
+
+class ResultOf(NamedTuple):
+    """An argument that is what step `step` gave, or element `place` of it."""
+
+    step: int
+    place: int | None
+
+
+class Step(NamedTuple):
+    """A call: arguments are values, `InputAt` or `ResultOf`, in tuples, lists and dicts as they were given."""
+
+    func: Callable[..., Any]
+    args: tuple
+    kwargs: dict
+    grad: bool  # recorded where gradients were wanted
+
+
+class _NothingLeaves(Ledger):
+    """A ledger that nothing may be written into: the axis cannot send."""
+
+    def record(self, tag: str, op: str, axis: str, *sizes: Any) -> None:
+        """Raises `Uncut`."""
+        raise Uncut(f"chunks of positions are computed one after the other, and this needs all of them at once ({op})")
+
+    def leaving(self, tag: str, axis: str) -> None:
+        """Raises `Uncut`."""
+        self.record(tag, "a message", axis)
+
+
+_LEDGER = _NothingLeaves()
+
+
+@lru_cache(4096)
+def turn(count: int, index: int) -> Axis:
+    """The axis of `count` turns, at turn `index`; the same object each time."""
+    return Axis(CHUNKS, count, index, None, tuple(range(count)), rehearsal=_LEDGER)
+
+
+def cut_into(tensor: torch.Tensor, dim: int, axis: Axis) -> torch.Tensor:
+    """One turn's chunk of what this rank holds of a tensor, along `dim`: a part of it."""
+
+    def chunk(held: torch.Tensor) -> torch.Tensor:
+        owners = Owners.blocks(held.shape[dim], axis.size)
+        return Part(owners.take(held, dim, axis.index), dim, owners, axis)
+
+    return _within(tensor, chunk)
+
+
+def _within(tensor: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """The tensor with what this rank holds of it, over all ranks' axes, changed."""
+    if isinstance(tensor, Sum) and tensor.axis.name != CHUNKS and _waits(tensor):
+        return Sum(_within(tensor.local, change), tensor.axis, tensor.origin, tensor.added, tensor.spread)
+    if isinstance(tensor, Distributed) and tensor.axis.name != CHUNKS:
+        return tensor.like(_within(tensor.settled_local(), change))
+    return change(tensor)
+
+
+def _waits(summed: Sum) -> bool:
+    """Whether a sum over ranks has not begun: it is taken once for all chunks."""
+    return summed.total is None and summed.pending is None and summed.coming is None
+
+
+@dataclass(frozen=True)
+class Program:
+    """Steps in the order of their calls, and which of their results are wanted.
+
+    sources  the dim along which inputs are cut into chunks, by their place
+    count    chunks
+    """
+
+    steps: tuple[Step, ...]
+    wanted: tuple[ResultOf, ...]
+    sources: dict[int, int]
+    count: int
+
+    def chunk(self, inputs: Sequence[torch.Tensor], index: int, wants: Sequence[bool] | None = None) -> list:
+        """The inputs as turn `index` has them; those in `wants` as leaves that want a gradient."""
+        axis, found = turn(self.count, index), []
+        for place, tensor in enumerate(inputs):
+            here = tensor.detach()
+            here = cut_into(here, self.sources[place], axis) if place in self.sources else here
+            found.append(here.requires_grad_() if wants is not None and wants[place] else here)
+        return found
+
+    def gathered(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The inputs, those that are cut into chunks whole over axes that keep shares of them between products (`sp`).
+
+        Once for all chunks. Collective.
+        """
+        found = list(inputs)
+        for place in self.sources:
+            for axis in _between_products(found[place]):
+                found[place] = whole_over_axis(found[place], axis)
+        return found
+
+    def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The wanted results of these inputs; of none of the others more is kept than those still to come read."""
+        results: dict[int, Any] = {}
+        for number, step in enumerate(self.steps):
+            args, kwargs = (_filled(each, inputs, results) for each in (step.args, step.kwargs))
+            with torch.set_grad_enabled(step.grad and torch.is_grad_enabled()):
+                results[number] = step.func(*args, **kwargs)
+            del args, kwargs
+            for other in self._last_read[number]:
+                results.pop(other, None)
+        return [_taken(each, results) for each in self.wanted]
+
+    @property
+    def _last_read(self) -> list[list[int]]:
+        """By step, the steps whose results nobody reads after it."""
+        last = {number: number for number in range(len(self.steps))}
+        for number, step in enumerate(self.steps):
+            last |= {read.step: number for read in _results_in((step.args, step.kwargs))}
+        last |= {each.step: len(self.steps) for each in self.wanted}
+        found: list[list[int]] = [[] for _ in range(len(self.steps) + 1)]
+        for number, place in last.items():
+            found[place].append(number)
+        return found
+
+
+def _between_products(tensor: torch.Tensor) -> list[Axis]:
+    """The axes that cut weights over which a tensor's positions are dealt."""
+    axes = []
+    while isinstance(tensor, Part):
+        axes += [tensor.axis] if not tensor.axis.positions else []
+        tensor = tensor.local
+    return axes
+
+
+def _results_in(tree: Any) -> list[ResultOf]:
+    if isinstance(tree, ResultOf):
+        return [tree]
+    if isinstance(tree, InputAt) or not isinstance(tree, dict | tuple | list):
+        return []
+    return [found for leaf in (tree.values() if isinstance(tree, dict) else tree) for found in _results_in(leaf)]
+
+
+def _taken(which: ResultOf, results: dict[int, Any]) -> Any:
+    found = results[which.step]
+    return found if which.place is None else found[which.place]
+
+
+def _filled(tree: Any, inputs: Sequence[torch.Tensor], results: dict[int, Any]) -> Any:
+    """Arguments with values in their places."""
+    if isinstance(tree, InputAt):
+        return inputs[tree.place]
+    if isinstance(tree, ResultOf):
+        return _taken(tree, results)
+    if isinstance(tree, dict):
+        return {key: _filled(leaf, inputs, results) for key, leaf in tree.items()}
+    if isinstance(tree, tuple | list):
+        leaves = [_filled(leaf, inputs, results) for leaf in tree]
+        return leaves if isinstance(tree, list) else tuple(leaves)
+    return tree
+
+
+class _Joined:
+    """What turns gave, one after the other: shares lie side by side, summands are added up."""
+
+    def __init__(self) -> None:
+        self.held: torch.Tensor | None = None
+        self._last: torch.Tensor | None = None
+
+    def add(self, value: torch.Tensor, index: int) -> None:
+        """Take in a turn's value; over ranks' axes it is distributed as the others are."""
+        self._last = _within(value, lambda here: self._take(here, index))
+
+    def _take(self, here: torch.Tensor, index: int) -> torch.Tensor:
+        if isinstance(here, Part):
+            self._put(here.local, here.dim_cut, here.owners, index)
+        elif isinstance(here, Sum):
+            mine = here.local if here.added is None or index else here.local + here.added
+            self.held = mine.clone() if self.held is None else self.held.add_(mine)
+        elif self.held is None:  # the same in every turn
+            self.held = here
+        return here
+
+    def _put(self, share: torch.Tensor, dim: int, owners: Owners, index: int) -> None:
+        if self.held is None:
+            shape = list(share.shape)
+            shape[dim] = owners.size
+            self.held = share.new_empty(shape)
+        span = owners.span(index)
+        if span is not None:
+            self.held.narrow(dim, *span).copy_(share)
+        else:
+            self.held.index_copy_(dim, to_device(owners.indices(index), share.device), share)
+
+    def value(self) -> torch.Tensor:
+        """All of it."""
+        held, last = self.held, self._last
+        assert held is not None and last is not None
+        return _within(last, lambda _: held)
+
+
+class _Gradient:
+    """The gradient of one input, from turns: shares of what is cut into chunks (`dim`), else a sum of summands."""
+
+    def __init__(self, dtype: torch.dtype, dim: int | None):
+        self.dtype, self.dim = dtype, dim
+        self.held: torch.Tensor | None = None
+        self._last: torch.Tensor | None = None
+
+    def add(self, gradient: torch.Tensor | None, axis: Axis) -> None:
+        """Take in a turn's gradient; None where there is none."""
+        if gradient is not None:
+            self._last = _within(gradient, lambda here: self._take(here, axis))
+
+    def _take(self, here: torch.Tensor, axis: Axis) -> torch.Tensor:
+        if self.dim is not None:
+            owners = Owners.blocks(here.shape[self.dim], axis.size)
+            if self.held is None:
+                self.held = (here.local if isinstance(here, Distributed) else here).new_zeros(tuple(here.shape))
+            share = share_of(here, self.dim, owners, axis)
+            span = owners.span(axis.index)
+            assert span is not None
+            self.held.narrow(self.dim, *span).copy_(share)
+            return here
+        mine = summand(here, (axis,))
+        wide = torch.promote_types(mine.dtype, torch.float32) if mine.is_floating_point() else mine.dtype
+        self.held = mine.to(wide, copy=True) if self.held is None else self.held.add_(mine)
+        return here
+
+    def value(self) -> torch.Tensor | None:
+        """All of it, in the input's dtype."""
+        held, last = self.held, self._last
+        if held is None or last is None:
+            return None
+        return _within(last, lambda _: held.to(self.dtype))
+
+
+def _beside(gradient: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    """What of a whole gradient belongs to a turn's output, distributed as that is."""
+    if not isinstance(output, Distributed):
+        return gradient
+    if isinstance(output, Part):
+        share = share_of(gradient, output.dim_cut, output.owners, output.axis)
+        return output.with_local(_beside(share, output.local))
+    assert isinstance(output, Sum)
+    if output.axis.name == CHUNKS:
+        return gradient
+    if _waits(output):
+        return _beside(whole_over_axis(gradient, output.axis), output.local)
+    return _beside(gradient, output.settled())
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, program: Program, *inputs: torch.Tensor):
+        joined, here = [_Joined() for _ in program.wanted], program.gathered(inputs)
+        for index in range(program.count):
+            outputs = program.run(program.chunk(here, index))
+            for each, output in zip(joined, outputs, strict=True):
+                each.add(output, index)
+            del outputs
+        ctx.program = program
+        ctx.save_for_backward(*inputs)
+        found = tuple(each.value() for each in joined)
+        ctx.mark_non_differentiable(*(each for each in found if not each.is_floating_point()))
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor):
+        program = ctx.program
+        inputs = program.gathered(ctx.saved_tensors)
+        wants = ctx.needs_input_grad[1:]
+        found = {place: _Gradient(inputs[place].dtype, program.sources.get(place))
+                 for place, wanted in enumerate(wants) if wanted}  # fmt: skip
+        for index in range(program.count):
+            for place, gradient in zip(found, _of_turn(program, inputs, wants, gradients, index), strict=True):
+                found[place].add(gradient, turn(program.count, index))
+                del gradient
+        return None, *(found[place].value() if place in found else None for place in range(len(inputs)))
+
+
+def _of_turn(
+    program: Program, inputs: Sequence[torch.Tensor], wants: Sequence[bool], gradients: Sequence[torch.Tensor],
+    index: int,
+) -> Sequence[torch.Tensor | None]:  # fmt: skip
+    """Gradients of the wanted inputs as a turn has them: its chunk is computed again."""
+    with torch.enable_grad():
+        here = program.chunk(inputs, index, wants)
+        outputs = program.run(here)
+    pairs = [(output, _beside(gradient, output)) for output, gradient in zip(outputs, gradients, strict=True)
+             if gradient is not None and output.requires_grad]  # fmt: skip
+    leaves = [leaf for leaf, wanted in zip(here, wants, strict=True) if wanted]
+    if not pairs:
+        return [None] * len(leaves)
+    return torch.autograd.grad([out for out, _ in pairs], leaves, [own for _, own in pairs], allow_unused=True)
+
+
+def chunked(program: Program, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Differentiable: the program's wanted results, computed chunk by chunk, and again so in backward."""
+    return list(_Chunked.apply(program, *inputs))

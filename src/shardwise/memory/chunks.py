@@ -1,0 +1,536 @@
+"""Wide tensors in chunks of positions, computed again in backward: `position_chunks=N`.
+
+    y = act(x @ A) @ B           (B, S, H) -> (B, S, 4H) -> (B, S, H)      a feed-forward network
+    l = cross_entropy(x @ W)     (B, S, H) -> (B, S, V)  -> ()             a head and its loss
+
+A product with a matrix that widens its rows is not computed at once: it gives a `Waiting` tensor, which has a shape and
+no values. What is done to it waits too, as long as each position stays by itself. An operation that leaves no more
+elements than came in (the product that narrows again, the loss) computes all of them, for one chunk of positions after
+the other; backward does so again, so that of the wide tensors one chunk is there at a time.
+
+Which operations keep positions apart is not listed here. A chunk is a part of a tensor over an axis whose ranks are
+turns of one rank, which can send nothing (`memory/chunk_runs.py`): an operation whose rule of `part/` has to send is
+not done in chunks. Each is tried on tensors without values before it is waited for. Sums over positions are sums over
+turns, and what a rule knows of the whole (the number that a mean is over) it still knows.
+
+Live bytes: those of the wide tensors divided by N. FLOPs: one forward more of what is chunked. On the wire: nothing of
+its own; sums over `tp` inside a chunk are taken in N pieces.
+
+*What this does not do*: operations that draw (dropout between the two products), that write in place, or that mix
+positions; autocast; second derivatives. Before them the wide tensor is made whole, as ever.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from shardwise.errors import RefusedPlan
+from shardwise.memory.chunk_runs import InputAt, Program, ResultOf, Step, chunked, turn
+from shardwise.part import Owners, Part, Sum, Uncut
+from shardwise.part.leaves import replaced, tensors_in
+from shardwise.part.levels import Distributed
+
+# functions that multiply rows by a matrix, and which argument has the rows; the matrix is the one behind it
+_ROWS: dict[Callable, int] = {
+    F.linear: 0, torch.matmul: 0, torch.Tensor.matmul: 0, torch.Tensor.__matmul__: 0, torch.mm: 0, torch.Tensor.mm: 0,
+    torch.addmm: 1, torch.Tensor.addmm: 1,
+}  # fmt: skip
+_MOST_TRIED = 1 << 14
+
+
+class Chunks:
+    """How many chunks, and what became of the wide tensors since the start.
+
+    computed  by what was computed in chunks: (rows, widest, result) as shapes without samples, how often
+    whole     by name of the operation before which a wide tensor was made whole, how often
+    """
+
+    def __init__(self, count: int):
+        self.count = count
+        self.computed: Counter[str] = Counter()
+        self.whole: Counter[str] = Counter()
+
+    def inside(self, forward: Callable[..., Any], *, leaves_whole: bool = False) -> Callable[..., Any]:
+        """A forward whose wide tensors wait; of what it returns too, unless `leaves_whole`."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self.entered():
+                output = forward(*args, **kwargs)
+                return whole(output) if leaves_whole else output
+
+        return run
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Context: wide tensors wait. Inside another one, nothing changes."""
+        if _HERE.chunks is not None:
+            yield
+            return
+        _HERE.chunks = self
+        try:
+            with _Mode(self):
+                yield
+        finally:
+            _HERE.chunks = None
+
+    def notices(self) -> list[str]:
+        """What was done, in lines of text."""
+        if not self.computed:
+            before = f": before {', '.join(sorted(self.whole))} wide tensors are made whole" if self.whole else ""
+            return [f"position_chunks has no effect: no product that widens was followed by one that narrows{before}"]
+        runs = "; ".join(self.computed)
+        return [f"position_chunks={self.count} computes in chunks, and again in backward: {runs}"]
+
+
+def chunked_forwards(module: nn.Module, blocks: Iterable[str], chunks: Chunks, leaves_whole: bool) -> None:
+    """Let wide tensors of a module wait; a block's own forward too, which recompute runs again by itself.
+
+    leaves_whole  what the module returns: where its weights are there while it runs alone (zero=3)
+    """
+    for block in {id(block): block for block in map(module.get_submodule, blocks)}.values():
+        block.forward = chunks.inside(block.forward)
+    if module not in map(module.get_submodule, blocks):
+        module.forward = chunks.inside(module.forward, leaves_whole=leaves_whole)
+
+
+class _Here(threading.local):
+    """Backward, which may compute a block again, runs in threads of its own.
+
+    pending  calls whose results wait
+    """
+
+    def __init__(self) -> None:
+        self.chunks: Chunks | None = None
+        self.making = False
+        self.pending: weakref.WeakSet[_Call] = weakref.WeakSet()
+
+
+_HERE = _Here()
+
+
+@contextmanager
+def _nothing_waits() -> Iterator[None]:
+    before, _HERE.making = _HERE.making, True
+    try:
+        yield
+    finally:
+        _HERE.making = before
+
+
+class _Call:
+    """A call whose results wait.
+
+    args, kwargs  as given, tensors that wait as themselves
+    like          its results on tensors without values, as parts over turns
+    least         elements of the rows that came in, of the fewest
+    number        of calls whose results look like these, since the start
+    dim           of rows that came in, which are no call's results: along which chunks are cut
+    values        the results, once they were made whole
+    """
+
+    def __init__(self, func: Callable, args: tuple, kwargs: dict, tried: _Tried, least: int, chunks: Chunks):
+        self.func, self.args, self.kwargs, self.chunks = func, args, kwargs, chunks
+        self.like, self.least, self.number = tried.like, least, tried.number
+        self.grad = torch.is_grad_enabled()
+        self.given = [t for t in tensors_in((args, kwargs)) if not isinstance(t, Waiting)]
+        self.versions = [t._version for t in self.given]
+        self.order = next(_numbers)
+        self.values: tuple[Any] | None = None
+        self.dim: int | None = None
+        _HERE.pending.add(self)
+
+    def check(self) -> None:
+        """Raises `RefusedPlan` where an input was written into since the call."""
+        for tensor, version in zip(self.given, self.versions, strict=True):
+            if tensor._version != version:
+                raise RefusedPlan(
+                    f"position_chunks: a tensor of shape {tuple(tensor.shape)} was written into after it had been "
+                    f"given to a product that is computed later, in chunks: write into a copy, or leave "
+                    "position_chunks out"
+                )
+
+    def made(self) -> Any:
+        """The results, whole, as one call gives them; computed once."""
+        if self.values is None:
+            self.check()
+            args, kwargs = replaced(Waiting, Waiting.made, (self.args, self.kwargs))
+            with torch.set_grad_enabled(self.grad), _nothing_waits():
+                self.values = (self.func(*args, **kwargs),)
+            _HERE.pending.discard(self)
+            self.args, self.kwargs, self.given = (), {}, []  # no longer needed, and perhaps large
+        return self.values[0]
+
+
+class Waiting(torch.Tensor):
+    """A tensor that is not computed yet: result `place` of a call, or its only one."""
+
+    call: _Call
+    place: int | None
+
+    answers_first = True  # beside other tensors with rules of their own
+
+    @staticmethod
+    def __new__(cls, like: torch.Tensor, device: torch.device, wants: bool, call: _Call, place: int | None) -> Waiting:
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device, requires_grad=wants
+        )
+        made.call, made.place = call, place
+        if wants:  # where a function of autograd's own was given it
+            with torch._C.DisableTorchFunctionSubclass():
+                made.register_hook(_refuse_gradient)
+        return made
+
+    @property
+    def like(self) -> torch.Tensor:
+        """It without values."""
+        return self.call.like if self.place is None else self.call.like[self.place]
+
+    def made(self) -> torch.Tensor:
+        """The tensor, whole."""
+        found = self.call.made()
+        return found if self.place is None else found[self.place]
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return _answered(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise RefusedPlan(f"position_chunks: {func} was given a tensor that is not computed yet: leave it out")
+
+
+def _refuse_gradient(*gradients: torch.Tensor) -> None:
+    raise RefusedPlan(
+        "position_chunks: a function of autograd's own (torch.autograd.Function) was given a wide tensor that is "
+        "computed later, and its gradient would be lost: leave position_chunks out"
+    )
+
+
+class _Mode(TorchFunctionMode):
+    """Products that widen wait."""
+
+    def __init__(self, chunks: Chunks):
+        super().__init__()
+        self.chunks = chunks
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if any(issubclass(kind, Waiting) for kind in types):
+            return _answered(func, args, kwargs)
+        if func in _ROWS and not _HERE.making:
+            begun = _begun(func, args, kwargs, self.chunks)
+            if begun is not None:
+                return begun
+        return func(*args, **kwargs)
+
+
+def whole(tree: Any) -> Any:
+    """The same tree, list or tensor with every waiting tensor made whole."""
+    return torch.utils._pytree.tree_map_only(Waiting, Waiting.made, tree)
+
+
+# --- what becomes of a call
+
+
+def _begun(func: Callable, args: tuple, kwargs: dict, chunks: Chunks) -> Waiting | None:
+    """The result of a product that widens, waiting; None where it is computed as ever."""
+    place = _ROWS[func]
+    rows, matrix = (args[place], args[place + 1]) if len(args) > place + 1 else (None, None)
+    if not isinstance(rows, torch.Tensor) or not isinstance(matrix, torch.Tensor) or not _may_wait(rows, matrix):
+        return None
+    if matrix.shape[0 if func is F.linear else 1] <= rows.shape[-1]:
+        return None
+    first = _rows(rows, chunks)
+    if first is None:
+        return None
+    args = (*args[:place], first, *args[place + 1 :])
+    tried = _look(func, args, kwargs, rows.numel())
+    return _waits(_Call(func, args, kwargs, tried, rows.numel(), chunks)) if tried.what == "waits" else None
+
+
+def _may_wait(rows: torch.Tensor, matrix: torch.Tensor) -> bool:
+    transforms = torch._C._functorch.peek_interpreter_stack() is not None
+    settled = rows
+    while isinstance(settled, Part):
+        settled = settled.local
+    return (
+        rows.is_floating_point() and rows.dim() > 1 and matrix.dim() == 2 and not isinstance(settled, Distributed)
+        and not transforms and not rows.is_inference() and not torch.is_autocast_enabled(rows.device.type)
+    )  # fmt: skip
+
+
+def _rows(rows: torch.Tensor, chunks: Chunks) -> Waiting | None:
+    """The rows, of which chunks are cut along the longest dim; of (B, S, H) seen as (B * S, H), along B or S."""
+    base = rows._base if rows.dim() == 2 else None
+    if base is None or base.dim() < 3 or base.shape[-1] != rows.shape[-1] or base.numel() != rows.numel():
+        base = rows
+    dim = max(range(base.dim() - 1), key=lambda d: (base.shape[d], d))
+    if base.shape[dim] < chunks.count:
+        return None
+    like = _without_values(base)
+    owners, axis = Owners.blocks(base.shape[dim], chunks.count), turn(chunks.count, 0)
+    key = ("rows", tuple(like.shape), like.stride(), like.dtype, dim, chunks.count)
+    if key not in _tried:
+        with _disable_current_modes():
+            _tried[key] = _Tried("waits", Part(owners.take(like, dim, 0), dim, owners, axis), next(_numbers))
+    call = _Call(rows_of, (base,), {}, _tried[key], base.numel(), chunks)
+    call.dim = dim
+    first = _waits(call)
+    if base is rows:
+        return first
+    tried = _look(torch.reshape, (first, tuple(rows.shape)), {}, 0)
+    return (
+        _waits(_Call(torch.reshape, (first, tuple(rows.shape)), {}, tried, 0, chunks))
+        if tried.what == "waits"
+        else None
+    )
+
+
+def rows_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that came in, as it is."""
+    return tensor
+
+
+def _waits(call: _Call) -> Any:
+    """The call's results, as tensors that wait."""
+    tensors = tensors_in((call.args, call.kwargs))
+    with torch._C.DisableTorchFunctionSubclass():
+        wants = call.grad and any(tensor.requires_grad for tensor in tensors)
+        device = tensors[0].device
+
+    def wrapped(like: torch.Tensor, place: int | None) -> Waiting:
+        return Waiting(like, device, wants and like.dtype.is_floating_point, call, place)
+
+    if isinstance(call.like, torch.Tensor):
+        return wrapped(call.like, None)
+    return _as(call.like, [wrapped(like, place) for place, like in enumerate(call.like)])
+
+
+def _as(like: Any, leaves: list) -> Any:
+    """Leaves in a tuple, list or named tuple of torch's."""
+    return leaves if isinstance(like, list) else type(like)(leaves)
+
+
+def _answered(func: Callable, args: tuple, kwargs: dict) -> Any:
+    """A call with tensors that wait among its arguments."""
+    args, kwargs = replaced(Waiting, lambda each: each.made() if each.call.values else each, (args, kwargs))
+    waiting = tensors_in((args, kwargs), Waiting)
+    if not waiting:
+        return func(*args, **kwargs)
+    with torch._C.DisableTorchFunctionSubclass():
+        if any(each.grad_fn is not None for each in waiting):  # what a function of autograd's own returned
+            _refuse_gradient()
+    least, chunks = min(each.call.least for each in waiting), waiting[0].call.chunks
+    tried = _look(func, args, kwargs, least)
+    if tried.what == "tells":
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    if tried.what == "waits":
+        return _waits(_Call(func, args, kwargs, tried, least, chunks))
+    if tried.what == "ends":
+        try:
+            return _computed(_Call(func, args, kwargs, tried, least, chunks))
+        except Uncut:  # what a rule does with tensors that are cut over ranks as well
+            pass
+    if tried.what == "writes":  # what waits may read what is written into
+        for call in sorted(_HERE.pending, key=lambda call: call.order):
+            call.made()
+    chunks.whole[_name(func)] += 1
+    args, kwargs = replaced(Waiting, Waiting.made, (args, kwargs))
+    with _nothing_waits():
+        return func(*args, **kwargs)
+
+
+class _Written:
+    """A program of a call and of all before it that it needs; no cycles, which would keep its inputs."""
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+        self.inputs: list[torch.Tensor] = []
+        self.sources: dict[int, int] = {}
+        self.widest = torch.Size()
+        self._places: dict[tuple[int, bool], int] = {}  # of inputs, by object and whether they are cut into chunks
+        self._numbers: dict[int, int] = {}  # of steps, by call
+
+    def add(self, call: _Call) -> int:
+        """The number of the step that is this call."""
+        if id(call) not in self._numbers:
+            call.check()
+            args, kwargs = replaced(torch.Tensor, self._argument, (call.args, call.kwargs))
+            self.steps.append(Step(call.func, args, kwargs, call.grad))
+            self._numbers[id(call)] = len(self.steps) - 1
+            shapes = [self.widest, *(like.shape for like in tensors_in((call.like,)))]
+            self.widest = max(shapes, key=lambda shape: (shape.numel() if shape else 0, shape[-1:]))
+        return self._numbers[id(call)]
+
+    def _argument(self, tensor: torch.Tensor) -> Any:
+        if not isinstance(tensor, Waiting):
+            return self._given(tensor)
+        call = tensor.call
+        if call.values is not None:
+            return self._given(tensor.made())
+        if call.dim is not None:
+            call.check()
+            return self._given(call.args[0], call.dim)
+        return ResultOf(self.add(call), tensor.place)
+
+    def _given(self, tensor: torch.Tensor, dim: int | None = None) -> InputAt:
+        key = id(tensor), dim is not None
+        if key not in self._places:
+            self._places[key] = len(self.inputs)
+            self.inputs.append(tensor)
+        place = self._places[key]
+        if dim is not None:
+            self.sources[place] = dim
+        return InputAt(place)
+
+
+def _computed(last: _Call) -> Any:
+    """The results of a call, and of all before it that it needs, chunk by chunk."""
+    written, like = _Written(), last.like
+    number = written.add(last)
+    if not written.sources:  # all that it reads was made whole since
+        return last.made()
+    alone = isinstance(like, torch.Tensor)
+    wanted = [ResultOf(number, None)] if alone else [ResultOf(number, place) for place in range(len(like))]
+    program = Program(tuple(written.steps), tuple(wanted), written.sources, last.chunks.count)
+    with torch.set_grad_enabled(last.grad), _nothing_waits():
+        found = chunked(program, written.inputs)
+    _HERE.pending.discard(last)
+    shapes = written.inputs[next(iter(written.sources))].shape, written.widest, found[0].shape
+    last.chunks.computed[" -> ".join(str(tuple(shape[1:])) for shape in shapes)] += 1
+    return found[0] if alone else _as(like, found)
+
+
+def _name(func: Callable) -> str:
+    return getattr(func, "__name__", str(func))
+
+
+# --- what an operation does with positions, tried
+
+
+class _Tried(NamedTuple):
+    """What a call gave on tensors without values.
+
+    what  "waits": results in which positions are apart
+          "ends": results that are no larger than the rows that came in, or a sum over positions
+          "tells": no tensor, but something about one
+          "whole": it needs the tensor whole
+          "writes": it writes into a tensor
+    """
+
+    what: str
+    like: Any = None
+    number: int = 0
+
+
+_tried: dict[Any, _Tried] = {}
+_numbers = itertools.count(1)
+_TELLS = (torch.Size, int, bool, torch.dtype, torch.device, torch.layout)
+
+
+class _Watch(TorchDispatchMode):
+    """Notes whether anything was computed, beside views, and whether anything was drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.computes = self.draws = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        returned = func._schema.returns
+        self.computes |= not returned or returned[0].alias_info is None
+        self.draws |= torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
+def _look(func: Callable, args: tuple, kwargs: dict, least: int) -> _Tried:
+    """What the call does, remembered by what its arguments look like."""
+    key = (func, _key_of(args), _key_of(kwargs), least)
+    try:
+        known = _tried.get(key)
+    except TypeError:  # an argument that cannot be a key
+        return _look_now(func, args, kwargs, least)
+    if known is None:
+        if len(_tried) >= _MOST_TRIED:
+            _tried.clear()
+        known = _tried[key] = _look_now(func, args, kwargs, least)
+    return known
+
+
+def _key_of(tree: Any) -> Any:
+    if isinstance(tree, Waiting):
+        return "waits", tree.call.number, tree.place
+    if isinstance(tree, torch.Tensor):
+        return "given", tuple(tree.shape), tree.stride(), tree.dtype
+    if isinstance(tree, dict):
+        return tuple((key, _key_of(leaf)) for key, leaf in tree.items())
+    if isinstance(tree, tuple | list):
+        return type(tree), tuple(map(_key_of, tree))
+    if isinstance(tree, slice):
+        return "slice", tree.start, tree.stop, tree.step
+    return type(tree), tree
+
+
+def _without_values(tensor: torch.Tensor) -> torch.Tensor:
+    with _disable_current_modes():
+        return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _look_now(func: Callable, args: tuple, kwargs: dict, least: int) -> _Tried:
+    def like(leaf: torch.Tensor) -> torch.Tensor:
+        return leaf.like if isinstance(leaf, Waiting) else _without_values(leaf)
+
+    given = replaced(torch.Tensor, like, (args, kwargs))
+    tensors = tensors_in(given)
+    versions = [tensor._version for tensor in tensors]
+    watch, meta = _Watch(), torch.device("meta")
+    args, kwargs = (_elsewhere(each, meta) for each in given)
+    with _disable_current_modes(), torch.no_grad(), watch:
+        try:
+            output = func(*args, **kwargs)
+        except Exception:  # whatever it says of cut tensors, or of such without values; the whole one is given next
+            return _Tried("whole")
+    if any(tensor._version != version for tensor, version in zip(tensors, versions, strict=True)):
+        return _Tried("writes")
+    leaves = [output] if isinstance(output, torch.Tensor) else output
+    several = isinstance(leaves, tuple | list) and bool(leaves)
+    if not several or not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
+        return _Tried("tells" if _only_tells(func, output) else "whole")
+    kinds = {type(leaf) for leaf in leaves if isinstance(leaf, Part | Sum)}
+    if watch.draws or not all(isinstance(leaf, Part | Sum) for leaf in leaves):
+        return _Tried("whole")
+    if Sum not in kinds and any(leaf.numel() > least for leaf in leaves):
+        return _Tried("waits", output, next(_numbers))
+    return _Tried("ends", output, next(_numbers)) if watch.computes else _Tried("whole")
+
+
+def _elsewhere(tree: Any, device: torch.device) -> Any:
+    """Arguments with this device in the place of every other one."""
+    if isinstance(tree, torch.device):
+        return device
+    if isinstance(tree, dict):
+        return {key: device if key == "device" else _elsewhere(leaf, device) for key, leaf in tree.items()}
+    if isinstance(tree, tuple | list) and not isinstance(tree, torch.Size):
+        leaves = [_elsewhere(leaf, device) for leaf in tree]
+        return leaves if isinstance(tree, list) else tuple(leaves)
+    return tree
+
+
+def _only_tells(func: Callable, output: Any) -> bool:
+    """Whether a call asked for something that a tensor without values has: its shape, dtype, device."""
+    if getattr(func, "__name__", "") == "__get__":
+        return True
+    numbers = isinstance(output, tuple) and all(isinstance(one, int) for one in output)
+    return (isinstance(output, _TELLS) or numbers) and not _name(func).endswith("data_ptr")
