@@ -123,6 +123,17 @@ def bad_loss(): return Task(model=dict, loss=None, batch=lambda step: None)
 def steps_fail(): return Task(model=Net, loss=loss, batch=lambda step: open("nowhere.npy"))
 
 
+def bare_inputs(): return Task(model=Net, loss=loss, inputs=lambda b: b["x"], batch=build().batch)
+def inputs_by_name(): return Task(model=Net, loss=loss, inputs=lambda b: {"x": b["x"]}, batch=build().batch)
+def no_groups(): return build(optimizer=lambda: torch.optim.SGD(Net().parameters(), lr=0.1))
+def others_parameters(): return build(optimizer=lambda groups: torch.optim.SGD(Net().parameters(), lr=0.1))
+def no_step(): return Task(model=Net, loss=loss, batch=lambda: {"x": torch.ones(4, 8)})
+def output_alone(): return build(loss=lambda output: (output.sum(), len(output)))
+def four(): return build(loss=lambda o, b: (o.sum(), len(o), 3, 4))
+def words(): return build(loss=lambda o, b: (o.sum(), "many"))
+def a_loader(): return rows(torch.utils.data.DataLoader(torch.ones(8, 8), batch_size=4))
+
+
 def labels():
     def loss(output, batch):
         return cross_entropy(output.expand(-1, 3), torch.arange(len(output)), reduction="sum"), len(output)
@@ -340,5 +351,15 @@ IN_TASKS = [
     (["train", "mine:good", "--set", "train.out=/proc/none"], 2, "with --set train.out=FOLDER"),
     (["train", "--plan", "accumulate=5", "--set", "train.batch_samples=4"], 2, "cannot be split into accumulate=5"),
     (["train", "--steps", "2", "--set", "schedule.warmup_steps=2"], 2, "does not end within"),
+    (["train", "mine:bare_inputs"], 2, "as (args, kwargs), got Tensor: such as lambda batch:"),
+    (["verify", "mine:inputs_by_name", "--plan", "dp_replicate=2"], 2, "as (args, kwargs), got dict"),
+    (["simulate", "mine:inputs_by_name", *ONE, "--plan", "dp_replicate=2"], 2, "as (args, kwargs), got dict"),
+    (["train", "mine:no_groups"], 2, "Task.optimizer is called with (groups of parameters)"),
+    (["train", "mine:others_parameters"], 2, "build it over its argument, the groups"),
+    (["train", "mine:no_step"], 2, "Task.batch is called with (step): too many positional arguments"),
+    (["train", "mine:output_alone"], 2, "Task.loss is called with (output, batch)"),
+    (["train", "mine:four"], 2, "(sum, weight, {name: extra}), got tuple of length 4"),
+    (["train", "mine:words"], 2, "the weight must be one number, got str"),
+    (["train", "mine:a_loader"], 2, "give its dataset (loader.dataset)"),
     (["show", "tp", "mine:good", "--plan", "dp_shard=2"], 2, "give tp its degree"),
 ]  # fmt: skip

@@ -115,6 +115,7 @@ def as_source(dataset: Any, collate: Callable[[list], Any] | None = None) -> Sou
         raise InputError(
             f"{type(dataset).__name__} cannot be a source: only a map-style dataset, with __len__ and "
             "__getitem__, gives a sample by its index, and it has no read(indices) -> batch either"
+            + ("; give its dataset (loader.dataset)" if hasattr(dataset, "batch_sampler") else "")
         )
     return DatasetSource(dataset, collate)
 

@@ -7,6 +7,7 @@ samples, ranks and micro-batches and divided once, by the global weight.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
@@ -49,6 +50,32 @@ def default_optimizer(groups: list[dict]) -> Optimizer:
 
 
 BOUNDARIES = ("zeros", "periodic", "reflect", "replicate", "pole")
+
+
+GIVEN = {  # what each function of a task is called with
+    "batch": ("step",), "inputs": ("batch",), "loss": ("output", "batch"), "optimizer": ("groups of parameters",),
+}  # fmt: skip
+
+
+def _takes(field: str, function: Any, given: tuple[str, ...]) -> None:
+    """Raise `InputError` for a function of one's own that cannot be called with what it is given."""
+    if not inspect.isfunction(function):
+        return
+    try:
+        inspect.signature(function).bind(*given)
+    except TypeError as error:
+        raise InputError(f"Task.{field} is called with ({', '.join(given)}): {error}") from None
+
+
+def call_arguments(task: Task, batch: Any) -> tuple[tuple, dict]:
+    """What the model is called with for a batch; `InputError` where Task.inputs gives something else."""
+    found = task.inputs(batch)
+    if not (isinstance(found, tuple | list) and len(found) == 2 and isinstance(found[1], dict)):
+        raise InputError(
+            f"Task.inputs must return what the model is called with, as (args, kwargs), got {type(found).__name__}: "
+            'such as lambda batch: ((batch["x"],), {})'
+        )
+    return found[0], found[1]
 
 
 @dataclass(frozen=True)
@@ -143,6 +170,8 @@ class Task:
         for field in ("model", "loss", "inputs", "optimizer"):
             if not callable(getattr(self, field)):
                 raise InputError(f"Task.{field} must be callable, got {type(getattr(self, field)).__name__}")
+        for field, given in GIVEN.items():
+            _takes(field, getattr(self, field), given)
         if not isinstance(self.model, type) and hasattr(self.model, "named_parameters"):
             raise InputError(
                 "Task.model is a module: give its class or a function that builds it (model=Net, not model=Net()), so "

@@ -26,7 +26,7 @@ from shardwise.proof.watch import CallTrace, ModuleWatch
 from shardwise.random import BatchDims, GlobalRandom, Samples
 from shardwise.step.batching import samples_in, slice_samples
 from shardwise.step.loss import read_loss
-from shardwise.task import Task
+from shardwise.task import Task, call_arguments
 from shardwise.trace.deferred import build, named_tensors
 from shardwise.trace.double import KeepDouble, default_dtype
 from shardwise.trace.state import ModuleState
@@ -129,7 +129,7 @@ def _sums(task, module, named, batch, step, settings, random, watch: ModuleWatch
         if watch is not None:
             watch.begin(index, samples.start, samples.count, samples.total)
         with random.watching(module), KeepDouble(), default_dtype(settings.dtype):
-            args, kwargs = task.inputs(part)
+            args, kwargs = call_arguments(task, part)
             loss = read_loss(task.loss(module(*args, **kwargs), part))
             objective = loss.total
             for extra in loss.extras.values():

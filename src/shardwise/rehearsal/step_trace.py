@@ -47,7 +47,7 @@ from shardwise.rehearsal.known_values import BATCH, Values, give
 from shardwise.rehearsal.op_counts import Count, StepTrace
 from shardwise.simulator.counted import Update
 from shardwise.step.batching import parts_of, samples_in
-from shardwise.task import Task
+from shardwise.task import Task, call_arguments
 from shardwise.task_names import inputs_hint
 from shardwise.trace.blocks import find_blocks
 from shardwise.trace.deferred import build as build_deferred
@@ -292,7 +292,7 @@ def on_device(batch: Any, precision: Precision) -> Any:
 
 def inputs_of(task: Task, batch: Any, precision: Precision) -> tuple[tuple, dict]:
     """What the module is called with, in its dtype."""
-    args, kwargs = task.inputs(batch)
+    args, kwargs = call_arguments(task, batch)
     return precision.cast_inputs((args, kwargs)) if precision.compute != torch.float32 else (args, kwargs)
 
 

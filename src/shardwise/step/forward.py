@@ -19,7 +19,7 @@ from shardwise.precision import Precision
 from shardwise.step.batching import samples_in
 from shardwise.step.loss import Loss, read_loss
 from shardwise.step.metrics import MetricTally
-from shardwise.task import Task
+from shardwise.task import Task, call_arguments
 
 
 class Forward:
@@ -89,7 +89,7 @@ class Forward:
         return whole(self._output(batch))
 
     def _output(self, batch: Any) -> Any:
-        args, kwargs = self.task.inputs(batch)
+        args, kwargs = call_arguments(self.task, batch)
         if self.precision.mixed or self.precision.compute != torch.float32:
             args, kwargs = self.precision.cast_inputs((args, kwargs))
         try:
