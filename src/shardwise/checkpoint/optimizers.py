@@ -155,9 +155,6 @@ def groups_of(engine: Engine, built: Options) -> tuple[dict[str, str], dict[str,
 # --- in
 
 
-Read = Callable[[str, Piece], torch.Tensor]  # key, piece -> its elements, flat
-
-
 def leaves(node: Node) -> Iterator[tuple[str, str]]:
     """("like" or "whole", key) of each tensor of a node. `InputError` for what is no node."""
     try:

@@ -79,7 +79,6 @@ class RankWatch:
         self.readers, self.deadlines = readers, deadlines
         self._compared: dict[str, int] = {}
         self._before: dict[int, tuple[int, str, int]] = {}
-        self._stuck: set[int] = set()
 
     def see(self) -> dict[int, RankSnapshot]:
         """The ranks that have begun their records."""

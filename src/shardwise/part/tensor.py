@@ -43,7 +43,10 @@ FUNCTIONS: dict[Callable, Callable] = {}  # functions above autograd whose backw
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Register the function as the rule of these operations."""
+    """Register the function as the rule of these operations.
+
+    Whether cuts of weights may follow their dims through them is another question: see `trace/axis_rules`.
+    """
 
     def register(function: Rule) -> Rule:
         for name in names:

@@ -1,4 +1,4 @@
-"""Randomness inside a module that does not depend on the layout.
+"""Modes that answer a module's random operations: masks by global index (`global`), or one constant for every draw.
 
 In `global` mode a mask is a function of seed, step, micro-batch, module path, call and global index. Element i of the
 whole micro-batch's tensor is hash(key, i), and a rank computes only its own elements:

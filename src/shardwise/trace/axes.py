@@ -55,7 +55,6 @@ class Use:
     inner: int
     outer: int
     module: str
-    output_shape: tuple[int, ...]
 
 
 @dataclass

@@ -67,9 +67,7 @@ def _weighted(axes: Axes, x: torch.Tensor, w: torch.Tensor, output: torch.Tensor
     shape = [1] * output.dim()
     shape[out_place] = -1
     axes.give(output, seeds[1].reshape(shape))
-    axes.uses.append(
-        Use(name, "product", base(inner), base(outer), axes.modules[-1] if axes.modules else "", tuple(output.shape))
-    )
+    axes.uses.append(Use(name, "product", base(inner), base(outer), axes.modules[-1] if axes.modules else ""))
     return True
 
 
@@ -117,7 +115,7 @@ def embedding(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> 
     if name in axes.frozen:
         return True
     axes.give(output, axes.seeds[name, columns].reshape([1] * (output.dim() - 1) + [-1]))
-    axes.uses.append(Use(name, "rows", rows, columns, axes.modules[-1] if axes.modules else "", tuple(output.shape)))
+    axes.uses.append(Use(name, "rows", rows, columns, axes.modules[-1] if axes.modules else ""))
     return True
 
 
@@ -143,7 +141,7 @@ def convolution(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -
         else:
             axes.keep_whole(seeds[1], "its input is whole")
         place = axes.modules[-1] if axes.modules else ""
-        axes.uses.append(Use(name, "channels", inner, outer, place, tuple(output.shape)))
+        axes.uses.append(Use(name, "channels", inner, outer, place))
     elif groups == x.shape[1] and labels is not None:
         axes.unite(np.repeat(labels.ravel(), w.shape[0] // groups), seeds[0])
     else:
