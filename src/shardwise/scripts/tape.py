@@ -111,7 +111,26 @@ class LossTape(TorchFunctionMode):
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
     """The tensors of a call's arguments, of its result, or of a batch."""
+    found: list[torch.Tensor] = []
+    if _plainly(tree, found):  # most calls; torch's tree functions would cost more than the operation
+        return found
     return [leaf for leaf in _leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+_ATOMS = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device))
+
+
+def _plainly(tree: Any, found: list[torch.Tensor]) -> bool:
+    """Add the tensors of nested tuples, lists and dicts; False where there is anything else that may hold some."""
+    kind = type(tree)
+    if kind in _ATOMS:
+        return True
+    if isinstance(tree, torch.Tensor):
+        found.append(tree)
+        return True
+    if kind is tuple or kind is list:
+        return all(_plainly(leaf, found) for leaf in tree)
+    return kind is dict and all(_plainly(leaf, found) for leaf in tree.values())
 
 
 def _leaves(tree: Any) -> list[Any]:
