@@ -5,8 +5,7 @@ by one, alone or with the tensors of its shape; or given as a sum of which each 
 gradient of what was cut are compared. An error of the operation on shares is a refusal too, since a rehearsal without
 values meets it before weights are made: what must not be is another result.
 
-What this does not do: try every cut. The seeds are fixed, since with others ranks were seen to come to different
-collectives: `adaptive_max_pool1d` on three samples that are cut softly over two ranks.
+What this does not do: try every cut.
 """
 
 from __future__ import annotations

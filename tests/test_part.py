@@ -47,6 +47,11 @@ CASES: dict[str, tuple[Callable, tuple[int, ...], set[int]]] = {
     "permute, squeeze": (lambda x: x.unsqueeze(0).permute(2, 0, 1).squeeze(1), (4, 6), {0, 1}),
     "expand": (lambda x: x.unsqueeze(1).expand(-1, 3, -1).reshape(12, 6), (4, 6), {0, 1}),
     "repeat": (lambda x: x.repeat(2, 3), (4, 6), {0, 1}),
+    "repeat no times": (lambda x: x.repeat(1, 0), (4, 6), {0, 1}),
+    "a vector's transpose": (lambda x: x.t() * 2, (6,), {0}),
+    "pairs as complex numbers": (lambda x: torch.view_as_real(torch.view_as_complex(x) * 1j), (4, 6, 2), {0, 1}),
+    "integers of two bytes": (lambda x: x * (x.detach() * 9).short().amax(1, keepdim=True), (4, 6), {0, 1}),
+    "multi margin": (lambda x: F.multi_margin_loss(x, TARGET.abs() % 6, reduction="sum"), (6, 7), set()),
     "chunk": (lambda x: x.chunk(2, 1)[0] * x.chunk(2, 1)[1], (4, 8), {0}),
     "slices": (lambda x: x[1:3, ::2] + x[:2, 1::2], (4, 6), set()),
     "slice": (lambda x: x[1:, 2:5], (4, 6), {0, 1}),
@@ -411,3 +416,19 @@ def test_an_operation_whose_inputs_do_not_fit_each_other_is_not_tried(monkeypatc
 
     monkeypatch.setattr(elementwise, "_tried", lambda *tried: pytest.fail(f"tried {tried[0]}"))
     assert not elementwise.is_elementwise(torch.ops.aten.mm.default, (torch.ones(2, 3), torch.ones(3, 4)), {})
+
+
+def test_integers_that_may_tell_places_are_tried_as_zeros_first() -> None:
+    """Kernels of max pooling read and write where integers tell them: others lie outside of memory."""
+    seen = []
+    with torch.library._scoped_library("test_part", "FRAGMENT") as library:
+
+        def placed(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+            seen.append(int(places.max()) if places.device.type == "cpu" else 0)
+            return torch.zeros_like(x).put_(places, x, accumulate=True)
+
+        library.define("placed(Tensor x, Tensor places) -> Tensor")
+        library.impl("placed", placed, "CompositeExplicitAutograd")
+        library.impl("placed", lambda x, places: torch.empty_like(x), "Meta")
+        assert not is_elementwise(torch.ops.test_part.placed.default, (ONES, ONES.long()), {})
+    assert seen and not any(seen)

@@ -489,8 +489,12 @@ def mistaken(plan: str, case: str) -> list[str]:
     model: Any = net().float() if case == "rounding" else net()
     if case == "rounding":
         model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
-    if case == "thawed":
+    if case.startswith("thawed"):
         model.layers[0].requires_grad_(False)
+    if case == "hooked":
+        model.head.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+    if case == "masked":
+        model.head.weight.register_hook(lambda gradient: gradient * torch.eye(*gradient.shape).to(gradient))
     optimizer: Any = Idle(model.parameters(), 0.1) if case == "idle" else torch.optim.Adam(model.parameters(), 1e-2)
     loader: Any = DataLoader(samples(32), batch_size=8)
     prepared = model, optimizer, loader = shardwise.prepare(model, optimizer, loader, plan=plan)
@@ -509,9 +513,13 @@ def mistaken(plan: str, case: str) -> list[str]:
     if case == "one rank's weights" and prepared.rank == 1:
         with torch.no_grad():
             model.head.weight[0, 0] = 0.5
-    for x, y in loader:
+    for step, (x, y) in enumerate(loader):
         if case in ("converted", "rounding"):
             x, y = x.float(), y.float()
+        if case == "thawed later" and step == 3:
+            model.layers[0].requires_grad_(True)
+        if case == "taken":
+            torch.autograd.grad(model(x).sum(), model.head.weight)
         prepared.backward((model(x) - y).square().mean())
         optimizer.step()
         optimizer.zero_grad()
@@ -528,6 +536,10 @@ def mistaken(plan: str, case: str) -> list[str]:
         ("dp_shard=2,zero=1", "data", InputError, r"'head.weight' was replaced after prepare"),
         ("dp_replicate=2", "replaced", InputError, "head.weight' was replaced after prepare"),
         ("dp_shard=2,zero=1", "thawed", InputError, "layers.0.bias' was frozen"),
+        ("dp_shard=2,zero=3", "thawed later", InputError, "layers.0.bias' was frozen"),
+        ("dp_replicate=2", "hooked", RefusedPlan, "'head.weight' has a hook on its gradient, which is given this rank"),
+        ("tp=2", "masked", RefusedPlan, "'head.weight' has a hook on its gradient, which is given this rank"),
+        ("dp_replicate=2", "taken", RefusedPlan, "the gradient of this rank's samples alone"),
         (
             "dp_replicate=2",
             "one rank's weights",
@@ -546,6 +558,10 @@ def mistaken(plan: str, case: str) -> list[str]:
 def test_weights_that_do_not_move_as_they_should(plan: str, case: str, kind: Any, words: str, pool: RankPool) -> None:
     with pytest.raises(kind, match=words):
         pool.run(mistaken, 2, plan, case)
+
+
+def test_a_hook_that_is_right_for_summands_is_taken(pool: RankPool) -> None:
+    pool.run(mistaken, 2, "dp_shard=2,zero=1", "masked")
 
 
 @pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2,zero=2"])

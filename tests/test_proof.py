@@ -19,6 +19,7 @@ from shardwise.proof.outcome import Parity
 from shardwise.proof.record import Record
 from shardwise.proof.settings import Settings
 from shardwise.ranks import RankPool
+from shardwise.trace.double import KeepDouble
 
 
 def sgd(groups: list[dict], lr: float) -> torch.optim.Optimizer:
@@ -266,3 +267,38 @@ class Table(nn.Module):
 def test_what_a_constructor_rounds_stays_rounded_on_both_sides(plan: str, pool: RankPool) -> None:
     parity = verify(tasks.mlp().with_(model=Table), plan, steps=1, pool=pool)
     assert parity.parity, parity.text()
+
+
+class Spectrum(nn.Module):
+    """A spectrum that is filled in, classes as one-hot rows, integers divided: single precision whatever the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 12))
+        self.table = nn.Parameter(torch.linspace(-1, 1, 4 * 12).view(4, 12).sin())
+        self.head = nn.Linear(12, tasks.CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        known = torch.fft.rfft(x * self.scale)
+        kept = torch.zeros(*known.shape[:-1], 7, dtype=torch.cfloat)
+        kept[..., :3] = known[..., :3]
+        classes = nn.functional.one_hot(x.argmax(-1) % 4, 4).float()
+        steps = (x.abs() * 9).byte() / 9.0  # of the default dtype
+        return self.head(x + torch.fft.irfft(kept, n=12) + torch.mm(classes, self.table)) + self.head(steps)
+
+
+def spectrum() -> Task:
+    return tasks.mlp().with_(model=Spectrum)
+
+
+def test_what_a_forward_makes_in_single_precision_is_proven_in_double(pool: RankPool) -> None:
+    parity = verify("test_proof:spectrum", "dp_replicate=2", pool=pool)
+    assert parity.parity and parity.float64, parity.text()
+
+
+def test_a_gradient_has_the_dtype_of_its_tensor_in_a_proof() -> None:
+    single = torch.ones(3, requires_grad=True)
+    with KeepDouble():
+        (single + torch.ones(3, dtype=torch.float64) / 3).sum().backward()
+        assert torch.ones(3, dtype=torch.float64).float().dtype == torch.float64
+    assert single.grad is not None and single.grad.dtype == torch.float32

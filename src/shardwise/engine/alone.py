@@ -22,6 +22,7 @@ from shardwise.step.forward import run_alone
 from shardwise.task import Task
 from shardwise.task_names import inputs_hint, where
 from shardwise.trace.deferred import named_tensors
+from shardwise.trace.double import as_written
 
 MOST_ELEMENTS = 2**28  # of parameters: beyond, a rank may not hold the module whole, and nothing is tried
 
@@ -60,7 +61,8 @@ def failure_alone(task: Task, precision: Precision, batch: Any) -> Exception | N
     try:
         with torch.random.fork_rng(devices=[]), python_restored(), torch.enable_grad(), _without_others():
             torch.manual_seed(0)
-            module = _own(task)
+            with as_written():
+                module = _own(task)
             with torch.no_grad():
                 for name, tensor in named_tensors(module):
                     given = task.weights(name) if task.weights is not None else None

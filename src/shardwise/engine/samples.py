@@ -16,6 +16,7 @@ from shardwise.layout.dealing import enough_samples
 from shardwise.step.batching import samples_in, slice_samples
 from shardwise.task import Task
 from shardwise.task_names import where
+from shardwise.trace.double import as_written
 
 COSTLY_BYTES = 2**30
 SAMPLES = 5  # looked at, where the batch has as many
@@ -28,8 +29,9 @@ def few_samples(task: Task, plan: Plan, data: Axis, device: torch.device) -> Any
     the step alone.
     """
     if task.batch is not None:
-        batch = task.batch(0)
-        _check_same(batch, task.batch(0), data, device)
+        with as_written():
+            batch, again = task.batch(0), task.batch(0)
+        _check_same(batch, again, data, device)
         count = samples_in(batch)
     else:
         assert task.data is not None
@@ -45,7 +47,8 @@ def read_samples(task: Task, indices: list[int]) -> Any:
     """Samples of `Task.data`; `InputError` with the line that failed where the task's own code raises."""
     assert task.data is not None
     try:
-        return task.data.read(indices)
+        with as_written():
+            return task.data.read(indices)
     except ShardwiseError:
         raise
     except Exception as error:

@@ -15,7 +15,7 @@ from shardwise.comm import Axis, all_gather, all_reduce, reduce_scatter
 from shardwise.host import to_device
 from shardwise.part.cuts import Owners
 from shardwise.part.levels import Distributed
-from shardwise.part.tensor import LastGathered, Part
+from shardwise.part.tensor import UNSENT, LastGathered, Part
 
 
 def gather(part: Part) -> torch.Tensor:
@@ -36,6 +36,8 @@ def gather(part: Part) -> torch.Tensor:
 def gathered(part: Part) -> torch.Tensor:
     """The tensor whole along the part's axis, newly made; it may still be cut over axes further in. Collective."""
     dim, owners, axis = part.dim_cut, part.owners, part.axis
+    if part.dtype in UNSENT:
+        return gathered(part.with_local(part.local.to(UNSENT[part.dtype]))).to(part.dtype)
     inner = part.local
     if isinstance(inner, Distributed):
         inner = inner.settled()
@@ -86,6 +88,8 @@ def all_sum(local: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
         return Sum(local, axis, spread=False)
     if isinstance(local, Distributed) and local.axis.turns and not isinstance(local, Part) and op == "sum":
         return local.like(all_sum(local.local, axis))
+    if local.dtype in UNSENT:
+        return all_sum(local.to(UNSENT[local.dtype]), axis, op).to(local.dtype)
     if isinstance(local, Distributed):
         inner = local.settled()
         if isinstance(inner, Part):

@@ -26,7 +26,7 @@ from shardwise.host import to_device
 from shardwise.part.cuts import REMEMBERED, Owners, Uncut
 from shardwise.part.gathering import gather, share_of
 from shardwise.part.levels import Distributed
-from shardwise.part.tensor import Part
+from shardwise.part.tensor import UNSENT, Part
 
 Wanted = tuple[tuple[tuple[int, int], ...], ...]  # of each rank: ranges (start, stop) of global indices, in order
 TAG = "activations"
@@ -336,6 +336,7 @@ class _Exchange:
     def __init__(self, blocks: list[torch.Tensor], received: list[int], axis: Axis):
         self.kind = blocks[0].dtype
         sent = torch.cat([block.reshape(-1) for block in blocks])
+        sent = sent.to(UNSENT.get(self.kind, self.kind))
         if self.kind.is_complex:  # as rows of two numbers, which every backend sends
             sent = torch.view_as_real(sent.resolve_conj())
         self.sent = sent.view(torch.uint8) if self.kind is torch.bool else sent
@@ -349,7 +350,7 @@ class _Exchange:
         del self.sent
         if self.kind.is_complex:
             return torch.view_as_complex(self.flat)
-        return self.flat.view(self.kind) if self.kind is torch.bool else self.flat
+        return self.flat.view(self.kind) if self.kind is torch.bool else self.flat.to(self.kind)
 
 
 def _elements(shape: list[int], without: int) -> int:

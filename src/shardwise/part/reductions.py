@@ -12,7 +12,7 @@ from shardwise.part.cuts import Uncut
 from shardwise.part.gathering import reduced
 from shardwise.part.sums import Sum
 from shardwise.part.tensor import Part, is_part, no_rule, parts_in, rule
-from shardwise.trace.elementwise import is_elementwise
+from shardwise.trace.elementwise import fit, is_elementwise
 
 
 def _dims(part: Part, dim: Any) -> set[int]:
@@ -59,11 +59,12 @@ def added_up(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     """A loss of elements (`mse_loss`, `huber_loss`), or its backward: each element's, then their sum or mean."""
     bound = _bound(func, args, kwargs)
     how, backward = bound.get("reduction"), func._schema.name.endswith("_backward")
-    if how not in (1, 2) or (backward and isinstance(bound["grad_output"], Part)):
+    pair = [tensor for name in ("self", "target") if isinstance(tensor := bound.get(name), torch.Tensor)]
+    if how not in (1, 2) or len(pair) < 2 or not fit(pair) or (backward and isinstance(bound["grad_output"], Part)):
         raise Uncut(no_rule(func, parts_in((args, kwargs))))
     each = bound | {"reduction": 0}
     if backward:
-        shape = torch.broadcast_shapes(bound["self"].shape, bound["target"].shape)
+        shape = torch.broadcast_shapes(*(tensor.shape for tensor in pair))
         gradient = bound["grad_output"] / (math.prod(shape) if how == 1 else 1)
         each["grad_output"] = gradient.expand(shape)
     given = tuple(each[argument.name] for argument in func._schema.arguments)

@@ -38,6 +38,7 @@ from shardwise.part.levels import Distributed, answering, here
 from shardwise.trace.elementwise import is_elementwise
 
 Rule = Callable[[Any, tuple, dict], Any]
+UNSENT = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}  # by no backend: sent as
 RULES: dict[str, Rule] = {}  # name of an ATen operation -> how it is done on parts
 FUNCTIONS: dict[Callable, Callable] = {}  # functions above autograd whose backward would otherwise not see the part
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from shardwise.host import to_device
-from shardwise.part.cuts import Owners, Uncut, group_size, in_whole_groups, joined, regrouped, unsliced
+from shardwise.part.cuts import Owners, Uncut, group_size, in_whole_groups, joined, regrouped, tiled, unsliced
 from shardwise.part.gathering import gather, gathered, reduced
 from shardwise.part.levels import Distributed
 from shardwise.part.moves import reowned
@@ -98,7 +98,13 @@ def _in_whole_groups(part: Part, whole: WholeView) -> Part | None:
 @rule("view_as_real", "view_as_complex", "_conj", "resolve_conj", "_neg_view", "resolve_neg", "_conj_physical")
 def of_complex(func: Any, args: tuple, kwargs: dict) -> Part:
     """Complex numbers as pairs along a last dim, and back; conjugates, written out since what is sent is memory."""
-    return args[0].with_local(func(args[0].local).resolve_conj().resolve_neg())
+    part = args[0]
+    local = part.local
+    if func._schema.name == "aten::view_as_complex":
+        if part.dim_cut == part.dim() - 1:
+            raise Uncut(f"the two parts of complex numbers lie on different ranks ({no_rule(func, [part])})")
+        local = local.contiguous()  # pairs must lie side by side in each rank's memory
+    return part.with_local(func(local).resolve_conj().resolve_neg())
 
 
 @rule("transpose", "transpose_")
@@ -114,7 +120,7 @@ def transpose(func: Any, args: tuple, kwargs: dict) -> Part:
 def t(func: Any, args: tuple, kwargs: dict) -> Part:
     """A matrix's transpose."""
     part = args[0]
-    return part if part.dim() < 2 else part.with_local(part.local.t(), 1 - part.dim_cut)
+    return part.with_local(part.local.t(), 1 - part.dim_cut if part.dim() == 2 else part.dim_cut)
 
 
 @rule("permute")
@@ -160,10 +166,10 @@ def expand(func: Any, args: tuple, kwargs: dict) -> Part:
 
 @rule("repeat")
 def repeat(func: Any, args: tuple, kwargs: dict) -> Part:
-    """`repeat(x, times)` where the cut dim is not repeated."""
+    """`repeat(x, times)`: the owners of the cut dim are repeated as its indices are."""
     part, times = args[0], list(args[1])
     dim = part.dim_cut + len(times) - part.dim()
-    owners = joined((part.owners,) * times[dim])
+    owners = tiled(part.owners, times[dim])
     return part.with_local(part.local.repeat(times), dim, owners)
 
 

@@ -93,6 +93,7 @@ class Calls(Events):
         self.called = False  # the model, in training
         self.stray = False  # a gradient came that no backward of this model asked for
         self.asked = False  # its own backward runs
+        self._taken = 0  # gradients that came for parameters and did not land there
         self._done = False  # its backward of this batch is over
         self._draws_on = False
         self._looked = mesh.data.size == 1
@@ -331,7 +332,25 @@ class Calls(Events):
                 technique.heard = self._arrives
         for _, param in trainable(engine.module):
             if not isinstance(param, DTensor):
-                param.register_post_accumulate_grad_hook(_weakly(self._arrives))
+                param.register_hook(_weakly(self._comes))
+                param.register_post_accumulate_grad_hook(_weakly(self._lands))
+
+    def _comes(self, gradient: torch.Tensor) -> None:
+        """For a parameter, on its way to `.grad` or into the hands of whoever asked for it."""
+        self._taken += not self.asked and not self._gate.is_open
+
+    def _lands(self, param: torch.Tensor) -> None:
+        self._taken -= not self.asked and not self._gate.is_open
+        self._arrives(param)
+
+    def refuse_taken(self) -> None:
+        """Raise `RefusedPlan` where the script has asked for gradients of parameters by `torch.autograd.grad`."""
+        if self._taken:
+            raise RefusedPlan(
+                "torch.autograd.grad(..., parameters): what it gives is the gradient of this rank's samples alone, or "
+                "of its part of the batch, and no rank has one process's: weigh losses by their values "
+                "(prepared.sum), or read param.grad after prepared.backward under dp_replicate"
+            )
 
     def _arrives(self, param: torch.Tensor) -> None:
         """Of its own backward, or of another model's behind it (a GAN's)."""

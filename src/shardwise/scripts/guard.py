@@ -145,6 +145,44 @@ def _reads_values(func: Any) -> bool:
     return name not in _PROPERTIES
 
 
+def refuse_hooks(model: nn.Module, plan: Plan) -> None:
+    """Raise `RefusedPlan` for a hook of the script's on a gradient that would not give what it gives one process.
+
+    A rank's gradient is a summand until ranks have added theirs up, so a hook may be anything that is right for
+    summands (a mask), which is found by trying. Shares of weights and pieces of units have no hooks at all.
+    """
+    spread = plan.tp > 1 or plan.ep > 1 or (plan.zero == 3 and plan.dp_shard > 1)
+    for name, param in model.named_parameters():
+        early, late = _hooks(param._backward_hooks), _hooks(param._post_accumulate_grad_hooks)
+        if plan.world_size > 1 and (late or (early and (spread or not _add_up(early, param)))):
+            raise RefusedPlan(
+                f"parameter '{name}' has a hook on its gradient, which is given this rank's part of a sum over ranks "
+                f"where one process gives it the whole gradient (plan {plan}): change gradients after "
+                "prepared.backward, under dp_replicate, or clip with prepared.clip_grad_norm_"
+            )
+
+
+def _hooks(held: Any) -> list[Callable[[torch.Tensor], torch.Tensor | None]]:
+    """Those that are not ours."""
+    return [hook for hook in (held or {}).values() if not str(getattr(hook, "__module__", "")).startswith("shardwise.")]
+
+
+def _add_up(hooks: list[Callable[[torch.Tensor], torch.Tensor | None]], param: torch.Tensor) -> bool:
+    """Whether the hooks give for a sum of gradients the sum of what they give, and for a multiple the multiple."""
+
+    def hooked(gradient: torch.Tensor) -> torch.Tensor:
+        for hook in hooks:
+            changed = hook(gradient)
+            gradient = gradient if changed is None else changed
+        return gradient
+
+    generator = torch.Generator().manual_seed(0)
+    one, other = (torch.randn(param.shape, generator=generator).to(param) for _ in range(2))
+    with torch.no_grad():
+        pairs = [(hooked(one) + hooked(other), hooked(one + other)), (hooked(one * 8) / 8, hooked(one))]
+    return all(torch.allclose(a, b, rtol=1e-3, atol=1e-4) for a, b in pairs)
+
+
 def guard_copies(model: nn.Module, plan: Plan, *, in_pieces: bool) -> None:
     """Make `torch.save(model)` raise, and `copy.deepcopy(model)` where a copy would hold this rank's pieces."""
 

@@ -37,6 +37,7 @@ class FirstSteps:
         self._steps = 0
         self._seen: list[tuple[Slot, torch.Tensor, torch.Tensor, float, float]] = []  # slot, places, values, |g|, rate
         self._moved = self._should = False
+        self._frozen = [param for param in engine.module.parameters() if not param.requires_grad]
         mesh, plan = engine.mesh, engine.plan
         pieces = plan.zero == 3 or plan.ep > 1
         self._holding = mesh.tp.index * mesh.shard.size + (mesh.shard.index if pieces else 0)  # equal: the same weights
@@ -44,7 +45,7 @@ class FirstSteps:
     @torch.no_grad()
     def before(self) -> None:
         """The gradients are whole, the step is next. Raises `InputError` for parameters that are not the plan's."""
-        if self._steps < _STEPS or self._steps % _AGAIN == 0:
+        if self._steps < _STEPS or self._steps % _AGAIN == 0 or any(param.requires_grad for param in self._frozen):
             self._check_parameters()
         if self._steps >= _STEPS:
             return

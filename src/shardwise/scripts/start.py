@@ -20,6 +20,7 @@ from shardwise.engine.engine import Engine
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan, check
 from shardwise.mesh import Mesh
+from shardwise.scripts.guard import refuse_hooks
 from shardwise.scripts.shares import Named
 from shardwise.scripts.spread import total_of
 from shardwise.task import Domain, Task
@@ -53,6 +54,7 @@ def check_given(model: Any, optimizer: Any, plan: Plan, randomness: str, loss_sc
             "piece by piece: describe the run as a Task and call shardwise.parallelize(task, plan).step(batch)"
         )
     check(plan)
+    refuse_hooks(model, plan)
     if waits_for_call(plan) and is_compiled(model):
         raise RefusedPlan(
             f"plan {plan}: the model is compiled, and what is cut is followed operation by operation: give prepare the "

@@ -255,6 +255,7 @@ class Stepping(WeightAccess):
             self._tally = Tally(self.engine.device, counts)
 
     def _refuse_stray(self, call: str) -> None:
+        self.calls.refuse_taken()
         if self.calls.stray:
             raise InputError(
                 f"{call}: loss.backward() or another model's backward has left gradients in this one since its last "

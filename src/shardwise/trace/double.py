@@ -5,6 +5,9 @@ round differently wherever two runs differ in the last bit. While this mode is a
 floating-point dtype leaves it float64. Complex numbers likewise; those that are made in a forward without any tensor
 (`torch.zeros(shape, dtype=torch.cfloat)`, into which a spectrum is written) are complex128 from the start.
 
+What a forward makes as float32 whatever its input (a spectrum to be filled in, classes as one-hot rows) is made float64
+likewise. What autograd casts is cast: a gradient has the dtype of its tensor.
+
 Initial values are those of one process that was never asked: what a constructor rounds on purpose (a table computed in
 float64) stays rounded, so `as_written` is around constructors and their replays.
 
@@ -13,9 +16,11 @@ What this does not do: change tensors that were float32 from the start, or kerne
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,7 +29,10 @@ _WIDE = {
     torch.float32: torch.float64, torch.bfloat16: torch.float64, torch.float16: torch.float64,
     torch.complex64: torch.complex128, torch.complex32: torch.complex128,
 }  # fmt: skip
+_BETWEEN = ("torch._dynamo.eval_frame", "torch._compile", "torch._ops")  # an operation and the mode that sees it
+_FILLED = frozenset(f"aten::{new}{name}" for name in ("zeros", "ones", "full", "empty") for new in ("", "new_"))
 _as_written: ContextVar[bool] = ContextVar("casts as they are written", default=False)
+_own_default: ContextVar[torch.dtype | None] = ContextVar("the default dtype outside of `default_dtype`", default=None)
 
 
 class KeepDouble(TorchDispatchMode):
@@ -37,9 +45,12 @@ class KeepDouble(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         wide = _WIDE.get(kwargs.get("dtype"))
-        if wide is not None and not _as_written.get() and _is_double(args, wide):
-            self.met = True
-            kwargs["dtype"] = wide
+        if wide is not None and not _as_written.get() and not _of_autograd():
+            if _is_double(args, wide):
+                self.met = True
+                kwargs["dtype"] = wide
+            elif torch.get_default_dtype() == torch.float64 and _exact(func, args):
+                kwargs["dtype"] = wide
         return func(*args, **kwargs)
 
 
@@ -49,13 +60,34 @@ def _is_double(args: tuple, wide: torch.dtype) -> bool:
     return torch.float64 in given or torch.complex128 in given or (wide.is_complex and not given)
 
 
+def _exact(func: Any, args: tuple) -> bool:
+    """Whether an operation makes values that any dtype holds: a constant, or integers and masks in another dtype."""
+    given = args[0] if args else None
+    if func._schema.name == "aten::_to_copy" and isinstance(given, torch.Tensor):
+        return not given.is_floating_point() and not given.is_complex()
+    return func._schema.name in _FILLED
+
+
+def _of_autograd() -> bool:
+    """Whether autograd's engine asks for an operation, and not the code of a module, also where it runs again.
+
+    Its own thread has no Python below the modes.
+    """
+    frame: Any = sys._getframe(2)
+    while frame and (frame.f_code.co_name == "__torch_dispatch__" or frame.f_globals["__name__"] in _BETWEEN):
+        frame = frame.f_back
+    return frame is None or frame.f_code is torch.autograd.graph._engine_run_backward.__code__
+
+
 @contextmanager
 def as_written() -> Iterator[None]:
-    """Inside, casts to narrower floats are done, also within `KeepDouble`."""
-    token = _as_written.set(True)
+    """Inside, casts to narrower floats are done, in `KeepDouble` too, and the default dtype is the caller's own."""
+    token, before = _as_written.set(True), torch.get_default_dtype()
+    torch.set_default_dtype(_own_default.get() or before)
     try:
         yield
     finally:
+        torch.set_default_dtype(before)
         _as_written.reset(token)
 
 
@@ -63,8 +95,10 @@ def as_written() -> Iterator[None]:
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     """New tensors whose dtype nobody gives (random weights in a loss, say) are of this one."""
     before = torch.get_default_dtype()
+    token = _own_default.set(_own_default.get() or before)
     torch.set_default_dtype(dtype)
     try:
         yield
     finally:
         torch.set_default_dtype(before)
+        _own_default.reset(token)

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 SCALES = (0.3, 3.0)  # of the values tried: thresholds lie near one
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ def is_elementwise(func: Any, args: tuple, kwargs: dict) -> bool:
     leaves, spec = tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     ndim = max((tensor.dim() for tensor in tensors), default=0)
-    if not ndim or not _broadcast(tensors):  # nor may a kernel that checks no shapes be tried on other ones
+    if not ndim or not fit(tensors):  # nor may a kernel that checks no shapes be tried on other ones
         return False
     small = [_Small(_sizes(leaf, ndim), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     try:
@@ -45,8 +46,8 @@ def is_elementwise(func: Any, args: tuple, kwargs: dict) -> bool:
         return False
 
 
-def _broadcast(tensors: list[torch.Tensor]) -> bool:
-    """Whether the shapes fit each other, as those of an elementwise operation's inputs do."""
+def fit(tensors: list[torch.Tensor]) -> bool:
+    """Whether shapes can be broadcast to each other, as those of an elementwise operation's inputs can."""
     try:
         torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
     except RuntimeError:
@@ -65,13 +66,25 @@ def _tried(func: Any, leaves: tuple, spec: Any, ndim: int) -> bool:
     with _disable_current_modes(), torch.no_grad(), warnings.catch_warnings(action="ignore"):
         generator = torch.Generator().manual_seed(0)
         try:
-            return all(_holds(func, leaves, spec, ndim, scale, generator) for scale in SCALES)
+            return all(_holds(func, leaves, spec, ndim, *way, generator) for way in _ways(leaves))
         except (RuntimeError, NotImplementedError, TypeError, IndexError, ValueError):  # not for tensors of such sizes
             return False
 
 
-def _holds(func: Any, leaves: tuple, spec: Any, ndim: int, scale: float, generator: torch.Generator) -> bool:
-    made = [_drawn(leaf, scale, generator) if isinstance(leaf, _Small) else leaf for leaf in leaves]
+def _ways(leaves: tuple) -> list[tuple[float, int]]:
+    """(scale of values, bound of integers) of each trial.
+
+    Kernels read and write where integers tell them, some without a check, so zeros come first: an operation that takes
+    them as places finds the first one alone, is no elementwise one, and never meets others.
+    """
+    whole = any(isinstance(leaf, _Small) and leaf.dtype in _INTEGERS for leaf in leaves)
+    return [(SCALES[0], 1)] * whole + [(scale, 3) for scale in SCALES]
+
+
+def _holds(
+    func: Any, leaves: tuple, spec: Any, ndim: int, scale: float, integers: int, generator: torch.Generator
+) -> bool:
+    made = [_drawn(leaf, scale, integers, generator) if isinstance(leaf, _Small) else leaf for leaf in leaves]
     tensors = [leaf for leaf in made if isinstance(leaf, torch.Tensor)]
     shape = torch.broadcast_shapes(*(t.shape for t in tensors))
     args, kwargs = tree_unflatten(made, spec)
@@ -90,12 +103,12 @@ def _holds(func: Any, leaves: tuple, spec: Any, ndim: int, scale: float, generat
     return True
 
 
-def _drawn(small: _Small, scale: float, generator: torch.Generator) -> torch.Tensor:
+def _drawn(small: _Small, scale: float, integers: int, generator: torch.Generator) -> torch.Tensor:
     shape, dtype = small.shape, small.dtype
     if dtype.is_floating_point or dtype.is_complex:
         dtype = torch.promote_types(dtype, torch.float32)  # few bits would hide a difference
         return (torch.randn(shape, generator=generator, dtype=torch.float64) * scale).to(dtype)
-    return torch.randint(0, 2 if dtype is torch.bool else 3, shape, generator=generator).to(dtype)
+    return torch.randint(0, 2 if dtype is torch.bool else integers, shape, generator=generator).to(dtype)
 
 
 def _index(tensor: torch.Tensor, dim: int, index: int) -> torch.Tensor:
