@@ -294,6 +294,11 @@ def vit() -> Task:
     return _task(ViT, _pictures(25, 20), _classes)
 
 
+def large_vit() -> Task:
+    """Learned positions for 200 x 75 cells, and no other number of them."""
+    return _task(lambda: ViT((200, 75), 25), _pictures(200, 75), _classes)
+
+
 class Swin(nn.Module):
     """Attention within windows of 4 x 4, the second time shifted by 2, and a head of each cell."""
 

@@ -21,6 +21,7 @@ from shardwise.mesh import build_mesh
 from shardwise.parallel.domain import norms
 from shardwise.part import Uncut, plain
 from shardwise.part.positions import Positions
+from shardwise.proof.shrink import shrink
 
 GRIDS = ("domain=2", "domain=1x3", "domain=2x2", "domain=3x2")
 CASES = (
@@ -98,6 +99,16 @@ def test_a_shrunk_proof_keeps_uneven_tiles_and_one_inside(pool) -> None:
     found = verify("domain_tasks:weighted", "domain=1x6,dp_replicate=8", shrink=True, pool=pool)  # 13 columns
     assert found.parity and found.proven == "dp_replicate=2,domain=1x3", found.text()
     assert "covered: dp_replicate=2, domain=1x3. Not covered: cuts that only dp_replicate=8 makes" in found.text()
+
+
+def test_a_shrunk_proof_has_a_small_field(pool) -> None:
+    """Of 181 x 360 cells over 4 tiles: odd rows, even columns, as many as five halvings need; a module of one size."""
+    found = verify("domain_tasks:unet_degree_group", "domain=1x4", shrink=True, pool=pool)
+    assert found.parity and found.proven == "domain=1x3", found.text()
+    assert "fields of 181 x 360 -> 53 x 168 cells" in found.text()
+    assert "Not covered: cuts that only domain=1x4 makes, fields of 181 x 360" in found.text()
+    fixed = shrink(domain_tasks.large_vit, domain_tasks.large_vit(), Plan.parse("domain=2"))
+    assert any("the field was kept" in note for note in fixed.notes), fixed.notes
 
 
 def _run(plan: str, folder: str, first: int) -> tuple[list[float], tuple[float, float], Any]:

@@ -216,6 +216,23 @@ def tiled_sizes(task: Task, plan: Plan, batch: Any) -> tuple[int, ...]:
     return ()
 
 
+def field_dims(task: Task, batch: Any) -> tuple[tuple[int, ...], ...]:
+    """Of each leaf of a batch, its dims of space, as a plan that tiles all of them would find them; () of others."""
+    fields = [leaf.dim() - 2 for leaf in tree_flatten(task.inputs(batch))[0] if isinstance(leaf, torch.Tensor)]
+    most = len(task.spatial.dims) if task.spatial is not None else max((n for n in fields if n <= 3), default=0)
+    for count in range(most, 0, -1):
+        axes = {name: Axis(name, 2, 0, None, (0, 1)) for name in SPACE[:count]}
+        for candidate in _fields(task, Plan(domain=(2,) * count), axes, batch, samples_in(batch)):
+            return tuple(tuple(dim for dim, _ in cuts) for cuts in candidate.positions.cuts)
+    return ()
+
+
+def runs(task: Task, built: Built, batch: Any) -> bool:
+    """Whether the module and its loss run on a batch, on shapes alone where that can be."""
+    precision = Precision.of(Plan())
+    return _runs(TrialModule(built, batch, run_alone(task, precision), precision.held))
+
+
 def _rehearse(
     task: Task, plan: Plan, precision: Precision, built: Built, batch: Any, derived: Derived,
     row_wise: Sequence[Stack], positions: Positions, place: tuple[int, ...], noted: _Noted,

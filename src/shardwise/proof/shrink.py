@@ -3,6 +3,8 @@
     dp_replicate, dp_shard above 1   2; dp_shard 3 where the plan's cuts are uneven and 2 would be even
     accumulate above 3               3
     domain above 3 along a dim       the least of 3 and more that cuts the field evenly, or unevenly, as the plan does
+    a field that is tiled            the least extents of 32 cells for each tile, with the same remainders by 32 and the
+                                     tiles: halvings meet odd sizes where they did, and tiles are as uneven
     pp above 3                       3, with as many stages on each rank, and more micro-batches than stages
     repeated blocks                  of each program the first two, or as many as pipeline stages need; see `programs`
     samples                          two for each rank and micro-batch, and one more where the plan's batch is uneven
@@ -13,6 +15,7 @@ kept. What was kept and what that leaves out is told from what was really made s
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,8 +23,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from shardwise.engine.positions import tiled_sizes
+from shardwise.engine.positions import field_dims, runs, tiled_sizes
 from shardwise.errors import RefusedPlan
 from shardwise.layout import Plan, check
 from shardwise.proof.programs import programs_of
@@ -36,8 +40,10 @@ KEPT_BLOCKS = 2  # of each program
 MOST_STAGES = 3  # ranks of a pipeline
 MOST_ACCUMULATE = 3
 MOST_TILES = 3  # along one dim
+TILE = 32  # cells of a small field for each tile along a dim, at least: five halvings
 
 Kept = Mapping[str, tuple[int, ...]]  # path of a list of blocks -> indices of those that stay
+Corner = tuple[tuple[tuple[int, int], ...], ...]  # of each leaf of a batch: (dim, cells that stay) of its fields
 
 
 @dataclass(frozen=True)
@@ -56,21 +62,51 @@ class _SmallTask:
     reference: Any
     samples: int
     kept: Kept
+    corner: Corner = ()
 
     def __call__(self) -> Task:
         task = resolve_task(self.reference)
         model = _Shallow(task.model, self.kept) if self.kept else task.model
-        return task.with_(model=model, batch=_FirstSamples(task, self.samples), data=None)
+        return task.with_(model=model, batch=_FirstSamples(task, self.samples, self.corner), data=None)
 
 
 @dataclass(frozen=True)
 class _FirstSamples:
     task: Task
     samples: int
+    corner: Corner = ()
 
     def __call__(self, step: int) -> Any:
-        batch = global_batch(self.task, Settings(batch_samples=self.samples), step)
-        return slice_samples(batch, 0, min(self.samples, samples_in(batch)))
+        task, whole = self.task, getattr(self.task.data, "global_shape", ())
+        region = next((tuple((0, size) for _, size in extents) for extents in self.corner if extents), ())
+        if region and len(region) == len(whole):  # no rank need hold a whole field to give its corner
+            task = task.with_(data=_Corner(task.data, region))
+        batch = global_batch(task, Settings(batch_samples=self.samples), step)
+        return _corner_of(slice_samples(batch, 0, min(self.samples, samples_in(batch))), self.corner)
+
+
+@dataclass(frozen=True)
+class _Corner:
+    """A source of which one region is read."""
+
+    source: Any
+    region: tuple[tuple[int, int], ...]
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def read(self, indices: list[int]) -> Any:
+        return self.source.read(indices, self.region)
+
+
+def _corner_of(batch: Any, corner: Corner) -> Any:
+    """A batch whose fields have the first cells alone."""
+    leaves, spec = tree_flatten(batch)
+    for place, extents in enumerate(corner):
+        for dim, size in extents:
+            leaves[place] = leaves[place].narrow(dim, 0, size)
+        leaves[place] = leaves[place].contiguous() if extents else leaves[place]
+    return tree_unflatten(leaves, spec)
 
 
 @dataclass(frozen=True)
@@ -109,10 +145,11 @@ def shrink(reference: Any, task: Task, plan: Plan) -> Shrunk:
     uneven = samples_in(batch) % (plan.data_ranks * plan.step_microbatches) != 0
     samples = min(2 * small.data_ranks * small.step_microbatches + uneven, samples_in(batch))
     depth = _Depth(told=["depth was kept: stages= names blocks"]) if plan.stages else _depth(built, task, small, batch)
+    corner, field_told = _small_field(task, small, slice_samples(batch, 0, 1), depth)
     told = f"{samples} samples{' (uneven, as in the plan)' if uneven else ''}"
-    notes = [f"shrunk: plan {plan} -> {small}; {told}", *(f"shrunk: {what}" for what in depth.told)]
+    notes = [f"shrunk: plan {plan} -> {small}; {told}", *(f"shrunk: {what}" for what in [*field_told, *depth.told])]
     notes.append(_scope(plan, small, samples, samples_in(batch), depth))
-    return Shrunk(small, _SmallTask(reference, samples, depth.kept), tuple(notes))
+    return Shrunk(small, _SmallTask(reference, samples, depth.kept, corner), tuple(notes))
 
 
 # --- the plan
@@ -139,6 +176,28 @@ def _small_tiles(task: Task, plan: Plan, batch: Any) -> tuple[int, ...]:
         like = (n for n in range(MOST_TILES, tiles) if (size % n == 0) == (size % tiles == 0))
         small[place] = next(like, tiles)
     return tuple(small)
+
+
+def _small_field(task: Task, small: Plan, batch: Any, depth: _Depth) -> tuple[Corner, list[str]]:
+    """The cells that stay of each field of a batch, and what to say of it. Adds to what is left out."""
+    dims = field_dims(task, batch) if small.tiles > 1 else ()
+    leaves = tree_flatten(batch)[0]
+    sizes = next((tuple(leaf.shape[d] for d in along) for leaf, along in zip(leaves, dims, strict=False) if along), ())
+    few = tuple(map(_small_extent, sizes, (*small.domain, *[1] * len(sizes))))
+    if few == sizes:
+        return (), []
+    corner = tuple(tuple(zip(along, few, strict=True)) if along else () for along in dims)
+    named, smaller = (" x ".join(map(str, each)) for each in (sizes, few))
+    if not runs(task, build(task.model, 0), _corner_of(batch, corner)):
+        return (), [f"the field was kept: the module and its loss do not run on {smaller} cells of {named}"]
+    depth.left_out.append(f"fields of {named}")
+    return corner, [f"fields of {named} -> {smaller} cells (the same remainders by {TILE} and by the tiles)"]
+
+
+def _small_extent(size: int, tiles: int) -> int:
+    """The least number of cells, `TILE` for each tile or more, that leaves the same remainders as `size`."""
+    step, least = math.lcm(TILE, tiles), TILE * tiles
+    return size - (size - least) // step * step if size > least else size
 
 
 def _small_pipeline(plan: Plan) -> Plan:

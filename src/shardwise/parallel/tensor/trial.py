@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from shardwise.comm import Axis, Ledger
-from shardwise.errors import RefusedPlan
+from shardwise.errors import InputError, RefusedPlan
 from shardwise.parallel.tensor.apply import TensorParallel
 from shardwise.parallel.tensor.derive import Derived, derive, matching, starved
 from shardwise.part import Uncut, forget
@@ -127,6 +127,8 @@ class TrialModule:
                     self.run(self.built.module, batch).total.backward()
             except Uncut as error:
                 return error
+            except InputError as error:  # ours, in words of its own: too few positions for so many ranks
+                raise RefusedPlan(str(error)) from error
             except Exception as error:
                 if self.fake is not None:
                     raise
