@@ -14,14 +14,19 @@ from mutations.plant import Bug, planted
 from shardwise import Domain, parallelize, verify
 from shardwise.checkpoint.load import restore
 from shardwise.checkpoint.save import Saver
+from shardwise.comm import Axis
 from shardwise.data import ArraySource, Loader, own_tile, predict_to
+from shardwise.engine.positions import find_positions
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
+from shardwise.layout.grid import SPACE
 from shardwise.mesh import build_mesh
 from shardwise.parallel.domain import norms
 from shardwise.part import Uncut, plain
 from shardwise.part.positions import Positions
+from shardwise.precision import Precision
 from shardwise.proof.shrink import shrink
+from shardwise.trace.deferred import build
 
 GRIDS = ("domain=2", "domain=1x3", "domain=2x2", "domain=3x2")
 CASES = (
@@ -165,6 +170,14 @@ def test_loss_curves_of_all_grids_agree(pool, name: str, grids: list[str]) -> No
         curves = pool.run(_curve, Plan.parse(grid).world_size, name, grid, timeout_s=300)
         assert all(curve == curves[0] for curve in curves)
         assert curves[0] == pytest.approx(alone, rel=1e-11)
+
+
+def test_a_spectrum_that_is_written_into_zeros_is_not_gathered() -> None:
+    """Rehearsed on 2 x 2 tiles: zeros of the whole field become a tile when the lowest modes are written there."""
+    task, plan = domain_tasks.fno(), Plan(domain=(2, 2))
+    axes = tuple(Axis(name, 2, 0, None, (0, 1)) for name in SPACE[:2])
+    found = find_positions(task, plan, axes, Precision.of(plan), build(task.model, 0), task.batch(0))
+    assert found.routes == (), found.routes
 
 
 def _draws() -> tuple[torch.Tensor, float]:

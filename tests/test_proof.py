@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from mutations.plant import Bug
+from mutations.run import try_bug
 from torch import Tensor, nn
 
 from shardwise import Task, verify
@@ -302,3 +304,38 @@ def test_a_gradient_has_the_dtype_of_its_tensor_in_a_proof() -> None:
         (single + torch.ones(3, dtype=torch.float64) / 3).sum().backward()
         assert torch.ones(3, dtype=torch.float64).float().dtype == torch.float64
     assert single.grad is not None and single.grad.dtype == torch.float32
+
+
+class Shifted(nn.Module):
+    """A bias that a norm takes away again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.InstanceNorm2d(4), nn.Conv2d(4, 2, 3, padding=1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def steep_loss(output: Tensor, batch: dict) -> tuple[Tensor, float]:
+    return 1e6 * (output - batch["y"]).square().mean((1, 2, 3)).sum(), float(len(output))
+
+
+def shifted() -> Task:
+    """Of a loss so steep that the rounding of a gradient is no longer small beside Adam's eps."""
+
+    def batch(step: int) -> dict:
+        draws = torch.Generator().manual_seed(step)
+        return {"x": torch.randn(4, 3, 9, 8, generator=draws), "y": torch.randn(4, 2, 9, 8, generator=draws)}
+
+    return Task(model=Shifted, batch=batch, inputs=lambda batch: ((batch["x"],), {}), loss=steep_loss,
+                optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2))  # fmt: skip
+
+
+def test_a_gradient_of_rounding_is_told_from_one_that_lacks_a_summand(pool: RankPool) -> None:
+    found = verify("test_proof:shifted", "domain=2", pool=pool)
+    assert found.parity and "the gradient of 'layers.0.bias' is zero but for rounding" in found.text(), found.text()
+    lost = Bug("a rank's summand of a bias is lost", "shardwise.part.sums:summand", "gradient = gradient.local",
+               "gradient = gradient.local * (gradient.shape != (4,) or not axis.index)", "test_proof:shifted",
+               "domain=2")  # fmt: skip
+    assert try_bug(lost, pool).fine

@@ -51,6 +51,8 @@ def find_positions(
     Raises `RefusedPlan` where no dim can be cut, with what stopped each.
     """
     samples = samples_in(batch) if samples is None else samples
+    if plan.tiles > 1:
+        domain.watch(built.module)
     trial = partial(_rehearse, task, plan, precision, built, batch, derived or Derived(), row_wise)
 
     def search() -> dict[str, Any]:

@@ -18,6 +18,7 @@ from shardwise.part.gathering import share_of
 from shardwise.part.levels import Distributed
 from shardwise.part.sums import Sum, plain
 from shardwise.part.tensor import Part
+from shardwise.part.written import Written, now_of, stand_for
 
 Along = tuple[tuple[str, int], ...]  # (name of an axis, dim) of each cut, outermost first
 Cuts = tuple[tuple[str, int, Owners], ...]  # and who owns which index
@@ -65,6 +66,7 @@ def _settled(tensor: torch.Tensor) -> torch.Tensor:
 
 def settled(tensor: Any) -> Any:
     """Differentiable: a tensor that is cut over axes of positions at most, every sum taken. Collective."""
+    tensor = now_of(tensor)
     return _Settled.apply(tensor) if isinstance(tensor, Distributed) else tensor
 
 
@@ -141,7 +143,9 @@ def filled(
 
 def overwrite(held: torch.Tensor, value: torch.Tensor, axes: Sequence[Axis]) -> None:
     """Let a tensor that somebody holds be `value`, which has its shape and is cut over axes of positions at most."""
-    if not isinstance(held, Distributed):
+    if isinstance(held, Written):
+        stand_for(held, value)
+    elif not isinstance(held, Distributed):
         held.data = plain(value)
     elif isinstance(held, Sum):
         held.value()

@@ -140,11 +140,16 @@ def unsqueeze(func: Any, args: tuple, kwargs: dict) -> Part:
 
 
 @rule("squeeze")
-def squeeze(func: Any, args: tuple, kwargs: dict) -> Part:
+def squeeze(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     """`squeeze(x)`, `squeeze(x, dim)`, `squeeze(x, dims)`: by the whole tensor's sizes."""
     part = args[0]
     asked = range(part.dim()) if len(args) < 2 else [args[1]] if isinstance(args[1], int) else args[1]
     gone = sorted({d % part.dim() for d in asked if part.shape[d] == 1}, reverse=True)
+    if part.dim_cut in gone and part.axis.positions:  # one index, which one rank has
+        one = _one_of_many(part, part.dim_cut, 0)
+        for d in gone:
+            one = one if d == part.dim_cut else one.squeeze(d - (d > part.dim_cut))
+        return one
     if part.dim_cut in gone:
         raise Uncut(no_rule(func, [part]))
     local = part.local

@@ -47,6 +47,7 @@ def verify(
     from shardwise.proof.rank import run_rank
     from shardwise.proof.rounding import explain_by_rounding
     from shardwise.proof.settings import Settings, global_batch
+    from shardwise.proof.zero_gradients import set_zero_gradients_apart
     from shardwise.step.batching import samples_in
     from shardwise.trace.deferred import build
 
@@ -88,6 +89,8 @@ def verify(
         return parity
     compare(parity, oracle, record)
     set_noise_apart(parity)
+    if not parity.equal and parity.float64 and parity.exceeded:
+        set_zero_gradients_apart(parity, resolved, settings, oracle, record)
     if not parity.equal and parity.float64 and parity.exceeded:
         explain_by_rounding(parity, resolved, settings, oracle)
     if not parity.equal and parity.exceeded:

@@ -34,7 +34,7 @@ from shardwise.proof.own_precision import verify_precision
 from shardwise.proof.plain_run import RunRecord, RunSettings, plain_run
 from shardwise.proof.settings import LEAST_EPS, Settings, raise_eps
 from shardwise.task import Source, Task
-from shardwise.trace.double import KeepDouble, default_dtype
+from shardwise.trace.double import KeepDouble, as_written, default_dtype
 from shardwise.training.job import Job, make_job
 from shardwise.training.loop import EMA_WEIGHTS, WEIGHTS, run_rank
 from shardwise.training.schedules import make_schedule
@@ -67,9 +67,11 @@ class Proving:
     samples: int
 
     def task(self, task: Task) -> Task:
-        """Fewer samples, and an optimizer whose eps is not below that of proofs."""
+        """Fewer samples, and an optimizer whose eps is not below that of proofs; batches as the task draws them."""
         if task.data is not None and self.samples:
             task = task.with_(data=First(task.data, self.samples))
+        if task.batch is not None:
+            task = task.with_(batch=_AsDrawn(task.batch))
         return task.with_(optimizer=_Raised(task.optimizer))
 
     @contextmanager
@@ -77,6 +79,17 @@ class Proving:
         """Around the steps of a rank: float64 stays float64."""
         with KeepDouble(), default_dtype(torch.float64):
             yield
+
+
+@dataclass(frozen=True)
+class _AsDrawn:
+    """A task's batches, which draw other numbers where tensors are float64 unless they say otherwise."""
+
+    batch: Callable[[int], Any]
+
+    def __call__(self, step: int) -> Any:
+        with as_written(), default_dtype(torch.float32):
+            return self.batch(step)
 
 
 @dataclass(frozen=True)

@@ -12,5 +12,6 @@ from shardwise.parallel.domain import (  # noqa: F401 - functions on tiles
 )
 from shardwise.parallel.domain.gathers import Gather, explained, watching
 from shardwise.parallel.domain.inputs import candidates
+from shardwise.parallel.domain.writes import watch
 
-__all__ = ["Gather", "candidates", "explained", "watching"]
+__all__ = ["Gather", "candidates", "explained", "watch", "watching"]

@@ -15,13 +15,10 @@ from typing import Any
 
 import torch
 
-from shardwise.parallel.domain.gathers import noted
 from shardwise.parallel.domain.tiles import CutDim, answers, cuts, opened, placed
 from shardwise.part import Owners, Uncut
 from shardwise.part.gathering import gathered
-from shardwise.part.levels import Distributed
 from shardwise.part.moves import from_axis, moved
-from shardwise.part.sums import whole_over_axis
 from shardwise.part.tensor import no_rule, rule
 
 
@@ -120,13 +117,3 @@ def of_a_whole_field(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     if not part.axis.positions:
         raise Uncut(no_rule(func, [part]))
     return func(gathered(part), *args[1:], **kwargs)
-
-
-@answers(torch.Tensor.__setitem__)
-def write(target: torch.Tensor, index: Any, value: Any) -> None:
-    """`target[index] = value` where a whole tensor takes in a tile: all of it, since every rank holds the target."""
-    if not isinstance(target, Distributed):
-        for cut in cuts(value, range(value.dim())) if isinstance(value, torch.Tensor) else ():
-            noted("a field that is written into a whole tensor", value, cut)
-            value = whole_over_axis(value, cut.axis)
-    target[index] = value

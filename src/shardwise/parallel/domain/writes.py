@@ -1,0 +1,159 @@
+"""A whole tensor into which tiles are written: it becomes a tile itself, where nobody else holds its memory.
+
+    kept = torch.zeros(B, C, H, W // 2 + 1, dtype=torch.cfloat)     whole, on every rank
+    kept[:, :, :m, :m] = spectrum[:, :, :m, :m] * weight            a tile from here on: dealt in blocks, and written to
+
+The object that the module holds stays; what it stands for is a part, which everything that torch does with it is given.
+Where its memory has other readers (a view, an array), or a module keeps it, it stays whole and the tile is gathered.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_map_only
+
+from shardwise.layout.grid import SPACE
+from shardwise.parallel.domain.gathers import noted
+from shardwise.parallel.domain.kept import CutDim
+from shardwise.parallel.domain.tiles import answers, cuts, opened, placed
+from shardwise.part import Owners
+from shardwise.part.levels import Distributed
+from shardwise.part.sums import whole_over_axis
+from shardwise.part.written import Written, now_of, stand_for
+
+Slices = tuple[slice, ...]
+OWN = 2  # uses of a memory that one tensor holds, while it is asked: the tensor's, and the asker's
+_WATCHED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+@answers(torch.Tensor.__setitem__)
+def write(target: torch.Tensor, index: Any, value: Any) -> None:
+    """`target[index] = value` where one of them is cut."""
+    found = cuts(value, range(value.dim())) if isinstance(value, torch.Tensor) else []
+    if isinstance(target, Distributed) or not found:
+        target[index] = value
+        return
+    where = _whole_slices(index, tuple(target.shape)) if all(cut.axis.name in SPACE for cut in found) else None
+    along = None if where is None else _dims_of(where[0], where[1], value)
+    if along is not None and len(set(along)) == len(along) and _is_free(target):
+        _become(target, [CutDim(cut.axis, along[cut.dim], _blocks(target, along[cut.dim], cut)) for cut in found])
+        _write(target, index, value)
+        return
+    for cut in found:
+        noted("a field that is written into a whole tensor", value, cut)
+        value = whole_over_axis(value, cut.axis)
+    target[index] = value
+
+
+def _write(written: Written, index: Any, value: Any) -> None:
+    """`written[index] = value`: of each tile what lies in it; by other indices than slices, of the whole tensor."""
+    now = now_of(written)
+    held = cuts(now, range(now.dim()))
+    where = _whole_slices(index, tuple(now.shape))
+    if where is not None and held:
+        region = now.detach()[where[0]]
+        beside = _beside(value, where[1], region)
+        if beside is not None:
+            tile = opened(now, held).clone()
+            tile[_local(where[0], held)] = opened(beside, cuts(beside, range(beside.dim())))
+            stand_for(written, placed(tile, held))
+            return
+    for cut in held:
+        noted("a field that tiles were written into", now, cut)
+        now = whole_over_axis(now, cut.axis)
+    for cut in cuts(value, range(value.dim())) if isinstance(value, torch.Tensor) else ():
+        value = whole_over_axis(value, cut.axis)
+    now = now.clone()
+    now[index] = value
+    stand_for(written, now)
+
+
+def _whole_slices(index: Any, shape: tuple[int, ...]) -> tuple[Slices, list[int]] | None:
+    """A slice for each dim, and the dims of which the index names one place; None for indices of other kinds."""
+    given = list(index) if isinstance(index, tuple) else [index]
+    if any(isinstance(each, bool) or not (isinstance(each, slice | int) or each is Ellipsis) for each in given):
+        return None
+    places = [place for place, each in enumerate(given) if each is Ellipsis] or [len(given)]
+    given[places[0] : places[0] + 1] = [slice(None)] * (len(shape) - len(given) + (places[0] < len(given)))
+    if len(places) > 1 or len(given) != len(shape):
+        return None
+    single = [dim for dim, each in enumerate(given) if isinstance(each, int)]
+    whole = [slice(each % n, each % n + 1) if isinstance(each, int) else slice(*each.indices(n))
+             for each, n in zip(given, shape, strict=True)]  # fmt: skip
+    return tuple(whole), single
+
+
+def _dims_of(slices: Slices, single: list[int], value: torch.Tensor) -> list[int] | None:
+    """The target's dim that each dim of a value is written along; None where values are repeated along one."""
+    kept = [dim for dim in range(len(slices)) if dim not in single][-value.dim() :] if value.dim() else []
+    sizes = [len(range(slices[dim].start, slices[dim].stop, slices[dim].step or 1)) for dim in kept]
+    return kept if sizes == list(value.shape) else None
+
+
+def _blocks(target: torch.Tensor, dim: int, cut: CutDim) -> Owners:
+    return Owners.blocks(target.shape[dim], cut.axis.size)
+
+
+def _is_free(target: torch.Tensor) -> bool:
+    """Whether nobody but the holder of this very object reads its memory. Alike on all ranks."""
+    if type(target) not in (torch.Tensor, FakeTensor) or target.requires_grad or target._base is not None:
+        return False
+    held = (value for module in _WATCHED for child in module.modules()
+            for table in (child._buffers, vars(child)) for value in table.values())  # fmt: skip
+    if any(value is target for value in held):
+        return False
+    storage = target.untyped_storage()
+    return storage.resizable() and torch._C._storage_Use_Count(storage._cdata) <= OWN
+
+
+def _become(target: torch.Tensor, found: list[CutDim]) -> None:
+    """Let a whole tensor be this rank's tile of it from now on."""
+    tile = target
+    for cut in found:
+        tile = cut.owners.take(tile, cut.dim, cut.axis.index)
+    stand_for(target, placed(tile.clone(), found))
+
+
+def _beside(value: Any, single: list[int], region: torch.Tensor) -> torch.Tensor | None:
+    """What is written, as a tensor of the region's shape and cuts; None where it cannot be brought there."""
+    if isinstance(value, torch.Tensor):
+        for _ in range(region.dim() - len(single) - value.dim()):
+            value = value.unsqueeze(0)
+        for dim in single:
+            value = value.unsqueeze(dim)
+        if value.dim() > region.dim():
+            return None
+    along = range(region.dim())
+    if not isinstance(value, torch.Tensor) or value.shape != region.shape or cuts(value, along) != cuts(region, along):
+        value = torch.zeros_like(region) + value
+    return value if cuts(value, along) == cuts(region, along) and value.shape == region.shape else None
+
+
+def _local(slices: Slices, held: list[CutDim]) -> Slices:
+    """The slices among this rank's own indices."""
+    found = list(slices)
+    for cut in held:
+        start, stop, step = slices[cut.dim].start, slices[cut.dim].stop, slices[cut.dim].step or 1
+        places = cut.owners.local_slice(cut.axis.index, start, stop, step)
+        found[cut.dim] = slice(int(places[0]), int(places[-1]) + 1, step) if len(places) else slice(0, 0)
+    return tuple(found)
+
+
+def watch(module: nn.Module) -> None:
+    """Let what a module gives be parts where tiles were written into it, and what it keeps stay what it is."""
+    if module not in _WATCHED:
+        _WATCHED.add(module)
+        module.register_forward_hook(_give_parts)
+
+
+def _give_parts(module: nn.Module, args: tuple, output: Any) -> Any:
+    return tree_map_only(Written, now_of, output)
+
+
+Written.assign = staticmethod(_write)
+__all__ = ["watch", "write"]

@@ -1,0 +1,112 @@
+"""Parameters that the loss does not depend on: their gradient is zero but for rounding, which is no error of a plan.
+
+A bias in front of a norm has a gradient whose summands cancel. What is left of them is rounding, another one in each
+order of summation, and an optimizer may make an update of it. For such a parameter two other bounds are asked for:
+
+    its gradient            in one process and under the plan no larger than what one epsilon in weights and inputs
+                            changes it by, ten times over; which is no more than the bar of the model's largest gradient
+    its value and state     those that one process's optimizer makes of the plan's gradients, within the common bars
+
+What this does not do: excuse a gradient that is larger than its rounding, or a rank that differs from the others.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from shardwise.engine.groups import named_groups
+from shardwise.proof.compare import tensor_error
+from shardwise.proof.oracle import needs_closure, plain_module
+from shardwise.proof.outcome import GRADIENT_BAR, GRADIENT_FLOOR, Parity
+from shardwise.proof.record import Record, Tensors, kept, kept_state
+from shardwise.proof.rounding import ALLOWANCE, nudged_runs
+from shardwise.proof.settings import Settings, raise_eps
+from shardwise.task import Task
+from shardwise.trace.double import KeepDouble, default_dtype
+
+
+def set_zero_gradients_apart(parity: Parity, task: Task, settings: Settings, one: Record, many: Record) -> None:
+    """Take what rounding explains of parameters without a gradient out of a proof's errors, with a note."""
+    asked = {name.rpartition(" of ")[2] for _, name in parity.exceeded}
+    kinds = {kind for kind, _ in parity.exceeded}
+    deviating = {deviation.name.rpartition(" of ")[2] for deviation in many.deviations}
+    if parity.differences or not kinds <= {"gradient", "parameter", "optimizer"} or asked & deviating:
+        return
+    bounds = _bounds(task, settings, one, asked)
+    if any(_size(many, name) > bounds.get(name, -1.0) or _size(one, name) > bounds[name] for name in asked):
+        return
+    errors = _of_the_same_gradients(task, settings, one, many, asked)
+    if errors is None or any(error > parity.bar(*which) for which, error in errors.items()):
+        return
+    for (kind, name), error in errors.items():
+        parity.errors(kind)[name] = error
+    for name in asked:
+        if name in parity.gradient_error:
+            parity.own_bars["gradient", name] = max(parity.bar("gradient"), parity.gradient_error[name])
+        parity.notes.append(
+            f"the gradient of '{name}' is zero but for rounding: {_size(one, name):.1e} in one process and "
+            f"{_size(many, name):.1e} under the plan, where one epsilon changes it by {bounds[name] / ALLOWANCE:.1e}, "
+            f"of {_largest(one):.1e}, the largest; its update is what one process makes of the plan's gradient"
+        )
+    parity.exceeded = {which: step for which, step in parity.exceeded.items() if which[1] not in asked
+                       and which not in errors}  # fmt: skip
+
+
+def _bounds(task: Task, settings: Settings, one: Record, names: set[str]) -> dict[str, float]:
+    """What a gradient may be and count as rounding, of those names for which that is little enough to be told apart."""
+    noise = dict.fromkeys(names, 0.0)
+    for other in nudged_runs(task, settings):
+        for name in names:
+            for mine, theirs in zip(one.gradients, other.gradients, strict=True):
+                a, b = mine.get(name), theirs.get(name)
+                if a is None or b is None:
+                    return {}
+                noise[name] = max(noise[name], float((a - b).abs().max()) if a.numel() else 0.0)
+    most = GRADIENT_BAR * _largest(one)
+    return {name: ALLOWANCE * size for name, size in noise.items() if ALLOWANCE * size <= most}
+
+
+def _size(record: Record, name: str) -> float:
+    """The largest element of a gradient over all steps."""
+    found = [gradients.get(name) for gradients in record.gradients]
+    return max((float(g.abs().max()) for g in found if g is not None and g.numel()), default=0.0)
+
+
+def _largest(record: Record) -> float:
+    return min(max((float(g.abs().max()) for g in gradients.values() if g is not None and g.numel()), default=0.0)
+               for gradients in record.gradients)  # fmt: skip
+
+
+def _of_the_same_gradients(
+    task: Task, settings: Settings, one: Record, many: Record, names: set[str]
+) -> dict[tuple[str, str], float] | None:  # fmt: skip
+    """Errors of values and states against one process's optimizer on the plan's gradients; None: it cannot be asked."""
+    named = [(name, p) for name, p in plain_module(task, settings).named_parameters() if p.requires_grad]
+    optimizer = task.optimizer(named_groups([param for _, param in named]))
+    if needs_closure(optimizer):
+        return None
+    raise_eps(optimizer)
+    errors: dict[tuple[str, str], float] = {}
+
+    def compare(kind: str, found: Tensors, expected: dict[str, torch.Tensor], floor: float) -> None:
+        for name, value in expected.items():
+            other = found.get(name)
+            error = float("inf") if other is None else tensor_error(other, value, floor)
+            errors[kind, name] = max(error, errors.get((kind, name), 0.0))
+
+    for step, gradients in enumerate(many.gradients):
+        for name, param in named:
+            gradient = gradients.get(name)
+            param.grad = None if gradient is None else gradient.to(param.dtype)
+        with KeepDouble(), default_dtype(settings.dtype):
+            optimizer.step()
+        for name, param in named:
+            if name not in names:
+                continue
+            compare("parameter", many.parameters[step], {name: kept(param)}, one.lr)
+            if many.states_known:
+                for key, value in kept_state(name, optimizer.state.get(param, {})).items():
+                    like = [t for other, t in one.states[step].items() if other.startswith(key.partition(" of ")[0])]
+                    largest = max((float(t.abs().max()) for t in like if t is not None and t.numel()), default=0.0)
+                    compare("optimizer", many.states[step], {key: value}, max(GRADIENT_FLOOR * largest, 1e-300))
+    return errors
