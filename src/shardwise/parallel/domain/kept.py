@@ -60,10 +60,12 @@ def kept_apart(window: torch.Tensor, tensor: torch.Tensor, fetched: Sequence[tup
     window   what this rank's outputs read of `tensor`, fetched along the dims of these cuts, the outermost first
     """
     places = [_own(cut, wanted) for cut, wanted in fetched]
-    if isinstance(window, Distributed) or not all(places) or not _free():
+    tile, around = _innermost(tensor), []
+    # an axis further in may have cut the tile once more along one of these dims, softly: it was gathered on the way
+    other = any(tile.shape[cut.dim] != cut.owners.counts[cut.axis.index] for cut, _ in fetched)
+    if isinstance(window, Distributed) or other or not all(places) or not _free():
         yield
         return
-    tile, around = _innermost(tensor), []
     for (cut, _), place in zip(fetched, places, strict=True):
         assert place is not None
         at, start, count = place
