@@ -28,17 +28,17 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from shardwise.errors import RefusedPlan
-from shardwise.memory.chunk_runs import InputAt, Program, ResultOf, Step, chunked, turn
-from shardwise.part import Owners, Part, Sum, Uncut
+from shardwise.memory.chunk_runs import InputAt, Program, ResultOf, Step, chunked
+from shardwise.memory.chunk_trial import Tried, Unmade, look, look_of_rows, without_values
+from shardwise.part import Part, Uncut
 from shardwise.part.leaves import replaced, tensors_in
 from shardwise.part.levels import Distributed
 
@@ -47,7 +47,7 @@ _ROWS: dict[Callable, int] = {
     F.linear: 0, torch.matmul: 0, torch.Tensor.matmul: 0, torch.Tensor.__matmul__: 0, torch.mm: 0, torch.Tensor.mm: 0,
     torch.addmm: 1, torch.Tensor.addmm: 1,
 }  # fmt: skip
-_MOST_TRIED = 1 << 14
+_calls = itertools.count(1)
 
 
 class Chunks:
@@ -140,13 +140,13 @@ class _Call:
     values        the results, once they were made whole
     """
 
-    def __init__(self, func: Callable, args: tuple, kwargs: dict, tried: _Tried, least: int, chunks: Chunks):
+    def __init__(self, func: Callable, args: tuple, kwargs: dict, tried: Tried, least: int, chunks: Chunks):
         self.func, self.args, self.kwargs, self.chunks = func, args, kwargs, chunks
         self.like, self.least, self.number = tried.like, least, tried.number
         self.grad = torch.is_grad_enabled()
         self.given = [t for t in tensors_in((args, kwargs)) if not isinstance(t, Waiting)]
         self.versions = [t._version for t in self.given]
-        self.order = next(_numbers)
+        self.order = next(_calls)
         self.values: tuple[Any] | None = None
         self.dim: int | None = None
         _HERE.pending.add(self)
@@ -173,11 +173,10 @@ class _Call:
         return self.values[0]
 
 
-class Waiting(torch.Tensor):
-    """A tensor that is not computed yet: result `place` of a call, or its only one."""
+class Waiting(Unmade):
+    """Result `place` of a call that waits, or its only one."""
 
     call: _Call
-    place: int | None
 
     answers_first = True  # beside other tensors with rules of their own
 
@@ -194,8 +193,11 @@ class Waiting(torch.Tensor):
 
     @property
     def like(self) -> torch.Tensor:
-        """It without values."""
         return self.call.like if self.place is None else self.call.like[self.place]
+
+    @property
+    def number(self) -> int:
+        return self.call.number
 
     def made(self) -> torch.Tensor:
         """The tensor, whole."""
@@ -256,7 +258,7 @@ def _begun(func: Callable, args: tuple, kwargs: dict, chunks: Chunks) -> Waiting
     if first is None:
         return None
     args = (*args[:place], first, *args[place + 1 :])
-    tried = _look(func, args, kwargs, rows.numel())
+    tried = look(func, args, kwargs, rows.numel())
     return _waits(_Call(func, args, kwargs, tried, rows.numel(), chunks)) if tried.what == "waits" else None
 
 
@@ -279,18 +281,12 @@ def _rows(rows: torch.Tensor, chunks: Chunks) -> Waiting | None:
     dim = max(range(base.dim() - 1), key=lambda d: (base.shape[d], d))
     if base.shape[dim] < chunks.count:
         return None
-    like = _without_values(base)
-    owners, axis = Owners.blocks(base.shape[dim], chunks.count), turn(chunks.count, 0)
-    key = ("rows", tuple(like.shape), like.stride(), like.dtype, dim, chunks.count)
-    if key not in _tried:
-        with _disable_current_modes():
-            _tried[key] = _Tried("waits", Part(owners.take(like, dim, 0), dim, owners, axis), next(_numbers))
-    call = _Call(rows_of, (base,), {}, _tried[key], base.numel(), chunks)
+    call = _Call(rows_of, (base,), {}, look_of_rows(without_values(base), dim, chunks.count), base.numel(), chunks)
     call.dim = dim
     first = _waits(call)
     if base is rows:
         return first
-    tried = _look(torch.reshape, (first, tuple(rows.shape)), {}, 0)
+    tried = look(torch.reshape, (first, tuple(rows.shape)), {}, 0)
     return (
         _waits(_Call(torch.reshape, (first, tuple(rows.shape)), {}, tried, 0, chunks))
         if tried.what == "waits"
@@ -333,7 +329,7 @@ def _answered(func: Callable, args: tuple, kwargs: dict) -> Any:
         if any(each.grad_fn is not None for each in waiting):  # what a function of autograd's own returned
             _refuse_gradient()
     least, chunks = min(each.call.least for each in waiting), waiting[0].call.chunks
-    tried = _look(func, args, kwargs, least)
+    tried = look(func, args, kwargs, least)
     if tried.what == "tells":
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
@@ -416,121 +412,3 @@ def _computed(last: _Call) -> Any:
 
 def _name(func: Callable) -> str:
     return getattr(func, "__name__", str(func))
-
-
-# --- what an operation does with positions, tried
-
-
-class _Tried(NamedTuple):
-    """What a call gave on tensors without values.
-
-    what  "waits": results in which positions are apart
-          "ends": results that are no larger than the rows that came in, or a sum over positions
-          "tells": no tensor, but something about one
-          "whole": it needs the tensor whole
-          "writes": it writes into a tensor
-    """
-
-    what: str
-    like: Any = None
-    number: int = 0
-
-
-_tried: dict[Any, _Tried] = {}
-_numbers = itertools.count(1)
-_TELLS = (torch.Size, int, bool, torch.dtype, torch.device, torch.layout)
-
-
-class _Watch(TorchDispatchMode):
-    """Notes whether anything was computed, beside views, and whether anything was drawn."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.computes = self.draws = False
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        returned = func._schema.returns
-        self.computes |= not returned or returned[0].alias_info is None
-        self.draws |= torch.Tag.nondeterministic_seeded in func.tags
-        return func(*args, **(kwargs or {}))
-
-
-def _look(func: Callable, args: tuple, kwargs: dict, least: int) -> _Tried:
-    """What the call does, remembered by what its arguments look like."""
-    key = (func, _key_of(args), _key_of(kwargs), least)
-    try:
-        known = _tried.get(key)
-    except TypeError:  # an argument that cannot be a key
-        return _look_now(func, args, kwargs, least)
-    if known is None:
-        if len(_tried) >= _MOST_TRIED:
-            _tried.clear()
-        known = _tried[key] = _look_now(func, args, kwargs, least)
-    return known
-
-
-def _key_of(tree: Any) -> Any:
-    if isinstance(tree, Waiting):
-        return "waits", tree.call.number, tree.place
-    if isinstance(tree, torch.Tensor):
-        return "given", tuple(tree.shape), tree.stride(), tree.dtype
-    if isinstance(tree, dict):
-        return tuple((key, _key_of(leaf)) for key, leaf in tree.items())
-    if isinstance(tree, tuple | list):
-        return type(tree), tuple(map(_key_of, tree))
-    if isinstance(tree, slice):
-        return "slice", tree.start, tree.stop, tree.step
-    return type(tree), tree
-
-
-def _without_values(tensor: torch.Tensor) -> torch.Tensor:
-    with _disable_current_modes():
-        return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device="meta")
-
-
-def _look_now(func: Callable, args: tuple, kwargs: dict, least: int) -> _Tried:
-    def like(leaf: torch.Tensor) -> torch.Tensor:
-        return leaf.like if isinstance(leaf, Waiting) else _without_values(leaf)
-
-    given = replaced(torch.Tensor, like, (args, kwargs))
-    tensors = tensors_in(given)
-    versions = [tensor._version for tensor in tensors]
-    watch, meta = _Watch(), torch.device("meta")
-    args, kwargs = (_elsewhere(each, meta) for each in given)
-    with _disable_current_modes(), torch.no_grad(), watch:
-        try:
-            output = func(*args, **kwargs)
-        except Exception:  # whatever it says of cut tensors, or of such without values; the whole one is given next
-            return _Tried("whole")
-    if any(tensor._version != version for tensor, version in zip(tensors, versions, strict=True)):
-        return _Tried("writes")
-    leaves = [output] if isinstance(output, torch.Tensor) else output
-    several = isinstance(leaves, tuple | list) and bool(leaves)
-    if not several or not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
-        return _Tried("tells" if _only_tells(func, output) else "whole")
-    kinds = {type(leaf) for leaf in leaves if isinstance(leaf, Part | Sum)}
-    if watch.draws or not all(isinstance(leaf, Part | Sum) for leaf in leaves):
-        return _Tried("whole")
-    if Sum not in kinds and any(leaf.numel() > least for leaf in leaves):
-        return _Tried("waits", output, next(_numbers))
-    return _Tried("ends", output, next(_numbers)) if watch.computes else _Tried("whole")
-
-
-def _elsewhere(tree: Any, device: torch.device) -> Any:
-    """Arguments with this device in the place of every other one."""
-    if isinstance(tree, torch.device):
-        return device
-    if isinstance(tree, dict):
-        return {key: device if key == "device" else _elsewhere(leaf, device) for key, leaf in tree.items()}
-    if isinstance(tree, tuple | list) and not isinstance(tree, torch.Size):
-        leaves = [_elsewhere(leaf, device) for leaf in tree]
-        return leaves if isinstance(tree, list) else tuple(leaves)
-    return tree
-
-
-def _only_tells(func: Callable, output: Any) -> bool:
-    """Whether a call asked for something that a tensor without values has: its shape, dtype, device."""
-    if getattr(func, "__name__", "") == "__get__":
-        return True
-    numbers = isinstance(output, tuple) and all(isinstance(one, int) for one in output)
-    return (isinstance(output, _TELLS) or numbers) and not _name(func).endswith("data_ptr")

@@ -1,0 +1,159 @@
+"""What an operation does with positions: found by running it on tensors without values, cut as chunks are.
+
+    "waits"    results in which positions are apart
+    "ends"     results that are no larger than the rows that came in, or a sum over positions
+    "tells"    no tensor, but something about one
+    "whole"    it needs the tensor whole
+    "writes"   it writes into a tensor
+
+What was found is remembered by what the arguments look like: shapes, strides, dtypes, and which operations led to them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from shardwise.memory.chunk_runs import turn
+from shardwise.part import Owners, Part, Sum
+from shardwise.part.leaves import replaced, tensors_in
+
+_MOST_TRIED = 1 << 14
+
+
+class Unmade(torch.Tensor):
+    """A tensor that is not computed yet; `place`: among the results of its call, None for the only one."""
+
+    place: int | None
+
+    @property
+    def like(self) -> torch.Tensor:
+        """It without values, as a part over turns."""
+        raise NotImplementedError
+
+    @property
+    def number(self) -> int:
+        """Of calls whose results look like its call's, since the start."""
+        raise NotImplementedError
+
+
+class Tried(NamedTuple):
+    """What a call gave on tensors without values: which of the above, its results, and their number."""
+
+    what: str
+    like: Any = None
+    number: int = 0
+
+
+_tried: dict[Any, Tried] = {}
+_numbers = itertools.count(1)
+_TELLS = (torch.Size, int, bool, torch.dtype, torch.device, torch.layout)
+
+
+class _Watch(TorchDispatchMode):
+    """Notes whether anything was computed, beside views, and whether anything was drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.computes = self.draws = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        returned = func._schema.returns
+        self.computes |= not returned or returned[0].alias_info is None
+        self.draws |= torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
+def look(func: Callable, args: tuple, kwargs: dict, least: int) -> Tried:
+    """What the call does, remembered by what its arguments look like."""
+    key = (func, _key_of(args), _key_of(kwargs), least)
+    try:
+        known = _tried.get(key)
+    except TypeError:  # an argument that cannot be a key
+        return _look_now(func, args, kwargs, least)
+    if known is None:
+        if len(_tried) >= _MOST_TRIED:
+            _tried.clear()
+        known = _tried[key] = _look_now(func, args, kwargs, least)
+    return known
+
+
+def look_of_rows(like: torch.Tensor, dim: int, count: int) -> Tried:
+    """What rows that come in look like to the operations on them: cut along a dim into this many chunks."""
+    key = ("rows", tuple(like.shape), like.stride(), like.dtype, dim, count)
+    if key not in _tried:
+        owners = Owners.blocks(like.shape[dim], count)
+        with _disable_current_modes():
+            _tried[key] = Tried("waits", Part(owners.take(like, dim, 0), dim, owners, turn(count, 0)), next(_numbers))
+    return _tried[key]
+
+
+def _key_of(tree: Any) -> Any:
+    if isinstance(tree, Unmade):
+        return "waits", tree.number, tree.place
+    if isinstance(tree, torch.Tensor):
+        return "given", tuple(tree.shape), tree.stride(), tree.dtype
+    if isinstance(tree, dict):
+        return tuple((key, _key_of(leaf)) for key, leaf in tree.items())
+    if isinstance(tree, tuple | list):
+        return type(tree), tuple(map(_key_of, tree))
+    if isinstance(tree, slice):
+        return "slice", tree.start, tree.stop, tree.step
+    return type(tree), tree
+
+
+def without_values(tensor: torch.Tensor) -> torch.Tensor:
+    with _disable_current_modes():
+        return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _look_now(func: Callable, args: tuple, kwargs: dict, least: int) -> Tried:
+    def like(leaf: torch.Tensor) -> torch.Tensor:
+        return leaf.like if isinstance(leaf, Unmade) else without_values(leaf)
+
+    given = replaced(torch.Tensor, like, (args, kwargs))
+    tensors = tensors_in(given)
+    versions = [tensor._version for tensor in tensors]
+    watch, meta = _Watch(), torch.device("meta")
+    args, kwargs = (_elsewhere(each, meta) for each in given)
+    with _disable_current_modes(), torch.no_grad(), watch:
+        try:
+            output = func(*args, **kwargs)
+        except Exception:  # whatever it says of cut tensors, or of such without values; the whole one is given next
+            return Tried("whole")
+    if any(tensor._version != version for tensor, version in zip(tensors, versions, strict=True)):
+        return Tried("writes")
+    leaves = [output] if isinstance(output, torch.Tensor) else output
+    several = isinstance(leaves, tuple | list) and bool(leaves)
+    if not several or not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
+        return Tried("tells" if _only_tells(func, output) else "whole")
+    kinds = {type(leaf) for leaf in leaves if isinstance(leaf, Part | Sum)}
+    if watch.draws or not all(isinstance(leaf, Part | Sum) for leaf in leaves):
+        return Tried("whole")
+    if Sum not in kinds and any(leaf.numel() > least for leaf in leaves):
+        return Tried("waits", output, next(_numbers))
+    return Tried("ends", output, next(_numbers)) if watch.computes else Tried("whole")
+
+
+def _elsewhere(tree: Any, device: torch.device) -> Any:
+    """Arguments with this device in the place of every other one."""
+    if isinstance(tree, torch.device):
+        return device
+    if isinstance(tree, dict):
+        return {key: device if key == "device" else _elsewhere(leaf, device) for key, leaf in tree.items()}
+    if isinstance(tree, tuple | list) and not isinstance(tree, torch.Size):
+        leaves = [_elsewhere(leaf, device) for leaf in tree]
+        return leaves if isinstance(tree, list) else tuple(leaves)
+    return tree
+
+
+def _only_tells(func: Callable, output: Any) -> bool:
+    """Whether a call asked for something that a tensor without values has: its shape, dtype, device."""
+    if getattr(func, "__name__", "") == "__get__":
+        return True
+    numbers = isinstance(output, tuple) and all(isinstance(one, int) for one in output)
+    return (isinstance(output, _TELLS) or numbers) and not getattr(func, "__name__", "").endswith("data_ptr")
