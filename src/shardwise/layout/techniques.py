@@ -87,6 +87,11 @@ TECHNIQUES = (
         "activations do not fit, before smaller micro-batches",
     ),
     Technique(
+        "chunks of positions", "chunks", "cp=8,position_chunks=8", "wide tensors of a rank's own positions, in time",
+        "nothing (with tp, sums in pieces)", "products that widen, and operations that keep positions apart (tried)",
+        "feed-forward networks and logits of long sequences do not fit",
+    ),
+    Technique(
         "accumulation", "accumulation", "dp_replicate=8,accumulate=8", "a rank's samples, in time",
         "nothing (ZeRO-2 and 3: once more for each micro-batch)", "a batch of several samples for each rank",
         "activations do not fit, or the batch shall be larger",
