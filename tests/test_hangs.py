@@ -20,6 +20,7 @@ from shardwise.errors import InputError, RunError
 from shardwise.guard.diagnose import Deadlines, RankWatch
 from shardwise.guard.points import reach
 from shardwise.guard.records import RING, RankRecord, Reader, key_of
+from shardwise.guard.stacks import collect, complete, process_state
 from shardwise.ranks import RankEvent, RankPool, launch
 from shardwise.testing import faults
 from shardwise.testing.faults import Fault
@@ -254,6 +255,39 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+STOPPED = """
+import os, signal, sys, threading
+from shardwise.guard.stacks import answer_with_stacks
+answer_with_stacks(open(sys.argv[1], "w"))
+for _ in range(4):
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+def stands():
+    os.kill(os.getpid(), signal.SIGSTOP)
+stands()
+threading.Event().wait()
+"""
+
+
+def test_a_process_that_is_woken_tells_where_it_stood(tmp_path: Path) -> None:
+    """Its main thread answers before it goes on: another thread could be first, and the place would be lost."""
+    files = {rank: tmp_path / str(rank) for rank in range(3)}
+    words = [sys.executable, "-c", STOPPED]
+    ranks = {rank: subprocess.Popen([*words, str(file)]) for rank, file in files.items()}
+    try:
+        until = time.monotonic() + 60
+        while any(process_state(each.pid) != "T" for each in ranks.values()) and time.monotonic() < until:
+            time.sleep(0.01)
+        collect({rank: each.pid for rank, each in ranks.items()}, lambda rank: files[rank].read_text())
+    finally:
+        for each in ranks.values():
+            each.kill()
+            each.wait()
+    for file in files.values():
+        answered = file.read_text().rpartition("Current thread ")[2]
+        assert "in stands" in answered and complete(answered := f"Current thread {answered}"), file.read_text()
+        assert not complete(answered[: answered.rindex("File")]), "half a dump is not one"
 
 
 @pytest.mark.parametrize("kind", ["stop", pytest.param("lock", marks=pytest.mark.long), "sleep"])

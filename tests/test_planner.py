@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.cluster import Cluster, model
+from shardwise.cluster.figure import Figure
 from shardwise.costs.layout import Layout, of_plan
 from shardwise.costs.memory import CONTEXT_BYTES, MemoryLedger
 from shardwise.costs.shapes import Shape
@@ -228,16 +229,49 @@ def test_a_checkpoint_holds_each_element_once_however_ranks_hold_it(plan: str) -
 
 
 def test_what_a_run_measured_is_taken(tmp_path: Path) -> None:
-    (tmp_path / "summary.json").write_text('{"checkpoints": {"stall_s": 0.25, "bytes": 7}}')
-    assert stall_of(tmp_path) == (0.25, 7.0)
-    (tmp_path / "summary.json").write_text('{"checkpoints": null}')
-    with pytest.raises(InputError, match="give a run that saved twice or more"):
-        stall_of(tmp_path)
+    summary = tmp_path / "summary.json"
+    summary.write_text('{"world_size": 2, "checkpoints": {"stall_s": 0.25, "bytes": 7}}')
+    assert stall_of(tmp_path) == (0.25, 3.5)
+    for text in ('{"world_size": 2, "checkpoints": null}', '{"checkpoints": {"stall_s": 0.25, "bytes": 7}}',
+                 '{"world_size": 2, "checkpoints": {"stall_s": 0.25, "bytes": 0}}'):  # fmt: skip
+        summary.write_text(text)
+        with pytest.raises(InputError, match="does not tell what a checkpoint cost"):
+            stall_of(tmp_path)
 
 
-def test_goodput_by_formula_and_by_drawing_agree() -> None:
-    found = goodput(6.0, 16384, 50_000 * 3600, 300, 30)
+@pytest.mark.parametrize("write_s", [None, 1200.0])
+def test_goodput_by_formula_and_by_drawing_agree(write_s: float | None) -> None:
+    found = goodput(6.0, 16384, 50_000 * 3600, 300, 30, write_s=write_s)
     assert found["share_by_simulation"] == pytest.approx(found["share_by_formula"], abs=0.03)
+
+
+def test_no_interval_is_shorter_than_the_disk_takes_to_write() -> None:
+    young = goodput(7.0, 1000, 1e7, 300, 0.5, write_s=60.0)
+    assert young["checkpoint_every_s"] == pytest.approx(100) and young["bound_by"] == "failures"
+    bound = goodput(7.0, 1000, 1e7, 300, 0.5, write_s=157.0)
+    assert (bound["checkpoint_every_s"], bound["bound_by"]) == (157.0, "disk")
+    assert bound["checkpoint_every_steps"] == 23 and 23 * 7 >= 157  # 22.4 steps
+    assert bound["share_by_formula"] < young["share_by_formula"]
+    assert goodput(7.0, 1000, 1e7, 300, 0.5)["write_s"] is None
+
+
+def test_the_cluster_s_disk_and_another_run_s_bytes_count(tmp_path: Path) -> None:
+    device = replace(Cluster.parse("2x8 h100-sxm-80gb, ib-400").device, disk_gbps=Figure(0.01, "measured", "here"))
+    cluster = tmp_path / "cluster.toml"
+    cluster.write_text(replace(Cluster.parse("2x8 h100-sxm-80gb, ib-400"), device=device).to_toml())
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "summary.json").write_text('{"world_size": 2, "checkpoints": {"stall_s": 0.001, "bytes": 2000}}')
+    code, step = shardwise(
+        "simulate", "llama3-8b", "--cluster", str(cluster), "--global-batch", "1M-tokens", "--seq", "8k",
+        "--plan", "dp_shard=16,zero=3", "--mtbf-hours", "20000", "--saves-of", str(run),
+    )  # fmt: skip
+    assert code in (0, 3), step
+    found = step["goodput"]
+    assert found["checkpoint_s"] == pytest.approx(1e-6 * found["saved_bytes"])  # a byte takes a microsecond
+    assert found["write_s"] == pytest.approx(8 * found["saved_bytes"] / 1e7)  # eight ranks to a node's disk
+    assert found["checkpoint_every_s"] >= found["write_s"]
+    assert found["checkpoint_every_steps"] * step["step_s"] >= found["write_s"]
 
 
 # --- the command line

@@ -59,7 +59,7 @@ def failures(command: Any) -> Any:
             type=click.FloatRange(min=0),
             help="Seconds that a checkpoint stops a step; by default the copy of what a rank writes.",
         ),
-        click.option("--saves-of", metavar="RUN", help="The same, as this run's folder says it was measured."),
+        click.option("--saves-of", metavar="RUN", help="The same as a run measured it, by its bytes."),
     )
     for option in reversed(options):
         command = option(command)

@@ -15,11 +15,14 @@ from shardwise.errors import InputError
 from shardwise.progress import timing
 
 if TYPE_CHECKING:
+    from shardwise.cluster import Cluster
     from shardwise.layout import Plan
     from shardwise.simulator.forecast import Forecast
 
 
-def _goodput(words: dict[str, Any], forecast: Any, subject: Any, plan: Any) -> tuple[dict[str, Any], list[str]]:
+def _goodput(
+    words: dict[str, Any], forecast: Any, subject: Any, plan: Any, cluster: Cluster
+) -> tuple[dict[str, Any], list[str]]:
     """How much of the time is progress when devices fail, and the same as lines."""
     from shardwise.planner.door import layout_of
     from shardwise.simulator import goodput
@@ -31,9 +34,14 @@ def _goodput(words: dict[str, Any], forecast: Any, subject: Any, plan: Any) -> t
     if words["checkpoint_s"] is not None:
         stall, basis = words["checkpoint_s"], "as given"
     elif words["saves_of"] is not None:
-        stall, written = goodput.stall_of(words["saves_of"])
-        basis = f"measured in {words['saves_of']}, whose ranks wrote {written / 1e9:.3g} GB together"
-    found = goodput.goodput(forecast.step_s, plan.world_size, words["mtbf_hours"] * 3600, words["restart_s"], stall)
+        seconds, each = goodput.stall_of(words["saves_of"])
+        stall = seconds * saved / each
+        basis = f"{seconds:.2g} s for {each / 1e9:.3g} GB of a rank in {words['saves_of']}, in proportion to the bytes"
+    disk = cluster.device.disk_gbps.value if cluster.device.disk_gbps is not None else None
+    write_s = goodput.writing_s(saved, min(plan.world_size, cluster.sizes[0]), disk)
+    found = goodput.goodput(
+        forecast.step_s, plan.world_size, words["mtbf_hours"] * 3600, words["restart_s"], stall, write_s=write_s
+    )
     found |= {"saved_bytes": saved, "basis": basis}
     told = f"  a rank writes {saved / 1e9:.3g} GB and its buffer in host memory is as large; the stall: {basis}"
     return found, [*goodput.lines(found), told]
@@ -106,7 +114,7 @@ def plan(answer: Answer, task: str, **words: Any) -> None:
     command += " --set train.randomness=fast" if words["randomness"] == "fast" else ""
     lines: list[str] = []
     if words["mtbf_hours"]:
-        goodput, lines = _goodput(words, best.forecast, subject, best.plan)
+        goodput, lines = _goodput(words, best.forecast, subject, best.plan, cluster)
         answer.fields["goodput"] = goodput
         command += f" --checkpoint-every {goodput['checkpoint_every_steps']} --restarts 100"
     answer.fields.update(
@@ -196,7 +204,7 @@ def simulate(answer: Answer, task: str, plan_text: str, **words: Any) -> None:
         answer.fields["scaling"] = rows
         lines += timeline.scaling_lines(rows)
     if words["mtbf_hours"]:
-        answer.fields["goodput"], told = _goodput(words, forecast, subject, parsed)
+        answer.fields["goodput"], told = _goodput(words, forecast, subject, parsed, cluster)
         lines += told
     if words["price"] is not None:
         cost, what = forecast.cost_per_million(words["price"])

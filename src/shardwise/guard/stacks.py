@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import os
 import signal
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+ANSWER_S = 3.0  # how long to wait after the last rank whose dump was completed
+LONGEST_S = 20.0  # and at most, though ranks' dumps still grow
+_LOOK_S = 0.05
 # SIGUSR1 and SIGUSR2 are what schedulers send before a pre-emption
 STACK_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR1
 
@@ -18,11 +24,63 @@ def answer_with_stacks(file: Any) -> None:
 
 
 def ask(pid: int) -> None:
-    """Have the stacks of this process written down."""
+    """Have the stacks of this process written down, by its main thread.
+
+    A signal to the process may be answered by any of its threads where it was stopped, and the main one would go on
+    with the run meanwhile: what it stood in would be lost. One that waits for the main thread itself is met first.
+    """
+    tgkill = getattr(ctypes.CDLL(None), "tgkill", None)
+    if tgkill is not None and tgkill(pid, pid, int(STACK_SIGNAL)) == 0:
+        return
     try:
-        os.kill(pid, STACK_SIGNAL)
+        os.kill(pid, STACK_SIGNAL)  # another C library
     except ProcessLookupError:
         return
+
+
+def wake(pid: int) -> None:
+    """Let a process that is stopped run, so that it answers."""
+    if process_state(pid) in ("T", "t"):
+        try:
+            os.kill(pid, signal.SIGCONT)
+        except ProcessLookupError:
+            return
+
+
+def collect(pids: Mapping[int, int], dump: Callable[[int], str]) -> None:
+    """Ask all ranks for their stacks, and return when their dumps are complete, or no rank's dump grows any more.
+
+    pids   each rank's process
+    dump   what a rank has written up to now
+
+    Processes that are stopped are woken once the others have answered, since they go on with the run afterwards.
+    """
+    for pid in pids.values():
+        ask(pid)
+    stopped = {rank for rank, pid in pids.items() if process_state(pid) in ("T", "t")}
+    wait(set(pids) - stopped, dump)
+    for rank in stopped:
+        wake(pids[rank])
+    wait(stopped, dump)
+
+
+def wait(ranks: set[int], dump: Callable[[int], str]) -> None:
+    """Return when these ranks' dumps are complete, or for `ANSWER_S` none has grown."""
+    began = moved = time.monotonic()
+    before: dict[int, str] = {}
+    while time.monotonic() < min(moved + ANSWER_S, began + LONGEST_S):
+        now = {rank: dump(rank) for rank in ranks}
+        if all(map(complete, now.values())):
+            return
+        if now != before:
+            before, moved = now, time.monotonic()
+        time.sleep(_LOOK_S)
+
+
+def complete(dump: str) -> bool:
+    """Whether the dump has the thread that answered, to its outermost frame: it is the last, since it began first."""
+    last = dump.rpartition("Current thread ")[2] if "Current thread " in dump else ""
+    return last.endswith("\n") and last.rstrip().endswith(("in <module>", "\n  ..."))
 
 
 def process_state(pid: int) -> str:

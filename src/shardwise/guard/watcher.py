@@ -21,11 +21,10 @@ from pathlib import Path
 
 from shardwise.guard.diagnose import Deadlines, Finding, RankWatch
 from shardwise.guard.records import DONE, Reader
-from shardwise.guard.stacks import ask, process_state, readable
+from shardwise.guard.stacks import collect, process_state, readable
 
 LOOK_S = 0.5
 LAUNCHER_S = 15.0  # after a death: time for the launcher to end the others
-STACKS_S = 3.0
 TERM_S = 3.0
 _PROGRAM = "import sys; from shardwise.guard.watcher import serve; serve(sys.argv[1], sys.argv[2])"
 
@@ -91,21 +90,15 @@ def _still_there(alive: dict[int, int]) -> bool:
 
 def _report(found: Finding, alive: dict[int, int], folder: Path) -> None:
     """One report on stderr."""
-    for pid in alive.values():
-        ask(pid)
     files = {rank: folder / f"stacks-{rank}" for rank in alive}
-    until = time.monotonic() + STACKS_S
-    while time.monotonic() < until and not all(path.exists() and path.stat().st_size for path in files.values()):
-        time.sleep(0.05)
-        if time.monotonic() > until - STACKS_S / 2:
-            for rank, pid in alive.items():
-                if process_state(pid) in ("T", "t") and not files[rank].stat().st_size:
-                    os.kill(pid, signal.SIGCONT)
-    time.sleep(0.1)
+
+    def dump(rank: int) -> str:
+        return files[rank].read_text(errors="replace") if files[rank].exists() else ""
+
+    collect(alive, dump)
     lines = [f"shardwise: this run hangs: {found.text()}"]
-    for rank, path in sorted(files.items()):
-        dump = path.read_text(errors="replace") if path.exists() else ""
-        text = readable(dump, (), ("in _beats",), ("shardwise/comm/recording.py",))
+    for rank in sorted(files):
+        text = readable(dump(rank), (), ("in _beats",), ("shardwise/comm/recording.py",))
         lines.append(f"rank {rank} was here:\n{text or '(no Python stack: the rank did not answer)'}")
     sys.stderr.write("\n" + "\n".join(lines) + "\n")
     sys.stderr.flush()

@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from shardwise.errors import InputError
-from shardwise.guard.stacks import STACK_SIGNAL, process_state, readable
+from shardwise.guard.stacks import readable
 from shardwise.ranks.messages import IDLE, READY, RankCall, Report
 from shardwise.ranks.worker import HandedFd, serve
 
@@ -99,20 +99,14 @@ class RankProcess:
         self.process.join(wait_s)
         return self.process.exitcode
 
-    def ask_stack(self) -> None:
-        """Have every thread's Python stack written down; answered in C, so a hung interpreter answers too."""
-        self._signal(STACK_SIGNAL)
-
-    def wake(self) -> None:
-        """Let a process that is stopped run, so that it answers."""
-        if process_state(self.pid) in ("T", "t"):
-            self._signal(signal.SIGCONT)
+    def dump(self) -> str:
+        """What this process has written when it was asked for its stacks, whole."""
+        size = os.fstat(self._stacks.fileno()).st_size
+        return os.pread(self._stacks.fileno(), size, 0).decode(errors="replace")
 
     def stack(self) -> str:
-        """What `ask_stack` brought, without the frames of this room."""
-        size = os.fstat(self._stacks.fileno()).st_size
-        dump = os.pread(self._stacks.fileno(), size, 0).decode(errors="replace")
-        return readable(dump, (_WORKER_FILE,), ("in _end_with_caller",), ("shardwise/comm/recording.py",))
+        """The same without the frames of this room."""
+        return readable(self.dump(), (_WORKER_FILE,), ("in _end_with_caller",), ("shardwise/comm/recording.py",))
 
     def ask_to_stop(self) -> None:
         """Request that the job end by itself, where it listens for that (SIGUSR2)."""

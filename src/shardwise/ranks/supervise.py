@@ -19,6 +19,7 @@ from typing import Any
 from shardwise.errors import InputError, RunError, ShardwiseError
 from shardwise.guard.diagnose import Finding, RankWatch
 from shardwise.guard.records import Reader, memory_folder
+from shardwise.guard.stacks import collect
 from shardwise.ranks.messages import Failure, RankCall
 from shardwise.ranks.process import STARTED_BY_IMPORT, RankProcess
 
@@ -28,7 +29,6 @@ _ECHO = re.compile(
     r"wait timeout|connection refused|DistNetworkError|DistStoreError",
     re.IGNORECASE,
 )
-_STACK_WAIT_S = 3.0
 _LOOK_S = 0.5  # between looks at the ranks' records
 _ASK_AGAIN_S = 0.5
 Notice = Callable[[str, int, str], None]
@@ -182,16 +182,8 @@ def start_error(number: int, code: int | None) -> ShardwiseError:
 
 
 def _take_stacks(pending: Mapping[int, RankProcess], outcome: Outcome) -> None:
-    for process in pending.values():
-        process.ask_stack()
-    silent, until = set(pending), time.monotonic() + _STACK_WAIT_S
-    while silent and time.monotonic() < until:
-        time.sleep(0.05)
-        silent = {number for number in silent if not pending[number].stack()}
-        if time.monotonic() > until - _STACK_WAIT_S / 2:  # the others have been asked: now what is stopped may run
-            for number in silent:
-                pending[number].wake()
-    time.sleep(0.05 if pending else 0.0)  # an answer is written thread by thread
+    running = {number: process for number, process in pending.items() if process.exit_code() is None}
+    collect({number: process.pid for number, process in running.items()}, lambda number: running[number].dump())
     for number, process in pending.items():
         outcome.stacks[number] = process.stack() or "(no Python stack: the rank did not answer)"
 

@@ -1,10 +1,12 @@
 """How much of the time a long run makes progress when devices fail: Young-Daly, and by simulation.
 
-    loss of a share of time = C / T + (T / 2 + R) / M        T between checkpoints, C a checkpoint's stall, R restart
-    the best T is about sqrt(2 C M)                          M = mean time between failures of all devices
+    loss of a share of time = C / T + (T / 2 + W + R) / M    T between checkpoints, C a checkpoint's stall, R restart
+    the best T is about sqrt(2 C M), and at least W          M = mean time between failures of all devices
+                                                             W = until a checkpoint is on the disk
 
 A checkpoint in the background stalls a step for the copy of what the rank writes, and its buffer takes as much memory
-of the host. What a run measured (`checkpoints` of its summary) may be given instead.
+of the host. What a run measured (`checkpoints` of its summary) may be given instead, in proportion to the bytes.
+It can be gone on from once it is on the disk, and the next one waits for that.
 
 Sources: Young 1974; Daly 2006. COPY_BYTES_PER_S: 0.17 to 0.19 s for 516 MB on two virtual cores (docs/checkpoints.md).
 """
@@ -38,38 +40,60 @@ def saved_bytes(memory: list[MemoryLedger], layout: Layout) -> float:
 
 
 def stall_of(run: str | Path) -> tuple[float, float]:
-    """(seconds that a checkpoint stopped a step of a run, bytes that all its ranks wrote), from its summary.
+    """(seconds that a checkpoint stopped a step of a run, bytes that each of its ranks wrote), from its summary.
 
     Raises `InputError` where it says nothing of them.
     """
     path = Path(run) / "summary.json"
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))["checkpoints"]
-        return float(told["stall_s"]), float(told["bytes"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        summary = json.loads(path.read_text(encoding="utf-8"))
+        told = summary["checkpoints"]
+        stall, each = float(told["stall_s"]), float(told["bytes"]) / int(summary["world_size"])
+    except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
         raise InputError(f"{path} does not tell what a checkpoint cost: give a run that saved twice or more") from error
+    if each <= 0:
+        raise InputError(f"{path} does not tell what a checkpoint cost: its ranks wrote no bytes")
+    return stall, each
+
+
+def writing_s(saved: float, writers: int, disk_gbps: float | None) -> float | None:
+    """Seconds until a checkpoint is on disk: `saved` bytes of each of the ranks that share one. None: not known."""
+    return None if disk_gbps is None else saved * writers / (disk_gbps * 1e9)
 
 
 def goodput(
-    step_s: float, devices: int, device_mtbf_s: float, restart_s: float, checkpoint_s: float, seed: int = 0
+    step_s: float,
+    devices: int,
+    device_mtbf_s: float,
+    restart_s: float,
+    checkpoint_s: float,
+    seed: int = 0,
+    write_s: float | None = None,
 ) -> dict[str, Any]:
-    """Young-Daly's interval and the share of time that is progress, by formula and by drawing failures."""
-    mtbf = device_mtbf_s / devices
-    interval = max(step_s, math.sqrt(2 * max(checkpoint_s, 1e-9) * mtbf))
-    formula = 1.0 / ((1 + checkpoint_s / interval) * (1 + (interval / 2 + checkpoint_s + restart_s) / mtbf))
-    drawn = _simulated(interval, checkpoint_s, restart_s, mtbf, random.Random(seed))
+    """Young-Daly's interval and the share of time that is progress, by formula and by drawing failures.
+
+    checkpoint_s   that a save stops a step for
+    write_s        until it is on the disk; no shorter interval is proposed. None: not known, and not counted
+    """
+    mtbf, written = device_mtbf_s / devices, max(write_s or 0.0, checkpoint_s)
+    young = math.sqrt(2 * max(checkpoint_s, 1e-9) * mtbf)
+    interval = max(step_s, young, written)
+    steps = max(1, round(interval / step_s), math.ceil(written / step_s))
+    formula = 1.0 / ((1 + checkpoint_s / interval) * (1 + (interval / 2 + written + restart_s) / mtbf))
+    drawn = _simulated(interval, checkpoint_s, written, restart_s, mtbf, random.Random(seed))
     return {
-        "mtbf_s": mtbf, "checkpoint_every_s": interval, "checkpoint_every_steps": max(1, round(interval / step_s)),
-        "checkpoint_s": checkpoint_s, "share_by_formula": formula, "share_by_simulation": drawn,
+        "mtbf_s": mtbf, "checkpoint_every_s": interval, "checkpoint_every_steps": steps, "checkpoint_s": checkpoint_s,
+        "write_s": write_s, "bound_by": "disk" if written > max(step_s, young) else "failures",
+        "share_by_formula": formula, "share_by_simulation": drawn,
     }  # fmt: skip
 
 
-def _simulated(interval: float, stall: float, restart: float, mtbf: float, rng: random.Random) -> float:
-    """Progress over time for failures drawn from an exponential distribution."""
+def _simulated(interval: float, stall: float, written: float, restart: float, mtbf: float, rng: random.Random) -> float:
+    """Progress over time for failures drawn from an exponential distribution; what is not on the disk is lost."""
     progress = total = 0.0
     for _ in range(SIMULATED_FAILURES):
         until = rng.expovariate(1 / mtbf)
-        whole = math.floor(until / (interval + stall))
+        whole = max(0, math.floor((until - written + stall) / (interval + stall)))
         progress += whole * interval
         total += until + restart
     return progress / total
@@ -77,9 +101,17 @@ def _simulated(interval: float, stall: float, restart: float, mtbf: float, rng: 
 
 def lines(found: dict[str, Any]) -> list[str]:
     """For a reader."""
+    why = "Young-Daly" if found["bound_by"] == "failures" else "as long as the disk takes to write one"
+    write = found["write_s"]
+    disk = (
+        "how long the disk takes is not known of this cluster (disk_gbps), and not counted"
+        if write is None
+        else f"it is on the disk {write:.3g} s later"
+    )
     return [
         f"a failure every {found['mtbf_s'] / 3600:.2f} hours; a checkpoint every {found['checkpoint_every_s']:.0f} s "
-        f"({found['checkpoint_every_steps']} steps, Young-Daly), which stops a step for {found['checkpoint_s']:.2g} s",
+        f"({found['checkpoint_every_steps']} steps, {why}), which stops a step for {found['checkpoint_s']:.2g} s; "
+        f"{disk}",
         f"  progress {found['share_by_formula']:.1%} of the time by formula, {found['share_by_simulation']:.1%} by "
         f"{SIMULATED_FAILURES} drawn failures",
     ]
