@@ -72,9 +72,9 @@ KINDS = [
     "| graphs, trees, sets | samples first: a batch is (B, nodes, features) and (B, edges, 2), and the forward may "
     "make one large graph of it (`index_add` with offsets). A batch that is one merged graph has no dim of samples to "
     "deal, and is refused as such |",
-    "| weights made by a net, `functional_call`, `vmap` | a weight used outside its module's forward cannot be "
-    "gathered by `zero=3`: use `zero=2`, or `wrap=` a larger unit. Stacked parameters of the root have no module "
-    "between which to cut stages |",
+    "| weights made by a net, `functional_call`, `vmap` | a unit of `zero=3` whose weight is used outside its "
+    "module's forward is [gathered with what lies around it](techniques/zero3.md#weights-read-outside-their-unit). "
+    "Stacked parameters of the root have no module between which to cut stages |",
     "| parametrizations, spectral norm | all, the buffers that move in every forward included |",
     "| a choice for each sample | declare `Task(branches=\"per_sample\")`. Where a rank may call other modules than "
     "its neighbours, `zero=3` and pipelines are refused: use replicas or `zero=2` |",

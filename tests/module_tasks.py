@@ -377,6 +377,26 @@ def weight_used_outside() -> Task:
     return task(Crossing)
 
 
+def weight_used_outside_of_one_module() -> Task:
+    """The task gives the module that it has, every time."""
+    made = Crossing()
+    return task(lambda: made)
+
+
+class Telling(Blocks):
+    """The output holds a weight of a block, as a learned temperature would be."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(x), self.blocks[1].bias
+
+
+def weight_of_a_block_in_the_output() -> Task:
+    def loss(output: Any, batch: Any) -> tuple[Tensor, int]:
+        return squares(output[0] * output[1].sum().exp(), batch)
+
+    return task(Telling, loss=loss)
+
+
 def reentrant_twice() -> Task:
     """One block, run three times under a reentrant checkpoint."""
     shared: list[nn.Module] = []

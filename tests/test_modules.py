@@ -8,6 +8,7 @@ from typing import Any
 import module_tasks
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from shardwise import parallelize, verify
 from shardwise.memory.recompute import recompute_block
@@ -38,7 +39,9 @@ EQUAL = [
     ("teacher", REPLICAS), ("teacher", FLAT),
     ("odd_parameters", REPLICAS), ("odd_parameters", FLAT), ("odd_parameters", FULL), ("odd_parameters", HYBRID),
     ("sparse_gradients", REPLICAS), ("sparse_gradients", FULL),
-    ("weight_used_outside", FLAT),
+    ("weight_used_outside", FLAT), ("weight_used_outside", FULL), ("weight_used_outside", HYBRID),
+    ("weight_used_outside", "pp=2,dp_shard=2,zero=3,microbatches=2"), ("weight_used_outside", f"{FULL},remat=full"),
+    ("weight_of_a_block_in_the_output", FULL),
     ("reentrant_twice", REPLICAS), ("reentrant_twice", FLAT),
     ("routed_experts", REPLICAS), ("routed_experts", FLAT), ("routed_experts", FULL), ("routed_experts", HYBRID),
     ("pairs", REPLICAS), ("pairs", FULL), ("pairs", HYBRID),
@@ -53,7 +56,7 @@ REFUSED = [
     ("shared_memory", REPLICAS, "'part' shares memory with 'whole'"),
     ("complex_parameter", FULL, "parameter 'weight' is complex"),
     ("sparse_adam", REPLICAS, "dense gradients"),
-    ("weight_used_outside", FULL, "outside the forward of the unit"),
+    ("weight_used_outside_of_one_module", FULL, "which cannot be sharded anew"),
     ("reentrant_twice", FULL, "more than once under a reentrant checkpoint"),
     ("pairs_of_logits", REPLICAS, "compute what compares samples"),
 ]
@@ -70,6 +73,20 @@ def test_module_is_refused_by_its_mechanism(pool: RankPool, name: str, plan: str
     result = verify(f"module_tasks:{name}", plan, pool=pool, timeout_s=60)
     assert result.refused, result.text()
     assert reason in result.refused
+
+
+def _units_and_notices() -> tuple[list[str], list[str]]:
+    engine = parallelize(module_tasks.weight_used_outside(), "dp_shard=2,zero=3")
+    units = [path for path, child in engine.module.named_modules() if isinstance(child, FSDPModule)]
+    return units, [notice for notice in engine.notices if "outside its forward" in notice]
+
+
+def test_unit_whose_weight_is_read_outside_is_gathered_with_the_root(pool: RankPool) -> None:
+    units, told = pool.run(_units_and_notices, 2)[0]
+    assert "" in units
+    assert "blocks.0" not in units
+    assert "blocks.1" in units
+    assert "'blocks.0'" in told[0]
 
 
 def _state_after_look() -> tuple[int, float]:

@@ -9,10 +9,15 @@ look        a few samples: the loss must add up; batch norms are found and joine
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from shardwise.comm import gather_json, of_first
 from shardwise.engine.alone import Untried, blame
@@ -26,6 +31,7 @@ from shardwise.errors import RefusedPlan, ShardwiseError
 from shardwise.layout import Plan
 from shardwise.layout.grid import placement
 from shardwise.mesh import Mesh
+from shardwise.parallel.full import USED_OUTSIDE, OutsideReads
 from shardwise.precision import Precision
 from shardwise.random import HIDDEN, GlobalRandom
 from shardwise.ranks import local_size
@@ -38,17 +44,19 @@ from shardwise.task import Task
 
 
 def assemble(
-    task: Task, plan: Plan, mesh: Mesh, seed: int, few: Any = None, samples: int | None = None
+    task: Task, plan: Plan, mesh: Mesh, seed: int, few: Any = None, samples: int | None = None,
+    enclosed: Collection[str] = (),
 ) -> RankState:  # fmt: skip
     """One rank of the plan with weights and optimizer in place, before any look at samples. Collective.
 
-    few     samples from which cuts are derived, the same on every rank; without them the task's are read
-    samples how many those are, where not every tensor counts them
+    few       samples from which cuts are derived, the same on every rank; without them the task's are read
+    samples   how many those are, where not every tensor counts them
+    enclosed  paths of blocks that are no units of zero=3: their parameters belong to the unit around them
 
     Raises as `apply_plan` does, and `RefusedPlan` for an optimizer that the plan cannot spread.
     """
     precision = Precision.of(plan)
-    applied = apply_plan(task, plan, mesh, precision, seed, few, samples)
+    applied = apply_plan(_anew(task) if enclosed else task, plan, mesh, precision, seed, few, samples, enclosed)
     names = [name for name, _ in trainable(applied.module)]
     forward, staged = _forward(task, mesh, precision, applied)
     zero = plan.zero if mesh.shard.size > 1 else 0
@@ -72,6 +80,18 @@ def assemble(
         scale=LossScale() if precision.scaled else None,
         notices=notices, order=applied.order, chunks=applied.chunks,
     )  # fmt: skip
+
+
+def _anew(task: Task) -> Task:
+    """The task, its constructor held to giving a module that no attempt before has sharded."""
+
+    def model() -> nn.Module:
+        made = task.model()
+        if any(isinstance(child, FSDPModule) for child in made.modules()):
+            raise RefusedPlan(f"{USED_OUTSIDE} (Task.model gives one module each time, which cannot be sharded anew)")
+        return made
+
+    return replace(task, model=model)
 
 
 def _forward(task: Task, mesh: Mesh, precision: Precision, applied: Applied) -> tuple[Forward, StagedForward | None]:
@@ -141,20 +161,50 @@ def look_at_task(state: RankState, *, masks: bool) -> Findings:
         except Untried as why:
             return None, str(why)
 
+    reads = OutsideReads(state.module)
     try:
-        findings = look(
-            state.module, state.forward.local, whole, parts, (n, 1, n - 1), joined=joined,
-            dtype=state.precision.compute, strict=state.data_ranks > 1, masks=masks, share=share, again=again,
-        )  # fmt: skip
+        with reads:
+            findings = look(
+                state.module, state.forward.local, whole, parts, (n, 1, n - 1), joined=joined,
+                dtype=state.precision.compute, strict=state.data_ranks > 1, masks=masks, share=share, again=again,
+            )  # fmt: skip
     except ShardwiseError:
         raise
     except Exception as error:
         what = f"under plan {state.plan} the forward fails on {n} samples"
         raise explained(error) or blame(error, what, task, state.precision, state.module, whole) from error
+    found = gather_json(sorted(reads.units), state.mesh.world, state.device) if state.plan.zero == 3 else []
+    findings.outside = sorted({path for rank in found for path in rank})
     state.notices += findings.notices
     state.notices += state.chunks.notices() if state.chunks is not None else []
     _refuse_writes(state, findings)
     return findings
+
+
+def assemble_and_look(make: Callable[[Collection[str]], RankState], *, masks: bool) -> tuple[RankState, Findings]:
+    """A state whose units of zero=3 hold what their own forwards read alone, and what the look at it found. Collective.
+
+    make  `enclosed` of `assemble` -> a state
+
+    Where the look saw a weight read while its unit did not run, all is made anew with that unit's parameters in the
+    unit around it; until there are none.
+    """
+    enclosed: set[str] = set()
+    while True:
+        state = make(enclosed)
+        findings = look_at_task(state, masks=masks)
+        if not findings.outside:
+            break
+        enclosed |= set(findings.outside)
+        del state, findings
+        gc.collect()  # modules and hooks refer to each other; their weights are not to be held twice
+    if enclosed:
+        first, *more = sorted(enclosed)
+        state.notices.append(
+            f"zero=3: weights of '{first}'{f' and {len(more)} more units' if more else ''} are read outside its "
+            "forward, so they are gathered with what lies around it, and stay whole while that runs"
+        )
+    return state, findings
 
 
 def follow_draws(state: RankState, findings: Findings) -> None:

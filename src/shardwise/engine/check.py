@@ -21,6 +21,7 @@ from shardwise.engine.choices import Again
 from shardwise.engine.evaluated import Evaluate, Runner, Seen
 from shardwise.errors import RefusedPlan
 from shardwise.parallel.batchnorm import batch_norm_modules
+from shardwise.parallel.full import USED_OUTSIDE
 from shardwise.random import BatchDims, GlobalRandom, Samples
 from shardwise.step.loss import Loss
 
@@ -37,6 +38,7 @@ class Findings:
     changed: list[str] = field(default_factory=list)  # buffers that it changes
     draws: list[str] | None = field(default_factory=list)  # its random ops, each with its module; None: not looked at
     scores: bool = False  # attention has dropout
+    outside: list[str] = field(default_factory=list)  # units of zero=3 whose weights are read while they do not run
 
 
 WEIGHTS_FREED = (
@@ -227,8 +229,5 @@ def _statistics_differ(first: dict[str, torch.Tensor], second: dict[str, torch.T
 def explained(error: Exception) -> RefusedPlan | None:
     """The mechanism behind an error that only zero=3 meets, if this is one."""
     if "mixed torch.Tensor and DTensor" in str(error):
-        return RefusedPlan(
-            "a parameter is used outside the forward of the unit that holds it, where zero=3 has only pieces of it: "
-            "name units with wrap= so that a unit's parameters are used inside its forward, or use zero=2"
-        )
+        return RefusedPlan(USED_OUTSIDE)
     return None

@@ -5,7 +5,7 @@ The order in which a plan is applied stands in `assemble` and `recipe`, what a s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from shardwise.comm import Ledger, Observer, barrier
 from shardwise.engine import export, whole
-from shardwise.engine.assemble import assemble, follow_draws, look_at_task
+from shardwise.engine.assemble import assemble, assemble_and_look, follow_draws
 from shardwise.engine.check import Findings
 from shardwise.engine.deterministic import fix_threads, refuse_shared
 from shardwise.engine.optimizer_state import full_optimizer_state
@@ -71,13 +71,19 @@ def parallelize(
         raise InputError(f"clip_norm must be positive, got {clip_norm}")
     if not dist.is_initialized() and here() is not None:
         join()  # a launcher started this process
-    state = assemble(task, plan, build_mesh(plan, own_device(device)), seed)
-    if plan.deterministic:
-        fix_threads(state)
-    state.clip_norm, state.schedule, state.on_nonfinite = clip_norm, schedule, on_nonfinite
+    mesh = build_mesh(plan, own_device(device))
+
+    def make(enclosed: Collection[str] = ()) -> RankState:
+        state = assemble(task, plan, mesh, seed, enclosed=enclosed)
+        if plan.deterministic:
+            fix_threads(state)
+        state.clip_norm, state.schedule, state.on_nonfinite = clip_norm, schedule, on_nonfinite
+        return state
+
     if check_loss:
-        findings = look_at_task(state, masks=randomness == "global")
+        state, findings = assemble_and_look(make, masks=randomness == "global")
     else:
+        state = make()
         findings = Findings(batch_norm_modules(state.module), BatchDims(), draws=None)
     if plan.deterministic:
         refuse_shared(findings)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,12 +67,14 @@ class Applied:
 
 
 def apply_plan(
-    task: Task, plan: Plan, mesh: Mesh, precision: Precision, seed: int, few: Any = None, samples: int | None = None
+    task: Task, plan: Plan, mesh: Mesh, precision: Precision, seed: int, few: Any = None, samples: int | None = None,
+    enclosed: Collection[str] = (),
 ) -> Applied:  # fmt: skip
     """Spread the task's module as the plan says. Collective.
 
-    few     samples from which cuts are derived, the same on every rank; without them the task's are read
-    samples how many those are, where not every tensor counts them
+    few       samples from which cuts are derived, the same on every rank; without them the task's are read
+    samples   how many those are, where not every tensor counts them
+    enclosed  paths of blocks that are no units of zero=3: their parameters belong to the unit around them
 
     Raises `InputError` for a module that cannot be trained at all, `RefusedPlan` for one that this cannot hold.
     """
@@ -112,7 +114,8 @@ def apply_plan(
     order = _fixed_order(plan, mesh)
     if mesh.shard.size > 1 and plan.zero == 3:
         notices += blocks.warnings
-        technique = _full_shard(module, blocks, value_of, mesh, precision, absent, frozen, spread.experts, order)
+        units = [path for path in blocks.paths if path not in enclosed]
+        technique = _full_shard(module, units, value_of, mesh, precision, absent, frozen, spread.experts, order)
     else:
         technique = _whole_module(module, plan, mesh, precision, spread.experts, absent, order, value_of)
     fill_buffers(module, value_of, precision, mesh.device)
@@ -261,12 +264,12 @@ def _without_effect(blocks: Blocks, plan: Plan) -> list[str]:
 
 
 def _full_shard(
-    module: nn.Module, blocks: Blocks, value_of: ValueOf, mesh: Mesh, precision: Precision, absent: set[str],
+    module: nn.Module, paths: list[str], value_of: ValueOf, mesh: Mesh, precision: Precision, absent: set[str],
     frozen: list[str], experts: ExpertParallel | None, order: FixedOrder | None,
 ) -> DataParallel:  # fmt: skip
     spread = set(experts.experts) - absent if experts is not None else set()  # never gathered, so in no unit
     empty_parameters(module, precision.master, mesh.device, absent | spread)
-    units = [module.get_submodule(path) for path in blocks.paths]
+    units = [module.get_submodule(path) for path in paths]
     technique = FullShard(module, units, mesh, precision, absent | spread, order)
     technique.materialise(value_of, mesh.device)
     technique.make_slots()

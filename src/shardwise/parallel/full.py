@@ -28,6 +28,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from shardwise.comm import Trail, all_reduce, all_to_all, broadcast
@@ -38,6 +39,10 @@ from shardwise.parallel.slots import Slot, ValueOf, joined
 from shardwise.precision import Precision
 
 _END = "the end of the forward"
+USED_OUTSIDE = (
+    "a parameter is used outside the forward of the unit that holds it, where zero=3 has only pieces of it: name units "
+    "with wrap= so that a unit's parameters are used inside its forward, or use zero=2"
+)
 
 
 def _noting(owner: Callable[[], FullShard | None], index: int) -> Callable[[torch.Tensor], None]:
@@ -130,13 +135,15 @@ class FullShard:
         }
 
         def keep(leaf: torch.Tensor) -> torch.Tensor:
+            of_unit = isinstance(leaf, DTensor)
+            leaf = leaf.clone() if of_unit else leaf  # an operation, for `OutsideReads` to answer
             if isinstance(leaf, DTensor):
                 raise RefusedPlan(
                     "the model's output is computed from parameters outside the forward of the unit that holds them, "
                     "where zero=3 has only pieces of them: name units with wrap= so that a unit's parameters are used "
                     "inside its forward, or use zero=2"
                 )
-            if leaf.untyped_storage()._cdata not in gathered:
+            if leaf.untyped_storage()._cdata not in gathered and not of_unit:
                 return leaf
             copy = leaf.clone()
             copy.is_weight = True  # which has no samples, whatever its sizes
@@ -314,6 +321,39 @@ class FullShard:
             return gradient if index in self._used else None
         gradient = self.params[index].grad
         return None if gradient is None or index not in self._used else gradient.full_tensor()
+
+
+class OutsideReads(TorchDispatchMode):
+    """Notes the units whose parameters an operation reads while they do not run, and gives it the whole values.
+
+    module   units are sharded by `FullShard`; none of them runs now
+    units    their paths, as they are found: their parameters belong into what encloses them
+
+    Each read gathers, so every rank of dp_shard must run the same forward inside, without gradients. What the root
+    unit holds is left alone: nothing encloses it.
+    """
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.units: set[str] = set()
+        unit_of: dict[int, str] = {}
+        self._held: dict[int, tuple[DTensor, str]] = {}
+        for path, child in module.named_modules():
+            above = unit_of.get(id(child), "")
+            own = path if isinstance(child, FSDPModule) else above
+            unit_of |= {id(inner): own for inner in child.children()}
+            params = child._parameters.values() if own else ()
+            self._held |= {id(param): (param, own) for param in params if isinstance(param, DTensor)}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        args, kwargs = tree_map_only(DTensor, self._whole, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def _whole(self, leaf: DTensor) -> torch.Tensor:
+        if id(leaf) not in self._held:
+            return leaf
+        self.units.add(self._held[id(leaf)][1])
+        return leaf.full_tensor()
 
 
 class ReduceInOrder:

@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from shardwise.device import on_host
-from shardwise.errors import InputError
+from shardwise.errors import InputError, ShardwiseError
 from shardwise.trace.double import as_written
 from shardwise.trace.tape import ConstructorTape, NotReplayable, Ref, TapedOp, ref_of, storage_key, tensors_in
 
@@ -404,7 +404,7 @@ def build(model: Callable[[], nn.Module], seed: int) -> Built:
         with as_written(), _Guard(tape), recorder, _initialisers(recorder):
             module = model()
         return Built(checked(module), seed, tape)
-    except InputError:
+    except ShardwiseError:
         raise
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -417,7 +417,7 @@ def build_for_real(model: Callable[[], nn.Module], seed: int, reason: str) -> Bu
     try:
         with as_written():
             module = checked(model())
-    except InputError:
+    except ShardwiseError:
         raise
     except Exception as error:
         where = "on a rank" if dist.is_available() and dist.is_initialized() else "in one process too"
