@@ -154,9 +154,12 @@ _ASKS = frozenset({"has_torch_function", "has_torch_function_unary", "has_torch_
 
 @cache
 def _made_of_others(function: Any) -> bool:
-    """Whether a function of torch is written in Python; methods of tensors are not, which call what has their name."""
+    """Whether a function of torch is written in Python; methods of tensors are not, which call what has their name.
+
+    One that asks by other names than `_body` gives it (`torch.nn.init`) is left to its operations.
+    """
     python = isinstance(function, FunctionType) and function.__module__ != torch._tensor.__name__
-    return python and bool(_ASKS & set(function.__code__.co_names))
+    return python and bool(_ASKS & set(function.__code__.co_names) & set(function.__globals__))
 
 
 @cache

@@ -35,7 +35,7 @@ from shardwise.scripts.additive import LossLook
 from shardwise.scripts.dealt import Dealt, deal
 from shardwise.scripts.divisor import Held
 from shardwise.scripts.draws import SampleDraws
-from shardwise.scripts.guard import Gate
+from shardwise.scripts.guard import TAKEN, Gate
 from shardwise.scripts.loader import Events, PartLoader
 from shardwise.scripts.lookout import look_at_model
 from shardwise.scripts.meeting import Meeting
@@ -79,6 +79,7 @@ class Calls(Events):
         self.gathers = False  # every call needs all ranks
         self._gate = Gate()
         self.inside = 0  # the model's forward, how deep
+        self.in_method = 0  # another method of the model's, called with gradients
         self._away = False  # the model's own forward runs, as if nobody followed it
         self.told: Notices = leader.told if leader is not None else Notices(mesh.rank)
         self.leader = leader or self  # the first of the models that one loop trains
@@ -346,11 +347,7 @@ class Calls(Events):
     def refuse_taken(self) -> None:
         """Raise `RefusedPlan` where the script has asked for gradients of parameters by `torch.autograd.grad`."""
         if self._taken:
-            raise RefusedPlan(
-                "torch.autograd.grad(..., parameters): what it gives is the gradient of this rank's samples alone, or "
-                "of its part of the batch, and no rank has one process's: weigh losses by their values "
-                "(prepared.sum), or read param.grad after prepared.backward under dp_replicate"
-            )
+            raise RefusedPlan(TAKEN)
 
     def _arrives(self, param: torch.Tensor) -> None:
         """Of its own backward, or of another model's behind it (a GAN's)."""

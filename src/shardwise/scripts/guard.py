@@ -27,6 +27,16 @@ _PROPERTIES = {
     "register_post_accumulate_grad_hook", "element_size", "storage_offset", "untyped_storage", "data_ptr", "__hash__",
     "get_device", "__delete__", "backward", "has_names", "is_shared",
 }  # fmt: skip
+OF_A_SHARE = (
+    "a parameter is read ({}), of which this rank holds a share: its whole value is in prepared.parameters() (on every "
+    "rank; average.update_parameters(prepared)) and in model.state_dict(); weights are set by "
+    "model.load_state_dict(state), and a penalty on them is the optimizer's weight_decay, or inside the model's forward"
+)
+TAKEN = (
+    "torch.autograd.grad(..., parameters): what it gives is the gradient of this rank's samples alone, or of its part "
+    "of the batch, and no rank has one process's: weigh losses by their values (prepared.sum), or read param.grad "
+    "after prepared.backward under dp_replicate"
+)
 _COPYING = 4  # the protocol of copy.deepcopy; torch.save has a lower one
 
 
@@ -91,13 +101,8 @@ def guard_gradients(
     class Share(InPieces):
         @classmethod
         def __torch_function__(cls, func, types, args=(), kwargs=None):
-            if not gate.is_open and _reads_values(func):
-                _raise(
-                    f"a parameter is read ({getattr(func, '__name__', func)}), of which this rank holds a share: its "
-                    "whole value is in prepared.parameters() (on every rank; average.update_parameters(prepared)) and "
-                    "in model.state_dict(); weights are set by model.load_state_dict(state), and a penalty on them is "
-                    "the optimizer's weight_decay, or inside the model's forward"
-                )
+            if not gate.is_open and reads_values(func):
+                _raise(TAKEN if func is torch.autograd.grad else OF_A_SHARE.format(getattr(func, "__name__", func)))
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
 
@@ -119,7 +124,7 @@ def _count_once(
         @classmethod
         def __torch_function__(cls, func, types, args=(), kwargs=None):
             kwargs = kwargs or {}
-            reads = _reads_values(func) and getattr(func, "__name__", "") != "__set__"
+            reads = reads_values(func) and getattr(func, "__name__", "") != "__set__"
             with torch._C.DisableTorchFunctionSubclass():
                 if reads and not gate.is_open and torch.is_grad_enabled():
                     modules = inside() or torch._C._current_graph_task_id() != -1  # or a block that runs again
@@ -137,7 +142,7 @@ def _raise(message: str) -> None:
     raise RefusedPlan(message)
 
 
-def _reads_values(func: Any) -> bool:
+def reads_values(func: Any) -> bool:
     """Whether a function of torch reads or writes a tensor's elements, not only its properties."""
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__"):

@@ -97,6 +97,7 @@ def _with_gradients(
     prepared: Piecewise, name: str, method: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict
 ) -> Any:  # fmt: skip
     """A method that goes through the model's own call is right as it is; one that uses its weights beside it is not."""
+    prepared.calls.in_method += 1
     try:
         return method(module, *args, **kwargs)
     except RefusedPlan:
@@ -108,3 +109,5 @@ def _with_gradients(
             f"model.{name}(...) uses weights of which this rank holds pieces, with gradients and beside the model's "
             "own call: let forward call it (model(...)), or call it under torch.no_grad()"
         ) from error
+    finally:
+        prepared.calls.in_method -= 1

@@ -12,6 +12,7 @@ again (`additive`); what left torch on the way is not followed.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -42,6 +43,7 @@ from shardwise.scripts.loader import PartLoader, Reads
 from shardwise.scripts.meeting import Meeting
 from shardwise.scripts.methods import guard_methods, read_whole
 from shardwise.scripts.moved import FirstSteps
+from shardwise.scripts.pieces import Pieces, draw_whole
 from shardwise.scripts.saved import put as put_saved
 from shardwise.scripts.saying import names_line
 from shardwise.scripts.spread import check_cuts, shared_call, wait_for_call
@@ -200,10 +202,28 @@ class Prepared(Stepping):
             guard_methods(self)
         if isinstance(engine.technique, FullShard):
             read_whole(self)
+            self._see_pieces(engine.technique, cuts)
         self.calls.watch(engine, self.meeting, self._gate, gathers=in_pieces or bool(mesh.inner))
         if self.pending is not None:
             put_saved(self, self.pending)
         self._told.say(self.notices)
+
+    def _see_pieces(self, technique: FullShard, cuts: set[str]) -> None:
+        """What the script's own code asks of sharded weights is of whole ones."""
+        mesh, calls, known = self.mesh, self.calls, weakref.ref(self)
+
+        def meet(what: str) -> None:
+            script = known()
+            if script is not None:
+                script.meet(what)
+
+        beside = (mesh.data,) if calls.whole is not None else ()
+        self._held_pieces = Pieces(
+            technique, self._gate, inside=lambda: calls.inside + calls.in_method > 0, meet=meet,
+            summed=(*beside, *mesh.inner), holders=mesh.gradients, shares=cuts,
+            draws_apart=calls.randomness == "fast",
+        )  # fmt: skip
+        draw_whole(weakref.ref(self._held_pieces))
 
     @property
     def waits(self) -> bool:

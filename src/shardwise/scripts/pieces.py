@@ -1,0 +1,314 @@
+"""Weights sharded by FSDP2 (zero=3), as a script's own code beside the model's forward reads, draws and sets them.
+
+    p.data = x           the piece of x becomes the weight, in the parameter, in FSDP2's unit, and for the optimizer
+    p.uniform_()         drawn for the whole weight, alike on every rank, which keeps its piece
+    p.abs().sum()        with gradients: of the whole weight, whose gradient is summed over ranks
+    0.9 * t + 0.1 * p    beside a plain tensor: the whole weight; written into, the plain tensor's piece
+    p[0].zero_()         right where the view lies in this rank's piece, else refused
+    torch.autograd.grad(loss, p)     refused: it would be of this rank's samples
+
+What this does not do: let `p.data = x` and a whole tensor x share memory from then on; see the whole of a weight that
+tp or ep cut too (reading one of those is refused).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection
+from functools import cache
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils._pytree import tree_map_only
+
+from shardwise.comm import Axis, all_reduce, broadcast
+from shardwise.errors import InputError, RefusedPlan
+from shardwise.parallel.full import FullShard
+from shardwise.part import with_summed_gradient
+from shardwise.part.leaves import replaced, tensors_in
+from shardwise.scripts.guard import OF_A_SHARE, TAKEN, Gate, reads_values
+from shardwise.scripts.saying import names_line
+
+_ITSELF = frozenset(  # the tensor itself is wanted, to be written into perhaps, or what is known without its elements
+    {"detach", "numel", "nelement", "ndimension", "__len__", "__repr__", "__deepcopy__", "__reduce_ex__"}
+)
+
+_LOST = (
+    "{} into a view of a weight of which this rank holds a piece that is no piece of the view, so that what is written "
+    "would be lost: write into the weight itself (weight[0] = ..., weight.data.copy_(...)), or use zero=2"
+)
+
+
+class Pieces:
+    """What a script's operations on the parameters of one `FullShard` become."""
+
+    def __init__(
+        self, technique: FullShard, gate: Gate, *, inside: Callable[[], bool], meet: Callable[[str], None],
+        summed: tuple[Axis, ...], holders: Axis, shares: Collection[str], draws_apart: bool,
+    ) -> None:  # fmt: skip
+        """
+        inside   whether the model's forward runs, in which FSDP2 itself swaps parameters
+        summed   axes whose ranks compute the same of a weight, so that its gradient counts once
+        holders  ranks over which gradients are summed
+        shares   names of the parameters that tp or ep cut too
+        draws_apart  ranks' generators differ
+        """
+        self.technique, self.gate, self.inside, self.meet = technique, gate, inside, meet
+        self.summed, self.holders, self.draws_apart = summed, holders, draws_apart
+        self._index = {id(param): at for at, param in enumerate(technique.params)}
+        self._shares = {id(p) for p, slot in zip(technique.params, technique.slots, strict=True) if slot.name in shares}
+        self._kind = _kind_of(weakref.ref(self))
+        for param in technique.params:
+            if type(param) is DTensor:
+                param.__class__ = self._kind
+
+    def answer(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """`func` as the script means it: of whole weights. Subclasses' own answers are off."""
+        name = getattr(func, "__name__", "")
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name in ("__get__", "__set__") else ""
+        if func is torch.autograd.grad:
+            raise RefusedPlan(TAKEN)
+        if not reads_values(func):
+            return func(*args, **kwargs)
+        pieces = tensors_in((args, kwargs), self._kind)
+        if any(id(piece) in self._shares for piece in pieces):
+            raise RefusedPlan(OF_A_SHARE.format(name))
+        if (name, attribute) == ("__set__", "data"):
+            return self._assign(*args)
+        if attribute or name in _ITSELF:
+            return self._seen(func(*args, **kwargs))
+        if _writes(name):
+            target = args[0] if args else next(iter(kwargs.values()))
+            if tensors_in(target, DTensor):
+                return self._write(func, name, target, args, kwargs)
+        if torch.is_grad_enabled() and any(piece.requires_grad for piece in pieces):
+            self.meet("a sharded weight that is read with gradients")
+            return func(*replaced(self._kind, self._whole, args), **replaced(self._kind, self._whole, kwargs))
+        how = _answered_by_pieces(name)
+        if how == "element" and not _plain_beside(args, kwargs):
+            return self._seen(func(*args, **kwargs))
+        if how == "view":
+            made = self._view(func, *_beside_pieces((args, kwargs)))
+            if made is not None:
+                return made
+        return self._of_whole(func, args, kwargs)
+
+    def _view(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """The view of a piece, where it is this rank's piece of the view; None where torch has to move elements."""
+        try:
+            made = func(*args, **kwargs)
+        except (RuntimeError, NotImplementedError):  # what torch cannot do with pieces is done with whole tensors
+            return None
+        storages = {_storage(one) for one in tensors_in((args, kwargs), DTensor)}
+        found = tensors_in(made, DTensor)
+        plain = all(type(place) in (Shard, Replicate) for one in found for place in one.placements)
+        return self._seen(made) if plain and all(_storage(one) in storages for one in found) else None
+
+    def _of_whole(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """What it is of whole tensors, which are copies: a view of one would lose what is written into it."""
+        self.meet("a sharded weight that is read")
+        args, kwargs = replaced(DTensor, lambda one: one.detach().full_tensor(), (args, kwargs))
+        made = func(*args, **kwargs)
+        given = {one.untyped_storage()._cdata for one in tensors_in((args, kwargs))}
+        return replaced(
+            torch.Tensor,
+            lambda one: one.as_subclass(_Lost) if one.untyped_storage()._cdata in given else one,
+            made,
+        )
+
+    def _write(self, func: Any, name: str, target: Any, args: tuple, kwargs: dict) -> Any:
+        """Into one piece or several: each element's value by itself, or else the whole tensor's, of which it is cut."""
+        into = tensors_in(target, DTensor)
+        sharded = [one for one in tensors_in((args, kwargs), DTensor) if one.dim()]
+        alike = len({one.placements for one in sharded}) == 1 and not _plain_beside(args, kwargs)
+        if alike and _answered_by_pieces(name):
+            return self._seen(func(*args, **kwargs))
+        self.meet("a sharded weight that is written")
+        wholes = {id(one): one.detach().full_tensor().clone() for one in tensors_in((args, kwargs), DTensor)}
+        made = func(*replaced(DTensor, lambda one: wholes[id(one)], args),
+                    **replaced(DTensor, lambda one: wholes[id(one)], kwargs))  # fmt: skip
+        for one in into:
+            _copy_piece(one, self._same(wholes[id(one)]))
+        return target if made is not None else None
+
+    def _same(self, whole: torch.Tensor) -> torch.Tensor:
+        """The tensor of the first rank, where ranks' generators differ; else each one's own."""
+        if self.draws_apart:
+            whole = whole.contiguous()
+            broadcast(whole, self.holders, 0, "control")
+        return whole
+
+    def _seen(self, made: Any) -> Any:
+        def see(tensor: torch.Tensor) -> torch.Tensor:
+            if type(tensor) is DTensor:
+                tensor.__class__ = self._kind
+            return tensor
+
+        return tree_map_only(torch.Tensor, see, made)
+
+    def _whole(self, piece: DTensor) -> torch.Tensor:
+        return with_summed_gradient(_Whole.apply(piece, self), self.summed)
+
+    def reached(self, piece: DTensor) -> None:
+        """A gradient comes to a parameter beside its unit's forward."""
+        if id(piece) in self._index:
+            self.technique._used_now.add(self._index[id(piece)])
+            self.technique.heard(piece)
+
+    def _assign(self, param: DTensor, value: torch.Tensor) -> None:
+        """`param.data = value`: the storage is another one from here on, as in one process."""
+        if (value.shape, value.dtype, value.device) != (param.shape, param.dtype, param.device):
+            raise InputError(
+                f"param.data = a tensor of {tuple(value.shape)}, {value.dtype} on {value.device}, where the weight is "
+                f"{tuple(param.shape)}, {param.dtype} on {param.device}: the plan holds its pieces as they were"
+            )
+        value = value.detach()
+        if isinstance(value, DTensor):
+            local = value.redistribute(param.device_mesh, param.placements).to_local().contiguous()
+        else:
+            pieces = distribute_tensor(self._same(value), param.device_mesh, param.placements, src_data_rank=None)
+            local = pieces.to_local().clone()
+        param._local_tensor = local
+        at = self._index.get(id(param))
+        if at is None:
+            return  # a tensor that the script has made of one
+        for unit in self.technique.module.modules():
+            for group in unit._get_fsdp_state()._fsdp_param_groups if isinstance(unit, FSDPModule) else ():
+                for held in group.fsdp_params:
+                    if held.sharded_param is param:
+                        held.reset_sharded_param()
+        self.technique.slots[at].master.data = param._local_tensor.detach()
+
+
+def _kind_of(known: weakref.ref[Pieces]) -> type[DTensor]:
+    class Piece(DTensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            pieces = known()
+            with torch._C.DisableTorchFunctionSubclass():
+                if pieces is None or pieces.gate.is_open or pieces.inside() or torch._C._current_graph_task_id() != -1:
+                    return func(*args, **(kwargs or {}))
+                return names_line(pieces.answer)(func, args, kwargs or {})
+
+    return Piece
+
+
+class _Lost(torch.Tensor):
+    """A view of a whole weight, for reading: what is written into it would not come to any rank's piece."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        name = getattr(func, "__name__", "")
+        with torch._C.DisableTorchFunctionSubclass():
+            if _writes(name) and args and tensors_in(args[0], _Lost):
+                names_line(_refuse_lost)(name)
+            made = func(*args, **(kwargs or {}))
+            given = {one.untyped_storage()._cdata for one in tensors_in((args, kwargs or {}), _Lost)}
+            if not isinstance(made, torch.Tensor) or made.untyped_storage()._cdata not in given:
+                return made
+            return made.as_subclass(_Lost)
+
+
+def _refuse_lost(name: str) -> None:
+    raise RefusedPlan(_LOST.format(name))
+
+
+class _Whole(torch.autograd.Function):
+    """A sharded weight, whole; its gradient is summed over ranks, of which each keeps its piece."""
+
+    @staticmethod
+    def forward(ctx: Any, piece: DTensor, pieces: Pieces) -> torch.Tensor:
+        ctx.piece, ctx.pieces = piece, weakref.ref(pieces)  # a script keeps its last loss
+        return piece.full_tensor().clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor):
+        total, piece, pieces = gradient.clone(memory_format=torch.contiguous_format), ctx.piece, ctx.pieces()
+        all_reduce(total, pieces.holders, "gradients")
+        pieces.reached(piece)
+        return distribute_tensor(total, piece.device_mesh, piece.placements, src_data_rank=None), None
+
+
+def _beside_pieces(given: tuple[tuple, dict]) -> tuple[tuple, dict]:
+    """Arguments whose plain tensors, alike on every rank, are as torch takes them beside its sharded ones."""
+    if not _plain_beside(*given):
+        return given
+    mesh = tensors_in(given, DTensor)[0].device_mesh
+
+    def everywhere(tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, DTensor) or not tensor.dim():
+            return tensor
+        return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+    return replaced(torch.Tensor, everywhere, given)
+
+
+def _plain_beside(args: tuple, kwargs: dict) -> bool:
+    """Whether there is a plain tensor with dims among the arguments, which torch does not take beside sharded ones."""
+    return any(one.dim() and not isinstance(one, DTensor) for one in tensors_in((args, kwargs)))
+
+
+def _storage(tensor: DTensor) -> int:
+    return tensor._local_tensor.untyped_storage()._cdata
+
+
+def _copy_piece(into: DTensor, whole: torch.Tensor) -> None:
+    """This rank's piece of a whole tensor, in place."""
+    piece = distribute_tensor(whole, into.device_mesh, into.placements, src_data_rank=None)
+    into._local_tensor.detach().copy_(piece.to_local())
+
+
+def _writes(name: str) -> bool:
+    """Whether a function of this name writes into its first argument."""
+    return (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or name in _IN_PLACE
+
+
+_IN_PLACE = frozenset(name for name in dir(torch.Tensor) if name.startswith("__i") and f"__{name[3:]}" in dir(int))
+
+
+@cache
+def _answered_by_pieces(name: str) -> str:
+    """How torch's sharded tensors answer by their pieces: "view", "element" (each by itself, or a sum); "" if not.
+
+    Of what else a function may be, the whole tensors are computed.
+    """
+    if name == "__getitem__":
+        return "view"
+    if name.startswith("__"):
+        name = name.strip("_").removeprefix("i" if name in _IN_PLACE else "") + "_" * (name in _IN_PLACE)
+    packet = getattr(torch.ops.aten, name, None)
+    overloads = [getattr(packet, each) for each in packet.overloads()] if packet is not None else []
+    if any({torch.Tag.pointwise, torch.Tag.reduction} & set(each.tags) for each in overloads):
+        return "element"
+    first = [each._schema.arguments[0].alias_info for each in overloads if each._schema.arguments]
+    return "view" if any(alias is not None and not alias.is_write for alias in first) else ""
+
+
+def draw_whole(known: weakref.ref[Pieces]) -> None:
+    """Let torch draw for FSDP's tensors what one process draws for the whole ones. For the process."""
+
+    def draw(operation: Any, args: tuple, kwargs: dict) -> Any:
+        given, pieces = args[0], known()
+        if not isinstance(given, DTensor) or pieces is None:
+            raise RefusedPlan(f"{operation} beside sharded weights: draw into a tensor made like one of them")
+        cut = [Replicate() if place.is_partial() else place for place in given.placements]
+        pieces.meet("a draw for sharded weights")
+        drawn = operation(given.full_tensor(), *args[1:], **kwargs)
+
+        def piece(whole: torch.Tensor) -> torch.Tensor:
+            return distribute_tensor(pieces._same(whole), given.device_mesh, cut, src_data_rank=None)
+
+        drawn = tree_map_only(torch.Tensor, piece, drawn)
+        if not operation._schema.is_mutable:
+            return drawn
+        given._local_tensor.copy_(drawn._local_tensor)
+        return given
+
+    dispatcher = DTensor._op_dispatcher
+    for operation in dispatcher._random_ops:
+        if operation._schema.arguments and operation._schema.arguments[0].name in ("self", "input"):
+            dispatcher._custom_op_handlers[operation] = draw
