@@ -58,6 +58,7 @@ class Bug:
 @contextmanager
 def planted(bug: Bug) -> Iterator[Callable[[], int]]:
     """The bug in this process, inside; yields how often its statements ran so far."""
+    forget = getattr(_found(bug.where), "cache_clear", lambda: None)  # of what was remembered without it, and with it
     function = _function(bug.where)
     before = function.__code__
     ran = [0]
@@ -67,11 +68,13 @@ def planted(bug: Bug) -> Iterator[Callable[[], int]]:
 
     function.__code__ = _changed(function, bug)
     function.__globals__[HIT] = count
+    forget()
     try:
         yield lambda: ran[0]
     finally:
         function.__code__ = before
         del function.__globals__[HIT]
+        forget()
 
 
 def run_planted(bug: Bug, folder: str, function: Callable[..., Any], args: tuple) -> Any:
@@ -100,7 +103,7 @@ class BuggyPool:
                 self.ran += sum(int(told.read_text()) for told in Path(folder).iterdir())
 
 
-def _function(where: str) -> FunctionType:
+def _found(where: str) -> Any:
     module_name, _, path = where.partition(":")
     found: Any = importlib.import_module(module_name)
     for part in path.split("."):
@@ -109,7 +112,11 @@ def _function(where: str) -> FunctionType:
             found = found.__func__
         if isinstance(found, property):
             found = found.fget
-    found = inspect.unwrap(found)
+    return found
+
+
+def _function(where: str) -> FunctionType:
+    found = inspect.unwrap(_found(where))
     if not isinstance(found, FunctionType):
         raise NotPlanted(f"{where} is not a function")
     return found
