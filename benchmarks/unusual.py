@@ -68,10 +68,15 @@ KINDS = [
     "| recurrent: `nn.LSTM`, `nn.GRU`, a loop over time of your own | all of these plans. `tp` cuts the layers around "
     "the recurrence and leaves its own weights whole (`shardwise show tp` says why for each): it saves memory in "
     "embeddings and heads. The `cp` of a recurrence is right, and no faster: each position needs the one before |",
-    "| packed sequences | not `cp`, which would need the lengths of a part of each sentence |",
+    "| packed sequences | not `cp`, which would need the lengths of a part of each sentence. Dropout between the "
+    "layers of a packed LSTM is drawn over all words at once, of which a rank has no known part, and is refused: put "
+    "`nn.Dropout` on the padded output between LSTMs of one layer. `plan` cannot trace packing, whose sizes are "
+    "values |",
     "| graphs, trees, sets | samples first: a batch is (B, nodes, features) and (B, edges, 2), and the forward may "
-    "make one large graph of it (`index_add` with offsets). A batch that is one merged graph has no dim of samples to "
-    "deal, and is refused as such |",
+    "make one large graph of it (`index_add` with offsets): `edges + N * arange(B)`, flattened. Graphs of unlike "
+    "sizes are padded to N nodes and E edges: one node more than any graph has, edges that pad going from it to "
+    "itself, and a mask of the real nodes (B, N) for what is summed. A batch that is one merged graph (edges 2 x E) "
+    "has no dim of samples to deal, and is refused as such; dense adjacencies (B, N, N) need no edges |",
     "| weights made by a net, `functional_call`, `vmap` | a unit of `zero=3` whose weight is used outside its "
     "module's forward is [gathered with what lies around it](techniques/zero3.md#weights-read-outside-their-unit). "
     "Stacked parameters of the root have no module between which to cut stages |",

@@ -62,6 +62,16 @@ class Huge(Net):
         self.huge = nn.Linear(8, 20_000_000_000)
 
 
+class Answers(Net):
+    def forward(self, x):
+        return {"logits": super().forward(x)}
+
+
+class Forgets(Net):
+    def forward(self, x):
+        super().forward(x)
+
+
 class Nothing(nn.Module):
     def forward(self, x):
         return x
@@ -92,6 +102,11 @@ def integers(): return build(lambda x, y: ((x * 10).long(), y))
 def nan(): return build(lambda x, y: (at(x, (5, 2), float("nan")), y))
 def infinite(): return build(lambda x, y: (x, at(y, 3, float("inf"))))
 def no_weight(): return build(loss=lambda o, b: (mse_loss(o, b["y"], reduction="sum"), 0))
+def negative(): return build(loss=lambda o, b: (mse_loss(o, b["y"], reduction="sum"), -len(o)))
+def negative_tensor(): return build(loss=lambda o, b: (mse_loss(o, b["y"], reduction="sum"), -(o * 0 + 1).sum()))
+def gives_dict(): return build(model=Answers)
+def gives_none(): return build(model=Forgets)
+def merged_graphs(): return build(lambda x, y: (x, torch.arange(14).view(2, 7)))
 def mean_alone(): return build(loss=lambda o, b: mse_loss(o, b["y"]))
 def mean_of_all(): return build(loss=lambda o, b: (mse_loss(o, b["y"]), 1))
 def number(): return build(loss=lambda o, b: (float(o.sum()), 1))
@@ -315,6 +330,13 @@ IN_TASKS = [
     (["train", "mine:diverges"], 1, "Lower the learning rate"),
     (["train", "mine:no_weight"], 1, "every target is ignored, or a mask is empty"),
     (["verify", "mine:no_weight", "--plan", "dp_replicate=2"], 2, "every target is ignored or a mask is empty"),
+    (["train", "mine:negative"], 2, "-5 as the weight, which divides the sum and turns its sign around"),
+    (["train", "mine:negative_tensor"], 2, "return how many samples or tokens count, 0 or more"),
+    (["verify", "mine:negative_tensor", "--plan", "dp_replicate=2"], 2, "-16 as the weight, which divides the sum"),
+    (["train", "mine:gives_dict"], 2, "The model returned a dict of 'logits': take from it in Task.loss"),
+    (["verify", "mine:gives_dict", "--plan", "dp_replicate=2"], 2, "as output['logits']"),
+    (["train", "mine:gives_none"], 2, "The model returned None: let its forward end in `return`"),
+    (["train", "mine:merged_graphs"], 2, "padded to one size, as nodes (B, N, features) and edges (B, E, 2)"),
     (["train", "mine:mean_alone"], 2, "Task.loss must return (sum, weight)"),
     (["verify", "mine:mean_of_all", "--plan", "dp_replicate=2"], 3, "Return (sum, weight), not a mean"),
     (["train", "mine:number"], 2, "the sum must be a tensor with one element, got float"),

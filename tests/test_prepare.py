@@ -466,10 +466,20 @@ def once(plan: str, case: str) -> None:
         loader = DataLoader(LateDraws(*samples(12).tensors), batch_size=4)
     given = loader
     prepared = model, optimizer, loader = shardwise.prepare(model, optimizer, loader, plan=plan)
+    if case == "prepared before":
+        shardwise.prepare(model, optimizer, loader, plan=plan)
     for x, y in given if case == "other loader" else loader:
         loss = (model(x) - y).square().mean()
         if case == "ignored":
             loss = (model(x) - y).square()[prepared.rank - 1 :].mean()
+        if case == "vector":
+            loss = (model(x) - y).square()
+        if case == "detached":
+            loss = loss.detach()
+        if case == "negative":
+            prepared.backward(loss * len(x), -len(x))
+        if case == "weights":
+            prepared.backward(loss * len(x), torch.ones(len(x)))
         if case == "unseen":
             loss = loss.exp()
         if case == "scaler":
@@ -501,6 +511,11 @@ class LateDraws(TensorDataset):
     [
         ("ignored", "dp_shard=2,zero=2", InputError, r"mean over 2 on rank 0, 4 on rank 1 \(2 samples on rank 0, 2"),
         ("unseen", "dp_replicate=2", InputError, "cannot be seen.*mean_over=n.*or the sum and its weight"),
+        ("prepared before", "dp_shard=2,zero=3", InputError, "was prepared before.*call prepare once for each model"),
+        ("vector", "dp_replicate=2", InputError, r"got shape \(2, 2\): give its .mean"),
+        ("detached", "dp_replicate=2", InputError, "outside no_grad, without .detach"),
+        ("negative", "dp_replicate=2", InputError, "weight is -2, which turns the loss around"),
+        ("weights", "dp_replicate=2", InputError, r"weight must be one number, got shape \(2,\): give its .sum"),
         ("twice", "dp_replicate=2", InputError, r"2 times before optimizer.step\(\).*accumulate=2"),
         ("no zero_grad", "dp_replicate=2", InputError, "without optimizer.zero_grad"),
         ("torch's clip", "dp_shard=2,zero=1", RefusedPlan, r"prepared.clip_grad_norm_"),

@@ -118,7 +118,8 @@ def reason(error: Exception) -> str:
     hint = inputs_hint(error)
     if isinstance(error, IndexError) and str(error).startswith("Target "):
         hint = " A label is beyond the model's outputs: give the head one output for each class, or mend the labels"
-    return f"{where(error)}{hint}"
+    notes = "".join(f". {note}" for note in getattr(error, "__notes__", ()))  # of what the loss was given
+    return f"{where(error)}{hint or notes}"
 
 
 def remedy(task: Task, precision: Precision, batch: Any, error: Exception) -> str:

@@ -25,7 +25,7 @@ from shardwise.proof.settings import Settings, global_batch, nudged
 from shardwise.proof.watch import CallTrace, ModuleWatch
 from shardwise.random import BatchDims, GlobalRandom, Samples
 from shardwise.step.batching import samples_in, slice_samples
-from shardwise.step.loss import read_loss
+from shardwise.step.loss import loss_on, not_negative
 from shardwise.task import Task, call_arguments
 from shardwise.trace.deferred import build, named_tensors
 from shardwise.trace.double import KeepDouble, default_dtype
@@ -130,14 +130,14 @@ def _sums(task, module, named, batch, step, settings, random, watch: ModuleWatch
             watch.begin(index, samples.start, samples.count, samples.total)
         with random.watching(module), KeepDouble(), default_dtype(settings.dtype):
             args, kwargs = call_arguments(task, part)
-            loss = read_loss(task.loss(module(*args, **kwargs), part))
+            loss = loss_on(task, module(*args, **kwargs), part)
             objective = loss.total
             for extra in loss.extras.values():
                 factor = 1.0 if extra.weight is None else _ratio(float(loss.weight), float(extra.weight))
                 objective = objective + extra.total * factor
             objective.backward()
         total += float(objective.detach())
-        weight += float(loss.weight)
+        weight += not_negative(float(loss.weight), "weight")
     return total, weight
 
 

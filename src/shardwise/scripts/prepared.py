@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -51,6 +52,8 @@ from shardwise.scripts.start import check_given, generators_kept, is_compiled, m
 from shardwise.scripts.state import holds_pieces, put, states_of
 from shardwise.scripts.stepping import Stepping, buckets_of
 from shardwise.task import Domain
+
+_PREPARED: WeakSet[nn.Module] = WeakSet()  # what a plan has changed in place
 
 
 @names_line
@@ -99,6 +102,12 @@ def prepare(
     script's own loop cannot follow.
     """
     plan = Plan.parse(plan)
+    if isinstance(model, nn.Module) and model in _PREPARED:
+        raise InputError(
+            f"prepare: this model ({type(model).__name__}) was prepared before, and two plans would sum its gradients "
+            "twice: call prepare once for each model; of a model with parts that have optimizers of their own, prepare "
+            "each part with its own"
+        )
     check_given(model, optimizer, plan, randomness, loss_scope)
     if not dist.is_initialized() and here() is not None:
         join()
@@ -109,7 +118,9 @@ def prepare(
             f"torchrun --nproc-per-node {plan.world_size} (or srun or mpirun -n {plan.world_size})"
         )
     given = (plan, randomness, branches, reads, batch_dim, seed, own_device(device), check_loss, spatial, loss_scope)
-    return Prepared(model, optimizer, loader, *given)
+    prepared = Prepared(model, optimizer, loader, *given)
+    _PREPARED.add(model)
+    return prepared
 
 
 class Prepared(Stepping):

@@ -8,6 +8,7 @@ optimizer.zero_grad()               the step is over
 
 from __future__ import annotations
 
+import math
 import types
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -95,8 +96,9 @@ class Stepping(WeightAccess):
         over all ranks. Without weight or mean_over, a mean is one over samples that are alike; raises `InputError` for
         one that ranks took over numbers out of proportion to their samples.
         """
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            raise InputError("prepared.backward: the loss must be one number that depends on the model's parameters")
+        _check_loss(loss)
+        for given, name in ((weight, "weight"), (mean_over, "mean_over")):
+            _check_number(given, name)
         together = self._together(also)
         for each in together:
             each._ready()
@@ -416,3 +418,21 @@ class Stepping(WeightAccess):
 def buckets_of(engine: Engine) -> list[GradientBuckets]:
     """Where gradients are gathered as backward makes them; FSDP2 has its own."""
     return [one.buckets for one in techniques_of(engine) if hasattr(one, "buckets")]
+
+
+def _check_loss(loss: Any) -> None:
+    what = "prepared.backward: the loss must be one number that depends on the model's parameters"
+    if not isinstance(loss, torch.Tensor):
+        raise InputError(f"{what}, got {type(loss).__name__}: give the tensor, before .item()")
+    if loss.numel() != 1:
+        raise InputError(f"{what}, got shape {tuple(loss.shape)}: give its .mean(), or its .sum() and how many count")
+    if not loss.requires_grad:
+        raise InputError(f"{what}, and this one does not: compute it outside no_grad, without .detach()")
+
+
+def _check_number(given: Any, name: str) -> None:
+    shape = tuple(given.shape) if isinstance(given, torch.Tensor) else ()
+    if math.prod(shape) != 1:
+        raise InputError(f"prepared.backward: {name} must be one number, got shape {shape}: give its .sum()")
+    if isinstance(given, int | float) and given < 0:
+        raise InputError(f"prepared.backward: {name} is {given:g}, which turns the loss around: give how many count")

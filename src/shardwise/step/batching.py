@@ -159,8 +159,26 @@ def _common_size(paths: _Paths, leaves: list[Any], name: str) -> tuple[int, int]
             raise InputError(
                 f"{paths[first]} has {size} samples but {paths[other]} has {other_size}: the first dimension of every "
                 "tensor counts samples; expand a tensor shared by all samples, or make it part of the model"
+                + _merged_graphs(paths, sized, leaves)
             )
     return first, size
+
+
+def _merged_graphs(paths: _Paths, sized: list[tuple[int, int]], leaves: list[Any]) -> str:
+    """What to do where a tensor of two dims or more holds numbers of another's rows, as edges of merged graphs do."""
+    for index, size in sized:
+        held = torch.as_tensor(leaves[index])
+        if held.ndim < 2 or held.is_floating_point() or held.is_complex() or not held.numel():
+            continue
+        low, high = int(held.min()), int(held.max())
+        for other, rows in sized:
+            if other != index and rows != size and low >= 0 and high < rows:
+                return (
+                    f". If {paths[index]} are edges between rows of {paths[other]}, several graphs merged into one: "
+                    "give each graph apart, padded to one size, as nodes (B, N, features) and edges (B, E, 2), and "
+                    "merge them in the forward, or give dense adjacencies (B, N, N)"
+                )
+    return ""
 
 
 def _slice(leaf: Any, low: int, high: int) -> Any:

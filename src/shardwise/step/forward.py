@@ -17,7 +17,7 @@ from shardwise.memory.chunks import whole
 from shardwise.part.positions import Positions
 from shardwise.precision import Precision
 from shardwise.step.batching import samples_in
-from shardwise.step.loss import Loss, read_loss
+from shardwise.step.loss import Loss, loss_on
 from shardwise.step.metrics import MetricTally
 from shardwise.task import Task, call_arguments
 
@@ -55,7 +55,7 @@ class Forward:
 
     def read(self, output: Any, batch: Any) -> Loss:
         """The loss of an output, for a batch on the device."""
-        loss = read_loss(self.task.loss(output, batch))
+        loss = loss_on(self.task, output, batch)
         return loss if self.metrics is None else loss.with_extras(self.metrics.as_extras(output, batch))
 
     def __call__(self, part: Share) -> Loss:
@@ -69,7 +69,7 @@ class Forward:
             self.metrics.add(output, batch, part.count)
         if self.task.loss_scope == "global" and self.data.size > 1:
             return self._gathered(output, batch, part)
-        loss = read_loss(self.task.loss(output, batch))
+        loss = loss_on(self.task, output, batch)
         return loss if part.count else _nothing(loss)
 
     def joined(self, whole_and_parts: tuple[Any, tuple[Any, Any]]) -> Loss:
@@ -82,7 +82,7 @@ class Forward:
         self._batched = [_has_samples(triple, counts) for triple in triples]
         pairs = zip(triples, self._batched, strict=True)
         put = [torch.cat([a, b]) if batched else a for (_, a, b), batched in pairs]
-        return read_loss(self.task.loss(tree_unflatten(put, spec), batches[0]))
+        return loss_on(self.task, tree_unflatten(put, spec), batches[0])
 
     def output(self, batch: Any) -> Any:
         """The model's output for a batch on the device; under a pipeline None but on the last stage."""
@@ -124,7 +124,7 @@ class Forward:
             rows = max(part.count, 1)
             batched = [isinstance(leaf, torch.Tensor) and leaf.shape[:1] == (rows,) for leaf in leaves]
         output = tree_unflatten([gather(*pair) for pair in zip(leaves, batched, strict=True)], spec)
-        loss = read_loss(self.task.loss(output, tree_map(gather, batch)))
+        loss = loss_on(self.task, output, tree_map(gather, batch))
         if self.data.index == 0:
             return loss
         return Loss(_uncounted(loss.total), 0.0, {k: _uncounted_extra(v) for k, v in loss.extras.items()})

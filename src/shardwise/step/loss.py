@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from shardwise.errors import InputError
+from shardwise.task import Task
 
 _SHAPE = "Task.loss must return (sum, weight) or (sum, weight, {name: extra})"
 
@@ -37,12 +39,34 @@ class Loss:
 
     def numbers(self) -> dict[str, float]:
         """Every sum and weight by name, for comparison."""
-        found = {"sum": float(self.total.detach()), "weight": float(self.weight)}
+        found = {"sum": float(self.total.detach()), "weight": not_negative(float(self.weight), "weight")}
         for name, extra in self.extras.items():
             found[f"extra '{name}'"] = float(extra.total.detach())
             if extra.weight is not None:
-                found[f"weight of extra '{name}'"] = float(extra.weight)
+                what = f"weight of extra '{name}'"
+                found[what] = not_negative(float(extra.weight), what)
         return found
+
+
+def loss_on(task: Task, output: Any, batch: Any) -> Loss:
+    """The task's loss of an output, checked. What a model returned that is no tensor is told with the loss's error."""
+    try:
+        returned = task.loss(output, batch)
+    except (TypeError, AttributeError) as error:
+        if not isinstance(output, torch.Tensor):
+            error.add_note(_instead_of_a_tensor(output))
+        raise
+    return read_loss(returned)
+
+
+def _instead_of_a_tensor(output: Any) -> str:
+    if output is None:
+        return "The model returned None: let its forward end in `return`"
+    if isinstance(output, Mapping):
+        keys = ", ".join(repr(key) for key in output)
+        first, kind = next(iter(output), "name"), type(output).__name__
+        return f"The model returned a {kind} of {keys}: take from it in Task.loss, as output[{first!r}]"
+    return f"The model returned {_describe(output)}: take the tensor from it in Task.loss, as output[0]"
 
 
 def read_loss(returned: Any) -> Loss:
@@ -60,6 +84,16 @@ def read_loss(returned: Any) -> Loss:
     return Loss(total.reshape(()), _number(weight, "weight"), {k: _extra(k, v) for k, v in extras.items()})
 
 
+def not_negative(value: float, what: str) -> float:
+    """The value of a weight; a negative one would turn the loss around, so that steps climb. Raises `InputError`."""
+    if value < 0:
+        raise InputError(
+            f"Task.loss returned {value:g} as the {what}, which divides the sum and turns its sign around: return how "
+            "many samples or tokens count, 0 or more"
+        )
+    return value
+
+
 def _extra(name: str, value: Any) -> Extra:
     if isinstance(value, tuple | list) and len(value) == 2:
         value, weight = value[0], _number(value[1], f"weight of extra '{name}'")
@@ -74,7 +108,7 @@ def _number(value: Any, what: str) -> torch.Tensor | float:
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.detach().reshape(())
     if isinstance(value, int | float):
-        return float(value)
+        return not_negative(float(value), what)
     raise InputError(f"{_SHAPE}: the {what} must be one number, got {_describe(value)}")
 
 

@@ -14,14 +14,15 @@ from shardwise.errors import RunError
 from shardwise.host import put, read
 from shardwise.parallel.slots import Slot
 from shardwise.step.control import Agreement
+from shardwise.step.loss import not_negative
 from shardwise.step.result import StepResult
 from shardwise.step.state import RankState
 
 SKIP = 'or go on without such updates by on_nonfinite="skip"'
 DIVERGED = f"Lower the learning rate, set clip_norm, {SKIP}"
 NO_WEIGHT = (
-    "Look at what Task.loss returns as weight, and at the batch: every target is ignored, or a mask is empty. Leave "
-    f"such batches out, {SKIP}"
+    "Look at the weight that Task.loss returns (in a script, what prepared.backward is given), and at the batch: every "
+    f"target is ignored, or a mask is empty. Leave such batches out, {SKIP}"
 )
 
 
@@ -84,7 +85,7 @@ def sum_of_squares(state: RankState, slots: list[Slot]) -> torch.Tensor:
 
 def normalise(state: RankState, agreed: Agreement) -> tuple[StepResult, bool]:
     """Divide by the global weight and clip; decide, alike on all ranks, whether the update is finite."""
-    weight = agreed.weight
+    weight = not_negative(agreed.weight, f"weight of step {state.steps_done}")
     scale = state.scale
     divisor = weight * (scale.value if scale is not None else 1.0)
     summed = state.technique.in_pieces and state.order is None
