@@ -373,6 +373,47 @@ class Crossing(Blocks):
         return super().forward(x @ self.blocks[0].weight)
 
 
+class Down(nn.Module):
+    """Two layers, of which each is a block, as the whole is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+class Around(nn.Module):
+    """A way down, what lies below it, and the sum."""
+
+    def __init__(self, downsample: nn.Module, below: nn.Module):
+        super().__init__()
+        self.downsample, self.below = downsample, below
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.below(self.downsample(x))
+
+
+class TwoNames(nn.Module):
+    """Ways down with two names: where they are used, of which each layer is a block, and in a list, each a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        downs, self.skips = nn.ModuleList(Down() for _ in range(4)), nn.Module()
+        for down in reversed(downs):
+            self.skips = Around(down, self.skips) if isinstance(self.skips, Around) else Around(down, nn.Tanh())
+        self.downs = downs
+        self.head = nn.Linear(WIDTH, OUT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.skips(x))
+
+
+def two_names() -> Task:
+    return task(TwoNames)
+
+
 def weight_used_outside() -> Task:
     return task(Crossing)
 

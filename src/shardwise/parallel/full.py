@@ -37,6 +37,7 @@ from shardwise.errors import RefusedPlan
 from shardwise.mesh import Mesh
 from shardwise.parallel.slots import Slot, ValueOf, joined
 from shardwise.precision import Precision
+from shardwise.trace.blocks import inner_first
 
 _END = "the end of the forward"
 USED_OUTSIDE = (
@@ -112,7 +113,7 @@ class FullShard:
         whole = {param for param in module.parameters() if id(param) in self._whole}
         options = {"mesh": device_mesh, "reshard_after_forward": True, "shard_placement_fn": placement}
         options["ignored_params"] = whole | self._absent
-        for unit in reversed(units):  # inner units before the outer ones that contain them
+        for unit in inner_first(units):
             fully_shard(unit, mp_policy=policy(False), **options)
         fully_shard(module, mp_policy=policy(True), **options)
         shards = [child for child in module.modules() if isinstance(child, FSDPModule)]

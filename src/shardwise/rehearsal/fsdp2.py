@@ -32,6 +32,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from shardwise.precision import Precision
+from shardwise.trace.blocks import inner_first
 
 FORWARD, BACKWARD, AFTER, IDLE = "forward", "backward", "after backward", "idle"
 
@@ -117,9 +118,7 @@ class Gathered:
         self.last = True  # whether this backward is the last of the step
         taken = {id(param) for param in leave}
         self.units: list[Unit] = []
-        # the inner ones before those that contain them, as in parallel/full.py
-        inner_first = [*reversed(list({id(unit): unit for unit in units}.values())), module]
-        modules = {id(child): child for child in inner_first}
+        modules = {id(child): child for child in [*inner_first(units), module]}
         for child in modules.values():
             params = [p for p in child.parameters() if id(p) not in taken and can_cut(p)]
             params = list({id(p): p for p in params}.values())

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import nn
@@ -91,6 +92,13 @@ def find_blocks(module: nn.Module, *, nested: bool = True) -> Blocks:
             seen.add(id(child))
             paths.append(path)
     return Blocks(tuple(paths), tuple(_warnings(module, paths, total)))
+
+
+def inner_first(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Each module once, those inside others before them, whatever names they have; otherwise the last one first."""
+    once = {id(module): module for module in modules}
+    last_first = list(once.values())[::-1]
+    return sorted(last_first, key=lambda module: sum(1 for _ in module.modules()))
 
 
 def _shares_outside(module: nn.Module, block: nn.Module, owners: Counter) -> bool:
