@@ -199,7 +199,8 @@ def test_a_run_whose_checkpoints_lie_in_a_store_goes_on_from_there(
     plan, url = "dp_replicate=2", f"file://{tmp_path}/store"
     losses, weights = undisturbed(plan)
     with faults.injected(Fault("kill", rank=1, step=5, at="update")):
-        run = shardwise.train("digits", plan, **SMALL, checkpoint_every=3, restarts=1, checkpoint_folder=url)
+        run = shardwise.train("digits", plan, **SMALL, checkpoint_every=3, restarts=1, checkpoint_folder=url,
+                              checkpoint_background=False)  # fmt: skip
     assert losses_of(run) == losses and weights_of(run) == weights
     entries = [json.loads(line) for line in (run.folder / "journal.jsonl").read_text().splitlines()]
     assert [entry["from_step"] for entry in entries] == [0, 3] and not (run.folder / "checkpoints").exists()
