@@ -89,7 +89,8 @@ class Chunks:
         """What was done, in lines of text."""
         if not self.computed:
             before = f": before {', '.join(sorted(self.whole))} wide tensors are made whole" if self.whole else ""
-            return [f"position_chunks has no effect: no product that widens was followed by one that narrows{before}"]
+            long = f"no product that widens, of {self.count} positions or more, was followed by one that narrows"
+            return [f"position_chunks has no effect: {long}{before}"]
         runs = "; ".join(self.computed)
         return [f"position_chunks={self.count} computes in chunks, and again in backward: {runs}"]
 
