@@ -19,8 +19,9 @@ from cells import Found, cell, rows, share, written  # noqa: E402
 from shardwise.ranks import RankPool  # noqa: E402
 
 GRIDS = ["domain=2", "domain=1x3", "domain=2x2", "domain=3x2"]
-BESIDE = ["domain=2,dp_replicate=2", "domain=2,zero=1", "domain=2,zero=2", "domain=2,zero=3", "domain=2,accumulate=2",
-          "domain=2,remat=full", "domain=2,tp=2", "domain=2,pp=2"]  # fmt: skip
+BESIDE = ["domain=2,dp_replicate=2", "domain=2,dp_shard=2,zero=1", "domain=2,dp_shard=2,zero=2",
+          "domain=1x2,dp_shard=2,zero=3", "domain=2,zero=3", "domain=2,accumulate=2", "domain=2,remat=full",
+          "domain=2,precision=bf16", "domain=2,tp=2", "domain=2,pp=2"]  # fmt: skip
 MODELS = {
     "unet_degree_batch": "U-Net, BatchNorm, 181 x 360", "unet_degree_group": "U-Net, GroupNorm, 181 x 360",
     "unet_quarter_group": "U-Net, GroupNorm, 721 x 1440", "unet_batch": "U-Net, BatchNorm, 23 x 37",

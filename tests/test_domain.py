@@ -161,6 +161,7 @@ def _curve(name: str, plan: str) -> list[float]:
     ("name", "grids"),
     [("normed", ["domain=2", "domain=3x2"]),
      pytest.param("unet_batch", ["domain=2", "domain=1x2", "domain=2x2", "domain=3x2"], marks=pytest.mark.long),
+     pytest.param("fno", ["domain=2", "domain=1x2", "domain=2x2", "domain=3x2"], marks=pytest.mark.long),
      pytest.param("swin", ["domain=2", "domain=1x2", "domain=2x2"], marks=pytest.mark.long)],
 )  # fmt: skip
 def test_loss_curves_of_all_grids_agree(pool, name: str, grids: list[str]) -> None:

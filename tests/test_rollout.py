@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from shardwise import Domain, InputError, Task, parallelize, rollout, verify
+from shardwise.layout import Plan
 from shardwise.memory.live import LiveBytes
 
 DOUBLE = torch.float64
@@ -145,10 +146,10 @@ def _peak(steps: int, plan: str) -> int:
     return peak
 
 
-@pytest.mark.parametrize("plan", ["accumulate=1", "domain=2"])
+@pytest.mark.parametrize("plan", ["accumulate=1", "domain=2", pytest.param("domain=2x2", marks=pytest.mark.long)])
 def test_eight_steps_keep_little_more_than_one(pool, plan: str) -> None:
     """Recomputed by step: 1.25 times the peak of one step, and the states and targets of the others."""
-    ranks = 2 if "domain" in plan else 1
+    ranks = Plan.parse(plan).world_size
     one, eight = (max(pool.run(_peak, ranks, steps, plan)) for steps in (1, 8))
     states = 7 * 2 * 48 * 64 * 4 // ranks
     assert eight <= 1.25 * one + 3 * states, (one, eight, states)  # states, their targets, gradients of outputs
