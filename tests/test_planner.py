@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from shardwise import simulate
 from shardwise.cluster import Cluster, model
 from shardwise.cluster.figure import Figure
 from shardwise.costs.layout import Layout, of_plan
 from shardwise.costs.memory import CONTEXT_BYTES, MemoryLedger
 from shardwise.costs.shapes import Shape
 from shardwise.costs.software import software
-from shardwise.errors import InputError
+from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
 from shardwise.planner import Constraints
 from shardwise.planner import search as search_plans
@@ -442,7 +443,6 @@ def test_a_plan_of_too_many_ranks_has_no_forecast_beside_others() -> None:
 @pytest.mark.parametrize("plan", ["tp=2,pp=4,microbatches=8", "pp=4,microbatches=8,schedule=zbh1,dp_replicate=2"])
 def test_memory_over_time_peaks_at_what_each_rank_allocates(plan: str) -> None:
     """And ends where it began; the page shows each rank's under the same axis as its ops."""
-    from shardwise.planner import simulate
     from shardwise.simulator.page import memory_over_time, page
 
     forecast = simulate("llama3-8b", f"{plan},precision=bf16", "8 h100-sxm-80gb", global_batch=16, seq=2048)
@@ -456,8 +456,21 @@ def test_memory_over_time_peaks_at_what_each_rank_allocates(plan: str) -> None:
     assert "a &lt; b" in text and text.count("<polygon") == 4 and "80 GB" in text and "http" not in text
 
 
+@pytest.mark.parametrize(
+    ("plan", "told"),
+    [
+        ("sp=true", "give tp its degree"),
+        ("tp=8,zero=3", "give dp_shard its degree"),
+        ("ep=8,dp_shard=64,zero=3", "has no experts"),
+        ("pp=64", "64 stages of 34 parts"),
+    ],
+)
+def test_a_plan_that_no_version_can_run_is_not_forecast(plan: str, told: str) -> None:
+    with pytest.raises(RefusedPlan, match=told):
+        simulate("llama3-8b", plan, "8x8 h100-sxm-80gb, ib-400", global_batch=64, seq=2048)
+
+
 def test_memory_over_time_without_a_pipeline_is_that_of_a_micro_batch() -> None:
-    from shardwise.planner import simulate
     from shardwise.simulator.page import memory_over_time
 
     forecast = simulate("llama3-8b", "dp_shard=8,zero=3,precision=bf16", "8 h100-sxm-80gb", global_batch=8, seq=2048)
@@ -466,7 +479,6 @@ def test_memory_over_time_without_a_pipeline_is_that_of_a_micro_batch() -> None:
 
 
 def test_a_page_says_what_does_not_fit_and_a_step_of_one_stage_has_a_trace() -> None:
-    from shardwise.planner import simulate
     from shardwise.simulator.page import page
     from shardwise.simulator.timeline import chrome
 

@@ -72,11 +72,11 @@ def compare(answer: Answer, task: str, plans: str, **words: Any) -> None:
 def _forecast_row(task: str, cluster: Cluster, plan: Plan, words: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
     """Cells and fields of one plan's forecast, or why there is none."""
     from shardwise.errors import ShardwiseError
-    from shardwise.planner.door import check_devices, layout_of, possible
+    from shardwise.planner.door import check_plan, layout_of, possible
     from shardwise.planner.units import bytes_text, seconds_text
 
     try:
-        check_devices(plan, cluster)
+        check_plan(plan, cluster)
         subject, _ = subject_and_batch(task, cluster, words, plan.precision, plan)
         forecast = possible(subject.simulate(layout_of(plan, subject)))
     except ShardwiseError as error:

@@ -173,19 +173,22 @@ def simulate(answer: Answer, task: str, plan_text: str, **words: Any) -> None:
 
     Plan.parse(plan_text), Cluster.parse(words["cluster"])
     begin(answer, "simulate: loading PyTorch and the figures of the catalogue")
-    from shardwise.planner.door import check_devices, layout_of, plan_for, possible
+    from shardwise.planner.door import check_plan, layout_of, plan_for, possible
+    from shardwise.planner.proposal import lacking
     from shardwise.planner.text import forecast_lines, rank_map
     from shardwise.simulator import page, timeline
 
     cluster, parsed = Cluster.parse(words["cluster"]), plan_for(task, plan_text)
     answer.fields.update(plan=str(parsed), world_size=parsed.world_size)
-    check_devices(parsed, cluster)
+    check_plan(parsed, cluster)
     with timing(not answer.as_json) as say:
         subject, batch = subject_and_batch(task, cluster, words, parsed.precision, parsed, say)
         layout = layout_of(parsed, subject)
         say(f"{subject.name}: simulating a step of {parsed}")
         forecast = possible(subject.simulate(layout))
-    answer.fields.update(forecast.as_dict(), cluster=cluster.as_dict(), fits=forecast.fits(cluster.device.memory_bytes))
+    lacks, capacity = lacking(parsed), cluster.device.memory_bytes
+    answer.fields.update(forecast.as_dict(), cluster=cluster.as_dict(), fits=forecast.fits(capacity))
+    answer.fields["runnable"] = lacks or True
     lines = [
         f"{subject.name} under {parsed} on {cluster}, {batch}",
         *subject.remarks,
@@ -194,9 +197,9 @@ def simulate(answer: Answer, task: str, plan_text: str, **words: Any) -> None:
     ]
     if not answer.fields["fits"]:
         answer.code = 3
-        lines.append(
-            f"DOES NOT FIT: {forecast.needed_bytes / 1e9:.1f} GB of {cluster.device.memory_bytes / 1e9:.1f} GB"
-        )
+        lines.append(f"DOES NOT FIT: {forecast.needed_bytes / 1e9:.1f} GB of {capacity / 1e9:.1f} GB")
+    if lacks:
+        lines.append(f"this version does not run the plan: {lacks}")
     if words["measure_rank"] is not None:
         lines += _measured(answer, task, parsed, words, forecast)
     if words["scale"]:
@@ -210,8 +213,8 @@ def simulate(answer: Answer, task: str, plan_text: str, **words: Any) -> None:
         cost, what = forecast.cost_per_million(words["price"])
         answer.fields[f"cost_per_million_{what}"] = cost
         lines.append(f"cost of a million {what}: {cost:.4g} (at {words['price']:g} for a device and hour)")
-    title, memory = f"{subject.name}, {parsed}", cluster.device.memory_bytes
-    for option, made in (("trace", timeline.chrome), ("html", partial(page.page, capacity=memory))):
+    title = f"{subject.name}, {parsed}"
+    for option, made in (("trace", timeline.chrome), ("html", partial(page.page, capacity=capacity))):
         if words[option]:
             write(words[option], made(forecast, title))
             lines.append(f"timeline written to {words[option]}")

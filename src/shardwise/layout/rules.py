@@ -235,9 +235,9 @@ def applying(plan: Plan) -> list[Rule]:
     return [rule for rule in RULES if rule.when(plan)]
 
 
-def check(plan: Plan) -> None:
-    """Raise `RefusedPlan` with every reason that applies, or return."""
-    reasons = [f"{rule.combination}: {rule.reason}" for rule in applying(plan)]
+def check(plan: Plan, kinds: tuple[str, ...] = ("not built", "illegal")) -> None:
+    """Raise `RefusedPlan` with every reason of these kinds that applies, or return."""
+    reasons = [f"{rule.combination}: {rule.reason}" for rule in applying(plan) if rule.kind in kinds]
     if reasons:
         raise RefusedPlan(f"plan {plan} is refused: " + "; ".join(reasons))
 

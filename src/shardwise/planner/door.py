@@ -14,7 +14,7 @@ from shardwise.costs.layout import Layout, of_plan
 from shardwise.costs.shapes import Shape
 from shardwise.costs.software import Software, software
 from shardwise.errors import InputError, ShardwiseError
-from shardwise.layout import Plan
+from shardwise.layout import Plan, check
 from shardwise.planner import decoders, units
 from shardwise.planner.candidates import Constraints
 from shardwise.planner.proposal import Search
@@ -154,8 +154,9 @@ def plan_for(task: str | Task | Callable[[], Task], plan: str | Plan) -> Plan:
     return parsed if "precision" in said else parsed.with_(precision="bf16")
 
 
-def check_devices(plan: Plan, cluster: Cluster) -> None:
-    """Raise `InputError` for a plan of more ranks than the cluster has devices."""
+def check_plan(plan: Plan, cluster: Cluster) -> None:
+    """Raise `RefusedPlan` for a plan that no version can run, `InputError` for more ranks than there are devices."""
+    check(plan, kinds=("illegal",))  # what is not built yet is forecast, and said to be so
     if plan.world_size > cluster.world_size:
         raise InputError(f"plan {plan} needs {plan.world_size} devices; {cluster} has {cluster.world_size}")
 
@@ -206,7 +207,7 @@ def simulate(
 ) -> Forecast:
     """One step of one plan: time by part, memory by stage, timeline, and what each figure rests on."""
     where, parsed = Cluster.parse(cluster), plan_for(task, plan)
-    check_devices(parsed, where)
+    check_plan(parsed, where)
     subject = subject_of(
         task, where, global_batch=global_batch, seq=seq, precision=parsed.precision, software_name=software,
         plan=parsed, randomness=randomness,

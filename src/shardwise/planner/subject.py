@@ -64,16 +64,26 @@ def decoder(shape: Shape, cluster: Cluster, soft: Software, global_batch: int, s
 
     return Subject(
         shape.name or "decoder", shape.layers, global_batch, seq, layouts,
-        lambda layout: estimators(as_planned(soft, layout)).estimate(_forecast(layout)),
+        lambda layout: estimators(as_planned(soft, layout)).estimate(_forecast(shape, layout)),
         lambda layout: estimators(as_planned(soft, layout)).memory(layout),
-        lambda layout: simulate(shape, _forecast(layout), cluster, as_planned(soft, layout)),
+        lambda layout: simulate(shape, _forecast(shape, layout), cluster, as_planned(soft, layout)),
         with_batch=lambda count: decoder(shape, cluster, soft, count, seq, precision), unsearched=UNSEARCHED,
         offloads=True,
     )  # fmt: skip
 
 
-def _forecast(layout: Layout) -> Layout:
+def _forecast(shape: Shape, layout: Layout) -> Layout:
+    """The layout; raises `RefusedPlan` where a decoder of this shape cannot be laid out so."""
     refuse(layout)
+    if layout.ep > max(shape.experts, 1):
+        have = f"{shape.experts} experts" if shape.experts else "no experts"
+        raise RefusedPlan(f"ep={layout.ep} deals experts over ranks, and {shape.name or 'this decoder'} has {have}")
+    stages, parts = layout.pp * layout.chunks, shape.layers + 2
+    if stages > parts:
+        raise RefusedPlan(
+            f"{stages} stages of {parts} parts: {shape.name or 'this decoder'} has {shape.layers} layers, an embedding "
+            "and a head, and every stage holds one of them at least: lower pp or stages_per_rank"
+        )
     if layout.tiles > 1:
         raise RefusedPlan("domain cuts fields of space, and a decoder's samples are sequences: use cp or cp_ulysses")
     if layout.position_chunks > 1:
