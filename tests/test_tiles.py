@@ -408,11 +408,56 @@ def _written(rng: random.Random) -> Case:
     return Case(f"written {kind}", (2, 2, *space), run, [(2, 1)], dims, {"before": before, "behind": behind, "at": at})
 
 
+def _masked(rng: random.Random) -> Case:
+    """Elements that a mask selects, in the order of one process; what is written where it is true; sums by bins."""
+    kinds = ("own", "whole", "rows", "select", "zeroed", "written", "samples", "bins", "mesh", "numbers")
+    kind, dims = rng.choice(kinds), rng.choice((1, 2, 2, 3))
+    space, least = _space(rng, dims), rng.choice((-0.5, 0.0, 9.0))
+
+    def land(x: torch.Tensor) -> torch.Tensor:
+        return torch.arange(math.prod(space)).view(space) % 3 > 0
+
+    def zeroed(x, w):
+        y = x * 2
+        y[y.isnan() | (y > 0.5)] = 0.0
+        y[:, :, land(x)] = 1.5
+        return torch.cat([y.flatten(1), (x - y).square().mean().view(1, 1).expand(2, 1)], 1)
+
+    def written(x, w):
+        y, there = x * w, x > least
+        y[there] = y[there] * 3 - x[there].mean().nan_to_num()
+        return y
+
+    def bins(x, w):
+        place = torch.arange(math.prod(space)) % 5
+        return torch.zeros(2, 2, 5, dtype=x.dtype).index_add(-1, place, x.flatten(2)) + w.view(1, 2, 1)
+
+    def mesh(x, w):
+        place, cells = torch.arange(math.prod(space)) % 5, x.flatten(2).transpose(1, 2) * w.view(1, 1, 2)
+        nodes = cells.new_zeros(2, 5, 2).index_add(1, place, cells[:, torch.arange(math.prod(space))]).tanh()
+        return torch.cat([cells, nodes[:, place]], -1)
+
+    run = {
+        "own": lambda x, w: (x * w)[x > least] ** 2,
+        "whole": lambda x, w: (x * w)[:, :, land(x)] ** 2,
+        "rows": lambda x, w: (x * w).movedim(1, -1)[x[:, 0] > least],
+        "select": lambda x, w: torch.masked_select(x * w, x[:, :1] > least).square(),
+        "zeroed": zeroed,
+        "written": written,
+        "samples": lambda x, w: (x * w)[:, torch.tensor([True, False])].square(),
+        "bins": bins,
+        "mesh": mesh,
+        "numbers": lambda x, w: torch.nansum((x.masked_fill(x > 1, math.nan) * w) ** 2, -1) + x.nanmean(),
+    }[kind]
+    return Case(f"masked {kind}", (2, 2, *space), run, [(2, *[1] * dims)], dims, {"least": least})
+
+
 DRAWS = {
     "net": _net, "convolution": _convolution, "pool": _pool, "padding": _padding, "norm": _norm,
     "resizing": _resizing, "adaptive": _adaptive, "shuffle": _shuffle, "order": _order, "windows": _windows,
     "patches": _patches, "attention": _attention, "fourier": _fourier,
     "modules": _modules, "boundary": _boundary, "places": _places, "written": _written,
+    "masked": _masked,
 }  # fmt: skip
 
 

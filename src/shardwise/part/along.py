@@ -9,6 +9,7 @@ import torch
 from shardwise.host import to_device
 from shardwise.part.cuts import Uncut
 from shardwise.part.levels import Distributed
+from shardwise.part.masks import is_mask, put, selected
 from shardwise.part.moves import fetch, shown
 from shardwise.part.scans import cumulated, summed_along
 from shardwise.part.sums import Sum
@@ -25,6 +26,8 @@ def along(func: Any, args: tuple, kwargs: dict) -> Any:
         return _reordered(func, part, args, kwargs)
     if is_part(part) and part.dim_cut in touched and summed_along(func, part, args, kwargs):
         return cumulated(part)
+    if func._schema.name == "aten::index_select" and is_part(args[2]) and not is_part(part):
+        return args[2].with_local(func(part, args[1], args[2].local), args[1] % part.dim())
     if not is_part(part) or part.dim_cut in touched:
         raise Uncut(no_rule(func, parts_in((args, kwargs))))
     if func._schema.name == "aten::gather":
@@ -79,6 +82,8 @@ def _touched(func: Any, part: Any, args: tuple, kwargs: dict) -> set[int]:
 def index(func: Any, args: tuple, kwargs: dict) -> Part:
     """`x[i, j, ...]` by plain indices along dims that are not cut, where the cut dim keeps its place after them."""
     part, indices = args[0], list(args[1])
+    if is_mask(indices):
+        return selected(func, args, kwargs)
     used = [d for d, i in enumerate(indices) if i is not None]
     if is_part(part) and part.axis.positions and part.dim_cut in used and not parts_in(indices):
         return _picked(func, part, indices)
@@ -94,7 +99,9 @@ def index(func: Any, args: tuple, kwargs: dict) -> Part:
 def _picked(func: Any, part: Part, indices: list) -> torch.Tensor:
     """`x[i, j, ...]` by plain indices, the cut dim's among them: a sum to which each entry's owner alone adds."""
     wanted = indices[part.dim_cut]
-    if wanted.dtype is torch.bool or isinstance(part.local, Distributed):
+    inner = part.local
+    tokens = isinstance(inner, Part) and inner.dim_cut == part.dim_cut  # of tiles cut along several dims
+    if wanted.dtype is torch.bool or (isinstance(inner, Distributed) and not tokens):
         raise Uncut(no_rule(func, [part]))
     mine = to_device(part.owners.indices(part.axis.index), wanted.device)
     wanted = torch.where(wanted < 0, wanted + part.owners.size, wanted)
@@ -135,10 +142,17 @@ def scatter(func: Any, args: tuple, kwargs: dict) -> Part:
     return args[0] if changes else lead.with_local(output)
 
 
-@rule("index_put")
-def index_put(func: Any, args: tuple, kwargs: dict) -> Part:
+@rule("index_put", "index_put_", "_index_put_impl_")
+def index_put(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     """`x[i, j, ...] = values`, or `+=`, by plain indices along dims that are not cut: the gradient of such an index."""
     x, indices, values, *rest = args
+    if is_mask(indices):
+        return put(func, args, kwargs)
+    if func._schema.is_mutable:
+        raise Uncut(no_rule(func, parts_in(args)))
+    added_up = _put_of_each(func, x, indices, values, rest)
+    if added_up is not None:
+        return added_up
     used = [d for d, i in enumerate(indices) if i is not None]
     if parts_in(indices) or used != list(range(used[0], used[-1] + 1)) or not is_part(values):
         raise Uncut(no_rule(func, parts_in(args)))
@@ -150,6 +164,38 @@ def index_put(func: Any, args: tuple, kwargs: dict) -> Part:
         raise Uncut(no_rule(func, parts_in(args)))
     local = x.local if is_part(x) else values.share(x, dim)
     return values.with_local(func(local, indices, values.local, *rest, **kwargs), dim)
+
+
+def _put_of_each(func: Any, x: Any, indices: list, values: Any, rest: list) -> torch.Tensor | None:
+    """`x[..., i, ...] += values` where values are cut along the dim of `i`: each rank's own, added up.
+
+    None where it is something else.
+    """
+    used = [d for d, i in enumerate(indices) if i is not None]
+    if len(used) != 1 or rest[:1] != [True] or is_part(x) or not is_part(values):
+        return None
+    (dim,), index = used, indices[used[0]]
+    if index.dim() != 1 or values.dim_cut != dim or values.dim() != x.dim():
+        return None
+    mine = index.local if is_part(index) else values.share(index, 0)
+    return x + Sum.of(func(torch.zeros_like(x), [*[None] * dim, mine], values.local, True), values.axis, values.origin)
+
+
+@rule("index_add", "index_add_")
+def index_add(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
+    """`x.index_add(dim, index, source)`: along the cut dim each rank's own rows, added up; along others as they lie."""
+    x, dim, index, source = args
+    lead = parts_in([source, x])[0] if parts_in([source, x]) else None
+    if lead is None or not is_part(source) or func._schema.is_mutable:
+        raise Uncut(no_rule(func, parts_in(args)))
+    dim, cut = dim % x.dim(), source.dim_cut
+    if dim == cut and not is_part(x):
+        mine = index.local if is_part(index) else source.share(index, 0)
+        return x + Sum.of(func(torch.zeros_like(x), dim, mine, source.local, **kwargs), source.axis, source.origin)
+    if dim == cut or is_part(index) or (is_part(x) and (x.dim_cut != cut or not x.beside(source))):
+        raise Uncut(no_rule(func, parts_in(args)))
+    held = x.local if is_part(x) else source.share(x, cut)
+    return source.with_local(func(held, dim, index, source.local, **kwargs))
 
 
 @rule("index_copy")

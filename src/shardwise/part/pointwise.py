@@ -147,7 +147,7 @@ def _own_draws(part: Part) -> Iterator[None]:
         yield
 
 
-@rule("_local_scalar_dense", "equal", "is_nonzero", "_is_all_true", "_is_any_true")
+@rule("_local_scalar_dense", "equal", "is_nonzero")
 def value(func: Any, args: tuple, kwargs: dict) -> Any:
     """What Python reads is read from the whole tensor."""
     return func(*replaced(Part, gather, args), **kwargs)

@@ -33,7 +33,8 @@ def _after(part: Part, local: Any, dims: set[int], keepdim: bool) -> Part:
 
 
 @rule("sum", "mean", "amax", "amin", "max", "min", "any", "all", "prod", "linalg_vector_norm", "norm", "logsumexp",
-      "argmax", "argmin", "var", "std", "var_mean", "std_mean", "count_nonzero", "median")  # fmt: skip
+      "argmax", "argmin", "var", "std", "var_mean", "std_mean", "count_nonzero", "median", "nansum", "_is_all_true",
+      "_is_any_true")  # fmt: skip
 def reduce(func: Any, args: tuple, kwargs: dict) -> Any:
     """`op(x, dim, keepdim)`."""
     part = args[0]
@@ -78,6 +79,10 @@ def added_up(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 
 def _sum(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> torch.Tensor:
     return reduced(part.local.sum(sorted(dims), keepdim, dtype=bound.get("dtype")), part)
+
+
+def _sum_of_numbers(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> torch.Tensor:
+    return reduced(part.local.nansum(sorted(dims), keepdim, dtype=bound.get("dtype")), part)
 
 
 def _mean(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> torch.Tensor:
@@ -188,7 +193,8 @@ def _logsumexp(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict
 
 
 _COMBINE = {
-    "sum": _sum, "mean": _mean, "amax": _extreme("max"), "amin": _extreme("min"), "max": _extreme("max"),
+    "sum": _sum, "nansum": _sum_of_numbers, "_is_all_true": _all, "_is_any_true": _any,
+    "mean": _mean, "amax": _extreme("max"), "amin": _extreme("min"), "max": _extreme("max"),
     "min": _extreme("min"), "all": _all, "any": _any, "linalg_vector_norm": _norm, "norm": _norm,
     "logsumexp": _logsumexp, "argmax": _place_of_extreme("max"), "argmin": _place_of_extreme("min"),
     "var": _moments, "std": _moments, "var_mean": _moments, "std_mean": _moments, "count_nonzero": _nonzero,

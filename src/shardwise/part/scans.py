@@ -41,6 +41,8 @@ def cumulated(part: Part) -> Part:
     """`cumsum` of a part along the dim that is cut. Collective."""
     dim, me, runs = part.dim_cut, part.axis.index, run_lengths(part)
     local = part.local.settled() if isinstance(part.local, Distributed) else part.local
+    if not runs:  # of nothing, as a mask may have selected
+        return part.with_local(local.clone())
     pieces, totals, place = [], [], 0
     nothing = local.narrow(dim, 0, 0).sum(dim, keepdim=True)  # zeros, of a total's shape
     for rank, length in runs:

@@ -1,0 +1,141 @@
+"""Elements of a cut tensor that a mask selects: `x[mask]` and `x[mask] = values`.
+
+    mask (B, H, W) cut along H over two ranks        owner of each selected element, in the order of (B, H, W)
+    sample 0: rank 0 selects 3, rank 1 selects 2     0 0 0 1 1
+    sample 1: rank 0 selects 1, rank 1 selects 4     0 1 1 1 1
+
+Each rank selects in its own share. Who owns which element follows from how many each rank selects for every index in
+front of the cut dim: these counts are summed over ranks, and nothing else is sent. Python reads them, as torch does in
+one process to know how many there are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardwise.host import read
+from shardwise.part.cuts import Owners, Uncut
+from shardwise.part.gathering import all_sum
+from shardwise.part.levels import Distributed
+from shardwise.part.moves import reowned
+from shardwise.part.sums import plain
+from shardwise.part.tensor import FUNCTIONS, Part, is_part, no_rule, parts_in
+
+MASKS = (torch.bool, torch.uint8)
+
+
+def is_mask(indices: list) -> bool:
+    """Whether an index is one mask and nothing else: `x[mask]`, `x[:, mask]`."""
+    used = [i for i in indices if i is not None]
+    return len(used) == 1 and used[0].dtype in MASKS
+
+
+def selected(func: Any, args: tuple, kwargs: dict) -> Part:
+    """`x[mask]`, where the dims that the mask covers are cut, or others."""
+    x, (place, mask) = args[0], _place(args[1])
+    lead, cut = _cut(func, x, mask, place)
+    theirs = _share(lead, mask, cut - place) if place <= cut < place + mask.dim() else mask
+    output = func(_share(lead, x, cut), [*[None] * place, theirs])
+    if theirs is mask:
+        return lead.with_local(output, cut if cut < place else cut - mask.dim() + 1)
+    return lead.with_local(output, place, _owners(lead, theirs, cut - place))
+
+
+def put(func: Any, args: tuple, kwargs: dict) -> Part:
+    """`x[mask] = values` (or `+=`): values are cut as `x[mask]` is, or one for all, or lie whole on every rank."""
+    values, rest = args[2], args[3:]
+    x, (place, mask) = args[0], _place(args[1])
+    lead, cut = _cut(func, x, mask, place, values)
+    if func._schema.is_mutable and not is_part(x):
+        raise Uncut(f"{func} writes a cut tensor into one that is not cut alike")
+    dim, theirs = values.dim() - (x.dim() - place - mask.dim() + 1), mask  # of the values: the one that was selected
+    if place <= cut < place + mask.dim():
+        theirs = _share(lead, mask, cut - place)
+        if is_part(values) and values.dim_cut != dim:
+            raise Uncut(no_rule(func, parts_in(args)))
+        if is_part(values) or (dim >= 0 and values.shape[dim] != 1):
+            owners = _owners(lead, theirs, cut - place)
+            whole = not is_part(values)
+            values = owners.take(values, dim, lead.axis.index) if whole else reowned(values, owners).local
+    elif is_part(values) and values.dim_cut == dim + (cut - place if cut < place else cut - place - mask.dim() + 1):
+        values = values.local
+    elif is_part(values) or values.numel() != 1:
+        raise Uncut(no_rule(func, parts_in(args)))
+    output = func(_share(lead, x, cut), [*[None] * place, theirs], values, *rest, **kwargs)
+    return x if func._schema.is_mutable else lead.with_local(output, cut)
+
+
+def _place(indices: list) -> tuple[int, torch.Tensor]:
+    """(how many dims lie in front of those that the mask covers, the mask)."""
+    place = next(place for place, index in enumerate(indices) if index is not None)
+    return place, indices[place]
+
+
+def _cut(func: Any, x: torch.Tensor, mask: torch.Tensor, place: int, values: Any = None) -> tuple[Part, int]:
+    """(the part by which they are cut, along which dim of the tensor)."""
+    if not is_part(x) and not is_part(mask):  # the gradient of what was selected in front of the cut dim, or behind it
+        assert isinstance(values, Part)
+        if values.dim_cut == place:
+            raise Uncut(no_rule(func, [values]))
+        return values, values.dim_cut if values.dim_cut < place else values.dim_cut + mask.dim() - 1
+    lead: Any = x if is_part(x) else mask
+    cut = lead.dim_cut if lead is x else lead.dim_cut + place
+    if is_part(x) and is_part(mask) and (mask.dim_cut + place != cut or not mask.beside(lead)):
+        raise Uncut(f"a mask that is cut otherwise than what it selects from ({no_rule(func, [x, mask])})")
+    return lead, cut
+
+
+def _share(lead: Part, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    return tensor.local if isinstance(tensor, Part) and is_part(tensor) else lead.share(tensor, dim)
+
+
+def _owners(lead: Part, mask: torch.Tensor, cut: int) -> Owners:
+    """The owner of each selected element; `mask`: this rank's share, `cut`: its cut dim. Collective."""
+    axis, owners = lead.axis, lead.owners
+    if axis.turns:
+        raise Uncut("chunks of positions are computed one after the other, and a mask selects in all of them")
+    ranked = owners.in_rank_order  # else what ranks select lies between what others do, index by index
+    who = np.arange(axis.size) if ranked else owners.array
+    mine = np.asarray([axis.index]) if ranked else owners.indices(axis.index)
+    over = list(range(cut if ranked else cut + 1, mask.dim()))
+    each = plain(mask.bool().sum(over) if over else mask.bool().long()).reshape(-1, len(mine))
+    table = each.new_zeros(each.shape[0], len(who))
+    table[:, torch.from_numpy(mine)] = each
+    counts = np.asarray(read(all_sum(table, axis), "how many elements a mask selects"), dtype=np.int64)
+    return Owners(np.cumsum(counts), np.tile(who, len(counts)), axis.size)
+
+
+def masked_select(input: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """`torch.masked_select`, as the index that it is: of tensor and mask in the shape of both."""
+    shape = torch.broadcast_shapes(input.shape, mask.shape)
+    return getitem(input.expand(shape), mask.expand(shape))
+
+
+def getitem(x: torch.Tensor, index: Any) -> torch.Tensor:
+    """`x[index]`; a plain mask is cut as `x` is, so that backward, which keeps it, knows where the gradient belongs."""
+    given = index if isinstance(index, tuple) else (index,)
+    masks = [i for i, each in enumerate(given) if isinstance(each, torch.Tensor) and each.dtype in MASKS]
+    others = [each for each in given if not isinstance(each, torch.Tensor)]
+    if len(masks) != 1 or len(others) != len(given) - 1 or not all(isinstance(o, slice) or o is ... for o in others):
+        return x[index]
+    mask, front = given[masks[0]], given[: masks[0]]
+    place = len(front) if ... not in front else x.dim() - mask.dim() - (len(given) - masks[0] - 1)
+    return x[(*front, _cut_like(mask, x, place), *given[masks[0] + 1 :])]
+
+
+def _cut_like(mask: torch.Tensor, x: torch.Tensor, place: int) -> torch.Tensor:
+    """A plain mask over dims of `x` from `place` on, cut as those are."""
+    if not isinstance(x, Distributed) or isinstance(mask, Distributed):
+        return mask
+    if not isinstance(x, Part) or not place <= x.dim_cut < place + mask.dim():
+        return _cut_like(mask, x.settled_local(), place)
+    dim = x.dim_cut - place
+    return Part(_cut_like(x.share(mask, dim), x.local, place), dim, x.owners, x.axis)
+
+
+for _function in (torch.masked_select, torch.Tensor.masked_select):
+    FUNCTIONS[_function] = masked_select
+FUNCTIONS[torch.Tensor.__getitem__] = getitem
