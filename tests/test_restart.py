@@ -17,13 +17,15 @@ from safetensors.torch import load_file
 
 import shardwise
 from shardwise.checkpoint import publish
-from shardwise.checkpoint.replicas import ReplicaCheck, _hash, verdict
-from shardwise.digest import digest
+from shardwise.checkpoint.replicas import ReplicaCheck, verdict
+from shardwise.digest import bits_hash, digest
 from shardwise.engine import export
 from shardwise.errors import RefusedPlan, RunError
+from shardwise.guard.records import RankRecord
 from shardwise.layout import Plan
 from shardwise.layout.elastic import smaller
 from shardwise.models import tasks
+from shardwise.observe.memory import imbalance
 from shardwise.testing import faults
 from shardwise.testing.faults import Fault
 from shardwise.training import restart
@@ -349,29 +351,59 @@ def test_places_are_taken_by_others(world: int) -> None:
             assert world < 4 or not {order[one], order[other]} & {one, other}
 
 
-def test_a_slow_rank_is_told_once() -> None:
+def test_a_slow_rank_is_told_once_with_its_phase(tmp_path: Path) -> None:
     engine: Any = SimpleNamespace(notices=[], mesh=SimpleNamespace(pp=SimpleNamespace(index=0)))
     stragglers = Stragglers(engine)
-    assert stragglers.row(3)[0] == 0.0
-    for own in [0.03] * 12 + [0.01] + [0.03] * 12:
-        stragglers.look([[0, 0.01], [0, 0.01], [0, own], [1, 0.5], [1, 0.5]])
+    assert stragglers.row(3) == [0.0] * 7
+    usual, other_stage = [0, 0.01, 0.002, 0, 0, 0, 0], [1, 0.5, 0, 0, 0, 0, 0]
+    for own in [0.03] * 4 + [0.003] + [0.03] * 12:
+        stragglers.look([usual, usual, [0, 0.01, own, 0, 0, 0, 0], other_stage, other_stage])
     (told,) = engine.notices
-    assert told.startswith("rank 2 is slow: 30 ms of its own work in a step, where the median is 10 ms")
+    assert told.startswith("rank 2 is slow in forward and backward: 30 ms of its own work in a step, where the median")
+    for _ in range(6):  # nowhere as slow as that, and as a whole; of two ranks too
+        stragglers.look([[0, *[0.004] * 6], [0, *[0.0019] * 6]])
+    assert engine.notices[1].startswith("rank 0 is slow: 24 ms of its own work in a step, where the median is 11 ms")
+
+
+def test_uneven_memory_is_told_with_what_makes_it_so() -> None:
+    even = {"parameters": 10**9, "gradients": 10**9, "optimizer": 2 * 10**9, "peak": 6 * 10**9}
+    fuller = {**even, "parameters": 2 * 10**9, "optimizer": 4 * 10**9, "peak": 91 * 10**8}
+    assert imbalance([even, even, {**even, "peak": 7 * 10**9}]) == ""
+    assert imbalance([even, fuller, even]) == (
+        "memory is uneven: rank 1 needs 9,100 MB and rank 0 6,000 MB: optimizer 4,000 against 2,000 MB, "
+        "parameters 2,000 against 1,000 MB"
+    )
+    on_cpu = [{"process peak": size * 10**6} for size in (400, 900)]
+    assert imbalance(on_cpu).endswith("activations and buffers, at the peak 900 against 400 MB")
+    assert imbalance([{"process peak": 10**7}, {"process peak": 2 * 10**7}]) == ""  # both are small
+
+
+def test_what_a_rank_waits_for_others_is_not_its_own_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0] * 10)
+    monkeypatch.setattr("shardwise.guard.records.time.monotonic", lambda: next(clock))
+    record = RankRecord(tmp_path / "record-0", 0, 1)
+    group = record.group("world||0")
+    for now, act in [(1.0, lambda: record.phase("input", 0)), (3.0, lambda: record.phase("forward", 0)),
+                     (4.0, lambda: record.waits(group, 1)), (9.0, record.goes_on),
+                     (10.0, lambda: record.phase("input", 1))]:  # fmt: skip
+        clock = iter([now] * 3)
+        act()
+    assert record.own_s == {"start": 1.0, "input": 2.0, "forward": 2.0}
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.uint8, torch.bool])
 def test_every_changed_bit_and_every_swap_changes_the_hash(dtype: torch.dtype) -> None:
     values = torch.arange(13).remainder(2).to(dtype) if dtype == torch.bool else (torch.arange(13) * 3).to(dtype)
-    own = _hash(values)
-    assert own == _hash(values.clone()) == _hash(torch.cat([values, values])[13:])  # wherever it lies in memory
+    own = bits_hash(values)
+    assert own == bits_hash(values.clone()) == bits_hash(torch.cat([values, values])[13:])  # wherever it lies in memory
     held = values.view(torch.uint8)
     for place in range(held.numel()):
         for bit in range(1 if dtype == torch.bool else 8):
             held[place] ^= 1 << bit
-            assert _hash(values) != own
+            assert bits_hash(values) != own
             held[place] ^= 1 << bit
     for one in range(12):
         swapped = values.clone()
         swapped[[one, one + 1]] = values[[one + 1, one]]
-        assert _hash(swapped) != own
-    assert _hash(values[:12]) != own and _hash(values[:0]) == 0
+        assert bits_hash(swapped) != own
+    assert bits_hash(values[:12]) != own and bits_hash(values[:0]) == 0

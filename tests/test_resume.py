@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -31,7 +32,7 @@ from shardwise.errors import InputError, RefusedPlan, RunError
 from shardwise.layout import Plan
 from shardwise.models import tasks
 from shardwise.training.holding import LOCK, held
-from shardwise.training.resume import STOPPED, find_run, mark_stopped, settings_of
+from shardwise.training.resume import ARRAY_TASK, STOPPED, find_run, mark_stopped, settings_of
 
 # --- engines: every later loss and the final weights
 
@@ -222,6 +223,27 @@ def test_the_same_command_finds_its_own_run_among_others_that_were_stopped(here)
     assert find_run(None, of(1), "digits")[0] is None
 
 
+def test_jobs_of_an_array_that_have_one_configuration_keep_their_runs(here, monkeypatch):
+    runs = {}
+    for job in ("0", "7"):
+        monkeypatch.setenv("SLURM_ARRAY_TASK_ID", job)
+        run = shardwise.train("digits", steps=1, checkpoint_every=1, **SMALL)
+        effective = load(values=[Given("task.name", "digits", "the task")])
+        mark_stopped(run.folder, effective, {"step": 1})
+        runs[job] = run.folder
+    for job in ("0", "7"):
+        monkeypatch.setenv("SLURM_ARRAY_TASK_ID", job)
+        assert find_run(None, effective, "digits")[0] == find_run("auto", effective, "digits")[0] == runs[job]
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
+    assert find_run(None, effective, "digits")[0] is None
+    *nothing, said = find_run("auto", effective, "digits")
+    assert nothing == [None, None] and "of array task SLURM_ARRAY_TASK_ID=3 with a checkpoint" in said[0]
+    monkeypatch.delenv("SLURM_ARRAY_TASK_ID")
+    for name, value in (("SGE_TASK_ID", "undefined"), ("LSB_JOBINDEX", "0")):  # as jobs of no array have them
+        monkeypatch.setenv(name, value)
+    assert find_run("auto", effective, "digits")[0] == runs["7"] and ARRAY_TASK not in settings_of(effective)
+
+
 def test_a_lock_ends_with_its_process_though_one_that_was_forked_off_goes_on(here):
     """As a loader's worker does for a while after its rank was killed."""
     told, tell = os.pipe()
@@ -259,6 +281,17 @@ def test_a_lock_that_its_holder_removes_meanwhile_is_taken_anew(here, monkeypatc
     with held(here) as said, pytest.raises(InputError, match="is in use"), held(here):
         pass
     assert opened and not said and not (here / LOCK).exists()
+
+
+def test_a_lock_that_another_host_left_is_told(here):
+    """A file system may keep locks within a host: then the other process may still be there."""
+    (here / LOCK).write_text("process 12 on elsewhere\n")
+    with held(here) as said:
+        pass
+    assert len(said) == 1 and "process 12 on elsewhere was in this run" in said[0] and "nolock" in said[0]
+    (here / LOCK).write_text(f"process 12 on {socket.gethostname()}\n")
+    with held(here) as said:
+        assert not said and (here / LOCK).read_text() == f"process {os.getpid()} on {socket.gethostname()}\n"
 
 
 def test_a_run_without_held_out_data_goes_on_by_its_folder_alone(here, capfd):

@@ -1,10 +1,16 @@
-"""A digest of a tensor: equal if and only if dtype, shape and every bit of its values are."""
+"""Of a tensor: a digest of dtype, shape and every bit of its values; a hash of its bits, made where it lies."""
 
 from __future__ import annotations
 
 import hashlib
 
 import torch
+
+from shardwise.host import read
+
+_CHUNK = 2**20  # words hashed at once
+_FACTOR = -0x61C8864680B583EB  # 2^64 / the golden ratio, as a signed number
+_MASK = 2**64 - 1
 
 
 def digest(tensor: torch.Tensor) -> str:
@@ -14,3 +20,19 @@ def digest(tensor: torch.Tensor) -> str:
     if values.numel():
         found.update(values.view(torch.uint8).numpy().data)
     return found.hexdigest()
+
+
+def bits_hash(flat: torch.Tensor) -> int:
+    """A hash of a tensor's bytes, the same on any device."""
+    if not flat.numel():
+        return 0
+    held = flat.contiguous().view(torch.uint8)
+    padded = torch.cat([held, held.new_zeros(-held.numel() % 8)]) if held.numel() % 8 else held
+    if padded.storage_offset() % 8:
+        padded = padded.clone()
+    words, total = padded.view(torch.int64), torch.zeros((), dtype=torch.int64, device=flat.device)
+    for start in range(0, words.numel(), _CHUNK):
+        some = words[start : start + _CHUNK]
+        places = torch.arange(start, start + some.numel(), dtype=torch.int64, device=flat.device)
+        total = total + (some * (places * _FACTOR | 1)).sum()
+    return (int(read(total, "a hash of bits")) + flat.numel()) & _MASK

@@ -194,9 +194,10 @@ def diff(one: str | Path, other: str | Path) -> list[dict[str, Any]]:
 def _facts(one: dict[str, Any], other: dict[str, Any]) -> list[dict[str, Any]]:
     """What is no tensor and is another: the step, the position in the data, the optimizer's numbers and options."""
     told = []
-    for key in ("step", "data", "engine", "optimizer_class", "optimizer"):
+    large = {"optimizer": "other numbers", "groups": "other options of its groups"}
+    for key in ("step", "data", "engine", "optimizer_class", *large):
         if one.get(key) != other.get(key):
-            what = f"{_short(one.get(key))} and {_short(other.get(key))}" if key != "optimizer" else "other numbers"
+            what = large.get(key) or f"{_short(one.get(key))} and {_short(other.get(key))}"
             told.append({"name": key, "what": what, "largest": None})
     return told
 

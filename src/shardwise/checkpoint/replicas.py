@@ -15,21 +15,17 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 
-import torch
 from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint.holdings import Holding, share_of, weights
 from shardwise.checkpoint.optimizers import state_of
 from shardwise.checkpoint.pieces import Piece, to_json
 from shardwise.comm import gather_json
+from shardwise.digest import bits_hash
 from shardwise.engine.engine import Engine
 from shardwise.errors import RunError
-from shardwise.host import read
 
 BEFORE = "before/"  # of the name of what was hashed before the update
-_CHUNK = 2**20  # words hashed at once
-_FACTOR = -0x61C8864680B583EB  # 2^64 / the golden ratio, as a signed number
-_MASK = 2**64 - 1
 Hashes = dict[str, tuple[str, int]]  # name -> (piece, hash)
 Held = dict[str, dict[int, int]]  # name -> rank -> hash, of one piece
 
@@ -103,7 +99,7 @@ class ReplicaCheck:
 def hashes(engine: Engine, before: bool = False) -> Hashes:
     """Of everything that several ranks may hold alike; `before`: of what modules compute with alone."""
     found = _used(engine) if before else (*weights(engine), *state_of(engine)[1], *_used_beside(engine))
-    return {BEFORE * before + one.key: (str(to_json(one.piece)), _hash(one.flat())) for one in found}
+    return {BEFORE * before + one.key: (str(to_json(one.piece)), bits_hash(one.flat())) for one in found}
 
 
 def _plain(key: str) -> str:
@@ -122,22 +118,6 @@ def _used_beside(engine: Engine) -> Iterator[Holding]:
         if name in engine.state.names and id(param) not in masters and not isinstance(param, DTensor):
             whole, runs = share_of(engine, name, param.shape)
             yield Holding(f"used/{name}", Piece(tuple(whole), tuple(runs), 0, param.numel()), param)
-
-
-def _hash(flat: torch.Tensor) -> int:
-    """A hash of a tensor's bytes, the same on any device."""
-    if not flat.numel():
-        return 0
-    held = flat.contiguous().view(torch.uint8)
-    padded = torch.cat([held, held.new_zeros(-held.numel() % 8)]) if held.numel() % 8 else held
-    if padded.storage_offset() % 8:
-        padded = padded.clone()
-    words, total = padded.view(torch.int64), torch.zeros((), dtype=torch.int64, device=flat.device)
-    for start in range(0, words.numel(), _CHUNK):
-        some = words[start : start + _CHUNK]
-        places = torch.arange(start, start + some.numel(), dtype=torch.int64, device=flat.device)
-        total = total + (some * (places * _FACTOR | 1)).sum()
-    return (int(read(total, "replica hashes")) + flat.numel()) & _MASK
 
 
 def _blamed(wrong: Held) -> list[int]:

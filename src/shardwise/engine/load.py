@@ -24,7 +24,7 @@ def load_state_dict(state: RankState, given: Mapping[str, torch.Tensor], strict:
     """
     module = state.module
     own = module.state_dict(keep_vars=True)
-    missing, unknown = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
+    missing, unknown = [name for name in own if name not in given], [name for name in given if name not in own]
     if strict and (missing or unknown):
         told = [f"{what} {', '.join(found[:3])}" for what, found in (("lacks", missing), ("has", unknown)) if found]
         raise InputError(f"load_state_dict: the state {' and '.join(told)}: it is another model's")

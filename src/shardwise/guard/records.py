@@ -150,6 +150,8 @@ class RankRecord:
         self.rank, self.world, self.path = rank, world, Path(path)
         self.events = self._groups = 0
         self.waited_s = self._waits_since = 0.0
+        self.own_s: dict[str, float] = {}  # of each phase: time outside of waits, as long as it was in it
+        self._phase, self._phase_since, self._waited_before = "start", time.monotonic(), 0.0
         self._strings: dict[str, int] = {"": 0}
         self._used = 4
         self._rings = 0
@@ -225,8 +227,12 @@ class RankRecord:
 
     def phase(self, name: str, step: int) -> None:
         """Note that the rank begins a part of its work, which has a deadline of its own."""
-        _PHASE.pack_into(self.memory, _AT["phase"], self.text(name), time.monotonic(), step)
-        self.moved()
+        now = time.monotonic()
+        own = now - self._phase_since - (self.waited_s - self._waited_before)
+        self.own_s[self._phase] = self.own_s.get(self._phase, 0.0) + own
+        self._phase, self._phase_since, self._waited_before = name, now, self.waited_s
+        _PHASE.pack_into(self.memory, _AT["phase"], self.text(name), now, step)
+        self.moved(now)
 
     def beat(self) -> None:
         """Note that the interpreter runs; called about once a second by a thread."""

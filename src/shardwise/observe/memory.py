@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 
 from shardwise.engine.engine import Engine
+
+KEPT = ("parameters", "gradients", "optimizer")
+REST = "activations and buffers, at the peak"
+TIMES, LEAST_BYTES = 1.25, 2**26  # by which the fullest rank has more than the emptiest, for it to be told
 
 
 def memory_of(engine: Engine) -> dict[str, int]:
@@ -25,3 +30,32 @@ def process_peak() -> int | None:
         return None
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def imbalance(ranks: Sequence[Mapping[str, int]]) -> str:
+    """Which rank needs most memory, how much more than another one, and of what; "" where all need about as much.
+
+    ranks   what `memory_of` says of each
+    """
+    classes = [_classes(found) for found in ranks]
+    totals = [sum(found.values()) for found in classes]
+    most, least = (chosen(range(len(totals)), key=totals.__getitem__) for chosen in (max, min))
+    if totals[most] < TIMES * totals[least] or totals[most] - totals[least] < LEAST_BYTES:
+        return ""
+    more = {kind: size - classes[least][kind] for kind, size in classes[most].items()}
+    told = [
+        f"{kind} {classes[most][kind] / 1e6:,.0f} against {classes[least][kind] / 1e6:,.0f} MB"
+        for kind in sorted(more, key=lambda kind: -abs(more[kind]))
+        if abs(more[kind]) > (totals[most] - totals[least]) / 10
+    ]
+    return (
+        f"memory is uneven: rank {most} needs {totals[most] / 1e6:,.0f} MB and rank {least} "
+        f"{totals[least] / 1e6:,.0f} MB: {', '.join(told)}"
+    )
+
+
+def _classes(found: Mapping[str, int]) -> dict[str, int]:
+    """Bytes by class, which add up to the rank's peak."""
+    kept = {kind: found.get(kind, 0) for kind in KEPT}
+    peak = found.get("peak") or found.get("process peak") or 0
+    return {**kept, REST: max(0, peak - sum(kept.values()))}

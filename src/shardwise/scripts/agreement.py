@@ -6,9 +6,11 @@ import zlib
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_flatten_with_path
 
 from shardwise.comm import Axis, gather_json, gather_rows
 from shardwise.device import generator_state
+from shardwise.digest import bits_hash
 from shardwise.engine.engine import Engine
 from shardwise.errors import InputError, RefusedPlan, RunError
 from shardwise.host import put, read, row_of
@@ -146,6 +148,40 @@ def _same_losses(engine: Engine, tally: Tally, axis: Axis) -> None:
             f"from weights, of which each rank has a share under tp={engine.plan.tp} (a penalty over "
             "model.parameters()): use the optimizer's weight_decay, or compute it inside the model's forward"
         )
+
+
+def same_given(what: str, given: Any, world: Axis, device: torch.device) -> None:
+    """Raise `InputError` where ranks give a call that all of them make other values. Collective; one number of each.
+
+    given   a state dict: tensors, numbers and text in dicts and lists; what else lies in it is not compared
+    """
+    leaves = {_dotted(path): _bits(leaf) for path, leaf in tree_flatten_with_path(given)[0]}
+    mine = zlib.crc32(repr(sorted(leaves.items())).encode())
+    told = gather_json(mine, world, device)
+    if len(set(told)) == 1:
+        return
+    everybody = gather_json(leaves, world, device)
+    rank = next(rank for rank, number in enumerate(told) if number != told[0])
+    names = everybody[0].keys() | everybody[rank].keys()
+    name = min((name for name in names if everybody[0].get(name) != everybody[rank].get(name)), default="")
+    has = "is another" if name in everybody[0] and name in everybody[rank] else "is given to one of them alone"
+    raise InputError(
+        f"{what}: '{name}' {has} on ranks 0 and {world.ranks[rank]}. Each rank keeps its part of what it is given, so "
+        "every rank must give the same: load the same file on all of them"
+    )
+
+
+def _dotted(path: tuple[Any, ...]) -> str:
+    return ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
+
+
+def _bits(value: Any) -> Any:
+    """What tells a value from another one, as JSON."""
+    if isinstance(value, torch.Tensor):
+        plain = value.layout == torch.strided and not value.is_meta and not value.is_quantized
+        bits = bits_hash(value.detach().resolve_conj().resolve_neg().reshape(-1)) if plain else 0
+        return [str(value.dtype), list(value.shape), bits]
+    return repr(_plain(value))
 
 
 def same_change(engine: Engine, before: torch.Tensor, now: torch.Tensor) -> None:

@@ -22,6 +22,8 @@ from torch.nn.modules.module import _IncompatibleKeys
 from shardwise.engine.engine import Engine
 from shardwise.engine.load import load_state_dict
 from shardwise.errors import InputError, RefusedPlan
+from shardwise.mesh import Mesh
+from shardwise.scripts.agreement import same_given
 from shardwise.scripts.guard import Gate
 from shardwise.scripts.meeting import Meeting
 from shardwise.scripts.saying import names_line
@@ -31,6 +33,7 @@ class WeightAccess(ABC):
     """The methods of `Prepared` that read and write whole weights."""
 
     model: nn.Module
+    mesh: Mesh
     _engine: Engine | None
     _gate: Gate
     _state_gate: Gate
@@ -61,13 +64,21 @@ class WeightAccess(ABC):
         with self._gate.open(), self._state_gate.open():
             return self.engine.state_dict()
 
+    def meet_with(self, what: str, given: Any) -> None:
+        """Wait until every rank makes this call; raises where some do not, or give it other values."""
+        if self.meeting is not None:
+            self.meeting.enter(what)
+            with self._gate.open(), self._state_gate.open():
+                same_given(what, given, self.mesh.world, self.mesh.device)
+
     def load_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> Any:
         """Whole weights and buffers into the model, on every rank; `model.load_state_dict(state)` calls this."""
         return self._load("", state, strict)
 
     @names_line
     def _load(self, path: str, state: Mapping[str, torch.Tensor], strict: bool) -> Any:
-        """Load `state` into the submodule at `path`; names are relative to it."""
+        """Load `state` into the submodule at `path`; names are relative to it. Collective."""
+        self.meet_with(f"{path or 'model'}.load_state_dict(...)", dict(state))
         if self._engine is None:
             module = self.model.get_submodule(path)
             return type(module).load_state_dict(module, state, strict)

@@ -37,6 +37,7 @@ from shardwise.random import Randomness
 from shardwise.ranks import here, join
 from shardwise.ranks.launchers import own_device
 from shardwise.scripts import optimizer as optimizers
+from shardwise.scripts.agreement import same_given
 from shardwise.scripts.calls import Calls, leader_of
 from shardwise.scripts.guard import Gate, guard_conversion, guard_copies, guard_gradients
 from shardwise.scripts.held import hold
@@ -176,6 +177,8 @@ class Prepared(Stepping):
         samples = self.calls.samples_of_rank_0() if call is not None else None
         training = {child: child.training for child in model.modules()}
         before = states_of(self.optimizer, self.all_names)
+        if mesh.world.size > 1:
+            same_given("prepare: the optimizer's state", before, mesh.world, mesh.device)
         with generators_kept():
             self._engine = engine = make_engine(
                 model, plan, mesh, self.branches, self.seed, self._spatial, call, samples

@@ -41,6 +41,9 @@ class Whole(Protocol):
     def meet(self, what: str) -> None:
         """All ranks are needed for this call."""
 
+    def meet_with(self, what: str, given: Any) -> None:
+        """All ranks are needed for this call, and give it the same."""
+
 
 def open_doors(prepared: Whole) -> None:
     """`state_dict`, `load_state_dict` and `add_param_group` of the script's optimizer do what they say, or raise."""
@@ -64,6 +67,7 @@ def open_doors(prepared: Whole) -> None:
 
     @names_line
     def load_state_dict(self: Optimizer, state: Mapping[str, Any]) -> None:
+        prepared.meet_with("optimizer.load_state_dict(...)", dict(state))
         engine = prepared.held_in_pieces
         if engine is None:
             return kind.load_state_dict(self, dict(state))

@@ -58,12 +58,24 @@ def _taken(path: Path) -> tuple[int, list[str]]:
         notes = _locked(file, path)
         try:
             if os.path.samestat(os.fstat(file), os.stat(path)):  # else its holder removed it meanwhile
+                notes += _left(os.pread(file, 200, 0).decode(errors="replace").strip(), path)
                 os.ftruncate(file, 0)
-                os.write(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+                os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
                 return file, notes
         except FileNotFoundError:
             pass
         os.close(file)
+
+
+def _left(holder: str, path: Path) -> list[str]:
+    """What to say of a holder that did not remove the file: on another host it may be alive, where locks are local."""
+    _, _, host = holder.partition(" on ")
+    if not host or host == socket.gethostname():
+        return []  # it was killed, and the system let go of its lock
+    return [
+        f"{path.parent}: {holder} was in this run and left {path.name} behind. Its lock is gone, so it has ended, "
+        "unless this file system keeps locks within a host (NFS mounted with `nolock` or `local_lock`): see that it has"
+    ]
 
 
 def _locked(file: int, path: Path) -> list[str]:

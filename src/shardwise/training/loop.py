@@ -32,7 +32,7 @@ from shardwise.guard.points import reach
 from shardwise.host import put
 from shardwise.measure.pace import Beat, over_ranks, pace_beside
 from shardwise.observe import Flops, InputWatch, MetricsFile, count_flops, finite, peak_flops, write_inputs, write_json
-from shardwise.observe.memory import memory_of
+from shardwise.observe.memory import imbalance, memory_of
 from shardwise.observe.profile import StepProfile, as_text
 from shardwise.observe.profile_steps import read_steps
 from shardwise.observe.progress import Display, Speed
@@ -262,9 +262,17 @@ class _Rank:
         word = self.watch.add(started - asked, seconds)
         if word is not None:
             self.engine.notices.append(word)
+        if taken == OBSERVED + 1:
+            self._look_at_memory()
         if self.display is not None:
             self.display.step(record)
             self._tell()
+
+    def _look_at_memory(self) -> None:
+        """Tell where ranks need unlike amounts of it: the fullest one decides what fits. Collective."""
+        word = imbalance(gather_json(memory_of(self.engine), everybody(), self.engine.device))
+        if word:
+            self.engine.notices.append(word)
 
     def _tell(self) -> None:
         """Show the notices that were not shown yet."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,10 @@ from shardwise.errors import InputError
 CHECKPOINTS = "checkpoints"
 STOPPED = "stopped.json"  # in a run's folder: it was asked to stop
 AUTO, NEW = "auto", "new"
+ARRAY_TASK = "array task"  # among the settings: which job of an array this is
+# where schedulers say so (Slurm, PBS, Grid Engine, LSF); the last two also to jobs of no array, as below
+_ARRAY_VARIABLES = ("SLURM_ARRAY_TASK_ID", "PBS_ARRAY_INDEX", "SGE_TASK_ID", "LSB_JOBINDEX")
+_NO_ARRAY = ("", "undefined", "0")
 # what may be another from one start to the next without a word: it changes nothing that is trained
 _SILENT = re.compile(
     r"train\.(out|name|log_every|sinks|profile_steps|cluster|checkpoint_\w+|\w+_deadline|restarts|min_ranks|check_replicas|"
@@ -24,7 +29,7 @@ _SILENT = re.compile(
 
 
 def settings_of(effective: Effective) -> dict[str, Any]:
-    """Every value of a configuration, plan included, by its dotted key."""
+    """Every value of a configuration by its dotted key; the plan; which job of an array this is, where it is one."""
     found: dict[str, Any] = {}
 
     def walk(prefix: str, value: Any) -> None:
@@ -35,7 +40,14 @@ def settings_of(effective: Effective) -> dict[str, Any]:
             found[prefix] = value
 
     walk("", effective.config.model_dump(mode="json"))
-    return found | {"plan": str(effective.plan)}
+    return found | {"plan": str(effective.plan)} | _array_task()
+
+
+def _array_task() -> dict[str, str]:
+    """Jobs of an array may have one configuration, and each goes on with its own run."""
+    told = [f"{name}={os.environ[name]}" for name in _ARRAY_VARIABLES if name in os.environ]
+    mine = next((one for one in told if one.startswith("SLURM") or one.partition("=")[2] not in _NO_ARRAY), None)
+    return {} if mine is None else {ARRAY_TASK: mine}
 
 
 def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -50,7 +62,8 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 def find_run(asked: str | None, effective: Effective, name: str) -> tuple[Path | None, Path | None, list[str]]:
     """(run folder, where its checkpoints lie, what to say) to go on from; (None, None, ...) for a new run.
 
-    asked   a run folder, a checkpoint, "auto": the last run of this name; "new": none; None: the last run of this name
+    asked   a run folder, a checkpoint, "auto": the last run of this name (in an array of jobs, of
+            this job); "new": none; None: the last run of this name
             and configuration, if it was asked to stop
 
     Raises `InputError` for a folder that has no checkpoint.
@@ -65,12 +78,15 @@ def find_run(asked: str | None, effective: Effective, name: str) -> tuple[Path |
         said = f"{last} was asked to stop: this is the same command, and goes on with it (--resume new begins anew)"
         return last, home_of(effective, last), [said]
     if asked == AUTO:
-        last = next(iter(runs), None)
+        mine = _array_task().get(ARRAY_TASK)
+        own = [run for run in runs if mine is None or (_settings_in(effective, run) or {}).get(ARRAY_TASK) == mine]
+        last = next(iter(own), None)
         if last is None:
+            of = f" of array task {mine}" if mine is not None else ""
             return (
                 None,
                 None,
-                [f"{effective.config.train.out} has no run of '{name}' with a checkpoint: a new one begins"],
+                [f"{effective.config.train.out} has no run of '{name}'{of} with a checkpoint: a new one begins"],
             )
         return last, home_of(effective, last), []
     path = place(asked)

@@ -1,14 +1,13 @@
-"""Ranks that work longer than the others between collectives, told once each.
+"""Ranks that work longer than the others between collectives, told once each with the phase of a step that is slow.
 
-A rank's own time is that of its steps without what it waited in collectives. It is compared with the median of the
-ranks that do the same work: those of its pipeline stage.
+A rank's own time is that of its steps without what it waited in collectives. It is compared, phase by phase and as a
+whole, with the median of the ranks that do the same work: those of its pipeline stage.
 """
 
 from __future__ import annotations
 
-import time
 from collections import Counter, defaultdict
-from statistics import median
+from statistics import median_low
 
 from shardwise.engine.engine import Engine
 from shardwise.guard.points import record
@@ -16,6 +15,15 @@ from shardwise.guard.points import record
 TIMES = 2.0  # the median
 LOOKS = 5  # in a row
 LEAST_S = 0.005  # a step: below it, what a host does besides decides
+# of a step, as `guard.points` names them, each until the next one begins
+PHASES = {
+    "input": "reading its samples",
+    "forward": "forward and backward",
+    "reduce": "summing gradients",
+    "update": "the optimizer's update, and what a run writes after it",
+    "evaluate": "evaluating",
+    "save": "saving",
+}
 
 
 class Stragglers:
@@ -23,30 +31,37 @@ class Stragglers:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._at, self._waited = time.monotonic(), 0.0
-        self._slow: Counter[int] = Counter()
+        self._own_s = dict.fromkeys(PHASES, 0.0)
+        self._slow: Counter[tuple[int, str]] = Counter()
         self.told: set[int] = set()
 
     def row(self, steps: int) -> list[float]:
-        """(stage, seconds of this rank's own work for each step) since the last time."""
-        mine, now = record(), time.monotonic()
-        waited = mine.waited_s if mine is not None else 0.0
-        own = max(0.0, now - self._at - (waited - self._waited)) / max(steps, 1)
-        self._at, self._waited = now, waited
-        return [float(self.engine.mesh.pp.index), own]
+        """(stage, seconds of this rank's own work for each step, phase by phase) since the last time."""
+        mine = record()
+        now = {phase: mine.own_s.get(phase, 0.0) if mine is not None else 0.0 for phase in PHASES}
+        own = [max(0.0, now[phase] - self._own_s[phase]) / max(steps, 1) for phase in PHASES]
+        self._own_s = now
+        return [float(self.engine.mesh.pp.index), *own]
 
     def look(self, rows: list[list[float]]) -> None:
         """Every rank's row, in rank order: whoever is slow `LOOKS` times in a row is told in the notices."""
-        stages: dict[float, list[float]] = defaultdict(list)
-        for stage, own in rows:
-            stages[stage].append(own)
-        for rank, (stage, own) in enumerate(rows):
-            usual = median(stages[stage])
-            slow = len(stages[stage]) > 1 and own > TIMES * usual and own > LEAST_S
-            self._slow[rank] = self._slow[rank] + 1 if slow else 0
-            if self._slow[rank] == LOOKS and rank not in self.told:
-                self.told.add(rank)
-                self.engine.notices.append(
-                    f"rank {rank} is slow: {1e3 * own:.0f} ms of its own work in a step, where the median is "
-                    f"{1e3 * usual:.0f} ms, and the others wait for it"
-                )
+        stages: dict[float, list[list[float]]] = defaultdict(list)
+        for stage, *own in rows:
+            stages[stage].append([*own, sum(own)])
+        for rank, (stage, *own) in enumerate(rows):
+            of_stage = list(zip(*stages[stage], strict=True))
+            # a phase before the whole step, which it makes slow too
+            for what, mine, others in zip([*PHASES, ""], [*own, sum(own)], of_stage, strict=True):
+                self._judge(rank, what, mine, others)
+
+    def _judge(self, rank: int, what: str, own: float, others: tuple[float, ...]) -> None:
+        usual = median_low(others)  # of two ranks the other one's
+        slow = len(others) > 1 and own > TIMES * usual and own > LEAST_S
+        self._slow[rank, what] = self._slow[rank, what] + 1 if slow else 0
+        if self._slow[rank, what] == LOOKS and rank not in self.told:
+            self.told.add(rank)
+            where = f" in {PHASES[what]}" if what else ""
+            self.engine.notices.append(
+                f"rank {rank} is slow{where}: {1e3 * own:.0f} ms of its own work in a step, where the median is "
+                f"{1e3 * usual:.0f} ms, and the others wait for it"
+            )

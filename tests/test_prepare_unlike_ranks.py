@@ -1,0 +1,102 @@
+"""Scripts whose ranks begin with, or are given, other weights and other state: rank 0's for all, or refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from test_prepare import BAR, adamw, net, samples
+from torch import nn
+from torch.utils.data import DataLoader
+
+import shardwise
+from shardwise.errors import InputError, RunError
+from shardwise.ranks import RankPool
+
+
+def model_of(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2)).double()
+    for buffer in model.buffers():
+        buffer += seed
+    return model
+
+
+def unseeded(plan: str | None) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """A script that never seeds its weights: each process has its own."""
+    model: Any = model_of(3 if plan is None else 3 + torch.distributed.get_rank())
+    optimizer, loader = adamw(model), DataLoader(samples(12), batch_size=4)
+    prepared: Any = None
+    if plan:
+        prepared = model, optimizer, loader = shardwise.prepare(model, optimizer, loader, plan=plan)
+    losses = []
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = (model(x) - y).square().mean()
+        loss = prepared.backward(loss) if prepared else loss
+        if prepared is None:
+            loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, model.state_dict()
+
+
+@pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2,zero=1", "dp_shard=2,zero=3", "tp=2"])
+def test_weights_that_no_seed_made_alike_are_rank_0_s(plan: str, pool: RankPool) -> None:
+    losses, weights = unseeded(None)
+    for theirs, held in pool.run(unseeded, 2, plan):
+        assert theirs == pytest.approx(losses, rel=BAR)
+        assert all((held[name] - value).abs().max() < BAR for name, value in weights.items())
+
+
+def loads(plan: str, case: str) -> None:
+    """The file of a run is loaded on one rank alone, or is another one on rank 1."""
+    rank = torch.distributed.get_rank()
+    saved = net()
+    old, loader = adamw(saved), DataLoader(samples(12), batch_size=4)
+    saved(next(iter(loader))[0]).sum().backward()
+    old.step()
+    weights, state = saved.state_dict(), old.state_dict()
+    model: Any = net()
+    optimizer = adamw(model)
+    if case == "state before" and rank == 0:
+        optimizer.load_state_dict(state)
+    prepared = model, optimizer, loader = shardwise.prepare(model, optimizer, loader, plan=plan)
+    if case == "weights of rank 0" and rank == 0:
+        model.load_state_dict(weights)
+    if case == "state of rank 0" and rank == 0:
+        optimizer.load_state_dict(state)
+    if case == "another file":
+        weights["layers.0.weight"][0, 0] += rank
+        model.load_state_dict(weights)
+    if case == "another state":
+        state["state"][1]["exp_avg"][0] += rank
+        optimizer.load_state_dict(state)
+    for x, y in loader:
+        optimizer.zero_grad()
+        prepared.backward((model(x) - y).square().mean())
+        optimizer.step()
+
+
+CALL = r"(.*load_state_dict|an epoch over the loader)"
+ALONE = rf"rank . comes to {CALL}.*, and rank . to {CALL}"
+ANOTHER = "is another on ranks 0 and 1. Each rank keeps its part"
+
+
+@pytest.mark.parametrize(
+    ("plan", "case", "kind", "words"),
+    [
+        ("dp_shard=2,zero=1", "weights of rank 0", RunError, ALONE),
+        ("dp_replicate=2", "state of rank 0", RunError, ALONE),
+        ("dp_shard=2,zero=3", "another file", InputError, rf"'layers.0.weight' {ANOTHER}"),
+        ("tp=2", "another state", InputError, rf"'state.1.exp_avg' {ANOTHER}"),
+        ("tp=2", "state before", InputError, "the optimizer's state: '.*' is given to one of them alone"),
+        ("dp_replicate=2", "state before", InputError, "the optimizer's state: '.*' is given to one of them alone"),
+    ],
+)  # fmt: skip
+def test_what_one_rank_alone_loads_is_named(
+    plan: str, case: str, kind: type[Exception], words: str, pool: RankPool
+) -> None:
+    with pytest.raises(kind, match=words):
+        pool.run(loads, 2, plan, case, timeout_s=60)
