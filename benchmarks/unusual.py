@@ -68,10 +68,11 @@ KINDS = [
     "| recurrent: `nn.LSTM`, `nn.GRU`, a loop over time of your own | all of these plans. `tp` cuts the layers around "
     "the recurrence and leaves its own weights whole (`shardwise show tp` says why for each): it saves memory in "
     "embeddings and heads. The `cp` of a recurrence is right, and no faster: each position needs the one before |",
-    "| packed sequences | not `cp`, which would need the lengths of a part of each sentence. Dropout between the "
-    "layers of a packed LSTM is drawn over all words at once, of which a rank has no known part, and is refused: put "
-    "`nn.Dropout` on the padded output between LSTMs of one layer. `plan` cannot trace packing, whose sizes are "
-    "values |",
+    "| packed sequences | dropout between the layers of a packed LSTM is one process's: drawn by the sequence and "
+    "time of each row. On rows that no module was called with (`packed._replace(data=drop(packed.data))`) it is "
+    "refused: drop before packing, or in a module that takes the packed sequence. Where batches have unlike lengths, "
+    "a stage of `pp` begins after the rows are padded again (`stages=`). Not `cp`, which would need the lengths of a "
+    "part of each sentence. Forecasts take the lengths of the task's first sample, and say so |",
     "| graphs, trees, sets | samples first: a batch is (B, nodes, features) and (B, edges, 2), and the forward may "
     "make one large graph of it (`index_add` with offsets): `edges + N * arange(B)`, flattened. Graphs of unlike "
     "sizes are padded to N nodes and E edges: one node more than any graph has, edges that pad going from it to "

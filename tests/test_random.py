@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from shardwise import Task, parallelize, verify
 from shardwise.errors import RefusedPlan
 from shardwise.models import tasks
-from shardwise.random import BatchDims, ConstantRandom, GlobalRandom, Samples, hashed
+from shardwise.random import BatchDims, ConstantRandom, Drawn, GlobalRandom, Samples, hashed
 from shardwise.ranks import RankPool
 
 Draw = Callable[[Tensor], Tensor]
@@ -241,8 +241,10 @@ def time_first() -> Task:
 def test_dims_are_learnt_from_two_runs() -> None:
     dims = BatchDims()
     dims.learn(
-        [("a", "drop", (2, 5, 6)), ("b", "noise", (6,)), ("c", "flat", (10, 3)), ("d", "odd", (5, 5))],
-        [("a", "drop", (2, 4, 6)), ("b", "noise", (6,)), ("c", "flat", (8, 3)), ("d", "odd", (3, 4))],
+        [Drawn("a", "drop", (2, 5, 6)), Drawn("b", "noise", (6,)), Drawn("c", "flat", (10, 3)),
+         Drawn("d", "odd", (5, 5))],
+        [Drawn("a", "drop", (2, 4, 6)), Drawn("b", "noise", (6,)), Drawn("c", "flat", (8, 3)),
+         Drawn("d", "odd", (3, 4))],
         5, 4,
     )  # fmt: skip
     found = [dims.find(path, op, shape, 3) for path, op, shape in
@@ -268,7 +270,7 @@ def test_constant_random_is_the_same_for_every_sample() -> None:
     with random.watching(module):
         out = module(torch.ones(5, 3))
     assert len(out.unique()) == 1
-    assert [(path, shape) for path, _, shape in random.calls] == [("a", (5, 3)), ("b", (5, 3)), ("a", (5, 3))]
+    assert [(one.path, one.shape) for one in random.calls] == [("a", (5, 3)), ("b", (5, 3)), ("a", (5, 3))]
 
 
 # --- what is refused, and what is left alone

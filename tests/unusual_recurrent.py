@@ -52,8 +52,8 @@ class Packed(Tagger):
 
 @listed
 def packed_sequences() -> Task:
-    """`nn.GRU` on `pack_padded_sequence`, sentences of different lengths"""
-    return language(lambda: Packed("GRU"), "words", "lengths")
+    """`nn.LSTM`, both ways and with dropout, on `pack_padded_sequence`, sentences of different lengths"""
+    return language(lambda: Packed("LSTM", num_layers=2, bidirectional=True, dropout=0.3), "words", "lengths")
 
 
 class OwnLoop(nn.Module):

@@ -22,7 +22,7 @@ from shardwise.engine.evaluated import Evaluate, Runner, Seen
 from shardwise.errors import RefusedPlan
 from shardwise.parallel.batchnorm import batch_norm_modules
 from shardwise.parallel.full import USED_OUTSIDE
-from shardwise.random import BatchDims, GlobalRandom, Samples
+from shardwise.random import EACH_ITS_OWN, BatchDims, GlobalRandom, Samples
 from shardwise.step.loss import Loss
 
 
@@ -119,7 +119,7 @@ def _look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, A
                 problems += _joined_differs(of_whole, Runner(module, joined, seen)((whole, parts))[0], dtype)
             if masks and strict and joined is None and anywhere(findings.dims.known) and not problems:
                 problems += _masks_differ(run, findings.dims, whole, parts, sizes, dtype)
-        findings.draws = share(list(dict.fromkeys(_told_draw(path, op) for path, op, _ in drawn)))
+        findings.draws = share(list(dict.fromkeys(_told_draw(one.path, one.op) for one in drawn)))
     if strict and parts is not None:
         refused, told = _choices(again, seen.repeats(sizes), seen.reads_values and not problems)
         problems += share(refused)
@@ -212,8 +212,8 @@ def _masks_differ(run: Runner, dims: BatchDims, whole: Any, parts: tuple[Any, An
     return [
         f"masks dealt by global index do not give one process's: with them the loss's {apart[0]} on {n} samples is "
         f"{apart[1]:.6g} against {apart[2]:.6g} in parts. A random tensor holds the samples in an order that cannot "
-        "be followed (time before samples in one dim), or a generator of the module's own draws it; use "
-        "randomness='fast', or draw tensors with a batch dim"
+        "be followed (time before samples in one dim), or a generator of the module's own draws it; draw tensors with "
+        f"a batch dim, or {EACH_ITS_OWN}"
     ]
 
 

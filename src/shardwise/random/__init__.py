@@ -2,8 +2,10 @@
 
 from shardwise.random.draws import DRAWS, hashed
 from shardwise.random.modes import (
+    EACH_ITS_OWN,
     BatchDims,
     ConstantRandom,
+    Drawn,
     GlobalRandom,
     Samples,
     draws,
@@ -13,6 +15,6 @@ from shardwise.random.modes import (
 from shardwise.random.watch import HIDDEN, Randomness, Watch
 
 __all__ = [
-    "DRAWS", "HIDDEN", "BatchDims", "ConstantRandom", "GlobalRandom", "Randomness", "Samples", "Watch", "draws",
-    "hashed", "python_restored", "seed_python",
+    "DRAWS", "EACH_ITS_OWN", "HIDDEN", "BatchDims", "ConstantRandom", "Drawn", "GlobalRandom", "Randomness", "Samples",
+    "Watch", "draws", "hashed", "python_restored", "seed_python",
 ]  # fmt: skip

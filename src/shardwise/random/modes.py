@@ -5,7 +5,8 @@ whole micro-batch's tensor is hash(key, i), and a rank computes only its own ele
 
     key     one number for each random op, from (seed, step, micro-batch), the path of the module that is running, and
             how many modules and random ops ran before it there
-    i       linear index in the tensor as one process would have it: the batch dim counts from this rank's first sample
+    i       linear index in the tensor as one process would have it: the batch dim counts from this rank's first sample.
+            Rows of a packed sequence count by time and sample (packed.py)
 
 The key is carried in the seed of torch's CPU generator. Whoever recomputes a block (torch's checkpoint, ours, a
 library's) restores that generator, and so meets the same masks.
@@ -15,17 +16,18 @@ In `fast` mode torch's own generators are used, seeded by (seed, step, micro-bat
 Python's and numpy's generators are seeded by (seed, step, micro-batch), the same on all ranks.
 
 What this does not do: follow random ops inside a compiled graph, or ops whose draws do not lie along a batch dim
-(`randperm` over the batch, dropout on the rows that a mask selects), which are refused.
+(`randperm` over the batch, dropout on the rows that a mask selects, or on those of a packed sequence in a module that
+was not called with it), which are refused.
 """
 
 from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -34,6 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.errors import RefusedPlan
 from shardwise.random.draws import DRAWS, hashed, mix
+from shardwise.random.packed import PackedRows, packed_among
 from shardwise.trace.deferred import seed_of
 
 _aten = torch.ops.aten
@@ -48,13 +51,31 @@ class Samples:
     total: int = 1
 
 
-_UNCLEAR = -2
+class Drawn(NamedTuple):
+    """A random op that ran: in which module, what it is, its shape, and whether it lies along a packed sequence."""
+
+    path: str
+    op: str
+    shape: tuple[int, ...]
+    packed: bool = False
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        return self.path, self.op, len(self.shape)
+
+
+EACH_ITS_OWN = (  # a remedy at every door: a proof has no such option, since it would have nothing to compare
+    "train with train.randomness=fast (randomness='fast' in Python), by which each rank draws its own, and prove the "
+    "module with that draw off (its rate at 0)"
+)
+_UNCLEAR, _PACKED = -2, -3
 _PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
 
 
 @dataclass
 class BatchDims:
-    """Which dim of a random tensor is the batch; -1: none of them; -2: it follows the samples in another way.
+    """Which dim of a random tensor is the batch; -1: none of them; -2: it follows the samples in another way; -3: its
+    first dim is the rows of the packed sequence that its module was called with.
 
     Learnt at start by running a few samples and fewer, and looking at which dim changed. `known` has the shapes and
     dims met, by (module path, op, number of dims).
@@ -62,16 +83,16 @@ class BatchDims:
 
     known: dict[tuple[str, str, int], list[tuple[tuple[int, ...], int]]] = field(default_factory=dict)
 
-    def learn(self, whole: list[tuple], part: list[tuple], whole_count: int, part_count: int) -> None:
-        """Compare the random ops of two runs, each a list of (path, op, shape)."""
-        for key in sorted({_op_key(call) for call in (*whole, *part)}):
-            shapes = [shape for path, op, shape in whole if _op_key((path, op, shape)) == key]
-            others = [shape for path, op, shape in part if _op_key((path, op, shape)) == key]
-            if len(shapes) == len(others):
-                pairs = zip(shapes, others, strict=True)
-                met = [(shape, _batch_dim(shape, other, whole_count, part_count)) for shape, other in pairs]
+    def learn(self, whole: list[Drawn], part: list[Drawn], whole_count: int, part_count: int) -> None:
+        """Compare the random ops of two runs."""
+        for key in sorted({drawn.key for drawn in (*whole, *part)}):
+            first = [drawn for drawn in whole if drawn.key == key]
+            second = [drawn for drawn in part if drawn.key == key]
+            if len(first) == len(second):
+                pairs = zip(first, second, strict=True)
+                met = [(one.shape, _batch_dim(one, other, whole_count, part_count)) for one, other in pairs]
             else:  # which ops run depends on the samples
-                met = [(shape, _UNCLEAR) for shape in shapes or others]
+                met = [(drawn.shape, _UNCLEAR) for drawn in first or second]
             self.known[key] = list(dict.fromkeys(self.known.get(key, []) + met))
 
     def find(self, path: str, op: str, shape: tuple[int, ...], local_samples: int) -> int:
@@ -97,43 +118,52 @@ class BatchDims:
         ]
 
 
-def _op_key(call: tuple) -> tuple[str, str, int]:
-    path, op, shape = call
-    return path, op, len(shape)
-
-
-def _batch_dim(shape: tuple[int, ...], other: tuple[int, ...], count: int, other_count: int) -> int:
-    differ = [d for d in range(len(shape)) if shape[d] != other[d]]
+def _batch_dim(one: Drawn, other: Drawn, count: int, other_count: int) -> int:
+    shape, shape_of_other = one.shape, other.shape
+    differ = [d for d in range(len(shape)) if shape[d] != shape_of_other[d]]
     if not differ:
         return -1
-    fits = len(differ) == 1 and shape[differ[0]] * other_count == other[differ[0]] * count
+    if one.packed and other.packed and differ == [0]:
+        return _PACKED
+    fits = len(differ) == 1 and shape[differ[0]] * other_count == shape_of_other[differ[0]] * count
     return differ[0] if fits else _UNCLEAR
 
 
 def _alike(shape: tuple[int, ...], met: tuple[int, ...], dim: int, local_samples: int) -> bool:
     """Whether a tensor may be the same op's as one met, with another number of samples."""
-    same = all(a == b for place, (a, b) in enumerate(zip(shape, met, strict=True)) if place != dim)
+    varies = 0 if dim == _PACKED else dim
+    same = all(a == b for place, (a, b) in enumerate(zip(shape, met, strict=True)) if place != varies)
     return same and (dim < 0 or not local_samples or shape[dim] % local_samples == 0)
 
 
 class _Paths:
-    """The path of the module that is running, and the key carried in the CPU generator's seed."""
+    """The path of the module that is running, and the key carried in the CPU generator's seed.
+
+    packed  for each module that runs, the packed sequence that it was called with
+    """
 
     def __init__(self) -> None:
         self.stack: list[tuple[str, int]] = []
+        self.packed: list[PackedRows | None] = []
         self.path_of: dict[int, str] = {}
 
     @staticmethod
     def key() -> int:
         return torch.default_generator.initial_seed() & (2**64 - 1)
 
-    def enter(self, path: str) -> None:
+    def clear(self) -> None:
+        self.stack.clear()
+        self.packed.clear()
+
+    def enter(self, path: str, packed: PackedRows | None = None) -> None:
         after = mix(self.key())
         self.stack.append((path, after))
+        self.packed.append(packed)
         torch.default_generator.manual_seed(seed_of(after, path))
 
     def leave(self) -> None:
         _, after = self.stack.pop()
+        self.packed.pop()
         torch.default_generator.manual_seed(after)
 
     def draw(self) -> tuple[int, str]:
@@ -143,12 +173,22 @@ class _Paths:
         torch.default_generator.manual_seed(mix(key))
         return key, path
 
+    def rows_of(self, shape: tuple[int, ...]) -> tuple[PackedRows, tuple[int, ...]] | None:
+        """The packed sequence that the innermost module was called with that has one, and this shape in its rows."""
+        packed = next((one for one in reversed(self.packed) if one is not None), None)
+        rows = packed.as_rows(shape) if packed is not None else None
+        return None if packed is None or rows is None else (packed, rows)
+
 
 @contextmanager
 def _watched(module: nn.Module, paths: _Paths) -> Iterator[None]:
     handles = []
     for path, child in module.named_modules():
-        handles.append(child.register_forward_pre_hook(lambda m, a, path=path: paths.enter(path), prepend=True))
+
+        def enter(module: nn.Module, args: tuple, kwargs: dict, path: str = path) -> None:
+            paths.enter(path, packed_among((*args, *kwargs.values())))
+
+        handles.append(child.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
         handles.append(child.register_forward_hook(lambda m, a, o: paths.leave(), always_call=True))
     try:
         yield
@@ -182,7 +222,7 @@ class GlobalRandom(TorchDispatchMode):
     def begin(self, seed: int, step: int, micro_batch: int, samples: Samples, *, alone: bool = True) -> None:
         """Start a micro-batch; `alone`: the backward of every other one is over."""
         self.samples = samples
-        self.paths.stack.clear()
+        self.paths.clear()
         if alone:
             self.paths.path_of.clear()
         torch.default_generator.manual_seed(seed_of("mask", seed, step, micro_batch))
@@ -210,13 +250,27 @@ class GlobalRandom(TorchDispatchMode):
     def _bits(self, key: int, path: str, func, shape, device, like: Any) -> torch.Tensor:
         shape = tuple(shape)
         zeros = _zeros(shape, device, like)
+        if (rows := self._rows(path, func, shape)) is not None:
+            packed, rows_first = rows
+            along = packed.numbers(self.samples.start, self.samples.count, self.samples.total, zeros.device)
+            places = [along, *_places(rows_first[1:], zeros.device)]
+            zeros = zeros.reshape(rows_first) if zeros.dim() else zeros
+            return hashed(key, _linear_index(places, rows_first, zeros)).view(shape)
         return hashed(key, _global_index(shape, self._batch_dim(path, func, shape), self.samples, zeros))
+
+    def _rows(self, path: str, func, shape: tuple[int, ...]) -> tuple[PackedRows, tuple[int, ...]] | None:
+        """The packed sequence of which this tensor has the rows, and its shape in these."""
+        found, count = self.paths.rows_of(shape), max(self.samples.count, 1)
+        if found is None or found[0].sequences % count:
+            return None
+        is_packed = not self.dims.known or self.dims.find(path, str(func), found[1], count) == _PACKED
+        return found if is_packed else None
 
     def _batch_dim(self, path: str, func, shape: tuple[int, ...]) -> int:
         if self.samples.count == self.samples.total:
             return -1  # all samples are here
         dim = self.dims.find(path, str(func), shape, max(self.samples.count, 1))
-        if dim == _UNCLEAR:
+        if dim in (_UNCLEAR, _PACKED):  # packed, and not of one sequence or as many for each sample
             raise RefusedPlan(_not_dealt(f"{func} in module '{path}' (shape {shape})"))
         return dim
 
@@ -234,8 +288,8 @@ class GlobalRandom(TorchDispatchMode):
 def _not_dealt(what: str) -> str:
     return (
         f"random op {what} draws for samples in a way that cannot be dealt over ranks, so its masks would differ from "
-        "one process's; use randomness='fast', or draw tensors with a batch dim by dropout, rand, randn, randint, "
-        "bernoulli or multinomial"
+        "one process's; draw tensors with a batch dim by dropout, rand, randn, randint, bernoulli or multinomial, "
+        f"those of a packed sequence in a module that is called with it; or {EACH_ITS_OWN}"
     )
 
 
@@ -279,23 +333,32 @@ def _zeros(shape: tuple[int, ...], device, like: Any) -> torch.Tensor:
 
 def _global_index(shape: tuple[int, ...], dim: int, samples: Samples, zeros: torch.Tensor) -> torch.Tensor:
     """Linear index of each local element in the tensor of the whole micro-batch."""
-    sizes = list(shape)
-    start = 0
-    if dim >= 0:
-        for_each = shape[dim] // max(samples.count, 1)
-        sizes[dim] = for_each * samples.total
-        start = for_each * samples.start
+    places = _places(shape, zeros.device)
+    if dim < 0:
+        return _linear_index(places, shape, zeros)
+    of_each = shape[dim] // max(samples.count, 1)
+    places[dim] += of_each * samples.start
+    sizes = [of_each * samples.total if place == dim else size for place, size in enumerate(shape)]
+    return _linear_index(places, sizes, zeros)
+
+
+def _places(shape: tuple[int, ...], device: torch.device) -> list[torch.Tensor]:
+    return [torch.arange(size, device=device) for size in shape]
+
+
+def _linear_index(places: list[torch.Tensor], sizes: Sequence[int], zeros: torch.Tensor) -> torch.Tensor:
+    """Linear index in a tensor of `sizes` of elements that lie at these places along its dims."""
     index = zeros
     stride = 1
-    for place in reversed(range(len(shape))):
-        along = torch.arange(shape[place], device=zeros.device) + (start if place == dim else 0)
-        index = index + (along * stride).view(-1, *([1] * (len(shape) - place - 1)))
-        stride *= sizes[place]
+    for dim in reversed(range(len(places))):
+        index = index + (places[dim] * stride).view(-1, *([1] * (len(places) - dim - 1)))
+        stride *= sizes[dim]
+    shape = tuple(len(each) for each in places)
     return index if tuple(index.shape) == shape else index.expand(shape)
 
 
 class ConstantRandom(TorchDispatchMode):
-    """Random ops draw the same for every sample, and are written down as (path, op, shape).
+    """Random ops draw the same for every sample, and are written down.
 
     Under it a module is a function of each sample alone, so that additivity of its loss can be checked with dropout
     on, and two runs of unequal size show which dim of each random tensor is the batch.
@@ -304,7 +367,7 @@ class ConstantRandom(TorchDispatchMode):
     def __init__(self, level: float = 0.5) -> None:
         super().__init__()
         self.bits = int(level * 2**53)
-        self.calls: list[tuple[str, str, tuple[int, ...]]] = []
+        self.calls: list[Drawn] = []
         self.reads_values = False  # whether control flow may depend on a tensor's value
         self.paths = _Paths()
 
@@ -321,10 +384,9 @@ class ConstantRandom(TorchDispatchMode):
         self.reads_values |= func is _aten._local_scalar_dense.default
         if not _is_random(func) or _inert_dropout(func, args, kwargs):
             return func(*args, **kwargs)
-        path = self.paths.stack[-1][0] if self.paths.stack else ""
 
         def middling(shape, device) -> torch.Tensor:
-            self.calls.append((path, str(func), tuple(shape)))
+            self._note(func, tuple(shape))
             zeros = _zeros(tuple(shape), device, args[0] if args else None)
             return (zeros + self.bits).expand(tuple(shape))
 
@@ -332,5 +394,10 @@ class ConstantRandom(TorchDispatchMode):
             return DRAWS[func](middling, args, kwargs)
         output = func(*args, **kwargs)
         first = output[0] if isinstance(output, tuple) else output
-        self.calls.append((path, str(func), tuple(first.shape)))
+        self._note(func, tuple(first.shape))
         return output
+
+    def _note(self, func, shape: tuple[int, ...]) -> None:
+        path = self.paths.stack[-1][0] if self.paths.stack else ""
+        packed = self.paths.rows_of(shape)
+        self.calls.append(Drawn(path, str(func), shape if packed is None else packed[1], packed is not None))

@@ -13,12 +13,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from shardwise.random.modes import GlobalRandom
+from shardwise.random.modes import EACH_ITS_OWN, GlobalRandom
 
 Randomness = Literal["global", "fast"]  # random numbers are one process's, or each data rank's own
 HIDDEN = (
-    "which are followed operation by operation to be those of one process, and compile=true hides them: use "
-    "randomness=fast, by which each rank draws its own, or leave compile out"
+    "which are followed operation by operation to be those of one process, and compile=true hides them: leave compile "
+    f"out, or {EACH_ITS_OWN}"
 )
 
 

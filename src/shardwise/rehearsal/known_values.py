@@ -12,6 +12,7 @@ can carry real values beside it (its *shadow*), and so can a small one of floats
     rand of one number              its median: layers that are left out with a small chance (layerdrop) all run
     .item(), nonzero, x[mask]       note whence the values came that were asked for: chosen, or of the batch
     x[mask], masked_select          with the mask's shadow, so that the number of rows is known
+    pack_padded_sequence            by lengths that are known (packed_rows.py)
 
 Floats of the batch, of weights, and all that is computed from them have no values, so a branch on a loss or an
 activation is still refused. What is written without values into a tensor, or into a view of it, takes its values away.
@@ -36,6 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from shardwise.host import answered
 from shardwise.part.leaves import tensors_in
 from shardwise.rehearsal.op_counts import StepTrace, written
+from shardwise.rehearsal.packed_rows import PACK, packed
 from shardwise.rehearsal.workspaces import LAYER, behind_one_number, workspace_bytes
 
 MOST, MOST_FLOATS = 2**25, 2**20  # elements of a shadow: beyond, a tensor has no values
@@ -137,6 +139,11 @@ class Values(TorchDispatchMode):
         leaves = tensors_in((args, kwargs))
         if func is _ATEN.embedding.default:
             _look_up(*args[:2])
+        if func is PACK and (lengths := shadow(args[1])) is not None:
+            self.asked |= origins_of([args[1]])
+            with _disable_current_modes():
+                sizes, rows = packed(lengths)
+            return args[0].new_empty(rows, *args[0].shape[2:]), sizes
         known = [shadow(leaf) if isinstance(leaf, FakeTensor) else leaf for leaf in leaves]
         if any(one is not None for one in known) or not leaves:
             if all(one is not None for one in known):

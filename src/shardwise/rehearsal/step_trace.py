@@ -45,6 +45,7 @@ from shardwise.rehearsal.dispatch import RehearsalMode, followed
 from shardwise.rehearsal.gpu_kernels import Fused, like_gpu
 from shardwise.rehearsal.known_values import BATCH, Values, give
 from shardwise.rehearsal.op_counts import Count, StepTrace
+from shardwise.rehearsal.packed_rows import padding_by_values
 from shardwise.simulator.counted import Update
 from shardwise.step.batching import parts_of, samples_in
 from shardwise.task import Task, call_arguments
@@ -60,7 +61,7 @@ NARROW = ("BFloat16", "bfloat16", "'Half'", "dtype Half")  # as torch's errors n
 @contextmanager
 def as_real() -> Iterator[None]:
     """What a forward on fake tensors needs around it: what fails is told by an error of ours, not logged as well."""
-    with unlogged(), _unpadded():
+    with unlogged(), _unpadded(), padding_by_values():
         yield
 
 
