@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Collection
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -163,7 +164,7 @@ def look_at_task(state: RankState, *, masks: bool) -> Findings:
 
     reads = OutsideReads(state.module)
     try:
-        with reads:
+        with reads if state.plan.zero == 3 else nullcontext():
             findings = look(
                 state.module, state.forward.local, whole, parts, (n, 1, n - 1), joined=joined,
                 dtype=state.precision.compute, strict=state.data_ranks > 1, masks=masks, share=share, again=again,

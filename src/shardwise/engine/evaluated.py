@@ -142,9 +142,10 @@ class Seen(TorchDispatchMode):
         tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         storage = tensor.untyped_storage()
         for name, param in self.module.named_parameters():
-            held = param._local_tensor if isinstance(param, DTensor) else param.detach()
-            if name in self.written or held.untyped_storage()._cdata != storage._cdata:
+            local = param._local_tensor if isinstance(param, DTensor) else param
+            if name in self.written or local.untyped_storage()._cdata != storage._cdata:
                 continue
+            held = local.detach()
             start, at = held.data_ptr(), tensor.data_ptr()
             if start <= at < start + held.numel() * held.element_size():
                 self.written[name] = (held, held.clone())

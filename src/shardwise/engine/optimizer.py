@@ -20,7 +20,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 
 from shardwise.comm import Axis
 from shardwise.engine.groups import named_groups
@@ -28,6 +27,7 @@ from shardwise.errors import InputError, RefusedPlan
 from shardwise.parallel.slots import DataParallel, PieceSlots
 from shardwise.step.owners import OwnedMasters
 from shardwise.trace.double import KeepDouble
+from shardwise.trace.leaves import tensors_in
 
 OptimizerFn = Callable[[list[dict]], Optimizer]
 _TRIAL_STEPS = 4
@@ -52,9 +52,9 @@ class _NarrowDtypes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         output = func(*args, **(kwargs or {}))
-        wide = any(isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float64 for leaf in tree_flatten(args)[0])
-        for leaf in tree_flatten(output)[0]:
-            if wide and isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.dtype != torch.float64:
+        wide = any(leaf.dtype == torch.float64 for leaf in tensors_in(args))
+        for leaf in tensors_in(output) if wide else ():
+            if leaf.is_floating_point() and leaf.dtype != torch.float64:
                 self.seen.add(leaf.dtype)
         return output
 

@@ -39,8 +39,8 @@ from shardwise.errors import RefusedPlan
 from shardwise.memory.chunk_runs import InputAt, Program, ResultOf, Step, chunked
 from shardwise.memory.chunk_trial import Tried, Unmade, look, look_of_rows, without_values
 from shardwise.part import Part, Uncut
-from shardwise.part.leaves import replaced, tensors_in
 from shardwise.part.levels import Distributed
+from shardwise.trace.leaves import replaced, tensors_in
 
 # functions that multiply rows by a matrix, and which argument has the rows; the matrix is the one behind it
 _ROWS: dict[Callable, int] = {

@@ -38,6 +38,7 @@ from shardwise.mesh import Mesh
 from shardwise.parallel.slots import Slot, ValueOf, joined
 from shardwise.precision import Precision
 from shardwise.trace.blocks import inner_first
+from shardwise.trace.leaves import replaced
 
 _END = "the end of the forward"
 USED_OUTSIDE = (
@@ -347,7 +348,9 @@ class OutsideReads(TorchDispatchMode):
             self._held |= {id(param): (param, own) for param in params if isinstance(param, DTensor)}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        args, kwargs = tree_map_only(DTensor, self._whole, (args, kwargs or {}))
+        if not any(issubclass(kind, DTensor) for kind in types):
+            return func(*args, **(kwargs or {}))
+        args, kwargs = replaced(DTensor, self._whole, (args, kwargs or {}))
         return func(*args, **kwargs)
 
     def _whole(self, leaf: DTensor) -> torch.Tensor:

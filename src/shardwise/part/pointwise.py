@@ -12,9 +12,9 @@ from shardwise.device import generators_kept, seed_generators
 from shardwise.host import read
 from shardwise.part.cuts import Uncut
 from shardwise.part.gathering import gather
-from shardwise.part.leaves import replaced, tensors_in
 from shardwise.part.moves import recut
 from shardwise.part.tensor import Part, facts, is_part, no_rule, parts_in, rule
+from shardwise.trace.leaves import replaced, tensors_in
 
 # elementwise by their definition; `add` stands for every operation that is tagged so, or found to be so by trying
 ELEMENTWISE = (

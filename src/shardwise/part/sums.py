@@ -20,9 +20,9 @@ from shardwise.comm import Axis, Pending, all_reduce
 from shardwise.host import to_device
 from shardwise.part.cuts import Owners, Uncut
 from shardwise.part.gathering import Scatter, all_sum, gathered, scatter_sum
-from shardwise.part.leaves import replaced
 from shardwise.part.levels import Distributed, here
 from shardwise.part.tensor import Part, answer, facts, same_memory, strides_of
+from shardwise.trace.leaves import replaced
 
 _REARRANGE = frozenset({
     "view", "_unsafe_view", "reshape", "_reshape_alias", "transpose", "t", "permute", "unsqueeze", "squeeze", "detach",

@@ -33,9 +33,9 @@ import torch
 
 from shardwise.comm import Axis
 from shardwise.part.cuts import REMEMBERED, Owners, Uncut
-from shardwise.part.leaves import replaced, tensors_in
 from shardwise.part.levels import Distributed, answering, here
 from shardwise.trace.elementwise import is_elementwise
+from shardwise.trace.leaves import replaced, tensors_in
 
 Rule = Callable[[Any, tuple, dict], Any]
 UNSENT = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}  # by no backend: sent as

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardwise.part.leaves import replaced
+from shardwise.trace.leaves import replaced
 
 
 class Written(torch.Tensor):

@@ -35,10 +35,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from shardwise.host import answered
-from shardwise.part.leaves import tensors_in
 from shardwise.rehearsal.op_counts import StepTrace, written
 from shardwise.rehearsal.packed_rows import PACK, packed
 from shardwise.rehearsal.workspaces import LAYER, behind_one_number, workspace_bytes
+from shardwise.trace.leaves import tensors_in
 
 MOST, MOST_FLOATS = 2**25, 2**20  # elements of a shadow: beyond, a tensor has no values
 MEDIAN = 0.5

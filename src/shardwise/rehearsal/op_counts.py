@@ -12,7 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.part.leaves import tensors_in
+from shardwise.trace.leaves import tensors_in
 
 _ATEN = torch.ops.aten
 _SDPA = {

@@ -19,8 +19,8 @@ from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
 from shardwise.parallel.flat import Flat
 from shardwise.part import with_summed_gradient
-from shardwise.part.leaves import replaced
 from shardwise.scripts.saying import names_line
+from shardwise.trace.leaves import replaced
 
 _PROPERTIES = {
     "size", "dim", "stride", "is_contiguous", "is_floating_point", "is_complex", "requires_grad_", "register_hook",

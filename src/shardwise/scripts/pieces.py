@@ -27,9 +27,9 @@ from shardwise.comm import Axis, all_reduce, broadcast
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.parallel.full import FullShard
 from shardwise.part import with_summed_gradient
-from shardwise.part.leaves import replaced, tensors_in
 from shardwise.scripts.guard import OF_A_SHARE, TAKEN, Gate, reads_values
 from shardwise.scripts.saying import names_line
+from shardwise.trace.leaves import replaced, tensors_in
 
 _ITSELF = frozenset(  # the tensor itself is wanted, to be written into perhaps, or what is known without its elements
     {"detach", "numel", "nelement", "ndimension", "__len__", "__repr__", "__deepcopy__", "__reduce_ex__"}

@@ -26,9 +26,9 @@ import numpy as np
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 
 from shardwise.trace.elementwise import is_elementwise
+from shardwise.trace.leaves import tensors_in
 
 WHOLE = 0
 
@@ -156,7 +156,7 @@ class Axes(TorchDispatchMode):
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
         if func.namespace == "aten":
-            tensors = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
+            tensors = tensors_in((args, kwargs))
             if any(hasattr(t, "_axis_labels") or hasattr(t, "_axes_of") for t in tensors):
                 self._follow(func, args, kwargs, tensors, output)
         return output

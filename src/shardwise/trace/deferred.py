@@ -31,12 +31,12 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 from shardwise.device import on_host
 from shardwise.errors import InputError, ShardwiseError
 from shardwise.trace.double import as_written
-from shardwise.trace.tape import ConstructorTape, NotReplayable, Ref, TapedOp, ref_of, storage_key, tensors_in
+from shardwise.trace.leaves import replaced, tensors_in
+from shardwise.trace.tape import ConstructorTape, NotReplayable, Ref, TapedOp, ref_of, storage_key
 
 MAP_NORESERVE = 0x4000  # of Linux; Python's mmap names it from 3.13 on
 LARGE = 4096  # elements from which a new tensor gets no values
@@ -74,7 +74,7 @@ class _Recorder(TorchDispatchMode):
         finally:
             self.paused = False
         key = storage_key(first)
-        refs, named = tree_map_only(torch.Tensor, ref_of, (args, kwargs))
+        refs, named = replaced(torch.Tensor, ref_of, (args, kwargs))
         self.tape.add(TapedOp(function, refs, named, [], {key}, {key}, random=state is None, generator=state))
         return result
 
@@ -86,7 +86,7 @@ class _Recorder(TorchDispatchMode):
                 torch.zeros(tensor.shape, dtype=tensor.dtype) if storage_key(tensor) in self.tape.deferred else tensor
             )
 
-        args, kwargs = tree_map_only(torch.Tensor, scratch, (args, kwargs))
+        args, kwargs = replaced(torch.Tensor, scratch, (args, kwargs))
         function(*args, **kwargs)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -148,8 +148,8 @@ class _Recorder(TorchDispatchMode):
             return written[0] if len(returned) == 1 else written if returned else None
         if "device" in kwargs:
             kwargs = {**kwargs, "device": torch.device("meta")}
-        args, kwargs = tree_map_only(torch.Tensor, _as_meta, (args, kwargs))
-        return tree_map_only(torch.Tensor, self._unfilled, func(*args, **kwargs))
+        args, kwargs = replaced(torch.Tensor, _as_meta, (args, kwargs))
+        return replaced(torch.Tensor, self._unfilled, func(*args, **kwargs))
 
     def _unfilled(self, shape: torch.Tensor) -> torch.Tensor:
         """Address space without values: the pages are never touched, so they take no memory."""
@@ -172,7 +172,7 @@ class _Recorder(TorchDispatchMode):
             raise NotReplayable(f"the constructor swaps storages ({func})")
         tape = self.tape
         tape.alive.extend(tensor.untyped_storage() for tensor in outputs)
-        args, kwargs = tree_map_only(torch.Tensor, ref_of, (args, kwargs))
+        args, kwargs = replaced(torch.Tensor, ref_of, (args, kwargs))
         is_random = torch.Tag.nondeterministic_seeded in func.tags and state is None
         tape.add(TapedOp(func, args, kwargs, [ref_of(t) for t in outputs], before, written, is_random, state))
 
@@ -328,14 +328,18 @@ class Built:
                 if op.generator is not None:
                     generator = torch.Generator()
                     generator.set_state(op.generator)
-                args, kwargs = tree_map_only(Ref, tensor_of, (op.args, op.kwargs))
-                args, kwargs = tree_map_only(torch.Generator, lambda _, g=generator: g, (args, kwargs))
+                args, kwargs = _drawing_from(generator, replaced(Ref, tensor_of, (op.args, op.kwargs)))
                 if "device" in kwargs:
                     kwargs["device"] = torch.device("cpu")
                 output = op.func(*args, **kwargs)
                 for ref, result in zip(op.outputs, tensors_in(output) if op.outputs else (), strict=True):
                     storages.setdefault(ref.storage, result.untyped_storage())
         return tensor_of(target)
+
+
+def _drawing_from(generator: torch.Generator, arguments: Any) -> Any:
+    """The arguments with this generator in place of those that a constructor gave."""
+    return replaced(torch.Generator, lambda _: generator, arguments)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,8 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from shardwise.trace.leaves import tensors_in
+
 SCALES = (0.3, 3.0)  # of the values tried: thresholds lie near one
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -117,7 +119,7 @@ def _index(tensor: torch.Tensor, dim: int, index: int) -> torch.Tensor:
 
 
 def _outputs(output: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, torch.Tensor)]
+    return tensors_in(output)
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -30,6 +30,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only
 from shardwise.trace.deferred import Built, written_tensors
 from shardwise.trace.fake import Fake, unlogged
 from shardwise.trace.functional import innermost, transforming
+from shardwise.trace.leaves import tensors_in
 from shardwise.trace.stand_in import standing_in
 from shardwise.trace.state import ModuleState
 
@@ -199,13 +200,13 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
-        inputs = _tensors((args, kwargs))
+        inputs = tensors_in((args, kwargs))
         reads = [self.number(tensor) for tensor in inputs]
         output = func(*args, **kwargs)
         self.time += 1
         for number in reads:
             self.last_use[number] = self.time
-        outputs = _tensors(output)
+        outputs = tensors_in(output)
         depends = any(self.depends[number] for number in reads)
         draws = torch.Tag.nondeterministic_seeded in func.tags
         drawn = not depends and (draws or any(self.drawn[number] for number in reads))
@@ -244,10 +245,6 @@ class _Recorder(TorchDispatchMode):
 
 def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
 
 
 def _cost(func, args, kwargs, output, outputs: list[torch.Tensor]) -> float:
@@ -328,7 +325,7 @@ def _flow(module: nn.Module, run: Callable[[], Any], known: dict[str, int]) -> F
         output = run()
     recorder.time += 1
     root.exit = end = recorder.time
-    returned = [recorder.number(leaf) for leaf in _tensors(output)]
+    returned = [recorder.number(leaf) for leaf in tree_flatten(output)[0] if isinstance(leaf, torch.Tensor)]
     for number in returned:
         recorder.last_use[number] = end
     with torch.enable_grad(), _switched_off(module) as off:

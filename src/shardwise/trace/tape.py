@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten
+
+from shardwise.trace.leaves import tensors_in
 
 
 class NotReplayable(Exception):
@@ -88,7 +89,7 @@ class ConstructorTape:
 
 
 def _refs(op: TapedOp) -> list[Ref]:
-    return [leaf for leaf in tree_flatten((op.args, op.kwargs))[0] if isinstance(leaf, Ref)]
+    return tensors_in((op.args, op.kwargs), Ref)
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -99,8 +100,3 @@ def storage_key(tensor: torch.Tensor) -> int:
 def ref_of(tensor: torch.Tensor) -> Ref:
     """A tensor as the tape names it."""
     return Ref(storage_key(tensor), tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset(), tensor.dtype)
-
-
-def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """The tensors among the leaves of nested containers."""
-    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, torch.Tensor)]

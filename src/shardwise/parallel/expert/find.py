@@ -27,12 +27,13 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from shardwise.errors import RefusedPlan
 from shardwise.parallel.expert.apply import ExpertCall, Stack, counting
 from shardwise.trace.deferred import Built
 from shardwise.trace.fake import Fake, unlogged
+from shardwise.trace.leaves import tensors_in
 from shardwise.trace.stand_in import standing_in
 from shardwise.trace.state import ModuleState
 
@@ -120,7 +121,7 @@ class _Touched(TorchDispatchMode):
         self.seen: set[str] = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        for leaf in tree_leaves((args, kwargs or {})):
+        for leaf in tensors_in((args, kwargs or {})):
             if id(leaf) in self.names:
                 self.seen.add(self.names[id(leaf)])
         return func(*args, **(kwargs or {}))

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from shardwise.trace.axes import Axes, param_of
-from shardwise.trace.axis_rules.registry import is_free, rule, tensors_of
+from shardwise.trace.axis_rules.registry import is_free, rule
+from shardwise.trace.leaves import tensors_in
 
 
 @rule(
@@ -18,9 +19,9 @@ from shardwise.trace.axis_rules.registry import is_free, rule, tensors_of
 )  # fmt: skip
 def elementwise(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
     """Labels of all inputs meet element by element."""
-    tensors = tensors_of((args, kwargs))
+    tensors = tensors_in((args, kwargs))
     if len(tensors) == 1 and param_of(tensors[0]) and not func._schema.is_mutable:
-        for each in tensors_of(output):  # a weight made of one weight: 1 + w, exp(w), w in another dtype
+        for each in tensors_in(output):  # a weight made of one weight: 1 + w, exp(w), w in another dtype
             each._axes_of = tensors[0]._axes_of
         return True
     ndim = max(t.dim() for t in tensors)
@@ -52,7 +53,7 @@ def elementwise(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -
         return True
     if func._schema.is_mutable and isinstance(args[0], torch.Tensor) and axes.labels(args[0]) is None:
         return False  # labelled values into a whole tensor
-    for each in tensors_of(output):
+    for each in tensors_in(output):
         if each.dim() == joint.ndim:
             axes.give(each, joint)
             each._axes_free = free

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from shardwise.trace.axes import Axes
-from shardwise.trace.axis_rules.registry import rule, tensors_of
+from shardwise.trace.axis_rules.registry import rule
+from shardwise.trace.leaves import tensors_in
 
 # reductions whose result over a cut dim is one small collective
 _SMALL = frozenset({"sum", "mean", "amax", "amin", "max", "min", "any", "all", "argmax", "logsumexp"})
@@ -46,7 +47,7 @@ def reduce(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> boo
     if summable and over and len(over) == sum(n > 1 for n in labels.shape):
         return True  # one small collective gives the whole result
     labels = axes.unite_along(labels, over)
-    for each in tensors_of(output):
+    for each in tensors_in(output):
         if each.dim() == x.dim():
             axes.give(each, labels)
         elif each.dim() == x.dim() - len(dims):
@@ -93,7 +94,7 @@ def layer_norm(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) ->
     x, shape = args[0], args[1]
     labels = axes.labels(x)
     last = list(range(x.dim() - len(shape), x.dim()))
-    for weight in tensors_of(args[2:]):
+    for weight in tensors_in(args[2:]):
         of_weight = axes.labels(weight)
         if of_weight is not None:  # replicated wherever the norm's input is cut along other dims
             axes.keep_whole(of_weight, "a norm's statistics run over it")
@@ -103,7 +104,7 @@ def layer_norm(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) ->
             if all(n == 1 for d, n in enumerate(over.shape)):
                 axes.keep_whole(over, "a norm's statistics run over it")
             labels = over
-        axes.give(tensors_of(output)[0], labels)
+        axes.give(tensors_in(output)[0], labels)
     return True
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_flatten
 
 from shardwise.trace.axes import Axes, param_of
 
@@ -24,11 +23,6 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
         return function
 
     return register
-
-
-def tensors_of(tree: Any) -> list[torch.Tensor]:
-    """All tensors in a pytree."""
-    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
 
 
 def is_free(tensor: torch.Tensor) -> bool:

@@ -1,7 +1,7 @@
 """The tensors among an operation's arguments: ATen nests them in tuples, lists and dicts, and nothing else.
 
 Torch's own tree functions do the same for any registered class, at twenty times the cost, which would be most of the
-cost of an operation on parts.
+cost of an operation that a mode looks at.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ from typing import Any
 
 import torch
 
-_NESTS = (torch.Tensor, tuple, list, dict)
 _ATOMS = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device))  # most of what is met
 
 
 def tensors_in(tree: Any, kind: type = torch.Tensor) -> list[Any]:
-    """All tensors of a kind, in order."""
-    if isinstance(tree, torch.Tensor):
-        return [tree] if isinstance(tree, kind) else []
+    """All tensors of a kind, or other leaves of one, in order."""
+    if isinstance(tree, kind):
+        return [tree]
     found: list[Any] = []
     _gather(tree, kind, found)
     return found
@@ -33,20 +32,19 @@ def _gather(nest: Any, kind: type, found: list[Any]) -> None:
     for leaf in nest:
         if type(leaf) in _ATOMS:
             continue
-        if isinstance(leaf, torch.Tensor):
-            if isinstance(leaf, kind):
-                found.append(leaf)
-        else:
+        if isinstance(leaf, kind):
+            found.append(leaf)
+        elif not isinstance(leaf, torch.Tensor):
             _gather(leaf, kind, found)
 
 
 def replaced(kind: type, make: Callable[[Any], Any], tree: Any) -> Any:
-    """The same with `make(tensor)` for each tensor of a kind."""
-    if isinstance(tree, torch.Tensor):
-        return make(tree) if isinstance(tree, kind) else tree
+    """The same with `make(tensor)` for each tensor of a kind, or other leaf of one."""
+    if isinstance(tree, kind):
+        return make(tree)
     if isinstance(tree, dict):
         return {key: replaced(kind, make, leaf) for key, leaf in tree.items()}
     if not isinstance(tree, tuple | list):
         return tree
-    leaves = [replaced(kind, make, leaf) if isinstance(leaf, _NESTS) else leaf for leaf in tree]
+    leaves = [leaf if type(leaf) in _ATOMS else replaced(kind, make, leaf) for leaf in tree]
     return leaves if isinstance(tree, list) else tuple(leaves)
