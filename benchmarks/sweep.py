@@ -1,4 +1,4 @@
-"""Every model type of transformers and every class of torch.nn under five plans, each cell proven or refused.
+"""Model types of transformers, classes of torch.nn, modules of other libraries under five plans: proven or refused.
 
 python benchmarks/sweep.py                         # goes on where it stopped; cells in build/sweep.jsonl
 python benchmarks/sweep.py --seconds 600 --kind nn # for so long, classes of torch.nn alone
@@ -31,6 +31,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
+import library_tasks  # noqa: E402
 import sweep_tasks  # noqa: E402
 
 from shardwise.errors import InputError, RunError  # noqa: E402
@@ -65,6 +66,7 @@ def cell(name: str, recipe: sweep_tasks.Recipe, plan: str, pool: RankPool, timeo
 def modules(kind: str) -> list[str]:
     """Names of modules: classes of torch.nn, then, shuffled, transformers' image models, then its others."""
     names = [f"nn:{name}" for name in sweep_tasks.classes()] if kind in ("", "nn") else []
+    names += [f"lib:{name}" for name in library_tasks.LIBRARIES] if kind in ("", "lib") else []
     if kind in ("", "hf"):
         types = sweep_tasks.model_types()
         random.Random(0).shuffle(types)  # so that what is done by any time is a fair sample
@@ -126,11 +128,12 @@ def as_page(cells: Cells) -> str:
         "# Modules that nobody chose", "",
         "Made by `python benchmarks/sweep.py --write` from the cells of the last sweep. Every model type of "
         "`transformers` that can be built from a shrunken configuration and called, and every class of `torch.nn` "
-        "(between linear layers) that can be constructed and called by trying arguments: two steps in float64 against "
-        "one process. *unproven*: one process does not agree with itself when its weights move by one epsilon. *blame* "
-        "counts messages that call the task wrong though it ran in one process.", "",
+        "(between linear layers) that can be constructed and called by trying arguments, and small modules of other "
+        "libraries (`tests/library_tasks.py`): two steps in float64 against one process. *unproven*: one process "
+        "does not agree with itself when its weights move by one epsilon. *blame* counts messages that call the task "
+        "wrong though it ran in one process.", "",
     ]  # fmt: skip
-    for kind, title in (("nn:", "`torch.nn`"), ("hf:", "`transformers`")):
+    for kind, title in (("nn:", "`torch.nn`"), ("hf:", "`transformers`"), ("lib:", "other libraries")):
         mine = [name for name in names if name.startswith(kind)]
         if not mine:
             continue
@@ -167,7 +170,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--cells", type=Path, default=ROOT / "build" / "sweep.jsonl", help="finished cells")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long")
-    parser.add_argument("--kind", default="", choices=["", "nn", "hf"])
+    parser.add_argument("--kind", default="", choices=["", "nn", "hf", "lib"])
     parser.add_argument("--sample", type=int, default=0, help="that many modules, drawn by --seed")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     parser.add_argument("--only", default="", help="names (nn:GELU,hf:llama), with commas between")

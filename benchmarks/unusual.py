@@ -89,6 +89,16 @@ KINDS = [
     "Where a forward reads values in Python, its samples are run together and each alone in float64 before the "
     "first step, and such a choice is refused. `tp`, which leaves the batch whole, is equal. Steps of fixed size, and "
     "choices for each sample, are equal everywhere |",
+    "| weights that the forward sets (`weight.data *= mask`, scales taken from the first batch) | what depends on "
+    "weights alone: replicas, `zero` up to 2, `tp`. What depends on samples is refused on data ranks. `zero=3` and "
+    "pipelines hold parts of the weights and refuse both: make the mask a parametrization |",
+    "| averages over the batch that are kept (codebooks that move) | each data rank would keep its own: refused there, "
+    "equal under `tp` and pipelines |",
+    "| an energy whose gradient is in the loss (`torch.autograd.grad` in the forward) | replicas, `zero` up to 2, "
+    "`tp`; `zero=3` has freed the weights that the second backward needs |",
+    "| collectives in the forward (mixtures and codebooks that are written for data ranks) | run as they are under "
+    "data ranks; refused with the line of the call under plans in which ranks run parts of the forward or of the same "
+    "samples (`tp`, `pp`, `ep`, `cp`, `domain`) |",
     "| operations that refuse NaN, such as `cholesky` | not pipelines where they run in the outermost forward: a stage "
     "runs all of it, on NaN for what it was not sent |",
     "| fields | `domain` cuts them into tiles; reading at computed places (`grid_sample`) or writing into a part of a "

@@ -2,6 +2,7 @@
 
     hf:llama    the configuration of a model type, made small; the model with the first head that transformers has
     nn:GELU     a class of torch.nn between two linear layers, its arguments and input found by trying
+    lib:siren   a small module of another library (`library_tasks`), where that is installed
 
 A recipe says which of several ways was the first to give a finite loss with gradients in one process, and to add up
 over samples; `found` looks for it and `made` follows it. The loss takes the distance of the first floating-point tensor
@@ -20,6 +21,7 @@ from itertools import product
 from typing import Any
 
 import torch
+from library_tasks import LIBRARIES
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
@@ -36,20 +38,27 @@ Recipe = tuple[int, ...]
 def made(name: str, recipe: Recipe) -> Task:
     """The task of a module, as its recipe says."""
     kind, _, which = name.partition(":")
-    return (transformers_task if kind == "hf" else torch_task)(which, recipe)
+    return {"hf": transformers_task, "nn": torch_task, "lib": library_task}[kind](which, recipe)
 
 
 def found(name: str) -> tuple[Recipe | None, str]:
     """The first recipe whose task runs in one process; None with the reason why there is none."""
     kind, _, which = name.partition(":")
     why, until = "nothing to try", time.monotonic() + SECONDS
-    for recipe in (transformers_recipes if kind == "hf" else torch_recipes)(which):
+    recipes = {"hf": transformers_recipes, "nn": torch_recipes, "lib": lambda name: iter([(0,)])}[kind](which)
+    while True:
+        recipe = None
         try:
+            recipe = next(recipes)
             why = _unfit(made(name, recipe))
+        except StopIteration:
+            break
         except Skip as skip:
             return None, str(skip)
         except Exception as error:
             why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            if recipe is None:  # a class that the installed version lists and has not
+                break
         if not why:
             return recipe, ""
         if time.monotonic() > until:
@@ -63,10 +72,10 @@ class Skip(Exception):
 
 def _unfit(task: Task) -> str:
     """Why a task is none: run in one process, in training mode without randomness, whole and in parts."""
+    if _elements_without_memory(task) > MOST_ELEMENTS:
+        return "too large however it is shrunk"
     torch.manual_seed(0)
     module = task.model().train()
-    if sum(param.numel() for param in module.parameters()) > MOST_ELEMENTS:
-        return "too large however it is shrunk"
     assert task.batch is not None
     batch = task.batch(0)
     args, kwargs = task.inputs(batch)
@@ -80,6 +89,15 @@ def _unfit(task: Task) -> str:
             _total(task, module.eval(), slice_samples(batch, low, high)) for low, high in ((0, 4), (0, 1), (1, 4))
         ]
     return "" if abs(totals[0] - totals[1] - totals[2]) <= 1e-4 * max(1.0, abs(totals[0])) else "it mixes samples"
+
+
+def _elements_without_memory(task: Task) -> int:
+    """Of its parameters, built without memory for them; 0 where its constructor needs values."""
+    try:
+        with torch.device("meta"):
+            return sum(param.numel() for param in task.model().parameters())
+    except Exception:
+        return 0
 
 
 def _total(task: Task, module: nn.Module, batch: Any) -> float:
@@ -275,6 +293,18 @@ def transformers_task(model_type: str, recipe: Recipe) -> Task:
 
 def keywords(batch: dict[str, Tensor]) -> tuple[tuple, dict]:
     return (), dict(batch)
+
+
+# --- other libraries
+
+
+def library_task(name: str, recipe: Recipe) -> Task:
+    make, shapes = LIBRARIES[name]
+    return Task(model=make, batch=partial(_drawn, shapes), loss=distance, optimizer=sgd, inputs=positional, name=name)
+
+
+def positional(batch: dict[str, Tensor]) -> tuple[tuple, dict]:
+    return tuple(batch.values()), {}
 
 
 # --- torch.nn

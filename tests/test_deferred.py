@@ -350,3 +350,18 @@ def test_initialisers_that_a_library_kept_serve_the_build_that_runs() -> None:
     kept[0](plain)
     assert plain.abs().sum() > 0
     assert not build(Layer, 3).notice
+
+
+class Sizes(nn.Module):
+    """Buffers that are made of two numbers each, as layers of sound codecs keep their paddings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        for place in range(12):
+            size, stride = torch.tensor(place + 3), torch.tensor(place % 3)
+            self.register_buffer(f"padding_{place}", size - stride)
+
+
+def test_a_fingerprint_does_not_depend_on_addresses() -> None:
+    assert len({build(Sizes, 0).fingerprint() for _ in range(4)}) == 1

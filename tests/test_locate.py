@@ -6,6 +6,7 @@ import pytest
 import torch
 from mutations.bugs import bug
 from mutations.plant import Bug, BuggyPool
+from mutations.spoil import Spoil, SpoiledPool, drawn
 from torch import Tensor, nn
 
 from shardwise import Task, verify
@@ -99,3 +100,41 @@ def test_the_first_difference_is_named(planted: Bug, told: str, pool: RankPool) 
 def test_an_equal_plan_has_no_first_difference(pool: RankPool) -> None:
     parity = verify(HERE, "dp_replicate=2", pool=pool)
     assert parity.parity and parity.first is None and parity.as_dict()["first_difference"] is None
+
+
+M, U = "shardwise.models.tasks:", "unusual_tasks:"
+SPOILED = [
+    Spoil(M + "vit", "tp=2", "blocks.1.down", "forward"),
+    Spoil(HERE, "dp_replicate=2", "layers.1", "turned", (1,)),
+    Spoil(M + "decoder", "dp_shard=2,zero=3", "blocks.1.attention", "backward"),
+    Spoil(U + "highway", "dp_replicate=2,accumulate=2", "turn.1", "backward"),
+    Spoil(M + "unet_batchnorm", "tp=2", "downs.0.stride", "backward"),
+    Spoil(U + "shared_block", "pp=2,microbatches=2", "blocks.0.block.norm2", "backward"),
+    Spoil(U + "highway", "pp=2,microbatches=2", "carry.3", "weight"),
+]
+
+
+@pytest.mark.parametrize("spoil", SPOILED, ids=lambda spoil: f"{spoil.path}-{spoil.kind}-{spoil.plan}")
+def test_the_module_that_computes_wrongly_is_named(pool: RankPool, spoil: Spoil) -> None:
+    """A module at a known place computes wrongly in the ranks: forward, its arguments' gradient, or its weight's."""
+    parity = verify(spoil.task, spoil.plan, pool=SpoiledPool(pool, spoil))
+    assert not parity.parity and parity.first is not None, parity.text()
+    assert parity.first.module == spoil.path, parity.first.text()
+    assert parity.first.phase == {"backward": "backward of", "weight": "gradient of"}.get(spoil.kind, "forward of")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(3))
+def test_nine_in_ten_of_many_modules_are_named(pool: RankPool, seed: int) -> None:
+    """Forty drawn modules in twelve nets under six plans; those whose spoiling changes nothing do not count."""
+    nets = "lstm unet temporal_fusion graph_attention recommender point_net highway shared_block"
+    tasks_ = [*(M + name for name in ("decoder", "mlp", "unet_batchnorm", "vit")), *(U + name for name in nets.split())]
+    plans = ["dp_replicate=2", "dp_shard=2,zero=3", "dp_shard=2,zero=1", "tp=2", "pp=2,microbatches=2",
+             "dp_replicate=2,accumulate=2"]  # fmt: skip
+    told = {}
+    for spoil in drawn(tasks_, plans, 40, seed):
+        parity = verify(spoil.task, spoil.plan, pool=SpoiledPool(pool, spoil))
+        if not parity.parity and not parity.refused:
+            told[spoil] = parity.first is not None and parity.first.module == spoil.path
+    assert len(told) >= 20
+    assert sum(told.values()) >= 0.9 * len(told), [spoil for spoil, right in told.items() if not right]

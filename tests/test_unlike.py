@@ -30,6 +30,7 @@ EQUAL = [
     ("own_generator", FULL), ("own_generator", "pp=2"),
     ("complex_weights", "dp_replicate=3"), ("complex_weights", FLAT), ("complex_weights", "dp_shard=3,zero=1"),
     ("weight_norm_hooks", "pp=2"), ("weight_normed", "tp=2"), ("spectral", "pp=2"), ("orthogonal", "pp=2"),
+    ("gathers_when_built", REPLICAS), ("gathers_in_forward", FULL),
 ]  # fmt: skip
 REFUSED = [
     ("sparse_parameter", REPLICAS, "'weight' is a tensor of layout torch.sparse_coo"),
@@ -40,6 +41,9 @@ REFUSED = [
     ("complex_weights", "dp_replicate=2,precision=bf16", "'weights.0' is complex, and precision=bf16"),
     ("complex_signs", FLAT, "deals complex parameters as pairs of real numbers"),
     ("jacobian", FULL, "unit 'blocks.0' runs inside a torch.func transform with a backward"),
+    ("gathers_when_built", "tp=2", "the forward issues a collective itself (all_gather at"),
+    ("gathers_in_forward", "pp=2", "the forward issues a collective itself (all_reduce at"),
+    ("gathers_when_built", "tp=2,pp=2", "unlike_tasks.py"),
     ("sensitivity", FULL, "unit 'net.0' runs inside a torch.func transform with a backward"),
 ]
 

@@ -25,7 +25,8 @@ import unusual_kit
 import unusual_tasks
 
 FOUND = cells.written(unusual.PAGE.read_text(encoding="utf-8").split(unusual.TABLE)[1])
-CHOSEN = [("complex_pairs", "pp=2"), ("memory_machine", "tp=2,pp=2"), ("routed_by_user", "dp_shard=2,zero=3")]
+CHOSEN = [("complex_pairs", "pp=2"), ("memory_machine", "tp=2,pp=2"), ("routed_by_user", "dp_shard=2,zero=3"),
+          ("energies_and_forces", "dp_shard=2,zero=3")]  # fmt: skip
 DRAWN, SEED = 7, 11
 
 

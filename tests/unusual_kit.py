@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from module_tasks import task
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise import Task
 
@@ -50,3 +51,16 @@ def language(model: Any, *names: str, **changes: Any) -> Task:
     return task(
         model, sentences, loss=by_word, inputs=lambda batch: (tuple(batch[name] for name in inputs), {}), **changes
     )
+
+
+def net_of(*sizes: int) -> nn.Sequential:
+    """Linear layers of these sizes with SiLU between."""
+    layers: list[nn.Module] = []
+    for before, after in pairwise(sizes):
+        layers += [nn.Linear(before, after), nn.SiLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+def fields(*names: str) -> Callable[[dict[str, Tensor]], tuple[tuple, dict]]:
+    """A batch's fields as a model's arguments."""
+    return lambda batch: (tuple(batch[name] for name in names), {})

@@ -7,7 +7,7 @@ from importlib import import_module
 
 from unusual_kit import ALL, SPACE
 
-for _kind in ("recurrent", "graphs", "weights", "forwards"):
+for _kind in ("recurrent", "graphs", "weights", "forwards", "mixers", "signals", "sets", "densities"):
     import_module(f"unusual_{_kind}")  # lists its tasks
 
 globals().update(ALL)  # `unusual_tasks:gru`

@@ -8,6 +8,8 @@ Methods of torch's two classes are replaced once in a process; without a record 
 In strict mode (`SHARDWISE_STRICT=1`) a collective is compared, before it is issued, with what other ranks of the host
 issued under its number, the place in the code included: the later of two that differ raises.
 
+`refusing_others` raises where code that is neither ours nor PyTorch's engines' issues one: a module's own forward.
+
 What this does not do: see collectives inside a compiled program and DTensor's own, which are issued below Python. All
 ranks of a group leave out the same ones.
 """
@@ -18,7 +20,8 @@ import os
 import sys
 import sysconfig
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -60,6 +63,7 @@ _MOST_FRAMES = 80
 _OWN = str(Path(__file__).resolve().parents[1]) + os.sep
 _COMM = str(Path(__file__).resolve().parent) + os.sep
 _TORCH = str(Path(torch.__file__).resolve().parent) + os.sep
+_ENGINES = tuple(f"{_TORCH}distributed{os.sep}{name}" for name in ("fsdp", "_composable", "tensor", "_tensor"))
 _LIBRARY = tuple({sysconfig.get_path("stdlib") + os.sep, sysconfig.get_path("platstdlib") + os.sep})
 _PACKAGES = tuple({sysconfig.get_path("purelib") + os.sep, sysconfig.get_path("platlib") + os.sep})
 _USERS, _PACKAGE, _OURS, _SKIP = range(4)
@@ -105,6 +109,18 @@ def name_axes(axes: dict[str, str]) -> None:
     _state.axes.update(axes)
 
 
+@contextmanager
+def refusing_others(error: Callable[[str, str], Exception]) -> Iterator[None]:
+    """Inside, a collective that a module's own code issues on this thread raises `error(what it is, file:line)`."""
+    _replace_methods()
+    before = getattr(_inside, "refused", None)
+    _inside.refused = error
+    try:
+        yield
+    finally:
+        _inside.refused = before
+
+
 # --- torch's methods
 
 
@@ -122,6 +138,8 @@ def _replace_methods() -> None:
 
 def _collective(own: Callable[..., Any], op: str, place: int | None) -> Callable[..., Any]:
     def issue(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(_inside, "refused", None) is not None:
+            _refuse(op)
         if _state.record is None or getattr(_inside, "under", False):
             return own(self, *args, **kwargs)
         tensor = args[place] if place is not None and place < len(args) else None
@@ -143,6 +161,8 @@ def _collective(own: Callable[..., Any], op: str, place: int | None) -> Callable
 
 def _message(own: Callable[..., Any], sends: bool) -> Callable[..., Any]:
     def pass_on(self: Any, tensors: Any, peer: int, *rest: Any, **kwargs: Any) -> Any:
+        if getattr(_inside, "refused", None) is not None:
+            _refuse("send" if sends else "recv")
         state = _state
         if state.record is None:
             return own(self, tensors, peer, *rest, **kwargs)
@@ -265,6 +285,19 @@ def _place() -> int:
         text = f"{code.co_filename}:{line} in {code.co_name}"
         found = _state.places[at] = _state.record.text(text)
     return found
+
+
+def _refuse(op: str) -> None:
+    """Raise where neither this package nor an engine of PyTorch issues it."""
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        kind = _OURS if file.startswith((_COMM, *_ENGINES)) else _kind_of(file)
+        if kind == _OURS:
+            return
+        if kind != _SKIP:
+            raise _inside.refused(op, f"{file}:{frame.f_lineno} in {frame.f_code.co_name}")
+        frame = frame.f_back
 
 
 def _kind_of(file: str) -> int:

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardwise.engine.alone import Untried, needs_gradients
 from shardwise.engine.choices import Again
-from shardwise.engine.evaluated import Evaluate, Runner, Seen
+from shardwise.engine.evaluated import WEIGHTS_FREED, Evaluate, Runner, Seen
 from shardwise.errors import RefusedPlan
 from shardwise.parallel.batchnorm import batch_norm_modules
 from shardwise.parallel.full import USED_OUTSIDE
@@ -39,12 +39,6 @@ class Findings:
     draws: list[str] | None = field(default_factory=list)  # its random ops, each with its module; None: not looked at
     scores: bool = False  # attention has dropout
     outside: list[str] = field(default_factory=list)  # units of zero=3 whose weights are read while they do not run
-
-
-WEIGHTS_FREED = (
-    "the forward takes gradients itself (torch.autograd.grad), whose own backward needs weights that zero=3 has freed "
-    "by then: use zero=2"
-)
 
 
 def look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, Any] | None,

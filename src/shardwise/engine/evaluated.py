@@ -21,10 +21,14 @@ from shardwise.parallel.batchnorm import FindBatchNorm
 from shardwise.random import ConstantRandom, GlobalRandom, Samples
 from shardwise.step.loss import Loss
 from shardwise.trace.deferred import written_tensors
-from shardwise.trace.functional import differentiating
+from shardwise.trace.functional import differentiating, transforming
 from shardwise.trace.state import ModuleState
 
 Evaluate = Callable[[Any], Loss]
+WEIGHTS_FREED = (
+    "the forward takes gradients itself (torch.autograd.grad), whose own backward needs weights that zero=3 has freed "
+    "by then: use zero=2"
+)
 
 
 class Runner:
@@ -125,7 +129,7 @@ class Seen(TorchDispatchMode):
 
         torch_checkpoint.CheckpointFunction.apply = reentrant
         try:
-            with self, _Functions(self):
+            with self, _Functions(self), _inner_gradients(isinstance(self.module, FSDPModule)):
                 yield
         finally:
             del torch_checkpoint.CheckpointFunction.apply
@@ -206,6 +210,23 @@ def _refuse_differentiated(path: str) -> None:
             f"unit '{path}' runs inside a torch.func transform with a backward (grad, vjp, jacrev), where zero=3 "
             "cannot gather its weights: let wrap= name modules whose own forward calls the transform, or use zero=2"
         )
+
+
+@contextmanager
+def _inner_gradients(refused: bool) -> Iterator[None]:
+    """Inside, gradients that a forward takes to be differentiated themselves are refused."""
+    run = torch.autograd._engine_run_backward  # what torch.autograd.grad calls, whoever holds that function
+
+    def checked(outputs: Any, gradients: Any, keep: bool, create_graph: bool, *rest: Any, **more: Any) -> Any:
+        if refused and create_graph and not transforming():
+            raise RefusedPlan(WEIGHTS_FREED)
+        return run(outputs, gradients, keep, create_graph, *rest, **more)
+
+    torch.autograd._engine_run_backward = checked
+    try:
+        yield
+    finally:
+        torch.autograd._engine_run_backward = run
 
 
 class _Functions(TorchFunctionMode):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from shardwise.comm.recording import refusing_others
 from shardwise.comm.tree import FixedOrder
 from shardwise.engine.cutting import StagePlacement, cut_module
 from shardwise.engine.experts import own_row_experts, spread_experts
@@ -87,7 +89,8 @@ def apply_plan(
     make_gradients_dense(module)
     if few is None and (plan.tp > 1 or plan.ep > 1 or mesh.inner):
         few = a_few(few_samples(task, plan, mesh.data, mesh.device))
-    spread = _spread(task, plan, mesh, precision, built, few, samples)
+    with refusing_others(partial(_own_collective, plan)):  # which one rank, that searches for all, would wait in
+        spread = _spread(task, plan, mesh, precision, built, few, samples)
     notices += spread.notices()
     value_of = spread.local_values(value_of)
     nested = task.branches == "same"  # else ranks may run different children, and must still run the same units
@@ -95,7 +98,8 @@ def apply_plan(
     trained = [name for name, _ in trainable(module)]
     frozen = [name for name, param in module.named_parameters() if not param.requires_grad]
     inseparable = [stack.path for stack in spread.experts.stacks] if spread.experts is not None else []
-    cut = cut_module(task, plan, mesh, precision, built, blocks, inseparable) if plan.pp > 1 else None
+    with refusing_others(partial(_own_collective, plan)):
+        cut = cut_module(task, plan, mesh, precision, built, blocks, inseparable) if plan.pp > 1 else None
     absent: set[str] = set()
     if cut is not None:
         absent, value_of = cut.absent, cut.values(built, value_of)
@@ -342,6 +346,15 @@ def refuse_scripted(module: nn.Module, plan: Plan) -> None:
             f"'{path}' was made by torch.jit, and {inside[0]} has to look into its forward: give the module as it was "
             "before, or use replicas, zero=1 or zero=2 without recompute"
         )
+
+
+def _own_collective(plan: Plan, op: str, place: str) -> RefusedPlan:
+    """Why a forward that issues collectives itself is refused where ranks run parts of it, or the same samples."""
+    return RefusedPlan(
+        f"the forward issues a collective itself ({op} at {place}), for which every rank must run all of it on samples "
+        f"of its own: under {plan} ranks run parts of it, or parts of the same samples. Use data ranks alone "
+        "(dp_replicate, dp_shard)"
+    )
 
 
 def _refuse_sparse(module: nn.Module) -> None:

@@ -12,7 +12,7 @@ from shardwise.cluster import Cluster
 from shardwise.costs.layout import RECOMPUTES, Layout
 from shardwise.costs.memory import CONTEXT_BYTES, MemoryLedger
 from shardwise.costs.software import Software, as_planned
-from shardwise.engine.check import WEIGHTS_FREED
+from shardwise.engine.evaluated import WEIGHTS_FREED
 from shardwise.engine.optimizer import Nature, shares_of, try_out
 from shardwise.engine.optimizer import refuse as refuse_optimizer
 from shardwise.errors import InputError, RefusedPlan, ShardwiseError

@@ -105,21 +105,38 @@ def _maker(one: CallTrace, trace: CallTrace, key: Key, pipelined: bool) -> str:
 
 
 def _gradients_of_modules(step: int, one: CallTrace, traces: Sequence[CallTrace], pipelined: bool) -> Located | None:
-    for key, expected in one.backward.items():
+    for which, expected in one.backward.items():
         for rank, trace in enumerate(traces):
-            told = _difference(expected, trace.backward.get(key), pipelined)
+            if pipelined and not _ran(trace, which[0]):
+                continue
+            told = _difference(expected, trace.backward.get(which), pipelined)
             if told is not None:
-                return Located(step, *_reader(one, key), rank, key[0], *told)
+                return Located(step, *_maker_of_gradient(one, *which), rank, which[0][0], *told)
     return None
 
 
-def _reader(one: CallTrace, key: Key) -> tuple[str, str, str]:
-    """Phase, module and tensor: the gradient of an output is made by the backward of who reads it."""
-    readers = one.readers.get(key, [])
-    inner = [path for path in readers if not any(other.startswith(f"{path}.") or not path for other in readers)]
-    if not inner:
-        return "gradient of the output of", key[1], ""
-    return "backward of", inner[0], ""
+def _ran(trace: CallTrace, key: Key) -> bool:
+    """Whether a rank ran this call: another stage's gives nothing there, or what is made up (NaN)."""
+    gave = [value for other, value in trace.forward.items() if other[:3] == key[:3]]
+    return bool(gave) and not any(bool(torch.isnan(value.tensor).any()) for value in gave)
+
+
+def _maker_of_gradient(one: CallTrace, key: Key, argument: bool) -> tuple[str, str, str]:
+    """Phase, module and tensor: the call's own backward made its arguments' gradient, its caller's that of its output.
+
+    What its readers gave back came before, and was right.
+    """
+    if argument:
+        return "backward of", key[1], ""
+    while key in one.outer:
+        key = one.outer[key]
+    path = key[1]
+    callers = one.inside.get(key, [])
+    if not callers:
+        return "gradient of the output of", path, ""  # made by the loss
+    caller = callers[0][1]
+    whose = f"'{caller}'" if caller else "the whole model"
+    return "backward of", caller, f"{whose}, at the output of '{path}'"
 
 
 def _difference(expected: SampledTensor, found: SampledTensor | None, pipelined: bool) -> tuple[float, str] | None:

@@ -63,7 +63,7 @@ def trace_rank(task: Any, plan: Plan, settings: Settings, step: int) -> CallTrac
     """What this rank's modules gave in one step, and the gradients of that. Collective."""
     resolved = resolve_task(task)
     engine, _ = _engine(resolved, plan, settings)
-    watch = ModuleWatch(engine.module, plain)
+    watch = ModuleWatch(engine.module, plain, plan.pp > 1)
     random = engine.state.global_random
     assert random is not None
     begin = random.begin

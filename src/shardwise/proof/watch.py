@@ -15,11 +15,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shardwise.proof.record import kept
 
-Key = tuple[int, str, int, int]  # micro-batch, module path, call, place among the outputs
+# micro-batch, module path, which of its calls: its number in the call around it, behind the numbers of that one
+Call = tuple[int, str, tuple[int, ...]]
+Key = tuple[int, str, tuple[int, ...], int]  # a call, and the place among its outputs or arguments
 
 
 @dataclass
@@ -38,21 +40,26 @@ class CallTrace:
 
     forward: dict[Key, SampledTensor] = field(default_factory=dict)
     given: dict[Key, SampledTensor] = field(default_factory=dict)  # arguments, by their place
-    inside: dict[Key, list[tuple[int, str, int]]] = field(default_factory=dict)  # the calls around one, innermost first
-    backward: dict[Key, SampledTensor] = field(default_factory=dict)
-    readers: dict[Key, list[str]] = field(default_factory=dict)  # modules that were given the output
+    inside: dict[Key, list[Call]] = field(default_factory=dict)  # the calls around one, innermost first
+    outer: dict[Key, Key] = field(default_factory=dict)  # of an output that a call around gave as its own
+    # gradients of outputs, and of arguments (True) for their part that goes through this call alone, as they came
+    backward: dict[tuple[Key, bool], SampledTensor] = field(default_factory=dict)
 
 
 class ModuleWatch:
-    """Records a module's calls between `begin`s. `whole` makes a tensor that ranks hold shares of whole."""
+    """Records a module's calls between `begin`s.
 
-    def __init__(self, module: nn.Module, whole: Callable[[Any], Any] = lambda tensor: tensor):
-        self.module, self.whole = module, whole
+    whole   makes a tensor that ranks hold shares of whole
+    stages  the module runs a stage of its forward: calls before it, which are left out without gradients, are counted
+    """
+
+    def __init__(self, module: nn.Module, whole: Callable[[Any], Any] = lambda tensor: tensor, stages: bool = False):
+        self.module, self.whole, self.stages = module, whole, stages
         self.trace = CallTrace()
         self._samples: tuple[int, int, int, int] | None = None
-        self._calls: dict[tuple[int, str], int] = {}
+        self._counts: dict[tuple[int, str, tuple[int, ...]], int] = {}
         self._made: dict[int, tuple[torch.Tensor, Key]] = {}
-        self._open: list[tuple[int, str, int]] = []
+        self._open: list[Call] = []
 
     def begin(self, micro_batch: int, start: int, count: int, total: int) -> None:
         """A micro-batch's forward begins; a stand-in has a count of 0 and is left out."""
@@ -74,38 +81,47 @@ class ModuleWatch:
                 handle.remove()
 
     def _given(self, path: str) -> Callable:
-        def given(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            leaves = tree_flatten((args, kwargs))[0]
-            for leaf in leaves:
-                found = self._made.get(id(leaf))
-                if found is not None and found[0] is leaf:
-                    self.trace.readers.setdefault(found[1], []).append(path)
-            if self._samples is not None and torch.is_grad_enabled():
-                micro_batch, *samples = self._samples
-                call = (micro_batch, path, self._calls.get((micro_batch, path), 0))
-                self._open.append(call)
-                for place, leaf in self._tensors(leaves):
-                    self.trace.given[*call, place] = SampledTensor(kept(self.whole(leaf.detach())), *samples)
+        def given(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+            if self._samples is None or not (torch.is_grad_enabled() or self.stages):
+                return None
+            micro_batch, *samples = self._samples
+            around = self._open[-1][2] if self._open else ()
+            call = (micro_batch, path, (*around, self._counts.get((micro_batch, path, around), 0)))
+            self._counts[micro_batch, path, around] = call[2][-1] + 1
+            self._open.append(call)
+            if not torch.is_grad_enabled():
+                return None
+            leaves, spec = tree_flatten((args, kwargs))
+            for place, leaf in self._tensors(leaves):
+                self.trace.given[*call, place] = SampledTensor(kept(self.whole(leaf.detach())), *samples)
+                if leaf.requires_grad and not isinstance(leaf, nn.Parameter):
+                    leaves[place] = leaf.view_as(leaf)  # whose gradient is that of no other reader
+                    leaves[place].register_hook(self._gradient((*call, place), True, *samples))
+            return tree_unflatten(leaves, spec)
 
         return given
 
     def _gave(self, path: str) -> Callable:
         def gave(module: nn.Module, args: tuple, output: Any) -> None:
-            if self._samples is None or not torch.is_grad_enabled():
+            if self._samples is None or all(call[1] != path for call in self._open):
                 return
-            micro_batch, start, count, total = self._samples
-            call = self._calls.get((micro_batch, path), 0)
-            self._calls[micro_batch, path] = call + 1
-            if self._open and self._open[-1] == (micro_batch, path, call):
-                self._open.pop()
+            call = self._open.pop()
+            while call[1] != path:  # one that raised, which its caller caught
+                call = self._open.pop()
+            if not torch.is_grad_enabled():
+                return
+            _, start, count, total = self._samples
             for place, leaf in self._tensors(tree_flatten(output)[0]):
-                key = (micro_batch, path, call, place)
+                key = (*call, place)
                 self.trace.inside[key] = self._open[::-1]
                 value = kept(self.whole(leaf.detach()))
                 self.trace.forward[key] = SampledTensor(value, start, count, total)
+                before = self._made.get(id(leaf))
+                if before is not None and before[0] is leaf:
+                    self.trace.outer[before[1]] = key
                 self._made[id(leaf)] = (leaf, key)
                 if leaf.requires_grad:
-                    leaf.register_hook(self._gradient(key, start, count, total))
+                    leaf.register_hook(self._gradient(key, False, start, count, total))
 
         return gave
 
@@ -114,10 +130,11 @@ class ModuleWatch:
         floats = ((place, leaf) for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
         return [(place, leaf) for place, leaf in floats if leaf.is_floating_point()]
 
-    def _gradient(self, key: Key, start: int, count: int, total: int) -> Callable:
+    def _gradient(self, key: Key, argument: bool, start: int, count: int, total: int) -> Callable:
         def gradient(found: torch.Tensor) -> None:
-            if key not in self.trace.backward:
-                self.trace.backward[key] = SampledTensor(kept(self.whole(found.detach())), start, count, total)
+            if (key, argument) not in self.trace.backward:
+                value = kept(self.whole(found.detach()))
+                self.trace.backward[key, argument] = SampledTensor(value, start, count, total)
 
         return gradient
 

@@ -276,6 +276,8 @@ class Built:
     def fingerprint(self) -> int:
         """A number that is equal where names, shapes and captured constants are equal."""
         digest = xxhash.xxh3_64()  # fast: of a model that was made before, these are all its weights
+        # by when the constructor met them, which is the same everywhere; their keys are addresses
+        met = {} if self._tape is None else {key: place for place, key in enumerate(self._tape.constants)}
         for name, tensor in self._targets.items():
             digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
             if self._tape is None:
@@ -283,7 +285,7 @@ class Built:
             if self._refs[name].storage in self._tape.constants:  # that a constructor returns as it found it
                 digest.update(self._tape.constants[self._refs[name].storage].numpy().data)
             for op in map(self._tape.ops.__getitem__, self._tape.slice(self._refs[name].storage)):
-                for key in sorted(op.reads & self._tape.constants.keys()):
+                for key in sorted(op.reads & met.keys(), key=met.__getitem__):
                     digest.update(self._tape.constants[key].numpy().data)
                 digest.update(b"" if op.generator is None else op.generator.numpy().tobytes())
         return digest.intdigest()
