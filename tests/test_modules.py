@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from shardwise import parallelize, verify
 from shardwise.memory.recompute import recompute_block
 from shardwise.random import BatchDims
+from shardwise.random.modes import Drawn
 from shardwise.ranks import RankPool
 from shardwise.trace.state import ModuleState, PassedState
 
@@ -161,9 +162,9 @@ def test_state_of_a_container_that_refuses_changes_is_kept() -> None:
 
 def test_batch_dims_tell_draws_of_one_op_apart() -> None:
     dims = BatchDims()
-    whole = [("m", "randn", (5, 1)), ("m", "randn", (1, 6)), ("m", "drop", (7, 6)), ("m", "turned", (8, 5))]
-    part = [("m", "randn", (4, 1)), ("m", "randn", (1, 6)), ("m", "drop", (5, 6)), ("m", "turned", (8, 4))]
-    dims.learn(whole, part, 5, 4)
+    whole = [("randn", (5, 1)), ("randn", (1, 6)), ("drop", (7, 6)), ("turned", (8, 5))]
+    part = [("randn", (4, 1)), ("randn", (1, 6)), ("drop", (5, 6)), ("turned", (8, 4))]
+    dims.learn([Drawn("m", *draw) for draw in whole], [Drawn("m", *draw) for draw in part], 5, 4)
     assert dims.find("m", "randn", (3, 1), 3) == 0
     assert dims.find("m", "randn", (1, 6), 3) == -1
     assert dims.find("m", "turned", (8, 3), 3) == 1
