@@ -100,3 +100,51 @@ def test_what_one_rank_alone_loads_is_named(
 ) -> None:
     with pytest.raises(kind, match=words):
         pool.run(loads, 2, plan, case, timeout_s=60)
+
+
+class Split(torch.utils.data.IterableDataset):
+    """Every second sample, as a script deals them to ranks beforehand."""
+
+    def __iter__(self):
+        return iter([samples(12)[at] for at in range(torch.distributed.get_rank(), 12, 2)])
+
+
+def reads(plan: str, case: str, randomness: str) -> int:
+    """A split that no seed made alike; a dataset that deals samples itself; samples in NumPy, from workers."""
+    rank = torch.distributed.get_rank()
+    data: Any = samples(12)
+    if case != "alike":
+        data = torch.utils.data.random_split(data, [8, 4], torch.Generator().manual_seed(rank))[0]
+    pairs = [tuple(each.numpy() for each in pair) for pair in data]
+    join = torch.utils.data.default_collate
+    loader: Any = {
+        "alike": DataLoader(pairs, batch_size=4, num_workers=1),
+        "split": DataLoader(pairs, batch_size=4, num_workers=1),
+        "joined": DataLoader(data, batch_size=4, collate_fn=lambda batch: join(batch)),
+        "dealt": DataLoader(Split(), batch_size=4),
+    }[case]
+    model: Any = net()
+    prepared = model, optimizer, loader = shardwise.prepare(
+        model, adamw(model), loader, plan=plan, randomness=randomness
+    )
+    steps = 0
+    for x, y in loader:
+        optimizer.zero_grad()
+        prepared.backward((model(x) - y).square().mean())
+        optimizer.step()
+        steps += 1
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("plan", "case"), [("dp_replicate=2", "split"), ("tp=2", "split"), ("dp_shard=2,zero=1", "joined"),
+                       ("dp_replicate=2", "dealt")],
+)  # fmt: skip
+def test_ranks_that_read_other_data_are_named(plan: str, case: str, pool: RankPool) -> None:
+    with pytest.raises(InputError, match=r"first samples are others on rank 1 than on rank 0.*a seeded generator"):
+        pool.run(reads, 2, plan, case, "global", timeout_s=60)
+
+
+def test_ranks_that_read_the_same_or_say_so_go_on(pool: RankPool) -> None:
+    assert pool.run(reads, 2, "dp_replicate=2", "alike", "global") == [3, 3]
+    assert pool.run(reads, 2, "dp_replicate=2", "dealt", "fast") == [2, 2]

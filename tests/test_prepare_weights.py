@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from expert_tasks import Net as ExpertNet
@@ -107,6 +109,8 @@ def wrong(case: str) -> None:
     if case == "missing":
         del state["head.bias"]
         assert model.load_state_dict(state, strict=False).missing_keys == ["head.bias"]
+    if case == "wrapped":
+        state = {f"module.{name}": value for name, value in state.items()}
     if case == "shape":
         state["head.bias"] = torch.zeros(7)
     model.load_state_dict(state, assign=case == "assign")
@@ -116,6 +120,7 @@ def wrong(case: str) -> None:
     ("case", "kind", "words"),
     [
         ("missing", InputError, "the state lacks head.bias: it is another model's"),
+        ("wrapped", InputError, "its names have 'module.' before them, to be taken off"),
         ("shape", InputError, r"'head.bias' has shape \(7,\), the model's \(2,\)"),
         ("assign", RefusedPlan, "assign=True"),
     ],
@@ -245,7 +250,7 @@ def interrupted(plan: str | None, folder: str, part: str) -> tuple[list[float], 
     prepared: Any = shardwise.prepare(model, optimizer, loader, plan=plan) if plan else None
     if prepared:
         model, optimizer, loader = prepared
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 6], 0.5)  # whose state has numbers as keys
     losses, begin = [], 0
     if part == "rest":
         told = shardwise.load(prepared, folder)
@@ -285,6 +290,20 @@ def test_a_run_goes_on_within_an_epoch_under_another_plan(
     for theirs, held in pool.run(interrupted, shardwise.Plan.parse(rest).world_size, rest, folder, "rest"):
         assert theirs == pytest.approx(losses, rel=BAR)
         assert all(float((held[name] - weight).abs().max()) < BAR for name, weight in weights.items())
+
+
+def test_what_a_script_gives_comes_back_as_it_was(tmp_path: Path) -> None:
+    model = net()
+    prepared = shardwise.prepare(model, adamw(model), DataLoader(samples(12), batch_size=4), plan="single")
+    given = {"best": float("inf"), "step": np.int64(3), "loss": torch.tensor(0.1), "sizes": (4, [None, True, "a"]),
+             "at": Counter({30: 1}), "table": {1: {"lr": 0.1}, "b": -0.0}}  # fmt: skip
+    shardwise.save(prepared, tmp_path, **given)
+    told = shardwise.load(prepared, tmp_path)
+    assert told == given and type(told["at"]) is Counter and type(told["sizes"]) is tuple and type(told["step"]) is int
+    with pytest.raises(InputError, match=r"'ema.head.weight' is a tensor of shape .2, 8.*under if prepared.rank"):
+        shardwise.save(prepared, tmp_path, ema={"n": 3, "head.weight": torch.zeros(2, 8)})
+    with pytest.raises(InputError, match=r"save\(..., model=...\): 'model' is of type Net"):
+        shardwise.save(prepared, tmp_path, model=model)
 
 
 class Coder(nn.Module):

@@ -252,12 +252,14 @@ def test_a_lock_ends_with_its_process_though_one_that_was_forked_off_goes_on(her
         try:
             kept = held(here)
             kept.__enter__()
-            worker = os.fork() or time.sleep(60)
-            os.write(tell, str(worker).encode())
+            if os.fork() == 0:  # the worker, which has let go of the lock when it tells
+                os.write(tell, str(os.getpid()).encode())
+                time.sleep(60)
+            time.sleep(0.5)
         finally:
             os._exit(0)  # as if it were killed: nothing is tidied up
-    os.waitpid(holder, 0)
     worker = int(os.read(told, 20))
+    os.waitpid(holder, 0)
     try:
         assert (here / LOCK).exists()
         with held(here):

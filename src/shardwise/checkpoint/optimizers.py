@@ -6,6 +6,7 @@ A value of the state of one weight becomes a node:
     ["whole", key]                 any other tensor (Adafactor's rows, LBFGS's history): whole
     ["number", dtype, value, shape, on]   one number in a tensor (a step counter), exactly, and on which device
     ["float", value], ["plain", value], ["list" | "tuple", [...]], ["dict", {...}]
+    ["pairs" | "counter", [[node, node], ...]]     a dict, or a Counter, whose keys are no text
 
 Options of param groups are kept beside what they were when the optimizer was made: what moved since is state and is put
 back, the rest is the new run's own to choose.
@@ -13,9 +14,11 @@ back, the rest is the new run's own to choose.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 
@@ -116,8 +119,13 @@ def plain_node(value: Any) -> Node:
         return ["plain", value]
     if isinstance(value, list | tuple):
         return ["list" if isinstance(value, list) else "tuple", [plain_node(one) for one in value]]
-    if isinstance(value, dict) and all(isinstance(name, str) for name in value):
+    if isinstance(value, dict) and all(isinstance(name, str) for name in value) and not isinstance(value, Counter):
         return ["dict", {name: plain_node(one) for name, one in value.items()}]
+    if isinstance(value, dict):  # JSON would make text of its numbers
+        pairs = [[plain_node(name), plain_node(one)] for name, one in value.items()]
+        return ["counter" if isinstance(value, Counter) else "pairs", pairs]
+    if isinstance(value, np.generic):
+        return plain_node(value.item())
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
         return ["number", dtype_code("option", value.dtype), _exact(value.item()), list(value.shape), "any"]
     raise NoJson
@@ -167,6 +175,9 @@ def leaves(node: Node) -> Iterator[tuple[str, str]]:
         elif kind == "dict":
             for one in node[1].values():
                 yield from leaves(one)
+        elif kind in ("pairs", "counter"):
+            for one in (each for pair in node[1] for each in pair):
+                yield from leaves(one)
         elif kind not in ("number", "float", "plain"):
             raise ValueError
     except (TypeError, ValueError, IndexError, AttributeError):
@@ -194,6 +205,9 @@ def decoded(node: Node, read: Callable[[str, str], torch.Tensor] | None, device:
         return node[1]
     if kind == "dict":
         return {name: decoded(one, read, device, near) for name, one in node[1].items()}
+    if kind in ("pairs", "counter"):
+        pairs = {decoded(a, read, device, near): decoded(b, read, device, near) for a, b in node[1]}
+        return pairs if kind == "pairs" else Counter(pairs)
     values = [decoded(one, read, device, near) for one in node[1]]
     return values if kind == "list" else tuple(values)
 

@@ -285,10 +285,14 @@ class Saver:
 
     def prepare(self) -> None:
         """Start the writer and make the buffer now, before the first step; look for space. Collective."""
-        self._settle(self._held()[0])
+        self.make_room()
         self._check_space()
         if self.background:
             self._started()
+
+    def make_room(self) -> None:
+        """Make the buffer as large as what the engine holds now; its optimizer's state comes in a step. Collective."""
+        self._settle(self._held()[0])
 
     def answered(self) -> str:
         """Of this rank's save under way: "" while it goes on, "well" or "badly" when it is over and to be finished."""

@@ -27,7 +27,9 @@ def load_state_dict(state: RankState, given: Mapping[str, torch.Tensor], strict:
     missing, unknown = [name for name in own if name not in given], [name for name in given if name not in own]
     if strict and (missing or unknown):
         told = [f"{what} {', '.join(found[:3])}" for what, found in (("lacks", missing), ("has", unknown)) if found]
-        raise InputError(f"load_state_dict: the state {' and '.join(told)}: it is another model's")
+        before = _before_names(list(own), list(given))
+        why = f"its names have {before!r} before them, to be taken off" if before else "it is another model's"
+        raise InputError(f"load_state_dict: the state {' and '.join(told)}: {why}")
     held = dict(module.named_parameters())
     names = {id(param): name for name, param in held.items()}
     wholes = {names[id(value)]: given[key] for key, value in own.items() if id(value) in names and key in given}
@@ -49,6 +51,13 @@ def load_state_dict(state: RankState, given: Mapping[str, torch.Tensor], strict:
         if name in given:
             buffer.copy_(given[name])
     return _IncompatibleKeys(missing, unknown)
+
+
+def _before_names(own: list[str], given: list[str]) -> str:
+    """What stands before every name of a state (a wrapper's, such as "module."); "" where that is not all."""
+    last = max(given, key=len, default="")
+    befores = {last.removesuffix(name) for name in own if last.endswith(f".{name}")}
+    return next((before for before in befores if {before + name for name in own} == set(given)), "")
 
 
 def _shares(state: RankState, wholes: Mapping[str, torch.Tensor], held: Mapping[str, torch.Tensor]) -> ValueOf:

@@ -155,7 +155,7 @@ def same_given(what: str, given: Any, world: Axis, device: torch.device) -> None
 
     given   a state dict: tensors, numbers and text in dicts and lists; what else lies in it is not compared
     """
-    leaves = {_dotted(path): _bits(leaf) for path, leaf in tree_flatten_with_path(given)[0]}
+    leaves = {dotted(path): _bits(leaf) for path, leaf in tree_flatten_with_path(given)[0]}
     mine = zlib.crc32(repr(sorted(leaves.items())).encode())
     told = gather_json(mine, world, device)
     if len(set(told)) == 1:
@@ -171,7 +171,8 @@ def same_given(what: str, given: Any, world: Axis, device: torch.device) -> None
     )
 
 
-def _dotted(path: tuple[Any, ...]) -> str:
+def dotted(path: tuple[Any, ...]) -> str:
+    """The place of a leaf in nested dicts and lists, as text."""
     return ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
 
 
@@ -182,6 +183,25 @@ def _bits(value: Any) -> Any:
         bits = bits_hash(value.detach().resolve_conj().resolve_neg().reshape(-1)) if plain else 0
         return [str(value.dtype), list(value.shape), bits]
     return repr(_plain(value))
+
+
+def same_samples(look: list[float], checksum: int, world: Axis, device: torch.device) -> None:
+    """Raise `InputError` where ranks read other samples under the same index. Collective; a few numbers of each.
+
+    look      numbers of a sample, or of a batch, that every rank read; equal but for rounding where it is the same
+    checksum  of the indices; those that differ are told in the step
+    """
+    everybody = gather_json([checksum, look], world, device)
+    if any(one != checksum for one, _ in everybody):
+        return
+    told = [torch.tensor(one, dtype=torch.float64) for _, one in everybody]
+    for rank, one in zip(world.ranks, told, strict=True):
+        if one.shape != told[0].shape or not torch.allclose(one, told[0], rtol=1e-3, atol=1e-6, equal_nan=True):
+            raise InputError(
+                f"the first batch's first samples are others on rank {rank} than on rank 0: every rank deals out what "
+                "one process would read. Split and shuffle the data alike on all (a seeded generator), and do not deal "
+                'samples to ranks beforehand; or use prepare(..., randomness="fast") to take the difference'
+            )
 
 
 def same_change(engine: Engine, before: torch.Tensor, now: torch.Tensor) -> None:

@@ -32,6 +32,7 @@ from shardwise.parallel.full import FullShard
 from shardwise.part import plain
 from shardwise.part.tensor import Gathers
 from shardwise.scripts.additive import LossLook
+from shardwise.scripts.agreement import same_samples
 from shardwise.scripts.dealt import Dealt, deal
 from shardwise.scripts.divisor import Held
 from shardwise.scripts.draws import SampleDraws
@@ -134,6 +135,11 @@ class Calls(Events):
     def wants_look(self) -> bool:
         """Whether model or loss is to be looked at on the next batch."""
         return self.loss_look is not None and self.loss_look.wanted
+
+    def before_first(self, look: list[float], checksum: int) -> None:
+        """Every rank must read the same dataset, unless each draws for itself."""
+        if self.mesh.world.size > 1 and self.randomness == "global":
+            same_samples(look, checksum, self.mesh.world, self.mesh.device)
 
     def before_batch(self, batch: Any, dealt: Dealt, checksum: int, dim: int | None) -> None:
         """A batch is handed to the script."""

@@ -28,10 +28,12 @@ from shardwise.scripts.dealt import Dealer, Dealt
 from shardwise.scripts.reading import (
     Collated,
     Generators,
+    Indices,
     Unfit,
     Watched,
     dims_of_samples,
     joins_by_itself,
+    look_of,
     part_of_whole,
     samples_of,
 )
@@ -68,6 +70,8 @@ class PartLoader:
         self.notices: list[str] = []
         self._place: tuple[int, dict | None] | None = None  # to go on from
         self._began: Generators | None = None  # where generators stood at the start of the epoch under way
+        self._look: list[float] = []  # numbers of what every rank read alike of the batch at hand
+        self._compared = False  # with what other ranks read
         self._out = self._skip = 0  # batches of it that were handed out, or are left out
         self._skipped: Callable[[], None] | None = None  # called where what is left out has been drawn
         self._ways = self._possible(reads) if _by_indices(loader) else [self._sliced]
@@ -99,6 +103,9 @@ class PartLoader:
             for batch, dealt, checksum in self._batches():
                 self.part = dealt.part
                 self._out += 1
+                if not self._compared:
+                    self._compared = True
+                    self.events.before_first(self._look, checksum)
                 self.events.before_batch(batch, dealt, checksum, self._dim_in(batch, dealt))
                 yield batch
                 self.events.after_batch()
@@ -164,14 +171,17 @@ class PartLoader:
     def _indexed(self) -> Iterator[Piece]:
         sampler = PartSampler(self.whole.batch_sampler, self._dealer, self._skip, self._skipped)
         for batch in _like(self.whole, sampler):
+            if self._ranks == 1:  # of the data axis: every rank reads it
+                self._look = [] if self._compared else look_of(batch)
             yield (batch, *sampler.dealt.popleft())
 
     def _watched(self) -> Iterator[Piece]:
         """As `_indexed`, as long as nothing is drawn."""
         sampler = PartSampler(self.whole.batch_sampler, self._dealer, self._skip, self._skipped)
-        for number, (batch, drew) in enumerate(_like(self.whole, sampler, watched=True)):
+        for number, (batch, drew, look) in enumerate(_like(self.whole, sampler, watched=True)):
             if drew and number == 0:
                 raise Unfit("random numbers are drawn where samples are read")
+            self._look = look
             if drew:
                 raise RunError(
                     f"batch {number}: random numbers were drawn where samples are read, and none before, so ranks that "
@@ -184,6 +194,7 @@ class PartLoader:
         sampler = PartSampler(self.whole.batch_sampler, Dealer(1, 0, bool), self._skip, self._skipped)
         for batch in _like(self.whole, sampler):
             whole, checksum = sampler.dealt.popleft()
+            self._look = [] if self._compared else look_of(batch)
             dealt = self._dealer.deal(whole.part.total)
             try:
                 part = part_of_whole(batch, dealt.held, whole.part.total, self._dim)
@@ -200,6 +211,7 @@ class PartLoader:
         for number, batch in enumerate(batches, self._skip):
             if number == self._skip:
                 self._find_dim(batch)
+            self._look = [] if self._compared else look_of(batch)
             total = samples_of(batch, self._dim)
             dealt = self._dealer.deal(total)
             part = part_of_whole(batch, dealt.held, total, self._dim) if self._ranks > 1 else batch
@@ -227,6 +239,9 @@ class Events:
     def wants_look(self) -> bool:
         """Whether the next batch is to be looked at, so that every rank should hold several of its samples."""
         return False
+
+    def before_first(self, look: list[float], checksum: int) -> None:
+        """The first batch of all is about to be handed out; `look` is of samples that every rank read."""
 
     def before_batch(self, batch: Any, dealt: Dealt, checksum: int, dim: int | None) -> None:
         """A batch is handed out; `checksum` is the same on every rank that was given parts of the same samples.
@@ -267,7 +282,9 @@ class PartSampler:
             indices = list(batch)
             dealt = self.dealer.deal(len(indices))
             self.dealt.append((dealt, zlib.crc32(repr(indices).encode())))
-            yield indices[dealt.held.start : dealt.held.start + dealt.held.count]
+            mine = Indices(indices[dealt.held.start : dealt.held.start + dealt.held.count])
+            mine.shared = indices[0] if number == self.skip and indices else None
+            yield mine
 
 
 def _by_indices(loader: Any) -> bool:
@@ -279,7 +296,7 @@ def _by_indices(loader: Any) -> bool:
 
 
 def _like(loader: DataLoader, sampler: PartSampler, watched: bool = False) -> DataLoader:
-    """The script's DataLoader with other indices; made for each epoch, as workers are. Watched: (batch, drew)."""
+    """The script's DataLoader with other indices; made for each epoch, as workers are. Watched: (batch, drew, look)."""
     kept = ("collate_fn", "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
             "generator", "prefetch_factor", "persistent_workers", "in_order")  # fmt: skip
     settings = {name: getattr(loader, name) for name in kept if hasattr(loader, name)}

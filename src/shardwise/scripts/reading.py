@@ -27,16 +27,25 @@ from shardwise.host import put
 from shardwise.layout.dealing import Share
 from shardwise.step.batching import check_samples, samples_in, slice_samples
 
+_LOOKED_AT = 16  # elements of a tensor
+
 
 class Unfit(Exception):
     """Batches cannot be read in this way; the message says why."""
 
 
 class Fetched(NamedTuple):
-    """Samples, and where the generators stood before."""
+    """Samples, where the generators stood before, and what a sample that every rank reads looks like."""
 
     samples: Any
     stood: int
+    look: list[float]
+
+
+class Indices(list):
+    """Indices of a rank's samples; `shared` is one that every rank reads beside them, to compare."""
+
+    shared: Any = None
 
 
 class Watched:
@@ -55,17 +64,43 @@ class Watched:
 
     def __getitems__(self, indices: list[Any]) -> Fetched:
         stood, together = standing(), getattr(self.dataset, "__getitems__", None)
-        return Fetched(together(indices) if together else [self.dataset[index] for index in indices], stood)
+        samples = together(list(indices)) if together else [self.dataset[index] for index in indices]
+        shared = getattr(indices, "shared", None)
+        return Fetched(samples, stood, [] if shared is None else look_of(self.dataset[shared]))
 
 
 class Collated:
-    """A loader's collate function, which also tells whether reading or joining drew: (batch, drew)."""
+    """A loader's collate function, which also tells whether reading or joining drew: (batch, drew, look)."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate = collate
 
-    def __call__(self, fetched: Fetched) -> tuple[Any, bool]:
-        return self.collate(fetched.samples), standing() != fetched.stood
+    def __call__(self, fetched: Fetched) -> tuple[Any, bool, list[float]]:
+        return self.collate(fetched.samples), standing() != fetched.stood, fetched.look
+
+
+def look_of(samples: Any) -> list[float]:
+    """A few numbers of samples, by which ranks see whether they have the same ones."""
+    found: list[float] = []
+    for leaf in tree_flatten(dict(samples) if isinstance(samples, Mapping) else samples)[0]:
+        if isinstance(leaf, torch.Tensor):
+            if leaf.layout != torch.strided or leaf.is_quantized or leaf.is_nested:
+                continue
+            some = _some(leaf.detach().reshape(-1))
+            numbers = torch.view_as_real(some.resolve_conj()).reshape(-1) if some.is_complex() else some
+            found += [float(leaf.numel()), *numbers.double().tolist()]
+        elif isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in "biufc":
+            numbers = np.array(_some(np.reshape(leaf, -1)))
+            found += [float(leaf.size), *numbers.view(numbers.real.dtype).astype(np.float64).tolist()]
+        elif isinstance(leaf, bool | int | float):
+            found.append(float(leaf))
+        elif isinstance(leaf, str | bytes):
+            found.append(float(zlib.crc32(leaf.encode() if isinstance(leaf, str) else leaf)))
+    return found
+
+
+def _some(flat: Any) -> Any:
+    return flat[:: max(1, len(flat) // _LOOKED_AT)][:_LOOKED_AT]
 
 
 def standing() -> int:

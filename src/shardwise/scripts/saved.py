@@ -14,11 +14,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch.utils._pytree import tree_flatten_with_path
+
 from shardwise.checkpoint.inspect import opened
 from shardwise.checkpoint.load import restore
+from shardwise.checkpoint.optimizers import Node, NoJson, decoded, leaves, plain_node
 from shardwise.checkpoint.remote import place
 from shardwise.checkpoint.save import Saver
 from shardwise.errors import InputError
+from shardwise.scripts.agreement import dotted
 from shardwise.scripts.reading import Generators
 from shardwise.scripts.saying import names_line
 from shardwise.scripts.start import generators_kept
@@ -32,15 +37,17 @@ def save(prepared: Prepared, folder: str | Path, *, keep: int = 2, **fields: Any
     """Write a checkpoint of a prepared script below `folder` and return where it is. Collective.
 
     keep    published checkpoints that stay
-    fields  numbers, text, lists and dicts of them that the script needs to go on (an epoch, a scheduler's state)
+    fields  numbers, text, lists and dicts of them that the script needs to go on (an epoch, a scheduler's state): rank
+            0's; a tensor of one element is a number
 
-    It is on the disk, digests checked, when this returns. Raises `RunError` where only some ranks call it.
+    It is on the disk, digests checked, when this returns. Raises `RunError` where only some ranks call it, `InputError`
+    for a field that is something else.
     """
-    engine = prepared.engine
+    engine, given = prepared.engine, {name: _node_of(name, value) for name, value in fields.items()}
     prepared.meet("shardwise.save(...)", always=True)
     loader, calls = prepared.loader, prepared.calls
     stand = Generators(loader.whole).as_json()
-    told = {"loader": loader.position(), "generators": stand, "forwards": calls.forwards, "given": fields}
+    told = {"loader": loader.position(), "generators": stand, "forwards": calls.forwards, "given": given}
     with prepared._gate.open(), prepared._state_gate.open():
         saver = Saver(engine, folder, keep=keep, background=False)
         saver.built = prepared.built
@@ -72,7 +79,36 @@ def load(prepared: Prepared, folder: str | Path) -> dict[str, Any]:
     prepared.loader.go_on(told["loader"])
     prepared.calls.forwards = told["forwards"]
     Generators.from_json(prepared.loader.whole, told["generators"]).restore()
-    return told["given"]
+    return {name: _value_of(node) for name, node in told["given"].items()}
+
+
+def _node_of(name: str, value: Any) -> Node:
+    """A field as JSON from which it comes back as it was, numbers as keys and infinity too."""
+    try:
+        return plain_node(value)
+    except NoJson:
+        parts = tree_flatten_with_path(value)[0]
+    path, odd = next(((path, leaf) for path, leaf in parts if not _is_plain(leaf)), ((), value))
+    what = f"a tensor of shape {tuple(odd.shape)}" if isinstance(odd, torch.Tensor) else f"of type {type(odd).__name__}"
+    raise InputError(
+        f"shardwise.save(..., {name}=...): '{'.'.join([name, *filter(None, [dotted(path)])])}' is {what}, and what a "
+        "script gives is numbers, text, lists and dicts of them: write tensors beside the checkpoint, torch.save(...) "
+        "under if prepared.rank == 0"
+    )
+
+
+def _is_plain(value: Any) -> bool:
+    try:
+        plain_node(value)
+    except NoJson:
+        return False
+    return True
+
+
+def _value_of(node: Node) -> Any:
+    if list(leaves(node)):
+        raise InputError("the checkpoint's fields name tensors, which a script's have not")
+    return decoded(node, None, torch.device("cpu"), near=False)
 
 
 def put(prepared: Prepared, folder: Path) -> dict[str, Any]:

@@ -208,6 +208,8 @@ class Keeper:
             due = due or by_time
         if due or stop:
             self._save(first_loss)
+        elif self.every and done == self.first + 1:
+            self.saver.make_room()  # before the first save: the optimizer has its state now
         if stop and self.saver is not None:
             self._finish_save(final=True)
             return True
