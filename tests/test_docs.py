@@ -87,6 +87,7 @@ def test_plans_in_commands_are_plans(page: Path) -> None:
 @pytest.mark.parametrize(
     ("page", "task", "plan"),
     [
+        ("README.md", "mynet:task", "dp_shard=2,zero=3"),
         ("docs/own-module.md", "mytask:task", "dp_shard=2,zero=3"),
         ("docs/tutorial.md", "smoothing:task", "dp_replicate=2"),
     ],

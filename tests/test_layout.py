@@ -134,7 +134,7 @@ BAD_TEXT = [
     ("dp_shard=2,zero=-2", "zero must be 0, 1, 2 or 3, got -2"),
     ("dp_shard", "expected key=value, got 'dp_shard' in 'dp_shard'"),
     ("dp_shard=", "expected key=value, got 'dp_shard='"),
-    ("dp_shard=2,", "expected key=value, got ''"),
+    ("dp_shard=2,", "there is a comma too many in 'dp_shard=2,'"),
     ("sp=yes", "sp must be true or false, got 'yes'"),
     ("compile=1", "compile must be true or false, got '1'"),
     ("domain=2xa", "domain must be tiles per spatial dim such as 1x2, got '2xa'"),

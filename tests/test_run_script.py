@@ -38,8 +38,15 @@ for a, b in loader:
     prepared.backward(loss)
     optimizer.step()
     losses.append(loss.item())
-    if "--fail" in sys.argv and len(losses) == 2 and torch.distributed.get_rank() == 1:
-        raise ValueError("rank one has had enough")
+    if len(losses) == 2 and torch.distributed.get_rank() == 1:
+        if "--fail" in sys.argv:
+            raise ValueError("rank one has had enough")
+        if "--exit" in sys.argv:
+            sys.exit(3)
+        if "--abort" in sys.argv:
+            os.abort()
+        if "--leave" in sys.argv:
+            sys.exit(0)
 state = prepared.state_dict()
 if torch.distributed.get_rank() == 0:
     total = sum(value.sum().item() for value in state.values())
@@ -67,6 +74,28 @@ def test_a_failing_rank_is_told_once_and_its_cause_last(folder, capfd):
     assert lines[-1] == "shardwise: run: rank 1 of 2 failed: ValueError: rank one has had enough"
     assert err.count("Traceback") == 1 and "worker.py" not in err and "runpy" not in err
     assert any("script.py" in line and "line" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("--exit", "shardwise: run: rank 1 of 2 failed: script.py ended itself: sys.exit(3)"),
+        ("--abort", "shardwise: `script.py` failed on 2 ranks. rank 1: died of SIGABRT"),
+        ("--leave", "starting again would come to the same place"),
+    ],
+)
+def test_a_rank_that_ends_is_the_last_word(how, told, folder, capfd):
+    assert call(["run", "--nproc", "2", "script.py", "out.json", how]) == 1
+    err = capfd.readouterr().err
+    assert err.strip().splitlines()[-1].startswith(told)
+    assert "Traceback" not in err and "run_script" not in err[err.rindex("shardwise: ") :]
+
+
+def test_options_behind_the_script_are_the_script_s_own_and_told(folder, capfd):
+    (folder / "short.py").write_text("import sys; print(sys.argv[1:])\n")
+    assert call(["run", "--nproc", "1", "short.py", "--nproc", "4"]) == 0
+    out, err = capfd.readouterr()
+    assert "['--nproc', '4']" in out and "--nproc stands behind short.py" in err
 
 
 @pytest.mark.long

@@ -9,7 +9,7 @@ import click
 
 from shardwise.cli.answer import Answer
 from shardwise.cli.forecasting import TASK, TASK_HELP, failures, subject_and_batch, where, write
-from shardwise.cli.options import WholeNumber, common, output_file
+from shardwise.cli.options import WholeNumber, common, given_plan, output_file
 from shardwise.cli.waiting import begin
 from shardwise.errors import InputError
 from shardwise.progress import timing
@@ -140,7 +140,11 @@ def plan(answer: Answer, task: str, **words: Any) -> None:
 @click.command(epilog=TASK_HELP)
 @click.argument("task", metavar=TASK)
 @click.option(
-    "--plan", "plan_text", required=True, help="The plan to simulate: tp=8,pp=16,dp_shard=128,zero=1 or a .toml file."
+    "--plan",
+    "plan_text",
+    required=True,
+    callback=given_plan,
+    help="The plan to simulate: tp=8,pp=16,dp_shard=128,zero=1 or a .toml file.",
 )
 @where
 @click.option(

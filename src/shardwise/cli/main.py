@@ -18,7 +18,7 @@ from shardwise.cli.answer import Answer, Ended, quiet_stdout, speaks
 from shardwise.cli.checkpoint import checkpoint
 from shardwise.cli.completion import ASKED, answer_shell, completion
 from shardwise.cli.doctor import doctor
-from shardwise.cli.options import WholeNumber, common
+from shardwise.cli.options import WholeNumber, common, given_plan
 from shardwise.cli.show import show
 from shardwise.cli.waiting import begin
 from shardwise.errors import RefusedPlan
@@ -61,7 +61,7 @@ def main() -> None:
 
 @main.command()
 @click.argument("target", required=False, metavar="[CONFIG.toml | MODULE:TASK | text | digits]")
-@click.option("--plan", help=PLAN_HELP)
+@click.option("--plan", callback=given_plan, help=PLAN_HELP)
 @click.option("--nproc", type=WholeNumber(min=1), help="Ranks to start; by default as many as the plan needs.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Set a configuration key; repeatable.")
 @click.option("--steps", type=WholeNumber(min=1), help="Optimizer steps: short for --set train.steps=N.")
@@ -137,7 +137,7 @@ def train(
 
 @main.command()
 @click.argument("target", metavar="CONFIG.toml | MODULE:TASK | text | digits")
-@click.option("--plan", help=PLAN_HELP)
+@click.option("--plan", callback=given_plan, help=PLAN_HELP)
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Set a key of CONFIG.toml; repeatable.")
 @click.option("--steps", type=WholeNumber(min=1), help="Optimizer steps to compare: 2, of a configuration 5.")
 @click.option("--seed", type=WholeNumber(min=0), help="Seed of weights and data; 0, or the configuration's.")

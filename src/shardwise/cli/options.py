@@ -28,6 +28,13 @@ def output_file(context: click.Context, parameter: click.Parameter, path: str | 
     return path
 
 
+def given_plan(context: click.Context, parameter: click.Parameter, text: str | None) -> str | None:
+    """The plan as it was given, refused where nothing is: a variable of the shell that was never set."""
+    if text is not None and not text.strip():
+        raise InputError(f"{parameter.opts[0]} is empty: give a plan, such as dp_shard=2,zero=3, or single")
+    return text
+
+
 def common(function: Callable) -> Callable:
     """The options that every command has; `Answer` reads them from the words, so they work in bad ones too."""
     for name, text in (

@@ -30,12 +30,13 @@ def run(answer: Answer, nproc: int | None, show_ranks: bool, script: str, argume
     ranks of its own; --show-ranks leaves them there. On several hosts use torchrun, srun or mpirun.
     """
     from shardwise.ranks import here, launch
-    from shardwise.ranks.script import of_script, run_script
+    from shardwise.ranks.script import cause_of, of_script, run_script, stacks_first
 
     path = Path(script)
     if not path.is_file():
         near = did_you_mean(path.name, sorted(each.name for each in path.parent.glob("*.py")))
         raise InputError(f"run: there is no file {script}{near}")
+    _refuse_no_python(path)
     place = here()
     if place is not None and place.world_size > 1:
         raise InputError(
@@ -46,16 +47,35 @@ def run(answer: Answer, nproc: int | None, show_ranks: bool, script: str, argume
     answer.fields.update(world_size=ranks)
     begin(answer, f"run: starting {ranks} ranks")
     answer.clear()
+    if behind := [word for word in arguments if word.split("=")[0] in ("--nproc", "--show-ranks")]:
+        click.echo(
+            f"run: {behind[0]} stands behind {path.name} and is the script's; run's own stand before it", err=True
+        )
     try:
-        launch(run_script, ranks, (script, arguments, show_ranks))
+        launch(run_script, ranks, (script, arguments, show_ranks), name=script)
     except ShardwiseError as error:
         trace = getattr(error, "remote_traceback", "")
         if not trace:
-            raise
-        click.echo(of_script(trace, script).rstrip(), err=True)
-        last = trace.rstrip().splitlines()[-1]
-        failed = type(error)(f"run: rank {getattr(error, 'rank', 0)} of {ranks} failed: {last}")
+            stacks, message = stacks_first(str(error))
+            if stacks:
+                click.echo(stacks, err=True)
+            raise type(error)(message) from None
+        if shown := of_script(trace, script).rstrip():
+            click.echo(shown, err=True)
+        failed = type(error)(f"run: rank {getattr(error, 'rank', 0)} of {ranks} failed: {cause_of(trace)}")
         raise failed from None
+
+
+def _refuse_no_python(path: Path) -> None:
+    """What no rank could begin to run, told once and before any is started."""
+    if path.suffix == ".ipynb":
+        raise InputError(f"run: {path} is a notebook: save it as a script (jupyter nbconvert --to script {path})")
+    try:
+        compile(path.read_bytes(), str(path), "exec")
+    except (SyntaxError, ValueError) as error:  # ValueError: null bytes
+        line = getattr(error, "lineno", None)
+        at = f"{path}:{line}" if line else str(path)
+        raise InputError(f"run: {at}: {type(error).__name__}: {getattr(error, 'msg', None) or error}") from None
 
 
 def _devices() -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from shardwise.cli.answer import Answer
-from shardwise.cli.options import WholeNumber, common, output_file
+from shardwise.cli.options import WholeNumber, common, given_plan, output_file
 from shardwise.cli.waiting import begin
 
 PLAN_HELP = "How to spread it: dp_shard=2,zero=3, or a .toml file with the same keys."
@@ -62,7 +62,7 @@ def schedule(answer: Answer, plan: str, output: str | None) -> None:
 
 @show.command()
 @click.argument("task", metavar="MODULE:TASK | text | digits")
-@click.option("--plan", required=True, help=PLAN_HELP)
+@click.option("--plan", required=True, callback=given_plan, help=PLAN_HELP)
 @common
 @click.pass_obj
 def tp(answer: Answer, task: str, plan: str) -> None:

@@ -328,8 +328,19 @@ def _to_text(key: str, value: Any) -> str:
 
 def no_pair(part: str, text: str) -> str:
     """What to say of a part of a plan's text that is no `key=value`."""
-    alone = "; single stands alone: leave it out" if part == "single" else ""
-    return f"expected key=value, got {part!r} in {text!r}{alone}"
+    if not part:
+        return f"there is a comma too many in {text!r}"
+    known, number = [field.name for field in fields(Plan)], re.fullmatch(r"([a-z_]+?)_?(\d+)", part)
+    told = ""
+    if part == "single":
+        told = "; single stands alone: leave it out"
+    elif part == "auto":
+        told = "; `shardwise plan TASK --cluster ...` proposes plans"
+    elif part in known:
+        told = f"; write {part}=true" if isinstance(getattr(Plan(), part), bool) else f"; give {part} its value"
+    elif number is not None and number[1] in known:
+        told = f"; write {number[1]}={number[2]}"
+    return f"expected key=value, got {part!r} in {text!r}{told}"
 
 
 def nearest_key(word: str) -> str:
@@ -337,4 +348,4 @@ def nearest_key(word: str) -> str:
     if (ours := ELSEWHERE.get(word.lower())) is not None:
         return f"; that is {ours} here"
     known = [field.name for field in fields(Plan)]
-    return did_you_mean(word, sorted(known)) or f" (known: {', '.join(known)})"
+    return did_you_mean(word.lower(), sorted(known)) or f" (known: {', '.join(known)})"

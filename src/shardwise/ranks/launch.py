@@ -15,7 +15,7 @@ from typing import Any
 from shardwise.errors import InputError
 from shardwise.guard.diagnose import Deadlines, RankWatch
 from shardwise.ranks.messages import RELEASE, pack_call
-from shardwise.ranks.process import START_LIMIT_S, RankProcess
+from shardwise.ranks.process import START_LIMIT_S, RankProcess, refuse_beyond_memory
 from shardwise.ranks.supervise import Outcome, make_job, meeting_place, records_of, start_error, unpack, watch
 
 GRACE_S = 2.0  # after a first failure: time for the true cause to show, before the others are ended
@@ -42,6 +42,7 @@ def launch(
     stop_wait_s: float = 5.0,
     on_stop: Callable[[str], None] | None = None,
     deadlines: Deadlines | None = None,
+    name: str | None = None,
 ) -> list[Any]:
     """Call `function(*args)` on `world_size` new processes of this machine and return the results in rank order.
 
@@ -52,11 +53,13 @@ def launch(
     on_stop   the function listens for SIGUSR2 and ends by itself after one: the first Ctrl-C, SIGTERM or SIGUSR1 to
               this process calls `on_stop` with its name and asks the ranks so, and only a second one ends them
     deadlines seconds in which a rank must do something, by phase; ranks that can never go on are named without them
+    name      what a failure calls the function
     """
     if world_size < 1:
         raise InputError(f"world_size is {world_size}; a run needs at least one rank")
+    refuse_beyond_memory(world_size)
     call = pack_call(function, tuple(args))
-    name = getattr(function, "__qualname__", repr(function))
+    called = name or str(getattr(function, "__qualname__", function))
     logs = _open_logs(world_size, log_dir)
     ranks: dict[int, RankProcess] = {}
     try:
@@ -70,7 +73,7 @@ def launch(
         for fd in logs.values():
             os.close(fd)
     try:
-        return unpack(outcome, world_size, name, timeout_s)
+        return unpack(outcome, world_size, called, timeout_s)
     except Exception as error:
         rank = getattr(error, "rank", 0)
         if rank in logs and log_dir is not None:

@@ -28,6 +28,7 @@ PRELOAD = [
     "shardwise.ranks.worker",
 ]
 START_LIMIT_S = 120.0
+LEAST_RANK_BYTES = 32 * 2**20  # of its own, beside what all share: a process group, and tensors of no size
 STARTED_BY_IMPORT = 96  # exit code of a rank whose import of the script started ranks
 _WORKER_FILE = str(Path(serve.__code__.co_filename))
 
@@ -135,6 +136,17 @@ class RankProcess:
                 os.kill(self.pid, number)
             except ProcessLookupError:
                 return
+
+
+def refuse_beyond_memory(ranks: int) -> None:
+    """Say so before more ranks are started than this machine could hold with nothing in them."""
+    here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if ranks * LEAST_RANK_BYTES > here:
+        raise InputError(
+            f"{ranks} ranks are more than this machine holds: {here / 2**30:.0f} GiB of memory are enough for "
+            f"{here // LEAST_RANK_BYTES} with nothing in them. Start a large plan on its own hosts (torchrun, srun, "
+            "mpirun), prove it in small with `verify --shrink`, or take a smaller plan here"
+        )
 
 
 def refuse_where_impossible() -> None:

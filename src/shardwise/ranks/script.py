@@ -6,6 +6,7 @@ Each rank runs the whole script as `python script.py` would, with a process grou
 from __future__ import annotations
 
 import os
+import re
 import runpy
 import sys
 from collections.abc import Sequence
@@ -35,9 +36,28 @@ def run_script(path: str, arguments: Sequence[str], shown: bool) -> None:
 
 
 def of_script(trace: str, path: str) -> str:
-    """A rank's traceback from the script's first frame on: what started the script is left out."""
-    lines = trace.splitlines()
+    """A rank's traceback from the script's first frame on: what started the script is left out.
+
+    Nothing where an error of ours, whose message says all, was raised beside the script.
+    """
+    lines = trace.rstrip().splitlines()
     start = next((at for at, line in enumerate(lines) if f'File "{path}"' in line), None)
     if start is None:
-        return trace
+        return "" if lines[-1].startswith(_OURS) else trace
     return "\n".join([lines[0], *lines[start:]])
+
+
+def cause_of(trace: str) -> str:
+    """The last line of a rank's traceback; of an error of ours its message alone."""
+    last = trace.rstrip().splitlines()[-1]
+    return last.partition(": ")[2] if last.startswith(_OURS) else last
+
+
+def stacks_first(message: str) -> tuple[str, str]:
+    """(where ranks were, what happened) of the message of a hang, so that the cause can be told last."""
+    lines = message.splitlines()
+    start = next((at for at, line in enumerate(lines) if re.fullmatch(r"rank \d+ was here:", line)), len(lines))
+    return "\n".join(lines[start:]), "\n".join(lines[:start])
+
+
+_OURS = f"{RunError.__module__}."
