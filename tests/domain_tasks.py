@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from shardwise import Domain, Task
+from shardwise import Domain, Task, whole
 from shardwise.data import ArraySource
 
 ROWS, COLUMNS = 11, 13
@@ -119,6 +119,22 @@ class Sorted(nn.Module):
 
 def sorted_rows() -> Task:
     return _task(Sorted, _fields(3, ROWS, COLUMNS))
+
+
+class SortedWhole(Sorted):
+    """The same on the field that it asks for, beside each cell's own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer((whole(x.tanh()).sort(-1).values + x).movedim(1, -1)).movedim(-1, 1)
+
+
+def sorted_whole() -> Task:
+    return _task(SortedWhole, _fields(3, ROWS, COLUMNS))
+
+
+def wrapped_twice() -> Task:
+    """A circular kernel that is wider than the field: torch itself refuses it, without a number."""
+    return _task(lambda: nn.Sequential(nn.Conv2d(3, 2, 25, padding=12, padding_mode="circular")), _fields(3, 11, 13))
 
 
 def _norm(kind: str, channels: int) -> nn.Module:
@@ -469,6 +485,64 @@ class Aligned(nn.Module):
 
 def aligned() -> Task:
     return _task(Aligned, _fields(3, ROWS, COLUMNS, samples=2))
+
+
+class Sphere(nn.Module):
+    """Spectra along longitudes, mixed along latitudes by a table (a Legendre transform), and nodes of a mesh."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        draws = torch.Generator().manual_seed(0)
+        self.register_buffer("there", torch.randn(6, 5, 8, generator=draws) / 4)
+        self.register_buffer("node", torch.randint(7, (8 * 12,), generator=draws))
+        self.register_buffer("near", torch.randperm(8 * 12, generator=draws))
+        self.weight, self.skip = nn.Parameter(torch.randn(2, 2, 5, 2) / 4), nn.Conv2d(2, 2, 1)
+        self.inside, self.head = nn.Linear(2, 4), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        modes = torch.view_as_real(torch.fft.rfft(x, dim=-1, norm="forward"))[..., :6, :]
+        degrees = [torch.einsum("...km,mlk->...lm", modes[..., i], self.there) for i in (0, 1)]
+        degrees = torch.view_as_complex(torch.stack(degrees, -1))
+        mixed = torch.einsum("bilm,iol->bolm", degrees, torch.view_as_complex(self.weight))
+        back = [torch.einsum("...lm,mlk->...km", part, self.there) for part in (mixed.real, mixed.imag)]
+        y = torch.fft.irfft(torch.complex(*back), n=x.shape[-1], norm="forward") + self.skip(x)
+        cells = self.inside(y.flatten(2).transpose(1, 2))
+        nodes = cells.new_zeros(len(x), 7, 4).index_add(1, self.node, cells).tanh()
+        return y + self.head(nodes[:, self.node] + cells[:, self.near]).transpose(1, 2).reshape(y.shape)
+
+
+def sphere() -> Task:
+    return _task(Sphere, _fields(2, 8, 12, samples=2))
+
+
+class OnLand(nn.Module):
+    """Features of cells on land alone; what is no number is set to zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.cell, self.head = nn.Conv2d(3, 4, 3, padding=1), nn.Linear(4, 4), nn.Conv2d(4, 2, 1)
+        self.register_buffer("land", torch.arange(ROWS * COLUMNS).view(ROWS, COLUMNS) % 3 > 0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone()
+        x[x > 2] = 0.0
+        h = self.stem(x)
+        there = torch.zeros_like(h)
+        there[:, :, self.land] = self.cell(h[:, :, self.land].movedim(1, -1)).movedim(-1, 1).tanh()
+        return self.head(h + there)
+
+
+def _observed(output: torch.Tensor, batch: dict) -> tuple:
+    """Where there is an observation; a log probability of distributions, and what is left of a field with gaps."""
+    seen = batch["y"] > -0.3
+    likely = torch.distributions.Normal(output[:, :1].clamp(-9, 9), 1.0).log_prob(batch["y"][:, :1])
+    gaps = batch["y"].masked_fill(~seen, math.nan)
+    offset = torch.nansum((gaps - gaps.nanmean()).abs().detach())
+    return ((output - batch["y"])[seen] ** 2).sum() - likely.sum() / 9 + 0 * offset, seen.sum()
+
+
+def on_land() -> Task:
+    return _task(OnLand, _fields(3, ROWS, COLUMNS), _observed)
 
 
 def segformer() -> Task:

@@ -40,6 +40,8 @@ CASES = (
     ("unet_group", "domain=2x2,remat=selective,domain_overlap=always"), ("unet_3d", "domain=2x1x2"),
     ("swin", "domain=2"), ("fno", "domain=2x2"), ("pyramid", "domain=2"), ("warped", "domain=2x2"),
     ("aligned", "domain=1x3"), ("segformer", "domain=2x2"), ("scaled_row", "domain=2"), ("of_pairs", "domain=2"),
+    ("sphere", "domain=2x2"), ("on_land", "domain=1x3"), ("sorted_whole", "domain=2x2"),
+    ("on_land", "domain=2x2,dp_shard=2,zero=3"),
 )  # fmt: skip
 FLAT = [name for name in dict.fromkeys(name for name, _ in CASES) if name != "unet_3d"]
 
@@ -71,6 +73,13 @@ def test_every_task_on_every_grid_equals_one_process(pool, task: str, plan: str)
 def test_what_cannot_be_tiled_is_refused(pool, task: str, plan: str, reason: str) -> None:
     found = verify(task, plan, pool=pool)
     assert not found.parity and reason in found.refused, found.text()
+    if "sorted" in task:
+        assert "domain_tasks.py:" in found.refused and "shardwise.whole(x) gathers it" in found.refused
+
+
+def test_a_kernel_wider_than_the_periodic_field_is_named_with_its_field(pool) -> None:
+    with pytest.raises(InputError, match=r"one process too: .*This is Conv2d\(3, 2, .*given \(4, 3, 11, 13\)"):
+        verify("domain_tasks:wrapped_twice", "domain=2", pool=pool)
 
 
 def _refused_where_one_tile_differs(what: str) -> str:

@@ -20,6 +20,7 @@ _HOME = {
     "save": "shardwise.scripts.saved",
     "load": "shardwise.scripts.saved",
     "rollout": "shardwise.rollouts",
+    "whole": "shardwise.parallel.domain",
     "verify": "shardwise.proof.parity",
     "Cluster": "shardwise.cluster.cluster",
     "plan": "shardwise.planner.door",
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from shardwise.errors import InputError, RefusedPlan, RunError, ShardwiseError
     from shardwise.layout.plan import Plan
     from shardwise.measure.machine import probe
+    from shardwise.parallel.domain import whole
     from shardwise.planner.door import plan, simulate
     from shardwise.proof.parity import verify
     from shardwise.rollouts import rollout

@@ -158,6 +158,11 @@ def where_in_text(trace: str) -> str:
     return ":".join(own[-1]) if own else ""
 
 
+def is_own(file: str) -> bool:
+    """Whether a file is the user's own code: of no library, nor of this one."""
+    return not _is_library(file)
+
+
 def _is_library(file: str) -> bool:
     ours = str(Path(__file__).parents[1])
     return file.startswith((sysconfig.get_path("stdlib"), ours, "<")) or "site-packages" in file

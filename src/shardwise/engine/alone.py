@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -119,7 +121,20 @@ def reason(error: Exception) -> str:
     if isinstance(error, IndexError) and str(error).startswith("Target "):
         hint = " A label is beyond the model's outputs: give the head one output for each class, or mend the labels"
     notes = "".join(f". {note}" for note in getattr(error, "__notes__", ()))  # of what the loss was given
-    return f"{where(error)}{hint or notes}"
+    return f"{where(error)}{hint or notes or _given_to(error)}"
+
+
+def _given_to(error: Exception) -> str:
+    """What a layer of torch was given that raised an error without any number (a padding wider than the field)."""
+    found = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        names = frame.f_locals
+        if frame.f_code.co_name == "forward" and isinstance(names.get("self"), nn.Module):
+            found = names["self"], [tuple(t.shape) for t in names.values() if isinstance(t, torch.Tensor)]
+    if found is None or not type(found[0]).__module__.startswith("torch.nn.") or re.search(r"\d", str(error)):
+        return ""
+    layer, shapes = found
+    return f" This is {layer}, given {', '.join(map(str, shapes))}"
 
 
 def remedy(task: Task, precision: Precision, batch: Any, error: Exception) -> str:

@@ -6,6 +6,7 @@ without values and without sending, comes to its end. Of a sequence the module m
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -26,12 +27,14 @@ from shardwise.mesh import Mesh
 from shardwise.parallel import domain, sequence
 from shardwise.parallel.expert.apply import Stack, on_own_rows
 from shardwise.parallel.tensor import Derived, TrialModule
+from shardwise.part import Uncut
 from shardwise.part.crossing import Along, cuts_of
 from shardwise.part.positions import Candidate, Cuts, Positions, name_of
 from shardwise.precision import Precision
 from shardwise.step.batching import samples_in
 from shardwise.step.forward import run_alone
 from shardwise.task import Task
+from shardwise.task_names import is_own, where
 from shardwise.trace.blocks import find_blocks
 from shardwise.trace.deferred import Built, seed_of
 from shardwise.trace.fake import unlogged
@@ -116,7 +119,7 @@ def _search(
         noted = _Noted()
         error, met = _at_both_ends(candidate.positions, trial, noted)
         if error is not None:
-            stopped.append(f"{candidate.said} cannot be cut: {error}")
+            stopped.append(f"{candidate.said} cannot be cut: {error}{_place_of(error, built.module, plan)}")
             continue
         zigzag = False
         if any(one.causal and not one.heads and one.axis.name == "cp" for one in noted.attention):
@@ -130,6 +133,19 @@ def _search(
             "results": [(path, call, along) for (path, call), along in noted.results.items()],
         }  # fmt: skip
     raise _nothing(plan, inner, batch, stopped)
+
+
+def _place_of(error: RefusedPlan, module: nn.Module, plan: Plan) -> str:
+    """Where in the module, and on which line, an operation on tiles has no rule, and what to write there instead."""
+    if not isinstance(error, Uncut):
+        return ""
+    inside, line = nn.Module(), where(error).partition(f": {type(error).__name__}")[0]
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        me = frame.f_locals.get("self")
+        inside = me if isinstance(me, nn.Module) and me is not module else inside
+    path = next((f" in '{path}'" for path, child in module.named_modules() if child is inside), "")
+    remedy = ". Where each rank may hold the field, shardwise.whole(x) gathers it there" if plan.tiles > 1 else ""
+    return f"{path} ({line}){remedy}" if is_own(line.rpartition(":")[0]) else path + remedy
 
 
 def _at_both_ends(positions: Positions, trial: _Trial, noted: _Noted) -> tuple[RefusedPlan | None, list[int]]:

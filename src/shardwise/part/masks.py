@@ -48,6 +48,7 @@ def put(func: Any, args: tuple, kwargs: dict) -> Part:
     """`x[mask] = values` (or `+=`): values are cut as `x[mask]` is, or one for all, or lie whole on every rank."""
     values, rest = args[2], args[3:]
     x, (place, mask) = args[0], _place(args[1])
+    mask = _cut_like(mask, x, place)
     lead, cut = _cut(func, x, mask, place, values)
     if func._schema.is_mutable and not is_part(x):
         raise Uncut(f"{func} writes a cut tensor into one that is not cut alike")
@@ -115,15 +116,23 @@ def masked_select(input: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def getitem(x: torch.Tensor, index: Any) -> torch.Tensor:
-    """`x[index]`; a plain mask is cut as `x` is, so that backward, which keeps it, knows where the gradient belongs."""
+    """`x[index]`."""
+    return x[mask_cut_like(x, index)]
+
+
+def mask_cut_like(x: torch.Tensor, index: Any) -> Any:
+    """An index of `x` whose plain mask, if it has one, is cut as `x` is.
+
+    Backward keeps the mask, and so knows where the gradient of each element belongs.
+    """
     given = index if isinstance(index, tuple) else (index,)
     masks = [i for i, each in enumerate(given) if isinstance(each, torch.Tensor) and each.dtype in MASKS]
     others = [each for each in given if not isinstance(each, torch.Tensor)]
     if len(masks) != 1 or len(others) != len(given) - 1 or not all(isinstance(o, slice) or o is ... for o in others):
-        return x[index]
+        return index
     mask, front = given[masks[0]], given[: masks[0]]
     place = len(front) if ... not in front else x.dim() - mask.dim() - (len(given) - masks[0] - 1)
-    return x[(*front, _cut_like(mask, x, place), *given[masks[0] + 1 :])]
+    return (*front, _cut_like(mask, x, place), *given[masks[0] + 1 :])
 
 
 def _cut_like(mask: torch.Tensor, x: torch.Tensor, place: int) -> torch.Tensor:

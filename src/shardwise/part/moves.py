@@ -26,6 +26,7 @@ from shardwise.host import to_device
 from shardwise.part.cuts import REMEMBERED, Owners, Uncut
 from shardwise.part.gathering import gather, share_of
 from shardwise.part.levels import Distributed
+from shardwise.part.sums import whole_over_axis
 from shardwise.part.tensor import UNSENT, Part
 
 Wanted = tuple[tuple[tuple[int, int], ...], ...]  # of each rank: ranges (start, stop) of global indices, in order
@@ -170,13 +171,18 @@ class _Moved(torch.autograd.Function):
         part = from_axis(tensor, axis)
         inner = part.local.settled() if isinstance(part.local, Distributed) else None
         ctx.before = part.dim_cut, part.owners, axis, inner.owners if isinstance(inner, Part) else None
-        ctx.outside = _outside(tensor, axis, {part.dim_cut, dim})
+        ctx.outside, ctx.dims = _outside(tensor, axis), {part.dim_cut, dim}
         return replaced_from_axis(tensor.detach(), axis, recut(part, dim, owners, inside))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor):
         dim, owners, axis, inside = ctx.before
-        gradient = _dealt(gradient, ctx.outside)
+        arrived = _outside(gradient, axis)
+        if any(dim in ctx.dims for dim, _, _ in (*ctx.outside, *arrived)):  # indices of `axis` are those of a share
+            known = [axis for _, _, axis in ctx.outside]
+            for _, _, other in arrived:
+                gradient = gradient if other in known else whole_over_axis(gradient, other)
+            gradient = _dealt(gradient, ctx.outside)
         part = from_axis(gradient, axis)
         if not isinstance(part, Part) or part.axis is not axis:
             part = Part(share_of(part, dim, owners, axis), dim, owners, axis)
@@ -186,13 +192,13 @@ class _Moved(torch.autograd.Function):
 Layers = tuple[tuple[int, Owners, Axis], ...]  # (dim, owners, axis), outermost first
 
 
-def _outside(tensor: torch.Tensor, axis: Axis, dims: set[int]) -> Layers:
-    """How axes further out cut a tensor, where they cut any of these dims: indices of `axis` are those of a share."""
+def _outside(tensor: torch.Tensor, axis: Axis) -> Layers:
+    """How axes further out cut a tensor."""
     found: list[tuple[int, Owners, Axis]] = []
     while isinstance(tensor, Part) and tensor.axis.depth < axis.depth:
         found.append((tensor.dim_cut, tensor.owners, tensor.axis))
         tensor = tensor.settled_local()
-    return tuple(found) if any(dim in dims for dim, _, _ in found) else ()
+    return tuple(found)
 
 
 def _dealt(gradient: torch.Tensor, layers: Layers) -> torch.Tensor:

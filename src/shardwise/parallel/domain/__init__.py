@@ -10,8 +10,8 @@ from shardwise.parallel.domain import (  # noqa: F401 - functions on tiles
     resize,
     sampling,
 )
-from shardwise.parallel.domain.gathers import Gather, explained, watching
+from shardwise.parallel.domain.gathers import Gather, explained, watching, whole
 from shardwise.parallel.domain.inputs import candidates
 from shardwise.parallel.domain.writes import watch
 
-__all__ = ["Gather", "candidates", "explained", "watch", "watching"]
+__all__ = ["Gather", "candidates", "explained", "watch", "watching", "whole"]

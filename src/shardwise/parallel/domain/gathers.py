@@ -1,4 +1,7 @@
-"""What tiles gather whole, and what it costs: noted while a rehearsal runs, told before the first step."""
+"""What tiles gather whole, and what it costs: noted while a rehearsal runs, told before the first step.
+
+Nothing is gathered in silence. What mixes positions and has no rule is refused; `whole` is how a model asks for it.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from shardwise.parallel.domain.kept import CutDim
+from shardwise.part.levels import Distributed
+from shardwise.part.sums import whole_over_axis
+from shardwise.part.tensor import Part
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,21 @@ def noted(what: str, tensor: torch.Tensor, cut: CutDim) -> None:
         seen.append(Gather(what, cut.axis.name, cut.axis.size, elements))
 
 
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as one process has it, on every rank: a field that is cut into tiles is gathered. Differentiable.
+
+    For operations that mix positions and have no rule (`whole(x).sort(-1)`). Each rank receives the others' tiles and
+    holds all of it, which a run tells before its first step. Without tiles, and in one process, the tensor itself.
+    """
+    here = tensor
+    while isinstance(here, Distributed):
+        if isinstance(here, Part) and here.axis.positions:
+            noted("a field that the model asks for whole", tensor, CutDim(here.axis, here.dim_cut, here.owners))
+            tensor = whole_over_axis(tensor, here.axis)
+        here = here.settled_local()
+    return tensor
+
+
 def explained(seen: Sequence[Gather]) -> list[str]:
     """Returns a line of text for each kind of tensor that is gathered."""
     return [
@@ -51,4 +72,4 @@ def explained(seen: Sequence[Gather]) -> list[str]:
     ]
 
 
-__all__ = ["Gather", "explained", "noted", "watching"]
+__all__ = ["Gather", "explained", "noted", "watching", "whole"]

@@ -23,6 +23,7 @@ from shardwise.parallel.domain.kept import CutDim
 from shardwise.parallel.domain.tiles import answers, cuts, opened, placed
 from shardwise.part import Owners
 from shardwise.part.levels import Distributed
+from shardwise.part.masks import mask_cut_like
 from shardwise.part.sums import whole_over_axis
 from shardwise.part.written import Written, now_of, stand_for
 
@@ -36,7 +37,7 @@ def write(target: torch.Tensor, index: Any, value: Any) -> None:
     """`target[index] = value` where one of them is cut."""
     found = cuts(value, range(value.dim())) if isinstance(value, torch.Tensor) else []
     if isinstance(target, Distributed) or not found:
-        target[index] = value
+        target[mask_cut_like(target, index)] = value
         return
     where = _whole_slices(index, tuple(target.shape)) if all(cut.axis.name in SPACE for cut in found) else None
     along = None if where is None else _dims_of(where[0], where[1], value)
