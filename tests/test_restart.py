@@ -72,6 +72,9 @@ def test_a_killed_rank_costs_the_steps_since_the_checkpoint_and_no_bit(here: Pat
     assert (first["reason"], first["rank"], first["reached_step"]) == ("died", 1, 5)
     assert first["saved_step"] == 3 and first["lost_steps"] == 2 and "died of SIGKILL" in first["what"]
     assert (second["reason"], second["from_step"], second["lost_steps"]) == ("done", 3, 0)
+    times = [one["seconds"] + one["input_seconds"] for one in run.metrics if "seconds" in one]
+    for entry, kept in ((first, times[:3]), (second, times[3:])):  # five steps were taken first, and three kept
+        assert entry["goodput"] == pytest.approx(sum(kept) / entry["seconds"], rel=0.01)
     summary = json.loads((run.folder / "summary.json").read_text())
     assert (summary["attempts"], summary["lost_steps"]) == (2, 2) and 0 < summary["goodput"] <= 1
     assert "going on from step 3" in capfd.readouterr().err

@@ -13,6 +13,7 @@ from typing import Any
 
 from shardwise.guard import points
 from shardwise.guard.diagnose import Deadlines
+from shardwise.ranks import attempts
 from shardwise.ranks.allocation import keep_freed_memory
 from shardwise.ranks.launchers import LaunchedPlace
 from shardwise.ranks.meet import MEET_S, meet
@@ -58,7 +59,10 @@ def _open_group(timeout_s: float | None, meet_s: float) -> None:
     elif place.launcher == "torchrun":  # its agent holds the store, and sets threads and local ranks
         local_rank = place.rank if place.local_rank is None else place.local_rank
         options |= {"rank": place.rank, "world_size": place.world_size}
-        dist.init_process_group(_backend(local_rank), init_method="env://", **options)
+        if attempts.has_agent():
+            agent = attempts.agent_store(place.rank, place.world_size)
+            options["store"] = attempts.fresh(agent, place.rank, place.world_size, meet_s)
+        dist.init_process_group(_backend(local_rank), **options)
     else:
         _meet(place, options, meet_s)
 

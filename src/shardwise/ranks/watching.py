@@ -15,6 +15,8 @@ from shardwise.guard import points, watcher
 from shardwise.guard.diagnose import Deadlines
 from shardwise.guard.records import RankRecord, memory_folder
 from shardwise.guard.stacks import answer_with_stacks
+from shardwise.ranks import attempts
+from shardwise.ranks.meet import MEET_S
 
 BEAT_S = 1.0
 
@@ -30,8 +32,11 @@ def be_watched(deadlines: Deadlines | None) -> None:
         return
     from shardwise.comm import recording
 
-    store = dist.PrefixStore("shardwise-watch", dist.distributed_c10d._get_default_store())
     host, rank, world = socket.gethostname(), dist.get_rank(), dist.get_world_size()
+    store = dist.distributed_c10d._get_default_store()
+    if attempts.has_agent() and not attempts.began():  # the script's own group, on a store that attempts share
+        store = attempts.fresh(store, rank, world, MEET_S)
+    store = dist.PrefixStore("shardwise-watch", store)
     if store.add(f"{host}/first", 1) == 1:
         folder = tempfile.mkdtemp(prefix="shardwise-", dir=memory_folder())
         watcher.start(folder, deadlines)

@@ -31,6 +31,7 @@ from shardwise.training.job import Job
 from shardwise.training.resume import home_of
 
 JOURNAL = "journal.jsonl"
+METRICS = "metrics.jsonl"
 FIRST_WAIT_S = 1.0
 MOST_WAIT_S = 60.0
 WRITERS_S = ALONE_S + 5.0
@@ -74,25 +75,17 @@ class _Attempts:
         self.budget: int = job.effective.config.train.restarts
         self.began = time.monotonic()
         self.entries: list[dict[str, Any]] = []
-        self._ahead = self._ahead_of(job.resume)
+        self._ahead = ahead_of(self.home, job.resume)
 
     # --- where the run stands
 
-    def _ahead_of(self, given: str | None) -> set[tuple[str, int]]:
-        """Checkpoints of this run that are newer than the one to go on from: of steps that are taken again."""
-        if given is None or place(given).parent.absolute() != self.home.absolute():
-            return set()
-        first = int(manifest.read(place(given)).fields["step"])
-        return {_identity(path) for path in publish.scan(self.home) if publish.step_of(path) > first}
-
     def checkpoint(self) -> Path | None:
         """The newest checkpoint of this run."""
-        return next((path for path in publish.scan(self.home) if _identity(path) not in self._ahead), None)
+        return _newest(self.home, self._ahead)
 
     def source(self) -> str | None:
-        """What the next attempt goes on from; the one that was asked for, until those ahead of it were set aside."""
-        there = {_identity(path) for path in publish.scan(self.home)}
-        return self.given_resume if self.checkpoint() is None or there & self._ahead else str(self.home)
+        """What the next attempt goes on from."""
+        return source_of(self.home, self.given_resume, self._ahead)
 
     def let_writers_end(self) -> None:
         """Wait for a checkpoint that the dead ranks' writers are about to publish, or give up."""
@@ -110,10 +103,13 @@ class _Attempts:
         steps = getattr(error, "steps", {})
         saved = self.saved_step()
         reached = self.job.steps if error is None else max(from_step, *steps.values(), 0) if steps else from_step
+        seconds = time.monotonic() - began
+        kept = _seconds_of_steps(self.job.folder / METRICS, from_step, reached if error is None else saved)
         return {
             "attempt": len(self.entries) + 1,
             "plan": str(self.job.effective.plan),
-            "seconds": round(time.monotonic() - began, 3),
+            "seconds": round(seconds, 3),
+            "goodput": round(min(1.0, kept / max(seconds, 1e-9)), 4),
             "from_step": from_step,
             "reached_step": reached,
             "saved_step": saved,
@@ -206,7 +202,7 @@ class _Attempts:
         """The summary with attempts, lost steps and goodput, in the run's folder too."""
         if summary.get("stopped") is not None:
             return summary
-        kept = _seconds_of_steps(self.job.folder / "metrics.jsonl")
+        kept = _seconds_of_steps(self.job.folder / METRICS, 0, self.job.steps)
         told = {
             "attempts": len(self.entries),
             "lost_steps": sum(entry["lost_steps"] for entry in self.entries),
@@ -217,15 +213,39 @@ class _Attempts:
         return summary
 
 
+def ahead_of(home: Path, given: str | None) -> set[tuple[str, int]]:
+    """Checkpoints of a run that are newer than the one to go on from: of steps that are taken again."""
+    if given is None or place(given).parent.absolute() != home.absolute():
+        return set()
+    first = int(manifest.read(place(given)).fields["step"])
+    return {_identity(path) for path in publish.scan(home) if publish.step_of(path) > first}
+
+
+def source_of(home: Path, given: str | None, ahead: set[tuple[str, int]]) -> str | None:
+    """What an attempt after the first goes on from: the run's newest checkpoint, once it has one of its own.
+
+    given   what the first was to go on from, which stands until those `ahead` of it were set aside
+    """
+    there = {_identity(path) for path in publish.scan(home)}
+    return given if _newest(home, ahead) is None or there & ahead else str(home)
+
+
+def _newest(home: Path, ahead: set[tuple[str, int]]) -> Path | None:
+    return next((path for path in publish.scan(home) if _identity(path) not in ahead), None)
+
+
 def _identity(checkpoint: Path) -> tuple[str, int]:
     """What tells a checkpoint from a later one of its name; in a store every name is its own."""
     return checkpoint.name, 0 if is_remote(checkpoint) else checkpoint.stat().st_ino
 
 
-def _seconds_of_steps(metrics: Path) -> float:
-    """Time in the steps that the run kept."""
-    records = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-    return sum(one["seconds"] + one["input_seconds"] for one in records if "seconds" in one)
+def _seconds_of_steps(metrics: Path, first: int, stop: int) -> float:
+    """Time in steps [first, stop) as the run kept them."""
+    lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
+    records = [json.loads(line) for line in lines if line.endswith("}")]  # a rank that died may have left half a line
+    return sum(
+        one["seconds"] + one["input_seconds"] for one in records if "seconds" in one and first <= one["step"] < stop
+    )
 
 
 @contextmanager

@@ -21,13 +21,15 @@ from shardwise.layout import Plan, check
 from shardwise.layout.elastic import smaller
 from shardwise.progress import line
 from shardwise.ranks import LaunchedPlace, here
+from shardwise.ranks.attempts import remember, remembered
 from shardwise.task import Task
 from shardwise.training.holding import LOCK, held
 from shardwise.training.job import Job, make_job
-from shardwise.training.restart import until_done
-from shardwise.training.resume import find_run, mark_stopped
+from shardwise.training.restart import ahead_of, source_of, until_done
+from shardwise.training.resume import find_run, home_of, mark_stopped
 
 LOGS = "ranks"
+RUN = "run"  # under which a launcher's ranks leave word of their run to those that are started after them
 
 
 @dataclass(frozen=True)
@@ -264,20 +266,37 @@ def _joined(job: Job, forecast: dict[str, Any] | None, resume: str | None) -> Ru
     with ExitStack() as stack:
         if rank == 0:
             try:
-                placed = _placed(job, resume)
+                placed = _placed_in_turn(job, resume)
                 placed = _with_notes(placed, stack.enter_context(held(placed.folder)))
             except InputError as problem:
                 error = str(problem)
         notes = list(placed.effective.notes)
-        told = gather_json([str(placed.folder), placed.resume, notes, error], everybody(), device)[0]
-        folder, source, notes, error = told
+        told = gather_json([str(placed.folder), placed.resume, placed.again, notes, error], everybody(), device)[0]
+        folder, source, again, notes, error = told
         if error:
             raise InputError(error)
-        job = job.with_(folder=Path(folder), resume=source, effective=replace(job.effective, notes=tuple(notes)))
+        effective = replace(job.effective, notes=tuple(notes))
+        job = job.with_(folder=Path(folder), resume=source, again=again, effective=effective)
         stack.enter_context(_kept_errors(job, f"error-rank{rank}.log"))
         summary = _here(job)
         _raise_stopped(job, summary)
         return Run(job.folder, _beside(job, forecast, summary) if rank == 0 else summary)
+
+
+def _placed_in_turn(job: Job, resume: str | None) -> Job:
+    """As `_placed`; in an attempt after the first of a launcher's job, the first one's folder and what it saved."""
+    before = remembered(RUN)
+    if before is not None and Path(json.loads(before)["folder"]).is_dir():
+        told = json.loads(before)
+        folder = Path(told["folder"])
+        home = home_of(job.effective, folder)
+        source = source_of(home, told["resume"], {(name, inode) for name, inode in told["ahead"]})
+        note = f"the launcher started this run again: it goes on in {folder}"
+        return _with_notes(job.with_(folder=folder, resume=source, again=True), [note])
+    placed = _placed(job, resume)
+    ahead = ahead_of(home_of(placed.effective, placed.folder), placed.resume)
+    remember(RUN, json.dumps({"folder": str(placed.folder), "resume": placed.resume, "ahead": sorted(ahead)}))
+    return placed
 
 
 @contextmanager
