@@ -134,6 +134,20 @@ CHANGES: dict[str, tuple[str, list[tuple[str, str]]]] = {
         ("        loss.backward()", "        loss = prepared.backward(loss)"),
         ("        nn.utils.clip_grad_norm_(model.parameters(), 1.0)", "        prepared.clip_grad_norm_(1.0)"),
     ]),
+    "fine_tuning": ("loader", [
+        ("        loss.backward()", "        loss = prepared.backward(loss, mean_over=len(labels))"),
+        ("        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
+         "        norm = prepared.clip_grad_norm_(1.0)"),
+    ]),
+    "dino": ("loader", [("        loss.backward()", "        loss = prepared.backward(loss)")]),
+    "truncated": ("loader", [
+        ("        loss.backward()", "        loss = prepared.backward(loss)"),
+        ("        nn.utils.clip_grad_norm_(model.parameters(), 0.25)", "        prepared.clip_grad_norm_(0.25)"),
+    ]),
+    "wasserstein": ("loader", [
+        ("        d_loss.backward()", "        d_loss = of_critic.backward(d_loss, mean_over=len(z))"),
+        ("            loss.backward()", "            loss = prepared.backward(loss, mean_over=len(z))"),
+    ]),
     "trainer": ("loader", [
         ("                loss.backward()", "                loss = prepared.backward(loss, mean_over=len(batch[0]))"),
     ]),
@@ -142,10 +156,12 @@ CHANGES: dict[str, tuple[str, list[tuple[str, str]]]] = {
 SECOND = {
     "gan": "of_judge = judge, judges, loader = shardwise.prepare(judge, judges, loader, plan={plan!r})",
     "actor_critic": "of_critic = critic, critics, loader = shardwise.prepare(critic, critics, loader, plan={plan!r})",
+    "wasserstein": "of_critic = critic, critics, loader = shardwise.prepare(critic, critics, loader, plan={plan!r})",
     "two_optimizers": "of_head = head, heads, loader = shardwise.prepare(head, heads, loader, plan={plan!r})",
 }
 WHOLE = ', loss_scope="global"'  # losses of whole batches
-OPTIONS = {"transformer_lm": ", batch_dim=1", "unet_dice": WHOLE, "contrastive": WHOLE, "mixup": WHOLE}
+OPTIONS = {"transformer_lm": ", batch_dim=1", "unet_dice": WHOLE, "contrastive": WHOLE, "mixup": WHOLE, "dino": WHOLE,
+           "truncated": ", batch_dim=1"}  # fmt: skip
 FIRST_LINE_OF_LOOP = "losses = []"
 EXTRA = {"unet": ",accumulate=2", "seq2seq": ",accumulate=2", "stream": ",accumulate=2"}
 
@@ -180,7 +196,7 @@ def run_script(path: str) -> dict[str, Any]:
     # FSDP2's hooks on the last loss know the model, whose class knows the script's names, the loss among them: a cycle
     # through autograd that Python's collector does not see
     for value in names.values():
-        if isinstance(value, FunctionType) and value.__module__ == "__main__":
+        if isinstance(value, FunctionType) and value.__globals__.get("__name__") == "__main__":
             value.__globals__.clear()
     return found
 
@@ -220,9 +236,11 @@ SHORT = [("char_gpt", PLANS_2[3]), ("char_gpt", PLANS_2[1]), ("causal_lm", PLANS
          ("reinforce", PLANS_2[2]), ("distillation", "dp_shard=4,zero=3"), ("neural_operator", PLANS_2[1]),
          ("augmented", PLANS_2[0]), ("unet_dice", "dp_replicate=4"),
          ("two_optimizers", PLANS_2[3]), ("lora", PLANS_2[3]), ("early_stopping", PLANS_2[1]),
-         ("actor_critic", PLANS_2[2]), ("stream", PLANS_2[3]), ("swa", PLANS_2[3])]  # fmt: skip
+         ("actor_critic", PLANS_2[2]), ("stream", PLANS_2[3]), ("swa", PLANS_2[3]),
+         ("fine_tuning", PLANS_2[2]), ("dino", PLANS_2[1]), ("truncated", PLANS_2[0]),
+         ("wasserstein", PLANS_2[2])]  # fmt: skip
 CUT = [("char_gpt", "tp=2,dp_shard=2"), ("causal_lm", "tp=2,sp=true"), ("image_classifier", "tp=2,dp_shard=2"),
-       ("unet", "tp=2,dp_shard=2"), ("diffusion", "tp=2"), ("seq2seq", "tp=2")]  # fmt: skip
+       ("unet", "tp=2,dp_shard=2"), ("diffusion", "tp=2"), ("seq2seq", "tp=2"), ("truncated", "tp=2")]  # fmt: skip
 SHARES = [("shifted_gpt", "cp=2"), ("weather", "domain=1x2"), ("segmentation", "domain=2,dp_replicate=2"),
           ("diffusion_unet", "domain=2,zero=3"), ("mixup", "dp_shard=2,zero=1")]  # fmt: skip
 # whose model is given a sequence, or a field
@@ -257,6 +275,10 @@ def refusal(name: str, plan: str) -> str | None:
         return "LBFGS's update"
     if name == "trainer" and plan_.tp > 1:
         return "the model is compiled"
+    if name == "dino" and plan_.tp > 1:
+        return "a parameter is read"
+    if name == "wasserstein" and plan_.zero == 3:
+        return "create_graph=True"
     return None
 
 

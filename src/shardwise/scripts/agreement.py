@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,9 @@ from shardwise.errors import InputError, RefusedPlan, RunError
 from shardwise.host import put, read, row_of
 from shardwise.scripts.additive import LossLook
 from shardwise.scripts.divisor import Divisor
+from shardwise.scripts.kept import Kept
+from shardwise.scripts.outside import Outside, refuse_apart
+from shardwise.scripts.outside import checksum as checksum_of
 from shardwise.step.control import Tally
 
 _KINDS = {"mean": 1.0, "sum": 2.0, "unknown": 3.0}
@@ -26,7 +30,7 @@ _WAYS = 2**_NUMBERS
 def compare(
     engine: Engine, forms: list[tuple[Divisor, int]], tally: Tally, checksum: int,
     over: tuple[Divisor, float] | None, *, generators: bool, look: LossLook | None,
-    whole: bool,
+    whole: bool, kept: Kept | None = None, entered: Sequence[Outside] = (),
 ) -> None:  # fmt: skip
     """Raise what would differ from one process. One small collective.
 
@@ -36,6 +40,7 @@ def compare(
     over        of a loss with a weight: what it was divided by, and the weight that was given
     generators  draws are those of one process, so torch's generators must stand alike
     look        at losses, which all ranks take where one asks for it
+    kept, entered  what the step's losses were computed from that came from outside of it
     whole       every rank of the data axis computes the loss of all samples
     """
     kind = max((_KINDS[form.kind] for form, _ in forms), default=0.0)
@@ -47,9 +52,10 @@ def compare(
     generator = _generators(engine.device) if generators else 0
     wanted = look is not None and look.wanted
     row = [kind, first, float(tally.samples), wanted, checksum, generator, settings, *_by_samples(forms), *_given(over)]
+    row += [float(engine.mesh.data.ranks[0]), float(checksum_of(entered))]
     rows = read(gather_rows(put(row, engine.device), engine.mesh.world), "a script's samples and means")
     gathered = torch.tensor(rows, dtype=torch.float64)
-    table, means, given = gathered[:, :7], gathered[:, 7 : 7 + _WAYS], gathered[:, 7 + _WAYS :]
+    table, means, given = gathered[:, :7], gathered[:, 7 : 7 + _WAYS], gathered[:, 7 + _WAYS : -2]
     kinds_apart, _, _, _, batches_apart, generators_apart, settings_apart = (table != table[0]).any(dim=0).tolist()
     numbers_apart = bool((means != means[0]).any(dim=0).all())
     if look is not None:
@@ -66,6 +72,8 @@ def compare(
             "rank), or a dataset that draws while it reads (give the loader num_workers=1, or the dataset a generator "
             'of its own); or use prepare(..., randomness="fast")'
         )
+    if kept is not None and _apart_in_groups(gathered[:, -2:]):
+        refuse_apart(engine.mesh, kept.shapes, entered)
     if settings_apart:
         rates = gather_json([float(group.get("lr", 0.0)) for group in groups], engine.mesh.world, engine.device)
         told = "; ".join(f"{', '.join(f'{rate:g}' for rate in mine)} on rank {rank}" for rank, mine in enumerate(rates))
@@ -80,6 +88,11 @@ def compare(
     for axis in (engine.mesh.tp, *engine.mesh.inner, *([engine.mesh.data] if whole else [])):
         if axis.size > 1:
             _same_losses(engine, tally, axis)
+
+
+def _apart_in_groups(pairs: torch.Tensor) -> bool:
+    """Whether rows whose first number is the same have another second one."""
+    return len(pairs.unique(dim=0)) > len(pairs[:, 0].unique())
 
 
 def _by_samples(forms: list[tuple[Divisor, int]]) -> list[float]:

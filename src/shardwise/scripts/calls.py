@@ -37,13 +37,16 @@ from shardwise.scripts.dealt import Dealt, deal
 from shardwise.scripts.divisor import Held
 from shardwise.scripts.draws import SampleDraws
 from shardwise.scripts.guard import TAKEN, Gate
+from shardwise.scripts.kept import Kept
 from shardwise.scripts.loader import Events, PartLoader
 from shardwise.scripts.lookout import look_at_model
 from shardwise.scripts.meeting import Meeting
+from shardwise.scripts.outside import Outside
 from shardwise.scripts.reading import share_generators
 from shardwise.scripts.saying import Notices, line_of_script, names_line
 from shardwise.scripts.shares import Door
 from shardwise.scripts.spread import seen_outside, tensors_of
+from shardwise.scripts.start import is_compiled
 from shardwise.scripts.tape import tensors_in
 from shardwise.scripts.whole_batch import WholeBatch
 from shardwise.trace.deferred import seed_of
@@ -89,6 +92,11 @@ class Calls(Events):
         self.loss_look: LossLook | None = leader.loss_look if leader is not None else None
         if leader is None and mesh.data.size > 1 and check and self.whole is None:
             self.loss_look = LossLook(mesh.device)
+        self.kept: Kept | None = leader.kept if leader is not None else None
+        hidden = randomness == "fast" and is_compiled(model)  # a compiler would follow what follows it
+        if leader is None and mesh.data.size > 1 and self.whole is None and not hidden:
+            self.kept = Kept(mesh, self.told)
+        self._entering: frozenset[Outside] = frozenset()  # with the arguments of the call under way
         self._watched = SampleDraws() if randomness == "global" and mesh.gradients.size > 1 else None
         self.dealt: Dealt | None = leader.dealt if leader is not None else None
         self.checksum = 0  # of all samples so far
@@ -153,6 +161,9 @@ class Calls(Events):
                 each.engine.state.phase.stand_in = dealt.part.count == 0
         if self.leader._watched is not None:
             self.leader._watched.dim = dim or 0
+        if self.kept is not None:
+            models = [each.model for each in self.together]
+            self.kept.begin(batch, dealt.held, dim, even=dealt.even, models=models)
         self.resume()
         if self.loss_look is not None:
             self.loss_look.begin(batch, dealt.held.count, dim, every=dealt.several)
@@ -170,6 +181,8 @@ class Calls(Events):
     def _no_look(self) -> None:
         if self.loss_look is not None:
             self.loss_look.end()
+        if self.kept is not None:
+            self.kept.end()
 
     def resume(self) -> None:
         """Watch draws for the samples of the batch at hand."""
@@ -193,6 +206,8 @@ class Calls(Events):
         self._ends.clear()
         if all(each._done for each in self.together):
             self.suspend()
+            if self.kept is not None:
+                self.kept.after = True
 
     # --- the model
 
@@ -203,6 +218,8 @@ class Calls(Events):
         gathers  every forward needs all ranks, not only one in training
         """
         self.engine, self._meeting, self._gate, self.gathers = engine, meeting, gate, gathers
+        if self.kept is not None:
+            self.kept.go_on()
         engine.state.phase.stand_in = self.part is not None and self.part.count == 0
         positions = engine.state.forward.positions
         self._door = Door(self.model, positions) if positions is not None else None
@@ -218,6 +235,8 @@ class Calls(Events):
         if self._away:
             return args, kwargs
         self.inside += 1
+        if self.kept is not None and self.inside == 1:
+            self._entering = self.kept.enter((args, kwargs), self.model)
         trains = module.training and torch.is_grad_enabled()
         if self._meeting is not None and (self.gathers or trains):
             self._meeting.passes(f"a forward {'in training' if trains else 'without gradients'}")
@@ -229,6 +248,8 @@ class Calls(Events):
         if not trains:
             return self._cut(args, kwargs)
         self.called = True
+        if self.kept is not None:
+            self.kept.after = False
         self.resume()
         if not self._looked:
             self._looked = True
@@ -305,6 +326,8 @@ class Calls(Events):
             if self.loss_look is not None:
                 output = self.loss_look.leave(output)
             self._ends += [tensor.grad_fn for tensor in tensors_of(output) if tensor.grad_fn is not None]
+        if self.kept is not None and not self.inside:
+            self.kept.leave(output, self._entering, self.model)
         return output
 
     def held_by(self, loss: torch.Tensor) -> Held:

@@ -103,16 +103,14 @@ class SampleDraws(TorchDispatchMode):
             if at is None:
                 return tensor
             found.append(at)
-            wide = tensor[_rows(at, 0, 1)].expand(*tensor.shape[:at], total, *tensor.shape[at + 1 :]).clone()
-            wide[_rows(at, low, rows)] = tensor
-            return wide
+            return _among(tensor, at, low, total)
 
         names = [argument.name for argument in func._schema.arguments]
         sized = {name for name in ("size", "shape") if name in names}
         given = dict(zip(names, args, strict=False)) | kwargs
         if func.overloadpacket is torch.ops.aten.randperm and given["n"] == rows and total > rows:
             raise RefusedPlan(_MIXES)
-        if all(given.get(name, 1) == 0 for name in _INERT if name in given) and any(n in given for n in _INERT):
+        if _is_off(func, given):
             return func(*args, **kwargs)
         wide_args = [size(value) if name in sized else value for name, value in zip(names, args, strict=False)]
         wide_args, wide_kwargs = tree_map_only(torch.Tensor, whole, (wide_args, dict(kwargs)))
@@ -150,6 +148,26 @@ class SampleDraws(TorchDispatchMode):
             "samples of this rank, so which of one process's numbers belong to them is not known: draw with samples "
             'first, switch the dropout off, or use prepare(..., randomness="fast")'
         )
+
+
+def _among(tensor: torch.Tensor, at: int, low: int, total: int) -> torch.Tensor:
+    """The tensor with `total` samples along `at`, its own from `low` on.
+
+    Its dims lie in memory in the order of the tensor's, in which numbers are drawn into it.
+    """
+    dims = list(range(tensor.dim()))
+    order = sorted(dims, key=lambda dim: (-tensor.stride(dim), tensor.shape[dim] == 1))
+    as_it_lies = order == dims or 0 in tensor.stride()  # expanded: in no order
+    mine, at = (tensor, at) if as_it_lies else (tensor.permute(order), order.index(at))
+    wide = mine[_rows(at, 0, 1)].expand(*mine.shape[:at], total, *mine.shape[at + 1 :]).clone()
+    wide[_rows(at, low, mine.shape[at])] = mine
+    return wide if as_it_lies else wide.permute([order.index(dim) for dim in dims])
+
+
+def _is_off(func: Any, given: dict) -> bool:
+    """Whether a random op draws nothing: its dropout is 0."""
+    off = [given.get(one.name, one.default_value) for one in func._schema.arguments if one.name in _INERT]
+    return bool(off) and all(isinstance(value, int | float) and value == 0 for value in off)
 
 
 def _rows(dim: int, low: int, count: int) -> tuple[slice, ...]:

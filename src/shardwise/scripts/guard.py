@@ -7,7 +7,7 @@ Under zero=1 and 2 (and with masters of their own) a parameter has no gradient t
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,13 +19,14 @@ from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
 from shardwise.parallel.flat import Flat
 from shardwise.part import with_summed_gradient
+from shardwise.part.tensor import FUNCTIONS
 from shardwise.scripts.saying import names_line
 from shardwise.trace.leaves import replaced
 
 _PROPERTIES = {
     "size", "dim", "stride", "is_contiguous", "is_floating_point", "is_complex", "requires_grad_", "register_hook",
     "register_post_accumulate_grad_hook", "element_size", "storage_offset", "untyped_storage", "data_ptr", "__hash__",
-    "get_device", "__delete__", "backward", "has_names", "is_shared",
+    "get_device", "__delete__", "backward", "has_names", "is_shared", "new_zeros", "new_ones", "new_empty", "new_full",
 }  # fmt: skip
 OF_A_SHARE = (
     "a parameter is read ({}), of which this rank holds a share: its whole value is in prepared.parameters() (on every "
@@ -36,6 +37,10 @@ TAKEN = (
     "torch.autograd.grad(..., parameters): what it gives is the gradient of this rank's samples alone, or of its part "
     "of the batch, and no rank has one process's: weigh losses by their values (prepared.sum), or read param.grad "
     "after prepared.backward under dp_replicate"
+)
+_LEFT = (
+    "a parameter is used ({}) that was the model's before prepare and is no more: the plan put another in its place. "
+    "Take model.parameters() anew in each step"
 )
 _COPYING = 4  # the protocol of copy.deepcopy; torch.save has a lower one
 
@@ -78,13 +83,15 @@ def guard_gradients(
         if summed or beside:
             _count_once(model, gate, summed, beside, inside, nn.Parameter)
         return gate
+    if shares:
+        FUNCTIONS[torch.autograd.grad] = _grad_beside_weights
     own = torch.Tensor.grad
 
     class InPieces(nn.Parameter):
         @property
         def grad(self) -> torch.Tensor | None:
             if not gate.is_open:
-                raise RefusedPlan(
+                _raise(
                     "param.grad: under this plan gradients are in pieces, not in the model's parameters: clip with "
                     "prepared.clip_grad_norm_(max_norm); for anything else on gradients use dp_replicate"
                 )
@@ -106,11 +113,19 @@ def guard_gradients(
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
 
+    class Uncut(InPieces):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            if func is torch.autograd.grad and not gate.is_open:
+                _raise(TAKEN)
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+
     for name, param in model.named_parameters():
         if param.requires_grad and type(param) is nn.Parameter:
-            param.__class__ = Share if name in shares else InPieces
+            param.__class__ = Share if name in shares else Uncut if shares else InPieces
     if summed or beside:
-        _count_once(model, gate, summed, beside, inside, InPieces)
+        _count_once(model, gate, summed, beside, inside, Uncut if shares else InPieces)
     return gate
 
 
@@ -125,6 +140,8 @@ def _count_once(
         def __torch_function__(cls, func, types, args=(), kwargs=None):
             kwargs = kwargs or {}
             reads = reads_values(func) and getattr(func, "__name__", "") != "__set__"
+            if func is torch.autograd.grad and not gate.is_open:
+                _raise(TAKEN)
             with torch._C.DisableTorchFunctionSubclass():
                 if reads and not gate.is_open and torch.is_grad_enabled():
                     modules = inside() or torch._C._current_graph_task_id() != -1  # or a block that runs again
@@ -135,6 +152,39 @@ def _count_once(
     for param in model.parameters():
         if param.requires_grad and type(param) is base:
             param.__class__ = Once
+
+
+def retire(left: Iterable[nn.Parameter], gate: Gate) -> None:
+    """Make parameters raise that the model had before the plan replaced them: their gradients never come."""
+
+    class Left(nn.Parameter):
+        @property
+        def grad(self) -> torch.Tensor | None:
+            if not gate.is_open:
+                _raise(_LEFT.format("grad"))
+            return torch.Tensor.grad.__get__(self)
+
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            if not gate.is_open and reads_values(func):
+                _raise(_LEFT.format(getattr(func, "__name__", func)))
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+
+    for param in left:
+        if type(param) is nn.Parameter:
+            param.__class__ = Left
+
+
+@names_line
+def _grad_beside_weights(*args: Any, **kwargs: Any) -> Any:
+    """`torch.autograd.grad`, which is given a weight as the model shows it: a part that is made anew for each read."""
+    try:
+        return torch.autograd.grad(*args, **kwargs)
+    except RuntimeError as error:
+        if "not have been used" not in str(error):
+            raise
+        raise RefusedPlan(TAKEN) from error
 
 
 @names_line

@@ -99,7 +99,7 @@ def _with_gradients(
     """A method that goes through the model's own call is right as it is; one that uses its weights beside it is not."""
     prepared.calls.in_method += 1
     try:
-        return method(module, *args, **kwargs)
+        return tree_map_only(DTensor, lambda one: one.full_tensor(), method(module, *args, **kwargs))
     except RefusedPlan:
         raise
     except RuntimeError as error:

@@ -3,6 +3,7 @@
     gradient and learning rate are not zero, and nothing moves     the optimizer holds other tensors than the plan
     the model's parameter is not the one that the plan trains      converted, replaced or unfrozen after `prepare`
     ranks that hold the same weights come to others                something moved on one rank alone
+    a buffer is another on ranks with other samples                the model's forward writes it from a rank's samples
 
 Looked at are the elements with the largest gradients, and a few of each weight. In the first step, gradients that are
 rounding beside the rest, and that the optimizer scales up (Adam divides by their own size), are told.
@@ -19,13 +20,15 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.comm import gather_json, gather_rows
 from shardwise.engine.engine import Engine
-from shardwise.errors import InputError, RunError
+from shardwise.errors import InputError, RefusedPlan, RunError
 from shardwise.host import put
 from shardwise.parallel.slots import Slot
+from shardwise.part.levels import Distributed
 
 _STEPS = 3
 _AGAIN = 50  # steps from one look at whose parameters the model has to the next
 _FEW = 16  # elements of a tensor
+_MANY = 2**16  # of a buffer, of which a step may change a few rows
 _ROUNDING = 1e-5  # of the largest gradient
 
 
@@ -41,6 +44,7 @@ class FirstSteps:
         mesh, plan = engine.mesh, engine.plan
         pieces = plan.zero == 3 or plan.ep > 1
         self._holding = mesh.tp.index * mesh.shard.size + (mesh.shard.index if pieces else 0)  # equal: the same weights
+        self._place = mesh.tp.index * mesh.shard.size + (mesh.shard.index if plan.ep > 1 else 0)  # the same buffers
 
     @torch.no_grad()
     def before(self) -> None:
@@ -78,7 +82,15 @@ class FirstSteps:
             self._should |= rate * gradient > least
             sizes[slot.name] = (gradient, change / rate if rate else 0.0)
         device, world = self.engine.device, self.engine.mesh.world
-        row = [self._moved, self._should, self._digest(), self._holding, *_largest(sizes)]
+        row = [
+            self._moved,
+            self._should,
+            self._digest(),
+            self._holding,
+            *_largest(sizes),
+            self._place,
+            _check(self._buffers()),
+        ]
         sent = put([float(value) for value in row], device)
         table = gather_rows(sent, world).cpu()
         if self._steps == _STEPS and not bool(table[:, 0].any()) and bool(table[:, 1].any()):
@@ -87,6 +99,7 @@ class FirstSteps:
                 "zero: the optimizer's step() does nothing to the tensors that the plan gave it"
             )
         self._check_same(table)
+        self._check_buffers(table)
         if self._steps == 1 and self.engine.state.precision.compute.itemsize <= 4:
             return self._rounding(sizes, float(table[:, 4].max()), float(table[:, 5].max()))
         return []
@@ -136,6 +149,33 @@ class FirstSteps:
                     "settings or state, on one rank alone"
                 )
 
+    def _buffers(self) -> dict[str, int]:
+        """Of each buffer that is saved with the weights, a number for its elements as this rank has them."""
+        found = {}
+        for path, module in self.engine.module.named_modules():
+            for name, buffer in module._buffers.items():
+                if _is_saved(module, name, buffer):
+                    found[f"{path}.{name}" if path else name] = zlib.crc32(_few(buffer, _MANY))
+        return found
+
+    def _check_buffers(self, table: torch.Tensor) -> None:
+        """Raise `RefusedPlan` where ranks that should have the same buffers have others. Collective."""
+        if len(table[:, 6:].unique(dim=0)) == len(table[:, 6].unique()):
+            return
+        told = gather_json([self._place, self._buffers()], self.engine.mesh.world, self.engine.device)
+        for rank, (place, theirs) in enumerate(told):
+            first, (_, expected) = next((n, one) for n, one in enumerate(told) if one[0] == place)
+            apart = [name for name in expected if theirs.get(name) != expected[name]]
+            if apart:
+                raise RefusedPlan(
+                    f"after step {self._steps} the buffer '{apart[0]}' ({len(apart)} in all) is another on rank {rank} "
+                    f"than on rank {first}: the model's forward makes it of the samples that it is given, of which "
+                    "each rank has a part, where one process makes it of all (a codebook, a queue, a running mean): "
+                    "write it in the script instead, from outputs of all samples "
+                    '(prepare(..., loss_scope="global")) or from prepared.sum(tensor); or add up what it is made of '
+                    "by torch.distributed.all_reduce in the forward"
+                )
+
     def _rounding(self, sizes: dict[str, tuple[float, float]], gradient: float, change: float) -> list[str]:
         """A notice on gradients that are rounding beside the largest, and move their weights as far as others do."""
         mine = [n for n, (g, c) in sizes.items() if 0 < g < _ROUNDING * gradient and c > 1e-2 * change]
@@ -169,9 +209,18 @@ def _largest(sizes: dict[str, tuple[float, float]]) -> list[float]:
     return [max((pair[at] for pair in sizes.values()), default=0.0) for at in (0, 1)]
 
 
-def _few(param: nn.Parameter) -> bytes:
-    flat = _flat(param)
-    few = flat[:: max(1, flat.numel() // _FEW)][:_FEW].cpu().contiguous()
+def _is_saved(module: nn.Module, name: str, buffer: Any) -> bool:
+    held = buffer is not None and buffer.layout is torch.strided and not isinstance(buffer, Distributed)
+    return held and name not in module._non_persistent_buffers_set
+
+
+def _check(found: dict[str, int]) -> int:
+    return zlib.crc32(repr(sorted(found.items())).encode())
+
+
+def _few(tensor: torch.Tensor, most: int = _FEW) -> bytes:
+    flat = _flat(tensor)
+    few = flat[:: max(1, flat.numel() // most)][:most].cpu().contiguous()
     return few.view(torch.uint8).numpy().tobytes() if few.numel() else b""
 
 

@@ -39,9 +39,9 @@ from shardwise.ranks.launchers import own_device
 from shardwise.scripts import optimizer as optimizers
 from shardwise.scripts.agreement import same_given
 from shardwise.scripts.calls import Calls, leader_of
-from shardwise.scripts.guard import Gate, guard_conversion, guard_copies, guard_gradients
+from shardwise.scripts.guard import Gate, guard_conversion, guard_copies, guard_gradients, retire
 from shardwise.scripts.held import hold
-from shardwise.scripts.loader import PartLoader, Reads
+from shardwise.scripts.loader import Events, PartLoader, Reads
 from shardwise.scripts.meeting import Meeting
 from shardwise.scripts.methods import guard_methods, read_whole
 from shardwise.scripts.moved import FirstSteps
@@ -172,10 +172,13 @@ class Prepared(Stepping):
         """Put the model's weights where the plan has them. Collective."""
         model, plan, mesh = self.model, self.plan, self.mesh
         self.calls.suspend()
+        if self.calls.kept is not None:
+            self.calls.kept.pause()
         Gathers.told = None  # what is tried is the model, in which nothing is gathered
         call = shared_call(args, kwargs or {}, mesh.world, mesh.device) if waits_for_call(plan) else None
         samples = self.calls.samples_of_rank_0() if call is not None else None
         training = {child: child.training for child in model.modules()}
+        whole = list(model.parameters())
         before = states_of(self.optimizer, self.all_names)
         if mesh.world.size > 1:
             same_given("prepare: the optimizer's state", before, mesh.world, mesh.device)
@@ -211,6 +214,8 @@ class Prepared(Stepping):
         for buckets in buckets_of(engine):
             buckets.asleep = True
         self._first = FirstSteps(engine, self._groups)
+        now = {id(param) for param in model.parameters()}
+        retire((param for param in whole if id(param) not in now), self._gate)
         self.built = options_of(engine)
         if in_pieces or mesh.inner:
             guard_methods(self)
@@ -276,9 +281,9 @@ class Prepared(Stepping):
         """Another loader (held-out data), cut like the main one. A rank without a sample gets a stand-in: its
         `part.count` is 0, and must then not be counted.
         """
-        return self._cut(loader, None, "part")
+        return self._cut(loader, self.calls.kept, "part")
 
-    def _cut(self, loader: Any, events: Calls | None, reads: Reads) -> PartLoader:
+    def _cut(self, loader: Any, events: Events | None, reads: Reads) -> PartLoader:
         place = (0, 1) if self.calls.whole is not None else (self.mesh.data.index, self.mesh.data.size)
         return PartLoader(loader, *place, events, reads, self._batch_dim)
 

@@ -33,6 +33,7 @@ from shardwise.scripts.divisor import Divisor, divisor_of, refuse_division
 from shardwise.scripts.guard import RefusedScaler
 from shardwise.scripts.held import WeightAccess
 from shardwise.scripts.moved import FirstSteps
+from shardwise.scripts.outside import Outside
 from shardwise.scripts.saying import Notices, names_line
 from shardwise.scripts.state import open_doors
 from shardwise.step.control import Tally
@@ -68,6 +69,7 @@ class Stepping(WeightAccess):
         self._forms: list[tuple[Divisor, int]] = []  # what losses are means over, and the samples that ranks hold
         self._given: str | None = None
         self._over: tuple[Divisor, float] | None = None  # of the step's first loss with a weight
+        self._entered: list[Outside] = []  # the losses of this step, from outside of it
         self._square: torch.Tensor | None = None  # of this rank's gradients, when they were whole
         self.loss = torch.tensor(float("nan"))  # of the last whole step, over all ranks
 
@@ -102,9 +104,11 @@ class Stepping(WeightAccess):
         together = self._together(also)
         for each in together:
             each._ready()
-        engine, part = self.engine, self.calls.part
         if self.calls.gathers:
             self._passes("prepared.backward(...)")
+        engine, part = self.engine, self.calls.part
+        if self.calls.kept is not None:
+            self._entered += self.calls.kept.entered(loss)
         self._look_at_loss(loss, weight if mean_over is None else mean_over)
         loss, weight, mean_over = whole(loss).reshape(()), plain(weight), plain(mean_over)
         if self._of_whole_batches:
@@ -227,13 +231,20 @@ class Stepping(WeightAccess):
             torch._foreach_mul_(gradients, factor)
         return torch.tensor(self.grad_norm)
 
-    def sum(self, *values: torch.Tensor | float) -> list[float]:
-        """Each number's sum over the ranks that hold different samples. Collective."""
+    @names_line
+    def sum(self, *values: torch.Tensor | float) -> list[Any]:
+        """Each value's sum over the ranks that hold different samples: of a number a float, of a tensor with dims a
+        tensor of its shape, without gradient. Collective.
+        """
         self._passes("prepared.sum(...)")
-        row = row_of([whole(value) for value in values], self.mesh.device)
-        if self._of_whole_batches:
-            return read(row, "a script's numbers")
-        return read(gather_rows(row, self.mesh.data).sum(dim=0), "a script's sums")
+        given: list[Any] = [whole(value).detach() if isinstance(value, torch.Tensor) else value for value in values]
+        rows = [_as_row(value, self.mesh.device) for value in given]
+        row = torch.cat(rows) if rows else row_of([], self.mesh.device)
+        total = row if self._of_whole_batches else gather_rows(row, self.mesh.data).sum(dim=0)
+        parts = list(zip(total.split([len(one) for one in rows]), given, strict=True))
+        plain = [part for part, value in parts if _is_number(value)]
+        numbers = iter(read(torch.cat(plain), "a script's sums") if plain else [])
+        return [next(numbers) if _is_number(value) else part.view(value.shape).to(value) for part, value in parts]
 
     # --- a step
 
@@ -318,11 +329,13 @@ class Stepping(WeightAccess):
         """Sum gradients over ranks and divide them; first compare what ranks must agree on."""
         assert self._tally is not None
         engine, tally = self.engine, self._tally
+        if self.calls.kept is not None:
+            self.calls.kept.refuse_steered(self.optimizer)
         if engine.world_size > 1:
             compare(
                 engine, self._forms, tally, self.calls.checksum, self._over,
                 generators=self.calls.randomness == "global", look=self.calls.loss_look,
-                whole=self._of_whole_batches,
+                whole=self._of_whole_batches, kept=self.calls.kept, entered=self._entered,
             )  # fmt: skip
         with self._gate.open():
             result, self._usable = complete(engine.state, tally)
@@ -389,7 +402,7 @@ class Stepping(WeightAccess):
         with self._gate.open():
             self.engine.technique.start_step()
         self._tally, self._micro, self._finished, self._stepped = None, 0, False, False
-        self._forms, self._given, self._over = [], None, None
+        self._forms, self._given, self._over, self._entered = [], None, None, []
 
     def _hook_optimizer(self) -> None:
         open_doors(self)
@@ -428,6 +441,14 @@ def _check_loss(loss: Any) -> None:
         raise InputError(f"{what}, got shape {tuple(loss.shape)}: give its .mean(), or its .sum() and how many count")
     if not loss.requires_grad:
         raise InputError(f"{what}, and this one does not: compute it outside no_grad, without .detach()")
+
+
+def _as_row(value: Any, device: torch.device) -> torch.Tensor:
+    return row_of([value], device) if _is_number(value) else value.to(device, torch.float64).reshape(-1)
+
+
+def _is_number(value: Any) -> bool:
+    return not isinstance(value, torch.Tensor) or not value.dim()
 
 
 def _check_number(given: Any, name: str) -> None:

@@ -16,8 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map_only
+
+from shardwise.part.levels import Distributed
 
 _NUMBERS = {"item", "__int__", "__float__", "__index__"}
 
@@ -65,7 +68,7 @@ class LossTape(TorchFunctionMode):
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         first = args[0] if args and isinstance(args[0], torch.Tensor) else None
-        before = first.detach().clone() if first is not None and _writes(name) else None
+        before = first.detach().clone() if first is not None and writes(name) else None
         stood = torch.get_rng_state()
         output = func(*args, **kwargs)
         if name in _NUMBERS and isinstance(output, int | float) and not self.inside:
@@ -88,6 +91,8 @@ class LossTape(TorchFunctionMode):
                 continue
             if one.before is not None:
                 known[id(one.args[0])] = known.get(id(one.args[0]), one.before).clone()
+            if any(_is_freed(tensor) for tensor in tensors_in((now(one.args), now(one.kwargs)))):
+                raise RuntimeError("a weight in them is not gathered any more")  # by a unit of zero=3
             enabled, dtype = one.autocast
             with torch.set_grad_enabled(one.gradients), torch.autocast(self.kind, dtype=dtype, enabled=enabled):
                 output = one.function(*now(one.args), **now(one.kwargs))
@@ -137,6 +142,12 @@ def _leaves(tree: Any) -> list[Any]:
     return tree_flatten(dict(tree) if isinstance(tree, Mapping) else tree)[0]
 
 
-def _writes(name: str) -> bool:
+def _is_freed(tensor: torch.Tensor) -> bool:
+    if isinstance(tensor, Distributed | DTensor) or tensor.layout is not torch.strided or tensor.is_meta:
+        return False
+    return tensor.numel() > 0 and tensor.untyped_storage().size() == 0
+
+
+def writes(name: str) -> bool:
     """Whether an operation of this name may write into its first argument: add_, __setitem__, __iadd__."""
     return (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or name.startswith("__i")

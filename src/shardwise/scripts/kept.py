@@ -1,0 +1,378 @@
+"""Notice what a script keeps from step to step and computes losses from, where ranks keep different things.
+
+    centers, queue, baseline        made of this rank's samples in one step
+             |
+    loss of a later step            enters beside the batch and the model's outputs: compared over ranks
+
+Between a batch and its backward, each tensor and number that enters the script's operations and was not made of the
+batch, of draws or of the model's outputs comes from outside. Those that the loss is computed from are compared by a
+digest, which goes with the step's other numbers. Constants, frozen teachers, averages of weights and what was summed
+over ranks are alike; centers of classes, queues and running means of a rank's own samples are not.
+
+A recurrent model's state goes on with its samples: rows that the model gave and is given again are left alone. Numbers
+that may be of this batch (something was read by `.item()` before, ranks have unequal parts, a batch is no tensors) are
+not compared, since nothing tells them from what was kept.
+
+What this does not do: see what the model keeps in attributes of its own (its buffers are compared, `moved`), or what is
+alike on all ranks and another than one process's (a count of samples).
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import weakref
+import zlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import CodeType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten
+
+import shardwise
+from shardwise.layout.dealing import Share
+from shardwise.mesh import Mesh
+from shardwise.part.levels import Distributed
+from shardwise.scripts import tape
+from shardwise.scripts.guard import reads_values
+from shardwise.scripts.loader import Events
+from shardwise.scripts.outside import Outside, digest, has_memory, held_of, number_of, with_line
+from shardwise.scripts.saying import Notices, line_of_script
+from shardwise.scripts.tape import tensors_in, writes
+
+_OFTEN = 4  # times that a tensor is looked at each time it has changed; then at every power of two
+_COUNTS = {"__len__", "numel", "nelement", "ndimension", "__format__", "__repr__", "__str__"}  # no elements in them
+_STEERS = (
+    "a number is read that the script adds up over steps from this rank's samples alone: where it steers the run (a "
+    "learning rate by tokens seen, a stop), one process has that of all samples: add up prepared.sum(n)[0] instead"
+)
+_OTHER_ROWS = (
+    "the model is given a tensor of shape {} that it gave in an earlier step (a hidden state) for {}, and this rank's "
+    "part of this batch is {}: its rows go with other samples. Where ranks would have one sample of a batch, those on "
+    "which the loss is looked at are dealt two to a rank: prepare(..., check_loss=False) leaves that out"
+)
+_OVERWRITES = {"copy_", "zero_", "fill_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_"}
+_PASSAGE, _OURS, _SCRIPT = range(3)
+_KINDS: dict[CodeType, int] = {}  # whose code it is
+_HERE, _TORCH = (str(Path(module.__file__ or "").parent) for module in (shardwise, torch))
+_ENGINES = (f"{_TORCH}/distributed/", f"{_TORCH}/optim/")
+
+
+class _Made(NamedTuple):
+    """A tensor of this step. `own`: made of this rank's samples."""
+
+    tensor: weakref.ref[torch.Tensor]
+    own: bool
+    of: frozenset[Outside]
+
+
+class _Looked(NamedTuple):
+    """A tensor from outside, when it was last looked at."""
+
+    tensor: weakref.ref[torch.Tensor]
+    version: int
+    times: int
+    check: int
+    like: tuple[float, float]
+
+
+class Kept(TorchFunctionMode, Events):
+    """Follows a loop from its batches to its losses. One for all models of the loop."""
+
+    def __init__(self, mesh: Mesh, told: Notices) -> None:
+        super().__init__()
+        self._mesh, self._told = mesh, told
+        self.on = False  # between a batch and the next
+        self.after = False  # its backward is over
+        self.inside = 0  # the model's own forward, how deep
+        self._entered = False
+        self._made: dict[int, _Made] = {}
+        self._before: dict[int, _Made] = {}  # of earlier steps
+        self._others: dict[int, weakref.ref[torch.Tensor]] = {}  # of other loaders' batches
+        self._given: list[tuple[StorageWeakRef, int, Share]] = []  # what models gave, and for which samples
+        self._looked: dict[int, _Looked] = {}
+        self._parameters: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._weights: set[int] = set()  # storages of the parameters
+        self._tensors_alone = self._even = True
+        self._read_at = ""  # where a number was read since the last step that is added up from own samples
+        self._settings: Any = None  # of the optimizer, in the last step
+        self._read = False  # a number was read from this rank's samples
+        self._held, self._dim, self._generators = Share(None, 0, 0, 0), 0, 0
+        self.shapes: list[list[int]] = []  # of the tensors of the batch at hand
+
+    # --- the loop
+
+    def begin(self, batch: Any, held: Share, dim: int | None, *, even: bool, models: Iterable[torch.nn.Module]) -> None:
+        """A batch is handed out, of which this rank holds `held`; `even`: as many as every other."""
+        self.end()
+        self._before |= self._made
+        self._before = {key: known for key, known in self._before.items() if known.tensor() is not None}
+        self._given = [pair for pair in self._given if not pair[0].expired()]
+        self._looked = {key: one for key, one in self._looked.items() if one.tensor() is not None}
+        weights = [one for model in models for one in model.parameters()]
+        self._parameters = {id(one): weakref.ref(one) for one in weights}
+        self._weights = {one.untyped_storage()._cdata for one in weights}
+        self._made.clear()
+        leaves = tree_flatten(dict(batch) if isinstance(batch, Mapping) else batch)[0]
+        self._tensors_alone = all(leaf is None or isinstance(leaf, torch.Tensor) for leaf in leaves)
+        self._even, self._read, self._held, self._dim = even, False, held, dim or 0
+        self.shapes = [list(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        self._generators = _generators()
+        for tensor in tensors_in(batch):
+            self._add(tensor, True)
+        self.__enter__()
+        self._entered = self.on = True
+
+    def end(self) -> None:
+        """The loop asks for the next."""
+        self.on, self.after, self.inside = False, False, 0
+        if self._entered:
+            self._entered = False
+            self.__exit__(None, None, None)
+
+    def pause(self) -> None:
+        """The engine runs the model for itself."""
+        self.on = False
+
+    def go_on(self) -> None:
+        """It is the script's turn again."""
+        self.on = self._entered
+
+    def before_batch(self, batch: Any, dealt: Any, checksum: int, dim: int | None) -> None:
+        """Another loader's part of a batch (`Prepared.split`): it is of this rank's samples, as the loop's own is."""
+        self._others = {key: known for key, known in self._others.items() if known() is not None}
+        self._others |= {id(tensor): weakref.ref(tensor) for tensor in tensors_in(batch)}
+
+    # --- the model's calls
+
+    def enter(self, call: Any, model: torch.nn.Module) -> frozenset[Outside]:
+        """A forward in training begins: what of its arguments comes from outside, but for its own samples' rows."""
+        if not self.on:
+            return frozenset()
+        given = tensors_in(call)
+        for tensor in given:
+            self._refuse_other_rows(tensor, model)
+        found = frozenset(one for tensor in given for one in self._of(tensor).of)
+        self.inside += 1
+        return frozenset(one for one in found if one.model != id(model) or not self._counts(one.shape, self._held))
+
+    def leave(self, output: Any, of: frozenset[Outside], model: torch.nn.Module) -> None:
+        """It has ended."""
+        if self.on:
+            self.inside -= 1
+            for tensor in tensors_in(output):
+                self._add(tensor, True, of)
+                if has_memory(held_of(tensor)):
+                    self._given.append((StorageWeakRef(held_of(tensor).untyped_storage()), id(model), self._held))
+
+    def entered(self, loss: torch.Tensor) -> frozenset[Outside]:
+        """What `loss` was computed from that comes from outside."""
+        found = self._made.get(id(loss))
+        return found.of if found is not None and found.tensor() is loss else frozenset()
+
+    # --- operations
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if not self.on:
+            return func(*args, **kwargs)
+        if self.inside:
+            return self._within(func, args, kwargs)
+        if not reads_values(func) or _is_ours():
+            return func(*args, **kwargs)
+        if self.after:
+            return self._afterwards(func, args, kwargs)
+        name = getattr(func, "__name__", "")
+        given = tensors_in((args, kwargs))
+        if name in _OVERWRITES and args and isinstance(args[0], torch.Tensor):
+            given = given[1:]  # what it held is gone
+        made = [self._of(tensor) for tensor in given]
+        self._refuse_drawn([len(value) for value in (*args, *kwargs.values()) if _is_plain(value, name)])
+        numbers = [value for value in (*args, *kwargs.values()) if isinstance(value, float)]
+        own = any(one.own for one in made)
+        of = frozenset[Outside]().union(*(one.of for one in made), self._numbers(numbers))
+        stood = None if given else torch.get_rng_state()
+        output = func(*args, **kwargs)
+        results = tensors_in(output)
+        if not results and output is not None and name not in _COUNTS:
+            self._read |= own
+        if stood is not None:
+            own, of = self._from_nowhere(results, args, kwargs, drawn=not torch.equal(stood, torch.get_rng_state()))
+        if writes(name) and args and isinstance(args[0], torch.Tensor):
+            results.append(args[0])
+        for tensor in results:
+            self._add(tensor, own, of)
+        return output
+
+    def _within(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """In the model: what it makes without gradients may be handed out by hooks."""
+        output = func(*args, **kwargs)
+        if isinstance(output, torch.Tensor) and not output.requires_grad:
+            self._add(output, True)
+        return output
+
+    def _afterwards(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """After the backward: tell where a number is read that was added up over steps from this rank's samples."""
+        output = func(*args, **kwargs)
+        given = [one for one in tensors_in((args, kwargs)) if _is_own(self._made, one) or _is_own(self._before, one)]
+        for tensor in tensors_in(output) if given else []:
+            self._add(tensor, True)
+        summed = any(_is_own(self._before, one) for one in given)
+        if summed and isinstance(output, bool | int | float) and getattr(func, "__name__", "") not in _COUNTS:
+            self._read_at = line_of_script()
+            self._told.say([f"{_STEERS} [{self._read_at}]"])
+        return output
+
+    def _add(self, tensor: torch.Tensor, own: bool, of: frozenset[Outside] = frozenset()) -> None:
+        self._made[id(tensor)] = _Made(weakref.ref(tensor), own, of)
+
+    def _of(self, tensor: torch.Tensor) -> _Made:
+        known = self._made.get(id(tensor))
+        if known is not None and known.tensor() is tensor:
+            return known
+        before = self._before.get(id(tensor))
+        kept = before is not None and before.tensor() is tensor
+        of, own = frozenset[Outside](), True
+        parameter, other = self._parameters.get(id(tensor)), self._others.get(id(tensor))
+        if other is not None and other() is tensor:
+            return _Made(other, True, of)
+        if parameter is not None and parameter() is tensor:
+            own = False
+        elif tensor.grad_fn is None and has_memory(held_of(tensor)) and (kept or self._tensors_alone):
+            array = not kept and self._is_array(tensor)  # of this step or of an earlier one
+            if array:
+                self._refuse_drawn([len(tensor)] if tensor.dim() else [])
+            if not (array and (self._read or not self._even)):
+                own, of = False, frozenset(self._from_outside(tensor, number=array))
+        self._add(tensor, own, of)
+        return self._made[id(tensor)]
+
+    def _from_outside(self, tensor: torch.Tensor, *, number: bool) -> list[Outside]:
+        held = held_of(tensor)
+        storage = StorageWeakRef(held.untyped_storage())
+        model = next((model for known, model, _ in self._given if known == storage), 0)
+        seen = self._looked.get(id(tensor))
+        if seen is None or seen.tensor() is not tensor:
+            seen = _Looked(weakref.ref(tensor), -1, 0, 0, (0.0, 0.0))
+        if seen.version != held._version:
+            times, check, like = seen.times + 1, 0, (0.0, 0.0)
+            if times <= _OFTEN or times & (times - 1) == 0:
+                check, like = digest(held)
+            seen = _Looked(seen.tensor, held._version, times, check, like)
+            self._looked[id(tensor)] = seen
+        if not seen.check:
+            return []
+        trained = tensor.requires_grad and tensor.is_leaf
+        shape = tuple(tensor.shape)
+        what = f"a tensor of shape {shape}" if shape else "a tensor"
+        return [Outside(line_of_script(), what, seen.check, seen.like, number, trained, model, shape)]
+
+    def _numbers(self, numbers: list[float]) -> list[Outside]:
+        if not numbers or self._read or not self._even or not self._tensors_alone:
+            return []
+        where = line_of_script()
+        return [number_of(where, float(one)) for one in numbers if one == one]
+
+    def _from_nowhere(
+        self, results: list[torch.Tensor], args: tuple, kwargs: dict, *, drawn: bool
+    ) -> tuple[bool, frozenset[Outside]]:
+        """Of tensors that were made of none: draws, constants, numbers and arrays of the script's."""
+        if drawn or self._read or not self._even or not self._tensors_alone:
+            return not drawn or any(one.numel() > 1 for one in results), frozenset()
+        found = []
+        for one in results:
+            if one.is_floating_point() and has_memory(one):
+                check, like = digest(one)
+                what = f"a tensor of shape {tuple(one.shape)} made of numbers"
+                found.append(Outside(line_of_script(), what, check, like, True))
+        return False, frozenset(found)
+
+    def _refuse_drawn(self, sizes: list[int]) -> None:
+        """Raise `RefusedPlan` for an array of this rank's samples where NumPy or Python drew since the batch."""
+        if self._held.count > 1 and self._held.count in sizes and self._generators != _generators():
+            raise with_line(
+                f"an array of this rank's {self._held.count} samples is made after NumPy's or Python's generator has "
+                "drawn: every rank draws the same numbers there, where one process draws for each sample of the whole "
+                "batch: draw by torch's operations (torch.randn(len(x), ...)), which are followed, or in the dataset",
+                line_of_script(),
+            )
+
+    def _is_array(self, tensor: torch.Tensor) -> bool:
+        """Whether the memory is NumPy's or another library's."""
+        if isinstance(tensor, Distributed) or tensor.requires_grad:
+            return False
+        storage = tensor.untyped_storage()
+        return not storage.resizable() and storage._cdata not in self._weights
+
+    def _refuse_other_rows(self, tensor: torch.Tensor, model: torch.nn.Module) -> None:
+        """Raise `RefusedPlan` for what the model gave for samples that are other ones than this rank's are now."""
+        if not self._given or not has_memory(held_of(tensor)):
+            return
+        storage = StorageWeakRef(held_of(tensor).untyped_storage())
+        for known, of, held in self._given:
+            if known == storage and of == id(model) and held != self._held and self._counts(tuple(tensor.shape), held):
+                raise with_line(
+                    _OTHER_ROWS.format(tuple(tensor.shape), *map(_told, (held, self._held))), line_of_script()
+                )
+
+    def _counts(self, shape: tuple[int, ...], held: Share) -> bool:
+        """Whether a tensor of this shape may have a row for each of these samples."""
+        return any(dim < len(shape) and shape[dim] == held.count for dim in (self._dim, 0, 1))
+
+    def refuse_steered(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise `RefusedPlan` where the script set a learning rate or the like after it had read such a number."""
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        settings, read_at, self._read_at = repr(groups), self._read_at, ""
+        before, self._settings = self._settings, settings
+        scheduled = hasattr(optimizer.step, "_wrapped_by_lr_sched")  # which sets them by its own count of steps
+        if read_at and before not in (None, settings) and not scheduled:
+            raise with_line(f"the optimizer's settings were changed, and {_STEERS}", read_at)
+
+
+def _is_own(made: dict[int, _Made], tensor: torch.Tensor) -> bool:
+    known = made.get(id(tensor))
+    return known is not None and known.own and known.tensor() is tensor
+
+
+def _told(held: Share) -> str:
+    return f"samples {held.start} to {held.start + held.count - 1} of {held.total}"
+
+
+def _is_plain(value: Any, function: str) -> bool:
+    """Whether it is an array of NumPy's, or a list of elements or indices: elsewhere a list is a shape."""
+    if isinstance(value, np.ndarray):
+        return value.ndim > 0
+    return isinstance(value, list) and function in ("tensor", "as_tensor", "asarray", "__getitem__")
+
+
+def _is_ours() -> bool:
+    """Whether the engine, or torch for it, calls the operation: the first frame that is no mere passage is theirs."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        kind = _KINDS.get(frame.f_code)
+        if kind is None:
+            kind = _KINDS[frame.f_code] = _kind(frame.f_code.co_filename)
+        if kind != _PASSAGE:
+            return kind == _OURS
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def _kind(name: str) -> int:
+    if name in (__file__, tape.__file__) or (name.startswith(_TORCH) and not name.startswith(_ENGINES)):
+        return _PASSAGE
+    return _OURS if name.startswith((_HERE, *_ENGINES)) else _SCRIPT
+
+
+def _generators() -> int:
+    """A number for where NumPy's and Python's generators stand."""
+    state: Any = np.random.get_state(legacy=True)
+    _, keys, *place = state
+    return zlib.crc32(
+        repr((place, random.getstate()[2:])).encode() + keys.tobytes(), hash(random.getstate()[1]) & 0xFFFFFFFF
+    )

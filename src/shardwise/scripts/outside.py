@@ -1,0 +1,131 @@
+"""What entered a script's losses from outside of their step (`kept`): told by digests, compared over ranks."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from shardwise.comm import gather_json
+from shardwise.errors import RefusedPlan
+from shardwise.mesh import Mesh
+from shardwise.part.levels import Distributed
+
+_MOST = 2**20  # elements of a tensor that are looked at
+_APART = 1e-6  # of a tensor's norm
+
+
+@dataclass(frozen=True, eq=False)
+class Outside:
+    """What entered a loss from outside its step.
+
+    number   it is one, or was made of numbers: of this batch, where ranks' batches have other shapes
+    trained  a leaf with a gradient that no prepared model has
+    model    id of the model whose forward gave it, and whose rows it may be
+    """
+
+    where: str
+    what: str
+    check: int
+    like: tuple[float, float]  # a projection and the norm: other roundings are no difference
+    number: bool = False
+    trained: bool = False
+    model: int = 0
+    shape: tuple[int, ...] = ()
+    place: int = field(default_factory=count().__next__)  # in the order in which they entered
+
+
+def refuse_apart(mesh: Mesh, shapes: list[list[int]], found: Sequence[Outside]) -> None:
+    """Raise `RefusedPlan` where what entered this rank's losses differs from another's. Collective.
+
+    shapes  of this rank's batch: a number of Python's may differ with them
+    """
+    mine: dict[str, Any] = {}
+    for one in sorted(found, key=lambda one: one.place):
+        key = f"{one.where}\n{one.number}"
+        while key in mine:
+            key += "'"
+        mine[key] = [one.where, one.what, one.check, *one.like, one.number, one.trained]
+    told = gather_json([mesh.data.ranks[0], shapes, mine], mesh.world, mesh.device)
+    for rank, (group, theirs_shapes, theirs) in enumerate(told):
+        first = next(at for at, row in enumerate(told) if row[0] == group)
+        for key, (where, what, check, projected, norm, number, trained) in theirs.items():
+            other = told[first][2].get(key)
+            if other is None or other[2] == check or (number and theirs_shapes != told[first][1]):
+                continue
+            if (what != other[1] and not number) or abs(other[3] - projected) > _APART * max(norm, other[4]):
+                raise _differs(where, other[1], what, trained, first, rank)
+
+
+def checksum(found: Sequence[Outside]) -> int:
+    """A number that is the same where the same entered the losses."""
+    return zlib.crc32(repr([(one.where, one.check) for one in sorted(found, key=_order)]).encode()) if found else 0
+
+
+def _order(one: Outside) -> tuple[str, int]:
+    return one.where, one.check
+
+
+def number_of(where: str, value: float) -> Outside:
+    """A number of Python's that entered at a line of the script."""
+    check = zlib.crc32(repr(value).encode())
+    return Outside(where, f"the number {value:.6g}", check, (value, abs(value)), number=True)
+
+
+def held_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of it."""
+    while isinstance(tensor, Distributed):
+        tensor = tensor.local
+    return tensor
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether its elements can be looked at: not a DTensor, a wrapper of torch.func, sparse, quantised or without."""
+    wrapped = isinstance(tensor, DTensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return not (wrapped or tensor.is_meta or tensor.is_quantized) and tensor.layout is torch.strided
+
+
+def digest(tensor: torch.Tensor) -> tuple[int, tuple[float, float]]:
+    """A number for its elements, not zero; a projection of them and their norm."""
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+    flat = flat[:: max(1, flat.numel() // _MOST)].cpu().contiguous()
+    if not flat.numel():
+        return 1, (0.0, 0.0)
+    check = zlib.crc32(flat.view(torch.uint8).numpy()) or 1
+    wide = torch.nan_to_num(
+        (torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat).double(), 0.0, 1e300, -1e300
+    )
+    signs = torch.cos(torch.arange(len(wide), dtype=torch.float64) * 1.7)
+    return check, (float(wide.dot(signs)), float(wide.norm()))
+
+
+def _differs(where: str, what: str, theirs: str, trained: bool, first: int, rank: int) -> RefusedPlan:
+    if trained:
+        told = (
+            f"the loss is computed from {what}, which is trained outside of the prepared models, and it differs "
+            f"between rank {first} and rank {rank}: its .grad is what this rank's samples ask for. Make it a parameter "
+            "of the model before prepare; or prepare its module and optimizer too, and give them to "
+            "prepared.backward(loss, also=[of_other])"
+        )
+    else:
+        named = what if what == theirs else f"{what} on rank {first} and {theirs} on rank {rank}"
+        told = (
+            f"the loss is computed from {named}, which the script keeps from step to step, and it differs between rank "
+            f"{first} and rank {rank}: each made it of its own samples (centers, a queue, a running mean), or drew it "
+            "by itself, where one process makes it of all. Add up over ranks what it is made of (prepared.sum(tensor) "
+            'gives the sum over all samples), or take prepare(..., loss_scope="global"), by which every rank computes '
+            "it from whole batches"
+        )
+    return with_line(told, where)
+
+
+def with_line(told: str, where: str) -> RefusedPlan:
+    """The refusal of a line of the script."""
+    error = RefusedPlan(f"{told} [{where}]")
+    error.names_line = True  # type: ignore[attr-defined]
+    return error
