@@ -38,9 +38,8 @@ PLANS = [
     "dp_replicate=5,accumulate=2", "tp=2", "pp=2,microbatches=2", "dp_shard=2,zero=3,tp=2", "dp_replicate=2,pp=2,tp=2",
     "dp_replicate=4,tp=2",
 ]  # fmt: skip
-RUNS = ["mutations/run.toml", "mutations/narrow.toml"]
+RUNS = {"mutations/run.toml": ["fp32"], "mutations/narrow.toml": ["fp32", "bf16", "fp16"]}  # a CPU runs one in 16 bits
 RUN_PLANS = ["dp_replicate=2", "dp_shard=3,zero=3", "dp_shard=2,zero=2", "dp_replicate=2,dp_shard=2,zero=3", "tp=2"]
-PRECISIONS = ["fp32", "bf16", "fp16"]
 SEEDS = range(3)
 Case = tuple[str, str, int]  # task or configuration, plan, seed
 
@@ -49,7 +48,7 @@ def cases() -> list[Case]:
     """All of them, in an order drawn by a seed, so that what is done by any time is a fair sample."""
     found: list[Case] = [(task, plan, seed) for task in TASKS for plan in PLANS for seed in SEEDS]
     found += [(run, f"{plan},precision={precision}", seed) for run in RUNS for plan in RUN_PLANS
-              for precision in PRECISIONS for seed in SEEDS]  # fmt: skip
+              for precision in RUNS[run] for seed in SEEDS]  # fmt: skip
     random.Random(0).shuffle(found)
     return found
 
@@ -73,10 +72,7 @@ def outcome(case: Case, pool: RankPool) -> tuple[str, str]:
         return "refused", parity.refused
     if parity.parity:
         return "equal", ""
-    sides = [parity, *([parity.second] if parity.second is not None else [])]
-    if all(side.parity or (side.equal and side.unproven) for side in sides):
-        return "unproven", "; ".join(side.unproven[0] for side in sides if side.unproven)
-    return "NOT EQUAL", parity.text()
+    return "NOT EQUAL" if "NOT EQUAL" in parity.text() else "unproven", parity.text()
 
 
 def read(path: Path) -> dict[Case, dict]:

@@ -139,8 +139,8 @@ def as_page(cells: Cells) -> str:
             continue
         none = [name for name, plan in cells if plan == "" and name.startswith(kind) and name not in mine]
         left = len(modules(kind.strip(":"))) - len(mine) - len(none)
-        lines += [f"{title}: {len(mine)} modules; {len(none)} more could not be built or called by trying, and {left} "
-                  "were not come to yet.", "",
+        lines += [f"{title}: {len(mine)} modules; {len(none)} more that the last sweep came to could not be built or "
+                  f"called by trying, and {left} others have no row.", "",
                   f"| plan | {' | '.join(OUTCOMES)} | share equal |",
                   "|---|" + "---:|" * (len(OUTCOMES) + 1)]  # fmt: skip
         for plan in PLANS:

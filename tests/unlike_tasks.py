@@ -392,3 +392,47 @@ def gathers_when_built() -> Task:
 
 def gathers_in_forward() -> Task:
     return task(partial(Gathering, "step"))
+
+
+class IntoItsInput(nn.Module):
+    """Blocks whose first layer writes into what the block is given, as dense nets' classifiers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(WIDTH, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(8, 8)) for _ in range(2))
+        self.leave = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(8, OUT))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = x + block(x)  # what is added to is what the block wrote
+        return self.leave(x)
+
+
+def into_its_input() -> Task:
+    return task(IntoItsInput)
+
+
+@cache
+def _table(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.linspace(0.5, 1.5, size, dtype=dtype, device=device).sin()
+
+
+class Remembering(nn.Module):
+    """Layers with a table that lies in a cache outside of the module: the first forward makes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.leave = nn.Linear(WIDTH, OUT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * _table(x.shape[1], torch.float32, x.device)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.leave(x)
+
+
+def remembering() -> Task:
+    return task(Remembering)

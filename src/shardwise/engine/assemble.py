@@ -174,8 +174,11 @@ def look_at_task(state: RankState, *, masks: bool) -> Findings:
     except Exception as error:
         what = f"under plan {state.plan} the forward fails on {n} samples"
         raise explained(error) or blame(error, what, task, state.precision, state.module, whole) from error
-    found = gather_json(sorted(reads.units), state.mesh.world, state.device) if state.plan.zero == 3 else []
-    findings.outside = sorted({path for rank in found for path in rank})
+    if state.plan.zero == 3:
+        found = gather_json([sorted(reads.units), findings.into_arguments], state.mesh.world, state.device)
+        findings.outside, findings.into_arguments = (
+            sorted({path for rank in found for path in rank[place]}) for place in (0, 1)
+        )
     state.notices += findings.notices
     state.notices += state.chunks.notices() if state.chunks is not None else []
     _refuse_writes(state, findings)
@@ -190,20 +193,22 @@ def assemble_and_look(make: Callable[[Collection[str]], RankState], *, masks: bo
     Where the look saw a weight read while its unit did not run, all is made anew with that unit's parameters in the
     unit around it; until there are none.
     """
-    enclosed: set[str] = set()
+    enclosed: dict[str, str] = {}
     while True:
         state = make(enclosed)
         findings = look_at_task(state, masks=masks)
-        if not findings.outside:
+        new = dict.fromkeys(findings.into_arguments, "writes into what it is given, which its hooks wrap")
+        new |= dict.fromkeys(findings.outside, "has weights that are read outside its forward")
+        if not new:
             break
-        enclosed |= set(findings.outside)
+        enclosed |= new
         del state, findings
         gc.collect()  # modules and hooks refer to each other; their weights are not to be held twice
-    if enclosed:
-        first, *more = sorted(enclosed)
+    for why in sorted(set(enclosed.values())):
+        first, *more = sorted(path for path, of in enclosed.items() if of == why)
         state.notices.append(
-            f"zero=3: weights of '{first}'{f' and {len(more)} more units' if more else ''} are read outside its "
-            "forward, so they are gathered with what lies around it, and stay whole while that runs"
+            f"zero=3: '{first}'{f' (and {len(more)} more units)' if more else ''} {why}, so its weights are gathered "
+            "with what lies around it, and stay whole while that runs"
         )
     return state, findings
 

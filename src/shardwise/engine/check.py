@@ -39,6 +39,7 @@ class Findings:
     draws: list[str] | None = field(default_factory=list)  # its random ops, each with its module; None: not looked at
     scores: bool = False  # attention has dropout
     outside: list[str] = field(default_factory=list)  # units of zero=3 whose weights are read while they do not run
+    into_arguments: list[str] = field(default_factory=list)  # units of zero=3 that write into what they are given
 
 
 def look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, Any] | None,
@@ -118,6 +119,7 @@ def _look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, A
         refused, told = _choices(again, seen.repeats(sizes), seen.reads_values and not problems)
         problems += share(refused)
         findings.notices += share(told)
+    findings.into_arguments = sorted(seen.into_arguments)
     findings.written, findings.assigned = sorted(seen.ever_written), sorted(seen.ever_assigned)
     if problems and strict:
         raise RefusedPlan("; ".join(problems))

@@ -15,7 +15,7 @@ from torch import nn
 from shardwise.comm import gather_rows
 from shardwise.engine.alone import blame, needs_gradients
 from shardwise.engine.samples import few_samples
-from shardwise.errors import InputError, RefusedPlan, ShardwiseError
+from shardwise.errors import RefusedPlan, ShardwiseError
 from shardwise.host import put
 from shardwise.layout import Plan
 from shardwise.layout.schedules import Schedule, schedule_of
@@ -182,9 +182,11 @@ def _agree(cut: StagePlacement, mesh: Mesh) -> None:
     mine = put([float(seed_of(text) % 2**50)], mesh.device)
     table = gather_rows(mine, mesh.world)
     if not bool((table == table[0]).all()):
-        raise InputError(
-            "the forward differs from rank to rank, so that they would cut it at different places: the model and "
-            "Task.inputs must do the same everywhere"
+        raise RefusedPlan(
+            "the forward does other operations on one rank than on another, so that they would cut it at different "
+            "places: something outside of the module keeps what an earlier forward made (a cache of tables, which one "
+            "rank filled while it searched for all), or Task.model and Task.inputs differ by rank. Use pp alone, or "
+            "make the table in the constructor"
         )
 
 

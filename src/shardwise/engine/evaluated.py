@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,8 +22,9 @@ from shardwise.parallel.batchnorm import FindBatchNorm
 from shardwise.random import ConstantRandom, GlobalRandom, Samples
 from shardwise.step.loss import Loss
 from shardwise.trace.deferred import written_tensors
-from shardwise.trace.functional import differentiating, transforming
+from shardwise.trace.functional import differentiating, innermost, transforming
 from shardwise.trace.state import ModuleState
+from shardwise.trace.tape import storage_key, tensors_in
 
 Evaluate = Callable[[Any], Loss]
 WEIGHTS_FREED = (
@@ -90,6 +92,8 @@ class Seen(TorchDispatchMode):
         self.calls: list[dict[str, int]] = []  # of each module, by path, in each forward
         self.reentrant = False
         self.twice: set[str] = set()  # units of zero=3 that ran more than once in a forward
+        self.into_arguments: set[str] = set()  # units of zero=3 that write into a tensor that they are given
+        self._given: list[tuple[nn.Module, str, set[int]]] = []  # of the units that run, the memory of their arguments
         self.written: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self.ever_written: set[str] = set()
         self.ever_assigned: set[str] = set()
@@ -101,9 +105,10 @@ class Seen(TorchDispatchMode):
         """Active around the evaluations."""
         handles, units = [], dict[str, int]()
 
-        def enter(child: nn.Module, path: str) -> None:
+        def enter(path: str, child: nn.Module, args: tuple, kwargs: dict) -> None:
             if child is self.module:
                 units.clear()
+                self._given.clear()
                 self.calls.append({})
             if self.calls:
                 self.calls[-1][path] = self.calls[-1].get(path, 0) + 1
@@ -111,15 +116,19 @@ class Seen(TorchDispatchMode):
                 units[path] = units.get(path, 0) + 1
                 if units[path] > 1:
                     self.twice.add(path)
+                if path:
+                    self._given.append((child, path, _memory(tensors_in((args, kwargs)))))
             self.running.append(child)
             if isinstance(child, FSDPModule):
                 _refuse_differentiated(path)
 
         def leave(child: nn.Module, args: Any, output: Any) -> None:
+            if self._given and self._given[-1][0] is child:
+                self._given.pop()
             self.running.pop()  # must return None: a hook's result would replace the output
 
         for path, child in self.module.named_modules():
-            handles.append(child.register_forward_pre_hook(lambda m, a, path=path: enter(m, path)))
+            handles.append(child.register_forward_pre_hook(partial(enter, path), with_kwargs=True))
             handles.append(child.register_forward_hook(leave, always_call=True))
         original = torch_checkpoint.CheckpointFunction.apply
 
@@ -138,8 +147,11 @@ class Seen(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func._schema.is_mutable and func.namespace == "aten":
-            for tensor in written_tensors(func, args, kwargs or {}):
+            written = written_tensors(func, args, kwargs or {})
+            for tensor in written:
                 self._keep(tensor)
+            memory = _memory(written)
+            self.into_arguments |= {path for _, path, given in self._given if memory & given}
         return func(*args, **(kwargs or {}))
 
     def _keep(self, tensor: torch.Tensor) -> None:
@@ -201,6 +213,12 @@ class Seen(TorchDispatchMode):
                 "its gradient before it is whole: use torch.utils.checkpoint(use_reentrant=False), or zero=2"
             )
         return found
+
+
+def _memory(tensors: Iterable[torch.Tensor]) -> set[int]:
+    """The storages that these tensors lie in; those of sparse and nested layouts have several, and are left out."""
+    plain = (innermost(each._local_tensor if isinstance(each, DTensor) else each) for each in tensors)
+    return {storage_key(each) for each in plain if each.layout is torch.strided}
 
 
 def _refuse_differentiated(path: str) -> None:
