@@ -134,6 +134,53 @@ def encoder() -> Task:
     return _task(causal=False)
 
 
+class Words(nn.Module):
+    """A vocabulary and nothing that repeats: if its tokens cannot be cut, nothing can."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.mix, self.head = nn.Embedding(VOCABULARY, 8), nn.Linear(8, 8), nn.Linear(8, VOCABULARY)
+        self.teacher = nn.Linear(8, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.mix(self.tokens(tokens)).tanh()
+        return self.head(x), self.teacher(x)
+
+
+def _as_people_write_them(output: tuple, batch: dict) -> tuple:
+    """Losses of the next token: logits before the last position beside tokens behind the first one."""
+    logits, teacher = (each[:, :-1] for each in output)
+    target, kept = batch["tokens"][:, 1:], batch["tokens"][:, 1:] % 3 != 0
+    flat, flat_target, ignored = logits.flatten(0, 1), target.flatten(), target.masked_fill(~kept, -100)
+    classes = torch.linspace(0.5, 2, VOCABULARY, dtype=logits.dtype)
+    smooth = {"label_smoothing": 0.1}
+    each = F.cross_entropy(logits.transpose(1, 2), target, reduction="none", **smooth)
+    entries = logits.log_softmax(-1).gather(-1, target.unsqueeze(-1)).squeeze(-1)
+    student, taught = (F.log_softmax(x.reshape(-1, VOCABULARY), -1) for x in (logits, teacher))
+    count = kept.sum()
+    losses = [
+        F.cross_entropy(flat, flat_target, reduction="sum", **smooth),
+        F.cross_entropy(flat, ignored.flatten(), **smooth) * count,
+        F.cross_entropy(flat, flat_target, weight=classes, reduction="sum", **smooth),
+        flat.logsumexp(-1).square().sum() / 100,
+        -((1 - entries.exp()) ** 2 * entries).sum(),
+        F.kl_div(student, taught, log_target=True, reduction="sum"),
+        (each * kept).sum(),
+        (each.sum(1) / each.shape[1]).square().sum(),
+        F.cross_entropy(logits[kept], target[kept], reduction="sum", **smooth),
+        -(F.one_hot(target, VOCABULARY).to(logits.dtype) * student.view_as(logits)).sum(),
+        F.nll_loss(student[:, 1:], flat_target.clamp(max=VOCABULARY - 2), reduction="sum"),
+        F.cross_entropy(output[0].view(-1, VOCABULARY), F.pad(target, (0, 1), value=-100).view(-1), **smooth)
+        * flat_target.numel(),
+    ]
+    return sum(losses), float(target.shape[0])
+
+
+def losses() -> Task:
+    return Task(model=Words, batch=_text, inputs=lambda batch: ((batch["tokens"],), {}), loss=_as_people_write_them,
+                optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2))  # fmt: skip
+
+
 class Convolution(nn.Module):
     """Mixes neighbouring positions."""
 
@@ -308,6 +355,32 @@ class TwoLengths(nn.Module):
     def forward(self, tokens: torch.Tensor, notes: torch.Tensor) -> torch.Tensor:
         note = self.short(self.tokens(notes), None).mean(1, keepdim=True)
         return self.head(self.long(self.tokens(tokens), None) + note)
+
+
+def _long_words(step: int) -> dict:
+    draws = torch.Generator().manual_seed(step)
+    ids = torch.randint(3, 41, (1, 160), generator=draws)
+    return {"input_ids": ids, "labels": ids, "kept": (torch.arange(160) < 130).long().unsqueeze(0),
+            "at": torch.cat([torch.arange(40), torch.arange(120)]).unsqueeze(0)}  # fmt: skip
+
+
+def _of_transformers(names: dict[str, str], **more) -> Task:
+    import architectures
+
+    task = architectures.language("MistralForCausalLM", "MistralConfig", **architectures.GROUPED, **more)
+    return task.with_(batch=_long_words, inputs=lambda batch: ((), {to: batch[of] for to, of in names.items()}))
+
+
+def a_window() -> Task:
+    return _of_transformers({"input_ids": "input_ids"}, sliding_window=20)
+
+
+def padded_words() -> Task:
+    return _of_transformers({"input_ids": "input_ids", "attention_mask": "kept"}, sliding_window=None)
+
+
+def packed_words() -> Task:
+    return _of_transformers({"input_ids": "input_ids", "position_ids": "at"}, sliding_window=30)
 
 
 def two_lengths() -> Task:

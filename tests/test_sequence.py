@@ -10,18 +10,21 @@ import pytest
 import sequence_tasks
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise import verify
+from shardwise import parallelize, verify
 from shardwise.comm import Axis
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
 from shardwise.mesh import build_mesh
-from shardwise.parallel.sequence import candidates, kernels, ring
+from shardwise.parallel.sequence import candidates, kernels, pairs, ring
 from shardwise.parallel.sequence.layers import HEADS, Layers, key_heads_read
-from shardwise.parallel.sequence.pairs import At
+from shardwise.parallel.sequence.pair_mask import PairMask, whole_mask
+from shardwise.parallel.sequence.runs import At
 from shardwise.part import Owners, Part, plain, to_part
 from shardwise.part.positions import Positions
 from shardwise.trace.fake import Fake
+from shardwise.trace.leaves import tensors_in
 
 DOUBLE = torch.float64
 BAR = 1e-10
@@ -398,9 +401,71 @@ def test_models_of_transformers(pool, name: str) -> None:
     assert found.parity, found.text()
 
 
+class _Largest(TorchDispatchMode):
+    """Notes the most elements that a tensor of an operation has."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        for tensor in tensors_in(output):
+            self.most = max(self.most, tensor.numel())
+        return output
+
+
+def _largest_of_a_step(name: str, plan: str) -> int:
+    pairs.LEAST_TILE, before = 16, pairs.LEAST_TILE
+    try:
+        task = getattr(sequence_tasks, name)()
+        engine = parallelize(task, plan)
+        with _Largest() as watch:
+            engine.step(task.batch(0))
+        engine.close()
+        return watch.most
+    finally:
+        pairs.LEAST_TILE = before
+
+
+@pytest.mark.parametrize(
+    ("name", "plan"), [("a_window", "cp=2"), ("padded_words", "cp_ulysses=2"), ("packed_words", "cp=2,remat=full")]
+)
+def test_masks_of_transformers_are_functions_that_nobody_makes_whole(pool, name: str, plan: str) -> None:
+    parity = verify(f"sequence_tasks:{name}", plan, pool=pool)
+    assert parity.parity, parity.text()
+    assert max(pool.run(_largest_of_a_step, 2, name, plan)) < 160 * 160 // 2
+
+
+def test_a_mask_that_is_a_function_is_the_tensor_that_it_stands_for() -> None:
+    """Of every pair of tiles, what is looked at and what is made; anything else that is asked of it, too."""
+    rows = torch.arange(40)
+    documents = (rows // 13).expand(2, -1)
+
+    def function(sample, head, query, key):
+        return (documents[sample, query] == documents[sample, key]) & (key <= query) & (key > query - 9)
+
+    mask = PairMask(function, (2, 1, 40, 40), torch.device("cpu"), True)
+    expected = whole_mask(mask)
+    assert expected.shape == (2, 1, 40, 40) and expected[1, 0, 20].nonzero().flatten().tolist() == list(range(13, 21))
+    assert mask[:, :, :, :40] is mask and mask.to(torch.bool) is mask
+    assert (mask[:, :, :, :7] == expected[..., :7]).all() and (~mask == ~expected).all()
+    tiles = [(0, 8), (8, 24), (24, 40)]
+    kinds = mask.kinds(tuple((q, k) for q in tiles for k in tiles))
+    for (q, k), kind in kinds.items():
+        block = expected[..., slice(*q), slice(*k)]
+        assert (mask.values(q, k).expand(2, 1, -1, -1) == block).all()
+        assert (kind == "empty") == (not block.any()) and (kind == "full") == bool(block.all())
+    assert kinds[(0, 8), (0, 8)] == "diagonal" and kinds[(8, 24), (8, 24)] == "masked"
+
+
 def test_shares_of_one_and_of_two_positions_come_to_the_same_collectives(pool) -> None:
     found = verify("sequence_tasks:three_words", "tp=2,sp=true", pool=pool)
     assert found.parity, found.text()
+
+
+@pytest.mark.parametrize("plan", ["cp=3", "cp=2,cp_ulysses=2", "cp=2,tp=2", "cp_ulysses=3,zero=3"])
+def test_losses_of_the_next_token_as_people_write_them(pool, plan: str) -> None:
+    parity = verify("sequence_tasks:losses", plan, pool=pool)
+    assert parity.parity, parity.text()
 
 
 def test_a_convolution_along_a_cut_sequence_equals_one_process(pool) -> None:
@@ -476,6 +541,18 @@ def test_a_mask_too_large_to_build_is_told_before_it_is(monkeypatch) -> None:
         room.check_masks(positions, torch.device("cpu"), 1)
     monkeypatch.setattr(room, "memory_bytes", lambda device: 2**27)
     room.check_masks(positions, torch.device("cpu"), 2)
+
+
+def test_an_allocation_of_all_pairs_of_positions_is_told_as_one() -> None:
+    """As the allocators of a host and of a device put it."""
+    from shardwise.engine.room import of_pairs
+
+    batch = {"tokens": torch.empty(1, 2**20, dtype=torch.uint8)}
+    for said in ("can't allocate memory: you tried to allocate 1099511627776 bytes", "Tried to allocate 1024.00 GiB"):
+        assert "all pairs of 1,048,576 positions" in of_pairs(batch, RuntimeError(said))
+        assert "is_causal=True" in of_pairs(batch, RuntimeError(said))
+    assert not of_pairs(batch, RuntimeError("Tried to allocate 20.00 MiB"))
+    assert not of_pairs({"tokens": batch["tokens"][:, :10]}, RuntimeError("Tried to allocate 1024.00 GiB"))
 
 
 def test_a_batch_without_a_sequence_is_refused(pool) -> None:

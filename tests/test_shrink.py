@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import sequence_tasks
 import torch
-from mutations.bugs import bug
+from mutations.bugs import SEQUENCE, bug
 from mutations.plant import BuggyPool
 from torch import Tensor, nn
 
@@ -137,6 +138,19 @@ def test_a_bug_that_the_whole_proof_finds_is_found(planted: Any, pool: RankPool)
     parity = verify(planted.task, planted.plan, shrink=True, pool=buggy)
     assert parity.proven and not parity.parity and not parity.refused, parity.text()
     assert buggy.ran
+
+
+def test_a_sequence_keeps_its_degrees_its_uneven_length_and_its_mask(pool: RankPool) -> None:
+    plan = Plan(cp=3, dp_replicate=4, accumulate=4)
+    task = sequence_tasks.windowed()
+    small = shrink("sequence_tasks:windowed", task, plan)
+    assert str(small.plan) == "dp_replicate=2,accumulate=3,cp=3"
+    assert small.task().batch(0)["tokens"].shape[1] == task.batch(0)["tokens"].shape[1] == 11  # 4, 4 and 3
+    assert small.task().model().window == task.model().window == 3
+    planted = next(one for one in SEQUENCE if "a window's rows" in one.name)
+    for ranks, sound in ((BuggyPool(pool, planted), False), (pool, True)):
+        parity = verify(planted.task, "dp_replicate=3,cp=2", shrink=True, pool=ranks)
+        assert parity.proven == "dp_replicate=2,cp=2" and parity.parity == sound and not parity.refused, parity.text()
 
 
 @pytest.mark.parametrize("plan", ["pp=4,microbatches=8", "dp_replicate=4,accumulate=4", "dp_shard=4,zero=1"])

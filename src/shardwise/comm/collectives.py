@@ -20,7 +20,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from shardwise.comm.ledger import Ledger, Overlap
 from shardwise.comm.observe import tagged
 from shardwise.device import backend_of, current_device, on_host
-from shardwise.host import put, read
+from shardwise.host import has_values, put, read
 from shardwise.layout.grid import AXES, CHUNKS, INNER
 
 # torch 2.13 renamed these two; earlier versions know the old names alone
@@ -198,7 +198,10 @@ def all_gather(full: torch.Tensor, shard: torch.Tensor, axis: Axis, tag: str, *,
     """Leave every rank's `shard` (n,) side by side in `full` (p*n,)."""
     if axis.rehearsal is not None:
         axis.note(tag, "all_gather", full)
-        full.zero_()
+        if has_values(full):
+            full.view(axis.size, -1).copy_(shard.view(1, -1))  # values like a rank's own, where code reads them
+        else:
+            full.zero_()
         return Pending(None)
     if axis.size == 1:
         if full.data_ptr() != shard.data_ptr():

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shardwise.engine.groups import named_groups
 from shardwise.engine.optimizer import needs_closure
+from shardwise.engine.room import is_out_of_memory, of_pairs
 from shardwise.errors import InputError, RefusedPlan, ShardwiseError
 from shardwise.precision import Precision
 from shardwise.random import python_restored
@@ -139,6 +140,8 @@ def _given_to(error: Exception) -> str:
 
 def remedy(task: Task, precision: Precision, batch: Any, error: Exception) -> str:
     """What to change where a batch is made, found by trying: other dtypes of its tensors; empty where none helps."""
+    if is_out_of_memory(error):
+        return of_pairs(batch, error)
     if not isinstance(error, RuntimeError):
         return ""
     leaves, spec = tree_flatten(batch)

@@ -63,11 +63,11 @@ def find_positions(
 
     found = search() if mesh is None else of_first(search, mesh.world, mesh.device)
     candidate = next(islice(_candidates(task, plan, inner, built, batch, samples), found["candidate"], None))
-    positions = replace(candidate.positions, zigzag=found["zigzag"])
+    positions = replace(candidate.positions, zigzag=found["zigzag"], stopped=found["stopped"])
     if mesh is not None:
         place, ends = tuple(axis.index for axis in positions.axes), _ends(positions)
         met = (None, found["met"][ends.index(place)]) if place in ends else trial(positions, place, _Noted())
-        _agree(mesh, *met)
+        _agree(mesh, place, *met)
     shape, size_bytes = found["mask"]
     return replace(
         positions, routes=tuple(found["routes"]), mask=(tuple(shape), size_bytes),
@@ -94,8 +94,10 @@ class _Noted:
     gathers: list[domain.Gather] = field(default_factory=list)
 
 
-# (positions, place on their axes, what to note in) -> (the refusal, if any; a number for the collectives met, in order)
-_Trial = Callable[[Positions, tuple[int, ...], _Noted], tuple[RefusedPlan | None, int]]
+# of each axis, a number for the collectives met, in order, over it and those further out
+_Met = tuple[int, ...]
+# (positions, place on their axes, what to note in) -> (the refusal, if any; collectives)
+_Trial = Callable[[Positions, tuple[int, ...], _Noted], tuple[RefusedPlan | None, _Met]]
 
 
 def _search(
@@ -107,19 +109,25 @@ def _search(
     zigzag   whether it goes through so dealt, where attention is causal
     met      the collectives of the first rank and of the last
     routes   of attention, and what is gathered whole, for people
+    stopped  why what was proposed before, on which the module runs, cannot be cut
     mask     the largest that attention is given for all pairs: shape, bytes
     results  path of a submodule, number of its call, and how each leaf of its result is cut, where some is
     """
     stopped: list[str] = []
+    cannot = ""
     for place, candidate in enumerate(_candidates(task, plan, inner, built, batch, samples)):
         half = candidate.shorter
         if half is not None and not _runs(TrialModule(built, half, run_alone(task, precision), precision.held)):
             stopped.append(f"of {candidate.said}, the module does not run on half")
+            if _of_integers(candidate.positions, batch):
+                cannot = cannot or f"{stopped[-1]} (Task(sequence=...) names the dims of a sequence of one length)"
             continue
         noted = _Noted()
         error, met = _at_both_ends(candidate.positions, trial, noted)
         if error is not None:
-            stopped.append(f"{candidate.said} cannot be cut: {error}{_place_of(error, built.module, plan)}")
+            said = f"{candidate.said} cannot be cut: {error}{_place_of(error, built.module, plan)}"
+            cannot = cannot or said
+            stopped.append(said)
             continue
         zigzag = False
         if any(one.causal and not one.heads and one.axis.name == "cp" for one in noted.attention):
@@ -127,7 +135,7 @@ def _search(
             zigzag, met = error is None, met if error is not None else met_so
         largest = max(noted.attention, key=lambda one: one.mask_bytes, default=None)
         return {
-            "candidate": place, "zigzag": zigzag, "met": met,
+            "candidate": place, "zigzag": zigzag, "met": met, "stopped": cannot,
             "routes": [*sequence.explained(noted.attention), *domain.explained(noted.gathers)],
             "mask": (largest.mask, largest.mask_bytes) if largest is not None else ((), 0),
             "results": [(path, call, along) for (path, call), along in noted.results.items()],
@@ -148,7 +156,13 @@ def _place_of(error: RefusedPlan, module: nn.Module, plan: Plan) -> str:
     return f"{path} ({line}){remedy}" if is_own(line.rpartition(":")[0]) else path + remedy
 
 
-def _at_both_ends(positions: Positions, trial: _Trial, noted: _Noted) -> tuple[RefusedPlan | None, list[int]]:
+def _of_integers(positions: Positions, batch: Any) -> bool:
+    """Whether what would be cut holds integers, as tokens do: dims of pictures seldom are a sequence."""
+    pairs = zip(tree_flatten(batch)[0], positions.cuts, strict=True)
+    return any(cuts and not leaf.is_floating_point() for leaf, cuts in pairs)
+
+
+def _at_both_ends(positions: Positions, trial: _Trial, noted: _Noted) -> tuple[RefusedPlan | None, list[_Met]]:
     """The first refusal of a trial as the first rank and as the last, or None; and the collectives of both.
 
     Shares may be uneven and what is cut off one end of a sequence is cut off one rank's share, so both ends are tried.
@@ -254,7 +268,7 @@ def runs(task: Task, built: Built, batch: Any) -> bool:
 def _rehearse(
     task: Task, plan: Plan, precision: Precision, built: Built, batch: Any, derived: Derived,
     row_wise: Sequence[Stack], positions: Positions, place: tuple[int, ...], noted: _Noted,
-) -> tuple[RefusedPlan | None, int]:  # fmt: skip
+) -> tuple[RefusedPlan | None, _Met]:  # fmt: skip
     """The refusal, or None, of a trial forward and backward at a place on the axes, nothing sent; its collectives."""
     met = _Collectives()
     axes = zip(positions.axes, place, strict=True)
@@ -282,9 +296,9 @@ def _rehearse(
     try:
         stage = TrialModule(built, batch, run, precision.held)
         error = stage.rehearse(derived, plan.tp, plan.sp, positions.axes)
-        return error, seed_of(" ".join(met.calls)) % 2**50
+        return error, met.numbers([axis.name for axis in positions.axes])
     except RefusedPlan as refused:
-        return refused, 0
+        return refused, (0,) * len(positions.axes)
     finally:
         derived.ledger = ledger
 
@@ -294,13 +308,20 @@ class _Collectives(Ledger):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[str] = []
+        self.calls: list[tuple[str, str]] = []
 
     def record(self, tag: str, op: str, axis: str, *numbers: Any, **more: Any) -> None:
         """As of any ledger."""
         super().record(tag, op, axis, *numbers, **more)
         if op != "point_to_point":  # blocks on their way around a ring visit those who read them
-            self.calls.append(f"{op}:{axis}")
+            self.calls.append((op, axis))
+
+    def numbers(self, axes: Sequence[str]) -> _Met:
+        """Of each axis, outermost first, one for the calls over it and over those further out."""
+        return tuple(
+            seed_of(" ".join(f"{op}:{axis}" for op, axis in self.calls if axis in axes[: depth + 1])) % 2**50
+            for depth in range(len(axes))
+        )
 
     def clear(self) -> None:
         """Start again from nothing."""
@@ -311,24 +332,30 @@ class _Collectives(Ledger):
 MOST_SAID = 600  # characters of a refusal that one rank alone came to
 
 
-def _agree(mesh: Mesh, error: RefusedPlan | None, met: int) -> None:
+def _agree(mesh: Mesh, place: tuple[int, ...], error: RefusedPlan | None, met: _Met) -> None:
     """Every rank has tried its own share: all refuse where one does, or where they do not meet. Collective.
 
-    The ends alone are tried by all; what lies between may have other extents, or none.
+    The ends alone are tried by all; what lies between may have other extents, or none. Ranks that share no group of an
+    axis may come to other collectives over it: those over axes further out, which they share, stay in one order.
     """
     said = (str(error) if error is not None else "").encode()[:MOST_SAID]
-    mine = [float(met), float(error is not None), *map(float, said.ljust(MOST_SAID))]
+    depth = len(met)
+    mine = [*map(float, (*place, *met)), float(error is not None), *map(float, said.ljust(MOST_SAID))]
     rows = read(gather_rows(put(mine, mesh.device), mesh.world), "which shares were tried")
-    for rank, (_, refused, *letters) in enumerate(rows):
+    for rank, (refused, *letters) in enumerate(row[2 * depth :] for row in rows):
         if refused:
             told = bytes(int(letter) for letter in letters).decode(errors="replace").strip()
             raise RefusedPlan(f"the share of rank {rank} cannot be computed, though those at either end can: {told}")
-    other = next((rank for rank, row in enumerate(rows) if row[0] != rows[0][0]), None)
-    if other is not None:
-        raise RefusedPlan(
-            f"ranks 0 and {other} would not come to the same collectives with their shares of the batch, and wait for "
-            "each other: use sizes that divide evenly, or fewer ranks"
-        )
+    first: dict[tuple[float, ...], tuple[int, float]] = {}  # by axis and place on those further out
+    for rank, row in enumerate(rows):
+        for at in range(depth):
+            one, number = first.setdefault((at, *row[:at]), (rank, row[depth + at]))
+            if number == row[depth + at]:
+                continue
+            raise RefusedPlan(
+                f"ranks {one} and {rank} would not come to the same collectives with their shares of the batch, and "
+                "wait for each other: use sizes that divide evenly, or fewer ranks"
+            )
 
 
 @contextmanager

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Container
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten
 
 from shardwise.device import memory_bytes, on_host
 from shardwise.errors import InputError
@@ -15,6 +18,9 @@ from shardwise.mesh import Mesh
 from shardwise.part.positions import Positions
 from shardwise.precision import Precision
 from shardwise.ranks import local_size
+
+MANY = 2**12  # positions, of which all pairs are no small tensor
+MASKS = "Say is_causal=True where it is causal, give none where all are read, and (B, 1, 1, S) where it hides padding"
 
 
 def check_room(module: nn.Module, plan: Plan, mesh: Mesh, precision: Precision, absent: Container[str]) -> None:
@@ -54,8 +60,23 @@ def check_masks(positions: Positions, device: torch.device, ranks: int) -> None:
         return
     raise InputError(
         f"attention is given a mask {shape}, {_gib(size)} on each of {here} rank(s) here, and there are {_gib(total)}: "
-        "a mask with an element for each pair of positions does not shrink with their number of ranks. Say "
-        "is_causal=True where it is causal, give none where all are read, and (B, 1, 1, S) where it hides padding"
+        f"a mask with an element for each pair of positions does not shrink with their number of ranks. {MASKS}"
+    )
+
+
+def of_pairs(batch: Any, error: BaseException) -> str:
+    """What to say of an allocation that failed: whether it was of all pairs of a batch's positions; else empty."""
+    asked = re.search(r"allocate ([\d.]+) (bytes|KiB|MiB|GiB|TiB)", str(error))
+    tensors = [leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, torch.Tensor)]
+    longest = max((size for tensor in tensors for size in tensor.shape[1:]), default=0)
+    if asked is None or longest < MANY:
+        return ""
+    size = float(asked[1]) * 1024 ** ("bytes", "KiB", "MiB", "GiB", "TiB").index(asked[2])
+    if size < longest**2:
+        return ""
+    return (
+        f". That is a mask, or scores, of all pairs of {longest:,} positions, which no number of ranks makes smaller. "
+        f"{MASKS}; masks of transformers are made in blocks where cp or cp_ulysses cut"
     )
 
 

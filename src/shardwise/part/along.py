@@ -9,8 +9,9 @@ import torch
 from shardwise.host import to_device
 from shardwise.part.cuts import Uncut
 from shardwise.part.levels import Distributed
+from shardwise.part.loss import entries_here
 from shardwise.part.masks import is_mask, put, selected
-from shardwise.part.moves import fetch, shown
+from shardwise.part.moves import dealt_as, fetch, shown
 from shardwise.part.scans import cumulated, summed_along
 from shardwise.part.sums import Sum
 from shardwise.part.tensor import Part, is_part, no_rule, parts_in, rule
@@ -28,15 +29,25 @@ def along(func: Any, args: tuple, kwargs: dict) -> Any:
         return cumulated(part)
     if func._schema.name == "aten::index_select" and is_part(args[2]) and not is_part(part):
         return args[2].with_local(func(part, args[1], args[2].local), args[1] % part.dim())
+    if func._schema.name == "aten::gather" and is_part(part) and part.dim_cut in touched and not is_part(args[2]):
+        return entries_here(part, part.dim_cut, args[2])
     if not is_part(part) or part.dim_cut in touched:
         raise Uncut(no_rule(func, parts_in((args, kwargs))))
     if func._schema.name == "aten::gather":
-        index = args[2].local if is_part(args[2]) else part.share(args[2], part.dim_cut)
-        return part.with_local(func(part.local, args[1], index))
+        return _gathered_by(func, part, args[1], args[2])
     output = func(part.local, *args[1:], **kwargs)
     if isinstance(output, tuple):
         return tuple(part.with_local(each) for each in output)
     return part.with_local(output)
+
+
+def _gathered_by(func: Any, part: Part, dim: int, index: torch.Tensor) -> Part:
+    """`gather(x, dim, index)` along a dim that is not cut, by an index for every position."""
+    cut = part.dim_cut
+    if index.shape[cut] != part.shape[cut]:
+        raise Uncut(no_rule(func, [part]))
+    mine = dealt_as(index, part, cut, str(func)).local if is_part(index) else part.share(index, cut)
+    return part.with_local(func(part.local, dim, mine))
 
 
 def _reordered(func: Any, part: Part, args: tuple, kwargs: dict) -> Part:
@@ -134,9 +145,7 @@ def scatter(func: Any, args: tuple, kwargs: dict) -> Part:
             return each
         if not is_part(each):
             return lead.share(each, cut)
-        if each.dim_cut != cut or not each.beside(lead):
-            raise Uncut(f"tensors that are cut differently ({no_rule(func, [each, lead])})")
-        return each.local
+        return dealt_as(each, lead, cut, str(func)).local
 
     output = func(*map(local, args), **kwargs)
     return args[0] if changes else lead.with_local(output)
@@ -160,9 +169,7 @@ def index_put(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     if values.dim() != x.dim() - len(used) + added or used[0] <= values.dim_cut < used[0] + added:
         raise Uncut(no_rule(func, parts_in(args)))
     dim = values.dim_cut if values.dim_cut < used[0] else values.dim_cut - added + len(used)
-    if is_part(x) and (x.dim_cut != dim or not x.beside(values)):
-        raise Uncut(no_rule(func, parts_in(args)))
-    local = x.local if is_part(x) else values.share(x, dim)
+    local = dealt_as(x, values, dim, str(func)).local if is_part(x) else values.share(x, dim)
     return values.with_local(func(local, indices, values.local, *rest, **kwargs), dim)
 
 
@@ -204,7 +211,8 @@ def index_copy(func: Any, args: tuple, kwargs: dict) -> Part:
     x, dim, indices, values = args
     lead = parts_in([x, values])[0]
     cut = lead.dim_cut
-    if parts_in([indices]) or dim % x.dim() == cut or any(not p.beside(lead) for p in parts_in([x, values])):
+    if parts_in([indices]) or dim % x.dim() == cut:
         raise Uncut(no_rule(func, parts_in(args)))
-    mine, theirs = (each.local if is_part(each) else lead.share(each, cut) for each in (x, values))
+    mine, theirs = (dealt_as(each, lead, cut, str(func)).local if is_part(each) else lead.share(each, cut)
+                    for each in (x, values))  # fmt: skip
     return lead.with_local(func(mine, dim, indices, theirs))

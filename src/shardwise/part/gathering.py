@@ -51,6 +51,8 @@ def gathered(part: Part) -> torch.Tensor:
     if front.shape[0] != most:
         padded = front.new_zeros((most, *front.shape[1:]))
         padded[: front.shape[0]] = front
+        if axis.rehearsal is not None and len(front):  # whose values stand for those of other ranks
+            padded[front.shape[0] :] = front[-1:]
     kind = padded.dtype
     flat = padded.contiguous().view(torch.uint8) if kind is torch.bool else padded.contiguous()
     table = flat.new_empty((axis.size * most, *front.shape[1:]))

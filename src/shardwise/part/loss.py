@@ -11,7 +11,7 @@ from shardwise.host import has_values, require, to_device
 from shardwise.part.cuts import Uncut
 from shardwise.part.gathering import gather, reduced
 from shardwise.part.levels import Distributed
-from shardwise.part.moves import reowned
+from shardwise.part.moves import dealt_as, reowned
 from shardwise.part.sums import Sum, plain
 from shardwise.part.tensor import FUNCTIONS, Part, is_part, no_rule, parts_in, rule
 
@@ -174,6 +174,14 @@ def rows_of(
 FUNCTIONS[F.embedding] = rows_of
 
 
+def entries_here(x: Part, dim: int, index: torch.Tensor) -> torch.Tensor:
+    """`x.gather(dim, index)` along the cut dim. Collective."""
+    held, place = _place_of(x, index)
+    if not x.local.shape[dim]:
+        return reduced(x.local.new_zeros(index.shape), x)
+    return reduced(x.local.gather(dim, place) * held, x)
+
+
 class _Entries(torch.autograd.Function):
     """`x.gather(dim, index)` along the cut dim: each entry is found on its rank, and its gradient put there."""
 
@@ -181,10 +189,7 @@ class _Entries(torch.autograd.Function):
     def forward(ctx, x: Part, dim: int, index: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(index)
         ctx.like, ctx.dim = x.shell(), dim
-        held, place = _place_of(x, index)
-        if not x.local.shape[dim]:
-            return reduced(x.local.new_zeros(index.shape), x)
-        return reduced(x.local.gather(dim, place) * held, x)
+        return entries_here(x, dim, index)
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor):
@@ -215,8 +220,8 @@ def embedding_dense_backward(func: Any, args: tuple, kwargs: dict) -> torch.Tens
     if is_part(gradient) and gradient.dim_cut == gradient.dim() - 1 and not is_part(index):
         return gradient.with_local(func(gradient.local, *args[1:], **kwargs), 1)
     if is_part(gradient) and gradient.dim_cut < index.dim() and not args[4]:
-        if is_part(index) and (index.dim_cut != gradient.dim_cut or not index.beside(gradient)):
-            raise Uncut(no_rule(func, parts_in(args)))
+        if is_part(index):
+            index = dealt_as(index, gradient, gradient.dim_cut, str(func))
         mine = index.local if is_part(index) else gradient.share(index, gradient.dim_cut)
         return Sum.of(func(gradient.local, mine, *args[2:], **kwargs), gradient.axis, gradient.origin, spread=False)
     if is_part(index) and not is_part(gradient):

@@ -11,7 +11,8 @@ one process to know how many there are.
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from shardwise.host import read
 from shardwise.part.cuts import Owners, Uncut
 from shardwise.part.gathering import all_sum
 from shardwise.part.levels import Distributed
-from shardwise.part.moves import reowned
+from shardwise.part.moves import dealt_as, reowned
 from shardwise.part.sums import plain
 from shardwise.part.tensor import FUNCTIONS, Part, is_part, no_rule, parts_in
 
@@ -37,7 +38,7 @@ def selected(func: Any, args: tuple, kwargs: dict) -> Part:
     """`x[mask]`, where the dims that the mask covers are cut, or others."""
     x, (place, mask) = args[0], _place(args[1])
     lead, cut = _cut(func, x, mask, place)
-    theirs = _share(lead, mask, cut - place) if place <= cut < place + mask.dim() else mask
+    theirs = _seen(lead, _share(lead, mask, cut - place)) if place <= cut < place + mask.dim() else mask
     output = func(_share(lead, x, cut), [*[None] * place, theirs])
     if theirs is mask:
         return lead.with_local(output, cut if cut < place else cut - mask.dim() + 1)
@@ -57,10 +58,11 @@ def put(func: Any, args: tuple, kwargs: dict) -> Part:
         theirs = _share(lead, mask, cut - place)
         if is_part(values) and values.dim_cut != dim:
             raise Uncut(no_rule(func, parts_in(args)))
-        if is_part(values) or (dim >= 0 and values.shape[dim] != 1):
-            owners = _owners(lead, theirs, cut - place)
-            whole = not is_part(values)
-            values = owners.take(values, dim, lead.axis.index) if whole else reowned(values, owners).local
+        if is_part(values):
+            theirs = _seen(lead, theirs)
+            values = reowned(values, _owners(lead, theirs, cut - place)).local
+        elif dim >= 0 and values.shape[dim] != 1:
+            values = _of_mine(lead, theirs, cut - place, values, dim)
     elif is_part(values) and values.dim_cut == dim + (cut - place if cut < place else cut - place - mask.dim() + 1):
         values = values.local
     elif is_part(values) or values.numel() != 1:
@@ -84,13 +86,16 @@ def _cut(func: Any, x: torch.Tensor, mask: torch.Tensor, place: int, values: Any
         return values, values.dim_cut if values.dim_cut < place else values.dim_cut + mask.dim() - 1
     lead: Any = x if is_part(x) else mask
     cut = lead.dim_cut if lead is x else lead.dim_cut + place
-    if is_part(x) and is_part(mask) and (mask.dim_cut + place != cut or not mask.beside(lead)):
-        raise Uncut(f"a mask that is cut otherwise than what it selects from ({no_rule(func, [x, mask])})")
+    if is_part(x) and is_part(mask) and mask.dim_cut + place != cut:
+        raise Uncut(f"a mask that is cut along another dim than what it selects from ({no_rule(func, [x, mask])})")
     return lead, cut
 
 
 def _share(lead: Part, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-    return tensor.local if isinstance(tensor, Part) and is_part(tensor) else lead.share(tensor, dim)
+    """This rank's share of a mask, or of what it selects from, beside that of `lead`."""
+    if not is_part(tensor):
+        return lead.share(tensor, dim)
+    return dealt_as(cast(Part, tensor), lead, dim, "a mask and what it selects from,").local
 
 
 def _owners(lead: Part, mask: torch.Tensor, cut: int) -> Owners:
@@ -105,8 +110,30 @@ def _owners(lead: Part, mask: torch.Tensor, cut: int) -> Owners:
     each = plain(mask.bool().sum(over) if over else mask.bool().long()).reshape(-1, len(mine))
     table = each.new_zeros(each.shape[0], len(who))
     table[:, torch.from_numpy(mine)] = each
-    counts = np.asarray(read(all_sum(table, axis), "how many elements a mask selects"), dtype=np.int64)
+    total = all_sum(table, axis)
+    if axis.rehearsal is not None:
+        sizes = np.asarray(owners.counts) if ranked else np.ones(len(who), dtype=np.int64)
+        counts = np.tile(sizes * math.prod(mask.shape[cut + 1 :]), (each.shape[0], 1))
+    else:
+        counts = np.asarray(read(total, "how many elements a mask selects"), dtype=np.int64)
     return Owners(np.cumsum(counts), np.tile(who, len(counts)), axis.size)
+
+
+def _of_mine(lead: Part, mask: torch.Tensor, cut: int, values: torch.Tensor, dim: int) -> torch.Tensor:
+    """Of values that lie whole on every rank along `dim`, those that this rank selects. Collective."""
+    owners = _owners(lead, mask, cut)
+    if lead.axis.rehearsal is None:
+        return owners.take(values, dim, lead.axis.index)
+    return values.narrow(dim, 0, int(read(plain(mask.bool().sum()), "how many elements a mask selects")))
+
+
+def _seen(lead: Part, mask: torch.Tensor) -> torch.Tensor:
+    """The mask; in a rehearsal, where nobody knows how many others select, one that selects everything.
+
+    So what lies beside each other but is dealt otherwise (logits, labels) has one length after one selection, and all
+    ranks come to the same exchanges.
+    """
+    return mask if lead.axis.rehearsal is None else mask == mask
 
 
 def masked_select(input: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

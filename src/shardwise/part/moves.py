@@ -24,7 +24,7 @@ import torch
 from shardwise.comm import Axis, all_to_all
 from shardwise.host import to_device
 from shardwise.part.cuts import REMEMBERED, Owners, Uncut
-from shardwise.part.gathering import gather, share_of
+from shardwise.part.gathering import gather, gathered, share_of
 from shardwise.part.levels import Distributed
 from shardwise.part.sums import whole_over_axis
 from shardwise.part.tensor import UNSENT, Part
@@ -87,8 +87,34 @@ def reowned(part: Part, owners: Owners) -> Part:
     """The same tensor cut along the same dim, dealt by other owners. Collective; not differentiable (see `moved`)."""
     if owners == part.owners:
         return part
+    inner = part.local.settled() if isinstance(part.local, Distributed) else None
+    if isinstance(inner, Part) and inner.dim_cut == part.dim_cut and inner.axis.positions:
+        return _reowned_inside(part, inner, owners)
     wanted = tuple(_ranges(owners.indices(rank)) for rank in range(owners.ranks))
     return part.with_local(fetch(part, wanted), part.dim_cut, owners)
+
+
+def dealt_as(part: Part, lead: Part, dim: int, what: str) -> Part:
+    """The part cut along `dim` as `lead` is: itself, or, of positions, with what each rank lacks from its owner.
+
+    Collective where they differ; not differentiable. `Uncut` where the cut is not of positions; `what` reads both.
+    """
+    if part.dim_cut == dim and part.beside(lead):
+        return part
+    if part.axis is lead.axis and lead.axis.positions and part.shape[dim] == lead.owners.size:
+        return recut(part, dim, lead.owners)
+    raise Uncut(f"{what} of tensors that are cut differently ({part!r}, {lead!r})")
+
+
+def _reowned_inside(part: Part, inner: Part, owners: Owners) -> Part:
+    """`reowned` of a dim that an axis further in cuts too: whole over that one on the way, then in blocks again.
+
+    Which indices its ranks have differs between those of this axis, and a rank knows its own alone.
+    """
+    found = reowned(part.with_local(gathered(inner)), owners)
+    again = Owners.blocks(owners.counts[part.axis.index], inner.axis.size)
+    mine = again.take(found.local, inner.dim_cut, inner.axis.index).contiguous()
+    return found.with_local(inner.with_local(mine, owners=again))
 
 
 @lru_cache(REMEMBERED)

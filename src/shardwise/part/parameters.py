@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -47,6 +48,8 @@ def own_rows(axes: tuple[Axis, ...]) -> Iterator[None]:
 
 
 _CLASSES: dict[tuple[type, tuple[str, ...]], type] = {}
+CUT_MODULES: WeakSet[nn.Module] = WeakSet()  # of this process, whose positions are cut
+ON_CUT: list[Callable[[], None]] = []  # called when a module is added to them
 
 
 class ParameterCut(Protocol):
@@ -81,7 +84,13 @@ def see_parts(
             child.__dict__["_tensor_cuts"] = (mine, axis, summed)
             child.__class__ = _seeing_parts(type(child), tuple(sorted(mine)))
 
+    if any(each.positions for each in summed):
+        CUT_MODULES.add(module)
+        for each in ON_CUT:
+            each()
+
     def undo() -> None:
+        CUT_MODULES.discard(module)
         for child, kind in before:
             child.__class__ = kind
             del child.__dict__["_tensor_cuts"]

@@ -38,7 +38,7 @@ class CutsInside(Protocol):
     def axes(self) -> tuple[Axis, ...]: ...
     def over(self, swap: Callable[[Axis], Axis]) -> CutsInside: ...
     def install(self, module: nn.Module) -> Callable[[], None]: ...
-    def told(self) -> str: ...
+    def told(self, stopped: str = "") -> str: ...
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ class Positions:
     names    of the leaves, for people
     what     is cut: "sequence" or "field"
     inside   what cuts tensors inside the module, where the batch is whole
+    stopped  why positions of the batch itself cannot be cut, for people
     results  how the axes cut each leaf of what a call of a submodule (path, place) gives, as rehearsed, where they do
     """
 
@@ -60,6 +61,7 @@ class Positions:
     mask: tuple[tuple[int, ...], int] = ((), 0)  # the largest that attention is given for all pairs: shape, bytes
     zigzag: bool = False  # cp deals each rank a block from either end, for attention that looks back
     inside: CutsInside | None = None
+    stopped: str = ""
     results: Mapping[tuple[str, int], tuple[Along, ...]] = field(default_factory=dict)
     shapes: tuple[tuple[int, ...] | None, ...] = ()  # of each leaf behind the samples, where ranks may read tiles alone
 
@@ -147,7 +149,7 @@ class Positions:
     def told(self) -> str:
         """One line for the user."""
         if self.inside is not None:
-            return "; ".join([self.inside.told(), *self.routes])
+            return "; ".join([self.inside.told(self.stopped), *self.routes])
         names: dict[tuple[int, ...], list[str]] = {}
         for name, cuts in zip(self.names, self.cuts, strict=True):
             if cuts:

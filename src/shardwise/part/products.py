@@ -8,6 +8,7 @@ import torch
 
 from shardwise.part.cuts import Uncut, repeated
 from shardwise.part.gathering import gather
+from shardwise.part.moves import dealt_as
 from shardwise.part.sums import Sum
 from shardwise.part.tensor import Part, is_part, no_rule, parts_in, rule
 
@@ -36,17 +37,15 @@ def _share(tensor: torch.Tensor, lead: Part, dim: int) -> torch.Tensor:
     """This rank's share of an input along `dim`, dealt like `lead`."""
     if not is_part(tensor):
         return lead.share(tensor, dim)
-    if tensor.dim_cut != dim or not tensor.beside(lead):
-        raise Uncut(f"a product of tensors that are cut differently ({tensor!r}, {lead!r})")
-    return tensor.local
+    return dealt_as(tensor, lead, dim, "a product").local
 
 
 def _settled(func: Any, a: Part, b: Part, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Two parts as they can be multiplied: a soft one that is in the way is gathered."""
     same_batch = a.dim_cut == b.dim_cut < batch
     contracted = a.dim_cut == batch + 1 and b.dim_cut == batch
-    if (same_batch or contracted) and a.beside(b):
-        return a, b
+    if (same_batch or contracted) and (a.beside(b) or (a.axis.positions and a.axis is b.axis)):
+        return a, b  # what lies otherwise is fetched
     if a.soft:
         return gather(a), b
     if b.soft:

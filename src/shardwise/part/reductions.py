@@ -10,6 +10,7 @@ import torch
 from shardwise.host import to_device
 from shardwise.part.cuts import Uncut
 from shardwise.part.gathering import reduced
+from shardwise.part.moves import dealt_as
 from shardwise.part.sums import Sum
 from shardwise.part.tensor import Part, is_part, no_rule, parts_in, rule
 from shardwise.trace.elementwise import fit, is_elementwise
@@ -232,9 +233,7 @@ def softmax_backward(func: Any, args: tuple, kwargs: dict) -> Part:
     gradient, output, dim = args[:3]
     part = output if is_part(output) else gradient
     dim %= part.dim()
-    dy = gradient.local if is_part(gradient) else part.share(gradient, part.dim_cut)
-    y = output.local if is_part(output) else part.share(output, part.dim_cut)
-    _alike(func, [gradient, output])
+    dy, y = (_beside(func, each, part) for each in (gradient, output))
     if dim != part.dim_cut:
         return part.with_local(func(dy, y, *args[2:], **kwargs))
     if func._schema.name.endswith("_log_softmax_backward_data"):
@@ -245,12 +244,11 @@ def softmax_backward(func: Any, args: tuple, kwargs: dict) -> Part:
     return part.with_local(dx if len(args) < 4 else dx.to(args[3]))
 
 
-def _alike(func: Any, inputs: Any) -> Part:
-    """The first of the parts, all of which must be cut alike."""
-    parts = parts_in(inputs)
-    if any(part.dim_cut != parts[0].dim_cut or not part.beside(parts[0]) for part in parts):
-        raise Uncut(f"tensors that are cut differently ({no_rule(func, parts)})")
-    return parts[0]
+def _beside(func: Any, tensor: torch.Tensor, lead: Part) -> torch.Tensor:
+    """This rank's share of a tensor of the same shape, beside that of `lead`: a gradient may arrive dealt otherwise."""
+    if not is_part(tensor):
+        return lead.share(tensor, lead.dim_cut)
+    return dealt_as(tensor, lead, lead.dim_cut, str(func)).local
 
 
 @rule("native_layer_norm", "_fused_rms_norm")
@@ -265,13 +263,13 @@ def layer_norm(func: Any, args: tuple, kwargs: dict) -> tuple:
 @rule("native_layer_norm_backward", "_fused_rms_norm_backward")
 def layer_norm_backward(func: Any, args: tuple, kwargs: dict) -> tuple:
     """dx is cut like x; gradients of weight and bias are sums over ranks."""
-    part = _alike(func, args)
+    part = args[1] if is_part(args[1]) else parts_in(args)[0]
     if part.dim_cut >= part.dim() - len(args[2]):
         raise Uncut(no_rule(func, parts_in(args)))
 
     def local(each: Any) -> Any:
         if is_part(each):
-            return each.local.contiguous()
+            return _beside(func, each, part).contiguous()
         statistics = isinstance(each, torch.Tensor) and each.dim() == part.dim()
         # the kernel reads mean and rstd as if they were contiguous
         return part.share(each, part.dim_cut).contiguous() if statistics else each
@@ -309,8 +307,7 @@ def group_norm_backward(func: Any, args: tuple, kwargs: dict) -> tuple:
     dy, x, mean, rstd, w, n, channels, area, count, mask = args
     groups = _group_owners(func, x, channels, count, args)
     rank = x.axis.index
-    _alike(func, [dy, x])
-    dy = dy.local if is_part(dy) else x.share(dy, 1)
+    dy = _beside(func, dy, x)
     wl = None if w is None else w.local if is_part(w) else x.share(w, 0)
     statistics = mean.local.contiguous(), rstd.local.contiguous()  # the kernel reads them as if they were
     dx, dw, db = func(

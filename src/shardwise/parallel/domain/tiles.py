@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -29,7 +29,9 @@ from shardwise.part.gathering import share_of
 from shardwise.part.halos import wants_own
 from shardwise.part.levels import Distributed
 from shardwise.part.moves import Wanted, fetch, from_axis, give_back, replaced_from_axis
+from shardwise.part.sums import whole_over_axis
 from shardwise.part.tensor import FUNCTIONS
+from shardwise.trace.leaves import replaced
 
 
 def cuts(tensor: Any, dims: Iterable[int]) -> list[CutDim]:
@@ -182,11 +184,29 @@ def answers(*functions: Callable) -> Callable:
     """Register the function as the answer of these where one of their tensors is distributed."""
 
     def register(answer: Callable) -> Callable:
+        @wraps(answer)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = replaced(Part, _cut_once, (args, kwargs))
+            return answer(*args, **kwargs)
+
         for function in functions:
-            FUNCTIONS[function] = answer
+            FUNCTIONS[function] = run
         return answer
 
     return register
+
+
+def _cut_once(part: Part) -> torch.Tensor:
+    """The tensor with no dim cut over two axes (cp and cp_ulysses): whole over those further in. Collective.
+
+    Every rank of those then computes the same, until the result meets a tensor that they cut.
+    """
+    taken: set[int] = set()
+    for cut in cuts(part, range(part.dim())):
+        if cut.dim in taken:
+            part = whole_over_axis(part, cut.axis)
+        taken.add(cut.dim)
+    return part
 
 
 __all__ = ["CutDim", "answers", "cuts", "fetched", "opened", "placed", "used", "windowed"]

@@ -29,6 +29,7 @@ import torch.nn.functional as F
 
 from shardwise.comm import Axis
 from shardwise.host import to_device
+from shardwise.parallel.sequence.pair_mask import PairMask, whole_mask
 from shardwise.parallel.sequence.ring import ring_attention
 from shardwise.part import Owners, Part, Sum, Uncut
 from shardwise.part.crossing import apart, axes_of, cuts_of, joined
@@ -66,7 +67,8 @@ class AttentionCall:
         by_heads = 2 * query.shape[POSITIONS] * of_q * each * (p - 1) / p**2
         by_heads += ring if of_k < p else ring / p
         found = (by_heads, ring) if heads else (ring, by_heads)
-        shape = () if mask is None or mask.dim() < 2 or 1 in mask.shape[-2:] else tuple(mask.shape)
+        pairs = isinstance(mask, PairMask)
+        shape = () if mask is None or pairs or mask.dim() < 2 or 1 in mask.shape[-2:] else tuple(mask.shape)
         held = math.prod(shape) * mask.element_size() if mask is not None and shape else 0
         return cls(axis, heads, causal, mask is not None, (round(found[0]), round(found[1])), shape, held)
 
@@ -113,9 +115,15 @@ def attend(
     if query.dim() == 3 and any(isinstance(each, Distributed) for each in (query, key, value)):
         mask = attn_mask if attn_mask is None or attn_mask.dim() < 3 else attn_mask.unsqueeze(1)
         return attend(query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1), mask, **options).squeeze(1)
+    if isinstance(attn_mask, PairMask) and (is_causal or dropout_p or query.dim() != 4):
+        attn_mask = whole_mask(attn_mask)
     if query.dim() != 4:
         return F.scaled_dot_product_attention(query, key, value, attn_mask, **options)
     axis = _innermost(query) or _innermost(key)
+    if axis is None and isinstance(attn_mask, PairMask):
+        if max(len(_levels(each)) for each in (query, key, value)) < 2:
+            return ring_attention(query, key, value, attn_mask, Axis.alone("cp"), is_causal=False, scale=scale)
+        attn_mask = whole_mask(attn_mask)
     if axis is None:
         return F.scaled_dot_product_attention(query, key, value, attn_mask, **options)
     if attn_mask is not None and isinstance(attn_mask, Distributed):
@@ -126,7 +134,8 @@ def attend(
     beyond = len(_positions(query)) > 1  # the outermost alone goes around a ring
     heads = axis.name == "cp_ulysses" or bool(dropout_p) or beyond
     if _SEEN:
-        _SEEN[-1].append(AttentionCall.of(query, key, axis, heads=heads, causal=is_causal, mask=attn_mask))
+        causal = is_causal or (isinstance(attn_mask, PairMask) and attn_mask.looks_back)
+        _SEEN[-1].append(AttentionCall.of(query, key, axis, heads=heads, causal=causal, mask=attn_mask))
     if heads:
         return _by_heads(query, key, value, attn_mask, axis, options)
     if _owners(key, axis) != _owners(value, axis):  # keys and values travel together

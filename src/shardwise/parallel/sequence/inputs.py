@@ -32,7 +32,8 @@ def candidates(
     found = _alike(batch, samples) if named is None else [_declared(batch, names, named)] if named else []
     for dims, said in found:
         cuts = tuple(((along[0], axes),) if len(along) == 1 else () for along in dims)
-        yield Candidate(Positions(cuts, names, "sequence", least), said, _shortened(batch, dims))
+        half = _shortened(batch, dims) if named is None else None  # whose positions are known
+        yield Candidate(Positions(cuts, names, "sequence", least), said, half)
 
 
 def _declared(batch: Any, names: tuple[str, ...], named: Mapping[str, int]) -> tuple[Dims, str]:

@@ -57,13 +57,13 @@ class CutBlocks:
         """The same cut over other axes."""
         return replace(self, axes=tuple(map(swap, self.axes)))
 
-    def told(self) -> str:
-        """One line for the user."""
+    def told(self, stopped: str = "") -> str:
+        """One line for the user; `stopped`: why what the batch has of positions could not be cut."""
         axes, ranks = " x ".join(f"{a.name}={a.size}" for a in self.axes), math.prod(a.size for a in self.axes)
         return (
-            f"{axes} cuts the sequence that '{self.first}' is given along dim {DIM}, until '{self.last}' has run: its "
-            f"length is born inside the module. Before and behind, every rank computes all; a rank receives "
-            f"{ranks - 1}/{ranks} of (B, S, E) once in a forward and once in a backward"
+            f"{axes} cuts the sequence that '{self.first}' is given along dim {DIM}, until '{self.last}' has run: "
+            f"{stopped or 'its length is born inside the module'}. Before and behind, every rank computes all; a rank "
+            f"receives {ranks - 1}/{ranks} of (B, S, E) once in a forward and once in a backward"
         )
 
     def _enter(self, block: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:

@@ -8,10 +8,12 @@ the diagonal of a causal one. Otherwise the block's scores (B, H, s, t) are writ
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 from shardwise.device import on_host
+from shardwise.parallel.sequence.pair_mask import MaskBlock
 
 MOST_SCORES = 2**26  # that are written at a time: 256 MiB in float32, where several rows are no more
 
@@ -34,7 +36,7 @@ def has_fused(device: torch.device) -> bool:
     return on_host(device)
 
 
-def _is_fused(q: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None) -> bool:
+def _is_fused(q: torch.Tensor, v: torch.Tensor, bias: Any) -> bool:
     return has_fused(q.device) and bias is None and q.shape[-1] == v.shape[-1] and q.shape[1] > 0
 
 
@@ -45,7 +47,9 @@ def _rows(q: torch.Tensor, k: torch.Tensor) -> Iterator[slice]:
         yield slice(first, min(s, first + each))
 
 
-def _of_rows(bias: torch.Tensor | None, rows: slice) -> torch.Tensor | None:
+def _of_rows(bias: Any, rows: slice) -> torch.Tensor | None:
+    if isinstance(bias, MaskBlock):
+        return bias.of_rows(rows)
     return bias if bias is None or bias.dim() < 2 or bias.shape[-2] == 1 else bias[..., rows, :]
 
 
@@ -64,11 +68,11 @@ def _scores(
 
 
 def attended(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, causal: bool, scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """(output (B, H, s, D), log-sum-exp (B, H, s)) of queries (B, H, s, D) and keys (B, H, t, D), in one wide dtype.
 
-    bias    True where a key may be read, or what is added to scores; broadcast to (B, H, s, t)
+    bias    True where a key may be read, or what is added to scores; broadcast to (B, H, s, t), or a `MaskBlock` of it
     causal  the block lies on the diagonal: row i reads columns up to i
     """
     if _is_fused(q, v, bias):
@@ -84,7 +88,7 @@ def attended(
 
 def gradients(
     gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, output: torch.Tensor, lse: torch.Tensor,
-    bias: torch.Tensor | None, causal: bool, scale: float, of_bias: bool,
+    bias: Any, causal: bool, scale: float, of_bias: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """Gradients of a block's queries, keys and values, and of its scores where that of the bias is wanted.
 

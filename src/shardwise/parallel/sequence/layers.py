@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from shardwise.comm import Axis
+from shardwise.parallel.sequence.pair_mask import PairMask
 from shardwise.part import Owners, Part, Sum, Uncut
 from shardwise.part.gathering import gather, share_of
 from shardwise.part.levels import Distributed
@@ -41,12 +42,15 @@ class Layers:
             local = self.inner.with_local(payload)
         elif queries.inner is not None:
             local = Sum(payload, queries.inner.axis, spread=False)
-        return Sum(local, self.axis) if self.part is None else self.part.with_local(local)
+        if self.part is None:
+            return Sum(local, self.axis) if self.axis.size > 1 else local
+        return self.part.with_local(local)
 
     def share(self, gradient: torch.Tensor) -> torch.Tensor:
         """This rank's payload of a gradient, however it is dealt. Collective where it is dealt otherwise."""
-        assert self.part is not None
-        local = share_of(gradient, POSITIONS, self.part.owners, self.axis)
+        local = gradient
+        if self.part is not None:
+            local = share_of(gradient, POSITIONS, self.part.owners, self.axis)
         if self.inner is not None:
             local = share_of(local, self.inner.dim_cut, self.inner.owners, self.inner.axis)
         elif isinstance(local, Distributed):
@@ -87,8 +91,8 @@ class HeadsHere:
 
     def mask(self, mask: torch.Tensor | None) -> torch.Tensor | None:
         """The mask (b, h, S, T) of this rank's heads."""
-        if mask is None:
-            return None
+        if mask is None or isinstance(mask, PairMask):
+            return mask
         if isinstance(mask, Distributed):
             raise Uncut("ring attention with a mask that is cut over an axis")
         mask = mask.detach()

@@ -17,11 +17,14 @@ import torch
 
 from shardwise.comm import Axis
 from shardwise.host import can_read, read, to_device
+from shardwise.parallel.sequence.pair_mask import PairMask
+from shardwise.parallel.sequence.runs import At, Range
 from shardwise.part import Owners
 
-Range = tuple[int, int]
-At = Range | np.ndarray  # global indices: a range, or each of them
 MOST_PAIRS = 256  # of runs, of all ranks together, whose masks are looked at one by one
+LEAST_TILE = 512  # positions of a run whose mask is made and looked at by itself, where it is a function of indices
+MOST_RUNS = 64  # tiles of a sequence; a few more where runs do not divide
+MOST_TILES = 4 * MOST_RUNS**2  # pairs of tiles that are looked at
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,7 @@ class Call:
     shapes: tuple[tuple[int, ...], ...]  # of this rank's keys and values
     masked: bool = False
     kinds: Mapping[tuple[Range, Range], str] | None = None  # of pairs of runs, as the mask says
+    tile: int = 0  # positions of a run that are taken at a time; 0: all
 
     @cached_property
     def ways(self) -> tuple[tuple[int, ...], ...]:
@@ -57,17 +61,21 @@ class Call:
         return way[place] if place < len(way) else None
 
 
-def _ranges(owners: Owners | None, rank: int, size: int) -> list[tuple[Range, Range]]:
-    """(global range, range among the rank's own) of each run of indices that a rank owns."""
-    if owners is None:
-        return [((0, size), (0, size))] if size else []
+def _ranges(owners: Owners | None, rank: int, size: int, tile: int) -> list[tuple[Range, Range]]:
+    """(global range, range among the rank's own) of each run of indices that a rank owns, or of its tiles."""
     found, place, start = [], 0, 0
-    for stop, who in zip(owners.stops.tolist(), owners.who.tolist(), strict=True):
-        if who == rank:
-            found.append(((start, stop), (place, place + stop - start)))
-            place += stop - start
+    stops, who = ([size], [rank]) if owners is None else (owners.stops.tolist(), owners.who.tolist())
+    for stop, owner in zip(stops, who, strict=True):
+        for first, last in _tiles(start, stop, tile) if owner == rank else ():
+            found.append(((first, last), (place, place + last - first)))
+            place += last - first
         start = stop
     return found
+
+
+def _tiles(start: int, stop: int, tile: int) -> Iterator[Range]:
+    for first in range(start, stop, tile or max(stop - start, 1)):
+        yield first, min(stop, first + tile) if tile else stop
 
 
 def pairs(call: Call, source: int, rank: int | None = None) -> Iterator[tuple[At, At, Range, Range, str]]:
@@ -76,8 +84,8 @@ def pairs(call: Call, source: int, rank: int | None = None) -> Iterator[tuple[At
     kind  "full" | "diagonal" (causal, of one run) | "causal" (across the diagonal) | "masked"
     """
     rank = call.axis.index if rank is None else rank
-    queries = _ranges(call.queries, rank, call.queries.size)
-    keys = _ranges(call.keys, source, call.key_count)
+    queries = _ranges(call.queries, rank, call.queries.size, call.tile)
+    keys = _ranges(call.keys, source, call.key_count, call.tile)
     if len(queries) * len(keys) > MOST_PAIRS and call.kinds is None:
         yield from _at_once(call, source, rank)
         return
@@ -127,6 +135,12 @@ def kinds_of(
 
     The mask is the same on all ranks of the ring, and so is the answer.
     """
+    if isinstance(mask, PairMask):
+        tile = tile_of(queries.size, key_count)
+        rows, columns = (list(_runs_of(each, n, tile)) for each, n in ((queries, queries.size), (keys, key_count)))
+        if len(rows) * len(columns) > MOST_TILES:
+            return None
+        return mask.kinds(tuple((q, k) for q in rows for k in columns))
     runs, others = list(_runs_of(queries, queries.size)), list(_runs_of(keys, key_count))
     many = len(runs) * len(others) > MOST_PAIRS
     if mask is None or given is None or is_causal or many or not can_read(mask):
@@ -157,15 +171,22 @@ def _look(mask: torch.Tensor, runs: list[Range], others: list[Range]) -> Mapping
     return names
 
 
-def _runs_of(owners: Owners | None, size: int) -> Iterator[Range]:
+def tile_of(queries: int, keys: int) -> int:
+    """Positions of a run that are taken at a time, where a mask is made as it is read."""
+    return max(LEAST_TILE, -(-max(queries, keys) // MOST_RUNS))
+
+
+def _runs_of(owners: Owners | None, size: int, tile: int = 0) -> Iterator[Range]:
     start = 0
     for stop in owners.stops.tolist() if owners is not None else [size] * bool(size):
-        yield start, stop
+        yield from _tiles(start, stop, tile)
         start = stop
 
 
-def _block(mask: torch.Tensor, q: At, k: At) -> torch.Tensor:
+def _block(mask: torch.Tensor, q: At, k: At) -> Any:
     """The rows `q` and columns `k` of a mask (.., S or 1, T or 1)."""
+    if isinstance(mask, PairMask):
+        return mask.block(q, k)
     return _along(_along(mask, -2, q), -1, k)
 
 

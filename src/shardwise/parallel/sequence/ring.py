@@ -31,8 +31,10 @@ from shardwise.comm import Axis
 from shardwise.host import to_device
 from shardwise.parallel.sequence.kernels import attended, finite, gradients, wide
 from shardwise.parallel.sequence.layers import HEADS, POSITIONS, HeadsHere, from_axis, key_heads_read
-from shardwise.parallel.sequence.pairs import Call, add_to_mask, bias_of, kinds_of, pairs
+from shardwise.parallel.sequence.pair_mask import PairMask
+from shardwise.parallel.sequence.pairs import Call, add_to_mask, bias_of, kinds_of, pairs, tile_of
 from shardwise.parallel.sequence.passing import blocks_passing, gradients_around
+from shardwise.part import Owners
 
 
 def ring_attention(
@@ -40,6 +42,8 @@ def ring_attention(
     is_causal: bool, scale: float | None,
 ) -> torch.Tensor:  # fmt: skip
     """Attention of queries (B, H, S, D) whose positions are cut over `axis`; keys and values are cut too, or whole.
+
+    Over an axis of one rank nothing is cut: a mask that is a function of indices is read in tiles.
 
     mask  plain, broadcast to (B, H, S, T): True where a key may be read, or what is added to scores
     """
@@ -52,18 +56,21 @@ class _Ring(torch.autograd.Function):
     def forward(ctx: Any, query: Any, key: Any, value: Any, mask: Any, axis: Axis, is_causal: bool, scale: float):
         q, k, v = (from_axis(t, axis) for t in (query, key, value))
         keys = k.part.owners if k.part is not None else None
-        assert q.part is not None
+        queries = q.part.owners if q.part is not None else Owners.blocks(query.shape[POSITIONS], 1)
+        tile = tile_of(queries.size, key.shape[POSITIONS]) if isinstance(mask, PairMask) else 0
         heads = HeadsHere.of(q)
         mask_here = heads.mask(mask)
-        call = Call(axis, q.part.owners, keys, key.shape[POSITIONS], is_causal, scale,
+        call = Call(axis, queries, keys, key.shape[POSITIONS], is_causal, scale,
                     (tuple(k.payload.shape), tuple(v.payload.shape)), mask is not None,
-                    kinds_of(mask, mask_here, q.part.owners, keys, key.shape[POSITIONS], is_causal))  # fmt: skip
+                    kinds_of(mask, mask_here, queries, keys, key.shape[POSITIONS], is_causal), tile)  # fmt: skip
         reads = key_heads_read(q, k)
         output, lse = _forward(call, q.payload, k.payload, v.payload, mask_here, reads)
         shells = tuple(each.shell() for each in (q, k, v))
         ctx.call, ctx.kinds, ctx.reads = call, shells, reads
         ctx.heads, ctx.mask_shape = HeadsHere.of(shells[0]), None if mask is None else mask.shape
-        ctx.save_for_backward(q.payload, k.payload, v.payload, mask_here, output, lse)
+        ctx.pairs = mask_here if isinstance(mask_here, PairMask) else None  # has no memory of its own
+        kept = mask_here if ctx.pairs is None else None
+        ctx.save_for_backward(q.payload, k.payload, v.payload, kept, output, lse)
         return q.like(output)
 
     @staticmethod
@@ -71,6 +78,7 @@ class _Ring(torch.autograd.Function):
         q, k, v = ctx.kinds
         payload = q.share(gradient)
         query, key, value, mask, output, lse = ctx.saved_tensors
+        mask = mask if ctx.pairs is None else ctx.pairs
         wants = mask is not None and ctx.needs_input_grad[3]
         dq, dk, dv, dmask = _backward(ctx.call, payload, query, key, value, mask, output, lse, ctx.reads, wants)
         mask_gradient = ctx.heads.mask_gradient(dmask, ctx.mask_shape, ctx.call.axis) if dmask is not None else None

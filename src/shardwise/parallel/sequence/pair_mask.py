@@ -1,0 +1,178 @@
+"""`PairMask`: a boolean mask (B, 1, S, T) known by a function of indices, of which some rows and columns are made.
+
+    function(sample, head, query, key) -> bool, on tensors of indices that broadcast
+    block((0, 4), (8, 12))             the function on rows 0..3 and columns 8..11, made when a kernel asks for rows
+
+Attention of cut positions reads it block by block, and no rank holds (S, T). Any other operation is given the mask as
+a tensor, as it would have been.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import CellType, FunctionType
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from shardwise.host import has_values, read, to_device
+from shardwise.parallel.sequence.runs import At, Range
+from shardwise.part.levels import Distributed
+from shardwise.part.sums import plain
+from shardwise.trace.leaves import replaced, tensors_in
+
+Function = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+_CPU = torch.device("cpu")
+
+
+class PairMask(torch.Tensor):
+    """A mask of every pair of a query and a key, by a function of their indices.
+
+    looks_back  its last query may read the first key, and the first query not the last key
+    fixed       it follows from lengths alone: the function reads no tensor
+    """
+
+    function: Function
+    looks_back: bool
+    fixed: bool
+
+    @staticmethod
+    def __new__(cls, function: Function, shape: tuple[int, int, int, int], device: torch.device, looks_back: bool):
+        mask = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
+        mask.function, mask.looks_back, mask.fixed = function, looks_back, not _tensors_of(function)
+        mask._kinds = {}
+        return mask
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"PairMask(shape={tuple(self.shape)})"
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in _LEAVES_IT and args and isinstance(args[0], PairMask) and _as_it_is(name, args, kwargs):
+            return args[0]
+        if name not in _ASKS:
+            args, kwargs = replaced(PairMask, whole_mask, (args, kwargs))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        args, kwargs = replaced(PairMask, whole_mask, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def values(self, rows: At, columns: At, device: torch.device | None = None) -> torch.Tensor:
+        """(B or 1, 1, rows, columns): the mask there."""
+        device = self.device if device is None else device
+        sample = torch.arange(self.shape[0], device=device).view(-1, 1, 1, 1)
+        query, key = (_indices(at, device) for at in (rows, columns))
+        found = self.function(sample, torch.zeros_like(sample[:1]), query.view(1, 1, -1, 1), key.view(1, 1, 1, -1))
+        return found.expand(-1, -1, len(query), len(key))
+
+    def block(self, rows: At, columns: At) -> MaskBlock:
+        """The mask of some rows and columns, not made yet."""
+        return MaskBlock(self, rows, columns)
+
+    def kinds(self, pairs: tuple[tuple[Range, Range], ...]) -> Mapping[tuple[Range, Range], str] | None:
+        """What of each pair of runs may be read, "empty", "full", "diagonal" or "masked"; None where nobody knows."""
+        if pairs in self._kinds:
+            return self._kinds[pairs]
+        if self.fixed:  # in a rehearsal without values too; on the CPU, so that no device is waited for
+            with _disable_current_modes():
+                table = torch.stack([self._look(q, k, _CPU) for q, k in pairs]).tolist()
+        elif all(map(has_values, _tensors_of(self.function))):
+            table = read(torch.stack([self._look(q, k, self.device) for q, k in pairs]), "which blocks a mask leaves")
+        else:
+            return None
+        names = ["empty" if not some else "full" if every else "diagonal" if diagonal else "masked"
+                 for some, every, diagonal in table]  # fmt: skip
+        self._kinds[pairs] = dict(zip(pairs, names, strict=True))
+        return self._kinds[pairs]
+
+    def _look(self, rows: Range, columns: Range, device: torch.device) -> torch.Tensor:
+        """(3,): whether a block lets anything be read, everything, and what lies on or below its diagonal."""
+        block = self.values(rows, columns, device)
+        diagonal = block.new_zeros(())
+        if rows == columns:
+            diagonal = (block == torch.ones_like(block[0, 0]).tril()).all()
+        return torch.stack([block.any(), block.all(), diagonal])
+
+
+class MaskBlock:
+    """Some rows and columns of a mask, made a few rows at a time."""
+
+    dtype = torch.bool
+
+    def __init__(self, mask: PairMask, rows: At, columns: At):
+        self.mask, self.rows, self.columns = mask, rows, columns
+
+    def of_rows(self, rows: slice) -> torch.Tensor:
+        """(B or 1, 1, rows, columns) of some of the block's rows."""
+        at = self.rows
+        some = (at[0] + rows.start, at[0] + rows.stop) if isinstance(at, tuple) else at[rows]
+        return self.mask.values(some, self.columns)
+
+
+_ASKS = {"__get__", "dim", "size", "numel", "element_size", "__len__", "stride", "is_floating_point"}
+_LEAVES_IT = {"detach", "contiguous", "to", "__getitem__"}
+
+
+def _as_it_is(name: str, args: tuple, kwargs: dict) -> bool:
+    """Whether a function leaves the mask as it is: not moved, not cast, no part of it taken."""
+    mask, *rest = args
+    given = [*rest, *kwargs.values()]
+    if name == "to":
+        return all(each in (torch.bool, mask.device, str(mask.device)) for each in given if not isinstance(each, bool))
+    if name != "__getitem__":
+        return not given
+    taken = rest[0] if isinstance(rest[0], tuple) else (rest[0],)
+    return len(taken) <= mask.dim() and all(
+        isinstance(one, slice) and one.indices(n) == (0, n, 1) for one, n in zip(taken, mask.shape, strict=False)
+    )
+
+
+def whole_mask(mask: PairMask) -> torch.Tensor:
+    """The mask as a tensor."""
+    b, _, s, t = mask.shape
+    return mask.values((0, s), (0, t)).expand(b, 1, s, t)
+
+
+def _indices(at: At, device: torch.device) -> torch.Tensor:
+    return torch.arange(*at, device=device) if isinstance(at, tuple) else to_device(at, device)
+
+
+def whole_function(function: Any) -> Any:
+    """The function with every cut tensor that it closes over whole, so that ranks may call it each for themselves.
+
+    Collective. `ValueError` where what it closes over is not followed: it is no function, number or tensor.
+    """
+    if isinstance(function, Distributed):
+        return plain(function)
+    if isinstance(function, tuple | list):
+        return type(function)(map(whole_function, function))
+    if function is None or isinstance(function, torch.Tensor | int | float | str | torch.dtype | torch.device):
+        return function
+    if not isinstance(function, FunctionType):
+        raise ValueError(f"a mask that closes over {type(function).__name__}")
+    if not function.__closure__:
+        return function
+    cells = tuple(CellType(whole_function(cell.cell_contents)) for cell in function.__closure__)
+    made = FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, cells
+    )  # fmt: skip
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
+
+
+def _tensors_of(function: Any) -> list[torch.Tensor]:
+    """The tensors that a function closes over."""
+    if isinstance(function, FunctionType):
+        return [t for cell in function.__closure__ or () for t in _tensors_of(cell.cell_contents)]
+    if isinstance(function, tuple | list):
+        return [t for each in function for t in _tensors_of(each)]
+    return tensors_in(function) if isinstance(function, torch.Tensor) else []
+
+
+__all__ = ["MaskBlock", "PairMask", "whole_function", "whole_mask"]
