@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise import verify
 from shardwise.errors import RefusedPlan
-from shardwise.memory.chunks import Chunks, Waiting
+from shardwise.memory.chunks import Chunks, Waiting, chunked_forwards
 from shardwise.ranks import RankPool
 
 WORDS, WIDTH = 29, 6
@@ -223,3 +224,21 @@ def test_chunks_under_other_plans_equal_one_process(name: str, plan: str, pool: 
     parity = verify(name, plan, pool=pool)
     assert parity.parity, parity.text()
     assert any("computes in chunks" in note for note in parity.notes), parity.notes
+
+
+def test_a_network_that_writes_in_place_is_told_by_name() -> None:
+    """What stays whole, and why, beside what is chunked and alone."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 13, WIDTH)
+
+    def notes(inplace: bool) -> str:
+        layers = [nn.Linear(WIDTH, 4 * WIDTH), nn.ReLU(inplace=inplace), nn.Linear(4 * WIDTH, WIDTH)]
+        model = nn.Sequential(OrderedDict(feed=nn.Sequential(*layers)))
+        expected = model(x)
+        chunks = Chunks(3)
+        chunked_forwards(model, [], chunks, False)
+        assert (model(x) - expected).abs().max() < 1e-6
+        return " ".join(chunks.notices())
+
+    assert "'feed.1' keeps a wide tensor whole: relu writes into it" in notes(True)
+    assert "keeps" not in notes(False) and "computes in chunks" in notes(False)

@@ -101,13 +101,35 @@ def test_a_sequence_too_long_for_a_device_is_answered_by_cutting_it() -> None:
     """The wall is told, cuts of the sequence are ranked first, and `simulate` says the same of the best plan."""
     task, machine = _long(32768, samples=4), _small("1x4 l40s", 0.82)  # 0.7 of it lies outside the allocator
     subject = traced_subject(task, machine, software("shardwise"), 4, "fp32", ("none",))
-    found = search_plans(subject, machine, Constraints(max_tp=1, max_pp=1), precision="fp32")
+    whole = Constraints(max_tp=1, max_pp=1, fixed=(("position_chunks", 1),))
+    found = search_plans(subject, machine, whole, precision="fp32")
     assert found.proposals and all(p.layout.split_sequence > 1 for p in found.proposals)
     assert found.best.runnable == ""
     assert any("cp and cp_ulysses, which cut a sequence, answer a wall: one sample" in note for note in found.notes)
     again = simulate(task, found.best.plan, machine, global_batch=4)
     assert again.step_s == pytest.approx(found.best.forecast.step_s, rel=0.02)
     assert again.worst.allocated == pytest.approx(found.best.forecast.worst.allocated, rel=0.02)
+
+
+def test_wide_tensors_too_large_for_a_device_are_answered_by_chunks() -> None:
+    """On one device, where nothing can be cut over ranks; `simulate` says the same; else no wall is told."""
+    from sequence_tasks import Decoder, _mean_of_next
+
+    class Wide(Decoder):
+        def __init__(self) -> None:
+            super().__init__()
+            self.places, self.head = torch.nn.Embedding(2048, 16), torch.nn.Linear(16, 8192)
+
+    task = _long(2048).with_(model=Wide, loss=_mean_of_next)
+    for gigabytes, chunks in ((0.85, 8), (1.6, 1)):
+        machine = _small("1x1 l40s", gigabytes)
+        subject = traced_subject(task, machine, software("shardwise"), 1, "fp32", ("none",))
+        found = search_plans(subject, machine, Constraints(), precision="fp32")
+        assert found.best.plan.position_chunks == chunks
+        said = [note for note in found.notes if "position_chunks=8" in note and "answers a wall: one sample" in note]
+        assert bool(said) == (chunks > 1)
+        again = simulate(task, found.best.plan, machine, global_batch=1)
+        assert again.worst.allocated == pytest.approx(found.best.forecast.worst.allocated, rel=0.02)
 
 
 def test_degrees_that_are_asked_for_are_looked_at() -> None:

@@ -23,11 +23,13 @@ positions; autocast; second derivatives. Before them the wide tensor is made who
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -55,10 +57,13 @@ class Chunks:
 
     computed  by what was computed in chunks: (rows, widest, result) as shapes without samples, how often
     whole     by name of the operation before which a wide tensor was made whole, how often
+    written   of operations that wrote into one: path of the module that did it first, "" where none was running
     """
 
     def __init__(self, count: int):
         self.count = count
+        self.written: dict[str, str] = {}
+        self.paths: dict[int, str] = {}  # by id of a module
         self.computed: Counter[str] = Counter()
         self.whole: Counter[str] = Counter()
 
@@ -87,11 +92,15 @@ class Chunks:
 
     def notices(self) -> list[str]:
         """What was done, in lines of text."""
+        writes = [
+            f"{repr(path) if path else 'code'} keeps a wide tensor whole: {name} writes into it"
+            for name, path in self.written.items()
+        ]
         if not self.computed:
             before = f": before {', '.join(sorted(self.whole))} wide tensors are made whole" if self.whole else ""
             long = f"no product that widens, of {self.count} positions or more, was followed by one that narrows"
-            return [f"position_chunks has no effect: {long}{before}"]
-        runs = "; ".join(self.computed)
+            return [f"position_chunks has no effect: {'; '.join([long + before, *writes])}"]
+        runs = "; ".join([*self.computed, *writes])
         return [f"position_chunks={self.count} computes in chunks, and again in backward: {runs}"]
 
 
@@ -100,6 +109,7 @@ def chunked_forwards(module: nn.Module, blocks: Iterable[str], chunks: Chunks, l
 
     leaves_whole  what the module returns: where its weights are there while it runs alone (zero=3)
     """
+    chunks.paths = {id(child): path for path, child in module.named_modules()}
     for block in {id(block): block for block in map(module.get_submodule, blocks)}.values():
         block.forward = chunks.inside(block.forward)
     if module not in map(module.get_submodule, blocks):
@@ -345,9 +355,22 @@ def _answered(func: Callable, args: tuple, kwargs: dict) -> Any:
         for call in sorted(_HERE.pending, key=lambda call: call.order):
             call.made()
     chunks.whole[_name(func)] += 1
+    if tried.what == "writes" and _name(func) not in chunks.written:
+        chunks.written[_name(func)] = _running(chunks.paths)
     args, kwargs = replaced(Waiting, Waiting.made, (args, kwargs))
     with _nothing_waits():
         return func(*args, **kwargs)
+
+
+def _running(paths: dict[int, str]) -> str:
+    """The path of the innermost module whose code is running."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        path = paths.get(id(frame.f_locals.get("self")), "")
+        if path:
+            return path
+        frame = frame.f_back
+    return ""
 
 
 class _Written:

@@ -11,7 +11,7 @@ from shardwise.part.cuts import Uncut
 from shardwise.part.levels import Distributed
 from shardwise.part.loss import entries_here
 from shardwise.part.masks import is_mask, put, selected
-from shardwise.part.moves import dealt_as, fetch, shown
+from shardwise.part.moves import dealt_as, fetch, shown, whole_inside
 from shardwise.part.scans import cumulated, summed_along
 from shardwise.part.sums import Sum
 from shardwise.part.tensor import Part, is_part, no_rule, parts_in, rule
@@ -24,9 +24,10 @@ def along(func: Any, args: tuple, kwargs: dict) -> Any:
     part = args[0]
     touched = _touched(func, part, args, kwargs)
     if is_part(part) and part.axis.positions and func._schema.name in ("aten::flip", "aten::roll"):
+        part = whole_inside(part) if part.dim_cut in touched else part
         return _reordered(func, part, args, kwargs)
     if is_part(part) and part.dim_cut in touched and summed_along(func, part, args, kwargs):
-        return cumulated(part)
+        return cumulated(whole_inside(part))
     if func._schema.name == "aten::index_select" and is_part(args[2]) and not is_part(part):
         return args[2].with_local(func(part, args[1], args[2].local), args[1] % part.dim())
     if func._schema.name == "aten::gather" and is_part(part) and part.dim_cut in touched and not is_part(args[2]):

@@ -106,6 +106,14 @@ def dealt_as(part: Part, lead: Part, dim: int, what: str) -> Part:
     raise Uncut(f"{what} of tensors that are cut differently ({part!r}, {lead!r})")
 
 
+def whole_inside(part: Part) -> Part:
+    """The part, whose cut dim no axis of positions further in cuts too: it is gathered over those. Collective."""
+    inner = part.local.settled() if isinstance(part.local, Distributed) else None
+    if isinstance(inner, Part) and inner.dim_cut == part.dim_cut and inner.axis.positions:
+        return whole_inside(part.with_local(gathered(inner)))
+    return part
+
+
 def _reowned_inside(part: Part, inner: Part, owners: Owners) -> Part:
     """`reowned` of a dim that an axis further in cuts too: whole over that one on the way, then in blocks again.
 
@@ -165,6 +173,8 @@ def give_back(gradient: torch.Tensor, like: Part, wanted: Wanted) -> Part:
     """
     if isinstance(gradient, Distributed):
         inner = gradient.settled()
+        if isinstance(inner, Part) and inner.dim_cut == like.dim_cut:  # of what was whole over that axis
+            return give_back(gathered(inner), like, wanted)
         if isinstance(inner, Part):
             plain_like = Part(_payload(like), like.dim_cut, like.owners, like.axis)
             back = give_back(inner.local, plain_like, wanted)

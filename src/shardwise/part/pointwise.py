@@ -11,7 +11,7 @@ import torch
 from shardwise.device import generators_kept, seed_generators
 from shardwise.host import read
 from shardwise.part.cuts import Uncut
-from shardwise.part.gathering import gather
+from shardwise.part.gathering import gather, gathered
 from shardwise.part.moves import recut
 from shardwise.part.tensor import Part, facts, is_part, no_rule, parts_in, rule
 from shardwise.trace.leaves import replaced, tensors_in
@@ -67,6 +67,8 @@ def pointwise(func: Any, args: tuple, kwargs: dict) -> Any:
     tensors = tensors_in((args, kwargs))
     agreement = PointwiseCuts(func, tensors)
     changed = args[0] if facts(func).writes else None
+    if facts(func).name == "copy_" and not is_part(changed) and agreement.lead.axis.positions:
+        return func(changed, gathered(args[1]), *args[2:], **kwargs)  # which every rank has whole, and gets whole
     if changed is not None:
         _refuse_changing(func, changed, agreement)
     args, kwargs = replaced(torch.Tensor, agreement.local, (args, kwargs))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import chain
 from math import inf
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from shardwise.planner.traced_task import Traced
 
 MOST_OPS = 30_000  # of the rehearsals of a search: some twenty seconds
+CHUNKS = 8  # of positions, where wide tensors are computed a part at a time
 CUTS = ("tp", "pp", "ep", "domain", "cp", "cp_ulysses")
 MOST_DIMS = 3  # of space
 WORTH = 0.05  # cuts that cannot make a step shorter by as much are not rehearsed
@@ -55,6 +56,11 @@ class TracedLayouts:
             yield layout
             if traced.fits(layout, batch, constraints):
                 fastest = min(fastest, traced.simulate(layout, batch).step_s)
+        if fastest == inf and cuts:
+            for layout in self._cut_within(self._chunked(own, world, constraints), constraints):
+                yield layout
+                if traced.fits(layout, batch, constraints):
+                    fastest = min(fastest, traced.simulate(layout, batch).step_s)
         for layout in self._cut_within(self._positions(world, constraints) if cuts else [], constraints):
             yield layout
             if traced.fits(layout, batch, constraints):
@@ -137,6 +143,19 @@ class TracedLayouts:
             )
         return False
 
+    def _chunked(self, own: Sequence[Layout], world: int, constraints: Constraints) -> list[Layout]:
+        """Of data ranks that hold the least, with wide tensors in chunks, where one sample does not fit; a remark."""
+        asked = constraints.value("position_chunks") is not None or bool(constraints.value("compile"))
+        wall = "" if asked else self._memory_wall(world, constraints)
+        if not wall:
+            return []
+        self.traced.remark(
+            f"position_chunks={CHUNKS}, which computes wide tensors a part at a time, answers a wall: {wall}"
+        )
+        least = 3 if world > 1 and any(layout.zero == 3 for layout in own) else 0
+        few = [layout for layout in own if layout.micro_batch == 1 and layout.zero == least and layout.replicas == 1]
+        return [layout.with_(position_chunks=CHUNKS) for layout in few]
+
     def _positions(self, world: int, constraints: Constraints) -> Iterable[Layout]:
         """Layouts that cut a sample's positions, where that answers a wall or is asked for; a remark on the wall.
 
@@ -184,6 +203,12 @@ class TracedLayouts:
 
     def _wall(self, world: int, constraints: Constraints) -> str:
         """What stands against whole fields: one sample does not fit on a device, or there are fewer than devices."""
+        if wall := self._memory_wall(world, constraints):
+            return wall
+        return f"{self.batch} samples are fewer than {world} devices" if self.batch < world else ""
+
+    def _memory_wall(self, world: int, constraints: Constraints) -> str:
+        """Why one sample at a time does not fit on a device, where it is the sample that takes the room."""
         room = self.traced.cluster.device.memory_bytes * (1 - constraints.headroom) - CONTEXT_BYTES
         data = max(d for d in divisors(world) if self.batch % d == 0)
         one = Layout(shard=data, zero=3 if data > 1 else 0, micro_batch=1, n_micro=self.batch // data, seq=1)
@@ -193,6 +218,4 @@ class TracedLayouts:
                 needed = f"{bytes_text(ledger.reserved)} on a device (zero={one.zero} over {data}, remat=none)"
                 share = f"{held / ledger.allocated:.0%} of it for that sample"
                 return f"one sample at a time needs {needed}, {share}, and there are {bytes_text(room)}"
-        if self.batch < world:
-            return f"{self.batch} samples are fewer than {world} devices"
         return ""

@@ -92,7 +92,7 @@ def _by_group(
     return placed(y.reshape(tile.shape), found), mean, var
 
 
-@answers(F.group_norm, torch.group_norm)
+@answers(F.group_norm, torch.group_norm, cut_once=False)
 def group_norm(
     input: torch.Tensor, num_groups: int, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None,
     eps: float = 1e-5, cudnn_enabled: bool = True,
@@ -106,7 +106,7 @@ def group_norm(
     return _by_group(input, found, num_groups, weight, bias, eps, False)[0]
 
 
-@answers(F.instance_norm)
+@answers(F.instance_norm, cut_once=False)
 def instance_norm(
     input: torch.Tensor, running_mean: torch.Tensor | None = None, running_var: torch.Tensor | None = None,
     weight: torch.Tensor | None = None, bias: torch.Tensor | None = None, use_input_stats: bool = True,
@@ -126,7 +126,7 @@ def instance_norm(
     return y
 
 
-@answers(F.batch_norm)
+@answers(F.batch_norm, cut_once=False)
 def batch_norm(
     input: torch.Tensor, running_mean: torch.Tensor | None, running_var: torch.Tensor | None,
     weight: torch.Tensor | None = None, bias: torch.Tensor | None = None, training: bool = False,
@@ -149,7 +149,7 @@ def batch_norm(
     return y
 
 
-@answers(torch.batch_norm)
+@answers(torch.batch_norm, cut_once=False)
 def _torch_batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled=True):
     return batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
 
@@ -166,7 +166,7 @@ def _keep(
         running_var.lerp_((var * count / (count - 1)).to(running_var.dtype), momentum)
 
 
-@answers(F.layer_norm, torch.layer_norm)
+@answers(F.layer_norm, torch.layer_norm, cut_once=False)
 def layer_norm(
     input: torch.Tensor, normalized_shape: Sequence[int], weight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None, eps: float = 1e-5, cudnn_enable: bool = True,
@@ -183,7 +183,7 @@ def layer_norm(
     return y if bias is None else y + bias
 
 
-@answers(F.rms_norm, torch.rms_norm)
+@answers(F.rms_norm, torch.rms_norm, cut_once=False)
 def rms_norm(
     input: torch.Tensor, normalized_shape: Sequence[int], weight: torch.Tensor | None = None, eps: float | None = None
 ) -> torch.Tensor:  # fmt: skip

@@ -180,13 +180,17 @@ def windowed(
     return own(output) if isinstance(output, torch.Tensor) else tuple(map(own, output))
 
 
-def answers(*functions: Callable) -> Callable:
-    """Register the function as the answer of these where one of their tensors is distributed."""
+def answers(*functions: Callable, cut_once: bool = True) -> Callable:
+    """Register the function as the answer of these where one of their tensors is distributed.
+
+    cut_once  it is given tensors no dim of which is cut over two axes
+    """
 
     def register(answer: Callable) -> Callable:
         @wraps(answer)
         def run(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = replaced(Part, _cut_once, (args, kwargs))
+            if cut_once:
+                args, kwargs = replaced(Part, _cut_once, (args, kwargs))
             return answer(*args, **kwargs)
 
         for function in functions:

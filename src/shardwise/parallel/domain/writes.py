@@ -32,7 +32,7 @@ OWN = 2  # uses of a memory that one tensor holds, while it is asked: the tensor
 _WATCHED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
-@answers(torch.Tensor.__setitem__)
+@answers(torch.Tensor.__setitem__, cut_once=False)
 def write(target: torch.Tensor, index: Any, value: Any) -> None:
     """`target[index] = value` where one of them is cut."""
     found = cuts(value, range(value.dim())) if isinstance(value, torch.Tensor) else []
