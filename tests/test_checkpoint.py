@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from test_checkpoint_files import damage
+from torch import nn
 
 import shardwise
 from shardwise.checkpoint import publish
@@ -104,6 +105,38 @@ def test_one_state_through_a_dozen_plans_stays_the_same_to_the_bit(pool, tmp_pat
 
 def test_a_cut_sequence_to_other_plans_and_back(pool, tmp_path: Path) -> None:
     through(pool, "decoder", ["cp=2,zero=3", "cp=2,tp=2", "cp_ulysses=2,zero=1", "dp_shard=3,zero=3"], tmp_path)
+
+
+class Odd(nn.Module):
+    """Tensors without elements, of one, of integers that float64 does not hold, of 8 and 16 bits; 15 weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.randn(3, 5)), nn.Parameter(torch.tensor(0.7))
+        self.none = nn.Parameter(torch.zeros(0, 4))
+        self.register_buffer("count", torch.tensor([2**53 + 1, -3, 5]))
+        self.register_buffer("mask", torch.arange(7) % 3 == 0)
+        self.register_buffer("empty", torch.zeros(0))
+        self.register_buffer("narrow", torch.randn(5).half())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count.add_(2**53)
+        return x @ self.weight.t() * self.scale + self.none.sum()
+
+
+def odd() -> shardwise.Task:
+    def batch(step: int) -> torch.Tensor:
+        return torch.randn(6, 5, generator=torch.Generator().manual_seed(step))
+
+    return shardwise.Task(
+        name="odd", model=Odd, batch=batch, inputs=lambda x: ((x,), {}), loss=lambda y, x: (y.square().sum(), float(len(x)))
+    )
+
+
+def test_uneven_empty_and_integer_tensors_through_a_few_plans(pool, tmp_path: Path) -> None:
+    plans = ["dp_shard=2,zero=3", "dp_shard=3,zero=1", "single", "dp_shard=3,zero=3"]
+    first = through(pool, "test_checkpoint:odd", plans, tmp_path)
+    assert first["b/count"] == digest(torch.tensor([2**53 + 1, -3, 5]) + 2**54) and "p/none" in first
 
 
 @pytest.mark.long

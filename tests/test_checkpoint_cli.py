@@ -203,3 +203,33 @@ def _changed(told: Any, field: str, value: Any) -> Any:
     places = [*told.storage_data.values(), *told.state_dict_metadata.values()]
     object.__setattr__(next(place for place in places if hasattr(place, field)), field, value)
     return told
+
+
+def test_a_pickle_under_any_name_of_a_run_is_never_run(run: Path, capfd, tmp_path: Path, monkeypatch):
+    """One message, or the file is not needed; going on sets aside what it can do without."""
+    import pickle
+    import shutil
+
+    monkeypatch.chdir(tmp_path)
+    mark, told = tmp_path / "ran", {}
+    files = [path.relative_to(run) for path in sorted(run.rglob("*")) if path.is_file()]
+    for name in [*files, Path("best.safetensors"), Path("stopped.json"), Path("journal.jsonl")]:
+        copy = Path(shutil.copytree(run, tmp_path / "copy"))
+        (copy / name).write_bytes(pickle.dumps(Runs(mark)))
+        codes = []
+        for words in (
+            ["checkpoint", "inspect"],
+            ["checkpoint", "verify"],
+            ["report"],
+            ["train", "--steps", "5", "--resume"],
+        ):
+            code = call([*words, str(copy)])
+            said = capfd.readouterr().err
+            assert code in (0, 2) or words[1] == "verify", (name, words, said)
+            assert not mark.exists() and "Traceback" not in said
+            codes.append(code)
+        told[str(name)] = codes
+        shutil.rmtree(copy)
+    in_need = {name for name, codes in told.items() if codes[3]}
+    assert in_need == {"config.toml"} and told["checkpoints/step-00000004/manifest.json"] == [2, 1, 0, 0]
+    assert told["best.safetensors"] == [0, 0, 0, 0] and told["summary.json"] == [0, 0, 2, 0]

@@ -51,11 +51,13 @@ def read_run(folder: Path) -> RunFiles:
     if not (folder / "metrics.jsonl").is_file():
         raise InputError(f"report: {folder} is no run: it has no metrics.jsonl; give a folder below runs/")
     run = RunFiles(folder.resolve().name)
-    for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+    for line in (folder / "metrics.jsonl").read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             record = json.loads(line)
         except ValueError:
             continue  # the last line of a run that is under way, or was killed
+        if not isinstance(record, dict):
+            continue
         (run.held_out if "eval_loss" in record else run.steps).append(record)
     if not run.steps:
         raise InputError(f"report: {folder} has no step yet")
@@ -63,12 +65,16 @@ def read_run(folder: Path) -> RunFiles:
     run.wire = _json(folder / "ledger.json").get("collectives", [])
     run.profile = _json(folder / "profile" / "table.json")
     if (folder / "config.toml").is_file():
-        run.settings = settings((folder / "config.toml").read_text(encoding="utf-8"))
+        run.settings = settings((folder / "config.toml").read_text(encoding="utf-8", errors="replace"))
     return run
 
 
 def _json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except ValueError as error:
+        raise InputError(f"report: {path} is damaged ({error}): remove it, and the report is made without it") from None
+    return found if isinstance(found, dict) else {}
 
 
 def settings(text: str) -> dict[str, tuple[str, str]]:

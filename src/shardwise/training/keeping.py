@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from shardwise.checkpoint import publish
 from shardwise.checkpoint.inspect import opened
@@ -143,7 +143,8 @@ class Keeper:
     def _best_of(self, best: dict[str, Any] | None) -> dict[str, Any] | None:
         """What the checkpoint says of the best weights, where their file is still theirs. Collective.
 
-        One of another step was written after the checkpoint: that step is taken again, and the file is renamed.
+        One of another step was written after the checkpoint: that step is taken again, and the file is renamed, as is
+        one that cannot be read.
         """
         path = self.job.folder / BEST  # which may have been moved with its folder
         own = _step_in(path) if self.engine.rank == 0 else None
@@ -152,11 +153,12 @@ class Keeper:
             return None
         if best is not None and step == best["step"]:
             return {**best, "weights": str(path)}
-        aside = path.with_name(f"best.aside-step{step}.safetensors")
+        aside = path.with_name("best.damaged.safetensors" if step < 0 else f"best.aside-step{step}.safetensors")
         if self.engine.rank == 0:
             path.rename(aside)
+        why = "cannot be read" if step < 0 else f"is of step {step}, which is taken again"
         lost = "" if best is None else f", and those of step {best['step']} are not kept any more"
-        self.engine.notices.append(f"{path} is of step {step}, which is taken again: it is {aside.name} now{lost}")
+        self.engine.notices.append(f"{path} {why}: it is {aside.name} now{lost}")
         return None
 
     def _set_aside(self, restored: Restored) -> None:
@@ -316,11 +318,14 @@ class Keeper:
 
 
 def _step_in(path: Path) -> int | None:
-    """The step that a file of weights is of; None where there is none."""
+    """The step that a file of weights is of; None where there is no file, -1 where it cannot be read."""
     if not path.exists():
         return None
-    with safe_open(path, "pt") as file:
-        return int((file.metadata() or {})["step"])
+    try:
+        with safe_open(path, "pt") as file:
+            return int((file.metadata() or {})["step"])
+    except (OSError, ValueError, KeyError, SafetensorError):
+        return -1
 
 
 def _some(what: str, names: list[str]) -> str:

@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -241,11 +241,13 @@ def _identity(checkpoint: Path) -> tuple[str, int]:
 
 def _seconds_of_steps(metrics: Path, first: int, stop: int) -> float:
     """Time in steps [first, stop) as the run kept them."""
-    lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
-    records = [json.loads(line) for line in lines if line.endswith("}")]  # a rank that died may have left half a line
-    return sum(
-        one["seconds"] + one["input_seconds"] for one in records if "seconds" in one and first <= one["step"] < stop
-    )
+    text = metrics.read_text(encoding="utf-8", errors="replace") if metrics.exists() else ""
+    total = 0.0
+    for line in text.splitlines():
+        with suppress(ValueError, KeyError, TypeError):  # an evaluation, or half a line of a rank that died
+            record = json.loads(line)
+            total += record["seconds"] + record["input_seconds"] if first <= record["step"] < stop else 0.0
+    return total
 
 
 @contextmanager

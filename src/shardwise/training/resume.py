@@ -148,11 +148,11 @@ def mark_stopped(run: Path, effective: Effective, stopped: dict[str, Any]) -> No
 
 
 def trim_metrics(path: Path, first: int) -> None:
-    """Drop the records of steps that are taken again; a half-written last line goes too."""
+    """Drop the records of steps that are taken again; what is no record, such as half a last line, goes too."""
     if not path.exists():
         return
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             if int(json.loads(line)["step"]) < first:
                 kept.append(line)
