@@ -129,7 +129,11 @@ def odd() -> shardwise.Task:
         return torch.randn(6, 5, generator=torch.Generator().manual_seed(step))
 
     return shardwise.Task(
-        name="odd", model=Odd, batch=batch, inputs=lambda x: ((x,), {}), loss=lambda y, x: (y.square().sum(), float(len(x)))
+        name="odd",
+        model=Odd,
+        batch=batch,
+        inputs=lambda x: ((x,), {}),
+        loss=lambda y, x: (y.square().sum(), float(len(x))),
     )
 
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from shardwise.errors import InputError, RefusedPlan, RunError
 from shardwise.ranks import RankEvent, RankPool, join, launch
+from shardwise.testing import faults
 
 # --- what the ranks do
 
@@ -117,10 +118,15 @@ def wait_for(sleeper: int) -> None:
     dist.barrier()
 
 
+CRASHES = ("segfault", "abort")
+
+
 def die_on(culprit: int, how: str) -> None:
     if dist.get_rank() == culprit:
         if how == "exit":
             os._exit(7)
+        if how in CRASHES:
+            faults.KINDS[how](faults.Fault(how), None)
         os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
 
@@ -260,10 +266,16 @@ def test_rank_that_others_wait_for_is_named(pool: RankPool) -> None:
     assert "in wait_for" in text and ("rank 0: " in text or "rank 0 waits for rank 1 in barrier" in text)
 
 
-@pytest.mark.parametrize(("how", "text"), [("kill", "died of SIGKILL"), ("exit", "left with exit code 7")])
+@pytest.mark.parametrize(
+    ("how", "text"), [("kill", "died of SIGKILL"), ("exit", "left with exit code 7"),
+                      ("segfault", "died of SIGSEGV"), ("abort", "died of SIGABRT")],
+)  # fmt: skip
 def test_dead_rank_is_named_and_replaced(pool: RankPool, how: str, text: str) -> None:
     with pytest.raises(RunError, match=f"rank 1: {text}") as caught:
         pool.run(die_on, 2, 1, how)
+    said = str(caught.value)
+    assert ("in die_on" in said and "most recent call first" in said) == (how in CRASHES), said
+    assert "worker.py" not in said and "Extension modules" not in said
     assert caught.value.rank == 1 and caught.value.reason == "died"
     (followed,) = caught.value.__notes__
     assert followed.startswith("what followed: rank 0: RuntimeError")

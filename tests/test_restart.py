@@ -102,7 +102,7 @@ def test_kills_of_any_rank_at_any_step_and_point(seed: int, here: Path) -> None:
 SOAK = int(os.environ.get("SHARDWISE_SOAK", "20"))
 EACH = 5  # faults of one run
 DEADLINE_S = float(os.environ.get("SHARDWISE_SOAK_DEADLINE", "6"))
-ENDING = ("kill", "exit", "raise", "stop", "lock", "sleep", "disconnect", "nan")
+ENDING = ("kill", "exit", "segfault", "raise", "stop", "lock", "sleep", "disconnect", "nan")
 OF_A_FILE = ("eio", "enospc", "kill")
 NORMS = "run_tasks:classified"  # batch norms: buffers that all ranks hold alike
 # (task, plan) -> how many of 20 faults, what may flip there

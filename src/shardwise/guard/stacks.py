@@ -14,13 +14,25 @@ from typing import Any
 ANSWER_S = 3.0  # how long to wait after the last rank whose dump was completed
 LONGEST_S = 20.0  # and at most, though ranks' dumps still grow
 _LOOK_S = 0.05
+_CRASH, _MODULES = "Fatal Python error: ", "\nExtension modules: "  # how faulthandler begins and ends
 # SIGUSR1 and SIGUSR2 are what schedulers send before a pre-emption
 STACK_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR1
 
 
-def answer_with_stacks(file: Any) -> None:
-    """From now on the signal writes every thread's stack to this file, in C."""
+def answer_with_stacks(file: Any, crashes: Any = None) -> None:
+    """From now on the signal writes every thread's stack to this file, in C.
+
+    crashes   where the stack of a crash goes (a segmentation fault, an abort); None: to the same file
+    """
     faulthandler.register(STACK_SIGNAL, file=file, all_threads=True)
+    if not faulthandler.is_enabled():  # else the user has asked for it, in a place of theirs
+        faulthandler.enable(file=file if crashes is None else crashes, all_threads=False)
+
+
+def crash_in(dump: str) -> str:
+    """The stack of the crash that ended a process, from what it has written; "" where there was none."""
+    last = dump.rpartition(_CRASH)
+    return "".join(last[1:]).partition(_MODULES)[0].strip() if last[1] else ""
 
 
 def ask(pid: int) -> None:

@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from shardwise.errors import InputError
-from shardwise.guard.stacks import readable
+from shardwise.guard.stacks import crash_in, readable
 from shardwise.ranks.messages import IDLE, READY, RankCall, Report
 from shardwise.ranks.worker import HandedFd, serve
 
@@ -108,6 +108,10 @@ class RankProcess:
     def stack(self) -> str:
         """The same without the frames of this room."""
         return readable(self.dump(), (_WORKER_FILE,), ("in _end_with_caller",), ("shardwise/comm/recording.py",))
+
+    def crash(self) -> str:
+        """Where a crash (a segmentation fault, an abort) met this process; "" where it ended otherwise."""
+        return readable(crash_in(self.dump()), (_WORKER_FILE,))
 
     def ask_to_stop(self) -> None:
         """Request that the job end by itself, where it listens for that (SIGUSR2)."""

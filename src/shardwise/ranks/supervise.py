@@ -148,7 +148,7 @@ def _ended(number: int, process: RankProcess, outcome: Outcome, notice: Notice |
 
 def _death(number: int, process: RankProcess) -> Failure:
     text = describe_exit(process.exit_code(wait_s=5.0))
-    return Failure(number, time.monotonic(), text, f"rank {number} {text}", died=True)
+    return Failure(number, time.monotonic(), text, f"rank {number} {text}", process.crash(), died=True)
 
 
 def describe_exit(code: int | None) -> str:

@@ -43,7 +43,7 @@ def be_watched(deadlines: Deadlines | None) -> None:
         store.set(f"{host}/folder", folder)
     folder = store.get(f"{host}/folder").decode()
     try:
-        answer_with_stacks(_kept(Path(folder) / f"stacks-{rank}"))
+        answer_with_stacks(_kept(Path(folder) / f"stacks-{rank}"), crashes=sys.__stderr__)
         record = RankRecord(Path(folder) / f"record-{rank}", rank, world)
     except OSError:  # a container of its own under the same name, or no space: torch's timeout is left
         return

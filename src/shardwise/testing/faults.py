@@ -10,6 +10,7 @@ where `faults.environment(...)` is in its environment. A fault strikes once in a
 `times` says otherwise.
 
     kill, exit, raise      SIGKILL; leaves with code 41; raises `Injected`
+    segfault, abort        a crash in C: SIGSEGV, SIGABRT
     stop                   SIGSTOP: the process is there and does nothing
     lock                   a C call holds the interpreter's lock, for `seconds`
     sleep                  the rank is late by `seconds`
@@ -171,6 +172,16 @@ def _exit(fault: Fault, subject: Any) -> None:
     os._exit(EXIT_CODE)
 
 
+def _segfault(fault: Fault, subject: Any) -> None:
+    import ctypes
+
+    ctypes.string_at(0)
+
+
+def _abort(fault: Fault, subject: Any) -> None:
+    os.abort()
+
+
 def _raise(fault: Fault, subject: Any) -> None:
     raise Injected(f"an injected error on rank {fault.rank} at {fault.at!r}")
 
@@ -281,9 +292,9 @@ def _drop(fault: Fault, subject: Any) -> None:
 
 
 KINDS = {
-    "kill": _kill, "exit": _exit, "raise": _raise, "stop": _stop, "lock": _lock, "sleep": _sleep, "nan": _nan,
+    "kill": _kill, "exit": _exit, "segfault": _segfault, "abort": _abort, "raise": _raise,
+    "stop": _stop, "lock": _lock, "sleep": _sleep, "nan": _nan,
     "flip-weight": _flip_weight, "flip-optimizer": _flip_optimizer, "flip-buffer": _flip_buffer,
-    "eio": _io_error, "enospc": _no_space, "disconnect": _disconnect,
-    "drop": _drop,
+    "eio": _io_error, "enospc": _no_space, "disconnect": _disconnect, "drop": _drop,
 }  # fmt: skip
 STATE = ("nan", "flip-weight", "flip-optimizer", "flip-buffer")
