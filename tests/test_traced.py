@@ -321,12 +321,13 @@ def evenly():
     return Evenly()
 
 
-def live_peak(name: str, text: str, even: bool = False) -> tuple[int, int]:
+def live_peak(name: str, text: str, even: bool = False, look: bool = False) -> tuple[int, int]:
     """On a rank: the most live bytes of the second step, and what rests after the first.
 
     Settled, since recompute leaves cycles and threads of the backend hold a collective's tensors a little longer.
 
     even  routers pick every expert equally often
+    look  at a few samples first
     """
     import gc
     from contextlib import nullcontext
@@ -336,7 +337,7 @@ def live_peak(name: str, text: str, even: bool = False) -> tuple[int, int]:
 
     task = task_of(name)
     with LiveBytes() as live, evenly() if even else nullcontext():
-        engine = parallelize(task, text, check_loss=False)
+        engine = parallelize(task, text, check_loss=look)
         engine.step(task.batch(0))
         gc.collect()
         rest = live.now

@@ -55,6 +55,7 @@ class Layout:
     tp_whole: tuple[str, ...] = ()
     stages: tuple[str, ...] = ()
     domain: tuple[int, ...] = (1,)
+    wrap: tuple[str, ...] = ()  # units of zero=3 by name
 
     def __post_init__(self) -> None:
         for field in (
@@ -157,7 +158,7 @@ def of_plan(plan: Plan, *, global_batch: int, seq: int, uneven: bool = False) ->
         seq=seq, recompute=plan.remat, position_chunks=plan.position_chunks,
         schedule=plan.schedule if plan.schedule != "none" else "1f1b", tp_whole=plan.tp_whole, stages=plan.stages,
         compile=plan.compile, tp_overlap=plan.tp_overlap, reduce_dtype=plan.reduce_dtype,
-        domain=plan.domain, domain_overlap=plan.domain_overlap, offload=plan.offload,
+        domain=plan.domain, domain_overlap=plan.domain_overlap, offload=plan.offload, wrap=plan.wrap,
     )  # fmt: skip
     if found.world_size != plan.world_size:
         raise RefusedPlan(

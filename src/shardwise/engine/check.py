@@ -119,7 +119,7 @@ def _look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, A
         refused, told = _choices(again, seen.repeats(sizes), seen.reads_values and not problems)
         problems += share(refused)
         findings.notices += share(told)
-    findings.into_arguments = sorted(seen.into_arguments)
+    findings.into_arguments = sorted(seen.into_arguments.paths)
     findings.written, findings.assigned = sorted(seen.ever_written), sorted(seen.ever_assigned)
     if problems and strict:
         raise RefusedPlan("; ".join(problems))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -21,10 +21,10 @@ from shardwise.errors import RefusedPlan
 from shardwise.parallel.batchnorm import FindBatchNorm
 from shardwise.random import ConstantRandom, GlobalRandom, Samples
 from shardwise.step.loss import Loss
+from shardwise.trace.argument_writes import ArgumentWrites
 from shardwise.trace.deferred import written_tensors
-from shardwise.trace.functional import differentiating, innermost, transforming
+from shardwise.trace.functional import differentiating, transforming
 from shardwise.trace.state import ModuleState
-from shardwise.trace.tape import storage_key, tensors_in
 
 Evaluate = Callable[[Any], Loss]
 WEIGHTS_FREED = (
@@ -92,8 +92,7 @@ class Seen(TorchDispatchMode):
         self.calls: list[dict[str, int]] = []  # of each module, by path, in each forward
         self.reentrant = False
         self.twice: set[str] = set()  # units of zero=3 that ran more than once in a forward
-        self.into_arguments: set[str] = set()  # units of zero=3 that write into a tensor that they are given
-        self._given: list[tuple[nn.Module, str, set[int]]] = []  # of the units that run, the memory of their arguments
+        self.into_arguments = ArgumentWrites()  # of the units of zero=3
         self.written: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self.ever_written: set[str] = set()
         self.ever_assigned: set[str] = set()
@@ -108,7 +107,7 @@ class Seen(TorchDispatchMode):
         def enter(path: str, child: nn.Module, args: tuple, kwargs: dict) -> None:
             if child is self.module:
                 units.clear()
-                self._given.clear()
+                self.into_arguments.clear()
                 self.calls.append({})
             if self.calls:
                 self.calls[-1][path] = self.calls[-1].get(path, 0) + 1
@@ -117,14 +116,13 @@ class Seen(TorchDispatchMode):
                 if units[path] > 1:
                     self.twice.add(path)
                 if path:
-                    self._given.append((child, path, _memory(tensors_in((args, kwargs)))))
+                    self.into_arguments.enter(child, path, args, kwargs)
             self.running.append(child)
             if isinstance(child, FSDPModule):
                 _refuse_differentiated(path)
 
         def leave(child: nn.Module, args: Any, output: Any) -> None:
-            if self._given and self._given[-1][0] is child:
-                self._given.pop()
+            self.into_arguments.leave(child)
             self.running.pop()  # must return None: a hook's result would replace the output
 
         for path, child in self.module.named_modules():
@@ -147,11 +145,9 @@ class Seen(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func._schema.is_mutable and func.namespace == "aten":
-            written = written_tensors(func, args, kwargs or {})
-            for tensor in written:
+            for tensor in written_tensors(func, args, kwargs or {}):
                 self._keep(tensor)
-            memory = _memory(written)
-            self.into_arguments |= {path for _, path, given in self._given if memory & given}
+            self.into_arguments.note(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
     def _keep(self, tensor: torch.Tensor) -> None:
@@ -213,12 +209,6 @@ class Seen(TorchDispatchMode):
                 "its gradient before it is whole: use torch.utils.checkpoint(use_reentrant=False), or zero=2"
             )
         return found
-
-
-def _memory(tensors: Iterable[torch.Tensor]) -> set[int]:
-    """The storages that these tensors lie in; those of sparse and nested layouts have several, and are left out."""
-    plain = (innermost(each._local_tensor if isinstance(each, DTensor) else each) for each in tensors)
-    return {storage_key(each) for each in plain if each.layout is torch.strided}
 
 
 def _refuse_differentiated(path: str) -> None:

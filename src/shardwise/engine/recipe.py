@@ -46,7 +46,7 @@ from shardwise.part.parameters import see_parts
 from shardwise.part.positions import Positions
 from shardwise.precision import Precision
 from shardwise.task import Task
-from shardwise.trace.blocks import Blocks, choose_blocks, find_blocks
+from shardwise.trace.blocks import Blocks, blocks_of
 from shardwise.trace.deferred import Built
 
 
@@ -94,7 +94,7 @@ def apply_plan(
     notices += spread.notices()
     value_of = spread.local_values(value_of)
     nested = task.branches == "same"  # else ranks may run different children, and must still run the same units
-    blocks = choose_blocks(module, plan.wrap) if plan.wrap else find_blocks(module, nested=nested)
+    blocks = blocks_of(module, plan.wrap, nested=nested)
     trained = [name for name, _ in trainable(module)]
     frozen = [name for name, param in module.named_parameters() if not param.requires_grad]
     inseparable = [stack.path for stack in spread.experts.stacks] if spread.experts is not None else []

@@ -9,7 +9,8 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,6 +32,21 @@ def storage_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
         storage = local.untyped_storage()
         sizes[storage._cdata] = storage.nbytes()
     return sum(sizes.values())
+
+
+@contextmanager
+def resizes_told(to: list[torch.UntypedStorage]) -> Iterator[None]:
+    """Inside, every storage that Python resizes is added to `to`: for `LiveBytes(resized=to)`."""
+
+    def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+        to.append(storage)
+        return torch._C.StorageBase.resize_(storage, size)
+
+    torch.UntypedStorage.resize_ = resize_
+    try:
+        yield
+    finally:
+        del torch.UntypedStorage.resize_
 
 
 class _Launched(TorchDispatchMode):

@@ -21,7 +21,7 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shardwise.trace.state import ModuleState, PassedState
 
@@ -36,6 +36,10 @@ _KEPT = {
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
 }
+# labels for profiles give nothing that is kept; a unit of zero=3 inside a block has others in its second forward
+SAC_IGNORED_OPS.update(
+    (torch.ops.profiler._record_function_enter_new.default, torch.ops.profiler._record_function_exit._RecordFunction)
+)
 
 
 def _policy(context, op, *args, **kwargs) -> CheckpointPolicy:

@@ -153,12 +153,15 @@ class FullShard:
 
         return tree_map_only(torch.Tensor, keep, output)
 
-    def materialise(self, value_of: ValueOf, device: torch.device) -> None:
-        """Give every shard its slice of the full initial value, one parameter at a time."""
+    def place(self, device: torch.device) -> list[tuple[str, nn.Parameter]]:
+        """Give the shards their memory, without values yet; (name, shard) of each parameter that is held here."""
         with self._without_absent():
             self.module.to_empty(device=device)
-            named = list(self.module.named_parameters())
-        for name, param in named:
+            return list(self.module.named_parameters())
+
+    def materialise(self, value_of: ValueOf, device: torch.device) -> None:
+        """Give every shard its slice of the full initial value, one parameter at a time."""
+        for name, param in self.place(device):
             full = value_of(name).to(self.precision.master if param.is_floating_point() else None)
             if not isinstance(param, DTensor):
                 param.detach().copy_(full)
@@ -207,17 +210,21 @@ class FullShard:
         """Note which parameters backward reaches, on the gathered parameters that a unit holds while it runs."""
         index_of = {slot.name: index for index, slot in enumerate(self.slots)}
         for unit in self.units:
-            inside = set(unit.modules())
-            nested = [other for other in self.units if other is not unit and other in inside]
-            own = inside.difference(*(set(other.modules()) for other in nested))
-            held = [
-                (child, leaf, index_of[name])
-                for path, child in self.module.named_modules()
-                if child in own
-                for leaf in child._parameters
-                if (name := f"{path}.{leaf}" if path else leaf) in index_of
-            ]
+            named = [(child, leaf, index_of.get(name)) for child, leaf, name in self.inside(unit)]
+            held = [(child, leaf, index) for child, leaf, index in named if index is not None]
             unit.register_forward_pre_hook(lambda m, a, held=held: self._hook_gathered(held))
+
+    def inside(self, unit: nn.Module) -> list[tuple[nn.Module, str, str]]:
+        """(module, attribute, name) of each parameter in a unit that no unit inside it has."""
+        within = set(unit.modules())
+        nested = [other for other in self.units if other is not unit and other in within]
+        own = within.difference(*(set(other.modules()) for other in nested))
+        return [
+            (child, leaf, f"{path}.{leaf}" if path else leaf)
+            for path, child in self.module.named_modules()
+            if child in own
+            for leaf in child._parameters
+        ]
 
     def _hook_gathered(self, held: list[tuple[nn.Module, str, int]]) -> None:
         for child, leaf, index in held:
@@ -329,14 +336,16 @@ class OutsideReads(TorchDispatchMode):
     """Notes the units whose parameters an operation reads while they do not run, and gives it the whole values.
 
     module   units are sharded by `FullShard`; none of them runs now
+    gather   the whole values of a weight
     units    their paths, as they are found: their parameters belong into what encloses them
 
     Each read gathers, so every rank of dp_shard must run the same forward inside, without gradients. What the root
     unit holds is left alone: nothing encloses it.
     """
 
-    def __init__(self, module: nn.Module):
+    def __init__(self, module: nn.Module, gather: Callable[[DTensor], torch.Tensor] = DTensor.full_tensor):
         super().__init__()
+        self.gather = gather
         self.units: set[str] = set()
         unit_of: dict[int, str] = {}
         self._held: dict[int, tuple[DTensor, str]] = {}
@@ -348,16 +357,19 @@ class OutsideReads(TorchDispatchMode):
             self._held |= {id(param): (param, own) for param in params if isinstance(param, DTensor)}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if not any(issubclass(kind, DTensor) for kind in types):
-            return func(*args, **(kwargs or {}))
-        args, kwargs = replaced(DTensor, self._whole, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        if any(issubclass(kind, DTensor) for kind in types):
+            args, kwargs = self.answered(args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+    def answered(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Arguments of an operation, with the whole of each weight that is read; its unit is noted."""
+        return replaced(DTensor, self._whole, (args, kwargs))
 
     def _whole(self, leaf: DTensor) -> torch.Tensor:
         if id(leaf) not in self._held:
             return leaf
         self.units.add(self._held[id(leaf)][1])
-        return leaf.full_tensor()
+        return self.gather(leaf)
 
 
 class ReduceInOrder:

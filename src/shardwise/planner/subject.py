@@ -90,4 +90,8 @@ def _forecast(shape: Shape, layout: Layout) -> Layout:
         raise RefusedPlan(
             "position_chunks is forecast by tracing a module, and a decoder's numbers are none: name its task"
         )
+    if layout.wrap:
+        raise RefusedPlan(
+            "wrap names modules, and a decoder by its numbers has none: its layers are the units; name its task"
+        )
     return layout

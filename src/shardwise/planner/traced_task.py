@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import product
 from time import perf_counter
+from typing import cast
 
 from shardwise.cluster import Cluster
 from shardwise.costs.layout import RECOMPUTES, Layout
@@ -26,7 +27,7 @@ from shardwise.planner.traced_layouts import TracedLayouts
 from shardwise.progress import Say, silent
 from shardwise.random import HIDDEN, Randomness
 from shardwise.rehearsal.cut_module import Cuts, Looks, Shares, once
-from shardwise.rehearsal.rank_row import ALIKE, Beside, Place
+from shardwise.rehearsal.rank_row import ALIKE, Beside, Place, RankTrace
 from shardwise.rehearsal.step_trace import batch_bytes, one_sample, trace, update_of
 from shardwise.simulator.counted import Counted, Model
 from shardwise.simulator.cut import same_row, simulate_cut
@@ -95,8 +96,8 @@ class Traced:
         self.looks = Looks(task, self.sample)
         self.remarks = list(remarks)
         self.spent = 0  # ops of all rehearsals so far
-        self._models: dict[tuple[str, int, tuple[int, int]], Model] = {}
-        self._traces: dict[tuple[int, str, int], Counted] = {}
+        self._models: dict[tuple[str, int, tuple[int, int], tuple[str, ...]], Model] = {}
+        self._traces: dict[tuple[int, str, int, tuple[str, ...]], Counted] = {}
         self._ranks: dict[tuple[Cuts, Sizes, Beside, Place | None], list[Model] | ShardwiseError] = {}
 
     @property
@@ -141,33 +142,39 @@ class Traced:
         one = self.model("none").one
         return one.balanced or (one.chose and self.looks.holds_experts)
 
-    def model(self, recompute: str, data_ranks: int = 1, micro: int | None = None) -> Model:
-        """The traces of the whole module under a recompute policy, as they tell of micro-batches of `micro` samples."""
-        return self._model_of(recompute, self.joined(recompute, data_ranks), micro)
+    def model(
+        self, recompute: str, data_ranks: int = 1, micro: int | None = None, wrap: tuple[str, ...] = ()
+    ) -> Model:  # fmt: skip
+        """The traces of the whole module under a recompute policy, as they tell of micro-batches of `micro` samples.
 
-    def _model_of(self, recompute: str, joined: int, micro: int | None = None) -> Model:
-        found = self._model_at(recompute, joined, self._sizes(micro))
+        wrap  names the blocks that are recomputed, where a plan does
+        """
+        wrap = wrap if recompute != "none" else ()
+        return self._model_of(recompute, self.joined(recompute, data_ranks), micro, wrap)
+
+    def _model_of(self, recompute: str, joined: int, micro: int | None = None, wrap: tuple[str, ...] = ()) -> Model:
+        found = self._model_at(recompute, joined, self._sizes(micro), wrap)
         if micro is None or same_ops(found.one, found.two):
             return found
-        return self._model_at(recompute, joined, (micro, micro))
+        return self._model_at(recompute, joined, (micro, micro), wrap)
 
-    def _model_at(self, recompute: str, joined: int, sizes: tuple[int, int]) -> Model:
-        key = recompute, joined, sizes
+    def _model_at(self, recompute: str, joined: int, sizes: tuple[int, int], wrap: tuple[str, ...]) -> Model:
+        key = recompute, joined, sizes, wrap
         if key not in self._models:
-            self._models[key] = self._model(*(self._trace(count, recompute, joined) for count in sizes))
+            self._models[key] = self._model(*(self._trace(count, recompute, joined, wrap) for count in sizes))
         return self._models[key]
 
     def _sizes(self, micro: int | None) -> tuple[int, int]:
         """Which numbers of samples tell of a micro-batch: itself alone where it is smaller than those of the line."""
         return (micro, micro) if micro is not None and micro < self.samples[0] else self.samples
 
-    def _trace(self, count: int, recompute: str, joined: int) -> Counted:
+    def _trace(self, count: int, recompute: str, joined: int, wrap: tuple[str, ...] = ()) -> Counted:
         def made() -> Counted:
             self.say(f"{self.task.name}: tracing the whole module, {count} samples, remat={recompute}")
             return trace(self.task, count, self.precision, recompute, self.sample, joined, fused=not self.on_cpu,
-                         follow=self.follow)  # fmt: skip
+                         follow=self.follow, wrap=wrap)  # fmt: skip
 
-        return once(self._traces, (count, recompute, joined), made)
+        return once(self._traces, (count, recompute, joined, wrap), made)
 
     def joined(self, recompute: str, data_ranks: int) -> int:
         """Over how many ranks a run joins batch norms: 0 where they are the module's own; 2 stand for many."""
@@ -241,6 +248,8 @@ class Traced:
             raise RefusedPlan(WEIGHTS_FREED)
         self.say(f"{self.task.name}: deriving the cuts of {key.plan}")
         shares = Shares(self.looks, key)
+        if key.zero == 3:
+            self.looks.enclosed.setdefault(key.wrap, set(self.model("none").one.into_arguments))
         found = []
         all_places = shares.places if self.samples[0] == self.samples[1] else shares.telling_places
         for at, tp, pp in shares.ranks(all_places if place is None else [place]):
@@ -254,10 +263,24 @@ class Traced:
     def cut(self, layout: Layout, batch: int) -> list[Model]:
         """The ranks of a layout, as its fullest data rank has them; `RefusedPlan` as in a run."""
         key, sizes, beside = self._key(layout, batch)
-        found = self.ranks(key, sizes, beside)
+        rows = self._first_of_two if self._has_more(key, layout, batch) else self.ranks
+        found = rows(key, sizes, beside)
         if len(sizes) == 1 or all(same_row(rank.one, rank.two) for rank in found):
             return found
-        return self.ranks(key, ((layout.micro_batch,),), beside)
+        return rows(key, ((layout.micro_batch,),), beside)
+
+    def _first_of_two(self, key: Cuts, sizes: Sizes, beside: Beside) -> list[Model]:
+        """The ranks with one micro-batch, as rows of two of them say: those are rehearsed once for both."""
+        return once(self._ranks, (key, sizes, beside, None), lambda: [
+            replace(rank, one=cast(RankTrace, rank.one).of_one, two=cast(RankTrace, rank.two).of_one)
+            for rank in self.ranks(replace(key, microbatches=2), sizes, beside)
+        ])  # fmt: skip
+
+    def _has_more(self, key: Cuts, layout: Layout, batch: int) -> bool:
+        """Whether a search that asks for one micro-batch of data ranks under zero=3 asks for several as well."""
+        data = layout.world_size == layout.dp and layout.ep == 1
+        even = layout.global_batch == batch > layout.dp
+        return key.zero == 3 and key.microbatches == 1 and data and even and self.samples[0] < self.samples[1]
 
     def _key(self, layout: Layout, batch: int) -> tuple[Cuts, Sizes, Beside]:
         """What cuts the module, and the micro-batches to rehearse: each tuple is one rehearsal of a rank.
@@ -342,7 +365,10 @@ class Traced:
         if layout.tp * layout.pp * layout.ep * layout.cut_positions * layout.position_chunks > 1:
             found = simulate_cut(self.cut(layout, batch), layout, *where, held)
         else:
-            found = simulate_traced(self.model(layout.recompute, layout.dp, layout.micro_batch), layout, *where, held)
+            model = self.model(layout.recompute, layout.dp, layout.micro_batch, layout.wrap)
+            if self._cuts(layout).zero == 3:
+                model = replace(model, gathered=tuple(self.cut(layout, batch)[0].one.units))
+            found = simulate_traced(model, layout, *where, held)
         uneven = 0 < layout.global_batch - batch < layout.dp * layout.n_micro * layout.rounds
         found.samples = batch if uneven else layout.global_batch
         found.flops = self.model("none").flops(found.samples)  # the model's: not what ranks do twice

@@ -16,6 +16,7 @@ shapes. So products, bytes moved, messages, and the peak of live bytes are those
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -48,7 +49,7 @@ from shardwise.rehearsal.rank_row import ALIKE, Beside, Place, RankTrace, Rehear
 from shardwise.rehearsal.step_trace import ModulePath, as_real, batch_bytes, repeated, untraced
 from shardwise.step.forward import run_alone
 from shardwise.task import Task
-from shardwise.trace.blocks import find_blocks
+from shardwise.trace.blocks import blocks_of
 from shardwise.trace.deferred import Built
 from shardwise.trace.deferred import build as build_deferred
 
@@ -73,6 +74,7 @@ class Cuts:
     gloo    reductions work on copies, and messages are kept to the end of a step, all of which is played
     fused   attention and dropout as a GPU has them
     follow  random numbers are one process's (randomness=global)
+    wrap    names the units of zero=3
     """
 
     tp: int = 1
@@ -99,6 +101,7 @@ class Cuts:
     cp: int = 1
     ulysses: int = 1
     position_chunks: int = 1
+    wrap: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, layout: Layout, precision: str, *, gloo: bool = False) -> Cuts:
@@ -122,7 +125,7 @@ class Cuts:
             own = replace(
                 own, pp=layout.pp, schedule=layout.schedule, stages=layout.stages, stages_per_rank=per_rank
             )  # fmt: skip
-        return replace(own, zero=layout.zero, shard=layout.shard) if played else own
+        return replace(own, zero=layout.zero, shard=layout.shard, wrap=layout.wrap) if played else own
 
     @property
     def inner(self) -> tuple[tuple[str, int], ...]:
@@ -157,7 +160,7 @@ class Cuts:
             values |= {"pp": self.pp, "schedule": self.schedule, "microbatches": self.microbatches,
                        "stages": self.stages, "stages_per_rank": self.stages_per_rank}  # fmt: skip
         if self.shard_ranks * self.ep > 1:
-            values |= {"dp_shard": max(self.shard, self.ep), "zero": self.zero, "ep": self.ep}
+            values |= {"dp_shard": max(self.shard, self.ep), "zero": self.zero, "ep": self.ep, "wrap": self.wrap}
         return Plan.from_dict(values)
 
 
@@ -174,6 +177,7 @@ class Looks:
         self._stacks: dict[tuple, list[Stack] | ShardwiseError] = {}
         self._positions: dict[tuple, Positions | ShardwiseError] = {}
         self._row_wise: dict[tuple, list[Stack] | ShardwiseError] = {}
+        self.enclosed: dict[tuple[str, ...], set[str]] = {}  # by wrap: those that are no units (`FakeFullShard`)
 
     @cached_property
     def built(self) -> Built:
@@ -269,7 +273,7 @@ class Shares:
 
     def _cut(self) -> StagePlacement:
         built, precision = self.looks.built, Precision.of(self.plan)
-        blocks = find_blocks(built.module, nested=self.task.branches == "same")
+        blocks = blocks_of(built.module, self.plan.wrap, nested=self.task.branches == "same")
         apart = [stack.path for stack in self.stacks]
         return cut_forward(self.task, self.plan, precision, self.looks.few, built, blocks, 0, apart)[0]
 
@@ -321,9 +325,16 @@ class Shares:
         beside  the rank's place in ep, and how many samples each rank there has
         place   along each axis that cuts positions
         """
+        enclosed = self.looks.enclosed.setdefault(self.cuts.wrap, set())
         try:
-            with as_real():
-                return Rehearsal(self, tp, pp, sizes, beside, place).run()
+            with as_real(), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # a run tells it once
+                while True:  # as a run does: all anew, until no unit's weights are read while it does not run
+                    rehearsal = Rehearsal(self, tp, pp, sizes, beside, place)
+                    found = rehearsal.run(enclosed)
+                    if not rehearsal.outside:
+                        return found
+                    enclosed |= rehearsal.outside
         except (InputError, RefusedPlan):
             raise
         except Exception as error:

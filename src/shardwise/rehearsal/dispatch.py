@@ -10,25 +10,41 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.memory.live import LiveBytes
+from shardwise.parallel.full import OutsideReads
 from shardwise.random import DRAWS, BatchDims, GlobalRandom, draws
 from shardwise.rehearsal.known_values import Values
 from shardwise.rehearsal.op_counts import DEVICE, Count
+from shardwise.trace.argument_writes import ArgumentWrites
 
 _RAND = torch.ops.aten.rand.default
+_DROPOUT = torch.ops.aten.native_dropout.default
+_ENTER = torch.ops.profiler._record_function_enter_new.default
+_EXIT = torch.ops.profiler._record_function_exit._RecordFunction
 
 
 class RehearsalMode(TorchDispatchMode):
     """Enter above the fake mode: as if `values`, `live` and `count` had been entered one after the other.
 
-    draws  answers random ops as a run does that follows them (randomness=global), and notes that it `met` some
+    draws    answers random ops as a run does that follows them (randomness=global), and notes that it `met` some
+    outside  answers reads of weights that lie in pieces, if there are any
+    writes   is told of operations that write
+
+    What FSDP2 does around a unit, by the labels that it has for profiles, takes memory and is not counted.
     """
 
-    def __init__(self, values: Values, live: LiveBytes, count: Count, draws: GlobalRandom | None = None) -> None:
+    def __init__(
+        self, values: Values, live: LiveBytes, count: Count, draws: GlobalRandom | None = None,
+        outside: OutsideReads | None = None, writes: ArgumentWrites | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.values, self.live, self.count, self.draws = values, live, count, draws
+        self.values, self.live, self.count, self.draws, self.outside = values, live, count, draws, outside
+        self.writes = writes
+        self._labels: list[bool] = []  # entered and not left: whether it is FSDP2's
+        self._hidden = False  # inside a dropout, whose bits nobody reads
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -38,15 +54,36 @@ class RehearsalMode(TorchDispatchMode):
         if func is DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # asked twice for each op in backward
         if self.draws is not None and func in DRAWS and _many(func, args) and draws(func, args, kwargs or {}):
-            with self:
-                return self.draws.answer(func, args, dict(kwargs or {}))
+            self._hidden = func is _DROPOUT
+            try:
+                with self:
+                    return self.draws.answer(func, args, dict(kwargs or {}))
+            finally:
+                self._hidden = False
         for kind in types:
             if kind is not FakeTensor and getattr(kind, "observes_inside", False):
                 return NotImplemented  # a share of a tensor: what its rule does is counted
-        out = self.values.run(func, args, kwargs or {})
+        if func is _ENTER or func is _EXIT:
+            self._label(func, args)
+            return func(*args, **(kwargs or {}))
+        if True in self._labels:
+            out = func(*args, **(kwargs or {}))
+            self.live.note(out)
+            return out
+        if self.writes is not None and func._schema.is_mutable:
+            self.writes.note(func, args, kwargs or {})
+        if self.outside is not None and DTensor in types:
+            args, kwargs = self.outside.answered(args, kwargs or {})
+        out = func(*args, **(kwargs or {})) if self._hidden else self.values.run(func, args, kwargs or {})
         self.live.note(out)
         self.count.note(func, args, out)
         return out
+
+    def _label(self, func: Any, args: tuple) -> None:
+        if func is _ENTER:
+            self._labels.append(args[0].startswith("FSDP::"))
+        else:
+            self._labels.pop()
 
 
 def followed(yes: bool) -> GlobalRandom | None:

@@ -23,7 +23,7 @@ from shardwise.part.parameters import see_parts
 from shardwise.part.positions import Positions
 from shardwise.precision import Precision
 from shardwise.rehearsal.step_trace import build
-from shardwise.trace.blocks import Blocks, find_blocks
+from shardwise.trace.blocks import Blocks, blocks_of
 from shardwise.trace.fake import Fake
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class RankModule:
     def build(self, cut: StagePlacement | None) -> tuple[nn.Module, Blocks]:
         """(module, its blocks) with this rank's shares, in the order in which a run applies things."""
         model = build(self.shares.task, self.fake, self.precision)
-        blocks = find_blocks(model, nested=self.shares.task.branches == "same")
+        blocks = blocks_of(model, self.shares.plan.wrap, nested=self.shares.task.branches == "same")
         absent = cut.absent if cut is not None else set()
         self._replace(model, absent)
         if self.positions is not None and self.positions.inside is not None:

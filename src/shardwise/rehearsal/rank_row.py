@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -18,10 +18,11 @@ from shardwise.device import generators_kept
 from shardwise.layout import Plan
 from shardwise.layout.grid import SPACE, inner_axes
 from shardwise.layout.schedule_kinds import Op
-from shardwise.memory.live import LiveBytes
+from shardwise.memory.live import LiveBytes, resizes_told
 from shardwise.mesh import overlap_from
 from shardwise.parallel.expert import ExpertParallel
 from shardwise.parallel.flat import Flat
+from shardwise.parallel.full import OutsideReads
 from shardwise.parallel.pipeline import backward
 from shardwise.parallel.pipeline.messages import Told as OfTensor
 from shardwise.parallel.pipeline.stage import StagedModule
@@ -30,11 +31,11 @@ from shardwise.part import forget
 from shardwise.part.crossing import cuts_of, put_together, taken_apart
 from shardwise.precision import Precision
 from shardwise.rehearsal.dispatch import RehearsalMode, followed
-from shardwise.rehearsal.fsdp2 import Gathered
 from shardwise.rehearsal.gpu_kernels import Fused, like_gpu
 from shardwise.rehearsal.known_values import Values, known_values_read
 from shardwise.rehearsal.op_counts import Count, StepTrace
 from shardwise.rehearsal.rank_module import RankModule
+from shardwise.rehearsal.sharded import FakeFullShard, silent_mesh
 from shardwise.rehearsal.short_rows import telling
 from shardwise.rehearsal.step_trace import (
     Arrivals,
@@ -69,6 +70,7 @@ class RankTrace(StepTrace):
     arrivals  (kind, stage) -> bytes that it is sent apart by others: (axis, op, how many ranks away) -> bytes
     overlaps  (kind, stage) -> exchanges of this that were under way while operations ran, in order; see `Passed`
     gathers   (kind, stage) -> elements of the units that zero=3 gathers for it, in order
+    first     the peak as it was when the first backward was over: that of a row of one micro-batch
     messages  stage -> bytes that it sends on for one micro-batch
     """
 
@@ -78,6 +80,12 @@ class RankTrace(StepTrace):
     overlaps: dict[tuple[str, int], list[Passed]] = field(default_factory=dict)
     gathers: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     messages: dict[int, float] = field(default_factory=dict)
+    first: int = 0
+
+    @property
+    def of_one(self) -> RankTrace:
+        """What a row of one micro-batch says."""
+        return replace(self, peak=self.first)
 
 
 Told = list[OfTensor]  # of the tensors of a message
@@ -129,16 +137,21 @@ class Rehearsal:
         self.sent: list[torch.Tensor] = []  # messages that may be under way
         self.resized: list[torch.UntypedStorage] = []  # since live bytes were last looked at
 
-    def run(self) -> RankTrace:
-        """Play the row."""
+    def run(self, enclosed: Collection[str] = ()) -> RankTrace:
+        """Play the row.
+
+        enclosed  paths of blocks that are no units of zero=3; `outside` tells those that should be among them
+        """
         told = {n: self._told_once(n) if self.cut is not None else {} for n in self.batches}
         model, self.blocks = self.parts.build(self.cut)
         staged = self.parts.staged(model, self.cut.mine) if self.cut is not None else None
         held = self._held(model)
         self._sizes(model, held)
-        with self.fake:
-            self.techniques = self._techniques(model, held)
-        live, routed = LiveBytes(resized=self.resized), Values(self.fake)
+        self.techniques = self._techniques(model, held, enclosed)
+        held = self._held(model)
+        reads = OutsideReads(model, _made_up) if self.shares.cuts.zero == 3 else None
+        self.live, routed = LiveBytes(resized=self.resized), Values(self.fake)
+        live = self.live
         rests = [*held.values(), *model.buffers(), *pytree.tree_leaves(self.batches)]
         live.count(leaf for leaf in rests if isinstance(leaf, torch.Tensor))
         base = live.now
@@ -146,12 +159,18 @@ class Rehearsal:
         norms = batch_norms(model, self.shares.cuts.joined, self.ledger)
         follow = self.shares.cuts.follow
         draws, kernels = followed(follow), like_gpu(self.shares.cuts.fused, scores=follow or self.shares.cuts.tp > 1)
-        seen = RehearsalMode(routed, live, self.count, draws)
-        with norms, kernels, self.fake, generators_kept(), seen, known_values_read():
-            for at in range(self.shares.cuts.rounds):
-                self._round(at, model, staged, told, waiting)
+        seen = RehearsalMode(routed, live, self.count, draws, reads)
+        with norms, kernels, self.fake, generators_kept(), resizes_told(self.resized), seen, known_values_read():
+            try:
+                for at in range(self.shares.cuts.rounds):
+                    self._round(at, model, staged, told, waiting)
+            except Exception:
+                if reads is None or not reads.units:
+                    raise
+        self.outside = reads.units if reads is not None else set()
         self.found.final = self.arrivals.final
-        self.found.peak = live.peak - base - self.found.held_gradients
+        rests_here = base + self.found.held_gradients
+        self.found.peak, self.found.first = live.peak - rests_here, self.found.first - rests_here
         routed.tell(self.found)
         self.found.follows = draws is not None and draws.met
         self.found.wrote_scores = isinstance(kernels, Fused) and kernels.wrote_scores
@@ -186,7 +205,8 @@ class Rehearsal:
                 with self._aside():
                     for technique in self.techniques:
                         technique.finish_micro_batch()
-            gathers = [count for each in self.techniques if isinstance(each, Gathered) for count in each.taken()]
+                self.found.first = self.found.first or self.live.peak
+            gathers = [count for each in self.techniques if isinstance(each, FakeFullShard) for count in each.taken()]
             if (op.kind, op.stage) not in self.found.ops and size == self.found.samples:
                 self.found.ops[op.kind, op.stage] = self.count.trace
                 self.found.wire[op.kind, op.stage] = self._sent()
@@ -298,37 +318,33 @@ class Rehearsal:
         forget()
         return told
 
-    def _techniques(self, model: nn.Module, held: dict[str, nn.Parameter]) -> list[Gathered | Flat]:
+    def _techniques(
+        self, model: nn.Module, held: dict[str, nn.Parameter], enclosed: Collection[str]
+    ) -> list[FakeFullShard | Flat]:  # fmt: skip
         """What owns the gradients while micro-batches run; without it they are an account of their own."""
         cuts, found = self.shares.cuts, self.found
         trained = {name: param for name, param in held.items() if param.requires_grad}
         mine = {name: param for name, param in trained.items() if name in self.experts.experts}
         rest = {name: param for name, param in trained.items() if name not in mine}
         found.experts = sum(param.numel() for param in mine.values())
-        techniques: list[Gathered | Flat] = []
+        techniques: list[FakeFullShard | Flat] = []
         if cuts.zero == 3:
-            units = [model.get_submodule(path) for path in self.blocks.paths]
-            here = {id(param) for name, param in held.items() if name not in self.experts.experts}
-            leave = [param for param in model.parameters() if id(param) not in here]
-            gathered = Gathered(
-                model,
-                units,
-                cuts.shard_ranks,
-                self.precision,
-                leave,
-                self._aside,
-                copies=cuts.gloo,
-                resized=self.resized,
-            )
-            found.held, found.rows, found.held_gradients = gathered.held, gathered.rows, gathered.held_gradients
-            techniques.append(gathered)
+            units = [model.get_submodule(path) for path in self.blocks.paths if path not in enclosed]
+            absent = {name for name, _ in model.named_parameters() if name not in held or name in self.experts.experts}
+            with silent_mesh(self.shares.plan, cuts.shard_ranks) as mesh:
+                sharded = FakeFullShard(model, units, mesh, self.precision, absent, self.fake, copies=cuts.gloo)
+            found.held, found.rows, found.held_gradients = sharded.held, sharded.rows, sharded.held_gradients
+            found.units = sharded.sizes
+            found.rest = found.parameters - sum(found.units)
+            techniques.append(sharded)
         alone: dict[str, nn.Parameter] = {}  # in buckets that rest
         for named, ranks, played in (
             (rest, cuts.shard_ranks, cuts.zero == 2),
             (mine, cuts.shard_ranks // cuts.ep, cuts.zero >= 2 and cuts.shard_ranks > cuts.ep),
         ):
             if played and named:
-                techniques.append(self._flat(named, ranks))
+                with self.fake:
+                    techniques.append(self._flat(named, ranks))
             elif cuts.zero < 3 or named is mine:
                 alone |= named
         self.arrivals = Arrivals(alone.values())
@@ -402,3 +418,8 @@ class Rehearsal:
             for (op, axis, source), size in sorted(self.ledger.arrivals.items())
             if axis in places
         }
+
+
+def _made_up(weight: torch.Tensor) -> torch.Tensor:
+    """The whole of a weight that lies in pieces, which nobody sends."""
+    return torch.empty(weight.shape, dtype=weight.dtype)

@@ -50,7 +50,8 @@ from shardwise.simulator.counted import Update
 from shardwise.step.batching import parts_of, samples_in
 from shardwise.task import Task, call_arguments
 from shardwise.task_names import inputs_hint
-from shardwise.trace.blocks import find_blocks
+from shardwise.trace.argument_writes import ArgumentWrites
+from shardwise.trace.blocks import blocks_of, find_blocks
 from shardwise.trace.deferred import build as build_deferred
 from shardwise.trace.deferred import checked
 from shardwise.trace.fake import Fake, unlogged
@@ -207,7 +208,7 @@ def fake_batch(fake: FakeTensorMode, sample: Any, samples: int) -> Any:
 
 def trace(
     task: Task, samples: int, precision: str = "fp32", recompute: str = "none", sample: Any = None, joined: int = 0,
-    fused: bool = False, follow: bool = False,
+    fused: bool = False, follow: bool = False, wrap: tuple[str, ...] = (),
 ) -> StepTrace:  # fmt: skip
     """Trace one micro-batch.
 
@@ -215,12 +216,13 @@ def trace(
     joined   ranks over which batch norms take their statistics, none for the module's own
     fused    attention and dropout as a GPU has them (rehearsal/gpu_kernels.py)
     follow   random ops as a run answers them whose numbers are one process's (randomness=global)
+    wrap     names the blocks that are recomputed, where a plan does
 
     A module that cannot be traced raises `InputError` with the line that failed.
     """
     kept = Precision.of(Plan(precision=precision))
     fake = Fake()
-    found, inside = StepTrace(samples), ModulePath()
+    found, inside, writes = StepTrace(samples), ModulePath(), ArgumentWrites()
     try:
         with as_real():
             model = build(task, fake, kept)
@@ -228,10 +230,11 @@ def trace(
             _refuse_complex(model)
             _sizes(model, found)
             if recompute != "none":
-                for path in find_blocks(model).paths:
+                for path in blocks_of(model, wrap, nested=task.branches == "same").paths:
                     recompute_block(model.get_submodule(path), recompute)
             batch = fake_batch(fake, one_sample(task) if sample is None else sample, samples)
             inside.watch(model)
+            writes.watch(model)
             arrivals = Arrivals(model.parameters())  # gradients are an account of their own: buckets, or shards
             live, routed, sent = LiveBytes(resized=[]), Values(fake), Ledger()
             norms = batch_norms(model, joined, sent)
@@ -239,7 +242,8 @@ def trace(
             live.count(leaf for leaf in rests if isinstance(leaf, torch.Tensor))
             base = live.now
             draws, kernels = followed(follow), like_gpu(fused, scores=follow)
-            with norms, kernels, fake, generators_kept(), RehearsalMode(routed, live, Count(found), draws):
+            seen_by = RehearsalMode(routed, live, Count(found), draws, writes=writes)
+            with norms, kernels, fake, generators_kept(), seen_by:
                 batch = on_device(batch, kept)
                 args, kwargs = inputs_of(task, batch, kept)
                 with OwnBackward() as seen:
@@ -249,7 +253,7 @@ def trace(
                 del output
                 total.backward()
             found.final, found.idle, found.own_backward = arrivals.final, arrivals.idle, seen.met
-            found.peak = live.peak - base
+            found.peak, found.into_arguments = live.peak - base, writes.paths
             routed.tell(found)
             found.follows = draws is not None and draws.met
             found.wrote_scores = isinstance(kernels, Fused) and kernels.wrote_scores

@@ -103,6 +103,9 @@ class Counted(Protocol):
     def own_backward(self) -> bool: ...
 
     @property
+    def into_arguments(self) -> set[str]: ...
+
+    @property
     def batch_norms(self) -> int: ...
 
     @property
@@ -141,6 +144,12 @@ class Model:
     name: str = ""
     batch_bytes: float = 0.0  # of one sample, where every rank makes the global batch
     batch_on_device: bool = True  # all of it; else a micro-batch at a time is copied there
+    gathered: tuple[int, ...] | None = None  # parameters of each unit of zero=3, where that was rehearsed
+
+    @property
+    def units(self) -> Sequence[int]:
+        """Parameters of each unit of zero=3, or of each repeated block."""
+        return self.one.units if self.gathered is None else self.gathered
 
     def linear(self, first: float, second: float, samples: float) -> float:
         """The line through what was seen at one number of samples and at another; flat where both are the same."""

@@ -4,7 +4,7 @@
     peak      the largest of what has its own time: a micro-batch, the optimizer's temporaries, a reduction in flight
 
 Under zero=3, and zero=2 beside a pipeline, a micro-batch was played with what the technique makes and frees around it
-(rehearsal/fsdp2.py): its peak has gathered weights, buffers, and gradients as far as they are there.
+(rehearsal/sharded.py): its peak has gathered weights, buffers, and gradients as far as they are there.
 """
 
 from __future__ import annotations

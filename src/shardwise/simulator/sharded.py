@@ -42,7 +42,7 @@ def data_seconds(
             0.0,
         )
     hidden = 1 - FORWARD_SHARE if software.overlap_dp and not on_cores(wire) else 0.0
-    pieces = max(1, len(model.one.units))
+    pieces = max(1, len(model.units))
     times = layout.n_micro * layout.rounds if layout.zero == 2 else 1  # ZeRO-2 reduces after every micro-batch
     return times * max(reduce_s / pieces, reduce_s - hidden * micro) + gather_s + experts_s, []
 
@@ -59,7 +59,7 @@ def _gathered(
 
     What lies in no unit is gathered before the first of them in forward and in backward, and scattered after the last.
     """
-    units = model.one.units or [model.one.parameters]
+    units = model.units or [model.one.parameters]
     rest = max(0, model.one.parameters - sum(units))
     link = Sharded(wire, states, shard)
     times = min(2, layout.n_micro)

@@ -225,7 +225,7 @@ def kernels_of(cluster: Cluster, layout: Layout, software: Software, dtype: str)
 
 def engine_seconds(model: Model, layout: Layout, added: Overhead, compute: float) -> dict[str, float]:
     """What a step costs beyond its ops, by name; nothing where it was not measured."""
-    seconds = added.step + added.event * events(layout, len(model.one.units))
+    seconds = added.step + added.event * events(layout, len(model.units))
     found = {"engine": seconds, "waiting for the slower rank": added.wait * compute}
     return {name: value for name, value in found.items() if value}
 

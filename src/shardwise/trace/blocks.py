@@ -94,6 +94,11 @@ def find_blocks(module: nn.Module, *, nested: bool = True) -> Blocks:
     return Blocks(tuple(paths), tuple(_warnings(module, paths, total)))
 
 
+def blocks_of(module: nn.Module, wrap: tuple[str, ...] = (), *, nested: bool = True) -> Blocks:
+    """The blocks of a plan: those that `wrap` names, else the repeated ones; `nested` as in `find_blocks`."""
+    return choose_blocks(module, wrap) if wrap else find_blocks(module, nested=nested)
+
+
 def inner_first(modules: Iterable[nn.Module]) -> list[nn.Module]:
     """Each module once, those inside others before them, whatever names they have; otherwise the last one first."""
     once = {id(module): module for module in modules}
@@ -119,7 +124,7 @@ def _matches(path: str, pattern: str) -> bool:
 def choose_blocks(module: nn.Module, patterns: tuple[str, ...]) -> Blocks:
     """The blocks that the user named: class names, or module paths in which `*` matches one name.
 
-    Raises `InputError` for a pattern that matches nothing.
+    Raises `InputError` for a pattern that matches nothing, and for a unit that shares a weight with what is outside it.
     """
     paths: list[str] = []
     for pattern in patterns:
@@ -138,6 +143,13 @@ def choose_blocks(module: nn.Module, patterns: tuple[str, ...]) -> Blocks:
         paths += [path for path in hits if path not in paths]
     order = [path for path, _ in module.named_modules()]
     paths.sort(key=order.index)
+    owners = _owners(module)
+    for path in paths:
+        if _shares_outside(module, module.get_submodule(path), owners):
+            raise InputError(
+                f"wrap: '{path}' holds a weight that a module outside it holds too, and a unit gathers what is its own "
+                "alone: name a unit around both"
+            )
     return Blocks(tuple(paths), tuple(_warnings(module, paths, _elements(module))))
 
 

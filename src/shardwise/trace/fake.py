@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 MOST = 2**17  # operations that are remembered; beyond, all are forgotten
 _PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format))
 _OF_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
+_DEVICE, _STRIDED = torch.ops.prim.device.default, torch.ops.aten.as_strided.default
 _MASKS = (torch.bool, torch.uint8, torch.int8)  # as an index they select as many rows as they have values
 
 
@@ -79,9 +80,13 @@ class Fake(FakeTensorMode):
         for kind in types:
             if kind is not FakeTensor and getattr(kind, "observes_inside", False):
                 return NotImplemented  # a share of a tensor: what its rule does is asked next
+        if func is _DEVICE and type(args[0]) is FakeTensor:
+            return args[0].fake_device  # asked for more often than anything is computed
         if func is torch.ops.aten._grouped_mm.default:
             return _grouped(self, *args, **(kwargs or {}))
         if not _of_metadata(func):
+            if func.namespace == "profiler":
+                return func(*args, **(kwargs or {}))  # a label of no tensor
             return self._by_torch(func, types, args, kwargs)
         tensors: list[FakeTensor] = []
         look = self._look(func, args, kwargs, tensors)
@@ -108,6 +113,8 @@ class Fake(FakeTensorMode):
             return None
         key = [func, torch.get_default_dtype(), torch._C._get_default_device()]
         told = self._tell(key, tensors, args)
+        if func is _STRIDED:  # what is beyond its storage is refused
+            key.append(args[0].untyped_storage().nbytes())
         if told and kwargs:
             key += kwargs
             told = self._tell(key, tensors, kwargs.values())
@@ -141,7 +148,8 @@ class Fake(FakeTensorMode):
         plain = all(type(one) is Made or type(one) in (int, type(None)) for one in made)
         pairs = zip(leaves, made, strict=True)
         own = [_storage(leaf) for leaf, one in pairs if type(one) is Made and one.place is None]
-        if not plain or not any(type(one) is Made for one in made) or len(set(own)) < len(own):
+        some = output is None or any(type(one) is Made for one in made)
+        if not plain or not some or len(set(own)) < len(own):
             return None
         return OpResult(kind, tuple(made))
 
@@ -198,12 +206,18 @@ def _may_be_noted(func: Any, tensors: list[FakeTensor]) -> bool:
 
 @cache
 def _of_metadata(func: Any) -> bool:
-    """As torch's own cache sees it (`FakeTensorMode._validate_cache_key`), but for views, which are looked at here."""
-    if not isinstance(func, torch._ops.OpOverload) or not torch._library.utils.is_builtin(func):
+    """As torch's own cache sees it (`FakeTensorMode._validate_cache_key`), but for views, which are looked at here.
+
+    FSDP2's own operations are, and what gives nothing: it writes into its arguments.
+    """
+    if not isinstance(func, torch._ops.OpOverload):
         return False
-    if func in FakeTensorMode.lift_fns or func.name().startswith(("aten::as_strided", "aten::set_", "aten::resize")):
+    if not torch._library.utils.is_builtin(func) and func.namespace != "fsdp":
+        return False
+    if func in FakeTensorMode.lift_fns or func.name().startswith(("aten::as_strided_", "aten::set_", "aten::resize")):
         return False  # of constants; and of what the size of a storage decides
-    gives = any(isinstance(given.type, torch.TensorType | torch.ListType) for given in func._schema.returns)
+    given = func._schema.returns
+    gives = not given or any(isinstance(one.type, torch.TensorType | torch.ListType) for one in given)
     return gives and (func is torch.ops.aten.index.Tensor or not _OF_VALUES & set(func.tags))
 
 

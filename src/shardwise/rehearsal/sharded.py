@@ -1,0 +1,154 @@
+"""zero=3 of one rank, as a run has it: `FullShard`, and FSDP2 under it, on tensors without values. Nothing is sent.
+
+What FSDP2 asks of a backend is how many ranks there are and which one this is; a group of torch's that sends nothing
+says so. Its gathers and reductions are ours (`Exchanges`): they note what would be sent, and hold what a backend holds.
+
+What this does not do: replicas of shards, whose sums are taken in place; streams, whose allocations may live a little
+longer on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import FakeProcessGroup, _register_process_group, _unregister_process_group
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from shardwise.comm import Axis, Ledger
+from shardwise.engine.materialise import empty_parameters
+from shardwise.layout import Plan
+from shardwise.mesh import Mesh
+from shardwise.parallel.full import FullShard
+from shardwise.precision import Precision
+
+CPU = torch.device("cpu")
+_numbers = count()  # of groups: each has a name of its own
+
+
+@contextmanager
+def silent_mesh(plan: Plan, ranks: int) -> Iterator[Mesh]:
+    """The mesh of the first of `ranks` ranks that shard, inside; this process's own groups are left as they are."""
+    kind, group = dist.ProcessGroup.BackendType.CUSTOM, dist.ProcessGroup(0, ranks)
+    group._register_backend(CPU, kind, FakeProcessGroup._create_internal(0, ranks))  # which keeps the name
+    group._set_default_backend(kind)
+    group._set_group_name(f"shardwise-rehearsal-{next(_numbers)}")
+    _register_process_group(group.group_name, group)
+    try:
+        rows = DeviceMesh(CPU.type, list(range(ranks)), mesh_dim_names=("dp_shard",), _init_backend=False, _rank=0)
+        rows._dim_group_names = [group.group_name]
+        shard = Axis("dp_shard", ranks, 0, group, tuple(range(ranks)), rehearsal=Ledger())
+        alone = {name: Axis.alone(name) for name in ("dp_replicate", "tp", "pp", "ep")}
+        yield Mesh(
+            plan, 0, CPU, alone["dp_replicate"], shard, shard, shard, (), alone["tp"], alone["pp"], shard, alone["ep"],
+            shard, shard, rows,
+        )  # fmt: skip
+    finally:
+        _unregister_process_group(group.group_name)
+
+
+class Exchanges:
+    """FSDP2's gathers and reductions of one unit: `seen` is told the elements of each gather.
+
+    copies  a reduction works on a copy of what it is given, as gloo's does
+    """
+
+    def __init__(self, seen: list[int], copies: bool):
+        self.seen, self.copies = seen, copies
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A fresh tensor."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any = None,
+        async_op: bool = False,
+    ) -> None:  # fmt: skip
+        """Note a gather, which has no operation; make what a reduction makes."""
+        if op is None:
+            self.seen.append(output_tensor.numel())
+        elif self.copies:
+            torch.empty_like(input_tensor)
+
+
+class FakeFullShard(FullShard):
+    """`FullShard` whose exchanges are noted.
+
+    units   modules whose weights are gathered together; what lies in none of them is the root's
+    absent  names of parameters that are not gathered (experts, other stages')
+    fake    the mode of the module's tensors
+    """
+
+    def __init__(
+        self, module: nn.Module, units: list[nn.Module], mesh: Mesh, precision: Precision, absent: set[str],
+        fake: FakeTensorMode, *, copies: bool,
+    ):  # fmt: skip
+        empty_parameters(module, precision.master, mesh.device, absent)
+        super().__init__(module, units, mesh, precision, absent)
+        self.seen: list[int] = []  # elements of each gather, in order
+        for unit in self.units:
+            exchanges: Any = Exchanges(self.seen, copies)
+            unit.set_custom_all_gather(exchanges)
+            unit.set_custom_reduce_scatter(exchanges)
+        with fake, torch.no_grad():
+            self.place(mesh.device)
+            self.make_slots()
+
+    def place(self, device: torch.device) -> list[tuple[str, nn.Parameter]]:
+        """As `FullShard.place`, without asking what an operation on sharded tensors would give: it is known."""
+
+        def made(tensor: torch.Tensor) -> torch.Tensor:
+            if isinstance(tensor, DTensor):
+                local = torch.empty(tensor._local_tensor.shape, dtype=tensor.dtype)
+                return DTensor(local, tensor._spec, requires_grad=tensor.requires_grad)
+            return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
+
+        self.module._apply(made)
+        return list(self.module.named_parameters())
+
+    def taken(self) -> list[int]:
+        """Elements of each gather since the last time, in order."""
+        found = self.seen[:]
+        self.seen.clear()
+        return found
+
+    @property
+    def sizes(self) -> list[int]:
+        """Elements of each unit but the root, in the order of modules."""
+        found = []
+        for unit in self.units[:-1]:
+            cut = (child._parameters[leaf] for child, leaf, _ in self.inside(unit))
+            found.append(sum({id(one): one.numel() for one in cut if isinstance(one, DTensor)}.values()))
+        return found
+
+    @property
+    def held(self) -> int:
+        """Elements of the shards of weights on a rank, as they are padded."""
+        return sum(_padded(param) for param in self.module.parameters() if isinstance(param, DTensor))
+
+    @property
+    def rows(self) -> Counter[tuple[int, int]]:
+        """(indices along the dim that is cut, elements at each) of the weights that are trained."""
+        cut = [(param.shape[param.placements[-1].dim], param.numel()) for param in self._cut()]
+        return Counter((rows, elements // rows) for rows, elements in cut)
+
+    @property
+    def held_gradients(self) -> int:
+        """Bytes of the shards of gradients, once all are there."""
+        return sum(_padded(param) for param in self._cut()) * self.precision.master.itemsize
+
+    def _cut(self) -> list[DTensor]:
+        return [param for param in self.params if isinstance(param, DTensor)]
+
+
+def _padded(param: DTensor) -> int:
+    local = param._local_tensor
+    return local.untyped_storage().nbytes() // local.element_size()
