@@ -45,7 +45,7 @@ from shardwise.scripts.outside import Outside
 from shardwise.scripts.reading import share_generators
 from shardwise.scripts.saying import Notices, line_of_script, names_line
 from shardwise.scripts.shares import Door
-from shardwise.scripts.spread import seen_outside, tensors_of
+from shardwise.scripts.spread import refuse_transform, seen_outside, tensors_of, thawed
 from shardwise.scripts.start import is_compiled
 from shardwise.scripts.tape import tensors_in
 from shardwise.scripts.whole_batch import WholeBatch
@@ -234,6 +234,8 @@ class Calls(Events):
         assert self.engine is not None
         if self._away:
             return args, kwargs
+        if self.mesh.world.size > 1:
+            refuse_transform()
         self.inside += 1
         if self.kept is not None and self.inside == 1:
             self._entering = self.kept.enter((args, kwargs), self.model)
@@ -411,7 +413,7 @@ class Calls(Events):
         held = self.dealt.held.count if self.dealt is not None else 0
         if self.whole is not None and self.dealt is not None:
             held = self.dealt.part.total
-        with self._gate.open():
+        with self._gate.open(), thawed(self.model, engine.state.names):
             look = look_at_model(engine, args, kwargs, held, self._dim, check=self._check, plainly=self._looking_away)
         for module in look.batch_norms:
             sync_module(module, engine.mesh.data, engine.state.phase)

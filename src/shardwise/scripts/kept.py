@@ -44,6 +44,7 @@ from shardwise.scripts.loader import Events
 from shardwise.scripts.outside import Outside, digest, has_memory, held_of, number_of, with_line
 from shardwise.scripts.saying import Notices, line_of_script
 from shardwise.scripts.tape import tensors_in, writes
+from shardwise.trace.functional import transforming
 
 _OFTEN = 4  # times that a tensor is looked at each time it has changed; then at every power of two
 _COUNTS = {"__len__", "numel", "nelement", "ndimension", "__format__", "__repr__", "__str__"}  # no elements in them
@@ -99,6 +100,7 @@ class Kept(TorchFunctionMode, Events):
         self._parameters: dict[int, weakref.ref[torch.Tensor]] = {}
         self._weights: set[int] = set()  # storages of the parameters
         self._tensors_alone = self._even = True
+        self._transformed = False  # a transform of torch.func, in which operations are not followed, ran in this step
         self._read_at = ""  # where a number was read since the last step that is added up from own samples
         self._settings: Any = None  # of the optimizer, in the last step
         self._read = False  # a number was read from this rank's samples
@@ -122,7 +124,7 @@ class Kept(TorchFunctionMode, Events):
         self._tensors_alone = all(leaf is None or isinstance(leaf, torch.Tensor) for leaf in leaves)
         self._even, self._read, self._held, self._dim = even, False, held, dim or 0
         self.shapes = [list(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        self._generators = _generators()
+        self._generators, self._transformed = _generators(), False
         for tensor in tensors_in(batch):
             self._add(tensor, True)
         self.__enter__()
@@ -180,6 +182,9 @@ class Kept(TorchFunctionMode, Events):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if not self.on:
+            return func(*args, **kwargs)
+        if transforming():
+            self._transformed = True
             return func(*args, **kwargs)
         if self.inside:
             return self._within(func, args, kwargs)
@@ -243,7 +248,7 @@ class Kept(TorchFunctionMode, Events):
             return _Made(other, True, of)
         if parameter is not None and parameter() is tensor:
             own = False
-        elif tensor.grad_fn is None and has_memory(held_of(tensor)) and (kept or self._tensors_alone):
+        elif tensor.grad_fn is None and has_memory(held_of(tensor)) and (kept or self._unmade_is_outside()):
             array = not kept and self._is_array(tensor)  # of this step or of an earlier one
             if array:
                 self._refuse_drawn([len(tensor)] if tensor.dim() else [])
@@ -251,6 +256,10 @@ class Kept(TorchFunctionMode, Events):
                 own, of = False, frozenset(self._from_outside(tensor, number=array))
         self._add(tensor, own, of)
         return self._made[id(tensor)]
+
+    def _unmade_is_outside(self) -> bool:
+        """Whether what no operation of this step was seen to make is from outside of it."""
+        return self._tensors_alone and not self._transformed
 
     def _from_outside(self, tensor: torch.Tensor, *, number: bool) -> list[Outside]:
         held = held_of(tensor)

@@ -90,10 +90,27 @@ def look_at_model(
             again=lambda asked: _differs(engine, evaluate, given[0], alone, plainly) if asked else None,
         )  # fmt: skip
     except RefusedPlan as error:
+        _refuse_longest(shapes, outputs, n)
         if dim or "add up over samples" not in str(error):
             raise
         raise RefusedPlan(f"{error}{_hint(dim)}") from None
     return ModelLook(findings.batch_norms, findings.notices, _following(shapes, sizes))
+
+
+def _refuse_longest(shapes: list[list[tuple[int, ...]]], places: list[int | None], samples: int) -> None:
+    """Raise `RefusedPlan` where an output of some samples has another size than of all in a dim that counts none."""
+    for part in shapes[1:]:
+        for whole, fewer, at in zip(shapes[0], part, places, strict=False):
+            if (
+                at is not None
+                and len(whole) == len(fewer)
+                and whole[:at] + whole[at + 1 :] != fewer[:at] + fewer[at + 1 :]
+            ):
+                raise RefusedPlan(
+                    f"the model gives {whole} for {samples} samples and {fewer} for {fewer[at]} of them: its output is "
+                    "as long as the longest sample that it is given, of which each rank has a part. Give it the length "
+                    "of the batch (pad_packed_sequence(..., total_length=x.shape[1]))"
+                )
 
 
 def _following(shapes: list[list[tuple[int, ...]]], sizes: tuple[int, ...]) -> list[int | None] | None:

@@ -48,7 +48,7 @@ from shardwise.scripts.moved import FirstSteps
 from shardwise.scripts.pieces import Pieces, draw_whole
 from shardwise.scripts.saved import put as put_saved
 from shardwise.scripts.saying import names_line
-from shardwise.scripts.spread import check_cuts, shared_call, wait_for_call
+from shardwise.scripts.spread import check_cuts, shared_call, thawed, wait_for_call
 from shardwise.scripts.start import check_given, generators_kept, is_compiled, make_engine, waits_for_call, with_dtype
 from shardwise.scripts.state import holds_pieces, put, states_of
 from shardwise.scripts.stepping import Stepping, buckets_of
@@ -182,7 +182,7 @@ class Prepared(Stepping):
         before = states_of(self.optimizer, self.all_names)
         if mesh.world.size > 1:
             same_given("prepare: the optimizer's state", before, mesh.world, mesh.device)
-        with generators_kept():
+        with generators_kept(), thawed(model, self._shapes):
             self._engine = engine = make_engine(
                 model, plan, mesh, self.branches, self.seed, self._spatial, call, samples
             )

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,11 +24,12 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from shardwise.comm import Axis, broadcast, gather_json
-from shardwise.errors import InputError, RunError
+from shardwise.errors import InputError, RefusedPlan, RunError
 from shardwise.part import Part, Sum, plain, whole
 from shardwise.part.parameters import unannounced
 from shardwise.scripts.saying import names_line
 from shardwise.scripts.shares import let_out
+from shardwise.trace.functional import transforming
 
 Spread = Callable[[tuple, dict], None]  # (args, kwargs) of the first call
 
@@ -42,11 +44,41 @@ def wait_for_call(model: nn.Module, spread: Spread) -> None:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         nonlocal done
         if self is model and not done and self.training and torch.is_grad_enabled():
+            refuse_transform()
             done = True
             spread(args, kwargs)
         return kind.__call__(self, *args, **kwargs)
 
     model.__class__ = unannounced(kind, {"__call__": call})
+
+
+def refuse_transform() -> None:
+    """Raise `RefusedPlan` within a transform of torch.func: its tensors have no memory that others could be sent."""
+    if transforming():
+        raise RefusedPlan(
+            "the model is called inside a transform of torch.func (vmap, grad, jacrev, ...), where ranks cannot meet, "
+            "and draws and gradients cannot be followed: call model(x) on the batch itself, and take derivatives with "
+            "regard to what it is given by torch.autograd.grad(outputs, inputs, create_graph=True)"
+        )
+
+
+@contextmanager
+def thawed(model: nn.Module, trained: Collection[str]) -> Iterator[None]:
+    """Within it these parameters require gradients, as at `prepare`: a script may hold them still for one forward (an
+    attack on its inputs, samples drawn by a gradient), by which the model is spread and looked at all the same.
+    """
+    still = [name for name, param in model.named_parameters() if name in trained and not param.requires_grad]
+    _set_trained(model, still, True)
+    try:
+        yield
+    finally:
+        _set_trained(model, still, False)
+
+
+def _set_trained(model: nn.Module, names: Collection[str], trained: bool) -> None:
+    for name, param in model.named_parameters():
+        if name in names:
+            param.requires_grad_(trained)
 
 
 def shared_call(args: tuple, kwargs: dict, world: Axis, device: torch.device) -> tuple[tuple, dict]:

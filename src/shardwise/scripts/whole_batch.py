@@ -3,7 +3,8 @@
     script                  all samples of a batch, on every rank of the data axis; its draws are one process's
     model(x)   in training  this rank's samples of x  ->  outputs of all ranks' samples, gathered
     loss                    of the whole batch, the same number on every rank; it counts once
-    backward                of the gather keeps the rows of this rank's samples: their gradient is complete
+    backward                of the gather keeps the rows of this rank's samples: their gradient is complete;
+                            what it asks of x, where x requires a gradient, is gathered again
 
 So a loss need not add up over samples: dice of a batch, a contrastive pair, samples mixed with each other. Each rank
 reads whole batches and computes the whole loss; what is gathered is told in bytes.
@@ -20,7 +21,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from shardwise.comm import Axis, gather_rows, gather_samples
 from shardwise.errors import InputError, RefusedPlan
@@ -28,11 +29,27 @@ from shardwise.host import put
 from shardwise.layout.dealing import Share
 from shardwise.part import Part, plain, whole, with_summed_gradient
 from shardwise.part.crossing import apart, axes_of, cuts_of, joined
+from shardwise.part.levels import Distributed
 from shardwise.scripts.dealt import deal
 from shardwise.scripts.lookout import Places
 from shardwise.step.batching import samples_in
 
 _TAG = "loss inputs"
+
+
+class _OfAllSamples(torch.autograd.Function):
+    """The tensor itself; backward gathers along `dim` what each rank's samples ask of it."""
+
+    @staticmethod
+    def forward(ctx, tensor: torch.Tensor, dim: int, counts: tuple[int, ...], data: Axis) -> torch.Tensor:
+        ctx.dim, ctx.counts, ctx.data = dim, counts, data
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor):
+        low, count = sum(ctx.counts[: ctx.data.index]), ctx.counts[ctx.data.index]
+        mine = gradient.movedim(ctx.dim, 0)[low : low + count].contiguous()
+        return gather_samples(mine, ctx.counts, ctx.data, _TAG).movedim(0, ctx.dim), None, None, None
 
 
 class WholeBatch:
@@ -69,7 +86,14 @@ class WholeBatch:
         mine = dealt[self._data.index]
         self.rows, self.held = mine.part, mine.held
         self._counts = tuple(one.part.count for one in dealt)
+        call = tree_map_only(torch.Tensor, lambda leaf: self._from_whole_batch(leaf, places.of(leaf)), call)
         return places.cut(call, mine.held.start, mine.held.start + mine.held.count)
+
+    def _from_whole_batch(self, leaf: torch.Tensor, dim: int | None) -> torch.Tensor:
+        """An argument whose gradient arrives for all samples, as the script may read it (an attack, a penalty)."""
+        if dim is None or not leaf.requires_grad or isinstance(leaf, Distributed):
+            return leaf
+        return _OfAllSamples.apply(leaf, dim, self._counts, self._data)
 
     def leave(self, output: Any) -> Any:
         """The model's output for all samples. Collective."""
