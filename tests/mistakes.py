@@ -72,6 +72,23 @@ class Forgets(Net):
         super().forward(x)
 
 
+class Pair(Net):
+    def forward(self, x):
+        return super().forward(x), x
+
+
+class Lazy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.LazyLinear(1)
+
+
+class Reads(Net):
+    def __init__(self):
+        super().__init__()
+        self.table = torch.load("weights.pt")
+
+
 class Nothing(nn.Module):
     def forward(self, x):
         return x
@@ -176,6 +193,32 @@ def no_rows(): return rows(Rows(0))
 def broken_rows(): return rows(Rows(broken=True))
 
 
+def own_backward():
+    def loss(output, batch):
+        total = mse_loss(output, batch["y"], reduction="sum")
+        total.backward()
+        return total, len(output)
+
+    return build(loss=loss)
+
+
+def gives_pair(): return build(model=Pair)
+def lazy(): return build(model=Lazy)
+def reads_file(): return build(model=Reads)
+def wrapped(): return build(model=lambda: nn.parallel.DistributedDataParallel(Net()))
+def wrapped_dp(): return build(model=lambda: nn.DataParallel(Net()))
+def bf16_batch(): return build(lambda x, y: (x.bfloat16(), y))
+def numpy_batch(): return build(lambda x, y: (x.numpy(), y.numpy()))
+def list_batch(): return build(lambda x, y: (x.tolist(), y.tolist()))
+def dataset(): return rows(torch.utils.data.TensorDataset(torch.ones(8, 8), torch.ones(8, 1)))
+def generator(): return rows(x for x in range(3))
+def decayed(groups): return torch.optim.lr_scheduler.StepLR(torch.optim.SGD(groups, lr=0.1), 2)
+def a_scheduler(): return build(optimizer=decayed)
+def lr_word(): return build(optimizer=lambda groups: torch.optim.SGD(groups, lr="0.1"))
+def no_graph(): return build(loss=lambda o, b: (torch.tensor(mse_loss(o, b["y"]).item()), len(o)))
+def yields(): yield build()
+
+
 def lambdas():
     return Task(
         model=lambda: torch.nn.Linear(2, 1),
@@ -238,6 +281,12 @@ IN_WORDS = [
     (["verify", "text", "--plan", "tp"], 2, "give tp its value"),
     (["verify", "text", "--plan", "auto"], 2, "`shardwise plan TASK --cluster ...` proposes plans"),
     (["train", "--plan", "DP_SHARD=2"], 2, "did you mean 'dp_shard'?"),
+    (["train", "--plan", "bf16"], 2, "write precision=bf16"),
+    (["train", "--plan", "dp_shard=2,wrap="], 2, "give wrap its value"),
+    (["train", "--plan", "precision=float16"], 2, "did you mean 'fp16'?"),
+    (["train", "--plan", "schedule=1f1b"], 3, "give pp its degree"),
+    (["train", "--plan", "microbatches=4"], 3, "accumulate cuts a batch without stages"),
+    (["train", "--plan", "ep=2"], 3, "give dp_shard a multiple of ep"),
     (["train", "text", "extra"], 2, "Got unexpected extra argument (extra)"),
     (["train", "--plan", "single,precision=bf16"], 2, "single stands alone: leave it out"),
     (["train", "--plan", "ddp=2"], 2, "that is dp_replicate=N here"),
@@ -273,6 +322,11 @@ IN_WORDS = [
     (["train", "--set", "train=3"], 2, "expected a table of keys and values"),
     (["train", "--set", "optimizer.betas=0.9"], 2, "expected two numbers"),
     (["train", "--set", "train.steps=3", "--set", "train.steps=4"], 2, "train.steps is set twice"),
+    (["train", "--set", "train.device=cuda:0"], 2, "expected auto, cpu or a type such as cuda"),
+    (["train", "--set", "train.steps="], 2, "expected key=value, such as optimizer.lr=3e-4"),
+    (["train", "--set", "schedule.name=cosin"], 2, "did you mean 'cosine'?"),
+    (["train", "--set", "optimizer.lr=0,001"], 2, "expected a number"),
+    (["train", "--set", "data.path=here"], 2, "known: extends, plan, schedule, task, optimizer, train"),
     (["train", "words.toml"], 2, 'train.seed = 1.5: expected a whole number'),
     (["train", "section.toml"], 2, "did you mean 'train'?"),
     (["train", "marked.toml"], 2, "did you mean 'train.steps'?"),
@@ -284,6 +338,10 @@ IN_WORDS = [
     (["config", "--starter", "--set", "a=b"], 2, "--starter takes no file"),
     (["config", "--set", "train.steps=[1"], 2, "is not a TOML value"),
     # tasks by name
+    (["train", "."], 2, "it is a folder: give a file in it with its task, as file.py:task"),
+    (["train", "mine.good"], 2, "a colon stands before the task: mine.py:good"),
+    (["train", "mine/good"], 2, "a colon stands before the task: mine.py:good"),
+    (["train", "note.ipynb"], 2, "jupyter nbconvert --to script note.ipynb"),
     (["train", "tex"], 2, "did you mean 'text'?"),
     (["train", "mine.py"], 2, "mine.py:good, mine.py:blocks"),
     (["verify", "mine", "--plan", "dp_shard=2"], 2, "say which task of mine.py: mine.py:build, mine.py:good"),
@@ -325,9 +383,13 @@ IN_WORDS = [
     (["compare", *SHAPE, "--plans", "dp_shard=8", "--measure"], 2, "give module:name"),
     (["probe", "-o", "nowhere/cluster.toml"], 2, "there is no folder"),
     (["show", "schedule", "dp_shard=2"], 3, "pp is 1"),
+    (["show", "schedule", "1f1b"], 2, "write schedule=1f1b"),
+    (["show", "schedule", "pp=4,microbatches=6,schedule=interleaved1f1b"], 3, "microbatches=6 is not a multiple of it"),
     (["show", "schedule", "pp=4,schedule=zbb"], 2, "did you mean 'zbv'?"),
     (["show", "ring", "allreduce"], 2, "did you mean 'all_reduce'?"),
     (["report", "nowhere"], 2, "there is no folder nowhere"),
+    (["report", "mine.py"], 2, "mine.py is a file; give the run's folder"),
+    (["checkpoint", "export", "nowhere"], 2, "say which: shardwise checkpoint convert"),
     (["report", "."], 2, "it has no metrics.jsonl; give a folder below runs/"),
     (["run", "mone.py"], 2, "did you mean 'mine.py'?"),
     (["run", "broken.py"], 2, "broken.py:1: SyntaxError: "),
@@ -336,6 +398,7 @@ IN_WORDS = [
     # what is on the disk
     (["train", "mine:good", "--resume", "nowhere"], 2, "there is no such folder"),
     (["train", "mine:good", "--init-from", "nowhere"], 2, "there is no such folder"),
+    (["train", "mine:good", "--init-from", "mine.py"], 2, "give a .safetensors file, or a run's folder"),
     (["checkpoint", "inspect", "nowhere"], 2, "there is no such folder"),
     (["checkpoint", "verify", "."], 2, "it is no checkpoint, and holds none"),
 ]  # fmt: skip
@@ -416,4 +479,25 @@ IN_TASKS = [
     (["train", "mine:words"], 2, "the weight must be one number, got str"),
     (["train", "mine:a_loader"], 2, "give its dataset (loader.dataset)"),
     (["show", "tp", "mine:good", "--plan", "dp_shard=2"], 2, "give tp its degree"),
+    (["verify", ":good", "--plan", "dp_shard=2"], 2, "there is no file before the colon: give file.py:good"),
+    (["verify", "./mine:good", "--plan", "dp_shard=2"], 2, "the path of a file ends in .py: ./mine.py:good"),
+    (["verify", "a_file:good", "--plan", "dp_shard=2"], 2, "the file a_file does not end in .py"),
+    (["verify", "note.ipynb:task", "--plan", "dp_shard=2"], 2, "jupyter nbconvert --to script note.ipynb"),
+    (["train", "mine:Net"], 2, "write a function that returns Task(model=Net, ...)"),
+    (["train", "mine:yields"], 2, "returned generator, not a shardwise.Task"),
+    (["train", "mine:own_backward"], 2, "Task.loss calls backward itself"),
+    (["verify", "mine:own_backward", "--plan", "dp_replicate=2"], 2, "return the sum alone"),
+    (["train", "mine:no_graph"], 2, "without .item(), .detach() or torch.no_grad()"),
+    (["train", "mine:gives_pair"], 2, "take the tensor from it in Task.loss, as output[0]"),
+    (["train", "mine:lazy"], 2, "give the layer the size of its input"),
+    (["train", "mine:reads_file"], 2, "No such file or directory: 'weights.pt'"),
+    (["train", "mine:wrapped"], 2, "Give the plain module: the plan spreads it"),
+    (["train", "mine:wrapped_dp"], 2, "Give the plain module: the plan spreads it"),
+    (["train", "mine:bf16_batch"], 2, "give batch['x'].to(torch.float32) where the batch is made"),
+    (["train", "mine:numpy_batch"], 2, "give torch.from_numpy(batch['x']) where the batch is made"),
+    (["train", "mine:list_batch"], 2, "give tensors, as torch.tensor(...)"),
+    (["train", "mine:dataset"], 2, "The batch is a list of 2: take from it by place, as batch[0]"),
+    (["train", "mine:generator"], 2, "only a map-style dataset, with __len__ and __getitem__"),
+    (["train", "mine:a_scheduler"], 2, "must return a torch.optim.Optimizer, got StepLR"),
+    (["train", "mine:lr_word"], 2, "Task.optimizer failed: "),
 ]  # fmt: skip

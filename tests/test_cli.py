@@ -184,16 +184,38 @@ def test_a_failed_rank_is_one_line_without_its_traceback(folder, proof, capfd):
 def test_an_interrupted_command(folder, proof, capfd):
     proof(KeyboardInterrupt())
     assert call([*ARGS, "--json"]) == 130
-    assert json.loads(capfd.readouterr().out)["error"] == "interrupted"
+    assert json.loads(capfd.readouterr().out)["error"] == "interrupted, before there was an answer"
 
 
 def test_a_signal_that_an_import_turned_into_another_error_is_told_as_what_it_was(folder, proof, capfd, monkeypatch):
-    monkeypatch.setattr(Ended, "arrived", False)
+    monkeypatch.setattr(Ended, "arrived", None)
     with pytest.raises(Ended):
         end(15, None)
     proof(ImportError("cannot load module more than once per process"))
     assert call(ARGS) == 143
     assert capfd.readouterr().err.startswith("shardwise: ended by SIGTERM")
+
+
+SWALLOWS = """
+import os, signal, sys, time
+from shardwise.cli import main as door
+
+def swallows(*args, **options):
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+    except BaseException:
+        pass
+    time.sleep(30)
+
+door.main.main = swallows
+sys.argv = ["shardwise", "verify"]
+door.run()
+"""
+
+
+def test_a_signal_whose_exception_was_swallowed_is_raised_again():
+    done = subprocess.run([sys.executable, "-c", SWALLOWS], capture_output=True, text=True, timeout=25)
+    assert done.returncode == 143 and done.stderr == "shardwise: ended by SIGTERM, before there was an answer\n"
 
 
 # --- help

@@ -58,6 +58,7 @@ WITHIN = {
     ("mesh", "comm"): "a mesh is made of the axes that collectives run over",
     ("ranks", "comm"): "a rank writes down what it issues, for its caller to watch it",
     ("random", "trace"): "one function makes every seed",
+    ("trace", "task_names"): "a constructor that fails is told with the user's line",
     ("device", "errors"): "every room raises the same errors",
     ("host", "device"): "whether the host waits depends on where a tensor lies",
     ("observe", "data"): "floor 7 has an order: data, observe, training, proof",

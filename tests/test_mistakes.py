@@ -206,7 +206,8 @@ def test_a_terminated_command_says_so_and_leaves_nothing(folder):
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=60)
     assert process.returncode == 143
-    assert "ended by SIGTERM" in err.strip().splitlines()[-1] and "Traceback" not in err
+    assert err.strip().splitlines()[-1] == "shardwise: ended by SIGTERM, before there was an answer"
+    assert "Traceback" not in err
 
 
 def test_a_full_disk_is_told_with_its_folder_and_space(folder, capfd, monkeypatch):

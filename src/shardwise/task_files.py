@@ -59,6 +59,12 @@ def _calls(call: ast.Call, names: set[str]) -> bool:
 def which_task(name: str) -> str:
     """What to say of a task given without its name: `mine.py` or `mine` in the place of `mine.py:task`."""
     path = Path(name if name.endswith(".py") else f"{name.removesuffix(':')}.py")
+    if name.startswith(":"):
+        return f"there is no file before the colon: give file.py{name}"
+    if (file := name.partition(":")[0]).endswith(".ipynb"):
+        return f"a notebook is no module: save it as a script (jupyter nbconvert --to script {file}) and give that"
+    if Path(name).is_dir():
+        return f"it is a folder: give a file in it with its task, as {Path(name) / 'file.py'}:task"
     if ":" not in name.removesuffix(":") and path.is_file():
         found = tasks_in(path)
         if not found:
@@ -70,5 +76,9 @@ def which_task(name: str) -> str:
         return f"there is no file {name}{near}"
     if name.endswith((".yaml", ".yml", ".json")):
         return "a configuration is TOML: shardwise config --starter > my.toml writes one"
+    before, dot, task = name.replace("/", ".").rpartition(".")
+    beside = Path(before.replace(".", "/") + ".py")
+    if dot and before and beside.is_file() and task in tasks_in(beside):
+        return f"a colon stands before the task: {beside}:{task}"
     known = [*BUILTIN, *(each.name for each in sorted(Path().glob("*.py")))]
     return f"expected {', '.join(BUILTIN)}, file.py:task or module:task{did_you_mean(name, known)}"

@@ -50,7 +50,7 @@ def resolve_task(given: Task | str | Callable[[], Task], section: TaskSection | 
 
 def _of_module(name: str) -> Task:
     module_name, colon, attribute = name.rpartition(":")
-    if not colon or not module_name or not attribute:
+    if not colon or not module_name or not attribute or module_name.endswith(".ipynb"):
         raise InputError(f"task {name!r}: {which_task(name)}")
     module = _import(name, module_name)
     return call_task(name, _attribute(name, module, attribute))
@@ -64,6 +64,10 @@ def _import(task: str, name: str) -> ModuleType:
             near = did_you_mean(path.name, sorted(p.name for p in path.parent.glob("*.py")))
             raise InputError(f"task {task!r}: there is no file {name}{near}")
         folder, name = path.resolve().parent, path.stem
+    elif Path(f"{name}.py").is_file() and "/" in name:
+        raise InputError(f"task {task!r}: the path of a file ends in .py: {task.replace(name, name + '.py')}")
+    elif Path(name).is_file():
+        raise InputError(f"task {task!r}: the file {name} does not end in .py, as a module must")
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
     try:
@@ -98,6 +102,10 @@ def call_task(task: str, found: Any) -> Task:
     """The task itself, or what the function returns, named after it; `task` is its name in messages."""
     if isinstance(found, Task):
         return found
+    if inspect.isclass(found) and not issubclass(found, Task):
+        raise InputError(
+            f"task {task!r}: is a class; write a function that returns Task(model={found.__name__}, ...) and give that"
+        )
     if not callable(found):
         raise InputError(
             f"task {task!r}: is of type {type(found).__name__}; expected a Task, or a function that takes "
@@ -133,20 +141,23 @@ def _told(task: str, what: str, error: BaseException) -> ShardwiseError:
     return InputError(f"task {task!r}: {what}: {where(error)}")
 
 
-def where(error: BaseException) -> str:
-    """`tasks.py:12: ValueError: message`: the innermost line of the user's own code, else the innermost of all."""
+def where(error: BaseException, *, own_alone: bool = False) -> str:
+    """`tasks.py:12: ValueError: message`: the innermost line of the user's own code, else the innermost of all.
+
+    own_alone   no line where none is the user's
+    """
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}: {type(error).__name__}: {error.msg}"
     message = " ".join(str(error).split()) or "(no message)"
     told = f"{type(error).__name__}: {message}"
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not _is_library(frame.filename)] or list(frames)
+    own = [frame for frame in frames if not _is_library(frame.filename)] or ([] if own_alone else list(frames))
     return f"{own[-1].filename}:{own[-1].lineno}: {told}" if own else told
 
 
 def inputs_hint(error: BaseException) -> str:
     """What to give where a batch of several tensors seems to be taken for the model's arguments; else nothing."""
-    if isinstance(error, TypeError) and "argument" in str(error):
+    if isinstance(error, TypeError) and "argument" in str(error) and "numpy" not in str(error):
         return ". If the batch holds more than the model's arguments, give Task.inputs (batch -> args, kwargs)"
     return ""
 

@@ -189,7 +189,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
             raise ValueError(f"{size} bytes, and the header tells of {at}")
         return entries
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        again = "fetch it again"
+        again = "fetch it again" if path.suffix == ".safetensors" else "give a .safetensors file, or a run's folder"
         if path.is_file() and begins_as_pickle(path):
             again = "it begins as pickles do, whose tensors `shardwise checkpoint convert --allow-pickle` takes"
         raise InputError(f"{path} cannot be read as safetensors ({error}): {again}") from error

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -71,8 +71,8 @@ class Answer:
     def __init__(self, args: list[str]) -> None:
         self.as_json = "--json" in args
         self.show_traceback = "--traceback" in args
-        command = next((arg for arg in args if arg in FIELDS), "")
-        self.fields: dict[str, Any] = copy.deepcopy(FIELDS.get(command, COMMON))
+        self.command = next((arg for arg in args if not arg.startswith("-")), "")
+        self.fields: dict[str, Any] = copy.deepcopy(FIELDS.get(self.command, COMMON))
         self.text = ""
         self.code = 0
         self.unfinished = False  # a line of progress is on the terminal
@@ -86,7 +86,7 @@ class Answer:
     def fail(self, error: BaseException) -> None:
         """Set code and message from what ended the command, and tell it on stderr."""
         self.clear()
-        self.code, message = _told(error)
+        self.code, message = _told(error, self.command)
         if isinstance(error, RefusedPlan) and "refused" in self.fields:
             self.fields["refused"] = message
         else:
@@ -114,17 +114,26 @@ def _left_to_torchrun(message: str) -> bool:
 
 
 class Ended(BaseException):
-    """SIGTERM arrived."""
+    """SIGTERM arrived.
 
-    arrived = False
+    arrived   when, by the monotonic clock; None before
+    raised    the exception that was raised for it, as long as anything holds it: modules that are being imported
+              swallow exceptions or turn them into others
+    """
+
+    arrived: float | None = None
+    raised: Callable[[], Ended | None] = staticmethod(lambda: None)
 
 
-def _told(error: BaseException) -> tuple[int, str]:
-    """Exit code and message."""
+def _told(error: BaseException, command: str) -> tuple[int, str]:
+    """Exit code and message of what ended a command."""
+    left = {"train": "; nothing was saved that is not in a checkpoint", "run": "; its ranks are ended too"}.get(
+        command, ", before there was an answer"
+    )
     if isinstance(error, KeyboardInterrupt | click.Abort):
-        return 130, "interrupted"
-    if isinstance(error, Ended) or Ended.arrived:
-        return 128 + signal.SIGTERM, "ended by SIGTERM; nothing was saved that is not in a checkpoint"
+        return 130, f"interrupted{left}"
+    if isinstance(error, Ended) or Ended.arrived is not None:
+        return 128 + signal.SIGTERM, f"ended by SIGTERM{left}"
     if isinstance(error, click.ClickException):
         return error.exit_code, _usage(error)
     log = getattr(error, "log", None)
@@ -145,15 +154,22 @@ def _told(error: BaseException) -> tuple[int, str]:
 def _usage(error: click.ClickException) -> str:
     """What is wrong with the words of a command line, and what to do; click's own words where they say both."""
     if isinstance(error, click.exceptions.NoArgsIsHelpError) and error.ctx is not None:
-        names = error.ctx.command.list_commands(error.ctx) if isinstance(error.ctx.command, click.Group) else []
-        return f"say which: {', '.join(f'{error.ctx.command_path} {name}' for name in names)}"
-    message = error.format_message().rstrip(".")
+        return _say_which(error.ctx)
+    message = " ".join(error.format_message().split()).rstrip(".")
     extra = re.search(r"extra arguments? \((\w+=[^)]*)\)", message)
     if extra is not None:
         return f"{message}: write a plan without spaces, as in dp_shard=2,{extra[1].replace(' ', ',')}"
     if isinstance(error, click.UsageError) and error.ctx is not None and "id you mean" not in message:
+        if message.startswith("No such command") and error.ctx.parent is not None:
+            return f"{message}; {_say_which(error.ctx)}"
         return f"{message}; {error.ctx.command_path} --help shows what it takes"
     return message
+
+
+def _say_which(context: click.Context) -> str:
+    """The commands of a group."""
+    names = context.command.list_commands(context) if isinstance(context.command, click.Group) else []
+    return f"say which: {', '.join(f'{context.command_path} {name}' for name in names)}"
 
 
 def _written(error: BaseException) -> str:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
+import weakref
 from typing import Any
 
 import click
@@ -25,6 +27,7 @@ from shardwise.errors import RefusedPlan
 from shardwise.progress import timing
 
 PLAN_HELP = "How to spread it: dp_shard=2,zero=3, or a .toml file with the same keys."
+AGAIN_S, IMPORT_S = 0.3, 10.0  # between looks whether SIGTERM is obeyed; how long it waits for imports
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
 
@@ -307,9 +310,32 @@ for command in (foresee.plan, foresee.simulate, compare.compare, probe.probe):
 
 
 def end(number: int, frame: Any) -> None:
-    """What SIGTERM does; that it came is kept, since modules that are being imported turn the exception into others."""
-    Ended.arrived = True
-    raise Ended
+    """What SIGTERM does, and SIGALRM after it: raise `Ended`, again where the one before was swallowed.
+
+    Not while modules are being imported, if that ends soon: C++ that calls Python there aborts on an exception.
+    """
+    now = time.monotonic()
+    Ended.arrived = now if Ended.arrived is None else Ended.arrived
+    again = signal.getsignal(signal.SIGALRM) is end
+    if again:
+        signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
+    if Ended.raised() is not None or (again and _importing(frame) and now - Ended.arrived < IMPORT_S):
+        return
+    ended = Ended()
+    Ended.raised = weakref.ref(ended)
+    try:
+        raise ended
+    finally:
+        del ended  # its traceback holds this frame: else it would live on where it was swallowed
+
+
+def _importing(frame: Any) -> bool:
+    """Whether a frame, or one that called it, is of Python's import."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def call(args: list[str]) -> int:
@@ -323,6 +349,7 @@ def call(args: list[str]) -> int:
         except SystemExit as done:  # completion of a shell's words ends so
             answer.code = done.code if isinstance(done.code, int) else 1
         except (Exception, KeyboardInterrupt, Ended) as error:
+            signal.setitimer(signal.ITIMER_REAL, 0)
             answer.fail(error)
     answer.clear()
     if (answer.as_json or answer.text) and speaks():
@@ -332,9 +359,10 @@ def call(args: list[str]) -> int:
 
 def run() -> None:
     """The console script."""
+    signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGALRM, end)
     from shardwise.ranks import leave
 
-    signal.signal(signal.SIGTERM, end)
     if os.environ.get(ASKED):
         answer_shell(main)
         return

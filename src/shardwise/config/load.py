@@ -26,6 +26,7 @@ DEFAULT = "default"
 EXPECTED = {
     "optimizer.betas": "expected two numbers, each at least 0 and below 1",
     "train.profile_steps": "expected first:last, such as 10:12",
+    "train.device": "expected auto, cpu or a type such as cuda; each rank takes the device of its local rank",
     "train.name": "expected letters, digits, '.', '_' or '-', for it becomes part of a folder's name",
 }
 WORDS = {

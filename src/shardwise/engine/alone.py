@@ -5,14 +5,15 @@ from __future__ import annotations
 import copy
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from shardwise.engine.groups import named_groups
 from shardwise.engine.optimizer import needs_closure
@@ -22,6 +23,7 @@ from shardwise.precision import Precision
 from shardwise.random import python_restored
 from shardwise.step.batching import path_of, samples_in
 from shardwise.step.forward import run_alone
+from shardwise.step.loss import TWICE, is_second_backward
 from shardwise.task import Task
 from shardwise.task_names import inputs_hint, where
 from shardwise.trace.deferred import named_tensors
@@ -121,6 +123,8 @@ def reason(error: Exception) -> str:
     hint = inputs_hint(error)
     if isinstance(error, IndexError) and str(error).startswith("Target "):
         hint = " A label is beyond the model's outputs: give the head one output for each class, or mend the labels"
+    if is_second_backward(error):
+        return TWICE
     notes = "".join(f". {note}" for note in getattr(error, "__notes__", ()))  # of what the loss was given
     return f"{where(error)}{hint or notes or _given_to(error)}"
 
@@ -139,29 +143,51 @@ def _given_to(error: Exception) -> str:
 
 
 def remedy(task: Task, precision: Precision, batch: Any, error: Exception) -> str:
-    """What to change where a batch is made, found by trying: other dtypes of its tensors; empty where none helps."""
+    """What to change where a batch is made, found by trying: tensors for arrays, other dtypes; empty where none helps.
+
+    Of a batch without names, what it is.
+    """
     if is_out_of_memory(error):
         return of_pairs(batch, error)
+    leaves, spec = tree_flatten(batch)
+    arrays = [index for index, leaf in enumerate(leaves) if isinstance(leaf, np.ndarray)]
+    as_tensors = [torch.as_tensor(leaf) if index in arrays else leaf for index, leaf in enumerate(leaves)]
+    if arrays and _helps(task, precision, as_tensors, spec):
+        name = path_of(batch, arrays[0])
+        return f". {name} is a numpy array: give torch.from_numpy({name}) where the batch is made"
+    if isinstance(error, TypeError | IndexError | KeyError) and not isinstance(batch, Mapping):
+        return f". The batch is {_described(batch)}"
     if not isinstance(error, RuntimeError):
         return ""
-    leaves, spec = tree_flatten(batch)
     wanted = precision.compute if precision.compute.is_floating_point else torch.float32
     if precision.compute == torch.float64:
         wanted = torch.float32  # a proof's; the batch is made wider with the weights
     others = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.dtype != wanted]
     for index in others:
         cast = [leaf.to(wanted) if i == index else leaf for i, leaf in enumerate(leaves)]
-        try:
-            helps = failure_alone(task, precision, tree_unflatten(cast, spec)) is None
-        except Untried:
-            return ""
-        if helps:
+        if _helps(task, precision, cast, spec):
             name = path_of(batch, index)
             return (
                 f". {name} is {_short(leaves[index].dtype)} where the model's weights are {_short(wanted)}: give "
                 f"{name}.to({wanted}) where the batch is made"
             )
     return ""
+
+
+def _helps(task: Task, precision: Precision, leaves: list[Any], spec: TreeSpec) -> bool:
+    """Whether one process runs on a batch of these leaves."""
+    try:
+        return failure_alone(task, precision, tree_unflatten(leaves, spec)) is None
+    except Untried:
+        return False
+
+
+def _described(batch: Any) -> str:
+    if isinstance(batch, torch.Tensor):
+        return f"one tensor of shape {tuple(batch.shape)}, without names"
+    if isinstance(batch, list | tuple):
+        return f"a {type(batch).__name__} of {len(batch)}: take from it by place, as batch[0]"
+    return f"of type {type(batch).__name__}"
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -26,6 +26,7 @@ from shardwise.engine.groups import named_groups
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.parallel.slots import DataParallel, PieceSlots
 from shardwise.step.owners import OwnedMasters
+from shardwise.task_names import where
 from shardwise.trace.double import KeepDouble
 from shardwise.trace.leaves import tensors_in
 
@@ -61,7 +62,10 @@ class _NarrowDtypes(TorchDispatchMode):
 
 def construct(make: OptimizerFn, params: Sequence[torch.Tensor]) -> Optimizer:
     """Call the task's optimizer function; raises `InputError` for what it should not return."""
-    optimizer = make(named_groups(params))
+    try:
+        optimizer = make(named_groups(params))
+    except (TypeError, ValueError) as error:
+        raise InputError(f"Task.optimizer failed: {where(error)}") from error
     if not isinstance(optimizer, Optimizer):
         raise InputError(f"Task.optimizer must return a torch.optim.Optimizer, got {type(optimizer).__name__}")
     given = {id(param) for param in params}

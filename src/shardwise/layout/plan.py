@@ -121,7 +121,7 @@ class Plan:
         for name, choices in CHOICES.items():
             value = getattr(self, name)
             if value not in choices:
-                hint = did_you_mean(str(value), list(choices))
+                hint = did_you_mean(str(value).replace("float", "fp").replace("bfp", "bf"), list(choices))
                 raise InputError(f"plan: {name}={value} is not one of {', '.join(choices)}{hint}")
         for name in ("wrap", "tp_whole"):
             value = getattr(self, name)
@@ -340,6 +340,10 @@ def no_pair(part: str, text: str) -> str:
         told = f"; write {part}=true" if isinstance(getattr(Plan(), part), bool) else f"; give {part} its value"
     elif number is not None and number[1] in known:
         told = f"; write {number[1]}={number[2]}"
+    elif part.removesuffix("=") in known:
+        told = f"; give {part.removesuffix('=')} its value"
+    elif (key := next((name for name, choices in CHOICES.items() if part in choices), None)) is not None:
+        told = f"; write {key}={part}"
     return f"expected key=value, got {part!r} in {text!r}{told}"
 
 

@@ -53,7 +53,7 @@ from shardwise.task_names import inputs_hint
 from shardwise.trace.argument_writes import ArgumentWrites
 from shardwise.trace.blocks import blocks_of, find_blocks
 from shardwise.trace.deferred import build as build_deferred
-from shardwise.trace.deferred import checked
+from shardwise.trace.deferred import checked, told_of_constructor
 from shardwise.trace.fake import Fake, unlogged
 
 NARROW = ("BFloat16", "bfloat16", "'Half'", "dtype Half")  # as torch's errors name them
@@ -131,7 +131,7 @@ def _built(task: Task, fake: FakeTensorMode) -> nn.Module:
         except Exception as error:
             failed.append(error)
     if repr(failed[0]) == repr(failed[1]):  # no matter of values: with weights in memory it would fail alike
-        raise InputError(f"the model's constructor fails: {type(failed[0]).__name__}: {failed[0]}") from failed[0]
+        raise InputError(f"the model's constructor fails: {told_of_constructor(failed[0])}") from failed[0]
     with torch.random.fork_rng(devices=[]):
         return build_deferred(task.model, 0).module
 

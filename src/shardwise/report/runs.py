@@ -45,7 +45,8 @@ class RunFiles:
 def read_run(folder: Path) -> RunFiles:
     """The files of a run folder; `InputError` where it is none, or has no step yet."""
     if not folder.is_dir():
-        raise InputError(f"report: there is no folder {folder}")
+        is_file = f"{folder} is a file; give the run's folder"
+        raise InputError(f"report: {is_file if folder.exists() else f'there is no folder {folder}'}")
     if (folder / "error.log").is_file() and not (folder / "metrics.jsonl").is_file():
         raise InputError(f"report: {folder} failed before its first step: its error.log says why")
     if not (folder / "metrics.jsonl").is_file():

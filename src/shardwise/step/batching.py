@@ -152,7 +152,10 @@ def _common_size(paths: _Paths, leaves: list[Any], name: str) -> tuple[int, int]
     """The place of the first leaf with samples, and the size that all of them share."""
     sized = [(index, int(leaf.shape[0])) for index, leaf in enumerate(leaves) if _has_samples(leaf)]
     if not sized:
-        raise InputError(f"{name} needs a tensor whose first dimension counts samples; it has none")
+        raise InputError(
+            f"{name} needs a tensor whose first dimension counts samples; it has none: give tensors, as "
+            "torch.tensor(...)"
+        )
     first, size = sized[0]
     for other, other_size in sized[1:]:
         if other_size != size:

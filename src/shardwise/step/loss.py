@@ -11,6 +11,11 @@ import torch
 from shardwise.errors import InputError
 from shardwise.task import Task
 
+NO_GRAPH = (
+    "Task.loss returned a sum that does not depend on any trainable parameter: return it with its graph, without "
+    ".item(), .detach() or torch.no_grad()"
+)
+TWICE = "Task.loss calls backward itself, or keeps a graph from one step to the next: return the sum alone"
 _SHAPE = "Task.loss must return (sum, weight) or (sum, weight, {name: extra})"
 
 
@@ -46,6 +51,11 @@ class Loss:
                 what = f"weight of extra '{name}'"
                 found[what] = not_negative(float(extra.weight), what)
         return found
+
+
+def is_second_backward(error: BaseException) -> bool:
+    """Whether a graph was gone when it was differentiated."""
+    return isinstance(error, RuntimeError) and "backward through the graph a second time" in str(error)
 
 
 def loss_on(task: Task, output: Any, batch: Any) -> Loss:

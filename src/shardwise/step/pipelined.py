@@ -31,7 +31,7 @@ from shardwise.layout.schedules import plain_schedule
 from shardwise.parallel.pipeline import backward
 from shardwise.random import Samples
 from shardwise.step.control import Agreement, Tally, agree
-from shardwise.step.loss import Loss
+from shardwise.step.loss import NO_GRAPH, Loss
 from shardwise.step.masks import drawing, seed_masks
 from shardwise.step.normalise import square_norm
 from shardwise.step.objective import objective_of
@@ -148,7 +148,7 @@ class _Row:
     def _loss(self, loss: Loss, part: Share) -> torch.Tensor:
         objective, extras = objective_of(self.state, loss)
         if not objective.requires_grad:
-            raise InputError("Task.loss returned a sum that does not depend on any trainable parameter")
+            raise InputError(NO_GRAPH)
         self.tally.add(loss, part.count, extras)
         return objective
 

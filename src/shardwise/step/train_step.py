@@ -24,6 +24,7 @@ from shardwise.part import forget
 from shardwise.step.batching import parts_of, pieces_of
 from shardwise.step.control import Agreement, PendingRow, Tally, agree, gather_reached
 from shardwise.step.inputs import name_bad_input
+from shardwise.step.loss import NO_GRAPH, TWICE, is_second_backward
 from shardwise.step.masks import drawing, seed_masks
 from shardwise.step.normalise import NotFinite, normalise, square_norm
 from shardwise.step.objective import objective_of
@@ -167,7 +168,7 @@ def _micro_batch(state: RankState, index: int, part: Share, tally: Tally, *, las
         loss = state.forward(part)
         objective, extras = objective_of(state, loss)
         if not objective.requires_grad:
-            raise InputError("Task.loss returned a sum that does not depend on any trainable parameter")
+            raise InputError(NO_GRAPH)
         try:
             objective.backward()
         except CheckpointError as error:
@@ -176,6 +177,10 @@ def _micro_batch(state: RankState, index: int, part: Share, tally: Tally, *, las
                 "is given (a key-value cache: use_cache=False) or keeps state outside the module cannot be "
                 f"recomputed; use remat=none ({str(error).splitlines()[0]})"
             ) from error
+        except RuntimeError as error:
+            if is_second_backward(error):
+                raise InputError(TWICE) from error
+            raise
     tally.used.append(state.technique.finish_micro_batch())
     tally.add(loss, part.count, extras)
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import hashlib
 import mmap
 import random
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -34,6 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.device import on_host
 from shardwise.errors import InputError, ShardwiseError
+from shardwise.task_names import where
 from shardwise.trace.double import as_written
 from shardwise.trace.leaves import replaced, tensors_in
 from shardwise.trace.tape import ConstructorTape, NotReplayable, Ref, TapedOp, ref_of, storage_key
@@ -429,9 +431,9 @@ def build_for_real(model: Callable[[], nn.Module], seed: int, reason: str) -> Bu
     except ShardwiseError:
         raise
     except Exception as error:
-        where = "on a rank" if dist.is_available() and dist.is_initialized() else "in one process too"
+        alone = "on a rank" if dist.is_available() and dist.is_initialized() else "in one process too"
         raise InputError(
-            f"the model's constructor fails {where}, before anything is split: {type(error).__name__}: {error}"
+            f"the model's constructor fails {alone}, before anything is split: {told_of_constructor(error)}"
         ) from error
     notice = (
         f"the module's initialisation cannot be replayed ({reason}): it is built whole on every rank and "
@@ -440,10 +442,25 @@ def build_for_real(model: Callable[[], nn.Module], seed: int, reason: str) -> Bu
     return Built(module, seed, None, notice)
 
 
+def told_of_constructor(error: BaseException) -> str:
+    """What a constructor raised and where; and what to leave out of one that chooses a device or spreads the model."""
+    told, frames = where(error, own_alone=True), traceback.extract_tb(error.__traceback__)
+    if any(frame.name == "_lazy_init" for frame in frames):
+        return f"{told.rstrip('.')}. Leave .cuda() and device= out: each rank places the module on its own device"
+    if any("torch/nn/parallel/" in frame.filename or "torch/distributed/" in frame.filename for frame in frames):
+        return f"{told.rstrip('.')}. {_PLAIN}"
+    return told
+
+
+_PLAIN = "Give the plain module: the plan spreads it"
+
+
 def checked(module: Any) -> nn.Module:
     """What a constructor gave; `InputError` where it is no module, or has weights without a shape."""
     if not isinstance(module, nn.Module):
         raise InputError(f"Task.model must return an nn.Module, got {type(module).__name__}")
+    if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        raise InputError(f"Task.model returned a {type(module).__name__}. {_PLAIN}")
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(tensor):
             kind = type(module.get_submodule(name.rpartition(".")[0])).__name__
