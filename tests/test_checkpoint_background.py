@@ -132,12 +132,15 @@ def test_a_writer_that_is_killed_leaves_the_last_published_one(pool, tmp_path: P
 
 
 def grown(folder: str, saves: int) -> tuple[float, int]:
-    """(MB by which this process has grown over the later saves, its open files more than before)."""
+    """(MB by which this process and its writer have grown over the later saves, open files more than before)."""
     engine = shardwise.parallelize(tasks.decoder(), "single")
     saver = Saver(engine, folder, keep=1)
 
     def held() -> tuple[float, int]:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        assert saver._writer is not None
+        pages = sum(
+            int(Path(f"/proc/{one}/statm").read_text().split()[1]) for one in ("self", saver._writer.process.pid)
+        )
         return pages * os.sysconf("SC_PAGESIZE") / 1e6, len(os.listdir("/proc/self/fd"))
 
     sizes = []

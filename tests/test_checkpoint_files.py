@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from shardwise.checkpoint import manifest, publish
 from shardwise.checkpoint.files import Disk, header_of, parsed, read_header
 from shardwise.checkpoint.pieces import Piece, common_count, copy_common, from_json, narrowed, runs_of, to_json
+from shardwise.checkpoint.stored import of_checkpoint
 from shardwise.errors import InputError, RunError
 
 # --- pieces
@@ -312,6 +313,15 @@ def test_every_damage_is_found_and_named(tmp_path: Path) -> None:
     assert str(path) in told and f"should be {digest} and is " in told
 
 
+def test_a_file_that_is_cut_after_it_was_verified_is_an_error_and_no_zeros(tmp_path: Path) -> None:
+    made = save(tmp_path, 7, Disk())
+    with of_checkpoint(made) as stored:
+        path = made / "rank-00001.safetensors"
+        os.truncate(path, path.stat().st_size - 8)
+        with pytest.raises(RunError, match=r"rank-00001\.safetensors ends at byte \d+"):
+            stored.read("model/w", Piece.whole((4, 3)))
+
+
 CANARY = "import os; os.environ['CANARY'] = 'dead'"
 
 
@@ -363,6 +373,9 @@ def test_hostile_manifests_are_one_error(tmp_path: Path) -> None:
             manifest.read(made)
         assert len(str(caught.value)) < 400, name
     assert "CANARY" not in os.environ
+    os.truncate(made / "manifest.json", 2**31)  # as of a thousand million elements
+    with pytest.raises(InputError, match="more than any checkpoint needs"):
+        manifest.read(made)
     (made / "manifest.json").unlink()
     os.mkfifo(made / "manifest.json")
     with pytest.raises(InputError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from torch.utils.data import DataLoader
 import shardwise
 from shardwise.errors import InputError, RunError
 from shardwise.ranks import RankPool
+from shardwise.testing import faults
+from shardwise.testing.faults import Fault
 
 
 def model_of(seed: int) -> nn.Module:
@@ -148,3 +151,35 @@ def test_ranks_that_read_other_data_are_named(plan: str, case: str, pool: RankPo
 def test_ranks_that_read_the_same_or_say_so_go_on(pool: RankPool) -> None:
     assert pool.run(reads, 2, "dp_replicate=2", "alike", "global") == [3, 3]
     assert pool.run(reads, 2, "dp_replicate=2", "dealt", "fast") == [2, 2]
+
+
+# --- faults on purpose
+
+
+def steps(plan: str, folder: str) -> int:
+    model: Any = net()
+    prepared = model, optimizer, loader = shardwise.prepare(
+        model, adamw(model), DataLoader(samples(12), batch_size=4), plan=plan
+    )
+    done = 0
+    for _ in range(2):
+        for x, y in loader:
+            optimizer.zero_grad()
+            prepared.backward((model(x) - y).square().mean())
+            optimizer.step()
+            done += 1
+        shardwise.save(prepared, folder)
+    return done
+
+
+POINTS = [("input", None, 8), ("forward", None, 6), ("forward", 4, 1), ("forward", 6, 0), ("reduce", 2, 1),
+          ("update", 5, 1), ("save", 3, 1), ("save", 6, 1), ("save", 4, 0)]  # fmt: skip
+
+
+@pytest.mark.parametrize("plan", ["dp_shard=2,zero=2", "tp=2"])
+def test_faults_meet_a_script_in_the_step_that_is_asked_for(plan: str, pool: RankPool, tmp_path: Path) -> None:
+    """Sleeps of no time, which strike whenever rank 1 comes by."""
+    sleeps = [Fault("sleep", rank=1, step=step, at=at, seconds=0.0, times=99) for at, step, _ in POINTS]
+    with faults.injected(*sleeps) as folder:
+        assert pool.run(steps, 2, plan, str(tmp_path), timeout_s=60) == [6, 6]
+        assert [len(list(folder.glob(f"fault-{n}-*"))) for n in range(len(POINTS))] == [count for *_, count in POINTS]

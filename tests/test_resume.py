@@ -32,6 +32,7 @@ from shardwise.errors import InputError, RefusedPlan, RunError
 from shardwise.layout import Plan
 from shardwise.models import tasks
 from shardwise.training.holding import LOCK, held
+from shardwise.training.keeping import Stopping
 from shardwise.training.resume import ARRAY_TASK, STOPPED, find_run, mark_stopped, settings_of
 
 # --- engines: every later loss and the final weights
@@ -482,3 +483,26 @@ def test_a_signal_saves_and_the_same_command_goes_on(plan: str, number: int, her
     assert list((here / "runs").iterdir()) == [folder]
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == list(range(len(records)))
+
+
+def test_handlers_of_others_hear_the_second_signal_and_are_put_back() -> None:
+    heard: list[int] = []
+    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+    before = {number: signal.signal(number, lambda number, _: heard.append(number)) for number in numbers}
+    try:
+        own = {number: signal.getsignal(number) for number in numbers}
+        for number in numbers:
+            stopping = Stopping(launched=False)
+            stopping.start()
+            os.kill(os.getpid(), number)
+            assert stopping.asked == signal.Signals(number).name and not heard
+            os.kill(os.getpid(), number)
+            assert heard == [number] and {one: signal.getsignal(one) for one in numbers} == own
+            heard.clear()
+        stopping = Stopping(launched=False)
+        stopping.start()
+        stopping.stop()  # a run that ends
+        assert {number: signal.getsignal(number) for number in numbers} == own
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -22,6 +22,7 @@ from shardwise.device import seed_generators
 from shardwise.engine.engine import Engine
 from shardwise.engine.recipe import trainable
 from shardwise.errors import InputError, RefusedPlan
+from shardwise.guard.points import reach
 from shardwise.host import put
 from shardwise.layout.dealing import Share
 from shardwise.memory.chunks import whole
@@ -134,6 +135,12 @@ class Calls(Events):
             self._meeting.passes("an epoch over the loader")
         if self.mesh.world.size > 1:
             share_generators(self.mesh.world, self.mesh.device)
+        self._comes_to("input")
+
+    def _comes_to(self, point: str) -> None:
+        """A point of the script's step, for the rank's record and for faults on purpose."""
+        engine = self.engine
+        reach(point, 0 if engine is None else engine.steps_done, None if engine is None else engine.state)
 
     def samples_of_rank_0(self) -> int | None:
         """How many samples its model is given, on every rank, where that is known. Collective."""
@@ -167,11 +174,13 @@ class Calls(Events):
         self.resume()
         if self.loss_look is not None:
             self.loss_look.begin(batch, dealt.held.count, dim, every=dealt.several)
+        self._comes_to("forward")
 
     def after_batch(self) -> None:
         """The script asks for the next."""
         self._no_look()
         self.suspend()
+        self._comes_to("input")
 
     def after_epoch(self) -> None:
         """The loop has ended."""

@@ -23,7 +23,8 @@ where `faults.environment(...)` is in its environment. A fault strikes once in a
 
 Points: "start", "input", "forward", "reduce", "update", "evaluate", "save", "disk", "end" (`shardwise.guard.points`).
 "disk" is each write, sync, rename and removal of a checkpoint, in the process that does it (the rank's, or its
-writer's); its step is the checkpoint's. With `after=N` a fault lets a process pass its point N times first.
+writer's); its step is the checkpoint's. A script that calls `prepare` comes to "input", "forward" (a batch is handed
+out), "reduce", "update", "save" and "disk". With `after=N` a fault lets a process pass its point N times first.
 """
 
 from __future__ import annotations
@@ -140,6 +141,8 @@ _passed: dict[tuple[str, int], int] = {}  # (folder, number of a fault) -> how o
 
 
 def _is_mine(fault: Fault, step: int, subject: Any) -> bool:
+    if fault.kind in STATE and subject is None:  # a script's model that waits for its first forward
+        return False
     if fault.at == "disk":  # the process that writes does not know the step, but its name
         named = re.search(r"step-(\d+)", str(subject[1]))
         step = int(named[1]) if named else -1
