@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -89,6 +90,7 @@ def test_a_rank_that_ends_is_the_last_word(how, told, folder, capfd):
     err = capfd.readouterr().err
     assert err.strip().splitlines()[-1].startswith(told)
     assert "Traceback" not in err and "run_script" not in err[err.rindex("shardwise: ") :]
+    assert how != "--abort" or re.search(r"rank 1 was here:\n.*Aborted\n\n.*\n.*script.py\", line \d+", err), err
 
 
 def test_options_behind_the_script_are_the_script_s_own_and_told(folder, capfd):

@@ -148,7 +148,9 @@ def _ended(number: int, process: RankProcess, outcome: Outcome, notice: Notice |
 
 def _death(number: int, process: RankProcess) -> Failure:
     text = describe_exit(process.exit_code(wait_s=5.0))
-    return Failure(number, time.monotonic(), text, f"rank {number} {text}", process.crash(), died=True)
+    crash = process.crash()
+    place = f"rank {number} was here:\n{crash}" if crash else ""
+    return Failure(number, time.monotonic(), text, f"rank {number} {text}", place, died=True)
 
 
 def describe_exit(code: int | None) -> str:
@@ -251,7 +253,7 @@ def _finish(error: Any, rank: int, outcome: Outcome, first: Failure | None = Non
     for each in outcome.failures if first is not None else ():
         if each is not first:
             error.add_note(f"what followed: rank {each.rank}: {each.headline.splitlines()[0][:200]}")
-    error.remote_traceback = first.traceback if first else _stack_text(outcome)
+    error.remote_traceback = _stack_text(outcome) if first is None else "" if first.died else first.traceback
     return error
 
 
