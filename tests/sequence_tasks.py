@@ -197,6 +197,20 @@ def convolution() -> Task:
                 optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2))  # fmt: skip
 
 
+class OneForAll(Convolution):
+    """Every position reads the first, the last and another one, as slices of one position."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.mix(x.transpose(1, 2)).transpose(1, 2)
+        first, last = x[:, :1], x[:, -1:].expand_as(x)
+        weights = torch.linspace(0.1, 1, x.shape[1], dtype=x.dtype).view(1, -1, 1)
+        return self.out(torch.where(x > first, x - first, x * last) + x[:, 4:5].tanh() * weights)
+
+
+def one_for_all() -> Task:
+    return convolution().with_(model=OneForAll)
+
+
 class RunningSums(Convolution):
     """Each position reads all before it: running sums, and a gated recurrence written with them."""
 

@@ -473,6 +473,12 @@ def test_a_convolution_along_a_cut_sequence_equals_one_process(pool) -> None:
     assert found.parity, found.text()
 
 
+@pytest.mark.parametrize("plan", ["cp=3", "cp=2,cp_ulysses=2"])
+def test_one_position_that_all_read_equals_one_process(pool, plan: str) -> None:
+    found = verify("sequence_tasks:one_for_all", plan, pool=pool)
+    assert found.parity, found.text()
+
+
 def test_what_mixes_positions_in_a_way_unknown_is_refused(pool) -> None:
     found = verify("sequence_tasks:running_maxima", "cp=2", pool=pool)
     assert not found.parity and "aten.cummax" in found.refused, found.text()

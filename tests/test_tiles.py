@@ -409,8 +409,8 @@ def _written(rng: random.Random) -> Case:
 
 
 def _masked(rng: random.Random) -> Case:
-    """Elements that a mask selects, in the order of one process; what is written where it is true; sums by bins."""
-    kinds = ("own", "whole", "rows", "select", "zeroed", "written", "samples", "bins", "mesh", "numbers")
+    """Elements that a mask selects, in one process's order; what is put where it is true; bins; one cell for all."""
+    kinds = ("own", "whole", "rows", "select", "zeroed", "written", "samples", "bins", "mesh", "numbers", "one")
     kind, dims = rng.choice(kinds), rng.choice((1, 2, 2, 3))
     space, least = _space(rng, dims), rng.choice((-0.5, 0.0, 9.0))
 
@@ -447,6 +447,7 @@ def _masked(rng: random.Random) -> Case:
         "samples": lambda x, w: (x * w)[:, torch.tensor([True, False])].square(),
         "bins": bins,
         "mesh": mesh,
+        "one": lambda x, w: x * w - x[:, :, -1:].expand_as(x) * x[..., :1],
         "numbers": lambda x, w: torch.nansum((x.masked_fill(x > 1, math.nan) * w) ** 2, -1) + x.nanmean(),
     }[kind]
     return Case(f"masked {kind}", (2, 2, *space), run, [(2, *[1] * dims)], dims, {"least": least})

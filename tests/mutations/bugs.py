@@ -330,6 +330,8 @@ SEQUENCE = [
     bug("a gradient that lies otherwise than what it is of is taken one position late", "part.moves:dealt_as",
         "recut(part, dim, lead.owners)", "recut(part.with_local(part.local.roll(1, part.dim_cut)), dim, lead.owners)",
         S + "losses", "cp=3"),
+    bug("one position that all read is zero on rank 0", "part.pointwise:pointwise",
+        "gather(part) if", "gather(part) * part.axis.index if", S + "one_for_all", "cp=3"),
     bug("what a boolean mask picks leaves rank 0 without its gradient", "part.masks:put",
         "theirs], values, *rest", "theirs], values * lead.axis.index, *rest", S + "losses", "cp=3"),
     bug("what a mask's function leaves in part is taken for all", "parallel.sequence.pair_mask:PairMask.kinds",

@@ -87,6 +87,8 @@ def reowned(part: Part, owners: Owners) -> Part:
     """The same tensor cut along the same dim, dealt by other owners. Collective; not differentiable (see `moved`)."""
     if owners == part.owners:
         return part
+    if owners.size != part.owners.size:
+        raise Uncut(f"{part!r} has other indices than those that are asked for ({owners!r})")
     inner = part.local.settled() if isinstance(part.local, Distributed) else None
     if isinstance(inner, Part) and inner.dim_cut == part.dim_cut and inner.axis.positions:
         return _reowned_inside(part, inner, owners)

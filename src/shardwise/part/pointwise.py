@@ -13,6 +13,7 @@ from shardwise.host import read
 from shardwise.part.cuts import Uncut
 from shardwise.part.gathering import gather, gathered
 from shardwise.part.moves import recut
+from shardwise.part.sums import Sum
 from shardwise.part.tensor import Part, facts, is_part, no_rule, parts_in, rule
 from shardwise.trace.leaves import replaced, tensors_in
 
@@ -41,7 +42,7 @@ class PointwiseCuts:
     def movable(self, tensor: Part) -> bool:
         """Whether a part has the dim along which the result is cut, so that its cut can be moved there."""
         dim = self.dim - (self.ndim - tensor.dim())
-        return dim >= 0 and (dim == tensor.dim_cut or tensor.shape[dim] == self.owners.size)
+        return dim >= 0 and tensor.shape[dim] == self.owners.size
 
     def place(self, tensor: Part) -> int:
         """The part's cut dim, counted in the result."""
@@ -65,6 +66,11 @@ class PointwiseCuts:
 def pointwise(func: Any, args: tuple, kwargs: dict) -> Any:
     """`func` on shares."""
     tensors = tensors_in((args, kwargs))
+    if any(_repeats(tensor, tensors) for tensor in tensors):
+        args, kwargs = replaced(Part, lambda part: gather(part) if _repeats(part, tensors) else part, (args, kwargs))
+        axis, tensors = parts_in(tensors)[0].axis, tensors_in((args, kwargs))
+        if not parts_in(tensors):
+            return replaced(torch.Tensor, lambda whole: Sum.read_only(whole, axis), func(*args, **kwargs))
     agreement = PointwiseCuts(func, tensors)
     changed = args[0] if facts(func).writes else None
     if facts(func).name == "copy_" and not is_part(changed) and agreement.lead.axis.positions:
@@ -76,6 +82,14 @@ def pointwise(func: Any, args: tuple, kwargs: dict) -> Any:
     if changed is not None:
         return changed
     return replaced(torch.Tensor, lambda t: agreement.lead.with_local(t, agreement.dim, agreement.owners), output)
+
+
+def _repeats(tensor: torch.Tensor, tensors: list[torch.Tensor]) -> bool:
+    """Whether a part of one index along its cut dim, which one rank has, is read by every index of another tensor."""
+    if not is_part(tensor) or tensor.shape[tensor.dim_cut] != 1:
+        return False
+    place = tensor.dim_cut - tensor.dim()  # from behind, where shapes meet
+    return any(other.dim() >= -place and other.shape[place] > 1 for other in tensors)
 
 
 def _refuse_changing(func: Any, changed: Any, agreement: PointwiseCuts) -> None:

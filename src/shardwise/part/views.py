@@ -159,11 +159,13 @@ def squeeze(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 
 
 @rule("expand", "expand_copy")
-def expand(func: Any, args: tuple, kwargs: dict) -> Part:
+def expand(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     """`expand(x, sizes)`: a dim of one index is repeated, a cut one stays."""
     part, sizes = args[0], list(args[1])
     dim = part.dim_cut + len(sizes) - part.dim()
     if sizes[dim] not in (-1, part.owners.size):
+        if part.axis.positions and part.owners.size == 1:  # one index, which all ranks then have
+            return Sum.read_only(gathered(part).expand(sizes), part.axis)
         raise Uncut(no_rule(func, [part]))
     sizes[dim] = -1
     return part.with_local(part.local.expand(sizes), dim)
