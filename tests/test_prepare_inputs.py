@@ -111,3 +111,47 @@ def padded() -> None:
 def test_an_output_as_long_as_the_longest_sample_is_told(pool: RankPool) -> None:
     with pytest.raises(RefusedPlan, match=r"gives \(2, 5, 2\) for 2 samples and \(1, 3, 2\) for 1 .*total_length"):
         pool.run(padded, 2)
+
+
+GIVEN = {
+    "normalised": lambda x: (x - x.mean(0)) / x.std(0),
+    "in place": lambda x: x.sub_(x.mean(0)),
+    "rolled": lambda x: x + x.roll(1, 0),
+    "by itself": lambda x: (x - x.mean(1, keepdim=True) + torch.randn_like(x))[:, : int((x > -9).sum(1).max())],
+    "scaled by a constant": lambda x: torch.cat([x[:, :2] * 3, x[:, 2:]], 1).clamp_(-2, 2),
+}
+
+
+def given(plan: str | None, how: str) -> list[float]:
+    """A model whose arguments the script computes from the batch."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    optimizer, loader = torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(samples(14, 4), batch_size=4)
+    prepared: Any = None
+    if plan:
+        prepared = model, optimizer, loader = shardwise.prepare(model, optimizer, loader, plan=plan)
+    losses = []
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = (model(GIVEN[how](x)) - y).square().mean()
+        if prepared:
+            loss = prepared.backward(loss)
+        else:
+            loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("how", ["normalised", "in place", "rolled"])
+def test_arguments_made_of_several_samples_are_refused(how: str, pool: RankPool) -> None:
+    with pytest.raises(
+        RefusedPlan, match=r"given for some samples changes.*loss_scope=.global.*line \d+: loss = .*GIVEN"
+    ):
+        pool.run(given, 2, "dp_shard=2,zero=2", how)
+
+
+@pytest.mark.parametrize("how", ["by itself", "scaled by a constant"])
+def test_arguments_made_sample_by_sample_are_right(how: str, pool: RankPool) -> None:
+    for losses in pool.run(given, 2, "dp_replicate=2", how):
+        assert losses == pytest.approx(given(None, how), rel=BAR)

@@ -8,9 +8,10 @@ what it was, up to one factor: the number that the mean is over.
     cross-entropy, ignored indices     2 of 5 tokens count in the first half, 3 in the second: factor 4/5
     dice, in-batch negatives           other directions: the plan would train another model. Refused
 
-It is looked at on the first batch, and again when the loss is made of other operations. The script is handed views of
-the model's outputs, at which derivatives stop: nothing of the model is run again. A loss that the model returns is
-followed from the last module inside whose result counts the samples.
+What the script makes of the batch for the model is computed again likewise before the forward, and must stay the same
+at the samples that stayed. The loss is looked at on the first batch, and again when it is made of other operations.
+The script is handed views of the model's outputs, at which derivatives stop: nothing of the model is run again. A loss
+that the model returns is followed from the last module inside whose result counts the samples.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ _OTHERS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (  # which samples
     lambda first: first[:1],
     lambda first: first[-1:],
 )
+_GIVEN = "what the model is given for some samples"
 _UNCHECKED = "that the loss adds up over samples was not checked: "
 
 
@@ -92,14 +94,20 @@ class LossLook:
         for kept in (self._batch, self._outputs, self._inner):
             kept.clear()
 
-    def enter(self, module: nn.Module) -> None:
-        """The model's forward begins."""
+    def enter(self, module: nn.Module, call: Any = ()) -> list[str]:
+        """The model's forward begins, on these arguments. Raises where other samples change them; returns notices."""
         if not self._on:
-            return
+            return []
+        self._tape.paused = True
+        try:
+            notices = self._look_at_given([one for one in tensors_in(call) if type(one) is torch.Tensor])
+        finally:
+            self._tape.paused = False
         self._tape.inside = True
         for child in module.modules():
             if child is not module and self._first:
                 self._handles.append(child.register_forward_hook(lambda m, a, output: self._inside(output)))
+        return notices
 
     def leave(self, output: Any) -> Any:
         """It has ended; returns the output as the script is given it."""
@@ -162,6 +170,40 @@ class LossLook:
         if self.samples > 1:
             self._places = [at for at, one in enumerate(self._outputs) if self._halves(one) is not None]
         return [one for at, one in enumerate(self._outputs) if at in self._places]
+
+    def _look_at_given(self, given: list[torch.Tensor]) -> list[str]:
+        """Raise `RefusedPlan` where the script made what a model is given for some samples of other samples too."""
+        sources = [*self._batch, *self._with_samples()]
+        written = {id(one.args[0]): one.before for one in reversed(self._tape.operations) if one.before is not None}
+        as_read = {id(one): whole(written.get(id(one), one)).detach() for one in sources}
+        for second in (False, True) if self.samples < _FEW else (False,):
+            for by in _OTHERS:
+                try:
+                    values = {key: self._doubled(value, by, second) for key, value in as_read.items()}
+                    with torch.no_grad():
+                        again = self._tape.again(given, values)
+                except (RuntimeError, IndexError, ValueError) as error:
+                    return [f"{_GIVEN} was not checked: it could not be computed again ({str(error).splitlines()[0]})"]
+                for one, other in zip(given, again, strict=True):
+                    if other is not one and id(one) not in values.keys() - written.keys():
+                        self._compare_given(one.detach(), other, second)
+        return []
+
+    def _compare_given(self, given: torch.Tensor, other: torch.Tensor, second: bool) -> None:
+        halves = self._halves(given)
+        if halves is not None:
+            given, other = (one.index_select(halves[0], halves[1 + second]) for one in (given, other))
+        if given.numel() and (given.dtype.is_floating_point or given.dtype.is_complex):
+            bar = {torch.float64: 1e-9, torch.float32: 1e-4}.get(given.dtype, 5e-2)
+            same = torch.allclose(given, other, rtol=bar, atol=bar * float(given.abs().max()), equal_nan=True)
+        else:
+            same = halves is None or torch.equal(given, other)  # a length or a count may follow the batch
+        if not same:
+            raise RefusedPlan(
+                f"{_GIVEN} changes with the other samples of the batch, of which each rank has a part (inputs "
+                "normalised by the batch's own mean, rolled or sorted over samples): make it in the dataset or the "
+                'collate function; or prepare(..., loss_scope="global"), by which a script has whole batches'
+            )
 
     def _look(self, loss: Any, weight: Any, sources: list[torch.Tensor], reached: list[torch.Tensor]) -> list[str]:
         bar = {torch.float64: 1e-9, torch.float32: 1e-4}.get(loss.dtype, 5e-2)

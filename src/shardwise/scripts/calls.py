@@ -266,7 +266,7 @@ class Calls(Events):
             self._looked = True
             self._look(self.engine, args, kwargs)
         if self.loss_look is not None:
-            self.loss_look.enter(self.model)
+            self.told.say(self.loss_look.enter(self.model, (args, kwargs)))
         if self.whole is not None and self.inside == 1:
             args, kwargs = self._own_samples(self.whole, args, kwargs)
         if self.draws is not None:
