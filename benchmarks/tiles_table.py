@@ -28,7 +28,8 @@ MODELS = {
     "unet_group": "U-Net, GroupNorm, 23 x 37", "resnet": "ResNet with a stem of stride 2", "unet_3d": "3-D U-Net",
     "swin": "Swin, shifted windows", "vit": "ViT", "fno": "FNO", "convnext": "ConvNeXt (transformers)",
     "segformer": "SegFormer (transformers)", "warped": "pooled with indices, unpooled, grid_sample",
-    "rollout": "a rollout of 4 steps",
+    "rollout": "a rollout of 4 steps", "interpolated": "other grids and a mesh, by tables",
+    "axial": "attention along rows, then columns",
 }  # fmt: skip
 TABLE = ROOT / "docs" / "tables" / "tiles.md"
 

@@ -515,6 +515,53 @@ def sphere() -> Task:
     return _task(Sphere, _fields(2, 8, 12, samples=2))
 
 
+class Interpolated(nn.Module):
+    """To coarser latitudes and to the nodes of a mesh by tables of weights, and back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        draws = torch.Generator().manual_seed(0)
+        self.stem, self.coarse, self.gate = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 8, 1)
+        self.norm, self.node, self.head = nn.InstanceNorm2d(4, affine=True), nn.Linear(4, 4), nn.Conv2d(8, 2, 1)
+        self.register_buffer("rows", torch.rand(6, ROWS, generator=draws))
+        self.register_buffer("near", torch.randint(0, ROWS * COLUMNS, (17, 3), generator=draws))
+        self.register_buffer("back", torch.randint(0, 17, (ROWS * COLUMNS, 3), generator=draws))
+        self.register_buffer("share", torch.rand(ROWS * COLUMNS, 3, 1, generator=draws))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.stem(x)
+        coarse = self.norm(self.coarse(torch.einsum("bchw,kh->bckw", h, self.rows)))
+        cells = h.flatten(2).transpose(1, 2)
+        nodes = self.node(cells[:, self.near].mean(2)).tanh()
+        mesh = (nodes[:, self.back] * self.share).sum(2).transpose(1, 2).view_as(h)
+        h = F.glu(self.gate(h), 1) + torch.einsum("bckw,kh->bchw", coarse, self.rows)
+        return self.head(torch.cat([h, mesh], 1))
+
+
+def interpolated() -> Task:
+    return _task(Interpolated, _fields(3, ROWS, COLUMNS))
+
+
+class Axial(nn.Module):
+    """Attention along rows, then along columns: the other dim of space lies among the samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 2, 1)
+        self.along = nn.ModuleList([nn.MultiheadAttention(8, 2, batch_first=True) for _ in range(2)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.stem(x).movedim(1, -1)
+        for attention in self.along:
+            lines = h.flatten(0, 1)
+            h = (h + attention(lines, lines, lines, need_weights=False)[0].view_as(h)).transpose(1, 2)
+        return self.head(h.movedim(-1, 1))
+
+
+def axial() -> Task:
+    return _task(Axial, _fields(3, 9, 10))
+
+
 class OnLand(nn.Module):
     """Features of cells on land alone; what is no number is set to zero."""
 

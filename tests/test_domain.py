@@ -41,7 +41,7 @@ CASES = (
     ("swin", "domain=2"), ("fno", "domain=2x2"), ("pyramid", "domain=2"), ("warped", "domain=2x2"),
     ("aligned", "domain=1x3"), ("segformer", "domain=2x2"), ("scaled_row", "domain=2"), ("of_pairs", "domain=2"),
     ("sphere", "domain=2x2"), ("on_land", "domain=1x3"), ("sorted_whole", "domain=2x2"),
-    ("on_land", "domain=2x2,dp_shard=2,zero=3"),
+    ("on_land", "domain=2x2,dp_shard=2,zero=3"), ("interpolated", "domain=2x2"), ("axial", "domain=2x2"),
 )  # fmt: skip
 FLAT = [name for name in dict.fromkeys(name for name, _ in CASES) if name != "unet_3d"]
 

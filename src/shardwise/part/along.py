@@ -18,7 +18,7 @@ from shardwise.part.tensor import Part, is_part, no_rule, parts_in, rule
 
 
 @rule("flip", "roll", "cumsum", "cumprod", "tril", "triu", "constant_pad_nd", "index_select", "topk", "sort", "argsort",
-      "gather", "unfold", "diagonal", "cummax", "logcumsumexp", "_weight_norm_interface")  # fmt: skip
+      "gather", "unfold", "diagonal", "cummax", "logcumsumexp", "glu", "_weight_norm_interface")  # fmt: skip
 def along(func: Any, args: tuple, kwargs: dict) -> Any:
     """Operations along dims that are not cut, whose result has the same dims."""
     part = args[0]
@@ -77,7 +77,7 @@ def _touched(func: Any, part: Any, args: tuple, kwargs: dict) -> set[int]:
         return {n - 1, n - 2}
     if name == "constant_pad_nd":
         return {n - 1 - place // 2 for place, width in enumerate(args[1]) if width}
-    if name in ("topk", "sort", "argsort"):
+    if name in ("topk", "sort", "argsort", "glu"):
         place = 2 if name == "topk" else 1
         given = args[place] if len(args) > place else kwargs.get("dim", -1)
         return {int(given) % n}
@@ -175,18 +175,28 @@ def index_put(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 
 
 def _put_of_each(func: Any, x: Any, indices: list, values: Any, rest: list) -> torch.Tensor | None:
-    """`x[..., i, ...] += values` where values are cut along the dim of `i`: each rank's own, added up.
+    """`x[..., i, j, ...] += values` where values are cut along a dim of the indices: each rank's own, added up.
 
-    None where it is something else.
+    None where it is something else. Of nodes read for each cell, (N,)[(cells, neighbours)], this is the gradient.
     """
     used = [d for d, i in enumerate(indices) if i is not None]
-    if len(used) != 1 or rest[:1] != [True] or is_part(x) or not is_part(values):
+    if rest[:1] != [True] or is_part(x) or not is_part(values) or used != list(range(used[0], used[-1] + 1)):
         return None
-    (dim,), index = used, indices[used[0]]
-    if index.dim() != 1 or values.dim_cut != dim or values.dim() != x.dim():
+    added = len(torch.broadcast_shapes(*(indices[d].shape for d in used)))
+    place = values.dim_cut - used[0] - added  # of the cut dim among those of the indices, from the last one
+    if not -added <= place < 0 or values.dim() != x.dim() - len(used) + added:
         return None
-    mine = index.local if is_part(index) else values.share(index, 0)
-    return x + Sum.of(func(torch.zeros_like(x), [*[None] * dim, mine], values.local, True), values.axis, values.origin)
+
+    def mine(index: torch.Tensor) -> torch.Tensor:
+        here = index.dim() + place
+        if is_part(index) and (index.dim_cut != here or not index.beside(values)):
+            raise Uncut(no_rule(func, parts_in([index, values])))
+        if is_part(index):
+            return index.local
+        return values.share(index, here) if here >= 0 and index.shape[here] > 1 else index
+
+    own = [None if index is None else mine(index) for index in indices]
+    return x + Sum.of(func(torch.zeros_like(x), own, values.local, True), values.axis, values.origin)
 
 
 @rule("index_add", "index_add_")

@@ -244,6 +244,17 @@ def softmax_backward(func: Any, args: tuple, kwargs: dict) -> Part:
     return part.with_local(dx if len(args) < 4 else dx.to(args[3]))
 
 
+@rule("glu_backward")
+def glu_backward(func: Any, args: tuple, kwargs: dict) -> Part:
+    """Backward of `glu(x, dim)` along a dim that is not cut."""
+    gradient, x, dim = args
+    part = x if is_part(x) else gradient
+    if dim % part.dim() == part.dim_cut:
+        raise Uncut(no_rule(func, [part]))
+    gradient, x = (_beside(func, each, part) for each in (gradient, x))
+    return part.with_local(func(gradient, x, dim))
+
+
 def _beside(func: Any, tensor: torch.Tensor, lead: Part) -> torch.Tensor:
     """This rank's share of a tensor of the same shape, beside that of `lead`: a gradient may arrive dealt otherwise."""
     if not is_part(tensor):

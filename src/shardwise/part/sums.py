@@ -61,11 +61,15 @@ class Sum(Distributed):
     def of(
         cls, local: torch.Tensor, axis: Axis, origin: str = "", *, spread: bool = True,
         rows: tuple[int, int] | None = None,
-    ) -> Sum:  # fmt: skip
+    ) -> torch.Tensor:  # fmt: skip
         """The sum of what a product gave; where the axis asks for it, begun at once (an all-reduce in place).
+
+        Of tiles that another axis cuts it is taken at once: functions on tiles are asked of parts, not of sums.
 
         rows  (B, S), where `local` is (B * S, H)
         """
+        if axis.positions and isinstance(local, Part) and local.axis.positions:
+            return cls(local, axis, origin, spread=spread).value()
         if not axis.early:
             return cls(local, axis, origin, spread=spread)
         if axis.sequence and spread:
@@ -315,8 +319,15 @@ def summand(gradient: torch.Tensor, axes: tuple[Axis, ...]) -> torch.Tensor:
         if over and isinstance(gradient, Part):
             gradient = _in_place(gradient)
         elif axis.index:
-            gradient = torch.zeros_like(gradient)
+            gradient = _nothing_of(gradient)
     return gradient
+
+
+def _nothing_of(gradient: torch.Tensor) -> torch.Tensor:
+    """Zeros, distributed alike: ranks that add nothing come to the collectives that the others come to."""
+    if isinstance(gradient, Sum) and _waits(gradient) and gradient.added is None:
+        return gradient.like(_nothing_of(gradient.local))
+    return torch.zeros_like(gradient)
 
 
 def _in_place(part: Part) -> torch.Tensor:

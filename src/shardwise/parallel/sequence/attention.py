@@ -131,7 +131,7 @@ def attend(
     if _cut_over(query, axis) is None:  # a few whole queries of cut keys: all ranks would compute the same
         key, value = whole_over_axis(key, axis), whole_over_axis(value, axis)
         return attend(query, key, value, attn_mask, **options)
-    beyond = len(_positions(query)) > 1  # the outermost alone goes around a ring
+    beyond = _levels(query)[0].axis is not axis  # the outermost alone goes around a ring
     heads = axis.name == "cp_ulysses" or bool(dropout_p) or beyond
     if _SEEN:
         causal = is_causal or (isinstance(attn_mask, PairMask) and attn_mask.looks_back)

@@ -13,7 +13,7 @@ from shardwise.part import Owners, Part, Sum, Uncut
 from shardwise.part.gathering import gather, share_of
 from shardwise.part.levels import Distributed
 
-HEADS, POSITIONS = 1, 2  # of queries, keys and values (B, H, S, D)
+SAMPLES, HEADS, POSITIONS = 0, 1, 2  # of queries, keys and values (B, H, S, D)
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def from_axis(tensor: torch.Tensor, axis: Axis) -> Layers:
         inner, tensor = tensor, tensor.local
         if inner.soft:
             tensor, inner = gather(inner), None
-        elif inner.dim_cut != HEADS or isinstance(tensor, Distributed):
+        elif inner.dim_cut not in (SAMPLES, HEADS) or isinstance(tensor, Distributed):
             raise Uncut(f"ring attention of tensors that are cut over {inner.axis.name} along dim {inner.dim_cut}")
     return Layers(part, inner, axis, tensor.contiguous())
 
@@ -107,10 +107,19 @@ class HeadsHere:
         inner = self.inner
         if inner is None:
             return Sum(local.view(shape), axis)
-        if local.shape[inner.dim_cut] == 1 and len(shape) + inner.dim_cut >= 4 and shape[inner.dim_cut - 4] == 1:
+        if len(shape) + inner.dim_cut < 4 or shape[inner.dim_cut - 4] == 1:  # the same for all of them
             return Sum(Sum(local.view(shape), inner.axis, spread=False), axis)
         dim = inner.dim_cut - (4 - len(shape))
         return Sum(Part(local.view([*local.shape[4 - len(shape) :]]), dim, inner.owners, inner.axis), axis)
+
+
+def refuse_other_samples(query: Layers, *others: Layers) -> None:
+    """Raises `Uncut` where an axis further in cuts the samples of queries, keys and values, and not all alike."""
+    inner = [each.inner for each in (query, *others)]
+    cuts = [part if part is not None and part.dim_cut == SAMPLES else None for part in inner]
+    first = next((cut for cut in cuts if cut is not None), None)
+    if first is not None and any(cut is None or not cut.beside(first) for cut in cuts):
+        raise Uncut(f"ring attention of queries and keys whose samples {first.axis.name} cuts differently")
 
 
 def key_heads_read(q: Layers, k: Layers) -> torch.Tensor | None:

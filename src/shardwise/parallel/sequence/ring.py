@@ -30,7 +30,14 @@ import torch
 from shardwise.comm import Axis
 from shardwise.host import to_device
 from shardwise.parallel.sequence.kernels import attended, finite, gradients, wide
-from shardwise.parallel.sequence.layers import HEADS, POSITIONS, HeadsHere, from_axis, key_heads_read
+from shardwise.parallel.sequence.layers import (
+    HEADS,
+    POSITIONS,
+    HeadsHere,
+    from_axis,
+    key_heads_read,
+    refuse_other_samples,
+)
 from shardwise.parallel.sequence.pair_mask import PairMask
 from shardwise.parallel.sequence.pairs import Call, add_to_mask, bias_of, kinds_of, pairs, tile_of
 from shardwise.parallel.sequence.passing import blocks_passing, gradients_around
@@ -55,6 +62,7 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Any, key: Any, value: Any, mask: Any, axis: Axis, is_causal: bool, scale: float):
         q, k, v = (from_axis(t, axis) for t in (query, key, value))
+        refuse_other_samples(q, k, v)
         keys = k.part.owners if k.part is not None else None
         queries = q.part.owners if q.part is not None else Owners.blocks(query.shape[POSITIONS], 1)
         tile = tile_of(queries.size, key.shape[POSITIONS]) if isinstance(mask, PairMask) else 0
