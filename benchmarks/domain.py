@@ -25,8 +25,7 @@ import os
 import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import date
@@ -35,6 +34,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from slowest import timed
 
 import shardwise.engine.positions  # noqa: F401 - functions on tiles
 from shardwise.layout import Plan
@@ -56,16 +56,6 @@ def stack(field: torch.Tensor, weights: list[torch.Tensor]) -> None:
     for weight in weights:
         x = F.conv2d(x, weight, padding=KERNEL // 2).relu()
     torch.autograd.grad(x.square().sum(), [field, *weights])
-
-
-def timed(run: Callable[[], None]) -> float:
-    """Seconds that the slower rank takes."""
-    dist.barrier()
-    start = time.perf_counter()
-    run()
-    took = torch.tensor([time.perf_counter() - start])
-    dist.all_reduce(took, dist.ReduceOp.MAX)
-    return float(took)
 
 
 def measure(size: int, pairs: int, alone: bool) -> Times:

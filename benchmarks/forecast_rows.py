@@ -12,34 +12,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from forecast_cells import Row, Skip, number, real
+from forecast_ran_on import cluster_of, device_name, fp8_suffix, software_name, software_of
 
-from shardwise.cluster import Cluster, device_names, model
+from shardwise.cluster import Cluster, model
 from shardwise.cluster import device as devices
 from shardwise.costs.kernels import Kernels
 from shardwise.costs.layout import Layout
 from shardwise.costs.shapes import Shape
-from shardwise.costs.software import FP8, Software, software
+from shardwise.costs.software import Software, software
 from shardwise.errors import InputError
 
 UNSURE = ("uncertain", "not a measurement", "inconsistent")
-# Which software a row was run with: the first word found in the file's name, the source or the notes.
-SOFTWARE = (
-    ("korthikanti", "megatron-2021"),
-    ("megatron-lm sc21", "megatron-2021"),
-    ("zero bubble", "zero-bubble"),
-    ("llm-foundry", "llm-foundry"),
-    ("torchtitan", "torchtitan"),
-    ("nemo", "nemo"),
-    ("megatron-bridge", "nemo"),
-    ("fused cross-entropy", "megatron-core"),
-    ("megatron-lm ci", "megatron-core-unfused-loss"),
-    ("megatron", "megatron-core-unfused-loss"),
-    ("fsdp", "fsdp"),
-    ("deepspeed", "deepspeed-2021"),
-)
-# The usual port of one device, Gb/s, by generation; Selene (Megatron's papers) had 8 x 200 Gb/s for 8 A100
-PORTS = {"v100": 100, "a100": 200}
-OTHERS = 400
 OPS = 2_000_000  # of one pipeline
 SMALL = 6.5e9  # parameters: the memory of models below is reported apart
 # What Megatron's own tests ran on where a row does not say it: 8 GPUs, as in 140 of the 168 that do; of which kind does
@@ -104,8 +87,8 @@ def case_of(file: str, cells: Mapping[str | None, object]) -> Case:
         f"{layout.schedule}",
         shape=shape,
         layout=layout,
-        cluster=_cluster(row["gpu"], layout.world_size, notes),
-        software=_software(file, row, layout),
+        cluster=cluster_of(row["gpu"], layout.world_size, notes),
+        software=software_of(file, row, layout),
         seconds=seconds,
         memory_gib=memory,
         memory_is_gb=in_gb,
@@ -129,7 +112,7 @@ def plausible(row: Mapping[str, str], device: str) -> None:
 
 def _faster(row: Mapping[str, str], device: str) -> float:
     """How many times the rate of bf16 the row's precision has at most."""
-    return Kernels(devices(device)[0]).deeper if _fp8(row) else 1.0
+    return Kernels(devices(device)[0]).deeper if fp8_suffix(row) else 1.0
 
 
 def _possible(seconds: float | None, row: Mapping[str, str], shape: Shape, layout: Layout) -> None:
@@ -161,20 +144,6 @@ def _precision(row: Mapping[str, str]) -> str:
     if text not in ("", "n/a") and not re.search(r"bf16|bfloat16|fp16|float16|fp8|mixed|amp", text):
         raise Skip(f"precision {row['precision']!r} is not modelled")
     return "bf16"
-
-
-def _fp8(row: Mapping[str, str]) -> str:
-    """The recipe of FP8 that a row's precision names, as what follows a software's name; "" where it has none.
-
-    Where two are given, "FP8-CS (FP8-MX)", the row's figures are "first (second)", and the first is scored; by the
-    footnote of the 25.09 tables of NVIDIA-NeMo/Megatron-Bridge the second ones are FP8 of another granularity too.
-    """
-    text = row["precision"].lower()
-    if "fp8" not in text:
-        return ""
-    if text.startswith(("fp8-mx", "mxfp8")):
-        return FP8["blocks"].suffix
-    return FP8["delayed" if software_name("", row) == "llm-foundry" else "current"].suffix
 
 
 def _first(row: Row) -> Row:
@@ -321,48 +290,6 @@ def _schedule(name: str, layers: int, pp: int) -> tuple[str, int, tuple[int, ...
     return known[name], chunks, tuple(stages)
 
 
-def device_name(gpu: str) -> str:
-    """The catalogue's name; `H100` alone is the SXM one."""
-    name = gpu.lower().replace("-nvl72", "").replace(" ", "-")
-    near = [known for known in device_names() if known.startswith(name)] if name else []
-    if name in near:
-        return name
-    if not near:
-        raise Skip(f"{gpu or 'a device without a name'} is not in the catalogue")
-    return next((known for known in near if "sxm-80gb" in known), near[0])
-
-
-def _cluster(gpu: str, n: int, notes: str = "") -> Cluster:
-    name = device_name(gpu)
-    if (domain := devices(name)[1].count) > 8:
-        domain = 2 ** int(math.log2(domain)) if n > domain else domain  # jobs of several racks take 64 devices of 72
-        return Cluster.parse(f"{n} {name}" if n <= domain else f"{-(-n // domain)}x{domain} {name}, ib-{OTHERS}")
-    if n <= 8:
-        return Cluster.parse(f"{n} {name}")
-    link = "roce" if "roce" in notes else "ib"
-    return Cluster.parse(f"{-(-n // 8)}x8 {name}, {link}-{PORTS.get(name.split('-')[0], OTHERS)}")
-
-
-def software_name(file: str, row: Mapping[str, str]) -> str:
-    """By what the file's name, the source and the notes say; by the layout where they say nothing."""
-    text = " ".join((file, row["source"], row["notes"])).lower().replace("_", " ")
-    for word, name in SOFTWARE:
-        if word in text:
-            return name
-    return "fsdp" if row["dp_shard"].startswith("3") else "megatron-core-unfused-loss"
-
-
-def _software(file: str, row: Mapping[str, str], layout: Layout) -> Software:
-    found = software(software_name(file, row) + _fp8(row))
-    if found.name == "megatron-2021" and "ZeRO" in row["table"]:
-        found = software("deepspeed-2021")
-    if layout.schedule.startswith("zb"):
-        found = replace(found, overlap_p2p=True)  # their runtime posts messages ahead; Megatron's schedules wait
-    if found.name.startswith("llm-foundry") and "PURE" in row["notes"]:
-        found = replace(found, states="bf16-full")
-    return found
-
-
 def _measured(
     file: str, row: Mapping[str, str], shape: Shape, layout: Layout
 ) -> tuple[float | None, tuple[tuple[int, float], ...], bool]:
@@ -442,11 +369,11 @@ def _ci(file: str, row: Mapping[str, str]) -> Case:
         schedule="interleaved1f1b" if chunks > 1 else "1f1b",
     )  # fmt: skip
     name = device_name(row["gpu"] or CI_GPU)
-    found = software(software_name(file, row) + _fp8(row))
+    found = software(software_name(file, row) + fp8_suffix(row))
     if "unfused" in row["attn"] or row["transformer_impl"] == "local" or _no_fused_kernel(row):
         found = replace(found, attention="unfused")
     return Case(
-        f"{row['model']} {row['gpu']}", shape, layout, _cluster(name, n), found, None,
+        f"{row['model']} {row['gpu']}", shape, layout, cluster_of(name, n), found, None,
         ((pp - 1, real(row, "mem_max_allocated_gib")),), small=shape.parameters < SMALL,
         told_attention=bool(row["attn"]),
     )  # fmt: skip

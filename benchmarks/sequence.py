@@ -19,15 +19,14 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
+from slowest import timed
 
 from shardwise import Task, parallelize
 from shardwise.layout import Plan
@@ -62,16 +61,6 @@ def attention(given: list[torch.Tensor]) -> None:
     """Causal attention, forward and backward."""
     out = F.scaled_dot_product_attention(*given, is_causal=True)
     torch.autograd.grad(out, given, out.detach())
-
-
-def timed(run: Callable[[], None]) -> float:
-    """Seconds that the slower rank takes."""
-    dist.barrier()
-    start = time.perf_counter()
-    run()
-    took = torch.tensor([time.perf_counter() - start])
-    dist.all_reduce(took, dist.ReduceOp.MAX)
-    return float(took)
 
 
 def speed(length: int, pairs: int) -> list[tuple[float, float, float]]:

@@ -22,9 +22,9 @@ from shardwise.ranks import RankPool
 from shardwise.trace.deferred import build
 
 PLANS = [
-    "dp_replicate=2", "dp_replicate=4",
+    "dp_replicate=2", "dp_replicate=3",
     "dp_shard=2,zero=1", "dp_shard=2,zero=2", "dp_shard=2,zero=3",
-    "dp_shard=4,zero=1", "dp_shard=4,zero=2", "dp_shard=4,zero=3",
+    "dp_shard=3,zero=1", "dp_shard=3,zero=2", "dp_shard=3,zero=3",
     "dp_replicate=2,dp_shard=2,zero=1", "dp_replicate=2,dp_shard=2,zero=2", "dp_replicate=2,dp_shard=2,zero=3",
 ]  # fmt: skip
 TASKS = [
@@ -91,7 +91,7 @@ def test_more_steps_and_another_seed(plan: str, pool: RankPool) -> None:
 
 
 def few_samples() -> Task:
-    """Five samples: cut into three micro-batches over four ranks, some ranks have none and run a stand-in."""
+    """Five samples: cut into three micro-batches over three or four ranks, some ranks have none and run a stand-in."""
     return tasks.decoder_dropout().with_(batch=five_sequences, name="few_samples")
 
 
@@ -99,7 +99,7 @@ def five_sequences(step: int) -> dict[str, Tensor]:
     return tasks.token_batch(step, samples=5, length=10)
 
 
-@pytest.mark.parametrize("plan", [plan for plan in PLANS if Plan.parse(plan).world_size == 4])
+@pytest.mark.parametrize("plan", [plan for plan in PLANS if Plan.parse(plan).world_size > 2])
 def test_ranks_without_a_sample(plan: str, pool: RankPool) -> None:
     parity = verify("test_parity:few_samples", f"{plan},accumulate=3", pool=pool)
     assert parity.parity, parity.text()
@@ -279,7 +279,7 @@ def initial_weights(name: str, plans: list[str], seed: int) -> list[dict[str, Te
 def test_initial_weights_do_not_depend_on_the_plan(name: str, pool: RankPool) -> None:
     built = build(getattr(tasks, name)().model, 5)
     expected = {path: built.value(path) for path, _ in built.module.named_parameters()}
-    for size in (1, 2, 4):
+    for size in (1, 2, 3, 4):
         plans = [plan for plan in PLANS if Plan.parse(plan).world_size == size] or ["single"]
         for weights in pool.run(initial_weights, size, name, plans, 5)[0]:
             assert weights.keys() == expected.keys()

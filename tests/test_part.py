@@ -137,6 +137,17 @@ def _whole_run(function: Callable, whole: torch.Tensor, out_weight: torch.Tensor
     return out.detach(), weight, whole.grad
 
 
+def _apart(out: torch.Tensor, expected: torch.Tensor, grad: torch.Tensor, wanted: torch.Tensor) -> str:
+    """How a result and its share of the gradient differ from those of one process; empty where they do not."""
+    if tuple(out.shape) != tuple(expected.shape):
+        return f"shape {tuple(out.shape)} for {tuple(expected.shape)}"
+    with torch.no_grad():
+        off = float((plain(out.detach()) - expected).abs().max()) if expected.numel() else 0.0
+        back = wanted - grad
+        grad_off = float(back.abs().max()) if back.numel() else 0.0
+    return "" if off < 1e-12 and grad_off < 1e-12 else f"output off by {off:.1e}, gradient by {grad_off:.1e}"
+
+
 def _try(name: str, dim: int, owners: Owners, soft: bool, axis) -> str:
     """Empty where equal, "uncut" where refused, else what differs."""
     function, shape, _ = CASES[name]
@@ -150,13 +161,7 @@ def _try(name: str, dim: int, owners: Owners, soft: bool, axis) -> str:
         (out * weight).sum().backward()
     except Uncut:
         return "uncut"
-    if tuple(out.shape) != tuple(expected.shape):
-        return f"shape {tuple(out.shape)} for {tuple(expected.shape)}"
-    with torch.no_grad():
-        off = float((plain(out.detach()) - expected).abs().max()) if expected.numel() else 0.0
-        back = owners.take(gradient, dim, axis.index) - local.grad
-        grad_off = float(back.abs().max()) if back.numel() else 0.0
-    return "" if off < 1e-12 and grad_off < 1e-12 else f"output off by {off:.1e}, gradient by {grad_off:.1e}"
+    return _apart(out, expected, local.grad, owners.take(gradient, dim, axis.index))
 
 
 def _all_cases(seed: int) -> list[tuple[str, str]]:
@@ -214,13 +219,7 @@ def _try_twice_cut(name: str, cuts: list[tuple[int, Owners, Axis, bool]]) -> str
         (out * weight).sum().backward()
     except Uncut:
         return "uncut"
-    if tuple(out.shape) != tuple(expected.shape):
-        return f"shape {tuple(out.shape)} for {tuple(expected.shape)}"
-    with torch.no_grad():
-        off = float((plain(out.detach()) - expected).abs().max()) if expected.numel() else 0.0
-        back = share(gradient) - local.grad
-        grad_off = float(back.abs().max()) if back.numel() else 0.0
-    return "" if off < 1e-12 and grad_off < 1e-12 else f"output off by {off:.1e}, gradient by {grad_off:.1e}"
+    return _apart(out, expected, local.grad, share(gradient))
 
 
 def _all_twice_cut(seed: int, most: int) -> list[tuple[str, str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -15,6 +16,10 @@ from shardwise.costs.software import software
 from shardwise.errors import InputError
 from shardwise.layout import Plan
 from shardwise.planner import search as search_plans
+from shardwise.task import Task
+
+if TYPE_CHECKING:
+    from shardwise.rehearsal.op_counts import StepTrace
 
 ROOT = Path(__file__).parents[1]
 LLAMA = Shape.from_row(model("llama3-8b"))
@@ -31,7 +36,6 @@ def test_a_trace_counts_what_a_step_does() -> None:
     import torch
     from torch import nn
 
-    from shardwise import Task
     from shardwise.rehearsal.step_trace import trace
 
     def chain() -> nn.Module:
@@ -96,7 +100,6 @@ def test_a_module_that_looks_at_values_is_named_with_its_line() -> None:
     import torch
     from torch import nn
 
-    from shardwise import Task
     from shardwise.rehearsal.step_trace import trace
 
     class Peeks(nn.Module):
@@ -116,7 +119,6 @@ def test_a_module_that_fails_is_named_by_its_path() -> None:
     import torch
     from torch import nn
 
-    from shardwise import Task
     from shardwise.rehearsal.step_trace import trace
 
     class Fails(nn.Module):
@@ -136,7 +138,6 @@ def test_a_recurrent_layer_is_counted() -> None:
     import torch
     from torch import nn
 
-    from shardwise import Task
     from shardwise.rehearsal.step_trace import trace
 
     class Remembers(nn.Module):
@@ -164,43 +165,12 @@ def test_time_between_two_traces_is_that_of_the_trace_there() -> None:
     assert between(one, two, 64, kernels, soft) == pytest.approx(compute_seconds(many, kernels, soft), rel=0.01)
 
 
-def test_peak_of_a_trace_is_that_of_a_real_step() -> None:
-    """Live bytes on fake tensors against live bytes on real ones, gradients left out of both."""
-    import torch
-
+def traced_and_measured(task: Task) -> tuple[StepTrace, int]:
+    """A trace on fake tensors, and the bytes at the peak of a real step; gradients are left out of both."""
     from shardwise.memory.live import LiveBytes
-    from shardwise.models.tasks import decoder as make
     from shardwise.rehearsal.step_trace import trace
 
-    task = make()
-    batch = task.batch(0) if task.batch is not None else None
-    samples = batch["tokens"].shape[0]
-    model = task.model().train()
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-    live = LiveBytes()
-    live.count([*model.parameters(), *model.buffers(), *batch.values()])
-    base = live.now
-    with live:
-        args, kwargs = task.inputs(batch)
-        output = model(*args, **kwargs)
-        total = task.loss(output, batch)[0]
-        del output
-        total.backward()
-    assert isinstance(total, torch.Tensor)
-    assert trace(task, samples).peak == pytest.approx(live.peak - base, rel=0.02)
-
-
-@pytest.mark.parametrize("name", ["moe", "moe_shared", "hf_mixtral", "hf_qwen2_moe"])
-def test_routed_experts_are_traced_under_a_balanced_load(name: str) -> None:
-    """Counts of tokens are asked for by value; the peak is within 2% of a step whose router chose for itself."""
-    from shardwise.memory.live import LiveBytes
-    from shardwise.models import tasks
-    from shardwise.rehearsal.step_trace import trace
-
-    if name.startswith("hf_"):
-        pytest.importorskip("transformers", reason="the task's model is one of transformers")
-    task = getattr(tasks, name)()
+    assert task.batch is not None
     batch = task.batch(0)
     model = task.model().train()
     for parameter in model.parameters():
@@ -214,8 +184,25 @@ def test_routed_experts_are_traced_under_a_balanced_load(name: str) -> None:
         total = task.loss(output, batch)[0]
         del output
         total.backward()
-    found = trace(task, next(iter(batch.values())).shape[0])
-    assert found.peak == pytest.approx(live.peak - base, rel=0.02)
+    return trace(task, next(iter(batch.values())).shape[0]), live.peak - base
+
+
+def test_peak_of_a_trace_is_that_of_a_real_step() -> None:
+    from shardwise.models.tasks import decoder
+
+    found, peak = traced_and_measured(decoder())
+    assert found.peak == pytest.approx(peak, rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["moe", "moe_shared", "hf_mixtral", "hf_qwen2_moe"])
+def test_routed_experts_are_traced_under_a_balanced_load(name: str) -> None:
+    """Counts of tokens are asked for by value; the peak is within 2% of a step whose router chose for itself."""
+    from shardwise.models import tasks
+
+    if name.startswith("hf_"):
+        pytest.importorskip("transformers", reason="the task's model is one of transformers")
+    found, peak = traced_and_measured(getattr(tasks, name)())
+    assert found.peak == pytest.approx(peak, rel=0.02)
     assert found.balanced
 
 
@@ -572,7 +559,6 @@ def test_a_large_sample_is_read_once(monkeypatch) -> None:
     import torch
     from torch import nn
 
-    from shardwise import Task
     from shardwise.planner import reading, traced_task
     from shardwise.rehearsal import cut_module
 
@@ -652,8 +638,6 @@ def normed():
     import torch
     from torch import nn
 
-    from shardwise import Task
-
     def chain() -> nn.Module:
         blocks = [nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()) for _ in range(3)]
         return nn.Sequential(*blocks, nn.Flatten(), nn.Linear(8 * 36, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
@@ -665,8 +649,6 @@ def recurrent():
     """An LSTM, whose kernel keeps a workspace for backward."""
     import torch
     from torch import nn
-
-    from shardwise import Task
 
     class Remembers(nn.Module):
         def __init__(self) -> None:
@@ -684,8 +666,6 @@ def looked_up():
     """Its first parameter is its largest, and what it uses first is another."""
     import torch
     from torch import nn
-
-    from shardwise import Task
 
     class Adds(nn.Module):
         def __init__(self) -> None:
@@ -710,8 +690,6 @@ def repeated(reentrant: bool):
     import torch
     from torch import nn
     from torch.utils.checkpoint import checkpoint
-
-    from shardwise import Task
 
     class Repeats(nn.Module):
         def __init__(self) -> None:
@@ -741,8 +719,6 @@ def whole_tensors():
     """An optimizer that needs them, so that each has one rank that updates it."""
     import torch
     from torch import nn
-
-    from shardwise import Task
 
     def model() -> nn.Module:
         return nn.Sequential(*(part for wide in (96, 160, 64) for part in (nn.Linear(64, wide), nn.Linear(wide, 64))))
@@ -791,7 +767,6 @@ def test_convolutions_that_enlarge_are_counted_by_their_small_side() -> None:
     import torch
     from torch import nn
 
-    from shardwise import Task
     from shardwise.rehearsal.step_trace import trace
 
     class Mixes(nn.Module):
@@ -834,7 +809,6 @@ def test_a_module_that_no_run_takes_is_not_planned() -> None:
     import torch
     from torch import nn
 
-    from shardwise import Task
     from shardwise.errors import RefusedPlan
     from shardwise.rehearsal.step_trace import trace
 

@@ -60,7 +60,7 @@ class Finding:
 
 
 def differ(one: IssuedCollective, other: IssuedCollective, places: bool = False) -> str:
-    """What makes two collectives different that must be the same; "" where nothing does."""
+    """Returns how two collectives differ that must be the same, as text; "" where they do not."""
     if one.op != other.op:
         return "the operation"
     if one.dtype and other.dtype and one.dtype != other.dtype:
@@ -86,7 +86,7 @@ class RankWatch:
         return {rank: seen for rank, seen in found.items() if seen is not None}
 
     def look(self, now: float, gone: Iterable[int] = ()) -> Finding | None:
-        """What is wrong at this time, if anything is. `gone`: ranks whose processes have ended."""
+        """Returns what hangs at this time; None where nothing does. `gone`: ranks whose processes have ended."""
         ranks, ended = self.see(), set(gone)
         # one that raised is not counted: its report, which tells why, is on its way
         ended |= {rank for rank, seen in ranks.items() if seen.state == DONE}

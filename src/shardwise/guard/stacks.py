@@ -104,7 +104,7 @@ def process_state(pid: int) -> str:
 
 
 def readable(dump: str, ends: tuple[str, ...], hidden: tuple[str, ...] = (), left_out: tuple[str, ...] = ()) -> str:
-    """faulthandler's threads, for a reader.
+    """Returns faulthandler's dump as a reader wants it: without the threads and frames named below.
 
     ends      frames from one of these files on are cut off
     hidden    a thread with one of these words in it is not shown, nor is a frame with one of `left_out`

@@ -41,7 +41,7 @@ class ResultOf(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A call: arguments are values, `InputAt` or `ResultOf`, in tuples, lists and dicts as they were given."""
+    """One recorded call; its arguments are values, `InputAt` or `ResultOf`, nested as they were given."""
 
     func: Callable[..., Any]
     args: tuple
@@ -53,11 +53,11 @@ class _NothingLeaves(Ledger):
     """A ledger that nothing may be written into: the axis cannot send."""
 
     def record(self, tag: str, op: str, axis: str, *sizes: Any) -> None:
-        """Raises `Uncut`."""
+        """Refuse a collective: raises `Uncut`."""
         raise Uncut(f"chunks of positions are computed one after the other, and this needs all of them at once ({op})")
 
     def leaving(self, tag: str, axis: str) -> None:
-        """Raises `Uncut`."""
+        """Refuse a message: raises `Uncut`."""
         self.record(tag, "a message", axis)
 
 
@@ -66,12 +66,12 @@ _LEDGER = _NothingLeaves()
 
 @lru_cache(4096)
 def turn(count: int, index: int) -> Axis:
-    """The axis of `count` turns, at turn `index`; the same object each time."""
+    """Returns the axis of `count` turns at turn `index`; the same object each time."""
     return Axis(CHUNKS, count, index, None, tuple(range(count)), rehearsal=_LEDGER)
 
 
 def cut_into(tensor: torch.Tensor, dim: int, axis: Axis) -> torch.Tensor:
-    """One turn's chunk of what this rank holds of a tensor, along `dim`: a part of it."""
+    """Returns one turn's chunk of what this rank holds of a tensor, along `dim`, as a part."""
 
     def chunk(held: torch.Tensor) -> torch.Tensor:
         owners = Owners.blocks(held.shape[dim], axis.size)
@@ -96,7 +96,7 @@ def _waits(summed: Sum) -> bool:
 
 @dataclass(frozen=True)
 class Program:
-    """Steps in the order of their calls, and which of their results are wanted.
+    """The recorded calls in order, and which of their results are outputs.
 
     sources  the dim along which inputs are cut into chunks, by their place
     count    chunks
@@ -108,7 +108,7 @@ class Program:
     count: int
 
     def chunk(self, inputs: Sequence[torch.Tensor], index: int, wants: Sequence[bool] | None = None) -> list:
-        """The inputs as turn `index` has them; those in `wants` as leaves that want a gradient."""
+        """Returns the inputs as turn `index` has them; those in `wants` as leaves that require a gradient."""
         axis, found = turn(self.count, index), []
         for place, tensor in enumerate(inputs):
             here = tensor.detach()
@@ -128,7 +128,7 @@ class Program:
         return found
 
     def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The wanted results of these inputs; of none of the others more is kept than those still to come read."""
+        """Returns the program's outputs for these inputs; other results are freed after their last reader."""
         results: dict[int, Any] = {}
         for number, step in enumerate(self.steps):
             args, kwargs = (_filled(each, inputs, results) for each in (step.args, step.kwargs))
@@ -196,7 +196,7 @@ class _Joined:
         self._last: torch.Tensor | None = None
 
     def add(self, value: torch.Tensor, index: int) -> None:
-        """Take in a turn's value; over ranks' axes it is distributed as the others are."""
+        """Add a turn's value to the result; over ranks' axes it is distributed as the others are."""
         self._last = _within(value, lambda here: self._take(here, index))
 
     def _take(self, here: torch.Tensor, index: int) -> torch.Tensor:
@@ -221,7 +221,7 @@ class _Joined:
             self.held.index_copy_(dim, to_device(owners.indices(index), share.device), share)
 
     def value(self) -> torch.Tensor:
-        """All of it."""
+        """Returns the result over all turns."""
         held, last = self.held, self._last
         assert held is not None and last is not None
         return _within(last, lambda _: held)
@@ -236,7 +236,7 @@ class _Gradient:
         self._last: torch.Tensor | None = None
 
     def add(self, gradient: torch.Tensor | None, axis: Axis) -> None:
-        """Take in a turn's gradient; None where there is none."""
+        """Add a turn's gradient; None where there is none."""
         if gradient is not None:
             self._last = _within(gradient, lambda here: self._take(here, axis))
 
@@ -256,7 +256,7 @@ class _Gradient:
         return here
 
     def value(self) -> torch.Tensor | None:
-        """All of it, in the input's dtype."""
+        """Returns the gradient over all turns, in the input's dtype."""
         held, last = self.held, self._last
         if held is None or last is None:
             return None
@@ -325,5 +325,5 @@ def _of_turn(
 
 
 def chunked(program: Program, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Differentiable: the program's wanted results, computed chunk by chunk, and again so in backward."""
+    """Returns the program's outputs, computed chunk by chunk and recomputed so in backward. Differentiable."""
     return list(_Chunked.apply(program, *inputs))

@@ -32,12 +32,12 @@ class Unmade(torch.Tensor):
 
     @property
     def like(self) -> torch.Tensor:
-        """It without values, as a part over turns."""
+        """Returns the tensor without values, as a part over turns."""
         raise NotImplementedError
 
     @property
     def number(self) -> int:
-        """Of calls whose results look like its call's, since the start."""
+        """Returns the serial number of its call, among calls whose results look alike."""
         raise NotImplementedError
 
 
@@ -69,7 +69,7 @@ class _Watch(TorchDispatchMode):
 
 
 def look(func: Callable, args: tuple, kwargs: dict, least: int) -> Tried:
-    """What the call does, remembered by what its arguments look like."""
+    """Returns what a call does with positions; cached by its arguments' shapes and cuts."""
     key = (func, _key_of(args), _key_of(kwargs), least)
     try:
         known = _tried.get(key)

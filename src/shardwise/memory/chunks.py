@@ -53,7 +53,7 @@ _calls = itertools.count(1)
 
 
 class Chunks:
-    """How many chunks, and what became of the wide tensors since the start.
+    """The number of chunks, and counts of wide tensors that were computed in chunks and of those that were not.
 
     computed  by what was computed in chunks: (rows, widest, result) as shapes without samples, how often
     whole     by name of the operation before which a wide tensor was made whole, how often
@@ -91,7 +91,7 @@ class Chunks:
             _HERE.chunks = None
 
     def notices(self) -> list[str]:
-        """What was done, in lines of text."""
+        """Returns lines for the user: what was computed in chunks, and what stayed whole."""
         writes = [
             f"{repr(path) if path else 'code'} keeps a wide tensor whole: {name} writes into it"
             for name, path in self.written.items()
@@ -105,7 +105,7 @@ class Chunks:
 
 
 def chunked_forwards(module: nn.Module, blocks: Iterable[str], chunks: Chunks, leaves_whole: bool) -> None:
-    """Let wide tensors of a module wait; a block's own forward too, which recompute runs again by itself.
+    """Make a module's forward, and each block's that recompute runs again, compute wide tensors in chunks.
 
     leaves_whole  what the module returns: where its weights are there while it runs alone (zero=3)
     """
@@ -173,7 +173,7 @@ class _Call:
                 )
 
     def made(self) -> Any:
-        """The results, whole, as one call gives them; computed once."""
+        """Returns the call's results, computed whole and once."""
         if self.values is None:
             self.check()
             args, kwargs = replaced(Waiting, Waiting.made, (self.args, self.kwargs))
@@ -185,7 +185,7 @@ class _Call:
 
 
 class Waiting(Unmade):
-    """Result `place` of a call that waits, or its only one."""
+    """A tensor whose call has not run yet: result `place` of it, or the only one."""
 
     call: _Call
 
@@ -211,7 +211,7 @@ class Waiting(Unmade):
         return self.call.number
 
     def made(self) -> torch.Tensor:
-        """The tensor, whole."""
+        """Returns the tensor, computed whole."""
         found = self.call.made()
         return found if self.place is None else found[self.place]
 
@@ -250,7 +250,7 @@ class _Mode(TorchFunctionMode):
 
 
 def whole(tree: Any) -> Any:
-    """The same tree, list or tensor with every waiting tensor made whole."""
+    """Returns the same tree, list or tensor with every `Waiting` tensor computed whole."""
     return torch.utils._pytree.tree_map_only(Waiting, Waiting.made, tree)
 
 
@@ -306,7 +306,7 @@ def _rows(rows: torch.Tensor, chunks: Chunks) -> Waiting | None:
 
 
 def rows_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that came in, as it is."""
+    """Returns the input tensor of rows, unchanged."""
     return tensor
 
 
@@ -385,7 +385,7 @@ class _Written:
         self._numbers: dict[int, int] = {}  # of steps, by call
 
     def add(self, call: _Call) -> int:
-        """The number of the step that is this call."""
+        """Append this call to the program; returns its step's number."""
         if id(call) not in self._numbers:
             call.check()
             args, kwargs = replaced(torch.Tensor, self._argument, (call.args, call.kwargs))

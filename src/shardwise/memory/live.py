@@ -69,7 +69,7 @@ class _Launched(TorchDispatchMode):
 
     @property
     def kept(self) -> list[torch.UntypedStorage]:
-        """Storages, one perhaps more than once."""
+        """Returns the storages that the kernel made and still holds, one perhaps more than once."""
         return [storage for storage in (made() for made in self._made) if storage is not None]
 
 
@@ -115,11 +115,11 @@ class LiveBytes(TorchDispatchMode):
         return self._total
 
     def reset_peak(self) -> None:
-        """Let the peak begin again at what is live now."""
+        """Set the peak to the bytes that are live now."""
         self.peak = self.now
 
     def count(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Take in tensors that no op returned while the mode was active."""
+        """Count tensors that were made before the mode was active."""
         for tensor in tensors:
             self._meet(getattr(tensor, "_local_tensor", tensor).untyped_storage())
 
@@ -139,7 +139,7 @@ class LiveBytes(TorchDispatchMode):
         return output
 
     def note(self, output: object) -> None:
-        """Take in what an op returned."""
+        """Count the storages of an op's results."""
         for leaf in [output] if isinstance(output, torch.Tensor) else tree_leaves(output):
             if isinstance(leaf, torch.Tensor):
                 self._meet(getattr(leaf, "_local_tensor", leaf).untyped_storage())

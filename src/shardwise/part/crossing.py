@@ -163,3 +163,15 @@ __all__ = [
     "Along", "Cuts", "apart", "axes_of", "cuts_of", "filled", "joined", "overwrite", "put_together", "settled",
     "share_under", "taken_apart",
 ]  # fmt: skip
+
+
+class Entering(torch.autograd.Function):
+    """A tensor that every rank has, as shares; its gradient is whole again."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, cuts: Cuts, axes: tuple[Axis, ...]) -> torch.Tensor:
+        return put_together(share_under(tensor.detach(), cuts, axes).contiguous(), cuts, axes)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor):
+        return plain(gradient), None, None

@@ -45,7 +45,7 @@ class PointwiseCuts:
         return dim >= 0 and tensor.shape[dim] == self.owners.size
 
     def place(self, tensor: Part) -> int:
-        """The part's cut dim, counted in the result."""
+        """Returns the part's cut dim, counted in the dims of the result."""
         return tensor.dim_cut + self.ndim - tensor.dim()
 
     def local(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -64,7 +64,7 @@ class PointwiseCuts:
 
 @rule(*ELEMENTWISE)
 def pointwise(func: Any, args: tuple, kwargs: dict) -> Any:
-    """`func` on shares."""
+    """Returns `func` of the ranks' shares, brought beside each other."""
     tensors = tensors_in((args, kwargs))
     if any(_repeats(tensor, tensors) for tensor in tensors):
         args, kwargs = replaced(Part, lambda part: gather(part) if _repeats(part, tensors) else part, (args, kwargs))
@@ -101,7 +101,7 @@ def _refuse_changing(func: Any, changed: Any, agreement: PointwiseCuts) -> None:
 
 @rule("native_dropout")
 def native_dropout(func: Any, args: tuple, kwargs: dict) -> Any:
-    """The mask of the whole tensor, of which this rank keeps its share."""
+    """Returns (output, mask); the mask is drawn for the whole tensor, and this rank keeps its share."""
     part = args[0]
     if part.axis.positions and not _OF_ONE_PROCESS:
         with _own_draws(part):
@@ -114,7 +114,7 @@ def native_dropout(func: Any, args: tuple, kwargs: dict) -> Any:
 
 @rule("bernoulli", "bernoulli_", "uniform_", "normal_", "rand_like", "randn_like", "exponential_", "random_")
 def random(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Drawn for the whole tensor, alike on all ranks, of which this rank keeps its share.
+    """Returns this rank's share of what is drawn for the whole tensor, alike on all ranks.
 
     Of positions a rank draws its own alone: a field may be larger than what a device holds.
     """

@@ -67,7 +67,7 @@ class Positions:
 
     @property
     def axes(self) -> tuple[Axis, ...]:
-        """All that cut anything, outermost first."""
+        """Returns the axes that cut any tensor, outermost first."""
         found = {axis.name: axis for cuts in self.cuts for _, axes in cuts for axis in axes}
         found |= {axis.name: axis for axis in (self.inside.axes if self.inside is not None else ())}
         return tuple(sorted(found.values(), key=lambda axis: axis.depth))
@@ -83,7 +83,7 @@ class Positions:
         return tuple(found)
 
     def over(self, swap: Callable[[Axis], Axis]) -> Positions:
-        """The same cut over other axes."""
+        """Returns the same cuts over other axes."""
         cuts = tuple(tuple((dim, tuple(map(swap, axes))) for dim, axes in leaf) for leaf in self.cuts)
         return replace(self, cuts=cuts, inside=self.inside.over(swap) if self.inside is not None else None)
 
@@ -138,7 +138,7 @@ class Positions:
         return self.least * math.prod(axis.size for axis in axes)
 
     def dealt(self, shape: Sequence[int], cuts: Cuts) -> Dealt:
-        """How a tensor of this whole shape is dealt."""
+        """Returns the owners of each cut dim of a tensor of this whole shape."""
         left, found = list(shape), []
         for dim, axis in ((dim, axis) for dim, axes in cuts for axis in axes):
             owners = (Owners.zigzag if self.zigzag and axis.name == "cp" else Owners.blocks)(left[dim], axis.size)
@@ -147,7 +147,7 @@ class Positions:
         return tuple(found)
 
     def told(self) -> str:
-        """One line for the user."""
+        """Returns one line for the user: what is cut, over which axes."""
         if self.inside is not None:
             return "; ".join([self.inside.told(self.stopped), *self.routes])
         names: dict[tuple[int, ...], list[str]] = {}
@@ -176,7 +176,7 @@ class Candidate:
 
 
 def name_of(path: tuple) -> str:
-    """What people call a leaf: `x` of a dict, `batch[0]` of a tuple."""
+    """Returns a leaf's name for messages: `x` of a dict, `batch[0]` of a tuple."""
     return str(path[0].key) if len(path) == 1 and isinstance(path[0], MappingKey) else f"batch{keystr(path)}"
 
 

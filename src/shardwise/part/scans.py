@@ -32,13 +32,13 @@ def summed_along(func: Any, part: Part, args: tuple, kwargs: dict) -> bool:
 
 
 def run_lengths(part: Part) -> list[tuple[int, int]]:
-    """(rank, length) of each run of the cut dim, in order."""
+    """Returns (rank, length) of each run of the cut dim, in order."""
     stops = part.owners.stops.tolist()
     return [(int(who), stop - start) for who, start, stop in zip(part.owners.who, [0, *stops], stops, strict=False)]
 
 
 def cumulated(part: Part) -> Part:
-    """`cumsum` of a part along the dim that is cut. Collective."""
+    """Returns the `cumsum` of a part along the dim that is cut. Collective."""
     dim, me, runs = part.dim_cut, part.axis.index, run_lengths(part)
     local = part.local.settled() if isinstance(part.local, Distributed) else part.local
     if not runs:  # of nothing, as a mask may have selected

@@ -281,7 +281,7 @@ def _of_a_whole(func: Any, args: tuple, parts: list[Part]) -> bool:
 
 @dataclass(frozen=True)
 class Facts:
-    """What is asked about an operation whenever it runs."""
+    """What rules ask of an operation's schema each time it runs."""
 
     name: str
     rule: Rule | None
@@ -292,7 +292,7 @@ class Facts:
 
 @cache
 def facts(func: Any) -> Facts:
-    """Looked up once for each operation, since schemas are slow to read."""
+    """Returns an operation's `Facts`; cached, since schemas are slow to read."""
     name = func._schema.name.partition("::")[2]
     found = RULES.get(name)
     if found is None and torch.Tag.pointwise in func.tags:
@@ -336,7 +336,7 @@ def strides_in_the_order_of(
 
 
 def parts_in(tree: Any) -> list[Part]:
-    """All tensors in a pytree that are cut over the axis for which a rule is being applied."""
+    """Returns the tensors among arguments that are cut over the axis for which a rule is being applied."""
     return [part for part in tensors_in(tree, Part) if here(part)]
 
 

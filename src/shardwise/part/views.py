@@ -281,7 +281,7 @@ def select_backward(func: Any, args: tuple, kwargs: dict) -> Part:
 
 @rule("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", "split_copy")
 def split(func: Any, args: tuple, kwargs: dict) -> list[Part]:
-    """Pieces along a dim."""
+    """Returns the pieces of a split along a dim."""
     part, size = args[0], args[1]
     dim = (args[2] if len(args) > 2 else kwargs.get("dim", 0)) % part.dim()
     n = part.shape[dim]
@@ -295,7 +295,7 @@ def split(func: Any, args: tuple, kwargs: dict) -> list[Part]:
 
 @rule("unbind")
 def unbind(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
-    """Every index of a dim that is not cut."""
+    """Returns a tensor for each index of a dim that is not cut."""
     part = args[0]
     dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % part.dim()
     return [select(func, (part, dim, index), {}) for index in range(part.shape[dim])]
@@ -303,7 +303,7 @@ def unbind(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
 
 @rule("cat", "stack")
 def cat(func: Any, args: tuple, kwargs: dict) -> Part:
-    """Side by side, along the cut dim or another."""
+    """Returns tensors concatenated along the cut dim or another."""
     tensors = [t for t in args[0] if not (t.dim() == 1 and t.numel() == 0)]
     dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
     if func._schema.name == "aten::stack":

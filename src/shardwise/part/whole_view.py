@@ -46,7 +46,7 @@ class WholeView:
         return next(pair for pair in groups(self.before, self.after) if dim in pair[0])
 
     def inside(self, to: range, place: int) -> int:
-        """Indices that lie behind one of the dims after, within its run."""
+        """Returns the elements behind one of the dims after, within its run: its stride there."""
         return math.prod(self.after[d] for d in to[place + 1 :])
 
 
@@ -57,7 +57,7 @@ class _Whole(threading.local):
 
     @contextmanager
     def of(self, part: Part, shape: tuple[int, ...]) -> Iterator[WholeView]:
-        """The whole shapes of a view of this part."""
+        """Returns the whole shapes, before and after, of a view of this part."""
         before = self.view
         if before is None or not before.seen_as(tuple(part.shape), shape):
             self.view = WholeView(tuple(part.shape), shape)

@@ -119,7 +119,7 @@ class Calls(Events):
 
     @property
     def part(self) -> Share | None:
-        """The samples of the batch at hand that count on this rank; None before the first."""
+        """Returns which samples of the current batch count on this rank; None before the first."""
         return self.dealt.part if self.dealt is not None else None
 
     @property
@@ -435,7 +435,7 @@ class Calls(Events):
 
 
 def techniques_of(engine: Engine | None) -> list[Any]:
-    """What holds the engine's weights: one technique, or experts' and the rest's."""
+    """Returns the data-parallel techniques that hold the engine's weights: one, or the experts' and the rest's."""
     technique: Any = engine.technique if engine is not None else None
     return [technique.rest, technique.experts] if isinstance(technique, WithExperts) else [technique]
 

@@ -33,12 +33,12 @@ class Dealt:
     several: bool
 
     def proportion(self, ranks: int) -> float:
-        """What a mean over this rank's samples is multiplied by, so that the mean over ranks is that over samples."""
+        """Returns the factor for a mean over this rank's samples, so that the mean over ranks is that over samples."""
         return self.part.count * ranks / self.part.total if self.part.total else 0.0
 
 
 def deal(total: int, ranks: int, rank: int, *, several: bool = False) -> Dealt:
-    """How `total` samples are dealt; `several`: two or more to a rank that counts any, where the batch has them."""
+    """Returns this rank's part of `total` samples; `several`: two or more to each rank that has any, where possible."""
     holders = max(1, min(ranks, total // 2)) if several else max(1, min(ranks, total))
     if holders < ranks and not several:
         low, high = cut(total, ranks, rank)  # one each, spread over the ranks
@@ -59,7 +59,7 @@ class Dealer:
         self._promised = False  # a batch that was dealt for a look is on its way (workers read ahead)
 
     def deal(self, total: int) -> Dealt:
-        """How the next batch is dealt; the same decision on every rank."""
+        """Returns how the next batch is dealt; the same on every rank."""
         few = self.ranks > 1 and 2 <= total < 2 * self.ranks
         several = few and not self._promised and self._wanted()
         self._promised |= several

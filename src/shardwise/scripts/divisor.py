@@ -61,7 +61,7 @@ class Held:
 
 
 def divisor_of(loss: torch.Tensor, held: Held | None = None) -> Divisor:
-    """What `loss`, one number, is a mean over.
+    """Returns what `loss`, one number, was divided by, read from its autograd graph.
 
     held    without it a sum is one of samples, and whatever it is divided by counts them
     """

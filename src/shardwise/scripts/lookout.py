@@ -38,7 +38,7 @@ def look_at_model(
     engine: Engine, args: tuple, kwargs: dict, samples: int, dim: int | None, *, check: bool = True,
     plainly: Plainly = nullcontext,
 ) -> ModelLook:  # fmt: skip
-    """What a few of the arguments' samples show. Collective; raises what mixes samples.
+    """Returns what a few samples show: batch norms, notices, dims. Collective; raises for modules that mix samples.
 
     samples  that this rank holds, for arguments whose first dims differ (a hidden state beside time-first tokens)
     dim      of the batch's tensors that counts them, where known
@@ -167,7 +167,7 @@ class Places:
     more: bool = True
 
     def of(self, leaf: Any) -> int | None:
-        """The dim, None where none does."""
+        """Returns the dim that counts samples; None where none does."""
         if not isinstance(leaf, torch.Tensor) or not leaf.dim():
             return None
         if self.samples is None:
@@ -177,7 +177,7 @@ class Places:
         return known[0] if known else fits[0] if self.more and len(fits) == 1 else None
 
     def cut(self, batch: Any, low: int, high: int) -> Any:
-        """Samples [low, high); tensors without them stay whole."""
+        """Returns samples [low, high) of a tensor; one without samples stays whole."""
 
         def part(leaf: torch.Tensor) -> torch.Tensor:
             at = self.of(leaf)

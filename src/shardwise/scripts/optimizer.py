@@ -31,7 +31,7 @@ _NOT_TAKEN = (*_OWN, "_step_supports_amp_scaling")  # which prepare has set to r
 
 
 def names_in_groups(optimizer: Optimizer, module: nn.Module) -> list[list[str]]:
-    """The names of each group's parameters; `InputError` for one that the model does not hold."""
+    """Returns the names of each group's parameters; `InputError` for one that the model does not hold."""
     names = {id(param): name for name, param in module.named_parameters()}
     groups = []
     for place, group in enumerate(optimizer.param_groups):
@@ -78,7 +78,7 @@ def _made(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
 
 
 def nature_of(optimizer: Optimizer, shapes: Sequence[Sequence[torch.Size]]) -> Nature:
-    """What a trial with each group's settings finds, the most demanding of them."""
+    """Returns what the update needs (elements, tensors or all), by a trial of each group's settings."""
     found = []
     for group, of_group in zip(optimizer.param_groups, shapes, strict=True):
         if of_group:

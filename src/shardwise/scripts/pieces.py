@@ -65,7 +65,7 @@ class Pieces:
                 param.__class__ = self._kind
 
     def answer(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """`func` as the script means it: of whole weights. Subclasses' own answers are off."""
+        """Returns `func` of the whole weights, as the script means it. Subclasses' own answers are off."""
         name = getattr(func, "__name__", "")
         attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name in ("__get__", "__set__") else ""
         if func is torch.autograd.grad:

@@ -21,9 +21,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten_with_path, tree_map_only, tree_unflatten
 
-from shardwise.comm import Axis
-from shardwise.part import Part, plain
-from shardwise.part.crossing import Cuts, axes_of, cuts_of, put_together, share_under
+from shardwise.part import Part
+from shardwise.part.crossing import Entering, axes_of, cuts_of, put_together, share_under
 from shardwise.part.levels import Distributed
 from shardwise.part.positions import Positions, name_of
 
@@ -77,19 +76,7 @@ class Door:
         if any(leaf.dim() <= dim or leaf.shape[dim] < self._positions.fewest(axes) for dim, axes in cuts):
             return leaf
         dealt, axes = self._positions.dealt(leaf.shape, cuts), tuple(axis for _, each in cuts for axis in each)
-        return _Enters.apply(leaf, dealt, axes)
-
-
-class _Enters(torch.autograd.Function):
-    """A tensor that every rank has, as shares; its gradient is whole again."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, cuts: Cuts, axes: tuple[Axis, ...]) -> torch.Tensor:
-        return put_together(share_under(tensor.detach(), cuts, axes).contiguous(), cuts, axes)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor):
-        return plain(gradient), None, None
+        return Entering.apply(leaf, dealt, axes)
 
 
 def let_out(output: Any) -> Any:

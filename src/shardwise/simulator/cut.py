@@ -11,20 +11,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol, cast
 
 from shardwise.cluster import Cluster
 from shardwise.costs.kernels import Kernels, peak_tflops
 from shardwise.costs.layout import Layout
 from shardwise.costs.memory import MemoryLedger
-from shardwise.costs.software import Software
+from shardwise.costs.software import Software, States
 from shardwise.costs.wire import RankGroup, Wire
 from shardwise.layout.grid import INNER, SPACE
 from shardwise.simulator.counted import Counted, Model
 from shardwise.simulator.forecast import Forecast
 from shardwise.simulator.held import policy
 from shardwise.simulator.parts import GAPS
-from shardwise.simulator.pipeline import play_all
+from shardwise.simulator.pipeline import Played, play_all
 from shardwise.simulator.sharded import Sharded, data_seconds, on_cores
 from shardwise.simulator.traced import (
     attention_seconds,
@@ -39,6 +40,7 @@ from shardwise.simulator.traced import (
 )
 
 OpKey = tuple[str, int]  # (kind, stage)
+Seconds = dict[OpKey, float]
 TALK, HALOS = "tensor, context and expert communication", "communication between tiles"
 APART = ("all_to_all", "point_to_point")  # what sends to each rank apart
 RING = ("cp", "point_to_point")  # blocks of keys and values, and sums of their gradients, on their way
@@ -81,6 +83,18 @@ def _calls(trace: CountedRank, key: OpKey) -> list[tuple[str, str, int]]:
     return [(axis, op, times) for (axis, op, _), times in trace.wire[key].items()]
 
 
+@dataclass
+class _Rounds:
+    """The micro-batches of a step, by parts, and what else is known of them."""
+
+    parts: dict[str, float]
+    micro_s: float  # of one micro-batch, for what overlaps with it
+    busy_s: float  # of one micro-batch's operations on the slowest rank
+    gathered_s: float = 0.0  # waiting for weights and gradients between stages, in the whole step
+    bubble: float = 0.0
+    timeline: list[tuple[str, str, float, float]] = field(default_factory=list)
+
+
 def simulate_cut(
     ranks: Sequence[Model],
     layout: Layout,
@@ -89,48 +103,14 @@ def simulate_cut(
     precision: str,
     held: Sequence[MemoryLedger],
 ) -> Forecast:
-    """One optimizer step. `ranks`: models whose traces are `CountedRank`s; `held`: their memory."""
+    """The forecast of one optimizer step. `ranks`: models whose traces are `CountedRank`s; `held`: their memory."""
     dtype = {"fp32": "fp32", "fp64": "fp32"}.get(precision, "bf16")
     kernels, added = kernels_of(cluster, layout, software, dtype)
     wire, states = Wire(cluster, layout.world_size), policy(precision, ranks[0].update.state_elements, layout)
-    work, sent, of_tiles = _ops(ranks, layout, kernels, software, wire)
-    last = max(stage for _, stage in work)
-    own = [_of_rank(rank, work) for rank in ranks]
-    busy = max(own)
-    parts: dict[str, float] = {}
-    timeline: list[tuple[str, str, float, float]] = []
-    bubble, gathered = 0.0, 0.0
-    talk = max(sum(sent[key] for key in _seen(rank)[0].ops) for rank in ranks)
-    tiled = max(sum(of_tiles[key] for key in _seen(rank)[0].ops) for rank in ranks)
-    if layout.pp > 1:
-        link = Sharded(wire, states, RankGroup(layout.shard_ranks, layout.tp))
-        waits = _gathers(ranks, {key: work[key] + sent[key] for key in work}, link)
-        gathered = max(sum(waits[key] for key in _seen(rank)[0].ops) for rank in ranks)
-
-        def seconds(kind: str) -> list[float]:
-            keys = [(kind, s) for s in range(last + 1)]
-            return [work.get(key, 0.0) + sent.get(key, 0.0) + waits.get(key, 0.0) for key in keys]
-
-        whole, first, second = seconds("B"), seconds("I"), seconds("W")
-        inputs = [b or i for b, i in zip(whole, first, strict=True)]
-        played = play_all(
-            layout.schedule, layout.pp, layout.n_micro, layout.chunks, seconds("F"), inputs, second,
-            _messages(ranks, layout, wire, last),
-        )  # fmt: skip
-        bubble = played.bubble
-        timeline = [(f"rank {r}", f"{op.kind}{op.microbatch} of {op.stage}", a, b) for r, op, a, b in played.ops]
-        step = layout.rounds * played.seconds
-        times = layout.n_micro * layout.rounds
-        parts["compute"] = times * busy
-        parts |= {TALK: times * (talk - tiled), HALOS: times * tiled}
-        parts["pipeline bubble and sends"] = max(0.0, step - times * (busy + talk + gathered))
-        micro, gathered = step / times, times * gathered
-    else:
-        parts["compute"] = layout.n_micro * busy
-        parts |= {TALK: layout.n_micro * (talk - tiled), HALOS: layout.n_micro * tiled}
-        micro = busy + talk
-    parts["data-parallel communication"] = gathered + max(
-        data_seconds(rank, layout, micro, wire, states, software)[0] for rank in ranks
+    rounds = _rounds(ranks, layout, _ops(ranks, layout, kernels, software, wire), wire, states)
+    parts = rounds.parts
+    parts["data-parallel communication"] = rounds.gathered_s + max(
+        data_seconds(rank, layout, rounds.micro_s, wire, states, software)[0] for rank in ranks
     )
     parts["optimizer"] = max(optimizer_seconds(rank, layout, kernels, states) for rank in ranks)
     parts |= engine_seconds(ranks[0], layout, added, parts["compute"])
@@ -139,33 +119,81 @@ def simulate_cut(
     correction = cluster.device.correction.value if cluster.device.correction is not None else 1.0
     parts = {name: value * correction for name, value in parts.items() if value or name != HALOS}
     each = layout.tp * layout.pp * layout.cut_positions / len(ranks)
-    flops = each * sum(rank.flops(layout.global_batch) for rank in ranks)
     forecast = Forecast(
-        step_s=sum(parts.values()), parts=parts, memory=list(held), flops=flops,
+        step_s=sum(parts.values()), parts=parts, memory=list(held),
+        flops=each * sum(rank.flops(layout.global_batch) for rank in ranks),
         world_size=layout.world_size, samples=layout.global_batch, peak_tflops=peak_tflops(cluster.device, dtype),
         best_tflops=kernels.best_tflops / min(1.0, correction),
         convention="counted", exposed={"tensor": parts[TALK], **({"tiles": parts[HALOS]} if HALOS in parts else {}),
-        "data": parts["data-parallel communication"]}, bubble=bubble, timeline=timeline,
+        "data": parts["data-parallel communication"]}, bubble=rounds.bubble, timeline=rounds.timeline,
     )  # fmt: skip
-    forecast.basis = {
+    if layout.tiles > 1:
+        forecast.halos = halo_bytes(ranks, layout, wire)
+    forecast.basis = _basis(ranks, layout, kernels, wire)
+    ops = max(rank.linear(rank.one.kernels, rank.two.kernels, layout.micro_batch) for rank in ranks)
+    measured = cluster.device.op_us is not None
+    forecast.basis |= taken(ranks) | host_basis(kernels, ops, rounds.busy_s, measured=measured)
+    return forecast
+
+
+def _rounds(
+    ranks: Sequence[Model], layout: Layout, seconds: tuple[Seconds, Seconds, Seconds], wire: Wire, states: States
+) -> _Rounds:
+    """The micro-batches of a step. `seconds`: of each op's work, its collectives, and those of them between tiles."""
+    work, sent, of_tiles = seconds
+    busy, talk, tiled = (max(_of_rank(rank, each) for rank in ranks) for each in (work, sent, of_tiles))
+    if layout.pp > 1:
+        link = Sharded(wire, states, RankGroup(layout.shard_ranks, layout.tp))
+        waits = _gathers(ranks, {key: work[key] + sent[key] for key in work}, link)
+        gathered = max(_of_rank(rank, waits) for rank in ranks)
+        played = _played(ranks, layout, (work, sent, waits), wire)
+        times = layout.n_micro * layout.rounds
+        step = layout.rounds * played.seconds
+    else:
+        played, gathered, times = None, 0.0, layout.n_micro
+        step = times * (busy + talk)
+    parts = {"compute": times * busy, TALK: times * (talk - tiled), HALOS: times * tiled}
+    rounds = _Rounds(parts, step / times, busy, times * gathered)
+    if played is not None:
+        parts["pipeline bubble and sends"] = max(0.0, step - times * (busy + talk + gathered))
+        rounds.bubble = played.bubble
+        rounds.timeline = [(f"rank {r}", f"{op.kind}{op.microbatch} of {op.stage}", a, b) for r, op, a, b in played.ops]
+    return rounds
+
+
+def _played(ranks: Sequence[Model], layout: Layout, seconds: Sequence[Seconds], wire: Wire) -> Played:
+    """The schedule's table, played with what each stage's ops take in all."""
+    last = max(stage for each in seconds for _, stage in each)
+
+    def of_stages(kind: str) -> list[float]:
+        return [sum(each.get((kind, stage), 0.0) for each in seconds) for stage in range(last + 1)]
+
+    whole, first, second = of_stages("B"), of_stages("I"), of_stages("W")
+    inputs = [b or i for b, i in zip(whole, first, strict=True)]
+    return play_all(
+        layout.schedule, layout.pp, layout.n_micro, layout.chunks, of_stages("F"), inputs, second,
+        _messages(ranks, layout, wire, last),
+    )  # fmt: skip
+
+
+def _basis(ranks: Sequence[Model], layout: Layout, kernels: Kernels, wire: Wire) -> dict[str, str]:
+    """What each kind of figure in the forecast rests on, as text."""
+    basis = {
         "products": kernels.basis,
         "tensor parallel": wire.basis("all_reduce", RankGroup(layout.tp, 1)),
         "data ranks": wire.basis("all_reduce", RankGroup(layout.gradient_ranks, layout.tp)),
         "work": f"{len(ranks)} rank(s) that differ, each rehearsed on fake tensors",
     }
     if layout.split_sequence > 1:
-        forecast.basis["sequence"] = "bytes as rehearsed, the rate of each link; a ring's hide behind fused attention"
+        basis["sequence"] = "bytes as rehearsed, the rate of each link; a ring's hide behind fused attention"
     if layout.tiles > 1:
-        forecast.halos = halo_bytes(ranks, layout, wire)
         hides = any(any(trace.overlaps.values()) for trace in (_seen(rank)[0] for rank in ranks))
-        forecast.basis["halos"] = "bytes as rehearsed, the rate of each link; " + (
+        basis["halos"] = "bytes as rehearsed, the rate of each link; " + (
             "those of large convolutions hide behind them, others are waited for"
             if hides
             else "waited for (not hidden behind computing)"
         )
-    ops = max(rank.linear(rank.one.kernels, rank.two.kernels, layout.micro_batch) for rank in ranks)
-    forecast.basis |= taken(ranks) | host_basis(kernels, ops, busy, measured=cluster.device.op_us is not None)
-    return forecast
+    return basis
 
 
 def groups_of(layout: Layout) -> dict[str, RankGroup]:
@@ -181,7 +209,7 @@ def groups_of(layout: Layout) -> dict[str, RankGroup]:
 
 def _ops(
     ranks: Sequence[Model], layout: Layout, kernels: Kernels, software: Software, wire: Wire
-) -> tuple[dict[OpKey, float], dict[OpKey, float], dict[OpKey, float]]:
+) -> tuple[Seconds, Seconds, Seconds]:
     """Seconds of each op's work, of its collectives, and of those between tiles, on the slowest rank that runs it."""
     groups = groups_of(layout)
     work: dict[OpKey, float] = {}

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from shardwise.comm import Axis
 from shardwise.errors import InputError
 from shardwise.part import Owners, Part, plain, whole
-from shardwise.part.crossing import Cuts, put_together, share_under
+from shardwise.part.crossing import Cuts, Entering, put_together, share_under
 
 DIM = 1  # of (B, S, E)
 
@@ -72,7 +72,7 @@ class CutBlocks:
         if place is None or leaves[place].dim() != 3 or not leaves[place].is_floating_point():
             raise InputError(f"'{self.first}' is not given (B, S, E) first, so its positions cannot be cut")
         if not (isinstance(leaves[place], Part) and leaves[place].axis.positions):  # a block that runs again has shares
-            leaves[place] = _Shares.apply(whole(leaves[place]), self._cuts(leaves[place].shape[DIM]), self.axes)
+            leaves[place] = Entering.apply(whole(leaves[place]), self._cuts(leaves[place].shape[DIM]), self.axes)
         return tree_unflatten(leaves, spec)
 
     def _leave(self, block: nn.Module, args: tuple, output: Any) -> Any:
@@ -105,20 +105,8 @@ def insides(blocks: Sequence[str], axes: tuple[Axis, ...], least: int) -> Iterat
             yield CutBlocks(paths[0], paths[-1], axes, least)
 
 
-class _Shares(torch.autograd.Function):
-    """A tensor that every rank has, as shares; its gradient is whole again."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, cuts: Cuts, axes: tuple[Axis, ...]) -> torch.Tensor:
-        return put_together(share_under(tensor.detach(), cuts, axes).contiguous(), cuts, axes)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor):
-        return plain(gradient), None, None
-
-
 class _Joined(torch.autograd.Function):
-    """The adjoint: shares as a tensor that every rank has, of whose gradient each takes its share."""
+    """The adjoint of `Entering`: shares as a tensor that every rank has, of whose gradient each takes its share."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, cuts: Cuts, axes: tuple[Axis, ...]) -> torch.Tensor:

@@ -1,0 +1,91 @@
+"""What a row of a published run ran on: the device by the catalogue's name, the cluster, and the software."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+from forecast_cells import Skip
+
+from shardwise.cluster import Cluster, device_names
+from shardwise.cluster import device as devices
+from shardwise.costs.layout import Layout
+from shardwise.costs.software import FP8, Software, software
+
+# Which software a row was run with: the first word found in the file's name, the source or the notes.
+SOFTWARE = (
+    ("korthikanti", "megatron-2021"),
+    ("megatron-lm sc21", "megatron-2021"),
+    ("zero bubble", "zero-bubble"),
+    ("llm-foundry", "llm-foundry"),
+    ("torchtitan", "torchtitan"),
+    ("nemo", "nemo"),
+    ("megatron-bridge", "nemo"),
+    ("fused cross-entropy", "megatron-core"),
+    ("megatron-lm ci", "megatron-core-unfused-loss"),
+    ("megatron", "megatron-core-unfused-loss"),
+    ("fsdp", "fsdp"),
+    ("deepspeed", "deepspeed-2021"),
+)
+# The usual port of one device, Gb/s, by generation; Selene (Megatron's papers) had 8 x 200 Gb/s for 8 A100
+PORTS = {"v100": 100, "a100": 200}
+OTHERS = 400
+
+
+def device_name(gpu: str) -> str:
+    """The catalogue's name; `H100` alone is the SXM one."""
+    name = gpu.lower().replace("-nvl72", "").replace(" ", "-")
+    near = [known for known in device_names() if known.startswith(name)] if name else []
+    if name in near:
+        return name
+    if not near:
+        raise Skip(f"{gpu or 'a device without a name'} is not in the catalogue")
+    return next((known for known in near if "sxm-80gb" in known), near[0])
+
+
+def cluster_of(gpu: str, n: int, notes: str = "") -> Cluster:
+    """So many GPUs of a kind as nodes of eight, or of a link domain's size, with their generation's usual ports."""
+    name = device_name(gpu)
+    if (domain := devices(name)[1].count) > 8:
+        domain = 2 ** int(math.log2(domain)) if n > domain else domain  # jobs of several racks take 64 devices of 72
+        return Cluster.parse(f"{n} {name}" if n <= domain else f"{-(-n // domain)}x{domain} {name}, ib-{OTHERS}")
+    if n <= 8:
+        return Cluster.parse(f"{n} {name}")
+    link = "roce" if "roce" in notes else "ib"
+    return Cluster.parse(f"{-(-n // 8)}x8 {name}, {link}-{PORTS.get(name.split('-')[0], OTHERS)}")
+
+
+def software_name(file: str, row: Mapping[str, str]) -> str:
+    """By what the file's name, the source and the notes say; by the layout where they say nothing."""
+    text = " ".join((file, row["source"], row["notes"])).lower().replace("_", " ")
+    for word, name in SOFTWARE:
+        if word in text:
+            return name
+    return "fsdp" if row["dp_shard"].startswith("3") else "megatron-core-unfused-loss"
+
+
+def software_of(file: str, row: Mapping[str, str], layout: Layout) -> Software:
+    """The software's facts, with what the row says of its own run."""
+    found = software(software_name(file, row) + fp8_suffix(row))
+    if found.name == "megatron-2021" and "ZeRO" in row["table"]:
+        found = software("deepspeed-2021")
+    if layout.schedule.startswith("zb"):
+        found = replace(found, overlap_p2p=True)  # their runtime posts messages ahead; Megatron's schedules wait
+    if found.name.startswith("llm-foundry") and "PURE" in row["notes"]:
+        found = replace(found, states="bf16-full")
+    return found
+
+
+def fp8_suffix(row: Mapping[str, str]) -> str:
+    """The recipe of FP8 that a row's precision names, as what follows a software's name; "" where it has none.
+
+    Where two are given, "FP8-CS (FP8-MX)", the row's figures are "first (second)", and the first is scored; by the
+    footnote of the 25.09 tables of NVIDIA-NeMo/Megatron-Bridge the second ones are FP8 of another granularity too.
+    """
+    text = row["precision"].lower()
+    if "fp8" not in text:
+        return ""
+    if text.startswith(("fp8-mx", "mxfp8")):
+        return FP8["blocks"].suffix
+    return FP8["delayed" if software_name("", row) == "llm-foundry" else "current"].suffix
