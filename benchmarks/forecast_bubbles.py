@@ -14,7 +14,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from shardwise.simulator.pipeline import play, schedule
+from shardwise.layout.timing import play
+from shardwise.simulator.pipeline import schedule
 
 # model -> micro-batches over stages -> F, B, W, message
 PROFILED = {

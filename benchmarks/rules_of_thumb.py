@@ -24,8 +24,8 @@ from shardwise.costs.shapes import Shape
 from shardwise.costs.software import STATES, Software, software
 from shardwise.costs.wire import RankGroup, Wire
 from shardwise.layout.schedules import Times, make_schedule
+from shardwise.layout.timing import play
 from shardwise.simulator import simulate
-from shardwise.simulator.pipeline import play
 
 PAGE = Path(__file__).parents[1] / "docs" / "rules-of-thumb.md"
 YEAR = 365.25 * 86400

@@ -18,12 +18,13 @@ from shardwise.costs.software import STATES, software
 from shardwise.costs.wire import RankGroup, Wire
 from shardwise.errors import InputError
 from shardwise.layout.schedules import Times, make_schedule
+from shardwise.layout.timing import play
 from shardwise.measure.machine import attention_times
 from shardwise.models import tasks
 from shardwise.planner.door import simulate as forecast_of_task
 from shardwise.simulator import simulate
 from shardwise.simulator.events import StreamOp, run
-from shardwise.simulator.pipeline import play, play_all, schedule
+from shardwise.simulator.pipeline import play_all, schedule
 from shardwise.simulator.quick import Estimator
 
 ROOT = Path(__file__).parents[1]

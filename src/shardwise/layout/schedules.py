@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.errors import RefusedPlan
 from shardwise.layout.schedule_kinds import KINDS, Op
+from shardwise.layout.timing import play
 
 if TYPE_CHECKING:
     from shardwise.layout.plan import Plan
@@ -65,20 +66,6 @@ class Schedule:
         """The stages that a rank runs, first to last."""
         return tuple(stage for stage, owner in enumerate(self.owner) if owner == rank)
 
-    def needs(self, op: Op) -> tuple[Op, ...]:
-        """The ops that must be over before this one, wherever they run."""
-        stage, batch = op.stage, op.microbatch
-        if op.kind == "F":
-            return (Op("F", stage - 1, batch),) if stage else ()
-        if op.kind == "W":
-            return (Op("I", stage, batch),)
-        after = () if stage == self.stages - 1 else (self._backward_of(stage + 1, batch),)
-        return (Op("F", stage, batch), *after)
-
-    def _backward_of(self, stage: int, batch: int) -> Op:
-        whole = Op("B", stage, batch)
-        return whole if whole in self._all else Op("I", stage, batch)
-
     @cached_property
     def _all(self) -> frozenset[Op]:
         return frozenset(op for row in self.rows for op in row)
@@ -89,29 +76,9 @@ class Schedule:
         Raises `RefusedPlan` where the rows wait for each other in a circle.
         """
         times = times or Times()
-        done: dict[Op, tuple[float, float]] = {}
-        at = [0] * self.ranks
-        free = [0.0] * self.ranks
-        moved = True
-        while moved:
-            moved = False
-            for rank, row in enumerate(self.rows):
-                while at[rank] < len(row):
-                    op = row[at[rank]]
-                    needed = self.needs(op)
-                    if not all(need in done for need in needed):
-                        break
-                    start = max([free[rank], *(done[need][1] for need in needed)])
-                    free[rank] = start + times.of(op.kind)
-                    done[op] = (start, free[rank])
-                    at[rank] += 1
-                    moved = True
-        stuck = [row[place] for row, place in zip(self.rows, at, strict=True) if place < len(row)]
-        if stuck:
-            raise RefusedPlan(
-                f"schedule {self.name}: ops wait for each other in a circle: {', '.join(map(str, stuck))}"
-            )
-        return done
+        each = ([seconds] * self.stages for seconds in (times.forward, times.input, times.weight))
+        played = play(self, *each, [0.0] * (self.stages - 1))
+        return {op: (start, end) for _, op, start, end in played.ops}
 
     def validate(self) -> None:
         """Raise `RefusedPlan` unless each stage does each micro-batch once, on its rank, in an order that can run."""

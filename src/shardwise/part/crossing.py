@@ -159,12 +159,6 @@ def overwrite(held: torch.Tensor, value: torch.Tensor, axes: Sequence[Axis]) -> 
         held.soft, held.origin, held.copied, held.rows = value.soft, value.origin, False, None
 
 
-__all__ = [
-    "Along", "Cuts", "apart", "axes_of", "cuts_of", "filled", "joined", "overwrite", "put_together", "settled",
-    "share_under", "taken_apart",
-]  # fmt: skip
-
-
 class Entering(torch.autograd.Function):
     """A tensor that every rank has, as shares; its gradient is whole again."""
 
@@ -175,3 +169,9 @@ class Entering(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor):
         return plain(gradient), None, None
+
+
+__all__ = [
+    "Along", "Cuts", "Entering", "apart", "axes_of", "cuts_of", "filled", "joined", "overwrite", "put_together",
+    "settled", "share_under", "taken_apart",
+]  # fmt: skip

@@ -21,11 +21,12 @@ from shardwise.costs.memory import MemoryLedger
 from shardwise.costs.software import Software, States
 from shardwise.costs.wire import RankGroup, Wire
 from shardwise.layout.grid import INNER, SPACE
+from shardwise.layout.timing import Played
 from shardwise.simulator.counted import Counted, Model
 from shardwise.simulator.forecast import Forecast
 from shardwise.simulator.held import policy
 from shardwise.simulator.parts import GAPS
-from shardwise.simulator.pipeline import Played, play_all
+from shardwise.simulator.pipeline import play_all
 from shardwise.simulator.sharded import Sharded, data_seconds, on_cores
 from shardwise.simulator.traced import (
     attention_seconds,
