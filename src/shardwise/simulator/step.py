@@ -13,6 +13,7 @@ from shardwise.simulator.events import CONTENTION, StreamOp, run
 from shardwise.simulator.forecast import Forecast
 from shardwise.simulator.parts import (
     LayerTimes,
+    StageTimes,
     StepContext,
     beside,
     finished,
@@ -104,77 +105,101 @@ def _gathered(step: StepContext, times: LayerTimes) -> tuple[float, list[tuple[s
 
 
 def _zero3_ops(step: StepContext, times: LayerTimes, n_micro: int) -> list[StreamOp]:
-    shape, lay, wire = step.shape, step.layout, step.wire
-    replicas = step.group("replicas")
-    whole = 4.0 if step.precision == "fp32" else 2.0
+    played = _Zero3(step, times)
+    for micro in range(n_micro):
+        played.forward(micro)
+        played.backward(micro, last_micro=micro == n_micro - 1)
+    return played.ops
 
-    pieces = step.software.gathers_per_unit
-    copies = pieces * step.group("data").size * step.software.copies_us * 1e-6
 
-    def by_group(counts: dict[str, float]) -> dict[RankGroup, float]:
-        found: dict[RankGroup, float] = {}
-        for kind, count in counts.items():
-            found[sharing(step, kind)] = found.get(sharing(step, kind), 0.0) + count
-        return found
+class _UnitLinks:
+    """Seconds to gather the weights of a unit, and to sum its gradients; weights are counted by kind."""
 
-    def gather(counts: dict[str, float]) -> float:
-        each = ((group, count * whole / pieces) for group, count in by_group(counts).items())
-        return copies + pieces * sum(wire.collective("all_gather", group, size) for group, size in each)
+    def __init__(self, step: StepContext):
+        self.step, self.whole = step, 4.0 if step.precision == "fp32" else 2.0
+        self.pieces = step.software.gathers_per_unit
+        self.copies = self.pieces * step.group("data").size * step.software.copies_us * 1e-6
 
-    def scatter(counts: dict[str, float], last_micro: bool) -> float:
-        seconds = copies
-        for group, count in by_group(counts).items():
-            grads = count * step.software.grad_reduce_bytes
-            seconds += pieces * wire.collective("reduce_scatter", group, grads / pieces)
+    def gather(self, counts: dict[str, float]) -> float:
+        """Seconds until all ranks have the unit whole."""
+        each = ((group, count * self.whole / self.pieces) for group, count in self._by_group(counts).items())
+        return self.copies + self.pieces * sum(
+            self.step.wire.collective("all_gather", group, size) for group, size in each
+        )
+
+    def scatter(self, counts: dict[str, float], last_micro: bool) -> float:
+        """Seconds until each rank has the sum of its gradients, of replicas too after the last micro-batch."""
+        wire, replicas, seconds = self.step.wire, self.step.group("replicas"), self.copies
+        for group, count in self._by_group(counts).items():
+            grads = count * self.step.software.grad_reduce_bytes
+            seconds += self.pieces * wire.collective("reduce_scatter", group, grads / self.pieces)
             seconds += wire.collective("all_reduce", replicas, grads / group.size) if last_micro else 0.0
         return seconds
 
-    def is_dense(index: int) -> bool:
-        return index < shape.dense_layers
+    def _by_group(self, counts: dict[str, float]) -> dict[RankGroup, float]:
+        found: dict[RankGroup, float] = {}
+        for kind, count in counts.items():
+            found[sharing(self.step, kind)] = found.get(sharing(self.step, kind), 0.0) + count
+        return found
 
-    usual, front = (stage_parameters(shape, lay, 1.0, first=False, last=False, dense=dense) for dense in (0.0, 1.0))
-    root = {"dense": (shape.embedding_parameters + shape.head_parameters + shape.norm_parameters) / lay.tp}
-    keep = lay.recompute != "full" and step.layout.zero == 2
-    ops: list[StreamOp] = []
 
-    def add(name: str, stream: str, seconds: float, *after: int | None) -> int:
-        ops.append(StreamOp(name, stream, seconds, [a for a in after if a is not None]))
-        return len(ops) - 1
+class _Zero3:
+    """The ops of micro-batches under ZeRO-3, each behind what it waits for, in the order of their streams."""
 
-    for micro in range(n_micro):
-        ends_here = micro == n_micro - 1  # replicas are summed once
-        computed: list[int] = []
-        root_here = add(
-            f"gather root {micro}",
-            "data",
-            gather(root),
-            len(ops) - 1 if ops and step.software.prefetch == "none" else None,
+    def __init__(self, step: StepContext, times: LayerTimes):
+        self.ops: list[StreamOp] = []
+        self._step, self._times, self._links = step, times, _UnitLinks(step)
+        shape, self._prefetch = step.shape, step.software.prefetch
+        self._usual, self._front = (
+            stage_parameters(shape, step.layout, 1.0, first=False, last=False, dense=dense) for dense in (0.0, 1.0)
         )
-        last = add(f"embedding {micro}", "compute", times.first.forward, root_here)
-        for index in range(shape.layers):
+        parameters = shape.embedding_parameters + shape.head_parameters + shape.norm_parameters
+        self._root = {"dense": parameters / step.layout.tp}
+        self._computed: list[int] = []  # of this micro-batch, one for each unit
+        self._last = -1  # what was computed last
+
+    def forward(self, micro: int) -> None:
+        """Add the forward of a micro-batch, its head and loss included."""
+        before = len(self.ops) - 1 if self.ops and self._prefetch == "none" else None
+        self._computed = []
+        root = self._add(f"gather root {micro}", "data", self._links.gather(self._root), before)
+        last = self._add(f"embedding {micro}", "compute", self._times.first.forward, root)
+        for index in range(self._step.shape.layers):
             # at most two units are whole at a time: a gather waits until the one before last has computed
-            ahead = computed[-2] if len(computed) >= 2 else None
-            wait = ahead if step.software.prefetch != "none" else last
-            got = add(f"gather {index}", "data", gather(front if is_dense(index) else usual), wait)
-            own = times.dense if is_dense(index) else times.layer
-            last = add(f"forward {index}.{micro}", "compute", own.forward, got, last)
-            computed.append(last)
-        last = add(f"head {micro}", "compute", times.last.seconds, last)
-        computed.append(last)
+            ahead = self._computed[-2] if len(self._computed) >= 2 else None
+            wait = ahead if self._prefetch != "none" else last
+            got = self._add(f"gather {index}", "data", self._links.gather(self._unit(index)), wait)
+            last = self._add(f"forward {index}.{micro}", "compute", self._time(index).forward, got, last)
+            self._computed.append(last)
+        self._last = self._add(f"head {micro}", "compute", self._times.last.seconds, last)
+        self._computed.append(self._last)
+
+    def backward(self, micro: int, *, last_micro: bool) -> None:
+        """Add its backward."""
+        lay, last = self._step.layout, self._last
+        gathers = 2 if lay.recompute == "full" and self._step.software.gathers_again else 1
         here: int | None = None  # the last layer is still whole
-        for index in reversed(range(shape.layers)):
-            own, each = (times.dense, front) if is_dense(index) else (times.layer, usual)
-            before = front if is_dense(index - 1) else usual
-            last = add(f"backward {index}.{micro}", "compute", own.backward + own.weight, here, last)
-            wait = computed[-1] if step.software.prefetch != "none" else last
-            computed.append(last)
-            if step.software.prefetch != "before":  # one stream: the next gather stands behind these gradients
-                add(f"scatter {index}", "data", scatter(each, ends_here), last)
-            if index and not keep:
-                for _ in range(2 if lay.recompute == "full" and step.software.gathers_again else 1):
-                    here = add(f"gather {index - 1}", "data", gather(before), wait)
-            if step.software.prefetch == "before":
-                add(f"scatter {index}", "data", scatter(each, ends_here), last)
-        last = add(f"embedding backward {micro}", "compute", times.first.weight, last)
-        add(f"scatter root {micro}", "data", scatter(root, ends_here), last)
-    return ops
+        for index in reversed(range(self._step.shape.layers)):
+            own = self._time(index)
+            last = self._add(f"backward {index}.{micro}", "compute", own.backward + own.weight, here, last)
+            wait = self._computed[-1] if self._prefetch != "none" else last
+            self._computed.append(last)
+            scattered = f"scatter {index}", "data", self._links.scatter(self._unit(index), last_micro)
+            if self._prefetch != "before":  # one stream: the next gather stands behind these gradients
+                self._add(*scattered, last)
+            for _ in range(gathers if index else 0):
+                here = self._add(f"gather {index - 1}", "data", self._links.gather(self._unit(index - 1)), wait)
+            if self._prefetch == "before":
+                self._add(*scattered, last)
+        last = self._add(f"embedding backward {micro}", "compute", self._times.first.weight, last)
+        self._add(f"scatter root {micro}", "data", self._links.scatter(self._root, last_micro), last)
+
+    def _add(self, name: str, stream: str, seconds: float, *after: int | None) -> int:
+        self.ops.append(StreamOp(name, stream, seconds, [place for place in after if place is not None]))
+        return len(self.ops) - 1
+
+    def _unit(self, index: int) -> dict[str, float]:
+        return self._front if index < self._step.shape.dense_layers else self._usual
+
+    def _time(self, index: int) -> StageTimes:
+        return self._times.dense if index < self._step.shape.dense_layers else self._times.layer
