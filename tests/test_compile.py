@@ -29,11 +29,6 @@ def two_layers() -> Task:
     return tasks.decoder().with_(model=partial(Decoder, config), batch=partial(tasks.token_batch, samples=7, length=10))
 
 
-def one_layer() -> Task:
-    config = replace(tasks.TINY_DECODER, layers=1)
-    return two_layers().with_(model=partial(Decoder, config))
-
-
 def fused() -> Task:
     """Queries, keys and values in one weight, whose shares are no contiguous rows."""
     config = replace(tasks.gpt2().model.args[0], hidden=16, heads=2, dropout=0.0, layers=2)
@@ -89,10 +84,9 @@ def compare(found: Curve, wanted: Curve) -> None:
 
 
 CASES: list[Any] = [
-    (one_layer, "tp=2,sp=true,dp_shard=2,zero=3,remat=full"), (fused, "tp=2,tp_overlap=true"),
+    (two_layers, "tp=2,sp=true,dp_shard=2,zero=3,remat=full"), (fused, "tp=2,tp_overlap=true"),
     *(pytest.param(*case, marks=pytest.mark.long) for case in (
         (two_layers, "tp=2"), (two_layers, "pp=2,tp=2,microbatches=2"),
-        (two_layers, "tp=2,sp=true,dp_shard=2,zero=3,remat=full"),
         (fused, "tp=2,sp=true,dp_shard=2,zero=1,accumulate=2"),
     )),
 ]  # fmt: skip

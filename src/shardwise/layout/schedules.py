@@ -76,8 +76,8 @@ class Schedule:
         Raises `RefusedPlan` where the rows wait for each other in a circle.
         """
         times = times or Times()
-        each = ([seconds] * self.stages for seconds in (times.forward, times.input, times.weight))
-        played = play(self, *each, [0.0] * (self.stages - 1))
+        forward, back, weight = ([seconds] * self.stages for seconds in (times.forward, times.input, times.weight))
+        played = play(self, forward, back, weight, [0.0] * (self.stages - 1))
         return {op: (start, end) for _, op, start, end in played.ops}
 
     def validate(self) -> None:

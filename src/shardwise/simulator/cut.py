@@ -212,63 +212,72 @@ def _ops(
     ranks: Sequence[Model], layout: Layout, kernels: Kernels, software: Software, wire: Wire
 ) -> tuple[Seconds, Seconds, Seconds]:
     """Seconds of each op's work, of its collectives, and of those between tiles, on the slowest rank that runs it."""
-    groups = groups_of(layout)
-    work: dict[OpKey, float] = {}
-    sent: dict[OpKey, float] = {}
-    of_tiles: dict[OpKey, float] = {}
-
-    def talk(rank: Model, key: OpKey, axes: Callable[[str], bool]) -> float:
-        """Returns seconds; message sizes, not times, are interpolated: small messages are slow for their bytes."""
-        ends = [trace.wire[key].items() for trace in _seen(rank)]
-        return sum(
-            calls * wire.collective(op, groups[axis], rank.linear(low, high, layout.micro_batch))
-            for ((axis, op, low), calls), ((_, _, high), _) in zip(*ends, strict=True)
-            if axes(axis) and not (axis in INNER and op in APART)
-        )
-
-    def between_positions(rank: Model, key: OpKey, axes: Callable[[str], bool]) -> float:
-        """Sums over axes that cut positions, and what each of their ranks is sent by others."""
-        calls = Counter[tuple[str, str]]()
-        for (axis, op, _), times in _seen(rank)[0].wire[key].items():
-            calls[axis, op] += times
-        seconds = talk(rank, key, axes)
-        for (axis, op), came in _arrivals(rank, key, layout).items():
-            if axes(axis):
-                passing = wire.exchange(came, groups[axis], calls[axis, op])
-                if (axis, op) == RING:  # the next block comes while that at hand is computed, the last one beside none
-                    one, two = (trace.ops[key] for trace in _seen(rank))
-                    busy = attention_seconds(one, two, layout.micro_batch, kernels, software)
-                    passing = max(0.0, passing - busy * (1 - 1 / layout.cp))
-                else:
-                    passing = max(0.0, passing - hidden(rank, key, (axis, op)))
-                seconds += passing
-        return seconds
-
-    def hidden(rank: Model, key: OpKey, passing: tuple[str, str]) -> float:
-        """Seconds of exchanges that pass while operations run which do not need them."""
-        one, two = _seen(rank)
-        if on_cores(wire) and wire.tier(groups[passing[0]]) == 0:
-            return 0.0
-        seconds = 0.0
-        for (*told, came, start, stop), (_, _, more, *_) in zip(one.overlaps[key], two.overlaps[key], strict=True):
-            if tuple(told) == passing:
-                at = {far: rank.linear(low, more[far], layout.micro_batch) for far, low in came.items()}
-                span = one.ops[key], two.ops[key], layout.micro_batch, slice(start, stop)
-                busy = span_seconds(*span, kernels, software)
-                seconds += min(busy, wire.exchange(at, groups[passing[0]], 1))
-        return seconds
-
+    work: Seconds = {}
+    sent: Seconds = {}
+    of_tiles: Seconds = {}
+    talk = _Talk(layout, kernels, software, wire, groups_of(layout))
     for rank in ranks:
         one, two = _seen(rank)
         for key in one.ops:
             seconds = between(one.ops[key], two.ops[key], layout.micro_batch, kernels, software)
             work[key] = max(work.get(key, 0.0), seconds)
-            among = between_positions(rank, key, SPACE.__contains__)
+            among = talk.between_positions(rank, key, SPACE.__contains__)
             of_tiles[key] = max(of_tiles.get(key, 0.0), among)
-            others = talk(rank, key, lambda axis: axis not in INNER)
-            others += between_positions(rank, key, lambda axis: axis in INNER and axis not in SPACE)
+            others = talk.of_whole(rank, key, lambda axis: axis not in INNER)
+            others += talk.between_positions(rank, key, lambda axis: axis in INNER and axis not in SPACE)
             sent[key] = max(sent.get(key, 0.0), others + among)
     return work, sent, of_tiles
+
+
+@dataclass
+class _Talk:
+    """Seconds that an op of a rank waits for others, over the axes that are asked for."""
+
+    layout: Layout
+    kernels: Kernels
+    software: Software
+    wire: Wire
+    groups: dict[str, RankGroup]
+
+    def of_whole(self, rank: Model, key: OpKey, axes: Callable[[str], bool]) -> float:
+        """Of collectives that send each rank alike; sizes, not times, are interpolated: small messages are slow."""
+        ends = [trace.wire[key].items() for trace in _seen(rank)]
+        return sum(
+            calls * self.wire.collective(op, self.groups[axis], rank.linear(low, high, self.layout.micro_batch))
+            for ((axis, op, low), calls), ((_, _, high), _) in zip(*ends, strict=True)
+            if axes(axis) and not (axis in INNER and op in APART)
+        )
+
+    def between_positions(self, rank: Model, key: OpKey, axes: Callable[[str], bool]) -> float:
+        """Of sums over axes that cut positions, and of what each of their ranks is sent by others."""
+        calls = Counter[tuple[str, str]]()
+        for (axis, op, _), times in _seen(rank)[0].wire[key].items():
+            calls[axis, op] += times
+        seconds = self.of_whole(rank, key, axes)
+        for (axis, op), came in _arrivals(rank, key, self.layout).items():
+            if axes(axis):
+                passing = self.wire.exchange(came, self.groups[axis], calls[axis, op])
+                seconds += max(0.0, passing - self._hidden(rank, key, (axis, op)))
+        return seconds
+
+    def _hidden(self, rank: Model, key: OpKey, passing: tuple[str, str]) -> float:
+        """Of exchanges that pass while operations run which do not need them."""
+        one, two = _seen(rank)
+        micro = self.layout.micro_batch
+        if passing == RING:  # the next block comes while that at hand is computed, the last one beside none
+            busy = attention_seconds(one.ops[key], two.ops[key], micro, self.kernels, self.software)
+            return busy * (1 - 1 / self.layout.cp)
+        group = self.groups[passing[0]]
+        if on_cores(self.wire) and self.wire.tier(group) == 0:
+            return 0.0
+        seconds = 0.0
+        for (*told, came, start, stop), (_, _, more, *_) in zip(one.overlaps[key], two.overlaps[key], strict=True):
+            if tuple(told) == passing:
+                at = {far: rank.linear(low, more[far], micro) for far, low in came.items()}
+                span = one.ops[key], two.ops[key], micro, slice(start, stop)
+                busy = span_seconds(*span, self.kernels, self.software)
+                seconds += min(busy, self.wire.exchange(at, group, 1))
+        return seconds
 
 
 def _arrivals(rank: Model, key: OpKey, layout: Layout) -> dict[tuple[str, str], dict[int, float]]:
