@@ -349,7 +349,7 @@ SEQUENCE = [
         "plain(tensor.detach())", "plain(tensor.detach()).roll(1, 1)", "architectures:vit", "cp=2"),
     bug("its gradient enters the blocks twice", "parallel.sequence.inside:_Joined.backward",
         "share_under(gradient, *ctx.cut)", "share_under(gradient + gradient, *ctx.cut)", "architectures:vit", "cp=2"),
-    bug("what is before the blocks gets the gradient of one share", "parallel.sequence.inside:_Shares.backward",
+    bug("what is before the blocks gets the gradient of one share", "part.crossing:Entering.backward",
         "return plain(gradient)", "return plain(gradient.with_local(gradient.local * gradient.axis.index))",
         "architectures:vit", "cp=2"),
     bug("one position of a sequence comes from every rank", "part.views:_one_of_many",
