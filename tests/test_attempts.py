@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import subprocess
 import sys
 import threading
@@ -39,7 +40,7 @@ def met(store: Any, ranks: int, timeout_s: float = 10.0) -> list[str]:
             threading.Event().wait(0.05)
             own.set("address", str(own.get("address-of-1").decode()))
         else:
-            own.set(f"address-of-{number}", f"{id(own)}")
+            own.set(f"address-of-{number}", secrets.token_hex(4))
         told[number] = own.get("address").decode()
 
     threads = [threading.Thread(target=rank, args=(number,)) for number in range(ranks)]
