@@ -82,12 +82,14 @@ def disturb() -> None:
     torch.set_default_dtype(torch.float64)
     torch.use_deterministic_algorithms(True)
     torch.set_grad_enabled(False)
+    torch.distributions.Distribution.set_default_validate_args(False)
     torch.manual_seed(dist.get_rank() + 99)
     os.environ["LEFT_BEHIND"] = "yes"
 
 
 def tell_state() -> tuple[object, ...]:
     flags = torch.are_deterministic_algorithms_enabled(), torch.is_grad_enabled(), "LEFT_BEHIND" in os.environ
+    flags += (torch.distributions.Distribution._validate_args,)
     return torch.ones(1).dtype, torch.rand(1).item(), *flags
 
 

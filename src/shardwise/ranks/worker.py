@@ -235,6 +235,7 @@ def _reset_torch(threads: int) -> None:
     torch.set_default_device(None)
     torch.set_grad_enabled(True)
     torch.use_deterministic_algorithms(False)
+    torch.distributions.Distribution.set_default_validate_args(__debug__)  # torch.compile ends it for the process
     torch.manual_seed(0)
     random.seed(0)
     if "numpy" in sys.modules:
