@@ -40,6 +40,7 @@ def write_run(folder: Path, name: str, *, steps: int = 900, ranks: int = 2, ende
     text += "\n" + json.dumps({"step": steps - 1, "eval_loss": 4.2, "eval_weight": 9.0})
     (run / "metrics.jsonl").write_text(text + "\n" + ("" if ended else '{"step": 9'))
     (run / "config.toml").write_text(CONFIG.format(ranks=ranks))
+    (run / "plan.toml").write_text(f"[plan]\ndp_replicate = {ranks}\n")
     (run / "versions.json").write_text(json.dumps({"torch": "2.13", "shardwise": "0.1", "python": "3.11"}))
     (run / "ledger.json").write_text(
         json.dumps({"collectives": [{"tag": "gradients", "op": "all_reduce", "calls": 2, "received_bytes": 131}]})
@@ -103,6 +104,13 @@ def test_three_runs_are_one_page_without_anything_from_outside(runs, capfd):
     for look in ("prefers-color-scheme:dark", "@media print", "max-width:760px"):
         assert look in text
     assert "dp_replicate" in text.split("Settings that are not alike")[1].split("<details>")[0]
+
+
+def test_a_run_that_has_not_ended_tells_its_task_its_plan_and_its_ranks(tmp_path):
+    run = write_run(tmp_path, "under-way", ranks=3, ended=False)
+    assert call(["report", str(run)]) == 0
+    cells = dict(re.findall("<td>(task|plan|ranks)</td><td>(.*?)</td>", (run / "report.html").read_text()))
+    assert cells == {"task": "text", "plan": "<code>dp_replicate=3</code>", "ranks": "3"}
 
 
 def test_what_a_run_says_cannot_become_markup(tmp_path):

@@ -104,9 +104,9 @@ def _named(runs: Sequence[RunFiles]) -> list[str]:
 
 def _overview(runs: Sequence[RunFiles]) -> str:
     rows: list[tuple[str, Callable[[RunFiles], str]]] = [
-        ("task", lambda run: _text(run.summary.get("task", run.settings.get("task.name", ("", ""))[0]))),
-        ("plan", lambda run: f"<code>{_text(run.summary.get('plan', ''))}</code>"),
-        ("ranks", lambda run: _text(run.summary.get("world_size", ""))),
+        ("task", lambda run: _text(run.task)),
+        ("plan", lambda run: f"<code>{_text(run.summary.get('plan') or run.plan or '')}</code>"),
+        ("ranks", lambda run: _text(run.summary.get("world_size") or (run.plan.world_size if run.plan else ""))),
         ("steps", lambda run: f"{len(run.steps)}" + ("" if run.summary else " (not ended)")),
         ("loss", lambda run: f"{run.steps[0]['loss']:.4g} → {run.steps[-1]['loss']:.4g}"),
         ("held-out loss", lambda run: f"{run.held_out[-1]['eval_loss']:.4g}" if run.held_out else "–"),

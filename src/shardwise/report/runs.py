@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import InputError
+from shardwise.layout import Plan
 
 
 @dataclass
 class RunFiles:
     """The files of one run folder.
 
+    plan       what was asked for, there from the start; a run that lost ranks may end under another
     steps      a record for each optimizer step
     held_out   a record for each evaluation
     summary    the final table; empty for a run that has not ended
@@ -24,6 +26,7 @@ class RunFiles:
     """
 
     name: str
+    plan: Plan | None = None
     steps: list[dict[str, Any]] = field(default_factory=list)
     held_out: list[dict[str, Any]] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
@@ -31,6 +34,11 @@ class RunFiles:
     settings: dict[str, tuple[str, str]] = field(default_factory=dict)
     wire: list[dict[str, Any]] = field(default_factory=list)
     profile: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def task(self) -> str:
+        """Its task's name."""
+        return str(self.summary.get("task") or self.settings.get("task.name", ('""', ""))[0].strip('"'))
 
     @property
     def unit(self) -> str:
@@ -65,6 +73,7 @@ def read_run(folder: Path) -> RunFiles:
     run.summary, run.versions = _json(folder / "summary.json"), _json(folder / "versions.json")
     run.wire = _json(folder / "ledger.json").get("collectives", [])
     run.profile = _json(folder / "profile" / "table.json")
+    run.plan = Plan.from_toml(folder / "plan.toml") if (folder / "plan.toml").is_file() else None
     if (folder / "config.toml").is_file():
         run.settings = settings((folder / "config.toml").read_text(encoding="utf-8", errors="replace"))
     return run
