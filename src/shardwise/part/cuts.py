@@ -252,6 +252,8 @@ def regrouped(
         owners = owners if before[dim] else Owners.blocks(full[dim], owners.ranks)
         dim, owners = regrouped(full, dim, owners, filled, goal)
         return dim, owners if after[dim] else Owners.blocks(0, owners.ranks)
+    if goal is not None and len(owners.who) == 1:
+        return goal, Owners(np.asarray([after[goal]]), owners.who, owners.ranks)
     try:
         run, to = next(pair for pair in groups(before, after) if dim in pair[0])
     except NoView as error:

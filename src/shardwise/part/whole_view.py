@@ -91,10 +91,10 @@ def goal_of(part: Part, whole: WholeView) -> int | None:
         return regrouped(whole.before, part.dim_cut, part.owners, whole.after)[0]
     if len(part.owners.who) > 1 or 0 in whole.before:
         return None
-    # joined, and all indices on one rank: any dim would do, so one that no axis further out cuts
+    # joined, and all indices on one rank: any dim would do, so one that no axis further out cuts where there is one
     taken = {after for _, after in whole.outer}
-    free = [d for d in whole.run(part.dim_cut)[1] if d not in taken and whole.after[d] > 1]
-    return free[0] if free else None
+    wide = [d for d in whole.run(part.dim_cut)[1] if whole.after[d] > 1]
+    return min(wide, key=lambda d: (d in taken, d), default=None)
 
 
 Factors = tuple[int, int, int]
