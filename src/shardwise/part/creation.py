@@ -38,7 +38,8 @@ def like(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     part = args[0]
     if not part.soft:
         return pointwise(func, args, kwargs)
-    return func(torch.empty(part.shape, dtype=part.dtype, device=part.device), *args[1:], **kwargs)
+    as_it_lies = torch.empty_strided(part.shape, part.whole_strides, dtype=part.dtype, device=part.device)
+    return func(as_it_lies, *args[1:], **kwargs)  # numbers are drawn into it in the order of memory
 
 
 def _read(function: Callable) -> Callable:

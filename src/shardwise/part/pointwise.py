@@ -107,7 +107,8 @@ def native_dropout(func: Any, args: tuple, kwargs: dict) -> Any:
         with _own_draws(part):
             output, mask = func(part.local, *args[1:], **kwargs)
         return part.with_local(output), part.with_local(mask)
-    scale, mask = func(torch.ones(part.shape, dtype=part.dtype, device=part.device), *args[1:], **kwargs)
+    ones = torch.empty_strided(part.shape, part.whole_strides, dtype=part.dtype, device=part.device).fill_(1)
+    scale, mask = func(ones, *args[1:], **kwargs)  # drawn in the order of memory
     scale, mask = part.share(scale, part.dim_cut), part.share(mask, part.dim_cut)
     return part.with_local(part.local * scale), part.with_local(mask)
 
@@ -130,7 +131,8 @@ def random(func: Any, args: tuple, kwargs: dict) -> Any:
         with _own_draws(part):
             drawn = func(part.local, *args[1:], **kwargs)
         return part if func._schema.is_mutable else part.with_local(drawn)
-    whole = gather(part) if reads else torch.empty(part.shape, dtype=part.dtype, device=part.device)
+    as_it_lies = {"dtype": part.dtype, "device": part.device}  # numbers are drawn in the order of memory
+    whole = gather(part) if reads else torch.empty_strided(part.shape, part.whole_strides, **as_it_lies)
     drawn = part.share(func(whole, *args[1:], **kwargs), part.dim_cut)
     if func._schema.is_mutable:
         part.local.copy_(drawn)

@@ -135,6 +135,8 @@ class Sum(Distributed):
                 self.total = all_sum(self.local, self.axis)
             if self.added is not None:
                 self.total = self.total + self.added
+            if isinstance(self.total, Part):
+                self.total.whole_strides = self.stride()
             del self.local, self.added
         return self.total
 

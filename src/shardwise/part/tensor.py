@@ -74,6 +74,7 @@ class Part(Distributed):
     rows: tuple[int, int] | None
     copied: bool  # a view that does not share its memory with what it is a view of
     factors: tuple[int, int, int] | None  # of the cut dim, where views joined it: sizes before, of, behind what is cut
+    whole_strides: tuple[int, ...]  # as one process has the tensor, where the share of a sum lies otherwise in memory
     values: tuple[object, bool]  # shared by parts with the same values in the same order; whether it is their transpose
 
     @staticmethod
@@ -89,7 +90,7 @@ class Part(Distributed):
             soft = False  # of positions, integers and masks alone are small enough
         part.local, part.dim_cut, part.owners, part.axis, part.soft = local, dim, owners, axis, soft
         part.origin, part.copied, part.rows, part.factors = origin, False, None, None
-        part.values = object(), False
+        part.values, part.whole_strides = (object(), False), part.stride()
         return part
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:

@@ -113,7 +113,14 @@ def transpose(func: Any, args: tuple, kwargs: dict) -> Part:
     part = args[0]
     a, b = (d % part.dim() for d in args[1:3])
     swapped = {a: b, b: a}
-    return part.with_local(part.local.transpose(a, b), swapped.get(part.dim_cut, part.dim_cut))
+    made = part.with_local(part.local.transpose(a, b), swapped.get(part.dim_cut, part.dim_cut))
+    return _lying(made, part, [swapped.get(d, d) for d in range(part.dim())])
+
+
+def _lying(made: Part, part: Part, dims: list[int]) -> Part:
+    """The part, whose dims are these of another one, with that one's order in memory: a share of one index has none."""
+    made.whole_strides = tuple(part.whole_strides[d] for d in dims)
+    return made
 
 
 @rule("t", "numpy_T")
@@ -128,7 +135,7 @@ def permute(func: Any, args: tuple, kwargs: dict) -> Part:
     """`permute(x, dims)`."""
     part = args[0]
     dims = [d % part.dim() for d in args[1]]
-    return part.with_local(part.local.permute(dims), dims.index(part.dim_cut))
+    return _lying(part.with_local(part.local.permute(dims), dims.index(part.dim_cut)), part, dims)
 
 
 @rule("unsqueeze", "unsqueeze_")
