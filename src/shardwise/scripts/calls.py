@@ -401,6 +401,7 @@ class Calls(Events):
         finally:
             self._away = False
 
+    @names_line
     def _returns(self, gradient: torch.Tensor) -> None:
         """A gradient comes back into the model, in a backward that is recorded or in a plain one."""
         if torch.is_grad_enabled() and self._door is not None:
