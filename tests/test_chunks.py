@@ -217,6 +217,7 @@ LONG = pytest.mark.long
                          "dp_shard=2,zero=3,remat=full", "tp=2,sp=true,remat=full", "cp=2,tp=2,sp=true",
                          "cp_ulysses=2,zero=3", "cp=2,cp_ulysses=2,remat=selective")
             if name != "vit" or "sp" not in plan
+            if name != "gpt2" or "cp=2" not in plan  # three heads, with dropout: none for a fourth rank
         ),
     ],
 )  # fmt: skip

@@ -107,7 +107,7 @@ def of_complex(func: Any, args: tuple, kwargs: dict) -> Part:
     return part.with_local(func(local).resolve_conj().resolve_neg())
 
 
-@rule("transpose", "transpose_")
+@rule("transpose")
 def transpose(func: Any, args: tuple, kwargs: dict) -> Part:
     """`transpose(x, a, b)`."""
     part = args[0]
@@ -138,7 +138,13 @@ def permute(func: Any, args: tuple, kwargs: dict) -> Part:
     return _lying(part.with_local(part.local.permute(dims), dims.index(part.dim_cut)), part, dims)
 
 
-@rule("unsqueeze", "unsqueeze_")
+@rule("transpose_", "t_", "unsqueeze_", "squeeze_", "swapaxes_", "swapdims_")
+def in_place(func: Any, args: tuple, kwargs: dict) -> Part:
+    """Raises `Uncut`: the object that stands for a cut tensor keeps its shape, and whoever holds it would go on so."""
+    raise Uncut(f"{func} changes the shape of a tensor in place, which one that is cut cannot follow: {args[0]!r}")
+
+
+@rule("unsqueeze")
 def unsqueeze(func: Any, args: tuple, kwargs: dict) -> Part:
     """`unsqueeze(x, dim)`."""
     part = args[0]
