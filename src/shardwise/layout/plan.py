@@ -244,6 +244,8 @@ class Plan:
             data = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
         except FileNotFoundError:
             raise InputError(f"plan: no file {path}") from None
+        except UnicodeDecodeError:
+            raise InputError(f"plan: {path} is no text: give a TOML file with the plan's fields") from None
         except tomllib.TOMLDecodeError as error:
             raise InputError(f"plan: {path} is not TOML: {error}") from None
         return cls.from_dict(data.get("plan", data))

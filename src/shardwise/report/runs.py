@@ -16,7 +16,7 @@ from shardwise.layout import Plan
 class RunFiles:
     """The files of one run folder.
 
-    plan       what was asked for, there from the start; a run that lost ranks may end under another
+    plan       what was asked for, of a run that has not ended
     steps      a record for each optimizer step
     held_out   a record for each evaluation
     summary    the final table; empty for a run that has not ended
@@ -73,7 +73,8 @@ def read_run(folder: Path) -> RunFiles:
     run.summary, run.versions = _json(folder / "summary.json"), _json(folder / "versions.json")
     run.wire = _json(folder / "ledger.json").get("collectives", [])
     run.profile = _json(folder / "profile" / "table.json")
-    run.plan = Plan.from_toml(folder / "plan.toml") if (folder / "plan.toml").is_file() else None
+    if "plan" not in run.summary and (folder / "plan.toml").is_file():
+        run.plan = Plan.from_toml(folder / "plan.toml")
     if (folder / "config.toml").is_file():
         run.settings = settings((folder / "config.toml").read_text(encoding="utf-8", errors="replace"))
     return run
