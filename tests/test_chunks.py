@@ -210,6 +210,7 @@ LONG = pytest.mark.long
         (M + "decoder", "tp=2,sp=true,position_chunks=2"),
         (S + "averaged", "dp_shard=2,zero=3,position_chunks=3"),
         (S + "averaged", "cp=2,position_chunks=2"),
+        (M + "decoder", "cp=2,cp_ulysses=2,position_chunks=3"),
         *(
             pytest.param(M + name, plan + ",position_chunks=3", marks=LONG)
             for name in ("decoder", "gpt2", "vit", "moe", "decoder_dropout")

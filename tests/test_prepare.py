@@ -241,7 +241,7 @@ SHORT = [("char_gpt", PLANS_2[3]), ("char_gpt", PLANS_2[1]), ("causal_lm", PLANS
          ("wasserstein", PLANS_2[2])]  # fmt: skip
 CUT = [("char_gpt", "tp=2,dp_shard=2"), ("causal_lm", "tp=2,sp=true"), ("image_classifier", "tp=2,dp_shard=2"),
        ("unet", "tp=2,dp_shard=2"), ("diffusion", "tp=2"), ("seq2seq", "tp=2"), ("truncated", "tp=2"),
-       ("fine_tuning", "tp=2,sp=true")]  # fmt: skip
+       ("fine_tuning", "tp=2,sp=true"), ("stream", "tp=2,sp=true")]  # fmt: skip
 SHARES = [("shifted_gpt", "cp=2"), ("weather", "domain=1x2"), ("segmentation", "domain=2,dp_replicate=2"),
           ("diffusion_unet", "domain=2,zero=3"), ("mixup", "dp_shard=2,zero=1")]  # fmt: skip
 # whose model is given a sequence, or a field

@@ -21,7 +21,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -132,8 +131,7 @@ def attend(
     if _cut_over(query, axis) is None:  # a few whole queries of cut keys: all ranks would compute the same
         key, value = whole_over_axis(key, axis), whole_over_axis(value, axis)
         return attend(query, key, value, attn_mask, **options)
-    outer = takewhile(lambda level: level.axis is not axis, _levels(query))
-    beyond = any(level.dim_cut != HEADS for level in outer)  # the outermost that cuts rows alone goes around a ring
+    beyond = _levels(query)[0].axis is not axis  # the outermost alone goes around a ring
     heads = axis.name == "cp_ulysses" or bool(dropout_p) or beyond
     if _SEEN:
         causal = is_causal or (isinstance(attn_mask, PairMask) and attn_mask.looks_back)
