@@ -58,7 +58,7 @@ def _slopes(case: tiles.Case, axes: tuple[Axis, ...], seed: int) -> float | str:
         found = [(float(plain(value(s)[0])) - float(plain(value(-s)[0]))) / (2 * s) for s in STEPS]
     apart = _apart(float(slope), found)
     whole = sum(float((g * a).sum()) for g, a in zip(gradients, (along, *beside), strict=True))
-    if apart > BAR and _apart(whole, found) > BAR:  # unpooling where windows share their largest
+    if not (apart <= BAR or _apart(whole, found) <= BAR):  # unpooling where windows share their largest
         return "torch's gradient is no slope in one process either"
     return apart
 

@@ -448,7 +448,7 @@ def _masked(rng: random.Random) -> Case:
         "bins": bins,
         "mesh": mesh,
         "one": lambda x, w: x * w - x[:, :, -1:].expand_as(x) * x[..., :1],
-        "numbers": lambda x, w: torch.nansum((x.masked_fill(x > 1, math.nan) * w) ** 2, -1) + x.nanmean(),
+        "numbers": lambda x, w: torch.nansum((x * w).masked_fill(x > 1, math.nan) ** 2, -1) + x.nanmean(),
     }[kind]
     return Case(f"masked {kind}", (2, 2, *space), run, [(2, *[1] * dims)], dims, {"least": least})
 

@@ -40,7 +40,7 @@ class PartLayout:
     @property
     def key(self) -> tuple:
         """Equal where layouts are."""
-        return self.dim, id(self.owners), id(self.axis), self.soft
+        return self.dim, self.owners, id(self.axis), self.soft
 
     def part(self, local: torch.Tensor) -> Part:
         """A share as a part."""
@@ -51,7 +51,7 @@ class PartLayout:
         if isinstance(gradient, Sum):
             gradient = gradient.value()
         if isinstance(gradient, Part):
-            if gradient.dim_cut == self.dim and gradient.owners is self.owners:
+            if gradient.dim_cut == self.dim and gradient.owners == self.owners:
                 return gradient.local
             gradient = gather(gradient)
         return self.owners.take(gradient, self.dim, self.axis.index)
