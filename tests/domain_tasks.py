@@ -33,7 +33,8 @@ def _mean_square(output: torch.Tensor, batch: dict) -> tuple:
 
 def _area_weighted(output: torch.Tensor, batch: dict) -> tuple:
     """By the cosine of a latitude that is made from the output's shape, where the target is not missing."""
-    latitude = torch.linspace(-math.pi / 2, math.pi / 2, output.shape[-2] + 2, dtype=output.dtype)[1:-1]
+    like = {"dtype": output.dtype, "device": output.device}
+    latitude = torch.linspace(-math.pi / 2, math.pi / 2, output.shape[-2] + 2, **like)[1:-1]
     area = latitude.cos()[:, None].expand(output.shape[-2:])
     there = batch["y"] > -1.0
     return ((output - batch["y"]).square() * area * there).sum(), (there * area).sum()

@@ -17,7 +17,7 @@ import yaml
 import shardwise.part.gathering
 from shardwise import Plan, Task, parallelize
 from shardwise.comm import Axis, Pending, all_reduce, copies_of
-from shardwise.errors import ShardwiseError
+from shardwise.errors import InputError, ShardwiseError
 from shardwise.host import HostReads
 from shardwise.models import tasks
 from shardwise.parallel.sequence import kernels
@@ -103,12 +103,32 @@ CASES = [
 ]  # fmt: skip
 MORE = [
     ("decoder", "dp_replicate=2,dp_shard=2,zero=3"), ("decoder", "dp_shard=2,zero=3,tp=2"), ("gpt2", "tp=4,sp=true"),
-    ("decoder", "pp=2,schedule=interleaved,virtual_stages=2,microbatches=4"), ("moe", "dp_shard=2,ep=2,tp=2"),
+    ("decoder", "pp=2,schedule=interleaved1f1b,stages_per_rank=2,microbatches=4"), ("moe", "dp_shard=2,ep=2,tp=2"),
     ("decoder_tied", "pp=2,dp_replicate=2,microbatches=2"), ("vit", "dp_shard=2,zero=3"), ("unet_group", "tp=2"),
     ("sequence_tasks:windowed", "cp=2"), ("sequence_tasks:encoder", "cp=2"), ("sequence_tasks:decoder", "cp=2,tp=2"),
     ("domain_tasks:resnet", "domain=2"), ("domain_tasks:vit", "domain=2"), ("domain_tasks:unet_batch", "domain=2"),
     ("hf_llama", "tp=2"), ("hf_llama", "dp_shard=2,zero=3"), ("mlp", "dp_replicate=2,precision=fp16"),
 ]  # fmt: skip
+
+
+def on_the_host() -> Task:
+    """Whose loss makes a tensor on the CPU, wherever the output is."""
+
+    def loss(output: torch.Tensor, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, int]:
+        return ((output - batch[1]).square() * torch.linspace(0, 1, output.shape[-1])).sum(), output.shape[0]
+
+    return tasks.mlp().with_(loss=loss)
+
+
+def test_a_task_that_fails_on_the_device_alone_is_told_so(mocks: RankPool) -> None:
+    with pytest.raises(InputError, match=r"fails on 5 samples in one process too: .* on cpu .* On the CPU it runs"):
+        mocks.run(steps_on_a_mock, 2, "test_mock_device:on_the_host", "dp_replicate=2")
+
+
+def steps_on_a_mock(name: str, plan: str) -> Steps:
+    device = mock_device.install()
+    mock_device.join_group()
+    return steps_on(str(device), name, plan)
 
 
 def named(task: str) -> str:

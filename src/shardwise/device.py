@@ -19,6 +19,8 @@ import torch
 
 from shardwise.errors import InputError
 
+CPU = torch.device("cpu")
+
 
 def accelerator() -> torch.device | None:
     """This machine's accelerator, without an index; None where there is none."""
@@ -33,7 +35,7 @@ def device_count() -> int:
 def current_device() -> torch.device:
     """The accelerator that this process has taken, else the CPU."""
     kind = accelerator()
-    return torch.device("cpu") if kind is None else torch.device(kind.type, torch.accelerator.current_device_index())
+    return CPU if kind is None else torch.device(kind.type, torch.accelerator.current_device_index())
 
 
 def take(index: int) -> torch.device:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from shardwise.device import CPU
 from shardwise.engine.groups import named_groups
 from shardwise.engine.optimizer import needs_closure
 from shardwise.engine.room import is_out_of_memory, of_pairs
@@ -37,29 +38,31 @@ class Untried(Exception):
 
 
 def blame(
-    error: Exception, what: str, task: Task, precision: Precision, module: nn.Module, batch: Any
-) -> ShardwiseError:
+    error: Exception, what: str, task: Task, precision: Precision, module: nn.Module, batch: Any,
+    device: torch.device = CPU,
+) -> ShardwiseError:  # fmt: skip
     """What to raise where a forward failed under a plan: `InputError` only if one process fails on `batch` too.
 
     what    what could not be done, as the message begins; it names the part of the plan
     module  the task's, for its size alone
+    device  where the forward failed: a tensor that the loss makes on the CPU fails on an accelerator alone
     """
     told = f"{type(error).__name__}: {error}"
     elements = sum(param.numel() for param in module.parameters())
     if elements > MOST_ELEMENTS:
         return RefusedPlan(f"{what}: {told} (not tried in one process: {elements:.2g} parameters are many to hold)")
     try:
-        alone = failure_alone(task, precision, batch)
+        alone = failure_alone(task, precision, batch, device)
     except Untried as why:
         return RefusedPlan(f"{what}: {told} (not tried in one process: {why})")
     if alone is None:
         return RefusedPlan(f"{what}, though one process runs on them: {told}")
-    cure = remedy(task, precision, batch, alone)
+    cure = remedy(task, precision, batch, alone, device)
     return InputError(f"the task fails on {samples_in(batch)} samples in one process too: {reason(alone)}{cure}")
 
 
-def failure_alone(task: Task, precision: Precision, batch: Any) -> Exception | None:
-    """Build the task's model plainly and take one step on `batch`; returns what was raised, or None.
+def failure_alone(task: Task, precision: Precision, batch: Any, device: torch.device = CPU) -> Exception | None:
+    """Build the task's model plainly and take one step on `batch` on `device`; returns what was raised, or None.
 
     Raises `Untried` for a model that exists once and cannot be copied.
     """
@@ -71,9 +74,9 @@ def failure_alone(task: Task, precision: Precision, batch: Any) -> Exception | N
             with torch.no_grad():
                 for name, tensor in named_tensors(module):
                     given = task.weights(name) if task.weights is not None else None
-                    tensor.data = (tensor if given is None else given).detach().to("cpu", precision.held(tensor))
+                    tensor.data = (tensor if given is None else given).detach().to(device, precision.held(tensor))
             optimizer = task.optimizer(named_groups([param for param in module.parameters() if param.requires_grad]))
-            run = run_alone(task, precision)
+            run = run_alone(task, precision, device=device)
 
             def closure() -> float:
                 optimizer.zero_grad()
@@ -142,13 +145,16 @@ def _given_to(error: Exception) -> str:
     return f" This is {layer}, given {', '.join(map(str, shapes))}"
 
 
-def remedy(task: Task, precision: Precision, batch: Any, error: Exception) -> str:
+def remedy(task: Task, precision: Precision, batch: Any, error: Exception, device: torch.device = CPU) -> str:
     """What to change where a batch is made, found by trying: tensors for arrays, other dtypes; empty where none helps.
 
-    Of a batch without names, what it is.
+    Of a batch without names, what it is. Of a task that fails on the `device` alone, that it does.
     """
     if is_out_of_memory(error):
         return of_pairs(batch, error)
+    if device != CPU:
+        runs = failure_alone(task, precision, batch) is None
+        return f". On the CPU it runs: tensors that it makes are to be made on {device.type}" if runs else ""
     leaves, spec = tree_flatten(batch)
     arrays = [index for index, leaf in enumerate(leaves) if isinstance(leaf, np.ndarray)]
     as_tensors = [torch.as_tensor(leaf) if index in arrays else leaf for index, leaf in enumerate(leaves)]

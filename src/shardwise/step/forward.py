@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only, tree_unflatten
 
 from shardwise.comm import Axis, gather_rows, gather_samples
+from shardwise.device import CPU
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.host import put, read
 from shardwise.layout.dealing import Share
@@ -131,14 +132,14 @@ class Forward:
 
 
 def run_alone(
-    task: Task, precision: Precision, positions: Positions | None = None
+    task: Task, precision: Precision, positions: Positions | None = None, device: torch.device = CPU
 ) -> Callable[[nn.Module, Any], Loss]:  # fmt: skip
-    """(module, batch) -> loss without other ranks, on the CPU: to look at a module before ranks hold it.
+    """(module, batch) -> loss without other ranks: to look at a module before ranks hold it.
 
     positions  cut over axes that send nothing
     """
-    alone, cpu = Axis.alone("data"), torch.device("cpu")
-    return lambda module, batch: Forward(task, module, precision, cpu, alone, positions).local(batch)
+    alone = Axis.alone("data")
+    return lambda module, batch: Forward(task, module, precision, device, alone, positions).local(batch)
 
 
 def output_alone(task: Task, precision: Precision) -> Callable[[nn.Module, Any], Any]:
@@ -146,7 +147,7 @@ def output_alone(task: Task, precision: Precision) -> Callable[[nn.Module, Any],
     alone = Axis.alone("data")
 
     def run(module: nn.Module, batch: Any) -> Any:
-        forward = Forward(task, module, precision, torch.device("cpu"), alone)
+        forward = Forward(task, module, precision, CPU, alone)
         return forward.output(forward.to_device(batch))
 
     return run

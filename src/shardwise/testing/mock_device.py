@@ -21,7 +21,7 @@ Source: `torch/utils/backend_registration.py`, `torch/_subclasses/fake_tensor.py
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
 
@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 NAME = "mock"
@@ -190,7 +191,23 @@ def install() -> torch.device:
         dist.Backend.register_backend(NAME, _no_backend, extended_api=True, devices=[NAME])
         torch.Tensor.data = property(torch._C.TensorBase.data.__get__, _set_data)
         torch.accelerator.synchronize = _installed[0].synchronize  # a guard written in Python cannot answer it
+        FSDPParam.reset_sharded_param = _unless_same(FSDPParam.reset_sharded_param)
     return _device()
+
+
+def _unless_same(reset: Callable[[FSDPParam], None]) -> Callable[[FSDPParam], None]:
+    """FSDP2's look at its shards before the first forward, which leaves alone those whose memory has not changed.
+
+    It knows that of plain tensors only; a copy of an uneven shard would leave optimizers with the one before.
+    """
+
+    def look(param: FSDPParam) -> None:
+        given = getattr(param._module_info.module, param._module_info.param_name)
+        places = [t.untyped_storage().data_ptr() for t in (param._sharded_param_data, given._local_tensor)]
+        if given is not param.sharded_param or places[0] != places[1] or not places[0]:
+            reset(param)
+
+    return look
 
 
 def _no_backend(options: Any, _: Any) -> Any:
