@@ -457,6 +457,7 @@ DEALT = [f"{plan}{more}" for plan in ("dp_shard=2,ep=2", "dp_shard=2,ep=2,zero=1
     ("name", "plans"),
     [
         pytest.param("moe", EXPERTS[:1], id="moe"),
+        pytest.param("moe", EXPERTS[3:4], id="moe-zero3"),
         pytest.param("moe", EXPERTS, id="moe-all", marks=pytest.mark.long),
         pytest.param("moe_shared", EXPERTS, id="moe_shared-all", marks=pytest.mark.long),
     ],

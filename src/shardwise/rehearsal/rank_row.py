@@ -330,9 +330,10 @@ class Rehearsal:
         techniques: list[FakeFullShard | Flat] = []
         if cuts.zero == 3:
             units = [model.get_submodule(path) for path in self.blocks.paths if path not in enclosed]
-            absent = {name for name, _ in model.named_parameters() if name not in held or name in self.experts.experts}
+            absent = {name for name, _ in model.named_parameters() if name not in held}
+            spread = {name for name in held if name in self.experts.experts}
             with silent_mesh(self.shares.plan, cuts.shard_ranks) as mesh:
-                sharded = FakeFullShard(model, units, mesh, self.precision, absent, self.fake, copies=cuts.gloo)
+                sharded = FakeFullShard(model, units, mesh, self.precision, absent, spread, self.fake, copies=cuts.gloo)
             found.held, found.rows, found.held_gradients = sharded.held, sharded.rows, sharded.held_gradients
             found.units = sharded.sizes
             found.rest = found.parameters - sum(found.units)

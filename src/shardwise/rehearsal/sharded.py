@@ -83,16 +83,18 @@ class FakeFullShard(FullShard):
     """`FullShard` whose exchanges are noted.
 
     units   modules whose weights are gathered together; what lies in none of them is the root's
-    absent  names of parameters that are not gathered (experts, other stages')
+    absent  names of parameters that other stages hold
+    spread  names of parameters that are dealt to ranks (experts): not gathered, and left as they are
     fake    the mode of the module's tensors
     """
 
     def __init__(
         self, module: nn.Module, units: list[nn.Module], mesh: Mesh, precision: Precision, absent: set[str],
-        fake: FakeTensorMode, *, copies: bool,
+        spread: set[str], fake: FakeTensorMode, *, copies: bool,
     ):  # fmt: skip
-        empty_parameters(module, precision.master, mesh.device, absent)
-        super().__init__(module, units, mesh, precision, absent)
+        kept = {name: param for name, param in module.named_parameters() if name in spread}
+        empty_parameters(module, precision.master, mesh.device, absent | spread)
+        super().__init__(module, units, mesh, precision, absent | spread)
         self.seen: list[int] = []  # elements of each gather, in order
         for unit in self.units:
             exchanges: Any = Exchanges(self.seen, copies)
@@ -101,6 +103,9 @@ class FakeFullShard(FullShard):
         with fake, torch.no_grad():
             self.place(mesh.device)
             self.make_slots()
+        for name, param in kept.items():
+            path, _, leaf = name.rpartition(".")
+            module.get_submodule(path)._parameters[leaf] = param
 
     def place(self, device: torch.device) -> list[tuple[str, nn.Parameter]]:
         """As `FullShard.place`, without asking what an operation on sharded tensors would give: it is known."""
