@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import click
@@ -27,7 +28,7 @@ QUICK = (
     ["compare"],
     ["completion"],
 )
-NEEDS = (".toml", ".py", "MODULE", "runs/", "mytask", "smoothing", "config.json", "tests/", "--measure", "RUN", "$")
+NEEDS = (".toml", ".py", ".json", "MODULE", "runs/", "tests/", "--measure", "RUN", "$")
 
 
 def blocks(page: Path) -> Iterator[str]:
@@ -35,22 +36,23 @@ def blocks(page: Path) -> Iterator[str]:
     yield from re.findall(r"^```(?:console|sh|bash|text)\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
 
 
-def commands(page: Path) -> list[list[str]]:
-    """The words of each shardwise command on a page, without launchers, comments and what they are piped into."""
-    found = []
+def commands(page: Path) -> Iterator[tuple[list[str], str]]:
+    """The words of each shardwise command on a page, without launchers, comments and what they are piped into; and the
+    message that it is shown to be refused with."""
     for block in blocks(page):
-        for line in block.replace("\\\n", " ").splitlines():
+        lines = block.replace("\\\n", " ").splitlines()
+        for line, answer in zip(lines, [*lines[1:], ""], strict=True):
             line = line.removeprefix("$ ")
             place = re.match(r"(?:[A-Z_]+=\S+ )*(?:[^#|>]*\s)?shardwise (?=[a-z-])", line)
             started = re.match(r"(?:[A-Z_]+=\S+ )*(?:\$ )?(?:torchrun|srun|mpirun|mpiexec|eval|shardwise)\b", line)
             if place is None or started is None or any(word in line for word in BY_MISTAKE):
                 continue
             words = shlex.split(re.split(r"\s[|>]\s|\s2>|\)\"", line[place.end() :])[0], comments=True)
-            found.append(words)
-    return found
+            yield words, answer if answer.startswith("shardwise: ") else ""
 
 
-ALL = [(page, words) for page in PAGES if page.name not in GENERATED for words in commands(page)]
+SHOWN = [(page, *found) for page in PAGES if page.name not in GENERATED for found in commands(page)]
+ALL = [(page, words) for page, words, _ in SHOWN]
 each = pytest.mark.parametrize(
     ("page", "words"), ALL, ids=[f"{page.name}: {' '.join(words)[:60]}" for page, words in ALL]
 )
@@ -82,10 +84,14 @@ def test_a_command_on_a_page_is_one_that_is_read(page, words):
             param.callback = param.kept  # type: ignore[attr-defined]
 
 
+def of_the_reader(words: list[str]) -> bool:
+    """Whether a command needs what its reader has: files, or a module of tasks."""
+    tasks = [word.partition(":")[0] for word in words if re.fullmatch(r"[\w.]+:\w+", word)]
+    return any(need in word for need in NEEDS for word in words) or any(find_spec(module) is None for module in tasks)
+
+
 def quick(words: list[str]) -> bool:
-    return any(words[: len(start)] == start for start in QUICK) and not any(
-        need in word for need in NEEDS for word in words
-    )
+    return any(words[: len(start)] == start for start in QUICK) and not of_the_reader(words)
 
 
 RUN = list(dict.fromkeys(shlex.join(words) for _, words in ALL if quick(words)))
@@ -98,17 +104,22 @@ def test_a_quick_command_on_a_page_runs(line, tmp_path, monkeypatch, capfd):
     assert call(words) in (0, 3), line  # 3: what does not fit, shown as such
 
 
+SLOW = {
+    shlex.join(words): answer
+    for _, words, answer in SHOWN
+    if words[0] in ("verify", "plan") and not of_the_reader(words)
+}
+
+
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "line",
-    list(dict.fromkeys(
-        shlex.join(words) for _, words in ALL
-        if words[0] in ("verify", "plan") and not any(need in word for need in NEEDS for word in words)
-    )),
-)  # fmt: skip
-def test_a_slow_command_on_a_page_runs(line, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("line", "answer"), SLOW.items(), ids=SLOW)
+def test_a_slow_command_on_a_page_answers_as_shown(line, answer, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    assert call(shlex.split(line)) in (0, 3), line
+    code = call(shlex.split(line))
+    if answer:
+        assert code in (1, 2, 3) and answer in capfd.readouterr().err
+    else:
+        assert code in (0, 3), line
 
 
 def test_the_table_of_techniques_has_every_page_of_one_and_plans_that_are_plans():
