@@ -12,7 +12,15 @@ import torch
 from shardwise.cluster import Cluster, Device, model
 from shardwise.costs.kernels import Kernels
 from shardwise.costs.layout import Layout
-from shardwise.costs.memory import COPIES, layer_activations, rank_memory, stage_parameters, states
+from shardwise.costs.memory import (
+    COPIES,
+    WRITTEN_SCORES,
+    layer_activations,
+    rank_memory,
+    ring_block,
+    stage_parameters,
+    states,
+)
 from shardwise.costs.shapes import Shape
 from shardwise.costs.software import STATES, software
 from shardwise.costs.wire import RankGroup, Wire
@@ -21,6 +29,7 @@ from shardwise.layout.schedules import Times, make_schedule
 from shardwise.layout.timing import play
 from shardwise.measure.machine import attention_times
 from shardwise.models import tasks
+from shardwise.parallel.sequence.kernels import MOST_SCORES
 from shardwise.planner.door import simulate as forecast_of_task
 from shardwise.simulator import simulate
 from shardwise.simulator.events import StreamOp, run
@@ -71,6 +80,16 @@ def test_tensor_parallel_divides_and_sequence_parallel_divides_the_rest() -> Non
     assert split["norm inputs"] == whole["norm inputs"]
     assert both["norm inputs"] == whole["norm inputs"] / 8
     assert sum(both.values()) == pytest.approx(sum(whole.values()) / 8)
+
+
+def test_a_ring_holds_the_scores_that_it_writes_at_a_time() -> None:
+    assert WRITTEN_SCORES == MOST_SCORES
+    few = Layout(cp=2, seq=256)
+    copies = 4 * 128 * (6 * LLAMA.query_width + 2 * LLAMA.kv_width)
+    assert ring_block(LLAMA, few) == 4 * 3 * 32 * 64**2 + copies, "a block of 64 x 64 is written whole, of 32 heads"
+    long = Layout(cp=32, seq=2**20, recompute="full", zero=3)
+    written = ring_block(LLAMA, long) - 4 * 2**15 * (6 * LLAMA.query_width + 2 * LLAMA.kv_width)
+    assert written == 4 * 3 * 2**26, "of 16384 x 16384 for 32 heads, 0.8 GB at a time"
 
 
 def test_parameters_of_stages_add_up() -> None:
@@ -197,6 +216,18 @@ def test_a_pipeline_pays_for_what_zero_does_in_every_micro_batch(schedule: str) 
     parameters = stage_parameters(LLAMA, base, LLAMA.layers / 4, first=False, last=True)
     once = Wire(cluster).collective("reduce_scatter", RankGroup(4, 4), 4 * parameters["dense"])
     assert reduced == pytest.approx(once, rel=0.1)
+
+
+def test_zero_over_the_ranks_of_a_sequence_gathers_as_over_data_ranks() -> None:
+    """Weights that nobody holds whole are gathered for every micro-batch, whatever else their ranks share."""
+    slow, soft = Cluster.parse("8x1 h100-sxm-80gb, eth-25"), software("shardwise")
+    along, data = Layout(ulysses=8, zero=3, seq=8 * 4096), Layout(shard=8, zero=3, seq=4096)
+    for n in (1, 2, 3):
+        one, two = (simulate(LLAMA, layout.with_(n_micro=n), slow, soft) for layout in (along, data))
+        assert one.step_s == pytest.approx(two.step_s, rel=0.05), "at 25 Gb/s all else hides behind it"
+        assert one.worst.terms["buffers"] == two.worst.terms["buffers"] > 0
+        estimate = Estimator(LLAMA, slow, soft).estimate(along.with_(n_micro=n)).seconds
+        assert estimate == pytest.approx(one.step_s, rel=0.12)
 
 
 def test_work_costs_what_it_adds() -> None:

@@ -25,7 +25,7 @@ from shardwise.planner.door import layout_of
 from shardwise.planner.proposal import Proposal, senseless
 from shardwise.planner.propose import _sorted as sorted_by_worth
 from shardwise.planner.subject import decoder
-from shardwise.planner.units import batch, count
+from shardwise.planner.units import batch, count, seconds_text
 from shardwise.planner.worth import JobCost, job_lines
 from shardwise.simulator.forecast import Forecast
 from shardwise.simulator.goodput import goodput, saved_bytes, stall_of
@@ -120,6 +120,22 @@ def test_what_no_version_can_run_is_not_promised() -> None:
 def test_constraints_hold() -> None:
     found = search("llama3-8b", "8 h100-sxm-80gb", 64, 4096, Constraints(max_tp=2, fixed=(("remat", "full"),)))
     assert all(p.plan.tp <= 2 and p.plan.remat == "full" for p in found.proposals)
+
+
+def test_zero_over_the_ranks_of_a_sequence_is_looked_at() -> None:
+    """One long sample on a node: its ranks are all there is to shard over, and heads are dealt over them."""
+    found = search("llama3-8b", "8 h100-sxm-80gb", 1, 32768)
+    guess = Plan.parse("zero=3,cp_ulysses=8,precision=bf16")
+    assert any(p.plan == guess for p in found.proposals)
+    assert found.best.plan.cp_ulysses > 1 <= found.best.plan.zero
+
+
+def test_heads_are_dealt_beyond_a_node_for_sequences_that_fit_no_other_way() -> None:
+    found = search("llama3-8b", "4x8 h100-sxm-80gb, ib-400", 4, 2**20)
+    assert found.best.plan.tp * found.best.plan.cp_ulysses > 8
+    asked = search("llama3-8b", "2x8 h100-sxm-80gb, ib-400", 1, 32768, Constraints(fixed=(("cp_ulysses", 16),)))
+    assert asked.best.plan.cp_ulysses == 16, "asked for, with 2048 positions a rank"
+    assert seconds_text(1092.3) == "1,092 s"
 
 
 def test_what_does_not_fit_names_the_nearest() -> None:

@@ -22,6 +22,7 @@ from shardwise.costs.software import STATES, Software
 RESERVED_SHARE = 1.03  # what the caching allocator holds over what is allocated (assumed; 2 to 6% in SimuMax's runs)
 CONTEXT_BYTES = 0.7e9  # the driver's context and NCCL's buffers, outside the allocator (assumed)
 COPIES = "gradients copied for the optimizer"
+WRITTEN_SCORES = 2**26  # of a ring's block that this package writes at a time (parallel/sequence/kernels)
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def states(parameters: dict[str, float], layout: Layout, software: Software, pre
     policy = STATES[precision or software.states]
     out = dict.fromkeys(("weights", "gradients", "master", "optimizer", COPIES), 0.0)
     for kind, count in parameters.items():
-        ranks = float(layout.shard * layout.split_sequence) if layout.zero else 1.0
+        ranks = float(layout.shard_ranks) if layout.zero else 1.0
         if kind == "experts" and layout.ep > 1:
             ranks = max(1.0, ranks * (layout.tp if layout.ep > 1 else 1) / layout.ep)
         share = 1.0 / ranks
@@ -209,15 +210,24 @@ def transient(shape: Shape, layout: Layout, software: Software) -> float:
     again = sum(layer_activations(shape, none, software).values()) if layout.recompute != "none" else 0.0
     matrix = (2 if shape.gated else 1) * shape.hidden * shape.ffn / layout.tp * 4
     stream = layout.tokens * shape.hidden * ACT_BYTES * max(1, shape.top_k)  # a token has a row for each expert
-    block = 0.0
-    if layout.cp > 1 and software.ring == "written":  # scores, their exponents and gradients of one block, float32
-        block = 3 * 4 * layout.micro_batch * shape.heads / layout.tp / layout.ulysses * (layout.seq / layout.cp) ** 2
+    block = ring_block(shape, layout) if layout.cp > 1 and software.ring == "written" else 0.0
     return again + matrix + 2 * stream + block
+
+
+def ring_block(shape: Shape, layout: Layout) -> float:
+    """Bytes of one block of a ring's backward that writes scores, in float32: scores, exponents and their gradients of
+    as many rows as are written at a time; queries, keys and values of one of a rank's two runs and their gradients,
+    all heads; the whole output and its gradient, those of queries, and keys' and values' beside those that pass by."""
+    rows = layout.micro_batch * shape.heads / layout.tp / layout.ulysses
+    run = layout.seq / layout.cp / 2
+    scores = min(rows * run**2, max(WRITTEN_SCORES, rows * run))
+    wide, narrow = (layout.tokens * width / layout.tp for width in (shape.query_width, shape.kv_width))
+    return 4 * (3 * scores + 6 * wide + 2 * narrow)
 
 
 def buffers(shape: Shape, layout: Layout, software: Software, layers: float, parameters: dict[str, float]) -> float:
     """Communication buffers: under ZeRO-3 two gathered layers and one layer's whole gradients."""
-    if layout.zero < 3 or layout.shard == 1:
+    if layout.zero < 3 or layout.shard_ranks == 1:
         return 0.0
     policy = STATES[software.states]
     largest = max(shape.layer_parameters, shape.embedding_parameters) / layout.tp

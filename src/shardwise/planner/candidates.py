@@ -22,7 +22,9 @@ MOST_TOKENS = 2**19  # of a micro-batch of a decoder: no device holds more; a tr
 FEW = 128  # samples of a rank: up to here every divisor is looked at, beyond the powers of two
 UNSEARCHED = (
     "not looked at: tp above two nodes, pp above 64 and cp above 16 (--max-tp, --max-pp, --max-cp ask for more), tp "
-    "that splits a node unevenly; zero=2 and 3 beside a pipeline, and gpipe, zbh2, zbv, interleavedzb and dualpipev, "
+    "that splits a node unevenly; cp_ulysses beside cp, and beyond a node where a rank keeps under 16384 positions; ep "
+    "beyond a node, and beside tp or cp; data ranks that the batch does not divide over; zero=2 and 3 beside a "
+    "pipeline, and gpipe, zbh2, zbv, interleavedzb and dualpipev, "
     "or stages_per_rank other than 2, 4 and 8, unless they are asked for (--fix zero=3, --fix schedule=zbv); compile; "
     "the optimizer on the host, where something fits without (--fix offload=optimizer)"
 )
@@ -34,6 +36,7 @@ HEADROOM = 0.08
 MOST_CP = 16
 CHUNKS = (2, 4, 8)  # stages on each rank of an interleaved pipeline
 CONTEXT_FROM = 4096  # a rank keeps at least half of these positions under context parallelism
+FAR_FROM = 16384  # and at least these where heads are dealt beyond a node
 
 
 @dataclass(frozen=True)
@@ -109,16 +112,20 @@ def decoder_layouts(
 def _sequence(
     shape: Shape, seq: int, tp: int, ranks: int, node: int, constraints: Constraints
 ) -> Iterator[tuple[int, int]]:  # fmt: skip
-    """(cp, cp_ulysses): a ring, or heads dealt inside a node, or both where both are asked for."""
-    most = constraints.max_cp or MOST_CP
+    """(cp, cp_ulysses): a ring, or heads dealt inside a node, or both where both are asked for.
+
+    Heads are dealt beyond a node where that is asked for, and where sequences are so long that attention outweighs it.
+    """
+    most, asked = constraints.max_cp or MOST_CP, constraints.value("cp_ulysses")
     for cp in _limit(divisors(ranks), most, constraints.value("cp")):
-        for ulysses in _limit(divisors(ranks // cp), min(most, node), constraints.value("cp_ulysses")):
-            if cp > 1 and ulysses > 1 and constraints.value("cp_ulysses") is None:
+        for ulysses in _limit(divisors(ranks // cp), most, asked):
+            if cp > 1 and ulysses > 1 and asked is None:
                 continue
             over = cp * ulysses
             if seq % ((2 if cp > 1 else 1) * over) or (over > 1 and 2 * seq < over * CONTEXT_FROM):
                 continue
-            if shape.heads % (tp * ulysses) == 0 and ulysses * tp <= max(node, tp):
+            inside = ulysses * tp <= max(node, tp)
+            if shape.heads % (tp * ulysses) == 0 and (inside or asked is not None or seq >= over * FAR_FROM):
                 yield cp, ulysses
 
 
@@ -149,14 +156,14 @@ def _experts(shape: Shape, base: Layout, shard: int, node: int, constraints: Con
 
 
 def _sharding(base: Layout, dp: int, node: int, asked: object) -> Iterator[tuple[int, int]]:
-    """(zero, dp_shard); `asked`: the zero that is fixed."""
+    """(zero, dp_shard), of dp data ranks; zero shards over those that cut a sequence too. `asked`: what is fixed."""
     yield 0, 1
-    if dp == 1:
+    if dp * base.split_sequence == 1:
         return
     for zero in (1, 2, 3) if base.pp == 1 or asked is not None else (1,):
         yield zero, dp
     inside = max((d for d in divisors(dp) if d * base.tp * base.split_sequence <= node), default=1)
-    if 1 < inside < dp and base.pp == 1:
+    if inside < dp and inside * base.split_sequence > 1 and base.pp == 1:
         yield 3, inside
 
 

@@ -48,9 +48,8 @@ def notes(subject: Subject, cluster: Cluster, found: Search, capacity: float) ->
         if waiting > 0.4:
             out.append(f"links are the limit: {waiting:.0%} of the step is communication that nothing hides")
     if best.layout.recompute == "full":
-        out.append(
-            "try first: a smaller micro-batch or longer accumulation; the best plan recomputes everything to fit"
-        )
+        smaller = "a smaller micro-batch or longer accumulation" if best.layout.micro_batch > 1 else "shorter samples"
+        out.append(f"try first: {smaller}, or more devices; the best plan recomputes everything to fit")
     return out
 
 

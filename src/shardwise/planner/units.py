@@ -61,7 +61,9 @@ def bytes_text(size: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """1.23 s, 45.6 ms or 78 us."""
+    """1,234 s, 1.23 s, 45.6 ms or 78 us."""
+    if seconds >= 999.5:
+        return f"{seconds:,.0f} s"
     if seconds >= 1:
         return f"{seconds:.3g} s"
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"

@@ -103,7 +103,7 @@ class StepContext:
             "ulysses": RankGroup(lay.ulysses, lay.tp),
             "cp": RankGroup(lay.cp, lay.tp * lay.ulysses),
             "ep": RankGroup(lay.ep, lay.tp if lay.sp or lay.tp == 1 else 1),
-            "data": RankGroup(lay.shard * lay.split_sequence, lay.tp),
+            "data": RankGroup(lay.shard_ranks, lay.tp),
             "pp": RankGroup(lay.pp, inner * lay.shard),
             "replicas": RankGroup(lay.replicas, inner * lay.shard * lay.pp),
         }[axis]
@@ -168,7 +168,7 @@ def updated(step: StepContext, parameters: dict[str, float]) -> float:
     """How many parameters a rank updates."""
     total = 0.0
     for kind, count in parameters.items():
-        ranks = float(step.layout.shard * step.layout.split_sequence) if step.layout.zero else 1.0
+        ranks = float(step.layout.shard_ranks) if step.layout.zero else 1.0
         if kind == "experts" and step.layout.ep > 1:
             ranks = max(1.0, ranks * step.layout.tp / step.layout.ep)
         total += count / ranks

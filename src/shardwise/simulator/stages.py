@@ -108,7 +108,7 @@ def _data_waits(
     """Adds to each stage's seconds what it waits for its data ranks in every micro-batch; returns that, by stage."""
     lay, shape, soft = step.layout, step.shape, step.software
     waits = [0.0] * len(layers)
-    if lay.zero < 2 or lay.shard * lay.split_sequence == 1:
+    if lay.zero < 2 or lay.shard_ranks == 1:
         return waits
     inner = replace(step, layout=lay.with_(replicas=1))  # replicas are summed once
     for stage, (held, front) in enumerate(zip(layers, dense, strict=True)):

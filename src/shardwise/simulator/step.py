@@ -71,7 +71,7 @@ def _one_stage(step: StepContext, times: LayerTimes) -> Forecast:
     n = lay.n_micro
     optimizer = optimizer_seconds(step, parameters)
     timeline: list[tuple[str, str, float, float]] = []
-    if lay.zero >= 3 and lay.shard > 1:
+    if lay.zero >= 3 and lay.shard_ranks > 1:
         total, timeline = _gathered(step, times)
         data = max(0.0, total - n * compute)
     else:
