@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from shardwise.cluster import Cluster, Device, model
+from shardwise.costs.block import HOST_US, LAYER_OPS
 from shardwise.costs.kernels import Kernels
 from shardwise.costs.layout import Layout
 from shardwise.costs.memory import (
@@ -31,6 +32,7 @@ from shardwise.measure.machine import attention_times
 from shardwise.models import tasks
 from shardwise.parallel.sequence.kernels import MOST_SCORES
 from shardwise.planner.door import simulate as forecast_of_task
+from shardwise.rehearsal.step_trace import one_sample, trace
 from shardwise.simulator import simulate
 from shardwise.simulator.events import StreamOp, run
 from shardwise.simulator.pipeline import play_all, schedule
@@ -342,6 +344,30 @@ def test_attention_that_was_measured_takes_as_long_as_that() -> None:
     for kind, length, heads, width, us in rows:
         found = kernels.attention("flash2", 1, heads, length, length, width, backward=kind != "attention")
         assert found == pytest.approx(1e-6 * us)
+
+
+def test_a_host_starts_as_many_ops_of_a_layer_as_transformers_llama_has() -> None:
+    hf, kernels = pytest.importorskip("transformers"), []
+    for layers in (1, 2):
+        config = hf.LlamaConfig(
+            vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=16, use_cache=False,
+        )  # fmt: skip
+        task = replace(tasks.hf_llama(), model=lambda config=config: hf.LlamaForCausalLM(config))
+        kernels.append(trace(task, 1, "bf16", "none", one_sample(task), 0, fused=True).kernels)
+    assert kernels[1] - kernels[0] == sum(LAYER_OPS)
+
+
+def test_small_micro_batches_of_a_decoder_wait_for_the_host() -> None:
+    soft, small = software("shardwise"), Layout(replicas=8, seq=128)
+    few, more = (simulate(LLAMA, small.with_(micro_batch=n), NODE, soft) for n in (1, 2))
+    least = LLAMA.layers * sum(LAYER_OPS) * HOST_US * 1e-6
+    assert least < few.parts["compute"] < 1.3 * least, "the two ends come on top"
+    assert f"{LLAMA.layers * sum(LAYER_OPS)} ops" in few.basis["host"]
+    assert more.parts["compute"] < 1.2 * few.parts["compute"], "more samples cost little more"
+    compiled = simulate(LLAMA, small, NODE, replace(soft, fused=True))
+    assert compiled.parts["compute"] < 0.9 * few.parts["compute"], "fewer ops, until the device is the limit"
+    assert "host" not in simulate(LLAMA, small.with_(seq=8192), NODE, soft).basis
 
 
 def test_a_measured_rate_is_not_taken_at_a_discount() -> None:

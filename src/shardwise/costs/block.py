@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from shardwise.cluster import Device
 from shardwise.costs.kernels import Kernels
 from shardwise.costs.layout import Layout
 from shardwise.costs.shapes import Shape
@@ -25,6 +26,18 @@ from shardwise.costs.software import FP8, Software
 
 EAGER = 1.6  # an unfused chain of elementwise ops moves about this many times a fused one's bytes (assumed)
 ACT_BYTES = 2  # activations in bf16 or fp16
+HOST_US = 10.0  # in which eager PyTorch starts an op of a forward or backward on a GPU (assumed)
+LAYER_OPS = (38, 71)  # that the host starts in a layer's forward and backward: transformers' Llama, as a trace has them
+CASTS = (8, 4)  # more of them where products are in FP8: inputs and weights, gradients of outputs
+
+
+def host_seconds(device: Device, software: Software) -> float:
+    """Seconds in which the host starts one op of an eager module, which a device computes behind it: a lower bound of
+    the time of many. Fused ones are fewer; 0 where the host computes itself."""
+    if device.kind == "cpu":
+        return 0.0
+    each = device.op_us.value if device.op_us is not None else HOST_US
+    return 1e-6 * each / (EAGER if software.fused else 1.0)
 
 
 @dataclass(frozen=True)
@@ -69,8 +82,9 @@ class BlockCosts:
         """One layer, one micro-batch."""
         attention, products = self._attention(), self._products()
         streams = [sum(kind) for kind in zip(self._norms(), self._feed_forward_stream(), self._casts(), strict=True)]
-        forward = products[0] + attention[0] + streams[0]
-        backward_input = products[1] + attention[1] + streams[1]
+        least = [ops * self.kernels.host_s for ops in self.started]
+        forward = max(products[0] + attention[0] + streams[0], least[0])
+        backward_input = max(products[1] + attention[1] + streams[1], least[1] - products[2])
         times = BlockTimes(forward, backward_input, products[2], 0.0, attention[0], attention[1])
         times.forward_messages, times.backward_messages = self._messages()
         if self.layout.recompute == "full":
@@ -79,6 +93,12 @@ class BlockCosts:
         elif self.layout.recompute == "selective":
             times.recompute = attention[2]
         return times
+
+    @property
+    def started(self) -> tuple[int, int]:
+        """Ops that the host starts in a layer's forward and backward, which take no less than that does."""
+        more = CASTS if self.software.fp8 else (0, 0)
+        return LAYER_OPS[0] + more[0], LAYER_OPS[1] + more[1]
 
     # --- products
 
@@ -221,7 +241,7 @@ class BlockCosts:
         inputs = sum(count * deep for count, (_, deep) in zip(rows, pairs, strict=True)) + weights
         outputs = sum(count * wide for count, (wide, _) in zip(rows, pairs, strict=True))
         each = FP8[self.software.fp8].cast_bytes
-        return self.kernels.stream(inputs * each, 8), self.kernels.stream(outputs * each, 4)
+        return self.kernels.stream(inputs * each, CASTS[0]), self.kernels.stream(outputs * each, CASTS[1])
 
     # --- communication
 

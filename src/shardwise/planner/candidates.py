@@ -19,14 +19,15 @@ from shardwise.layout import Plan
 from shardwise.layout.schedule_kinds import KINDS
 
 MOST_TOKENS = 2**19  # of a micro-batch of a decoder: no device holds more; a traced sample is as long as it is
+FAR_FROM = 16384  # positions that a rank keeps at least where heads are dealt beyond a node
 FEW = 128  # samples of a rank: up to here every divisor is looked at, beyond the powers of two
 UNSEARCHED = (
     "not looked at: tp above two nodes, pp above 64 and cp above 16 (--max-tp, --max-pp, --max-cp ask for more), tp "
-    "that splits a node unevenly; cp_ulysses beside cp, and beyond a node where a rank keeps under 16384 positions; ep "
-    "beyond a node, and beside tp or cp; data ranks that the batch does not divide over; zero=2 and 3 beside a "
-    "pipeline, and gpipe, zbh2, zbv, interleavedzb and dualpipev, "
-    "or stages_per_rank other than 2, 4 and 8, unless they are asked for (--fix zero=3, --fix schedule=zbv); compile; "
-    "the optimizer on the host, where something fits without (--fix offload=optimizer)"
+    "that splits a node unevenly; cp_ulysses beside cp, and beyond a node where a rank keeps under "
+    f"{FAR_FROM} positions; ep beyond a node, and beside tp or cp; data ranks that the batch does not divide over; "
+    "zero=2 and 3 beside a pipeline, and gpipe, zbh2, zbv, interleavedzb and dualpipev, or stages_per_rank other than "
+    "2, 4 and 8, unless they are asked for (--fix zero=3, --fix schedule=zbv); compile; the optimizer on the host, "
+    "where something fits without (--fix offload=optimizer)"
 )
 # of a plan: as asked for, never searched
 SWITCHES = ("compile", "domain_overlap", "tp_overlap", "reduce_dtype", "offload", "position_chunks", "wrap")
@@ -36,7 +37,6 @@ HEADROOM = 0.08
 MOST_CP = 16
 CHUNKS = (2, 4, 8)  # stages on each rank of an interleaved pipeline
 CONTEXT_FROM = 4096  # a rank keeps at least half of these positions under context parallelism
-FAR_FROM = 16384  # and at least these where heads are dealt beyond a node
 
 
 @dataclass(frozen=True)

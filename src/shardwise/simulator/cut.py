@@ -25,14 +25,13 @@ from shardwise.layout.timing import Played
 from shardwise.simulator.counted import Counted, Model
 from shardwise.simulator.forecast import Forecast
 from shardwise.simulator.held import policy
-from shardwise.simulator.parts import GAPS
+from shardwise.simulator.parts import GAPS, host_basis
 from shardwise.simulator.pipeline import play_all
 from shardwise.simulator.sharded import Sharded, data_seconds, on_cores
 from shardwise.simulator.traced import (
     attention_seconds,
     between,
     engine_seconds,
-    host_basis,
     kernels_of,
     optimizer_seconds,
     same_ops,
@@ -132,8 +131,7 @@ def simulate_cut(
         forecast.halos = halo_bytes(ranks, layout, wire)
     forecast.basis = _basis(ranks, layout, kernels, wire)
     ops = max(rank.linear(rank.one.kernels, rank.two.kernels, layout.micro_batch) for rank in ranks)
-    measured = cluster.device.op_us is not None
-    forecast.basis |= taken(ranks) | host_basis(kernels, ops, rounds.busy_s, measured=measured)
+    forecast.basis |= taken(ranks) | host_basis(kernels, ops, rounds.busy_s)
     return forecast
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 from shardwise.cluster import Cluster
-from shardwise.costs.block import BlockCosts, BlockTimes, Message
+from shardwise.costs.block import BlockCosts, BlockTimes, Message, host_seconds
 from shardwise.costs.kernels import Kernels
 from shardwise.costs.layout import Layout
 from shardwise.costs.memory import MemoryLedger
@@ -88,7 +88,9 @@ class StepContext:
 
     @property
     def kernels(self) -> Kernels:
-        return Kernels(self.cluster.device, self.software.launch_us, self.precision, fp8=bool(self.software.fp8))
+        device, soft = self.cluster.device, self.software
+        host_s = host_seconds(device, soft)
+        return Kernels(device, soft.launch_us, self.precision, host_s=host_s, fp8=bool(soft.fp8))
 
     @property
     def wire(self) -> Wire:
@@ -173,6 +175,17 @@ def updated(step: StepContext, parameters: dict[str, float]) -> float:
             ranks = max(1.0, ranks * step.layout.tp / step.layout.ep)
         total += count / ranks
     return total
+
+
+def host_basis(kernels: Kernels, ops: float, seconds: float) -> dict[str, str]:
+    """What to say where a device waits for the host to start so many ops, which take so many seconds."""
+    if not kernels.host_s or seconds > 1.001 * kernels.host_s * ops:
+        return {}
+    how = "assumed" if kernels.device.op_us is None else "measured"
+    return {
+        "host": f"the limit: {ops:.0f} ops of a micro-batch take it {1e6 * kernels.host_s:.3g} us each ({how}); larger "
+        "micro-batches cost no more, compile=true starts fewer"
+    }
 
 
 def offload_basis(step: StepContext, parameters: dict[str, float]) -> dict[str, str]:

@@ -17,6 +17,7 @@ from shardwise.simulator.parts import (
     StepContext,
     beside,
     finished,
+    host_basis,
     layer_times,
     offload_basis,
     optimizer_seconds,
@@ -46,6 +47,9 @@ def simulate(
     }
     most = stage_parameters(shape, layout, shape.layers / layout.pp, first=layout.pp == 1, last=True)
     forecast.basis |= offload_basis(step, most)
+    layer, layers = block.layer(), shape.layers / layout.pp
+    computes = layer.forward + layer.backward_input + layer.backward_weight
+    forecast.basis |= host_basis(step.kernels, layers * sum(block.started), layers * computes)
     if layout.cp > 1:
         forecast.basis["ring"] = (
             "a block's scores are written in float32, causal work dealt evenly (zigzag), as this version does"

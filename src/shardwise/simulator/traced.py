@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from shardwise.cluster import Cluster
-from shardwise.costs.block import EAGER
+from shardwise.costs.block import EAGER, host_seconds
 from shardwise.costs.kernels import Kernels, peak_tflops
 from shardwise.costs.layout import Layout
 from shardwise.costs.memory import MemoryLedger
@@ -21,10 +21,9 @@ from shardwise.costs.wire import RankGroup, Wire
 from shardwise.simulator.counted import Counted, Model
 from shardwise.simulator.forecast import Forecast
 from shardwise.simulator.held import memory, policy
-from shardwise.simulator.parts import GAPS
+from shardwise.simulator.parts import GAPS, host_basis
 from shardwise.simulator.sharded import data_seconds
 
-HOST_US = 10.0  # in which eager PyTorch starts an op of a forward or backward on a GPU (assumed)
 CONV_SHARE = 0.5  # of the rate of large products that convolutions reach (assumed)
 BALANCED = "every choice of a router equally often: a balanced load (assumed)"
 BY_BATCH = "integers of the batch decide how much there is to do: those of its first sample, repeated (assumed)"
@@ -194,21 +193,10 @@ def simulate_traced(
         "work": f"{len(model.one.products)} shapes of products and {model.one.kernels} ops counted on fake tensors",
     }
     ops = model.linear(model.one.kernels, model.two.kernels, layout.micro_batch)
-    forecast.basis |= taken([model]) | host_basis(kernels, ops, micro, measured=cluster.device.op_us is not None)
+    forecast.basis |= taken([model]) | host_basis(kernels, ops, micro)
     if cluster.device.correction is not None:
         forecast.basis["correction"] = f"x {correction:.3g}, {cluster.device.correction.source}"
     return forecast
-
-
-def host_basis(kernels: Kernels, ops: float, seconds: float, *, measured: bool) -> dict[str, str]:
-    """What to say where a device waits for the host to start so many ops, which take so many seconds."""
-    if not kernels.host_s or seconds > 1.001 * kernels.host_s * ops:
-        return {}
-    how = "measured" if measured else "assumed"
-    return {
-        "host": f"the limit: {ops:.0f} ops of a micro-batch take it {1e6 * kernels.host_s:.3g} us each ({how}); larger "
-        "micro-batches cost no more, compile=true starts fewer"
-    }
 
 
 def kernels_of(cluster: Cluster, layout: Layout, software: Software, dtype: str) -> tuple[Kernels, Overhead]:
@@ -219,8 +207,7 @@ def kernels_of(cluster: Cluster, layout: Layout, software: Software, dtype: str)
     each = device.op_us.value if device.op_us is not None else None
     if device.kind == "cpu":
         return Kernels(device, software.launch_us if each is None else each, dtype), added
-    host_s = 1e-6 * (HOST_US if each is None else each) / (EAGER if software.fused else 1.0)
-    return Kernels(device, software.launch_us, dtype, host_s=host_s), added
+    return Kernels(device, software.launch_us, dtype, host_s=host_seconds(device, software)), added
 
 
 def engine_seconds(model: Model, layout: Layout, added: Overhead, compute: float) -> dict[str, float]:
