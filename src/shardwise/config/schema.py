@@ -243,6 +243,13 @@ class TrainSection(Section):
     )
 
 
+# keys that may be others when a run goes on, without a word: nothing that is trained depends on them
+NOT_TRAINED = re.compile(
+    r"train\.(out|name|log_every|sinks|profile_steps|cluster|checkpoint_\w+|\w+_deadline|restarts|min_ranks|"
+    r"check_replicas|device|workers)"
+)
+
+
 class Config(Section):
     """A whole configuration but for `[plan]`, which is `shardwise.Plan`."""
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from shardwise.config.load import Effective
 from shardwise.config.schema import BUILTIN_DEFAULTS, Config, Section, without_effect
 from shardwise.config.sources import to_toml
-from shardwise.layout.plan import Plan
+from shardwise.layout.plan import PRECISIONS, REMATS, SCHEDULES, Plan
 
 STARTER_HEAD = """\
 # A shardwise configuration. A line `# key = value` shows a default: remove its first `#` to change it.
@@ -29,13 +29,13 @@ PLAN_HELP = {
     "zero": "what dp_shard shards: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters",
     "accumulate": "micro-batches in one optimizer step; with pp, times microbatches",
     "pp": "ranks of the pipeline that the module is cut over",
-    "schedule": "gpipe | 1f1b | interleaved1f1b | zbh1 | zbh2 | interleavedzb | zbv | dualpipev",
+    "schedule": " | ".join(SCHEDULES),
     "microbatches": "micro-batches in flight in the pipeline",
     "stages": "modules at which the stages after the first begin; empty: balanced by cost",
     "stages_per_rank": "stages that each rank of the pipeline runs; by default the schedule's, or as stages names",
-    "precision": "fp32 | fp64 | bf16 | bf16-full | fp16",
+    "precision": " | ".join(PRECISIONS),
     "reduce_dtype": "dtype in which gradients are summed over ranks; auto: fp32, or fp64 under fp64",
-    "remat": "none | selective | full: what backward computes again",
+    "remat": f"{' | '.join(REMATS)}: what backward computes again",
     "position_chunks": "chunks of positions in which wide tensors are computed, and again in backward",
     "compile": "torch.compile for each block",
     "wrap": "units of zero = 3: class names or module paths; empty: repeated blocks are found",

@@ -22,8 +22,8 @@ from shardwise.parallel.batchnorm import FindBatchNorm
 from shardwise.random import ConstantRandom, GlobalRandom, Samples
 from shardwise.step.loss import Loss
 from shardwise.trace.argument_writes import ArgumentWrites
-from shardwise.trace.deferred import written_tensors
 from shardwise.trace.functional import differentiating, transforming
+from shardwise.trace.leaves import written_tensors
 from shardwise.trace.state import ModuleState
 
 Evaluate = Callable[[Any], Loss]
@@ -101,7 +101,7 @@ class Seen(TorchDispatchMode):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Active around the evaluations."""
+        """Context: notes what runs inside; entered around the evaluations."""
         handles, units = [], dict[str, int]()
 
         def enter(path: str, child: nn.Module, args: tuple, kwargs: dict) -> None:

@@ -108,9 +108,7 @@ def apply_plan(
     notices += _without_effect(blocks, plan)
     blocks = blocks if cut is None else cut.here(module, blocks)
     if not _get_current_dispatch_mode_stack():  # a rehearsal makes nothing
-        check_room(module, plan, mesh, precision, absent)
-        if spread.positions is not None:
-            check_masks(spread.positions, mesh.device, mesh.world.size)
+        _check_memory(module, plan, mesh, precision, absent, spread.positions)
     chunks = Chunks(plan.position_chunks) if plan.position_chunks > 1 else None
     if chunks is not None:
         chunked_forwards(module, blocks.paths, chunks, mesh.shard.size > 1 and plan.zero == 3)
@@ -265,6 +263,15 @@ def _without_effect(blocks: Blocks, plan: Plan) -> list[str]:
         for name, wanted in asked.items()
         if wanted and not blocks.paths
     ]
+
+
+def _check_memory(
+    module: nn.Module, plan: Plan, mesh: Mesh, precision: Precision, absent: set[str], positions: Positions | None
+) -> None:
+    """Raise, before anything is allocated, where weights or masks of cut positions do not fit on the device."""
+    check_room(module, plan, mesh, precision, absent)
+    if positions is not None:
+        check_masks(positions, mesh.device, mesh.world.size)
 
 
 def _full_shard(

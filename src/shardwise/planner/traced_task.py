@@ -28,7 +28,8 @@ from shardwise.progress import Say, silent
 from shardwise.random import HIDDEN, Randomness
 from shardwise.rehearsal.cut_module import Cuts, Looks, Shares, once
 from shardwise.rehearsal.rank_row import ALIKE, Beside, Place, RankTrace
-from shardwise.rehearsal.step_trace import batch_bytes, one_sample, trace, update_of
+from shardwise.rehearsal.step_trace import batch_bytes, one_sample, trace
+from shardwise.rehearsal.update_trace import update_of
 from shardwise.simulator.counted import Counted, Model
 from shardwise.simulator.cut import same_row, simulate_cut
 from shardwise.simulator.forecast import Forecast
@@ -45,7 +46,7 @@ TRACED = (2, 4)
 
 
 def default_samples(task: Task) -> int:
-    """Samples of a step, where the user names no number."""
+    """Returns the number of samples in a step where the user gives none: a batch of the task, or `DEFAULT_SAMPLES`."""
     return samples_in(task.batch(0)) if task.batch is not None else DEFAULT_SAMPLES
 
 
@@ -177,7 +178,7 @@ class Traced:
         return once(self._traces, (count, recompute, joined, wrap), made)
 
     def joined(self, recompute: str, data_ranks: int) -> int:
-        """Over how many ranks a run joins batch norms: 0 where they are the module's own; 2 stand for many."""
+        """Returns how many ranks share batch statistics: 0 where the module computes its own; 2 stands for more."""
         if not joins_batch_norms(data_ranks, Plan(remat=recompute, precision=self.precision)):
             return 0
         return min(2, data_ranks) if self._model_of("none", 0).one.batch_norms else 0
@@ -233,14 +234,14 @@ class Traced:
 
     @cached_property
     def reading(self) -> Reading:
-        """How long a sample takes to come, timed here."""
+        """Returns the measured time that reading a sample of the task takes on this machine."""
         self.say(f"{self.task.name}: timing its input")
         return timed_reading(self.task, self._first_read_s)
 
     # --- cut modules
 
     def ranks(self, key: Cuts, sizes: Sizes, beside: Beside = ALIKE, place: Place | None = None) -> list[Model]:
-        """The ranks of a cut module that differ, each rehearsed with the micro-batches given; `place`: of one tile."""
+        """Returns a `Model` of each rank that differs, rehearsed on these micro-batches; `place`: of one tile."""
         return once(self._ranks, (key, sizes, beside, place), lambda: self._rehearsed(key, sizes, beside, place))
 
     def _rehearsed(self, key: Cuts, sizes: Sizes, beside: Beside, place: Place | None) -> list[Model]:
@@ -358,7 +359,7 @@ class Traced:
         return [memory(rank, layout, self.precision, batch) for rank in found]
 
     def simulate(self, layout: Layout, batch: int) -> Forecast:
-        """One step."""
+        """Returns the forecast of one optimizer step of `batch` samples under a layout."""
         self._refuse(layout)
         soft = as_planned(self.software, layout)
         held, where = self.ledgers(layout, batch), (self.cluster, soft, self.precision)

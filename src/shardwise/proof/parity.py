@@ -41,15 +41,7 @@ def verify(
     say    is told what is being done
     Raises `InputError` for a task that fails in one process too.
     """
-    from shardwise.engine.recipe import refuse
-    from shardwise.proof.compare import compare
-    from shardwise.proof.narrow import set_noise_apart
-    from shardwise.proof.rank import run_rank
-    from shardwise.proof.rounding import explain_by_rounding
-    from shardwise.proof.settings import Settings, global_batch
-    from shardwise.proof.zero_gradients import set_zero_gradients_apart
-    from shardwise.step.batching import samples_in
-    from shardwise.trace.deferred import build
+    from shardwise.proof.settings import Settings
 
     if steps < 1:
         raise InputError(f"verify needs at least 1 step, got {steps}")
@@ -71,32 +63,50 @@ def verify(
         parity.world_size = chosen.world_size
     settings = Settings(steps=steps, seed=seed, accumulate=chosen.step_microbatches, clip_norm=clip_norm)
     say(f"verify: {steps} steps of {resolved.name} in one process, float64")
+    oracle, settings = _one_process(resolved, settings, parity)
     try:
-        oracle, settings = _one_process(resolved, settings, parity)
-    except ShardwiseError:
-        raise
-    except Exception as error:
-        raise _blamed(resolved, settings, error) from error
-    parity.notes += _notes(chosen, parity.float64)
-    samples = len(resolved.data) if resolved.data is not None else samples_in(global_batch(resolved, settings, 0))
-    enough_samples(samples, chosen)
-    say(f"verify: the same steps on {chosen.world_size} ranks under {chosen}")
-    try:
-        refuse(build(resolved.model, seed).module, chosen)  # ranks are given the proof's precision, not the plan's
-        record = _joined(_on_ranks(run_rank, (task, chosen, settings), parity, pool, timeout_s))
+        record = _many(task, resolved, chosen, settings, parity, pool, timeout_s, say)
     except RefusedPlan as refusal:
         parity.refused = str(refusal)
         return parity
-    compare(parity, oracle, record)
-    set_noise_apart(parity)
-    if not parity.equal and parity.float64 and parity.exceeded:
-        set_zero_gradients_apart(parity, resolved, settings, oracle, record)
-    if not parity.equal and parity.float64 and parity.exceeded:
-        explain_by_rounding(parity, resolved, settings, oracle)
+    _judge(parity, resolved, settings, oracle, record)
     if not parity.equal and parity.exceeded:
         say("verify: running both again, to find where they differ first")
         _locate(parity, oracle, record, (task, chosen, settings), pool, timeout_s)
     return parity
+
+
+def _many(
+    task: Any, resolved: Task, plan: Plan, settings: Any, parity: Parity, pool: Any, timeout_s: float, say: Say
+) -> Any:
+    """Returns the record of the plan's ranks; notes on the proof go into `parity`. Raises as the plan is refused."""
+    from shardwise.engine.recipe import refuse
+    from shardwise.proof.rank import run_rank
+    from shardwise.proof.settings import global_batch
+    from shardwise.step.batching import samples_in
+    from shardwise.trace.deferred import build
+
+    parity.notes += _notes(plan, parity.float64)
+    samples = len(resolved.data) if resolved.data is not None else samples_in(global_batch(resolved, settings, 0))
+    enough_samples(samples, plan)
+    say(f"verify: the same steps on {plan.world_size} ranks under {plan}")
+    refuse(build(resolved.model, settings.seed).module, plan)  # ranks get the proof's precision, not the plan's
+    return _joined(_on_ranks(run_rank, (task, plan, settings), parity, pool, timeout_s))
+
+
+def _judge(parity: Parity, task: Task, settings: Any, one: Any, many: Any) -> None:
+    """Compare both records; what exceeds a bar by rounding alone is set apart."""
+    from shardwise.proof.compare import compare
+    from shardwise.proof.narrow import set_noise_apart
+    from shardwise.proof.rounding import explain_by_rounding
+    from shardwise.proof.zero_gradients import set_zero_gradients_apart
+
+    compare(parity, one, many)
+    set_noise_apart(parity)
+    if not parity.equal and parity.float64 and parity.exceeded:
+        set_zero_gradients_apart(parity, task, settings, one, many)
+    if not parity.equal and parity.float64 and parity.exceeded:
+        explain_by_rounding(parity, task, settings, one)
 
 
 def _locate(parity: Parity, one: Any, many: Any, asked: tuple[Any, Plan, Any], pool: Any, timeout_s: float) -> None:
@@ -123,7 +133,20 @@ def _shrunk(reference: Any, task: Task, plan: Plan) -> Any:
 
 
 def _one_process(task: Task, settings: Any, parity: Parity) -> Any:
-    """The oracle's record and the settings it ran in: float64, or float32 where a kernel has no float64."""
+    """Returns (the oracle's record, the settings it ran in).
+
+    Raises `InputError` where the task fails in plain PyTorch too, `RefusedPlan` where the oracle alone fails.
+    """
+    try:
+        return _oracle(task, settings, parity)
+    except ShardwiseError:
+        raise
+    except Exception as error:
+        raise _blamed(task, settings, error) from error
+
+
+def _oracle(task: Task, settings: Any, parity: Parity) -> Any:
+    """As `_one_process`: in float64, or in float32 where a kernel has no float64."""
     from shardwise.proof.narrow import float32_oracle
     from shardwise.proof.oracle import run_oracle
 

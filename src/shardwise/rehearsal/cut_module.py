@@ -46,7 +46,8 @@ from shardwise.part import forget
 from shardwise.part.positions import Positions
 from shardwise.precision import Precision
 from shardwise.rehearsal.rank_row import ALIKE, Beside, Place, RankTrace, Rehearsal, Told, axes_at
-from shardwise.rehearsal.step_trace import ModulePath, as_real, batch_bytes, repeated, untraced
+from shardwise.rehearsal.step_trace import as_real, batch_bytes, repeated
+from shardwise.rehearsal.untraced import ModulePath, untraced
 from shardwise.step.forward import run_alone
 from shardwise.task import Task
 from shardwise.trace.blocks import blocks_of
@@ -58,7 +59,7 @@ LARGE_BYTES = 16 * 2**20  # of a sample, from which a few more are not worth rea
 
 
 def alone(microbatches: int) -> Schedule:
-    """Micro-batches without a pipeline."""
+    """Returns the schedule of `count` micro-batches without a pipeline."""
     ops = [Op(kind, 0, index) for index in range(microbatches) for kind in "FB"]
     return Schedule("alone", microbatches, (0,), (tuple(ops),))
 
@@ -149,7 +150,7 @@ class Cuts:
 
     @property
     def plan(self) -> Plan:
-        """As a plan."""
+        """Returns the plan whose cuts these are."""
         values: dict[str, object] = {
             "tp": self.tp, "sp": self.sp, "tp_whole": self.tp_whole, "remat": self.recompute,
             "precision": self.precision, "reduce_dtype": self.reduce_dtype, "domain": self.domain,

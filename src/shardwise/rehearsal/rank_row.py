@@ -41,11 +41,11 @@ from shardwise.rehearsal.step_trace import (
     Arrivals,
     batch_norms,
     fake_batch,
-    in_order,
     inputs_of,
     objective,
     on_device,
 )  # fmt: skip
+from shardwise.rehearsal.update_trace import in_order
 from shardwise.trace.fake import Fake
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ class Rehearsal:
         self.resized: list[torch.UntypedStorage] = []  # since live bytes were last looked at
 
     def run(self, enclosed: Collection[str] = ()) -> RankTrace:
-        """Play the row.
+        """Play this rank's row of the schedule; returns its trace.
 
         enclosed  paths of blocks that are no units of zero=3; `outside` tells those that should be among them
         """

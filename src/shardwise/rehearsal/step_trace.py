@@ -12,18 +12,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
@@ -31,8 +25,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from shardwise.comm import Axis, Ledger
 from shardwise.comm.ledger import FACTORS
 from shardwise.device import generators_kept
-from shardwise.engine.groups import named_groups
-from shardwise.engine.optimizer import needs_closure
 from shardwise.engine.recipe import make_gradients_dense, refuse, scripted
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
@@ -46,17 +38,15 @@ from shardwise.rehearsal.gpu_kernels import Fused, like_gpu
 from shardwise.rehearsal.known_values import BATCH, Values, give
 from shardwise.rehearsal.op_counts import Count, StepTrace
 from shardwise.rehearsal.packed_rows import padding_by_values
-from shardwise.simulator.counted import Update
+from shardwise.rehearsal.untraced import ModulePath, untraced
+from shardwise.rehearsal.update_trace import in_order
 from shardwise.step.batching import parts_of, samples_in
 from shardwise.task import Task, call_arguments
-from shardwise.task_names import inputs_hint
 from shardwise.trace.argument_writes import ArgumentWrites
 from shardwise.trace.blocks import blocks_of, find_blocks
 from shardwise.trace.deferred import build as build_deferred
 from shardwise.trace.deferred import checked, told_of_constructor
 from shardwise.trace.fake import Fake, unlogged
-
-NARROW = ("BFloat16", "bfloat16", "'Half'", "dtype Half")  # as torch's errors name them
 
 
 @contextmanager
@@ -345,53 +335,6 @@ class Arrivals:
         return sum(self._sizes) - sum(self._seen.values())
 
 
-def update_of(task: Task, at_once: bool = False) -> Update:
-    """What the task's optimizer keeps and does for one tensor, seen on small ones.
-
-    at_once   as torch's optimizers do on a GPU unless told otherwise: each op on all tensors, which keeps its results
-              for all of them
-    """
-    parameter = nn.Parameter(torch.zeros(64, 64))
-    others = [nn.Parameter(torch.zeros(64)), nn.Parameter(torch.zeros(64, 64))]
-    optimizer = task.optimizer(named_groups([parameter, *others]))
-    if needs_closure(optimizer):
-        raise InputError(
-            f"{type(optimizer).__name__} asks for a forward and backward as often as it likes in one step (a closure), "
-            "which no forecast knows: plan with an optimizer that takes one, or train with dp_replicate, which runs it"
-        )
-    for group in optimizer.param_groups if at_once else ():
-        if not group.get("fused") and group.get("foreach", False) is None:
-            group["foreach"] = True
-    for each in (parameter, *others):
-        each.grad = torch.ones_like(each)
-    optimizer.step()
-    state = optimizer.state.get(parameter, {})
-    held = sum(v.numel() for v in state.values() if isinstance(v, torch.Tensor) and v.dim()) / parameter.numel()
-    others[0].grad = None
-    two, _ = _updated(optimizer, [parameter, others[1]])
-    others[1].grad = None
-    one, seen = _updated(optimizer, [parameter])
-    work = tuple((name, shape[0] / parameter.numel()) for name, shape, _ in seen.order if len(shape) == 1)
-    return Update(held, work, seen.calls, one / parameter.nbytes, max(0.0, (two - one) / parameter.nbytes))
-
-
-def _updated(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> tuple[int, StepTrace]:
-    """Bytes that live only while the optimizer updates these, and what it does."""
-    seen, live = StepTrace(1), LiveBytes()
-    states = [value for each in parameters for value in optimizer.state.get(each, {}).values()]
-    tensors = (*parameters, *(each.grad for each in parameters), *states)
-    live.count(value for value in tensors if isinstance(value, torch.Tensor))
-    rests = live.now
-    with live, Count(seen):
-        optimizer.step()
-    return live.peak - rests, seen
-
-
-def in_order(trained: Iterable[nn.Parameter]) -> list[int]:
-    """Elements of each, in the order in which the optimizer is given them."""
-    return [param.numel() for group in named_groups([*trained]) for param in group["params"]]
-
-
 def _refuse_complex(model: nn.Module) -> None:
     for name, param in model.named_parameters():
         if param.is_complex():
@@ -408,49 +351,3 @@ def _sizes(model: nn.Module, found: StepTrace) -> None:
     paths = find_blocks(model).paths
     found.units = [sum(p.numel() for p in model.get_submodule(path).parameters()) for path in paths]
     found.rest = found.parameters - sum(found.units)
-
-
-class ModulePath:
-    """Which modules a forward is in, so that a failure can be placed."""
-
-    def __init__(self) -> None:
-        self.path: list[str] = []
-
-    def watch(self, model: nn.Module) -> None:
-        """Follow the forwards of a model and of all modules in it."""
-        for path, child in model.named_modules():
-            name = f"'{path}' ({type(child).__name__})" if path else type(child).__name__
-            child.register_forward_pre_hook(lambda m, a, name=name: self.path.append(name))
-            child.register_forward_hook(lambda m, a, o: self._left())
-
-    def _left(self) -> None:
-        if self.path:
-            self.path.pop()
-
-
-def untraced(error: BaseException, inside: ModulePath) -> str:
-    """Why a model could not be traced: the module, the line, the reason, and what to do."""
-    where = f"in {inside.path[-1]}, " if inside.path else ""
-    text = (str(error).strip().splitlines() or ["(no message)"])[0]
-    what = f"{type(error).__name__}: {text}"
-    if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
-        what = (
-            f"a value that only a real run has is asked for ({text}); decide by shapes or by integers of the batch, "
-            "or compute both ways and choose with torch.where"
-        )
-    elif any(name in text for name in NARROW):  # "Unsupported dtype BFloat16", as Fourier transforms say
-        what += "; an op of it does not take that precision: plan with precision=fp32"
-    return f"the model cannot be traced without values: {where}{_line_of(error)}{what}{inputs_hint(error)}"
-
-
-def _line_of(error: BaseException) -> str:
-    """The innermost line of the user's, else of the library that the model comes from."""
-    from traceback import extract_tb
-
-    ours = str(Path(__file__).parents[1])
-    frames = [f for f in extract_tb(error.__traceback__) if not f.filename.startswith(ours)]
-    own = [f for f in frames if "site-packages" not in f.filename and "dist-packages" not in f.filename]
-    theirs = [f for f in frames if "/torch/" not in f.filename]
-    if not (chosen := own or theirs):
-        return ""
-    return f"{chosen[-1].filename}:{chosen[-1].lineno}: "

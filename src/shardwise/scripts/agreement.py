@@ -75,12 +75,7 @@ def compare(
     if kept is not None and _apart_in_groups(gathered[:, -2:]):
         refuse_apart(engine.mesh, kept.shapes, entered)
     if settings_apart:
-        rates = gather_json([float(group.get("lr", 0.0)) for group in groups], engine.mesh.world, engine.device)
-        told = "; ".join(f"{', '.join(f'{rate:g}' for rate in mine)} on rank {rank}" for rank, mine in enumerate(rates))
-        raise RunError(
-            f"the optimizer's settings differ between ranks in step {engine.steps_done} (learning rates {told}): set "
-            "them from what is the same on every rank (prepared.loss, prepared.sum(...)), not from this rank's own loss"
-        )
+        raise _other_settings(engine)
     unknown = float(table[:, 0].max()) == _KINDS["unknown"]
     if kind and (kinds_apart or numbers_apart or unknown):
         raise InputError(_unequal(table, unknown))
@@ -88,6 +83,17 @@ def compare(
     for axis in (engine.mesh.tp, *engine.mesh.inner, *([engine.mesh.data] if whole else [])):
         if axis.size > 1:
             _same_losses(engine, tally, axis)
+
+
+def _other_settings(engine: Engine) -> RunError:
+    """Returns what to raise where ranks have other settings of the optimizer, each with its rates. Collective."""
+    mine = [float(group.get("lr", 0.0)) for group in engine.state.optimizer.param_groups]
+    rates = gather_json(mine, engine.mesh.world, engine.device)
+    told = "; ".join(f"{', '.join(f'{rate:g}' for rate in held)} on rank {rank}" for rank, held in enumerate(rates))
+    return RunError(
+        f"the optimizer's settings differ between ranks in step {engine.steps_done} (learning rates {told}): set "
+        "them from what is the same on every rank (prepared.loss, prepared.sum(...)), not from this rank's own loss"
+    )
 
 
 def _apart_in_groups(pairs: torch.Tensor) -> bool:

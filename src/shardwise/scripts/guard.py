@@ -66,25 +66,8 @@ class Gate:
             self._opened -= 1
 
 
-def guard_gradients(
-    model: nn.Module, technique: Any, *, all: bool, shares: Collection[str], summed: tuple[Axis, ...],
-    beside: tuple[Axis, ...], inside: Callable[[], bool],
-) -> Gate:  # fmt: skip
-    """Make `param.grad` raise while the gate is closed, where gradients are elsewhere than in the parameters.
-
-    all     under any technique: the parameters are shares, or lower-precision copies of masters
-    shares  names of those that are shares, whose values raise too: a norm would be that of this rank's share
-    summed  axes whose ranks have the same samples: what the script itself computes of a weight (a penalty) every one
-            of them computes, and its gradient counts once
-    beside  more of them, whose ranks have other samples while `inside`, in the model's forward
-    """
-    gate = Gate()
-    if not isinstance(technique, Flat) and not all:
-        if summed or beside:
-            _count_once(model, gate, summed, beside, inside, nn.Parameter)
-        return gate
-    if shares:
-        FUNCTIONS[torch.autograd.grad] = _grad_beside_weights
+def _in_pieces(gate: Gate) -> type[nn.Parameter]:
+    """Returns the class of parameters whose `.grad` raises while the gate is closed."""
     own = torch.Tensor.grad
 
     class InPieces(nn.Parameter):
@@ -105,7 +88,31 @@ def guard_gradients(
         def grad(self) -> None:
             own.__delete__(self)
 
-    class Share(InPieces):
+    return InPieces
+
+
+def guard_gradients(
+    model: nn.Module, technique: Any, *, all: bool, shares: Collection[str], summed: tuple[Axis, ...],
+    beside: tuple[Axis, ...], inside: Callable[[], bool],
+) -> Gate:  # fmt: skip
+    """Make `param.grad` raise where gradients are elsewhere than in the parameters; returns the gate that allows it.
+
+    all     under any technique: the parameters are shares, or lower-precision copies of masters
+    shares  names of those that are shares, whose values raise too: a norm would be that of this rank's share
+    summed  axes whose ranks have the same samples: what the script itself computes of a weight (a penalty) every one
+            of them computes, and its gradient counts once
+    beside  more of them, whose ranks have other samples while `inside`, in the model's forward
+    """
+    gate = Gate()
+    if not isinstance(technique, Flat) and not all:
+        if summed or beside:
+            _count_once(model, gate, summed, beside, inside, nn.Parameter)
+        return gate
+    if shares:
+        FUNCTIONS[torch.autograd.grad] = _grad_beside_weights
+    pieces: Any = _in_pieces(gate)
+
+    class WeightShare(pieces):
         @classmethod
         def __torch_function__(cls, func, types, args=(), kwargs=None):
             if not gate.is_open and reads_values(func):
@@ -113,7 +120,7 @@ def guard_gradients(
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
 
-    class Uncut(InPieces):
+    class WholeWeight(pieces):
         @classmethod
         def __torch_function__(cls, func, types, args=(), kwargs=None):
             if func is torch.autograd.grad and not gate.is_open:
@@ -123,9 +130,9 @@ def guard_gradients(
 
     for name, param in model.named_parameters():
         if param.requires_grad and type(param) is nn.Parameter:
-            param.__class__ = Share if name in shares else Uncut if shares else InPieces
+            param.__class__ = WeightShare if name in shares else WholeWeight if shares else pieces
     if summed or beside:
-        _count_once(model, gate, summed, beside, inside, Uncut if shares else InPieces)
+        _count_once(model, gate, summed, beside, inside, WholeWeight if shares else pieces)
     return gate
 
 

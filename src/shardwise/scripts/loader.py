@@ -39,7 +39,7 @@ from shardwise.scripts.reading import (
 )
 
 Reads = Literal["auto", "whole", "part"]
-Piece = tuple[Any, Dealt, int]  # a part's batch, where it lies, and a number that is the same for parts of one batch
+BatchPart = tuple[Any, Dealt, int]  # its batch, where it lies, and a number that is the same for parts of one batch
 
 
 class PartLoader:
@@ -129,7 +129,7 @@ class PartLoader:
         fits = dims_of_samples(batch, dealt.held.count)
         return fits[0] if len(fits) == 1 or (fits and not joins_by_itself(self.whole)) else None
 
-    def _batches(self) -> Iterator[Piece]:
+    def _batches(self) -> Iterator[BatchPart]:
         """Parts, read in the first way that fits the first batch; the generators then start again from there."""
         stood, told = Generators(self.whole), ""
         while True:
@@ -168,14 +168,14 @@ class PartLoader:
                 "function pads to the longest of a batch, shapes differ from one process's"
             )
 
-    def _indexed(self) -> Iterator[Piece]:
+    def _indexed(self) -> Iterator[BatchPart]:
         sampler = PartSampler(self.whole.batch_sampler, self._dealer, self._skip, self._skipped)
         for batch in _like(self.whole, sampler):
             if self._ranks == 1:  # of the data axis: every rank reads it
                 self._look = [] if self._compared else look_of(batch)
             yield (batch, *sampler.dealt.popleft())
 
-    def _watched(self) -> Iterator[Piece]:
+    def _watched(self) -> Iterator[BatchPart]:
         """As `_indexed`, as long as nothing is drawn."""
         sampler = PartSampler(self.whole.batch_sampler, self._dealer, self._skip, self._skipped)
         for number, (batch, drew, look) in enumerate(_like(self.whole, sampler, watched=True)):
@@ -190,7 +190,7 @@ class PartLoader:
                 )
             yield (batch, *sampler.dealt.popleft())
 
-    def _whole(self) -> Iterator[Piece]:
+    def _whole(self) -> Iterator[BatchPart]:
         sampler = PartSampler(self.whole.batch_sampler, Dealer(1, 0, bool), self._skip, self._skipped)
         for batch in _like(self.whole, sampler):
             whole, checksum = sampler.dealt.popleft()
@@ -202,7 +202,7 @@ class PartLoader:
                 raise Unfit(str(error)) from error
             yield part, dealt, checksum
 
-    def _sliced(self) -> Iterator[Piece]:
+    def _sliced(self) -> Iterator[BatchPart]:
         batches = iter(self.whole)
         for _ in range(self._skip):
             next(batches, None)

@@ -34,6 +34,18 @@ Plainly = Callable[[], AbstractContextManager[None]]
 _UNCHECKED = "that the model treats samples one by one was not checked: "
 
 
+def _samples_of(arguments: Any, samples: int, dim: int | None) -> tuple[int, Places]:
+    """Returns (how many samples the model's arguments hold, along which dims); 0 where they have no common dim."""
+    try:
+        rows = samples_in(arguments, name="the model's arguments")
+        if not dim or rows == samples:
+            return rows, Places(None, 0)
+    except InputError:
+        pass  # first dims differ: each tensor by its own
+    places = Places(samples, dim or 0)
+    return samples if any(places.of(leaf) is not None for leaf in tree_flatten(arguments)[0]) else 0, places
+
+
 def look_at_model(
     engine: Engine, args: tuple, kwargs: dict, samples: int, dim: int | None, *, check: bool = True,
     plainly: Plainly = nullcontext,
@@ -48,13 +60,7 @@ def look_at_model(
     batch = (args, kwargs)
     if not check:
         return ModelLook(batch_norm_modules(engine.module), [_UNCHECKED + "check_loss=False was given"])
-    try:
-        rows, places = samples_in(batch, name="the model's arguments"), Places(None, 0)
-        if dim and rows != samples:
-            raise InputError("cut along another dim")
-    except InputError:
-        places = Places(samples, dim or 0)
-        rows = samples if any(places.of(leaf) is not None for leaf in tree_flatten(batch)[0]) else 0
+    rows, places = _samples_of(batch, samples, dim)
     told = put([float(rows)], engine.device)
     n = min(int(gather_rows(told, engine.mesh.data).min()), SAMPLES)  # every rank must run as many forwards
     if n < 2:

@@ -138,16 +138,28 @@ class FirstSteps:
         if all(len(found) == 1 for found in held.values()):
             return
         mine = {name: zlib.crc32(_few(param)) for name, param in self.engine.module.named_parameters()}
-        told = gather_json([self._holding, mine], self.engine.mesh.world, self.engine.device)
-        for rank, (holding, theirs) in enumerate(told):
-            first, (_, expected) = next((n, one) for n, one in enumerate(told) if one[0] == holding)
+        found = self._first_apart(self._holding, mine)
+        if found is not None:
+            apart, rank, first = found
+            raise RunError(
+                f"after step {self._steps} the weights of '{apart[0]}' ({len(apart)} in all) are others on rank "
+                f"{rank} than on rank {first}, which hold the same: the script changes weights, or the optimizer's "
+                "settings or state, on one rank alone"
+            )
+
+    def _first_apart(self, place: Any, mine: dict[str, int]) -> tuple[list[str], int, int] | None:
+        """Returns (names, rank, first rank of its place) where ranks of one place differ, else None. Collective.
+
+        place  equal on ranks that should have the same
+        mine   name -> a number for this rank's tensor
+        """
+        told = gather_json([place, mine], self.engine.mesh.world, self.engine.device)
+        for rank, (where, theirs) in enumerate(told):
+            first, (_, expected) = next((n, one) for n, one in enumerate(told) if one[0] == where)
             apart = [name for name in expected if theirs.get(name) != expected[name]]
             if apart:
-                raise RunError(
-                    f"after step {self._steps} the weights of '{apart[0]}' ({len(apart)} in all) are others on rank "
-                    f"{rank} than on rank {first}, which hold the same: the script changes weights, or the optimizer's "
-                    "settings or state, on one rank alone"
-                )
+                return apart, rank, first
+        return None
 
     def _buffers(self) -> dict[str, int]:
         """Of each buffer that is saved with the weights, a number for its elements as this rank has them."""
@@ -162,19 +174,17 @@ class FirstSteps:
         """Raise `RefusedPlan` where ranks that should have the same buffers have others. Collective."""
         if len(table[:, 6:].unique(dim=0)) == len(table[:, 6].unique()):
             return
-        told = gather_json([self._place, self._buffers()], self.engine.mesh.world, self.engine.device)
-        for rank, (place, theirs) in enumerate(told):
-            first, (_, expected) = next((n, one) for n, one in enumerate(told) if one[0] == place)
-            apart = [name for name in expected if theirs.get(name) != expected[name]]
-            if apart:
-                raise RefusedPlan(
-                    f"after step {self._steps} the buffer '{apart[0]}' ({len(apart)} in all) is another on rank {rank} "
-                    f"than on rank {first}: the model's forward makes it of the samples that it is given, of which "
-                    "each rank has a part, where one process makes it of all (a codebook, a queue, a running mean): "
-                    "write it in the script instead, from outputs of all samples "
-                    '(prepare(..., loss_scope="global")) or from prepared.sum(tensor); or add up what it is made of '
-                    "by torch.distributed.all_reduce in the forward"
-                )
+        found = self._first_apart(self._place, self._buffers())
+        if found is not None:
+            apart, rank, first = found
+            raise RefusedPlan(
+                f"after step {self._steps} the buffer '{apart[0]}' ({len(apart)} in all) is another on rank {rank} "
+                f"than on rank {first}: the model's forward makes it of the samples that it is given, of which "
+                "each rank has a part, where one process makes it of all (a codebook, a queue, a running mean): "
+                "write it in the script instead, from outputs of all samples "
+                '(prepare(..., loss_scope="global")) or from prepared.sum(tensor); or add up what it is made of '
+                "by torch.distributed.all_reduce in the forward"
+            )
 
     def _rounding(self, sizes: dict[str, tuple[float, float]], gradient: float, change: float) -> list[str]:
         """A notice on gradients that are rounding beside the largest, and move their weights as far as others do."""

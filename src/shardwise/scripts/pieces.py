@@ -185,7 +185,7 @@ class Pieces:
 
 
 def _kind_of(known: weakref.ref[Pieces]) -> type[DTensor]:
-    class Piece(DTensor):
+    class ShardedWeight(DTensor):
         @classmethod
         def __torch_function__(cls, func, types, args=(), kwargs=None):
             pieces = known()
@@ -194,7 +194,7 @@ def _kind_of(known: weakref.ref[Pieces]) -> type[DTensor]:
                     return func(*args, **(kwargs or {}))
                 return names_line(pieces.answer)(func, args, kwargs or {})
 
-    return Piece
+    return ShardedWeight
 
 
 class _Lost(torch.Tensor):

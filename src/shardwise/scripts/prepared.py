@@ -103,13 +103,27 @@ def prepare(
     script's own loop cannot follow.
     """
     plan = Plan.parse(plan)
+    _refuse_twice(model)
+    check_given(model, optimizer, plan, randomness, loss_scope)
+    _join_ranks(plan)
+    given = (plan, randomness, branches, reads, batch_dim, seed, own_device(device), check_loss, spatial, loss_scope)
+    prepared = Prepared(model, optimizer, loader, *given)
+    _PREPARED.add(model)
+    return prepared
+
+
+def _refuse_twice(model: Any) -> None:
+    """Raise `InputError` where a plan has changed this model already."""
     if isinstance(model, nn.Module) and model in _PREPARED:
         raise InputError(
             f"prepare: this model ({type(model).__name__}) was prepared before, and two plans would sum its gradients "
             "twice: call prepare once for each model; of a model with parts that have optimizers of their own, prepare "
             "each part with its own"
         )
-    check_given(model, optimizer, plan, randomness, loss_scope)
+
+
+def _join_ranks(plan: Plan) -> None:
+    """Join the ranks that a launcher started; `InputError` where the plan needs several and none did."""
     if not dist.is_initialized() and here() is not None:
         join()
     world = dist.get_world_size() if dist.is_initialized() else 1
@@ -118,10 +132,6 @@ def prepare(
             f"plan {plan} needs {plan.world_size} ranks, but this script was started as one process: start it with "
             f"torchrun --nproc-per-node {plan.world_size} (or srun or mpirun -n {plan.world_size})"
         )
-    given = (plan, randomness, branches, reads, batch_dim, seed, own_device(device), check_loss, spatial, loss_scope)
-    prepared = Prepared(model, optimizer, loader, *given)
-    _PREPARED.add(model)
-    return prepared
 
 
 class Prepared(Stepping):

@@ -126,7 +126,7 @@ class Generators:
         random.setstate(self._state[2])
 
     def as_json(self) -> dict[str, Any]:
-        """Plain numbers and text."""
+        """Returns the state of all generators as values that JSON holds."""
         numpys: Any = self._state[1]
         version, words, gauss = self._state[2]
         return {

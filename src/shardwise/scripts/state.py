@@ -83,7 +83,7 @@ def holds_pieces(plan: Plan) -> bool:
 
 
 def states_of(optimizer: Optimizer, names: list[list[str]]) -> States:
-    """What steps before have left, by parameter, while the optimizer holds whole parameters in the script's groups."""
+    """Returns each parameter's optimizer state from before `prepare`, while the optimizer still holds whole ones."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     of_groups = [name for group in names for name in group]
     return {

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.trace.deferred import written_tensors
 from shardwise.trace.functional import innermost
+from shardwise.trace.leaves import written_tensors
 from shardwise.trace.tape import storage_key, tensors_in
 
 

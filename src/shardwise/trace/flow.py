@@ -27,10 +27,10 @@ from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only
 
-from shardwise.trace.deferred import Built, written_tensors
+from shardwise.trace.deferred import Built
 from shardwise.trace.fake import Fake, unlogged
 from shardwise.trace.functional import innermost, transforming
-from shardwise.trace.leaves import tensors_in
+from shardwise.trace.leaves import tensors_in, written_tensors
 from shardwise.trace.stand_in import standing_in
 from shardwise.trace.state import ModuleState
 

@@ -48,3 +48,13 @@ def replaced(kind: type, make: Callable[[Any], Any], tree: Any) -> Any:
         return tree
     leaves = [leaf if type(leaf) in _ATOMS else replaced(kind, make, leaf) for leaf in tree]
     return leaves if isinstance(tree, list) else tuple(leaves)
+
+
+def written_tensors(func, args: tuple, kwargs: dict) -> list[torch.Tensor]:
+    """Tensors that the op's schema says it writes."""
+    found: list[torch.Tensor] = []
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            found.extend(tensors_in(value))
+    return found

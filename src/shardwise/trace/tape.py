@@ -98,5 +98,10 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 
 def ref_of(tensor: torch.Tensor) -> Ref:
-    """A tensor as the tape names it."""
+    """Returns what names a tensor on the tape: its storage, shape, strides, offset and dtype."""
     return Ref(storage_key(tensor), tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset(), tensor.dtype)
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a copy of a tensor's whole storage, as bytes on the CPU."""
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.detach().untyped_storage().cpu()).clone()

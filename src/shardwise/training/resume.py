@@ -11,6 +11,7 @@ from typing import Any
 from shardwise.checkpoint import manifest, publish
 from shardwise.checkpoint.remote import is_remote, place
 from shardwise.config import Effective
+from shardwise.config.schema import NOT_TRAINED
 from shardwise.errors import InputError
 
 CHECKPOINTS = "checkpoints"
@@ -20,12 +21,6 @@ ARRAY_TASK = "array task"  # among the settings: which job of an array this is
 # where schedulers say so (Slurm, PBS, Grid Engine, LSF); the last two also to jobs of no array, as below
 _ARRAY_VARIABLES = ("SLURM_ARRAY_TASK_ID", "PBS_ARRAY_INDEX", "SGE_TASK_ID", "LSB_JOBINDEX")
 _NO_ARRAY = ("", "undefined", "0")
-# what may be another from one start to the next without a word: it changes nothing that is trained
-_SILENT = re.compile(
-    r"train\.(out|name|log_every|sinks|profile_steps|cluster|checkpoint_\w+|\w+_deadline|restarts|min_ranks|check_replicas|"
-    r"device|"
-    r"workers)"
-)
 
 
 def settings_of(effective: Effective) -> dict[str, Any]:
@@ -55,7 +50,7 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     return [
         f"{key} was {before.get(key)} and is {now.get(key)}"
         for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key) and not _SILENT.fullmatch(key)
+        if before.get(key) != now.get(key) and not NOT_TRAINED.fullmatch(key)
     ]
 
 

@@ -1,0 +1,63 @@
+"""What an optimizer keeps and does for each element, seen while it updates small tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from shardwise.engine.groups import named_groups
+from shardwise.engine.optimizer import needs_closure
+from shardwise.errors import InputError
+from shardwise.memory.live import LiveBytes
+from shardwise.rehearsal.op_counts import Count, StepTrace
+from shardwise.simulator.counted import Update
+from shardwise.task import Task
+
+
+def update_of(task: Task, at_once: bool = False) -> Update:
+    """What the task's optimizer keeps and does for one tensor, seen on small ones.
+
+    at_once   as torch's optimizers do on a GPU unless told otherwise: each op on all tensors, which keeps its results
+              for all of them
+    """
+    parameter = nn.Parameter(torch.zeros(64, 64))
+    others = [nn.Parameter(torch.zeros(64)), nn.Parameter(torch.zeros(64, 64))]
+    optimizer = task.optimizer(named_groups([parameter, *others]))
+    if needs_closure(optimizer):
+        raise InputError(
+            f"{type(optimizer).__name__} asks for a forward and backward as often as it likes in one step (a closure), "
+            "which no forecast knows: plan with an optimizer that takes one, or train with dp_replicate, which runs it"
+        )
+    for group in optimizer.param_groups if at_once else ():
+        if not group.get("fused") and group.get("foreach", False) is None:
+            group["foreach"] = True
+    for each in (parameter, *others):
+        each.grad = torch.ones_like(each)
+    optimizer.step()
+    state = optimizer.state.get(parameter, {})
+    held = sum(v.numel() for v in state.values() if isinstance(v, torch.Tensor) and v.dim()) / parameter.numel()
+    others[0].grad = None
+    two, _ = _updated(optimizer, [parameter, others[1]])
+    others[1].grad = None
+    one, seen = _updated(optimizer, [parameter])
+    work = tuple((name, shape[0] / parameter.numel()) for name, shape, _ in seen.order if len(shape) == 1)
+    return Update(held, work, seen.calls, one / parameter.nbytes, max(0.0, (two - one) / parameter.nbytes))
+
+
+def _updated(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> tuple[int, StepTrace]:
+    """Bytes that live only while the optimizer updates these, and what it does."""
+    seen, live = StepTrace(1), LiveBytes()
+    states = [value for each in parameters for value in optimizer.state.get(each, {}).values()]
+    tensors = (*parameters, *(each.grad for each in parameters), *states)
+    live.count(value for value in tensors if isinstance(value, torch.Tensor))
+    rests = live.now
+    with live, Count(seen):
+        optimizer.step()
+    return live.peak - rests, seen
+
+
+def in_order(trained: Iterable[nn.Parameter]) -> list[int]:
+    """Returns the elements of each trained parameter, in the order in which the optimizer is given them."""
+    return [param.numel() for group in named_groups([*trained]) for param in group["params"]]

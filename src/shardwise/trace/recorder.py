@@ -1,0 +1,249 @@
+"""Record a constructor: each op that makes or changes a tensor goes onto a tape, large tensors get no values.
+
+A new tensor of `LARGE` elements or more is address space whose pages are never touched. Small ones stay real, so that
+constructors that read values (`linspace(...).tolist()`) work; one that reads a large tensor raises `NotReplayable`.
+
+    with recording(tape):
+        module = constructor()        empty(4096,4096) . uniform_(-.01,.01) . empty(16) . fill_(1) ...
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwise.device import on_host
+from shardwise.trace.leaves import replaced, tensors_in, written_tensors
+from shardwise.trace.tape import ConstructorTape, NotReplayable, TapedOp, bytes_of, ref_of, storage_key
+
+MAP_NORESERVE = 0x4000  # of Linux; Python's mmap names it from 3.13 on
+LARGE = 4096  # elements from which a new tensor gets no values
+
+
+@contextmanager
+def recording(tape: ConstructorTape) -> Iterator[None]:
+    """Context: a constructor that runs inside is written onto the tape."""
+    recorder = _Recorder(tape)
+    with _Guard(tape), recorder, _initialisers(recorder):
+        yield
+
+
+class _Recorder(TorchDispatchMode):
+    """Writes each op of a constructor onto the tape; large tensors get address space without values."""
+
+    def __init__(self, tape: ConstructorTape):
+        super().__init__()
+        self.tape = tape
+        self.paused = False
+
+    def initialise(self, function: Callable, args: tuple, kwargs: dict) -> Any:
+        """Record a call of one of `torch.nn.init`'s functions as a single op.
+
+        Some of them loop until a random draw is accepted; op by op, such a loop cannot be replayed.
+        """
+        first = next((tensor for tensor in tensors_in((args, kwargs))), None)
+        if self.paused or first is None:
+            return function(*args, **kwargs)
+        self._meet(first)
+        state = _own_state(args, kwargs)
+        result: Any = first
+        self.paused = True
+        try:
+            if storage_key(first) not in self.tape.deferred:
+                result = function(*args, **kwargs)
+            elif state is not None:
+                self._advance(function, args, kwargs)
+        finally:
+            self.paused = False
+        key = storage_key(first)
+        refs, named = replaced(torch.Tensor, ref_of, (args, kwargs))
+        self.tape.add(TapedOp(function, refs, named, [], {key}, {key}, random=state is None, generator=state))
+        return result
+
+    def _advance(self, function: Callable, args: tuple, kwargs: dict) -> None:
+        """Draw from the constructor's own generator as the call would, into tensors that are dropped."""
+
+        def scratch(tensor: torch.Tensor) -> torch.Tensor:
+            return (
+                torch.zeros(tensor.shape, dtype=tensor.dtype) if storage_key(tensor) in self.tape.deferred else tensor
+            )
+
+        args, kwargs = replaced(torch.Tensor, scratch, (args, kwargs))
+        function(*args, **kwargs)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if self.paused:
+            return func(*args, **kwargs)
+        inputs = tensors_in((args, kwargs))
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self.tape.refuse_reading(args[0], "item()")
+        for tensor in inputs:
+            self._meet(tensor)
+        state = _own_state(args, kwargs)
+        output = self._execute(func, args, kwargs, inputs) if state is None else self._draw(func, args, kwargs, inputs)
+        self._record(func, args, kwargs, inputs, output, state)
+        return output
+
+    def _draw(self, func, args, kwargs, inputs):
+        """An op that draws from a generator of the constructor's own, which must move on as it would by itself."""
+        if any(storage_key(tensor) in self.tape.deferred for tensor in inputs):
+            self._advance(func, args, kwargs)
+            return self._defer(func, args, {**kwargs, "generator": None} if "generator" in kwargs else kwargs)
+        output = func(*args, **kwargs)
+        large = isinstance(output, torch.Tensor) and output.numel() >= LARGE and not func._schema.is_mutable
+        return self._unfilled(output) if large else output
+
+    def _meet(self, tensor: torch.Tensor) -> None:
+        key = storage_key(tensor)
+        tape = self.tape
+        if key in tape.writers or key in tape.constants or key in tape.lost:
+            return
+        tape.alive.append(tensor.untyped_storage())
+        if tensor.device.type == "meta":
+            tape.lost.add(key)
+        else:
+            tape.constants[key] = bytes_of(tensor)
+
+    def _execute(self, func, args, kwargs, inputs):
+        if "device" in _argument_names(func) and torch.device(kwargs.get("device") or "cpu").type != "meta":
+            kwargs = {**kwargs, "device": torch.device("cpu"), **_unpinned(kwargs)}
+        if any(storage_key(tensor) in self.tape.deferred for tensor in inputs):
+            return self._defer(func, args, kwargs)
+        if inputs or "device" not in _argument_names(func):
+            return func(*args, **kwargs)
+        without = {"generator": None} if "generator" in kwargs else {}
+        shape = func(*args, **{**kwargs, "device": torch.device("meta"), **without})
+        if isinstance(shape, torch.Tensor) and shape.numel() >= LARGE:
+            return self._unfilled(shape)
+        return func(*args, **kwargs)
+
+    def _defer(self, func, args, kwargs):
+        """The op on tensors without values: a view for real, a write not at all, anything else by shape."""
+        returned = func._schema.returns
+        if returned and all(r.alias_info is not None and not r.alias_info.is_write for r in returned):
+            return func(*args, **kwargs)
+        if func._schema.is_mutable:
+            for tensor in written_tensors(func, args, kwargs):
+                self.tape.deferred.add(storage_key(tensor))
+            written = tuple(written_tensors(func, args, kwargs))
+            return written[0] if len(returned) == 1 else written if returned else None
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": torch.device("meta")}
+        args, kwargs = replaced(torch.Tensor, _as_meta, (args, kwargs))
+        return replaced(torch.Tensor, self._unfilled, func(*args, **kwargs))
+
+    def _unfilled(self, shape: torch.Tensor) -> torch.Tensor:
+        """Address space without values: the pages are never touched, so they take no memory."""
+        try:
+            tensor = torch.empty_strided(shape.shape, shape.stride(), dtype=shape.dtype)
+        except RuntimeError:  # more than this machine has, and Linux was asked to vouch for it
+            tensor = _unvouched(shape)
+        self.tape.deferred.add(storage_key(tensor))
+        return tensor
+
+    def _record(self, func, args, kwargs, inputs, output, state: torch.Tensor | None = None) -> None:
+        outputs = tensors_in(output)
+        before = {storage_key(tensor) for tensor in inputs}
+        made = {storage_key(tensor) for tensor in outputs} - before
+        written = set(made)
+        written |= {storage_key(tensor) for tensor in written_tensors(func, args, kwargs)}
+        if not written:
+            return  # a view or a read: views are found again by size, stride and offset
+        if func.overloadpacket in (torch.ops.aten.resize_, torch.ops.aten.set_):
+            raise NotReplayable(f"the constructor swaps storages ({func})")
+        tape = self.tape
+        tape.alive.extend(tensor.untyped_storage() for tensor in outputs)
+        args, kwargs = replaced(torch.Tensor, ref_of, (args, kwargs))
+        is_random = torch.Tag.nondeterministic_seeded in func.tags and state is None
+        tape.add(TapedOp(func, args, kwargs, [ref_of(t) for t in outputs], before, written, is_random, state))
+
+
+def _own_state(args: tuple, kwargs: dict) -> torch.Tensor | None:
+    """The state of the generator that a call is given, unless it is torch's own."""
+    generator = _generator_in(args, kwargs)
+    if generator is None or generator is torch.default_generator:
+        return None
+    if not on_host(generator.device):
+        raise NotReplayable(f"the constructor draws from a generator on {generator.device}")
+    return generator.get_state()
+
+
+def _generator_in(args: tuple, kwargs: dict) -> torch.Generator | None:
+    return next((one for one in (*args, *kwargs.values()) if isinstance(one, torch.Generator)), None)
+
+
+def _unvouched(shape: torch.Tensor) -> torch.Tensor:
+    """Address space for a tensor that no memory may stand behind."""
+    pages = mmap.mmap(-1, shape.untyped_storage().nbytes(), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+    flat = torch.frombuffer(pages, dtype=shape.dtype)
+    return flat.as_strided(shape.shape, shape.stride())
+
+
+def _argument_names(func) -> set[str]:
+    return {argument.name for argument in func._schema.arguments}
+
+
+def _as_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+_VALUE_READERS = {"numpy", "__array__", "tolist", "__dlpack__", "__reduce_ex__"}
+
+
+class _Guard(TorchFunctionMode):
+    """Refuses what reads a tensor's memory without passing through an op."""
+
+    def __init__(self, tape: ConstructorTape):
+        super().__init__()
+        self.tape = tape
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        name = getattr(func, "__name__", "")
+        if name in _VALUE_READERS:
+            for tensor in tensors_in(args):
+                self.tape.refuse_reading(tensor, f"{name}()")
+        return func(*args, **(kwargs or {}))
+
+
+def _unpinned(kwargs: dict) -> dict:
+    return {"pin_memory": False} if kwargs.get("pin_memory") else {}
+
+
+_recording: list[_Recorder] = []  # the recorders of builds under way, the innermost last
+
+
+@contextmanager
+def _initialisers(recorder: _Recorder) -> Iterator[None]:
+    """Every in-place function of `torch.nn.init`, private helpers included, goes through the recorder.
+
+    A library that the constructor imports may keep what it finds there for good: that leads to the recorder of the
+    build that runs, and to the function itself where none does.
+    """
+    originals = {
+        name: function
+        for name, function in vars(torch.nn.init).items()
+        if name.endswith("_") and not name.endswith("__") and callable(function)
+    }
+
+    def recorded(function: Callable) -> Callable:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return _recording[-1].initialise(function, args, kwargs) if _recording else function(*args, **kwargs)
+
+        return call
+
+    _recording.append(recorder)
+    try:
+        for name, function in originals.items():
+            setattr(torch.nn.init, name, recorded(function))
+        yield
+    finally:
+        _recording.pop()
+        for name, function in originals.items():
+            setattr(torch.nn.init, name, function)
