@@ -53,7 +53,7 @@ class Precision:
 
     @property
     def buffers(self) -> torch.dtype:
-        """Floating-point buffers keep this dtype: statistics and tables lose too much in 16 bits."""
+        """The dtype of floating-point buffers, never 16 bits: statistics and tables would lose too much."""
         return torch.float64 if self.compute == torch.float64 else torch.float32
 
     def held(self, tensor: torch.Tensor) -> torch.dtype:

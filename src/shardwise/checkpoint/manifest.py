@@ -52,7 +52,7 @@ class Tensor:
 
     @property
     def size_bytes(self) -> int:
-        """Of the whole."""
+        """Bytes of the whole tensor."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
@@ -79,11 +79,11 @@ class Manifest:
 
     @property
     def size_bytes(self) -> int:
-        """Of all files but this one."""
+        """Bytes of all files of the checkpoint but the manifest itself."""
         return sum(file.size_bytes for file in self.files.values())
 
     def content(self) -> dict[str, Any]:
-        """As JSON."""
+        """The manifest as a value that JSON holds, without its digest."""
         places = {name: place for place, name in enumerate(self.files)}
         return {
             **self.fields,

@@ -98,7 +98,7 @@ class Piece:
         return self.count == math.prod(self.shape)
 
     def part(self, first: int, last: int) -> Piece:
-        """Its elements [first, last)."""
+        """Returns the piece that holds elements [first, last) of this one."""
         return Piece(self.shape, self.runs, self.first + first, self.first + last)
 
     @cached_property

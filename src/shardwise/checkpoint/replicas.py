@@ -72,7 +72,7 @@ class ReplicaCheck:
         return nullcontext()
 
     def taken(self) -> Hashes:
-        """Of what this rank holds now, and of what it held before the update where that was asked for."""
+        """Returns hashes of what this rank holds now, and of what it held before the update where asked for."""
         found, self._before = {**self._before, **hashes(self.engine)}, {}
         return found
 
@@ -97,7 +97,7 @@ class ReplicaCheck:
 
 
 def hashes(engine: Engine, before: bool = False) -> Hashes:
-    """Of everything that several ranks may hold alike; `before`: of what modules compute with alone."""
+    """Returns hashes of every tensor that several ranks may hold alike; `before`: of modules' own weights alone."""
     found = _used(engine) if before else (*weights(engine), *state_of(engine)[1], *_used_beside(engine))
     return {BEFORE * before + one.key: (str(to_json(one.piece)), bits_hash(one.flat())) for one in found}
 

@@ -291,11 +291,11 @@ class Saver:
             self._started()
 
     def make_room(self) -> None:
-        """Make the buffer as large as what the engine holds now; its optimizer's state comes in a step. Collective."""
+        """Deal what is saved over the ranks and make this rank's buffer as large as its part is now. Collective."""
         self._settle(self._held()[0])
 
     def answered(self) -> str:
-        """Of this rank's save under way: "" while it goes on, "well" or "badly" when it is over and to be finished."""
+        """State of this rank's save: "" while it goes on (or there is none), "well" or "badly" once it is over."""
         return "" if self._writer is None else self._writer.answered()
 
     def finish(self) -> None:

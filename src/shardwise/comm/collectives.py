@@ -163,7 +163,7 @@ def _waited(pending: Pending, wait: bool) -> Pending:
 
 
 def all_reduce(tensor: torch.Tensor, axis: Axis, tag: str, *, wait: bool = True, op: str = "sum") -> Pending:
-    """Sum `tensor` over the axis (or take the "max" or "min"), in place."""
+    """Sum `tensor` over the axis (or take the "max" or "min"), in place; returns what to wait for."""
     if axis.silent:
         axis.note(tag, "all_reduce", tensor)
         return Pending(None)
@@ -177,7 +177,7 @@ def all_reduce(tensor: torch.Tensor, axis: Axis, tag: str, *, wait: bool = True,
 
 
 def reduce_scatter(shard: torch.Tensor, full: torch.Tensor, axis: Axis, tag: str, *, wait: bool = True) -> Pending:
-    """Sum `full` (p*n,) over the axis and leave this rank's slice in `shard` (n,)."""
+    """Sum `full` (p*n,) over the axis, this rank's slice into `shard` (n,); returns what to wait for."""
     if axis.rehearsal is not None:
         axis.note(tag, "reduce_scatter", full)
         shard.zero_()
@@ -195,7 +195,7 @@ def reduce_scatter(shard: torch.Tensor, full: torch.Tensor, axis: Axis, tag: str
 
 
 def all_gather(full: torch.Tensor, shard: torch.Tensor, axis: Axis, tag: str, *, wait: bool = True) -> Pending:
-    """Leave every rank's `shard` (n,) side by side in `full` (p*n,)."""
+    """Put every rank's `shard` (n,) side by side into `full` (p*n,); returns what to wait for."""
     if axis.rehearsal is not None:
         axis.note(tag, "all_gather", full)
         if has_values(full):
@@ -287,7 +287,7 @@ def _needs_host(tensor: torch.Tensor, axis: Axis) -> bool:
 
 
 def send(tensor: torch.Tensor, axis: Axis, to_index: int, tag: str, number: int) -> Pending:
-    """Send a contiguous tensor to the axis's `to_index`-th rank; it may not change until `wait`.
+    """Send a contiguous tensor to the axis's `to_index`-th rank; returns what to wait for before it may change.
 
     `number` tells apart messages that are under way between the same two ranks.
     """

@@ -79,7 +79,7 @@ class BlockCosts:
     kernels: Kernels
 
     def layer(self) -> BlockTimes:
-        """One layer, one micro-batch."""
+        """Returns the times of one layer on one micro-batch."""
         attention, products = self._attention(), self._products()
         streams = [sum(kind) for kind in zip(self._norms(), self._feed_forward_stream(), self._casts(), strict=True)]
         least = [ops * self.kernels.host_s for ops in self.started]

@@ -38,7 +38,7 @@ class Offloaded:
 
 
 def offloaded(count: float, states: States, layout: Layout, cluster: Cluster) -> Offloaded:
-    """For `count` parameters that each rank updates."""
+    """Returns the cost of updating `count` parameters of each rank on the host."""
     link = cluster.device.host_gbps
     if link is None:
         raise RefusedPlan(f"offload: {cluster.device.name} has no figure for its link to the host (host_gbps)")

@@ -70,7 +70,7 @@ class Shape:
 
     @classmethod
     def from_row(cls, row: Mapping[str, str]) -> Shape:
-        """From a row of the model catalogue."""
+        """Returns the shape that a row of the model catalogue describes."""
         gated = row["gated"] == "1"
         layer_norm = row["norm"].startswith("LayerNorm")
         return cls(
@@ -112,7 +112,7 @@ class Shape:
 
     @property
     def value_width(self) -> int:
-        """One head's value."""
+        """Width of one head's value vector."""
         return self.value_dim or self.head_dim
 
     @property
@@ -166,7 +166,7 @@ class Shape:
 
     @property
     def expert_parameters(self) -> int:
-        """One feed-forward (or one expert)."""
+        """Parameters of one feed-forward block (or of one expert)."""
         up = 2 if self.gated else 1
         matrices = (up + 1) * self.hidden * self.ffn
         return matrices + (up * self.ffn + self.hidden if self.bias else 0)
@@ -177,12 +177,12 @@ class Shape:
 
     @property
     def norm_parameters(self) -> int:
-        """One norm."""
+        """Parameters of one norm."""
         return self.hidden * (2 if self.layer_norm and self.norm_bias else 1)
 
     @property
     def layer_parameters(self) -> int:
-        """One layer, all experts."""
+        """Parameters of one layer, all its experts included."""
         forwards = self.expert_parameters * max(1, self.experts + self.shared_experts)
         return self.attention_parameters + forwards + self.router_parameters + 2 * self.norm_parameters
 
@@ -216,7 +216,7 @@ class Shape:
 
     @property
     def active_parameters(self) -> int:
-        """Those that a token meets."""
+        """Parameters that one token is multiplied with: of the experts only those it is routed to."""
         idle = max(0, self.experts - self.top_k) * self.expert_parameters
         return self.parameters - (self.layers - self.dense_layers) * idle
 

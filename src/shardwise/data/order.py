@@ -62,7 +62,7 @@ class Order:
 
 @lru_cache(maxsize=8)
 def epoch_keys(seed: int, epoch: int) -> tuple[int, ...]:
-    """One 64-bit key for each round."""
+    """Returns one 64-bit key for each round of the permutation of an epoch."""
     digest = hashlib.shake_256(f"order/{seed}/{epoch}".encode()).digest(8 * ROUNDS)
     return tuple(int.from_bytes(digest[8 * i : 8 * i + 8], "little") for i in range(ROUNDS))
 

@@ -201,5 +201,5 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def needs_gradients(error: Exception) -> bool:
-    """Whether a forward failed since it takes gradients itself, and ran without."""
+    """Whether this error is that of a forward that takes gradients itself and ran under no_grad."""
     return isinstance(error, RuntimeError) and "does not require grad" in str(error)

@@ -209,7 +209,7 @@ class Engine:
 
     @property
     def plan(self) -> Plan:
-        """How it is spread."""
+        """The plan that this engine runs."""
         return self.state.plan
 
     @property

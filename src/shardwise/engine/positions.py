@@ -317,7 +317,7 @@ class _Collectives(Ledger):
             self.calls.append((op, axis))
 
     def numbers(self, axes: Sequence[str]) -> _Met:
-        """Of each axis, outermost first, one for the calls over it and over those further out."""
+        """Returns a hash for each axis, outermost first, of the calls over it and over those further out."""
         return tuple(
             seed_of(" ".join(f"{op}:{axis}" for op, axis in self.calls if axis in axes[: depth + 1])) % 2**50
             for depth in range(len(axes))

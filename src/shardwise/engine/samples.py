@@ -56,7 +56,7 @@ def read_samples(task: Task, indices: list[int]) -> Any:
 
 
 def a_few(batch: Any) -> Any:
-    """As many of its samples as are looked at."""
+    """Returns the first samples of a batch, as many as the look before the first step uses."""
     return slice_samples(batch, 0, min(samples_in(batch), SAMPLES))
 
 

@@ -20,7 +20,7 @@ STACK_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SI
 
 
 def answer_with_stacks(file: Any, crashes: Any = None) -> None:
-    """From now on the signal writes every thread's stack to this file, in C.
+    """Register the signal handler that writes every thread's stack to `file`; it runs in C, without the interpreter.
 
     crashes   where the stack of a crash goes (a segmentation fault, an abort); None: to the same file
     """

@@ -186,7 +186,7 @@ class Kind:
 
     @property
     def stages_per_rank(self) -> int:
-        """Stages on each rank unless a plan says otherwise."""
+        """Returns the number of stages on each rank unless a plan says otherwise."""
         return 1 if self.placed == "one" else 2
 
     def misfit(self, p: int, m: int, v: int) -> str | None:

@@ -38,7 +38,7 @@ class Budget:
     began: float = field(default_factory=time.time)
 
     def left_s(self, device: torch.device | None = None) -> float:
-        """Of them, the mean of the ranks', so that all go the same way. Collective; on `device`, the CPU by default."""
+        """Returns the seconds that are left, the mean over ranks, so that all decide alike. Collective, on `device`."""
         return over_ranks(self.began + self.seconds - time.time(), device)
 
     def part(self, share: float, device: torch.device | None = None) -> Budget:

@@ -201,7 +201,7 @@ def union(spans: list[Span]) -> list[Span]:
 
 
 def meet(one: list[Span], other: list[Span]) -> list[Span]:
-    """Points in both; each is a union."""
+    """Returns the intersection of two unions of spans."""
     found, at = [], 0
     for start, end in one:
         while at < len(other) and other[at][1] <= start:
@@ -214,7 +214,7 @@ def meet(one: list[Span], other: list[Span]) -> list[Span]:
 
 
 def minus(one: list[Span], other: list[Span]) -> list[Span]:
-    """Points of the one that are not in the other; each is a union."""
+    """Returns the difference of two unions of spans: what is in the first alone."""
     found = []
     for start, end in one:
         for low, high in meet([(start, end)], other):

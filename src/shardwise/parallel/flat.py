@@ -110,7 +110,7 @@ class Flat:
         self.buckets.start_micro_batch(sync=last or self.stage == 2)
 
     def finish_micro_batch(self) -> set[int]:
-        """Launch what backward did not complete; zero=2 adds the reduced shards up."""
+        """Launch what backward did not complete (zero=2 adds reduced shards up); returns the parameters it reached."""
         self.buckets.finish_micro_batch()
         if self.stage == 2 and self.order is None:
             self._collect()

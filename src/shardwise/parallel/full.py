@@ -252,7 +252,7 @@ class FullShard:
             self.module.set_requires_all_reduce(last)
 
     def finish_micro_batch(self) -> set[int]:
-        """Which parameters this rank's backward reached."""
+        """Returns which parameters (by index) this rank's backward reached."""
         for index in self._uncut() if self.order is not None else ():
             param = self.params[index]
             if param.grad is not None and param.numel():

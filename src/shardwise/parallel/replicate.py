@@ -71,7 +71,7 @@ class Replicate:
         self.buckets.start_micro_batch(sync=last)
 
     def finish_micro_batch(self) -> set[int]:
-        """Launch what backward did not complete."""
+        """Launch the buckets that backward did not complete; returns the parameters it reached."""
         self.buckets.finish_micro_batch()
         return self.buckets.used_now
 

@@ -57,7 +57,7 @@ class DataParallel(Protocol):
         """Before each forward."""
 
     def finish_micro_batch(self) -> set[int]:
-        """After each backward; returns which parameters (by index) this rank's backward reached."""
+        """Called after each backward; returns which parameters (by index) this rank's backward reached."""
         ...
 
     def finish_step(self, used: set[int]) -> None:

@@ -91,7 +91,7 @@ def nll_loss(func: Any, args: tuple, kwargs: dict) -> tuple[torch.Tensor, torch.
 
 @rule("nll_loss_backward", "nll_loss2d_backward")
 def nll_loss_backward(func: Any, args: tuple, kwargs: dict) -> Part:
-    """-weight of the target's class, at its place."""
+    """Returns the gradient of the log-probabilities: minus the weight of the target's class at its place, else zero."""
     gradient, x, target, weight, reduction, ignored, total = args
     classes = 0 if x.dim() == 1 else 1
     if is_part(x) and x.dim_cut != classes:
@@ -163,7 +163,7 @@ def rows_of(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> torch.Tensor:
-    """`F.embedding` on a part."""
+    """Returns `F.embedding(indices, table)` of a table or indices that are cut."""
     by_rows = is_part(weight) and weight.dim_cut == 0 and not is_part(index)
     if not by_rows or max_norm is not None or scale_grad_by_freq:
         return F.embedding(index, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
@@ -202,7 +202,7 @@ class _Entries(torch.autograd.Function):
 
 
 def entries_of(x: torch.Tensor, dim: int, index: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-    """`torch.gather` on a part."""
+    """Returns `x.gather(dim, index)` of a part."""
     if not is_part(x) or is_part(index) or dim % x.dim() != x.dim_cut or kwargs:
         return torch.gather(x, dim, index, **kwargs)
     return _Entries.apply(x, dim % x.dim(), index)

@@ -35,7 +35,7 @@ def is_mask(indices: list) -> bool:
 
 
 def selected(func: Any, args: tuple, kwargs: dict) -> Part:
-    """`x[mask]`, where the dims that the mask covers are cut, or others."""
+    """Returns `x[mask]` as a part, where the dims that the mask covers are cut, or others."""
     x, (place, mask) = args[0], _place(args[1])
     lead, cut = _cut(func, x, mask, place)
     theirs = _seen(lead, _share(lead, mask, cut - place)) if place <= cut < place + mask.dim() else mask
@@ -128,7 +128,7 @@ def _of_mine(lead: Part, mask: torch.Tensor, cut: int, values: torch.Tensor, dim
 
 
 def _seen(lead: Part, mask: torch.Tensor) -> torch.Tensor:
-    """The mask; in a rehearsal, where nobody knows how many others select, one that selects everything.
+    """Returns the mask; in a rehearsal, where nobody knows how many others select, one that is true everywhere.
 
     So what lies beside each other but is dealt otherwise (logits, labels) has one length after one selection, and all
     ranks come to the same exchanges.
@@ -137,13 +137,13 @@ def _seen(lead: Part, mask: torch.Tensor) -> torch.Tensor:
 
 
 def masked_select(input: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """`torch.masked_select`, as the index that it is: of tensor and mask in the shape of both."""
+    """Returns `torch.masked_select(input, mask)`, computed as `x[mask]` after broadcasting both to one shape."""
     shape = torch.broadcast_shapes(input.shape, mask.shape)
     return getitem(input.expand(shape), mask.expand(shape))
 
 
 def getitem(x: torch.Tensor, index: Any) -> torch.Tensor:
-    """`x[index]`."""
+    """Returns `x[index]`, a plain mask in `index` first cut as `x` is."""
     return x[mask_cut_like(x, index)]
 
 

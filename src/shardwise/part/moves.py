@@ -389,7 +389,7 @@ class _Exchange:
         self.pending = all_to_all(self.flat, self.sent, received, sizes, axis, TAG, wait=False)
 
     def wait(self) -> torch.Tensor:
-        """Flat: behind each other."""
+        """Returns what arrived, flat, one sender after another; waits for it."""
         self.pending.wait()
         del self.sent
         if self.kind.is_complex:

@@ -156,7 +156,7 @@ def _convolved(func: Any, x: torch.Tensor, w: torch.Tensor, whole: tuple, rest: 
 
 @rule("convolution_backward")
 def convolution_backward(func: Any, args: tuple, kwargs: dict) -> tuple:
-    """Gradients of the kinds of cut above."""
+    """Returns the gradients of input, weight and bias of a convolution with the cuts of `convolution`."""
     dy, x, w, bias_sizes, stride, padding, dilation, transposed, output_padding, g, mask = args
     rest = (stride, padding, dilation, transposed, output_padding)
     outer, inner = _channels(func, args, transposed, g)

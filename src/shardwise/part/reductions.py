@@ -37,7 +37,7 @@ def _after(part: Part, local: Any, dims: set[int], keepdim: bool) -> Part:
       "argmax", "argmin", "var", "std", "var_mean", "std_mean", "count_nonzero", "median", "nansum", "_is_all_true",
       "_is_any_true")  # fmt: skip
 def reduce(func: Any, args: tuple, kwargs: dict) -> Any:
-    """`op(x, dim, keepdim)`."""
+    """Returns `op(x, dim, keepdim)`: a part where the cut dim stays, else combined over ranks by `_COMBINE`."""
     part = args[0]
     name = func._schema.name.partition("::")[2]
     bound = _bound(func, args, kwargs)
@@ -204,7 +204,7 @@ _COMBINE = {
 
 @rule("_softmax", "_log_softmax", "_safe_softmax")
 def softmax(func: Any, args: tuple, kwargs: dict) -> Part:
-    """Along the cut dim: two small reductions, and nothing is gathered."""
+    """Returns the (log-)softmax as a part; along the cut dim by two all-reduces (maximum, sum), nothing is gathered."""
     part, dim = args[0], args[1] % args[0].dim()
     if dim != part.dim_cut:
         return part.with_local(func(part.local, *args[1:], **kwargs))
@@ -229,7 +229,7 @@ def _ones(x: torch.Tensor, dim: int) -> list[int]:
 
 @rule("_softmax_backward_data", "_log_softmax_backward_data")
 def softmax_backward(func: Any, args: tuple, kwargs: dict) -> Part:
-    """dx = y (dy - sum y dy), or dy - exp(y) sum dy."""
+    """Returns the gradient of (log-)softmax: dx = y (dy - sum y dy), or dy - exp(y) sum dy; the sum is over ranks."""
     gradient, output, dim = args[:3]
     part = output if is_part(output) else gradient
     dim %= part.dim()
@@ -246,7 +246,7 @@ def softmax_backward(func: Any, args: tuple, kwargs: dict) -> Part:
 
 @rule("glu_backward")
 def glu_backward(func: Any, args: tuple, kwargs: dict) -> Part:
-    """Backward of `glu(x, dim)` along a dim that is not cut."""
+    """Returns the gradient of `glu(x, dim)`, cut like x; `dim` is not the cut one."""
     gradient, x, dim = args
     part = x if is_part(x) else gradient
     if dim % part.dim() == part.dim_cut:
@@ -264,7 +264,7 @@ def _beside(func: Any, tensor: torch.Tensor, lead: Part) -> torch.Tensor:
 
 @rule("native_layer_norm", "_fused_rms_norm")
 def layer_norm(func: Any, args: tuple, kwargs: dict) -> tuple:
-    """Norms over last dims that are not cut."""
+    """Returns (output, mean, rstd) of a layer or RMS norm over last dims that are not cut, each cut as x is."""
     part, shape = args[0], args[1]
     if not is_part(part) or parts_in(args[2:]) or part.dim_cut >= part.dim() - len(shape):
         raise Uncut(f"a norm's statistics run over a cut dim ({no_rule(func, parts_in(args))})")
@@ -273,7 +273,7 @@ def layer_norm(func: Any, args: tuple, kwargs: dict) -> tuple:
 
 @rule("native_layer_norm_backward", "_fused_rms_norm_backward")
 def layer_norm_backward(func: Any, args: tuple, kwargs: dict) -> tuple:
-    """dx is cut like x; gradients of weight and bias are sums over ranks."""
+    """Returns (dx cut like x, gradients of weight and bias as sums over ranks) of a layer or RMS norm."""
     part = args[1] if is_part(args[1]) else parts_in(args)[0]
     if part.dim_cut >= part.dim() - len(args[2]):
         raise Uncut(no_rule(func, parts_in(args)))
@@ -293,7 +293,7 @@ def layer_norm_backward(func: Any, args: tuple, kwargs: dict) -> tuple:
 
 @rule("native_group_norm")
 def group_norm(func: Any, args: tuple, kwargs: dict) -> tuple:
-    """Whole groups on each rank: x (N, C, ...) cut along C. The statistics (N, groups) are cut alike."""
+    """Returns (output, mean, rstd) of x (N, C, ...) cut along C in whole groups, all cut alike."""
     x, w, b, n, channels, area, count, eps = args
     groups = _group_owners(func, x, channels, count, args)
     rank = x.axis.index
@@ -314,7 +314,7 @@ def _group_owners(func: Any, x: Any, channels: int, count: int, args: tuple):
 
 @rule("native_group_norm_backward")
 def group_norm_backward(func: Any, args: tuple, kwargs: dict) -> tuple:
-    """Everything is cut along channels."""
+    """Returns the gradients of a group norm's input, weight and bias, all cut along channels."""
     dy, x, mean, rstd, w, n, channels, area, count, mask = args
     groups = _group_owners(func, x, channels, count, args)
     rank = x.axis.index

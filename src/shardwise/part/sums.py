@@ -154,7 +154,7 @@ def is_sum(tensor: Any) -> bool:
 
 
 def with_sums(func: Any, args: tuple, kwargs: dict) -> Any:
-    """An operation of which some inputs are sums."""
+    """Returns what an operation gives of which some inputs are sums: a sum where it is linear, else of their totals."""
     known = facts(func)
     first = args[0] if args else None
     first = first if is_sum(first) else None

@@ -24,7 +24,7 @@ _SLICES = 1 << 16
 
 @rule("view", "_unsafe_view", "reshape", "_reshape_alias", "view_copy", "_reshape_copy")
 def view(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """`view(x, shape)`."""
+    """Returns `x.view(shape)`, its owners regrouped as the dims are."""
     part, shape = args[0], list(args[1])
     if not isinstance(shape[0] if shape else 0, int):
         return part.with_local(func(part.local, args[1]))  # view(dtype)
@@ -109,7 +109,7 @@ def of_complex(func: Any, args: tuple, kwargs: dict) -> Part:
 
 @rule("transpose")
 def transpose(func: Any, args: tuple, kwargs: dict) -> Part:
-    """`transpose(x, a, b)`."""
+    """Returns `x.transpose(a, b)`."""
     part = args[0]
     a, b = (d % part.dim() for d in args[1:3])
     swapped = {a: b, b: a}
@@ -132,7 +132,7 @@ def t(func: Any, args: tuple, kwargs: dict) -> Part:
 
 @rule("permute")
 def permute(func: Any, args: tuple, kwargs: dict) -> Part:
-    """`permute(x, dims)`."""
+    """Returns `x.permute(dims)`."""
     part = args[0]
     dims = [d % part.dim() for d in args[1]]
     return _lying(part.with_local(part.local.permute(dims), dims.index(part.dim_cut)), part, dims)
@@ -146,7 +146,7 @@ def in_place(func: Any, args: tuple, kwargs: dict) -> Part:
 
 @rule("unsqueeze")
 def unsqueeze(func: Any, args: tuple, kwargs: dict) -> Part:
-    """`unsqueeze(x, dim)`."""
+    """Returns `x.unsqueeze(dim)`."""
     part = args[0]
     dim = args[1] % (part.dim() + 1)
     return part.with_local(part.local.unsqueeze(dim), part.dim_cut + (dim <= part.dim_cut))

@@ -80,7 +80,7 @@ def _written(value: object) -> object:
 
 
 def divisors(n: int) -> list[int]:
-    """All of them, small first."""
+    """Returns all divisors, ascending."""
     small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
     return sorted({*small, *(n // d for d in small)})
 
@@ -203,7 +203,7 @@ def plan_of(layout: Layout, precision: str) -> Plan:
 
 
 def family(layout: Layout) -> str:
-    """Plans of one kind: which axes are split, and what ZeRO shards."""
+    """Returns the name of a layout's kind: which axes are split, and what ZeRO shards."""
     parts = []
     if layout.dp > 1 or (layout.zero and layout.cut_positions > 1):
         parts.append("DDP" if layout.zero == 0 else f"ZeRO-{layout.zero}" + (" hybrid" if layout.replicas > 1 else ""))

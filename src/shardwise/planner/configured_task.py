@@ -55,7 +55,7 @@ class MadeUp:
         return 2**20
 
     def read(self, indices: list[int], region: Any = None) -> Sample:
-        """So many times the same."""
+        """Returns the made-up sample, expanded to one row for each index."""
         return {name: one.expand(len(indices), *one.shape[1:]) for name, one in self.sample.items()}
 
 

@@ -11,7 +11,7 @@ from shardwise.simulator.forecast import Forecast
 
 
 def lacking(plan: Plan) -> str:
-    """Empty where this version can run the plan, else what it lacks, or why no version can."""
+    """Returns why this version cannot run the plan, or why no version can; "" where it runs."""
     return "; ".join(f"{rule.combination}: {rule.reason}" for rule in applying(plan))
 
 

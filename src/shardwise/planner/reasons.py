@@ -98,7 +98,7 @@ def never(subject: Subject, cluster: Cluster, seen: dict[str, tuple[float, Layou
 def lost(
     found: Search, tightest: dict[str, tuple[float, Layout]], capacity: float, precision: str
 ) -> dict[str, str]:  # fmt: skip
-    """For each family but the winner's, one line."""
+    """Returns, for each kind of plan but the winner's, one line on why it lost."""
     best = found.best
     out = {}
     for name, (needed, layout) in sorted(tightest.items()):

@@ -86,7 +86,7 @@ def _rate(value: float) -> str:
 
 
 def table(head: list[str], rows: list[list[str]]) -> list[str]:
-    """Columns, aligned."""
+    """Returns the rows as lines of aligned columns."""
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [head, *rows]

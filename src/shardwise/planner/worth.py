@@ -34,7 +34,7 @@ class AskedJob:
 
     @classmethod
     def of(cls, job: str | None, count: str | None, price: float) -> AskedJob:
-        """From words such as `20m` and `300B`; both at once, or a price without a job, raise `InputError`."""
+        """Returns the job that words such as `20m` or `300B` ask for; `InputError` for both, or a price alone."""
         if job is not None and count is not None:
             raise InputError("--job and --tokens both say how long the job is: give one of the two")
         if price and job is None and count is None:
@@ -66,7 +66,7 @@ class JobCost:
         return self.devices * self.seconds / 3600
 
     def as_dict(self) -> dict[str, object]:
-        """For JSON."""
+        """Returns the fields as values that JSON holds."""
         return {
             "devices": self.devices, "plan": str(self.best.plan), "seconds": self.seconds, "start_s": self.start_s,
             "device_hours": self.device_hours, "cost": self.price * self.device_hours,

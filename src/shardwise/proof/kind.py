@@ -11,7 +11,7 @@ NEAR = 1e-6  # relative, of the largest value
 
 
 def kind_of(found: torch.Tensor, expected: torch.Tensor, shares: Sequence[torch.Tensor] = ()) -> str:
-    """In words, "" where nothing fits. `shares`: summands of `expected`, by rank."""
+    """Returns the kind of difference in words, "" where nothing fits. `shares`: summands of `expected`, by rank."""
     if found.shape != expected.shape:
         return f"of shape {tuple(found.shape)} where one process has {tuple(expected.shape)}"
     if not bool(torch.isfinite(found).all()):

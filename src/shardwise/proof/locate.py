@@ -41,11 +41,11 @@ class Located:
     kind: str
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Returns the fields as values that JSON holds."""
         return asdict(self)
 
     def text(self) -> str:
-        """One line."""
+        """Returns the first difference as one line of text."""
         when = "before the first step" if self.step < 0 else f"step {self.step}"
         where = f", micro-batch {self.micro_batch}" if self.micro_batch is not None else ""
         what = f" {self.tensor}" if self.tensor else ""

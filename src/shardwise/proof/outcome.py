@@ -53,7 +53,7 @@ class Parity:
     second: Parity | None = None  # the proof in the plan's own precision, beside this one
 
     def errors(self, kind: str) -> dict[str, float]:
-        """By name, of one of `KINDS`."""
+        """Returns name -> largest error, of one of `KINDS`."""
         found: dict[str, float] = getattr(self, f"{kind}_error")
         return found
 
@@ -76,7 +76,7 @@ class Parity:
         return self.equal and not self.unproven and (self.second is None or self.second.parity)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Returns the outcome as values that JSON holds."""
         named = {f"{kind}_error": self.errors(kind) for kind in KINDS}
         return {
             "parity": self.parity,

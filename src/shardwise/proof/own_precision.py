@@ -139,7 +139,7 @@ def _sgd(rate: float, groups: list[dict]) -> torch.optim.Optimizer:
 
 
 def narrow_rank(job: Any, plan: Plan, settings: Settings, rate: float) -> Narrow:
-    """One rank's side. Collective; rank 0 has the weights."""
+    """Returns what one rank measured in the plan's own precision; rank 0's has the weights. Collective."""
     task = job.build_task()
     with_sgd = task.with_(optimizer=partial(_sgd, rate))
     engine = parallelize(

@@ -239,7 +239,7 @@ class GlobalRandom(TorchDispatchMode):
         return self.answer(func, args, kwargs) if draws(func, args, kwargs) else func(*args, **kwargs)
 
     def answer(self, func, args, kwargs):
-        """What a random op gives."""
+        """Returns the result of a random op, drawn by global index."""
         key, path = self.paths.draw()
         self.met = True
         if func in DRAWS:

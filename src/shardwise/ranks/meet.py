@@ -52,7 +52,7 @@ class Address:
     token: str
 
     def pack(self) -> str:
-        """One word of printable characters."""
+        """Returns the address as one word of printable characters."""
         return base64.urlsafe_b64encode(
             zlib.compress(json.dumps([self.hosts, self.port, self.token]).encode())
         ).decode()

@@ -67,7 +67,7 @@ def shadow(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def origins_of(leaves: Iterable[Any]) -> frozenset[str]:
-    """Whence the values of tensors came, as far as they are known."""
+    """Returns the names of what the known values of these tensors were computed from."""
     found = [getattr(leaf, _SHADOW)[1].origins for leaf in leaves if isinstance(leaf, FakeTensor) and known(leaf)]
     return frozenset().union(*found)
 

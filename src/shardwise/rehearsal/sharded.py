@@ -108,7 +108,7 @@ class FakeFullShard(FullShard):
             module.get_submodule(path)._parameters[leaf] = param
 
     def place(self, device: torch.device) -> list[tuple[str, nn.Parameter]]:
-        """As `FullShard.place`, without asking what an operation on sharded tensors would give: it is known."""
+        """Allocate the shards without values or DTensor operations; returns (name, shard) of each parameter."""
 
         def made(tensor: torch.Tensor) -> torch.Tensor:
             if isinstance(tensor, DTensor):
@@ -120,14 +120,14 @@ class FakeFullShard(FullShard):
         return list(self.module.named_parameters())
 
     def taken(self) -> list[int]:
-        """Elements of each gather since the last time, in order."""
+        """Returns the elements of each all-gather since the last call, in order, and forgets them."""
         found = self.seen[:]
         self.seen.clear()
         return found
 
     @property
     def sizes(self) -> list[int]:
-        """Elements of each unit but the root, in the order of modules."""
+        """Elements of the sharded weights of each FSDP2 unit but the root, in the order of modules."""
         found = []
         for unit in self.units[:-1]:
             cut = (child._parameters[leaf] for child, leaf, _ in self.inside(unit))
@@ -136,7 +136,7 @@ class FakeFullShard(FullShard):
 
     @property
     def held(self) -> int:
-        """Elements of the shards of weights on a rank, as they are padded."""
+        """Elements of all weight shards on this rank, the padding to even shards included."""
         return sum(_padded(param) for param in self.module.parameters() if isinstance(param, DTensor))
 
     @property

@@ -238,7 +238,7 @@ class _Talk:
     groups: dict[str, RankGroup]
 
     def of_whole(self, rank: Model, key: OpKey, axes: Callable[[str], bool]) -> float:
-        """Of collectives that send each rank alike; sizes, not times, are interpolated: small messages are slow."""
+        """Returns seconds of collectives in which all ranks send alike; interpolates sizes, not times, over samples."""
         ends = [trace.wire[key].items() for trace in _seen(rank)]
         return sum(
             calls * self.wire.collective(op, self.groups[axis], rank.linear(low, high, self.layout.micro_batch))
@@ -247,7 +247,7 @@ class _Talk:
         )
 
     def between_positions(self, rank: Model, key: OpKey, axes: Callable[[str], bool]) -> float:
-        """Of sums over axes that cut positions, and of what each of their ranks is sent by others."""
+        """Returns seconds of sums over axes that cut positions, and of what each of their ranks is sent by others."""
         calls = Counter[tuple[str, str]]()
         for (axis, op, _), times in _seen(rank)[0].wire[key].items():
             calls[axis, op] += times

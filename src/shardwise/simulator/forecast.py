@@ -59,17 +59,17 @@ class Forecast:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs over what the data sheets allow."""
+        """Model FLOP/s over the devices' peak by their data sheets."""
         return self.flops / self.step_s / self.world_size / (self.peak_tflops * 1e12)
 
     @property
     def samples_per_s(self) -> float:
-        """Over all ranks."""
+        """Samples a second over all ranks."""
         return self.samples / self.step_s
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Over all ranks; None where samples are not known to be of tokens."""
+        """Tokens a second over all ranks; None where samples are not known to be of tokens."""
         return None if self.tokens is None else self.tokens / self.step_s
 
     @property
@@ -104,7 +104,7 @@ class Forecast:
 
     @property
     def needed_bytes(self) -> float:
-        """Reserved on the fullest rank, and what lies outside the allocator."""
+        """Bytes that a device needs: reserved on the fullest rank, and what lies outside the allocator."""
         return self.worst.reserved + CONTEXT_BYTES
 
     def as_dict(self) -> dict[str, Any]:

@@ -100,7 +100,7 @@ def _simulated(interval: float, stall: float, written: float, restart: float, mt
 
 
 def lines(found: dict[str, Any]) -> list[str]:
-    """For a reader."""
+    """Returns the goodput as lines of text."""
     why = "Young-Daly" if found["bound_by"] == "failures" else "as long as the disk takes to write one"
     write = found["write_s"]
     disk = (

@@ -40,7 +40,7 @@ class StageTimes:
     recompute: float = 0.0
 
     def times(self, count: float) -> StageTimes:
-        """So many of it, one after another."""
+        """Returns these times `count` times, one after another."""
         return StageTimes(*(count * getattr(self, field.name) for field in fields(self)))
 
     def plus(self, other: StageTimes) -> StageTimes:
@@ -49,7 +49,7 @@ class StageTimes:
 
     @property
     def seconds(self) -> float:
-        """Forward and backward."""
+        """Seconds of forward and backward."""
         return self.forward + self.backward + self.weight
 
 
@@ -63,7 +63,7 @@ class LayerTimes:
     last: StageTimes
 
     def of(self, layers: float, dense: float = 0.0) -> StageTimes:
-        """So many layers, some of them dense ones in front."""
+        """Returns the times of `count` layers, some of them dense ones in front."""
         return self.layer.times(layers - dense).plus(self.dense.times(dense))
 
 
@@ -111,7 +111,7 @@ class StepContext:
         }[axis]
 
     def seconds(self, message: Message) -> float:
-        """One message of a layer."""
+        """Returns the seconds of one message of a layer."""
         group = self.group(message.axis)
         if message.op == "ring":
             share = (group.size - 1) / group.size * message.size_bytes

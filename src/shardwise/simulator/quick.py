@@ -53,7 +53,7 @@ class Estimator:
         )  # fmt: skip
 
     def estimate(self, layout: Layout) -> Quick:
-        """Seconds and memory of a layout."""
+        """Returns the estimated seconds of a step and bytes of a rank under a layout."""
         step = StepContext(self.shape, layout, self.cluster, self.software)
         key = layout.with_(
             pp=1, chunks=1, shard=1, replicas=1, zero=0, n_micro=1, rounds=1, schedule="1f1b", stage_layers=()

@@ -121,7 +121,7 @@ class Sharded:
         )  # fmt: skip
 
     def op_seconds(self, units: Sequence[float], seconds: float, *, back: bool) -> float:
-        """One forward or backward of a pipeline stage that computes for `seconds`, with what it gathers."""
+        """Returns seconds of one forward or backward of a stage that computes for `seconds`, with what it gathers."""
         if not units:
             return seconds
         ops: list[StreamOp] = []

@@ -32,7 +32,7 @@ PLAYED = 4  # micro-batches of a ZeRO step that are played; more repeat the last
 def simulate(
     shape: Shape, layout: Layout, cluster: Cluster, software: Software, *, precision: str = "bf16"
 ) -> Forecast:
-    """One optimizer step. Only the decoder's numbers are needed; nothing runs."""
+    """Returns the forecast of one optimizer step of a decoder, from its shape alone; nothing runs."""
     step = StepContext(shape, layout, cluster, software, precision)
     block = BlockCosts(shape, layout, software, step.kernels)
     times = layer_times(step)

@@ -52,7 +52,7 @@ def scaling(simulate: Callable[[Layout], Forecast], layout: Layout) -> list[dict
 
 
 def scaling_lines(rows: list[dict[str, Any]]) -> list[str]:
-    """For a reader."""
+    """Returns the table of `scaling` as lines of text."""
     out = ["scaling over data ranks (weak: the same work for each; strong: the same batch):"]
     out += [
         f"  {row['kind']:6} {row['devices']:6} devices, batch {row['global_batch']:6}: step {row['step_s']:.4g} s, "

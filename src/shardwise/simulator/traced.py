@@ -162,7 +162,7 @@ def simulate_traced(
     precision: str,
     held: Sequence[MemoryLedger] = (),
 ) -> Forecast:
-    """One optimizer step over replicas and ZeRO shards. `held`: the memory, where it is known already."""
+    """Returns the forecast of a step over replicas and ZeRO shards. `held`: the memory, where it is known already."""
     dtype = {"fp32": "fp32", "fp64": "fp32"}.get(precision, "bf16")
     kernels, added = kernels_of(cluster, layout, software, dtype)
     wire = Wire(cluster, layout.world_size)
@@ -218,7 +218,7 @@ def engine_seconds(model: Model, layout: Layout, added: Overhead, compute: float
 
 
 def optimizer_seconds(model: Model, layout: Layout, kernels: Kernels, states: States) -> float:
-    """The update of what this rank holds."""
+    """Returns seconds of the update of what this rank holds."""
     over, work = layout.shard_ranks if layout.zero else 1, model.update.work
     held = sum(size * times for size, times in model.one.sizes.items())
     into = 2 * states.gradient * held if layout.zero < 3 else 0.0  # gradients into their buckets, copied

@@ -88,10 +88,10 @@ class RankState:
 
     @property
     def data_rank(self) -> int:
-        """Which part of each micro-batch this rank takes."""
+        """This rank's index among those that a micro-batch is dealt over."""
         return self.mesh.data.index
 
     @property
     def data_ranks(self) -> int:
-        """Parts that each micro-batch is dealt into."""
+        """How many ranks each micro-batch is dealt over."""
         return self.mesh.data.size

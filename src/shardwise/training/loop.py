@@ -58,7 +58,7 @@ PACED = 4  # from this step on the pace of the CPU is looked at every so often, 
 
 
 def run_rank(job: Job) -> dict[str, Any]:
-    """This rank's part of the run; the summary, the same on every rank."""
+    """Run this rank's part; returns the summary, the same on every rank."""
     with told_plainly(job.folder):
         return _run_rank(job)
 

@@ -249,7 +249,7 @@ def _launched(job: Job) -> dict[str, Any]:
 
 
 def train_rank(job: Job) -> dict[str, Any]:
-    """What each launched rank calls."""
+    """Run the job on a launched rank; returns its summary."""
     return _here(job)
 
 

@@ -59,7 +59,7 @@ class Sides:
 
 @lru_cache(REMEMBERED)
 def sides(owners: Owners, along: Sliding) -> tuple[Sides, ...] | None:
-    """Of each rank; None where some rank has no outputs, or one that reads beyond both ends of its tile."""
+    """Returns each rank's `Sides`; None where a rank has no outputs, or one that reads beyond both ends of its tile."""
     plan, found = reads(owners, along), []
     if not has_halos(owners, plan.wanted) or not all(plan.owners.counts):
         return None
@@ -127,7 +127,7 @@ class _Call:
 
     @property
     def borders(self) -> tuple[_Border | None, _Border | None]:
-        """In front and behind; None where no other rank's rows are read."""
+        """Returns the borders (in front, behind); None for a side where no other rank's rows are read."""
         side, front, behind = self.here, None, None
         if side.leading:
             end = (side.leading - 1) * self.stride + self.kernel

@@ -60,7 +60,7 @@ class WithExperts:
         self.experts.start_micro_batch(last=last)
 
     def finish_micro_batch(self) -> set[int]:
-        """Which parameters this rank's backward reached."""
+        """Returns which parameters (by index) this rank's backward reached."""
         used = set()
         for technique in (self.rest, self.experts):
             indices = self._indices[id(technique)]

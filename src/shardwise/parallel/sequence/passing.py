@@ -120,7 +120,7 @@ class _Arriving:
         ]
 
     def found(self) -> tuple[torch.Tensor, ...]:
-        """It. Waits."""
+        """Returns the tensors of the block that arrives; waits for them."""
         for pending in self.pending:
             pending.wait()
         return self.tensors

@@ -40,7 +40,7 @@ class TensorParallel:
 
     @property
     def cuts(self) -> dict[str, WeightCut]:
-        """By parameter."""
+        """The cut of each parameter, by its name."""
         return self.derived.cuts
 
     def notices(self) -> list[str]:

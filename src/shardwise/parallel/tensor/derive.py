@@ -58,7 +58,7 @@ class Derived:
 
     @classmethod
     def heard(cls, told: dict[str, Any]) -> Derived:
-        """From what `told` gave."""
+        """Returns the cuts that another rank encoded by `told`."""
         cuts = {
             name: WeightCut(name, dim, Owners(np.array(stops), np.array(who), ranks), role, family)
             for name, dim, stops, who, ranks, role, family in told["cuts"]
@@ -203,7 +203,7 @@ def _unfit(
 
 
 def starved(found: Found, ranks: int) -> list[str]:
-    """Weights whose few outputs hold a family below the ranks: with them whole, the rest may be cut (grouped queries).
+    """Returns weights with fewer heads than ranks (K and V of grouped queries): with them whole, the rest can be cut.
 
     Of each family that gives and takes but has too few classes, the output weights smaller than the largest.
     """
