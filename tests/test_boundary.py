@@ -117,7 +117,7 @@ def box() -> Task:
 
 @pytest.mark.parametrize(
     ("task", "plan"),
-    [("globe", "domain=2x2"), ("globe", "domain=1x3,remat=full"), ("globe", "domain=3,dp_shard=2,zero=3"),
+    [("globe", "domain=2x2"), ("globe", "domain=1x3,remat=full"), ("globe", "domain=3,zero=3"),
      ("box", "domain=2x2"), ("globe", "dp_shard=2,zero=2,remat=selective"), ("globe", "pp=2"),
      ("globe", "dp_replicate=2,compile=true,remat=full")],
 )  # fmt: skip

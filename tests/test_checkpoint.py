@@ -66,7 +66,8 @@ def saved(task: str, plan: str, folder: str, steps: int, read_from: str | None =
     """State after `steps` steps, or of a checkpoint; saved below `folder`."""
     home, _, name = task.rpartition(":")
     made = getattr(importlib.import_module(home) if home else tasks, name)()
-    engine = shardwise.parallelize(made, plan, seed=0 if read_from is None else 7)
+    # an engine that only reads takes no step, which a look at samples is for
+    engine = shardwise.parallelize(made, plan, seed=0 if read_from is None else 7, check_loss=read_from is None)
     ema = Ema(engine, 0.5)
     saver = Saver(engine, folder, background=False, ema=ema)
     for step in range(steps):
@@ -97,14 +98,17 @@ def through(pool, task: str, plans: list[str], folder: Path) -> dict[str, str]:
     return first
 
 
-def test_one_state_through_a_dozen_plans_stays_the_same_to_the_bit(pool, tmp_path: Path) -> None:
-    """A dozen cells of the matrix below."""
-    first = through(pool, TASK, [*PLANS[1:], PLANS[0]], tmp_path)
+def test_one_state_through_plans_of_every_kind_stays_the_same_to_the_bit(pool, tmp_path: Path) -> None:
+    """A few cells of the matrix below: each axis and each stage of zero once."""
+    kinds = ("tp=2,dp_shard=2,zero=2", "dp_shard=3,zero=1", "dp_shard=4,ep=4,zero=3", "pp=2,microbatches=2",
+             "dp_shard=2,zero=3", "dp_shard=3,zero=2,precision=bf16", "single")  # fmt: skip
+    assert set(kinds) <= set(PLANS)
+    first = through(pool, TASK, list(kinds), tmp_path)
     assert sum(name.startswith("o/") for name in first) == 3 * sum(name.startswith("p/") for name in first)
 
 
 def test_a_cut_sequence_to_other_plans_and_back(pool, tmp_path: Path) -> None:
-    through(pool, "decoder", ["cp=2,zero=3", "cp=2,tp=2", "cp_ulysses=2,zero=1", "dp_shard=3,zero=3"], tmp_path)
+    through(pool, "decoder", ["cp=2,zero=3", "cp=2,tp=2", "cp_ulysses=2,zero=1"], tmp_path)
 
 
 class Odd(nn.Module):

@@ -206,7 +206,7 @@ LONG = pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "plan"),
     [
-        (M + "decoder", "cp=3,position_chunks=2,remat=full"),
+        pytest.param(M + "decoder", "cp=3,position_chunks=2,remat=full", marks=LONG),
         (M + "decoder", "tp=2,sp=true,position_chunks=2"),
         (S + "averaged", "dp_shard=2,zero=3,position_chunks=3"),
         (S + "averaged", "cp=2,position_chunks=2"),

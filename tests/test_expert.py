@@ -34,12 +34,9 @@ CASES = [
     ("expert_tasks:only_the_first", "dp_shard=2,ep=2,zero=1,remat=full"), ("expert_tasks:frozen", "dp_shard=2,ep=2"),
     ("expert_tasks:renamed", "dp_shard=4,ep=4,zero=0"), ("expert_tasks:dropout", "dp_shard=2,ep=2,remat=selective"),
     ("expert_tasks:few_samples", "dp_shard=2,ep=2,zero=2,accumulate=4"),
-    (MODELS + "moe", "pp=2,dp_shard=2,ep=2"), (MODELS + "moe_shared", "pp=2,dp_shard=2,ep=2,zero=1,schedule=zbh1"),
-    (MODELS + "hf_qwen2_moe", "pp=2,dp_shard=2,ep=2,zero=0,schedule=zbv"),
-    ("expert_tasks:shared_experts", "pp=2,dp_shard=2,ep=2,zero=1"),  # tied over stages
-    ("expert_tasks:shared_experts", "pp=2,dp_shard=2,ep=2,zero=3,accumulate=2"),
+    (MODELS + "moe_shared", "pp=2,dp_shard=2,ep=2,zero=1,schedule=zbh1"),
+    ("expert_tasks:shared_experts", "pp=2,dp_shard=2,ep=2,zero=3,accumulate=2"),  # tied over stages
     ("expert_tasks:dense_at_first", "pp=2,dp_shard=2,ep=2,stages=layers.0,zero=2,schedule=zbh2"),
-    ("expert_tasks:few_samples", "pp=2,dp_shard=2,ep=2,zero=2,microbatches=4"),
 ]  # fmt: skip
 PLANS = [
     *(f"dp_shard=2,ep=2,zero={zero}" for zero in range(4)), *(f"dp_shard=4,ep=2,zero={zero}" for zero in range(4)),
@@ -55,6 +52,10 @@ STAGED = [
 ]  # fmt: skip
 LONG = [(MODELS + name, plan) for name in ("moe", "moe_shared", "hf_mixtral", "hf_qwen2_moe") for plan in PLANS + STAGED
         if not (name == "hf_qwen2_moe" and "ep=4" in plan)]  # fmt: skip
+LONG += [
+    (MODELS + "moe", "pp=2,dp_shard=2,ep=2"), ("expert_tasks:shared_experts", "pp=2,dp_shard=2,ep=2,zero=1"),
+    ("expert_tasks:few_samples", "pp=2,dp_shard=2,ep=2,zero=2,microbatches=4"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "plan"), CASES)
@@ -214,7 +215,7 @@ def test_ranks_that_come_to_other_experts_are_named(pool: RankPool) -> None:
 
 
 def states(plan: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    engine = parallelize(tasks.moe_shared(), plan, device="cpu", seed=3)
+    engine = parallelize(tasks.moe_shared(), plan, device="cpu", seed=3, check_loss=False)
     first = engine.state_dict()
     engine.step(engine.task.batch(0))
     return first, {name: tensor for name, tensor in engine.full_gradients() if tensor is not None}
@@ -222,7 +223,7 @@ def states(plan: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]
 
 def test_initial_weights_do_not_depend_on_the_plan(pool: RankPool) -> None:
     alone, gradients = states("single")
-    for plan in ("dp_shard=2,ep=2", "dp_shard=4,ep=2,zero=1", "pp=2,dp_shard=2,ep=2"):
+    for plan in ("dp_shard=2,ep=2", "pp=2,dp_shard=2,ep=2"):
         for state, summed in pool.run(states, Plan.parse(plan).world_size, plan):
             assert state.keys() == alone.keys()
             assert all(torch.equal(state[name], alone[name]) for name in alone)
@@ -231,7 +232,7 @@ def test_initial_weights_do_not_depend_on_the_plan(pool: RankPool) -> None:
 
 def curve(plan: str) -> tuple[list[float], dict[str, int | None], torch.dtype]:
     task = tasks.moe()
-    engine = parallelize(task, plan, device="cpu", clip_norm=1.0)
+    engine = parallelize(task, plan, device="cpu", clip_norm=1.0, check_loss=False)
     losses = [engine.step(task.batch(step)).loss for step in range(6)]
     expert = engine.module.get_parameter("blocks.0.experts.down")
     assert engine.evaluate([task.batch(9)])[1] > 0

@@ -99,7 +99,7 @@ def census(model: str, plans: list[str]) -> list[dict[str, Any]]:
 def one_census(task: Task, plan: str) -> dict[str, Any]:
     before = everything_alive()
     assert task.batch is not None
-    engine = parallelize(task, plan)
+    engine = parallelize(task, plan, check_loss=False)
     engine.step(task.batch(0))
     after_forward: list[int] = []
     after_backward: list[int] = []
@@ -167,7 +167,14 @@ def measured(pool: RankPool) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("kind", ["parameters", "gradients", "optimizer"])
-@pytest.mark.parametrize(("model", "ranks", "text"), MEASURED, ids=[f"{model}-{plan}" for model, _, plan in MEASURED])
+# the closed forms know of a model its elements alone, so the second one is measured on two ranks
+@pytest.mark.parametrize(
+    ("model", "ranks", "text"),
+    [
+        pytest.param(*case, id=f"{case[0]}-{case[2]}", marks=[pytest.mark.long] * (case[0] != "mlp" and case[1] > 2))
+        for case in MEASURED
+    ],
+)
 def test_bytes_at_rest(model: str, ranks: int, text: str, kind: str, measured: Any) -> None:
     plan = Plan.parse(text)
     expected = formula(plan, elements(model))[kind]

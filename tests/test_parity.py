@@ -36,7 +36,7 @@ Case = tuple[str, str, int]
 
 PRODUCT: list[Case] = list(product(PLANS, TASKS, ACCUMULATE))
 # a walk through plans and tasks side by side (11 and 9 share no factor), 1 and 3 micro-batches in turn
-COVER: list[Case] = [(PLANS[i % len(PLANS)], TASKS[i % len(TASKS)], ACCUMULATE[i % len(ACCUMULATE)]) for i in range(33)]
+COVER: list[Case] = [(PLANS[i % len(PLANS)], TASKS[i % len(TASKS)], ACCUMULATE[i % len(ACCUMULATE)]) for i in range(22)]
 
 
 def cases(chosen: list[Case]) -> list[Any]:
@@ -63,8 +63,8 @@ def test_equal_to_one_process_in_full(case: Case, pool: RankPool) -> None:
 
 def test_the_cover_covers() -> None:
     assert set(COVER) <= set(PRODUCT)
-    assert min(Counter(plan for plan, _, _ in COVER).values()) >= 3
-    assert min(Counter(task for _, task, _ in COVER).values()) >= 3
+    assert min(Counter(plan for plan, _, _ in COVER).values()) >= 2
+    assert min(Counter(task for _, task, _ in COVER).values()) >= 2
     assert set(Counter((task, accumulate) for _, task, accumulate in COVER)) == set(product(TASKS, ACCUMULATE))
     assert set(Counter((plan, accumulate) for plan, _, accumulate in COVER)) == set(product(PLANS, ACCUMULATE))
 
@@ -99,7 +99,18 @@ def five_sequences(step: int) -> dict[str, Tensor]:
     return tasks.token_batch(step, samples=5, length=10)
 
 
-@pytest.mark.parametrize("plan", [plan for plan in PLANS if Plan.parse(plan).world_size > 2])
+# a stand-in is a matter of the technique; replicas around it (in `long`) add a sum over them, proven above
+ALONE = ("dp_replicate=3", "dp_shard=3,zero=1", "dp_shard=3,zero=3", "dp_replicate=2,dp_shard=2,zero=2")
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        pytest.param(plan, marks=[] if plan in ALONE else [pytest.mark.long])
+        for plan in PLANS
+        if Plan.parse(plan).world_size > 2
+    ],
+)
 def test_ranks_without_a_sample(plan: str, pool: RankPool) -> None:
     parity = verify("test_parity:few_samples", f"{plan},accumulate=3", pool=pool)
     assert parity.parity, parity.text()
@@ -269,13 +280,16 @@ class TestTheProofCanFail:
 def initial_weights(name: str, plans: list[str], seed: int) -> list[dict[str, Tensor]]:
     found = []
     for plan in plans:
-        engine = parallelize(getattr(tasks, name)(), plan, seed=seed)
+        engine = parallelize(getattr(tasks, name)(), plan, seed=seed, check_loss=False)
         weights = {path: tensor.clone() for path, tensor in engine.full_parameters()}
         found.append(weights if engine.rank == 0 else {})
     return found
 
 
-@pytest.mark.parametrize("name", ["decoder_tied", "unet_batchnorm", "hf_vit"])
+# every proof above compares the initial weights too, in float64; here they are those of a run
+@pytest.mark.parametrize(
+    "name", ["decoder_tied", *(pytest.param(name, marks=pytest.mark.long) for name in ("unet_batchnorm", "hf_vit"))]
+)
 def test_initial_weights_do_not_depend_on_the_plan(name: str, pool: RankPool) -> None:
     built = build(getattr(tasks, name)().model, 5)
     expected = {path: built.value(path) for path, _ in built.module.named_parameters()}
@@ -295,7 +309,7 @@ def loss_curves(name: str, plans: list[str], steps: int) -> list[list[float]]:
     task = getattr(tasks, name)()
     curves = []
     for plan in plans:
-        engine = parallelize(task, plan)
+        engine = parallelize(task, plan, check_loss=False)
         curves.append([engine.step(task.batch(step)).loss for step in range(steps)])
     return curves
 
@@ -308,7 +322,7 @@ AMONG_STAGES = 0.004
 @pytest.mark.parametrize("name", ["decoder", "unet_group"])
 def test_bf16_stays_near_fp32_and_stages_nearer_to_each_other(name: str, pool: RankPool) -> None:
     plans = STAGES + [f"{plan},precision=bf16" for plan in STAGES]
-    curves = torch.tensor(pool.run(loss_curves, 2, name, plans, 10)[0], dtype=torch.float64)
+    curves = torch.tensor(pool.run(loss_curves, 2, name, plans, 5)[0], dtype=torch.float64)
     fp32, bf16 = curves[:4], curves[4:]
     assert torch.isfinite(curves).all()
     assert (fp32[:, -1] != fp32[:, 0]).all()

@@ -15,7 +15,8 @@ from shardwise.models import tasks
 from shardwise.ranks import RankPool
 
 PLANS = ["dp_replicate=2", "dp_shard=2,zero=3", "dp_shard=3,zero=1", "tp=2", "tp=2,sp=true", "pp=2,microbatches=2",
-         "pp=2,dp_replicate=2", "tp=2,dp_shard=2,zero=3", "cp=2"]  # fmt: skip
+         "cp=2"]  # fmt: skip
+PRODUCTS = ["pp=2,dp_replicate=2", "tp=2,dp_shard=2,zero=3"]
 STEPS = (5, 6, 7)
 
 
@@ -26,7 +27,9 @@ def batch(step: int) -> Any:
 
 
 def outputs(plan: str) -> list[Any]:
-    engine = parallelize(tasks.decoder(), f"{plan},precision=fp64" if plan != "single" else "precision=fp64")
+    engine = parallelize(
+        tasks.decoder(), f"{plan},precision=fp64" if plan != "single" else "precision=fp64", check_loss=False
+    )
     engine.step(tasks.decoder().batch(0))
     found = list(engine.predict(map(batch, STEPS)))
     after = engine.step(tasks.decoder().batch(1))  # in training mode again
@@ -38,7 +41,7 @@ def alone(pool: RankPool) -> list[Any]:
     return pool.run(outputs, 1, "single")[0]
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", [*PLANS, *(pytest.param(plan, marks=pytest.mark.long) for plan in PRODUCTS)])
 def test_outputs_are_those_of_one_process_in_sample_order(plan: str, alone: list[Any], pool: RankPool) -> None:
     ranks = 3 if "=3,z" in plan else 4 if plan.count("=2") == 2 and "micro" not in plan else 2
     first, *others = pool.run(outputs, ranks, plan)

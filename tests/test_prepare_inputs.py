@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_prepare import stepped
 from torch import nn
 from torch.func import jacrev, vmap
 from torch.utils.data import DataLoader, TensorDataset
@@ -134,12 +135,7 @@ def given(plan: str | None, how: str) -> list[float]:
     for x, y in loader:
         optimizer.zero_grad()
         loss = (model(GIVEN[how](x)) - y).square().mean()
-        if prepared:
-            loss = prepared.backward(loss)
-        else:
-            loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+        losses.append(stepped(loss, optimizer, prepared))
     return losses
 
 

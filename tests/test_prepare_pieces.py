@@ -118,7 +118,8 @@ def equal(pool: RankPool, plan: str, *given: Any) -> None:
     [
         ("dp_shard=3,zero=3", "rebound"),
         ("dp_shard=2,zero=3", "rows"),
-        ("dp_replicate=2,dp_shard=2,zero=3", "given"),
+        ("dp_shard=2,zero=3", "given"),
+        pytest.param("dp_replicate=2,dp_shard=2,zero=3", "given", marks=pytest.mark.long),
         ("dp_shard=3,zero=3", "drawn"),
         ("dp_shard=2,zero=3", "noised"),
         ("tp=2", "reset"),
@@ -137,7 +138,7 @@ def test_replicas_that_draw_their_own_come_to_the_same_weights(pool: RankPool) -
     ("plan", "options"),
     [
         ("dp_shard=3,zero=3", {}),
-        ("dp_replicate=2,dp_shard=2,zero=3", {}),
+        pytest.param("dp_replicate=2,dp_shard=2,zero=3", {}, marks=pytest.mark.long),
         ("dp_shard=2,zero=3", {"loss_scope": "global"}),
     ],
 )

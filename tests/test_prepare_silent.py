@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_prepare import BAR, adamw, momentum, muon, net, samples
+from test_prepare import BAR, adamw, momentum, muon, net, samples, stepped
 from torch import nn
 from torch.utils._pytree import tree_flatten
 from torch.utils.data import DataLoader
@@ -51,13 +51,7 @@ def resumed(plan: str | None, when: str, make: str = "adamw") -> tuple[list[floa
             optimizer.load_state_dict(saved["optimizer"])
         for x, y in loader:
             optimizer.zero_grad()
-            loss = (model(x) - y).square().mean()
-            if prepared:
-                loss = prepared.backward(loss)
-            else:
-                loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
+            losses.append(stepped((model(x) - y).square().mean(), optimizer, prepared))
     part = model.layers.state_dict(prefix="layers.")
     assert {name: value.shape for name, value in part.items()} == {
         name: value.shape for name, value in model.state_dict().items() if name.startswith("layers.")
@@ -313,14 +307,31 @@ def test_one_sample_to_a_rank_is_looked_at_too(plan: str, options: dict, pool: R
             assert all(float((held[name] - weight).abs().max()) < BAR for name, weight in weights.items())
 
 
-@pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2,zero=3", "dp_shard=2,tp=2"])
-@pytest.mark.parametrize("inside", [False, True])
-def test_losses_that_mix_samples_are_refused_and_others_are_not(plan: str, inside: bool, pool: RankPool) -> None:
+MIXED, APART = ("dice", "contrastive", "ratio", "dice and mse", "hardest"), ("dice_of_each", "focal", "mse", "one hot")
+
+
+@pytest.mark.parametrize(
+    ("plan", "inside", "mixed", "apart"),
+    [
+        ("dp_replicate=2", False, MIXED, APART),
+        ("dp_replicate=2", True, MIXED, APART),
+        ("dp_shard=2,zero=3", False, MIXED[:2], APART[-1:]),  # the loss sees the same samples, of sharded weights
+        ("dp_shard=2,tp=2", True, MIXED[:1], APART[-1:]),  # and of cut ones
+        *(
+            pytest.param(plan, inside, MIXED, APART, marks=pytest.mark.long)
+            for plan in ("dp_shard=2,zero=3", "dp_shard=2,tp=2")
+            for inside in (False, True)
+        ),
+    ],
+)
+def test_losses_that_mix_samples_are_refused_and_others_are_not(
+    plan: str, inside: bool, mixed: tuple[str, ...], apart: tuple[str, ...], pool: RankPool
+) -> None:
     world = shardwise.Plan.parse(plan).world_size
-    for kind in ("dice", "contrastive", "ratio", "dice and mse", "hardest"):
+    for kind in mixed:
         with pytest.raises(RefusedPlan, match=r"no sum or mean over samples.*line \d+: loss = prepared.backward"):
             pool.run(with_loss, world, plan, kind, inside)
-    for kind in ("dice_of_each", "focal", "mse", "one hot"):
+    for kind in apart:
         losses, weights = with_loss(None, kind, inside)
         for theirs, held in pool.run(with_loss, world, plan, kind, inside):
             assert theirs == pytest.approx(losses, rel=BAR)

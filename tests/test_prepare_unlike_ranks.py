@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_prepare import BAR, adamw, net, samples
+from test_prepare import BAR, adamw, net, samples, stepped
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -36,12 +36,7 @@ def unseeded(plan: str | None) -> tuple[list[float], dict[str, torch.Tensor]]:
     losses = []
     for x, y in loader:
         optimizer.zero_grad()
-        loss = (model(x) - y).square().mean()
-        loss = prepared.backward(loss) if prepared else loss
-        if prepared is None:
-            loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+        losses.append(stepped((model(x) - y).square().mean(), optimizer, prepared))
     return losses, model.state_dict()
 
 

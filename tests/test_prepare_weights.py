@@ -69,7 +69,7 @@ def on_ranks(plan: str | None, options: dict) -> tuple:
         ("dp_shard=2,zero=1", {}),
         ("dp_shard=2,zero=2", {"optimizer_of": muon}),
         ("dp_shard=2,zero=3", {"optimizer_of": muon}),
-        ("dp_replicate=2,dp_shard=2,zero=3", {}),
+        pytest.param("dp_replicate=2,dp_shard=2,zero=3", {}, marks=pytest.mark.long),
         ("tp=2,dp_shard=2,zero=3", {}),
         ("dp_shard=2,ep=2,zero=3", {"spread": True}),
     ],

@@ -24,17 +24,20 @@ from shardwise.ranks import RankPool
 from shardwise.trace.deferred import build
 
 CASES = [
-    ("decoder", "tp=2"), ("decoder", "tp=2,sp=true"), ("decoder", "tp=4,remat=full"), ("decoder", "tp=3,sp=true"),
+    ("decoder", "tp=2"), ("decoder", "tp=2,sp=true"),
     ("decoder_tied", "tp=2,sp=true,accumulate=3"),
     ("decoder_dropout", "tp=2,dp_shard=2,zero=3,remat=full"),
-    ("decoder_dropout", "tp=3,sp=true"), ("gpt2", "tp=2,sp=true,dp_shard=2,zero=1"), ("gpt2", "tp=2,dp_shard=2,zero=2"),
+    ("decoder_dropout", "tp=3,sp=true"), ("gpt2", "tp=2,dp_shard=2,zero=2"),
     ("vit", "tp=2,sp=true"), ("vit", "dp_replicate=2,tp=2"), ("unet_group", "tp=2"),
     ("unet_batchnorm", "tp=2,dp_shard=2"), ("mlp_frozen_unused", "tp=2"),
     ("hf_llama", "tp=2,sp=true,dp_shard=2,zero=3"), ("hf_vit", "tp=2"),
     ("decoder", "tp=2,tp_overlap=true,remat=full"), ("gpt2", "tp=2,sp=true,tp_overlap=true,dp_shard=2"),
     ("decoder_tied", "tp=3,sp=true,tp_overlap=true,remat=full"),
 ]  # fmt: skip
-LONG = [("gpt2", "tp=2,tp_overlap=true,dp_shard=2")] + [
+LONG = [
+    ("gpt2", "tp=2,tp_overlap=true,dp_shard=2"), ("gpt2", "tp=2,sp=true,dp_shard=2,zero=1"),
+    ("decoder", "tp=4,remat=full"), ("decoder", "tp=3,sp=true"),
+] + [
     (name, plan)
     for name in ("decoder", "decoder_tied", "decoder_dropout", "gpt2", "vit", "unet_group", "hf_llama", "hf_vit")
     for plan in ("tp=4,sp=true", "tp=2,sp=true,dp_shard=2,zero=1,accumulate=3", "tp=2,dp_shard=2,zero=2,remat=full",
