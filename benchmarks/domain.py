@@ -4,11 +4,12 @@
     python benchmarks/domain.py --pairs 21 --write     # docs/tables/domain.md, a few minutes
 
 Forward and backward of `LAYERS` convolutions of kernel 5 with ReLU, float32, a field cut along its rows over two ranks
-of one thread each. Three ways take turns, so that whatever else runs on the machine meets them alike; a figure is the
+of one thread each. Four ways take turns, so that whatever else runs on the machine meets them alike; a figure is the
 median of the ratios of neighbours, each the slower rank's time.
 
     overlap     domain_overlap=auto: a tile is convolved while its halo is on its way
     waiting     domain_overlap=never
+    deep        domain_depth=LAYERS: one exchange for all convolutions, which compute borders twice
     whole       one process with one thread computes all; half of its time is what two ranks could reach at best
 
 The slow link lies between two network namespaces, each of which may send so many Mbit/s (`tc`, a token bucket); it
@@ -46,7 +47,7 @@ from shardwise.ranks.join import join
 
 TABLE = Path(__file__).resolve().parent.parent / "docs" / "tables" / "domain.md"
 LAYERS, CHANNELS, KERNEL, RANKS = 4, 32, 5, 2
-WAYS = ("overlap", "waiting", "whole")
+WAYS = ("overlap", "waiting", "deep", "whole")
 Times = list[dict[str, float]]
 
 
@@ -67,10 +68,13 @@ def measure(size: int, pairs: int, alone: bool) -> Times:
     shape, deviation = (CHANNELS, CHANNELS, KERNEL, KERNEL), (2 / CHANNELS / KERNEL**2) ** 0.5
     weights = [(torch.randn(shape) * deviation).requires_grad_() for _ in range(LAYERS)]
     share = owners.take(whole.detach(), 2, axis.index).contiguous().requires_grad_()
-    auto, waiting = (to_part(share, 2, owners, each) for each in (axis, replace(axis, overlap_from=math.inf)))
+    waits = replace(axis, overlap_from=math.inf)
+    axes = axis, waits, replace(waits, halo_depth=LAYERS)
+    auto, waiting, deep = (to_part(share, 2, owners, each) for each in axes)
     ways = {
         "overlap": lambda: stack(auto, weights),
         "waiting": lambda: stack(waiting, weights),
+        "deep": lambda: stack(deep, weights),
         "whole": lambda: stack(whole, weights) if axis.index == 0 else None,
     }
     names = [name for name in WAYS if alone or name != "whole"]
@@ -149,9 +153,9 @@ def row(link: str, size: int, found: Times) -> str:
     cells = [link, f"{size} x {size}"]
     for name in WAYS:
         cells.append(f"{1e3 * statistics.median(t[name] for t in found):.0f}" if name in found[0] else "–")
-    ratios = [t["overlap"] / t["waiting"] for t in found]
-    low, *_, high = sorted(ratios)
-    cells.append(f"{statistics.median(ratios):.3f} ({low:.2f} to {high:.2f})")
+    for way in ("overlap", "deep"):
+        low, *_, high = sorted(ratios := [t[way] / t["waiting"] for t in found])
+        cells.append(f"{statistics.median(ratios):.3f} ({low:.2f} to {high:.2f})")
     scaled = [2 * t["overlap"] / t["whole"] for t in found if "whole" in t]
     cells.append(f"{statistics.median(scaled):.3f}" if scaled else "–")
     return f"| {' | '.join([*cells, str(len(found))])} |"
@@ -171,8 +175,9 @@ def main() -> None:
         print(json.dumps(found) if rank == 0 else "", flush=True)
         dist.destroy_process_group()
         return
-    names = ["link", "field", *(f"{way}, ms" for way in WAYS), "overlap / waiting", "overlap / (whole / 2)", "rounds"]
-    head = [f"| {' | '.join(names)} |", "|---|---|---:|---:|---:|---:|---:|---:|"]
+    names = ["link", "field", *(f"{way}, ms" for way in WAYS), "overlap / waiting", "deep / waiting",
+             "overlap / (whole / 2)", "rounds"]  # fmt: skip
+    head = [f"| {' | '.join(names)} |", "|---|---|" + "---:|" * (len(names) - 2)]
     print("\n".join(head), flush=True)
     lines = []
     for link, size in ((f"{asked.mbit} Mbit/s", asked.size), ("loopback", asked.size), ("loopback", asked.size // 4)):

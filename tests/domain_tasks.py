@@ -404,6 +404,56 @@ def convnext() -> Task:
     return _task(model, _pictures(45, 38), lambda output, batch: _classes(output.logits, batch))
 
 
+class Gated(nn.Module):
+    """Two convolutions, of which the second is dilated, around a norm, and what is resized beside them."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(width, width, 3, padding=1), nn.Conv2d(width, width, 3, 1, 2, 2)
+        self.norm = nn.GroupNorm(2, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        coarse = F.interpolate(F.avg_pool2d(x, 3, 2, 1), size=x.shape[-2:], mode="bilinear")
+        return x + self.second(F.gelu(self.norm(self.first(x)))) * coarse.mean((2, 3), keepdim=True).sigmoid()
+
+
+class GatedStack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 2, 1)
+        self.blocks = nn.Sequential(Gated(4), Gated(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks(self.stem(x)))
+
+
+def gated_stack() -> Task:
+    return _task(GatedStack, _fields(3, ROWS, COLUMNS))
+
+
+class PlainStack(nn.Module):
+    """Convolutions without norms, as super-resolution has them: an exchange may serve several."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(3, 4, 5, padding=2), nn.Conv2d(4, 2, 3, padding=1)
+        self.firsts = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1) for _ in range(3))
+        self.seconds = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1) for _ in range(3))
+        self.written = nn.ReLU(inplace=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x).tanh()
+        for first, second, between in zip(
+            self.firsts, self.seconds, (F.gelu, self.written, torch.sigmoid), strict=True
+        ):
+            x = x + second(between(first(x))) * 0.5
+        return self.head(x)
+
+
+def plain_stack() -> Task:
+    return _task(PlainStack, _fields(3, 17, 19))
+
+
 class Rollout(nn.Module):
     """A step that is fed its own result; every state is returned."""
 

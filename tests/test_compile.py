@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from domain_tasks import gated_stack, vit
 from module_tasks import WIDTH, task, vectors
 from torch import Tensor, nn
 
 from shardwise import Plan, Task, parallelize
+from shardwise.errors import RefusedPlan
 from shardwise.models import tasks
 from shardwise.models.decoder import Decoder
 from shardwise.models.gpt2 import GPT2
@@ -85,6 +87,8 @@ def compare(found: Curve, wanted: Curve) -> None:
 
 CASES: list[Any] = [
     (two_layers, "tp=2,sp=true,dp_shard=2,zero=3,remat=full"), (fused, "tp=2,tp_overlap=true"),
+    (gated_stack, "domain=2x2"), (gated_stack, "domain=1x2,dp_shard=2,zero=3,remat=full"),
+    (gated_stack, "domain=3,domain_overlap=always"),
     *(pytest.param(*case, marks=pytest.mark.long) for case in (
         (two_layers, "tp=2"), (two_layers, "pp=2,tp=2,microbatches=2"),
         (fused, "tp=2,sp=true,dp_shard=2,zero=1,accumulate=2"),
@@ -195,7 +199,22 @@ def refusal(kinds: list[str]) -> list[str]:
 def test_what_cannot_be_written_down_is_refused(pool: RankPool) -> None:
     for told in pool.run(refusal, 2, list(REFUSED), timeout_s=240):
         for kind, reason in zip(told, REFUSED.values(), strict=True):
-            assert kind.startswith("RefusedPlan: compile=true with tp: 'blocks.") and reason in kind
+            assert kind.startswith("RefusedPlan: compile=true: 'blocks.") and reason in kind
+
+
+def around_a_ring() -> str:
+    with Programs("aot_eager"):
+        engine = parallelize(vit(), "domain=2,compile=true", device="cpu", randomness="fast")
+        try:
+            engine.step(vit().batch(0))
+        except RefusedPlan as refused:
+            return str(refused)
+    return ""
+
+
+def test_messages_between_two_ranks_are_refused(pool: RankPool) -> None:
+    for told in pool.run(around_a_ring, 2, timeout_s=240):
+        assert "cannot be written down" in told and "two ranks send each other a message" in told, told
 
 
 def changed_attribute(compiles: bool) -> list[float]:

@@ -41,6 +41,7 @@ CASES = (
     ("swin", "domain=2"), ("fno", "domain=2x2"), ("pyramid", "domain=2"), ("warped", "domain=2x2"),
     ("aligned", "domain=1x3"), ("segformer", "domain=2x2"), ("scaled_row", "domain=2"), ("of_pairs", "domain=2"),
     ("sphere", "domain=2x2"), ("on_land", "domain=1x3"), ("sorted_whole", "domain=2x2"),
+    ("plain_stack", "domain=2x2,domain_depth=4"), ("plain_stack", "domain=1x3,domain_depth=2,zero=3,remat=full"),
     ("on_land", "domain=2x2,dp_shard=2,zero=3"), ("interpolated", "domain=2x2"), ("axial", "domain=2x2"),
 )  # fmt: skip
 # in `long` alone: batch norm on a grid is resnet's above, stages of tiles likewise
@@ -159,11 +160,11 @@ def test_runs_on_tiles_are_gone_on_from_on_others(pool, tmp_path) -> None:
     assert all(outputs is None for _, _, outputs in (*tiles[1:], *others[1:]))
 
 
-def _curve(name: str, plan: str) -> list[float]:
-    """Losses of 20 steps, in float64."""
+def _curve(name: str, plan: str, precision: str = "fp64", steps: int = 20) -> list[float]:
+    """Losses of so many steps."""
     task = getattr(domain_tasks, name)()
-    engine = parallelize(task, f"{plan},precision=fp64", randomness="global", check_loss=False)
-    losses = [engine.step(task.batch(step)).loss for step in range(20)]
+    engine = parallelize(task, f"{plan},precision={precision}", randomness="global", check_loss=False)
+    losses = [engine.step(task.batch(step)).loss for step in range(steps)]
     engine.close()
     return losses
 
@@ -182,6 +183,21 @@ def test_loss_curves_of_all_grids_agree(pool, name: str, grids: list[str]) -> No
         curves = pool.run(_curve, Plan.parse(grid).world_size, name, grid, timeout_s=300)
         assert all(curve == curves[0] for curve in curves)
         assert curves[0] == pytest.approx(alone, rel=1e-11)
+
+
+def _rounded_curves(name: str) -> torch.Tensor:
+    """Losses of ten steps: (fp32 on tiles, bf16 on replicas, bf16 on tiles, these under zero=3)."""
+    plans = ("domain=2", "fp32"), ("dp_replicate=2", "bf16"), ("domain=2", "bf16"), ("domain=1x2,zero=3", "bf16")
+    return torch.tensor([_curve(name, *plan, 10) for plan in plans], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name", ["unet_group", "unet_batch"])
+def test_bf16_on_tiles_stays_near_fp32_and_nearer_to_other_plans(pool, name: str) -> None:
+    fp32, *bf16 = pool.run(_rounded_curves, 2, name, timeout_s=200)[0]
+    assert float((fp32 - fp32[0]).abs().max()) > 1e-3
+    for curve in bf16:
+        assert float(((curve - fp32) / fp32).abs().max()) < 0.02  # the bars of the main proof of bf16
+        assert float(((curve - bf16[0]) / fp32[0]).abs().max()) < 0.004
 
 
 def test_a_spectrum_that_is_written_into_zeros_is_not_gathered() -> None:

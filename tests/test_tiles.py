@@ -87,6 +87,40 @@ def _convolution(rng: random.Random) -> Case:
                 dims, told)  # fmt: skip
 
 
+def _stack(rng: random.Random) -> Case:
+    """Convolutions with what treats each element alone between them, or ends what one exchange can serve."""
+    dims, layers = rng.choice((1, 2, 2, 3)), rng.randint(2, 4)
+    plain_op, told, space = getattr(F, f"conv{dims}d"), [], tuple(n + 6 for n in _space(rng, dims))
+    for _ in range(layers):
+        kernel, dilation = _of_each(rng, dims, 1, 4), _of_each(rng, dims, 1, 2)
+        pads = [rng.choice((d * (k - 1) // 2, rng.randint(0, 2))) for k, d in zip(kernel, dilation, strict=True)]
+        stride = _of_each(rng, dims, 1, 2) if rng.random() < 0.2 else [1] * dims
+        between = rng.choice(("relu", "gelu", "skip", "scale", "written", "norm", "rolled", "twice", "drop"))
+        told.append((kernel, {"padding": pads, "stride": stride, "dilation": dilation}, between))
+
+    def run(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        first = x
+        for weight, (_, how, between) in zip(weights, told, strict=True):
+            y = plain_op(x, weight, None, **how)
+            if between == "twice":
+                y = y.sigmoid() + plain_op(x.tanh(), weight, None, **how) * 0.5
+            skips = between == "skip" and y.shape == x.shape
+            y = {
+                "relu": F.relu,
+                "gelu": F.gelu,
+                "scale": lambda y: 2 - y * weights[0].flatten()[:1] / 3,
+                "written": lambda y: y.clone().mul_(2).relu_(),
+                "norm": lambda y: y - y.mean(),
+                "rolled": lambda y: y.roll(1, -1),
+                "drop": lambda y: F.dropout(y, 0.5, training=False),
+            }.get(between, lambda y: y)(y)
+            first, x = (x, y + x + first.mean()) if skips else (first, y)
+        return x
+
+    weights = [(2, 2, *kernel) for kernel, _, _ in told]
+    return Case(f"stack of conv{dims}d", (2, 2, *space), run, weights, dims, {"layers": told})
+
+
 def _pool(rng: random.Random) -> Case:
     dims, kind = rng.choice((1, 2, 2, 3)), rng.choice(("max", "avg"))
     kernel = _of_each(rng, dims, 1, 5)
@@ -454,7 +488,7 @@ def _masked(rng: random.Random) -> Case:
 
 
 DRAWS = {
-    "net": _net, "convolution": _convolution, "pool": _pool, "padding": _padding, "norm": _norm,
+    "net": _net, "stack": _stack, "convolution": _convolution, "pool": _pool, "padding": _padding, "norm": _norm,
     "resizing": _resizing, "adaptive": _adaptive, "shuffle": _shuffle, "order": _order, "windows": _windows,
     "patches": _patches, "attention": _attention, "fourier": _fourier,
     "modules": _modules, "boundary": _boundary, "places": _places, "written": _written,
@@ -544,8 +578,9 @@ def _cases(
         expected = _whole(case, seed + draw, dtype)
         if expected is not None:
             least = rng.choice((0.0, math.inf))  # halos on their way while convolutions compute, always or never
-            axes = tuple(replace(axis, overlap_from=least) for axis in meshes[grid])
-            told = f"{case.kind} {case.shape} {case.told} on {grid}, halos beside from {least} products on"
+            depth = rng.choice((1, 1, 3)) if case.kind[:5] != "stack" else rng.randint(2, 4)  # convolutions of a halo
+            axes = tuple(replace(axis, overlap_from=least, halo_depth=depth) for axis in meshes[grid])
+            told = f"{case.kind} {case.shape} {case.told} on {grid}, halos beside from {least} products on, of {depth}"
             result = _try(case, axes, expected)
             if isinstance(result, float) and result > BARS[dtype] and dtype is not DOUBLE:
                 result = _beyond_rounding(result, expected, _whole(case, seed + draw, DOUBLE, drawn=dtype))

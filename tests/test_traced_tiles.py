@@ -60,6 +60,7 @@ def test_memory_of_every_tile_is_within_two_percent(name: str, plans: list[str],
     [
         ("unet_batch", "domain=2x2,domain_overlap=always"),
         ("vit", "domain=2,dp_replicate=2"),
+        ("plain_stack", "domain=2x2,domain_depth=4"),
         ("resnet", "domain=1x2,dp_replicate=2,accumulate=2"),
     ],  # of one axis alone, the ledger would name its group by another axis that has the same ranks
 )
@@ -90,6 +91,25 @@ def test_halos_of_a_tile_inside_are_those_of_the_formula() -> None:
     one = 2 * channels * 4 * (2 * radius * b + 2 * radius * a + 4 * radius**2)
     came = {kind: sum(part.values()) for (kind, _), part in model.one.arrivals.items()}
     assert came == {"F": 2 * one, "B": one}
+
+
+def test_a_deep_halo_is_one_exchange_of_as_many_bytes() -> None:
+    """Of two convolutions; the corners of the first one's outputs more."""
+    channels, radius, a, b = 3, 2, 7, 5
+    task = _stack(3 * a, 3 * b, channels, radius)
+    traced = Traced(task, HERE, software("shardwise"), "fp32", (2, 2), cuts=True)
+    calls, sent = {}, {}
+    for depth in (1, 2):
+        key, sizes, beside = traced._key(of_plan(Plan(domain=(3, 3), domain_depth=depth), global_batch=2, seq=1), 2)
+        (model,) = traced.ranks(key, sizes, beside, (1, 1))
+        calls[depth] = sum(n for (_, op, _), n in model.one.wire["F", 0].items() if op == "all_to_all")
+        sent[depth] = sum(model.one.arrivals["F", 0].values())
+    assert calls == {1: 4, 2: 2}
+    strips = 2 * channels * 4 * 2 * (2 * radius * (a + b))
+    assert sent == {
+        1: strips + 2 * 2 * channels * 4 * 4 * radius**2,
+        2: strips + 2 * channels * 4 * 4 * (2 * radius) ** 2,
+    }
 
 
 def test_halos_go_over_the_links_between_the_tiles() -> None:
@@ -212,6 +232,17 @@ def test_fewer_samples_than_devices_are_cut() -> None:
     found = search_plans(subject, machine, Constraints(max_tp=1, max_pp=1), precision="fp32")
     assert any("2 samples are fewer than 4 devices" in note for note in found.notes)
     assert any(p.layout.tiles > 1 and p.plan.world_size == 4 for p in found.proposals)
+
+
+def test_halos_that_are_waited_for_are_exchanged_in_other_ways() -> None:
+    """Of one sample on two devices with a slow link between them one exchange for several convolutions is faster."""
+    machine = Cluster.parse("2x1 l40s, eth-10")
+    task = replace(_forecaster(45, 90), model=_convolutions)
+    subject = traced_subject(task, machine, software("shardwise"), 1, "fp32", ("none",))
+    found = search_plans(subject, machine, Constraints(max_tp=1, max_pp=1), precision="fp32")
+    tiled = {(p.layout.domain_depth, p.layout.domain_overlap): p.forecast for p in found.proposals}
+    assert {(1, "auto"), (1, "always"), (2, "auto"), (4, "auto")} <= tiled.keys(), tiled.keys()
+    assert min(tiled[2, "auto"].step_s, tiled[4, "auto"].step_s) < tiled[1, "auto"].step_s
 
 
 def test_memory_of_tiles_follows_their_number() -> None:

@@ -105,7 +105,8 @@ def build_mesh(plan: Plan, device: torch.device) -> Mesh:
     shape = tuple(dict(zip(AXES, grid.shape, strict=True))[axis] for axis in used)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=tuple(used))
     axes = {name: _axis(mesh, name, grid, rank) for name in AXES}
-    axes |= {name: replace(axes[name], overlap_from=overlap_from(plan, on_host(device))) for name in SPACE}
+    least = overlap_from(plan, on_host(device))
+    axes |= {name: replace(axes[name], overlap_from=least, halo_depth=plan.domain_depth) for name in SPACE}
     everyone = Axis("world", world, rank, dist.group.WORLD, tuple(range(world)))
     inner = tuple(axes[name] for name in INNER if axes[name].size > 1)
     replicate = axes["dp_replicate"]

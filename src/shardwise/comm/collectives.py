@@ -44,6 +44,7 @@ class Axis:
     early: bool = False  # sums over it are begun as soon as their summands are there, and waited for when needed
     rehearsal: Ledger | None = None  # shapes alone are looked at: nothing is sent but noted here, results mean nothing
     overlap_from: float = math.inf  # products of a convolution from which the halo it reads is on its way beside them
+    halo_depth: int = 1  # convolutions that one exchange of halos serves
     copies: bool = False  # in a rehearsal: as gloo, keep what is sent, and scatter sums of a copy, until waited for
 
     @classmethod
@@ -286,6 +287,11 @@ def _needs_host(tensor: torch.Tensor, axis: Axis) -> bool:
     return not on_host(tensor.device) and backend_of(axis.group, tensor.device) in (None, "gloo")
 
 
+def _check_runs(tensor: torch.Tensor) -> None:
+    if _is_traced(tensor):
+        raise TypeError("two ranks send each other a message, of which a compiled program knows none")
+
+
 def send(tensor: torch.Tensor, axis: Axis, to_index: int, tag: str, number: int) -> Pending:
     """Send a contiguous tensor to the axis's `to_index`-th rank; returns what to wait for before it may change.
 
@@ -294,6 +300,7 @@ def send(tensor: torch.Tensor, axis: Axis, to_index: int, tag: str, number: int)
     if axis.rehearsal is not None:
         axis.rehearsal.leaving(tag, axis.name)
         return _Rehearsed(tensor) if axis.copies else Pending(None)  # noted by whoever receives
+    _check_runs(tensor)
     if _needs_host(tensor, axis):
         host = tensor.cpu()
         with tagged(tag):
@@ -309,6 +316,7 @@ def receive(tensor: torch.Tensor, axis: Axis, from_index: int, tag: str, number:
         axis.rehearsal.arrivals["point_to_point", axis.name, from_index] += tensor.numel() * tensor.element_size()
         tensor.zero_()
         return Pending(None)
+    _check_runs(tensor)
     if _needs_host(tensor, axis):
         host = torch.empty_like(tensor, device="cpu")
         with tagged(tag):

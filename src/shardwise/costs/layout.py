@@ -46,6 +46,7 @@ class Layout:
     # blocks compiled; halos beside computing; sums of tp begun early; the dtype in which gradients are summed
     compile: bool = False
     domain_overlap: str = "auto"
+    domain_depth: int = 1
     tp_overlap: bool = False
     reduce_dtype: str = "auto"
     offload: str = "none"  # what lies in the host's memory: "optimizer", its state and the float32 weights
@@ -158,7 +159,8 @@ def of_plan(plan: Plan, *, global_batch: int, seq: int, uneven: bool = False) ->
         seq=seq, recompute=plan.remat, position_chunks=plan.position_chunks,
         schedule=plan.schedule if plan.schedule != "none" else "1f1b", tp_whole=plan.tp_whole, stages=plan.stages,
         compile=plan.compile, tp_overlap=plan.tp_overlap, reduce_dtype=plan.reduce_dtype,
-        domain=plan.domain, domain_overlap=plan.domain_overlap, offload=plan.offload, wrap=plan.wrap,
+        domain=plan.domain, domain_overlap=plan.domain_overlap, domain_depth=plan.domain_depth, offload=plan.offload,
+        wrap=plan.wrap,
     )  # fmt: skip
     if found.world_size != plan.world_size:
         raise RefusedPlan(

@@ -214,17 +214,18 @@ def _other_dtypes(module: nn.Module, plan: Plan, precision: Precision) -> list[s
 
 
 def _prepare(module: nn.Module, blocks: Blocks, plan: Plan) -> list[str]:
-    """Recompute and compile each block; with tp the compiled one is what runs again."""
+    """Recompute and compile each block; where weights or positions are cut the compiled one is what runs again."""
     eager: dict[str, str] = {}
+    cut = plan.tp > 1 or plan.cut_positions > 1
     paths = {id(module.get_submodule(path)): path for path in reversed(blocks.paths)}
     for path in paths.values():
         block = module.get_submodule(path)
-        if plan.compile and plan.tp > 1:
+        if plan.compile and cut:
             reason = _compile_cut(block, path, blocks)
             eager |= {path: reason} if reason else {}
         if plan.remat != "none":
             recompute_block(block, plan.remat)
-        if plan.compile and plan.tp == 1:
+        if plan.compile and not cut:
             block.forward = _compiled(block.forward)
     first = next(iter(eager), "")
     return (

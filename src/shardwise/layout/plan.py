@@ -40,7 +40,7 @@ FLAGS = ("sp", "tp_overlap", "compile")
 ALONG = ("cp", "cp_ulysses")  # axes that cut a sample's positions along one dim, outermost first; `domain` cuts several
 DEGREES = (
     "dp_replicate", "dp_shard", "tp", "pp", *ALONG, "ep", "microbatches", "stages_per_rank", "accumulate",
-    "position_chunks",
+    "position_chunks", "domain_depth",
 )  # fmt: skip
 
 
@@ -73,6 +73,7 @@ class Plan:
     ep            ranks of dp_shard among which the experts of routed layers are dealt; must divide dp_shard
     domain_overlap  whether convolutions compute while the halo of their tile is on its way: auto (large ones do),
                   always, never
+    domain_depth  convolutions that one exchange of halos may serve: their tiles' borders are computed on two ranks
     tp_overlap    sums over tp begin before they are needed, beside other computation
     tp_whole      parameters or modules that tp leaves whole: paths with wildcards, `|` between them
     deterministic  pieces that a global batch is computed in, each alone, their gradients summed in one fixed tree, so
@@ -102,6 +103,7 @@ class Plan:
     compile: bool = False
     wrap: tuple[str, ...] = ()
     domain_overlap: str = "auto"
+    domain_depth: int = 1
     tp_overlap: bool = False
     tp_whole: tuple[str, ...] = ()
     deterministic: int = 0

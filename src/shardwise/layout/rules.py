@@ -55,10 +55,10 @@ RULES: tuple[Rule, ...] = (
         lambda p: p.tiles > 1 and p.ep > 1,
     ),
     Rule(
-        "cp, cp_ulysses or domain with compile",
+        "cp or cp_ulysses with compile",
         "not built",
-        "a compiled block is written down for shares over one axis",
-        lambda p: p.cut_positions > 1 and p.compile,
+        "blocks of keys and values pass as messages between two ranks, of which a compiled program knows none",
+        lambda p: any(degree > 1 for degree in p.along.values()) and p.compile,
     ),
     Rule(
         "position_chunks with compile",
@@ -120,11 +120,11 @@ RULES: tuple[Rule, ...] = (
     ),
     _unbuilt("offload", "offload to host memory", lambda p: p.offload != "none"),
     Rule(
-        "compile with tp > 1 and remat = selective",
+        "compile with tp > 1 or domain, and remat = selective",
         "not built",
         "which results a block keeps is chosen while it is written down, and the compiled one runs again as a whole: "
         "use remat=full or none",
-        lambda p: p.compile and p.tp > 1 and p.remat == "selective",
+        lambda p: p.compile and (p.tp > 1 or p.tiles > 1) and p.remat == "selective",
     ),
     Rule(
         "compile with tp > 1 and ep > 1",
@@ -150,6 +150,24 @@ RULES: tuple[Rule, ...] = (
         "illegal",
         "it says which halos are on their way beside computation, and there are no tiles: give domain its grid",
         lambda p: p.tiles == 1 and p.domain_overlap != "auto",
+    ),
+    Rule(
+        "domain_depth with domain = 1",
+        "illegal",
+        "it says how many convolutions an exchange of halos serves, and there are no tiles: give domain its grid",
+        lambda p: p.tiles == 1 and p.domain_depth > 1,
+    ),
+    Rule(
+        "domain_depth with domain_overlap = always",
+        "illegal",
+        "a halo that several convolutions read is waited for by the first of them: give one of the two",
+        lambda p: p.domain_depth > 1 and p.domain_overlap == "always",
+    ),
+    Rule(
+        "domain_depth with compile",
+        "not built",
+        "which operations treat each element alone is asked of each as it runs, and a compiled block is one program",
+        lambda p: p.domain_depth > 1 and p.compile,
     ),
     Rule(
         "schedule with pp = 1",

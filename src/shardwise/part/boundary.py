@@ -2,7 +2,8 @@
 
     Part (B, S, H) cut along H  --unwrapped-->  share (B, S, H/p)  -- program -->  share  --wrapped-->  Part
 
-Both ways are differentiable: the gradient of a share is a part of the gradient. A sum is taken on the way.
+Both ways are differentiable: the gradient of a share is a part of the gradient. A sum is taken on the way. What is cut
+over several axes becomes the share of a share.
 """
 
 from __future__ import annotations
@@ -14,20 +15,22 @@ import torch
 
 from shardwise.comm import Axis
 from shardwise.part.cuts import Owners
-from shardwise.part.gathering import gather
-from shardwise.part.sums import Sum, whole_gradient
+from shardwise.part.gathering import share_of
+from shardwise.part.levels import Distributed
+from shardwise.part.sums import Sum, plain, whole_gradient, whole_over_axis
 from shardwise.part.tensor import Part
 
 
 @dataclass(frozen=True)
 class PartLayout:
-    """How a part is cut."""
+    """How a part is cut. `inside`: how its share is, over an axis further in."""
 
     dim: int
     owners: Owners
     axis: Axis
     soft: bool
     origin: str
+    inside: PartLayout | None = None
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> PartLayout | None:
@@ -35,34 +38,40 @@ class PartLayout:
         value = tensor.value() if isinstance(tensor, Sum) else tensor
         if not isinstance(value, Part):
             return None
-        return cls(value.dim_cut, value.owners, value.axis, value.soft, value.origin)
+        return cls(value.dim_cut, value.owners, value.axis, value.soft, value.origin, cls.of(value.local))
 
     @property
     def key(self) -> tuple:
         """Equal where layouts are."""
-        return self.dim, self.owners, id(self.axis), self.soft
+        return self.dim, self.owners, id(self.axis), self.soft, self.inside and self.inside.key
+
+    @property
+    def uneven_weights(self) -> bool:
+        """Whether an axis that cuts weights deals it unevenly, over any of its levels."""
+        uneven = not self.axis.positions and len(set(self.owners.counts)) > 1
+        return uneven or (self.inside is not None and self.inside.uneven_weights)
 
     def part(self, local: torch.Tensor) -> Part:
         """A share as a part."""
+        local = local if self.inside is None else self.inside.part(local)
         return Part(local, self.dim, self.owners, self.axis, self.soft, self.origin)
 
     def share(self, gradient: torch.Tensor) -> torch.Tensor:
         """This rank's share of a gradient, however it was dealt. Collective where it is a sum or cut otherwise."""
-        if isinstance(gradient, Sum):
-            gradient = gradient.value()
-        if isinstance(gradient, Part):
-            if gradient.dim_cut == self.dim and gradient.owners == self.owners:
-                return gradient.local
-            gradient = gather(gradient)
-        return self.owners.take(gradient, self.dim, self.axis.index)
+        while isinstance(gradient, Distributed) and gradient.axis.depth < self.axis.depth:
+            gradient = whole_over_axis(gradient, gradient.axis)
+        found = share_of(gradient, self.dim, self.owners, self.axis)
+        return plain(found) if self.inside is None else self.inside.share(found)
 
 
 class _Unwrapped(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, layout: PartLayout | None) -> torch.Tensor:
         ctx.layout = layout
-        value = tensor.value() if isinstance(tensor, Sum) else tensor
-        return value.local.detach() if isinstance(value, Part) else value.detach()
+        while isinstance(tensor, Distributed):
+            value = tensor.settled()
+            tensor = value.local if isinstance(value, Part) else value
+        return tensor.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor):

@@ -41,6 +41,7 @@ Rule = Callable[[Any, tuple, dict], Any]
 UNSENT = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}  # by no backend: sent as
 RULES: dict[str, Rule] = {}  # name of an ATen operation -> how it is done on parts
 FUNCTIONS: dict[Callable, Callable] = {}  # functions above autograd whose backward would otherwise not see the part
+MARGINS: list[Callable] = []  # answers functions of parts that have a margin, or gives None
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
@@ -75,6 +76,7 @@ class Part(Distributed):
     copied: bool  # a view that does not share its memory with what it is a view of
     factors: tuple[int, int, int] | None  # of the cut dim, where views joined it: sizes before, of, behind what is cut
     whole_strides: tuple[int, ...]  # as one process has the tensor, where the share of a sum lies otherwise in memory
+    margin: Any = None  # what lies around the share, known to this rank too, where operations on tiles keep it
     values: tuple[object, bool]  # shared by parts with the same values in the same order; whether it is their transpose
 
     @staticmethod
@@ -107,6 +109,10 @@ class Part(Distributed):
         if override is None and _made_of_others(func):
             return _body(func)(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
+            if override is None and any(isinstance(each, Part) and each.margin is not None for each in args):
+                for widened in MARGINS:
+                    if (found := widened(func, args, kwargs or {})) is not None:
+                        return found
             return (override or func)(*args, **(kwargs or {}))
 
     @classmethod

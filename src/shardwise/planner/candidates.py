@@ -30,7 +30,8 @@ UNSEARCHED = (
     "where something fits without (--fix offload=optimizer)"
 )
 # of a plan: as asked for, never searched
-SWITCHES = ("compile", "domain_overlap", "tp_overlap", "reduce_dtype", "offload", "position_chunks", "wrap")
+SWITCHES = ("compile", "domain_overlap", "domain_depth", "tp_overlap", "reduce_dtype", "offload", "position_chunks",
+            "wrap")  # fmt: skip
 MOST_SHARES, MOST_STAGES = 8, 4  # of tp or ep, and of pp, for a traced task, unless the user asks for more
 MOST_TILES, GRIDS = 16, 2  # tiles of a field, and grids of as many that are looked at, unless one is asked for
 HEADROOM = 0.08
@@ -65,7 +66,8 @@ class Constraints:
     def applied(self, layout: Layout) -> Layout:
         """A layout with what is fixed and nothing enumerates."""
         values = {name: value for name, value in self.fixed if name in SWITCHES}
-        needs = {"tp_overlap": layout.tp > 1, "domain_overlap": layout.tiles > 1, "wrap": layout.zero == 3}
+        tiled = layout.tiles > 1
+        needs = {"tp_overlap": layout.tp > 1, "domain_overlap": tiled, "domain_depth": tiled, "wrap": layout.zero == 3}
         return layout.with_(**{name: value for name, value in values.items() if needs.get(name, True)})
 
     def value(self, name: str) -> object | None:
@@ -191,7 +193,8 @@ def plan_of(layout: Layout, precision: str) -> Plan:
         "dp_shard": layout.shard, "zero": layout.zero, "dp_replicate": layout.replicas, "remat": layout.recompute,
         "precision": precision, "ep": layout.ep, "compile": layout.compile, "tp_overlap": layout.tp_overlap,
         "reduce_dtype": layout.reduce_dtype, "domain": layout.domain, "offload": layout.offload,
-        "domain_overlap": layout.domain_overlap, "position_chunks": layout.position_chunks, "wrap": layout.wrap,
+        "domain_overlap": layout.domain_overlap, "domain_depth": layout.domain_depth,
+        "position_chunks": layout.position_chunks, "wrap": layout.wrap,
     }  # fmt: skip
     if layout.pp > 1:
         values |= {"schedule": layout.schedule, "microbatches": layout.n_micro, "accumulate": layout.rounds}

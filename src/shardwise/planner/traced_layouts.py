@@ -27,6 +27,7 @@ from shardwise.planner.candidates import (
 )
 from shardwise.planner.played import degrees_text
 from shardwise.planner.units import bytes_text, seconds_text
+from shardwise.simulator.cut import HALOS
 
 if TYPE_CHECKING:
     from shardwise.planner.traced_task import Traced
@@ -35,6 +36,7 @@ MOST_OPS = 30_000  # of the rehearsals of a search: some twenty seconds
 CHUNKS = 8  # of positions, where wide tensors are computed a part at a time
 CUTS = ("tp", "pp", "ep", "domain", "cp", "cp_ulysses")
 MOST_DIMS = 3  # of space
+DEPTHS = (2, 4)  # convolutions that an exchange of halos may serve
 WORTH = 0.05  # cuts that cannot make a step shorter by as much are not rehearsed
 
 
@@ -61,7 +63,14 @@ class TracedLayouts:
                 yield layout
                 if traced.fits(layout, batch, constraints):
                     fastest = min(fastest, traced.simulate(layout, batch).step_s)
+        best: Layout | None = None
         for layout in self._cut_within(self._positions(world, constraints) if cuts else [], constraints):
+            yield layout
+            if traced.fits(layout, batch, constraints):
+                if best is None or traced.simulate(layout, batch).step_s < traced.simulate(best, batch).step_s:
+                    best = layout
+                fastest = min(fastest, traced.simulate(layout, batch).step_s)
+        for layout in self._cut_within(self._waiting_less(best, constraints), constraints):
             yield layout
             if traced.fits(layout, batch, constraints):
                 fastest = min(fastest, traced.simulate(layout, batch).step_s)
@@ -179,6 +188,22 @@ class TracedLayouts:
         if wall:
             self.traced.remark(f"{answer} a wall: {wall}")
         return filter(self.traced.can_run, spread_layouts(bases, world, self.batch, self.recomputes, constraints))
+
+    def _waiting_less(self, best: Layout | None, constraints: Constraints) -> list[Layout]:
+        """The fastest tiles with other ways of their halos, where ranks wait long enough for these.
+
+        All of them beside convolutions, or one exchange for several: whether that is faster on these links and devices
+        is asked of rehearsals, which compute the borders twice.
+        """
+        if best is None or best.tiles == 1:
+            return []
+        forecast = self.traced.simulate(best, self.batch)
+        if forecast.parts.get(HALOS, 0.0) < WORTH * forecast.step_s:
+            return []
+        asked = [constraints.value(name) is not None for name in ("domain_overlap", "domain_depth")]
+        beside = [] if any(asked) else [best.with_(domain_overlap="always")]
+        deep = [] if any(asked) or best.compile else [best.with_(domain_depth=depth) for depth in DEPTHS]
+        return beside + deep
 
     @cached_property
     def has_sequence(self) -> bool:

@@ -99,6 +99,7 @@ class Cuts:
     reduce_dtype: str = "auto"
     domain: tuple[int, ...] = (1,)
     domain_overlap: str = "auto"
+    domain_depth: int = 1
     cp: int = 1
     ulysses: int = 1
     position_chunks: int = 1
@@ -120,6 +121,7 @@ class Cuts:
         own = cls(layout.tp, layout.sp, layout.tp_whole, microbatches=count, recompute=layout.recompute,
                   precision=precision, rounds=rounds, gloo=gloo, ep=layout.ep,
                   reduce_dtype=layout.reduce_dtype, domain=layout.domain, domain_overlap=layout.domain_overlap,
+                  domain_depth=layout.domain_depth,
                   cp=layout.cp, ulysses=layout.ulysses, position_chunks=layout.position_chunks)  # fmt: skip
         if layout.pp > 1:
             per_rank = layout.chunks if layout.chunks > 1 else -1
@@ -154,7 +156,8 @@ class Cuts:
         values: dict[str, object] = {
             "tp": self.tp, "sp": self.sp, "tp_whole": self.tp_whole, "remat": self.recompute,
             "precision": self.precision, "reduce_dtype": self.reduce_dtype, "domain": self.domain,
-            "domain_overlap": self.domain_overlap, "cp": self.cp, "cp_ulysses": self.ulysses,
+            "domain_overlap": self.domain_overlap, "domain_depth": self.domain_depth, "cp": self.cp,
+            "cp_ulysses": self.ulysses,
             "position_chunks": self.position_chunks,
         }  # fmt: skip
         if self.pp > 1:

@@ -98,7 +98,8 @@ def axes_at(plan: Plan, place: Place = (), ledger: Ledger | None = None, gloo: b
         Axis(name, size, places.get(number, 0), None, tuple(range(size)), rehearsal=ledger, copies=gloo)
         for number, (name, size) in enumerate(inner_axes(plan.domain, **plan.along))
     ]
-    axes = [replace(axis, overlap_from=overlap_from(plan, gloo)) if axis.name in SPACE else axis for axis in axes]
+    least, depth = overlap_from(plan, gloo), plan.domain_depth
+    axes = [replace(axis, overlap_from=least, halo_depth=depth) if axis.name in SPACE else axis for axis in axes]
     return tuple(axis for axis in axes if axis.size > 1)
 
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from shardwise.boundary import Sizes, each, paddings
+from shardwise.parallel.domain.deep import deepened
 from shardwise.parallel.domain.maps import Sliding, Spreading
 from shardwise.parallel.domain.overlap import Convolution, overlapped
 from shardwise.parallel.domain.tiles import answers, cuts, used, windowed
@@ -37,16 +38,18 @@ def _convolution(plain: Callable, dims: int) -> Callable:
         uneven = any(before[d] != after[d] for d in range(dims) if d not in tiled)
         pads = [0 if uneven or d in tiled else before[d] for d in range(dims)]
         around = [n for d in reversed(range(dims)) for n in ((0, 0) if d in tiled else (before[d], after[d]))]
-        if not uneven:
-            how = Convolution(tuple(strides), tuple(pads), tuple(dilations), groups)
-            output = overlapped(input, weight, bias, how, along, found)
-            if output is not None:
-                return output
 
         def local(window: torch.Tensor) -> torch.Tensor:
             window = F.pad(window, around) if uneven else window
             return plain(window, used(weight, found), used(bias, found), strides, pads, dilations, groups)
 
+        if (output := deepened(input, along, found, local)) is not None:
+            return output
+        if not uneven:
+            how = Convolution(tuple(strides), tuple(pads), tuple(dilations), groups)
+            output = overlapped(input, weight, bias, how, along, found)
+            if output is not None:
+                return output
         return windowed(input, along, found, local)
 
     return convolution

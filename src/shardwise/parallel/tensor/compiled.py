@@ -1,4 +1,4 @@
-"""Compiled blocks under tensor parallelism: the program that a block is on this rank's shares.
+"""Compiled blocks whose weights or activations are cut: the program that a block is on this rank's shares.
 
 Activations are parts, which the compiler does not know. But what their rules do is a program of plain operations on
 shares, with collectives between them, and its backward is one too. The block is run once on shares without values
@@ -84,7 +84,7 @@ class _Compiled:
         leaves, spec = tree_flatten((args, kwargs))
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         layouts = [PartLayout.of(leaves[place]) for place in places]
-        if any(layout is not None and len(set(layout.owners.counts)) > 1 for layout in layouts):
+        if any(layout is not None and layout.uneven_weights for layout in layouts):
             return self.forward(*args, **kwargs)
         held = [tensor for _, _, tensor in _held(self.block)]
         given = [unwrapped(leaves[place])[0] for place in places]
@@ -132,8 +132,8 @@ class _Compiled:
             first = first.__cause__
         told = str(first).strip().splitlines()[0] if str(first).strip() else type(first).__name__
         return RefusedPlan(
-            f"compile=true with tp: '{self.path}' cannot be written down as a program on shares: {told}; "
-            "use compile=false, or tp=1"
+            f"compile=true: '{self.path}' cannot be written down as a program on shares: {told}; use compile=false, or "
+            "no tp and no domain"
         )
 
     def _program(self, leaves: list, places: list[int], layouts: list, spec: TreeSpec) -> _Program:
