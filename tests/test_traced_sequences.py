@@ -27,6 +27,11 @@ CHUNKED = [f"{plan},position_chunks=2" for plan in ("accumulate=2", "dp_shard=2,
 ALL = [*([degree + more for more in BESIDE] for degree in DEGREES), COMPOSED]
 
 
+def _with_three_heads(plans: list[str]) -> list[str]:
+    """Those that do not deal gpt2's heads twice: with dropout, attention under cp is dealt by heads as well."""
+    return [plan for plan in plans if not ("cp" in plan and "tp=2" in plan)]
+
+
 @pytest.mark.parametrize(
     ("name", "plans"),
     [
@@ -35,7 +40,7 @@ ALL = [*([degree + more for more in BESIDE] for degree in DEGREES), COMPOSED]
         pytest.param("sequence_tasks:windowed", ["cp=3"], id="windowed"),
         pytest.param("sequence_tasks:averaged", ["position_chunks=3,remat=full"], id="chunks"),
         pytest.param("sequence_tasks:averaged", CHUNKED, id="chunks-all", marks=LONG),
-        pytest.param("gpt2", CHUNKED, id="gpt2-chunks", marks=LONG),
+        pytest.param("gpt2", _with_three_heads(CHUNKED), id="gpt2-chunks", marks=LONG),
         pytest.param("vit", ["cp=2,zero=2,accumulate=2"], id="born-inside"),
         pytest.param("sequence_tasks:decoder", ["cp=2,pp=2", "cp=2,tp=2,sp=true"], id="decoder-cut", marks=LONG),
         pytest.param("sequence_tasks:routed", ["cp=2", "cp=2,dp_shard=2,ep=2"], id="routed", marks=LONG),
@@ -45,7 +50,7 @@ ALL = [*([degree + more for more in BESIDE] for degree in DEGREES), COMPOSED]
             for plans in ALL
         ),
         pytest.param("vit", [*DEGREES, *COMPOSED], id="vit-all", marks=LONG),
-        pytest.param("gpt2", [*DEGREES[:3], *COMPOSED], id="gpt2-all", marks=LONG),
+        pytest.param("gpt2", _with_three_heads([*DEGREES[:3], *COMPOSED]), id="gpt2-all", marks=LONG),
     ],
 )
 def test_memory_of_every_rank_of_a_sequence_is_within_two_percent(name: str, plans: list[str], pool) -> None:
