@@ -32,7 +32,7 @@ from shardwise.ranks import RankPool
 DOUBLE = torch.float64
 BAR = 1e-9
 MOST_ELEMENTS = 5000  # of a sample: larger ones say no more
-SAMPLED = 80  # cuts, in a run of a few seconds
+SAMPLED = 150  # cuts, in a run of a few seconds
 UNSET = ("empty", "new_empty", "resize", "as_strided_partial")  # what they give is not said
 Tree = Any
 
