@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shardwise.cluster import Cluster, Device, model
-from shardwise.costs.block import HOST_US, LAYER_OPS
+from shardwise.costs.block import HOST_US, LAYER_OPS, BlockCosts
 from shardwise.costs.kernels import Kernels
 from shardwise.costs.layout import Layout
 from shardwise.costs.memory import (
@@ -92,6 +92,19 @@ def test_a_ring_holds_the_scores_that_it_writes_at_a_time() -> None:
     long = Layout(cp=32, seq=2**20, recompute="full", zero=3)
     written = ring_block(LLAMA, long) - 4 * 2**15 * (6 * LLAMA.query_width + 2 * LLAMA.kv_width)
     assert written == 4 * 3 * 2**26, "of 16384 x 16384 for 32 heads, 0.8 GB at a time"
+
+
+def test_heads_are_dealt_whole_and_the_fullest_rank_counts() -> None:
+    """32 heads over 24 or 64 ranks: some have two, some have one, none has half of one."""
+    assert [LLAMA.heads_of(ranks) for ranks in (1, 8, 24, 64)] == [32, 4, 2, 1]
+    attends = {
+        ranks: BlockCosts(LLAMA, Layout(ulysses=ranks, seq=2**16), software("megatron-core"), Kernels(NODE.device))
+        .layer().attention_forward for ranks in (16, 24, 32, 64)
+    }  # fmt: skip
+    assert attends[24] == pytest.approx(attends[16], rel=0.05)
+    assert attends[64] == pytest.approx(attends[32], rel=0.05)
+    widths = [LLAMA.projections(tp)[-1][1] / LLAMA.head_dim for tp in (16, 24, 64)]
+    assert widths == [2, 2, 1]
 
 
 def test_parameters_of_stages_add_up() -> None:

@@ -138,7 +138,7 @@ class BlockCosts:
     def _attention(self) -> tuple[float, float, float]:
         """Seconds of attention without its projections: forward, backward, recompute of the selective policy."""
         s, lay = self.shape, self.layout
-        heads = s.heads / lay.tp / lay.ulysses
+        heads = s.heads_of(lay.tp * lay.ulysses)
         queries, keys = lay.seq / lay.cp, lay.seq
         if self.software.attention == "unfused":
             forward, backward = self._unfused(lay.micro_batch * heads, queries, keys)

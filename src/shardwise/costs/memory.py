@@ -116,10 +116,10 @@ def layer_activations(shape: Shape, layout: Layout, software: Software) -> dict[
         out["latents"] = tokens * (2 * s.q_latent + 2 * s.kv_latent + s.rope_dim) * ACT_BYTES
     if software.attention == "unfused":
         if lay.recompute != "selective":
-            scores = lay.micro_batch * (s.heads / t) * (lay.seq / lay.cp) * lay.seq
+            scores = lay.micro_batch * s.heads_of(t) * (lay.seq / lay.cp) * lay.seq
             out["scores"] = scores * ((2 * ACT_BYTES + 1) if s.dropout else ACT_BYTES)
     else:
-        out["softmax statistics"] = tokens * s.heads / t * 4
+        out["softmax statistics"] = tokens * s.heads_of(t) * 4
     if s.dropout:
         out["dropout masks"] = 2 * tokens * s.hidden / (t if lay.sp else 1)
     out |= _feed_forward(shape, layout)
@@ -218,7 +218,7 @@ def ring_block(shape: Shape, layout: Layout) -> float:
     """Bytes of one block of a ring's backward that writes scores, in float32: scores, exponents and their gradients of
     as many rows as are written at a time; queries, keys and values of one of a rank's two runs and their gradients,
     all heads; the whole output and its gradient, those of queries, and keys' and values' beside those that pass by."""
-    rows = layout.micro_batch * shape.heads / layout.tp / layout.ulysses
+    rows = layout.micro_batch * shape.heads_of(layout.tp * layout.ulysses)
     run = layout.seq / layout.cp / 2
     scores = min(rows * run**2, max(WRITTEN_SCORES, rows * run))
     wide, narrow = (layout.tokens * width / layout.tp for width in (shape.query_width, shape.kv_width))

@@ -9,6 +9,7 @@ The shapes of GPT, Llama and mixtures of experts are the same few matrices; what
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -125,17 +126,21 @@ class Shape:
         """Mean width of the two products of attention, all heads."""
         return (self.query_width + self.output_width) / 2
 
+    def heads_of(self, ranks: int) -> int:
+        """Query heads of the rank that has most of them: heads are dealt whole."""
+        return math.ceil(self.heads / ranks)
+
     def projections(self, tp: int = 1) -> list[tuple[float, float]]:
-        """(out, in) of the matrices of attention on one of `tp` ranks.
+        """(out, in) of the matrices of attention on the fullest of `tp` ranks.
 
         Keys and values are kept whole beyond the kv heads, and so are the matrices that make latents.
         """
-        kv = max(self.kv_width / tp, self.kv_width / self.kv_heads)
-        out_of = [(float(self.hidden), self.output_width / tp)]
+        heads, kv = self.heads_of(tp), math.ceil(self.kv_heads / tp) * self.kv_width / self.kv_heads
+        out_of = [(float(self.hidden), float(heads * self.value_width))]
         if not self.kv_latent:
-            return [(self.query_width / tp + kv, float(self.hidden)), *out_of]
-        made = self.heads * (self.head_dim - self.rope_dim + self.value_width) / tp  # the rotary part is not
-        queries = [(self.query_width / tp, float(self.q_latent or self.hidden))]
+            return [(heads * self.head_dim + kv, float(self.hidden)), *out_of]
+        made = float(heads * (self.head_dim - self.rope_dim + self.value_width))  # the rotary part is not
+        queries = [(float(heads * self.head_dim), float(self.q_latent or self.hidden))]
         return [*self.latents, *queries, (made, float(self.kv_latent)), *out_of]
 
     def window_keys(self, seq: float) -> float:
