@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 
 from shardwise.errors import RefusedPlan
 from shardwise.layout.plan import Plan
 from shardwise.layout.schedule_kinds import KINDS
-from shardwise.layout.schedules import TOLD, few_microbatches, make_schedule
 
 
 @dataclass(frozen=True)
@@ -33,18 +31,7 @@ def _unbuilt(field: str, what: str, when: Callable[[Plan], bool]) -> Rule:
 def _no_schedule(plan: Plan) -> bool:
     if plan.pp == 1 or (plan.stages and (len(plan.stages) + 1) % plan.pp):
         return False
-    chunks = plan.stages_per_rank
-    return not _can_be_made(plan.schedule, plan.pp, few_microbatches(plan.pp, plan.microbatches, chunks, TOLD), chunks)
-
-
-@lru_cache(maxsize=4096)
-def _can_be_made(name: str, ranks: int, microbatches: int, per_rank: int) -> bool:
-    """Whether there is such a schedule; a search asks of many plans that differ in other things."""
-    try:
-        make_schedule(name, ranks, microbatches, per_rank)
-    except RefusedPlan:
-        return False
-    return True
+    return KINDS[plan.schedule].misfit(plan.pp, plan.microbatches, plan.stages_per_rank) is not None
 
 
 RULES: tuple[Rule, ...] = (

@@ -164,7 +164,6 @@ def plain_schedule(owner: tuple[int, ...], microbatches: int) -> Schedule:
 
 
 LONG = 16  # micro-batches for each model stage; more repeat what is between filling and emptying
-TOLD = 4  # as many tell whether a schedule can be made at all
 
 
 def few_microbatches(ranks: int, microbatches: int, chunks: int, each: int = LONG) -> int:
