@@ -6,6 +6,8 @@ Each row: the command line, its exit code, and what the last line of its message
 from __future__ import annotations
 
 TASKS = """
+from dataclasses import dataclass
+
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
@@ -219,6 +221,71 @@ def no_graph(): return build(loss=lambda o, b: (torch.tensor(mse_loss(o, b["y"])
 def yields(): yield build()
 
 
+class Carries(Net):
+    kept = None
+
+    def forward(self, x):
+        hidden = self.a(x)
+        if self.kept is not None:
+            hidden = hidden + self.kept
+        self.kept = hidden
+        return self.b(hidden)
+
+
+@dataclass
+class Result:
+    logits: torch.Tensor
+
+
+class Wraps(Net):
+    def forward(self, x):
+        return Result(super().forward(x))
+
+
+class Leaves(Net):
+    def forward(self, x):
+        raise SystemExit(0)
+
+
+def labelled(loss): return build(lambda x, y: (x, (x[:, 0] > 0).float()), model=lambda: Classes(), loss=loss)
+
+
+class Classes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.a(x)
+
+
+def target_first(): return labelled(lambda o, b: (cross_entropy(b["y"].long(), o, reduction="sum"), len(o)))
+def float_labels(): return labelled(lambda o, b: (cross_entropy(o, b["y"], reduction="sum"), len(o)))
+def batch_first(): return build(loss=lambda batch, output: (mse_loss(output, batch["y"], reduction="sum"), len(output)))
+def module_loss(): return build(loss=nn.MSELoss())
+def complex_loss(): return build(loss=lambda o, b: (o.sum() * 1j, len(o)))
+def carries(): return build(model=Carries)
+def gives_result(): return build(model=Wraps)
+def ends_the_program(): return build(model=Leaves)
+def gives_class(): return build(model=lambda: Net)
+def misspelt_optimizer(): return build(optimizer=lambda groups: torch.optim.Adamm(groups))
+def a_batch(): return Task(model=Net, loss=loss, batch=torch.ones(4, 8))
+def a_path(): return rows("data/train")
+def no_held_out(): return few_rows().with_(eval_data=Rows(0))
+
+
+def then(change):  # batches of which the second is another
+    def batch(step):
+        return build().batch(step) if step == 0 else change(build().batch(step))
+
+    return Task(model=Net, loss=loss, inputs=lambda b: ((b["x"],), {}), batch=batch)
+
+
+def other_fields(): return then(lambda b: {"x": b["x"], "target": b["y"]})
+def other_width(): return then(lambda b: {"x": b["x"][:, 1:], "y": b["y"]})
+def no_second(): return then(lambda b: [][1])
+
+
 def lambdas():
     return Task(
         model=lambda: torch.nn.Linear(2, 1),
@@ -244,6 +311,11 @@ FILES = {
     "listed.toml": "train = [1, 2]\n",
     "twice.toml": "[train]\nsteps = 3\nsteps = 4\n",
     "note.ipynb": '{"cells": [null]}',
+    "typed.toml": 'dp_shard = "2"\nzero = true\n',
+    "empty.py": "",
+    "named/json.py": "from mine import good\n",
+    "empty.json": "",
+    "empty.safetensors": "",
 }
 
 H100 = ["--cluster", "1x8 h100-sxm-80gb", "--global-batch", "8", "--seq", "1k"]
@@ -267,7 +339,11 @@ IN_WORDS = [
     (["verify", "my.toml", "--shrink"], 2, "--shrink is for tasks"),
     (["verify", "nowhere.toml"], 2, "there is no such file"),
     (["compare", *SHAPE, "--plan", "dp_shard=8"], 2, "Did you mean '--plans'?"),
+    (["train", "--lr", "3e-4"], 2, "give it as --set optimizer.lr=..."),
+    (["train", "--dp-shard", "2"], 2, "give it as --plan dp_shard=..."),
+    (["verify", "text", "--zero", "3"], 2, "give it as --plan zero=..."),
     # plans
+    (["train", "--plan", "typed.toml"], 2, "plan.zero = true: expected 0, 1, 2 or 3"),
     (["train", "--plan", "dp_shard=2 zero=3"], 2, "a comma is missing between its keys: write dp_shard=2,zero=3"),
     (["verify", "text", "--plan", "dp_shard=2 zero=3"], 2, "write dp_shard=2,zero=3"),
     (["verify", "text", "--plan", "dp_shard=2;zero=3"], 2, "write dp_shard=2,zero=3"),
@@ -386,6 +462,9 @@ IN_WORDS = [
     (["show", "schedule", "1f1b"], 2, "write schedule=1f1b"),
     (["show", "schedule", "pp=4,microbatches=6,schedule=interleaved1f1b"], 3, "microbatches=6 is not a multiple of it"),
     (["show", "schedule", "pp=4,schedule=zbb"], 2, "did you mean 'zbv'?"),
+    (["show", "ring", "all_reduce", "--ranks", "100000"], 2, "100000 is not in the range"),
+    (["simulate", "other.yaml", *ONE, "--plan", "single"], 2, "a configuration is TOML"),
+    (["plan", "empty.json", *ONE], 2, "empty.json is not JSON"),
     (["show", "ring", "allreduce"], 2, "did you mean 'all_reduce'?"),
     (["report", "nowhere"], 2, "there is no folder nowhere"),
     (["report", "mine.py"], 2, "mine.py is a file; give the run's folder"),
@@ -398,6 +477,7 @@ IN_WORDS = [
     # what is on the disk
     (["train", "mine:good", "--resume", "nowhere"], 2, "there is no such folder"),
     (["train", "mine:good", "--init-from", "nowhere"], 2, "there is no such folder"),
+    (["train", "mine:good", "--init-from", "empty.safetensors"], 2, "fetch it again"),
     (["train", "mine:good", "--init-from", "mine.py"], 2, "give a .safetensors file, or a run's folder"),
     (["checkpoint", "inspect", "nowhere"], 2, "there is no such folder"),
     (["checkpoint", "verify", "."], 2, "it is no checkpoint, and holds none"),
@@ -499,5 +579,28 @@ IN_TASKS = [
     (["train", "mine:dataset"], 2, "The batch is a list of 2: take from it by place, as batch[0]"),
     (["train", "mine:generator"], 2, "only a map-style dataset, with __len__ and __getitem__"),
     (["train", "mine:a_scheduler"], 2, "must return a torch.optim.Optimizer, got StepLR"),
+    (["train", "mine:target_first"], 2, "with the arguments of cross_entropy exchanged: the output, then the target"),
+    (["plan", "mine:target_first", *ONE], 2, "with the arguments of cross_entropy exchanged"),
+    (["train", "mine:batch_first"], 2, "with the arguments of Task.loss exchanged: it is called with (output, batch)"),
+    (["train", "mine:float_labels"], 2, "batch['y'] is float32: give batch['y'].long() where the batch is made"),
+    (["train", "mine:module_loss"], 2, "a function that takes the target from the batch and returns (sum, weight)"),
+    (["train", "mine:complex_loss"], 2, "take its .real or .abs()"),
+    (["train", "mine:carries", "--steps", "2"], 2, "detach() what is kept, and return the sum alone"),
+    (["train", "mine:gives_result"], 2, "take the tensor from it in Task.loss, as output.logits"),
+    (["train", "mine:ends_the_program"], 1, "SystemExit: 0"),
+    (["train", "mine:gives_class"], 2, "got the class Net: call it, Net()"),
+    (["train", "mine:misspelt_optimizer"], 2, "did you mean 'Adam'?"),
+    (["plan", "mine:misspelt_optimizer", *ONE], 2, "did you mean 'Adam'?"),
+    (["train", "mine:a_batch"], 2, "Task.batch must be callable, got Tensor"),
+    (["train", "mine:a_path"], 2, "it is a path; give an object that reads it by index"),
+    (["train", "mine:no_held_out"], 2, "Task.eval_data is empty: give it samples, or leave it out"),
+    (["train", "mine:other_fields", "--steps", "2"], 2, "batch['target'] was absent, now float32 (B, 1)"),
+    (["verify", "mine:other_fields", "--plan", "dp_replicate=2"], 2, "batch['y'] was float64 (B, 1), now absent"),
+    (["train", "mine:other_width", "--steps", "2"], 2, "batch['x'] was float32 (B, 8), now float32 (B, 7)"),
+    (["train", "mine:no_second", "--steps", "2"], 2, "the task's batch(1) failed: "),
+    (["plan", "mine:numpy_batch", *ONE], 2, "give torch.from_numpy(batch['x']) where the batch is made"),
+    (["train", "named/json.py:good"], 2, "give the file another name"),
+    (["train", "--resume"], 2, "requires an argument; --help shows what it takes"),
+    (["train", "empty.py:task"], 2, "empty has no 'task'"),
     (["train", "mine:lr_word"], 2, "Task.optimizer failed: "),
 ]  # fmt: skip

@@ -11,6 +11,7 @@ workers, or draw from a generator seeded by the index. Iterable-style datasets h
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
@@ -104,6 +105,11 @@ def as_source(dataset: Any, collate: Callable[[list], Any] | None = None) -> Sou
     """
     if isinstance(dataset, Source):
         return dataset
+    if isinstance(dataset, str | bytes | os.PathLike):
+        raise InputError(
+            f"{dataset!r} cannot be a source: it is a path; give an object that reads it by index, such as "
+            "shardwise.data.JsonlSource(path) or a map-style dataset"
+        )
     if _is_iterable_style(dataset):
         raise InputError(
             f"{type(dataset).__name__} cannot be a source: an iterable dataset has no samples by index, which a run "

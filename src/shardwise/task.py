@@ -167,8 +167,8 @@ class Task:
     name: str = "task"
 
     def __post_init__(self) -> None:
-        for field in ("model", "loss", "inputs", "optimizer"):
-            if not callable(getattr(self, field)):
+        for field in ("model", "loss", "inputs", "optimizer", "batch"):
+            if not callable(getattr(self, field)) and (field != "batch" or self.batch is not None):
                 raise InputError(f"Task.{field} must be callable, got {type(getattr(self, field)).__name__}")
         for field, given in GIVEN.items():
             _takes(field, getattr(self, field), given)

@@ -57,13 +57,13 @@ def _of_module(name: str) -> Task:
 
 
 def _import(task: str, name: str) -> ModuleType:
-    folder = Path.cwd()
+    folder, file = Path.cwd(), None
     if name.endswith(".py"):
-        path = Path(name)
-        if not path.is_file():
-            near = did_you_mean(path.name, sorted(p.name for p in path.parent.glob("*.py")))
+        file = Path(name)
+        if not file.is_file():
+            near = did_you_mean(file.name, sorted(p.name for p in file.parent.glob("*.py")))
             raise InputError(f"task {task!r}: there is no file {name}{near}")
-        folder, name = path.resolve().parent, path.stem
+        folder, name = file.resolve().parent, file.stem
     elif Path(f"{name}.py").is_file() and "/" in name:
         raise InputError(f"task {task!r}: the path of a file ends in .py: {task.replace(name, name + '.py')}")
     elif Path(name).is_file():
@@ -71,7 +71,7 @@ def _import(task: str, name: str) -> ModuleType:
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
     try:
-        return importlib.import_module(name)
+        module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         missing = error.name or name
         if name == missing or name.startswith(missing + "."):
@@ -79,6 +79,11 @@ def _import(task: str, name: str) -> ModuleType:
         raise InputError(f"task {task!r}: {where(error)}") from error
     except (Exception, SystemExit) as error:
         raise _told(task, "importing it failed", error) from error
+    found = getattr(module, "__file__", None)
+    if file is not None and (found is None or not file.samefile(found)):
+        of = f" ({found})" if found else ""
+        raise InputError(f"task {task!r}: another module is called {name} too{of}: give the file another name")
+    return module
 
 
 def _like_modules(name: str) -> str:

@@ -24,6 +24,7 @@ from typing import Any
 import click
 
 from shardwise.errors import RefusedPlan, ShardwiseError
+from shardwise.layout.plan import Plan
 from shardwise.progress import line
 
 COMMON: dict[str, Any] = {"refused": None, "error": None, "world_size": None, "plan": None}
@@ -159,11 +160,29 @@ def _usage(error: click.ClickException) -> str:
     extra = re.search(r"extra arguments? \((\w+=[^)]*)\)", message)
     if extra is not None:
         return f"{message}: write a plan without spaces, as in dp_shard=2,{extra[1].replace(' ', ',')}"
+    if isinstance(error, click.NoSuchOption) and (key := _as_a_key(error)):
+        return f"No such option '{error.option_name}'; give it as {key}"
+    if isinstance(error, click.BadOptionUsage) and error.ctx is None:  # found before there was a command
+        return f"{message}; --help shows what it takes"
     if isinstance(error, click.UsageError) and error.ctx is not None and "id you mean" not in message:
         if message.startswith("No such command") and error.ctx.parent is not None:
             return f"{message}; {_say_which(error.ctx)}"
         return f"{message}; {error.ctx.command_path} --help shows what it takes"
     return message
+
+
+def _as_a_key(error: click.NoSuchOption) -> str:
+    """How an option that a command lacks is given as a key of the plan or of the configuration; empty if it is none."""
+    taken = {param.name for param in error.ctx.command.params} if error.ctx is not None else set()
+    name = error.option_name.lstrip("-").replace("-", "_")
+    if "plan" in taken and name in Plan.__dataclass_fields__:
+        return f"--plan {name}=..."
+    if "overrides" not in taken:
+        return ""
+    from shardwise.config.load import keys
+
+    key = next((key for key in keys() if key.rpartition(".")[2] == name), None)
+    return f"--set {key}=..." if key else ""
 
 
 def _say_which(context: click.Context) -> str:

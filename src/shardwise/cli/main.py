@@ -346,9 +346,7 @@ def call(args: list[str]) -> int:
             code = main.main(args or ["--help"], prog_name="shardwise", standalone_mode=False, obj=answer)
             if answer.as_json and isinstance(code, int):  # --help or --version ended it
                 answer.fields["error"] = "nothing was run: only help or the version was asked for"
-        except SystemExit as done:  # completion of a shell's words ends so
-            answer.code = done.code if isinstance(done.code, int) else 1
-        except (Exception, KeyboardInterrupt, Ended) as error:
+        except (Exception, SystemExit, KeyboardInterrupt, Ended) as error:  # the user's code may end the program
             signal.setitimer(signal.ITIMER_REAL, 0)
             answer.fail(error)
     answer.clear()

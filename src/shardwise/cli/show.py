@@ -113,7 +113,7 @@ def ranks(answer: Answer, plan: str, devices: int) -> None:
 
 @show.command()
 @click.argument("collective", metavar="COLLECTIVE")
-@click.option("--ranks", type=WholeNumber(min=2), default=4, show_default=True, help="Ranks of the ring.")
+@click.option("--ranks", type=WholeNumber(min=2, max=32), default=4, show_default=True, help="Ranks of the ring.")
 @click.option("-o", "--output", type=click.Path(dir_okay=False), callback=output_file, help="Draw it into this .svg.")
 @common
 @click.pass_obj

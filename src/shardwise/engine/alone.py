@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import re
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from shardwise.device import CPU
@@ -27,7 +29,7 @@ from shardwise.step.forward import run_alone
 from shardwise.step.loss import TWICE, is_second_backward
 from shardwise.task import Task
 from shardwise.task_names import inputs_hint, where
-from shardwise.trace.deferred import named_tensors
+from shardwise.trace.deferred import LEAVE_OUT, named_tensors, of_a_device
 from shardwise.trace.double import as_written
 
 MOST_ELEMENTS = 2**28  # of parameters: beyond, a rank may not hold the module whole, and nothing is tried
@@ -52,11 +54,17 @@ def blame(
     if elements > MOST_ELEMENTS:
         return RefusedPlan(f"{what}: {told} (not tried in one process: {elements:.2g} parameters are many to hold)")
     try:
-        alone = failure_alone(task, precision, batch, device)
+        alone = told_alone(task, precision, batch, device)
     except Untried as why:
         return RefusedPlan(f"{what}: {told} (not tried in one process: {why})")
+    return alone or RefusedPlan(f"{what}, though one process runs on them: {told}")
+
+
+def told_alone(task: Task, precision: Precision, batch: Any, device: torch.device = CPU) -> InputError | None:
+    """What one process raises on the batch, with its remedy; None where it runs. Raises `Untried`."""
+    alone = failure_alone(task, precision, batch, device)
     if alone is None:
-        return RefusedPlan(f"{what}, though one process runs on them: {told}")
+        return None
     cure = remedy(task, precision, batch, alone, device)
     return InputError(f"the task fails on {samples_in(batch)} samples in one process too: {reason(alone)}{cure}")
 
@@ -128,6 +136,8 @@ def reason(error: Exception) -> str:
         hint = " A label is beyond the model's outputs: give the head one output for each class, or mend the labels"
     if is_second_backward(error):
         return TWICE
+    if of_a_device(error):
+        hint = f". {LEAVE_OUT}"
     notes = "".join(f". {note}" for note in getattr(error, "__notes__", ()))  # of what the loss was given
     return f"{where(error)}{hint or notes or _given_to(error)}"
 
@@ -157,10 +167,13 @@ def remedy(task: Task, precision: Precision, batch: Any, error: Exception, devic
         return f". On the CPU it runs: tensors that it makes are to be made on {device.type}" if runs else ""
     leaves, spec = tree_flatten(batch)
     arrays = [index for index, leaf in enumerate(leaves) if isinstance(leaf, np.ndarray)]
-    as_tensors = [torch.as_tensor(leaf) if index in arrays else leaf for index, leaf in enumerate(leaves)]
+    as_tensors = [torch.tensor(leaf) if index in arrays else leaf for index, leaf in enumerate(leaves)]
     if arrays and _helps(task, precision, as_tensors, spec):
         name = path_of(batch, arrays[0])
         return f". {name} is a numpy array: give torch.from_numpy({name}) where the batch is made"
+    exchanged = _exchanged(task, precision, batch)
+    if exchanged:
+        return exchanged
     if isinstance(error, TypeError | IndexError | KeyError) and not isinstance(batch, Mapping):
         return f". The batch is {_described(batch)}"
     if not isinstance(error, RuntimeError):
@@ -169,6 +182,12 @@ def remedy(task: Task, precision: Precision, batch: Any, error: Exception, devic
     if precision.compute == torch.float64:
         wanted = torch.float32  # a proof's; the batch is made wider with the weights
     others = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.dtype != wanted]
+    whole = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+    for index in whole:  # labels and token numbers
+        cast = [leaf.long() if i == index else leaf for i, leaf in enumerate(leaves)]
+        if torch.equal(cast[index].to(leaves[index].dtype), leaves[index]) and _helps(task, precision, cast, spec):
+            name = path_of(batch, index)
+            return f". {name} is {_short(leaves[index].dtype)}: give {name}.long() where the batch is made"
     for index in others:
         cast = [leaf.to(wanted) if i == index else leaf for i, leaf in enumerate(leaves)]
         if _helps(task, precision, cast, spec):
@@ -178,6 +197,39 @@ def remedy(task: Task, precision: Precision, batch: Any, error: Exception, devic
                 f"{name}.to({wanted}) where the batch is made"
             )
     return ""
+
+
+def _exchanged(task: Task, precision: Precision, batch: Any) -> str:
+    """What to say where the loss runs with its two arguments exchanged, or a loss of torch's in it does."""
+    leaves, spec = tree_flatten(batch)
+    if _helps(task.with_(loss=lambda output, batch: task.loss(batch, output)), precision, leaves, spec):
+        return ". It runs with the arguments of Task.loss exchanged: it is called with (output, batch)"
+    with _TargetFirst() as watch:
+        _helps(task, precision, leaves, spec)
+    return (
+        f". It runs with the arguments of {watch.found} exchanged: the output, then the target" if watch.found else ""
+    )
+
+
+class _TargetFirst(TorchFunctionMode):
+    """Finds the function of (input, target) that fails, and does not where they are exchanged."""
+
+    found = ""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        try:
+            return func(*args, **(kwargs or {}))
+        except Exception:
+            if len(args) > 1 and _arguments(func)[:2] == ["input", "target"]:
+                with suppress(Exception):
+                    func(args[1], args[0], *args[2:], **(kwargs or {}))
+                    self.found = self.found or func.__name__
+            raise
+
+
+def _arguments(function: Any) -> list[str]:
+    """Names of the arguments of one of Python's functions; none of one that is built in."""
+    return list(inspect.signature(function).parameters) if inspect.isfunction(function) else []
 
 
 def _helps(task: Task, precision: Precision, leaves: list[Any], spec: TreeSpec) -> bool:

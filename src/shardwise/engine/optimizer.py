@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.comm import Axis
 from shardwise.engine.groups import named_groups
-from shardwise.errors import InputError, RefusedPlan
+from shardwise.errors import InputError, RefusedPlan, ShardwiseError, did_you_mean
 from shardwise.parallel.slots import DataParallel, PieceSlots
 from shardwise.step.owners import OwnedMasters
 from shardwise.task_names import where
@@ -64,8 +64,10 @@ def construct(make: OptimizerFn, params: Sequence[torch.Tensor]) -> Optimizer:
     """Call the task's optimizer function; raises `InputError` for what it should not return."""
     try:
         optimizer = make(named_groups(params))
-    except (TypeError, ValueError) as error:
-        raise InputError(f"Task.optimizer failed: {where(error)}") from error
+    except ShardwiseError:
+        raise
+    except Exception as error:
+        raise InputError(f"Task.optimizer failed: {where(error)}{_like(error)}") from error
     if not isinstance(optimizer, Optimizer):
         raise InputError(f"Task.optimizer must return a torch.optim.Optimizer, got {type(optimizer).__name__}")
     given = {id(param) for param in params}
@@ -77,6 +79,13 @@ def construct(make: OptimizerFn, params: Sequence[torch.Tensor]) -> Optimizer:
             "(lambda groups: AdamW(groups))"
         )
     return optimizer
+
+
+def _like(error: Exception) -> str:
+    """What was meant by a name that a module lacks, as torch.optim.Adamm."""
+    if not isinstance(error, AttributeError) or error.name is None:
+        return ""
+    return did_you_mean(error.name, [name for name in dir(error.obj) if not name.startswith("_")])
 
 
 def needs_closure(optimizer: Optimizer) -> bool:

@@ -23,6 +23,7 @@ from shardwise.planner.subject import Subject, decoder
 from shardwise.progress import Say, silent
 from shardwise.simulator.forecast import Forecast
 from shardwise.task import Task
+from shardwise.task_files import which_task
 from shardwise.task_names import resolve_task
 
 if TYPE_CHECKING:
@@ -68,6 +69,8 @@ def subject_of(
         return where.traced(resolve_task(task), samples)
     assert isinstance(task, str)
     if not (task.endswith(".json") or Path(task).is_dir()):
+        if Path(task).is_file():
+            raise InputError(f"task {task!r}: {which_task(task)}")
         return where.by_numbers(task, decoders.decoder_by_name(task), samples, length)
     return where.of_file(task, samples, length)
 

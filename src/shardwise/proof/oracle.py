@@ -24,7 +24,7 @@ from shardwise.proof.record import Record, kept, kept_state
 from shardwise.proof.settings import Settings, global_batch, nudged
 from shardwise.proof.watch import CallTrace, ModuleWatch
 from shardwise.random import BatchDims, GlobalRandom, Samples
-from shardwise.step.batching import samples_in, slice_samples
+from shardwise.step.batching import fields_of, samples_in, slice_samples, told_beside_first
 from shardwise.step.loss import loss_on, not_negative
 from shardwise.task import Task, call_arguments
 from shardwise.trace.deferred import build, named_tensors
@@ -57,17 +57,22 @@ def run_oracle(task: Task, settings: Settings, look: Look | None = None) -> Reco
     record.initial = {name: kept(param) for name, param in module.named_parameters()}
     random = GlobalRandom(BatchDims())
     arithmetic = KeepDouble()
+    first: dict[str, str] = {}
     for step in range(settings.steps):
         norms: list[float] = []
         batch = _cast(global_batch(task, settings, step), settings)
+        first = first or fields_of(batch)
         watch = None
         if look is not None and look.step == step:
             watch = ModuleWatch(module)
             look.trace = watch.trace
             look.shares = _shares(task, module, named, batch, step, settings, random, look.ranks)
 
-        def gradients(batch: Any = batch, step: int = step, norms: list[float] = norms, watch=watch) -> float:
-            loss, norm = _gradients(task, module, named, batch, step, settings, random, watch)
+        def gradients(
+            batch: Any = batch, step: int = step, norms: list[float] = norms, watch=watch, first=first
+        ) -> float:
+            with told_beside_first(first, batch, step):
+                loss, norm = _gradients(task, module, named, batch, step, settings, random, watch)
             norms.append(norm)
             return loss
 

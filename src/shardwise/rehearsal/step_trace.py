@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from shardwise.comm import Axis, Ledger
 from shardwise.comm.ledger import FACTORS
 from shardwise.device import generators_kept
+from shardwise.engine.alone import MOST_ELEMENTS, Untried, told_alone
 from shardwise.engine.recipe import make_gradients_dense, refuse, scripted
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
@@ -181,8 +182,8 @@ def fake_batch(fake: FakeTensorMode, sample: Any, samples: int) -> Any:
     """The sample, `samples` times, without values, as the task makes it."""
 
     def convert(leaf: Any) -> Any:
-        if isinstance(leaf, np.ndarray):
-            leaf = torch.from_numpy(leaf)
+        if isinstance(leaf, np.ndarray):  # a task that turns it into a tensor gets one without values
+            return np.concatenate([leaf] * samples) if leaf.ndim else leaf
         if not isinstance(leaf, torch.Tensor):
             return leaf
         made = fake.from_tensor(leaf)
@@ -253,8 +254,16 @@ def trace(
     except (InputError, RefusedPlan):
         raise
     except Exception as error:
-        raise InputError(untraced(error, inside)) from error
+        few = None if sample is None or not 0 < found.parameters <= MOST_ELEMENTS else repeated(sample, samples)
+        raise _failing_alone(task, kept, few) or InputError(untraced(error, inside)) from error
     return found
+
+
+def _failing_alone(task: Task, precision: Precision, batch: Any) -> InputError | None:
+    """What to say where the task fails with values too; None where it does not, or there is nothing to try it on."""
+    with suppress(Untried):
+        return None if batch is None else told_alone(task, precision, batch)
+    return None
 
 
 def batch_norms(model: nn.Module, ranks: int, sent: Ledger) -> CountBatchNorm | JoinBatchNorm:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from shardwise.engine.groups import named_groups
-from shardwise.engine.optimizer import needs_closure
+from shardwise.engine.optimizer import construct, needs_closure
 from shardwise.errors import InputError
 from shardwise.memory.live import LiveBytes
 from shardwise.rehearsal.op_counts import Count, StepTrace
@@ -24,7 +24,7 @@ def update_of(task: Task, at_once: bool = False) -> Update:
     """
     parameter = nn.Parameter(torch.zeros(64, 64))
     others = [nn.Parameter(torch.zeros(64)), nn.Parameter(torch.zeros(64, 64))]
-    optimizer = task.optimizer(named_groups([parameter, *others]))
+    optimizer = construct(task.optimizer, [parameter, *others])
     if needs_closure(optimizer):
         raise InputError(
             f"{type(optimizer).__name__} asks for a forward and backward as often as it likes in one step (a closure), "

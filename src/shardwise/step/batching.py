@@ -12,6 +12,8 @@ so it is refused by name; so are tensors whose first dimensions differ.
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -19,8 +21,9 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
-from shardwise.errors import InputError
+from shardwise.errors import InputError, ShardwiseError
 from shardwise.layout.dealing import Share, deal
+from shardwise.task_names import where
 
 PLAIN = (
     type(None),
@@ -192,3 +195,39 @@ def slice_samples(batch: Any, low: int, high: int) -> Any:
     """Samples [low, high) of a batch: every tensor cut along its first dimension."""
     _, leaves, spec = _flatten(batch, "batch")
     return pytree.tree_unflatten([_slice(leaf, low, high) for leaf in leaves], spec)
+
+
+def fields_of(batch: Any) -> dict[str, str]:
+    """By the name of each of a batch's leaves, what it is: a tensor's dtype and its sizes behind the samples."""
+    keyed, _ = pytree.tree_flatten_with_path(batch, is_leaf=_is_leaf)
+    return {"batch" + pytree.keystr(path): _kind(leaf) for path, leaf in keyed}
+
+
+def _kind(leaf: Any) -> str:
+    if not _has_samples(leaf):
+        return type(leaf).__name__
+    return f"{str(leaf.dtype).removeprefix('torch.')} ({', '.join(['B', *map(str, leaf.shape[1:])])})"
+
+
+@contextmanager
+def told_beside_first(first: dict[str, str], batch: Any, step: int) -> Iterator[None]:
+    """An error inside is told with what the batch holds otherwise than the first one did, if anything.
+
+    first   `fields_of` the first batch
+    step    from 0
+    Raises `InputError` for an error on a batch that differs; any other error as it is.
+    """
+    try:
+        yield
+    except ShardwiseError:
+        raise
+    except Exception as error:
+        now = fields_of(batch)
+        names = [name for name in {**first, **now} if first.get(name) != now.get(name)]
+        if not names:
+            raise
+        unlike = [f"{name} was {first.get(name, 'absent')}, now {now.get(name, 'absent')}" for name in names]
+        raise InputError(
+            f"step {step + 1} fails on a batch unlike the first: {where(error)}. {'; '.join(unlike)}: give each batch "
+            "the same fields"
+        ) from error

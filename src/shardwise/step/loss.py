@@ -15,7 +15,10 @@ NO_GRAPH = (
     "Task.loss returned a sum that does not depend on any trainable parameter: return it with its graph, without "
     ".item(), .detach() or torch.no_grad()"
 )
-TWICE = "Task.loss calls backward itself, or keeps a graph from one step to the next: return the sum alone"
+TWICE = (
+    "Task.loss calls backward itself, or the model or the loss keeps a tensor with its graph from one step to the next "
+    "(a recurrent state): detach() what is kept, and return the sum alone"
+)
 _SHAPE = "Task.loss must return (sum, weight) or (sum, weight, {name: extra})"
 
 
@@ -65,6 +68,11 @@ def loss_on(task: Task, output: Any, batch: Any) -> Loss:
     except (TypeError, AttributeError) as error:
         if not isinstance(output, torch.Tensor):
             error.add_note(_instead_of_a_tensor(output))
+        elif isinstance(task.loss, torch.nn.Module) and not isinstance(batch, torch.Tensor):
+            error.add_note(
+                f"Task.loss is called with (output, batch), and {type(task.loss).__name__} takes two tensors: give a "
+                "function that takes the target from the batch and returns (sum, weight)"
+            )
         raise
     return read_loss(returned)
 
@@ -76,7 +84,11 @@ def _instead_of_a_tensor(output: Any) -> str:
         keys = ", ".join(repr(key) for key in output)
         first, kind = next(iter(output), "name"), type(output).__name__
         return f"The model returned a {kind} of {keys}: take from it in Task.loss, as output[{first!r}]"
-    return f"The model returned {_describe(output)}: take the tensor from it in Task.loss, as output[0]"
+    if isinstance(output, tuple | list):
+        return f"The model returned {_describe(output)}: take the tensor from it in Task.loss, as output[0]"
+    names = [name for name, value in getattr(output, "__dict__", {}).items() if isinstance(value, torch.Tensor)]
+    of = f", as output.{names[0]}" if names else ""
+    return f"The model returned {_describe(output)}: take the tensor from it in Task.loss{of}"
 
 
 def read_loss(returned: Any) -> Loss:
@@ -88,6 +100,8 @@ def read_loss(returned: Any) -> Loss:
     total, weight = returned[0], returned[1]
     if not isinstance(total, torch.Tensor) or total.numel() != 1:
         raise InputError(f"{_SHAPE}: the sum must be a tensor with one element, got {_describe(total)}")
+    if total.is_complex():
+        raise InputError(f"{_SHAPE}: the sum is {total.dtype}, and a loss is real: take its .real or .abs()")
     extras = returned[2] if len(returned) == 3 else {}
     if not isinstance(extras, dict):
         raise InputError(f"{_SHAPE}: the extra terms must be a dict, got {_describe(extras)}")

@@ -44,6 +44,7 @@ class RankState:
     order         in which sums over pieces of a batch are taken, where the plan is deterministic
     chunks        what was computed in chunks of positions, where the plan has position_chunks
     used          indices of the parameters that any rank reached in the last step
+    first_fields  what the first batch held, for the error of a later one
     hooks         contexts around parts of a step, for whoever measures
     """
 
@@ -76,6 +77,7 @@ class RankState:
     notices: list[str] = field(default_factory=list)
     hooks: Hooks = field(default_factory=Hooks)
     used: set[int] = field(default_factory=set)
+    first_fields: dict[str, str] = field(default_factory=dict)
     order: FixedOrder | None = None
     chunks: Chunks | None = None
     steps_done: int = 0

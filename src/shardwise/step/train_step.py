@@ -21,7 +21,7 @@ from shardwise.errors import InputError, RefusedPlan
 from shardwise.guard.points import reach
 from shardwise.layout.dealing import Share
 from shardwise.part import forget
-from shardwise.step.batching import parts_of, pieces_of
+from shardwise.step.batching import fields_of, parts_of, pieces_of, told_beside_first
 from shardwise.step.control import Agreement, PendingRow, Tally, agree, gather_reached
 from shardwise.step.inputs import name_bad_input
 from shardwise.step.loss import NO_GRAPH, TWICE, is_second_backward
@@ -46,6 +46,12 @@ def dealt(state: RankState, batch: Any) -> list[Share]:
 def train_step(state: RankState, parts: list[Share]) -> StepResult:
     """One optimizer step on this rank's parts of a global batch. Collective."""
     _set_learning_rate(state)
+    state.first_fields = state.first_fields or fields_of(parts[0].batch)
+    with told_beside_first(state.first_fields, parts[0].batch, state.steps_done):
+        return _step(state, parts)
+
+
+def _step(state: RankState, parts: list[Share]) -> StepResult:
     if state.needs_closure:
         return _with_closure(state, parts)
     result, usable = gradients(state, parts)

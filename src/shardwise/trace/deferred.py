@@ -17,6 +17,7 @@ The idea is that of deferred initialisation in torchdistX.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import random
 import traceback
 from collections.abc import Callable, Iterator
@@ -209,11 +210,20 @@ def build_for_real(model: Callable[[], nn.Module], seed: int, reason: str) -> Bu
 def told_of_constructor(error: BaseException) -> str:
     """What a constructor raised and where; and what to leave out of one that chooses a device or spreads the model."""
     told, frames = where(error, own_alone=True), traceback.extract_tb(error.__traceback__)
-    if any(frame.name == "_lazy_init" for frame in frames):
-        return f"{told.rstrip('.')}. Leave .cuda() and device= out: each rank places the module on its own device"
+    if of_a_device(error):
+        return f"{told.rstrip('.')}. {LEAVE_OUT}"
     if any("torch/nn/parallel/" in frame.filename or "torch/distributed/" in frame.filename for frame in frames):
         return f"{told.rstrip('.')}. {_PLAIN}"
     return told
+
+
+LEAVE_OUT = "Leave .cuda() and device= out: each rank places the module and its batch on its own device"
+
+
+def of_a_device(error: BaseException) -> bool:
+    """Whether user's code asked for a device by name that this build of torch does not have."""
+    lazily = any(frame.name == "_lazy_init" for frame in traceback.extract_tb(error.__traceback__))
+    return lazily or "PyTorch is not linked with support for" in str(error)  # the second of fake tensors
 
 
 _PLAIN = "Give the plain module: the plan spreads it"
@@ -222,7 +232,10 @@ _PLAIN = "Give the plain module: the plan spreads it"
 def checked(module: Any) -> nn.Module:
     """What a constructor gave; `InputError` where it is no module, or has weights without a shape."""
     if not isinstance(module, nn.Module):
-        raise InputError(f"Task.model must return an nn.Module, got {type(module).__name__}")
+        got = type(module).__name__
+        if inspect.isclass(module):
+            got = f"the class {module.__name__}: call it, {module.__name__}()"
+        raise InputError(f"Task.model must return an nn.Module, got {got}")
     if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
         raise InputError(f"Task.model returned a {type(module).__name__}. {_PLAIN}")
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):

@@ -19,6 +19,7 @@ from shardwise.observe.profile_steps import read_steps
 from shardwise.observe.sinks import check_sinks
 from shardwise.task import Task
 from shardwise.task_names import call_task, resolve_task, where
+from shardwise.trace.deferred import LEAVE_OUT, of_a_device
 from shardwise.training.optimizers import make_optimizer
 from shardwise.training.schedules import make_schedule, scaled_lr
 
@@ -88,6 +89,8 @@ def make_job(effective: Effective, given: Task | Callable[[], Task] | None = Non
     steps = _steps(effective, task, batch)
     if task.data is not None and len(task.data) == 0:
         raise InputError("Task.data is empty")
+    if task.eval_data is not None and len(task.eval_data) == 0:
+        raise InputError("Task.eval_data is empty: give it samples, or leave it out")
     enough_samples(batch if task.data is None else len(task.data), effective.plan)
     micro_batches(batch, effective.plan.step_microbatches)
     make_schedule(effective.config.schedule, steps)
@@ -144,7 +147,7 @@ def _batch_samples(effective: Effective, task: Task) -> int:
     if task.batch is not None:
         from shardwise.step.batching import samples_in
 
-        samples = samples_in(first_batch(task))
+        samples = samples_in(batch_of(task, 0))
         if samples == 0:
             raise InputError("the task's batch(0) is empty: its tensors have 0 samples along their first dimension")
         return samples
@@ -154,15 +157,16 @@ def _batch_samples(effective: Effective, task: Task) -> int:
     return train.batch_samples or BATCH_SAMPLES
 
 
-def first_batch(task: Task) -> Any:
-    """The task's batch of step 0; what the user's code raises is told in one line."""
+def batch_of(task: Task, step: int) -> Any:
+    """The task's batch of a step; what the user's code raises is told in one line."""
     assert task.batch is not None
     try:
-        return task.batch(0)
+        return task.batch(step)
     except ShardwiseError:
         raise
     except Exception as error:
-        raise InputError(f"the task's batch(0) failed: {where(error)}") from error
+        hint = f". {LEAVE_OUT}" if of_a_device(error) else ""
+        raise InputError(f"the task's batch({step}) failed: {where(error)}{hint}") from error
 
 
 def _steps(effective: Effective, task: Task, batch: int) -> int:

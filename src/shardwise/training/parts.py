@@ -10,7 +10,7 @@ from shardwise.data.loader import order_of
 from shardwise.engine.engine import Engine, parallelize
 from shardwise.ranks.launchers import own_device
 from shardwise.task import Task
-from shardwise.training.job import Job
+from shardwise.training.job import Job, batch_of
 from shardwise.training.schedules import make_schedule
 
 
@@ -50,4 +50,4 @@ def batches_of(job: Job, task: Task, loader: Loader | None, first: int) -> Itera
     if loader is not None:
         return iter(loader)
     assert task.batch is not None
-    return map(task.batch, range(first, job.steps))
+    return (batch_of(task, step) for step in range(first, job.steps))
