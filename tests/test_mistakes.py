@@ -5,8 +5,10 @@ The list is in `mistakes.py`. Mistakes that need processes of their own are furt
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -17,8 +19,9 @@ from pathlib import Path
 import pytest
 from mistakes import FILES, IN_TASKS, IN_WORDS
 
-from shardwise.cli.answer import FIELDS
+from shardwise.cli.answer import FIELDS, _told
 from shardwise.cli.main import call
+from shardwise.ranks.process import allow_files
 
 MOST_LINES = 4  # of a message: a usage line, a title, the message, where the details are
 NAMES = {Path(name).stem for name in FILES if name.endswith(".py") and "/" not in name}
@@ -227,6 +230,36 @@ def test_a_full_disk_is_told_with_its_folder_and_space(folder, capfd, monkeypatc
     assert call(["train", "mine:good", "--steps", "1"]) == 1
     err = capfd.readouterr().err
     assert "MiB free there). Make room, or give another folder with --set train.out=FOLDER" in last_line(err)
+
+
+def test_closed_streams_and_a_folder_that_is_gone(tmp_path, monkeypatch, capfd):
+    done = subprocess.run(["bash", "-c", f"{sys.executable} -m shardwise config <&- >&- 2>&-"], timeout=60)
+    assert done.returncode == 0
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert call(["config"]) == 2
+    check_message(capfd.readouterr().err, "is gone: go to one that is there")
+
+
+def test_a_process_opens_as_many_files_as_it_may(monkeypatch):
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1] // 2, limits[1]))
+    try:
+        allow_files()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (limits[1], limits[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert "(ulimit -n), or take fewer ranks" in _told(OSError(errno.EMFILE, "Too many open files"), "verify")[1]
+
+
+@pytest.mark.long
+def test_a_file_that_hides_a_module_of_python_from_ranks_is_named(folder):
+    (folder / "json.py").write_text("x = 1\n")
+    program = str(Path(sys.executable).parent / "shardwise")
+    done = shell([program, "verify", "mine:good", "--plan", "dp_replicate=2"], folder)
+    told = f"{folder / 'json.py'} stands before a module of Python's own: give it another name"
+    assert done.returncode == 1 and done.stderr.strip().splitlines()[-1].endswith(told)
 
 
 def test_torchrun_shows_the_first_cause_once_at_its_end(folder, monkeypatch, capfd):

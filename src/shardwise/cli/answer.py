@@ -7,6 +7,7 @@ holds exactly one JSON object whatever happens: while a command runs, all that a
 from __future__ import annotations
 
 import copy
+import errno
 import io
 import json
 import os
@@ -149,6 +150,8 @@ def _told(error: BaseException, command: str) -> tuple[int, str]:
         return error.exit_code, message + (f"\nthe details are in {log}" if log else "")
     from shardwise.task_names import where
 
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        return 1, f"failed: {where(error)}: raise what a process may open (ulimit -n), or take fewer ranks"
     return 1, f"failed: {where(error)}\nthe details are in {log or _written(error)} (or add --traceback)"
 
 
@@ -192,7 +195,10 @@ def _say_which(context: click.Context) -> str:
 
 
 def _written(error: BaseException) -> str:
-    handle, path = tempfile.mkstemp(prefix="shardwise-error-", suffix=".log")
+    try:
+        handle, path = tempfile.mkstemp(prefix="shardwise-error-", suffix=".log")
+    except OSError as full:
+        return f"no file ({full.strerror})"
     os.close(handle)
     Path(path).write_text(_whole(error), encoding="utf-8")
     return path

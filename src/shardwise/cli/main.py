@@ -23,7 +23,7 @@ from shardwise.cli.doctor import doctor
 from shardwise.cli.options import WholeNumber, common, given_plan
 from shardwise.cli.show import show
 from shardwise.cli.waiting import begin
-from shardwise.errors import RefusedPlan
+from shardwise.errors import InputError, RefusedPlan
 from shardwise.progress import timing
 
 PLAN_HELP = "How to spread it: dp_shard=2,zero=3, or a .toml file with the same keys."
@@ -343,20 +343,39 @@ def call(args: list[str]) -> int:
     answer = Answer(args)
     with quiet_stdout(answer.as_json):
         try:
+            _stand_somewhere()
             code = main.main(args or ["--help"], prog_name="shardwise", standalone_mode=False, obj=answer)
             if answer.as_json and isinstance(code, int):  # --help or --version ended it
                 answer.fields["error"] = "nothing was run: only help or the version was asked for"
         except (Exception, SystemExit, KeyboardInterrupt, Ended) as error:  # the user's code may end the program
             signal.setitimer(signal.ITIMER_REAL, 0)
-            answer.fail(error)
+            ended_early = isinstance(error, click.Abort) and isinstance(error.__cause__, EOFError)  # of click's making
+            answer.fail(error.__cause__ if ended_early else error)
     answer.clear()
     if (answer.as_json or answer.text) and speaks():
         click.echo(answer.output())
     return answer.code
 
 
+def _stand_somewhere() -> None:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise InputError("the folder in which this was started is gone: go to one that is there") from None
+
+
+def _open_streams() -> None:
+    """Streams that were closed (`>&-`) go nowhere: files opened later would take their numbers."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            os.dup2(nowhere, number)
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
+
+
 def run() -> None:
     """The console script."""
+    _open_streams()
     signal.signal(signal.SIGTERM, end)
     signal.signal(signal.SIGALRM, end)
     from shardwise.ranks import leave

@@ -15,7 +15,7 @@ from typing import Any
 from shardwise.errors import InputError
 from shardwise.guard.diagnose import Deadlines, RankWatch
 from shardwise.ranks.messages import RELEASE, pack_call
-from shardwise.ranks.process import START_LIMIT_S, RankProcess, refuse_beyond_memory
+from shardwise.ranks.process import START_LIMIT_S, RankProcess, allow_files, refuse_beyond_memory
 from shardwise.ranks.supervise import Outcome, make_job, meeting_place, records_of, start_error, unpack, watch
 
 GRACE_S = 2.0  # after a first failure: time for the true cause to show, before the others are ended
@@ -58,6 +58,7 @@ def launch(
     if world_size < 1:
         raise InputError(f"world_size is {world_size}; a run needs at least one rank")
     refuse_beyond_memory(world_size)
+    allow_files()
     call = pack_call(function, tuple(args))
     called = name or str(getattr(function, "__qualname__", function))
     logs = _open_logs(world_size, log_dir)

@@ -12,7 +12,7 @@ from typing import Any
 from shardwise.errors import InputError
 from shardwise.guard.diagnose import RankWatch
 from shardwise.ranks.messages import RELEASE, pack_call
-from shardwise.ranks.process import START_LIMIT_S, RankProcess, refuse_beyond_memory
+from shardwise.ranks.process import START_LIMIT_S, RankProcess, allow_files, refuse_beyond_memory
 from shardwise.ranks.supervise import Outcome, make_job, meeting_place, records_of, start_error, unpack, watch
 
 GRACE_S = 5.0  # what the other ranks get after a first failure
@@ -53,6 +53,7 @@ class RankPool:
         if world_size < 1:
             raise InputError(f"world_size is {world_size}; a run needs at least one rank")
         refuse_beyond_memory(world_size)
+        allow_files()
         call = pack_call(function, args)
         name = getattr(function, "__qualname__", repr(function))
         self._grow(world_size)

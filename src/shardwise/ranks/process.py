@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import resource
 import signal
 import sys
 import tempfile
@@ -12,7 +13,7 @@ import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from shardwise.errors import InputError
+from shardwise.errors import InputError, RunError
 from shardwise.guard.stacks import crash_in, readable
 from shardwise.ranks.messages import IDLE, READY, RankCall, Report
 from shardwise.ranks.worker import HandedFd, serve
@@ -44,7 +45,10 @@ class RankProcess:
         self._stacks = tempfile.TemporaryFile(prefix="shardwise-stacks-")  # noqa: SIM115
         handed = [HandedFd(fd) for fd in (self._stacks.fileno(), output, errors)]
         self.process = context.Process(target=serve, args=(theirs, *handed), name=name, daemon=False)
-        self.process.start()
+        try:
+            self.process.start()
+        except EOFError:
+            raise RunError(f"ranks cannot be forked: the process that does it ended at once{_hidden()}") from None
         theirs.close()
 
     @property
@@ -151,6 +155,21 @@ def refuse_beyond_memory(ranks: int) -> None:
             f"{here // LEAST_RANK_BYTES} with nothing in them. Start a large plan on its own hosts (torchrun, srun, "
             "mpirun), prove it in small with `verify --shrink`, or take a smaller plan here"
         )
+
+
+def allow_files() -> None:
+    """Let this process and its ranks open as many files as the system allows: each rank is connected to all others."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _hidden() -> str:
+    """Which files beside the user's hide modules of Python from those that are imported there; empty if none does."""
+    folders = {Path(each or ".").resolve() for each in sys.path if not each.startswith((sys.prefix, sys.base_prefix))}
+    files = [file for folder in sorted(folders) for file in sorted(folder.glob("*.py"))]
+    hiding = [str(file) for file in files if file.stem in sys.stdlib_module_names]
+    return f". {', '.join(hiding)} stands before a module of Python's own: give it another name" if hiding else ""
 
 
 def refuse_where_impossible() -> None:
