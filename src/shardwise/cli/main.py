@@ -349,8 +349,9 @@ def call(args: list[str]) -> int:
                 answer.fields["error"] = "nothing was run: only help or the version was asked for"
         except (Exception, SystemExit, KeyboardInterrupt, Ended) as error:  # the user's code may end the program
             signal.setitimer(signal.ITIMER_REAL, 0)
-            ended_early = isinstance(error, click.Abort) and isinstance(error.__cause__, EOFError)  # of click's making
-            answer.fail(error.__cause__ if ended_early else error)
+            if isinstance(error, click.Abort) and isinstance(error.__cause__, EOFError):  # click takes it for ctrl-D
+                error = error.__cause__
+            answer.fail(error)
     answer.clear()
     if (answer.as_json or answer.text) and speaks():
         click.echo(answer.output())
