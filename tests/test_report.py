@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import shutil
@@ -172,6 +173,42 @@ def test_runs_counted_in_other_units_each_have_a_chart_and_names_lose_what_is_al
     page = (tmp_path / "page.html").read_text()
     assert "tokens a second" in page and "samples a second" in page
     assert ">100000-text rank 1</text>" in page and ">101000-own rank 0</text>" in page
+
+
+def test_where_a_profiled_step_went_is_counted_once(tmp_path):
+    run = write_run(tmp_path, "one", steps=9, ranks=1)
+    (run / "profile").mkdir()
+    table = {"input": 1.0, "compute": 5.0, "idle": 2.0, "measured": 8.0}
+    (run / "profile" / "table.json").write_text(json.dumps({"steps": [5], "unit": "ms per step", "ranks": [table]}))
+    assert call(["report", str(run), "-o", str(tmp_path / "page.html")]) == 0
+    page = (tmp_path / "page.html").read_text()
+    assert ">8 ms</text>" in page and "measured 8 ms" not in page
+
+
+OVERFLOW = """<script>addEventListener('load', () => {
+const all = [document.documentElement, ...document.querySelectorAll('.wide')].map(e => e.scrollWidth > e.clientWidth);
+const cut = [...document.querySelectorAll('svg text')].map(t => [t, t.closest('svg')].map(
+e => e.getBoundingClientRect())).map(([t, s]) => t.left < s.left - 1 || t.right > s.right + 1);
+parent.document.title = [innerWidth, all.includes(true), cut.includes(true)].join()})</script>"""
+
+
+def test_a_telephone_shows_names_whole(tmp_path):
+    """In a frame of 390 pixels, since a window of this browser is no narrower than 500."""
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("no headless browser is installed here")
+    names = ("20260101-101500-a_run_with_quite_a_long_name_of_its_own", "20260101-101600-text", "20260102-text")
+    runs = [str(write_run(tmp_path, name, steps=9)) for name in names]
+    assert call(["report", *runs, "-o", str(tmp_path / "page.html")]) == 0
+    inside = html.escape((tmp_path / "page.html").read_text().replace("</body>", OVERFLOW + "</body>"))
+    frame = f'<iframe style="width:390px;height:3000px;border:0" srcdoc="{inside}"></iframe>'
+    (tmp_path / "frame.html").write_text(frame)
+    done = subprocess.run(
+        [browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--virtual-time-budget=3000",
+         "--dump-dom", (tmp_path / "frame.html").as_uri()],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert "<title>390,false,false</title>" in done.stdout
 
 
 def test_a_browser_draws_it_without_an_error(runs, tmp_path):

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 
 WIDE, HIGH = 560, 240  # of a chart, in its own units: it is drawn as wide as the page lets it
-LETTER = 8.4  # of a text's width, in the larger size of narrow pages
+LETTER = 9.2  # of a text's width, in the larger size of narrow pages
 LEFT, RIGHT, TOP, BOTTOM = 58, 10, 10, 26
 POINTS = 300  # of a line at most; each is the mean of the steps around it
 Points = list[tuple[float, float]]

@@ -99,12 +99,12 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: int = 0)
 
 
 def _named(runs: Sequence[RunFiles]) -> list[str]:
-    return [f"<i class='k{at % COLOURS}'></i>{_text(run.name)}" for at, run in enumerate(runs)]
+    return [f"<i class='k{at % COLOURS}'></i>{_broken(run.name)}" for at, run in enumerate(runs)]
 
 
 def _overview(runs: Sequence[RunFiles]) -> str:
     rows: list[tuple[str, Callable[[RunFiles], str]]] = [
-        ("task", lambda run: _text(run.task)),
+        ("task", lambda run: _broken(run.task)),
         ("plan", lambda run: f"<code>{_text(run.summary.get('plan') or run.plan or '')}</code>"),
         ("ranks", lambda run: _text(run.summary.get("world_size") or (run.plan.world_size if run.plan else ""))),
         ("steps", lambda run: f"{len(run.steps)}" + ("" if run.summary else " (not ended)")),
@@ -149,7 +149,8 @@ def _where(runs: Sequence[RunFiles]) -> str:
     for run, name in zip(runs, _short(runs), strict=True):
         tables = run.profile.get("ranks", [])
         for rank, table in enumerate(tables):
-            parts = {kind: float(ms) for kind, ms in table.items() if isinstance(ms, int | float) and ms > 0}
+            spent = {kind: ms for kind, ms in table.items() if kind != "measured"}  # that is all of them together
+            parts = {kind: float(ms) for kind, ms in spent.items() if isinstance(ms, int | float) and ms > 0}
             rows.append((f"{name} rank {rank}", parts))
         if not tables:
             waits = median(row.get("input_seconds", 0.0) for row in run.steps)
@@ -176,6 +177,11 @@ def _short(runs: Sequence[RunFiles]) -> list[str]:
     alike = next((at for at, each in enumerate(zip(*parts, strict=False)) if len(set(each)) > 1), 0)
     names = ["-".join(each[alike:]) or "-".join(each) for each in parts]
     return [name if len(name) <= 20 else f"…{name[-19:]}" for name in names]
+
+
+def _broken(name: Any) -> str:
+    """A name, which a narrow page may break behind an underscore; behind a hyphen it does so by itself."""
+    return _text(name).replace("_", "_<wbr>")
 
 
 def _key(name: str) -> str:
