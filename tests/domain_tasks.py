@@ -444,7 +444,7 @@ class PlainStack(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.stem(x).tanh()
         for first, second, between in zip(
-            self.firsts, self.seconds, (F.gelu, self.written, torch.sigmoid), strict=True
+            self.firsts, self.seconds, (self.written, F.gelu, torch.sigmoid), strict=True
         ):
             x = x + second(between(first(x))) * 0.5
         return self.head(x)
@@ -591,6 +591,31 @@ class Interpolated(nn.Module):
 
 def interpolated() -> Task:
     return _task(Interpolated, _fields(3, ROWS, COLUMNS))
+
+
+class MeshEdges(nn.Module):
+    """Messages along edges from cells to the nodes of a mesh and back, summed where they arrive; written in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        draws, cells, nodes = torch.Generator().manual_seed(0), ROWS * COLUMNS, 9
+        self.stem, self.there, self.back = nn.Conv2d(3, 4, 1), nn.Linear(8, 4), nn.Linear(8, 4)
+        self.mesh, self.head = nn.Parameter(torch.randn(nodes, 4, generator=draws)), nn.Linear(4, 2)
+        self.register_buffer("sent", torch.randint(cells, (2 * cells,), generator=draws))
+        self.register_buffer("node", torch.randint(nodes, (2 * cells,), generator=draws))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        cells = F.hardswish(self.stem(x), inplace=True).flatten(2).transpose(1, 2)
+        mesh = self.mesh.expand(len(x), -1, -1)
+        edges = self.there(torch.cat([cells[:, self.sent], mesh[:, self.node]], -1)).tanh()
+        mesh = mesh.index_add(1, self.node, edges)
+        edges = self.back(torch.cat([mesh[:, self.node], cells[:, self.sent]], -1)).tanh()
+        cells = cells + torch.zeros_like(cells).index_add(1, self.sent, edges)
+        return self.head(cells).transpose(1, 2).reshape(len(x), 2, *x.shape[2:])
+
+
+def mesh_edges() -> Task:
+    return _task(MeshEdges, _fields(3, ROWS, COLUMNS))
 
 
 class Axial(nn.Module):

@@ -30,6 +30,9 @@ def along(func: Any, args: tuple, kwargs: dict) -> Any:
         return cumulated(whole_inside(part))
     if func._schema.name == "aten::index_select" and is_part(args[2]) and not is_part(part):
         return args[2].with_local(func(part, args[1], args[2].local), args[1] % part.dim())
+    picks = func._schema.name == "aten::index_select" and is_part(part) and part.axis.positions
+    if picks and part.dim_cut in touched and not is_part(args[2]):
+        return _picked(torch.ops.aten.index.Tensor, part, [None] * part.dim_cut + [args[2]])
     if func._schema.name == "aten::gather" and is_part(part) and part.dim_cut in touched and not is_part(args[2]):
         return entries_here(part, part.dim_cut, args[2])
     if not is_part(part) or part.dim_cut in touched:
@@ -201,12 +204,20 @@ def _put_of_each(func: Any, x: Any, indices: list, values: Any, rest: list) -> t
 
 @rule("index_add", "index_add_")
 def index_add(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """`x.index_add(dim, index, source)`: along the cut dim each rank's own rows, added up; along others as they lie."""
+    """`x.index_add(dim, index, source)`: along the cut dim each rank's own rows, added up; along others as they lie.
+
+    Where every rank has all rows that are added, each keeps those of its own indices of x.
+    """
     x, dim, index, source = args
-    lead = parts_in([source, x])[0] if parts_in([source, x]) else None
-    if lead is None or not is_part(source) or func._schema.is_mutable:
+    dim = dim % x.dim()
+    if func._schema.is_mutable or not parts_in([source, x]):
         raise Uncut(no_rule(func, parts_in(args)))
-    dim, cut = dim % x.dim(), source.dim_cut
+    if not is_part(source) and not is_part(index) and dim == x.dim_cut:
+        added = func(torch.zeros(x.shape, dtype=x.dtype, device=x.device), dim, index, source, **kwargs)
+        return x + x.with_local(x.share(added, dim))
+    if not is_part(source):
+        raise Uncut(no_rule(func, parts_in(args)))
+    cut = source.dim_cut
     if dim == cut and not is_part(x):
         mine = index.local if is_part(index) else source.share(index, 0)
         return x + Sum.of(func(torch.zeros_like(x), dim, mine, source.local, **kwargs), source.axis, source.origin)

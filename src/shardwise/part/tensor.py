@@ -207,7 +207,7 @@ def _answer(func: Any, args: tuple, kwargs: dict, given: list[Distributed]) -> A
         if known.rule is None:
             if known.composite:
                 return func.decompose(*args, **kwargs)
-            if not is_elementwise(func, args, kwargs):
+            if not is_elementwise(known.apart or func, args, kwargs):
                 from shardwise.part.reductions import added_up
 
                 return added_up(func, args, kwargs)
@@ -295,6 +295,7 @@ class Facts:
     writes: bool  # into its first argument, which it returns; not where it is another one (the noise of `rrelu`)
     is_view: bool  # its result shares memory with its input
     composite: bool  # made of other operations, which can be answered in its place
+    apart: Any  # of one that writes: the operation that gives the same as a new tensor; None where there is none
 
 
 @cache
@@ -309,7 +310,9 @@ def facts(func: Any) -> Facts:
     writes = first is not None and first.is_write
     composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
     is_view = bool(returned) and returned[0].alias_info is not None and not func._schema.is_mutable
-    return Facts(name, found, writes, is_view, composite)
+    other = getattr(torch.ops.aten, name.removesuffix("_"), None) if writes and name.endswith("_") else None
+    apart = getattr(other, func._overloadname, None)
+    return Facts(name, found, writes, is_view, composite, apart)
 
 
 def same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
