@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from mutations.bugs import BUGS
 from mutations.plant import Bug, NotPlanted, planted
+from mutations.published import PUBLISHED
 from mutations.run import try_bug
 
 from shardwise.ranks import RankPool
@@ -44,6 +45,7 @@ def test_every_planted_bug_is_caught(bug: Bug, pool: RankPool) -> None:
 
 def test_every_bug_has_a_place_and_a_name_of_its_own() -> None:
     assert len(BY_NAME) == len(BUGS)
+    assert PUBLISHED.keys() <= BY_NAME.keys() and len(PUBLISHED) >= 25
     for bug in BUGS:
         with planted(bug) as ran:
             assert ran() == 0

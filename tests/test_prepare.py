@@ -192,7 +192,8 @@ def run_script(path: str) -> dict[str, Any]:
     prepared = names.get("prepared")
     weights = prepared.state_dict() if prepared is not None else names["model"].state_dict()
     told = {key: names[key] for key in ("sample", "generated", "correct", "made") if key in names}
-    found = {"losses": names["losses"], "weights": weights, "told": told}
+    notices = sorted(prepared._told._said) if prepared is not None else []
+    found = {"losses": names["losses"], "weights": weights, "told": told, "notices": notices}
     # FSDP2's hooks on the last loss know the model, whose class knows the script's names, the loss among them: a cycle
     # through autograd that Python's collector does not see
     for value in names.values():
@@ -267,6 +268,9 @@ REST = [
 NO_PRODUCT = ("gan", "neural_operator", "unet3d", "unet_dice", "augmented", "segmentation")
 
 
+OWN_COUNTS = {"shifted_gpt": "correct += (logits"}  # lines that count what a rank has in training
+
+
 def refusal(name: str, plan: str) -> str | None:
     """What a script is told under a plan, None where it runs."""
     plan_ = shardwise.Plan.parse(plan)
@@ -295,14 +299,25 @@ def check(name: str, plan: str, alone: dict, pool: RankPool, tmp_path: Path) -> 
         with pytest.raises((InputError, RefusedPlan), match=f"({told}).*{name}.py, line"):
             pool.run(run_script, shardwise.Plan.parse(plan).world_size, str(path), timeout_s=120)
         return
-    for run in pool.run(run_script, shardwise.Plan.parse(plan).world_size, str(path), timeout_s=120):
+    runs = pool.run(run_script, shardwise.Plan.parse(plan).world_size, str(path), timeout_s=120)
+    for run in runs:
         same(run, alone[name])
         for key, value in alone[name]["told"].items():
             told = run["told"][key]
-            if not isinstance(value, torch.Tensor):
-                assert told == value
-            else:
+            if isinstance(value, torch.Tensor):
                 torch.testing.assert_close(told, value, rtol=0, atol=1e-9)
+            elif key != "correct" or name not in OWN_COUNTS:
+                assert told == value
+    if name in OWN_COUNTS:
+        check_own_count(runs, alone[name]["told"]["correct"], OWN_COUNTS[name], shardwise.Plan.parse(plan))
+
+
+def check_own_count(runs: list[dict[str, Any]], alone: int, line: str, plan: shardwise.Plan) -> None:
+    """A count of own samples is told with its line, and adds up where each rank holds what it counts."""
+    told = [one for one in runs[0]["notices"] if "this rank's samples alone" in one and line in one]
+    assert bool(told) == (plan.data_ranks > 1)
+    elsewhere = any("part.count" in one for one in told)  # some ranks held samples that others count
+    assert elsewhere or sum(run["told"]["correct"] for run in runs) * plan.data_ranks == alone * len(runs)
 
 
 @pytest.mark.parametrize(("name", "plan"), SHORT + CUT + SHARES)

@@ -84,6 +84,20 @@ def baseline(prepared: Any) -> Loss:
     return loss
 
 
+def baseline_of_policy(prepared: Any) -> Loss:
+    """The same beside a distribution, which checks its arguments by a branch on them."""
+    kept = [0.0]
+
+    def loss(model: Any, x: torch.Tensor, y: torch.Tensor, total: int) -> torch.Tensor:
+        found = torch.distributions.Categorical(logits=model(x))
+        reward = y[:, 0] - kept[0]
+        log_prob = found.log_prob((y[:, 1] > 0).long())
+        kept[0] = 0.9 * kept[0] + 0.1 * y[:, 0].mean().item()
+        return -(log_prob * reward).mean()
+
+    return loss
+
+
 def summed(prepared: Any) -> Loss:
     """The same, of all samples: `prepared.sum` of numbers and of tensors."""
     kept, center = [0.0], torch.zeros(2, dtype=torch.float64)
@@ -174,6 +188,18 @@ def beside(prepared: Any) -> Loss:
     return loss
 
 
+def noise_beside(prepared: Any) -> Loss:
+    """Noise for unlabelled samples, of which another loader has more to a batch."""
+    held: Any = DataLoader(samples(16), batch_size=8)
+    batches = iter(prepared.split(held) if prepared else held)
+
+    def loss(model: Any, x: torch.Tensor, y: torch.Tensor, total: int) -> torch.Tensor:
+        other = next(batches)[0]
+        return (model(x) - y).square().mean() + model(other + torch.randn_like(other)).abs().mean()
+
+    return loss
+
+
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -243,7 +269,7 @@ def compare(ran: list, expected: tuple[list[float], dict]) -> None:
             assert float((weights[name] - weight).abs().max()) < BAR, name
 
 
-KEPT = ["centers", "queue", "baseline", "centered_teacher", "pool_of_outputs", "averaged_number"]
+KEPT = ["centers", "queue", "baseline", "baseline_of_policy", "centered_teacher", "pool_of_outputs", "averaged_number"]
 
 
 @pytest.mark.parametrize("case", KEPT)
@@ -252,6 +278,11 @@ def test_what_a_script_keeps_of_its_samples_is_refused_or_whole(case: str, pool:
     with pytest.raises(RefusedPlan, match=words):
         pool.run(run, 2, "dp_replicate=2", case, {})
     compare(pool.run(run, 2, "dp_shard=2,zero=2", case, {"loss_scope": "global"}), run(None, case, {}))
+
+
+def test_noise_for_samples_beside_is_refused(pool: RankPool) -> None:
+    with pytest.raises(RefusedPlan, match=r"prepared.split\(...\).* line \d+: .*randn_like"):
+        pool.run(run, 2, "dp_replicate=2", "noise_beside", {})
 
 
 def test_a_parameter_trained_beside_is_refused(pool: RankPool) -> None:

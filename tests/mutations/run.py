@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "tests")]
 
 from mutations.plant import Bug, BuggyPool  # noqa: E402
+from mutations.published import PUBLISHED, link  # noqa: E402
 from shardwise import verify  # noqa: E402
 from shardwise.config import Given, load  # noqa: E402
 from shardwise.errors import ShardwiseError  # noqa: E402
@@ -28,6 +29,7 @@ from shardwise.ranks import RankPool  # noqa: E402
 
 FAILS = "the run fails: "
 TABLE = ROOT / "docs" / "tables" / "mutations.md"
+COLUMNS = 6  # of the table, that a run fills
 
 
 @dataclass
@@ -150,20 +152,24 @@ def table(found: list[Found], before: str) -> str:
     """The page of the docs; of bugs that were not tried now, the rows that it had `before`."""
     from mutations.bugs import BUGS
 
-    rows = {line.split(" | ")[1]: line for line in before.splitlines() if line.startswith("| `")}
+    cells = [line.strip("| ").split(" | ") for line in before.splitlines() if line.startswith("| `")]
+    rows = {row[1]: row[:COLUMNS] for row in cells}
     for one in found:
         error = "" if one.error is None else f"{one.error:.1e}"
         row = [f"`{one.bug.room}`", one.bug.name, f"`{one.bug.plan}`", one.caught, error, one.first]
-        rows[one.bug.name] = f"| {' | '.join(cell.replace('|', '/') for cell in row)} |"
-    kept = [rows[bug.name] for bug in BUGS if bug.name in rows]
+        rows[one.bug.name] = [cell.replace("|", "/") for cell in row]
+    rows = {name: [*row, *[""] * (COLUMNS - len(row)), link(name)] for name, row in rows.items()}
+    kept = [f"| {' | '.join(rows[bug.name])} |" for bug in BUGS if bug.name in rows]
+    others = sum(bug.name in PUBLISHED for bug in BUGS)
     lines = [
         "# Planted bugs",
         "",
         f"*Written by `make test-mutations`.* Each of these {len(kept)} bugs is one changed place in the package,",
-        "planted in the ranks while `verify` runs, of a task or of a configuration.",
+        "planted in the ranks while `verify` runs, of a task or of a configuration, or a script under `prepare`.",
+        f"{others} are mistakes that others had: the last column links a public thread that describes the same one.",
         "",
-        "| room | bug | plan | caught by | largest error | told to differ first |",
-        "|---|---|---|---|---|---|",
+        "| room | bug | plan | caught by | largest error | told to differ first | as others had it |",
+        "|---|---|---|---|---|---|---|",
         *kept,
     ]
     return "\n".join(lines) + "\n"

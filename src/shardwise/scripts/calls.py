@@ -98,7 +98,8 @@ class Calls(Events):
         if leader is None and mesh.data.size > 1 and self.whole is None and not hidden:
             self.kept = Kept(mesh, self.told)
         self._entering: frozenset[Outside] = frozenset()  # with the arguments of the call under way
-        self._watched = SampleDraws() if randomness == "global" and mesh.gradients.size > 1 else None
+        followed = randomness == "global" and mesh.gradients.size > 1
+        self._watched = SampleDraws(self._held_beside) if followed else None
         self.dealt: Dealt | None = leader.dealt if leader is not None else None
         self.checksum = 0  # of all samples so far
         self.called = False  # the model, in training
@@ -107,6 +108,7 @@ class Calls(Events):
         self._taken = 0  # gradients that came for parameters and did not land there
         self._done = False  # its backward of this batch is over
         self._draws_on = False
+        self._in_loop = False  # between a batch and the next
         self._looked = mesh.data.size == 1
         self._check = check
         self._dim: int | None = 0  # of a batch's tensors that counts samples
@@ -126,6 +128,10 @@ class Calls(Events):
     def draws(self) -> SampleDraws | None:
         """What watches draws, one for all models of a loop."""
         return self.leader._watched
+
+    def _held_beside(self) -> Share | None:
+        """What this rank holds of the batch of another loader (`Prepared.split`) that is at hand."""
+        return self.kept.beside if self.kept is not None else None
 
     # --- the loop
 
@@ -170,20 +176,23 @@ class Calls(Events):
             self.leader._watched.dim = dim or 0
         if self.kept is not None:
             models = [each.model for each in self.together]
-            self.kept.begin(batch, dealt.held, dim, even=dealt.even, models=models)
+            self.kept.begin(batch, dealt, dim, models=models)
         self.resume()
         if self.loss_look is not None:
             self.loss_look.begin(batch, dealt.held.count, dim, every=dealt.several)
+        self._in_loop = True
         self._comes_to("forward")
 
     def after_batch(self) -> None:
         """The script asks for the next."""
+        self._in_loop = False
         self._no_look()
         self.suspend()
         self._comes_to("input")
 
     def after_epoch(self) -> None:
         """The loop has ended."""
+        self._in_loop = False
         self._no_look()
         self.suspend()
 
@@ -258,9 +267,10 @@ class Calls(Events):
             self._see_whether_same(args, kwargs)
         if not trains:
             return self._cut(args, kwargs)
-        self.called = True
         if self.kept is not None:
+            self.kept.refuse_held_out()
             self.kept.after = False
+        self.called = True
         self.resume()
         if not self._looked:
             self._looked = True
@@ -350,13 +360,14 @@ class Calls(Events):
     def _see_whether_same(self, args: tuple, kwargs: dict) -> None:
         """Samples that every rank has (a GAN's fixed noise) are counted once by batch norm. Collective.
 
-        In a step it is asked where the arguments hold another number of samples than this rank's part.
+        In a loop it is asked where the arguments hold another number of samples than this rank's part.
         """
         assert self.engine is not None
         dealt = self.dealt
         found = tensors_in((args, kwargs))
         rows = {tensor.shape[0] for tensor in found if tensor.dim()}
-        if torch.is_grad_enabled() and dealt is not None and dealt.even and dealt.part.count in rows:
+        in_loop = torch.is_grad_enabled() and self.leader._in_loop
+        if in_loop and dealt is not None and dealt.even and dealt.part.count in rows:
             return
         check = 0
         for tensor in found:

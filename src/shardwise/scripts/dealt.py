@@ -25,12 +25,14 @@ class Dealt:
     held    those that its batch holds; other than `part` where none count
     even    every rank counts as many
     several every rank holds two or more
+    elsewhere   some rank holds samples that count on another one
     """
 
     part: Share
     held: Share
     even: bool
     several: bool
+    elsewhere: bool = False
 
     def proportion(self, ranks: int) -> float:
         """Returns the factor for a mean over this rank's samples, so that the mean over ranks is that over samples."""
@@ -48,7 +50,7 @@ def deal(total: int, ranks: int, rank: int, *, several: bool = False) -> Dealt:
         low, high = held if rank < holders else (held[0], held[0])
     part = Share(None, high - low, low, total)
     whole = Share(None, held[1] - held[0], held[0], total)
-    return Dealt(part, whole, holders == ranks and total % ranks == 0, total // holders > 1)
+    return Dealt(part, whole, holders == ranks and total % ranks == 0, total // holders > 1, holders < ranks)
 
 
 class Dealer:

@@ -16,6 +16,7 @@ What this does not do: follow a draw whose sample dim has the size of the part b
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,14 +35,21 @@ _MIXES = (
     'one process mixes all: use prepare(..., loss_scope="global"), by which every rank has whole batches, or mix them '
     "in the dataset or the collate function"
 )
+_BESIDE = (
+    "random numbers of shape {} are drawn for the {} samples of a batch of prepared.split(...) that this rank has: "
+    "every rank would draw the same ones, where one process draws for all {}: draw them in the dataset; or go "
+    "through that loader as it is, by which every rank has whole batches of it"
+)
 _INERT = ("dropout_p", "dropout", "p")  # arguments that switch a random op off at 0
 
 
 class SampleDraws(TorchDispatchMode):
     """Active while `part` is set: the samples that this rank holds. `inside`: the model's own forward runs."""
 
-    def __init__(self) -> None:
+    def __init__(self, beside: Callable[[], Share | None] = lambda: None) -> None:
+        """`beside`: the samples that this rank holds of another loader's batch at hand."""
         super().__init__()
+        self._beside = beside
         self.part: Share | None = None
         self.dim = 0  # of a batch's tensors that counts samples
         self.inside = False
@@ -117,6 +125,7 @@ class SampleDraws(TorchDispatchMode):
         if not found:
             if self.inside and not _is_scalar(given, sized):
                 raise RefusedPlan(self._told(func, given, sized, rows))
+            self._refuse_beside(_shape_of(given, sized))
             return func(*args, **kwargs)
         if self.inside and not self.followed:
             self.followed = str(func.overloadpacket).removeprefix("aten.")
@@ -139,14 +148,17 @@ class SampleDraws(TorchDispatchMode):
         known = [] if self.inside and self.dim else [at for at in (self.dim, 0) if at in fits]
         return known[0] if known else fits[0] if self.inside and len(fits) == 1 else None
 
+    def _refuse_beside(self, shape: tuple[int, ...]) -> None:
+        """Raise `RefusedPlan` where the script draws for samples of another loader's batch, which ranks have dealt."""
+        other = self._beside()
+        if other is not None and shape[:1] == (other.count,) and other.count < other.total:
+            raise RefusedPlan(_BESIDE.format(shape, other.count, other.total))
+
     def _told(self, func: Any, given: dict, sized: set[str], rows: int) -> str:
-        shape = next((tuple(given[name]) for name in sized), None) or next(
-            (tuple(value.shape) for value in given.values() if isinstance(value, torch.Tensor)), ()
-        )
         return (
-            f"the model draws random numbers of shape {shape} ({func}), of which no dim is sure to count the {rows} "
-            "samples of this rank, so which of one process's numbers belong to them is not known: draw with samples "
-            'first, switch the dropout off, or use prepare(..., randomness="fast")'
+            f"the model draws random numbers of shape {_shape_of(given, sized)} ({func}), of which no dim is sure to "
+            f"count the {rows} samples of this rank, so which of one process's numbers belong to them is not "
+            'known: draw with samples first, switch the dropout off, or use prepare(..., randomness="fast")'
         )
 
 
@@ -162,6 +174,13 @@ def _among(tensor: torch.Tensor, at: int, low: int, total: int) -> torch.Tensor:
     wide = mine[_rows(at, 0, 1)].expand(*mine.shape[:at], total, *mine.shape[at + 1 :]).clone()
     wide[_rows(at, low, mine.shape[at])] = mine
     return wide if as_it_lies else wide.permute([order.index(dim) for dim in dims])
+
+
+def _shape_of(given: dict, sized: set[str]) -> tuple[int, ...]:
+    """Of what is drawn."""
+    return next((tuple(given.get(name) or ()) for name in sized), None) or next(
+        (tuple(value.shape) for value in given.values() if isinstance(value, torch.Tensor)), ()
+    )
 
 
 def _is_off(func: Any, given: dict) -> bool:

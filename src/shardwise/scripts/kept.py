@@ -20,12 +20,9 @@ alike on all ranks and another than one process's (a count of samples).
 from __future__ import annotations
 
 import random
-import sys
 import weakref
 import zlib
 from collections.abc import Iterable, Mapping
-from pathlib import Path
-from types import CodeType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,19 +31,20 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
 
-import shardwise
+from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout.dealing import Share
 from shardwise.mesh import Mesh
 from shardwise.part.levels import Distributed
 from shardwise.scripts import tape
+from shardwise.scripts.dealt import Dealt
 from shardwise.scripts.guard import reads_values
 from shardwise.scripts.loader import Events
-from shardwise.scripts.outside import Outside, digest, has_memory, held_of, number_of, with_line
-from shardwise.scripts.saying import Notices, line_of_script
+from shardwise.scripts.outside import Digests, Outside, digest, has_memory, held_of, number_of, with_line
+from shardwise.scripts.own_numbers import OwnNumbers
+from shardwise.scripts.saying import Notices, is_called_by_engine, line_of_script
 from shardwise.scripts.tape import tensors_in, writes
 from shardwise.trace.functional import transforming
 
-_OFTEN = 4  # times that a tensor is looked at each time it has changed; then at every power of two
 _COUNTS = {"__len__", "numel", "nelement", "ndimension", "__format__", "__repr__", "__str__"}  # no elements in them
 _STEERS = (
     "a number is read that the script adds up over steps from this rank's samples alone: where it steers the run (a "
@@ -57,29 +55,31 @@ _OTHER_ROWS = (
     "part of this batch is {}: its rows go with other samples. Where ranks would have one sample of a batch, those on "
     "which the loss is looked at are dealt two to a rank: prepare(..., check_loss=False) leaves that out"
 )
+_FAILS = (
+    "an operation fails ({}) on the {} of the first batch's {} samples that this rank is given: a line that needs the "
+    "whole batch (an episode of classes, a shape by the batch's size) is given it by "
+    'prepare(..., loss_scope="global")'
+)
+_FAILURES = (RuntimeError, ValueError, IndexError)
+_NOTHING: Any = lambda: None  # noqa: E731
 _OVERWRITES = {"copy_", "zero_", "fill_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_"}
-_PASSAGE, _OURS, _SCRIPT = range(3)
-_KINDS: dict[CodeType, int] = {}  # whose code it is
-_HERE, _TORCH = (str(Path(module.__file__ or "").parent) for module in (shardwise, torch))
-_ENGINES = (f"{_TORCH}/distributed/", f"{_TORCH}/optim/")
 
 
 class _Made(NamedTuple):
-    """A tensor of this step. `own`: made of this rank's samples."""
+    """A tensor of this step. `own`: made of this rank's samples; `since`: of those of earlier steps too; `beside`: of
+    another loader's; `read`: the numbers among what it is made of that were read of samples of this step."""
 
     tensor: weakref.ref[torch.Tensor]
     own: bool
     of: frozenset[Outside]
+    since: bool = False
+    beside: bool = False
+    read: frozenset[Outside] = frozenset()
 
-
-class _Looked(NamedTuple):
-    """A tensor from outside, when it was last looked at."""
-
-    tensor: weakref.ref[torch.Tensor]
-    version: int
-    times: int
-    check: int
-    like: tuple[float, float]
+    @property
+    def fresh(self) -> bool:
+        """Whether it is of this rank's samples of the batch at hand alone."""
+        return self.own and not self.since and not self.beside
 
 
 class Kept(TorchFunctionMode, Events):
@@ -90,13 +90,15 @@ class Kept(TorchFunctionMode, Events):
         self._mesh, self._told = mesh, told
         self.on = False  # between a batch and the next
         self.after = False  # its backward is over
+        self.beside: Share | None = None  # held of another loader's batch (`Prepared.split`), in a loop over it
         self.inside = 0  # the model's own forward, how deep
         self._entered = False
+        self._batches = 0
         self._made: dict[int, _Made] = {}
         self._before: dict[int, _Made] = {}  # of earlier steps
         self._others: dict[int, weakref.ref[torch.Tensor]] = {}  # of other loaders' batches
         self._given: list[tuple[StorageWeakRef, int, Share]] = []  # what models gave, and for which samples
-        self._looked: dict[int, _Looked] = {}
+        self._digests = Digests()
         self._parameters: dict[int, weakref.ref[torch.Tensor]] = {}
         self._weights: set[int] = set()  # storages of the parameters
         self._tensors_alone = self._even = True
@@ -106,23 +108,27 @@ class Kept(TorchFunctionMode, Events):
         self._read = False  # a number was read from this rank's samples
         self._held, self._dim, self._generators = Share(None, 0, 0, 0), 0, 0
         self.shapes: list[list[int]] = []  # of the tensors of the batch at hand
+        self.numbers = OwnNumbers(told)
+        self._call = _Made(_NOTHING, True, frozenset())  # what the model's outputs are to be taken for
 
     # --- the loop
 
-    def begin(self, batch: Any, held: Share, dim: int | None, *, even: bool, models: Iterable[torch.nn.Module]) -> None:
-        """A batch is handed out, of which this rank holds `held`; `even`: as many as every other."""
+    def begin(self, batch: Any, dealt: Dealt, dim: int | None, *, models: Iterable[torch.nn.Module]) -> None:
+        """A batch is handed out, of which this rank holds `dealt.held`."""
         self.end()
+        self.numbers.begin(dealt)
+        self._batches += 1
         self._before |= self._made
         self._before = {key: known for key, known in self._before.items() if known.tensor() is not None}
         self._given = [pair for pair in self._given if not pair[0].expired()]
-        self._looked = {key: one for key, one in self._looked.items() if one.tensor() is not None}
+        self._digests.forget()
         weights = [one for model in models for one in model.parameters()]
         self._parameters = {id(one): weakref.ref(one) for one in weights}
         self._weights = {one.untyped_storage()._cdata for one in weights}
         self._made.clear()
         leaves = tree_flatten(dict(batch) if isinstance(batch, Mapping) else batch)[0]
         self._tensors_alone = all(leaf is None or isinstance(leaf, torch.Tensor) for leaf in leaves)
-        self._even, self._read, self._held, self._dim = even, False, held, dim or 0
+        self._even, self._read, self._held, self._dim = dealt.even, False, dealt.held, dim or 0
         self.shapes = [list(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor)]
         self._generators, self._transformed = _generators(), False
         for tensor in tensors_in(batch):
@@ -136,6 +142,7 @@ class Kept(TorchFunctionMode, Events):
         if self._entered:
             self._entered = False
             self.__exit__(None, None, None)
+            self.numbers.end()
 
     def pause(self) -> None:
         """The engine runs the model for itself."""
@@ -149,26 +156,44 @@ class Kept(TorchFunctionMode, Events):
         """Another loader's part of a batch (`Prepared.split`): it is of this rank's samples, as the loop's own is."""
         self._others = {key: known for key, known in self._others.items() if known() is not None}
         self._others |= {id(tensor): weakref.ref(tensor) for tensor in tensors_in(batch)}
+        self.numbers.counts_others()
+        self.beside = dealt.held
+
+    def after_epoch(self) -> None:
+        """The loop over that loader has ended."""
+        self.beside = None
 
     # --- the model's calls
 
     def enter(self, call: Any, model: torch.nn.Module) -> frozenset[Outside]:
-        """A forward in training begins: what of its arguments comes from outside, but for its own samples' rows."""
+        """A forward begins: what of its arguments comes from outside, but for its own samples' rows."""
         if not self.on:
             return frozenset()
         given = tensors_in(call)
         for tensor in given:
             self._refuse_other_rows(tensor, model)
-        found = frozenset(one for tensor in given for one in self._of(tensor).of)
+        made = [self._of(tensor) for tensor in given]
+        found = frozenset(one for each in made for one in each.of | each.read)
+        trains = model.training and torch.is_grad_enabled()
+        own, beside = trains or any(one.own for one in made), any(one.beside for one in made)
+        self._call = _Made(_NOTHING, own, frozenset(), beside=beside)
         self.inside += 1
         return frozenset(one for one in found if one.model != id(model) or not self._counts(one.shape, self._held))
+
+    def refuse_held_out(self) -> None:
+        """Raise `InputError` for a forward in training in a loop over another loader's batches alone."""
+        if self.beside is not None and not self._entered:
+            raise InputError(
+                "the model is trained on batches of prepared.split(loader), which is for held-out data: their draws "
+                "would not be one process's, and their losses are not looked at: prepared.split(loader, trains=True)"
+            )
 
     def leave(self, output: Any, of: frozenset[Outside], model: torch.nn.Module) -> None:
         """It has ended."""
         if self.on:
             self.inside -= 1
             for tensor in tensors_in(output):
-                self._add(tensor, True, of)
+                self._add(tensor, self._call.own, of, beside=self._call.beside)
                 if has_memory(held_of(tensor)):
                     self._given.append((StorageWeakRef(held_of(tensor).untyped_storage()), id(model), self._held))
 
@@ -176,6 +201,13 @@ class Kept(TorchFunctionMode, Events):
         """What `loss` was computed from that comes from outside."""
         found = self._made.get(id(loss))
         return found.of if found is not None and found.tensor() is loss else frozenset()
+
+    def of_this_batch(self, value: Any) -> bool:
+        """Whether a tensor or number is known to be of this rank's samples of the batch at hand, and no others."""
+        if not isinstance(value, torch.Tensor):
+            return self.on and self.numbers.has(value)
+        found = self._made.get(id(value))
+        return self.on and found is not None and found.tensor() is value and found.fresh
 
     # --- operations
 
@@ -188,7 +220,7 @@ class Kept(TorchFunctionMode, Events):
             return func(*args, **kwargs)
         if self.inside:
             return self._within(func, args, kwargs)
-        if not reads_values(func) or _is_ours():
+        if not reads_values(func) or is_called_by_engine(__file__, tape.__file__):
             return func(*args, **kwargs)
         if self.after:
             return self._afterwards(func, args, kwargs)
@@ -202,16 +234,24 @@ class Kept(TorchFunctionMode, Events):
         own = any(one.own for one in made)
         of = frozenset[Outside]().union(*(one.of for one in made), self._numbers(numbers))
         stood = None if given else torch.get_rng_state()
-        output = func(*args, **kwargs)
+        try:
+            output = func(*args, **kwargs)
+        except _FAILURES as error:
+            if own and self._batches == 1 and self._held.count < self._held.total:
+                raise _fails_on_part(error, self._held) from error
+            raise
         results = tensors_in(output)
-        if not results and output is not None and name not in _COUNTS:
-            self._read |= own
+        if not results and output is not None and name not in _COUNTS and not isinstance(output, bool):
+            self._read |= own  # a branch alone (the checks of a distribution's arguments) makes no number
+        since, beside = any(one.since for one in made), any(one.beside for one in made)
+        read = frozenset[Outside]().union(*(one.read for one in made), self._numbers_read(numbers))
+        self._tell_own(name, output, made)
         if stood is not None:
             own, of = self._from_nowhere(results, args, kwargs, drawn=not torch.equal(stood, torch.get_rng_state()))
         if writes(name) and args and isinstance(args[0], torch.Tensor):
             results.append(args[0])
         for tensor in results:
-            self._add(tensor, own, of)
+            self._add(tensor, own, of, since=since, beside=beside, read=read)
         return output
 
     def _within(self, func: Any, args: tuple, kwargs: dict) -> Any:
@@ -223,18 +263,39 @@ class Kept(TorchFunctionMode, Events):
 
     def _afterwards(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """After the backward: tell where a number is read that was added up over steps from this rank's samples."""
-        output = func(*args, **kwargs)
-        given = [one for one in tensors_in((args, kwargs)) if _is_own(self._made, one) or _is_own(self._before, one)]
+        output, name = func(*args, **kwargs), getattr(func, "__name__", "")
+        given = [known for one in tensors_in((args, kwargs)) if (known := self._own(one)) is not None]
+        since, beside = any(one.since for one in given), any(one.beside for one in given)
         for tensor in tensors_in(output) if given else []:
-            self._add(tensor, True)
-        summed = any(_is_own(self._before, one) for one in given)
-        if summed and isinstance(output, bool | int | float) and getattr(func, "__name__", "") not in _COUNTS:
+            self._add(tensor, True, since=since, beside=beside)
+        if since and isinstance(output, bool | int | float) and name not in _COUNTS:
             self._read_at = line_of_script()
             self._told.say([f"{_STEERS} [{self._read_at}]"])
+        self._tell_own(name, output, given)
         return output
 
-    def _add(self, tensor: torch.Tensor, own: bool, of: frozenset[Outside] = frozenset()) -> None:
-        self._made[id(tensor)] = _Made(weakref.ref(tensor), own, of)
+    def _own(self, tensor: torch.Tensor) -> _Made | None:
+        """What is known of a tensor that is made of this rank's samples, of this step or of an earlier one."""
+        for made in (self._made, self._before):
+            known = made.get(id(tensor))
+            if known is not None and known.tensor() is tensor and known.own:
+                return known if made is self._made else known._replace(since=True)
+        return None
+
+    def _tell_own(self, name: str, output: Any, given: list[_Made]) -> None:
+        """Note for the script's reader what is read, or added up over steps, of this rank's samples alone."""
+        fresh, since = any(one.fresh for one in given), any(one.since for one in given)
+        if fresh and isinstance(output, torch.Tensor):
+            if since and not output.requires_grad and name != "__setitem__":
+                self.numbers.summed()
+        elif fresh and not since and not any(one.beside for one in given):
+            self.numbers.read(name, output)
+
+    def _add(
+        self, tensor: torch.Tensor, own: bool, of: frozenset[Outside] = frozenset(), *, since: bool = False,
+        beside: bool = False, read: frozenset[Outside] = frozenset(),
+    ) -> None:  # fmt: skip
+        self._made[id(tensor)] = _Made(weakref.ref(tensor), own, of, since, beside, read)
 
     def _of(self, tensor: torch.Tensor) -> _Made:
         known = self._made.get(id(tensor))
@@ -245,7 +306,7 @@ class Kept(TorchFunctionMode, Events):
         of, own = frozenset[Outside](), True
         parameter, other = self._parameters.get(id(tensor)), self._others.get(id(tensor))
         if other is not None and other() is tensor:
-            return _Made(other, True, of)
+            return _Made(other, True, of, beside=True)
         if parameter is not None and parameter() is tensor:
             own = False
         elif tensor.grad_fn is None and has_memory(held_of(tensor)) and (kept or self._unmade_is_outside()):
@@ -254,7 +315,7 @@ class Kept(TorchFunctionMode, Events):
                 self._refuse_drawn([len(tensor)] if tensor.dim() else [])
             if not (array and (self._read or not self._even)):
                 own, of = False, frozenset(self._from_outside(tensor, number=array))
-        self._add(tensor, own, of)
+        self._add(tensor, own, of, since=before is not None and kept and before.own)
         return self._made[id(tensor)]
 
     def _unmade_is_outside(self) -> bool:
@@ -265,27 +326,23 @@ class Kept(TorchFunctionMode, Events):
         held = held_of(tensor)
         storage = StorageWeakRef(held.untyped_storage())
         model = next((model for known, model, _ in self._given if known == storage), 0)
-        seen = self._looked.get(id(tensor))
-        if seen is None or seen.tensor() is not tensor:
-            seen = _Looked(weakref.ref(tensor), -1, 0, 0, (0.0, 0.0))
-        if seen.version != held._version:
-            times, check, like = seen.times + 1, 0, (0.0, 0.0)
-            if times <= _OFTEN or times & (times - 1) == 0:
-                check, like = digest(held)
-            seen = _Looked(seen.tensor, held._version, times, check, like)
-            self._looked[id(tensor)] = seen
-        if not seen.check:
+        check, like = self._digests.of(tensor, held)
+        if not check:
             return []
         trained = tensor.requires_grad and tensor.is_leaf
         shape = tuple(tensor.shape)
         what = f"a tensor of shape {shape}" if shape else "a tensor"
-        return [Outside(line_of_script(), what, seen.check, seen.like, number, trained, model, shape)]
+        return [Outside(line_of_script(), what, check, like, number, trained=trained, model=model, shape=shape)]
 
     def _numbers(self, numbers: list[float]) -> list[Outside]:
         if not numbers or self._read or not self._even or not self._tensors_alone:
             return []
         where = line_of_script()
         return [number_of(where, float(one)) for one in numbers if one == one]
+
+    def _numbers_read(self, numbers: list[float]) -> list[Outside]:
+        """Those that the script read of this rank's samples in this step."""
+        return [number_of(line_of_script(), one, read=True) for one in numbers if self.numbers.has_read(one)]
 
     def _from_nowhere(
         self, results: list[torch.Tensor], args: tuple, kwargs: dict, *, drawn: bool
@@ -343,9 +400,9 @@ class Kept(TorchFunctionMode, Events):
             raise with_line(f"the optimizer's settings were changed, and {_STEERS}", read_at)
 
 
-def _is_own(made: dict[int, _Made], tensor: torch.Tensor) -> bool:
-    known = made.get(id(tensor))
-    return known is not None and known.own and known.tensor() is tensor
+def _fails_on_part(error: Exception, held: Share) -> RefusedPlan:
+    """The refusal of a line that fails on a part of the first batch; it may need all of it."""
+    return with_line(_FAILS.format(str(error).splitlines()[0], held.count, held.total), line_of_script())
 
 
 def _told(held: Share) -> str:
@@ -357,25 +414,6 @@ def _is_plain(value: Any, function: str) -> bool:
     if isinstance(value, np.ndarray):
         return value.ndim > 0
     return isinstance(value, list) and function in ("tensor", "as_tensor", "asarray", "__getitem__")
-
-
-def _is_ours() -> bool:
-    """Whether the engine, or torch for it, calls the operation: the first frame that is no mere passage is theirs."""
-    frame = sys._getframe(2)
-    while frame is not None:
-        kind = _KINDS.get(frame.f_code)
-        if kind is None:
-            kind = _KINDS[frame.f_code] = _kind(frame.f_code.co_filename)
-        if kind != _PASSAGE:
-            return kind == _OURS
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
-
-
-def _kind(name: str) -> int:
-    if name in (__file__, tape.__file__) or (name.startswith(_TORCH) and not name.startswith(_ENGINES)):
-        return _PASSAGE
-    return _OURS if name.startswith((_HERE, *_ENGINES)) else _SCRIPT
 
 
 def _generators() -> int:

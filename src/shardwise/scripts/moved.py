@@ -111,7 +111,7 @@ class FirstSteps:
         if more:
             raise InputError(
                 f"parameter '{more[0]}' was frozen, or not there, when the model was prepared, and would not be "
-                "trained: let it require a gradient before prepare (lr=0 in a group of its own keeps it still)"
+                "trained: freeze it after prepare instead of before, which holds it still as long as the script wants"
             )
         if self.engine.state.precision.mixed:
             return

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -18,6 +19,7 @@ from shardwise.part.levels import Distributed
 
 _MOST = 2**20  # elements of a tensor that are looked at
 _APART = 1e-6  # of a tensor's norm
+_OFTEN = 4  # times that a tensor is looked at each time it has changed; then at every power of two
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,6 +27,7 @@ class Outside:
     """What entered a loss from outside its step.
 
     number   it is one, or was made of numbers: of this batch, where ranks' batches have other shapes
+    read     a number that the script read of its rank's samples in this step, and made arguments of the model of
     trained  a leaf with a gradient that no prepared model has
     model    id of the model whose forward gave it, and whose rows it may be
     """
@@ -34,10 +37,44 @@ class Outside:
     check: int
     like: tuple[float, float]  # a projection and the norm: other roundings are no difference
     number: bool = False
+    read: bool = False
     trained: bool = False
     model: int = 0
     shape: tuple[int, ...] = ()
     place: int = field(default_factory=count().__next__)  # in the order in which they entered
+
+
+class _Looked(NamedTuple):
+    """A tensor, when it was last looked at."""
+
+    tensor: weakref.ref[torch.Tensor]
+    version: int
+    times: int
+    check: int
+    like: tuple[float, float]
+
+
+class Digests:
+    """Digests of tensors from outside, taken again when they have changed; now and then of those that often do."""
+
+    def __init__(self) -> None:
+        self._looked: dict[int, _Looked] = {}
+
+    def forget(self) -> None:
+        """Those that are no more."""
+        self._looked = {key: one for key, one in self._looked.items() if one.tensor() is not None}
+
+    def of(self, tensor: torch.Tensor, held: torch.Tensor) -> tuple[int, tuple[float, float]]:
+        """Returns `digest` of what this rank has of a tensor, `held`; zeros where it is not looked at this time."""
+        seen = self._looked.get(id(tensor))
+        if seen is None or seen.tensor() is not tensor:
+            seen = _Looked(weakref.ref(tensor), -1, 0, 0, (0.0, 0.0))
+        if seen.version != held._version:
+            times, check, like = seen.times + 1, 0, (0.0, 0.0)
+            if times <= _OFTEN or times & (times - 1) == 0:
+                check, like = digest(held)
+            seen = self._looked[id(tensor)] = _Looked(seen.tensor, held._version, times, check, like)
+        return seen.check, seen.like
 
 
 def refuse_apart(mesh: Mesh, shapes: list[list[int]], found: Sequence[Outside]) -> None:
@@ -50,16 +87,16 @@ def refuse_apart(mesh: Mesh, shapes: list[list[int]], found: Sequence[Outside]) 
         key = f"{one.where}\n{one.number}"
         while key in mine:
             key += "'"
-        mine[key] = [one.where, one.what, one.check, *one.like, one.number, one.trained]
+        mine[key] = [one.where, one.what, one.check, *one.like, one.number, one.trained, one.read]
     told = gather_json([mesh.data.ranks[0], shapes, mine], mesh.world, mesh.device)
     for rank, (group, theirs_shapes, theirs) in enumerate(told):
         first = next(at for at, row in enumerate(told) if row[0] == group)
-        for key, (where, what, check, projected, norm, number, trained) in theirs.items():
+        for key, (where, what, check, projected, norm, number, trained, read) in theirs.items():
             other = told[first][2].get(key)
-            if other is None or other[2] == check or (number and theirs_shapes != told[first][1]):
+            if other is None or other[2] == check or (number and not read and theirs_shapes != told[first][1]):
                 continue
             if (what != other[1] and not number) or abs(other[3] - projected) > _APART * max(norm, other[4]):
-                raise _differs(where, other[1], what, trained, first, rank)
+                raise _of_samples(where, what) if read else _differs(where, other[1], what, trained, first, rank)
 
 
 def checksum(found: Sequence[Outside]) -> int:
@@ -71,10 +108,10 @@ def _order(one: Outside) -> tuple[str, int]:
     return one.where, one.check
 
 
-def number_of(where: str, value: float) -> Outside:
+def number_of(where: str, value: float, *, read: bool = False) -> Outside:
     """A number of Python's that entered at a line of the script."""
     check = zlib.crc32(repr(value).encode())
-    return Outside(where, f"the number {value:.6g}", check, (value, abs(value)), number=True)
+    return Outside(where, f"the number {value:.6g}", check, (value, abs(value)), number=True, read=read)
 
 
 def held_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -102,6 +139,16 @@ def digest(tensor: torch.Tensor) -> tuple[int, tuple[float, float]]:
     )
     signs = torch.cos(torch.arange(len(wide), dtype=torch.float64) * 1.7)
     return check, (float(wide.dot(signs)), float(wide.norm()))
+
+
+def _of_samples(where: str, what: str) -> RefusedPlan:
+    told = (
+        f"what the model is given is computed from {what}, which the script read of this rank's samples (a mean, a "
+        "largest value) and which is another on another rank, where one process reads it of the whole batch: make it "
+        'in the dataset or the collate function; or prepare(..., loss_scope="global"), by which a script has whole '
+        "batches"
+    )
+    return with_line(told, where)
 
 
 def _differs(where: str, what: str, theirs: str, trained: bool, first: int, rank: int) -> RefusedPlan:

@@ -160,7 +160,7 @@ class Prepared(Stepping):
         leader = leader_of(loader, self.mesh, randomness, loss_scope)
         self.calls = Calls(model, self.mesh, randomness, seed, leader, check=check_loss, loss_scope=loss_scope)
         reads = "part" if reads == "auto" and randomness == "fast" else reads
-        self._batch_dim = batch_dim
+        self._batch_dim, self._reads = batch_dim, reads
         self.loader = self._cut(loader, self.calls, reads) if leader is None else loader
         self._begin()
         self._engine: Engine | None = None
@@ -287,11 +287,16 @@ class Prepared(Stepping):
     def __iter__(self) -> Iterator[Any]:
         return iter((self.model, self.optimizer, self.loader))
 
-    def split(self, loader: Any) -> PartLoader:
-        """Another loader (held-out data), cut like the main one. A rank without a sample gets a stand-in: its
-        `part.count` is 0, and must then not be counted.
+    def split(self, loader: Any, *, trains: bool = False) -> PartLoader:
+        """Another loader, cut like the main one. A rank without a sample gets a stand-in: its `part.count` is 0, and
+        must then not be counted.
+
+        trains  its batches are trained on, after or in place of the main one's (a curriculum, another batch size), as
+                theirs are: draws and losses are followed. False: it is of held-out data, or goes beside the main one
         """
-        return self._cut(loader, self.calls.kept, "part")
+        return (
+            self._cut(loader, self.calls.leader, self._reads) if trains else self._cut(loader, self.calls.kept, "part")
+        )
 
     def _cut(self, loader: Any, events: Events | None, reads: Reads) -> PartLoader:
         place = (0, 1) if self.calls.whole is not None else (self.mesh.data.index, self.mesh.data.size)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterable
 from functools import wraps
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import torch
@@ -14,7 +15,10 @@ import torch
 import shardwise
 from shardwise.errors import ShardwiseError
 
-_OURS = tuple(str(Path(module.__file__ or "").parent) for module in (shardwise, torch))
+_HERE, _TORCH = _OURS = tuple(str(Path(module.__file__ or "").parent) for module in (shardwise, torch))
+_ENGINES = (f"{_TORCH}/distributed/", f"{_TORCH}/optim/")
+_PASSAGE, _ENGINE, _SCRIPT = range(3)
+_KINDS: dict[CodeType, int] = {}  # whose code it is
 
 
 class Notices:
@@ -59,6 +63,26 @@ def line_of_script() -> str:
     name, number = frame.f_code.co_filename, frame.f_lineno
     text = linecache.getline(name, number, frame.f_globals).strip()
     return f"{Path(name).name}, line {number}" + (f": {text}" if text else "")
+
+
+def is_called_by_engine(*passages: str) -> bool:
+    """Whether the engine, or torch for it, calls the operation under way: the first frame that is no mere passage, as
+    torch's own functions and the files `passages` are, is theirs."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        kind = _KINDS.get(frame.f_code)
+        if kind is None:
+            kind = _KINDS[frame.f_code] = _kind(frame.f_code.co_filename, passages)
+        if kind != _PASSAGE:
+            return kind == _ENGINE
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def _kind(name: str, passages: tuple[str, ...]) -> int:
+    if name in passages or (name.startswith(_TORCH) and not name.startswith(_ENGINES)):
+        return _PASSAGE
+    return _ENGINE if name.startswith((_HERE, *_ENGINES)) else _SCRIPT
 
 
 def _is_ours(name: str) -> bool:

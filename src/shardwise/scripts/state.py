@@ -54,7 +54,7 @@ def open_doors(prepared: Whole) -> None:
         raise InputError(
             "optimizer.add_param_group after prepare: the plan spread the parameters that the optimizer held then, and "
             "others would not be trained as in one process: add every group before prepare (with lr=0 or "
-            "requires_grad=False until its time)"
+            "frozen after prepare, until its time)"
         )
 
     @names_line

@@ -109,6 +109,7 @@ class Stepping(WeightAccess):
         engine, part = self.engine, self.calls.part
         if self.calls.kept is not None:
             self._entered += self.calls.kept.entered(loss)
+            self.calls.kept.numbers.summed_over_ranks(weight if mean_over is None else mean_over)
         self._look_at_loss(loss, weight if mean_over is None else mean_over)
         loss, weight, mean_over = whole(loss).reshape(()), plain(weight), plain(mean_over)
         if self._of_whole_batches:
@@ -116,7 +117,7 @@ class Stepping(WeightAccess):
         stands_in = part is not None and part.count == 0 and not self._of_whole_batches
         total = loss * 0 if stands_in else loss
         if mean_over is not None:
-            (over,) = self.sum(0.0 if stands_in else mean_over)
+            (over,) = self._sum(0.0 if stands_in else mean_over)
             total = total * (float(mean_over) / over if over else 0.0)
         weights = [each._weight(loss, weight, mean_over is not None, stands_in) for each in together]
         if self._given == "mean" and self.calls.dealt is not None:
@@ -214,7 +215,7 @@ class Stepping(WeightAccess):
 
     def _loss_of(self, total: torch.Tensor, weight: torch.Tensor | float | None) -> torch.Tensor:
         """One micro-batch's loss over all ranks."""
-        whole, divisor = self.sum(total.detach(), self._once() if self._given != "given" else float(weight or 0.0))
+        whole, divisor = self._sum(total.detach(), self._once() if self._given != "given" else float(weight or 0.0))
         return torch.tensor(whole / divisor if divisor else float("nan"), dtype=torch.float64)
 
     @names_line
@@ -236,6 +237,21 @@ class Stepping(WeightAccess):
         """Each value's sum over the ranks that hold different samples: of a number a float, of a tensor with dims a
         tensor of its shape, without gradient. Collective.
         """
+        return self._sum(*self._counted(values))
+
+    def _counted(self, values: tuple[Any, ...]) -> list[Any]:
+        """The values; nothing of those of samples that this rank holds and another one counts."""
+        part, kept = self.calls.part, self.calls.kept
+        if kept is None or part is None:
+            return list(values)
+        for value in values:
+            kept.numbers.summed_over_ranks(value)
+        if part.count or not any(kept.of_this_batch(value) for value in values):
+            return list(values)
+        return [value * 0 if not isinstance(value, torch.Tensor) or kept.of_this_batch(value) else value
+                for value in values]  # fmt: skip
+
+    def _sum(self, *values: torch.Tensor | float) -> list[Any]:
         self._passes("prepared.sum(...)")
         given: list[Any] = [whole(value).detach() if isinstance(value, torch.Tensor) else value for value in values]
         rows = [_as_row(value, self.mesh.device) for value in given]
@@ -259,7 +275,8 @@ class Stepping(WeightAccess):
         if self._stepped:
             raise InputError(
                 "prepared.backward after optimizer.step() without optimizer.zero_grad(): one process would add the "
-                "new gradients to the old ones; call zero_grad in every step"
+                "new gradients to the old ones; call zero_grad in every step, of the optimizer that was given to "
+                "prepare (one that the script makes later holds no part of the plan)"
             )
         if self._tally is None:
             with self._gate.open():
