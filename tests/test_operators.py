@@ -265,6 +265,24 @@ def test_operators_drawn_by_a_seed_on_cut_tensors_are_equal_or_refused(own_ranks
     check(own_ranks, 0, SAMPLED)
 
 
+def attention_of_one_query_for_all(cut: int) -> list[float]:
+    """How far attention of a (4, 3, 8) query is off, with (4, 4, 6, 8) keys and values cut along a dim. On a rank."""
+    axis = build_mesh(Plan(tp=2), torch.device("cpu")).tp
+    draws = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(s, dtype=DOUBLE, generator=draws) for s in ((4, 3, 8), (4, 4, 6, 8), (4, 4, 6, 8)))
+    owners = Owners.blocks(key.shape[cut], axis.size)
+    parts = [to_part(owners.take(t, cut, axis.index), cut, owners, axis) for t in (key, value)]
+    attend = torch.nn.functional.scaled_dot_product_attention
+    return [
+        off(plain(attend(query, *parts, is_causal=c)), attend(query, key, value, is_causal=c)) for c in (True, False)
+    ]
+
+
+@pytest.mark.parametrize("cut", [0, 1])
+def test_attention_of_a_query_with_fewer_dims_than_its_keys(own_ranks: RankPool, cut: int) -> None:
+    assert max(max(found) for found in own_ranks.run(attention_of_one_query_for_all, 2, cut)) < BAR
+
+
 def test_an_operator_that_is_wrong_on_shares_is_seen(own_ranks: RankPool) -> None:
     outcomes = own_ranks.run(with_a_wrong_rule, 2, timeout_s=240)
     assert any(tell(each) for each in outcomes)

@@ -112,7 +112,8 @@ def attend(
 ) -> torch.Tensor:
     """`scaled_dot_product_attention` of (B, H, S, D) tensors of which any may be a part."""
     options: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-    if query.dim() == 3 and any(isinstance(each, Distributed) for each in (query, key, value)):
+    given = (query, key, value)
+    if all(each.dim() == 3 for each in given) and any(isinstance(each, Distributed) for each in given):
         mask = attn_mask if attn_mask is None or attn_mask.dim() < 3 else attn_mask.unsqueeze(1)
         return attend(query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1), mask, **options).squeeze(1)
     if isinstance(attn_mask, PairMask) and (is_causal or dropout_p or query.dim() != 4):
