@@ -173,7 +173,7 @@ def outcome(op: Any, leaves: list[Any], spec: Any, cut: Cut, axis: Any, rng: ran
             if owners is None:
                 shares = torch.randn(axis.size, *leaves[i].shape, dtype=DOUBLE,
                                      generator=torch.Generator().manual_seed(i))  # fmt: skip
-                shares[-1] += leaves[i] - shares.sum(0)
+                shares[-1] = leaves[i] - shares[:-1].sum(0)  # a zero of the sample is zero, not its rounding
                 given[i] = Sum(shares[axis.index].clone(), axis)
             else:
                 local = owners.take(leaves[i], cut.dim, axis.index).clone()
