@@ -12,7 +12,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
@@ -207,10 +206,11 @@ def test_a_program_from_standard_input_is_told_before_ranks_start(tmp_path):
 def test_a_terminated_command_says_so_and_leaves_nothing(folder):
     args = [sys.executable, "-m", "shardwise", "verify", "text", "--plan", "dp_shard=2"]
     with subprocess.Popen(args, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        time.sleep(1.5)
+        assert process.stderr is not None
+        said = process.stderr.readline()  # it has begun
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=60)
-    assert process.returncode == 143
+    assert said.startswith("verify: 2 steps") and process.returncode == 143
     assert err.strip().splitlines()[-1] == "shardwise: ended by SIGTERM, before there was an answer"
     assert "Traceback" not in err
 
