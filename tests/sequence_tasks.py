@@ -244,6 +244,75 @@ def recurrent() -> Task:
     return replace(convolution(), model=Recurrent)
 
 
+class Decays(RunningSums):
+    """Decays between all pairs of positions, a recurrence in logarithms, and a group norm of each position."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.GroupNorm(2, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.mix(x.transpose(1, 2)).transpose(1, 2)
+        kept = F.logsigmoid(self.gate(x)).cumsum(1)
+        decays = (kept[..., None, :, :] - kept[..., None, :]).mean(-1)  # (B, S, S): from a column's position to a row's
+        later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        x = decays.mT.masked_fill(later, -torch.inf).exp() @ x + (kept + (x - kept).logcumsumexp(1)).tanh()
+        return self.out(self.norm(x.flatten(0, 1)).view_as(x))
+
+
+def decays() -> Task:
+    return replace(convolution(), model=Decays)
+
+
+class HandsOn(nn.Module):
+    """A layer that narrows what it is given, and hands on a wide tensor beside it."""
+
+    def __init__(self):
+        super().__init__()
+        self.down, self.up = nn.Linear(24, 5), nn.Linear(5, 24)
+
+    def forward(self, x: torch.Tensor, wide: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = x + self.down(F.gelu(wide))
+        return x, self.up(x)
+
+
+class HandedOn(nn.Module):
+    """Layers that hand on wide tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.layers, self.out = (
+            nn.Linear(5, 24),
+            nn.ModuleList(HandsOn() for _ in range(3)),
+            nn.Linear(5, 3),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = self.first(x)
+        for layer in self.layers:
+            x, wide = layer(x, wide)
+        return self.out(x)
+
+
+def handed_on() -> Task:
+    return replace(convolution(), model=HandedOn)
+
+
+class BatchFirst(nn.Module):
+    """A recurrent layer of torch's, which turns its result in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix, self.out = nn.GRU(5, 8, batch_first=True), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.mix(x)[0])
+
+
+def batch_first() -> Task:
+    return replace(convolution(), model=BatchFirst)
+
+
 class RunningMaxima(Convolution):
     """Each position reads all before it, in a way that no rule knows."""
 

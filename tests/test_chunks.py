@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -211,6 +212,9 @@ LONG = pytest.mark.long
         (S + "averaged", "dp_shard=2,zero=3,position_chunks=3"),
         (S + "averaged", "cp=2,position_chunks=2"),
         (M + "decoder", "cp=2,cp_ulysses=2,position_chunks=3"),
+        (M + "moe", "cp_ulysses=2,zero=3,position_chunks=3"),
+        (M + "moe", "dp_shard=2,ep=2,zero=1,position_chunks=3"),
+        (S + "handed_on", "dp_shard=2,zero=3,position_chunks=2"),
         *(
             pytest.param(M + name, plan + ",position_chunks=3", marks=LONG)
             for name in ("decoder", "gpt2", "vit", "moe", "decoder_dropout")
@@ -218,6 +222,7 @@ LONG = pytest.mark.long
                          "dp_shard=2,zero=3,remat=full", "tp=2,sp=true,remat=full", "cp=2,tp=2,sp=true",
                          "cp_ulysses=2,zero=3", "cp=2,cp_ulysses=2,remat=selective")
             if name != "vit" or "sp" not in plan
+            if (name, plan) != ("moe", "cp_ulysses=2,zero=3")  # above
             if name != "gpt2" or "cp=2" not in plan  # three heads, with dropout: none for a fourth rank
         ),
     ],
@@ -225,7 +230,10 @@ LONG = pytest.mark.long
 def test_chunks_under_other_plans_equal_one_process(name: str, plan: str, pool: RankPool) -> None:
     parity = verify(name, plan, pool=pool)
     assert parity.parity, parity.text()
-    assert any("computes in chunks" in note for note in parity.notes), parity.notes
+    # an expert's wide product is seen by halves, which are narrow; what else is wide there, a unit returns
+    whole = name in (M + "moe", S + "handed_on") and "zero=3" in plan
+    told = "no effect.*what the model returns, or a block, is made whole" if whole else "computes in chunks"
+    assert any(re.search(told, note) for note in parity.notes), parity.notes
 
 
 def test_a_network_that_writes_in_place_is_told_by_name() -> None:

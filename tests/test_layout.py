@@ -326,7 +326,7 @@ TRIGGERS: dict[str, list[str]] = {
     "domain with ep > 1": ["domain=2,dp_shard=2,ep=2"],
     "cp or cp_ulysses with compile": ["cp_ulysses=2,compile=true", "cp=2,compile=true"],
     "position_chunks with compile": ["position_chunks=2,compile=true"],
-    "position_chunks with domain or ep": ["position_chunks=2,domain=2", "position_chunks=2,dp_shard=2,ep=2"],
+    "position_chunks with domain": ["position_chunks=2,domain=2"],
     "position_chunks with pp": ["position_chunks=2,pp=2"],
     "domain with cp or cp_ulysses": ["domain=2,cp=2", "domain=2x2,cp_ulysses=2"],
     "domain with sp": ["domain=2,tp=2,sp=true"],

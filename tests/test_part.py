@@ -47,6 +47,10 @@ CASES: dict[str, tuple[Callable, tuple[int, ...], set[int]]] = {
     "merge heads": (lambda x: x.transpose(1, 2).reshape(2, 3, 8), (2, 4, 3, 2), {0, 1, 2}),
     "permute, squeeze": (lambda x: x.unsqueeze(0).permute(2, 0, 1).squeeze(1), (4, 6), {0, 1}),
     "expand": (lambda x: x.unsqueeze(1).expand(-1, 3, -1).reshape(12, 6), (4, 6), {0, 1}),
+    "another shape, in place": (
+        lambda x: (x * 1).transpose_(0, 1).unsqueeze_(0).mul_(2).swapdims_(0, 1), (4, 6), {0, 1},
+    ),
+    "a view turned in place": (lambda x: (x * 1).view(4, 3, 2).transpose_(0, 1) * 2, (4, 6), {0}),
     "repeat": (lambda x: x.repeat(2, 3), (4, 6), {0, 1}),
     "repeat no times": (lambda x: x.repeat(1, 0), (4, 6), {0, 1}),
     "a vector's transpose": (lambda x: x.t() * 2, (6,), {0}),
@@ -293,6 +297,7 @@ def _sums() -> dict[str, float]:
                 "as rows": (new().view(10, 4) * 2, 2 * whole.view(10, 4)),
                 "not linear": (new().exp(), whole.exp()),
                 "in place": (new().mul_(3).add_(1), 3 * whole + 1),
+                "another shape, in place": (new().transpose_(1, 2).mul_(2), 2 * whole.transpose(1, 2)),
                 "writes another argument": (F.rrelu(new(), 0.2, 0.4), F.rrelu(whole, 0.2, 0.4)),
                 "beside plain": (whole + new(), 2 * whole),
             }

@@ -284,8 +284,6 @@ def refusal(name: str, plan: str) -> str | None:
         return "a parameter is read"
     if name == "truncated" and plan_.dp_replicate * plan_.dp_shard > 2:  # one sample to a rank
         return "its rows go with other samples"
-    if name == "stream" and plan_.sp:
-        return "changes the shape of a tensor in place"
     if name == "wasserstein" and plan_.zero == 3:
         return "create_graph=True"
     return None

@@ -497,7 +497,14 @@ def test_what_mixes_positions_in_a_way_unknown_is_refused(pool) -> None:
 
 @pytest.mark.parametrize(
     ("task", "plan"),
-    [("running_sums", "cp=2"), ("running_sums", "cp_ulysses=3"), ("recurrent", "cp=2")],
+    [
+        ("running_sums", "cp=2"),
+        ("running_sums", "cp_ulysses=3"),
+        ("recurrent", "cp=2"),
+        ("batch_first", "cp=2,tp=2,sp=true"),
+        ("decays", "cp=2"),
+        ("decays", "cp_ulysses=3"),
+    ],
 )
 def test_a_gated_recurrence_along_a_cut_sequence_equals_one_process(pool, task: str, plan: str) -> None:
     found = verify(f"sequence_tasks:{task}", plan, pool=pool)

@@ -29,7 +29,7 @@ from shardwise.engine.tensor import cut_tensors
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
 from shardwise.layout.pieces import BatchPieces
-from shardwise.memory.chunks import Chunks, chunked_forwards
+from shardwise.memory.chunks import Chunks, chunked_forwards, given_values
 from shardwise.memory.recompute import recompute_block
 from shardwise.mesh import Mesh
 from shardwise.parallel.expert import ExpertParallel, WithExperts
@@ -111,13 +111,16 @@ def apply_plan(
         _check_memory(module, plan, mesh, precision, absent, spread.positions)
     chunks = Chunks(plan.position_chunks) if plan.position_chunks > 1 else None
     if chunks is not None:
-        chunked_forwards(module, blocks.paths, chunks, mesh.shard.size > 1 and plan.zero == 3)
+        stacks = spread.experts.stacks if spread.experts is not None else spread.row_wise
+        sending = [stack.path for stack in stacks]
+        chunked_forwards(module, blocks.paths, chunks, mesh.shard.size > 1 and plan.zero == 3, sending)
     notices += _prepare(module, blocks, plan)
     order = _fixed_order(plan, mesh)
     if mesh.shard.size > 1 and plan.zero == 3:
         notices += blocks.warnings
         units = [path for path in blocks.paths if path not in enclosed]
         technique = _full_shard(module, units, value_of, mesh, precision, absent, frozen, spread.experts, order)
+        given_values(map(module.get_submodule, units) if chunks is not None else ())
     else:
         technique = _whole_module(module, plan, mesh, precision, spread.experts, absent, order, value_of)
     fill_buffers(module, value_of, precision, mesh.device)

@@ -54,10 +54,10 @@ RULES: tuple[Rule, ...] = (
         lambda p: p.position_chunks > 1 and p.compile,
     ),
     Rule(
-        "position_chunks with domain or ep",
+        "position_chunks with domain",
         "not built",
-        "halos and exchanges of tokens are made by functions that need values at once, and a wide tensor has none yet",
-        lambda p: p.position_chunks > 1 and (p.tiles > 1 or p.ep > 1),
+        "halos are fetched by functions that need values at once, and a wide tensor has none yet",
+        lambda p: p.position_chunks > 1 and p.tiles > 1,
     ),
     Rule(
         "position_chunks with pp",

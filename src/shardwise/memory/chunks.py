@@ -58,10 +58,12 @@ class Chunks:
     computed  by what was computed in chunks: (rows, widest, result) as shapes without samples, how often
     whole     by name of the operation before which a wide tensor was made whole, how often
     written   of operations that wrote into one: path of the module that did it first, "" where none was running
+    left_whole  whether the module, or a block, returned one, which was made whole while its weights were there
     """
 
     def __init__(self, count: int):
         self.count = count
+        self.left_whole = False
         self.written: dict[str, str] = {}
         self.paths: dict[int, str] = {}  # by id of a module
         self.computed: Counter[str] = Counter()
@@ -73,6 +75,8 @@ class Chunks:
         def run(*args: Any, **kwargs: Any) -> Any:
             with self.entered():
                 output = forward(*args, **kwargs)
+                if leaves_whole and any(isinstance(leaf, Waiting) for leaf in torch.utils._pytree.tree_leaves(output)):
+                    self.left_whole = True
                 return whole(output) if leaves_whole else output
 
         return run
@@ -92,28 +96,55 @@ class Chunks:
 
     def notices(self) -> list[str]:
         """Returns lines for the user: what was computed in chunks, and what stayed whole."""
-        writes = [
+        stays = [
             f"{repr(path) if path else 'code'} keeps a wide tensor whole: {name} writes into it"
             for name, path in self.written.items()
         ]
+        if self.left_whole:
+            when = "under zero=3 its weights are there only while it runs"
+            stays.append(f"what the model returns, or a block, is made whole: {when}")
         if not self.computed:
             before = f": before {', '.join(sorted(self.whole))} wide tensors are made whole" if self.whole else ""
             long = f"no product that widens, of {self.count} positions or more, was followed by one that narrows"
-            return [f"position_chunks has no effect: {'; '.join([long + before, *writes])}"]
-        runs = "; ".join([*self.computed, *writes])
+            return [f"position_chunks has no effect: {'; '.join([long + before, *stays])}"]
+        runs = "; ".join([*self.computed, *stays])
         return [f"position_chunks={self.count} computes in chunks, and again in backward: {runs}"]
 
 
-def chunked_forwards(module: nn.Module, blocks: Iterable[str], chunks: Chunks, leaves_whole: bool) -> None:
+def chunked_forwards(
+    module: nn.Module, blocks: Iterable[str], chunks: Chunks, leaves_whole: bool, sending: Iterable[str] = ()
+) -> None:
     """Make a module's forward, and each block's that recompute runs again, compute wide tensors in chunks.
 
-    leaves_whole  what the module returns: where its weights are there while it runs alone (zero=3)
+    leaves_whole  what the module or a block returns: where its weights are there while it runs alone (zero=3)
+    sending       paths of modules of experts, which hand rows to other ranks
     """
+    for child in map(module.get_submodule, sending):
+        child.forward = _with_values(child.forward)
     chunks.paths = {id(child): path for path, child in module.named_modules()}
     for block in {id(block): block for block in map(module.get_submodule, blocks)}.values():
-        block.forward = chunks.inside(block.forward)
+        block.forward = chunks.inside(block.forward, leaves_whole=leaves_whole)
     if module not in map(module.get_submodule, blocks):
         module.forward = chunks.inside(module.forward, leaves_whole=leaves_whole)
+
+
+def given_values(units: Iterable[nn.Module]) -> None:
+    """Make what units of zero=3 are given whole, before hooks that were registered earlier look at it."""
+    for unit in units:
+        unit.register_forward_pre_hook(lambda m, *given: whole(given), prepend=True, with_kwargs=True)
+
+
+def _with_values(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward that is given tensors that are computed, and gives such: what hands rows to other ranks sends values.
+
+    Between the two tensors may wait.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = whole((args, kwargs))
+        return whole(forward(*args, **kwargs))
+
+    return run
 
 
 class _Here(threading.local):

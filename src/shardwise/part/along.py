@@ -27,7 +27,7 @@ def along(func: Any, args: tuple, kwargs: dict) -> Any:
         part = whole_inside(part) if part.dim_cut in touched else part
         return _reordered(func, part, args, kwargs)
     if is_part(part) and part.dim_cut in touched and summed_along(func, part, args, kwargs):
-        return cumulated(whole_inside(part))
+        return cumulated(func, whole_inside(part))
     if func._schema.name == "aten::index_select" and is_part(args[2]) and not is_part(part):
         return args[2].with_local(func(part, args[1], args[2].local), args[1] % part.dim())
     picks = func._schema.name == "aten::index_select" and is_part(part) and part.axis.positions

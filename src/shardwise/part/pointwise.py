@@ -31,13 +31,25 @@ class PointwiseCuts:
         self.ndim = max(tensor.dim() for tensor in tensors)
         parts = [tensor for tensor in tensors if is_part(tensor)]
         firm = [part for part in parts if not part.soft] or parts
-        lead = max(firm, key=lambda part: part.dim())
-        self.lead, self.dim, self.owners = lead, self.place(lead), lead.owners
+        self._follow(max(firm, key=lambda part: part.dim()))
+        if any(self.crossing(part) for part in firm):  # positions by positions: cut as the largest is, or by its rows
+            self._follow(max(firm, key=lambda part: (part.numel(), -self.place(part))))
+        lead = self.lead
         for part in firm:
             if self.place(part) != self.dim or not part.beside(lead):
-                if all(p.soft for p in parts) or (lead.axis.positions and self.movable(part)):
+                free = lead.axis.positions and (self.movable(part) or self.crossing(part))
+                if free or all(p.soft for p in parts):
                     continue
                 raise Uncut(f"{func} meets tensors that are cut differently: {no_rule(func, [part, lead])}")
+
+    def _follow(self, lead: Part) -> None:
+        self.lead, self.dim, self.owners = lead, self.place(lead), lead.owners
+
+    def crossing(self, tensor: Part) -> bool:
+        """Whether a part of positions is cut along another dim than the result, along whose cut dim it is repeated."""
+        dim = self.dim - (self.ndim - tensor.dim())
+        apart = self.place(tensor) != self.dim and self.lead.axis.positions and self.owners.size > 1
+        return apart and (dim < 0 or tensor.shape[dim] == 1)
 
     def movable(self, tensor: Part) -> bool:
         """Whether a part has the dim along which the result is cut, so that its cut can be moved there."""
@@ -53,9 +65,9 @@ class PointwiseCuts:
         if is_part(tensor):
             if self.place(tensor) == self.dim and tensor.beside(self.lead):
                 return tensor.local
-            if self.lead.axis.positions and not tensor.soft:
+            if self.lead.axis.positions and not tensor.soft and not self.crossing(tensor):
                 return recut(tensor, self.dim - (self.ndim - tensor.dim()), self.owners).local
-            tensor = gather(tensor)  # soft, or it would have been refused
+            tensor = gather(tensor)  # soft, or repeated: it would have been refused
         place = self.dim - (self.ndim - tensor.dim())
         if place < 0 or (tensor.shape[place] == 1 and self.owners.size != 1):
             return tensor

@@ -293,13 +293,22 @@ def layer_norm_backward(func: Any, args: tuple, kwargs: dict) -> tuple:
 
 @rule("native_group_norm")
 def group_norm(func: Any, args: tuple, kwargs: dict) -> tuple:
-    """Returns (output, mean, rstd) of x (N, C, ...) cut along C in whole groups, all cut alike."""
+    """Returns (output, mean, rstd) of x (N, C, ...) cut along N, or along C in whole groups, all cut alike."""
     x, w, b, n, channels, area, count, eps = args
+    if _of_rows(x, w, b):
+        rows = x.owners.counts[x.axis.index]
+        found = func(x.local.contiguous(), w, b, rows, channels, area, count, eps)
+        return tuple(x.with_local(each) for each in found)
     groups = _group_owners(func, x, channels, count, args)
     rank = x.axis.index
     wl, bl = (None if t is None else t.local if is_part(t) else x.share(t, 0) for t in (w, b))
     y, mean, rstd = func(x.local.contiguous(), wl, bl, n, x.owners.counts[rank], area, groups.counts[rank], eps)
     return x.with_local(y), x.with_local(mean, 1, groups), x.with_local(rstd, 1, groups)
+
+
+def _of_rows(x: Any, *weights: Any) -> bool:
+    """Whether a group norm's rows are apart: x (N, C, ...) cut along N, as (B, S, C) is that is seen as (B * S, C)."""
+    return is_part(x) and x.dim_cut == 0 and not parts_in(weights)
 
 
 def _group_owners(func: Any, x: Any, channels: int, count: int, args: tuple):
@@ -314,8 +323,14 @@ def _group_owners(func: Any, x: Any, channels: int, count: int, args: tuple):
 
 @rule("native_group_norm_backward")
 def group_norm_backward(func: Any, args: tuple, kwargs: dict) -> tuple:
-    """Returns the gradients of a group norm's input, weight and bias, all cut along channels."""
+    """Returns gradients of a group norm's input, weight and bias, cut along channels; of rows, weights' are sums."""
     dy, x, mean, rstd, w, n, channels, area, count, mask = args
+    if _of_rows(x, w):
+        dy, mean, rstd = (_beside(func, each, x).contiguous() for each in (dy, mean, rstd))
+        rows = x.owners.counts[x.axis.index]
+        dx, *others = func(dy, x.local.contiguous(), mean, rstd, w, rows, channels, area, count, mask)
+        sums = (None if o is None else Sum.of(o, x.axis, x.origin, spread=False) for o in others)
+        return (None if dx is None else x.with_local(dx), *sums)
     groups = _group_owners(func, x, channels, count, args)
     rank = x.axis.index
     dy = _beside(func, dy, x)

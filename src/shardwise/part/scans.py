@@ -1,4 +1,4 @@
-"""Running sums along cut positions: each run of positions by itself, and what went before it added.
+"""Running sums along cut positions, of exponentials too: each run of positions by itself, and what went before added.
 
     positions   0 1 2 | 3 4 | 5 6 7          runs, each on one rank
     local       running sums of each run
@@ -12,7 +12,8 @@ tensors turned round. Source: Blelloch, "Prefix sums and their applications" (19
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,12 +24,24 @@ from shardwise.part.tensor import Part
 MOST_RUNS = 256  # totals of all are sent to all
 
 
+class Scan(NamedTuple):
+    """A running sum: within a run, the total of one or of several (of none: what adds nothing), and two added."""
+
+    within: Callable[..., torch.Tensor]
+    total: Callable[..., torch.Tensor]
+    added: Callable[..., torch.Tensor]
+
+
+SCANS = {
+    "aten::cumsum": Scan(torch.cumsum, torch.sum, torch.add),
+    "aten::logcumsumexp": Scan(torch.logcumsumexp, torch.logsumexp, torch.logaddexp),
+}
+
+
 def summed_along(func: Any, part: Part, args: tuple, kwargs: dict) -> bool:
     """Whether an operation is a running sum of floating-point positions that `cumulated` gives."""
     few = len(part.owners.who) <= MOST_RUNS
-    return (
-        func._schema.name == "aten::cumsum" and part.axis.positions and part.is_floating_point() and few and not kwargs
-    )
+    return func._schema.name in SCANS and part.axis.positions and part.is_floating_point() and few and not kwargs
 
 
 def run_lengths(part: Part) -> list[tuple[int, int]]:
@@ -37,8 +50,9 @@ def run_lengths(part: Part) -> list[tuple[int, int]]:
     return [(int(who), stop - start) for who, start, stop in zip(part.owners.who, [0, *stops], stops, strict=False)]
 
 
-def cumulated(part: Part) -> Part:
-    """Returns the `cumsum` of a part along the dim that is cut. Collective."""
+def cumulated(func: Any, part: Part) -> Part:
+    """Returns the running sum of a part along the dim that is cut. Collective."""
+    scan = SCANS[func._schema.name]
     dim, me, runs = part.dim_cut, part.axis.index, run_lengths(part)
     local = part.local.settled() if isinstance(part.local, Distributed) else part.local
     if not runs:  # of nothing, as a mask may have selected
@@ -48,11 +62,11 @@ def cumulated(part: Part) -> Part:
     for rank, length in runs:
         mine = local.narrow(dim, place, length) if rank == me else None
         place += length if mine is not None else 0
-        totals.append(nothing if mine is None else mine.sum(dim, keepdim=True))
+        totals.append(nothing if mine is None else scan.total(mine, dim, keepdim=True))
         pieces.append(mine)
     table = all_sum(torch.cat(totals, dim), part.axis)
     found = [
-        torch.cumsum(mine, dim) + table.narrow(dim, 0, run).sum(dim, keepdim=True)
+        scan.added(scan.within(mine, dim), scan.total(table.narrow(dim, 0, run), dim, keepdim=True))
         for run, mine in enumerate(pieces)
         if mine is not None
     ]

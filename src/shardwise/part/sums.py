@@ -21,7 +21,7 @@ from shardwise.host import to_device
 from shardwise.part.cuts import Owners, Uncut
 from shardwise.part.gathering import Scatter, all_sum, gathered, scatter_sum
 from shardwise.part.levels import Distributed, here
-from shardwise.part.tensor import Part, answer, facts, same_memory, strides_of
+from shardwise.part.tensor import Part, answer, facts, reshaped_in_place, same_memory, strides_of
 from shardwise.trace.leaves import replaced
 
 _REARRANGE = frozenset({
@@ -162,6 +162,10 @@ def with_sums(func: Any, args: tuple, kwargs: dict) -> Any:
         kept = _kept(known.name, func, first, args, kwargs)
         if kept is not None:
             return kept
+    if first is not None and known.reshapes:
+        first.value()
+        first.total = getattr(first.total, known.name[:-1])(*args[1:], **kwargs)
+        return reshaped_in_place(first, func, args, kwargs)
     changed = first if known.writes else None
     copied = first is not None and first.read_only_copy
     if changed is not None and copied:

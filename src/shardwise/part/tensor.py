@@ -39,6 +39,7 @@ from shardwise.trace.leaves import replaced, tensors_in
 
 Rule = Callable[[Any, tuple, dict], Any]
 UNSENT = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}  # by no backend: sent as
+RESHAPES = ("transpose_", "t_", "unsqueeze_", "squeeze_", "swapaxes_", "swapdims_")  # a tensor, in place
 RULES: dict[str, Rule] = {}  # name of an ATen operation -> how it is done on parts
 FUNCTIONS: dict[Callable, Callable] = {}  # functions above autograd whose backward would otherwise not see the part
 MARGINS: list[Callable] = []  # answers functions of parts that have a margin, or gives None
@@ -293,6 +294,7 @@ class Facts:
     name: str
     rule: Rule | None
     writes: bool  # into its first argument, which it returns; not where it is another one (the noise of `rrelu`)
+    reshapes: bool  # its first argument, in place
     is_view: bool  # its result shares memory with its input
     composite: bool  # made of other operations, which can be answered in its place
     apart: Any  # of one that writes: the operation that gives the same as a new tensor; None where there is none
@@ -312,7 +314,14 @@ def facts(func: Any) -> Facts:
     is_view = bool(returned) and returned[0].alias_info is not None and not func._schema.is_mutable
     other = getattr(torch.ops.aten, name.removesuffix("_"), None) if writes and name.endswith("_") else None
     apart = getattr(other, func._overloadname, None)
-    return Facts(name, found, writes, is_view, composite, apart)
+    return Facts(name, found, writes, name in RESHAPES, is_view, composite, apart)
+
+
+def reshaped_in_place(tensor: Distributed, func: Any, args: tuple, kwargs: dict) -> Any:
+    """Returns the tensor, whose own shape and strides an operation has changed; not what it holds."""
+    with torch._C._DisableTorchDispatch():
+        func(tensor, *args[1:], **kwargs)
+    return tensor
 
 
 def same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:

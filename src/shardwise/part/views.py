@@ -14,7 +14,7 @@ from shardwise.part.gathering import gather, gathered, reduced
 from shardwise.part.levels import Distributed
 from shardwise.part.moves import reowned
 from shardwise.part.sums import Sum
-from shardwise.part.tensor import Part, is_part, no_rule, parts_in, rule
+from shardwise.part.tensor import RESHAPES, Part, facts, is_part, no_rule, parts_in, reshaped_in_place, rule
 from shardwise.part.whole_view import WHOLE, WholeView, factors_of, goal_of
 
 # (owners after a slice, slice) -> owners before it, for the backward of slices; the oldest are forgotten
@@ -138,10 +138,18 @@ def permute(func: Any, args: tuple, kwargs: dict) -> Part:
     return _lying(part.with_local(part.local.permute(dims), dims.index(part.dim_cut)), part, dims)
 
 
-@rule("transpose_", "t_", "unsqueeze_", "squeeze_", "swapaxes_", "swapdims_")
+@rule(*RESHAPES)
 def in_place(func: Any, args: tuple, kwargs: dict) -> Part:
-    """Raises `Uncut`: the object that stands for a cut tensor keeps its shape, and whoever holds it would go on so."""
-    raise Uncut(f"{func} changes the shape of a tensor in place, which one that is cut cannot follow: {args[0]!r}")
+    """`transpose_(x, a, b)` and others that change what shape a tensor is: the same object becomes the part it gives.
+
+    torch's recurrent layers of batch first end so.
+    """
+    part = args[0]
+    made = getattr(part, facts(func).name[:-1])(*args[1:], **kwargs)
+    if not isinstance(made, Part):
+        raise Uncut(f"{func} of a tensor that is cut leaves one that is not: {part!r}")
+    vars(part).update(vars(made))
+    return reshaped_in_place(part, func, args, kwargs)
 
 
 @rule("unsqueeze")

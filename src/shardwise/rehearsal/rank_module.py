@@ -70,15 +70,18 @@ class RankModule:
             see_parts(model, self.tensor.cuts, self.tensor.axis, absent, self.inner)
         elif self.inner:
             see_parts(model, {}, Axis.alone("tp"), absent, self.inner)
-        if self.experts.stacks:
+        stacks = self.experts.stacks
+        if stacks:
             install(model, self.experts.here(absent), torch.device("cpu"))
         elif self.inner:
-            compute_own_rows(model, self.shares.looks.row_wise(self.shares.plan))
+            stacks = self.shares.looks.row_wise(self.shares.plan)
+            compute_own_rows(model, stacks)
         if cut is not None:
             blocks = cut.here(model, blocks)
         if self.shares.cuts.position_chunks > 1:
             chunks = Chunks(self.shares.cuts.position_chunks)
-            chunked_forwards(model, blocks.paths, chunks, self.shares.cuts.zero == 3)
+            sending = [stack.path for stack in stacks]
+            chunked_forwards(model, blocks.paths, chunks, self.shares.cuts.zero == 3, sending)
         if self.shares.cuts.recompute != "none":
             for block in {id(b): b for b in map(model.get_submodule, blocks.paths)}.values():
                 recompute_block(block, self.shares.cuts.recompute)

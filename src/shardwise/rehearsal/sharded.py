@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.comm import Axis, Ledger
 from shardwise.engine.materialise import empty_parameters
 from shardwise.layout import Plan
+from shardwise.memory.chunks import given_values
 from shardwise.mesh import Mesh
 from shardwise.parallel.full import FullShard
 from shardwise.precision import Precision
@@ -95,6 +96,7 @@ class FakeFullShard(FullShard):
         kept = {name: param for name, param in module.named_parameters() if name in spread}
         empty_parameters(module, precision.master, mesh.device, absent | spread)
         super().__init__(module, units, mesh, precision, absent | spread)
+        given_values(units)
         self.seen: list[int] = []  # elements of each gather, in order
         for unit in self.units:
             exchanges: Any = Exchanges(self.seen, copies)
