@@ -40,7 +40,7 @@ def test_random_tasks_cut_too(seed: int) -> None:
     assert not case["wrong"], case
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3, 7])
+@pytest.mark.parametrize("seed", [1, 2, 3, 8])
 def test_no_better_guess_on_odd_clusters(seed: int) -> None:
     case = no_better_guess.drawn(seed)
     assert case["guesses"] and not case["wrong"], case
