@@ -354,7 +354,9 @@ def _agree(mesh: Mesh, place: tuple[int, ...], error: RefusedPlan | None, met: _
                 continue
             raise RefusedPlan(
                 f"ranks {one} and {rank} would not come to the same collectives with their shares of the batch, and "
-                "wait for each other: use sizes that divide evenly, or fewer ranks"
+                "wait for each other: their sizes differ, or values that decide what is computed (a mask of which one "
+                "share is all true, where another has padding): use sizes that divide evenly, masks alike, or fewer "
+                "ranks"
             )
 
 
