@@ -36,6 +36,7 @@ from shardwise.comm.tree import FixedOrder
 from shardwise.errors import RefusedPlan
 from shardwise.mesh import Mesh
 from shardwise.parallel.slots import Slot, ValueOf, joined
+from shardwise.part import Part
 from shardwise.precision import Precision
 from shardwise.trace.blocks import inner_first
 from shardwise.trace.leaves import replaced
@@ -127,6 +128,8 @@ class FullShard:
             module.set_reduce_scatter_unused_params(True)
         for unit, name in zip(self.units, self._names, strict=True):
             unit.register_forward_pre_hook(lambda m, a, name=name: self._trail.mark(name), prepend=True)
+            if mesh.plan.domain_depth > 1:
+                unit.register_forward_hook(lambda m, a, output: tree_map_only(Part, _without_margin, output))
         module.register_forward_hook(lambda m, a, o: self._trail.mark(_END))
         module.register_forward_hook(lambda m, a, o: self._outlive(o), prepend=True)
 
@@ -330,6 +333,11 @@ class FullShard:
             return gradient if index in self._used else None
         gradient = self.params[index].grad
         return None if gradient is None or index not in self._used else gradient.full_tensor()
+
+
+def _without_margin(output: Part) -> torch.Tensor:
+    """The same part, whose gradient arrives at `output`, as FSDP2 waits for it: not beside it, by its margin."""
+    return output if output.margin is None else output.view_as(output)
 
 
 class OutsideReads(TorchDispatchMode):
