@@ -303,7 +303,7 @@ class BatchFirst(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.mix, self.out = nn.GRU(5, 8, batch_first=True), nn.Linear(8, 3)
+        self.mix, self.out = nn.LSTM(5, 8, batch_first=True), nn.Linear(8, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.out(self.mix(x)[0])
