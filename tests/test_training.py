@@ -154,11 +154,12 @@ def batch_that_fails(step: int):
 
 
 def test_what_fails_on_a_rank_is_one_line_with_its_place(here, capfd):
-    assert call(["train", "test_training:fails_on_rank_1", "--plan", "dp_replicate=2", "--steps", "2", "--json"]) == 1
+    assert call(["train", "test_training:fails_on_rank_1", "--plan", "dp_replicate=2", "--steps", "2", "--json"]) == 2
     error = json.loads(capfd.readouterr().out)["error"]
-    assert "rank 1: ArithmeticError: boom (" in error and "test_training.py:" in error
+    assert "the task's batch(1) failed: " in error and "ArithmeticError: boom" in error and "test_training.py:" in error
     (folder,) = (here / "runs").iterdir()
-    assert "Traceback" in (folder / "error.log").read_text()
+    details = (folder / "error.log").read_text()
+    assert "Traceback" in details and "rank 1 of 2" in details
 
 
 def test_a_plan_that_the_ranks_refuse_leaves_no_folder(here, capfd):
