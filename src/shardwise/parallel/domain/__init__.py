@@ -3,6 +3,7 @@
 from shardwise.parallel.domain import (  # noqa: F401 - functions on tiles
     convolve,
     fourier,
+    linear,
     norms,
     padding,
     patches,
