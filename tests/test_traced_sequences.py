@@ -49,7 +49,9 @@ def _with_three_heads(plans: list[str]) -> list[str]:
             for name in ("decoder", "grouped", "windowed", "encoder", "written", "pooled")
             for plans in ALL
         ),
-        pytest.param("vit", [*DEGREES, *COMPOSED], id="vit-all", marks=LONG),
+        pytest.param(
+            "vit", [*DEGREES, *COMPOSED[:-1]], id="vit-all", marks=LONG
+        ),  # whose two heads are not dealt twice
         pytest.param("gpt2", _with_three_heads([*DEGREES[:3], *COMPOSED]), id="gpt2-all", marks=LONG),
     ],
 )
