@@ -52,7 +52,7 @@ class Tensor:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the whole tensor."""
+        """Returns the size of the whole tensor in bytes."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 

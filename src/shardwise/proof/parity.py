@@ -146,7 +146,7 @@ def _one_process(task: Task, settings: Any, parity: Parity) -> Any:
 
 
 def _oracle(task: Task, settings: Any, parity: Parity) -> Any:
-    """As `_one_process`: in float64, or in float32 where a kernel has no float64."""
+    """Returns the steps of one process: in float64, or in float32 where a kernel has no float64."""
     from shardwise.proof.narrow import float32_oracle
     from shardwise.proof.oracle import run_oracle
 

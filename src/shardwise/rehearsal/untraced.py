@@ -46,7 +46,7 @@ def untraced(error: BaseException, inside: ModulePath) -> str:
 
 
 def _line_of(error: BaseException) -> str:
-    """The innermost line of the user's, else of the library that the model comes from."""
+    """Returns the place of an error: the innermost line of the user's own code, else of the model's library."""
     from traceback import extract_tb
 
     ours = str(Path(__file__).parents[1])

@@ -62,7 +62,7 @@ class OwnNumbers:
         self._lines[line_of_script()] = _SUMMED
 
     def summed_over_ranks(self, value: Any) -> None:
-        """A number that was read is added up over ranks, as the weight of a loss or by the script: no matter where."""
+        """Stop telling of lines that read this number: it is added up over ranks, or is the weight of a loss."""
         if isinstance(value, int | float) and self._dealt is not None:
             of = {value, value / self._dealt.held.count}
             self._found = {line: read for line, read in self._found.items() if not of & set(read)}

@@ -196,9 +196,9 @@ def install() -> torch.device:
 
 
 def _unless_same(reset: Callable[[FSDPParam], None]) -> Callable[[FSDPParam], None]:
-    """FSDP2's look at its shards before the first forward, which leaves alone those whose memory has not changed.
+    """Returns FSDP2's `reset_sharded_param` for mock tensors too: shards whose memory has not changed are left alone.
 
-    It knows that of plain tensors only; a copy of an uneven shard would leave optimizers with the one before.
+    FSDP2 knows that of plain tensors only; a copy of an uneven shard would leave optimizers with the one before.
     """
 
     def look(param: FSDPParam) -> None:

@@ -71,7 +71,7 @@ def deepened(
     input: torch.Tensor, along: Mapping[int, Sliding], found: list[CutDim],
     operation: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor | None:  # fmt: skip
-    """`operation` on this rank's window, with a margin around the result for those behind it; None where it cannot.
+    """Returns this rank's tile of the operation's result, with a margin; None where none can be had.
 
     along   by dim: its outputs and what they read; of dims that are missing each output reads its own
     operation  the local one, which pads nothing along the dims that are cut
