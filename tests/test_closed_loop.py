@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from shardwise.cluster import Cluster, OpTable, measured_ops
 from shardwise.costs.layout import Layout, of_plan
@@ -13,7 +14,8 @@ from shardwise.costs.overhead import Overhead, events, overhead_of, techniques
 from shardwise.costs.software import software
 from shardwise.errors import InputError
 from shardwise.layout import Plan
-from shardwise.measure.overheads import LARGE, REFERENCES, fit, non_negative, plans
+from shardwise.measure.overheads import LARGE, REFERENCES, _seconds, fit, non_negative, plans
+from shardwise.measure.pace import Pace
 from shardwise.measure.reference_modules import large_tasks, reference_task
 from shardwise.planner.traced_task import traced_subject
 from shardwise.rehearsal.step_trace import trace
@@ -60,8 +62,31 @@ def test_techniques_that_meet_add_what_each_adds_to_replicas() -> None:
     assert (both.step, both.call, both.event, both.wait) == pytest.approx((1100e-6, 40e-6, 700e-6, 0.3))
     assert overhead_of(device, Layout(shard=2, zero=1)) == overhead_of(device, Layout()), "not measured: as replicas"
     assert overhead_of(Cluster.parse("2 l40s").device, Layout()) == Overhead()
+    drawing = probed((*ROWS, ("draws", 450.0, 13.0, 0.0, 0.0))).device
+    assert overhead_of(drawing, Layout(tp=2), follows=True).call == pytest.approx(50e-6)
+    assert overhead_of(drawing, Layout(tp=2)).call == pytest.approx(40e-6), "this model draws nothing"
     assert events(Layout(shard=2, zero=3, n_micro=2), units=4) == 10
     assert events(Layout(pp=2, n_micro=4), units=4) == 4
+
+
+def test_a_probe_follows_draws_for_one_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a look at samples `randomness="global"` looks at every operation, which doubles a small step."""
+    asked: list[str] = []
+
+    class Asked(Exception):
+        pass
+
+    def parallelize(*_: object, randomness: str = "global", **__: object) -> None:
+        asked.append(randomness)
+        raise Asked
+
+    monkeypatch.setattr("shardwise.engine.engine.parallelize", parallelize)
+    for follows in (False, True):
+        with pytest.raises(Asked):
+            _seconds(reference_task(), "dp_replicate=1", Pace(torch.device("cpu"), 100.0), 1.0, follows)
+    assert asked == ["fast", "global"]
+    assert {name for name in plans(2) if name not in plans(2, quick=True)} == {"zero2", "sp"}
+    assert plans(2)["draws"] == plans(2)["replicas"]
 
 
 MADE = (("products", 1.3), ("convolutions", 0.8), ("rest", 1.6))

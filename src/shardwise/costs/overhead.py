@@ -16,6 +16,7 @@ from shardwise.cluster import Device
 from shardwise.costs.layout import Layout
 
 BASE = "replicas"
+DRAWS = "draws"  # of a module that draws random numbers, where each operation is followed (randomness=global)
 
 
 @dataclass(frozen=True)
@@ -28,23 +29,23 @@ class Overhead:
     wait: float = 0.0
 
 
-def techniques(layout: Layout) -> list[str]:
-    """The rows of a probe that a layout draws on."""
+def techniques(layout: Layout, follows: bool = False) -> list[str]:
+    """The rows of a probe that a layout draws on. `follows`: random numbers are those of one process."""
     found = [f"zero{layout.zero}" if layout.zero and layout.shard_ranks > 1 else BASE]
     if layout.tp > 1:
         found.append("sp" if layout.sp else "tp")
     if layout.pp > 1:
         found.append("pp")
-    return found
+    return [*found, DRAWS] if follows else found
 
 
-def overhead_of(device: Device, layout: Layout) -> Overhead:
+def overhead_of(device: Device, layout: Layout, follows: bool = False) -> Overhead:
     """The sum of what the layout's techniques add; nothing on a device that was not probed for it."""
     rows = {name: [*(1e-6 * value for value in times), wait] for name, *times, wait in device.overheads}
     if BASE not in rows:
         return Overhead()
     total = list(rows[BASE])
-    for name in techniques(layout):
+    for name in techniques(layout, follows):
         for at, (value, base) in enumerate(zip(rows.get(name, rows[BASE]), rows[BASE], strict=True)):
             total[at] += value - base
     return Overhead(*(max(0.0, value) for value in total))

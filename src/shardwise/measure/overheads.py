@@ -27,7 +27,7 @@ from shardwise.cluster.cluster import Overhead as OverheadRow
 from shardwise.comm import everybody, gather_rows
 from shardwise.costs.kernels import KINDS
 from shardwise.costs.layout import Layout, of_plan
-from shardwise.costs.overhead import BASE, Overhead, events
+from shardwise.costs.overhead import BASE, DRAWS, Overhead, events
 from shardwise.costs.software import software
 from shardwise.layout import Plan
 from shardwise.measure.pace import Beat, Budget, Pace, over_ranks, pace_beside
@@ -42,7 +42,7 @@ LEAST, STEPS = 6, 24  # of which a median can be told; of which one is sure, whe
 PASSES, AGREE = 2, 1.08  # over all of them; within this factor two of them agree
 TURNS = 6
 ALIKE = {"zero2": "zero1", "sp": "tp"}  # techniques that a quick probe takes to add what another one does
-OWN_CALLS = ("tp", "sp")
+OWN_CALLS = ("tp", "sp", DRAWS)
 OFTEN = ("zero3", "tp", "sp")  # techniques whose ranks meet many times in a step
 # kind of op -> techniques under which its module runs; nothing of what has no product can be cut
 LARGE = {"products": (BASE, "zero1", "zero3", "tp", "sp"), "convolutions": (BASE, "zero1"), "rest": (BASE, "zero1")}
@@ -53,9 +53,10 @@ SHIFT = 0.01  # of a factor, to see how much of a step it is in
 
 def plans(ranks: int, quick: bool = False) -> dict[str, list[str]]:
     """Technique -> the plans over all ranks under which the references show it; `quick`: without those of `ALIKE`."""
+    alike = f"dp_replicate={ranks}"
     if ranks == 1:
-        return {BASE: ["dp_replicate=1"] * len(REFERENCES)}
-    found = {BASE: f"dp_replicate={ranks}"} | {f"zero{stage}": f"dp_shard={ranks},zero={stage}" for stage in (1, 2, 3)}
+        return {BASE: [alike] * len(REFERENCES), DRAWS: [alike] * len(REFERENCES)}
+    found = {BASE: alike, DRAWS: alike} | {f"zero{stage}": f"dp_shard={ranks},zero={stage}" for stage in (1, 2, 3)}
     if ranks % 2 == 0:
         rest = f",dp_replicate={ranks // 2}" if ranks > 2 else ""
         found |= {"tp": f"tp=2{rest}", "sp": f"tp=2,sp=true{rest}", "pp": f"pp=2{rest}"}
@@ -83,16 +84,16 @@ def step_times(
     """
     budget = budget or Budget(math.inf)
     of = plans(ranks, quick)
-    tiny = {(name, at): (reference_task(*sizes, 4 * ranks), plan) for name, each in of.items()
+    tiny = {(name, at): (reference_task(*sizes, 4 * ranks), plan, name == DRAWS) for name, each in of.items()
             for at, (plan, sizes) in enumerate(zip(each, REFERENCES, strict=True))}  # fmt: skip
-    large = {(kind, name): (task, of[name][0]) for kind, task in large_tasks(ranks).items()
+    large = {(kind, name): (task, of[name][0], False) for kind, task in large_tasks(ranks).items()
              for name in LARGE[kind] if name in of}  # fmt: skip
     work = [*tiny.values(), *large.values()]
     found: list[list[float]] = [[] for _ in work]
     took = [0.0] * len(work)
     rounds = 1 if quick else PASSES + 1
     for turn in range(rounds):
-        for at, ((task, plan), seen) in enumerate(zip(work, found, strict=True)):
+        for at, ((task, plan, follows), seen) in enumerate(zip(work, found, strict=True)):
             left = budget.left_s()
             if turn and took[at] > left:
                 continue
@@ -100,7 +101,7 @@ def step_times(
             if turn == PASSES and over_ranks(apart) < AGREE:
                 continue
             say(_told(turn, rounds, at, len(work), plan, left))
-            seen.append(_seconds(task, plan, pace, left / (len(work) - at)))
+            seen.append(_seconds(task, plan, pace, left / (len(work) - at), follows))
             took[at] = left - budget.left_s()
     times = [median(seen) for seen in found]
     of_tiny = dict(zip(tiny, times, strict=False))
@@ -116,19 +117,25 @@ def _told(turn: int, rounds: int, at: int, count: int, plan: str, left_s: float)
     return f"probe: steps of small modules, round {turn + 1} of {rounds}, {at + 1} of {count}: {plan}{more}"
 
 
-def _seconds(task: Task, plan: str, pace: Pace, share_s: float = math.inf) -> float:
-    """The median step of a module, at the reference pace. `share_s`: what it may take, warming up included."""
-    found = _alone(task, plan, pace, share_s)
+def _seconds(task: Task, plan: str, pace: Pace, share_s: float = math.inf, follows: bool = False) -> float:
+    """The median step of a module, at the reference pace.
+
+    share_s   what it may take, warming up included
+    follows   each operation is looked at for random numbers, as in a run of a module that draws some; the references
+              draw none, so a run of them would not
+    """
+    found = _alone(task, plan, pace, share_s, follows)
     gc.collect()  # with the engine go the threads of its groups, which would slow down the next one's steps
     return found
 
 
-def _alone(task: Task, plan: str, pace: Pace, share_s: float) -> float:
+def _alone(task: Task, plan: str, pace: Pace, share_s: float, follows: bool) -> float:
     from shardwise.engine.engine import parallelize
 
     assert task.batch is not None and pace.reference is not None
     own = Budget(share_s)
-    engine, make = parallelize(task, plan, check_loss=False), task.batch
+    engine = parallelize(task, plan, check_loss=False, randomness="global" if follows else "fast")
+    make = task.batch
     beat = Beat(pace.device)
     times: list[float] = []
 
@@ -264,7 +271,8 @@ def _rows(
     factors: Sequence[float],
     waits: dict[str, float],
 ) -> tuple[OverheadRow, ...]:
-    """An op costs the host the same under every technique but tensor parallelism, whose tensors answer in Python.
+    """An op costs the host the same under every technique but tensor parallelism, whose tensors answer in Python, and
+    where draws are followed.
 
     So all others are solved together, which steadies what each of them adds.
     """

@@ -105,7 +105,8 @@ def simulate_cut(
 ) -> Forecast:
     """The forecast of one optimizer step. `ranks`: models whose traces are `CountedRank`s; `held`: their memory."""
     dtype = {"fp32": "fp32", "fp64": "fp32"}.get(precision, "bf16")
-    kernels, added = kernels_of(cluster, layout, software, dtype)
+    follows = any(rank.one.follows for rank in ranks)
+    kernels, added = kernels_of(cluster, layout, software, dtype, follows=follows)
     wire, states = Wire(cluster, layout.world_size), policy(precision, ranks[0].update.state_elements, layout)
     rounds = _rounds(ranks, layout, _ops(ranks, layout, kernels, software, wire), wire, states)
     parts = rounds.parts

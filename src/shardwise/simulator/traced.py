@@ -164,7 +164,7 @@ def simulate_traced(
 ) -> Forecast:
     """Returns the forecast of a step over replicas and ZeRO shards. `held`: the memory, where it is known already."""
     dtype = {"fp32": "fp32", "fp64": "fp32"}.get(precision, "bf16")
-    kernels, added = kernels_of(cluster, layout, software, dtype)
+    kernels, added = kernels_of(cluster, layout, software, dtype, follows=model.one.follows)
     wire = Wire(cluster, layout.world_size)
     micro = between(model.one, model.two, layout.micro_batch, kernels, software)
     states = policy(precision, model.update.state_elements, layout)
@@ -199,9 +199,14 @@ def simulate_traced(
     return forecast
 
 
-def kernels_of(cluster: Cluster, layout: Layout, software: Software, dtype: str) -> tuple[Kernels, Overhead]:
-    """Kernels on the cluster's device, and what the host adds under the layout's techniques."""
-    device, added = cluster.device, overhead_of(cluster.device, layout)
+def kernels_of(
+    cluster: Cluster, layout: Layout, software: Software, dtype: str, *, follows: bool = False
+) -> tuple[Kernels, Overhead]:
+    """Kernels on the cluster's device, and what the host adds under the layout's techniques.
+
+    follows   draws are those of one process, so that each operation passes through Python
+    """
+    device, added = cluster.device, overhead_of(cluster.device, layout, follows)
     if device.ops:  # measured as they are called, one by one
         return Kernels(device, 0.0, dtype, added.call), added
     each = device.op_us.value if device.op_us is not None else None
