@@ -454,6 +454,27 @@ def plain_stack() -> Task:
     return _task(PlainStack, _fields(3, 17, 19))
 
 
+class Bounded(nn.Module):
+    """Conditions at the boundary, written in place at every step: fixed, without a gradient, periodic."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step, self.inflow = nn.Conv2d(2, 2, 3, padding=1), nn.Parameter(torch.rand(COLUMNS) / 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = x + self.step(x).tanh() / 9
+            x[:, 0, 0] = self.inflow
+            x[:, 1, -1] *= 0.5
+            x[..., 0] = x[..., -2]
+            x[..., -1] = x[..., 1]
+        return x
+
+
+def bounded() -> Task:
+    return _task(Bounded, _fields(2, ROWS, COLUMNS))
+
+
 class Rollout(nn.Module):
     """A step that is fed its own result; every state is returned."""
 

@@ -442,6 +442,60 @@ def _written(rng: random.Random) -> Case:
     return Case(f"written {kind}", (2, 2, *space), run, [(2, 1)], dims, {"before": before, "behind": behind, "at": at})
 
 
+def _edges(rng: random.Random) -> Case:
+    """What is written into single rows, columns and cells of a field, as conditions at a boundary are."""
+    kinds = ("row", "rows", "copied", "added", "cell", "views", "ints", "mask", "both", "line", "kept")
+    kind, dims, space = rng.choice(kinds), rng.choice((1, 2, 2, 3)), None
+    space = tuple(n + 2 for n in _space(rng, dims))
+    a, b, d = rng.choice((0, -1, rng.randrange(space[0]))), rng.randrange(space[-1]), rng.randrange(dims)
+    row = (slice(None),) * (2 + d)
+
+    def run(x, w):
+        y = x * w
+        if kind == "row":
+            y[:, :, a] = 0.5
+        elif kind == "rows":
+            y[:, 0, a] = y[:, 1, 0] * 2
+            y[..., -1] = (y[..., b] * w[..., 0]).detach()
+        elif kind == "copied":
+            y[(*row, 0)] = y[(*row, -2)]
+            y[(*row, -1)] = y[(*row, 1)]
+        elif kind == "added":
+            y[:, :, a] += x[:, :, 0].tanh()
+            y[..., b] *= 2
+        elif kind == "cell":
+            y[(0, slice(None), *[0] * dims)] = w.flatten()
+            y[(..., *[-1] * dims)] -= 3
+        elif kind == "views":
+            y.select(2, a)[:, 1].unsqueeze(-1).transpose(0, -1).mul_(3)
+            y[:, :, a][:, :1].squeeze(1).mul_(0.3)
+            y = y * (y[:, :, a].flatten(1).square().mean() + y[:, :, 0][:, 1:].flatten().sum())
+        elif kind == "ints":
+            place = (y > 0).long()
+            place[:, :, a] = 7
+            place[..., b].add_(place[..., 0] * 2)
+            y = y * place
+        elif kind == "mask":
+            there = y > 0
+            there[:, :, 0] = False
+            there[..., -1].logical_not_()
+            y = y * there
+        elif kind == "both":
+            y[:, :, :1] = 1.5
+            y[..., b] = y[..., :1].squeeze(-1)
+        elif kind == "line":
+            y = F.conv1d(y.flatten(2), w.flatten(2)[:, :, :1].expand(2, 2, 3), padding=1)
+            y[:, :, a] = w.flatten()
+            y = F.conv1d(y, torch.ones(2, 2, 3, dtype=x.dtype), padding=1)
+        else:
+            edge, before = y[:, :, a], y[:, :, a] * 2
+            edge += 1
+            y = y * (edge * before).flatten(1).mean()
+        return F.gelu(y) * y.sum()
+
+    return Case(f"edges {kind}", (2, 2, *space), run, [(1, 2, *[1] * dims)], dims, {"at": (a, b, d)})
+
+
 def _masked(rng: random.Random) -> Case:
     """Elements that a mask selects, in one process's order; what is put where it is true; bins; one cell for all."""
     kinds = ("own", "whole", "rows", "select", "zeroed", "written", "samples", "bins", "mesh", "numbers", "one")
@@ -492,7 +546,7 @@ DRAWS = {
     "resizing": _resizing, "adaptive": _adaptive, "shuffle": _shuffle, "order": _order, "windows": _windows,
     "patches": _patches, "attention": _attention, "fourier": _fourier,
     "modules": _modules, "boundary": _boundary, "places": _places, "written": _written,
-    "masked": _masked,
+    "masked": _masked, "edges": _edges,
 }  # fmt: skip
 
 

@@ -7,11 +7,26 @@ that knows of no other axis: to it, a tensor that is distributed over axes furth
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
 
 from shardwise.comm import Axis
+
+
+@dataclass(frozen=True)
+class ViewOf:
+    """What a view reads, where the view is a copy: one index of a cut dim, which its owner alone has.
+
+    of      the tensor that is viewed
+    place   where the rank that owns the index keeps it, on that rank; None elsewhere, and where both share memory
+    again   the view of what `of` reads, where neither was read yet
+    """
+
+    of: Distributed
+    place: torch.Tensor | None = None
+    again: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
 class Distributed(torch.Tensor):
@@ -19,6 +34,7 @@ class Distributed(torch.Tensor):
 
     local: torch.Tensor  # what this rank holds: plain, or distributed over an axis further in
     axis: Axis
+    source: ViewOf | None = None  # of a copy: what is written into it is written there too
 
     observes_inside = True  # modes that count collectives look at what the rules do, not at the operation itself
 
@@ -38,6 +54,14 @@ class Distributed(torch.Tensor):
     def like(self, local: torch.Tensor) -> torch.Tensor:
         """Another tensor over the same axis, which is what this one is (a share along the same dim, or a summand)."""
         raise NotImplementedError
+
+
+def written_back(tensor: Distributed) -> None:
+    """What was written into a copy of one index, into the tensor of which it is a view. Every rank has the copy."""
+    while tensor.source is not None:
+        if tensor.source.place is not None:
+            tensor.source.place.copy_(tensor.settled())
+        tensor = tensor.source.of
 
 
 class _State(threading.local):

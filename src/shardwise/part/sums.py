@@ -20,8 +20,8 @@ from shardwise.comm import Axis, Pending, all_reduce
 from shardwise.host import to_device
 from shardwise.part.cuts import Owners, Uncut
 from shardwise.part.gathering import Scatter, all_sum, gathered, scatter_sum
-from shardwise.part.levels import Distributed, here
-from shardwise.part.tensor import Part, answer, facts, reshaped_in_place, same_memory, strides_of
+from shardwise.part.levels import Distributed, ViewOf, here, written_back
+from shardwise.part.tensor import Part, answer, facts, forget, reshaped_in_place, same_memory, strides_of
 from shardwise.trace.leaves import replaced
 
 _REARRANGE = frozenset({
@@ -88,6 +88,21 @@ class Sum(Distributed):
         made = cls(copy, axis)
         made.total, made.read_only_copy = copy, True
         return made
+
+    @classmethod
+    def taken(cls, total: torch.Tensor, axis: Axis, source: ViewOf) -> Sum:
+        """A sum that was taken, of what other memory holds too: what is written into it is written back there."""
+        made = cls(total, axis)
+        made.total, made.source = total, source
+        return made
+
+    def tolist(self) -> Any:
+        """What Python reads is the sum. Collective, the first time."""
+        return plain(self).tolist()
+
+    def numpy(self, *args: Any, **kwargs: Any) -> Any:
+        """As `tolist`."""
+        return plain(self).numpy(*args, **kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"Sum(shape={tuple(self.shape)}, over {self.axis.name}, dtype={self.dtype})"
@@ -158,11 +173,18 @@ def with_sums(func: Any, args: tuple, kwargs: dict) -> Any:
     known = facts(func)
     first = args[0] if args else None
     first = first if is_sum(first) else None
+    if first is not None and first.source is not None and known.name in _ROWS and known.name not in ("detach", "alias"):
+        return _reshaped(first, args[1])
     if first is not None and first.total is None:
         kept = _kept(known.name, func, first, args, kwargs)
         if kept is not None:
+            kept.read_only_copy = known.is_view and first.read_only_copy
+            if known.is_view and first.source is not None:
+                kept.source = ViewOf(first, again=lambda total: func(total, *args[1:], **kwargs))
             return kept
     if first is not None and known.reshapes:
+        if first.source is not None:
+            raise Uncut(f"{func} changes the shape of one index of a cut dim")
         first.value()
         first.total = getattr(first.total, known.name[:-1])(*args[1:], **kwargs)
         return reshaped_in_place(first, func, args, kwargs)
@@ -170,11 +192,36 @@ def with_sums(func: Any, args: tuple, kwargs: dict) -> Any:
     copied = first is not None and first.read_only_copy
     if changed is not None and copied:
         raise Uncut(f"{func} writes into a view of a tensor that is cut along the sequence")
+    if changed is not None and changed.source is not None:
+        _anchored(changed)
     args, kwargs = replaced(Sum, lambda each: each.value() if is_sum(each) else each, (args, kwargs))
     output = func(*args, **kwargs)
     if first is not None and copied and known.is_view:
         return replaced(torch.Tensor, lambda copy: Sum.read_only(copy, first.axis), output)
+    if first is not None and first.source is not None and known.is_view:
+        return replaced(torch.Tensor, lambda view: Sum.taken(view, first.axis, ViewOf(first)), output)
+    if changed is not None:
+        written_back(changed)
+        forget()
     return output if changed is None else changed
+
+
+def _reshaped(first: Sum, shape: list[int]) -> Sum:
+    """`first.view(shape)` of one index of a cut dim, to read: whether one process would have copied it is not known."""
+    if first.total is not None:
+        return Sum.read_only(first.total.reshape(shape), first.axis)
+    made = Sum(first.local.reshape(shape), first.axis, first.origin, spread=first.spread)
+    made.read_only_copy = True
+    return made
+
+
+def _anchored(view: Sum) -> None:
+    """Let a view of a sum share its memory with what the sum has become, before it is written into."""
+    assert view.source is not None
+    if view.source.again is not None:
+        assert isinstance(view.source.of, Sum)
+        _anchored(view.source.of)
+        view.total = view.source.again(view.source.of.value())
 
 
 def _kept(name: str, func: Any, first: Sum, args: tuple, kwargs: dict) -> Sum | None:

@@ -33,7 +33,7 @@ import torch
 
 from shardwise.comm import Axis
 from shardwise.part.cuts import REMEMBERED, Owners, Uncut
-from shardwise.part.levels import Distributed, answering, here
+from shardwise.part.levels import Distributed, ViewOf, answering, here, written_back
 from shardwise.trace.elementwise import is_elementwise
 from shardwise.trace.leaves import replaced, tensors_in
 
@@ -217,11 +217,19 @@ def _answer(func: Any, args: tuple, kwargs: dict, given: list[Distributed]) -> A
         return _on_gathered(func, args, kwargs)
     if known.is_view:
         for part in parts_in([output]):
-            part.copied = args[0].copied or not same_memory(part.local, args[0].local)
+            part.copied = args[0].copied or not _writes_through(part.local, args[0].local)
+            part.source = ViewOf(args[0]) if args[0].source is not None else None
+    elif known.writes and is_part(args[0]):
+        written_back(args[0])
     if known.name in _SAME_VALUES and is_part(args[0]) and is_part(output):
         values, turned = args[0].values
         output.values = values, turned != (known.name in _TURNS)
     return output
+
+
+def _writes_through(view: torch.Tensor, local: torch.Tensor) -> bool:
+    """Whether what is written into a view of a share is in the share: it shares its memory, or is put back."""
+    return (isinstance(view, Distributed) and view.source is not None) or same_memory(view, local)
 
 
 class LastGathered:

@@ -11,7 +11,7 @@ import torch
 from shardwise.host import to_device
 from shardwise.part.cuts import Owners, Uncut, group_size, in_whole_groups, joined, regrouped, tiled, unsliced
 from shardwise.part.gathering import gather, gathered, reduced
-from shardwise.part.levels import Distributed
+from shardwise.part.levels import Distributed, ViewOf
 from shardwise.part.moves import reowned
 from shardwise.part.sums import Sum
 from shardwise.part.tensor import RESHAPES, Part, facts, is_part, no_rule, parts_in, reshaped_in_place, rule
@@ -146,7 +146,7 @@ def in_place(func: Any, args: tuple, kwargs: dict) -> Part:
     """
     part = args[0]
     made = getattr(part, facts(func).name[:-1])(*args[1:], **kwargs)
-    if not isinstance(made, Part):
+    if not isinstance(made, Part) or made.source is not None:
         raise Uncut(f"{func} of a tensor that is cut leaves one that is not: {part!r}")
     vars(part).update(vars(made))
     return reshaped_in_place(part, func, args, kwargs)
@@ -275,18 +275,24 @@ def select(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 
 def _one_of_many(part: Part, dim: int, index: int) -> torch.Tensor:
     """One index of a cut dim, for every rank: a sum to which its owner alone adds."""
-    local = part.local.settled() if isinstance(part.local, Distributed) else part.local
+    held = local = part.local.settled() if isinstance(part.local, Distributed) else part.local
     if isinstance(local, Part) and local.dim_cut == dim and not local.axis.positions:  # decided before ranks differ
         if not local.soft:
             raise Uncut(no_rule(torch.ops.aten.select.int, [part]))
         local = gather(local)
     mine = part.owners.indices(part.axis.index)
     place = np.searchsorted(mine, index % part.shape[dim])
-    if place < len(mine) and mine[place] == index % part.shape[dim]:
-        one = local.select(dim, int(place))
-    else:
-        one = local.narrow(dim, 0, 0).sum(dim).to(part.dtype)  # zeros, cut over axes further in as the owner's
-    return Sum.of(one, part.axis, part.origin) if one.is_floating_point() else reduced(one, part)
+    owned = place < len(mine) and mine[place] == index % part.shape[dim]
+    # elsewhere zeros, cut over axes further in as the owner's
+    one = local.select(dim, int(place)) if owned else local.narrow(dim, 0, 0).sum(dim).to(part.dtype)
+    found = Sum.of(one, part.axis, part.origin) if one.is_floating_point() else reduced(one, part)
+    source = ViewOf(part, one if owned else None)
+    if not isinstance(found, Distributed):
+        found = Sum.taken(found, part.axis, source)
+    found.source = source
+    if isinstance(found, Sum):
+        found.read_only_copy = local is not held  # what was gathered is not where the owner keeps it
+    return found
 
 
 @rule("select_backward")
