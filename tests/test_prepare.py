@@ -280,8 +280,6 @@ def refusal(name: str, plan: str) -> str | None:
         return "LBFGS's update"
     if name == "trainer" and plan_.tp > 1:
         return "the model is compiled"
-    if name == "dino" and plan_.tp > 1:
-        return "a parameter is read"
     if name == "truncated" and plan_.dp_replicate * plan_.dp_shard > 2:  # one sample to a rank
         return "its rows go with other samples"
     if name == "wasserstein" and plan_.zero == 3:

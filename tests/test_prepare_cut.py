@@ -202,8 +202,6 @@ def once(plan: str, case: str) -> None:
     for x, *_ in loader:
         output = model.head(model.embed(x)) if case == "parts" else model(x)
         loss = (output["logits"] if isinstance(output, dict) else output).square().sum()
-        if case == "penalty":
-            loss = loss + 0.1 * sum(param.square().sum() for param in model.parameters())
         if case == "own term":
             loss = loss * (1 + prepared.rank)
         if case == "closure":
@@ -221,12 +219,6 @@ def once(plan: str, case: str) -> None:
         ("torch's clip", "tp=2", RefusedPlan, r"prepared.clip_grad_norm_"),
         ("torch's clip", "tp=2,dp_shard=2,zero=3", RefusedPlan, r"not scaled alike.*prepared.clip_grad_norm_"),
         ("own term", "tp=2", RunError, "the loss of the same samples is .* on rank 0, .* on rank 1.*weight_decay"),
-        (
-            "penalty",
-            "tp=2",
-            RefusedPlan,
-            r"a parameter is read \(square\), of which this rank holds a share.*weight_decay",
-        ),
         ("whole tensors", "tp=2", RefusedPlan, "tp=2 leaves each rank a share.*Adafactor"),
         ("closure", "tp=2", RefusedPlan, "closure"),
         ("parts", "tp=2", InputError, r"call the model itself \(model"),

@@ -149,12 +149,15 @@ def test_what_one_rank_cannot_do_is_named(plan: str, case: str, words: str, pool
         pool.run(on_one_rank, 2, plan, case, timeout_s=60)
 
 
-def test_no_group_is_added_later() -> None:
+def test_a_group_of_what_was_frozen_or_is_held_is_not_added() -> None:
     model = net()
+    model.head.bias.requires_grad_(False)
     optimizer = torch.optim.SGD(model.layers.parameters(), lr=0.1)
     shardwise.prepare(model, optimizer, [])
-    with pytest.raises(InputError, match="add every group before prepare"):
-        optimizer.add_param_group({"params": model.head.parameters()})
+    optimizer.add_param_group({"params": model.head.weight, "lr": 0.2})
+    for param, why in ((model.head.bias, "frozen then"), (model.head.weight, "in another group")):
+        with pytest.raises(InputError, match=why):
+            optimizer.add_param_group({"params": param})
 
 
 # --- what is said

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.modules.module import register_module_forward_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.errors import InputError, RefusedPlan, RunError
 from shardwise.ranks import RankEvent, RankPool, join, launch
@@ -85,6 +89,44 @@ def disturb() -> None:
     torch.distributions.Distribution.set_default_validate_args(False)
     torch.manual_seed(dist.get_rank() + 99)
     os.environ["LEFT_BEHIND"] = "yes"
+
+
+def disturb_and_fail() -> None:
+    """What a script leaves that fails between an `__enter__` and its `__exit__`, and in contexts of its own."""
+    Doubled().__enter__()
+    Negated().__enter__()
+    torch.set_default_device("meta")
+    torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x * 2).__enter__()
+    torch.autograd.set_detect_anomaly(True)
+    torch.set_autocast_enabled("cpu", True)
+    torch.set_num_threads(2)
+    torch.set_grad_enabled(False)
+    torch.set_float32_matmul_precision("medium")
+    register_module_forward_hook(lambda module, args, output: output + 1)
+    warnings.simplefilter("error")
+    raise ValueError("on purpose")
+
+
+class Doubled(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        return made * 2 if isinstance(made, torch.Tensor) else made
+
+
+class Negated(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        return -made if isinstance(made, torch.Tensor) and made.is_floating_point() else made
+
+
+def tell_modes() -> tuple[object, ...]:
+    x = torch.ones(2, requires_grad=True)
+    (x * x).sum().backward()
+    with torch.no_grad():
+        given = torch.nn.Identity()(torch.ones(2) + 1).tolist()
+    flags = torch.is_anomaly_enabled(), torch.is_autocast_enabled("cpu"), torch.get_num_threads()
+    precision = torch.get_float32_matmul_precision()
+    return x.grad.tolist(), given, *flags, precision, [one[0] for one in warnings.filters]
 
 
 def tell_state() -> tuple[object, ...]:
@@ -210,6 +252,14 @@ def test_nothing_of_a_run_reaches_the_next(pool: RankPool) -> None:
     assert pool.run(tell_state, 2) == before
     assert before[0] == before[1]
     assert before[0][0] == torch.float32
+
+
+def test_a_run_that_failed_leaves_no_mode_to_the_next(pool: RankPool) -> None:
+    before = pool.run(tell_modes, 2)
+    with pytest.raises(RunError, match="on purpose"):
+        pool.run(disturb_and_fail, 2)
+    assert pool.run(tell_modes, 2) == before
+    assert before[0][:2] == ([2.0, 2.0], [2.0, 2.0])
 
 
 def test_dtensor_caches_do_not_outlive_a_run(pool: RankPool) -> None:

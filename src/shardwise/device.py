@@ -146,6 +146,20 @@ def autocast_states() -> tuple[bool, ...]:
     return tuple(torch.is_autocast_enabled(kind) for kind in kinds)
 
 
+def forget_settings() -> None:
+    """Put autocast and the libraries of kernels at torch's defaults, on every kind of device."""
+    for kind in {"cpu", current_device().type}:
+        torch.set_autocast_enabled(kind, False)
+    torch.set_autocast_cache_enabled(True)
+    torch.clear_autocast_cache()
+    torch._C._set_mkldnn_enabled(True)
+    torch.backends.cudnn.enabled, torch.backends.cudnn.benchmark = True, False
+    torch.backends.cudnn.deterministic = False
+    for allow in (torch.backends.cuda.enable_flash_sdp, torch.backends.cuda.enable_math_sdp,
+                  torch.backends.cuda.enable_mem_efficient_sdp):  # fmt: skip
+        allow(True)
+
+
 def profiler_activities(device: torch.device) -> list[Any]:
     """What torch's profiler watches of work on this device."""
     from torch.profiler import ProfilerActivity

@@ -94,8 +94,16 @@ def see_parts(
         for child, kind in before:
             child.__class__ = kind
             del child.__dict__["_tensor_cuts"]
+            child.__dict__.pop("_read_outside", None)
 
     return undo
+
+
+def read_outside(module: nn.Module, outside: Callable[[], bool]) -> None:
+    """Let the module's attributes give its parameters themselves while `outside()`: for code beside its forward."""
+    for child in module.modules():
+        if "_tensor_cuts" in child.__dict__:
+            child.__dict__["_read_outside"] = outside
 
 
 def _seeing_parts(kind: type, leaves: tuple[str, ...]) -> type:
@@ -134,6 +142,9 @@ def _reader(leaf: str):
         held, told = self._parameters.get(leaf), self.__dict__.get("_tensor_cuts")
         if held is None or told is None:  # another object that the module made of its own class
             raise AttributeError(leaf)  # Python then asks `__getattr__`
+        outside = self.__dict__.get("_read_outside")
+        if outside is not None and outside():
+            return held
         return _in_its_way(self, leaf, seen(held, *told))
 
     def seen(held: torch.Tensor, cuts: Mapping[str, Any], axis: Axis, summed: tuple[Axis, ...]) -> torch.Tensor:

@@ -9,7 +9,6 @@ import gc
 import multiprocessing
 import os
 import pickle
-import random
 import signal
 import sys
 import threading
@@ -25,6 +24,7 @@ from shardwise.guard import points
 from shardwise.guard.records import RankRecord
 from shardwise.guard.stacks import answer_with_stacks
 from shardwise.ranks.allocation import keep_freed_memory
+from shardwise.ranks.fresh import reset_process
 from shardwise.ranks.messages import IDLE, READY, Failure, RankCall, Report, dumps
 from shardwise.ranks.scheduling import take_turns
 
@@ -111,7 +111,7 @@ def _perform(job: RankCall) -> Report:
     try:
         _look_like_caller(job)
         function, args = pickle.loads(job.call)
-        _reset_torch(job.threads)
+        reset_process(job.threads)
         record = _watched(job)
         _open_group(job)
         opened = True
@@ -224,22 +224,6 @@ def _forget_meshes() -> None:
         _redistribute.clear_redistribute_planner_cache()
     # else the recompile limit counts the compilations of earlier jobs, and silently ends compilation
     torch._dynamo.reset()
-
-
-def _reset_torch(threads: int) -> None:
-    """torch's global switches at their defaults, seeds at zero."""
-    import torch
-
-    torch.set_num_threads(threads)
-    torch.set_default_dtype(torch.float32)
-    torch.set_default_device(None)
-    torch.set_grad_enabled(True)
-    torch.use_deterministic_algorithms(False)
-    torch.distributions.Distribution.set_default_validate_args(__debug__)  # torch.compile ends it for the process
-    torch.manual_seed(0)
-    random.seed(0)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(0)
 
 
 def _describe(rank: int, error: BaseException) -> Failure:

@@ -117,6 +117,7 @@ class Calls(Events):
         self._constants: set[tuple[str, float]] = set()  # in losses, which do not count samples
         self._gathered: set[tuple[str, str]] = set()  # operations of the script's that gather, by line
         self._ends: list[Any] = []  # nodes of the autograd graph that gave the outputs of this batch
+        self._settle: Callable[[], Callable[[], None] | None] = lambda: None
         self.forwards = 0  # by which "fast" draws are seeded
 
     @property
@@ -125,13 +126,19 @@ class Calls(Events):
         return self.dealt.part if self.dealt is not None else None
 
     @property
+    def is_outside(self) -> bool:
+        """Returns whether the script's own code runs: not the model's forward or methods, nor a backward."""
+        return not (self._away or self.inside or self.in_method) and torch._C._current_graph_task_id() == -1
+
+    @property
     def draws(self) -> SampleDraws | None:
         """What watches draws, one for all models of a loop."""
         return self.leader._watched
 
-    def _held_beside(self) -> Share | None:
-        """What this rank holds of the batch of another loader (`Prepared.split`) that is at hand."""
-        return self.kept.beside if self.kept is not None else None
+    def _held_beside(self) -> tuple[Share | None, set[bool]]:
+        """What this rank holds of the batch of another loader (`Prepared.split`) that is at hand, and whether the
+        operation under way is given samples of that."""
+        return (None, set()) if self.kept is None else (self.kept.beside, self.kept.draws_for)
 
     # --- the loop
 
@@ -229,12 +236,16 @@ class Calls(Events):
 
     # --- the model
 
-    def watch(self, engine: Engine, meeting: Meeting | None, gate: Gate, *, gathers: bool) -> None:
+    def watch(
+        self, engine: Engine, meeting: Meeting | None, gate: Gate, *, gathers: bool, settle: Callable[[], None]
+    ) -> None:  # fmt: skip
         """The model's weights are in place: follow its calls from here on.
 
         gate     opened where the engine reads parameters
         gathers  every forward needs all ranks, not only one in training
+        settle   brings the weights up to what the script did to the optimizer's pieces
         """
+        self._settle = weakref.WeakMethod(settle)
         self.engine, self._meeting, self._gate, self.gathers = engine, meeting, gate, gathers
         if self.kept is not None:
             self.kept.go_on()
@@ -254,6 +265,9 @@ class Calls(Events):
             return args, kwargs
         if self.mesh.world.size > 1:
             refuse_transform()
+        settle = self._settle()
+        if settle is not None:
+            settle()
         self.inside += 1
         if self.kept is not None and self.inside == 1:
             self._entering = self.kept.enter((args, kwargs), self.model)

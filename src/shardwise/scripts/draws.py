@@ -36,9 +36,14 @@ _MIXES = (
     "in the dataset or the collate function"
 )
 _BESIDE = (
-    "random numbers of shape {} are drawn for the {} samples of a batch of prepared.split(...) that this rank has: "
-    "every rank would draw the same ones, where one process draws for all {}: draw them in the dataset; or go "
-    "through that loader as it is, by which every rank has whole batches of it"
+    "random numbers of shape {} are drawn, and nothing tells whether for the {} samples of the main batch ({} on all "
+    "ranks) or for those of the batch of prepared.split(...) ({}): draw them like a tensor of either "
+    "(torch.randn_like(x)), or in the dataset"
+)
+_TOGETHER = (
+    "random numbers of shape {} are drawn for samples of several batches, or several times those of one, put together: "
+    "which of one process's numbers belong to them is not known. Draw for each batch by itself, before they are put "
+    "together"
 )
 _INERT = ("dropout_p", "dropout", "p")  # arguments that switch a random op off at 0
 
@@ -46,8 +51,9 @@ _INERT = ("dropout_p", "dropout", "p")  # arguments that switch a random op off 
 class SampleDraws(TorchDispatchMode):
     """Active while `part` is set: the samples that this rank holds. `inside`: the model's own forward runs."""
 
-    def __init__(self, beside: Callable[[], Share | None] = lambda: None) -> None:
-        """`beside`: the samples that this rank holds of another loader's batch at hand."""
+    def __init__(self, beside: Callable[[], tuple[Share | None, set[bool]]] = lambda: (None, set())) -> None:
+        """`beside`: the samples that this rank holds of another loader's batch at hand, and whether what the operation
+        under way is given is of those (True), of the main batch's (False), of both or of none."""
         super().__init__()
         self._beside = beside
         self.part: Share | None = None
@@ -91,6 +97,10 @@ class SampleDraws(TorchDispatchMode):
 
     @names_line
     def _draw(self, func: Any, args: tuple, kwargs: dict, part: Share) -> Any:
+        names = [argument.name for argument in func._schema.arguments]
+        sized = {name for name in ("size", "shape") if name in names}
+        given = dict(zip(names, args, strict=False)) | kwargs
+        part = self._whose(part, _shape_of(given, sized))
         rows, low, total = part.count, part.start, part.total
         if rows == total:  # positions alone are cut
             if self.inside and not self.followed and any(isinstance(arg, Part) for arg in args):
@@ -113,9 +123,6 @@ class SampleDraws(TorchDispatchMode):
             found.append(at)
             return _among(tensor, at, low, total)
 
-        names = [argument.name for argument in func._schema.arguments]
-        sized = {name for name in ("size", "shape") if name in names}
-        given = dict(zip(names, args, strict=False)) | kwargs
         if func.overloadpacket is torch.ops.aten.randperm and given["n"] == rows and total > rows:
             raise RefusedPlan(_MIXES)
         if _is_off(func, given):
@@ -125,7 +132,6 @@ class SampleDraws(TorchDispatchMode):
         if not found:
             if self.inside and not _is_scalar(given, sized):
                 raise RefusedPlan(self._told(func, given, sized, rows))
-            self._refuse_beside(_shape_of(given, sized))
             return func(*args, **kwargs)
         if self.inside and not self.followed:
             self.followed = str(func.overloadpacket).removeprefix("aten.")
@@ -148,11 +154,17 @@ class SampleDraws(TorchDispatchMode):
         known = [] if self.inside and self.dim else [at for at in (self.dim, 0) if at in fits]
         return known[0] if known else fits[0] if self.inside and len(fits) == 1 else None
 
-    def _refuse_beside(self, shape: tuple[int, ...]) -> None:
-        """Raise `RefusedPlan` where the script draws for samples of another loader's batch, which ranks have dealt."""
-        other = self._beside()
-        if other is not None and shape[:1] == (other.count,) and other.count < other.total:
-            raise RefusedPlan(_BESIDE.format(shape, other.count, other.total))
+    def _whose(self, part: Share, shape: tuple[int, ...]) -> Share:
+        """The samples that numbers of this shape are drawn for: the main batch's, or another loader's at hand."""
+        other, of_other = self._beside()
+        if other is None or (other.count, other.start, other.total) == (part.count, part.start, part.total):
+            return part
+        if of_other in ({True}, {False}):
+            return other if True in of_other else part
+        fits = [one for one in (part, other) if self._place(shape, one.count) is not None]
+        if len(fits) > 1:
+            raise RefusedPlan(_BESIDE.format(shape, part.count, part.total, other.total))
+        return fits[0] if fits else part
 
     def _told(self, func: Any, given: dict, sized: set[str], rows: int) -> str:
         return (

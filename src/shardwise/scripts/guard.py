@@ -42,6 +42,7 @@ _LEFT = (
     "a parameter is used ({}) that was the model's before prepare and is no more: the plan put another in its place. "
     "Take model.parameters() anew in each step"
 )
+Answer = Callable[[Any, tuple, dict], Any]  # (function of torch, args, kwargs) -> its result
 _COPYING = 4  # the protocol of copy.deepcopy; torch.save has a lower one
 
 
@@ -93,12 +94,14 @@ def _in_pieces(gate: Gate) -> type[nn.Parameter]:
 
 def guard_gradients(
     model: nn.Module, technique: Any, *, all: bool, shares: Collection[str], summed: tuple[Axis, ...],
-    beside: tuple[Axis, ...], inside: Callable[[], bool],
+    beside: tuple[Axis, ...], inside: Callable[[], bool], whole: Answer | None = None,
 ) -> Gate:  # fmt: skip
     """Make `param.grad` raise where gradients are elsewhere than in the parameters; returns the gate that allows it.
 
     all     under any technique: the parameters are shares, or lower-precision copies of masters
-    shares  names of those that are shares, whose values raise too: a norm would be that of this rank's share
+    shares  names of those that are shares
+    whole   what a function of shares is, read by the script's own code; None: they raise, as a norm would be that of
+            this rank's share. Within the model's forward and in backward they always do
     summed  axes whose ranks have the same samples: what the script itself computes of a weight (a penalty) every one
             of them computes, and its gradient counts once
     beside  more of them, whose ranks have other samples while `inside`, in the model's forward
@@ -115,8 +118,12 @@ def guard_gradients(
     class WeightShare(pieces):
         @classmethod
         def __torch_function__(cls, func, types, args=(), kwargs=None):
-            if not gate.is_open and reads_values(func):
-                _raise(TAKEN if func is torch.autograd.grad else OF_A_SHARE.format(getattr(func, "__name__", func)))
+            if not gate.is_open:
+                modules = inside() or torch._C._current_graph_task_id() != -1
+                if whole is not None and not modules:
+                    return whole(func, args, kwargs or {})
+                if reads_values(func):
+                    _raise(TAKEN if func is torch.autograd.grad else OF_A_SHARE.format(getattr(func, "__name__", func)))
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
 
@@ -162,7 +169,7 @@ def _count_once(
 
 
 def retire(left: Iterable[nn.Parameter], gate: Gate) -> None:
-    """Make parameters raise that the model had before the plan replaced them: their gradients never come."""
+    """Make parameters raise that the model had before the plan replaced them, and what was computed of them."""
 
     class Left(nn.Parameter):
         @property
@@ -180,7 +187,18 @@ def retire(left: Iterable[nn.Parameter], gate: Gate) -> None:
 
     for param in left:
         if type(param) is nn.Parameter:
+            if param.requires_grad:
+                param.register_hook(_refuse_left)
             param.__class__ = Left
+
+
+@names_line
+def _refuse_left(gradient: torch.Tensor) -> None:
+    """A gradient of what the script computed of a parameter before the plan put another in its place."""
+    raise RefusedPlan(
+        "the loss is computed from a parameter as it was before the model's first forward in training, by which the "
+        "plan put another in its place: compute what is made of model.parameters() (a penalty) after model(x)"
+    )
 
 
 @names_line

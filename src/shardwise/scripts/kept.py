@@ -90,6 +90,7 @@ class Kept(TorchFunctionMode, Events):
         self._mesh, self._told = mesh, told
         self.on = False  # between a batch and the next
         self.after = False  # its backward is over
+        self.draws_for: set[bool] = set()  # whether what the operation under way is given is another loader's
         self.beside: Share | None = None  # held of another loader's batch (`Prepared.split`), in a loop over it
         self.inside = 0  # the model's own forward, how deep
         self._entered = False
@@ -176,6 +177,7 @@ class Kept(TorchFunctionMode, Events):
         found = frozenset(one for each in made for one in each.of | each.read)
         trains = model.training and torch.is_grad_enabled()
         own, beside = trains or any(one.own for one in made), any(one.beside for one in made)
+        self.draws_for = {one.beside for one in made if one.own}
         self._call = _Made(_NOTHING, own, frozenset(), beside=beside)
         self.inside += 1
         return frozenset(one for one in found if one.model != id(model) or not self._counts(one.shape, self._held))
@@ -209,6 +211,22 @@ class Kept(TorchFunctionMode, Events):
         found = self._made.get(id(value))
         return self.on and found is not None and found.tensor() is value and found.fresh
 
+    def is_of_other(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is known to be of another loader's batch."""
+        known, other = self._made.get(id(tensor)), self._others.get(id(tensor))
+        found = known is not None and known.tensor() is tensor and known.beside
+        return found or (other is not None and other() is tensor)
+
+    def refuse_uncounted(self, loss: torch.Tensor) -> None:
+        """Raise `InputError` where a rank without samples of the main batch has a loss of another loader's."""
+        if self.beside is not None and self.is_of_other(loss):
+            raise InputError(
+                "prepared.backward: this rank counts no sample of the main batch, of which there are "
+                f"{self._held.total}, and its loss is of samples of prepared.split(...) too, which would be left out: "
+                "give the main loader drop_last=True (or prepare check_loss=False, where a batch that is looked at is "
+                "dealt to fewer ranks)"
+            )
+
     # --- operations
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -229,6 +247,7 @@ class Kept(TorchFunctionMode, Events):
         if name in _OVERWRITES and args and isinstance(args[0], torch.Tensor):
             given = given[1:]  # what it held is gone
         made = [self._of(tensor) for tensor in given]
+        self.draws_for = {one.beside for one in made if one.own}
         self._refuse_drawn([len(value) for value in (*args, *kwargs.values()) if _is_plain(value, name)])
         numbers = [value for value in (*args, *kwargs.values()) if isinstance(value, float)]
         own = any(one.own for one in made)

@@ -93,14 +93,19 @@ class PartLoader:
         return len(self.whole)
 
     def __iter__(self) -> Iterator[Any]:
+        """An epoch. What a loader draws when it is asked for an iterator is drawn now, before any batch is."""
         self.events.before_epoch()
         now, (self._skip, began), self._place = Generators(self.whole), self._place or (0, None), None
         if began is not None:
             Generators.from_json(self.whole, began).restore()
         self._skipped = now.restore if began is not None else None
         self._began, self._out = Generators(self.whole), self._skip
+        batches = self._first_way()
+        return self._handed_out(self._began, batches)
+
+    def _handed_out(self, began: Generators, batches: Iterator[BatchPart]) -> Iterator[Any]:
         try:
-            for batch, dealt, checksum in self._batches():
+            for batch, dealt, checksum in self._batches(began, batches):
                 self.part = dealt.part
                 self._out += 1
                 if not self._compared:
@@ -129,13 +134,18 @@ class PartLoader:
         fits = dims_of_samples(batch, dealt.held.count)
         return fits[0] if len(fits) == 1 or (fits and not joins_by_itself(self.whole)) else None
 
-    def _batches(self) -> Iterator[BatchPart]:
-        """Parts, read in the first way that fits the first batch; the generators then start again from there."""
+    def _first_way(self) -> Iterator[BatchPart]:
+        """Parts, read in the way that is tried next."""
+        self._dealer = Dealer(self._ranks, self._rank, self.events.wants_look)
+        return self._ways[0]()
+
+    def _batches(self, began: Generators, batches: Iterator[BatchPart]) -> Iterator[BatchPart]:
+        """Parts, read in the first way that fits the first batch; the generators then start again from there.
+
+        began   where they stood when the epoch was asked for, since when the script may have drawn
+        """
         stood, told = Generators(self.whole), ""
         while True:
-            way = self._ways[0]
-            self._dealer = Dealer(self._ranks, self._rank, self.events.wants_look)
-            batches = way()
             try:
                 first = next(batches, None)
                 break
@@ -145,9 +155,11 @@ class PartLoader:
                     raise InputError(f"prepare: the loader's batches cannot be cut over ranks: {error}{also}") from None
                 told = str(error)
                 self._ways = self._ways[1:]
+                began.restore()
+                batches = self._first_way()
                 stood.restore()
         if len(self._ways) > 1 or told:
-            self._ways = [way]
+            self._ways = self._ways[:1]
             self._tell(told)
         if first is None and self._skipped is not None:
             self._skipped()  # nothing was left
@@ -170,7 +182,10 @@ class PartLoader:
 
     def _indexed(self) -> Iterator[BatchPart]:
         sampler = PartSampler(self.whole.batch_sampler, self._dealer, self._skip, self._skipped)
-        for batch in _like(self.whole, sampler):
+        return self._read_parts(iter(_like(self.whole, sampler)), sampler)
+
+    def _read_parts(self, source: Iterator[Any], sampler: PartSampler) -> Iterator[BatchPart]:
+        for batch in source:
             if self._ranks == 1:  # of the data axis: every rank reads it
                 self._look = [] if self._compared else look_of(batch)
             yield (batch, *sampler.dealt.popleft())
@@ -178,7 +193,10 @@ class PartLoader:
     def _watched(self) -> Iterator[BatchPart]:
         """As `_indexed`, as long as nothing is drawn."""
         sampler = PartSampler(self.whole.batch_sampler, self._dealer, self._skip, self._skipped)
-        for number, (batch, drew, look) in enumerate(_like(self.whole, sampler, watched=True)):
+        return self._read_watched(iter(_like(self.whole, sampler, watched=True)), sampler)
+
+    def _read_watched(self, source: Iterator[Any], sampler: PartSampler) -> Iterator[BatchPart]:
+        for number, (batch, drew, look) in enumerate(source):
             if drew and number == 0:
                 raise Unfit("random numbers are drawn where samples are read")
             self._look = look
@@ -192,7 +210,10 @@ class PartLoader:
 
     def _whole(self) -> Iterator[BatchPart]:
         sampler = PartSampler(self.whole.batch_sampler, Dealer(1, 0, bool), self._skip, self._skipped)
-        for batch in _like(self.whole, sampler):
+        return self._read_whole(iter(_like(self.whole, sampler)), sampler)
+
+    def _read_whole(self, source: Iterator[Any], sampler: PartSampler) -> Iterator[BatchPart]:
+        for batch in source:
             whole, checksum = sampler.dealt.popleft()
             self._look = [] if self._compared else look_of(batch)
             dealt = self._dealer.deal(whole.part.total)
@@ -203,7 +224,9 @@ class PartLoader:
             yield part, dealt, checksum
 
     def _sliced(self) -> Iterator[BatchPart]:
-        batches = iter(self.whole)
+        return self._cut_whole(iter(self.whole))
+
+    def _cut_whole(self, batches: Iterator[Any]) -> Iterator[BatchPart]:
         for _ in range(self._skip):
             next(batches, None)
         if self._skipped is not None:

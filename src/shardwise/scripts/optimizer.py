@@ -12,6 +12,7 @@ State of steps that were done before goes with the parameters: as it is, or cut 
 from __future__ import annotations
 
 import inspect
+import types
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -23,6 +24,7 @@ from shardwise.comm import Axis
 from shardwise.engine.optimizer import Nature, refuse, try_out
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.parallel.slots import DataParallel
+from shardwise.scripts.saying import names_line
 from shardwise.step.owners import OwnedMasters, PieceSlots
 
 _ORDER = ("elementwise", "per tensor", "joint")
@@ -77,6 +79,11 @@ def _made(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
         ) from error
 
 
+def nature_of_group(optimizer: Optimizer, settings: dict[str, Any], shapes: Sequence[torch.Size]) -> Nature:
+    """Returns what the update of one group needs, by a trial."""
+    return try_out(_flat(optimizer, _settings(settings)), list(shapes))
+
+
 def nature_of(optimizer: Optimizer, shapes: Sequence[Sequence[torch.Size]]) -> Nature:
     """Returns what the update needs (elements, tensors or all), by a trial of each group's settings."""
     found = []
@@ -104,17 +111,12 @@ def adopt(
     whole   every piece is a whole parameter
     """
     owners = None
-    held: dict[str, list[nn.Parameter]] = {}
     refuse(nature, zero, named=type(optimizer).__name__)
     if zero and any(getattr(technique, "complex", ())):
         raise RefusedPlan(f"prepare: zero={zero} does not hold complex parameters for a script: use dp_replicate")
-    if zero == 0 or nature.kind == "elementwise":
-        for slot in technique.slots:
-            if slot.master.numel() or slot.whole:
-                held.setdefault(slot.name, []).append(slot.master)
-    else:
+    if zero and nature.kind != "elementwise":
         owners = OwnedMasters(cast(PieceSlots, technique), names, [shapes[name] for name in names], shard)
-        held = {names[index]: [master] for index, master in owners.masters.items()}
+    held = held_pieces(technique, owners, names)
     pieces = [[piece for name in group for piece in held.get(name, [])] for group in groups]
     state: dict[Any, Any] = {}
     if whole:
@@ -134,6 +136,58 @@ def adopt(
         kept = {key: value for key, value in vars(made).items() if key not in _NOT_TAKEN and "hook" not in key}
         vars(optimizer).update(kept)
     return owners
+
+
+def held_pieces(
+    technique: DataParallel, owners: OwnedMasters | None, names: list[str]
+) -> dict[str, list[nn.Parameter]]:  # fmt: skip
+    """Returns what this rank's optimizer holds of each parameter: its pieces, or the whole of those that it owns."""
+    if owners is not None:
+        return {names[index]: [master] for index, master in owners.masters.items()}
+    held: dict[str, list[nn.Parameter]] = {}
+    for slot in technique.slots:
+        if slot.master.numel() or slot.whole:
+            held.setdefault(slot.name, []).append(slot.master)
+    return held
+
+
+def names_to_add(
+    params: list[nn.Parameter], model: nn.Module, shapes: dict[str, torch.Size], groups: list[list[str]]
+) -> list[str]:  # fmt: skip
+    """Returns the names of parameters that a script adds to its optimizer; `InputError` for those that it cannot."""
+    known = {id(param): name for name, param in model.named_parameters()}
+    names = [known.get(id(param), "") for param in params]
+    held = {name for group in groups for name in group}
+    for name in names:
+        if name in shapes and name not in held:
+            continue
+        why = "is in another group" if name in held else "was frozen then" if name else "is not the prepared model's"
+        raise InputError(
+            f"optimizer.add_param_group: '{name or 'a tensor'}' {why}, and a group after prepare takes parameters that "
+            "were trained then and that no group has: freeze after prepare instead of before, which holds still as "
+            "long as the script wants"
+        )
+    return names
+
+
+def refuse_other(nature: Nature, other: Nature, optimizer: Optimizer) -> None:
+    """Raise `InputError` for a group whose settings need larger pieces than the others' (`nature`)."""
+    if _ORDER.index(other.kind) > _ORDER.index(nature.kind):
+        raise InputError(
+            f"optimizer.add_param_group: with these settings {type(optimizer).__name__} needs more of a tensor than "
+            "the pieces that the plan gave it: add the group before prepare, or give prepared.replace_optimizer one "
+            "with all groups"
+        )
+
+
+def retire(optimizer: Optimizer) -> None:
+    """An optimizer that another one took the place of can step no more."""
+
+    @names_line
+    def step(self: Optimizer, closure: Any = None) -> None:
+        raise InputError("optimizer.step() of an optimizer that prepared.replace_optimizer took the place of")
+
+    vars(optimizer)["step"] = types.MethodType(step, optimizer)
 
 
 def _with_frozen(given: list[nn.Parameter], trained: list[nn.Parameter]) -> list[nn.Parameter]:

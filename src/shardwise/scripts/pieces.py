@@ -37,7 +37,7 @@ _ITSELF = frozenset(  # the tensor itself is wanted, to be written into perhaps,
 
 _LOST = (
     "{} into a view of a weight of which this rank holds a piece that is no piece of the view, so that what is written "
-    "would be lost: write into the weight itself (weight[0] = ..., weight.data.copy_(...)), or use zero=2"
+    "would be lost: write into the weight itself (weight[0] = ..., weight.data.copy_(...)), or use zero=2 without tp"
 )
 
 
@@ -81,14 +81,14 @@ class Pieces:
             return self._assign(*args)
         if attribute or name in _ITSELF:
             return self._seen(func(*args, **kwargs))
-        if _writes(name):
+        if writes_into(name):
             target = args[0] if args else next(iter(kwargs.values()))
             if tensors_in(target, DTensor):
                 return self._write(func, name, target, args, kwargs)
         if torch.is_grad_enabled() and any(piece.requires_grad for piece in pieces):
             self.meet("a sharded weight that is read with gradients")
             return func(*replaced(self._kind, self._whole, args), **replaced(self._kind, self._whole, kwargs))
-        how = _answered_by_pieces(name)
+        how = answered_by_pieces(name)
         if how == "element" and not _plain_beside(args, kwargs):
             return self._seen(func(*args, **kwargs))
         if how == "view":
@@ -111,21 +111,22 @@ class Pieces:
     def _of_whole(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """What it is of whole tensors, which are copies: a view of one would lose what is written into it."""
         self.meet("a sharded weight that is read")
-        args, kwargs = replaced(DTensor, lambda one: one.detach().full_tensor(), (args, kwargs))
-        made = func(*args, **kwargs)
-        given = {one.untyped_storage()._cdata for one in tensors_in((args, kwargs))}
-        return replaced(
-            torch.Tensor,
-            lambda one: one.as_subclass(_Lost) if one.untyped_storage()._cdata in given else one,
-            made,
-        )
+        wholes: dict[int, None] = {}
+
+        def whole(piece: DTensor) -> torch.Tensor:
+            found = piece.detach().full_tensor()
+            wholes[found.untyped_storage()._cdata] = None
+            return found
+
+        args, kwargs = replaced(DTensor, whole, (args, kwargs))
+        return for_reading(func(*args, **kwargs), wholes)
 
     def _write(self, func: Any, name: str, target: Any, args: tuple, kwargs: dict) -> Any:
         """Into one piece or several: each element's value by itself, or else the whole tensor's, of which it is cut."""
         into = tensors_in(target, DTensor)
         sharded = [one for one in tensors_in((args, kwargs), DTensor) if one.dim()]
         alike = len({one.placements for one in sharded}) == 1 and not _plain_beside(args, kwargs)
-        if alike and _answered_by_pieces(name):
+        if alike and answered_by_pieces(name):
             return self._seen(func(*args, **kwargs))
         self.meet("a sharded weight that is written")
         wholes = {id(one): one.detach().full_tensor().clone() for one in tensors_in((args, kwargs), DTensor)}
@@ -206,13 +207,20 @@ class _Lost(torch.Tensor):
             return NotImplemented
         name = getattr(func, "__name__", "")
         with torch._C.DisableTorchFunctionSubclass():
-            if _writes(name) and args and tensors_in(args[0], _Lost):
+            if writes_into(name) and args and tensors_in(args[0], _Lost):
                 names_line(_refuse_lost)(name)
             made = func(*args, **(kwargs or {}))
             given = {one.untyped_storage()._cdata for one in tensors_in((args, kwargs or {}), _Lost)}
             if not isinstance(made, torch.Tensor) or made.untyped_storage()._cdata not in given:
                 return made
             return made.as_subclass(_Lost)
+
+
+def for_reading(made: Any, wholes: Collection[int]) -> Any:
+    """What was made of whole weights (by their storages), of which views are for reading alone."""
+    return replaced(
+        torch.Tensor, lambda one: one.as_subclass(_Lost) if one.untyped_storage()._cdata in wholes else one, made
+    )
 
 
 def _refuse_lost(name: str) -> None:
@@ -264,7 +272,7 @@ def _copy_piece(into: DTensor, whole: torch.Tensor) -> None:
     into._local_tensor.detach().copy_(piece.to_local())
 
 
-def _writes(name: str) -> bool:
+def writes_into(name: str) -> bool:
     """Whether a function of this name writes into its first argument."""
     return (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or name in _IN_PLACE
 
@@ -273,7 +281,7 @@ _IN_PLACE = frozenset(name for name in dir(torch.Tensor) if name.startswith("__i
 
 
 @cache
-def _answered_by_pieces(name: str) -> str:
+def answered_by_pieces(name: str) -> str:
     """How torch's sharded tensors answer by their pieces: "view", "element" (each by itself, or a sum); "" if not.
 
     Of what else a function may be, the whole tensors are computed.

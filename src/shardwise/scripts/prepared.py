@@ -24,14 +24,17 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.checkpoint.optimizers import options_of
+from shardwise.comm import gather_rows
 from shardwise.device import on_host
 from shardwise.engine.engine import Engine
 from shardwise.engine.optimizer import refuse, shares_of
 from shardwise.engine.recipe import trainable
 from shardwise.errors import InputError, RefusedPlan
+from shardwise.host import row_of
 from shardwise.layout import Plan
 from shardwise.mesh import build_mesh
 from shardwise.parallel.full import FullShard
+from shardwise.part.parameters import read_outside
 from shardwise.part.tensor import Gathers
 from shardwise.random import Randomness
 from shardwise.ranks import here, join
@@ -39,18 +42,20 @@ from shardwise.ranks.launchers import own_device
 from shardwise.scripts import optimizer as optimizers
 from shardwise.scripts.agreement import same_given
 from shardwise.scripts.calls import Calls, leader_of
+from shardwise.scripts.cut_weights import CutWeights, answer_of
 from shardwise.scripts.guard import Gate, guard_conversion, guard_copies, guard_gradients, retire
 from shardwise.scripts.held import hold
 from shardwise.scripts.loader import Events, PartLoader, Reads
 from shardwise.scripts.meeting import Meeting
 from shardwise.scripts.methods import guard_methods, read_whole
 from shardwise.scripts.moved import FirstSteps
+from shardwise.scripts.own_pieces import OwnPieces
 from shardwise.scripts.pieces import Pieces, draw_whole
 from shardwise.scripts.saved import put as put_saved
 from shardwise.scripts.saying import names_line
 from shardwise.scripts.spread import check_cuts, shared_call, thawed, wait_for_call
 from shardwise.scripts.start import check_given, generators_kept, is_compiled, make_engine, waits_for_call, with_dtype
-from shardwise.scripts.state import holds_pieces, put, states_of
+from shardwise.scripts.state import States, holds_pieces, put, states_of
 from shardwise.scripts.stepping import Stepping, buckets_of
 from shardwise.task import Domain
 
@@ -143,17 +148,11 @@ class Prepared(Stepping):
         spatial: Domain | None, loss_scope: str,
     ) -> None:  # fmt: skip
         self.plan = plan = with_dtype(plan, model)
-        self.model, self.optimizer = model, optimizer
+        self.model = model
         self.mesh, self.seed, self.branches, self._spatial = build_mesh(plan, device), seed, branches, spatial
-        optimizers.refuse_lost(optimizer)
-        self.all_names = optimizers.names_in_groups(optimizer, model)
         self._shapes = {name: param.shape for name, param in trainable(model)}
-        self._groups = [[name for name in group if name in self._shapes] for group in self.all_names]
-        with generators_kept():
-            shapes = [[self._shapes[name] for name in group] for group in self._groups]
-            self._nature = optimizers.nature_of(optimizer, shapes)
         self._shares = plan.tp > 1 or plan.ep > 1
-        refuse(self._nature, 0, shares_of(plan.tp, plan.ep), named=type(optimizer).__name__)
+        self._take(optimizer)
         ranks = self.mesh.gradients.size
         if plan.remat != "none" and not on_host(device) and randomness == "global" and ranks > 1:
             raise RefusedPlan('prepare: recompute on a GPU cannot repeat one process\'s draws: use randomness="fast"')
@@ -177,6 +176,74 @@ class Prepared(Stepping):
         else:
             self._spread()
 
+    def _take(self, optimizer: Optimizer) -> None:
+        """Know the names of an optimizer's parameters, and by a trial which pieces of them it bears."""
+        optimizers.refuse_lost(optimizer)
+        self.optimizer = optimizer
+        self.all_names = optimizers.names_in_groups(optimizer, self.model)
+        self._groups = [[name for name in group if name in self._shapes] for group in self.all_names]
+        with generators_kept():
+            shapes = [[self._shapes[name] for name in group] for group in self._groups]
+            self._nature = optimizers.nature_of(optimizer, shapes)
+        refuse(self._nature, 0, shares_of(self.plan.tp, self.plan.ep), named=type(optimizer).__name__)
+
+    def _adopt(self, engine: Engine, before: States) -> None:
+        """Point the optimizer at this rank's pieces; `before` is the state that it has. Collective."""
+        mesh, plan, optimizer = self.mesh, self.plan, self.optimizer
+        engine.state.owners = optimizers.adopt(
+            optimizer, self._groups, engine.technique, engine.state.names, self._shapes, mesh.shard,
+            self._nature, zero=plan.zero if mesh.shard.size > 1 else 0, whole=not holds_pieces(plan),
+        )  # fmt: skip
+        engine.state.optimizer, engine.state.needs_closure = optimizer, self._nature.needs_closure
+        if before and holds_pieces(plan):
+            put(engine.state, optimizer, before)
+        held = sum(len(group["params"]) for group in optimizer.param_groups)
+        self._some_without = self._pieces and not bool(
+            gather_rows(row_of([float(held)], mesh.device), mesh.world).all()
+        )
+
+    @names_line
+    def replace_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Returns `optimizer`, made anew in place over this rank's pieces; it takes the place of the one before, which
+        can step no more. For scripts that make another one from model.parameters() in mid training. Collective.
+        """
+        self._passes("prepared.replace_optimizer(...)")
+        if optimizer is self.optimizer:
+            raise InputError("prepared.replace_optimizer: this is the optimizer that the plan has already")
+        retired, known = self.optimizer, self._engine
+        with self._gate.open():
+            self._take(optimizer)
+            before = states_of(optimizer, self.all_names)
+            if known is not None:
+                with generators_kept(), thawed(self.model, self._shapes):
+                    self._adopt(known, before)
+                self._first = FirstSteps(known, self._groups)
+                self.built = options_of(known)
+        optimizers.retire(retired)
+        self._hook_optimizer()
+        self._watch_pieces()
+        return optimizer
+
+    @names_line
+    def add_group(self, group: dict[str, Any]) -> None:
+        """`optimizer.add_param_group`: parameters that the plan has, and that no group held. Raises `InputError`."""
+        with self._gate.open():
+            given = group["params"]
+            group = {**group, "params": [given] if isinstance(given, torch.Tensor) else list(given)}
+            names = optimizers.names_to_add(group["params"], self.model, self._shapes, self.all_names)
+            with generators_kept():
+                settings = {**self.optimizer.defaults, **group, "params": []}
+                nature = optimizers.nature_of_group(self.optimizer, settings, [self._shapes[name] for name in names])
+            optimizers.refuse_other(self._nature, nature, self.optimizer)
+            engine = self._engine
+            if engine is not None:
+                held = optimizers.held_pieces(engine.technique, engine.state.owners, engine.state.names)
+                group["params"] = [piece for name in names for piece in held.get(name, [])]
+            type(self.optimizer).add_param_group(self.optimizer, group)
+        self.all_names.append(names)
+        self._groups.append(names)
+        self._watch_pieces()
+
     @names_line
     def _spread(self, args: tuple = (), kwargs: dict | None = None) -> None:
         """Put the model's weights where the plan has them. Collective."""
@@ -196,10 +263,7 @@ class Prepared(Stepping):
             self._engine = engine = make_engine(
                 model, plan, mesh, self.branches, self.seed, self._spatial, call, samples
             )
-            engine.state.owners = optimizers.adopt(
-                self.optimizer, self._groups, engine.technique, engine.state.names, self._shapes, mesh.shard,
-                self._nature, zero=plan.zero if mesh.shard.size > 1 else 0, whole=not holds_pieces(plan),
-            )  # fmt: skip
+            self._adopt(engine, before)
         for child, mode in training.items():
             child.training = mode
         if engine.state.tensor is not None:
@@ -208,16 +272,25 @@ class Prepared(Stepping):
             engine.notices.append(
                 'the model is compiled, which has no effect where draws are followed: give randomness="fast" to use it'
             )
-        engine.state.optimizer, engine.state.needs_closure = self.optimizer, self._nature.needs_closure
-        if before and holds_pieces(plan):
-            put(engine.state, self.optimizer, before)
         in_pieces = self._shares or isinstance(engine.technique, FullShard)
         mixed = engine.state.precision.mixed
         cuts = set(engine.state.tensor.cuts) if engine.state.tensor is not None else set()
+        calls = self.calls
         self._gate = guard_gradients(
             model, engine.technique, all=self._shares or mixed, shares=cuts, summed=mesh.inner,
-            beside=(self.calls.whole is not None and (mesh.data,)) or (), inside=lambda: self.calls.inside > 0,
+            beside=(calls.whole is not None and (mesh.data,)) or (),
+            inside=lambda: calls.inside > 0,
+            whole=answer_of(weakref.ref(self)) if cuts and not isinstance(engine.technique, FullShard) else None,
         )  # fmt: skip
+        if cuts:
+            self.cut_weights = CutWeights(
+                engine.state, self._gate, self.meet, (*((mesh.data,) if calls.whole is not None else ()), *mesh.inner),
+                mesh.world if calls.randomness == "fast" else None,
+            )  # fmt: skip
+            if not isinstance(engine.technique, FullShard):
+                gate = self._gate
+                read_outside(model, lambda: not gate.is_open and calls.is_outside)
+        self._own_pieces = OwnPieces(self._gate, self._changed)
         guard_conversion(model)
         guard_copies(model, plan, in_pieces=in_pieces or bool(mesh.inner))
         hold(self, whole=not (in_pieces or mixed))
@@ -232,7 +305,10 @@ class Prepared(Stepping):
         if isinstance(engine.technique, FullShard):
             read_whole(self)
             self._see_pieces(engine.technique, cuts)
-        self.calls.watch(engine, self.meeting, self._gate, gathers=in_pieces or bool(mesh.inner))
+        self._watch_pieces()
+        self.calls.watch(
+            engine, self.meeting, self._gate, gathers=in_pieces or bool(mesh.inner), settle=self.settle
+        )  # fmt: skip
         if self.pending is not None:
             put_saved(self, self.pending)
         self._told.say(self.notices)

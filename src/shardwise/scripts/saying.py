@@ -18,7 +18,7 @@ from shardwise.errors import ShardwiseError
 _HERE, _TORCH = _OURS = tuple(str(Path(module.__file__ or "").parent) for module in (shardwise, torch))
 _ENGINES = (f"{_TORCH}/distributed/", f"{_TORCH}/optim/")
 _PASSAGE, _ENGINE, _SCRIPT = range(3)
-_KINDS: dict[CodeType, int] = {}  # whose code it is
+_KINDS: dict[tuple[CodeType, tuple[str, ...]], int] = {}  # whose code it is, beside which passages
 
 
 class Notices:
@@ -70,9 +70,9 @@ def is_called_by_engine(*passages: str) -> bool:
     torch's own functions and the files `passages` are, is theirs."""
     frame = sys._getframe(1)
     while frame is not None:
-        kind = _KINDS.get(frame.f_code)
+        kind = _KINDS.get((frame.f_code, passages))
         if kind is None:
-            kind = _KINDS[frame.f_code] = _kind(frame.f_code.co_filename, passages)
+            kind = _KINDS[frame.f_code, passages] = _kind(frame.f_code.co_filename, passages)
         if kind != _PASSAGE:
             return kind == _ENGINE
         frame = frame.f_back  # type: ignore[assignment]

@@ -44,6 +44,9 @@ class Whole(Protocol):
     def meet_with(self, what: str, given: Any) -> None:
         """All ranks are needed for this call, and give it the same."""
 
+    def add_group(self, group: dict[str, Any]) -> None:
+        """The script adds parameters to its optimizer."""
+
 
 def open_doors(prepared: Whole) -> None:
     """`state_dict`, `load_state_dict` and `add_param_group` of the script's optimizer do what they say, or raise."""
@@ -51,11 +54,7 @@ def open_doors(prepared: Whole) -> None:
     kind = type(optimizer)
 
     def add_param_group(self: Optimizer, group: dict[str, Any]) -> None:
-        raise InputError(
-            "optimizer.add_param_group after prepare: the plan spread the parameters that the optimizer held then, and "
-            "others would not be trained as in one process: add every group before prepare (with lr=0 or "
-            "frozen after prepare, until its time)"
-        )
+        prepared.add_group(group)
 
     @names_line
     def state_dict(self: Optimizer) -> dict[str, Any]:
@@ -157,7 +156,7 @@ def _piece_of(
 
     def cut(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.shape == shape:
-            share = _share(state, name, tensor)
+            share = share_of(state, name, tensor)
             if not whole:
                 technique: Any = state.technique
                 share = technique.select(index, share.contiguous(), state.mesh.shard.index)
@@ -173,8 +172,8 @@ def _piece_of(
     return tree_map_only(torch.Tensor, cut, found)
 
 
-def _share(state: RankState, name: str, whole: torch.Tensor) -> torch.Tensor:
-    """What tp and ep leave this rank of it."""
+def share_of(state: RankState, name: str, whole: torch.Tensor) -> torch.Tensor:
+    """Returns what tp and ep leave this rank of a whole tensor of the parameter `name`."""
     value_of: Any = lambda _: whole  # noqa: E731
     value_of = value_of if state.tensor is None else state.tensor.local_values(value_of)
     value_of = value_of if state.experts is None else state.experts.local_values(value_of)

@@ -18,22 +18,19 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from shardwise.comm import gather_rows
 from shardwise.comm.buckets import GradientBuckets
 from shardwise.engine.engine import Engine
 from shardwise.errors import InputError, RefusedPlan
-from shardwise.host import read, row_of
 from shardwise.layout import Plan
-from shardwise.mesh import Mesh
 from shardwise.parallel.full import FullShard
 from shardwise.part import forget, plain, whole
 from shardwise.scripts.agreement import compare, same_change
-from shardwise.scripts.calls import Calls, techniques_of
+from shardwise.scripts.calls import techniques_of
 from shardwise.scripts.divisor import Divisor, divisor_of, refuse_division
 from shardwise.scripts.guard import RefusedScaler
-from shardwise.scripts.held import WeightAccess
 from shardwise.scripts.moved import FirstSteps
 from shardwise.scripts.outside import Outside
+from shardwise.scripts.over_ranks import OverRanks
 from shardwise.scripts.saying import Notices, names_line
 from shardwise.scripts.state import open_doors
 from shardwise.step.control import Tally
@@ -42,13 +39,10 @@ from shardwise.step.normalise import held_gradients, sum_of_squares
 from shardwise.step.train_step import complete, update
 
 
-class Stepping(WeightAccess):
+class Stepping(OverRanks):
     """The methods of `Prepared` that make up a step. All that the script's loop calls is collective."""
 
-    optimizer: Optimizer
     plan: Plan
-    mesh: Mesh
-    calls: Calls
     all_names: list[list[str]]  # of the optimizer's groups, frozen parameters among them
     _told: Notices
     _first: FirstSteps
@@ -71,12 +65,12 @@ class Stepping(WeightAccess):
         self._over: tuple[Divisor, float] | None = None  # of the step's first loss with a weight
         self._entered: list[Outside] = []  # the losses of this step, from outside of it
         self._square: torch.Tensor | None = None  # of this rank's gradients, when they were whole
+        self._stale = None
         self.loss = torch.tensor(float("nan"))  # of the last whole step, over all ranks
 
-    def _passes(self, what: str) -> None:
-        """Check that all ranks are at the same call, `what`; raises `RunError` where another is elsewhere."""
-        if self.meeting is not None and self._engine is not None:
-            self.meeting.passes(what)
+    @abstractmethod
+    def add_group(self, group: dict[str, Any]) -> None:
+        """The script adds parameters to its optimizer."""
 
     # --- what a script calls
 
@@ -111,10 +105,13 @@ class Stepping(WeightAccess):
             self._entered += self.calls.kept.entered(loss)
             self.calls.kept.numbers.summed_over_ranks(weight if mean_over is None else mean_over)
         self._look_at_loss(loss, weight if mean_over is None else mean_over)
+        given_loss = loss
         loss, weight, mean_over = whole(loss).reshape(()), plain(weight), plain(mean_over)
         if self._of_whole_batches:
             mean_over = None  # as it is
         stands_in = part is not None and part.count == 0 and not self._of_whole_batches
+        if stands_in and self.calls.kept is not None:
+            self.calls.kept.refuse_uncounted(given_loss)
         total = loss * 0 if stands_in else loss
         if mean_over is not None:
             (over,) = self._sum(0.0 if stands_in else mean_over)
@@ -139,16 +136,6 @@ class Stepping(WeightAccess):
         if engine.plan.accumulate == 1:
             return self.loss
         return self._loss_of(total, 0.0 if stands_in else weight)
-
-    @property
-    def _of_whole_batches(self) -> bool:
-        """Whether every rank of the data axis computes the loss of all samples (`loss_scope="global"`)."""
-        return self.calls.whole is not None
-
-    @property
-    def _apart(self) -> int:
-        """How many ranks' losses are of samples that others do not have."""
-        return 1 if self._of_whole_batches else self.engine.data_ranks
 
     def _together(self, also: Sequence[Stepping]) -> list[Stepping]:
         """This model and the others that one loss trains."""
@@ -231,36 +218,6 @@ class Stepping(WeightAccess):
         if gradients and factor < 1.0:
             torch._foreach_mul_(gradients, factor)
         return torch.tensor(self.grad_norm)
-
-    @names_line
-    def sum(self, *values: torch.Tensor | float) -> list[Any]:
-        """Each value's sum over the ranks that hold different samples: of a number a float, of a tensor with dims a
-        tensor of its shape, without gradient. Collective.
-        """
-        return self._sum(*self._counted(values))
-
-    def _counted(self, values: tuple[Any, ...]) -> list[Any]:
-        """The values; nothing of those of samples that this rank holds and another one counts."""
-        part, kept = self.calls.part, self.calls.kept
-        if kept is None or part is None:
-            return list(values)
-        for value in values:
-            kept.numbers.summed_over_ranks(value)
-        if part.count or not any(kept.of_this_batch(value) for value in values):
-            return list(values)
-        return [value * 0 if not isinstance(value, torch.Tensor) or kept.of_this_batch(value) else value
-                for value in values]  # fmt: skip
-
-    def _sum(self, *values: torch.Tensor | float) -> list[Any]:
-        self._passes("prepared.sum(...)")
-        given: list[Any] = [whole(value).detach() if isinstance(value, torch.Tensor) else value for value in values]
-        rows = [_as_row(value, self.mesh.device) for value in given]
-        row = torch.cat(rows) if rows else row_of([], self.mesh.device)
-        total = row if self._of_whole_batches else gather_rows(row, self.mesh.data).sum(dim=0)
-        parts = list(zip(total.split([len(one) for one in rows]), given, strict=True))
-        plain = [part for part, value in parts if _is_number(value)]
-        numbers = iter(read(torch.cat(plain), "a script's sums") if plain else [])
-        return [next(numbers) if _is_number(value) else part.view(value.shape).to(value) for part, value in parts]
 
     # --- a step
 
@@ -387,7 +344,9 @@ class Stepping(WeightAccess):
                 self._square = None
             with self._gate.open():
                 self._first.before()
+            self._own_pieces.leave()
             result = update(engine.state, lambda: self._usable_step(inner))
+            self._watch_pieces()
         with self._gate.open():
             engine.notices.extend(self._first.after() if closure is None else [])
         self._told.say(self.notices)
@@ -458,14 +417,6 @@ def _check_loss(loss: Any) -> None:
         raise InputError(f"{what}, got shape {tuple(loss.shape)}: give its .mean(), or its .sum() and how many count")
     if not loss.requires_grad:
         raise InputError(f"{what}, and this one does not: compute it outside no_grad, without .detach()")
-
-
-def _as_row(value: Any, device: torch.device) -> torch.Tensor:
-    return row_of([value], device) if _is_number(value) else value.to(device, torch.float64).reshape(-1)
-
-
-def _is_number(value: Any) -> bool:
-    return not isinstance(value, torch.Tensor) or not value.dim()
 
 
 def _check_number(given: Any, name: str) -> None:

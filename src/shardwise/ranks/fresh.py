@@ -1,0 +1,70 @@
+"""torch's global switches at their defaults, for a process that runs one job after another.
+
+A job that fails leaves what it had entered by hand: modes that see every operation, a default dtype, saved-tensor
+hooks. The next job would be computed under them. Nothing here imports what the job did not.
+
+What this does not do: undo what a job changed in the code or the attributes of modules (monkey patches).
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import warnings
+
+_FILTERS = tuple(warnings.filters)
+
+
+def reset_process(threads: int) -> None:
+    """Leave every mode, put torch's, NumPy's and Python's global settings at their defaults, and seeds at zero."""
+    import torch
+
+    from shardwise.device import forget_settings
+
+    _leave_modes()
+    torch.set_num_threads(threads)
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.set_anomaly_enabled(False)
+    torch.set_flush_denormal(False)
+    torch.set_warn_always(False)
+    torch.set_float32_matmul_precision("highest")
+    torch.set_printoptions(profile="default")
+    torch.autograd.set_multithreading_enabled(True)
+    torch.distributions.Distribution.set_default_validate_args(__debug__)  # torch.compile ends it for the process
+    _forget_hooks()
+    forget_settings()
+    torch.manual_seed(0)
+    random.seed(0)
+    warnings.filters = list(_FILTERS)
+    warnings._filters_mutated()  # type: ignore[attr-defined]
+    if "numpy" in sys.modules:
+        numpy = sys.modules["numpy"]
+        numpy.random.seed(0)
+        numpy.seterr(divide="warn", over="warn", under="ignore", invalid="warn")
+
+
+def _leave_modes() -> None:
+    """Those of functions and of operations, entered and never left."""
+    import torch
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    torch.set_default_device(None)
+    while torch._C._len_torch_function_stack():
+        torch._C._pop_torch_function_stack()
+    while _get_current_dispatch_mode_stack():
+        torch._C._pop_torch_dispatch_stack(None)
+
+
+def _forget_hooks() -> None:
+    """On every module, and on what backward saves."""
+    import torch
+    from torch.nn.modules import module
+
+    for name, held in vars(module).items():
+        if name.startswith("_global_") and isinstance(held, dict):
+            held.clear()
+    while torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        torch._C._autograd._pop_saved_tensors_default_hooks()

@@ -1,0 +1,148 @@
+"""What a prepared script asks of all ranks beside a step: sums, rows of all samples, weights that it changed by hand.
+
+prepared.sum(a, b)          each value's sum over the ranks that hold different samples
+prepared.gather(keys)       the rows of all samples of a batch
+optimizer.param_groups      what the script writes into its pieces is published before the weights are read again
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from shardwise.comm import gather_rows, gather_samples
+from shardwise.errors import InputError
+from shardwise.host import read, row_of
+from shardwise.part import whole
+from shardwise.scripts.calls import Calls
+from shardwise.scripts.held import WeightAccess
+from shardwise.scripts.loader import PartLoader
+from shardwise.scripts.own_pieces import OwnPieces, Stale
+from shardwise.scripts.saying import names_line
+
+
+class OverRanks(WeightAccess):
+    """The methods of `Prepared` that add up, gather and publish over ranks."""
+
+    optimizer: Optimizer
+    calls: Calls
+    _own_pieces: OwnPieces
+    _some_without: bool  # a rank holds no piece of any weight, and cannot tell whether the script changes them
+    _stale: Stale | None  # the script changed the optimizer's pieces, and the weights are as they were before
+
+    @property
+    def _of_whole_batches(self) -> bool:
+        """Whether every rank of the data axis computes the loss of all samples (`loss_scope="global"`)."""
+        return self.calls.whole is not None
+
+    @property
+    def _apart(self) -> int:
+        """How many ranks' losses are of samples that others do not have."""
+        return 1 if self._of_whole_batches else self.engine.data_ranks
+
+    def _passes(self, what: str) -> None:
+        """Check that all ranks are at the same call, `what`; raises `RunError` where another is elsewhere."""
+        if self.meeting is not None and self._engine is not None:
+            self.meeting.passes(what)
+
+    @names_line
+    def sum(self, *values: torch.Tensor | float) -> list[Any]:
+        """Each value's sum over the ranks that hold different samples: of a number a float, of a tensor with dims a
+        tensor of its shape, without gradient. Collective.
+        """
+        return self._sum(*self._counted(values))
+
+    @names_line
+    def gather(self, tensor: torch.Tensor, loader: PartLoader | None = None) -> torch.Tensor:
+        """Returns the rows of all samples of the batch at hand, in its order, from tensors that have one for each of a
+        rank's samples: what one process has (keys for a queue, outputs for a metric). Without gradient. Collective.
+
+        loader  what `prepared.split` returned, whose batch it is; None: the main one's
+        """
+        self._passes("prepared.gather(...)")
+        given, kept, dealt = whole(tensor).detach(), self.calls.kept, self.calls.dealt
+        if self._apart == 1:
+            return given
+        if loader is None and kept is not None and kept.is_of_other(tensor):
+            raise InputError("prepared.gather: a tensor of another loader's batch: prepared.gather(tensor, loader)")
+        part = loader.part if loader is not None else self.calls.part
+        held = dealt.held.count if loader is None and dealt is not None else max(1, part.count if part else 0)
+        if part is None or not given.dim() or len(given) != held:
+            raise InputError(
+                f"prepared.gather: a tensor of shape {tuple(given.shape)} has no row for each of the {held} samples "
+                "that this rank has of the batch: give one whose first dim counts them"
+            )
+        told = gather_rows(row_of([float(part.count)], self.mesh.device), self.mesh.data)
+        counts = tuple(int(count) for count in read(told.view(-1), "samples of each rank"))
+        return gather_samples(given[: part.count].contiguous(), counts, self.mesh.data, "control")
+
+    def _counted(self, values: tuple[Any, ...]) -> list[Any]:
+        """The values; nothing of those of samples that this rank holds and another one counts."""
+        part, kept = self.calls.part, self.calls.kept
+        if kept is None or part is None:
+            return list(values)
+        for value in values:
+            kept.numbers.summed_over_ranks(value)
+        if part.count or not any(kept.of_this_batch(value) for value in values):
+            return list(values)
+        return [value * 0 if not isinstance(value, torch.Tensor) or kept.of_this_batch(value) else value
+                for value in values]  # fmt: skip
+
+    def _sum(self, *values: torch.Tensor | float) -> list[Any]:
+        self._passes("prepared.sum(...)")
+        given: list[Any] = [whole(value).detach() if isinstance(value, torch.Tensor) else value for value in values]
+        rows = [_as_row(value, self.mesh.device) for value in given]
+        row = torch.cat(rows) if rows else row_of([], self.mesh.device)
+        total = row if self._of_whole_batches else gather_rows(row, self.mesh.data).sum(dim=0)
+        parts = list(zip(total.split([len(one) for one in rows]), given, strict=True))
+        plain = [part for part, value in parts if _is_number(value)]
+        numbers = iter(read(torch.cat(plain), "a script's sums") if plain else [])
+        return [next(numbers) if _is_number(value) else part.view(value.shape).to(value) for part, value in parts]
+
+    # --- what the script does to the optimizer's pieces
+
+    def _watch_pieces(self) -> None:
+        """The script's own code runs, on weights that are up to date."""
+        engine = self._engine
+        if engine is None:
+            return
+        self._fresh()
+        self._own_pieces.leave()
+        with self._gate.open():
+            cuts = engine.state.tensor.cuts if engine.state.tensor is not None else {}
+            whole = [slot.master for slot in engine.technique.slots if slot.whole and slot.name not in cuts]
+            self._own_pieces.watch(self.optimizer, self.model, whole)
+        if self._some_without:
+            self._changed()
+
+    def _fresh(self) -> None:
+        stale, self._stale = self._stale, None
+        if stale is not None:
+            stale.end()
+
+    def _changed(self) -> None:
+        if self._stale is None:
+            self._stale = Stale(self.model, self._gate, self.settle)
+
+    def settle(self) -> None:
+        """Publish the weights again where the script changed the optimizer's pieces. Collective then."""
+        if self._stale is None:
+            return
+        self._fresh()
+        state = self.engine.state
+        if self.meeting is not None:
+            self.meeting.enter("weights that the script changes in optimizer.param_groups")
+        with self._gate.open():
+            if state.owners is not None:
+                state.owners.hand_out(set(range(len(state.names))))
+            state.technique.publish()
+
+
+def _as_row(value: Any, device: torch.device) -> torch.Tensor:
+    return row_of([value], device) if _is_number(value) else value.to(device, torch.float64).reshape(-1)
+
+
+def _is_number(value: Any) -> bool:
+    return not isinstance(value, torch.Tensor) or not value.dim()
