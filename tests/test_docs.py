@@ -90,6 +90,9 @@ def test_plans_in_commands_are_plans(page: Path) -> None:
         ("README.md", "mynet:task", "dp_shard=2,zero=3"),
         ("docs/own-module.md", "mytask:task", "dp_shard=2,zero=3"),
         ("docs/tutorial.md", "smoothing:task", "dp_replicate=2"),
+        ("docs/techniques/accumulation.md", "extras:task", "dp_shard=2,zero=2,accumulate=2"),
+        ("docs/techniques/accumulation.md", "pairs:task", "dp_shard=2,zero=2"),
+        ("docs/techniques/optimizers.md", "opts:adafactor", "dp_shard=2,zero=3"),
     ],
 )
 def test_the_examples_are_equal_to_one_process(

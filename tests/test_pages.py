@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 from collections.abc import Iterator
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
 import click
 import pytest
-from test_docs import PAGES, ROOT
+from test_docs import PAGES, ROOT, runnable
 
 from shardwise.cli.main import call, main
 from shardwise.errors import InputError
@@ -102,6 +104,32 @@ def test_a_quick_command_on_a_page_runs(line, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     words = shlex.split(line)
     assert call(words) in (0, 3), line  # 3: what does not fit, shown as such
+
+
+def test_what_the_readme_shows_of_its_module_runs_from_proof_to_report(tmp_path, monkeypatch, pool, capfd):
+    from shardwise.proof import parity
+
+    page = ROOT / "README.md"
+    ((name, code),) = runnable(page).items()
+    ours = f"readme_{name}"  # ranks of the pool know the name of the page from another test
+    (tmp_path / ours).write_text(code)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(parity, "verify", partial(parity.verify, pool=pool))
+    ran = []
+    for words, _ in commands(page):
+        if not of_the_reader(words):
+            continue  # tested below
+        if "runs/NAME" in words:
+            words = [words[0], str(next(tmp_path.glob("runs/*")))]
+        words = [
+            "2" if before == "--steps" else word.replace(name, ours)
+            for before, word in zip(["", *words], words, strict=False)
+        ]
+        assert call(words) == 0, capfd.readouterr().err
+        ran.append(words[0])
+    sys.modules.pop(Path(ours).stem, None)
+    assert ran == ["verify", "plan", "train", "report"] and list(tmp_path.glob("runs/*/report.html"))
 
 
 SLOW = {
