@@ -123,6 +123,10 @@ def infinite(): return build(lambda x, y: (x, at(y, 3, float("inf"))))
 def no_weight(): return build(loss=lambda o, b: (mse_loss(o, b["y"], reduction="sum"), 0))
 def negative(): return build(loss=lambda o, b: (mse_loss(o, b["y"], reduction="sum"), -len(o)))
 def negative_tensor(): return build(loss=lambda o, b: (mse_loss(o, b["y"], reduction="sum"), -(o * 0 + 1).sum()))
+def infinite_weight(): return build(loss=lambda o, b: (mse_loss(o, b["y"], reduction="sum"), float("inf")))
+def infinite_tensor(): return build(loss=lambda o, b: (mse_loss(o, b["y"], reduction="sum"), (o * 0).exp().sum() / 0))
+def with_arguments(): return build(model=lambda width: Net(width))
+def at_length(): return build(model=AtLength)
 def gives_dict(): return build(model=Answers)
 def gives_none(): return build(model=Forgets)
 def merged_graphs(): return build(lambda x, y: (x, torch.arange(14).view(2, 7)))
@@ -242,6 +246,11 @@ class Wraps(Net):
         return Result(super().forward(x))
 
 
+class AtLength(Net):
+    def forward(self, x):
+        raise ValueError("many words " * 9_000)
+
+
 class Leaves(Net):
     def forward(self, x):
         raise SystemExit(0)
@@ -311,10 +320,14 @@ FILES = {
     "listed.toml": "train = [1, 2]\n",
     "twice.toml": "[train]\nsteps = 3\nsteps = 4\n",
     "note.ipynb": '{"cells": [null]}',
+    "versioned.toml": "version = 1\n",
     "typed.toml": 'dp_shard = "2"\nzero = true\n',
     "empty.py": "",
     "named/json.py": "from mine import good\n",
+    "named.py/inner.py": "from mine import good\n",
     "empty.json": "",
+    "odd.json": '{"model_type": 3}',
+    "folder.toml/inner.py": "",
     "empty.safetensors": "",
 }
 
@@ -344,6 +357,8 @@ IN_WORDS = [
     (["verify", "text", "--zero", "3"], 2, "give it as --plan zero=..."),
     # plans
     (["train", "--plan", "typed.toml"], 2, "plan.zero = true: expected 0, 1, 2 or 3"),
+    (["train", "--plan", "versioned.toml"], 2, "plan.version = 1: unknown key (known: dp_replicate, "),
+    (["train", "versioned.toml"], 2, "version = 1: unknown key (known: extends, plan, "),
     (["train", "--plan", "dp_shard=2 zero=3"], 2, "a comma is missing between its keys: write dp_shard=2,zero=3"),
     (["verify", "text", "--plan", "dp_shard=2 zero=3"], 2, "write dp_shard=2,zero=3"),
     (["verify", "text", "--plan", "dp_shard=2;zero=3"], 2, "write dp_shard=2,zero=3"),
@@ -380,6 +395,11 @@ IN_WORDS = [
     (["train", "--plan", "nowhere.toml"], 2, "there is no such file"),
     (["train", "--plan", "dp_shard=2", "--nproc", "3"], 2, "nproc is 3, but plan dp_shard=2,zero=3 needs 2"),
     (["train", "--nproc", "2"], 2, "change the plan, for example to dp_replicate=2"),
+    (["train", "--resume", ""], 2, "--resume is empty: give it its value (RUN), or leave it out"),
+    (["train", "--init-from", " "], 2, "--init-from is empty"),
+    (["train", ""], 2, "it is empty: give text, digits, file.py:task or module:task"),
+    (["train", "mine.py:"], 2, "say which task of mine.py: mine.py:build, mine.py:good"),
+    (["train", "mine.py::good"], 2, "one colon stands before the task: mine.py:good"),
     # the configuration
     (["train", "--set", "train.stepz=3"], 2, "did you mean 'train.steps'?"),
     (["train", "--set", "lr=3"], 2, "did you mean 'optimizer.lr'?"),
@@ -451,6 +471,9 @@ IN_WORDS = [
     (["plan", "llama3-8b", "--cluster", "bad.toml"], 2, "bad.toml is not TOML"),
     (["plan", *SHAPE, "--precision", "int8"], 2, "is not one of fp32, fp64, bf16"),
     (["plan", *SHAPE, "--top", "0"], 2, "0 is not in the range"),
+    (["plan", "llama3-8b", "--cluster", "folder.toml"], 2, "cannot be read: Is a directory; give a .toml file"),
+    (["plan", "llama3-8b", "--cluster", "gone.toml"], 2, "`shardwise probe -o gone.toml` measures this machine"),
+    (["plan", "odd.json", *H100], 2, "but Transformers does not recognize this architecture"),
     (["compare", *SHAPE, "--plans", "dp_shard=8;dp_shrad=8"], 2, "did you mean 'dp_shard'?"),
     (["show", "ring", "all_reduce", "--ranks", "1"], 2, "1 is not in the range"),
     (["plan", "llama3-8b", "--cluster", "8xh100"], 2, "or the path of a .toml file"),
@@ -477,6 +500,8 @@ IN_WORDS = [
     # what is on the disk
     (["train", "mine:good", "--resume", "nowhere"], 2, "there is no such folder"),
     (["train", "mine:good", "--init-from", "nowhere"], 2, "there is no such folder"),
+    (["train", "mine:good", "--resume", "named"], 2, "holds a checkpoint: give a run's folder, or new"),
+    (["train", "mine:good", "--init-from", "named"], 2, ": give a .safetensors file, or a run's folder"),
     (["train", "mine:good", "--init-from", "empty.safetensors"], 2, "fetch it again"),
     (["train", "mine:good", "--init-from", "mine.py"], 2, "give a .safetensors file, or a run's folder"),
     (["checkpoint", "inspect", "nowhere"], 2, "there is no such folder"),
@@ -507,6 +532,10 @@ IN_TASKS = [
     (["train", "mine:negative"], 2, "-5 as the weight, which divides the sum and turns its sign around"),
     (["train", "mine:negative_tensor"], 2, "return how many samples or tokens count, 0 or more"),
     (["verify", "mine:negative_tensor", "--plan", "dp_replicate=2"], 2, "-16 as the weight, which divides the sum"),
+    (["train", "mine:infinite_weight"], 2, "the weight is inf: return how many samples or tokens count, 0 or more"),
+    (["train", "mine:infinite_tensor"], 1, "loss nan is not finite in step 0"),
+    (["train", "mine:with_arguments"], 2, "Task.model is called with nothing: give a function that builds it"),
+    (["train", "mine:at_length"], 2, " many ... "),
     (["train", "mine:gives_dict"], 2, "The model returned a dict of 'logits': take from it in Task.loss"),
     (["verify", "mine:gives_dict", "--plan", "dp_replicate=2"], 2, "as output['logits']"),
     (["train", "mine:gives_none"], 2, "The model returned None: let its forward end in `return`"),
@@ -544,7 +573,7 @@ IN_TASKS = [
     (["train", "mine:lambdas", "--set", "train.epochs=3"], 2, "it has no end"),
     (["train", "mine:lambdas", "--set", "train.eval_every=3"], 2, "has no `eval_data`"),
     (["train", "mine:good", "--set", "train.device=cuda"], 2, 'use "auto" or "cpu"'),
-    (["train", "mine:good", "--set", "train.out=a_file"], 2, "is not a folder"),
+    (["train", "mine:good", "--set", "train.out=a_file"], 2, "is not a folder: give one with --set train.out=FOLDER"),
     (["train", "mine:good", "--set", "train.out=/proc/none"], 2, "with --set train.out=FOLDER"),
     (["train", "--plan", "accumulate=5", "--set", "train.batch_samples=4"], 2, "cannot be split into accumulate=5"),
     (["train", "--steps", "2", "--set", "schedule.warmup_steps=2"], 2, "does not end within"),
@@ -599,6 +628,7 @@ IN_TASKS = [
     (["train", "mine:other_width", "--steps", "2"], 2, "batch['x'] was float32 (B, 8), now float32 (B, 7)"),
     (["train", "mine:no_second", "--steps", "2"], 2, "the task's batch(1) failed: "),
     (["plan", "mine:numpy_batch", *ONE], 2, "give torch.from_numpy(batch['x']) where the batch is made"),
+    (["train", "named.py:task"], 2, "named.py is a folder: give a file in it, as named.py/file.py:task"),
     (["train", "named/json.py:good"], 2, "give the file another name"),
     (["train", "--resume"], 2, "requires an argument; --help shows what it takes"),
     (["train", "empty.py:task"], 2, "empty has no 'task'"),

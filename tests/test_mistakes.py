@@ -21,6 +21,7 @@ from mistakes import FILES, IN_TASKS, IN_WORDS
 
 from shardwise.cli.answer import FIELDS, _told
 from shardwise.cli.main import call
+from shardwise.errors import InputError
 from shardwise.ranks.process import allow_files
 
 MOST_LINES = 4  # of a message: a usage line, a title, the message, where the details are
@@ -247,10 +248,15 @@ def test_a_process_opens_as_many_files_as_it_may(monkeypatch):
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1] // 2, limits[1]))
     try:
-        allow_files()
+        allow_files(2)
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (limits[1], limits[1])
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 256))
+    with pytest.raises(
+        InputError, match=r"64 ranks take 352 .* may have 256: raise the limit \(ulimit -n 352\), or take"
+    ):
+        allow_files(64)
     assert "(ulimit -n), or take fewer ranks" in _told(OSError(errno.EMFILE, "Too many open files"), "verify")[1]
 
 

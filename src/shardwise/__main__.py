@@ -1,6 +1,15 @@
-"""`python -m shardwise`: the command line."""
+"""The command line's first lines: `python -m shardwise`, and what the program `shardwise` calls."""
 
-from shardwise.cli.main import run
+import signal
+
+
+def main() -> None:
+    """Run the command line. A signal that arrives while it is imported waits until there is somebody to hear it."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    from shardwise.cli.main import run
+
+    run()
+
 
 if __name__ == "__main__":
-    run()
+    main()

@@ -6,6 +6,8 @@ stopped when asked to, to be started again.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class ShardwiseError(Exception):
     """Base of all errors raised on purpose. `exit_code` is what the command line returns."""
@@ -35,9 +37,14 @@ class Stopped(RunError):
     exit_code = 75  # EX_TEMPFAIL of sysexits.h: try again
 
 
-def did_you_mean(word: str, known: list[str]) -> str:
-    """`; did you mean 'x'?` for the nearest known word, or an empty string."""
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The known word that `word` was probably meant to be, or None. Long words must share more: else any two do."""
     import difflib
 
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    return f"; did you mean '{near[0]}'?" if near else ""
+    return next(iter(difflib.get_close_matches(word, known, n=1, cutoff=0.6 if len(word) < 6 else 0.65)), None)
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """`; did you mean 'x'?` for the nearest known word, or an empty string."""
+    near = nearest(word, known)
+    return f"; did you mean '{near}'?" if near else ""

@@ -50,7 +50,8 @@ def read_config(source: Any) -> Any:
     try:
         return AutoConfig.from_pretrained(str(source), local_files_only=True)
     except Exception as error:  # each configuration class has checks of its own
-        raise InputError(f"{file} is not a configuration: {error}") from error
+        told = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise InputError(f"{file} is not a configuration: {told}") from error
 
 
 def parts_of(config: Any) -> list[Any]:

@@ -58,7 +58,12 @@ def _calls(call: ast.Call, names: set[str]) -> bool:
 
 def which_task(name: str) -> str:
     """What to say of a task given without its name: `mine.py` or `mine` in the place of `mine.py:task`."""
-    path = Path(name if name.endswith(".py") else f"{name.removesuffix(':')}.py")
+    stem = name.removesuffix(":").removesuffix(".py")
+    path = Path(f"{stem}.py")
+    if not name.strip():
+        return f"it is empty: give {', '.join(BUILTIN)}, file.py:task or module:task"
+    if "::" in name:
+        return f"one colon stands before the task: {name.replace('::', ':')}"
     if name.startswith(":"):
         return f"there is no file before the colon: give file.py{name}"
     if (file := name.partition(":")[0]).endswith(".ipynb"):

@@ -29,6 +29,8 @@ from shardwise.errors import InputError, ShardwiseError, did_you_mean
 from shardwise.task import Task
 from shardwise.task_files import which_task
 
+MOST_CHARACTERS = 500  # of an exception's own message in one of ours
+
 
 def resolve_task(given: Task | str | Callable[[], Task], section: TaskSection | None = None) -> Task:
     """The `Task` that was given, by itself, by a function or by its name; `section` holds the sizes of a built-in one.
@@ -50,7 +52,7 @@ def resolve_task(given: Task | str | Callable[[], Task], section: TaskSection | 
 
 def _of_module(name: str) -> Task:
     module_name, colon, attribute = name.rpartition(":")
-    if not colon or not module_name or not attribute or module_name.endswith(".ipynb"):
+    if not colon or not module_name or not attribute or module_name.endswith((".ipynb", ":")):
         raise InputError(f"task {name!r}: {which_task(name)}")
     module = _import(name, module_name)
     return call_task(name, _attribute(name, module, attribute))
@@ -60,6 +62,8 @@ def _import(task: str, name: str) -> ModuleType:
     folder, file = Path.cwd(), None
     if name.endswith(".py"):
         file = Path(name)
+        if file.is_dir():
+            raise InputError(f"task {task!r}: {name} is a folder: give a file in it, as {file / 'file.py'}:task")
         if not file.is_file():
             near = did_you_mean(file.name, sorted(p.name for p in file.parent.glob("*.py")))
             raise InputError(f"task {task!r}: there is no file {name}{near}")
@@ -154,6 +158,8 @@ def where(error: BaseException, *, own_alone: bool = False) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}: {type(error).__name__}: {error.msg}"
     message = " ".join(str(error).split()) or "(no message)"
+    if len(message) > MOST_CHARACTERS:  # a tensor printed whole, an array of names
+        message = f"{message[: MOST_CHARACTERS - 100]} ... {message[-100:]}"
     told = f"{type(error).__name__}: {message}"
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not _is_library(frame.filename)] or ([] if own_alone else list(frames))

@@ -124,7 +124,10 @@ def _indexed(folder: Path) -> list[str]:
     if not index.exists():
         if (folder / SINGLE).exists():
             return [SINGLE]
-        raise InputError(f"{folder} is no checkpoint and has neither {SINGLE} nor {INDEX}" + _pickles(folder))
+        raise InputError(
+            f"{folder} is no checkpoint and has neither {SINGLE} nor {INDEX}"
+            + (_pickles(folder) or ": give a .safetensors file, or a run's folder")
+        )
     try:
         if size_of(index) > MAX_HEADER:
             raise ValueError("it is too large")

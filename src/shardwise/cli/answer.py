@@ -28,6 +28,7 @@ from shardwise.errors import RefusedPlan, ShardwiseError
 from shardwise.layout.plan import Plan
 from shardwise.progress import line
 
+INTERRUPTED = 130
 COMMON: dict[str, Any] = {"refused": None, "error": None, "world_size": None, "plan": None}
 FIELDS: dict[str, dict[str, Any]] = {
     "verify": {
@@ -133,7 +134,7 @@ def _told(error: BaseException, command: str) -> tuple[int, str]:
         command, ", before there was an answer"
     )
     if isinstance(error, KeyboardInterrupt | click.Abort):
-        return 130, f"interrupted{left}"
+        return INTERRUPTED, f"interrupted{left}"
     if isinstance(error, Ended) or Ended.arrived is not None:
         return 128 + signal.SIGTERM, f"ended by SIGTERM{left}"
     if isinstance(error, click.ClickException):

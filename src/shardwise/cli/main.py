@@ -16,11 +16,11 @@ import click
 
 import shardwise
 from shardwise.cli import compare, foresee, probe, report, run_script
-from shardwise.cli.answer import Answer, Ended, quiet_stdout, speaks
+from shardwise.cli.answer import INTERRUPTED, Answer, Ended, quiet_stdout, speaks
 from shardwise.cli.checkpoint import checkpoint
 from shardwise.cli.completion import ASKED, answer_shell, completion
 from shardwise.cli.doctor import doctor
-from shardwise.cli.options import WholeNumber, common, given_plan
+from shardwise.cli.options import WholeNumber, common, given, given_plan
 from shardwise.cli.show import show
 from shardwise.cli.waiting import begin
 from shardwise.errors import InputError, RefusedPlan
@@ -72,14 +72,23 @@ def main() -> None:
     "--checkpoint-every", type=WholeNumber(min=0), metavar="N", help="Steps between checkpoints; else by time."
 )
 @click.option(
-    "--resume", metavar="RUN", help="Go on with a run's folder or checkpoint; auto: this task's last; new: none."
+    "--resume",
+    metavar="RUN",
+    callback=given,
+    help="Go on with a run's folder or checkpoint; auto: this task's last; new: none.",
 )
 @click.option(
     "--restarts", type=WholeNumber(min=0), metavar="N", help="Start again up to N times when a rank dies or hangs."
 )
-@click.option("--init-from", metavar="PATH", help="Begin with the weights of a run, a checkpoint or safetensors.")
+@click.option(
+    "--init-from", metavar="PATH", callback=given, help="Begin with the weights of a run, a checkpoint or safetensors."
+)
 @click.option("--profile-steps", metavar="10:12", help="Trace these steps: short for --set train.profile_steps=10:12.")
-@click.option("--cluster", help="A file of `shardwise probe`: the run writes its forecast beside what it measures.")
+@click.option(
+    "--cluster",
+    callback=given,
+    help="A file of `shardwise probe`: the run writes its forecast beside what it measures.",
+)
 @click.option("--verify-first", is_flag=True, help="Prove the run in small first, as `verify CONFIG.toml` does.")
 @common
 @click.pass_obj
@@ -343,6 +352,7 @@ def call(args: list[str]) -> int:
     answer = Answer(args)
     with quiet_stdout(answer.as_json):
         try:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})  # of `__main__`
             _stand_somewhere()
             code = main.main(args or ["--help"], prog_name="shardwise", standalone_mode=False, obj=answer)
             if answer.as_json and isinstance(code, int):  # --help or --version ended it
@@ -385,7 +395,11 @@ def run() -> None:
         answer_shell(main)
         return
     code = call(sys.argv[1:])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C has nothing left to end
     sys.stdout.flush()
+    if code == INTERRUPTED:  # Python ends itself by SIGINT where the interrupt met it in an `exec`, whoever caught it
+        sys.stderr.flush()
+        os._exit(code)
     if "--json" in sys.argv:
         os.dup2(2, 1)  # what is written at the interpreter's exit is not part of the answer
     leave(code)

@@ -28,6 +28,15 @@ def output_file(context: click.Context, parameter: click.Parameter, path: str | 
     return path
 
 
+def given(context: click.Context, parameter: click.Parameter, text: str | None) -> str | None:
+    """The text as it was given, refused where nothing is: a variable of the shell that was never set."""
+    if text is not None and not text.strip():
+        raise InputError(
+            f"{parameter.opts[0]} is empty: give it its value ({parameter.make_metavar(context)}), or leave it out"
+        )
+    return text
+
+
 def given_plan(context: click.Context, parameter: click.Parameter, text: str | None) -> str | None:
     """The plan as it was given, refused where nothing is: a variable of the shell that was never set."""
     if text is not None and not text.strip():

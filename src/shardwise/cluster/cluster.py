@@ -139,7 +139,9 @@ class Cluster:
         try:
             data = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
         except FileNotFoundError:
-            raise InputError(f"cluster: no file {path}") from None
+            raise InputError(f"cluster: no file {path}; `shardwise probe -o {path}` measures this machine") from None
+        except OSError as error:
+            raise InputError(f"cluster: {path} cannot be read: {error.strerror}; give a .toml file") from None
         except tomllib.TOMLDecodeError as error:
             raise InputError(f"cluster: {path} is not TOML: {error}") from None
         return cls.from_dict(data, str(path))

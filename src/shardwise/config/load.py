@@ -6,7 +6,6 @@ All mistakes are raised together in one `InputError`, each with its source, key,
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from shardwise.config import plans
 from shardwise.config.schema import BUILTIN_DEFAULTS, BUILTINS, Config, ModelSizes, without_effect
 from shardwise.config.sources import Given, from_file, from_overrides, from_table, located, problem
-from shardwise.errors import InputError, did_you_mean
+from shardwise.errors import InputError, did_you_mean, nearest
 from shardwise.layout.plan import Plan
 from shardwise.task_files import which_task
 
@@ -223,9 +222,9 @@ def _nearest(key: str, value: Any) -> str:
         return f"; did you mean '{by_leaf[joined]}'?"
     siblings = [known for known, full in by_leaf.items() if full.rpartition(".")[0] == table]
     candidates = siblings if not by_leaf.get(leaf) else [leaf]
-    near = difflib.get_close_matches(leaf, candidates, n=1) or difflib.get_close_matches(leaf, by_leaf, n=1)
+    near = nearest(leaf, candidates) or nearest(leaf, by_leaf)
     if near:
-        return f"; did you mean '{by_leaf[near[0]]}'?"
+        return f"; did you mean '{by_leaf[near]}'?"
     return f" (known: {', '.join(siblings)})" if siblings else ""
 
 
@@ -250,7 +249,7 @@ def _inconsistent(config: Config, from_toml: Path | None) -> list[tuple[str, str
     """(key, what is wrong) for values that are right alone and wrong together; `from_toml` names the task, or None."""
     task, optimizer, train = config.task, config.optimizer, config.train
     found = _inconsistent_model(task.name, task.model)
-    if task.name not in BUILTINS and not all(task.name.rpartition(":")):
+    if (task.name not in BUILTINS and not all(task.name.rpartition(":"))) or "::" in task.name:
         found.append(("task.name", which_task(task.name)))
     file, _, _ = task.name.rpartition(":")
     if file.endswith(".py") and not Path(file).is_file() and from_toml is not None:

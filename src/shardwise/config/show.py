@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from shardwise.config.load import Effective
 from shardwise.config.schema import BUILTIN_DEFAULTS, Config, Section, without_effect
 from shardwise.config.sources import to_toml
-from shardwise.layout.plan import PRECISIONS, REMATS, SCHEDULES, Plan
+from shardwise.layout.plan import DOMAIN_OVERLAPS, PRECISIONS, REMATS, SCHEDULES, Plan
 
 STARTER_HEAD = """\
 # A shardwise configuration. A line `# key = value` shows a default: remove its first `#` to change it.
@@ -27,6 +27,12 @@ PLAN_HELP = {
     "dp_replicate": "replicas of the model (DDP)",
     "dp_shard": "ranks over which zero shards",
     "zero": "what dp_shard shards: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters",
+    "tp": "ranks over which weights are cut, as derived from the module",
+    "sp": "between cut weights, activations are cut along the sequence, on the ranks of tp",
+    "cp": "ranks over which a sequence is cut, with attention around the ring of them",
+    "cp_ulysses": "ranks over which a sequence is cut, with attention by heads",
+    "domain": "tiles along each dim of space, such as 2x3",
+    "ep": "ranks of dp_shard among which routed experts are dealt; divides dp_shard",
     "accumulate": "micro-batches in one optimizer step; with pp, times microbatches",
     "pp": "ranks of the pipeline that the module is cut over",
     "schedule": " | ".join(SCHEDULES),
@@ -39,6 +45,11 @@ PLAN_HELP = {
     "position_chunks": "chunks of positions in which wide tensors are computed, and again in backward",
     "compile": "torch.compile for each block",
     "wrap": "units of zero = 3: class names or module paths; empty: repeated blocks are found",
+    "domain_overlap": f"{' | '.join(DOMAIN_OVERLAPS)}: convolutions compute while the halo of their tile is on its way",
+    "domain_depth": "convolutions that one exchange of halos may serve",
+    "tp_overlap": "sums over tp begin before they are needed",
+    "tp_whole": "parameters or modules that tp leaves whole: paths, * matches one name",
+    "deterministic": "pieces that a batch is computed in, for the same bits on any number of data ranks; 0: off",
 }
 
 
@@ -75,7 +86,7 @@ def _starter_section(name: str, section: BaseModel) -> list[str]:
 
 def _starter_plan() -> list[str]:
     """The plan's keys that can be chosen today; a plan may also be one text at the top of the file."""
-    lines = [_line("[plan]", "how it is spread; the world size is dp_replicate * dp_shard")]
+    lines = [_line("[plan]", "how it is spread; the world size is the product of its degrees, without ep")]
     values = Plan().as_dict(defaults=True)
     lines += [_line(f"# {key} = {to_toml(values[key])}", text) for key, text in PLAN_HELP.items()]
     return [*lines, ""]

@@ -86,7 +86,7 @@ def _beside(given: Given) -> Given:
 
 
 def _read(path: Path, problems: list[str], seen: tuple[Path, ...]) -> dict[str, Any]:
-    extended_by = f", which {seen[-1]} extends" if seen else ""
+    extended_by = f" (which {seen[-1]} extends)" if seen else ""
     if path.resolve() in [p.resolve() for p in seen]:
         chain = " -> ".join(str(p) for p in (*seen, path))
         problems.append(f"{seen[-1]}: extends goes in a circle: {chain}")
@@ -94,13 +94,13 @@ def _read(path: Path, problems: list[str], seen: tuple[Path, ...]) -> dict[str, 
     try:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
-        problems.append(f"{path}: there is no such file{extended_by}{_nearby(path)}")
+        problems.append(f"{path}{extended_by}: there is no such file{_nearby(path)}")
     except OSError as error:
-        problems.append(f"{path}: cannot be read{extended_by}: {error.strerror}")
+        problems.append(f"{path}{extended_by}: cannot be read: {error.strerror}")
     except UnicodeDecodeError:
-        problems.append(f"{path}: is not UTF-8 text{extended_by}")
+        problems.append(f"{path}{extended_by}: is not UTF-8 text")
     except tomllib.TOMLDecodeError as error:
-        problems.append(f"{path}: is not TOML{extended_by}: {error}")
+        problems.append(f"{path}{extended_by}: is not TOML: {error}")
     return {}
 
 

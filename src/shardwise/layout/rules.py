@@ -82,7 +82,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "deterministic with tp, pp, cp, cp_ulysses, domain or ep",
         "not built",
-        "sums over these axes are taken inside a piece of the batch, in an order that hangs on their degrees: spread "
+        "sums over these axes are taken inside a piece of the batch, in an order that depends on their degrees: spread "
         "data alone, by dp_replicate or dp_shard",
         lambda p: p.deterministic > 0 and p.tp * p.pp * p.cut_positions * p.ep > 1,
     ),

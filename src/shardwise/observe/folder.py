@@ -44,7 +44,9 @@ def make_folder(out: str | Path, name: str) -> Path:
             return folder
         except (FileExistsError, NotADirectoryError):
             if not Path(out).is_dir():
-                raise InputError(f"train.out = {str(out)!r} is not a folder") from None
+                raise InputError(
+                    f"train.out = {str(out)!r} is not a folder: give one with --set train.out=FOLDER"
+                ) from None
         except OSError as error:
             raise InputError(
                 f"train.out: {folder} cannot be made: {error.strerror}. Give a folder that can be written, with "

@@ -51,14 +51,15 @@ def launch(
     later. Ctrl-C and SIGTERM to this process end the ranks the same way before they take effect here.
 
     on_stop   the function listens for SIGUSR2 and ends by itself after one: the first Ctrl-C, SIGTERM or SIGUSR1 to
-              this process calls `on_stop` with its name and asks the ranks so, and only a second one ends them
+              this process calls `on_stop` with its name and asks the ranks so, and only a second one ends them; but
+              Ctrl-C before any rank began a step ends them at once
     deadlines seconds in which a rank must do something, by phase; ranks that can never go on are named without them
     name      what a failure calls the function
     """
     if world_size < 1:
         raise InputError(f"world_size is {world_size}; a run needs at least one rank")
     refuse_beyond_memory(world_size)
-    allow_files()
+    allow_files(world_size)
     call = pack_call(function, tuple(args))
     called = name or str(getattr(function, "__qualname__", function))
     logs = _open_logs(world_size, log_dir)
@@ -114,7 +115,7 @@ def _supervise(
     call: bytes,
     timeout_s: float | None,
     on_event: Callable[[RankEvent], None] | None,
-    asked: threading.Event,
+    asked: _Asked,
     deadlines: Deadlines | None,
 ) -> Outcome:
     def notice(kind: str, rank: int, text: str) -> None:
@@ -126,7 +127,9 @@ def _supervise(
         for rank, process in ranks.items():
             process.send_job(make_job(rank, len(ranks), call, f"{folder}/store", record=record, **choices))
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        outcome = watch(ranks, deadline, GRACE_S, notice, asked, RankWatch(readers, deadlines))
+        watched = RankWatch(readers, deadlines)
+        asked.begun = lambda: any(seen.step >= 0 for seen in watched.see().values())
+        outcome = watch(ranks, deadline, GRACE_S, notice, asked, watched)
         for process in ranks.values():
             process.say(RELEASE)
     return outcome
@@ -160,10 +163,18 @@ def _end_all(ranks: dict[int, RankProcess], stop_wait_s: float) -> None:
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
+class _Asked(threading.Event):
+    """Set where ranks are asked to stop. `begun`: whether one of them has begun a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun: Callable[[], bool] = lambda: False
+
+
 @contextmanager
-def _asking_first(on_stop: Callable[[str], None] | None) -> Iterator[threading.Event]:
+def _asking_first(on_stop: Callable[[str], None] | None) -> Iterator[_Asked]:
     """An event that a first signal sets, so that ranks are asked to stop; a second one does what it did before."""
-    asked = threading.Event()
+    asked = _Asked()
     if on_stop is None or threading.current_thread() is not threading.main_thread():
         yield asked
         return
@@ -175,6 +186,9 @@ def _asking_first(on_stop: Callable[[str], None] | None) -> Iterator[threading.E
 
     def handle(number: int, frame: Any) -> None:
         restore()
+        if number == signal.SIGINT and not asked.begun():
+            os.kill(os.getpid(), number)
+            return
         asked.set()
         on_stop(signal.Signals(number).name)
 

@@ -53,7 +53,7 @@ class RankPool:
         if world_size < 1:
             raise InputError(f"world_size is {world_size}; a run needs at least one rank")
         refuse_beyond_memory(world_size)
-        allow_files()
+        allow_files(world_size)
         call = pack_call(function, args)
         name = getattr(function, "__qualname__", repr(function))
         self._grow(world_size)

@@ -10,6 +10,7 @@ import signal
 import sys
 import tempfile
 import time
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -30,6 +31,7 @@ PRELOAD = [
 ]
 START_LIMIT_S = 120.0
 LEAST_RANK_BYTES = 32 * 2**20  # of its own, beside what all share: a process group, and tensors of no size
+OWN_FILES, FILES_OF_A_RANK = 32, 5  # that the process which starts ranks has open; counted: 9, and 5 for each rank
 STARTED_BY_IMPORT = 96  # exit code of a rank whose import of the script started ranks
 _WORKER_FILE = str(Path(serve.__code__.co_filename))
 
@@ -46,6 +48,7 @@ class RankProcess:
         handed = [HandedFd(fd) for fd in (self._stacks.fileno(), output, errors)]
         self.process = context.Process(target=serve, args=(theirs, *handed), name=name, daemon=False)
         try:
+            _start_fork_server()
             self.process.start()
         except EOFError:
             raise RunError(f"ranks cannot be forked: the process that does it ended at once{_hidden()}") from None
@@ -146,6 +149,20 @@ class RankProcess:
                 return
 
 
+def _start_fork_server() -> None:
+    """Start the process that forks ranks, where there is none yet; it and they leave Ctrl-C to this one.
+
+    The mask is inherited. Python's fork server ignores the signal only after it has imported what ranks share. The
+    tracker of resources is started first, since that lets the signal through again.
+    """
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def refuse_beyond_memory(ranks: int) -> None:
     """Say so before more ranks are started than this machine could hold with nothing in them."""
     here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -157,11 +174,20 @@ def refuse_beyond_memory(ranks: int) -> None:
         )
 
 
-def allow_files() -> None:
-    """Let this process and its ranks open as many files as the system allows: each rank is connected to all others."""
+def allow_files(ranks: int) -> None:
+    """Let this process and its ranks open as many files as the system allows: each rank is connected to all others.
+
+    Raises `InputError` where that is fewer than this process opens for so many ranks.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    needed = OWN_FILES + FILES_OF_A_RANK * ranks
+    if hard != resource.RLIM_INFINITY and needed > hard:
+        raise InputError(
+            f"{ranks} ranks take {needed} open files of the process that starts them, which may have {hard}: raise "
+            f"the limit (ulimit -n {needed}), or take fewer ranks"
+        )
 
 
 def _hidden() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -131,6 +132,8 @@ def _extra(name: str, value: Any) -> Extra:
 def _number(value: Any, what: str) -> torch.Tensor | float:
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.detach().reshape(())
+    if isinstance(value, int | float) and not math.isfinite(value):
+        raise InputError(f"{_SHAPE}: the {what} is {value:g}: return how many samples or tokens count, 0 or more")
     if isinstance(value, int | float):
         return not_negative(float(value), what)
     raise InputError(f"{_SHAPE}: the {what} must be one number, got {_describe(value)}")

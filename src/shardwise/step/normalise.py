@@ -91,7 +91,7 @@ def normalise(state: RankState, agreed: Agreement) -> tuple[StepResult, bool]:
     summed = state.technique.in_pieces and state.order is None
     rows = agreed.square_norms[: state.mesh.shard.size] if summed else agreed.square_norms[:1]
     norm = math.sqrt(sum(rows)) / divisor if divisor else math.nan
-    loss = (agreed.total + sum(agreed.extras.values())) / weight if weight else math.nan
+    loss = (agreed.total + sum(agreed.extras.values())) / weight if weight and math.isfinite(weight) else math.nan
     finite = math.isfinite(loss) and math.isfinite(norm)
     result = StepResult(
         step=state.steps_done,
@@ -101,7 +101,10 @@ def normalise(state: RankState, agreed: Agreement) -> tuple[StepResult, bool]:
         lr=float(state.optimizer.param_groups[0].get("lr", math.nan)),
         samples=agreed.samples,
         skipped=not finite,
-        extras={name: value / weight if weight else math.nan for name, value in agreed.extras.items()},
+        extras={
+            name: value / weight if weight and math.isfinite(weight) else math.nan
+            for name, value in agreed.extras.items()
+        },
     )
     if scale is not None:
         scale.update(overflow=math.isfinite(loss) and not math.isfinite(norm))

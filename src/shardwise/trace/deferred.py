@@ -30,7 +30,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from shardwise.errors import InputError, ShardwiseError
-from shardwise.task_names import where
+from shardwise.task_names import is_own, where
 from shardwise.trace.double import as_written
 from shardwise.trace.leaves import replaced, tensors_in
 from shardwise.trace.recorder import recording
@@ -214,6 +214,8 @@ def told_of_constructor(error: BaseException) -> str:
         return f"{told.rstrip('.')}. {LEAVE_OUT}"
     if any("torch/nn/parallel/" in frame.filename or "torch/distributed/" in frame.filename for frame in frames):
         return f"{told.rstrip('.')}. {_PLAIN}"
+    if isinstance(error, TypeError) and "missing" in told and not any(is_own(frame.filename) for frame in frames):
+        return f"{told}. Task.model is called with nothing: give a function that builds it, as lambda: Net(8)"
     return told
 
 

@@ -9,6 +9,7 @@ A save that fails is told and the run goes on; a second failure in a row ends it
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -43,10 +44,14 @@ _ANSWERS = ["", "well", "badly"]
 
 
 class Stopping:
-    """Hears the signals that ask a run to end. The second one does what it did before."""
+    """Hears the signals that ask a run to end. The second one does what it did before.
+
+    starts   no step has begun: Ctrl-C ends the run at once, since there is nothing to save
+    """
 
     def __init__(self, launched: bool) -> None:
         self.asked = ""
+        self.starts = False
         self._numbers = (signal.SIGUSR2,) if launched else (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
         self._launched = launched
         self._before: dict[int, Any] = {}
@@ -63,6 +68,10 @@ class Stopping:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def _hear(self, number: int, frame: Any) -> None:
+        if self.starts and number == signal.SIGINT:
+            self.stop()
+            os.kill(os.getpid(), number)
+            return
         self.asked = signal.Signals(number).name
         if not self._launched:
             self.stop()
@@ -82,6 +91,7 @@ class Keeper:
         config = job.effective.config.train
         self.every, self.minutes = config.checkpoint_every, config.checkpoint_minutes
         self.stopping = Stopping(job.launched)
+        self.stopping.starts = True
         self.saver: Saver | None = None
         self.check_every = config.check_replicas
         self.check: ReplicaCheck | None = None
@@ -113,6 +123,7 @@ class Keeper:
             self._take_weights(self.job.effective.config.train.init_from)
         if self.every and self.saver is not None:
             self.saver.prepare()
+        self.stopping.starts = False
         return self.first
 
     def _resume(self, source: Path) -> None:

@@ -89,7 +89,11 @@ def find_run(asked: str | None, effective: Effective, name: str) -> tuple[Path |
         if publish.scan(home):
             return path, home, []
     if not publish.scan(path) and not (path / "manifest.json").exists():
-        why = "there is no such folder" if not path.exists() else "neither it nor its `checkpoints` holds a checkpoint"
+        why = (
+            "there is no such folder"
+            if not path.exists()
+            else "neither it nor its `checkpoints` holds a checkpoint: give a run's folder, or new"
+        )
         raise InputError(f"--resume {asked}: {why}")
     if is_remote(path):
         return None, path, []

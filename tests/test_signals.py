@@ -1,0 +1,176 @@
+"""Ctrl-C and SIGTERM in each phase of each command: one message, its exit code, and no process left.
+
+A terminal sends Ctrl-C to every process of the command, `kill` sends SIGTERM to one; so do these tests.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+TASKS = """
+import os, sys, time
+from shardwise.models import tasks
+
+def said(text):
+    sys.stderr.write(text + "\\\\n")
+    sys.stderr.flush()
+
+def batch(step):
+    said(f"batch {step} of {os.environ.get('RANK', 'one')}")
+    time.sleep(float(os.environ.get("TAKES", 0)) if os.environ.get("RANK", "one") in os.environ["SLOW"] else 0)
+    return tasks.mlp().batch(step)
+
+def slow():
+    return tasks.mlp().with_(batch=batch)
+"""
+SCRIPT = "import time\nprint('here', flush=True)\ntime.sleep(60)\n"
+VERIFY = ["verify", "slow.py:slow", "--plan", "dp_replicate=2"]
+TRAIN = ["train", "slow.py:slow", "--steps", "100000"]
+TWO = ["--plan", "dp_shard=2,zero=3"]
+CLUSTER = ["--cluster", "1x2 h100-sxm-80gb"]
+INTERRUPTED = "shardwise: interrupted, before there was an answer"
+UNSAVED = "shardwise: interrupted; nothing was saved that is not in a checkpoint"
+
+
+def says(*words: str) -> Callable[[str, Path], bool]:
+    """Whether the command has written these words, in their order."""
+
+    def found(text: str, folder: Path) -> bool:
+        at = 0
+        for word in words:
+            at = text.find(word, at) + 1
+            if not at:
+                return False
+        return True
+
+    return found
+
+
+def steps(text: str, folder: Path) -> bool:
+    """Whether a run has taken three steps."""
+    return any(path.read_text().count("\n") > 2 for path in folder.glob("runs/*/metrics.jsonl"))
+
+
+def saved(text: str, folder: Path) -> bool:
+    """Whether a checkpoint is being written."""
+    return any(folder.glob("runs/*/checkpoints/*"))
+
+
+# what it is called; words; whose batches are slow; when the signal is sent; exit code and last line of Ctrl-C
+PHASES = {
+    "verify, one process": (VERIFY, "one", says("batch 0 of one"), 130, INTERRUPTED),
+    "verify, on ranks": (VERIFY, "0", says("batch 0 of 0"), 130, INTERRUPTED),
+    "train, first step": (TRAIN, "one", says("batch 0 of one"), 130, UNSAVED),
+    "train on ranks, first step": ([*TRAIN, *TWO], "0", says("batch 0 of 0"), 130, UNSAVED),
+    "train, steps": (TRAIN, "", steps, 75, "goes on"),
+    "train on ranks, steps": ([*TRAIN, *TWO], "", steps, 75, "goes on"),
+    "train on ranks, saving": ([*TRAIN, *TWO, "--checkpoint-every", "1"], "", saved, 75, "goes on"),
+    "train without checkpoints": ([*TRAIN, *TWO, "--checkpoint-every", "0"], "", steps, 130, UNSAVED),
+    "run": (["run", "script.py"], "", says("here"), 130, "shardwise: interrupted; its ranks are ended too"),
+    "probe": (["probe", "--quick"], "", says("probe: products"), 130, INTERRUPTED),
+    "plan": (["plan", "slow.py:slow", *CLUSTER], "one", says("batch 0 of one"), 130, INTERRUPTED),
+    "simulate": (["simulate", "slow.py:slow", *CLUSTER, *TWO], "one", says("batch 0 of one"), 130, INTERRUPTED),
+    "compare": (["compare", "slow.py:slow", *CLUSTER, "--plans", "dp_replicate=2", "--measure"], "0",
+                says("batch 0 of 0"), 130, INTERRUPTED),
+    "doctor": (["doctor"], "", says("doctor: looking at"), 130, INTERRUPTED),
+}  # fmt: skip
+QUICK = ("verify, on ranks", "train on ranks, first step", "run")
+
+
+def session(leader: int) -> dict[int, str]:
+    """Processes of a session that have not ended, with their command lines."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        try:
+            fields = (entry / "stat").read_text().rsplit(")", 1)[1].split() if entry.name.isdecimal() else []
+            if fields and int(fields[3]) == leader and fields[0] != "Z":
+                found[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ")
+        except OSError:  # it has ended meanwhile
+            continue
+    return found
+
+
+def answered(
+    words: list[str], slow: str, when: Callable[[str, Path], bool], number: signal.Signals, folder: Path, takes: str
+) -> tuple[int, str]:
+    """Exit code and what was written to stderr by a command that was sent a signal; what it left is ended."""
+    (folder / "slow.py").write_text(TASKS)
+    (folder / "script.py").write_text(SCRIPT)
+    said = folder / "said.txt"
+    environ = {**os.environ, "SLOW": slow or "nobody", "TAKES": takes}
+    with said.open("wb") as file, subprocess.Popen(
+        [sys.executable, "-m", "shardwise", *words], cwd=folder, stdout=file, stderr=file, env=environ,
+        start_new_session=True, preexec_fn=_hear_ctrl_c,
+    ) as process:  # fmt: skip
+        try:
+            until = time.monotonic() + 120
+            while not when(said.read_text(errors="replace"), folder):
+                assert process.poll() is None and time.monotonic() < until, said.read_text()
+                time.sleep(0.02)
+            assert process.poll() is None, "it was over before the signal was sent"
+            (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
+            code = process.wait(60)
+            while (left := session(process.pid)) and time.monotonic() < until:
+                time.sleep(0.05)
+        finally:
+            left = session(process.pid)
+            for pid in left:
+                os.kill(pid, signal.SIGKILL)
+    assert not left
+    return code, said.read_text(errors="replace")
+
+
+def _hear_ctrl_c() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits that it is ignored
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc, which is Linux's")
+@pytest.mark.parametrize(
+    ("phase", "number"),
+    [
+        pytest.param(phase, number, id=f"{phase}-{number.name}", marks=() if quick else pytest.mark.long)
+        for phase in PHASES
+        for number in (signal.SIGINT, signal.SIGTERM)
+        for quick in [phase in QUICK and number == signal.SIGINT]
+    ],
+)
+def test_a_signal_in_a_phase_of_a_command(phase: str, number: signal.Signals, tmp_path: Path) -> None:
+    words, slow, when, code, last = PHASES[phase]
+    takes = "60"
+    if number == signal.SIGTERM and phase == "train on ranks, first step":  # it ends, for a scheduler's next start
+        takes, code, last = "1", 75, "goes on"
+    elif number == signal.SIGTERM and code == 130:
+        code, last = 143, last.replace("interrupted", "ended by SIGTERM")
+    got, err = answered(words, slow, when, number, tmp_path, takes)
+    assert got == code, err
+    assert "Traceback" not in err and err.count("shardwise: ") == 1, err
+    assert err.strip().splitlines()[-1].endswith(last)
+
+
+WHILE_IMPORTED = """
+import os, signal, sys
+
+class Sends:
+    def find_spec(self, name, path=None, target=None):
+        if name == "shardwise.cli.main":
+            os.kill(os.getpid(), signal.SIGINT)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Sends())
+sys.argv = ["shardwise", "--help"]
+from shardwise.__main__ import main
+main()
+"""
+
+
+def test_a_signal_while_the_command_line_is_imported_waits_for_it():
+    done = subprocess.run([sys.executable, "-c", WHILE_IMPORTED], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 130 and done.stderr == f"{INTERRUPTED}\n"
