@@ -372,7 +372,7 @@ def test_a_host_starts_as_many_ops_of_a_layer_as_transformers_llama_has() -> Non
 
 
 def test_small_micro_batches_of_a_decoder_wait_for_the_host() -> None:
-    soft, small = software("shardwise"), Layout(replicas=8, seq=128)
+    soft, small = software("shardwise"), Layout(replicas=8, seq=64)
     few, more = (simulate(LLAMA, small.with_(micro_batch=n), NODE, soft) for n in (1, 2))
     least = LLAMA.layers * sum(LAYER_OPS) * HOST_US * 1e-6
     assert least < few.parts["compute"] < 1.3 * least, "the two ends come on top"
@@ -414,3 +414,39 @@ def test_copies_of_gradients_live_when_no_micro_batch_does() -> None:
     layers = 4.0 * shape.layers * sum(layer_activations(shape, Layout(seq=2048), soft).values())
     assert name != COPIES and layers > 4 * elements
     assert many < rests + layers + 4 * elements
+
+
+@pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
+def test_what_a_layer_moves_by_numbers_is_what_a_trace_of_transformers_has(norm: str) -> None:
+    """Bytes of one layer beside its products and attention, for a position: forward and backward together."""
+    transformers = pytest.importorskip("transformers")
+    from shardwise.hf import task as hf_task
+
+    length, hidden, inner = 32, 128, 384
+    ids = torch.zeros(1, length, dtype=torch.long)
+    common = {"num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 64}
+    if norm == "rms_norm":
+        config = transformers.LlamaConfig(
+            hidden_size=hidden, intermediate_size=inner, num_key_value_heads=2, **common
+        )  # fmt: skip
+    else:
+        config = transformers.OPTConfig(
+            hidden_size=hidden, ffn_dim=inner, word_embed_proj_dim=hidden, dropout=0.0, enable_bias=False, **common
+        )  # fmt: skip
+
+    def moved(layers: int) -> float:
+        config.num_hidden_layers = layers
+        made = hf_task(config, batch=lambda step: {"input_ids": ids, "labels": ids})
+        return trace(made, 1, "bf16", fused=True).moved / length
+
+    llama = norm == "rms_norm"
+    shape = Shape(
+        layers=1, hidden=hidden, heads=4, kv_heads=2 if llama else 4, head_dim=32, ffn=inner, vocab=64, gated=llama,
+        learned_positions=0 if llama else 64, layer_norm=not llama,
+    )  # fmt: skip
+    kernels = Kernels(Cluster.parse("2 h100-sxm-80gb").device, launch_us=0.0)
+    costs = BlockCosts(shape, Layout(micro_batch=1, seq=length), software("shardwise"), kernels)
+    streams = (*costs._norms(), *costs._rotary(), *costs._feed_forward_stream())
+    told = sum(streams) * kernels.bandwidth / length
+    scaled = 0 if llama else 8 * hidden  # OPT multiplies its queries, forward and backward
+    assert told + scaled == pytest.approx(moved(2) - moved(1), rel=0.02)

@@ -157,6 +157,12 @@ def _name(axis: Axis) -> str:
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
+def _stand_in(received: torch.Tensor) -> None:
+    """Zeros for what a rehearsal does not receive; a tensor without values is left alone: it is counted what runs."""
+    if has_values(received):
+        received.zero_()
+
+
 def _waited(pending: Pending, wait: bool) -> Pending:
     if wait:
         pending.wait()
@@ -181,7 +187,7 @@ def reduce_scatter(shard: torch.Tensor, full: torch.Tensor, axis: Axis, tag: str
     """Sum `full` (p*n,) over the axis, this rank's slice into `shard` (n,); returns what to wait for."""
     if axis.rehearsal is not None:
         axis.note(tag, "reduce_scatter", full)
-        shard.zero_()
+        _stand_in(shard)
         return _waited(_Rehearsed(full.clone()) if axis.copies else Pending(None), wait)
     if axis.size == 1:
         shard.copy_(full)
@@ -201,8 +207,6 @@ def all_gather(full: torch.Tensor, shard: torch.Tensor, axis: Axis, tag: str, *,
         axis.note(tag, "all_gather", full)
         if has_values(full):
             full.view(axis.size, -1).copy_(shard.view(1, -1))  # values like a rank's own, where code reads them
-        else:
-            full.zero_()
         return Pending(None)
     if axis.size == 1:
         if full.data_ptr() != shard.data_ptr():
@@ -227,7 +231,7 @@ def all_to_all(
         came = {rank: each * size for rank, size in enumerate(received_sizes) if size and rank != axis.index}
         axis.note(tag, "all_to_all", sent, sum(came.values()))
         axis.rehearsal.arrivals.update({("all_to_all", axis.name, rank): size for rank, size in came.items()})
-        received.zero_()
+        _stand_in(received)
         return _waited(_Passing(axis.rehearsal, "all_to_all", axis.name, came), wait)
     if axis.size == 1:
         received.copy_(sent)
@@ -314,7 +318,7 @@ def receive(tensor: torch.Tensor, axis: Axis, from_index: int, tag: str, number:
     if axis.rehearsal is not None:
         axis.note(tag, "point_to_point", tensor)
         axis.rehearsal.arrivals["point_to_point", axis.name, from_index] += tensor.numel() * tensor.element_size()
-        tensor.zero_()
+        _stand_in(tensor)
         return Pending(None)
     _check_runs(tensor)
     if _needs_host(tensor, axis):

@@ -16,6 +16,7 @@ composes decides what hides behind what. Sources: Korthikanti et al. 2022 (tenso
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shardwise.cluster import Device
@@ -25,6 +26,18 @@ from shardwise.costs.shapes import Shape
 from shardwise.costs.software import FP8, Software
 
 EAGER = 1.6  # an unfused chain of elementwise ops moves about this many times a fused one's bytes (assumed)
+# Bytes that move for an element in bf16: (forward, backward) of fused kernels, and of modules as transformers writes
+# them, as their traces have it (tests/test_costs.py): there an RMSNorm is eight operations in float32
+MOVED = {
+    "layer_norm": ((4, 6), (4, 6)),
+    "rms_norm": ((4, 6), (36, 96)),
+    "residual": ((6, 6), (6, 6)),
+    "dropout": ((1, 1), (5, 5)),
+    "shared_input": ((0, 0), (0, 6)),  # of one more product that reads a tensor: its gradient is added
+    "gated": ((6, 10), (10, 18)),
+    "activation": ((4, 6), (4, 6)),
+    "rotary": ((4, 4), (20, 32)),
+}
 ACT_BYTES = 2  # activations in bf16 or fp16
 HOST_US = 10.0  # in which eager PyTorch starts an op of a forward or backward on a GPU (assumed)
 LAYER_OPS = (38, 71)  # that the host starts in a layer's forward and backward: transformers' Llama, as a trace has them
@@ -143,15 +156,12 @@ class BlockCosts:
         if self.software.attention == "unfused":
             forward, backward = self._unfused(lay.micro_batch * heads, queries, keys)
             return forward, backward, forward
-        rope = 0.0
-        if not s.learned_positions:
-            turned = s.query_width + s.kv_heads * s.head_dim
-            rope = self._stream(2 * ACT_BYTES * lay.tokens * turned / lay.tp, 2)
+        rope = self._rotary()
         if self.is_written_ring:
             forward, backward = self._written_ring(lay.micro_batch * heads)
-            return forward + rope, backward + rope, forward
+            return forward + rope[0], backward + rope[1], forward
         forward, backward = (self._fused(heads, queries, keys, backward=back) for back in (False, True))
-        return forward + rope, backward + rope, forward
+        return forward + rope[0], backward + rope[1], forward
 
     def _fused(self, heads: float, queries: float, keys: float, *, backward: bool) -> float:
         """Seconds of a fused kernel in the mean layer: some may see a window of positions alone."""
@@ -201,29 +211,47 @@ class BlockCosts:
     # --- streams
 
     def _stream(self, size_bytes: float, kernels: int) -> float:
-        eager = 1.0 if self.software.fused else EAGER
-        return self.kernels.stream(size_bytes * eager, int(kernels * (1 if self.software.fused else 2)))
+        return self.kernels.stream(size_bytes, kernels * (1 if self.software.fused else 2))
+
+    def _moved(self, elements: Mapping[str, float]) -> tuple[float, float]:
+        """Bytes that forward and backward move, of so many elements by what is done with them."""
+        each = {name: MOVED[name][0 if self.software.fused else 1] for name in elements}
+        forward, backward = (sum(each[name][way] * count for name, count in elements.items()) for way in (0, 1))
+        return forward, backward
 
     def _norms(self) -> tuple[float, float]:
-        """Two norms and two residual additions (with dropout where there is one), and the norms of latents."""
-        lay = self.layout
-        whole = lay.tokens / (lay.tp if lay.sp else 1) * self.shape.hidden * ACT_BYTES
-        mask = 0.5 if self.shape.dropout else 0.0
-        forward = 2 * (2 * whole) + 2 * ((3 + mask) * whole)
-        backward = 2 * (3 * whole) + 2 * ((3 + mask) * whole)
-        latent = lay.tokens * (self.shape.q_latent + self.shape.kv_latent) * ACT_BYTES
-        more = 2 if latent else 0
-        return self._stream(forward + 2 * latent, 4 + more), self._stream(backward + 3 * latent, 6 + more)
+        """Two norms and two residual additions (with dropout where there is one), norms of latents and of heads."""
+        s, lay = self.shape, self.layout
+        whole = lay.tokens / (lay.tp if lay.sp else 1) * s.hidden
+        latent = lay.tokens * (s.q_latent + s.kv_latent)
+        heads = lay.tokens * (s.query_width + s.kv_heads * s.head_dim) / lay.tp if s.qk_norm else 0.0
+        norm = "layer_norm" if s.layer_norm else "rms_norm"
+        forward, backward = self._moved({
+            norm: 2 * whole + latent + heads,
+            "residual": 2 * whole,
+            "dropout": 2 * whole if s.dropout else 0.0,
+            "shared_input": ((1 if s.kv_latent else 2) + s.gated) * whole,  # queries, keys, values; gate and up
+        })  # fmt: skip
+        more = 2 * (bool(latent) + bool(heads))
+        return self._stream(forward, 4 + more), self._stream(backward, 6 + more)
+
+    def _rotary(self) -> tuple[float, float]:
+        """Queries and keys turned by their positions."""
+        s, lay = self.shape, self.layout
+        if s.learned_positions:
+            return 0.0, 0.0
+        forward, backward = self._moved({"rotary": lay.tokens * (s.query_width + s.kv_heads * s.head_dim) / lay.tp})
+        return self._stream(forward, 2), self._stream(backward, 2)
 
     def _feed_forward_stream(self) -> tuple[float, float]:
         s, lay = self.shape, self.layout
         copies = max(1, s.top_k) + s.shared_experts if s.experts else 1
-        inner = lay.tokens * copies * s.ffn / lay.tp * ACT_BYTES
-        reads = 2 if s.gated else 1
-        forward, backward = (reads + 1) * inner, (2 * reads + 1) * inner
+        inner = lay.tokens * copies * s.ffn / lay.tp
+        forward, backward = self._moved({"gated" if s.gated else "activation": inner})
         permute = 0.0
         if s.experts:  # sorted by expert and back, weighted
             permute = 4 * lay.tokens * s.top_k * s.hidden * ACT_BYTES / (lay.tp if lay.sp else 1)
+            permute *= 1.0 if self.software.fused else EAGER
         return self._stream(forward + permute, 1), self._stream(backward + permute, 2)
 
     def _casts(self) -> tuple[float, float]:

@@ -26,9 +26,8 @@ _SDPA_BACK = {
 _FFT = {_ATEN._fft_c2c, _ATEN._fft_r2c, _ATEN._fft_c2r}
 DEVICE = torch.ops.prim.device.default
 _RNN = {_ATEN.mkldnn_rnn_layer, _ATEN.mkldnn_rnn_layer_backward}
-_VIEWS = ("view", "expand", "transpose", "permute", "t", "slice", "select", "split", "unsqueeze", "squeeze", "detach",
-          "alias", "as_strided", "_unsafe_view", "unbind", "split_with_sizes", "_reshape_alias", "diagonal",
-          "unfold")  # fmt: skip
+# of new memory into which nothing is written, or of a tensor whose owner is gone
+_NOTHING_MOVES = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view")
 
 
 # product                (m, n, k), times the batch of a batched one
@@ -126,6 +125,19 @@ def written(func: Any) -> list[int]:
     return [place for place, alias in enumerate(told) if alias is not None and alias.is_write]
 
 
+@cache
+def may_view(func: Any) -> bool:
+    """Whether what an op gives may lie in its arguments' memory, unchanged, as its schema says; of some, if it can."""
+    told = [result.alias_info for result in func._schema.returns]
+    return any(alias is not None for alias in told) and not func._schema.is_mutable
+
+
+def _lies_in(out: Any, args: tuple) -> bool:
+    """Whether all tensors that came out have the storages of tensors that went in."""
+    there = {tensor.untyped_storage()._cdata for tensor in tensors_in(args)}
+    return all(tensor.untyped_storage()._cdata in there for tensor in tensors_in(out))
+
+
 class Count(TorchDispatchMode):
     """Adds each op to a trace."""
 
@@ -170,7 +182,7 @@ class Count(TorchDispatchMode):
         elif packet in _RNN:
             self._recur(args, packet is _ATEN.mkldnn_rnn_layer_backward)
             self._stream(packet.__name__, args, out)
-        elif packet.__name__ not in _VIEWS:
+        elif packet.__name__ not in _NOTHING_MOVES and not (may_view(func) and _lies_in(out, args)):
             self._stream(packet.__name__, args, out)
 
     def _product(self, batch: int, m: int, n: int, k: int) -> None:
