@@ -466,6 +466,7 @@ class Bounded(nn.Module):
             x = x + self.step(x).tanh() / 9
             x[:, 0, 0] = self.inflow
             x[:, 1, -1] *= 0.5
+            x[:, 1, [1, -2], 1:-1] = 0.25
             x[..., 0] = x[..., -2]
             x[..., -1] = x[..., 1]
         return x
@@ -473,6 +474,65 @@ class Bounded(nn.Module):
 
 def bounded() -> Task:
     return _task(Bounded, _fields(2, ROWS, COLUMNS))
+
+
+class Frames(nn.Module):
+    """Steps of time before channels (B, T, C, H, W), a state that is carried on, and a running mean of fields."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step, self.head = nn.Conv2d(5, 3, 3, padding=1), nn.Conv2d(3, 2, 1)
+        self.register_buffer("seen", torch.zeros(ROWS, COLUMNS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.seen.mul_(0.9).add_(0.1 * x.mean((0, 1, 2)))
+        state = torch.zeros_like(x[:, 0, :1]).repeat(1, 3, 1, 1) + self.seen
+        for frame in x.unbind(1):
+            state = self.step(torch.cat([frame, state], 1)).tanh()
+        return self.head(state)
+
+
+def frames() -> Task:
+    def batch(step: int) -> dict:
+        x, y = (_fields(4, ROWS, COLUMNS, samples=2, out=2)(step)[name] for name in ("x", "y"))
+        return {"x": x.unflatten(1, (2, 2)), "y": y}
+
+    return _task(Frames, batch)
+
+
+class Patchwise(nn.Module):
+    """Patches that overlap, each by a layer of its own and their mean; attention of which the queries come last; a
+    field that is read by indices which it computes itself.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.mix, self.key, self.head = (
+            nn.Conv2d(3, 4, 1),
+            nn.Linear(36, 36),
+            nn.Conv2d(4, 4, 1),
+            nn.Linear(4, 2),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h, (rows, columns) = self.stem(x).tanh(), x.shape[-2:]
+        patches = self.mix(F.unfold(h, 3, padding=1).transpose(1, 2)).transpose(1, 2)
+        count = F.fold(F.unfold(torch.ones_like(h), 3, padding=1), (rows, columns), 3, padding=1)
+        h = h + F.fold(patches, (rows, columns), 3, padding=1) / count
+        query, key, value = h.flatten(2), self.key(h).flatten(2), h.flatten(2)
+        scores = torch.bmm(query.transpose(1, 2), key).softmax(-1)
+        h = h + torch.bmm(value, scores.transpose(1, 2)).view_as(h)
+        down, across = ((h[:, c].sigmoid() * n).long().clamp(max=n - 1) for c, n in ((0, rows), (1, columns)))
+        read = h[torch.arange(len(h))[:, None, None], :, down, across].movedim(-1, 1)
+        read = read + torch.gather(
+            h.flatten(2), 2, (down * columns + across).flatten(1)[:, None].expand(-1, 4, -1)
+        ).view_as(h)
+        return self.head((h + read).movedim(1, -1)).movedim(-1, 1)
+
+
+def patchwise() -> Task:
+    return _task(Patchwise, _fields(3, 7, 9, samples=2))
 
 
 class Rollout(nn.Module):

@@ -43,7 +43,8 @@ CASES = (
     ("sphere", "domain=2x2"), ("on_land", "domain=1x3"), ("sorted_whole", "domain=2x2"),
     ("plain_stack", "domain=2x2,domain_depth=4"), ("plain_stack", "domain=1x3,domain_depth=2,zero=3,remat=full"),
     ("on_land", "domain=2x2,dp_shard=2,zero=3"), ("interpolated", "domain=2x2"), ("axial", "domain=2x2"),
-    ("mesh_edges", "domain=2x2"), ("pyramid", "domain=2x2"), ("bounded", "domain=2x2"),
+    ("mesh_edges", "domain=2x2"), ("pyramid", "domain=2x2"), ("bounded", "domain=2x2"), ("frames", "domain=2x2"),
+    ("patchwise", "domain=2x2"),
 )  # fmt: skip
 # in `long` alone: batch norm on a grid is resnet's above, stages of tiles likewise
 REST = (("unet_batch", "domain=2x2"), ("vit", "domain=2,pp=2"))

@@ -242,13 +242,14 @@ def _windows_of(w: int, shift: int, h: int, v: int) -> Case:
 
 
 def _patches(rng: random.Random) -> Case:
-    kind, space = rng.choice(("unfold", "fold", "sliding", "tokens")), _space(rng, 2)
+    kind, space = rng.choice(("unfold", "fold", "mixed", "sliding", "tokens")), _space(rng, 2)
     told: dict[str, Any] = {"kernel_size": _of_each(rng, 2, 1, 4), "stride": _of_each(rng, 2, 1, 3)}
     told |= {"padding": _of_each(rng, 2, 0, 2), "dilation": _of_each(rng, 2, 1, 2)}
     k, s = told["kernel_size"], told["stride"]
     run = {
         "unfold": lambda x: F.unfold(x, **told),
         "fold": lambda x: F.fold(F.unfold(x, **told) ** 2, space, **told),
+        "mixed": lambda x: F.fold(F.unfold(x, **told).transpose(1, 2).tanh().transpose(1, 2), space, **told) * x,
         "sliding": lambda x: x.unfold(2, k[0], s[0]).unfold(3, k[1], s[1]).square().mean((4, 5)),
         "tokens": lambda x: F.softmax(F.unfold(x, k, stride=k).transpose(1, 2), -1).cumsum(-1),
     }[kind]
@@ -367,8 +368,9 @@ def _boundary(rng: random.Random) -> Case:
 
 def _places(rng: random.Random) -> Case:
     """Places of the largest, put back there; a field that is read at places that are computed."""
-    kind = rng.choice(("indices", "adaptive indices", "unpool", "sampled", "from whole", "whole field"))
-    dims = rng.choice((1, 2, 2, 3)) if kind in ("indices", "adaptive indices", "unpool") else 2
+    of_any = "indices", "adaptive indices", "unpool", "gathered", "selected"
+    kind = rng.choice((*of_any, "sampled", "from whole", "whole field", "indexed"))
+    dims = rng.choice((1, 2, 2, 3)) if kind in of_any else 2
     k = _of_each(rng, dims, 1, 4)
     step, pads = [rng.randint(1, n) for n in k], [rng.randint(0, n // 2) for n in k]
     gaps, ceil = _of_each(rng, dims, 1, 2) if kind == "indices" else [1] * dims, rng.random() < 0.3
@@ -401,7 +403,24 @@ def _places(rng: random.Random) -> Case:
         grid = torch.tanh(x).permute(0, 2, 3, 1)
         return F.grid_sample(torch.cat([w[:1], w[1:]]), grid, **options)
 
+    def gathered(x, w):
+        place = (x[:, :1].sigmoid() * math.prod(space)).long().clamp(max=math.prod(space) - 1).flatten(2)
+        return torch.gather(x.flatten(2) * w[0, 0, 0, 0], 2, place.expand(-1, 2, -1)).view_as(x) * x
+
+    def selected(x, w):
+        rows = x * w[0, 0, 0, 0]
+        place = (x[0, 0].flatten(1).mean(-1) if dims > 1 else x[0, 0]).sigmoid().mul(space[0]).long()
+        return rows.index_select(2, place.clamp(max=space[0] - 1)) * x
+
+    def indexed(x, w):
+        down, across = ((x[:, c].sigmoid() * n).long().clamp(max=n - 1) for c, n in zip((0, 1), space, strict=True))
+        samples = torch.arange(2)[:, None, None]
+        return (x * w[0, 0, 0, 0])[samples, :, down, across].movedim(-1, 1) * x[..., across[0, 0, :1]]
+
     run = {
+        "gathered": gathered,
+        "selected": selected,
+        "indexed": indexed,
         "indices": indices,
         "adaptive indices": adaptive,
         "unpool": unpooled,
@@ -444,7 +463,21 @@ def _written(rng: random.Random) -> Case:
 
 def _edges(rng: random.Random) -> Case:
     """What is written into single rows, columns and cells of a field, as conditions at a boundary are."""
-    kinds = ("row", "rows", "copied", "added", "cell", "views", "ints", "mask", "both", "line", "kept")
+    kinds = (
+        "row",
+        "rows",
+        "listed",
+        "into",
+        "copied",
+        "added",
+        "cell",
+        "views",
+        "ints",
+        "mask",
+        "both",
+        "line",
+        "kept",
+    )
     kind, dims, space = rng.choice(kinds), rng.choice((1, 2, 2, 3)), None
     space = tuple(n + 2 for n in _space(rng, dims))
     a, b, d = rng.choice((0, -1, rng.randrange(space[0]))), rng.randrange(space[-1]), rng.randrange(dims)
@@ -457,6 +490,15 @@ def _edges(rng: random.Random) -> Case:
         elif kind == "rows":
             y[:, 0, a] = y[:, 1, 0] * 2
             y[..., -1] = (y[..., b] * w[..., 0]).detach()
+        elif kind == "listed":
+            y[:, :, [0, -1]] = 0.25
+            y[..., [0, b]] *= y[..., [1, 1]].tanh()
+            y[:, 0, [a]] += w[0, 1].sum()
+            y = y * y[:, :, [a, 0, a]].mean()
+        elif kind == "into":
+            kept = torch.full(space, 0.3, dtype=x.dtype)
+            kept.mul_(0.5).add_(y.detach().mean((0, 1)))
+            y = y * kept.lerp_(y[0, 0].detach(), 0.25)
         elif kind == "copied":
             y[(*row, 0)] = y[(*row, -2)]
             y[(*row, -1)] = y[(*row, 1)]

@@ -278,24 +278,26 @@ def _rehearse(
 
     def run(module: nn.Module, batch: Any) -> Any:
         met.clear()
+        gathered.clear()
         undo = positions.inside.install(module) if positions.inside is not None else lambda: None
         try:
             with (
                 _noting(module, noted.results),
                 on_own_rows(module, row_wise),
                 sequence.watching() as found,
-                domain.watching() as gathered,
             ):
                 loss = alone(module, batch)
         finally:
             undo()
-        noted.attention[:], noted.gathers[:] = found, gathered
+        noted.attention[:] = found
         return loss
 
     ledger = derived.ledger
     try:
         stage = TrialModule(built, batch, run, precision.held)
-        error = stage.rehearse(derived, plan.tp, plan.sp, positions.axes)
+        with domain.watching() as gathered:  # in backward too
+            error = stage.rehearse(derived, plan.tp, plan.sp, positions.axes)
+        noted.gathers[:] = gathered
         return error, met.numbers([axis.name for axis in positions.axes])
     except RefusedPlan as refused:
         return refused, (0,) * len(positions.axes)

@@ -8,9 +8,10 @@ import torch
 
 from shardwise.host import to_device
 from shardwise.part.cuts import Uncut
+from shardwise.part.gathering import gathered
 from shardwise.part.levels import Distributed
 from shardwise.part.loss import entries_here
-from shardwise.part.masks import is_mask, put, selected
+from shardwise.part.masks import MASKS, is_mask, put, selected
 from shardwise.part.moves import dealt_as, fetch, shown, whole_inside
 from shardwise.part.scans import cumulated, summed_along
 from shardwise.part.sums import Sum
@@ -35,6 +36,10 @@ def along(func: Any, args: tuple, kwargs: dict) -> Any:
         return _picked(torch.ops.aten.index.Tensor, part, [None] * part.dim_cut + [args[2]])
     if func._schema.name == "aten::gather" and is_part(part) and part.dim_cut in touched and not is_part(args[2]):
         return entries_here(part, part.dim_cut, args[2])
+    if func._schema.name == "aten::gather" and not is_part(part):
+        mine = args[2].dim_cut
+        held = part if mine in touched else args[2].share(part, mine)
+        return args[2].with_local(func(held, args[1], args[2].local))
     if not is_part(part) or part.dim_cut in touched:
         raise Uncut(no_rule(func, parts_in((args, kwargs))))
     if func._schema.name == "aten::gather":
@@ -102,7 +107,9 @@ def index(func: Any, args: tuple, kwargs: dict) -> Part:
     used = [d for d, i in enumerate(indices) if i is not None]
     if is_part(part) and part.axis.positions and part.dim_cut in used and not parts_in(indices):
         return _picked(func, part, indices)
-    whole = is_part(part) and not parts_in(indices) and part.dim_cut not in used
+    if not is_part(part):
+        return _read_by_own(func, part, indices)
+    whole = not parts_in(indices) and part.dim_cut not in used
     contiguous = used == list(range(used[0], used[-1] + 1)) if used else False
     if not whole or not contiguous or any(indices[d].dtype is torch.bool for d in used):
         raise Uncut(no_rule(func, parts_in((args, kwargs))))
@@ -111,20 +118,42 @@ def index(func: Any, args: tuple, kwargs: dict) -> Part:
     return part.with_local(func(part.local, indices), dim)
 
 
+def _read_by_own(func: Any, x: torch.Tensor, indices: list) -> Part:
+    """`x[i, j, ...]` of a tensor that every rank has, by indices that are cut: each reads at its own places."""
+    used = [d for d, i in enumerate(indices) if i is not None]
+    lead = parts_in(indices)[0]
+    place = lead.dim_cut - lead.dim()
+    added = len(torch.broadcast_shapes(*(indices[d].shape for d in used)))
+    first = used[0] if used == list(range(used[0], used[-1] + 1)) else 0
+    own = [i if i is None else _share_of_index(func, i, lead, place) for i in indices]
+    return lead.with_local(func(x, own), first + added + place)
+
+
+def _share_of_index(func: Any, index: torch.Tensor, lead: Part, place: int) -> torch.Tensor:
+    """This rank's share of an index, along a dim that is counted from the last one, beside that of `lead`."""
+    here = index.dim() + place
+    if index.dtype in MASKS:
+        raise Uncut(no_rule(func, [lead]))
+    if is_part(index):
+        return dealt_as(index, lead, here, str(func)).local
+    return lead.share(index, here) if here >= 0 and index.shape[here] > 1 else index
+
+
 def _picked(func: Any, part: Part, indices: list) -> torch.Tensor:
     """`x[i, j, ...]` by plain indices, the cut dim's among them: a sum to which each entry's owner alone adds."""
     wanted = indices[part.dim_cut]
     inner = part.local
     tokens = isinstance(inner, Part) and inner.dim_cut == part.dim_cut  # of tiles cut along several dims
-    if wanted.dtype is torch.bool or (isinstance(inner, Distributed) and not tokens):
+    if wanted.dtype is torch.bool:
         raise Uncut(no_rule(func, [part]))
-    mine = to_device(part.owners.indices(part.axis.index), wanted.device)
-    wanted = torch.where(wanted < 0, wanted + part.owners.size, wanted)
-    if not len(mine):
+    held, place = _places_of(part, wanted)
+    if isinstance(inner, Distributed) and not tokens:
+        place = torch.where(held, place, inner.shape[part.dim_cut])
+        own = [place if d == part.dim_cut else i for d, i in enumerate(indices)]
+        return Sum.of(func(_with_one_more(inner, part.dim_cut), own), part.axis, part.origin)
+    if not part.owners.counts[part.axis.index]:
         shape = func(torch.empty(part.shape, device="meta"), [i if i is None else i.to("meta") for i in indices]).shape
         return Sum.of(part.local.new_zeros(shape), part.axis, part.origin)
-    place = torch.searchsorted(mine, wanted.contiguous()).clamp_(max=len(mine) - 1)
-    held = mine[place] == wanted
     found = func(part.local, [place if d == part.dim_cut else i for d, i in enumerate(indices)])
     used = [d for d, i in enumerate(indices) if i is not None]
     together = used == list(range(used[0], used[-1] + 1))
@@ -141,6 +170,11 @@ def scatter(func: Any, args: tuple, kwargs: dict) -> Part:
     cut = lead.dim_cut
     shapes = [t.shape[cut] for t in (args[0], *args[2:]) if isinstance(t, torch.Tensor) and t.dim()]
     changes = func._schema.is_mutable
+    adds = func._schema.name == "aten::scatter_add" and not is_part(args[0]) and is_part(args[3])
+    if adds and cut == dim and args[2].shape[cut] == args[3].shape[cut]:  # the gradient of what each rank read of it
+        lead = args[3]
+        index = dealt_as(args[2], lead, cut, str(func)).local if is_part(args[2]) else lead.share(args[2], cut)
+        return args[0] + Sum.of(func(torch.zeros_like(args[0]), dim, index, lead.local), lead.axis, lead.origin)
     if cut == dim or set(shapes) != {lead.shape[cut]} or (changes and not is_part(args[0])):
         raise Uncut(no_rule(func, parts_in(args)))
 
@@ -161,8 +195,12 @@ def index_put(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     x, indices, values, *rest = args
     if is_mask(indices):
         return put(func, args, kwargs)
+    if is_part(x) and x.axis.positions and not parts_in(indices):
+        return _put_by_whole_indices(func, x, indices, values, rest)
     if func._schema.is_mutable:
         raise Uncut(no_rule(func, parts_in(args)))
+    if not is_part(x) and not is_part(values):  # the gradient of what all ranks read at one place
+        return func(x, [gathered(i) if is_part(i) else i for i in indices], values, *rest)
     added_up = _put_of_each(func, x, indices, values, rest)
     if added_up is not None:
         return added_up
@@ -177,28 +215,65 @@ def index_put(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     return values.with_local(func(local, indices, values.local, *rest, **kwargs), dim)
 
 
+def _put_by_whole_indices(func: Any, x: Part, indices: list, values: torch.Tensor, rest: list) -> Part:
+    """`x[i, j, ...] = values` by indices that every rank has: each writes its own entries, others beside its share."""
+    used = [d for d, i in enumerate(indices) if i is not None]
+    together = used == list(range(used[0], used[-1] + 1))
+    if not together or any(indices[d].dtype in MASKS for d in used):
+        raise Uncut(no_rule(func, parts_in([x, values])))
+    put, cut = torch.ops.aten.index_put.default, x.dim_cut
+    if cut in used:
+        if is_part(values):
+            raise Uncut(no_rule(func, [x, values]))
+        held, place = _places_of(x, indices[cut])
+        place = torch.where(held, place, x.local.shape[cut])
+        own = [place if d == cut else i for d, i in enumerate(indices)]
+        found = put(_with_one_more(x.local, cut), own, values, *rest).narrow(cut, 0, x.local.shape[cut])
+    else:
+        added = len(torch.broadcast_shapes(*(indices[d].shape for d in used)))
+        dim = cut if cut < used[0] else cut - len(used) + added
+        dim -= x.dim() - len(used) + added - values.dim()  # among those of the values
+        if is_part(values):
+            values = dealt_as(values, x, dim, str(func)).local
+        elif dim >= 0 and values.shape[dim] != 1:
+            values = x.share(values, dim)
+        found = put(x.local, indices, values, *rest)
+    if not func._schema.is_mutable:
+        return x.with_local(found)
+    x.local.copy_(found)
+    return x
+
+
+def _places_of(part: Part, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(whether this rank has each wanted index of the cut dim, where among its own); indices may count from the end."""
+    mine = to_device(part.owners.indices(part.axis.index), wanted.device)
+    wanted = torch.where(wanted < 0, wanted + part.owners.size, wanted)
+    if not len(mine):
+        return torch.zeros_like(wanted, dtype=torch.bool), torch.zeros_like(wanted)
+    place = torch.searchsorted(mine, wanted.contiguous()).clamp_(max=len(mine) - 1)
+    return mine[place] == wanted, place
+
+
+def _with_one_more(local: torch.Tensor, dim: int) -> torch.Tensor:
+    """A share with one more index behind its own, of zeros: for what other ranks have."""
+    return torch.ops.aten.constant_pad_nd.default(local, [0, 0] * (local.dim() - 1 - dim) + [0, 1])
+
+
 def _put_of_each(func: Any, x: Any, indices: list, values: Any, rest: list) -> torch.Tensor | None:
     """`x[..., i, j, ...] += values` where values are cut along a dim of the indices: each rank's own, added up.
 
     None where it is something else. Of nodes read for each cell, (N,)[(cells, neighbours)], this is the gradient.
     """
     used = [d for d, i in enumerate(indices) if i is not None]
-    if rest[:1] != [True] or is_part(x) or not is_part(values) or used != list(range(used[0], used[-1] + 1)):
+    if rest[:1] != [True] or is_part(x) or not is_part(values):
         return None
     added = len(torch.broadcast_shapes(*(indices[d].shape for d in used)))
-    place = values.dim_cut - used[0] - added  # of the cut dim among those of the indices, from the last one
+    first = used[0] if used == list(range(used[0], used[-1] + 1)) else 0
+    place = values.dim_cut - first - added  # of the cut dim among those of the indices, from the last one
     if not -added <= place < 0 or values.dim() != x.dim() - len(used) + added:
         return None
 
-    def mine(index: torch.Tensor) -> torch.Tensor:
-        here = index.dim() + place
-        if is_part(index) and (index.dim_cut != here or not index.beside(values)):
-            raise Uncut(no_rule(func, parts_in([index, values])))
-        if is_part(index):
-            return index.local
-        return values.share(index, here) if here >= 0 and index.shape[here] > 1 else index
-
-    own = [None if index is None else mine(index) for index in indices]
+    own = [None if index is None else _share_of_index(func, index, values, place) for index in indices]
     return x + Sum.of(func(torch.zeros_like(x), own, values.local, True), values.axis, values.origin)
 
 

@@ -104,7 +104,7 @@ def dealt_as(part: Part, lead: Part, dim: int, what: str) -> Part:
     if part.dim_cut == dim and part.beside(lead):
         return part
     if part.axis is lead.axis and lead.axis.positions and part.shape[dim] == lead.owners.size:
-        return recut(part, dim, lead.owners)
+        return recut(part if dim == part.dim_cut else whole_inside(part), dim, lead.owners)
     raise Uncut(f"{what} of tensors that are cut differently ({part!r}, {lead!r})")
 
 

@@ -12,9 +12,9 @@ from shardwise.device import generators_kept, seed_generators
 from shardwise.host import read
 from shardwise.part.cuts import Uncut
 from shardwise.part.gathering import gather, gathered
-from shardwise.part.moves import recut
+from shardwise.part.moves import recut, whole_inside
 from shardwise.part.sums import Sum
-from shardwise.part.tensor import Part, facts, is_part, no_rule, parts_in, rule
+from shardwise.part.tensor import GATHERS, Part, facts, is_part, no_rule, parts_in, rule
 from shardwise.trace.leaves import replaced, tensors_in
 
 # elementwise by their definition; `add` stands for every operation that is tagged so, or found to be so by trying
@@ -66,7 +66,8 @@ class PointwiseCuts:
             if self.place(tensor) == self.dim and tensor.beside(self.lead):
                 return tensor.local
             if self.lead.axis.positions and not tensor.soft and not self.crossing(tensor):
-                return recut(tensor, self.dim - (self.ndim - tensor.dim()), self.owners).local
+                dim = self.dim - (self.ndim - tensor.dim())
+                return recut(tensor if dim == tensor.dim_cut else whole_inside(tensor), dim, self.owners).local
             tensor = gather(tensor)  # soft, or repeated: it would have been refused
         place = self.dim - (self.ndim - tensor.dim())
         if place < 0 or (tensor.shape[place] == 1 and self.owners.size != 1):
@@ -85,8 +86,8 @@ def pointwise(func: Any, args: tuple, kwargs: dict) -> Any:
             return replaced(torch.Tensor, lambda whole: Sum.read_only(whole, axis), func(*args, **kwargs))
     agreement = PointwiseCuts(func, tensors)
     changed = args[0] if facts(func).writes else None
-    if facts(func).name == "copy_" and not is_part(changed) and agreement.lead.axis.positions:
-        return func(changed, gathered(args[1]), *args[2:], **kwargs)  # which every rank has whole, and gets whole
+    if changed is not None and not is_part(changed) and agreement.lead.axis.positions:
+        return _into_a_whole(func, args, kwargs)
     if changed is not None:
         _refuse_changing(func, changed, agreement)
     args, kwargs = replaced(torch.Tensor, agreement.local, (args, kwargs))
@@ -94,6 +95,15 @@ def pointwise(func: Any, args: tuple, kwargs: dict) -> Any:
     if changed is not None:
         return changed
     return replaced(torch.Tensor, lambda t: agreement.lead.with_local(t, agreement.dim, agreement.owners), output)
+
+
+def _into_a_whole(func: Any, args: tuple, kwargs: dict) -> Any:
+    """`whole.add_(part)`: what every rank has whole, as a statistic that a module keeps, it gets whole."""
+    for part in parts_in((args, kwargs)):
+        for tell in GATHERS:
+            tell("a field that is written into a whole tensor", part)
+    args, kwargs = replaced(Part, lambda part: gathered(part) if is_part(part) else part, (args, kwargs))
+    return func(*args, **kwargs)
 
 
 def _repeats(tensor: torch.Tensor, tensors: list[torch.Tensor]) -> bool:

@@ -32,6 +32,7 @@ from typing import Any
 import torch
 
 from shardwise.comm import Axis
+from shardwise.layout.grid import SPACE
 from shardwise.part.cuts import REMEMBERED, Owners, Uncut
 from shardwise.part.levels import Distributed, ViewOf, answering, here, written_back
 from shardwise.trace.elementwise import is_elementwise
@@ -42,6 +43,7 @@ UNSENT = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: tor
 RESHAPES = ("transpose_", "t_", "unsqueeze_", "squeeze_", "swapaxes_", "swapdims_")  # a tensor, in place
 RULES: dict[str, Rule] = {}  # name of an ATen operation -> how it is done on parts
 FUNCTIONS: dict[Callable, Callable] = {}  # functions above autograd whose backward would otherwise not see the part
+GATHERS: list[Callable[[str, Any], None]] = []  # told what a rule gathers whole over an axis of positions: what, part
 MARGINS: list[Callable] = []  # answers functions of parts that have a margin, or gives None
 
 
@@ -268,7 +270,7 @@ def _on_gathered(func: Any, args: tuple, kwargs: dict) -> Any:
 
     writes = facts(func).writes and is_part(args[0])
     parts = parts_in((args, kwargs))
-    if not writes and _of_a_whole(func, args, parts):
+    if not writes and (_of_a_whole(func, args, parts) or _in_backward_of_tiles(func, parts)):
         args, kwargs = replaced(Part, lambda p: gathered(p) if is_part(p) else p, (args, kwargs))
         return func(*args, **kwargs)
     soft = [part for part in parts if _may_be_gathered(part)]
@@ -281,6 +283,17 @@ def _on_gathered(func: Any, args: tuple, kwargs: dict) -> Any:
     if facts(func).is_view:  # of a copy: reading it is right, writing into it would be lost
         return replaced(torch.Tensor, lambda copy: Sum.read_only(copy, soft[0].axis), output)
     return output
+
+
+def _in_backward_of_tiles(func: Any, parts: list[Part]) -> bool:
+    """Whether a backward has no rule for what forward did of a field that was whole over the axis; it is noted."""
+    running = torch._C._current_graph_task_id() >= 0
+    if not running or not parts or any(part.axis.name not in SPACE for part in parts):
+        return False
+    for part in parts:
+        for tell in GATHERS:
+            tell(f"what the backward {facts(func).name} reads", part)
+    return True
 
 
 def _of_a_whole(func: Any, args: tuple, parts: list[Part]) -> bool:

@@ -14,7 +14,7 @@ import torch
 from shardwise.parallel.domain.kept import CutDim
 from shardwise.part.levels import Distributed
 from shardwise.part.sums import whole_over_axis
-from shardwise.part.tensor import Part
+from shardwise.part.tensor import GATHERS, Part
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,13 @@ def noted(what: str, tensor: torch.Tensor, cut: CutDim) -> None:
     elements = tensor.numel() // max(tensor.shape[0], 1) * (cut.axis.size - 1) // cut.axis.size
     for seen in _SEEN:
         seen.append(Gather(what, cut.axis.name, cut.axis.size, elements))
+
+
+def _noted(what: str, part: Part) -> None:
+    noted(what, part, CutDim(part.axis, part.dim_cut, part.owners))
+
+
+GATHERS.append(_noted)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

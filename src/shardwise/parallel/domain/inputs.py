@@ -4,8 +4,9 @@
     x (B, C, H, W), fine (B, C, 2H, 2W)            x is cut; fine is whole and read where it meets what is cut
 
 Where the task names the dims (`Task.spatial`), those; else the dims behind batch and channel of a tensor, or the last
-ones of their number. Every tensor that ends in the same extents is tiled with it. The tensors that the model is given
-come first. A plan of fewer degrees than dims tiles the first ones.
+ones of their number; where those cannot be cut, fewer (steps of time lie before channels). Every tensor that ends in
+the same extents is tiled with it. The tensors that the model is given come first. A plan of fewer degrees than dims
+tiles the first ones.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ def candidates(
     fields = [leaf for leaf in leaves if _is_field(leaf, samples)]
     asked = [leaf for leaf in fields if id(leaf) in given] or fields  # else the model is given what is made of them
     wanted = [extents for leaf in asked for extents in _extents(leaf, len(tiles), spatial)]
+    if spatial is None:  # steps or members lie in front of the channels
+        wanted += [tuple(leaf.shape[d:]) for leaf in asked for d in range(3, leaf.dim() - max(len(tiles), 2) + 1)]
     for extents in dict.fromkeys(wanted):
         dims = [_dims(leaf, extents, spatial) if _is_field(leaf, samples) else () for leaf in leaves]
         cuts = tuple(_cuts(along, tiles) for along in dims)

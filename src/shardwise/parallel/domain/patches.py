@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from shardwise.boundary import Sizes, each
 from shardwise.parallel.domain.maps import Sliding, Spreading
-from shardwise.parallel.domain.tiles import answers, cuts, windowed
+from shardwise.parallel.domain.tiles import answers, cuts, once, windowed
 
 
 @answers(torch.Tensor.unfold)
@@ -50,7 +50,7 @@ def unfold(
     return columns.flatten(-2)
 
 
-@answers(F.fold)
+@answers(F.fold, cut_once=False)
 def fold(
     input: torch.Tensor, output_size: Sizes, kernel_size: Sizes, dilation: Sizes = 1, padding: Sizes = 0,
     stride: Sizes = 1,
@@ -64,6 +64,8 @@ def fold(
     counts = [(sizes[d] + 2 * pads[d] - gaps[d] * (kernel[d] - 1) - 1) // step[d] + 1 for d in range(2)]
     patches = input.unflatten(-1, counts)
     found, first = cuts(patches, (-2, -1)), patches.dim() - 2
+    if len({cut.dim for cut in found}) < len(found):  # rows of tokens that two axes cut
+        return once(fold, (input, sizes, kernel, gaps, pads, step), {})
     along = {cut.dim: Spreading(sizes[d], kernel[d], step[d], pads[d], gaps[d])
              for cut in found for d in [cut.dim - first]}  # fmt: skip
     tiled = {cut.dim - first for cut in found}

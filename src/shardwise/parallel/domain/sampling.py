@@ -1,16 +1,22 @@
-"""Reading a field of tiles at places that are computed (`grid_sample`): every tile gathers the field.
+"""Reading a field of tiles at places that are computed (`grid_sample`, indices): every tile gathers the field.
 
 x (B, C, H, W) over d0, d1     grid (B, H', W', 2)     each rank: all of x, its own places, its own outputs
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
 from shardwise.parallel.domain.gathers import noted
 from shardwise.parallel.domain.tiles import CutDim, answers, cuts, fetched, opened, placed, used
-from shardwise.part import Owners, Uncut
+from shardwise.part import Owners, Part, Uncut
+from shardwise.part.loss import entries_of
+from shardwise.part.masks import MASKS, getitem
+from shardwise.part.sums import whole_over_axis
 
 
 @answers(F.grid_sample)
@@ -41,6 +47,46 @@ def grid_sample(
             after.append(CutDim(cut.axis, dim + 1, owners))
     output = F.grid_sample(input, grid, mode, padding_mode, align_corners)
     return placed(output, sorted(after, key=lambda cut: cut.axis.depth))
+
+
+@answers(torch.Tensor.__getitem__, cut_once=False)
+def entries(input: torch.Tensor, index: Any) -> torch.Tensor:
+    """`input[:, i, j]`: where the indices are cut, what they read is gathered; each rank reads at its own places."""
+    given = index if isinstance(index, tuple) else (index,)
+    own = any(isinstance(each, Part) and not each.dtype.is_floating_point and each.dtype not in MASKS for each in given)
+    return getitem(_readable(input, _dims_read(given, input.dim())) if own else input, index)
+
+
+def _dims_read(index: tuple, dims: int) -> list[int]:
+    """The dims of which tensors in an index of slices, numbers and tensors name the places."""
+    found, rest = [], sum(each is not None and each is not ... for each in index)
+    dim = 0
+    for each in index:
+        if isinstance(each, torch.Tensor):
+            found.append(dim)
+        dim += dims - rest if each is ... else each is not None
+    return found
+
+
+def _readable(input: torch.Tensor, dims: Iterable[int]) -> torch.Tensor:
+    """A field that every rank has along these dims."""
+    for cut in reversed(cuts(input, dims)):
+        noted("a field that is read at places of tiles", input, cut)
+        input = whole_over_axis(input, cut.axis)
+    return input
+
+
+@answers(torch.index_select, torch.Tensor.index_select, cut_once=False)
+def index_select(input: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
+    """`torch.index_select` along a dim that may be cut, by an index that may be."""
+    return torch.index_select(_readable(input, [dim]) if isinstance(index, Part) else input, dim, index)
+
+
+@answers(torch.gather, torch.Tensor.gather, cut_once=False)
+def gather(input: torch.Tensor, dim: int, index: torch.Tensor, **options: Any) -> torch.Tensor:
+    """`torch.gather` along a dim that may be cut, by an index that may be."""
+    along = isinstance(index, Part) and bool(cuts(index, [dim]))
+    return entries_of(_readable(input, [dim]) if along else input, dim, index, **options)
 
 
 def _free(grid: torch.Tensor, taken: set[int], wanted: int) -> int:

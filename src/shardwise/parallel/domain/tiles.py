@@ -29,9 +29,9 @@ from shardwise.part.gathering import share_of
 from shardwise.part.halos import wants_own
 from shardwise.part.levels import Distributed
 from shardwise.part.moves import Wanted, fetch, from_axis, give_back, replaced_from_axis
-from shardwise.part.sums import whole_over_axis
+from shardwise.part.sums import whole_over, whole_over_axis
 from shardwise.part.tensor import FUNCTIONS
-from shardwise.trace.leaves import replaced
+from shardwise.trace.leaves import replaced, tensors_in
 
 
 def cuts(tensor: Any, dims: Iterable[int]) -> list[CutDim]:
@@ -189,9 +189,7 @@ def answers(*functions: Callable, cut_once: bool = True) -> Callable:
     def register(answer: Callable) -> Callable:
         @wraps(answer)
         def run(*args: Any, **kwargs: Any) -> Any:
-            if cut_once:
-                args, kwargs = replaced(Part, _cut_once, (args, kwargs))
-            return answer(*args, **kwargs)
+            return once(answer, args, kwargs) if cut_once else answer(*args, **kwargs)
 
         for function in functions:
             FUNCTIONS[function] = run
@@ -200,17 +198,30 @@ def answers(*functions: Callable, cut_once: bool = True) -> Callable:
     return register
 
 
-def _cut_once(part: Part) -> torch.Tensor:
-    """The tensor with no dim cut over two axes (cp and cp_ulysses): whole over those further in. Collective.
+def once(answer: Callable, args: tuple, kwargs: dict) -> Any:
+    """`answer(...)` of tensors with no dim cut over two axes (cp and cp_ulysses): whole over those further in.
 
-    Every rank of those then computes the same, until the result meets a tensor that they cut.
+    Every rank of those then computes the same, until the result meets a tensor that they cut; its gradient is made
+    whole over them. Collective.
     """
-    taken: set[int] = set()
-    for cut in cuts(part, range(part.dim())):
-        if cut.dim in taken:
-            part = whole_over_axis(part, cut.axis)
-        taken.add(cut.dim)
-    return part
+    given: dict[str, Axis] = {}
+
+    def cut_once(part: Part) -> torch.Tensor:
+        taken: set[int] = set()
+        for cut in cuts(part, range(part.dim())):
+            if cut.dim in taken:
+                part = whole_over_axis(part, cut.axis)
+                given[cut.axis.name] = cut.axis
+            taken.add(cut.dim)
+        return part
+
+    args, kwargs = replaced(Part, cut_once, (args, kwargs))
+    output = answer(*args, **kwargs)
+    for axis in sorted(given.values(), key=lambda axis: axis.depth):
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:  # no function of its own: what it gives could not be written into
+                tensor.register_hook(partial(whole_over, axis=axis))
+    return output
 
 
-__all__ = ["CutDim", "answers", "cuts", "fetched", "opened", "placed", "used", "windowed"]
+__all__ = ["CutDim", "answers", "cuts", "fetched", "once", "opened", "placed", "used", "windowed"]
