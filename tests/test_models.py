@@ -27,7 +27,7 @@ from shardwise.models import (
     generate,
     tasks,
 )
-from shardwise.models.decoder import rotate
+from shardwise.models.decoder import rotate, turns
 
 TASKS = [
     tasks.decoder, tasks.decoder_tied, tasks.decoder_dropout, tasks.gpt2, tasks.vit, tasks.unet_group,
@@ -84,11 +84,11 @@ def test_a_token_does_not_see_those_after_it(make):
 
 
 def test_rotary_scores_depend_on_the_distance_alone():
-    model = Decoder(SMALL).double()
+    cos, sin = turns(SMALL, 8, torch.device("cpu"))
     q, k = torch.randn(2, 1, 1, 1, 4, dtype=torch.float64)
 
     def score(i, j):
-        turned = [rotate(x, model.cos[n : n + 1], model.sin[n : n + 1]) for x, n in ((q, i), (k, j))]
+        turned = [rotate(x, cos[n : n + 1], sin[n : n + 1]) for x, n in ((q, i), (k, j))]
         return (turned[0] * turned[1]).sum()
 
     # The tables are float32 values, so angles agree to its rounding.
@@ -123,8 +123,8 @@ def test_a_tied_head_is_the_embedding():
     assert gpt2.head.weight is gpt2.embedding.weight
 
 
-def test_rotary_tables_are_not_saved():
-    assert not [name for name in Decoder(SMALL).state_dict() if "cos" in name or "sin" in name]
+def test_rotary_tables_are_no_state():
+    assert not list(Decoder(SMALL).buffers())
 
 
 def test_residual_projections_start_smaller_with_depth():

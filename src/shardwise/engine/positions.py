@@ -63,7 +63,7 @@ def find_positions(
 
     found = search() if mesh is None else of_first(search, mesh.world, mesh.device)
     candidate = next(islice(_candidates(task, plan, inner, built, batch, samples), found["candidate"], None))
-    positions = replace(candidate.positions, zigzag=found["zigzag"], stopped=found["stopped"])
+    positions = replace(candidate.positions, zigzag=found["zigzag"], tables=found["tables"], stopped=found["stopped"])
     if mesh is not None:
         place, ends = tuple(axis.index for axis in positions.axes), _ends(positions)
         met = (None, found["met"][ends.index(place)]) if place in ends else trial(positions, place, _Noted())
@@ -107,6 +107,7 @@ def _search(
     """The first candidate that a rehearsal on shares goes through with, for JSON: its place, and what was noted.
 
     zigzag   whether it goes through so dealt, where attention is causal
+    tables   whether ranges inside the module are dealt alike
     met      the collectives of the first rank and of the last
     routes   of attention, and what is gathered whole, for people
     stopped  why what was proposed before, on which the module runs, cannot be cut
@@ -123,7 +124,7 @@ def _search(
                 cannot = cannot or f"{stopped[-1]} (Task(sequence=...) names the dims of a sequence of one length)"
             continue
         noted = _Noted()
-        error, met = _at_both_ends(candidate.positions, trial, noted)
+        positions, error, met = _tried(candidate.positions, trial, noted)
         if error is not None:
             said = f"{candidate.said} cannot be cut: {error}{_place_of(error, built.module, plan)}"
             cannot = cannot or said
@@ -131,11 +132,11 @@ def _search(
             continue
         zigzag = False
         if any(one.causal and not one.heads and one.axis.name == "cp" for one in noted.attention):
-            error, met_so = _at_both_ends(replace(candidate.positions, zigzag=True), trial, noted)
+            error, met_so = _at_both_ends(replace(positions, zigzag=True), trial, noted)
             zigzag, met = error is None, met if error is not None else met_so
         largest = max(noted.attention, key=lambda one: one.mask_bytes, default=None)
         return {
-            "candidate": place, "zigzag": zigzag, "met": met, "stopped": cannot,
+            "candidate": place, "zigzag": zigzag, "tables": positions.tables, "met": met, "stopped": cannot,
             "routes": [*sequence.explained(noted.attention), *domain.explained(noted.gathers)],
             "mask": (largest.mask, largest.mask_bytes) if largest is not None else ((), 0),
             "results": [(path, call, along) for (path, call), along in noted.results.items()],
@@ -174,6 +175,18 @@ def _at_both_ends(positions: Positions, trial: _Trial, noted: _Noted) -> tuple[R
             return error, []
         met.append(calls)
     return None, met
+
+
+def _tried(
+    positions: Positions, trial: _Trial, noted: _Noted
+) -> tuple[Positions, RefusedPlan | None, list[_Met]]:  # fmt: skip
+    """The positions, the first refusal and the collectives of a trial; tables stay whole if they have to."""
+    if positions.what == "sequence" and positions.inside is None:
+        cut = replace(positions, tables=True)
+        error, met = _at_both_ends(cut, trial, noted)
+        if error is None:
+            return cut, None, met
+    return positions, *_at_both_ends(positions, trial, noted)
 
 
 def _nothing(plan: Plan, inner: tuple[Axis, ...], batch: Any, stopped: list[str]) -> RefusedPlan:

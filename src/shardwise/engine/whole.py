@@ -14,6 +14,8 @@ from shardwise.parallel.pipeline.messages import DTYPES, MOST_DIMS
 from shardwise.step.staged import StagedForward
 from shardwise.step.state import RankState
 
+_KINDS = (*DTYPES, torch.complex64, torch.complex128)
+
 
 def full_parameters(state: RankState) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, whole tensor) of every parameter, frozen ones included, master weights first. Collective."""
@@ -110,7 +112,7 @@ def _handed_out(staged: StagedForward, tensor: torch.Tensor | None, source: int)
     axis, device = staged.axis, staged.device
     row = torch.zeros(3 + MOST_DIMS, dtype=torch.int64)
     if axis.index == source and tensor is not None:
-        numbers = [1, DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
+        numbers = [1, _KINDS.index(tensor.dtype), tensor.dim(), *tensor.shape]
         row[: len(numbers)] = torch.tensor(numbers)
     row = row.to(device)
     broadcast(row, axis, source, "control")
@@ -118,8 +120,7 @@ def _handed_out(staged: StagedForward, tensor: torch.Tensor | None, source: int)
     if not present:
         return None
     if axis.index != source or tensor is None:
-        tensor = torch.empty(shape[:dims], dtype=DTYPES[kind], device=device)
+        tensor = torch.empty(shape[:dims], dtype=_KINDS[kind], device=device)
     tensor = tensor.detach().contiguous()
-    as_bytes = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
-    broadcast(as_bytes, axis, source, "control")
+    broadcast(tensor.view(-1).view(torch.uint8), axis, source, "control")
     return tensor

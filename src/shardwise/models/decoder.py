@@ -64,10 +64,11 @@ class DecoderConfig:
         return presets[name]
 
 
-def turns(config: DecoderConfig) -> tuple[Tensor, Tensor]:
-    """Cosine and sine (context, D/2) of each position's angles (Su et al., "RoFormer", 2021, section 3.2.2)."""
-    powers = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-    angles = torch.outer(torch.arange(config.context, dtype=torch.float32), config.rope_base**-powers)
+def turns(config: DecoderConfig, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosine and sine (S, D/2) of each position's angles (Su et al., "RoFormer", 2021, section 3.2.2)."""
+    powers = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
+    places = torch.arange(length, dtype=torch.float32, device=device)
+    angles = torch.outer(places, config.rope_base**-powers)
     return angles.cos(), angles.sin()
 
 
@@ -122,9 +123,6 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """tokens (B, S) -> logits (B, S, V)"""
 
-    cos: Tensor
-    sin: Tensor
-
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
@@ -134,9 +132,6 @@ class Decoder(nn.Module):
         self.head = nn.Linear(config.hidden, config.vocab, bias=False)
         if config.tied:
             self.head.weight = self.embedding.weight
-        cos, sin = turns(config)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
                 residual = name.endswith(("attention.out.weight", "down.weight"))
@@ -146,7 +141,7 @@ class Decoder(nn.Module):
         length = tokens.shape[1]
         if length > self.config.context:
             raise ValueError(f"{length} tokens are more than the context of {self.config.context}")
-        cos, sin = self.cos[:length], self.sin[:length]
+        cos, sin = turns(self.config, length, tokens.device)
         x = self.embedding(tokens)  # (B, S, H)
         for block in self.blocks:
             x = block(x, cos, sin)

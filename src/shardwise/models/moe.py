@@ -145,9 +145,6 @@ class Shared(nn.Module):
 class MoEDecoder(nn.Module):
     """tokens (B, S) -> logits (B, S, V) and the routers' term of the loss for each sample (B,)."""
 
-    cos: Tensor
-    sin: Tensor
-
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
         self.config = config
@@ -156,9 +153,6 @@ class MoEDecoder(nn.Module):
         self.blocks = nn.ModuleList(MoEBlock(config) for _ in range(sizes.layers))
         self.norm = nn.RMSNorm(sizes.hidden, eps=sizes.norm_eps)
         self.head = nn.Linear(sizes.hidden, sizes.vocab, bias=False)
-        cos, sin = turns(sizes)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
         for name, parameter in self.named_parameters():
             if parameter.dim() >= 2 and not name.endswith("router.bias"):
                 residual = name.endswith(("attention.out.weight", "down", "down.weight"))
@@ -168,7 +162,7 @@ class MoEDecoder(nn.Module):
         length = tokens.shape[1]
         if length > self.config.decoder.context:
             raise ValueError(f"{length} tokens are more than the context of {self.config.decoder.context}")
-        cos, sin = self.cos[:length], self.sin[:length]
+        cos, sin = turns(self.config.decoder, length, tokens.device)
         x = self.embedding(tokens)  # (B, S, H)
         terms = []
         for block in self.blocks:

@@ -8,9 +8,9 @@ import torch
 
 from shardwise.host import to_device
 from shardwise.part.cuts import Uncut
-from shardwise.part.gathering import gathered
+from shardwise.part.gathering import gathered, reduced
 from shardwise.part.levels import Distributed
-from shardwise.part.loss import entries_here
+from shardwise.part.loss import added_here, entries_here
 from shardwise.part.masks import MASKS, is_mask, put, selected
 from shardwise.part.moves import dealt_as, fetch, shown, whole_inside
 from shardwise.part.scans import cumulated, summed_along
@@ -164,7 +164,10 @@ def _picked(func: Any, part: Part, indices: list) -> torch.Tensor:
 
 @rule("scatter_add", "scatter_add_", "scatter", "scatter_")
 def scatter(func: Any, args: tuple, kwargs: dict) -> Part:
-    """`scatter(x, dim, index, values)` along a dim that is not cut, where index and values are cut as x is."""
+    """`scatter(x, dim, index, values)` along a dim that is not cut, where index and values are cut as x is.
+
+    `scatter_add` along the cut dim: each rank adds what falls on its own indices, or what it has of what is added.
+    """
     dim = args[1] % args[0].dim()
     lead = parts_in(args)[0]
     cut = lead.dim_cut
@@ -175,6 +178,8 @@ def scatter(func: Any, args: tuple, kwargs: dict) -> Part:
         lead = args[3]
         index = dealt_as(args[2], lead, cut, str(func)).local if is_part(args[2]) else lead.share(args[2], cut)
         return args[0] + Sum.of(func(torch.zeros_like(args[0]), dim, index, lead.local), lead.axis, lead.origin)
+    if cut == dim and func._schema.name.startswith("aten::scatter_add"):
+        return _scattered(func, dim, *args[:1], *args[2:])
     if cut == dim or set(shapes) != {lead.shape[cut]} or (changes and not is_part(args[0])):
         raise Uncut(no_rule(func, parts_in(args)))
 
@@ -187,6 +192,19 @@ def scatter(func: Any, args: tuple, kwargs: dict) -> Part:
 
     output = func(*map(local, args), **kwargs)
     return args[0] if changes else lead.with_local(output)
+
+
+def _scattered(func: Any, dim: int, x: Any, index: Any, values: Any) -> torch.Tensor:
+    """`x.scatter_add(dim, index, values)` along the cut dim."""
+    if is_part(x) and not parts_in([index, values]):
+        return added_here(func, x, dim, index, values)
+    if not is_part(index) or not is_part(values) or index.dim_cut != dim or not index.beside(values):
+        raise Uncut(no_rule(func, parts_in([x, index, values])))
+    empty = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+    mine = torch.scatter_add(empty, dim, index.local, values.local)
+    if func._schema.is_mutable:
+        return x.add_(reduced(mine, values))
+    return x + Sum.of(mine, values.axis, values.origin)
 
 
 @rule("index_put", "index_put_", "_index_put_impl_")

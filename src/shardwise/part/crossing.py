@@ -8,7 +8,7 @@ What is cut over other axes (tensor parallelism) leaves whole; cuts over positio
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -83,6 +83,17 @@ def put_together(payload: torch.Tensor, cuts: Cuts, axes: Iterable[Axis]) -> tor
     for name, dim, owners in reversed(cuts):
         payload = Part(payload, dim, owners, by_name[name], soft=not payload.is_floating_point())
     return payload
+
+
+def dealt_beside(whole: torch.Tensor, part: Part) -> Part | None:
+    """This rank's share of a plain vector, dealt as the one cut dim of a part; None where it has several."""
+    cuts, axes, local = cuts_of(part), axes_of(part), whole
+    if len({dim for _, dim, _ in cuts}) != 1:
+        return None
+    for (_, _, owners), axis in zip(cuts, axes, strict=True):
+        local = owners.take(local, 0, axis.index)
+    dealt = tuple((name, 0, owners) for name, _, owners in cuts)
+    return cast(Part, put_together(local.contiguous(), dealt, axes))
 
 
 def share_under(tensor: torch.Tensor, cuts: Cuts, axes: Iterable[Axis]) -> torch.Tensor:
@@ -172,6 +183,6 @@ class Entering(torch.autograd.Function):
 
 
 __all__ = [
-    "Along", "Cuts", "Entering", "apart", "axes_of", "cuts_of", "filled", "joined", "overwrite", "put_together",
-    "settled", "share_under", "taken_apart",
+    "Along", "Cuts", "Entering", "apart", "axes_of", "cuts_of", "dealt_beside", "filled", "joined", "overwrite",
+    "put_together", "settled", "share_under", "taken_apart",
 ]  # fmt: skip

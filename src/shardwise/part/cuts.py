@@ -209,6 +209,20 @@ def in_whole_groups(owners: Owners, each: int) -> Owners:
 
 
 @lru_cache(REMEMBERED)
+def of_other_rows(owners: Owners, old: int, new: int) -> Owners:
+    """Owners of rows of `new` elements, where those of `old` elements have `owners`: of the row that has the middle."""
+    middle = (np.arange(owners.size * old // new) * new + new // 2) // old
+    return Owners.of(owners.who[np.searchsorted(owners.stops, middle, side="right")], owners.ranks)
+
+
+def runs_of(owners: Owners, rank: int) -> tuple[tuple[int, int], ...]:
+    """(start, stop) of each run of a rank's indices."""
+    starts = np.concatenate([[0], owners.stops[:-1]])
+    mine = owners.who == rank
+    return tuple((int(a), int(b)) for a, b in zip(starts[mine], owners.stops[mine], strict=True))
+
+
+@lru_cache(REMEMBERED)
 def unsliced(owners: Owners, size: int, start: int, step: int) -> Owners:
     """Owners of a dim of `size` whose slice has `owners`; indices outside it go to the nearest owner before them."""
     if not owners.size:

@@ -15,12 +15,13 @@ from shardwise.comm import Axis, all_gather, all_reduce, reduce_scatter
 from shardwise.host import to_device
 from shardwise.part.cuts import Owners
 from shardwise.part.levels import Distributed
+from shardwise.part.tables import whole_table
 from shardwise.part.tensor import UNSENT, LastGathered, Part
 
 
 def gather(part: Part) -> torch.Tensor:
     """The whole tensor, on every rank, to read: of a soft part, the same object as the last time. Collective."""
-    if not part.soft or isinstance(part.local, Distributed):
+    if not part.soft or part.recipe is not None or isinstance(part.local, Distributed):
         return gathered(part)
     values, turned = part.values
     if turned and part.dim() == 2:  # the transpose of what others gather
@@ -35,6 +36,12 @@ def gather(part: Part) -> torch.Tensor:
 
 def gathered(part: Part) -> torch.Tensor:
     """The tensor whole along the part's axis, newly made; it may still be cut over axes further in. Collective."""
+    if (table := whole_table(part)) is not None:
+        return table
+    if part.known is not None:
+        known, part = part.known, part.with_local(part.local)
+        gathered(part)  # what would be sent
+        return known.clone(memory_format=torch.contiguous_format)
     dim, owners, axis = part.dim_cut, part.owners, part.axis
     if part.dtype in UNSENT:
         return gathered(part.with_local(part.local.to(UNSENT[part.dtype]))).to(part.dtype)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -35,6 +36,9 @@ class Distributed(torch.Tensor):
     local: torch.Tensor  # what this rank holds: plain, or distributed over an axis further in
     axis: Axis
     source: ViewOf | None = None  # of a copy: what is written into it is written there too
+    recipe: tuple[Any, int] | None = None  # of a table of positions: how it is made, and the version of its memory
+    deals: bool = False  # ranges of as many numbers as its cut dim has are dealt alike
+    known: torch.Tensor | None = None  # in a rehearsal on values, the whole tensor, where it follows from the batch
 
     observes_inside = True  # modes that count collectives look at what the rules do, not at the operation itself
 

@@ -107,7 +107,7 @@ def nll_loss_backward(func: Any, args: tuple, kwargs: dict) -> Part:
     scale = -(gradient * each) / (total if reduction == 1 else 1)
     dx = torch.zeros_like(x.local)
     if dx.shape[classes]:
-        dx.scatter_(classes, place.unsqueeze(classes), (scale * held).to(dx.dtype).unsqueeze(classes))
+        dx.scatter_add_(classes, place.unsqueeze(classes), (scale * held).to(dx.dtype).unsqueeze(classes))
     return x.with_local(dx)
 
 
@@ -180,6 +180,15 @@ def entries_here(x: Part, dim: int, index: torch.Tensor) -> torch.Tensor:
     if not x.local.shape[dim]:
         return reduced(x.local.new_zeros(index.shape), x)
     return reduced(x.local.gather(dim, place) * held, x)
+
+
+def added_here(func: Any, x: Part, dim: int, index: torch.Tensor, values: torch.Tensor) -> Part:
+    """`x.scatter_add(dim, index, values)` along the cut dim, of what every rank has: those of its own indices."""
+    held, place = _place_of(x, index)
+    local = x.local
+    if local.shape[dim]:
+        local = func(local, dim, place, values * held)
+    return x if func._schema.is_mutable else x.with_local(local)
 
 
 class _Entries(torch.autograd.Function):

@@ -17,12 +17,13 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from shardwise.host import read
+from shardwise.host import has_values, read
 from shardwise.part.cuts import Owners, Uncut
 from shardwise.part.gathering import all_sum
+from shardwise.part.known import note_known
 from shardwise.part.levels import Distributed
 from shardwise.part.moves import dealt_as, reowned
-from shardwise.part.sums import plain
+from shardwise.part.sums import Sum, plain
 from shardwise.part.tensor import FUNCTIONS, Part, is_part, no_rule, parts_in
 
 MASKS = (torch.bool, torch.uint8)
@@ -38,11 +39,14 @@ def selected(func: Any, args: tuple, kwargs: dict) -> Part:
     """Returns `x[mask]` as a part, where the dims that the mask covers are cut, or others."""
     x, (place, mask) = args[0], _place(args[1])
     lead, cut = _cut(func, x, mask, place)
-    theirs = _seen(lead, _share(lead, mask, cut - place)) if place <= cut < place + mask.dim() else mask
+    whole = _whole_in_rehearsal(lead, mask)
+    theirs = mask
+    if place <= cut < place + mask.dim():
+        theirs = _seen(lead, _share(lead, mask, cut - place), cut - place, whole)
     output = func(_share(lead, x, cut), [*[None] * place, theirs])
     if theirs is mask:
         return lead.with_local(output, cut if cut < place else cut - mask.dim() + 1)
-    return lead.with_local(output, place, _owners(lead, theirs, cut - place))
+    return lead.with_local(output, place, _owners(lead, theirs, cut - place, whole))
 
 
 def put(func: Any, args: tuple, kwargs: dict) -> Part:
@@ -55,14 +59,16 @@ def put(func: Any, args: tuple, kwargs: dict) -> Part:
         raise Uncut(f"{func} writes a cut tensor into one that is not cut alike")
     dim, theirs = values.dim() - (x.dim() - place - mask.dim() + 1), mask  # of the values: the one that was selected
     if place <= cut < place + mask.dim():
+        whole = _whole_in_rehearsal(lead, mask)
         theirs = _share(lead, mask, cut - place)
+        theirs = theirs if whole is None else lead.share(whole, cut - place)
         if is_part(values) and values.dim_cut != dim:
             raise Uncut(no_rule(func, parts_in(args)))
         if is_part(values):
-            theirs = _seen(lead, theirs)
-            values = reowned(values, _owners(lead, theirs, cut - place)).local
+            theirs = _seen(lead, theirs, cut - place, whole)
+            values = reowned(values, _owners(lead, theirs, cut - place, whole)).local
         elif dim >= 0 and values.shape[dim] != 1:
-            values = _of_mine(lead, theirs, cut - place, values, dim)
+            values = _of_mine(lead, theirs, cut - place, values, dim, whole)
     elif is_part(values) and values.dim_cut == dim + (cut - place if cut < place else cut - place - mask.dim() + 1):
         values = values.local
     elif is_part(values) or values.numel() != 1:
@@ -98,8 +104,11 @@ def _share(lead: Part, tensor: torch.Tensor, dim: int) -> torch.Tensor:
     return dealt_as(cast(Part, tensor), lead, dim, "a mask and what it selects from,").local
 
 
-def _owners(lead: Part, mask: torch.Tensor, cut: int) -> Owners:
-    """The owner of each selected element; `mask`: this rank's share, `cut`: its cut dim. Collective."""
+def _owners(lead: Part, mask: torch.Tensor, cut: int, whole: torch.Tensor | None) -> Owners:
+    """The owner of each selected element; `mask`: this rank's share, `cut`: its cut dim. Collective.
+
+    whole  in a rehearsal, the whole mask where it is known
+    """
     axis, owners = lead.axis, lead.owners
     if axis.turns:
         raise Uncut("chunks of positions are computed one after the other, and a mask selects in all of them")
@@ -111,7 +120,12 @@ def _owners(lead: Part, mask: torch.Tensor, cut: int) -> Owners:
     table = each.new_zeros(each.shape[0], len(who))
     table[:, torch.from_numpy(mine)] = each
     total = all_sum(table, axis)
-    if axis.rehearsal is not None:
+    if whole is not None:
+        of_each = whole.bool().sum(list(range(cut + 1, whole.dim()))) if cut + 1 < whole.dim() else whole.bool().long()
+        counts = of_each.reshape(-1, owners.size).numpy()
+        if ranked:
+            counts = np.stack([counts[:, owners.indices(rank)].sum(1) for rank in range(axis.size)], 1)
+    elif axis.rehearsal is not None:
         sizes = np.asarray(owners.counts) if ranked else np.ones(len(who), dtype=np.int64)
         counts = np.tile(sizes * math.prod(mask.shape[cut + 1 :]), (each.shape[0], 1))
     else:
@@ -119,20 +133,34 @@ def _owners(lead: Part, mask: torch.Tensor, cut: int) -> Owners:
     return Owners(np.cumsum(counts), np.tile(who, len(counts)), axis.size)
 
 
-def _of_mine(lead: Part, mask: torch.Tensor, cut: int, values: torch.Tensor, dim: int) -> torch.Tensor:
+def _of_mine(
+    lead: Part, mask: torch.Tensor, cut: int, values: torch.Tensor, dim: int, whole: torch.Tensor | None
+) -> torch.Tensor:  # fmt: skip
     """Of values that lie whole on every rank along `dim`, those that this rank selects. Collective."""
-    owners = _owners(lead, mask, cut)
-    if lead.axis.rehearsal is None:
+    owners = _owners(lead, mask, cut, whole)
+    if lead.axis.rehearsal is None or whole is not None:
         return owners.take(values, dim, lead.axis.index)
     return values.narrow(dim, 0, int(read(plain(mask.bool().sum()), "how many elements a mask selects")))
 
 
-def _seen(lead: Part, mask: torch.Tensor) -> torch.Tensor:
-    """Returns the mask; in a rehearsal, where nobody knows how many others select, one that is true everywhere.
+def _whole_in_rehearsal(lead: Part, mask: Any) -> torch.Tensor | None:
+    """In a rehearsal, the whole of a mask where its values are known: whole on all ranks, or of the batch."""
+    if lead.axis.rehearsal is None or isinstance(mask, Sum) or (is_part(mask) and isinstance(mask.local, Distributed)):
+        return None
+    whole = mask.known if isinstance(mask, Distributed) else mask
+    return whole if whole is not None and has_values(whole) else None
+
+
+def _seen(lead: Part, mask: torch.Tensor, dim: int, whole: torch.Tensor | None) -> torch.Tensor:
+    """Returns the mask; in a rehearsal its share of the whole one (what was fetched has no values there).
+
+    Where nobody knows how many others select, one that is true everywhere.
 
     So what lies beside each other but is dealt otherwise (logits, labels) has one length after one selection, and all
     ranks come to the same exchanges.
     """
+    if whole is not None:
+        return lead.share(whole, dim)
     return mask if lead.axis.rehearsal is None else mask == mask
 
 
@@ -169,7 +197,9 @@ def _cut_like(mask: torch.Tensor, x: torch.Tensor, place: int) -> torch.Tensor:
     if not isinstance(x, Part) or not place <= x.dim_cut < place + mask.dim():
         return _cut_like(mask, x.settled_local(), place)
     dim = x.dim_cut - place
-    return Part(_cut_like(x.share(mask, dim), x.local, place), dim, x.owners, x.axis)
+    cut = Part(_cut_like(x.share(mask, dim), x.local, place), dim, x.owners, x.axis)
+    note_known(cut, mask)
+    return cut
 
 
 for _function in (torch.masked_select, torch.Tensor.masked_select):

@@ -20,9 +20,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.comm import Axis
+from shardwise.part.crossing import dealt_beside
 from shardwise.part.cuts import Owners
 from shardwise.part.gathering import to_part
 from shardwise.part.sums import whole_gradient, with_summed_gradient
+from shardwise.part.tables import cut_ranges
 
 
 class _Own(threading.local):
@@ -88,8 +90,10 @@ def see_parts(
         CUT_MODULES.add(module)
         for each in ON_CUT:
             each()
+    undo_ranges = cut_ranges(module, dealt_beside) if module in CUT_MODULES else lambda: None
 
     def undo() -> None:
+        undo_ranges()
         CUT_MODULES.discard(module)
         for child, kind in before:
             child.__class__ = kind

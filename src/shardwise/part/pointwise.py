@@ -14,6 +14,7 @@ from shardwise.part.cuts import Uncut
 from shardwise.part.gathering import gather, gathered
 from shardwise.part.moves import recut, whole_inside
 from shardwise.part.sums import Sum
+from shardwise.part.tables import is_table
 from shardwise.part.tensor import GATHERS, Part, facts, is_part, no_rule, parts_in, rule
 from shardwise.trace.leaves import replaced, tensors_in
 
@@ -84,6 +85,9 @@ def pointwise(func: Any, args: tuple, kwargs: dict) -> Any:
         axis, tensors = parts_in(tensors)[0].axis, tensors_in((args, kwargs))
         if not parts_in(tensors):
             return replaced(torch.Tensor, lambda whole: Sum.read_only(whole, axis), func(*args, **kwargs))
+    if not facts(func).writes and _pairs_of_tables(parts_in(tensors)):
+        args, kwargs = replaced(Part, lambda part: gathered(part) if is_part(part) else part, (args, kwargs))
+        return func(*args, **kwargs)
     agreement = PointwiseCuts(func, tensors)
     changed = args[0] if facts(func).writes else None
     if changed is not None and not is_part(changed) and agreement.lead.axis.positions:
@@ -112,6 +116,15 @@ def _repeats(tensor: torch.Tensor, tensors: list[torch.Tensor]) -> bool:
         return False
     place = tensor.dim_cut - tensor.dim()  # from behind, where shapes meet
     return any(other.dim() >= -place and other.shape[place] > 1 for other in tensors)
+
+
+def _pairs_of_tables(parts: list[Part]) -> bool:
+    """Whether tables of positions meet along other dims: each rank makes what is of all pairs whole, unsent.
+
+    Attention's masks are looked at whole, and what weights are read for by such a table would have to be gathered.
+    """
+    places = {(part.dim_cut - part.dim(), part.owners) for part in parts}
+    return len(places) > 1 and all(map(is_table, parts))
 
 
 def _refuse_changing(func: Any, changed: Any, agreement: PointwiseCuts) -> None:

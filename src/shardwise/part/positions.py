@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -26,6 +26,7 @@ from shardwise.layout.grid import SPACE
 from shardwise.part.crossing import Along, put_together
 from shardwise.part.crossing import Cuts as Dealt
 from shardwise.part.cuts import Owners
+from shardwise.part.known import note_known
 from shardwise.part.tensor import Part
 
 Cuts = tuple[tuple[int, tuple[Axis, ...]], ...]  # of one tensor: a dim and the axes that cut it, outermost first
@@ -50,6 +51,7 @@ class Positions:
     what     is cut: "sequence" or "field"
     inside   what cuts tensors inside the module, where the batch is whole
     stopped  why positions of the batch itself cannot be cut, for people
+    tables   ranges inside the module are dealt alike (see `part/tables`)
     results  how the axes cut each leaf of what a call of a submodule (path, place) gives, as rehearsed, where they do
     """
 
@@ -60,6 +62,7 @@ class Positions:
     routes: tuple[str, ...] = ()  # of attention, for people
     mask: tuple[tuple[int, ...], int] = ((), 0)  # the largest that attention is given for all pairs: shape, bytes
     zigzag: bool = False  # cp deals each rank a block from either end, for attention that looks back
+    tables: bool = False
     inside: CutsInside | None = None
     stopped: str = ""
     results: Mapping[tuple[str, int], tuple[Along, ...]] = field(default_factory=dict)
@@ -129,9 +132,13 @@ class Positions:
                     f"and every rank needs at least {self.least}: use fewer ranks or a longer {self.what}"
                 )
         dealt, over = self.dealt(leaf.shape, cuts), [axis for _, each in cuts for axis in each]
+        share = leaf
         for (_, dim, owners), axis in zip(dealt, over, strict=True):
-            leaf = owners.take(leaf, dim, axis.index)
-        return put_together(place(leaf.contiguous()), dealt, over)
+            share = owners.take(share, dim, axis.index)
+        made = cast(Part, put_together(place(share.contiguous()), dealt, over))
+        note_known(made, leaf)
+        made.deals = self.tables
+        return made
 
     def fewest(self, axes: tuple[Axis, ...]) -> int:
         """The least positions that a dim cut over these axes may have."""

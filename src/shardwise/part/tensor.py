@@ -34,7 +34,9 @@ import torch
 from shardwise.comm import Axis
 from shardwise.layout.grid import SPACE
 from shardwise.part.cuts import REMEMBERED, Owners, Uncut
+from shardwise.part.known import with_known
 from shardwise.part.levels import Distributed, ViewOf, answering, here, written_back
+from shardwise.part.tables import note_table
 from shardwise.trace.elementwise import is_elementwise
 from shardwise.trace.leaves import replaced, tensors_in
 
@@ -136,6 +138,8 @@ class Part(Distributed):
         dim, owners = self.dim_cut if dim is None else dim, self.owners if owners is None else owners
         made = Part(local, dim, owners, self.axis, self.soft, self.origin)
         made.factors = self.factors if same else None
+        if self.deals:
+            made.deals = True
         return made
 
     def shell(self) -> Part:
@@ -193,7 +197,12 @@ def answer(func: Any, args: tuple, kwargs: dict) -> Any:
     """`func` on parts and sums, by its rule, applied for the outermost of their axes."""
     given = tensors_in((args, kwargs), Distributed)
     with answering(given):
-        return _answer(func, args, kwargs, given)
+        if any(each.known is not None for each in given):
+            return with_known(func, args, kwargs, given, lambda: _answer(func, args, kwargs, given))
+        output = _answer(func, args, kwargs, given)
+        if given[0].recipe is not None:
+            note_table(func, args, kwargs, given, output)
+        return output
 
 
 def _answer(func: Any, args: tuple, kwargs: dict, given: list[Distributed]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from typing import Any
 
@@ -9,10 +10,21 @@ import numpy as np
 import torch
 
 from shardwise.host import to_device
-from shardwise.part.cuts import Owners, Uncut, group_size, in_whole_groups, joined, regrouped, tiled, unsliced
+from shardwise.part.cuts import (
+    Owners,
+    Uncut,
+    group_size,
+    in_whole_groups,
+    joined,
+    of_other_rows,
+    regrouped,
+    runs_of,
+    tiled,
+    unsliced,
+)
 from shardwise.part.gathering import gather, gathered, reduced
 from shardwise.part.levels import Distributed, ViewOf
-from shardwise.part.moves import reowned
+from shardwise.part.moves import fetch, reowned
 from shardwise.part.sums import Sum
 from shardwise.part.tensor import RESHAPES, Part, facts, is_part, no_rule, parts_in, reshaped_in_place, rule
 from shardwise.part.whole_view import WHOLE, WholeView, factors_of, goal_of
@@ -42,6 +54,9 @@ def view(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
             dim, owners = _cut_after(part, tuple(shape), whole)
         except Uncut:
             grouped = _in_whole_groups(part, whole)
+            rows = _in_other_rows(part, whole, shape) if grouped is None else None
+            if rows is not None:
+                return rows
             if grouped is None:  # a column, or one window: every rank has it
                 return Sum.read_only(gathered(part).reshape(shape), part.axis)
             part = grouped
@@ -91,8 +106,39 @@ def _in_whole_groups(part: Part, whole: WholeView) -> Part | None:
         raise  # cut further out too
     if part.owners.size == 1:
         return None
-    each = group_size(whole.before, part.dim_cut, whole.after)
+    try:
+        each = group_size(whole.before, part.dim_cut, whole.after)
+    except Uncut:  # none of whole indices
+        each = part.owners.size
     return None if each == part.owners.size else reowned(part, in_whole_groups(part.owners, each))
+
+
+def _in_other_rows(part: Part, whole: WholeView, shape: list[int]) -> Part | None:
+    """The view of rows as rows of another length, as relative scores are shifted: (S, S + 1) to (S + 1, S). Collective.
+
+    A rank's new rows lie in its old ones but for the first and the last, which it fetches. None where the cut dim is
+    not the outermost of those that the view rearranges, or other axes cut them too.
+    """
+    run, to = whole.run(part.dim_cut)
+    if whole.outer or isinstance(part.local, Distributed) or any(whole.before[d] > 1 for d in run if d < part.dim_cut):
+        return None
+    dim = next((d for d in to if whole.after[d] > 1), None)
+    if dim is None or not part.numel():
+        return None
+    old = math.prod(whole.before[d] for d in run if d > part.dim_cut)
+    new = math.prod(whole.after[d] for d in to if d > dim)
+    owners = of_other_rows(part.owners, old, new)
+    runs = [runs_of(owners, rank) for rank in range(owners.ranks)]
+    held = tuple(tuple((a * new // old, -(-b * new // old)) for a, b in each) for each in runs)
+    mine, places = runs[part.axis.index], held[part.axis.index]
+    found = fetch(part, held).split([b - a for a, b in places], part.dim_cut)
+    flat = [
+        rows.flatten(run.start, run.stop - 1).narrow(run.start, a * new - first * old, (b - a) * new)
+        for rows, (a, b), (first, _) in zip(found, mine, places, strict=True)
+    ]
+    local = [*shape[:dim], owners.counts[part.axis.index], *shape[dim + 1 :]]
+    none = part.local.new_empty(local)
+    return part.with_local(torch.cat(flat, run.start).reshape(local) if flat else none, dim, owners)
 
 
 @rule("view_as_real", "view_as_complex", "_conj", "resolve_conj", "_neg_view", "resolve_neg", "_conj_physical")

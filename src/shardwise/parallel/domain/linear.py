@@ -1,7 +1,8 @@
-"""Linear layers of tiles: a product of the channels, the same operations on every rank.
+"""Linear layers of cut positions: a product of the channels, the same operations on every rank.
 
-torch adds the bias inside the product, or after it, by how its input lies in memory; a tile of one row lies in memory
-in more than one way, so ranks would come to the sums of a weight's and a bias's gradients in different orders.
+torch adds the bias inside the product, or after it, by how its input lies in memory; a share of one position, or of
+none, lies in memory in more than one way, so ranks would come to the sums of a weight's and a bias's gradients in
+different orders.
 """
 
 from __future__ import annotations
@@ -9,15 +10,14 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from shardwise.layout.grid import SPACE
 from shardwise.parallel.domain.tiles import answers
 from shardwise.part.levels import Distributed
 
 
 @answers(F.linear, cut_once=False)
 def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`F.linear` of (..., K) and (N, K): (..., N). The bias of tiles is added by itself."""
-    tiled = isinstance(input, Distributed) and input.axis.name in SPACE
-    if bias is None or not tiled or input.dim() < 3:
+    """`F.linear` of (..., K) and (N, K): (..., N). The bias beside cut positions is added by itself."""
+    cut = isinstance(input, Distributed) and input.axis.positions and not input.axis.turns
+    if bias is None or not cut or input.dim() < 3:
         return F.linear(input, weight, bias)
     return F.linear(input, weight) + bias

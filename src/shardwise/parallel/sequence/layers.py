@@ -12,6 +12,7 @@ from shardwise.parallel.sequence.pair_mask import PairMask
 from shardwise.part import Owners, Part, Sum, Uncut
 from shardwise.part.gathering import gather, share_of
 from shardwise.part.levels import Distributed
+from shardwise.part.sums import plain
 
 SAMPLES, HEADS, POSITIONS = 0, 1, 2  # of queries, keys and values (B, H, S, D)
 
@@ -53,8 +54,8 @@ class Layers:
             local = share_of(gradient, POSITIONS, self.part.owners, self.axis)
         if self.inner is not None:
             local = share_of(local, self.inner.dim_cut, self.inner.owners, self.inner.axis)
-        elif isinstance(local, Distributed):
-            raise Uncut(f"a gradient that is cut over {local.axis.name}, where attention's output was not")
+        elif isinstance(local, Distributed):  # where attention's output was whole
+            local = plain(local)
         return local.contiguous()
 
 

@@ -117,18 +117,19 @@ def _forward(
     """(output (B, H, s, D) in q's dtype, log-sum-exp (B, H, s) in the wide one) of this rank's queries."""
     dtype, heads = wide(q.dtype), q.shape[HEADS]
     output = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=dtype, device=q.device)
-    lse = torch.full(q.shape[:-1], -torch.inf, dtype=dtype, device=q.device)
+    lse = torch.full(q.shape[:-1], -torch.inf, dtype=torch.float64, device=q.device)  # one rounding, not one a block
     for source, (key, value) in blocks_passing(call, (k, v)):
         for at, of, here, there, kind in pairs(call, source):
             rows, columns = slice(*here), slice(*there)
             bias = bias_of(call, mask, at, of, kind, q.device)
             keys, values = (_expanded(t[:, :, columns], heads, reads).to(dtype) for t in (key, value))
             mine, found = attended(q[:, :, rows].to(dtype), keys, values, bias, kind == "diagonal", call.scale)
+            found = found.double()
             weight = torch.sigmoid(found - finite(lse[:, :, rows])).masked_fill(lse[:, :, rows].isinf(), 1.0)
             weight = weight.masked_fill(found.isinf(), 0.0).unsqueeze(-1)  # of what this block found
-            output[:, :, rows] += weight * (mine - output[:, :, rows])
+            output[:, :, rows] += weight.to(dtype) * (mine - output[:, :, rows])
             lse[:, :, rows] = torch.logaddexp(lse[:, :, rows], found)
-    return output.to(q.dtype), lse
+    return output.to(q.dtype), lse.to(dtype)
 
 
 def _backward(

@@ -1,0 +1,73 @@
+"""In a rehearsal on values: what one process would have beside what a rank's share gives.
+
+A rehearsal sends nothing, so a number that is reduced over ranks is that of one share: `mask.all()` is true where the
+padding lies on another rank, and a module that branches on it goes another way than in a run. So tensors of a batch,
+and what follows from them without weights, keep the whole tensor beside the share; what leaves a rule whole, or as a
+number in Python, is taken from there.
+
+    ids (B, S), a rank's share     ids != 0   .all()     what this rank alone would say
+    known: ids (B, S)              ids != 0   .all()     what Python is told
+
+What this does not do: follow what weights were read for; its reductions are those of one share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from shardwise.host import has_values
+from shardwise.part.levels import Distributed
+from shardwise.trace.leaves import replaced, tensors_in
+
+MOST = 1 << 24  # elements that are computed whole beside a share
+
+
+def note_known(tensor: Distributed, whole: torch.Tensor) -> None:
+    """Let a share of a batch keep the whole tensor, in a rehearsal on values."""
+    if tensor.axis.rehearsal is not None and has_values(whole) and whole.numel() <= MOST:
+        tensor.known = whole.clone()
+
+
+def with_known(func: Any, args: tuple, kwargs: dict, given: list[Distributed], answer: Callable[[], Any]) -> Any:
+    """What `answer` gives, which is the rule's; the values of one process, where all inputs have them, beside it."""
+    whole = _of_whole(func, args, kwargs, given)
+    output = answer()
+    if whole is None:
+        if func._schema.is_mutable and isinstance(args[0], Distributed):
+            args[0].known = None
+        return output
+    if not isinstance(output, tuple | list):
+        return _told(output, whole)
+    found = [_told(one, known) for one, known in zip(output, whole, strict=True)]
+    return type(output)(found)
+
+
+def _of_whole(func: Any, args: tuple, kwargs: dict, given: list[Distributed]) -> Any:
+    """The operation on whole tensors; None where not all are known, or weights or chance take part."""
+    plain = [each for each in tensors_in((args, kwargs)) if not isinstance(each, Distributed)]
+    if any(each.known is None for each in given) or any(each.requires_grad for each in plain):
+        return None
+    if torch.Tag.nondeterministic_seeded in func.tags or (
+        func._schema.is_mutable and not isinstance(args[0], Distributed)
+    ):
+        return None
+    whole_args, whole_kwargs = replaced(Distributed, lambda each: each.known, (args, kwargs))
+    try:
+        return func(*whole_args, **whole_kwargs)
+    except Exception:  # whatever it is, the rule says it
+        return None
+
+
+def _told(output: Any, whole: Any) -> Any:
+    """One result, with what is known of it."""
+    if not isinstance(output, torch.Tensor):
+        return whole
+    if not isinstance(whole, torch.Tensor) or whole.shape != output.shape or whole.numel() > MOST:
+        return output
+    if not isinstance(output, Distributed):
+        return whole.to(output.dtype, copy=True)
+    output.known = whole
+    return output

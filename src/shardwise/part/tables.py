@@ -1,0 +1,134 @@
+"""Tables of positions: what a module makes of `arange(S)` alone, such as angles of rotary positions, held in shares.
+
+Inside a module whose batch is cut, `torch.arange` and `torch.linspace` of as many numbers as a cut dim has give a part,
+dealt as that dim is. What is computed of such parts and of small tensors beside them is a part too, and remembers how
+it was made: whatever needs it whole makes it again in place of gathering it, so nothing is ever sent for a table.
+
+    arange(S)        0 1 | 2 3 | ...      a share on each rank
+    * frequencies    (S/p, D/2)           and the operations that led there
+    queries * cos    a share beside a share
+    at[:, None] - at (S, S)               positions by positions: made whole, as without cuts
+
+What this does not do: cut tables that are buffers, which are whole on every rank, as weights are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten
+
+from shardwise.part.levels import Distributed
+from shardwise.trace.leaves import replaced, tensors_in
+
+MOST = 1 << 12  # elements of a plain tensor that a table may be made of and keep
+_MAKES = (torch.arange, torch.linspace)
+
+
+@dataclass(frozen=True, eq=False)
+class TableRecipe:
+    """How a table was made: an operation, its arguments (tables as recipes), and the plain ones as they were."""
+
+    func: Callable
+    args: tuple
+    kwargs: dict
+    given: tuple[tuple[torch.Tensor, int], ...] = ()
+
+    def made(self, known: dict[int, Any]) -> Any:
+        """The table, whole; None where a tensor that it was made of has changed since."""
+        if id(self) not in known:
+            changed = any(tensor._version != version or not _held(tensor) for tensor, version in self.given)
+            args, kwargs = replaced(TableRecipe, lambda one: one.made(known), (self.args, self.kwargs))
+            inside = tensors_in((self.args, self.kwargs), TableRecipe)
+            broken = changed or any(known[id(one)] is None for one in inside)
+            known[id(self)] = None if broken else self.func(*args, **kwargs)
+        return known[id(self)]
+
+
+def _held(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has its memory: ZeRO-3 takes it from weights that are not in use."""
+    return tensor.untyped_storage().nbytes() > 0 or not tensor.numel()
+
+
+def whole_table(part: Distributed) -> torch.Tensor | None:
+    """A table made whole on this rank; None where the tensor is none, or was written into."""
+    if part.recipe is None or not is_table(part):
+        return None
+    with torch.no_grad(), torch._C.DisableTorchFunction():  # ranges are not cut again
+        return part.recipe[0].made({})
+
+
+def is_table(part: Distributed) -> bool:
+    """Whether a tensor can be made whole without the other ranks: nobody wrote into it or what it is a view of."""
+    return part.recipe is not None and part._version == part.recipe[1]
+
+
+def note_table(func: Any, args: tuple, kwargs: dict, given: list[Distributed], output: Any) -> None:
+    """Let what an operation made of tables, and of small plain tensors, be a table."""
+    if not isinstance(output, Distributed) or func._schema.is_mutable or not all(map(is_table, given)):
+        return
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        return
+    plain = [each for each in tensors_in((args, kwargs)) if not isinstance(each, Distributed)]
+    if any(each.requires_grad or each.numel() > MOST or each.is_inference() for each in plain):
+        return
+    args, kwargs = replaced(Distributed, lambda each: each.recipe[0], (args, kwargs))
+    _name(output, TableRecipe(func, args, kwargs, tuple((each, each._version) for each in plain)))
+
+
+def _name(part: Any, recipe: TableRecipe) -> None:
+    if not part.is_inference():
+        part.recipe, part.soft = (recipe, part._version), True
+
+
+class CutRanges(TorchFunctionMode):
+    """Inside, a range of as many numbers as one of these cut dims has is dealt as that dim is.
+
+    share  (whole range, part) -> its share beside that part
+    """
+
+    def __init__(self, parts: dict[int, Any], share: Callable[[torch.Tensor, Any], Any]):
+        super().__init__()
+        self.parts, self.share = parts, share
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        made = func(*args, **kwargs)
+        if func not in _MAKES or made.numel() not in self.parts or made.requires_grad or "out" in kwargs:
+            return made
+        part = self.share(made, self.parts[made.numel()])
+        if part is None:
+            return made
+        _name(part, TableRecipe(func, args, {**kwargs, "dtype": made.dtype, "device": made.device}))
+        return part
+
+
+def cut_ranges(module: nn.Module, share: Callable[[torch.Tensor, Any], Any]) -> Callable[[], None]:
+    """Deal ranges inside the module as the parts are that it is given. Returns what undoes it."""
+    open_: list[CutRanges] = []
+
+    def enter(_: nn.Module, args: tuple, kwargs: dict) -> None:
+        leaves = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Distributed) and leaf.deals]
+        mode = CutRanges({leaf.owners.size: leaf for leaf in leaves}, share)
+        open_.append(mode)
+        mode.__enter__()
+
+    def leave(*_: Any) -> None:
+        if open_:
+            open_.pop().__exit__(None, None, None)
+
+    handles = [
+        module.register_forward_pre_hook(enter, with_kwargs=True),
+        module.register_forward_hook(leave, always_call=True),
+    ]
+
+    def undo() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return undo
