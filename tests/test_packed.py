@@ -7,12 +7,14 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from shardwise import Task, verify
+from shardwise.errors import InputError
 from shardwise.memory.live import LiveBytes
 from shardwise.random import BatchDims, ConstantRandom, GlobalRandom, Samples
 from shardwise.ranks import RankPool
@@ -142,15 +144,33 @@ def test_rows_are_padded_as_torch_does_it(first: bool, total: int) -> None:
     assert torch.equal(_padded(rows.data, sizes.tolist(), first, 0.5, total), theirs)
 
 
-def test_a_packed_layer_is_traced_by_its_lengths() -> None:
+class NumPy(Tagger):
+    """Lengths, and a number of each sentence, as NumPy has them."""
+
+    by = "lengths"
+
+    def forward(self, words: Tensor, lengths: Tensor) -> Tensor:
+        read = {"lengths": lengths, "words": self.words.weight.detach()}[self.by]
+        assert (np.asarray(read) > -9).all() and int(lengths.numpy().max()) <= words.shape[1]
+        return super().forward(words, torch.as_tensor([np.int64(length) for length in lengths.numpy()]))
+
+
+@pytest.mark.parametrize("model", [Tagger, NumPy])
+def test_a_packed_layer_is_traced_by_its_lengths(model: type) -> None:
     """FLOPs of its products by hand for rows that are there alone; live bytes as of a real step."""
-    task = lstm().with_(batch=short)
+    task = lstm().with_(batch=short, model=model)
     found = trace(task, 6)
     gates = 2 * 4 * 6 * (8 + 6 + 12 + 6)  # two directions, four gates, of two layers
     rows, places = 6 * 4, 6 * 7
     assert found.flops == 3 * 2 * (rows * gates + places * 12 * 5)
     assert found.by_batch, "told: the lengths are those of the first sample"
     assert found.peak == pytest.approx(_really_live(task), rel=0.02)
+
+
+def test_numpy_of_what_nobody_knows_is_refused_in_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NumPy, "by", "words")
+    with pytest.raises(InputError, match="a value that only a real run has is asked for"):
+        trace(lstm().with_(model=NumPy), 6)
 
 
 def _really_live(task: Task) -> int:

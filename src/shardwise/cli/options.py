@@ -31,16 +31,19 @@ def output_file(context: click.Context, parameter: click.Parameter, path: str | 
 def given(context: click.Context, parameter: click.Parameter, text: str | None) -> str | None:
     """The text as it was given, refused where nothing is: a variable of the shell that was never set."""
     if text is not None and not text.strip():
-        raise InputError(
-            f"{parameter.opts[0]} is empty: give it its value ({parameter.make_metavar(context)}), or leave it out"
-        )
+        raise InputError(f"{_named(parameter)} is empty: give it its value, or leave it out")
     return text
+
+
+def _named(parameter: click.Parameter) -> str:
+    """`--plan`, or `PLAN` of an argument."""
+    return parameter.opts[0] if isinstance(parameter, click.Option) else parameter.human_readable_name
 
 
 def given_plan(context: click.Context, parameter: click.Parameter, text: str | None) -> str | None:
     """The plan as it was given, refused where nothing is: a variable of the shell that was never set."""
     if text is not None and not text.strip():
-        raise InputError(f"{parameter.opts[0]} is empty: give a plan, such as dp_shard=2,zero=3, or single")
+        raise InputError(f"{_named(parameter)} is empty: give a plan, such as dp_shard=2,zero=3, or single")
     return text
 
 

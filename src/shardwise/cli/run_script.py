@@ -33,6 +33,8 @@ def run(answer: Answer, nproc: int | None, show_ranks: bool, script: str, argume
     from shardwise.ranks.script import cause_of, of_script, run_script, stacks_first
 
     path = Path(script)
+    if path.is_dir():
+        raise InputError(f"run: {script or 'the script'} is a folder: give a file in it, as {path / 'train.py'}")
     if not path.is_file():
         near = did_you_mean(path.name, sorted(each.name for each in path.parent.glob("*.py")))
         raise InputError(f"run: there is no file {script}{near}")

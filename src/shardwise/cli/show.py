@@ -8,6 +8,7 @@ from shardwise.cli.answer import Answer
 from shardwise.cli.options import WholeNumber, common, given_plan, output_file
 from shardwise.cli.waiting import begin
 
+MOST_CELLS = 100_000  # of a table that is printed
 PLAN_HELP = "How to spread it: dp_shard=2,zero=3, or a .toml file with the same keys."
 
 
@@ -17,7 +18,7 @@ def show() -> None:
 
 
 @show.command()
-@click.argument("plan", metavar="PLAN")
+@click.argument("plan", metavar="PLAN", callback=given_plan)
 @click.option(
     "-o", "--output", type=click.Path(dir_okay=False), callback=output_file, help="Draw it into this .svg file instead."
 )
@@ -41,6 +42,7 @@ def schedule(answer: Answer, plan: str, output: str | None) -> None:
 
     parsed = Plan.parse(plan)
     answer.fields.update(plan=str(parsed), world_size=parsed.world_size)
+    _can_be_shown("schedule", parsed.pp * parsed.microbatches, "give fewer stages or micro-batches: it repeats itself")
     table = schedule_of(parsed)
     answer.fields.update(
         schedule=table.name,
@@ -58,6 +60,13 @@ def schedule(answer: Answer, plan: str, output: str | None) -> None:
     except OSError as error:
         raise InputError(f"cannot write {output}: {error.strerror}") from None
     answer.text = "\n".join([*summary(table), f"drawn in {output}"])
+
+
+def _can_be_shown(what: str, cells: int, remedy: str) -> None:
+    if cells > MOST_CELLS:
+        from shardwise.errors import InputError
+
+        raise InputError(f"show {what}: a table of {cells:,} cells is more than anybody reads: {remedy}")
 
 
 @show.command()
@@ -89,7 +98,7 @@ def tp(answer: Answer, task: str, plan: str) -> None:
 
 
 @show.command()
-@click.argument("plan", metavar="PLAN")
+@click.argument("plan", metavar="PLAN", callback=given_plan)
 @click.option("--devices", type=WholeNumber(min=1), default=8, show_default=True, help="Devices in each node.")
 @common
 @click.pass_obj
@@ -106,6 +115,7 @@ def ranks(answer: Answer, plan: str, devices: int) -> None:
     from shardwise.layout.grid import placement
 
     parsed = Plan.parse(plan)
+    _can_be_shown("ranks", parsed.world_size, "give smaller degrees of the outer axes")
     rows, leaving = placement(parsed, devices)
     answer.fields.update(plan=str(parsed), world_size=parsed.world_size, rows=rows, leaving=leaving)
     answer.text = ranks_table(rows, leaving)

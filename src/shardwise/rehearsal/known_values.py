@@ -12,6 +12,7 @@ can carry real values beside it (its *shadow*), and so can a small one of floats
     rand of one number              its median: layers that are left out with a small chance (layerdrop) all run
     .item(), nonzero, x[mask]       note whence the values came that were asked for: chosen, or of the batch
     x[mask], masked_select          with the mask's shadow, so that the number of rows is known
+    .numpy(), np.asarray(...)       the values, where they are known
     pack_padded_sequence            by lengths that are known (packed_rows.py)
 
 Floats of the batch, of weights, and all that is computed from them have no values, so a branch on a loss or an
@@ -95,6 +96,27 @@ def give(
         own = _Memory(origins=origins_of(viewed) if origins is None else origins)
         setattr(tensor, _SHADOW, (values, next(iter(shared), own)))
     return tensor
+
+
+@contextmanager
+def numpy_by_values() -> Iterator[None]:
+    """Around a forward: `tensor.numpy()`, and with it what NumPy makes of a tensor, gives the values that are known."""
+    theirs = torch.Tensor.numpy
+
+    def numpy(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(tensor, FakeTensor):
+            return theirs(tensor, *args, **kwargs)
+        if tensor.numel():
+            tensor.reshape(-1)[0].item()  # is noted, or refused where nobody knows it
+        values = shadow(tensor)
+        with _disable_current_modes():
+            return (torch.empty(tensor.shape, dtype=tensor.dtype) if values is None else values).numpy().copy()
+
+    torch.Tensor.numpy = numpy  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del torch.Tensor.numpy  # which finds torch's own again
 
 
 def balanced(shape: torch.Size, dim: int, choices: int) -> torch.Tensor:

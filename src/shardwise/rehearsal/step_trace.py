@@ -36,7 +36,7 @@ from shardwise.parallel.slots import Phase
 from shardwise.precision import Precision
 from shardwise.rehearsal.dispatch import RehearsalMode, followed
 from shardwise.rehearsal.gpu_kernels import Fused, like_gpu
-from shardwise.rehearsal.known_values import BATCH, Values, give
+from shardwise.rehearsal.known_values import BATCH, Values, give, numpy_by_values
 from shardwise.rehearsal.op_counts import Count, StepTrace
 from shardwise.rehearsal.packed_rows import padding_by_values
 from shardwise.rehearsal.untraced import ModulePath, untraced
@@ -53,7 +53,7 @@ from shardwise.trace.fake import Fake, unlogged
 @contextmanager
 def as_real() -> Iterator[None]:
     """What a forward on fake tensors needs around it: what fails is told by an error of ours, not logged as well."""
-    with unlogged(), _unpadded(), padding_by_values():
+    with unlogged(), _unpadded(), padding_by_values(), numpy_by_values():
         yield
 
 
