@@ -6,11 +6,12 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
-from shardwise import Plan, verify
+from shardwise import Plan, Task, verify
 from shardwise.layout import check
 from shardwise.ranks import RankPool
 
@@ -74,6 +75,11 @@ def test_every_page_can_be_reached() -> None:
 @pytest.mark.parametrize(("where", "code"), [pytest.param(*block, id=block[0]) for block in python_blocks()])
 def test_code_compiles(where: str, code: str) -> None:
     compile(code, where, "exec")
+
+
+def test_the_page_on_own_modules_has_every_field_of_a_task() -> None:
+    table = (ROOT / "docs" / "own-module.md").read_text()
+    assert [field.name for field in fields(Task) if not re.search(rf"^\|.*`{field.name}`.*\|", table, re.M)] == []
 
 
 @every_page

@@ -112,7 +112,7 @@ def numpy_by_values() -> Iterator[None]:
         with _disable_current_modes():
             return (torch.empty(tensor.shape, dtype=tensor.dtype) if values is None else values).numpy().copy()
 
-    torch.Tensor.numpy = numpy  # type: ignore[method-assign]
+    torch.Tensor.numpy = numpy
     try:
         yield
     finally:
