@@ -302,7 +302,8 @@ def _fourier(rng: random.Random) -> Case:
 
 def _modules(rng: random.Random) -> Case:
     """Functions of torch that are written in Python, of which what they call is answered."""
-    kind, (h, w) = rng.choice(("lp_pool", "response", "heads", "upsample", "cells")), _space(rng, 2)
+    kinds = ("lp_pool", "response", "heads", "upsample", "cells", "crossed", "norms")
+    kind, (h, w) = rng.choice(kinds), _space(rng, 2)
     heads = torch.nn.MultiheadAttention(4, 2, batch_first=True, dtype=DOUBLE).requires_grad_(False)
 
     def attended(x, weight):
@@ -313,7 +314,19 @@ def _modules(rng: random.Random) -> Case:
         )
         return found.transpose(1, 2).unflatten(2, x.shape[2:])
 
+    def crossed(x, weight):  # means of rows beside those of columns, each for all cells that it is of
+        pools = F.adaptive_avg_pool2d(x, (None, 1)), F.adaptive_avg_pool2d(x, (1, None)).permute(0, 1, 3, 2)
+        rows, columns = torch.split(torch.cat(pools, 2).tanh(), [h, w], 2)
+        return x * rows.sigmoid() * columns.permute(0, 1, 3, 2).sigmoid()
+
+    def norms(x, weight):  # one norm for a whole tensor and for tiles
+        kept = torch.zeros(4, dtype=x.dtype), torch.ones(4, dtype=x.dtype)
+        first = F.batch_norm(x.square().mean((2, 3), keepdim=True), *kept, training=True)
+        return F.batch_norm(x, *kept, training=True) * first + kept[0].view(4, 1, 1)
+
     run = {
+        "crossed": crossed,
+        "norms": norms,
         "lp_pool": lambda x, _: F.lp_pool2d(x.abs() + 1, 3, 2),
         "response": lambda x, _: F.local_response_norm(x, 3),
         "heads": attended,

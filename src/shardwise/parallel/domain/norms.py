@@ -162,8 +162,9 @@ def _keep(
     if running_mean is None or running_var is None:
         return
     with torch.no_grad():
-        running_mean.lerp_(mean.to(running_mean.dtype), momentum)
-        running_var.lerp_((var * count / (count - 1)).to(running_var.dtype), momentum)
+        # past autograd, as the kernels of torch write them: what the same norm of a whole tensor kept stays valid
+        running_mean.data.lerp_(mean.to(running_mean.dtype), momentum)
+        running_var.data.lerp_((var * count / (count - 1)).to(running_var.dtype), momentum)
 
 
 @answers(F.layer_norm, torch.layer_norm, cut_once=False)

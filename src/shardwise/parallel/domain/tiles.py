@@ -89,15 +89,28 @@ def opened(tensor: torch.Tensor, found: list[CutDim]) -> torch.Tensor:
     return tensor
 
 
+def _outer_along(tensor: torch.Tensor, cut: CutDim) -> list[Axis]:
+    """Axes further out that cut the same dim."""
+    found = []
+    while isinstance(tensor, Distributed) and tensor.axis.depth < cut.axis.depth:
+        if isinstance(tensor, Part) and tensor.dim_cut == cut.dim:
+            found.append(tensor.axis)
+        tensor = tensor.settled_local()
+    return found
+
+
 class _Placed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, cut: CutDim) -> torch.Tensor:
-        ctx.cut = cut
+        ctx.cut, ctx.beside = cut, _outer_along(local, cut)
         return _inserted(local.detach(), cut.axis, lambda here: Part(here, cut.dim, cut.owners, cut.axis))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor):
+        for axis in _outer_along(gradient, ctx.cut):
+            if axis not in ctx.beside:  # what was put behind a tile of it came back with that tile's ranks alone
+                gradient = whole_over_axis(gradient, axis)
         return share_of(gradient, ctx.cut.dim, ctx.cut.owners, ctx.cut.axis), None
 
 
