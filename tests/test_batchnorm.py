@@ -7,11 +7,51 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from shardwise import Task
 from shardwise.comm import Axis
 from shardwise.parallel.batchnorm import synced_batch_norm
 from shardwise.parallel.slots import Phase
+from shardwise.proof.parity import verify
+from shardwise.ranks import RankPool
 
 CHANNELS = 3
+
+
+class Normed(nn.Module):
+    """Convolutions whose channels tp cuts, with batch norms between: one without weights, one that keeps none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(2, 6, 3, padding=1), nn.BatchNorm2d(6, momentum=0.3), nn.ReLU(),
+            nn.Conv2d(6, 6, 3, padding=1), nn.BatchNorm2d(6, affine=False, momentum=None), nn.ReLU(),
+            nn.Conv2d(6, 5, 1, bias=False), nn.BatchNorm2d(5, track_running_stats=False), nn.ReLU(),
+        )  # fmt: skip
+        self.head = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x).mean((2, 3)))
+
+
+def normed() -> Task:
+    def batch(step: int) -> dict[str, torch.Tensor]:
+        g = torch.Generator().manual_seed(step)
+        return {"x": torch.randn(8, 2, 5, 5, generator=g), "y": torch.randn(8, 2, generator=g)}
+
+    return Task(
+        model=Normed, batch=batch, inputs=lambda b: ((b["x"],), {}), name="normed",
+        loss=lambda out, b: ((out - b["y"]).square().sum(), len(b["y"])),
+        optimizer=lambda groups: torch.optim.SGD(groups, lr=0.05, momentum=0.9),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "plan", ["tp=2", "tp=3", "tp=2,dp_shard=2,zero=3", "tp=2,dp_replicate=2", "tp=2,remat=full", "tp=2,pp=2"]
+)
+def test_channels_that_are_cut_have_their_statistics(plan: str, pool: RankPool) -> None:
+    parity = verify("test_batchnorm:normed", plan, pool=pool)
+    assert parity.parity, parity.text()
+    assert f"{plan[:4]} cuts" in parity.text()
 
 
 def _layer(affine: bool, running: bool) -> nn.BatchNorm2d:

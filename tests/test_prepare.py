@@ -265,7 +265,7 @@ REST = [
 ] + [case for case in (*ON_SHARES, ("segmentation", "domain=2,dp_replicate=2")) if case not in SHARES]
 # what is refused, in one sentence, and why
 # whose weights tp cannot cut
-NO_PRODUCT = ("gan", "neural_operator", "unet3d", "unet_dice", "augmented", "segmentation")
+NO_PRODUCT = ("neural_operator",)
 
 
 OWN_COUNTS = {"shifted_gpt": "correct += (logits"}  # lines that count what a rank has in training

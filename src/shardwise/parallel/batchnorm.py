@@ -9,6 +9,7 @@ all-reduce's adjoint being an all-reduce. A rank whose sample is only a stand-in
 
 Any module whose own forward calls `batch_norm` in training is met, whatever its class; one that was already seen by
 torch's SyncBatchNorm is treated as the plain one, on every device.
+Channels that tp cuts are summed by the ranks that hold the same ones.
 Bytes on the wire: 2 (N-1)/N * (2 C + 1) numbers forward for each layer, about the same backward.
 Source: Ioffe and Szegedy (2015); over devices: Peng et al., "MegDet" (CVPR 2018).
 
@@ -30,9 +31,24 @@ from shardwise.comm import Axis, sum_over
 from shardwise.host import require
 from shardwise.layout import Plan
 from shardwise.parallel.slots import Phase
+from shardwise.part import Part, plain
 from shardwise.precision import Precision
 
 _TAG = "batch_norm"
+
+
+class _SumOfShares(torch.autograd.Function):
+    """The sum over samples of statistics whose channels are cut: ranks with the same channels add theirs up."""
+
+    @staticmethod
+    def forward(ctx, sums: Part, axis: Axis) -> Part:
+        ctx.axis, ctx.lead = axis, sums.shell()
+        return sums.with_local(sum_over(sums.local, axis, _TAG))
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor):
+        mine = gradient.local if isinstance(gradient, Part) else ctx.lead.share(gradient, 0)
+        return ctx.lead.with_local(sum_over(mine, ctx.axis, _TAG)), None
 
 
 def _over_channels(statistic: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -55,17 +71,22 @@ def synced_batch_norm(
     share = 0.0 if phase.stand_in else 1.0
     dims = [0, *range(2, x.dim())]
     count = wide.new_full((1,), share * x.numel() / x.shape[1])
-    totals = sum_over(torch.cat([wide.sum(dims) * share, count]), axis, _TAG)
-    n = totals[-1].detach()
-    mean = totals[:-1] / n
+    sums = wide.sum(dims) * share
+    if isinstance(sums, Part):
+        n, total = sum_over(count, axis, _TAG)[0].detach(), _SumOfShares.apply(sums, axis)
+    else:
+        totals = sum_over(torch.cat([sums, count]), axis, _TAG)
+        n, total = totals[-1].detach(), totals[:-1]
+    mean = total / n
     centred = wide - _over_channels(mean, x)
-    var = sum_over(centred.square().sum(dims) * share, axis, _TAG) / n
+    squares = centred.square().sum(dims) * share
+    var = (_SumOfShares.apply(squares, axis) if isinstance(squares, Part) else sum_over(squares, axis, _TAG)) / n
     if axis.rehearsal is None:
         require(n > 1, lambda: ValueError("batch norm needs more than one value per channel over all ranks"))
     if running_mean is not None and running_var is not None:
         with torch.no_grad():
-            running_mean.lerp_(mean.to(running_mean.dtype), momentum)
-            running_var.lerp_((var * n / (n - 1)).to(running_var.dtype), momentum)
+            running_mean.lerp_(plain(mean).to(running_mean.dtype), momentum)
+            running_var.lerp_(plain(var * n / (n - 1)).to(running_var.dtype), momentum)
     y = centred * _over_channels(torch.rsqrt(var + eps), x)
     if weight is not None:
         y = y * _over_channels(weight.to(y.dtype), x)

@@ -233,7 +233,7 @@ def softmax_backward(func: Any, args: tuple, kwargs: dict) -> Part:
     gradient, output, dim = args[:3]
     part = output if is_part(output) else gradient
     dim %= part.dim()
-    dy, y = (_beside(func, each, part) for each in (gradient, output))
+    dy, y = (beside(func, each, part) for each in (gradient, output))
     if dim != part.dim_cut:
         return part.with_local(func(dy, y, *args[2:], **kwargs))
     if func._schema.name.endswith("_log_softmax_backward_data"):
@@ -251,11 +251,11 @@ def glu_backward(func: Any, args: tuple, kwargs: dict) -> Part:
     part = x if is_part(x) else gradient
     if dim % part.dim() == part.dim_cut:
         raise Uncut(no_rule(func, [part]))
-    gradient, x = (_beside(func, each, part) for each in (gradient, x))
+    gradient, x = (beside(func, each, part) for each in (gradient, x))
     return part.with_local(func(gradient, x, dim))
 
 
-def _beside(func: Any, tensor: torch.Tensor, lead: Part) -> torch.Tensor:
+def beside(func: Any, tensor: torch.Tensor, lead: Part) -> torch.Tensor:
     """This rank's share of a tensor of the same shape, beside that of `lead`: a gradient may arrive dealt otherwise."""
     if not is_part(tensor):
         return lead.share(tensor, lead.dim_cut)
@@ -280,7 +280,7 @@ def layer_norm_backward(func: Any, args: tuple, kwargs: dict) -> tuple:
 
     def local(each: Any) -> Any:
         if is_part(each):
-            return _beside(func, each, part).contiguous()
+            return beside(func, each, part).contiguous()
         statistics = isinstance(each, torch.Tensor) and each.dim() == part.dim()
         # the kernel reads mean and rstd as if they were contiguous
         return part.share(each, part.dim_cut).contiguous() if statistics else each
@@ -326,14 +326,14 @@ def group_norm_backward(func: Any, args: tuple, kwargs: dict) -> tuple:
     """Returns gradients of a group norm's input, weight and bias, cut along channels; of rows, weights' are sums."""
     dy, x, mean, rstd, w, n, channels, area, count, mask = args
     if _of_rows(x, w):
-        dy, mean, rstd = (_beside(func, each, x).contiguous() for each in (dy, mean, rstd))
+        dy, mean, rstd = (beside(func, each, x).contiguous() for each in (dy, mean, rstd))
         rows = x.owners.counts[x.axis.index]
         dx, *others = func(dy, x.local.contiguous(), mean, rstd, w, rows, channels, area, count, mask)
         sums = (None if o is None else Sum.of(o, x.axis, x.origin, spread=False) for o in others)
         return (None if dx is None else x.with_local(dx), *sums)
     groups = _group_owners(func, x, channels, count, args)
     rank = x.axis.index
-    dy = _beside(func, dy, x)
+    dy = beside(func, dy, x)
     wl = None if w is None else w.local if is_part(w) else x.share(w, 0)
     statistics = mean.local.contiguous(), rstd.local.contiguous()  # the kernel reads them as if they were
     dx, dw, db = func(

@@ -123,3 +123,17 @@ def group_norm(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) ->
             axes.unite(labels.ravel(), of_weight)
     axes.give(output[0], labels)
     return True
+
+
+@rule("native_batch_norm")
+def batch_norm(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
+    """Each channel has statistics of its own, over samples and positions."""
+    labels = axes.labels(args[0])
+    if labels is None or any(n > 1 for d, n in enumerate(labels.shape) if d != 1):
+        return False
+    for each in args[1:3]:
+        of_weight = axes.labels(each)
+        if of_weight is not None:
+            axes.unite(labels.ravel(), of_weight)
+    axes.give(output[0], labels)
+    return True

@@ -1,0 +1,64 @@
+"""Batch norms whose channels are cut: each rank has the statistics of its own channels.
+
+    x (N, C, ...) cut along C, weight and bias alike    ->    y cut alike; nothing is sent for it
+    running statistics, whole on every rank             ->    this rank's channels renewed, then gathered: 2 C numbers
+
+What this does not do: statistics over cut samples or positions (`parallel.batchnorm`, and Uncut here), or kernels of
+other names than torch's own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardwise.part.cuts import Uncut
+from shardwise.part.gathering import gathered
+from shardwise.part.reductions import beside
+from shardwise.part.tensor import Part, is_part, no_rule, parts_in, rule
+
+
+def _of_channels(x: Any, t: torch.Tensor | None) -> torch.Tensor | None:
+    """This rank's channels of a weight or a statistic."""
+    return None if t is None else t.local if is_part(t) else x.share(t, 0).contiguous()
+
+
+def _lead(func: Any, x: Any, args: tuple) -> Part:
+    plain = not isinstance(x.local, Part) if is_part(x) else False
+    if (
+        plain
+        and x.dim_cut == 1
+        and all(x.owners.counts)
+        and all(one.dim_cut == 0 for one in parts_in(args) if one.dim() == 1)
+    ):
+        return x
+    raise Uncut(f"a batch norm's statistics run over a cut dim ({no_rule(func, parts_in(args))})")
+
+
+@rule("native_batch_norm")
+def batch_norm(func: Any, args: tuple, kwargs: dict) -> tuple:
+    """Returns (output cut like x, mean and inverse deviation cut along channels), and renews running statistics."""
+    x, weight, bias, mean, var, training, momentum, eps = args
+    x = _lead(func, x, args)
+    own = [_of_channels(x, each) for each in (weight, bias)]
+    kept = [None if each is None else _of_channels(x, each) for each in (mean, var)]
+    kept = [each.clone() if training and each is not None else each for each in kept]
+    y, *statistics = func(x.local, *own, *kept, training, momentum, eps)
+    if training:
+        for whole, mine in zip((mean, var), kept, strict=True):
+            if whole is not None and mine is not None:
+                whole.copy_(gathered(x.with_local(mine, 0)))
+    of_channels = [x.with_local(each, 0) if each.numel() else each for each in statistics]
+    return (x.with_local(y), *of_channels)
+
+
+@rule("native_batch_norm_backward")
+def batch_norm_backward(func: Any, args: tuple, kwargs: dict) -> tuple:
+    """Returns gradients of a batch norm's input, weight and bias, cut along channels."""
+    dy, x, weight, mean, var, save_mean, save_inverse, training, eps, mask = args
+    x = _lead(func, x, args)
+    statistics = [_of_channels(x, each) for each in (weight, mean, var)]
+    saved = [each if each is None or not each.numel() else _of_channels(x, each) for each in (save_mean, save_inverse)]
+    found = func(beside(func, dy, x), x.local, *statistics, *saved, training, eps, mask)
+    return tuple(None if each is None else x.with_local(each, d) for each, d in zip(found, (1, 0, 0), strict=True))
