@@ -32,6 +32,23 @@ class Uneven(nn.Module):
         return self.last(torch.tanh(self.first(x)) * self.scale)
 
 
+class OneHead(nn.Module):
+    """Attention of one head: under tp one rank has it, and the other one rows of no index."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out, self.last = nn.Linear(4, 3 * 8), nn.Linear(8, 4), nn.Linear(12, tasks.CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (one.view(len(x), 3, 1, 8).transpose(1, 2) for one in self.qkv(x.view(len(x), 3, 4)).chunk(3, -1))
+        read = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(len(x), 3, 8)
+        return self.last(self.out(read).flatten(1))
+
+
+def one_head() -> Task:
+    return momentum().with_(model=OneHead)
+
+
 def adam() -> Task:
     return tasks.mlp().with_(model=Uneven, optimizer=lambda groups: torch.optim.AdamW(groups, lr=0.01))
 
@@ -78,7 +95,7 @@ CASES = [
     ("adam", "dp_shard=3,zero=1"), ("adam", "dp_shard=2,zero=3"), ("adagrad", "dp_shard=3,zero=3"),
     ("adagrad", "dp_replicate=2"), ("momentum", "dp_replicate=2,dp_shard=2,zero=2"), ("momentum", "tp=2"),
     ("adam", "dp_shard=2,zero=1,tp=2"), ("adafactor", "dp_shard=2,zero=3"), ("adafactor", "dp_shard=3,zero=1"),
-    ("lbfgs", "dp_replicate=2"),
+    ("lbfgs", "dp_replicate=2"), ("one_head", "tp=2"),
 ]  # fmt: skip
 OTHERS = [
     ("shardwise.models.tasks:decoder_tied", "pp=2,microbatches=2"),

@@ -185,6 +185,26 @@ def old_optimizer(prepared: Any, model: Any, optimizer: Any, loader: Any) -> Fou
     return [], {}, []
 
 
+def points(prepared: Any, model: Any, optimizer: Any, loader: Any) -> Found:
+    """As many draws in every step, by chance a multiple of a rank's samples."""
+    losses = []
+    for _ in range(2):
+        for x, y in loader:
+            found = (model(x) - y).square().mean() * (1 + torch.rand(8, 6).double().sum())
+            losses.append(stepped(prepared, optimizer, found, len(x)))
+    return losses, {}, []
+
+
+def two_views(prepared: Any, model: Any, optimizer: Any, loader: Any) -> Found:
+    """As many draws as two views of each sample have rows."""
+    for x, y in loader:
+        both = torch.cat([x, x])
+        both = both + 0.1 * torch.randn_like(both)
+        loss = (model(both[: len(x)]) - y).square().mean() + (model(both[len(x) :]) - y).square().mean()
+        stepped(prepared, optimizer, loss, len(x))
+    return [], {}, []
+
+
 def no_rows(prepared: Any, model: Any, optimizer: Any, loader: Any) -> Found:
     for x, _ in loader:
         prepared.gather(model(x).mean(0))
@@ -225,6 +245,7 @@ def run(plan: str | None, case: Callable[..., Found], count: int = 11) -> Found:
         (other_batches, "tp=2"),
         (weights_by_hand, "tp=2"),
         (weights_by_hand, "tp=2,dp_replicate=2"),
+        (points, "dp_replicate=2"),
         (slow_weights, "dp_shard=2,zero=1"),
         (slow_weights, "dp_shard=2,zero=3"),
         (slow_weights, "tp=2"),
@@ -251,6 +272,7 @@ def test_equal_to_one_process(case: Callable[..., Found], plan: str, pool: RankP
     ("case", "plan", "kind", "words"),
     [
         (other_batches, "dp_replicate=2", InputError, r"counts no sample of the main batch.*line \d+"),
+        (two_views, "dp_replicate=2", RefusedPlan, r"drawn 4 at a time for 2 samples, and 6|2 for 3|1.*line \d+"),
         (norm_of_pieces, "dp_shard=2,zero=1", RefusedPlan, r"norm of a tensor in optimizer.param_groups.*line \d+"),
         (clipped_pieces, "dp_shard=2,zero=3", RefusedPlan, r"norm.* of a tensor in optimizer.param_groups.*line \d+"),
         (old_optimizer, "dp_replicate=2", InputError, r"replace_optimizer took the place of.*line \d+"),

@@ -31,6 +31,7 @@ EQUAL = [
     ("complex_weights", "dp_replicate=3"), ("complex_weights", FLAT), ("complex_weights", "dp_shard=3,zero=1"),
     ("weight_norm_hooks", "pp=2"), ("weight_normed", "tp=2"), ("spectral", "pp=2"), ("orthogonal", "pp=2"),
     ("gathers_when_built", REPLICAS), ("gathers_in_forward", FULL), ("into_its_input", FULL),
+    ("remembering", "tp=2,pp=2"),
 ]  # fmt: skip
 REFUSED = [
     ("sparse_parameter", REPLICAS, "'weight' is a tensor of layout torch.sparse_coo"),
@@ -44,7 +45,7 @@ REFUSED = [
     ("gathers_when_built", "tp=2", "the forward issues a collective itself (all_gather at"),
     ("gathers_in_forward", "pp=2", "the forward issues a collective itself (all_reduce at"),
     ("gathers_when_built", "tp=2,pp=2", "unlike_tasks.py"),
-    ("remembering", "tp=2,pp=2", "something outside of the module keeps what an earlier forward made"),
+    ("keeping", "tp=2,pp=2", "something outside of the module keeps what an earlier forward made"),
     ("sensitivity", FULL, "unit 'net.0' runs inside a torch.func transform with a backward"),
 ]
 

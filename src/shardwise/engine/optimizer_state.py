@@ -54,7 +54,7 @@ def full_optimizer_state(state: RankState) -> Iterator[tuple[str, dict[Any, Any]
     table = gather_json({name: vars(row) for name, row in rows.items()}, state.mesh.world, state.device)
     by_rank = [{name: _Row(**row) for name, row in ranks_rows.items()} for ranks_rows in table]
     forms = {name: _Form(name, by_rank, _source(state, name)) for name in state.all_names}
-    leaves = _leaves(state, forms, held)
+    leaves = _leaves(state, forms, held, rows)
     if state.staged is not None:
         leaves = to_all_stages(state.staged, leaves, [name for name in state.all_names for _ in forms[name].sent])
     for name in state.all_names:
@@ -139,14 +139,15 @@ def _refuse_lost(name: str, rows: dict[int, _Row]) -> None:
 
 
 def _leaves(
-    state: RankState, forms: dict[str, _Form], held: dict[str, list[torch.Tensor]]
+    state: RankState, forms: dict[str, _Form], held: dict[str, list[torch.Tensor]], rows: dict[str, _Row]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, whole tensor) of what is sent of the state of this rank's stages, in order. Collective over them."""
     for index, name in enumerate(state.names):
         form, mine = forms[name], held.get(name, [])
         for place in form.sent:
             dtype, shape, _ = form.tensors[place]
-            empty = [0] if place in form.pieces else shape
+            nothing = rows[name].piece if name in rows else [0]  # of a share without indices; no state is kept of it
+            empty = nothing if place in form.pieces else shape
             tensor = mine[place].detach() if mine else torch.empty(empty, dtype=getattr(torch, dtype))
             if place in form.pieces:
                 piece = state.technique.whole(index, tensor.to(state.device))

@@ -164,6 +164,10 @@ class Calls(Events):
         """Whether model or loss is to be looked at on the next batch."""
         return self.loss_look is not None and self.loss_look.wanted
 
+    def wants_uneven(self) -> bool:
+        """Whether draws of the script's may hang on the number of a rank's samples."""
+        return self._watched is not None and self.whole is None and self._watched.unsure
+
     def before_first(self, look: list[float], checksum: int) -> None:
         """Every rank must read the same dataset, unless each draws for itself."""
         if self.mesh.world.size > 1 and self.randomness == "global":
@@ -180,7 +184,9 @@ class Calls(Events):
             if each.engine is not None:
                 each.engine.state.phase.stand_in = dealt.part.count == 0
         if self.leader._watched is not None:
-            self.leader._watched.dim = dim or 0
+            self.leader._watched.dim, self.leader._watched.even = dim or 0, dealt.even
+            if not dealt.even:
+                self.leader._watched.tried()
         if self.kept is not None:
             models = [each.model for each in self.together]
             self.kept.begin(batch, dealt, dim, models=models)

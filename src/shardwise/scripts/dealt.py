@@ -39,8 +39,16 @@ class Dealt:
         return self.part.count * ranks / self.part.total if self.part.total else 0.0
 
 
-def deal(total: int, ranks: int, rank: int, *, several: bool = False) -> Dealt:
-    """Returns this rank's part of `total` samples; `several`: two or more to each rank that has any, where possible."""
+def deal(total: int, ranks: int, rank: int, *, several: bool = False, uneven: bool = False) -> Dealt:
+    """Returns this rank's part of `total` samples.
+
+    several   two or more to each rank that has any, where possible
+    uneven    one of the second rank's goes to the first, so that what hangs on the number of samples shows
+    """
+    if uneven:
+        low, high = cut(total, ranks, rank)
+        part = Share(None, high + (rank == 0) - low - (rank == 1), low + (rank == 1), total)
+        return Dealt(part, part, False, total // ranks > 2)
     holders = max(1, min(ranks, total // 2)) if several else max(1, min(ranks, total))
     if holders < ranks and not several:
         low, high = cut(total, ranks, rank)  # one each, spread over the ranks
@@ -56,8 +64,10 @@ def deal(total: int, ranks: int, rank: int, *, several: bool = False) -> Dealt:
 class Dealer:
     """Deals the batches of one pass over a loader; asks `wanted` whether one is to be looked at."""
 
-    def __init__(self, ranks: int, rank: int, wanted: Callable[[], bool]) -> None:
-        self.ranks, self.rank, self._wanted = ranks, rank, wanted
+    def __init__(
+        self, ranks: int, rank: int, wanted: Callable[[], bool], uneven: Callable[[], bool] = bool
+    ) -> None:  # fmt: skip
+        self.ranks, self.rank, self._wanted, self._uneven = ranks, rank, wanted, uneven
         self._promised = False  # a batch that was dealt for a look is on its way (workers read ahead)
 
     def deal(self, total: int) -> Dealt:
@@ -65,6 +75,8 @@ class Dealer:
         few = self.ranks > 1 and 2 <= total < 2 * self.ranks
         several = few and not self._promised and self._wanted()
         self._promised |= several
+        if self.ranks > 1 and total >= 2 * self.ranks and self._uneven():
+            return deal(total, self.ranks, self.rank, uneven=True)
         return deal(total, self.ranks, self.rank, several=several)
 
     def handed_out(self, dealt: Dealt) -> None:

@@ -28,7 +28,7 @@ from shardwise.errors import RefusedPlan
 from shardwise.layout.dealing import Share
 from shardwise.part import Part
 from shardwise.part.pointwise import draws_of_one_process
-from shardwise.scripts.saying import names_line
+from shardwise.scripts.saying import line_of_script, names_line
 
 _MIXES = (
     "a permutation of the batch's samples (torch.randperm, as in mixup) would mix a rank's own samples alone, where "
@@ -45,6 +45,13 @@ _TOGETHER = (
     "which of one process's numbers belong to them is not known. Draw for each batch by itself, before they are put "
     "together"
 )
+_HANGS = (
+    "random numbers are drawn {} at a time for {} samples, and {} for {} (torch.multinomial(weights, 5 * len(x)), or "
+    "noise for two views in one tensor): each rank draws for its samples alone, where one process draws for all, and "
+    "which of its numbers belong to them is not known. Draw with samples first, as torch.randn(len(x), 5), or in the "
+    "dataset"
+)
+_TRIES = 3  # batches that are dealt unevenly to find out whether what is drawn hangs on the number of samples
 _INERT = ("dropout_p", "dropout", "p")  # arguments that switch a random op off at 0
 
 
@@ -61,6 +68,9 @@ class SampleDraws(TorchDispatchMode):
         self.inside = False
         self.whole = False  # the script has whole batches, and the model's forward alone some samples
         self.followed = ""  # the first op of the model whose draws were dealt to samples
+        self.even = False  # every rank holds as many samples
+        self._sizes: dict[str, tuple[int, int, bool]] = {}  # by line: numbers, samples, whether all ranks had as many
+        self._tries = 0
         self._stands: list[bytes] = []  # where the generators were left by what was seen
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -132,6 +142,8 @@ class SampleDraws(TorchDispatchMode):
         if not found:
             if self.inside and not _is_scalar(given, sized):
                 raise RefusedPlan(self._told(func, given, sized, rows))
+            if not self.inside:
+                self._note(given.get("num_samples") or (*_shape_of(given, sized), 0)[0], rows)
             return func(*args, **kwargs)
         if self.inside and not self.followed:
             self.followed = str(func.overloadpacket).removeprefix("aten.")
@@ -165,6 +177,29 @@ class SampleDraws(TorchDispatchMode):
         if len(fits) > 1:
             raise RefusedPlan(_BESIDE.format(shape, part.count, part.total, other.total))
         return fits[0] if fits else part
+
+    @property
+    def unsure(self) -> bool:
+        """Whether something was drawn several times as often as there are samples, by chance or for them.
+
+        The same on every rank. Ranks with other numbers of samples tell: see `_note`.
+        """
+        return self._tries < _TRIES and any(even for _, _, even in self._sizes.values())
+
+    def tried(self) -> None:
+        """A batch is handed out of which ranks hold other numbers of samples than of those before."""
+        self._tries += any(even for _, _, even in self._sizes.values())
+
+    def _note(self, size: int, rows: int) -> None:
+        """Raise `RefusedPlan` where as much more is drawn in a line as there are more samples."""
+        if rows < 1 or size < 2 * rows or size % rows:
+            self._sizes.pop(line_of_script(), None)
+            return
+        line = line_of_script()
+        before, of, even = self._sizes.get(line, (size, rows, self.even))
+        if of != rows and before != size and before * rows == size * of:
+            raise RefusedPlan(_HANGS.format(before, of, size, rows))
+        self._sizes[line] = (size, rows, even and of == rows)
 
     def _told(self, func: Any, given: dict, sized: set[str], rows: int) -> str:
         return (

@@ -136,7 +136,7 @@ class PartLoader:
 
     def _first_way(self) -> Iterator[BatchPart]:
         """Parts, read in the way that is tried next."""
-        self._dealer = Dealer(self._ranks, self._rank, self.events.wants_look)
+        self._dealer = Dealer(self._ranks, self._rank, self.events.wants_look, self.events.wants_uneven)
         return self._ways[0]()
 
     def _batches(self, began: Generators, batches: Iterator[BatchPart]) -> Iterator[BatchPart]:
@@ -261,6 +261,10 @@ class Events:
 
     def wants_look(self) -> bool:
         """Whether the next batch is to be looked at, so that every rank should hold several of its samples."""
+        return False
+
+    def wants_uneven(self) -> bool:
+        """Whether the next batch is to be dealt so that ranks hold other numbers of samples than before."""
         return False
 
     def before_first(self, look: list[float], checksum: int) -> None:

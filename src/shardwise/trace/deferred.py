@@ -31,6 +31,7 @@ from torch.nn.parameter import is_lazy
 
 from shardwise.errors import InputError, ShardwiseError
 from shardwise.task_names import is_own, where
+from shardwise.trace.caches import forget_tables
 from shardwise.trace.double import as_written
 from shardwise.trace.leaves import replaced, tensors_in
 from shardwise.trace.recorder import recording
@@ -178,8 +179,9 @@ def build(model: Callable[[], nn.Module], seed: int) -> Built:
     try:
         _seed_everything(seed)
         with as_written(), recording(tape):
-            module = model()
-        return Built(checked(module), seed, tape)
+            module = checked(model())
+        forget_tables(module)
+        return Built(module, seed, tape)
     except ShardwiseError:
         raise
     except Exception as error:
@@ -193,6 +195,7 @@ def build_for_real(model: Callable[[], nn.Module], seed: int, reason: str) -> Bu
     try:
         with as_written():
             module = checked(model())
+        forget_tables(module)
     except ShardwiseError:
         raise
     except Exception as error:

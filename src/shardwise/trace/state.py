@@ -20,6 +20,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from shardwise.trace.caches import CacheState
+
 _OWN = frozenset(vars(nn.Module()))
 # not the hooks of state dicts, which FSDP2 adds in its first forward and keeps
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -60,6 +62,7 @@ class ModuleState:
     def __init__(
         self, module: nn.Module, only: list[tuple[dict[str, Any], str]] | None = None, by_value: bool = False
     ):  # fmt: skip
+        self._caches = CacheState(module) if only is None else None
         self._by_value, self._all = by_value, by_value and only is not None
         self.tables = _tables(module) if only is None else []
         places = [(table, key) for child, table in self.tables for key in _keys(child, table)] if only is None else only
@@ -101,6 +104,8 @@ class ModuleState:
     @torch.no_grad()
     def restore(self) -> None:
         """Put everything back: the same objects, with the values they had."""
+        if self._caches is not None:
+            self._caches.restore()
         for (child, table), before in zip(self.tables, self._keys, strict=True):
             for key in _keys(child, table):
                 if key not in before:
