@@ -3,6 +3,9 @@
     python benchmarks/sequence.py                  # speed, under two minutes
     python benchmarks/sequence.py --memory         # peak live bytes of a step, remat=full
     python benchmarks/sequence.py --chunks 8       # the same with and without position_chunks=8, of 2,048 words
+    python benchmarks/sequence.py --precision      # errors of a ring of 1, 2, 4 and 8 ranks in float32 and bfloat16
+    python benchmarks/sequence.py --balance        # unmasked pairs of the busiest rank, 2 to 8 of them
+    python benchmarks/sequence.py --bytes          # received in an attention, beside what the page's formulas say
 
 Speed: forward and backward of (1, H, S, D), float32, ranks of one thread each. Three ways take turns, so that whatever
 else runs on the machine meets them alike; a figure is the median of the ratios of neighbours, each the slower rank's.
@@ -29,12 +32,13 @@ import torch.nn.functional as F
 from slowest import timed
 
 from shardwise import Task, parallelize
+from shardwise.comm import Ledger, Observer
 from shardwise.layout import Plan
 from shardwise.memory.live import LiveBytes
 from shardwise.mesh import build_mesh
 from shardwise.models.decoder import Decoder, DecoderConfig
 from shardwise.parallel.sequence import passing
-from shardwise.part import Owners, to_part
+from shardwise.part import Owners, Part, plain, to_part
 from shardwise.ranks import launch
 
 HEADS, EACH, RANKS = 4, 32, 2
@@ -147,6 +151,83 @@ def show_chunks(length: int, count: int, words: int = 2048) -> None:
         print(f"| `{plan or 'single'}` | {found[0]:.1f} MiB | {found[1]:.1f} MiB |", flush=True)
 
 
+def errors(length: int, dtype: torch.dtype, seeds: int) -> dict[str, float]:
+    """The largest relative error, over seeds, of a causal attention's output and gradients, against float64."""
+    torch.set_num_threads(1)
+    ranks = torch.distributed.get_world_size()
+    axes = build_mesh(Plan(cp=ranks), torch.device("cpu")).inner
+    worst = dict.fromkeys(("output", "queries", "keys", "values"), 0.0)
+    for seed in range(seeds):
+        draws = torch.Generator().manual_seed(seed)
+        given = [torch.randn(1, HEADS, length, EACH, generator=draws).to(dtype) for _ in range(4)]
+        exact = with_gradients([tensor.double() for tensor in given])
+        if axes:
+            owners = Owners.zigzag(length, ranks)
+            given = [Part(owners.take(t, 2, axes[0].index).contiguous(), 2, owners, axes[0]) for t in given]
+        found = [plain(tensor) for tensor in with_gradients(given)]
+        for name, one, other in zip(worst, found, exact, strict=True):
+            worst[name] = max(worst[name], float((one.double() - other).norm() / other.norm()))
+    return worst
+
+
+def with_gradients(given: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Output and gradients of a causal attention of (queries, keys, values, the output's gradient)."""
+    leaves = [tensor.detach().requires_grad_() for tensor in given[:3]]
+    out = F.scaled_dot_product_attention(*leaves, is_causal=True)
+    return [out.detach(), *torch.autograd.grad(out, leaves, given[3])]
+
+
+def show_precision(length: int) -> None:
+    """Errors of rings, and of one rank."""
+    print(f"| dtype, S = {length:,} | ranks | output | queries | keys | values |\n|---|---:|---:|---:|---:|---:|")
+    for dtype in (torch.float32, torch.bfloat16):
+        for ranks in (1, 2, 4, 8):
+            found = launch(errors, ranks, (length, dtype, 8))[0]
+            print(f"| {dtype} | {ranks} | " + " | ".join(f"{e:.3e}" for e in found.values()) + " |", flush=True)
+
+
+def show_balance(lengths: list[int]) -> None:
+    """Pairs of a causal attention that the busiest rank computes, over the mean."""
+    print("| ranks | " + " | ".join(f"S = {n:,}" for n in lengths) + " |\n|---:|" + "---:|" * len(lengths))
+    for ranks in range(2, 9):
+        worst = []
+        for n in lengths:
+            owners = Owners.zigzag(n, ranks)
+            pairs = [int((owners.indices(rank) + 1).sum()) for rank in range(ranks)]
+            worst.append(max(pairs) * ranks / sum(pairs))
+        print(f"| {ranks} | " + " | ".join(f"{each:.4f}" for each in worst) + " |")
+
+
+def received(length: int, axis_name: str) -> tuple[float, float]:
+    """Bytes that this rank receives in a forward and in a backward of an attention without a mask, in float32."""
+    mesh = build_mesh(Plan(**{axis_name: torch.distributed.get_world_size()}), torch.device("cpu"))
+    axis, ledgers = mesh.inner[0], (Ledger(), Ledger())
+    owners = Owners.blocks(length, axis.size)
+    cut = [
+        to_part(torch.ones(1, HEADS, owners.counts[axis.index], EACH, requires_grad=True), 2, owners, axis)
+        for _ in range(3)
+    ]
+    with Observer(ledgers[0], mesh.group_axes):
+        out = F.scaled_dot_product_attention(*cut)
+        summed = (out * out).sum()
+    with Observer(ledgers[1], mesh.group_axes):
+        summed.backward()
+    rows = [[row for row in ledger.rows() if row["op"] != "all_reduce"] for ledger in ledgers]
+    return sum(row["received_bytes"] for row in rows[0]), sum(row["received_bytes"] for row in rows[1])
+
+
+def show_bytes(length: int) -> None:
+    """What is received, and the formulas: gradients of keys and values go round a ring in float32."""
+    print(f"| axis, S = {length:,} | forward | formula | backward | formula |\n|---|---:|---:|---:|---:|")
+    for ranks in (2, 4):
+        for name in ("cp", "cp_ulysses"):
+            found = launch(received, ranks, (length, name))[0]
+            row = HEADS * length * EACH * 4 * (ranks - 1) / ranks  # of queries, keys or values
+            told = (2 * row, 4 * row) if name == "cp" else (4 * row / ranks, 4 * row / ranks)
+            cells = [found[0], told[0], found[1], told[1]]
+            print(f"| `{name}={ranks}` | " + " | ".join(f"{cell:,.0f}" for cell in cells) + " |", flush=True)
+
+
 def show_speed(lengths: list[int], pairs: int) -> None:
     """Medians of ratios."""
     print("| S | overlap / waiting | overlap / (whole / 2) | rounds |")
@@ -163,9 +244,21 @@ def main() -> None:
     parser.add_argument("--memory", action="store_true", help="peak live bytes in the place of speed")
     parser.add_argument("--lengths", default="", help="with commas between")
     parser.add_argument("--chunks", type=int, default=0, help="peak live bytes with and without so many chunks")
+    parser.add_argument("--precision", action="store_true", help="errors as a ring grows")
+    parser.add_argument("--balance", action="store_true", help="the busiest rank's pairs")
+    parser.add_argument("--bytes", action="store_true", help="what is received")
     parser.add_argument("--pairs", type=int, default=9)
     options = parser.parse_args()
     lengths = [int(n) for n in options.lengths.split(",") if n] or [8192, 16384]
+    if options.precision or options.balance or options.bytes:
+        first = lengths[0] if options.lengths else 512
+        if options.precision:
+            show_precision(first)
+        if options.balance:
+            show_balance(lengths)
+        if options.bytes:
+            show_bytes(first)
+        return
     if options.chunks:
         show_chunks(lengths[0] if options.lengths else 2048, options.chunks)
         return

@@ -164,7 +164,8 @@ def _count_once(
                 return func(*args, **kwargs)
 
     for param in model.parameters():
-        if param.requires_grad and type(param) is base:
+        mine: bool = type(param) is base  # a share is asked nothing: the script answers, once it can
+        if mine and param.requires_grad:
             param.__class__ = Once
 
 
