@@ -447,7 +447,10 @@ def _places(rng: random.Random) -> Case:
 
 def _written(rng: random.Random) -> Case:
     """A whole tensor into which tiles are written: parts of it, some of it twice, with numbers, with a view beside."""
-    dims, kind = rng.choice((1, 2, 2, 3)), rng.choice(("once", "twice", "place", "added", "viewed", "strided"))
+    dims, kind = (
+        rng.choice((1, 2, 2, 3)),
+        rng.choice(("once", "twice", "place", "added", "viewed", "strided", "summed")),
+    )
     space = _space(rng, dims)
     before, behind, step = _of_each(rng, dims, 0, 3), _of_each(rng, dims, 0, 3), rng.randint(1, 3)
     inside = tuple(slice(a, a + n) for a, n in zip(before, space, strict=True))
@@ -456,6 +459,13 @@ def _written(rng: random.Random) -> Case:
     def run(x, w):
         kept = torch.full((2, 2, *map(sum, zip(before, space, behind, strict=True))), 0.5, dtype=x.dtype)
         beside = kept.view(-1) if kind == "viewed" else kept
+        if kind == "summed":  # windows that overlap, each as the module gives it
+            for start in range(0, space[-1], 2):
+                inner = (..., *inside[:-1], slice(start, start + 3))
+                kept[inner] += (x[..., start : start + 3] * w.view(2, 1, *[1] * (dims - 1)) * 2).tanh()[
+                    ..., : kept[inner].shape[-1]
+                ]
+            return F.gelu(kept) * torch.roll(kept, 1, 2)
         if kind == "strided":
             kept[..., ::step] = torch.cat([x, x, x], -1)[..., : kept[..., ::step].shape[-1]].sum(
                 list(range(2, x.dim() - 1)), keepdim=True
@@ -510,7 +520,7 @@ def _edges(rng: random.Random) -> Case:
             y = y * y[:, :, [a, 0, a]].mean()
         elif kind == "into":
             kept = torch.full(space, 0.3, dtype=x.dtype)
-            kept.mul_(0.5).add_(y.detach().mean((0, 1)))
+            kept.mul_(0.5).add_(y.mean((0, 1)))
             y = y * kept.lerp_(y[0, 0].detach(), 0.25)
         elif kind == "copied":
             y[(*row, 0)] = y[(*row, -2)]

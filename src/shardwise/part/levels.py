@@ -21,12 +21,12 @@ class ViewOf:
     """What a view reads, where the view is a copy: one index of a cut dim, which its owner alone has.
 
     of      the tensor that is viewed
-    place   where the rank that owns the index keeps it, on that rank; None elsewhere, and where both share memory
+    put     writes the whole copy back into what this rank has of it; None where it has nothing, or both share memory
     again   the view of what `of` reads, where neither was read yet
     """
 
     of: Distributed
-    place: torch.Tensor | None = None
+    put: Callable[[torch.Tensor], Any] | None = None
     again: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
@@ -63,8 +63,8 @@ class Distributed(torch.Tensor):
 def written_back(tensor: Distributed) -> None:
     """What was written into a copy of one index, into the tensor of which it is a view. Every rank has the copy."""
     while tensor.source is not None:
-        if tensor.source.place is not None:
-            tensor.source.place.copy_(tensor.settled())
+        if tensor.source.put is not None:
+            tensor.source.put(tensor.settled())
         tensor = tensor.source.of
 
 

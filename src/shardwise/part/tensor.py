@@ -281,7 +281,10 @@ def _on_gathered(func: Any, args: tuple, kwargs: dict) -> Any:
     parts = parts_in((args, kwargs))
     if not writes and (_of_a_whole(func, args, parts) or _in_backward_of_tiles(func, parts)):
         args, kwargs = replaced(Part, lambda p: gathered(p) if is_part(p) else p, (args, kwargs))
-        return func(*args, **kwargs)
+        output = func(*args, **kwargs)
+        if facts(func).is_view:
+            return replaced(torch.Tensor, lambda copy: Sum.read_only(copy, parts[0].axis), output)
+        return output
     soft = [part for part in parts if _may_be_gathered(part)]
     if writes or not soft:
         raise  # what is being handled
@@ -294,10 +297,14 @@ def _on_gathered(func: Any, args: tuple, kwargs: dict) -> Any:
     return output
 
 
+def in_backward() -> bool:
+    """Whether autograd is computing gradients."""
+    return torch._C._current_graph_task_id() >= 0
+
+
 def _in_backward_of_tiles(func: Any, parts: list[Part]) -> bool:
     """Whether a backward has no rule for what forward did of a field that was whole over the axis; it is noted."""
-    running = torch._C._current_graph_task_id() >= 0
-    if not running or not parts or any(part.axis.name not in SPACE for part in parts):
+    if not in_backward() or not parts or any(part.axis.name not in SPACE for part in parts):
         return False
     for part in parts:
         for tell in GATHERS:

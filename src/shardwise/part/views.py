@@ -26,7 +26,17 @@ from shardwise.part.gathering import gather, gathered, reduced
 from shardwise.part.levels import Distributed, ViewOf
 from shardwise.part.moves import fetch, reowned
 from shardwise.part.sums import Sum
-from shardwise.part.tensor import RESHAPES, Part, facts, is_part, no_rule, parts_in, reshaped_in_place, rule
+from shardwise.part.tensor import (
+    RESHAPES,
+    Part,
+    facts,
+    in_backward,
+    is_part,
+    no_rule,
+    parts_in,
+    reshaped_in_place,
+    rule,
+)
 from shardwise.part.whole_view import WHOLE, WholeView, factors_of, goal_of
 
 # (owners after a slice, slice) -> owners before it, for the backward of slices; the oldest are forgotten
@@ -332,13 +342,26 @@ def _one_of_many(part: Part, dim: int, index: int) -> torch.Tensor:
     # elsewhere zeros, cut over axes further in as the owner's
     one = local.select(dim, int(place)) if owned else local.narrow(dim, 0, 0).sum(dim).to(part.dtype)
     found = Sum.of(one, part.axis, part.origin) if one.is_floating_point() else reduced(one, part)
-    source = ViewOf(part, one if owned else None)
+    source = ViewOf(part, one.copy_ if owned else None)
     if not isinstance(found, Distributed):
         found = Sum.taken(found, part.axis, source)
     found.source = source
     if isinstance(found, Sum):
         found.read_only_copy = local is not held  # what was gathered is not where the owner keeps it
     return found
+
+
+@rule("as_strided")
+def as_strided(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
+    """The gradient of a whole tensor into which parts were written: autograd reads a slice of it, and writes it."""
+    part, sizes, strides, offset = args[0], args[1], args[2], args[3] if len(args) > 3 else 0
+    if not part.axis.positions or not in_backward():
+        raise Uncut(no_rule(func, [part]))
+    whole = gathered(part)
+    if whole.stride() != part.stride():  # as the tensor lies in memory whose gradient it is
+        whole = torch.empty_strided(part.shape, part.stride(), dtype=part.dtype, device=part.device).copy_(whole)
+    kept = Sum.taken(whole, part.axis, ViewOf(part, lambda whole: part.local.copy_(part.share(whole, part.dim_cut))))
+    return Sum.taken(func(whole, sizes, strides, offset), part.axis, ViewOf(kept))
 
 
 @rule("select_backward")
