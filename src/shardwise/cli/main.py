@@ -118,7 +118,7 @@ def train(
     needs.
 
     SIGTERM, SIGUSR1 or Ctrl-C: the step under way is finished, the state saved, and the exit code is 75; the same
-    command again goes on from there.
+    command again goes on from there. Ctrl-C before the first step ends the run at once, with 130.
     """
     from shardwise.layout import check
 
