@@ -32,6 +32,7 @@ from shardwise.measure.machine import attention_times
 from shardwise.models import tasks
 from shardwise.parallel.sequence.kernels import MOST_SCORES
 from shardwise.planner.door import simulate as forecast_of_task
+from shardwise.rehearsal.op_counts import StepTrace
 from shardwise.rehearsal.step_trace import one_sample, trace
 from shardwise.simulator import simulate
 from shardwise.simulator.events import StreamOp, run
@@ -416,37 +417,55 @@ def test_copies_of_gradients_live_when_no_micro_batch_does() -> None:
     assert many < rests + layers + 4 * elements
 
 
-@pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
-def test_what_a_layer_moves_by_numbers_is_what_a_trace_of_transformers_has(norm: str) -> None:
-    """Bytes of one layer beside its products and attention, for a position: forward and backward together."""
+def of_transformers(family: str, layers: int, length: int, recompute: str = "none", vocab: int = 64) -> StepTrace:
+    """A trace of one sample of a small decoder, as transformers writes it."""
     transformers = pytest.importorskip("transformers")
     from shardwise.hf import task as hf_task
 
-    length, hidden, inner = 32, 128, 384
-    ids = torch.zeros(1, length, dtype=torch.long)
-    common = {"num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 64}
-    if norm == "rms_norm":
-        config = transformers.LlamaConfig(
-            hidden_size=hidden, intermediate_size=inner, num_key_value_heads=2, **common
-        )  # fmt: skip
+    common = {"hidden_size": 128, "num_hidden_layers": layers, "num_attention_heads": 4, "vocab_size": vocab}
+    if family == "opt":
+        own = {"ffn_dim": 384, "word_embed_proj_dim": 128, "dropout": 0.0, "enable_bias": False}
+        config = transformers.OPTConfig(**common, **own, activation_function="gelu")
     else:
-        config = transformers.OPTConfig(
-            hidden_size=hidden, ffn_dim=inner, word_embed_proj_dim=hidden, dropout=0.0, enable_bias=False, **common
-        )  # fmt: skip
+        kind = transformers.LlamaConfig if family == "llama" else transformers.Qwen3Config
+        config = kind(**common, intermediate_size=384, num_key_value_heads=2, head_dim=32)
+    ids = torch.zeros(1, length, dtype=torch.long)
+    made = hf_task(config, batch=lambda step: {"input_ids": ids, "labels": ids})
+    return trace(made, 1, "bf16", recompute=recompute, fused=True)
 
-    def moved(layers: int) -> float:
-        config.num_hidden_layers = layers
-        made = hf_task(config, batch=lambda step: {"input_ids": ids, "labels": ids})
-        return trace(made, 1, "bf16", fused=True).moved / length
 
-    llama = norm == "rms_norm"
-    shape = Shape(
-        layers=1, hidden=hidden, heads=4, kv_heads=2 if llama else 4, head_dim=32, ffn=inner, vocab=64, gated=llama,
-        learned_positions=0 if llama else 64, layer_norm=not llama,
+def by_numbers(family: str) -> Shape:
+    gated = family != "opt"
+    return Shape(
+        layers=1, hidden=128, heads=4, kv_heads=2 if gated else 4, head_dim=32, ffn=384, vocab=64, gated=gated,
+        learned_positions=0 if gated else 64, layer_norm=not gated, qk_norm=family == "qwen3",
     )  # fmt: skip
+
+
+FAMILIES = ("llama", "qwen3", "opt")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_layer_moves_by_numbers_is_what_a_trace_of_transformers_has(family: str) -> None:
+    """Bytes of one layer beside its products and attention, for a position: forward and backward together."""
+    length = 32
     kernels = Kernels(Cluster.parse("2 h100-sxm-80gb").device, launch_us=0.0)
-    costs = BlockCosts(shape, Layout(micro_batch=1, seq=length), software("shardwise"), kernels)
+    costs = BlockCosts(by_numbers(family), Layout(micro_batch=1, seq=length), software("shardwise"), kernels)
     streams = (*costs._norms(), *costs._rotary(), *costs._feed_forward_stream())
     told = sum(streams) * kernels.bandwidth / length
-    scaled = 0 if llama else 8 * hidden  # OPT multiplies its queries, forward and backward
-    assert told + scaled == pytest.approx(moved(2) - moved(1), rel=0.02)
+    scaled = 8 * 128 if family == "opt" else 0  # OPT multiplies its queries, forward and backward
+    moved = of_transformers(family, 2, length).moved - of_transformers(family, 1, length).moved
+    assert told + scaled == pytest.approx(moved / length, rel=0.02)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_layer_keeps_by_numbers_is_what_a_trace_of_transformers_has(family: str, recompute: str) -> None:
+    """Bytes that one layer more keeps, where the peak is at the logits; and of those, for each of them."""
+    length, vocab = 256, 4096  # so long that no gradient of a matrix is larger than the logits
+    layout = Layout(micro_batch=1, seq=length, recompute=recompute)
+    told = sum(layer_activations(by_numbers(family), layout, software("shardwise")).values())
+    two, three = (of_transformers(family, layers, length, recompute, vocab).peak for layers in (2, 3))
+    assert told == pytest.approx(three - two, rel=0.02)
+    wider = of_transformers(family, 2, length, recompute, 2 * vocab).peak
+    assert software("shardwise").logit_peak_bytes == pytest.approx((wider - two) / length / vocab, rel=0.03)

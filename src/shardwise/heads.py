@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, pad
 
 from shardwise.errors import InputError
 
@@ -153,7 +153,12 @@ def _pad(config: Any) -> int:
 
 def next_token_loss(output: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Cross entropy of each next token, and how many have a label."""
-    return _summed(output.logits[:, :-1], batch["labels"][:, 1:])
+    return _summed(output.logits, _next(batch["labels"]))
+
+
+def _next(labels: Tensor) -> Tensor:
+    """The label of each place is the next one's, of the last none: logits, which are far larger, are not copied."""
+    return pad(labels, (0, 1), value=IGNORED)[:, 1:]
 
 
 def token_loss(output: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -174,7 +179,7 @@ def _summed(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 def token_metrics(output: Any, batch: dict[str, Tensor], *, shift: bool) -> dict[str, tuple]:
     """Perplexity, and the share of labels that the model puts first."""
     logits, labels = output.logits, batch["labels"]
-    logits, labels = (logits[:, :-1], labels[:, 1:]) if shift else (logits, labels)
+    labels = _next(labels) if shift else labels
     total, weight = _summed(logits, labels)
     return {"perplexity": (total, weight, "exp"), "accuracy": ((logits.argmax(-1) == labels).sum(), weight)}
 

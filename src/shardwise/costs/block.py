@@ -94,7 +94,8 @@ class BlockCosts:
     def layer(self) -> BlockTimes:
         """Returns the times of one layer on one micro-batch."""
         attention, products = self._attention(), self._products()
-        streams = [sum(kind) for kind in zip(self._norms(), self._feed_forward_stream(), self._casts(), strict=True)]
+        kinds = self._norms(), self._feed_forward_stream(), self._casts(), self._reorders()
+        streams = [sum(kind) for kind in zip(*kinds, strict=True)]
         least = [ops * self.kernels.host_s for ops in self.started]
         forward = max(products[0] + attention[0] + streams[0], least[0])
         backward_input = max(products[1] + attention[1] + streams[1], least[1] - products[2])
@@ -253,6 +254,15 @@ class BlockCosts:
             permute = 4 * lay.tokens * s.top_k * s.hidden * ACT_BYTES / (lay.tp if lay.sp else 1)
             permute *= 1.0 if self.software.fused else EAGER
         return self._stream(forward + permute, 1), self._stream(backward + permute, 2)
+
+    def _reorders(self) -> tuple[float, float]:
+        """Copies that put gathered shares of several samples in order, and sums before they are scattered."""
+        lay = self.layout
+        if not (self.software.reorders and lay.sp and lay.tp > 1 and lay.micro_batch > 1):
+            return 0.0, 0.0
+        copied = 2 * lay.tokens * self.shape.hidden * ACT_BYTES
+        forward, backward = 4, 6  # gathers and scatters of two products; in backward, what weights' gradients read too
+        return self._stream(forward * copied, forward), self._stream(backward * copied, backward)
 
     def _casts(self) -> tuple[float, float]:
         """Seconds of scaling and casting what products in FP8 read: inputs and weights; gradients of outputs.

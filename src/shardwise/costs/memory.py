@@ -122,23 +122,31 @@ def layer_activations(shape: Shape, layout: Layout, software: Software) -> dict[
         out["softmax statistics"] = tokens * s.heads_of(t) * 4
     if s.dropout:
         out["dropout masks"] = 2 * tokens * s.hidden / (t if lay.sp else 1)
-    out |= _feed_forward(shape, layout)
+    out |= _feed_forward(shape, layout, software)
+    written = not (software.fused or s.layer_norm)
+    if written:  # an RMSNorm op by op keeps its input in float32, and what it normed in bf16 before the weight
+        out["norm inputs"] *= 3
+    if written and s.qk_norm:
+        out["norms of heads"] = 3 * tokens * (s.query_width + s.kv_heads * s.head_dim) / t * ACT_BYTES
     if software.fp8:  # inputs of products are kept as they are read, one byte each; attention keeps its own output too
         out["norm outputs"] /= 2
         out["activation"] /= 2
         out["attention output"] *= 1.5
     if lay.recompute == "selective" and software.attention != "unfused":
         # the selective policy keeps products and attention, and computes norms and activations again
-        out["norm outputs"] = 0.0
-        out["activation"] = 0.0
+        out["norm outputs"] = out["activation"] = 0.0
+        out.pop("norms of heads", None)
+        if not software.fused:  # this package's: the layer's input, and what two products add to the stream
+            out["norm inputs"] = 3 * stream
     return out
 
 
-def _feed_forward(shape: Shape, layout: Layout) -> dict[str, float]:
+def _feed_forward(shape: Shape, layout: Layout, software: Software) -> dict[str, float]:
     s, lay = shape, layout
     copies = s.top_k + s.shared_experts if s.experts else 1
     inner = lay.tokens * s.ffn / lay.tp * ACT_BYTES * copies
-    out = {"up and gate": inner * (2 if s.gated else 1), "activation": inner}
+    kept = 2 if s.gated and not software.fused else 1  # the gate's activation beside its product with the other half
+    out = {"up and gate": inner * (2 if s.gated else 1), "activation": kept * inner}
     if s.experts:
         out["routed tokens"] = lay.tokens * s.top_k * s.hidden * ACT_BYTES / (lay.tp if lay.sp else 1)
         out["router"] = lay.tokens * s.experts * 4 * 2

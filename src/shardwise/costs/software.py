@@ -70,6 +70,7 @@ class Software:
     accumulates      a weight's gradient is added into a float32 buffer by the product that makes it
     ring             attention around the ring of cp: "even" (a fused kernel, causal work dealt evenly) or "written"
                      (each block's scores in float32, causal work dealt evenly: parallel/sequence)
+    reorders         what sp gathers of several samples is put in their order by a copy, and so is what it scatters
     windows          attention leaves out what lies outside of a window; else that is masked, and computed all the same
     split_sends      a stage's message is cut over the tensor ranks and gathered by the next stage
     overlap_p2p      stages send while they compute
@@ -95,6 +96,7 @@ class Software:
     gathers_again: bool = False
     copies_us: float = 0.0
     accumulates: bool = True
+    reorders: bool = False
     windows: bool = False
     split_sends: bool = False
     ring: str = "even"
@@ -121,8 +123,10 @@ SOFTWARE: dict[str, Software] = {
             fused_adam=False,
             overlap_dp=True,
             accumulates=False,
+            reorders=True,
             ring="written",
             states="bf16",
+            logit_peak_bytes=12.0,
             source="this package: eager PyTorch, SDPA's flash kernel, fully_shard",
         ),
         Software(

@@ -10,6 +10,7 @@ import torch
 from shardwise.host import to_device
 from shardwise.part.cuts import Uncut
 from shardwise.part.gathering import reduced
+from shardwise.part.levels import Distributed
 from shardwise.part.moves import dealt_as
 from shardwise.part.sums import Sum
 from shardwise.part.tensor import Part, is_part, no_rule, parts_in, rule
@@ -213,14 +214,20 @@ def softmax(func: Any, args: tuple, kwargs: dict) -> Part:
     top = x.amax(dim, True) if x.shape[dim] else x.new_full(_ones(x, dim), -torch.inf)
     top = reduced(top, part, "max")
     shifted = x - torch.where(top.isinf(), torch.zeros_like(top), top)
-    exponents = shifted.exp()
+    if logarithm:  # over a vocabulary each of these is among the largest tensors of a step: one more than comes out
+        total = reduced(shifted.exp().sum(dim, True), part)
+        return part.with_local(_reusing(shifted, "sub", total.log()))
+    exponents = _reusing(shifted, "exp")
     total = reduced(exponents.sum(dim, True), part)
-    if logarithm:
-        return part.with_local(shifted - total.log())
-    output = exponents / total
+    output = _reusing(exponents, "div", total)
     if func._schema.name == "aten::_safe_softmax":
         output = output.masked_fill(total == 0, 0.0)
     return part.with_local(output)
+
+
+def _reusing(own: torch.Tensor, name: str, *args: torch.Tensor) -> torch.Tensor:
+    """What the operation gives, in the memory of `own`, which nobody else has; anew where that is cut once more."""
+    return getattr(own, name if isinstance(own, Distributed) else f"{name}_")(*args)
 
 
 def _ones(x: torch.Tensor, dim: int) -> list[int]:
@@ -238,7 +245,7 @@ def softmax_backward(func: Any, args: tuple, kwargs: dict) -> Part:
         return part.with_local(func(dy, y, *args[2:], **kwargs))
     if func._schema.name.endswith("_log_softmax_backward_data"):
         total = reduced(dy.sum(dim, True), part)
-        dx = dy - y.exp() * total
+        dx = _reusing(_reusing(_reusing(y.exp(), "mul", total), "neg"), "add", dy)
     else:
         dx = y * (dy - reduced((dy * y).sum(dim, True), part))
     return part.with_local(dx if len(args) < 4 else dx.to(args[3]))
