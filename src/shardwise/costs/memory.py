@@ -202,8 +202,12 @@ def rank_memory(
     sorts = ([shape] * (layers > dense) + [shape.in_front] * (dense > 0)) or [shape]
     peaks = {"one layer's backward": max(transient(sort, layout, software) for sort in sorts)}
     if last:
-        peaks["logits"] = logits(shape, layout, software)
+        peaks["logits"] = logits(shape, layout, software) - terms["buffers"]  # between units nothing is gathered
     name = max(peaks, key=lambda key: peaks[key])
+    if name == "logits":
+        peaks[name] += terms.pop("buffers")
+    if layout.zero >= 3 and layout.n_micro * layout.rounds == 1:  # shards of gradients come as the activations go
+        peaks[name] = max(peaks[name] - terms["gradients"], peaks["one layer's backward"] - sum(passing.values()))
     passing[f"peak: {name}"] = peaks[name]
     if copies > sum(passing.values()):  # no micro-batch is alive by then
         name, passing = COPIES, {f"peak: {COPIES}": copies}
