@@ -16,6 +16,7 @@ from shardwise.costs.layout import Layout
 from shardwise.costs.memory import (
     COPIES,
     WRITTEN_SCORES,
+    buffers,
     layer_activations,
     rank_memory,
     ring_block,
@@ -241,7 +242,8 @@ def test_zero_over_the_ranks_of_a_sequence_gathers_as_over_data_ranks() -> None:
     for n in (1, 2, 3):
         one, two = (simulate(LLAMA, layout.with_(n_micro=n), slow, soft) for layout in (along, data))
         assert one.step_s == pytest.approx(two.step_s, rel=0.05), "at 25 Gb/s all else hides behind it"
-        assert one.worst.terms["buffers"] == two.worst.terms["buffers"] > 0
+        gathered = [buffers(LLAMA, layout, soft, LLAMA.layers, {}) for layout in (along, data)]
+        assert gathered[0] == gathered[1] > 0
         estimate = Estimator(LLAMA, slow, soft).estimate(along.with_(n_micro=n)).seconds
         assert estimate == pytest.approx(one.step_s, rel=0.12)
 
@@ -469,3 +471,11 @@ def test_what_a_layer_keeps_by_numbers_is_what_a_trace_of_transformers_has(famil
     assert told == pytest.approx(three - two, rel=0.02)
     wider = of_transformers(family, 2, length, recompute, 2 * vocab).peak
     assert software("shardwise").logit_peak_bytes == pytest.approx((wider - two) / length / vocab, rel=0.03)
+
+
+def test_at_the_logits_nothing_is_gathered_and_no_gradient_is_there_yet() -> None:
+    """ZeRO-3 of one micro-batch: its gradients' shards come as the activations go; of two, they rest meanwhile."""
+    soft, layout = software("shardwise"), Layout(shard=8, zero=3, seq=4096)
+    one, two = (simulate(LLAMA, layout.with_(n_micro=n), NODE, soft).worst for n in (1, 2))
+    assert one.peak == two.peak == "logits" and "buffers" not in one.terms
+    assert two.allocated - one.allocated == pytest.approx(two.terms["gradients"], rel=1e-6)
