@@ -32,6 +32,16 @@ def table(length: int, dtype: torch.dtype) -> Tensor:
     return torch.arange(length, dtype=dtype).sin()
 
 
+class Absent:
+    """What stands for a library that is not installed: it raises whatever it is asked for."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise ModuleNotFoundError(name)
+
+
+absent = Absent()
+
+
 class Remembers(nn.Module):
     def __init__(self) -> None:
         super().__init__()

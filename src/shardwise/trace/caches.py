@@ -13,6 +13,7 @@ import sys
 import weakref
 from collections.abc import Iterator
 from functools import _lru_cache_wrapper
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ def caches_of(module: nn.Module) -> list[Any]:
 
 
 def _is_cache(value: Any) -> bool:
-    return isinstance(value, _lru_cache_wrapper)
+    return type(value) is _lru_cache_wrapper
 
 
 def _of_class(kind: type) -> Iterator[Any]:
@@ -46,10 +47,10 @@ def _of_class(kind: type) -> Iterator[Any]:
 
 def _within(value: Any) -> Iterator[Any]:
     """The cache that a function is, or that a function around it has in a variable of its own."""
-    value = getattr(value, "__func__", value)
+    value = value.__func__ if type(value) in (staticmethod, classmethod) else value
     if _is_cache(value):
         yield value
-    for cell in getattr(value, "__closure__", None) or ():
+    for cell in (value.__closure__ or ()) if type(value) is FunctionType else ():  # others may raise when asked
         try:
             held = cell.cell_contents
         except ValueError:  # not filled yet
@@ -67,10 +68,10 @@ def forget_tables(module: nn.Module) -> None:
 
 def _has_tensor(held: Any) -> bool:
     """Whether what a cache refers to is an entry of it, or the table of them, that holds a tensor."""
-    if isinstance(held, dict):
+    if issubclass(type(held), dict):
         return any(_has_tensor(entry) for entry in held.values())
-    entries = held if isinstance(held, tuple | list) else (held,)
-    return any(isinstance(entry, torch.Tensor) for entry in entries)
+    entries = held if issubclass(type(held), (tuple, list)) else (held,)
+    return any(issubclass(type(entry), torch.Tensor) for entry in entries)
 
 
 class CacheState:
