@@ -40,10 +40,13 @@ INTERRUPTED = "shardwise: interrupted, before there was an answer"
 UNSAVED = "shardwise: interrupted; nothing was saved that is not in a checkpoint"
 
 
-def says(*words: str) -> Callable[[str, Path], bool]:
+When = Callable[[str, Path, int], bool]  # of what it has written, its folder, its process
+
+
+def says(*words: str) -> When:
     """Whether the command has written these words, in their order."""
 
-    def found(text: str, folder: Path) -> bool:
+    def found(text: str, folder: Path, leader: int) -> bool:
         at = 0
         for word in words:
             at = text.find(word, at) + 1
@@ -54,19 +57,25 @@ def says(*words: str) -> Callable[[str, Path], bool]:
     return found
 
 
-def steps(text: str, folder: Path) -> bool:
+def steps(text: str, folder: Path, leader: int) -> bool:
     """Whether a run has taken three steps."""
     return any(path.read_text().count("\n") > 2 for path in folder.glob("runs/*/metrics.jsonl"))
 
 
-def saved(text: str, folder: Path) -> bool:
+def saved(text: str, folder: Path, leader: int) -> bool:
     """Whether a checkpoint is being written."""
     return any(folder.glob("runs/*/checkpoints/*"))
+
+
+def ranks_start(text: str, folder: Path, leader: int) -> bool:
+    """Whether the process that forks ranks is there, which first imports what they share."""
+    return any("multiprocessing.forkserver" in words for words in session(leader).values())
 
 
 # what it is called; words; whose batches are slow; when the signal is sent; exit code and last line of Ctrl-C
 PHASES = {
     "verify, one process": (VERIFY, "one", says("batch 0 of one"), 130, INTERRUPTED),
+    "verify, ranks start": (VERIFY, "", ranks_start, 130, INTERRUPTED),
     "verify, on ranks": (VERIFY, "0", says("batch 0 of 0"), 130, INTERRUPTED),
     "train, first step": (TRAIN, "one", says("batch 0 of one"), 130, UNSAVED),
     "train on ranks, first step": ([*TRAIN, *TWO], "0", says("batch 0 of 0"), 130, UNSAVED),
@@ -82,7 +91,7 @@ PHASES = {
                 says("batch 0 of 0"), 130, INTERRUPTED),
     "doctor": (["doctor"], "", says("doctor: looking at"), 130, INTERRUPTED),
 }  # fmt: skip
-QUICK = ("verify, on ranks", "train on ranks, first step", "run")
+QUICK = ("verify, ranks start", "train on ranks, first step", "run")
 
 
 def session(leader: int) -> dict[int, str]:
@@ -99,7 +108,7 @@ def session(leader: int) -> dict[int, str]:
 
 
 def answered(
-    words: list[str], slow: str, when: Callable[[str, Path], bool], number: signal.Signals, folder: Path, takes: str
+    words: list[str], slow: str, when: When, number: signal.Signals, folder: Path, takes: str
 ) -> tuple[int, str]:
     """Exit code and what was written to stderr by a command that was sent a signal; what it left is ended."""
     (folder / "slow.py").write_text(TASKS)
@@ -112,7 +121,7 @@ def answered(
     ) as process:  # fmt: skip
         try:
             until = time.monotonic() + 120
-            while not when(said.read_text(errors="replace"), folder):
+            while not when(said.read_text(errors="replace"), folder, process.pid):
                 assert process.poll() is None and time.monotonic() < until, said.read_text()
                 time.sleep(0.02)
             assert process.poll() is None, "it was over before the signal was sent"
