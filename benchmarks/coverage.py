@@ -24,7 +24,8 @@ from shardwise.engine.tensor import describe  # noqa: E402
 from shardwise.layout import Plan  # noqa: E402
 from shardwise.ranks import RankPool  # noqa: E402
 
-PLANS = ["tp=2", "tp=2,sp=true", "pp=2", "tp=2,pp=2", "tp=2,dp_shard=2", "pp=2,dp_shard=2,zero=2", "cp=2", "domain=2"]
+PLANS = ["tp=2", "tp=2,sp=true", "pp=2", "tp=2,pp=2", "tp=2,dp_shard=2", "pp=2,dp_shard=2,zero=2", "cp=2", "domain=2",
+         "domain=2,domain_depth=3"]  # fmt: skip
 TABLE = ROOT / "docs" / "tables" / "coverage.md"
 
 
