@@ -21,7 +21,7 @@ from shardwise.ranks import RankPool  # noqa: E402
 GRIDS = ["domain=2", "domain=1x3", "domain=2x2", "domain=3x2"]
 BESIDE = ["domain=2,dp_replicate=2", "domain=2,dp_shard=2,zero=1", "domain=2,dp_shard=2,zero=2",
           "domain=1x2,dp_shard=2,zero=3", "domain=2,zero=3", "domain=2,accumulate=2", "domain=2,remat=full",
-          "domain=2,precision=bf16", "domain=2,tp=2", "domain=2,pp=2"]  # fmt: skip
+          "domain=2,precision=bf16", "domain=2,domain_depth=3", "domain=2,tp=2", "domain=2,pp=2"]  # fmt: skip
 MODELS = {
     "unet_degree_batch": "U-Net, BatchNorm, 181 x 360", "unet_degree_group": "U-Net, GroupNorm, 181 x 360",
     "unet_quarter_group": "U-Net, GroupNorm, 721 x 1440", "unet_batch": "U-Net, BatchNorm, 23 x 37",
@@ -29,7 +29,9 @@ MODELS = {
     "swin": "Swin, shifted windows", "vit": "ViT", "fno": "FNO", "convnext": "ConvNeXt (transformers)",
     "segformer": "SegFormer (transformers)", "warped": "pooled with indices, unpooled, grid_sample",
     "rollout": "a rollout of 4 steps", "interpolated": "other grids and a mesh, by tables",
-    "axial": "attention along rows, then columns",
+    "axial": "attention along rows, then columns", "bounded": "conditions at the boundary, written in place",
+    "frames": "steps of time, a state carried on", "patchwise": "overlapping patches, read by index",
+    "plain_stack": "convolutions without norms",
 }  # fmt: skip
 TABLE = ROOT / "docs" / "tables" / "tiles.md"
 
