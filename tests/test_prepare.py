@@ -151,19 +151,37 @@ CHANGES: dict[str, tuple[str, list[tuple[str, str]]]] = {
     "trainer": ("loader", [
         ("                loss.backward()", "                loss = prepared.backward(loss, mean_over=len(batch[0]))"),
     ]),
+    "mean_teacher": ("labelled", [("        loss.backward()", "        loss = prepared.backward(loss)")]),
+    "momentum_contrast": ("loader", [
+        ("        loss.backward()", "        loss = prepared.backward(loss)"),
+        ("        queue[:, pointer : pointer + len(k)] = k.T",
+         "        k = prepared.gather(k); queue[:, pointer : pointer + len(k)] = k.T"),
+    ]),
+    "stages": ("loader", [
+        ("            loss.backward()", "            loss = prepared.backward(loss, mean_over=len(y))"),
+        ("        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)",
+         "        optimizer = prepared.replace_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3, "
+         "weight_decay=0.1))"),
+    ]),
+    "lookahead": ("loader", [("        loss.backward()", "        loss = prepared.backward(loss)")]),
+    "endless": ("train", [
+        ("        (loss / 2).backward()", "        loss = 2 * prepared.backward(loss / 2)"),
+        ("    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)", "    prepared.clip_grad_norm_(0.5)"),
+    ]),
 }  # fmt: skip
 # a second model in the loop is prepared too, on one line more
 SECOND = {
     "gan": "of_judge = judge, judges, loader = shardwise.prepare(judge, judges, loader, plan={plan!r})",
     "actor_critic": "of_critic = critic, critics, loader = shardwise.prepare(critic, critics, loader, plan={plan!r})",
     "wasserstein": "of_critic = critic, critics, loader = shardwise.prepare(critic, critics, loader, plan={plan!r})",
+    "mean_teacher": "unlabelled = prepared.split(unlabelled)",
     "two_optimizers": "of_head = head, heads, loader = shardwise.prepare(head, heads, loader, plan={plan!r})",
 }
 WHOLE = ', loss_scope="global"'  # losses of whole batches
 OPTIONS = {"transformer_lm": ", batch_dim=1", "unet_dice": WHOLE, "contrastive": WHOLE, "mixup": WHOLE, "dino": WHOLE,
            "truncated": ", batch_dim=1"}  # fmt: skip
 FIRST_LINE_OF_LOOP = "losses = []"
-EXTRA = {"unet": ",accumulate=2", "seq2seq": ",accumulate=2", "stream": ",accumulate=2"}
+EXTRA = {"endless": ",accumulate=2", "unet": ",accumulate=2", "seq2seq": ",accumulate=2", "stream": ",accumulate=2"}
 
 
 def changed(name: str, plan: str) -> str:
@@ -239,9 +257,11 @@ SHORT = [("char_gpt", PLANS_2[3]), ("char_gpt", PLANS_2[1]), ("causal_lm", PLANS
          ("two_optimizers", PLANS_2[3]), ("lora", PLANS_2[3]), ("early_stopping", PLANS_2[1]),
          ("actor_critic", PLANS_2[2]), ("stream", PLANS_2[3]), ("swa", PLANS_2[3]),
          ("fine_tuning", PLANS_2[2]), ("dino", PLANS_2[1]), ("truncated", PLANS_2[0]),
-         ("wasserstein", PLANS_2[2])]  # fmt: skip
+         ("wasserstein", PLANS_2[2]), ("mean_teacher", PLANS_2[0]), ("momentum_contrast", PLANS_2[3]),
+         ("stages", PLANS_2[1]), ("lookahead", PLANS_2[2])]  # fmt: skip
 CUT = [("causal_lm", "tp=2,sp=true"), ("image_classifier", "tp=2,dp_shard=2"),
-       ("diffusion", "tp=2"), ("seq2seq", "tp=2"), ("truncated", "tp=2"),
+       ("diffusion", "tp=2"), ("seq2seq", "tp=2"), ("dino", "tp=2"), ("endless", "tp=2"),
+       ("segmentation", "tp=2,dp_shard=2"), ("truncated", "tp=2"),
        ("fine_tuning", "tp=2,sp=true"), ("stream", "tp=2,sp=true")]  # fmt: skip
 SHARES = [("shifted_gpt", "cp=2"), ("weather", "domain=1x2"),
           ("diffusion_unet", "domain=2,zero=3"), ("mixup", "dp_shard=2,zero=1")]  # fmt: skip
@@ -282,6 +302,8 @@ def refusal(name: str, plan: str) -> str | None:
         return "the model is compiled"
     if name == "truncated" and plan_.dp_replicate * plan_.dp_shard > 2:  # one sample to a rank
         return "its rows go with other samples"
+    if name == "mean_teacher" and plan_.dp_replicate * plan_.dp_shard > 2:  # the first batch goes to two ranks
+        return "counts no sample of the main batch"
     if name == "wasserstein" and plan_.zero == 3:
         return "create_graph=True"
     if name == "seq2seq" and plan_.cp * plan_.cp_ulysses > 1:  # transformers drop a mask that is all true

@@ -262,14 +262,16 @@ def forget() -> None:
 class Gathers:
     """Where code runs that nobody rehearsed (a script's own loss): any part cut over positions may be gathered.
 
+    all   whatever has no rule gathers: a method beside the model's forward, without gradients
     told  is called with (operation, bytes of what is gathered); None where the modules themselves run
     """
 
     told: Callable[[str, int], None] | None = None
+    all: bool = False
 
 
 def _may_be_gathered(part: Part) -> bool:
-    return part.soft or (Gathers.told is not None and part.axis.positions)
+    return part.soft or Gathers.all or (Gathers.told is not None and part.axis.positions)
 
 
 def _on_gathered(func: Any, args: tuple, kwargs: dict) -> Any:

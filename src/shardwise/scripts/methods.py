@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map_only
 
 from shardwise.errors import RefusedPlan
 from shardwise.part import plain
+from shardwise.part.tensor import Gathers
 from shardwise.scripts.calls import Calls
 from shardwise.scripts.saying import names_line
 
@@ -76,21 +77,29 @@ def _wrapped(prepared: Piecewise, name: str, method: Callable[..., Any]) -> Call
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if module is not prepared.model or prepared.calls.inside:  # within the forward, or another such method
             return method(module, *args, **kwargs)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not _switches_gradients_off(method):
             return _with_gradients(prepared, name, method, module, args, kwargs)
         prepared.meet(f"model.{name}()")
         root = module if isinstance(module, FSDPModule) else None
         if root is not None:
             root.unshard()
         prepared.calls.inside += 1
+        Gathers.all = True  # what a method draws from a cut row of scores, or sorts, it does to the whole
         try:
             return tree_map_only(torch.Tensor, plain, method(module, *args, **kwargs))
         finally:
+            Gathers.all = False
             prepared.calls.inside -= 1
             if root is not None:
                 root.reshard()
 
     return call
+
+
+def _switches_gradients_off(method: Callable[..., Any]) -> bool:
+    """Whether a method was decorated by `torch.no_grad()` or `torch.inference_mode()`."""
+    found = inspect.getclosurevars(method).nonlocals.get("ctx_factory") if inspect.isfunction(method) else None
+    return callable(found) and isinstance(found(), torch.no_grad | torch.inference_mode)
 
 
 def _with_gradients(
