@@ -217,7 +217,8 @@ def wrong_in_float32() -> Task:
 def test_a_kernel_without_float64_is_compared_in_float32(name: str, pool: RankPool) -> None:
     parity = verify(f"test_proof:{name}", "dp_replicate=2", pool=pool)
     assert parity.parity and not parity.float64, parity.text()
-    assert max(parity.own_bars.values()) <= 1e-3
+    zero = "first.bias"  # in front of a norm its gradient is rounding alone, by how much hangs on the CPU
+    assert max(bar for (_, tensor), bar in parity.own_bars.items() if tensor != zero) <= 1e-3
     assert "float32" in parity.text().splitlines()[0]
 
 

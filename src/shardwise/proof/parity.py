@@ -102,9 +102,9 @@ def _judge(parity: Parity, task: Task, settings: Any, one: Any, many: Any) -> No
     from shardwise.proof.zero_gradients import set_zero_gradients_apart
 
     compare(parity, one, many)
-    set_noise_apart(parity)
-    if not parity.equal and parity.float64 and parity.exceeded:
+    if not parity.equal and parity.exceeded:
         set_zero_gradients_apart(parity, task, settings, one, many)
+    set_noise_apart(parity)
     if not parity.equal and parity.float64 and parity.exceeded:
         explain_by_rounding(parity, task, settings, one)
 

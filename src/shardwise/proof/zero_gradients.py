@@ -4,7 +4,8 @@ A bias in front of a norm has a gradient whose summands cancel. What is left of 
 order of summation, and an optimizer may make an update of it. For such a parameter two other bounds are asked for:
 
     its gradient            in one process and under the plan no larger than what one epsilon in weights and inputs
-                            changes it by, ten times over; which is no more than the bar of the model's largest gradient
+                            changes it by, ten times over; which is no more than the bar of the model's largest
+                            gradient, in float32 ten times the least bar
     its value and state     those that one process's optimizer makes of the plan's gradients, within the common bars
 
 What this does not do: excuse a gradient that is larger than its rounding, or a rank that differs from the others.
@@ -16,6 +17,7 @@ import torch
 
 from shardwise.engine.groups import named_groups
 from shardwise.proof.compare import tensor_error
+from shardwise.proof.narrow import LEAST_BAR
 from shardwise.proof.oracle import needs_closure, plain_module
 from shardwise.proof.outcome import GRADIENT_BAR, GRADIENT_FLOOR, Parity
 from shardwise.proof.record import Record, Tensors, kept, kept_state
@@ -62,7 +64,7 @@ def _bounds(task: Task, settings: Settings, one: Record, names: set[str]) -> dic
                 if a is None or b is None:
                     return {}
                 noise[name] = max(noise[name], float((a - b).abs().max()) if a.numel() else 0.0)
-    most = GRADIENT_BAR * _largest(one)
+    most = (GRADIENT_BAR if settings.dtype is torch.float64 else ALLOWANCE * LEAST_BAR) * _largest(one)
     return {name: ALLOWANCE * size for name, size in noise.items() if ALLOWANCE * size <= most}
 
 
