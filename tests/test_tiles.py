@@ -715,6 +715,20 @@ def _beyond_rounding(error: float, narrow: tuple, exact: tuple | None) -> float:
     return BARS[torch.float32] if error <= 4 * own else error
 
 
+def _of_one_row(norm: tuple[int, ...]) -> str | float:
+    """A layer norm over a field of one row on 2 x 2 tiles. Runs on every rank."""
+    case = Case("norm", (2, 4, 1, 16), lambda x, w, b: F.layer_norm(x, norm, w, b), [norm, norm], 2)
+    expected = _whole(case, 3, DOUBLE)
+    assert expected is not None
+    return _try(case, Meshes()[(2, 2)], expected)
+
+
+@pytest.mark.parametrize("norm", [(1, 16), (16,), (4, 1, 16)])
+def test_a_sum_that_was_taken_over_one_axis_is_still_a_share_over_the_next(pool, norm: tuple[int, ...]) -> None:
+    """The weight's gradient: rows of no tile but one leave it a sum, already taken when its summand is asked for."""
+    assert max(pool.run(_of_one_row, 4, norm)) <= BARS[DOUBLE]
+
+
 def _judge(found: list[list[tuple[str, str | float]]], seed: int, bar: float = BAR) -> tuple[int, int, float]:
     """Equal or refused, on all ranks alike: how many cases, how many of them refused, the largest difference."""
     refused, largest = 0, 0.0

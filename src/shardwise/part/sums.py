@@ -368,8 +368,8 @@ def summand(gradient: torch.Tensor, axes: tuple[Axis, ...]) -> torch.Tensor:
             gradient = gradient.local
             continue
         if over:
-            gradient = gradient.settled()
-        if over and isinstance(gradient, Part):
+            gradient = gradient.settled()  # of a sum that was taken, what is left may be cut over axes further in
+        if isinstance(gradient, Part) and gradient.axis is axis:
             gradient = _in_place(gradient)
         elif axis.index:
             gradient = _nothing_of(gradient)
