@@ -479,3 +479,5 @@ def test_at_the_logits_nothing_is_gathered_and_no_gradient_is_there_yet() -> Non
     one, two = (simulate(LLAMA, layout.with_(n_micro=n), NODE, soft).worst for n in (1, 2))
     assert one.peak == two.peak == "logits" and "buffers" not in one.terms
     assert two.allocated - one.allocated == pytest.approx(two.terms["gradients"], rel=1e-6)
+    few = simulate(LLAMA, Layout(shard=2, zero=3, seq=512), NODE, soft).worst
+    assert min(few.terms.values()) > 0, "more gradients than a peak takes"

@@ -207,7 +207,10 @@ def rank_memory(
     if name == "logits":
         peaks[name] += terms.pop("buffers")
     if layout.zero >= 3 and layout.n_micro * layout.rounds == 1:  # shards of gradients come as the activations go
-        peaks[name] = max(peaks[name] - terms["gradients"], peaks["one layer's backward"] - sum(passing.values()))
+        later = min(terms["gradients"], sum(passing.values()) + peaks[name] - peaks["one layer's backward"])
+        of_peak = min(later, peaks[name])  # told apart, so that no term is below zero
+        peaks[name] -= of_peak
+        passing["activations"] -= later - of_peak
     passing[f"peak: {name}"] = peaks[name]
     if copies > sum(passing.values()):  # no micro-batch is alive by then
         name, passing = COPIES, {f"peak: {COPIES}": copies}
