@@ -62,14 +62,17 @@ def test_techniques_that_meet_add_what_each_adds_to_replicas() -> None:
     assert (both.step, both.call, both.event, both.wait) == pytest.approx((1100e-6, 40e-6, 700e-6, 0.3))
     assert overhead_of(device, Layout(shard=2, zero=1)) == overhead_of(device, Layout()), "not measured: as replicas"
     assert overhead_of(Cluster.parse("2 l40s").device, Layout()) == Overhead()
-    drawing = probed((*ROWS, ("draws", 450.0, 13.0, 0.0, 0.0))).device
-    assert overhead_of(drawing, Layout(tp=2), follows=True).call == pytest.approx(50e-6)
+    drawn = (("replicas draws", 450.0, 13.0, 0.0, 0.0), ("zero3 draws", 980.0, 13.0, 900.0, 0.1))
+    drawing = probed((*ROWS, *drawn)).device
+    assert overhead_of(drawing, Layout(tp=2), follows=True).call == pytest.approx(50e-6), "not measured: as without"
     assert overhead_of(drawing, Layout(tp=2)).call == pytest.approx(40e-6), "this model draws nothing"
+    both = overhead_of(drawing, Layout(pp=2, shard=2, zero=3), follows=True)
+    assert (both.step, both.call, both.event, both.wait) == pytest.approx((1080e-6, 13e-6, 990e-6, 0.1))
     assert events(Layout(shard=2, zero=3, n_micro=2), units=4) == 10
     assert events(Layout(pp=2, n_micro=4), units=4) == 4
 
 
-def test_a_probe_follows_draws_for_one_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_probe_follows_draws_for_rows_of_their_own_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a look at samples `randomness="global"` looks at every operation, which doubles a small step."""
     asked: list[str] = []
 
@@ -85,8 +88,11 @@ def test_a_probe_follows_draws_for_one_row_alone(monkeypatch: pytest.MonkeyPatch
         with pytest.raises(Asked):
             _seconds(reference_task(), "dp_replicate=1", Pace(torch.device("cpu"), 100.0), 1.0, follows)
     assert asked == ["fast", "global"]
-    assert {name for name in plans(2) if name not in plans(2, quick=True)} == {"zero2", "sp"}
-    assert plans(2)["draws"] == plans(2)["replicas"]
+    assert {name for name in plans(2) if name not in plans(2, quick=True)} == {
+        "zero2", "sp", "zero3 draws", "tp draws", "sp draws", "pp draws",
+    }  # fmt: skip
+    assert plans(2)["replicas draws"] == plans(2)["replicas"] and plans(2)["pp draws"] == plans(2)["pp"]
+    assert set(plans(1)) == {"replicas", "replicas draws"}
 
 
 MADE = (("products", 1.3), ("convolutions", 0.8), ("rest", 1.6))

@@ -5,7 +5,8 @@
     event  each unit that ZeRO-3 gathers, each micro-batch that a pipeline passes on
     wait   share of the work: ranks that meet often wait each time for the one that is late just then
 
-Techniques that meet in one plan add what each adds to replicas.
+Techniques that meet in one plan add what each adds to replicas. A module that draws random numbers has each operation
+followed (randomness=global): its rows are those of the same techniques with ` draws` behind their names.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from shardwise.cluster import Device
 from shardwise.costs.layout import Layout
 
 BASE = "replicas"
-DRAWS = "draws"  # of a module that draws random numbers, where each operation is followed (randomness=global)
+DRAWS = " draws"  # behind the name of a technique: of modules that draw random numbers
 
 
 @dataclass(frozen=True)
@@ -29,24 +30,29 @@ class Overhead:
     wait: float = 0.0
 
 
-def techniques(layout: Layout, follows: bool = False) -> list[str]:
-    """The rows of a probe that a layout draws on. `follows`: random numbers are those of one process."""
+def techniques(layout: Layout) -> list[str]:
+    """The rows of a probe that a layout draws on."""
     found = [f"zero{layout.zero}" if layout.zero and layout.shard_ranks > 1 else BASE]
     if layout.tp > 1:
         found.append("sp" if layout.sp else "tp")
     if layout.pp > 1:
         found.append("pp")
-    return [*found, DRAWS] if follows else found
+    return found
 
 
 def overhead_of(device: Device, layout: Layout, follows: bool = False) -> Overhead:
-    """The sum of what the layout's techniques add; nothing on a device that was not probed for it."""
+    """The sum of what the layout's techniques add; nothing on a device that was not probed for it.
+
+    follows   random numbers are those of one process; a technique that was not measured so adds what it adds without
+    """
     rows = {name: [*(1e-6 * value for value in times), wait] for name, *times, wait in device.overheads}
     if BASE not in rows:
         return Overhead()
-    total = list(rows[BASE])
-    for name in techniques(layout, follows):
-        for at, (value, base) in enumerate(zip(rows.get(name, rows[BASE]), rows[BASE], strict=True)):
+    draws = DRAWS if follows and BASE + DRAWS in rows else ""
+    total = list(rows[BASE + draws])
+    for name in techniques(layout):
+        own = draws if name + draws in rows else ""
+        for at, (value, base) in enumerate(zip(rows.get(name + own, rows[BASE]), rows[BASE + own], strict=True)):
             total[at] += value - base
     return Overhead(*(max(0.0, value) for value in total))
 

@@ -42,7 +42,7 @@ LEAST, STEPS = 6, 24  # of which a median can be told; of which one is sure, whe
 PASSES, AGREE = 2, 1.08  # over all of them; within this factor two of them agree
 TURNS = 6
 ALIKE = {"zero2": "zero1", "sp": "tp"}  # techniques that a quick probe takes to add what another one does
-OWN_CALLS = ("tp", "sp", DRAWS)
+DRAWN = (BASE, "zero3", "tp", "sp", "pp")  # techniques that are measured once more with draws followed
 OFTEN = ("zero3", "tp", "sp")  # techniques whose ranks meet many times in a step
 # kind of op -> techniques under which its module runs; nothing of what has no product can be cut
 LARGE = {"products": (BASE, "zero1", "zero3", "tp", "sp"), "convolutions": (BASE, "zero1"), "rest": (BASE, "zero1")}
@@ -52,21 +52,24 @@ SHIFT = 0.01  # of a factor, to see how much of a step it is in
 
 
 def plans(ranks: int, quick: bool = False) -> dict[str, list[str]]:
-    """Technique -> the plans over all ranks under which the references show it; `quick`: without those of `ALIKE`."""
-    alike = f"dp_replicate={ranks}"
-    if ranks == 1:
-        return {BASE: [alike] * len(REFERENCES), DRAWS: [alike] * len(REFERENCES)}
-    found = {BASE: alike, DRAWS: alike} | {f"zero{stage}": f"dp_shard={ranks},zero={stage}" for stage in (1, 2, 3)}
+    """Technique -> the plans over all ranks under which the references show it.
+
+    quick   without those of `ALIKE`, and draws followed under replicas alone
+    """
+    found = {BASE: f"dp_replicate={ranks}"}
+    if ranks > 1:
+        found |= {f"zero{stage}": f"dp_shard={ranks},zero={stage}" for stage in (1, 2, 3)}
     if ranks % 2 == 0:
         rest = f",dp_replicate={ranks // 2}" if ranks > 2 else ""
         found |= {"tp": f"tp=2{rest}", "sp": f"tp=2,sp=true{rest}", "pp": f"pp=2{rest}"}
     found = {name: plan for name, plan in found.items() if not (quick and name in ALIKE)}
+    found |= {name + DRAWS: found[name] for name in (DRAWN[:1] if quick else DRAWN) if name in found}
     return {name: [_busier(name, plan, at) for at in range(len(REFERENCES))] for name, plan in found.items()}
 
 
 def _busier(name: str, plan: str, reference: int) -> str:
     """More messages for the last reference of a pipeline, which would pass on as many in all three."""
-    return f"{plan},microbatches=4" if name == "pp" and reference == len(REFERENCES) - 1 else plan
+    return f"{plan},microbatches=4" if name.startswith("pp") and reference == len(REFERENCES) - 1 else plan
 
 
 Large = dict[tuple[str, str], float]  # (kind of op, technique) -> seconds of a step
@@ -84,7 +87,7 @@ def step_times(
     """
     budget = budget or Budget(math.inf)
     of = plans(ranks, quick)
-    tiny = {(name, at): (reference_task(*sizes, 4 * ranks), plan, name == DRAWS) for name, each in of.items()
+    tiny = {(name, at): (reference_task(*sizes, 4 * ranks), plan, name.endswith(DRAWS)) for name, each in of.items()
             for at, (plan, sizes) in enumerate(zip(each, REFERENCES, strict=True))}  # fmt: skip
     large = {(kind, name): (task, of[name][0], False) for kind, task in large_tasks(ranks).items()
              for name in LARGE[kind] if name in of}  # fmt: skip
@@ -271,14 +274,16 @@ def _rows(
     factors: Sequence[float],
     waits: dict[str, float],
 ) -> tuple[OverheadRow, ...]:
-    """An op costs the host the same under every technique but tensor parallelism, whose tensors answer in Python, and
-    where draws are followed.
+    """An op costs the host the same under every technique but tensor parallelism, whose tensors answer in Python; and
+    the same with draws followed, but more.
 
-    So all others are solved together, which steadies what each of them adds.
+    So those are solved together, which steadies what each of them adds.
     """
-    together = [name for name in steps if name not in OWN_CALLS]
-    apart = [[name] for name in steps if name in OWN_CALLS]
-    rows = [row for names in (together, *apart) if names for row in _solve(features, steps, names, factors, waits)]
+    groups: dict[str | bool, list[str]] = {}
+    for name in steps:
+        in_python = name.removesuffix(DRAWS) in ("tp", "sp")
+        groups.setdefault(name if in_python else name.endswith(DRAWS), []).append(name)
+    rows = [row for names in groups.values() for row in _solve(features, steps, names, factors, waits)]
     return tuple(sorted(rows, key=lambda row: list(steps).index(row[0])))
 
 
@@ -295,7 +300,7 @@ def _solve(
     for at, name in enumerate(names):
         for own, seconds in zip(features[name], steps[name], strict=True):
             row = np.zeros(1 + 2 * places)
-            wait = waits.get(name, 0.0)
+            wait = waits.get(name.removesuffix(DRAWS), 0.0)
             row[0], row[1 + at], row[1 + places + at] = own.call + wait * own.work_call, 1.0, own.event
             table.append(row / seconds)
             missing.append((seconds - own.bare(factors) - wait * own.works(factors)) / seconds)
@@ -305,7 +310,7 @@ def _solve(
     found[live] = non_negative(matrix[:, live], np.array(missing))
     call, each_step, each = found[0], found[1 : 1 + places], found[1 + places :]
     return [
-        (name, _micro(each_step[at]), _micro(call), _micro(each[at]), _four(waits.get(name, 0.0)))
+        (name, _micro(each_step[at]), _micro(call), _micro(each[at]), _four(waits.get(name.removesuffix(DRAWS), 0.0)))
         for at, name in enumerate(names)
     ]
 
