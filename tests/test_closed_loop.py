@@ -22,10 +22,10 @@ from shardwise.rehearsal.step_trace import trace
 from shardwise.task import Task
 
 ROWS = (
-    ("replicas", 400.0, 3.0, 0.0, 0.0),
-    ("zero3", 900.0, 3.0, 700.0, 0.1),
-    ("tp", 600.0, 40.0, 0.0, 0.2),
-    ("pp", 500.0, 3.0, 90.0, 0.0),
+    ("replicas", 400.0, 3.0, 60.0, 0.0, 0.0),
+    ("zero3", 900.0, 3.0, 60.0, 700.0, 0.1),
+    ("tp", 600.0, 3.0, 60.0, 0.0, 0.2),
+    ("pp", 500.0, 3.0, 60.0, 90.0, 0.0),
 )
 
 
@@ -59,15 +59,15 @@ def test_techniques_that_meet_add_what_each_adds_to_replicas() -> None:
     device = probed().device
     both = overhead_of(device, Layout(tp=2, shard=2, zero=3))
     assert techniques(Layout(tp=2, shard=2, zero=3)) == ["zero3", "tp"]
-    assert (both.step, both.call, both.event, both.wait) == pytest.approx((1100e-6, 40e-6, 700e-6, 0.3))
+    assert both == Overhead(*map(pytest.approx, (1100e-6, 3e-6, 60e-6, 700e-6, 0.3)))
     assert overhead_of(device, Layout(shard=2, zero=1)) == overhead_of(device, Layout()), "not measured: as replicas"
     assert overhead_of(Cluster.parse("2 l40s").device, Layout()) == Overhead()
-    drawn = (("replicas draws", 450.0, 13.0, 0.0, 0.0), ("zero3 draws", 980.0, 13.0, 900.0, 0.1))
+    drawn = (("replicas draws", 450.0, 13.0, 90.0, 0.0, 0.0), ("zero3 draws", 980.0, 13.0, 90.0, 900.0, 0.1))
     drawing = probed((*ROWS, *drawn)).device
-    assert overhead_of(drawing, Layout(tp=2), follows=True).call == pytest.approx(50e-6), "not measured: as without"
-    assert overhead_of(drawing, Layout(tp=2)).call == pytest.approx(40e-6), "this model draws nothing"
+    assert overhead_of(drawing, Layout(tp=2), follows=True).step == pytest.approx(650e-6), "not measured: as without"
+    assert overhead_of(drawing, Layout(tp=2)).cut == pytest.approx(60e-6), "this model draws nothing"
     both = overhead_of(drawing, Layout(pp=2, shard=2, zero=3), follows=True)
-    assert (both.step, both.call, both.event, both.wait) == pytest.approx((1080e-6, 13e-6, 990e-6, 0.1))
+    assert both == Overhead(*map(pytest.approx, (1080e-6, 13e-6, 90e-6, 990e-6, 0.1)))
     assert events(Layout(shard=2, zero=3, n_micro=2), units=4) == 10
     assert events(Layout(pp=2, n_micro=4), units=4) == 4
 

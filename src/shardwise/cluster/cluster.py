@@ -37,13 +37,14 @@ Message = tuple[str, int, int, float]  # op, ranks, bytes, microseconds
 Between = tuple[str, int, int, int, float]
 OpTime = tuple[str, float, float]  # op, bytes (FLOPs of convolutions and attention), microseconds
 Factor = tuple[str, float]  # kind of op, factor on its time
-# technique; microseconds of a step, of an op, of a unit or message; share of its work that a rank waits for others
-Overhead = tuple[str, float, float, float, float]
+# technique; microseconds of a step, of an op, of an op on cut tensors, of a unit or message; share of its work that a
+# rank waits for others
+Overhead = tuple[str, float, float, float, float, float]
 # of a device's lists of measured rows: what the cells are, and whether a number may be 0
 ROWS: dict[str, tuple[tuple[type, ...], bool]] = {
     "products": ((str, int, int, int, float), False),
     "ops": ((str, float, float), False),
-    "overheads": ((str, float, float, float, float), True),
+    "overheads": ((str, float, float, float, float, float), True),
     "factors": ((str, float), False),
 }
 

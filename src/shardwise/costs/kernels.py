@@ -78,6 +78,7 @@ class Kernels:
 
     launch_us   what a kernel's launch adds on the device
     call_s      what the host takes to start an op or a view, where it computes the ops itself
+    cut_s       what it takes for an op on cut tensors, beside the ops that its rule starts
     host_s      what it takes to start one that a device computes behind it: a lower bound of the time of many
     fp8         the layers' products of a decoder read FP8
     """
@@ -86,6 +87,7 @@ class Kernels:
     launch_us: float = 2.0
     dtype: str = "bf16"
     call_s: float = 0.0
+    cut_s: float = 0.0
     host_s: float = 0.0
     fp8: bool = False
 

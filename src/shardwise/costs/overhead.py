@@ -2,6 +2,7 @@
 
     step   once: control, losses, the optimizer's loop
     call   each op that the host starts, views among them
+    cut    each op on a tensor that is cut (tp, cp, domain), which a rule in Python answers
     event  each unit that ZeRO-3 gathers, each micro-batch that a pipeline passes on
     wait   share of the work: ranks that meet often wait each time for the one that is late just then
 
@@ -26,6 +27,7 @@ class Overhead:
 
     step: float = 0.0
     call: float = 0.0
+    cut: float = 0.0
     event: float = 0.0
     wait: float = 0.0
 

@@ -1,10 +1,10 @@
 """What Python and the engine add to a step, technique by technique: small reference modules run as a job would.
 
-Their steps are measured, and forecast from the figures of the same probe without any overhead. What is missing is
-dealt to the step, to each op, and to each unit or message (costs/overhead), by non-negative least squares over three
-modules: few blocks, more blocks, deeper blocks. Larger modules give a factor on each kind of op: products (attention
-too), convolutions, and all others, since inside a step caches hold what other ops left there. One of them says under
-techniques whose ranks meet many times in a step what share of its work a rank waits for others.
+Their steps are measured, and forecast from the figures of the same probe without any overhead. What is missing is dealt
+to the step, to each op, to each on cut tensors, and to each unit or message (costs/overhead), by non-negative least
+squares over three modules: few blocks, more blocks, deeper blocks. Larger modules give a factor on each kind of op:
+products (attention too), convolutions, and all others, since inside a step caches hold what other ops left there. One
+of them says under techniques whose ranks meet many times in a step what share of its work a rank waits for others.
 
 *What this does not do*: compiled modules, experts; devices that run behind the host, where overhead hides.
 """
@@ -182,28 +182,32 @@ class Features:
 
     fixed   seconds that no factor is on
     kinds   seconds of each kind of op, in the order of `KINDS`
-    call    how often an op's overhead lies in it, and `event` how often a unit's or message's
-    work    seconds of which ranks may wait for a share, and `work_call` how often an op's overhead lies in them
+    call    how often an op's overhead lies in it, `cut` how often that of an op on cut tensors, `event` how often a
+            unit's or message's
+    work    seconds of which ranks may wait for a share; `work_call` and `work_cut`: how often those lie in them
     """
 
     fixed: float
     kinds: tuple[float, ...]
     call: float
+    cut: float
     event: float
     work: float
     work_call: float
+    work_cut: float
 
     def bare(self, factors: Sequence[float]) -> float:
         """Seconds without overhead."""
         return self.fixed + sum(factor * part for factor, part in zip(factors, self.kinds, strict=True))
 
-    def works(self, factors: Sequence[float], call_us: float = 0.0) -> float:
+    def works(self, factors: Sequence[float], call_us: float = 0.0, cut_us: float = 0.0) -> float:
         """Seconds of which ranks may wait for a share."""
-        return self.work * self.bare(factors) / self.bare([1.0] * len(KINDS)) + 1e-6 * self.work_call * call_us
+        ops = self.work * self.bare(factors) / self.bare([1.0] * len(KINDS))
+        return ops + 1e-6 * (self.work_call * call_us + self.work_cut * cut_us)
 
     def added(self, row: Sequence[float]) -> float:
-        """Seconds of the overhead that a row (step, call, event; microseconds) says."""
-        return 1e-6 * (row[0] + self.call * row[1] + self.event * row[2])
+        """Seconds of the overhead that a row (step, call, cut, event; microseconds) says."""
+        return 1e-6 * (row[0] + self.call * row[1] + self.cut * row[2] + self.event * row[3])
 
 
 def fit(
@@ -235,7 +239,7 @@ def fit(
         left = {key: seconds - wholes[key].added(added[key[1]]) for key, seconds in large.items()}
         factors = _factors(wholes, {key: value for key, value in left.items() if key[1] not in OFTEN}, large)
         often = {key: value for key, value in left.items() if key[1] in OFTEN}
-        waits = _waits(wholes, often, factors, {name: times[1] for name, times in added.items()})
+        waits = _waits(wholes, often, factors, {name: times[1:3] for name, times in added.items()})
         rows = _rows(small, steps, factors, waits)
     known = {row[0]: row for row in rows}
     rows += tuple((name, *known[other][1:]) for name, other in ALIKE.items() if name not in known and other in known)
@@ -243,11 +247,11 @@ def fit(
 
 
 def _waits(
-    wholes: dict[tuple[str, str], Features], left: Large, factors: Sequence[float], calls: dict[str, float]
+    wholes: dict[tuple[str, str], Features], left: Large, factors: Sequence[float], calls: dict[str, list[float]]
 ) -> dict[str, float]:
     """Technique -> share of its work that a rank waits for others: what ops and overheads leave of the large steps."""
     return {
-        key[1]: max(0.0, (seconds - wholes[key].bare(factors)) / wholes[key].works(factors, calls[key[1]]))
+        key[1]: max(0.0, (seconds - wholes[key].bare(factors)) / wholes[key].works(factors, *calls[key[1]]))
         for key, seconds in left.items()
     }
 
@@ -274,16 +278,16 @@ def _rows(
     factors: Sequence[float],
     waits: dict[str, float],
 ) -> tuple[OverheadRow, ...]:
-    """An op costs the host the same under every technique but tensor parallelism, whose tensors answer in Python; and
-    the same with draws followed, but more.
+    """An op costs the host the same under every technique, and one on cut tensors what its rule in Python takes; both
+    cost more with draws followed.
 
-    So those are solved together, which steadies what each of them adds.
+    So all techniques are solved together, which steadies what each of them adds.
     """
-    groups: dict[str | bool, list[str]] = {}
-    for name in steps:
-        in_python = name.removesuffix(DRAWS) in ("tp", "sp")
-        groups.setdefault(name if in_python else name.endswith(DRAWS), []).append(name)
-    rows = [row for names in groups.values() for row in _solve(features, steps, names, factors, waits)]
+    rows: list[OverheadRow] = []
+    for follows in (False, True):
+        names = [name for name in steps if name.endswith(DRAWS) == follows]
+        cut_us = next((cut for _, _, _, cut, *_ in rows), 0.0)  # where no cut tensors were followed
+        rows += _solve(features, steps, names, factors, waits, cut_us) if names else []
     return tuple(sorted(rows, key=lambda row: list(steps).index(row[0])))
 
 
@@ -293,25 +297,31 @@ def _solve(
     names: list[str],
     factors: Sequence[float],
     waits: dict[str, float],
+    cut_us: float,
 ) -> list[OverheadRow]:
-    """One cost of a call for all `names`; a step and an event of each. Relative errors count."""
+    """One cost of a call, and of one on cut tensors, for all `names`; a step and an event of each.
+
+    Relative errors count. `cut_us`: of a call on cut tensors, where none of the steps has any.
+    """
     places = len(names)
+    waiting = [waits.get(name.removesuffix(DRAWS), 0.0) for name in names]
     table, missing = [], []
-    for at, name in enumerate(names):
+    for at, (name, wait) in enumerate(zip(names, waiting, strict=True)):
         for own, seconds in zip(features[name], steps[name], strict=True):
-            row = np.zeros(1 + 2 * places)
-            wait = waits.get(name.removesuffix(DRAWS), 0.0)
-            row[0], row[1 + at], row[1 + places + at] = own.call + wait * own.work_call, 1.0, own.event
+            row = np.zeros(2 + 2 * places)
+            row[:2] = own.call + wait * own.work_call, own.cut + wait * own.work_cut
+            row[2 + at], row[2 + places + at] = 1.0, own.event
             table.append(row / seconds)
             missing.append((seconds - own.bare(factors) - wait * own.works(factors)) / seconds)
     matrix = np.array(table)
-    live = matrix.any(axis=0)
-    found = np.zeros(1 + 2 * places)
+    live = np.asarray(matrix.any(axis=0))
+    found = np.zeros(matrix.shape[1])
     found[live] = non_negative(matrix[:, live], np.array(missing))
-    call, each_step, each = found[0], found[1 : 1 + places], found[1 + places :]
+    call, cut = _micro(found[0]), _micro(found[1]) if live[1] else cut_us
+    each_step, each = map(_micro, found[2 : 2 + places]), map(_micro, found[2 + places :])
     return [
-        (name, _micro(each_step[at]), _micro(call), _micro(each[at]), _four(waits.get(name.removesuffix(DRAWS), 0.0)))
-        for at, name in enumerate(names)
+        (name, step, call, cut, event, _four(wait))
+        for name, step, event, wait in zip(names, each_step, each, waiting, strict=True)
     ]
 
 
@@ -328,19 +338,22 @@ def _features(cluster: Cluster, plan: Plan, task: Task) -> Features:
     layout, traced, samples = _traced(cluster, plan, task)
 
     def seconds(added: Overhead = NOTHING, factors: tuple[tuple[str, float], ...] = ()) -> float:
-        row = (BASE, 1e6 * added.step, 1e6 * added.call, 1e6 * added.event, added.wait)
+        row = (BASE, 1e6 * added.step, 1e6 * added.call, 1e6 * added.cut, 1e6 * added.event, added.wait)
         traced.cluster = replace(cluster, device=replace(cluster.device, overheads=(row,), factors=factors))
         return traced.simulate(layout, samples).step_s
 
     bare = seconds()
     unit = 1e-5  # large against a kernel, so that what hides behind communication is seen
     kinds = tuple((seconds(factors=((kind, 1 + SHIFT),)) - bare) / SHIFT for kind in KINDS)
-    call = (seconds(Overhead(call=unit)) - bare) / unit
-    work, longer = (
-        (seconds(Overhead(call=each, wait=SHIFT)) - seconds(Overhead(call=each))) / SHIFT for each in (0.0, unit)
-    )
+    waiting = (seconds(Overhead(wait=SHIFT)) - bare) / SHIFT
+
+    def often(each: Overhead) -> tuple[float, float]:
+        added = seconds(each)
+        return (added - bare) / unit, ((seconds(replace(each, wait=SHIFT)) - added) / SHIFT - waiting) / unit
+
+    (call, work_call), (cut, work_cut) = often(Overhead(call=unit)), often(Overhead(cut=unit))
     event = float(events(layout, task_units(task)))
-    return Features(bare - sum(kinds), kinds, call, event, work, (longer - work) / unit)
+    return Features(bare - sum(kinds), kinds, call, cut, event, waiting, work_call, work_cut)
 
 
 def task_units(task: Task) -> int:

@@ -62,6 +62,7 @@ class RehearsalMode(TorchDispatchMode):
                 self._hidden = False
         for kind in types:
             if kind is not FakeTensor and getattr(kind, "observes_inside", False):
+                self.count.trace.cut_calls += 1
                 return NotImplemented  # a share of a tensor: what its rule does is counted
         if func is _ENTER or func is _EXIT:
             self._label(func, args)

@@ -48,6 +48,7 @@ class StepTrace:
     moved        bytes that all other ops read and write
     kernels      ops that compute something
     calls        ops, views among them
+    cut_calls    ops on tensors that are cut, whose rules start some of `calls`
     peak         the most live bytes beyond parameters, inputs and their summed gradients
     idle         parameters that are trained and that no gradient reached
     tensors      parameter tensors
@@ -88,6 +89,7 @@ class StepTrace:
     moved: float = 0.0
     kernels: int = 0
     calls: int = 0
+    cut_calls: int = 0
     peak: int = 0
     idle: int = 0
     gradients: int = 0

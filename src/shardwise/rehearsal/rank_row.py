@@ -184,6 +184,7 @@ class Rehearsal:
             self.found.moved += part.moved
             self.found.kernels += part.kernels
             self.found.calls += part.calls
+            self.found.cut_calls += part.cut_calls
         return self.found
 
     def _round(self, at: int, model: nn.Module, staged: StagedModule | None, told: dict, waiting: dict) -> None:

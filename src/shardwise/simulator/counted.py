@@ -67,6 +67,9 @@ class Counted(Protocol):
     def calls(self) -> int: ...
 
     @property
+    def cut_calls(self) -> int: ...
+
+    @property
     def peak(self) -> int: ...
 
     @property

@@ -81,7 +81,8 @@ def between(one: Counted, two: Counted, samples: float, kernels: Kernels, softwa
     share = (samples - low) / (high - low)
     if not same_ops(one, two):
         raise ValueError(f"traces of {low} and {high} samples ran different operations: no line goes through them")
-    seconds = (one.calls + (two.calls - one.calls) * share) * kernels.call_s
+    first, second = host_calls(one, kernels), host_calls(two, kernels)
+    seconds = first + (second - first) * share
     for (kind, shape, times, other, often), count in _pairs(one, two).items():
         at = tuple(max(0.0, a + (b - a) * share) for a, b in zip(shape, other, strict=True))
         seconds += count * op_seconds(kind, at, times + (often - times) * share, kernels, software)
@@ -100,9 +101,14 @@ def _pairs(one: Counted, two: Counted) -> Counter[tuple[str, tuple[float, ...], 
     return Counter((a[0], a[1], a[2], b[1], b[2]) for a, b in zip(one.order, two.order, strict=True))
 
 
+def host_calls(trace: Counted, kernels: Kernels) -> float:
+    """Seconds in which the host starts the operations of a trace, where it also computes them."""
+    return trace.calls * kernels.call_s + trace.cut_calls * kernels.cut_s
+
+
 def compute_seconds(trace: Counted, kernels: Kernels, software: Software) -> float:
     """All ops of a trace, one after another."""
-    seconds = trace.calls * kernels.call_s
+    seconds = host_calls(trace, kernels)
     for (kind, shape, times, _, _), count in _pairs(trace, trace).items():
         seconds += count * op_seconds(kind, shape, times, kernels, software)
     return max(seconds, kernels.host_s * trace.kernels)
@@ -208,7 +214,7 @@ def kernels_of(
     """
     device, added = cluster.device, overhead_of(cluster.device, layout, follows)
     if device.ops:  # measured as they are called, one by one
-        return Kernels(device, 0.0, dtype, added.call), added
+        return Kernels(device, 0.0, dtype, added.call, added.cut), added
     each = device.op_us.value if device.op_us is not None else None
     if device.kind == "cpu":
         return Kernels(device, software.launch_us if each is None else each, dtype), added
