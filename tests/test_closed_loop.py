@@ -18,7 +18,8 @@ from shardwise.measure.overheads import LARGE, REFERENCES, _seconds, fit, non_ne
 from shardwise.measure.pace import Pace
 from shardwise.measure.reference_modules import large_tasks, reference_task
 from shardwise.planner.traced_task import traced_subject
-from shardwise.rehearsal.step_trace import trace
+from shardwise.rehearsal import cut_module
+from shardwise.rehearsal.step_trace import one_sample, trace
 from shardwise.task import Task
 
 ROWS = (
@@ -184,3 +185,24 @@ def test_a_cluster_file_keeps_ops_and_overheads() -> None:
     broken["device"]["ops"][0][2] = 0.0
     with pytest.raises(InputError, match=r"device.ops\[0\].*above 0"):
         Cluster.from_dict(broken)
+
+
+def test_ops_on_cut_tensors_are_counted_beside_those_that_their_rules_start() -> None:
+    """A step on tensors that nothing cuts has none; one under tensor parallelism has fewer than it has ops in all."""
+    task = reference_task(2, 1, 4)
+    looks = cut_module.Looks(task, one_sample(task))
+    assert trace(task, 2).cut_calls == 0
+    alone, cut = (cut_module.Shares(looks, cut_module.Cuts(tp=tp)).trace(0, 0, (2,)) for tp in (1, 2))
+    assert alone.cut_calls == 0
+    assert 0 < cut.cut_calls < cut.calls
+
+
+def test_an_op_on_cut_tensors_has_its_own_cost_in_a_forecast() -> None:
+    """Each costs as much as was measured under tp, and none under replicas, which start no such op."""
+    dear = tuple((*row[:3], row[3] + 100.0, *row[4:]) for row in ROWS)
+    task = reference_task(2, 1, 4)
+    looks = cut_module.Looks(task, one_sample(task))
+    calls = cut_module.Shares(looks, cut_module.Cuts(tp=2)).trace(0, 0, (8,)).cut_calls
+    added = seconds_of(probed(dear), "tp=2", task) - seconds_of(probed(), "tp=2", task)
+    assert added == pytest.approx(calls * 100e-6 * 1.2), "and its ranks wait for a fifth of what they do"
+    assert seconds_of(probed(dear), "dp_replicate=2", task) == seconds_of(probed(), "dp_replicate=2", task)
