@@ -313,15 +313,32 @@ def batch_first() -> Task:
     return replace(convolution(), model=BatchFirst)
 
 
-class RunningMaxima(Convolution):
-    """Each position reads all before it, in a way that no rule knows."""
+class RunningExtremes(Convolution):
+    """Each position reads all before it: products of gates, and the largest and smallest value so far."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.out(self.mix(x.transpose(1, 2)).transpose(1, 2).cummax(1).values)
+        x = self.mix(x.transpose(1, 2)).transpose(1, 2)
+        kept = self.gate(x).sigmoid().add(0.5).cumprod(1)
+        return self.out(kept * x + x.cummax(1).values - x.cummin(1).values)
 
 
-def running_maxima() -> Task:
-    return replace(convolution(), model=RunningMaxima)
+def running_extremes() -> Task:
+    return replace(convolution(), model=RunningExtremes)
+
+
+class Sorted(Convolution):
+    """Each position reads all others, in a way that no rule knows."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.mix(x.transpose(1, 2)).transpose(1, 2).sort(1).values)
+
+
+def sorted_positions() -> Task:
+    return replace(convolution(), model=Sorted)
 
 
 class Spectrum(nn.Module):

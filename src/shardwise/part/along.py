@@ -13,13 +13,13 @@ from shardwise.part.levels import Distributed
 from shardwise.part.loss import added_here, entries_here
 from shardwise.part.masks import MASKS, is_mask, put, selected
 from shardwise.part.moves import dealt_as, fetch, shown, whole_inside
-from shardwise.part.scans import cumulated, summed_along
+from shardwise.part.scans import scanned, scanned_along
 from shardwise.part.sums import Sum
 from shardwise.part.tensor import Part, is_part, no_rule, parts_in, rule
 
 
 @rule("flip", "roll", "cumsum", "cumprod", "tril", "triu", "constant_pad_nd", "index_select", "topk", "sort", "argsort",
-      "gather", "unfold", "diagonal", "cummax", "logcumsumexp", "glu", "_weight_norm_interface")  # fmt: skip
+      "gather", "unfold", "diagonal", "cummax", "cummin", "logcumsumexp", "glu", "_weight_norm_interface")  # fmt: skip
 def along(func: Any, args: tuple, kwargs: dict) -> Any:
     """Operations along dims that are not cut, whose result has the same dims."""
     part = args[0]
@@ -27,8 +27,8 @@ def along(func: Any, args: tuple, kwargs: dict) -> Any:
     if is_part(part) and part.axis.positions and func._schema.name in ("aten::flip", "aten::roll"):
         part = whole_inside(part) if part.dim_cut in touched else part
         return _reordered(func, part, args, kwargs)
-    if is_part(part) and part.dim_cut in touched and summed_along(func, part, args, kwargs):
-        return cumulated(func, whole_inside(part))
+    if is_part(part) and part.dim_cut in touched and scanned_along(func, part, kwargs):
+        return scanned(func, whole_inside(part), kwargs)
     if func._schema.name == "aten::index_select" and is_part(args[2]) and not is_part(part):
         return args[2].with_local(func(part, args[1], args[2].local), args[1] % part.dim())
     picks = func._schema.name == "aten::index_select" and is_part(part) and part.axis.positions
@@ -92,7 +92,7 @@ def _touched(func: Any, part: Any, args: tuple, kwargs: dict) -> set[int]:
     if name == "roll":
         dims = args[2] if len(args) > 2 else kwargs.get("dims", ())
         return {d % n for d in dims} if dims else set(range(n))
-    if name in ("flip", "cumsum", "cumprod", "index_select", "gather", "cummax", "logcumsumexp"):
+    if name in ("flip", "cumsum", "cumprod", "index_select", "gather", "cummax", "cummin", "logcumsumexp"):
         dims = args[1]
         return {d % n for d in ([dims] if isinstance(dims, int) else dims)}
     return set(range(n))

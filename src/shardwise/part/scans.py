@@ -1,47 +1,49 @@
-"""Running sums along cut positions, of exponentials too: each run of positions by itself, and what went before added.
+"""Scans along cut positions, running sums, products and extremes: each run by itself, and what went before put to it.
 
     positions   0 1 2 | 3 4 | 5 6 7          runs, each on one rank
-    local       running sums of each run
-    sent        the total of each run, to all ranks (one all-reduce of (runs, ...))
-    result      + the totals of all runs before
+    local       the scan of each run
+    sent        the last of each run, to all ranks (one all-reduce of (runs, ...), two of extremes: values and places)
+    result      the scan of what all runs before came to, put to each
 
 Every gated linear recurrence h_t = a_t h_(t-1) + b_t that is written with running sums (of log a, and of b divided by
-the running product) goes this way; its state crosses ranks as a total. Backward is made of the same operations, on
-tensors turned round. Source: Blelloch, "Prefix sums and their applications" (1990).
+the running product) goes this way; its state crosses ranks as a total. Backward of sums is made of the same operations,
+on tensors turned round, and of extremes it adds each gradient where its value was found. Of products it is written
+here, since torch's own is a loop over positions where a tensor is none of its own:
+
+    y_j = x_0 ... x_j            dx_k = sum of dy_j y_j / x_k for j >= k             before the first zero
+                                 dx_k = sum of dy_j y'_j for j >= k                  at it: y' with a 1 in its place
+                                 dx_k = 0                                            behind it
+
+Source: Blelloch, "Prefix sums and their applications" (1990).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from shardwise.part.gathering import all_sum
 from shardwise.part.levels import Distributed
-from shardwise.part.tensor import Part
+from shardwise.part.tensor import FUNCTIONS, Part, is_part
 
-MOST_RUNS = 256  # totals of all are sent to all
+MOST_RUNS = 256  # what each comes to is sent to all
 
-
-class Scan(NamedTuple):
-    """A running sum: within a run, the total of one or of several (of none: what adds nothing), and two added."""
-
-    within: Callable[..., torch.Tensor]
-    total: Callable[..., torch.Tensor]
-    added: Callable[..., torch.Tensor]
-
-
-SCANS = {
-    "aten::cumsum": Scan(torch.cumsum, torch.sum, torch.add),
-    "aten::logcumsumexp": Scan(torch.logcumsumexp, torch.logsumexp, torch.logaddexp),
+Scanned = tuple[torch.Tensor, ...]  # values; of extremes, and their places
+SUMS: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]] = {  # a scan, and two put together
+    "aten::cumsum": (torch.cumsum, torch.add),
+    "aten::cumprod": (torch.cumprod, torch.mul),
+    "aten::logcumsumexp": (torch.logcumsumexp, torch.logaddexp),
 }
+EXTREMES = {"aten::cummax": (torch.cummax, torch.ge), "aten::cummin": (torch.cummin, torch.le)}
 
 
-def summed_along(func: Any, part: Part, args: tuple, kwargs: dict) -> bool:
-    """Whether an operation is a running sum of floating-point positions that `cumulated` gives."""
+def scanned_along(func: Any, part: Part, kwargs: dict) -> bool:
+    """Whether an operation is a scan of floating-point positions that `scanned` gives."""
     few = len(part.owners.who) <= MOST_RUNS
-    return func._schema.name in SCANS and part.axis.positions and part.is_floating_point() and few and not kwargs
+    known = func._schema.name in SUMS or func._schema.name in EXTREMES
+    return known and part.axis.positions and part.is_floating_point() and few and not set(kwargs) - {"dtype"}
 
 
 def run_lengths(part: Part) -> list[tuple[int, int]]:
@@ -50,24 +52,94 @@ def run_lengths(part: Part) -> list[tuple[int, int]]:
     return [(int(who), stop - start) for who, start, stop in zip(part.owners.who, [0, *stops], stops, strict=False)]
 
 
-def cumulated(func: Any, part: Part) -> Part:
-    """Returns the running sum of a part along the dim that is cut. Collective."""
-    scan = SCANS[func._schema.name]
+def scanned(func: Any, part: Part, kwargs: dict) -> Part | tuple[Part, ...]:
+    """Returns the scan of a part along the dim that is cut. Collective."""
     dim, me, runs = part.dim_cut, part.axis.index, run_lengths(part)
     local = part.local.settled() if isinstance(part.local, Distributed) else part.local
-    if not runs:  # of nothing, as a mask may have selected
-        return part.with_local(local.clone())
-    pieces, totals, place = [], [], 0
-    nothing = local.narrow(dim, 0, 0).sum(dim, keepdim=True)  # zeros, of a total's shape
+    local = local if kwargs.get("dtype") is None else local.to(kwargs["dtype"])
+    name = func._schema.name
+    nothing = _within(name, local.narrow(dim, 0, 0), dim, 0)
+    pieces: list[Scanned | None] = []
+    lasts, place, start = [], 0, 0
+    absent = tuple(each.sum(dim, keepdim=True, dtype=each.dtype) for each in nothing)  # zeros, of the shape of a last
     for rank, length in runs:
-        mine = local.narrow(dim, place, length) if rank == me else None
-        place += length if mine is not None else 0
-        totals.append(nothing if mine is None else scan.total(mine, dim, keepdim=True))
-        pieces.append(mine)
-    table = all_sum(torch.cat(totals, dim), part.axis)
-    found = [
-        scan.added(scan.within(mine, dim), scan.total(table.narrow(dim, 0, run), dim, keepdim=True))
-        for run, mine in enumerate(pieces)
-        if mine is not None
-    ]
-    return part.with_local(torch.cat(found, dim) if found else local.clone())
+        piece = _within(name, local.narrow(dim, place, length), dim, start) if rank == me else None
+        place, start = place + (length if rank == me else 0), start + length
+        lasts.append(absent if piece is None else tuple(each.narrow(dim, length - 1, 1) for each in piece))
+        pieces.append(piece)
+    if len(runs) > 1:
+        told = [all_sum(torch.cat(each, dim), part.axis) for each in zip(*lasts, strict=True)]
+        carried = _carried(name, told, dim)
+        pieces = [
+            piece
+            if piece is None or not run
+            else _put_to(name, tuple(c.narrow(dim, run - 1, 1) for c in carried), piece)
+            for run, piece in enumerate(pieces)
+        ]
+    found = [piece for piece in pieces if piece is not None] or [nothing]
+    output = tuple(part.with_local(torch.cat(each, dim)) for each in zip(*found, strict=True))
+    return output if name in EXTREMES else output[0]
+
+
+def _within(name: str, run: torch.Tensor, dim: int, start: int) -> Scanned:
+    """The scan of one run, whose first position is `start` of the whole."""
+    if name in SUMS:
+        return (SUMS[name][0](run, dim),)
+    values, places = EXTREMES[name][0](run, dim)
+    return values, places + start
+
+
+def _carried(name: str, lasts: list[torch.Tensor], dim: int) -> Scanned:
+    """What all runs up to each came to, of what each of them did."""
+    if name in SUMS:
+        return (SUMS[name][0](lasts[0], dim),)
+    values, run = EXTREMES[name][0](lasts[0], dim)
+    return values, lasts[1].gather(dim, run)
+
+
+def _put_to(name: str, before: Scanned, run: Scanned) -> Scanned:
+    """The scan of a run with what went before it."""
+    if name in SUMS:
+        return (SUMS[name][1](before[0], run[0]),)
+    own = EXTREMES[name][1](run[0], before[0]) | run[0].isnan()  # as torch has it: the later of equal ones, any NaN
+    return torch.where(own, run[0], before[0]), torch.where(own, run[1], before[1])
+
+
+class _Product(torch.autograd.Function):
+    """A running product, whose gradient is made of running sums and one more running product."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, dim: int) -> torch.Tensor:
+        y = torch.ops.aten.cumprod.default(x.detach(), dim)
+        ctx.save_for_backward(x, y)
+        ctx.dim = dim
+        return y
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor):
+        (x, y), dim = ctx.saved_tensors, ctx.dim
+        zero = x == 0
+        zeros = zero.to(x.dtype).cumsum(dim)
+        before, first = zeros == 0, zero & (zeros == 1)
+        quotients = _from_here(gradient * y, dim) / x.masked_fill(~before, 1)
+        others = _from_here(gradient * x.masked_fill(first, 1).cumprod(dim), dim)
+        nothing = torch.zeros_like(x)
+        return torch.where(before, quotients, torch.where(first, others, nothing)), None
+
+
+def _from_here(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """The sum of each position and all behind it."""
+    return x.flip(dim).cumsum(dim).flip(dim)
+
+
+def running_product(input: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None, **kwargs: Any) -> torch.Tensor:
+    """Returns `input.cumprod(dim)` of a part."""
+    if not is_part(input) or not input.dim() or kwargs or input.is_complex():
+        return torch.cumprod(input, dim, dtype=dtype, **kwargs)
+    x = input if dtype is None else input.to(dtype)
+    if not x.is_floating_point():
+        return torch.cumprod(input, dim, dtype=dtype)
+    return _Product.apply(x, dim % x.dim())
+
+
+FUNCTIONS[torch.cumprod] = FUNCTIONS[torch.Tensor.cumprod] = running_product

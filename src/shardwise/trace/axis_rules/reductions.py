@@ -22,7 +22,7 @@ def _dims(x: torch.Tensor, dim: Any) -> list[int]:
 
 @rule("sum", "mean", "amax", "amin", "max", "min", "any", "all", "linalg_vector_norm", "logsumexp", "argmax", "argmin",
       "var", "std", "var_mean", "prod", "norm", "topk", "sort", "cumsum", "cumprod", "tril", "triu", "flip",
-      "constant_pad_nd", "cummax", "logcumsumexp")  # fmt: skip
+      "constant_pad_nd", "cummax", "cummin", "logcumsumexp")  # fmt: skip
 def reduce(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
     """What a reduction runs over lies together; in the loss it may be summed over ranks."""
     x = args[0]
