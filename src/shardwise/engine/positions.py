@@ -94,6 +94,8 @@ class _Noted:
     gathers: list[domain.Gather] = field(default_factory=list)
 
 
+ON_HALF = "the module does not run on half"
+BY_NAME = "Task(sequence=...) names the dims of a sequence of one length"
 # of each axis, a number for the collectives met, in order, over it and those further out
 _Met = tuple[int, ...]
 # (positions, place on their axes, what to note in) -> (the refusal, if any; collectives)
@@ -119,9 +121,9 @@ def _search(
     for place, candidate in enumerate(_candidates(task, plan, inner, built, batch, samples)):
         half = candidate.shorter
         if half is not None and not _runs(TrialModule(built, half, run_alone(task, precision), precision.held)):
-            stopped.append(f"of {candidate.said}, the module does not run on half")
+            stopped.append(f"of {candidate.said}, {ON_HALF}")
             if _of_integers(candidate.positions, batch):
-                cannot = cannot or f"{stopped[-1]} (Task(sequence=...) names the dims of a sequence of one length)"
+                cannot = cannot or f"{stopped[-1]} ({BY_NAME})"
             continue
         noted = _Noted()
         positions, error, met = _tried(candidate.positions, trial, noted)
@@ -198,6 +200,8 @@ def _nothing(plan: Plan, inner: tuple[Axis, ...], batch: Any, stopped: list[str]
         nothing = f"no tensor has {len(plan.domain)} of them behind batch and channel (spatial=Domain(...) names them)"
     elif any(isinstance(leaf, torch.Tensor) and leaf.dim() > 3 for leaf in tree_flatten(batch)[0]):
         stopped = [*stopped, "domain= cuts space"]
+    elif stopped and all(why.endswith(ON_HALF) for why in stopped):
+        stopped = [*stopped[:-1], f"{stopped[-1]} ({BY_NAME})"]
     return RefusedPlan(f"{axes}: no dim of the batch can be cut as a {what}: " + ("; ".join(stopped) or nothing))
 
 

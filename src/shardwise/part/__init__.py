@@ -1,6 +1,6 @@
 """Tensors of which each rank holds a share, and what every operation does on them."""
 
-from shardwise.part import along, attention, channels, creation, loss, pointwise, products, reductions, views  # noqa: F401 - the rules
+from shardwise.part import aligned, along, attention, channels, creation, loss, pointwise, products, reductions, views  # noqa: F401 - the rules
 from shardwise.part.cuts import Owners, Uncut
 from shardwise.part.gathering import gather, to_part
 from shardwise.part.sums import Sum, plain, summand, whole, whole_gradient, with_summed_gradient
