@@ -53,7 +53,11 @@ class Packed(Tagger):
 @listed
 def packed_sequences() -> Task:
     """`nn.LSTM`, both ways and with dropout, on `pack_padded_sequence`, sentences of different lengths"""
-    return language(lambda: Packed("LSTM", num_layers=2, bidirectional=True, dropout=0.3), "words", "lengths")
+
+    def model() -> Packed:
+        return Packed("LSTM", num_layers=2, bidirectional=True, dropout=0.3)
+
+    return language(model, "words", "lengths", sequence={"words": 1, "next": 1})
 
 
 class OwnLoop(nn.Module):
