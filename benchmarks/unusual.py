@@ -71,8 +71,9 @@ KINDS = [
     "| packed sequences | dropout between the layers of a packed LSTM is one process's: drawn by the sequence and "
     "time of each row. On rows that no module was called with (`packed._replace(data=drop(packed.data))`) it is "
     "refused: drop before packing, or in a module that takes the packed sequence. Where batches have unlike lengths, "
-    "a stage of `pp` begins after the rows are padded again (`stages=`). Not `cp`, which would need the lengths of a "
-    "part of each sentence. Forecasts take the lengths of the task's first sample, and say so |",
+    "a stage of `pp` begins after the rows are padded again (`stages=`). Under `cp` what is packed is gathered, and "
+    "every rank computes the recurrence; `Task(sequence=...)` names the dims, since lengths fit the whole sentence "
+    "alone. Forecasts take the lengths of the task's first sample, and say so |",
     "| graphs, trees, sets | samples first: a batch is (B, nodes, features) and (B, edges, 2), and the forward may "
     "make one large graph of it (`index_add` with offsets): `edges + N * arange(B)`, flattened. Graphs of unlike "
     "sizes are padded to N nodes and E edges: one node more than any graph has, edges that pad going from it to "
