@@ -51,6 +51,9 @@ def test_every_bug_has_a_place_and_a_name_of_its_own() -> None:
             assert ran() == 0
     with pytest.raises(NotPlanted, match="stands 0 times"), planted(replace(BUGS[0], old="what is not there")):
         pass
+    misspelt = replace(BY_NAME[DOZEN[1]], old="pending = []", new="pending = lost([])")
+    with pytest.raises(NotPlanted, match="the name lost"), planted(misspelt):
+        pass
 
 
 def test_a_change_that_is_no_bug_and_one_that_never_runs_are_not_caught(pool: RankPool) -> None:

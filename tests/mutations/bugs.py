@@ -79,7 +79,7 @@ PARALLEL = [
 
 BATCH_NORM = [
     bug("running variance is biased", "parallel.batchnorm:synced_batch_norm",
-        "(var * n / (n - 1))", "var", M + "unet_batchnorm", "dp_replicate=2"),
+        "plain(var * n / (n - 1))", "plain(var)", M + "unet_batchnorm", "dp_replicate=2"),
     bug("a stand-in counts in the statistics", "parallel.batchnorm:synced_batch_norm",
         "share = 0.0 if phase.stand_in else 1.0", "share = 1.0", HERE + "few_images", "dp_replicate=4,accumulate=3"),
     bug("the mean is that of this rank", "parallel.batchnorm:synced_batch_norm",
@@ -207,7 +207,8 @@ TENSOR = [
     bug("a sum over tp is left out", "part.gathering:all_sum",
         'all_reduce(total, axis, "activations", op=op)', "pass", M + "decoder", "tp=2"),
     bug("a softmax over cut classes is normalised locally", "part.reductions:softmax",
-        "total = reduced(exponents.sum(dim, True), part)", "total = exponents.sum(dim, True)", M + "decoder", "tp=2"),
+        "total = reduced(shifted.exp().sum(dim, True), part)", "total = shifted.exp().sum(dim, True)",
+        M + "decoder", "tp=2"),
     bug("its backward sums locally", "part.reductions:softmax_backward",
         "total = reduced(dy.sum(dim, True), part)", "total = dy.sum(dim, True)", M + "decoder", "tp=2"),
     bug("an ignored class gets a gradient where classes are cut", "part.loss:nll_loss_backward",

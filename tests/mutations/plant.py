@@ -8,6 +8,8 @@ from __future__ import annotations
 import __future__
 
 import ast
+import builtins
+import dis
 import importlib
 import inspect
 import tempfile
@@ -149,7 +151,16 @@ def _changed(function: FunctionType, bug: Bug) -> CodeType:
     changed = _code_in(code, definition.name)
     if changed.co_freevars != free:
         raise NotPlanted(f"{bug.name}: the bug changes the names it closes over")
+    if unknown := sorted(_names(changed) - {HIT} - function.__globals__.keys() - vars(builtins).keys()):
+        raise NotPlanted(f"{bug.name}: nothing in {bug.where} has the name {unknown[0]}")
     return changed
+
+
+def _names(code: CodeType) -> set[str]:
+    """Names that a function looks up in its module."""
+    inner = [const for const in code.co_consts if isinstance(const, CodeType)]
+    own = {one.argval for one in dis.get_instructions(code) if one.opname == "LOAD_GLOBAL"}
+    return own.union(*map(_names, inner))
 
 
 def _code_in(code: CodeType, name: str) -> CodeType:
