@@ -152,6 +152,25 @@ def test_units_are_the_engines(name: str, more: str, pool) -> None:
         assert there == forecast
 
 
+def weights_after_a_step(before: bool) -> dict[str, torch.Tensor]:
+    """Whole weights of a rank that has rehearsed the plan `before`, or has not."""
+    from shardwise import parallelize
+
+    name, text = "test_traced_units:nested", "dp_shard=2,zero=3"
+    if before:
+        rehearsed(name, text)
+    engine = parallelize(task_of(name), text)
+    engine.step(task_of(name).batch(0))
+    return engine.state_dict()
+
+
+def test_a_rank_that_forecasts_its_run_takes_it(pool) -> None:
+    """What DTensor remembers of a rehearsal, whose mesh has the same ranks and names, is not what a run is given."""
+    after, plain = (pool.run(weights_after_a_step, 2, before) for before in (True, False))
+    for one, other in zip(after, plain, strict=True):
+        assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
 def test_a_unit_has_what_no_unit_inside_it_has() -> None:
     """Sizes by hand: two inside, what is beside them, the rest the root's; an enclosed unit is none."""
     inner = 2 * WIDE + (WIDE * 2 * WIDE + 2 * WIDE) + (2 * WIDE * WIDE + WIDE)

@@ -33,6 +33,7 @@ from shardwise.precision import Precision
 
 CPU = torch.device("cpu")
 _numbers = count()  # of groups: each has a name of its own
+_NO_THREAD = -1  # so no mesh of a rehearsal equals a run's, which DTensor would give what it remembers of the other
 
 
 @contextmanager
@@ -46,6 +47,7 @@ def silent_mesh(plan: Plan, ranks: int) -> Iterator[Mesh]:
     try:
         rows = DeviceMesh(CPU.type, list(range(ranks)), mesh_dim_names=("dp_shard",), _init_backend=False, _rank=0)
         rows._dim_group_names = [group.group_name]
+        rows._thread_id = _NO_THREAD
         shard = Axis("dp_shard", ranks, 0, group, tuple(range(ranks)), rehearsal=Ledger())
         alone = {name: Axis.alone(name) for name in ("dp_replicate", "tp", "pp", "ep")}
         yield Mesh(
