@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
@@ -70,7 +71,20 @@ def _write(weights: dict[str, torch.Tensor], path: Path, step: int) -> None:
 
     partial = Path(f"{path}.partial")
     save_file(weights, str(partial), metadata={"format": "pt", "step": str(step)})
+    _sort_metadata(partial)
     partial.replace(path)
+
+
+def _sort_metadata(path: Path) -> None:
+    """Order the metadata in a header of safetensors, which come in any: equal weights are then equal files."""
+    with path.open("r+b") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(length)
+        if len(text) == length:  # else it was written otherwise, and stays
+            file.seek(8)
+            file.write(text)
 
 
 def memory(state: RankState) -> dict[str, int | None]:
