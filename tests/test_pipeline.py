@@ -9,6 +9,7 @@ import pipeline_tasks
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise import Plan, Task, parallelize, verify
 from shardwise.errors import InputError, RefusedPlan
@@ -292,6 +293,24 @@ def test_no_product_is_computed_twice() -> None:
     with FlopCounterMode(display=False) as second:
         backward.of_weights(later)
     assert first.get_total_flops() == second.get_total_flops() == product_flops
+
+
+class Asked(TorchDispatchMode):
+    """Refuses what ends the process: a group norm's backward in channels-last without its input's gradient."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        assert func is not torch.ops.aten.native_group_norm_backward.default or args[-1][0]
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_group_norm_in_channels_last_is_split() -> None:
+    module = nn.Sequential(nn.Conv2d(3, 4, 2), nn.GroupNorm(2, 4), nn.Tanh(), nn.Conv2d(4, 2, 1)).double()
+    x = torch.randn(2, 3, 5, 4, dtype=torch.float64).to(memory_format=torch.channels_last).requires_grad_()
+    y = [module(x)]
+    expected = torch.autograd.grad(y[0].sum(), list(module.parameters()), retain_graph=True)
+    with Asked():
+        backward.of_weights(backward.of_input(y, [torch.ones_like(y[0])], [x]))
+    assert all(torch.equal(p.grad, g) for p, g in zip(module.parameters(), expected, strict=True))
 
 
 # --- what the engine offers

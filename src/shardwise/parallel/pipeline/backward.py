@@ -101,7 +101,7 @@ def of_weights(later: Later) -> None:
         try:
             found = torch.autograd.grad(
                 [GradientEdge(node, place) for node, place, _ in starts],
-                [GradientEdge(weight, 0) for weight in goals],
+                [GradientEdge(weight, 0) for weight in goals] + _asked_besides(group),
                 [g for _, _, g in starts],
                 retain_graph=True,
                 allow_unused=True,
@@ -109,10 +109,18 @@ def of_weights(later: Later) -> None:
         finally:
             for handle in handles:
                 handle.remove()
-        sums |= {weight: gradient for weight, gradient in zip(goals, found, strict=True) if gradient is not None}
+        sums |= {weight: gradient for weight, gradient in zip(goals, found, strict=False) if gradient is not None}
     later.given.clear()
     if sums:
         torch.autograd.backward([GradientEdge(weight, 0) for weight in sums], list(sums.values()))
+
+
+def _asked_besides(group: list[Node]) -> list[GradientEdge]:
+    """The inputs of group norms, whose kernel for channels-last tensors on CPU (torch 2.13) writes that gradient into
+    nothing, and ends the process, where it is not asked for.
+    """
+    norms = (node for node in group if node.name() == "NativeGroupNormBackward0")
+    return [GradientEdge(node, place) for node, place in (norm.next_functions[0] for norm in norms) if node is not None]
 
 
 def _starts(later: Later, node: Node) -> list[tuple[int, torch.Tensor | None]]:
