@@ -121,6 +121,30 @@ def reused() -> Task:
     return task(Reused)
 
 
+class ReusedBlock(nn.Module):
+    """A block of two layers that runs three times (ALBERT): a stage begins inside its second run."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.tanh(self.first(x))
+            return torch.tanh(self.second(x))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.head = self.Block(), nn.Linear(WIDTH, OUT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.block(self.block(self.block(x))))
+
+
+def reused_block() -> Task:
+    return task(ReusedBlock)
+
+
 class Conditioned(nn.Module):
     """An embedding of the input that every block is given beside the hidden state; blocks return pairs."""
 

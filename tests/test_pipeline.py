@@ -116,7 +116,8 @@ def test_clipping_counts_tied_parameters_once(plan: str, pool: RankPool) -> None
 
 MODULES = [
     ("sequential", "pp=4,schedule=zbh1"), ("widths", "pp=2,schedule=dualpipev"), ("encoder", "pp=2"),
-    ("residual", "pp=2,stages=blocks.2.1"), ("reused", "pp=3,schedule=zbh2"), ("conditioned", "pp=4"),
+    ("residual", "pp=2,stages=blocks.2.1"), ("reused", "pp=3,schedule=zbh2"),
+    ("reused_block", "pp=2"), ("conditioned", "pp=4"),
     ("draws_at_root", "pp=2"), ("viewed", "pp=2,schedule=zbh1,stages=blocks.0"),
     ("viewed_with_base", "pp=2,stages=blocks.0"), ("skips", "pp=4,schedule=zbh1"), ("skips_given_twice", "pp=3"),
     ("unet_group", "pp=2,schedule=zbh1"),

@@ -66,6 +66,12 @@ class ModuleCall:
     spec: TreeSpec | None = None
     inside: list[ModuleCall] = field(default_factory=list)
 
+    def below(self) -> Iterator[ModuleCall]:
+        """Every call inside this one, in the order they were entered."""
+        for call in self.inside:
+            yield call
+            yield from call.below()
+
 
 @dataclass
 class FlowOp:
@@ -98,11 +104,7 @@ class Flow:
 
     def calls(self) -> Iterator[ModuleCall]:
         """Every call below the root, in the order they were entered."""
-        queue = list(reversed(self.root.inside))
-        while queue:
-            call = queue.pop()
-            yield call
-            queue.extend(reversed(call.inside))
+        return self.root.below()
 
     def crossings(self) -> Iterator[tuple[ModuleCall, list[int]]]:
         """For each call: tensors that depend on parameters, were made before it is entered and are used after."""

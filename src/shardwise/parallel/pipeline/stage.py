@@ -98,7 +98,8 @@ class StagedModule:
 
         for skip in stage.skips:
             along = self.results.get((skip.path, skip.place), ())
-            add(skip.path, skip.place, partial(_made_up, skip, self.dtype, self.axes, along))
+            inside = [self.module.get_submodule(call.path) for call in skip.call.below()]
+            add(skip.path, skip.place, partial(self._leave_out, skip, along, [id(child) for child in inside]))
         if stage.entry is not None:
             add(stage.entry.call.path, stage.entry.call.place, self._enter)
         if stage.exit is not None:
@@ -176,6 +177,12 @@ class StagedModule:
         finally:
             self._stage, self._inbox = None, []
             self._noted.clear()
+
+    def _leave_out(self, skip: Skip, along: Sequence[Along], inside: list[int], args: tuple, kwargs: dict) -> Any:
+        """The made-up result of a call. The calls inside it count: a module's later ones go by their number."""
+        for child in inside:
+            self._counts[child] = self._counts.get(child, 0) + 1
+        return _made_up(skip, self.dtype, self.axes, along, args, kwargs)
 
     def _exit(self, args: tuple, kwargs: dict) -> Any:
         assert self._stage is not None and self._stage.exit is not None
