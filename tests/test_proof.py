@@ -17,8 +17,9 @@ from shardwise.cli.main import call
 from shardwise.models import tasks
 from shardwise.proof.compare import compare, tensor_error
 from shardwise.proof.oracle import run_oracle
-from shardwise.proof.outcome import Parity
+from shardwise.proof.outcome import FLOAT64_BARS, Parity
 from shardwise.proof.record import Record
+from shardwise.proof.rounding import explain_by_rounding
 from shardwise.proof.settings import Settings
 from shardwise.ranks import RankPool
 from shardwise.trace.double import KeepDouble
@@ -245,6 +246,39 @@ def test_a_module_that_amplifies_rounding_is_not_proven_and_says_so(pool: RankPo
     parity = verify("test_proof:chosen_by_rounding", "dp_replicate=2", pool=pool)
     assert parity.text().endswith("NOT PROVEN") and not parity.parity, parity.text()
     assert "does not agree with itself" in parity.unproven[0]
+
+
+class FirstOfEquals(nn.Module):
+    """Scales the word with the highest score, of which a sentence has several; `late` looks at them from the end."""
+
+    def __init__(self, late: bool) -> None:
+        super().__init__()
+        self.words, self.score, self.late = nn.Embedding(5, 6), nn.Linear(6, 1), late
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.words(words)  # (B, S, 6)
+        score = self.score(x).squeeze(-1)
+        if self.late:
+            first = score.shape[1] - 1 - score.flip(1).argmax(1)
+        else:
+            first = score.argmax(1)
+        place = torch.arange(1, words.shape[1] + 1, dtype=x.dtype)
+        return (x.sum(-1) * place).gather(1, first[:, None])
+
+
+def test_a_choice_among_equals_is_not_proven() -> None:
+    """The same word twice has one score, whatever the weights are moved by."""
+
+    def equals(late: bool) -> Task:
+        words = torch.tensor([[1, 2, 1, 2, 1, 2], [3, 3, 3, 4, 4, 4]])
+        return Task(lambda: FirstOfEquals(late), lambda o, b: (o.square().sum(), len(o)), lambda step: (words,))
+
+    settings = Settings(steps=1)
+    record, other = (run_oracle(equals(late), settings) for late in (False, True))
+    parity = Parity("dp_replicate=2", 2, bars=dict(FLOAT64_BARS))
+    compare(parity, record, other)
+    explain_by_rounding(parity, equals(False), settings, record)
+    assert "does not agree with itself" in parity.unproven[0], parity.text()
 
 
 def test_rounding_does_not_explain_what_is_far_larger(pool: RankPool) -> None:

@@ -200,7 +200,24 @@ def plain_module(task: Task, settings: Settings) -> nn.Module:
             elif tensor.is_complex():
                 tensor.data = tensor.data.to(dtype.to_complex())
             tensor.data = nudged(tensor.data, settings, place)
+    if settings.nudge_inside:
+        _nudge_inside(module, settings)
     return module.train()
+
+
+def _nudge_inside(module: nn.Module, settings: Settings) -> None:
+    """What each module without children returns moves by an epsilon, alike in every call; gradients do not see it."""
+
+    def moved(place: int, output: Any) -> Any:
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            kept = tensor.detach()
+            return tensor + (nudged(kept, settings, place) - kept)
+
+        return tree_map_only(torch.Tensor, move, output)
+
+    for place, child in enumerate(module.modules(), start=100_000):
+        if not next(child.children(), None):
+            child.register_forward_hook(lambda m, a, output, place=place: moved(place, output))
 
 
 def _cast(batch: Any, settings: Settings) -> Any:

@@ -22,14 +22,18 @@ from shardwise.task import Task
 
 ALLOWANCE = 10  # a plan may differ by so many times what one process differs from itself
 NUDGES = 3
-HOPELESS = 1e-3  # of an error that rounding is to explain: where one run shows less, further ones would not show enough
+HOPELESS = 1e-3  # of an error that rounding is to explain: where two runs show less, a third would not show enough
 
 Noise = dict[tuple[str, str], float]  # (kind, name) -> relative difference; kinds "loss" and "norm" have the name ""
 
 
-def nudged_runs(task: Task, settings: Settings) -> Iterable[Record]:
-    """The records of one process with weights and inputs moved by one epsilon, each element up or down."""
-    return (run_oracle(task, replace(settings, nudge=number)) for number in range(1, NUDGES + 1))
+def nudged_runs(task: Task, settings: Settings, *, inside: bool = False) -> Iterable[Record]:
+    """The records of one process with weights and inputs moved by one epsilon, each element up or down.
+
+    inside  what each module returns, too: samples that are alike (the same word twice) remain alike otherwise, where
+            a plan's kernels round each of them in its own way
+    """
+    return (run_oracle(task, replace(settings, nudge=n, nudge_inside=inside)) for n in range(1, NUDGES + 1))
 
 
 def add_noise(noise: Noise, record: Record, other: Record) -> None:
@@ -58,10 +62,10 @@ def explain_by_rounding(parity: Parity, task: Task, settings: Settings, record: 
     beyond = {which for which, error in errors.items() if error > parity.bar(*which)}
     worst = {kind: max(errors[which] for which in beyond if which[0] == kind) for kind, _ in beyond}
     noise: Noise = {}
-    for other in nudged_runs(task, settings):
+    for number, other in enumerate(nudged_runs(task, settings, inside=True)):
         add_noise(noise, record, other)
         own = {kind: max(error for which, error in noise.items() if which[0] == kind) for kind in worst}
-        if any(own[kind] < HOPELESS * error for kind, error in worst.items()):
+        if number and any(own[kind] < HOPELESS * error for kind, error in worst.items()):
             return
     if any(error > ALLOWANCE * own[kind] for kind, error in worst.items()):
         return

@@ -23,6 +23,7 @@ class Settings:
     dtype: torch.dtype = torch.float64
     batch_samples: int = 8
     nudge: int = 0  # above 0: weights and inputs move by one epsilon of the dtype, each up or down, as this seed has it
+    nudge_inside: bool = False  # beside them, what each module without children returns
     share: tuple[int, int] | None = None  # (rank, ranks): the samples of one data rank alone
     halves: bool = False  # accumulate each micro-batch in two parts: the same sum in another order
 
