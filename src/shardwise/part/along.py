@@ -19,7 +19,7 @@ from shardwise.part.tensor import Part, is_part, no_rule, parts_in, rule
 
 
 @rule("flip", "roll", "cumsum", "cumprod", "tril", "triu", "constant_pad_nd", "index_select", "topk", "sort", "argsort",
-      "gather", "unfold", "diagonal", "cummax", "cummin", "logcumsumexp", "glu", "_weight_norm_interface")  # fmt: skip
+      "gather", "unfold", "diagonal", "cummax", "cummin", "logcumsumexp", "_weight_norm_interface")  # fmt: skip
 def along(func: Any, args: tuple, kwargs: dict) -> Any:
     """Operations along dims that are not cut, whose result has the same dims."""
     part = args[0]
@@ -85,7 +85,7 @@ def _touched(func: Any, part: Any, args: tuple, kwargs: dict) -> set[int]:
         return {n - 1, n - 2}
     if name == "constant_pad_nd":
         return {n - 1 - place // 2 for place, width in enumerate(args[1]) if width}
-    if name in ("topk", "sort", "argsort", "glu"):
+    if name in ("topk", "sort", "argsort"):
         place = 2 if name == "topk" else 1
         given = args[place] if len(args) > place else kwargs.get("dim", -1)
         return {int(given) % n}

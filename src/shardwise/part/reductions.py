@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from shardwise.host import to_device
-from shardwise.part.cuts import Uncut
+from shardwise.part.cuts import Owners, Uncut
 from shardwise.part.gathering import reduced
 from shardwise.part.levels import Distributed
 from shardwise.part.moves import dealt_as
@@ -251,15 +251,37 @@ def softmax_backward(func: Any, args: tuple, kwargs: dict) -> Part:
     return part.with_local(dx if len(args) < 4 else dx.to(args[3]))
 
 
+@rule("glu")
+def glu(func: Any, args: tuple, kwargs: dict) -> Part:
+    """Returns `a * sigmoid(b)` of the halves of x along `dim`: of the cut one, where its halves are dealt alike."""
+    part = args[0]
+    dim = (args[1] if len(args) > 1 else kwargs.get("dim", -1)) % part.dim()
+    return part.with_local(func(part.local, dim), owners=_half(func, part, dim))
+
+
 @rule("glu_backward")
 def glu_backward(func: Any, args: tuple, kwargs: dict) -> Part:
-    """Returns the gradient of `glu(x, dim)`, cut like x; `dim` is not the cut one."""
+    """Returns the gradient of `glu(x, dim)`, cut like x."""
     gradient, x, dim = args
     part = x if is_part(x) else gradient
-    if dim % part.dim() == part.dim_cut:
+    dim %= part.dim()
+    if dim != part.dim_cut:
+        gradient, x = (beside(func, each, part) for each in (gradient, x))
+        return part.with_local(func(gradient, x, dim))
+    if not is_part(x):
         raise Uncut(no_rule(func, [part]))
-    gradient, x = (beside(func, each, part) for each in (gradient, x))
-    return part.with_local(func(gradient, x, dim))
+    lead = x.with_local(x.local.narrow(dim, 0, x.local.shape[dim] // 2), owners=_half(func, x, dim))
+    return x.with_local(func(beside(func, gradient, lead), x.local, dim))
+
+
+def _half(func: Any, x: Part, dim: int) -> Owners | None:
+    """Who owns each index of a half of x, where `dim` is the cut one and its halves are dealt alike; else `Uncut`."""
+    if dim != x.dim_cut:
+        return None
+    first, second = (x.owners.sliced(low, low + x.owners.size // 2) for low in (0, x.owners.size // 2))
+    if first != second:
+        raise Uncut(no_rule(func, [x]))
+    return first
 
 
 def beside(func: Any, tensor: torch.Tensor, lead: Part) -> torch.Tensor:

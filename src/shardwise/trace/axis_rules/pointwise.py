@@ -24,6 +24,8 @@ def elementwise(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -
         for each in tensors_in(output):  # a weight made of one weight: 1 + w, exp(w), w in another dtype
             each._axes_of = tensors[0]._axes_of
         return True
+    if _of_weights(axes, func, tensors, output):
+        return True
     ndim = max(t.dim() for t in tensors)
     matrices = [t for t in tensors if param_of(t) and sum(n > 1 for n in t.shape) > 1]
     tensors = [t for t in tensors if not any(t is m for m in matrices)]
@@ -57,6 +59,36 @@ def elementwise(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -
         if each.dim() == joint.ndim:
             axes.give(each, joint)
             each._axes_free = free
+    return True
+
+
+def _of_weights(axes: Axes, func: Any, tensors: list[torch.Tensor], output: Any) -> bool:
+    """A weight of several dims made of weights and of whole tensors (a mask, a scale): it is cut as the first is.
+
+    What other weights have along one of its dims lies together with what it has there.
+    """
+    made = tensors_in(output)
+    lead = next((t for t in tensors if param_of(t) and sum(n > 1 for n in t.shape) > 1), None)
+    if lead is None or func._schema.is_mutable or any(each.shape != lead.shape for each in made):
+        return False
+    others = [t for t in tensors if t is not lead]
+    if any(not param_of(t) and axes.labels(t) is not None for t in others):
+        return False  # activations beside a weight: element by element
+    name, dims = param_of(lead)  # type: ignore[misc]
+    for other in filter(param_of, others):
+        of_other, its = param_of(other)  # type: ignore[misc]
+        for back in range(1, other.dim() + 1):
+            if its[-back] is None or other.shape[-back] == 1:
+                continue
+            seeds = axes.vector(of_other, its[-back])
+            if dims[-back] is None or name in axes.frozen:
+                axes.keep_whole(seeds, "it is applied to a whole dim")
+            elif of_other in axes.frozen:
+                axes.keep_whole(axes.vector(name, dims[-back]), "a weight beside it is whole")
+            elif of_other != name or its[-back] != dims[-back]:
+                axes.unite(axes.vector(name, dims[-back]), seeds)
+    for each in made:
+        each._axes_of = name, dims
     return True
 
 

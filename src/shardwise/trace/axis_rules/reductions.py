@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
-from shardwise.trace.axes import Axes
+from shardwise.trace.axes import Axes, param_of
 from shardwise.trace.axis_rules.registry import rule
 from shardwise.trace.leaves import tensors_in
 
 # reductions whose result over a cut dim is one small collective
 _SMALL = frozenset({"sum", "mean", "amax", "amin", "max", "min", "any", "all", "argmax", "logsumexp"})
+_MOMENTS = frozenset({"linalg_vector_norm", "norm", "var", "std", "var_mean"})
 
 
 def _dims(x: torch.Tensor, dim: Any) -> list[int]:
@@ -38,6 +40,8 @@ def reduce(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> boo
         dims = sorted({x.dim() - 1 - place // 2 for place, width in enumerate(args[1]) if width})
     else:
         dims = _dims(x, bound.get("dims", bound.get("dim")))
+    if _of_weight(axes, x, dims, short, output):
+        return True
     labels = axes.labels(x)
     if labels is None:
         return True
@@ -52,6 +56,34 @@ def reduce(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> boo
             axes.give(each, labels)
         elif each.dim() == x.dim() - len(dims):
             axes.give(each, labels.squeeze(tuple(dims)))
+    return True
+
+
+def _of_weight(axes: Axes, x: torch.Tensor, dims: list[int], short: str, output: Any) -> bool:
+    """A statistic of a weight (a scale to round it by, the norm of its rows): cut along the dims that are left."""
+    param = param_of(x)
+    if param is None or short not in _SMALL | _MOMENTS or sum(n > 1 for n in x.shape) < 2:
+        return False
+    name, of_dims = param
+    for each in tensors_in(output):
+        if each.dim() == x.dim():
+            each._axes_of = name, tuple(None if d in dims else entry for d, entry in enumerate(of_dims))
+        else:
+            each._axes_of = name, tuple(entry for d, entry in enumerate(of_dims) if d not in dims)
+    return True
+
+
+@rule("glu")
+def glu(axes: Axes, func: Any, args: tuple, kwargs: dict, output: Any) -> bool:
+    """An index lies together with the one of the other half that gates it."""
+    labels = axes.labels(args[0])
+    if labels is not None:
+        dim = (args[1] if len(args) > 1 else kwargs.get("dim", -1)) % args[0].dim()
+        if labels.shape[dim] > 1:
+            values, gates = np.split(labels, 2, dim)
+            axes.unite(values, gates)
+            labels = values
+        axes.give(output, labels)
     return True
 
 
