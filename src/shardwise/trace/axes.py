@@ -175,15 +175,15 @@ class Axes(TorchDispatchMode):
                     self.keep_whole(labels, f"{name} does not keep indices apart")
 
     @contextmanager
-    def watching(self, module: nn.Module) -> Iterator[None]:
-        """Active around a forward and a loss."""
+    def watching(self, module: nn.Module, *, gradients: bool = False) -> Iterator[None]:
+        """Active around a forward and a loss; `gradients`: autograd is on."""
         handles = []
         self.in_loss = False
         for path, child in module.named_modules():
             handles.append(child.register_forward_pre_hook(lambda m, a, p=path: self.modules.append(p)))
             handles.append(child.register_forward_hook(lambda m, a, o: self._leave(m is module), always_call=True))
         try:
-            with torch.no_grad(), self:
+            with torch.set_grad_enabled(gradients), self:
                 yield
         finally:
             for handle in handles:

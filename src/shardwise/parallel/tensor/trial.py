@@ -82,11 +82,19 @@ class TrialModule:
                 self.fake = None
         return self._follow(whole)
 
-    def _follow(self, whole: set[str]) -> Found:
+    def _follow(self, whole: set[str], *, gradients: bool = False) -> Found:
+        try:
+            return self._followed(whole, gradients)
+        except RuntimeError as error:
+            if gradients or "does not require grad" not in str(error):
+                raise
+        return self._follow(whole, gradients=True)  # the forward takes gradients itself
+
+    def _followed(self, whole: set[str], gradients: bool) -> Found:
         with self.playing(self.make) as (named, batch):
             axes = Axes(named, whole)
             for _ in self.ways():
-                with axes.watching(self.built.module):
+                with axes.watching(self.built.module, gradients=gradients):
                     self.run(self.built.module, batch)
             return axes.found()
 
