@@ -453,6 +453,24 @@ def reentrant_twice() -> Task:
     return task(model)
 
 
+class TiedReentrant(nn.Module):
+    """A weight that is used in the open and, again, under a reentrant checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.middle = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.again, self.leave = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, OUT)
+        self.again.weight = self.enter.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.middle(torch.tanh(self.enter(x))))
+        return self.leave(torch.tanh(checkpoint(self.again, x, use_reentrant=True)))
+
+
+def tied_reentrant() -> Task:
+    return task(TiedReentrant)
+
+
 class Experts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -513,3 +531,21 @@ def pairs_with_as_many_scales() -> Task:
 
 def pairs_of_logits() -> Task:
     return _pairs("logits", ())
+
+
+class Penalised(nn.Module):
+    """Takes the gradient of its own score by its input, which the loss holds to a length (WGAN-GP)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.score = nn.Sequential(nn.Linear(WIDTH, 9), nn.Softplus(), nn.Linear(9, 7), nn.Tanh(), nn.Linear(7, OUT))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        scores = self.score(x)
+        (slope,) = torch.autograd.grad(scores.sum(), x, create_graph=True)
+        return scores * (slope.norm(dim=1, keepdim=True) - 1)
+
+
+def penalised() -> Task:
+    return task(Penalised)

@@ -43,8 +43,9 @@ EQUAL = [
     ("weight_used_outside", FLAT), ("weight_used_outside", FULL), ("weight_used_outside", HYBRID),
     ("weight_used_outside", "pp=2,dp_shard=2,zero=3,microbatches=2"), ("weight_used_outside", f"{FULL},remat=full"),
     ("weight_of_a_block_in_the_output", FULL), ("two_names", FULL),
-    ("reentrant_twice", REPLICAS), ("reentrant_twice", FLAT),
+    ("reentrant_twice", REPLICAS), ("reentrant_twice", FLAT), ("tied_reentrant", REPLICAS), ("tied_reentrant", FLAT),
     ("routed_experts", REPLICAS), ("routed_experts", FLAT), ("routed_experts", FULL), ("routed_experts", HYBRID),
+    ("penalised", REPLICAS), ("penalised", "tp=2"),
     ("pairs", REPLICAS), ("pairs", FULL), ("pairs", HYBRID),
     ("pairs_with_as_many_scales", REPLICAS), ("pairs_with_as_many_scales", FLAT), ("pairs_with_as_many_scales", FULL),
 ]  # fmt: skip
@@ -58,6 +59,7 @@ REFUSED = [
     ("complex_parameter", FULL, "parameter 'weight' is complex"),
     ("sparse_adam", REPLICAS, "dense gradients"),
     ("weight_used_outside_of_one_module", FULL, "which cannot be sharded anew"),
+    ("tied_reentrant", "pp=2,schedule=zbh1", "use a schedule that does not split"),
     ("reentrant_twice", FULL, "more than once under a reentrant checkpoint"),
     ("pairs_of_logits", REPLICAS, "compute what compares samples"),
 ]

@@ -143,6 +143,8 @@ class GradientBuckets:
         self.asleep = False  # gradients that arrive belong to nobody's step
         self.used: set[int] = set()  # parameters that got a gradient in this step
         self.used_now: set[int] = set()  # and in this micro-batch
+        self.in_pieces: set[int] = set()  # buckets with a parameter whose gradient came more than once in a backward
+        self._learning = True  # which those are: in the first backward nothing is launched before its end
         self._next = 0
         for number, bucket in enumerate(self.buckets):
             for place, param in enumerate(bucket.params):
@@ -170,6 +172,7 @@ class GradientBuckets:
     def finish_micro_batch(self) -> None:
         """After backward: launch what it did not complete."""
         self.used |= self.used_now
+        self._learning = False
         if self.sync:
             while self._next < len(self.buckets):
                 self._launch_next()
@@ -194,8 +197,8 @@ class GradientBuckets:
         bucket = self.buckets[number]
         if bucket.launched:
             raise RunError(
-                f"the gradient of '{self.names[index]}' came in several pieces: a reentrant checkpoint or a "
-                "second backward; use torch.utils.checkpoint(use_reentrant=False)"
+                f"the gradient of '{self.names[index]}' came in several pieces, as it did not in the first backward: a "
+                "reentrant checkpoint or a second backward; use torch.utils.checkpoint(use_reentrant=False)"
             )
         view, gradient = bucket.view(place), param.grad
         assert gradient is not None
@@ -207,6 +210,9 @@ class GradientBuckets:
                 view.add_(gradient)
             # the next micro-batch is accumulated in the bucket, where the dtype allows
             param.grad = view if kept else None
+        if index in self.used_now:  # a reentrant checkpoint brings a weight's gradient apart from its other uses'
+            self.in_pieces.add(number)
+            return
         self.used_now.add(index)
         bucket.arrived += 1
         if self.sync and bucket.arrived == len(bucket.params):
@@ -215,7 +221,7 @@ class GradientBuckets:
     def _launch_whole(self) -> None:
         while self._next < len(self.buckets):
             bucket = self.buckets[self._next]
-            if bucket.arrived < len(bucket.params):
+            if self._learning or bucket.arrived < len(bucket.params) or self._next in self.in_pieces:
                 return
             self._launch_next()
 

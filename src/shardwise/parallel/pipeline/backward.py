@@ -25,6 +25,8 @@ import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.overrides import has_torch_function
 
+from shardwise.errors import RefusedPlan
+
 
 @dataclass
 class Later:
@@ -75,6 +77,14 @@ def of_input(
             [_root(o) for o, _ in pairs], [_root(leaf) for leaf in inputs], [g for _, g in pairs],
             retain_graph=True, allow_unused=True,
         )  # fmt: skip
+    except RuntimeError as error:
+        if "use_reentrant" not in str(error):
+            raise
+        raise RefusedPlan(
+            "the schedule splits a backward in two, which a reentrant checkpoint in the module's forward cannot do: "
+            "give torch.utils.checkpoint use_reentrant=False there, or use a schedule that does not split "
+            "(schedule=1f1b)"
+        ) from error
     finally:
         for handle in handles:
             handle.remove()
