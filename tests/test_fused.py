@@ -18,6 +18,7 @@ from shardwise.memory.live import LiveBytes
 from shardwise.planner.door import layout_of
 from shardwise.planner.traced_task import traced_subject
 from shardwise.rehearsal.gpu_kernels import Fused
+from shardwise.rehearsal.known_values import Values
 from shardwise.rehearsal.op_counts import Count, StepTrace
 from shardwise.rehearsal.step_trace import trace
 from shardwise.trace.fake import Fake
@@ -157,3 +158,36 @@ def test_attention_whose_dropout_is_one_process_s_writes_its_scores_and_says_so(
     seen = traced_subject(_task(dropout), *where, randomness=randomness)
     found = seen.simulate(layout_of(Plan.parse(text), seen))
     assert ("its scores are written" in found.basis.get("attention", "")) is told
+
+
+class Draws(nn.Module):
+    """Draws floats and a mask of a thousand elements, and into eight numbers that are known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = torch.empty(len(x), 1000).bernoulli_(0.5)
+        kept = kept + torch.rand(len(x), 1000) + torch.randn_like(kept) + torch.bernoulli(kept)
+        few = torch.zeros(8).uniform_() < 0.5
+        return (self.weight * kept).sum() + self.weight * few.nonzero().shape[0]
+
+
+def test_the_bits_of_draws_whose_values_nobody_knows_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a trace counts is the same as if they were; on what is drawn into known values a choice may hang."""
+    task = Task(model=Draws, loss=lambda out, batch: (out, 1), batch=lambda step: torch.ones(2, 1))
+    computed: list[int] = []
+    theirs = Values._on_values
+
+    def on_values(self: Values, func: Any, args: tuple, kwargs: dict, leaves: list) -> Any:
+        computed.extend(leaf.numel() for leaf in leaves)
+        return theirs(self, func, args, kwargs, leaves)
+
+    monkeypatch.setattr(Values, "_on_values", on_values)
+    found = trace(task, 2, fused=True, follow=True)
+    assert max(computed) == 8
+    monkeypatch.setattr("shardwise.rehearsal.dispatch._unread", lambda *given: False)
+    whole = trace(task, 2, fused=True, follow=True)
+    assert (found.order, found.peak, found.by_batch) == (whole.order, whole.peak, whole.by_batch)
+    assert max(computed) == 2000

@@ -15,12 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.memory.live import LiveBytes
 from shardwise.parallel.full import OutsideReads
+from shardwise.part.levels import Distributed
 from shardwise.random import DRAWS, BatchDims, GlobalRandom, draws
-from shardwise.rehearsal.known_values import Values
+from shardwise.rehearsal.known_values import Values, known
 from shardwise.rehearsal.op_counts import DEVICE, Count
 from shardwise.trace.argument_writes import ArgumentWrites
 
 _RAND = torch.ops.aten.rand.default
+_CHOSEN = torch.ops.aten.multinomial.default  # by scores: `Values` says which
 _DROPOUT = torch.ops.aten.native_dropout.default
 _ENTER = torch.ops.profiler._record_function_enter_new.default
 _EXIT = torch.ops.profiler._record_function_exit._RecordFunction
@@ -44,7 +46,7 @@ class RehearsalMode(TorchDispatchMode):
         self.values, self.live, self.count, self.draws, self.outside = values, live, count, draws, outside
         self.writes = writes
         self._labels: list[bool] = []  # entered and not left: whether it is FSDP2's
-        self._hidden = False  # inside a dropout, whose bits nobody reads
+        self._hidden = False  # inside a draw whose bits nobody reads
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -54,7 +56,7 @@ class RehearsalMode(TorchDispatchMode):
         if func is DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # asked twice for each op in backward
         if self.draws is not None and func in DRAWS and _many(func, args) and draws(func, args, kwargs or {}):
-            self._hidden = func is _DROPOUT
+            self._hidden = _unread(func, args)
             try:
                 with self:
                     return self.draws.answer(func, args, dict(kwargs or {}))
@@ -95,3 +97,16 @@ def followed(yes: bool) -> GlobalRandom | None:
 def _many(func: Any, args: tuple) -> bool:
     """Whether more than one number is drawn; on a single one a choice may hang, which `Values` makes."""
     return func is not _RAND or math.prod(args[0]) != 1
+
+
+def _unread(func: Any, args: tuple) -> bool:
+    """Whether nobody knows the values that a draw makes: it fills a tensor that has none.
+
+    Its bits are hashed from indices that are known, which would take longer than all else in a trace.
+    """
+    if func is _DROPOUT or func is _CHOSEN or not args:
+        return func is _DROPOUT
+    first = args[0]
+    while isinstance(first, Distributed):
+        first = first.local
+    return not (isinstance(first, FakeTensor) and known(first))
