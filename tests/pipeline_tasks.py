@@ -281,6 +281,23 @@ def decides() -> Task:
     return task(Decides)
 
 
+class ReadsAtPlaces(nn.Module):
+    """Its own code reads hidden states at places that it computes of them, before the last stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = (nn.Linear(WIDTH, n) for n in (WIDTH, WIDTH, OUT))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.second(self.first(x).tanh())
+        place = (h[:, 0].sigmoid() * WIDTH).long().clamp(max=WIDTH - 1)
+        return self.last(h + h[torch.arange(len(h)), place][:, None])
+
+
+def reads_at_places() -> Task:
+    return task(ReadsAtPlaces)
+
+
 class DrawsAtRoot(nn.Module):
     """Noise drawn once, used by every block."""
 

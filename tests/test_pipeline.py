@@ -149,6 +149,7 @@ REFUSED = [
     ("kept_to_itself", "pp=2,stages=blocks.1", "begin at 'blocks.1': a tensor made in the outermost forward"),
     ("through_numpy", "pp=2", "the loss on a few samples is NaN"),
     ("residual", "pp=2,stages=blocks.9", "stages names 'blocks.9', which is no module; did you mean 'blocks.3'?"),
+    ("reads_at_places", "pp=2,stages=last", "the forward fails before 'last', where a pipeline stage begins"),
     ("conditioned", "pp=3,stages=blocks.2|blocks.1", "in the order in which they run"),
 ]  # fmt: skip
 

@@ -87,3 +87,19 @@ def test_tables_of_positions_are_held_in_shares_and_made_whole_without_sending()
     assert whole_table(at) is None and whole_table(seen) is None  # what was written into is not made again
     gather(seen)
     assert ledger.entries
+
+
+def test_what_ranks_gather_is_compared_by_its_size() -> None:
+    """An exchange differs from rank to rank, in what each sends; a sum of other sizes would end the ranks."""
+    from shardwise.engine.positions import _Collectives
+
+    def met(*calls: tuple[str, str, int]) -> tuple[int, ...]:
+        ledger = _Collectives()
+        for op, axis, size in calls:
+            ledger.record("activations", op, axis, size, 2, None)
+        return ledger.numbers(["domain0", "domain1"])
+
+    first = met(("all_to_all", "domain0", 8), ("all_gather", "domain0", 64), ("all_reduce", "domain1", 32))
+    assert met(("all_to_all", "domain0", 16), ("all_gather", "domain0", 64), ("all_reduce", "domain1", 32)) == first
+    other = met(("all_to_all", "domain0", 8), ("all_gather", "domain0", 48), ("all_reduce", "domain1", 32))
+    assert other[:2] == first[:2] and other[2] != first[2] and other[3] == first[3]

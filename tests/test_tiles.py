@@ -769,6 +769,27 @@ def test_one_cell_in_one_window_goes_one_way_on_all_ranks(pool) -> None:
     assert max(pool.run(_one_window, 6, (3, 2))) <= BAR
 
 
+def _joined(grid: tuple[int, int]) -> float:
+    """A field whose rows and columns are joined, and beside it one row of another, which one rank of an axis has."""
+    found = []
+    for space, place in (((11, 13), 0), ((11, 13), -1), ((2, 3), 0)):
+
+        def run(x, w, place=place):
+            row = (x * w)[:, :, place].flatten(1)
+            return torch.cat([x.flatten(1), row] if place else [row, x.flatten(1)], 1).square()
+
+        case = Case("joined", (3, 2, *space), run, [(2, 1, 1)], 2)
+        expected = _whole(case, 1)
+        assert expected is not None
+        found.append(_try(case, Meshes()[grid], expected))
+    return max(found)
+
+
+@pytest.mark.parametrize("grid", [(2, 2), pytest.param((3, 2), marks=pytest.mark.long)])
+def test_a_row_joined_to_a_flattened_field_goes_one_way_on_all_ranks(pool, grid: tuple[int, int]) -> None:
+    assert max(pool.run(_joined, math.prod(grid), grid)) <= BAR
+
+
 def _penalty(least: float) -> str:
     """What is said where the gradient of a tile is differentiated again."""
     (axis,) = build_mesh(Plan(domain=(2,)), torch.device("cpu")).inner

@@ -96,7 +96,7 @@ class _Noted:
 
 ON_HALF = "the module does not run on half"
 BY_NAME = "Task(sequence=...) names the dims of a sequence of one length"
-# of each axis, a number for the collectives met, in order, over it and those further out
+# of each axis, a number for the collectives met, in order, over it and those further out; then one for their sizes
 _Met = tuple[int, ...]
 # (positions, place on their axes, what to note in) -> (the refusal, if any; collectives)
 _Trial = Callable[[Positions, tuple[int, ...], _Noted], tuple[RefusedPlan | None, _Met]]
@@ -317,7 +317,7 @@ def _rehearse(
         noted.gathers[:] = gathered
         return error, met.numbers([axis.name for axis in positions.axes])
     except RefusedPlan as refused:
-        return refused, (0,) * len(positions.axes)
+        return refused, (0,) * (2 * len(positions.axes))
     finally:
         derived.ledger = ledger
 
@@ -327,20 +327,24 @@ class _Collectives(Ledger):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[tuple[str, str]] = []
+        self.calls: list[tuple[str, str, int]] = []
 
-    def record(self, tag: str, op: str, axis: str, *numbers: Any, **more: Any) -> None:
+    def record(self, tag: str, op: str, axis: str, full_bytes: int, *numbers: Any, **more: Any) -> None:
         """As of any ledger."""
-        super().record(tag, op, axis, *numbers, **more)
+        super().record(tag, op, axis, full_bytes, *numbers, **more)
         if op != "point_to_point":  # blocks on their way around a ring visit those who read them
-            self.calls.append((op, axis))
+            self.calls.append((op, axis, full_bytes if op != "all_to_all" else 0))
 
     def numbers(self, axes: Sequence[str]) -> _Met:
-        """Returns a hash for each axis, outermost first, of the calls over it and over those further out."""
-        return tuple(
-            seed_of(" ".join(f"{op}:{axis}" for op, axis in self.calls if axis in axes[: depth + 1])) % 2**50
-            for depth in range(len(axes))
-        )
+        """Returns a hash for each axis, outermost first, of the calls over it and those further out; then of sizes.
+
+        What ranks gather or sum has one size on all ranks of an axis; what they exchange has not.
+        """
+        order = [
+            " ".join(f"{op}:{axis}" for op, axis, _ in self.calls if axis in axes[: d + 1]) for d in range(len(axes))
+        ]
+        sizes = [" ".join(f"{op}:{size}" for op, on, size in self.calls if on == axis) for axis in axes]
+        return tuple(seed_of(said) % 2**50 for said in (*order, *sizes))
 
     def clear(self) -> None:
         """Start again from nothing."""
@@ -355,20 +359,22 @@ def _agree(mesh: Mesh, place: tuple[int, ...], error: RefusedPlan | None, met: _
     """Every rank has tried its own share: all refuse where one does, or where they do not meet. Collective.
 
     The ends alone are tried by all; what lies between may have other extents, or none. Ranks that share no group of an
-    axis may come to other collectives over it: those over axes further out, which they share, stay in one order.
+    axis may come to other collectives over it: those over axes further out, which they share, stay in one order. Sizes
+    are those of a group's own ranks.
     """
     said = (str(error) if error is not None else "").encode()[:MOST_SAID]
-    depth = len(met)
+    depth = len(place)
     mine = [*map(float, (*place, *met)), float(error is not None), *map(float, said.ljust(MOST_SAID))]
     rows = read(gather_rows(put(mine, mesh.device), mesh.world), "which shares were tried")
-    for rank, (refused, *letters) in enumerate(row[2 * depth :] for row in rows):
+    for rank, (refused, *letters) in enumerate(row[depth + len(met) :] for row in rows):
         if refused:
             told = bytes(int(letter) for letter in letters).decode(errors="replace").strip()
             raise RefusedPlan(f"the share of rank {rank} cannot be computed, though those at either end can: {told}")
-    first: dict[tuple[float, ...], tuple[int, float]] = {}  # by axis and place on those further out
+    first: dict[tuple[float, ...], tuple[int, float]] = {}  # by axis and place on those further out, or on all others
     for rank, row in enumerate(rows):
-        for at in range(depth):
-            one, number = first.setdefault((at, *row[:at]), (rank, row[depth + at]))
+        for at in range(2 * depth):
+            beside = row[:at] if at < depth else [*row[: at - depth], *row[at - depth + 1 : depth]]
+            one, number = first.setdefault((at, *beside), (rank, row[depth + at]))
             if number == row[depth + at]:
                 continue
             raise RefusedPlan(

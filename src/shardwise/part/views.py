@@ -27,6 +27,7 @@ from shardwise.part.levels import Distributed, ViewOf
 from shardwise.part.moves import fetch, reowned
 from shardwise.part.sums import Sum
 from shardwise.part.tensor import (
+    GATHERS,
     RESHAPES,
     Part,
     facts,
@@ -58,6 +59,8 @@ def view(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     with WHOLE.of(part, tuple(shape)) as whole:
         dealt = _with_some_for_all(part, whole)
         if dealt is None:
+            for tell in GATHERS:
+                tell("what views make of a field that one rank alone has", part)
             return Sum.read_only(gathered(part).reshape(shape), part.axis)
         part = dealt
         try:
@@ -89,15 +92,18 @@ def _cut_after(part: Part, shape: tuple[int, ...], whole: WholeView) -> tuple[in
 def _with_some_for_all(part: Part, whole: WholeView) -> Part | None:
     """The part dealt such that every rank has indices, where a view joins dims that two axes cut. Collective.
 
-    A rank without indices would not know later which the inner cut is. None where there are fewer indices than ranks.
+    A rank without indices would not know later which the inner cut is. None where there are fewer indices than ranks,
+    or both axes cut one dim that the view rearranges: what a rank has of it is then no whole dims.
     """
     inner = part.local
     if 0 not in part.owners.counts or not isinstance(inner, Part) or 0 in whole.before:
         return part
+    if not inner.axis.positions or not part.axis.positions:
+        return part
     run, to = whole.run(part.dim_cut)
-    joined_dims = run if len(to) < len(run) else ()
-    both = inner.axis.positions and part.axis.positions and inner.dim_cut in joined_dims
-    if not both or inner.dim_cut == part.dim_cut:
+    if inner.dim_cut == part.dim_cut:
+        return part if len(run) == len(to) == 1 else None
+    if inner.dim_cut not in run or len(to) >= len(run):
         return part
     if part.owners.size < part.axis.size:
         return None

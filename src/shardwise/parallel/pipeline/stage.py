@@ -36,7 +36,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shardwise.comm import Axis
-from shardwise.errors import RefusedPlan
+from shardwise.errors import RefusedPlan, ShardwiseError
 from shardwise.parallel.pipeline.cuts import Holder, Skip, Stage, made_up_shapes
 from shardwise.part.crossing import Along, filled, overwrite, settled
 from shardwise.part.tensor import Part
@@ -150,6 +150,10 @@ class StagedModule:
                 left = False
             except StageExit as over:
                 output, left = tuple(over.leaves), True
+            except (IndexError, ValueError, RuntimeError) as error:
+                if self._entered or isinstance(error, torch.OutOfMemoryError | ShardwiseError):
+                    raise
+                raise self._on_nothing(stage, error) from error
             finally:
                 torch.set_grad_enabled(self._grad)
                 self._running = False
@@ -157,6 +161,16 @@ class StagedModule:
             return output
 
         self.module.forward = forward
+
+    def _on_nothing(self, stage: Stage, error: Exception) -> RefusedPlan:
+        """What is said where the forward's own code fails on results that were left out."""
+        assert stage.entry is not None
+        return RefusedPlan(
+            f"the forward fails before '{stage.entry.call.path}', where a pipeline stage begins and what was computed "
+            f"before is made up: {type(error).__name__}: {error}. Its own code reads values of hidden states (indices "
+            "that it computes of them): put that into a submodule, which a stage leaves out, or name other places with "
+            "stages="
+        )
 
     def _check(self, stage: Stage, left: bool) -> None:
         missed = stage.entry if not self._entered else stage.exit if not left else None
