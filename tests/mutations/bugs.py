@@ -22,7 +22,7 @@ COMM = [
     bug("what backward did not reach is never sent", "comm.buckets:GradientBuckets.finish_micro_batch",
         "while self._next < len(self.buckets):", "while False:", "module_tasks:routed_experts", "dp_replicate=2"),
     bug("the sum over ranks has no adjoint", "comm.collectives:_SumOver.backward",
-        "all_reduce(total, ctx.axis, ctx.tag)", "pass", M + "unet_batchnorm", "dp_replicate=2"),
+        "_SumOver.apply(gradient, ctx.axis, ctx.tag)", "gradient", M + "unet_batchnorm", "dp_replicate=2"),
     bug("gathered samples lose the last row of uneven ranks", "comm.collectives:_GatherSamples.forward",
         "table[i * most : i * most + n]", "table[i * most : i * most + min(counts)]", "module_tasks:pairs",
         "dp_replicate=2"),
@@ -461,8 +461,8 @@ DOMAIN = [
         "share_of(local, self.inner.dim_cut, self.inner.owners, self.inner.axis)",
         "share_of(local.flip(0), self.inner.dim_cut, self.inner.owners, self.inner.axis)", D + "axial",
         "domain=2x2"),
-    bug("gradients of weights count on the first tile alone", "parallel.domain.tiles:_Used.backward",
-        "for axis in reversed(ctx.axes):", "for axis in ():", D + "resnet", "domain=3"),
+    bug("gradients of weights count on the first tile alone", "parallel.domain.tiles:_Summed.forward",
+        "for axis in reversed(axes):", "for axis in ():", D + "resnet", "domain=3"),
 ]  # fmt: skip
 
 DETERMINISTIC = [

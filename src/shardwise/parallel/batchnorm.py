@@ -23,6 +23,7 @@ from abc import ABC, abstractmethod
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 from torch.overrides import TorchFunctionMode
@@ -46,6 +47,7 @@ class _SumOfShares(torch.autograd.Function):
         return sums.with_local(sum_over(sums.local, axis, _TAG))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, gradient: torch.Tensor):
         mine = gradient.local if isinstance(gradient, Part) else ctx.lead.share(gradient, 0)
         return ctx.lead.with_local(sum_over(mine, ctx.axis, _TAG)), None

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from shardwise.comm import Axis
 from shardwise.part.cuts import Owners
@@ -111,6 +112,7 @@ class _Apart(torch.autograd.Function):
         return share_under(tensor.detach(), cuts, axes)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor):
         return put_together(gradient, *ctx.cut), None, None
 
@@ -127,6 +129,7 @@ class _Joined(torch.autograd.Function):
         return put_together(payload.detach(), cuts, axes)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor):
         return share_under(gradient, *ctx.cut).contiguous(), None, None
 
@@ -178,6 +181,7 @@ class Entering(torch.autograd.Function):
         return put_together(share_under(tensor.detach(), cuts, axes).contiguous(), cuts, axes)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor):
         return plain(gradient), None, None
 

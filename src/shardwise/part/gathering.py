@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 from torch._prims_common import make_contiguous_strides_for as strides_in_order
+from torch.autograd.function import once_differentiable
 
 from shardwise.comm import Axis, all_gather, all_reduce, reduce_scatter
 from shardwise.host import to_device
@@ -149,6 +150,7 @@ class _ToPart(torch.autograd.Function):
         return Part(local.detach(), dim, owners, axis, origin=origin)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, gradient: torch.Tensor):
         return share_of(gradient, *ctx.cut), None, None, None, None
 

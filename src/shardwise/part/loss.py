@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
 from shardwise.host import has_values, require, to_device
 from shardwise.part.cuts import Uncut
@@ -143,6 +144,7 @@ class _Rows(torch.autograd.Function):
         return torch.ops.aten.embedding.default(weight.detach(), index, padding)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, gradient: torch.Tensor):
         weight, index = ctx.saved_tensors
         held, place = _place_of(weight, index)
@@ -201,6 +203,7 @@ class _Entries(torch.autograd.Function):
         return entries_here(x, dim, index)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, gradient: torch.Tensor):
         (index,), x = ctx.saved_tensors, ctx.like
         held, place = _place_of(x, index)

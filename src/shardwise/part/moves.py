@@ -26,7 +26,7 @@ from shardwise.host import to_device
 from shardwise.part.cuts import REMEMBERED, Owners, Uncut
 from shardwise.part.gathering import gather, gathered, share_of
 from shardwise.part.levels import Distributed
-from shardwise.part.sums import whole_over_axis
+from shardwise.part.sums import redealt, whole_over_axis
 from shardwise.part.tensor import UNSENT, Part
 
 Wanted = tuple[tuple[tuple[int, int], ...], ...]  # of each rank: ranges (start, stop) of global indices, in order
@@ -214,6 +214,11 @@ class _Moved(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor):
+        return redealt(gradient, lambda given: _Moved.back(ctx, given)), None, None, None, None
+
+    @staticmethod
+    def back(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        """The gradient dealt as the tensor was."""
         dim, owners, axis, inside = ctx.before
         arrived = _outside(gradient, axis)
         if any(dim in ctx.dims for dim, _, _ in (*ctx.outside, *arrived)):  # indices of `axis` are those of a share
@@ -224,7 +229,7 @@ class _Moved(torch.autograd.Function):
         part = from_axis(gradient, axis)
         if not isinstance(part, Part) or part.axis is not axis:
             part = Part(share_of(part, dim, owners, axis), dim, owners, axis)
-        return replaced_from_axis(gradient, axis, recut(part, dim, owners, inside)), None, None, None, None
+        return replaced_from_axis(gradient, axis, recut(part, dim, owners, inside))
 
 
 Layers = tuple[tuple[int, Owners, Axis], ...]  # (dim, owners, axis), outermost first

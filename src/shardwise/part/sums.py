@@ -12,9 +12,11 @@ product gives (B * S, H), so a reduce-scatter begins early where the product's i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from shardwise.comm import Axis, Pending, all_reduce
 from shardwise.host import to_device
@@ -323,6 +325,24 @@ def whole_over_axis(tensor: Any, axis: Axis) -> Any:
     return _Uncut.apply(tensor, axis) if isinstance(tensor, Distributed) else tensor
 
 
+class _Redealt(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor: torch.Tensor, how: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        return how(tensor.detach())
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor):
+        return gradient, None
+
+
+def redealt(tensor: torch.Tensor, how: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Differentiable: `how(tensor)`, which is the same tensor over all ranks, dealt otherwise.
+
+    A backward that deals its gradient anew says so by this, that a second derivative is not lost where shares are read.
+    """
+    return _Redealt.apply(tensor, how)
+
+
 class _WholeGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx, tensor: torch.Tensor, axis: Axis | None) -> torch.Tensor:
@@ -331,7 +351,10 @@ class _WholeGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor):
-        return plain(gradient) if ctx.axis is None else whole_over(gradient, ctx.axis), None
+        if not isinstance(gradient, Distributed):
+            return gradient, None
+        axis = ctx.axis
+        return redealt(gradient, plain if axis is None else lambda given: whole_over(given, axis)), None
 
 
 def whole_gradient(tensor: torch.Tensor, axis: Axis | None = None) -> torch.Tensor:
@@ -346,6 +369,7 @@ class _Summand(torch.autograd.Function):
         return tensor.view_as(tensor)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, gradient: torch.Tensor):
         return summand(gradient, ctx.axes), None
 

@@ -17,9 +17,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from shardwise.comm import Axis
+from shardwise.comm import Axis, sum_over
 from shardwise.parallel.domain.tiles import CutDim, answers, cuts, opened, placed, used
+from shardwise.part.cuts import Uncut
 from shardwise.part.gathering import all_sum
+from shardwise.part.levels import Distributed
+from shardwise.part.moves import TAG
 
 
 def _total(tensor: torch.Tensor, axes: tuple[Axis, ...]) -> torch.Tensor:
@@ -52,14 +55,15 @@ class _Standardised(torch.autograd.Function):
         if bias is not None:
             y.add_(bias)
         ctx.save_for_backward(x, weight, bias, mean, rstd)
-        ctx.over = dims, axes, count
+        ctx.over = dims, axes, count, eps
         ctx.mark_non_differentiable(mean, var)
         return y.to(x.dtype), mean, var
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor, *unused: Any):
-        (x, weight, bias, mean, rstd), (dims, axes, count) = ctx.saved_tensors, ctx.over
+        (x, weight, bias, mean, rstd), (dims, axes, count, _) = ctx.saved_tensors, ctx.over
+        if torch.is_grad_enabled():
+            return (*_differentiable(gradient, x, weight, bias, *ctx.over), None, None, None, None)
         gradient = gradient.to(mean.dtype)
         normal = (x.to(mean.dtype) - mean).mul_(rstd)
         dw = None if weight is None else (gradient * normal).sum_to_size(weight.shape).to(weight.dtype)
@@ -73,6 +77,31 @@ class _Standardised(torch.autograd.Function):
         dx = inner - first if weight is None else inner.sub_(first)
         dx = dx.sub_(normal.mul_(second)).mul_(rstd)
         return dx.to(x.dtype), dw, db, None, None, None, None
+
+
+def _differentiable(
+    gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, dims: list[int],
+    axes: tuple[Axis, ...], count: int, eps: float,
+) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+    """The gradients of x, weight and bias where they are differentiated again: statistics are made anew."""
+    if any(isinstance(each, Distributed) for each in (gradient, x, weight, bias)):
+        raise Uncut("a second derivative through the norm of tiles whose channels tp cuts: use domain alone")
+
+    def mean_of(each: torch.Tensor) -> torch.Tensor:
+        each = each.sum(dims, True)
+        for axis in axes:
+            each = sum_over(each, axis, TAG)
+        return each / count
+
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    centred = wide - mean_of(wide)
+    rstd = torch.rsqrt(mean_of(centred.square()) + eps)
+    normal, gradient = centred * rstd, gradient.to(wide.dtype)
+    inner = gradient if weight is None else gradient * weight
+    dx = (inner - mean_of(inner) - normal * mean_of(inner * normal)) * rstd
+    dw = None if weight is None else (gradient * normal).sum_to_size(weight.shape).to(weight.dtype)
+    db = None if bias is None else gradient.sum_to_size(bias.shape).to(bias.dtype)
+    return dx.to(x.dtype), dw, db
 
 
 def _by_group(

@@ -8,18 +8,19 @@
 
 In between, tensors differ from rank to rank and are plain (or distributed over axes further in, such as tp). Backward
 of a fetch gives each gradient back to its owner and adds; the gradient of a weight is a summand of a sum over ranks.
-What these backwards do is not recorded, so a second derivative raises.
+All are linear, and each backward is one of them again, so that second derivatives go the same ways:
+
+    fetched  <-> given back        placed  <-> taken        opened -> placed        used  <-> summed
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial, wraps
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from shardwise.comm import Axis
 from shardwise.parallel.domain.kept import CutDim, kept_apart
@@ -55,11 +56,22 @@ class _Fetched(torch.autograd.Function):
         return replaced_from_axis(tensor, cut.axis, fetch(from_axis(tensor.detach(), cut.axis), wanted, fill))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor):
-        cut, here = ctx.cut, from_axis(gradient, ctx.cut.axis)
-        back = give_back(here, Part(here, cut.dim, cut.owners, cut.axis), ctx.wanted)
-        return replaced_from_axis(gradient, cut.axis, back), None, None, None
+        return _GivenBack.apply(gradient, ctx.cut, ctx.wanted), None, None, None
+
+
+class _GivenBack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gradient: torch.Tensor, cut: CutDim, wanted: Wanted) -> torch.Tensor:
+        ctx.cut, ctx.wanted = cut, wanted
+        here = from_axis(gradient.detach(), cut.axis)
+        back = give_back(here, Part(here, cut.dim, cut.owners, cut.axis), wanted)
+        return replaced_from_axis(gradient, cut.axis, back)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor):
+        dealt = _Placed.apply(_Taken.apply(gradient, ctx.cut, ()), ctx.cut)
+        return _Fetched.apply(dealt, ctx.cut, ctx.wanted, 0.0), None, None
 
 
 def fetched(tensor: torch.Tensor, cut: CutDim, wanted: Wanted, fill: float = 0.0) -> torch.Tensor:
@@ -75,11 +87,8 @@ class _Opened(torch.autograd.Function):
         return replaced_from_axis(tensor, cut.axis, part.local.detach())
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor):
-        return _inserted(
-            gradient, ctx.cut.axis, lambda here: Part(here, ctx.cut.dim, ctx.cut.owners, ctx.cut.axis)
-        ), None
+        return _Placed.apply(gradient, ctx.cut), None
 
 
 def opened(tensor: torch.Tensor, found: list[CutDim]) -> torch.Tensor:
@@ -106,12 +115,24 @@ class _Placed(torch.autograd.Function):
         return _inserted(local.detach(), cut.axis, lambda here: Part(here, cut.dim, cut.owners, cut.axis))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor):
-        for axis in _outer_along(gradient, ctx.cut):
-            if axis not in ctx.beside:  # what was put behind a tile of it came back with that tile's ranks alone
+        return _Taken.apply(gradient, ctx.cut, ctx.beside), None
+
+
+class _Taken(torch.autograd.Function):
+    """This rank's share of a gradient, however it was dealt. `beside`: axes further out that cut the same dim of it."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: torch.Tensor, cut: CutDim, beside: Sequence[Axis]) -> torch.Tensor:
+        ctx.cut, gradient = cut, gradient.detach()
+        for axis in _outer_along(gradient, cut):
+            if axis not in beside:  # what was put behind a tile of it came back with that tile's ranks alone
                 gradient = whole_over_axis(gradient, axis)
-        return share_of(gradient, ctx.cut.dim, ctx.cut.owners, ctx.cut.axis), None
+        return share_of(gradient, cut.dim, cut.owners, cut.axis)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor):
+        return _Placed.apply(gradient, ctx.cut), None, None
 
 
 def placed(local: torch.Tensor, found: list[CutDim]) -> torch.Tensor:
@@ -128,11 +149,25 @@ class _Used(torch.autograd.Function):
         return tensor.view_as(tensor)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor):
-        for axis in reversed(ctx.axes):
+        return _Summed.apply(gradient, ctx.axes), None
+
+
+class _Summed(torch.autograd.Function):
+    """What each rank has for a weight, as one sum over the axes."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: torch.Tensor, axes: tuple[Axis, ...]) -> torch.Tensor:
+        ctx.axes, gradient = axes, gradient.detach()
+        for axis in reversed(axes):
             gradient = _inserted(gradient, axis, partial(Sum, axis=axis, spread=False))
-        return gradient, None
+        return gradient
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor):
+        for axis in ctx.axes:
+            gradient = whole_over_axis(gradient, axis)
+        return _Used.apply(gradient, ctx.axes), None
 
 
 def used(tensor: torch.Tensor | None, found: list[CutDim]) -> torch.Tensor | None:

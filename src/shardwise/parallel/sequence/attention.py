@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
 from shardwise.comm import Axis
 from shardwise.host import to_device
@@ -213,6 +214,7 @@ class _ReadByAll(torch.autograd.Function):
         return plain(tensor.detach())
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor):
         for axis in reversed(ctx.axes):
             gradient = Sum(gradient, axis, spread=False)
@@ -260,6 +262,7 @@ class _ReadHeads(torch.autograd.Function):
         return replaced_from_axis(key.detach(), read.axis, read.wrapped(payload.index_select(HEADS, ctx.places)))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor):
         read, held = ctx.read, ctx.held
         payload = share_of(from_axis(gradient, read.axis), HEADS, read.owners, read.axis)

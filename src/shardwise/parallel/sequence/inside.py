@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from shardwise.comm import Axis
@@ -114,5 +115,6 @@ class _Joined(torch.autograd.Function):
         return plain(tensor.detach())
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor):
         return put_together(share_under(gradient, *ctx.cut).contiguous(), *ctx.cut), None, None

@@ -26,6 +26,7 @@ import math
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from shardwise.comm import Axis
 from shardwise.host import to_device
@@ -82,6 +83,7 @@ class _Ring(torch.autograd.Function):
         return q.like(output)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Any):
         q, k, v = ctx.kinds
         payload = q.share(gradient)
