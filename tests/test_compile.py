@@ -9,7 +9,9 @@ from functools import partial
 from typing import Any
 
 import pytest
+import sequence_tasks
 import torch
+import torch.nn.functional as F
 from domain_tasks import gated_stack
 from module_tasks import WIDTH, task, vectors
 from torch import Tensor, nn
@@ -17,10 +19,13 @@ from torch._subclasses import FakeTensorMode
 
 from shardwise import Plan, Task, parallelize
 from shardwise.comm import Axis, receive, send
+from shardwise.mesh import build_mesh
 from shardwise.models import tasks
 from shardwise.models.decoder import Decoder
 from shardwise.models.gpt2 import GPT2
-from shardwise.parallel.tensor import compiled
+from shardwise.parallel.sequence.pair_mask import PairMask, whole_mask
+from shardwise.parallel.tensor import compile_block, compiled
+from shardwise.part import Owners, plain, to_part
 from shardwise.ranks import RankPool
 
 STEPS = 2
@@ -88,11 +93,15 @@ def compare(found: Curve, wanted: Curve) -> None:
 
 CASES: list[Any] = [
     (two_layers, "tp=2,sp=true,dp_shard=2,zero=3,remat=full"), (fused, "tp=2,tp_overlap=true"),
-    (gated_stack, "domain=2x2"),
+    (gated_stack, "domain=2x2"), (sequence_tasks.grouped, "cp=2,remat=full"),
     *(pytest.param(*case, marks=pytest.mark.long) for case in (
         (two_layers, "tp=2"), (two_layers, "pp=2,tp=2,microbatches=2"),
         (gated_stack, "domain=1x2,dp_shard=2,zero=3,remat=full"), (gated_stack, "domain=3,domain_overlap=always"),
         (fused, "tp=2,sp=true,dp_shard=2,zero=1,accumulate=2"),
+        (sequence_tasks.decoder, "cp_ulysses=2"), (sequence_tasks.decoder, "cp=2,cp_ulysses=2,remat=full"),
+        (sequence_tasks.written, "cp=3"), (sequence_tasks.windowed, "cp=3,zero=3"),
+        (sequence_tasks.a_window, "cp=2"), (sequence_tasks.decoder, "cp=2,tp=2"),
+        (sequence_tasks.decoder, "cp=2,pp=2,microbatches=2"), (sequence_tasks.running_sums, "cp=3"),
     )),
 ]  # fmt: skip
 OTHERS: list[Any] = [
@@ -135,6 +144,51 @@ def test_around_stages_and_experts(make: Callable[[], Task], plan: str, pool: Ra
     both(make, plan, "aot_eager", pool)
 
 
+class Attention(nn.Module):
+    """Nothing else, under one of three masks."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None)
+
+
+def rings(backend: str) -> list[float]:
+    """The largest error of compiled attentions and their gradients, whose ranks do not all read of each other."""
+    axis = build_mesh(Plan(cp=torch.distributed.get_world_size()), torch.device("cpu")).inner[0]
+    draws, owners = torch.Generator().manual_seed(0), Owners.blocks(13, axis.size)
+    given = [torch.randn(2, 2, 13, 4, generator=draws, dtype=torch.float64) for _ in range(4)]
+    back, errors = torch.tensor([2, 3]).view(2, 1, 1, 1), []
+    pairs = PairMask(lambda b, h, q, k: (q >= k) & (q - k <= back[b, 0, 0, 0]), (2, 1, 13, 13), back.device, False)
+    with Programs(backend) as programs:
+        block = Attention()
+        compile_block(block, "attention")
+        for mask in (None, whole_mask(pairs), torch.randn(2, 13, 13, generator=draws, dtype=torch.float64), pairs):
+            bias = mask.requires_grad_() if mask is not None and mask.is_floating_point() else None
+            mask = mask.unsqueeze(0) if bias is not None else mask
+            whole = [each.clone().requires_grad_() for each in given[:3]]
+            out = F.scaled_dot_product_attention(*whole, mask, is_causal=mask is None)
+            wanted = [out, *torch.autograd.grad(out, whole, given[3])]
+            mine = [owners.take(each, 2, axis.index).contiguous().requires_grad_() for each in given]
+            found = [block(*(to_part(each, 2, owners, axis) for each in mine[:3]), mask)]
+            found += torch.autograd.grad(found[0], mine[:3], to_part(mine[3].detach(), 2, owners, axis))
+            errors += [float((plain(a) - b if a.shape == b.shape else a - owners.take(b, 2, axis.index)).abs().max())
+                       for a, b in zip(found, wanted, strict=True)]  # fmt: skip
+            block(*(to_part(each, 2, owners, axis) for each in mine[:3]), mask)  # no program anew
+        assert [len(one.programs) for one in programs.made or [block.forward]] == [4]
+    return errors
+
+
+def test_rings_in_which_ranks_read_unlike_blocks(pool: RankPool) -> None:
+    """The first rank receives nothing under a causal mask, and a compiler drops and moves what it may."""
+    for errors in pool.run(rings, 3, "aot_eager", timeout_s=240):
+        assert max(errors) < 1e-14
+
+
+@pytest.mark.long
+def test_rings_in_kernels_of_the_compiler(pool: RankPool) -> None:
+    for errors in pool.run(rings, 3, "inductor", timeout_s=400):
+        assert max(errors) < 1e-14
+
+
 # --- what tracing must not miss
 
 
@@ -145,6 +199,7 @@ class Block(nn.Module):
         super().__init__()
         self.up, self.down, self.odd = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH), odd
         self.calls, self.factor = 0, 1.0
+        self.idle = nn.Linear(WIDTH, 8)  # without a gradient
         self.register_buffer("seen", torch.zeros(()))
         if odd == "hook":
             self.up.register_forward_hook(lambda module, args, output: output * 2)
@@ -233,3 +288,10 @@ def uneven(make: Callable[[], Task]) -> list[str]:
 def test_uneven_shares_run_as_they_are(pool: RankPool) -> None:
     notices = pool.run(uneven, 2, tasks.gpt2)[0]
     assert any("compile leaves 2 of 2 blocks as they are" in notice and "unevenly" in notice for notice in notices)
+
+
+@pytest.mark.long
+def test_positions_that_are_uneven_on_some_rank_run_as_they_are_on_all(pool: RankPool) -> None:
+    """Eleven over cp are six and five, which sp deals evenly and unevenly: no rank may run a program alone."""
+    for counts, _ in both(sequence_tasks.decoder, "cp=2,tp=2,sp=true", "aot_eager", pool):
+        assert set(counts) == {0}

@@ -299,11 +299,14 @@ def test_buckets_hold_every_element_once(sizes: list[int], cap: int, ranks: int,
 
 
 TRIGGERS: dict[str, list[str]] = {
-    "compile with tp > 1 or domain, and remat = selective": [
+    "compile with tp > 1, cp, cp_ulysses or domain, and remat = selective": [
+        "cp=2,compile=true,remat=selective",
         "tp=2,compile=true,remat=selective",
         "domain=2,compile=true,remat=selective",
     ],
-    "compile with tp > 1 and ep > 1": ["tp=2,dp_shard=2,ep=2,compile=true"],
+    "compile with tp > 1, cp or cp_ulysses, and ep > 1": [
+        f"{axis}=2,dp_shard=2,ep=2,compile=true" for axis in ("tp", "cp", "cp_ulysses")
+    ],
     "compile with a schedule that splits backwards": ["pp=2,schedule=zbh1,compile=true"],
     "sp, tp_overlap or tp_whole with tp = 1": ["sp=true", "tp_overlap=true", "tp_whole=blocks.*"],
     "domain_overlap with domain = 1": ["domain_overlap=never"],
@@ -324,7 +327,6 @@ TRIGGERS: dict[str, list[str]] = {
     "remat with a schedule that splits backwards": ["pp=2,schedule=zbh1,remat=full"],
     "zero = 3 with a schedule that splits backwards": ["pp=2,dp_shard=2,schedule=zbv"],
     "domain with ep > 1": ["domain=2,dp_shard=2,ep=2"],
-    "cp or cp_ulysses with compile": ["cp_ulysses=2,compile=true", "cp=2,compile=true"],
     "position_chunks with compile": ["position_chunks=2,compile=true"],
     "position_chunks with domain": ["position_chunks=2,domain=2"],
     "position_chunks with pp": ["position_chunks=2,pp=2"],

@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise import parallelize, verify
 from shardwise.comm import Axis
-from shardwise.errors import InputError, RefusedPlan
+from shardwise.errors import InputError
 from shardwise.layout import Plan
 from shardwise.mesh import build_mesh
-from shardwise.parallel.sequence import candidates, kernels, pairs, ring
+from shardwise.parallel.sequence import candidates, kernels, pairs, rounds
 from shardwise.parallel.sequence.layers import HEADS, Layers, key_heads_read
 from shardwise.parallel.sequence.pair_mask import PairMask, whole_mask
 from shardwise.parallel.sequence.runs import At
@@ -156,18 +156,18 @@ def _from_zero(at: At) -> At:
 
 def _with_bug(seed: int, count: int, bug: str) -> list[float]:
     """What `_attention` finds with a bug planted in the ring."""
-    bias = ring.bias_of
-    pairs, passing = ring.pairs, ring.gradients_around
+    bias = rounds.bias_of
+    pairs, passing = rounds.pairs, rounds.gradients_around
     try:
         if bug == "the mask's rows are those of the share":
-            ring.bias_of = lambda call, mask, q, k, *rest: bias(call, mask, _from_zero(q), k, *rest)
+            rounds.bias_of = lambda call, mask, q, k, *rest: bias(call, mask, _from_zero(q), k, *rest)
         elif bug == "causal blocks are taken for full ones":
-            ring.pairs = lambda call, *ranks: ((*p[:4], "full") for p in pairs(call, *ranks))
+            rounds.pairs = lambda call, *ranks: ((*p[:4], "full") for p in pairs(call, *ranks))
         elif bug == "gradients of keys stay where they were made":
-            ring.gradients_around = lambda call, mine, block: (
+            rounds.gradients_around = lambda call, mine, block: (
                 [
                     sum(found)
-                    for found in zip(*(block(s, *held) for s, held in ring.blocks_passing(call, mine)), strict=True)
+                    for found in zip(*(block(s, *held) for s, held in rounds.blocks_passing(call, mine)), strict=True)
                 ]
                 if call.keys is None or len(set(call.keys.counts)) == 1
                 else passing(call, mine, block)
@@ -176,8 +176,8 @@ def _with_bug(seed: int, count: int, bug: str) -> list[float]:
             return [off for _, off in _few_rows_at_a_time(seed, count, first=True)]
         return [off for _, off in _attention(seed, count)]
     finally:
-        ring.pairs, ring.gradients_around = pairs, passing
-        ring.bias_of = bias
+        rounds.pairs, rounds.gradients_around = pairs, passing
+        rounds.bias_of = bias
 
 
 def _few_rows_at_a_time(seed: int, count: int, first: bool = False) -> list[tuple[dict, float]]:
@@ -288,10 +288,10 @@ def _around(p: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.
     """Causal attention and its gradients as a ring of `p` ranks computes them, one rank after another here."""
     dtype = q.dtype
     owners, found = Owners.zigzag(96, p), {name: torch.zeros_like(q, dtype=DOUBLE) for name in ("o", "q", "k", "v")}
-    sums = [torch.zeros_like(t, dtype=ring.wide(dtype)) for t in (k, v)]
+    sums = [torch.zeros_like(t, dtype=rounds.wide(dtype)) for t in (k, v)]
     for rank in range(p):
         axis = Axis("cp", p, rank, None, tuple(range(p)))
-        call = ring.Call(axis, owners, owners, 96, True, 0.25, ())
+        call = pairs.Call(axis, owners, owners, 96, True, 0.25, ())
         at = torch.from_numpy(owners.indices(rank))
 
         def blocks(call, mine, p=p, rank=rank):
@@ -305,14 +305,14 @@ def _around(p: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.
                     total[:, :, torch.from_numpy(owners.indices(source))] += one
             return tuple(t.new_zeros(0) for t in mine)
 
-        kept = ring.blocks_passing, ring.gradients_around
+        kept = rounds.blocks_passing, rounds.gradients_around
         try:
-            ring.blocks_passing, ring.gradients_around = blocks, around
+            rounds.blocks_passing, rounds.gradients_around = blocks, around
             mine = q[:, :, at]
-            out, lse = ring._forward(call, mine, k, v, None, None)
-            dq = ring._backward(call, g[:, :, at], mine, k, v, None, out, lse, None, False)[0]
+            out, lse = rounds.forward_around(rounds.Rounds(call, None), mine, k, v, None)
+            dq = rounds.backward_around(rounds.Rounds(call, None), g[:, :, at], mine, k, v, None, out, lse, False)[0]
         finally:
-            ring.blocks_passing, ring.gradients_around = kept
+            rounds.blocks_passing, rounds.gradients_around = kept
         found["o"][:, :, at], found["q"][:, :, at] = out.double(), dq.double()
     found["k"], found["v"] = (total.to(dtype).double() for total in sums)
     return found
@@ -592,11 +592,3 @@ def test_a_sequence_shorter_than_its_ranks_is_refused() -> None:
     axis = Axis("cp", 4, 0, None, (0, 1, 2, 3))
     with pytest.raises(InputError, match="3 positions of a sequence over cp=4 leave some rank with 0"):
         Positions((((1, (axis,)),),)).cut({"tokens": torch.zeros(2, 3, dtype=torch.int64)})
-
-
-@pytest.mark.parametrize("plan", ["cp=2,compile=true"])
-def test_plans_that_are_not_built_are_refused(plan: str) -> None:
-    from shardwise.layout import check
-
-    with pytest.raises(RefusedPlan, match="cp or cp_ulysses with compile"):
-        check(Plan.parse(plan))

@@ -321,7 +321,7 @@ SEQUENCE = [
         "cp=2"),
     bug("a causal block on the diagonal is taken for a full one", "parallel.sequence.pairs:_kind",
         'else "diagonal"', 'else "full"', S + "decoder", "cp=2"),
-    bug("a ring's blocks are merged half and half", "parallel.sequence.ring:_forward",
+    bug("a ring's blocks are merged half and half", "parallel.sequence.rounds:forward_around",
         "+= weight.to(dtype) *", "+= 0.5 *", S + "encoder", "cp=2"),
     bug("a ring's block is passed by a rank that reads it", "parallel.sequence.pairs:reads_any",
         "is not None", "is not None and rank != call.axis.size - 1", S + "encoder", "cp=3"),

@@ -201,7 +201,8 @@ class GradientBuckets:
                 "reentrant checkpoint or a second backward; use torch.utils.checkpoint(use_reentrant=False)"
             )
         view, gradient = bucket.view(place), param.grad
-        assert gradient is not None
+        if gradient is None:  # a compiled block hands on all its parameters, those that it does not use too
+            return
         if gradient is not view:  # else autograd has accumulated in the bucket itself
             if place not in bucket.filled:
                 view.copy_(gradient)

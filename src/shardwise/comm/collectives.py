@@ -149,6 +149,11 @@ def _is_traced(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FunctionalTensor | FakeTensor)
 
 
+def is_written_down(axis: Axis, *tensors: torch.Tensor) -> bool:
+    """Whether operations on these tensors become a compiled program, which knows no messages between two ranks."""
+    return axis.rehearsal is None and any(map(_is_traced, tensors))
+
+
 def _name(axis: Axis) -> str:
     assert axis.group is not None
     return axis.group.group_name

@@ -42,12 +42,6 @@ RULES: tuple[Rule, ...] = (
         lambda p: p.tiles > 1 and p.ep > 1,
     ),
     Rule(
-        "cp or cp_ulysses with compile",
-        "not built",
-        "blocks of keys and values pass as messages between two ranks, of which a compiled program knows none",
-        lambda p: any(degree > 1 for degree in p.along.values()) and p.compile,
-    ),
-    Rule(
         "position_chunks with compile",
         "not built",
         "a compiled block is one program, in which no product waits for the operations behind it",
@@ -107,18 +101,18 @@ RULES: tuple[Rule, ...] = (
     ),
     _unbuilt("offload", "offload to host memory", lambda p: p.offload != "none"),
     Rule(
-        "compile with tp > 1 or domain, and remat = selective",
+        "compile with tp > 1, cp, cp_ulysses or domain, and remat = selective",
         "not built",
         "which results a block keeps is chosen while it is written down, and the compiled one runs again as a whole: "
         "use remat=full or none",
-        lambda p: p.compile and (p.tp > 1 or p.tiles > 1) and p.remat == "selective",
+        lambda p: p.compile and (p.tp > 1 or p.cut_positions > 1) and p.remat == "selective",
     ),
     Rule(
-        "compile with tp > 1 and ep > 1",
+        "compile with tp > 1, cp or cp_ulysses, and ep > 1",
         "not built",
         "a block is written down as one program with its backward, and the sizes of an exchange of tokens are known "
         "in each step alone",
-        lambda p: p.compile and p.tp > 1 and p.ep > 1,
+        lambda p: p.compile and (p.tp > 1 or p.cut_positions > 1) and p.ep > 1,
     ),
     Rule(
         "ep that does not divide dp_shard",

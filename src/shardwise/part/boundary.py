@@ -8,6 +8,7 @@ over several axes becomes the share of a share.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,10 @@ from shardwise.part.gathering import share_of
 from shardwise.part.levels import Distributed
 from shardwise.part.sums import Sum, plain, whole_gradient, whole_over_axis
 from shardwise.part.tensor import Part
+
+# of a kind of tensor that a program cannot be given: what it is without its tensors, which has a method `filled` that
+# puts others there, and its tensors
+APART: dict[type, Callable[[Any], tuple[Any, list[torch.Tensor]]]] = {}
 
 
 @dataclass(frozen=True)
@@ -47,8 +52,11 @@ class PartLayout:
 
     @property
     def uneven_weights(self) -> bool:
-        """Whether an axis that cuts weights deals it unevenly, over any of its levels."""
+        """Whether an axis that cuts weights deals it unevenly, over any of its levels: the answer of all ranks."""
         uneven = not self.axis.positions and len(set(self.owners.counts)) > 1
+        if self.axis.positions and self.inside is not None and not self.inside.axis.positions:
+            within = self.inside.axis.size  # shares of positions, in blocks on each rank: even here, and not there
+            uneven = self.inside.dim == self.dim and any(count % within for count in self.owners.counts)
         return uneven or (self.inside is not None and self.inside.uneven_weights)
 
     def part(self, local: torch.Tensor) -> Part:

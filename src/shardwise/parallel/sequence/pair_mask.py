@@ -9,7 +9,8 @@ a tensor, as it would have been.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import CellType, FunctionType
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwise.host import has_values, read, to_device
 from shardwise.parallel.sequence.runs import At, Range
+from shardwise.part.boundary import APART
 from shardwise.part.levels import Distributed
 from shardwise.part.sums import plain
 from shardwise.trace.leaves import replaced, tensors_in
@@ -148,17 +150,22 @@ def whole_function(function: Any) -> Any:
 
     Collective. `ValueError` where what it closes over is not followed: it is no function, number or tensor.
     """
-    if isinstance(function, Distributed):
-        return plain(function)
+    return _remade(function, lambda tensor: plain(tensor) if isinstance(tensor, Distributed) else tensor)
+
+
+def _remade(function: Any, of_tensor: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The function with others in the place of the tensors that it closes over."""
+    if isinstance(function, torch.Tensor):
+        return of_tensor(function)
     if isinstance(function, tuple | list):
-        return type(function)(map(whole_function, function))
-    if function is None or isinstance(function, torch.Tensor | int | float | str | torch.dtype | torch.device):
+        return type(function)(_remade(each, of_tensor) for each in function)
+    if function is None or isinstance(function, int | float | str | torch.dtype | torch.device):
         return function
     if not isinstance(function, FunctionType):
         raise ValueError(f"a mask that closes over {type(function).__name__}")
     if not function.__closure__:
         return function
-    cells = tuple(CellType(whole_function(cell.cell_contents)) for cell in function.__closure__)
+    cells = tuple(CellType(_remade(cell.cell_contents, of_tensor)) for cell in function.__closure__)
     made = FunctionType(
         function.__code__, function.__globals__, function.__name__, function.__defaults__, cells
     )  # fmt: skip
@@ -175,4 +182,45 @@ def _tensors_of(function: Any) -> list[torch.Tensor]:
     return tensors_in(function) if isinstance(function, torch.Tensor) else []
 
 
-__all__ = ["MaskBlock", "PairMask", "whole_function", "whole_mask"]
+def _told(function: Any) -> Any:
+    """What a function is but for the tensors that it closes over: equal where functions give the same of the same."""
+    if isinstance(function, FunctionType):
+        cells = tuple(_told(cell.cell_contents) for cell in function.__closure__ or ())
+        return function.__code__, _told(function.__defaults__), str(function.__kwdefaults__), cells
+    if isinstance(function, tuple | list):
+        return tuple(map(_told, function))
+    return torch.Tensor if isinstance(function, torch.Tensor) else (type(function), function)
+
+
+@dataclass(frozen=True)
+class Bare:
+    """A mask by a function without the tensors that this closes over: programs are written for it, and given those."""
+
+    told: Any
+    shape: tuple[int, ...]
+    device: torch.device
+    looks_back: bool
+    mask: PairMask = field(compare=False, repr=False)
+
+    @classmethod
+    def of(cls, mask: PairMask) -> tuple[Bare, list[torch.Tensor]]:
+        """(the mask without its tensors, its tensors)."""
+        none = [t.new_empty(0) for t in _tensors_of(mask.function)]
+        bare = mask if mask.fixed else _with_tensors(mask, none)
+        told = _told(mask.function)
+        return cls(told, tuple(mask.shape), mask.device, mask.looks_back, bare), _tensors_of(mask.function)
+
+    def filled(self, tensors: Sequence[torch.Tensor]) -> PairMask:
+        """The mask whose function closes over these."""
+        return _with_tensors(self.mask, tensors) if tensors else self.mask
+
+
+def _with_tensors(mask: PairMask, tensors: Sequence[torch.Tensor]) -> PairMask:
+    others = iter(tensors)
+    function = _remade(mask.function, lambda _: next(others))
+    return PairMask(function, tuple(mask.shape), mask.device, mask.looks_back)
+
+
+APART[PairMask] = Bare.of
+
+__all__ = ["Bare", "MaskBlock", "PairMask", "whole_function", "whole_mask"]

@@ -15,6 +15,8 @@ Refused are blocks that read values, change attributes, buffers or arguments, or
 Collectives are those of torch.distributed's functional form, which the compiler keeps in their order; since ranks
 must come to them in one order, each must compile the same program: a block whose shares are uneven runs as it is.
 
+Messages between two ranks, of which a program knows none, stand in it as operations of our own (`parallel/sequence`).
+
 What this does not do: compile under a dispatch mode (masks by global index, a ledger), where a block runs as it is;
 see what a block reads from objects that are not its own.
 """
@@ -33,12 +35,13 @@ import torch
 from torch import nn
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, register_pytree_node, tree_flatten, tree_map, tree_unflatten
 
 from shardwise.device import autocast_states
 from shardwise.errors import RefusedPlan, ShardwiseError
 from shardwise.part import forget
-from shardwise.part.boundary import PartLayout, unwrapped, wrapped
+from shardwise.part.boundary import APART, PartLayout, unwrapped, wrapped
+from shardwise.part.named import keeping
 
 MOST = 16  # programs of one block; further shapes run as they are
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
@@ -66,6 +69,7 @@ class _Program:
     trace: Callable[..., tuple[torch.Tensor, ...]]  # the block on shares, as the compiler meets it
     run: Callable[..., tuple[torch.Tensor, ...]] = field(init=False)
     traced: list[Any] = field(default_factory=list)  # the last trace: (spec, leaves, layouts)
+    named: list[Any] = field(default_factory=list)  # what it names by number
     ran: bool = False
     raised: BaseException | None = None  # by the block, while it was traced
 
@@ -81,7 +85,7 @@ class _Compiled:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_in_torch_dispatch_mode():
             return self.forward(*args, **kwargs)
-        leaves, spec = tree_flatten((args, kwargs))
+        leaves, spec = tree_flatten(_opened((args, kwargs)))
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         layouts = [PartLayout.of(leaves[place]) for place in places]
         if any(layout is not None and layout.uneven_weights for layout in layouts):
@@ -95,7 +99,8 @@ class _Compiled:
                 return self.forward(*args, **kwargs)
             program = self.programs[key] = self._program(leaves, places, layouts, spec)
         try:
-            results = program.run(*given, *held)
+            with keeping(program.named):  # each time: whether it is written down again is the compiler's choice
+                results = program.run(*given, *held)
         except ShardwiseError:
             raise
         except Exception as error:
@@ -124,7 +129,7 @@ class _Compiled:
                 raise self._refused(TypeError(f"it is given a {type(leaf).__name__}"))
         described = tuple((t.shape, t.stride(), t.dtype, t.requires_grad) for t in tensors)
         mode = (torch.is_grad_enabled(), autocast_states())
-        return str(spec), tuple(others), described, mode, _attributes(self.block)
+        return spec, tuple(others), described, mode, _attributes(self.block)
 
     def _refused(self, error: BaseException) -> RefusedPlan:
         first = error
@@ -133,7 +138,7 @@ class _Compiled:
         told = str(first).strip().splitlines()[0] if str(first).strip() else type(first).__name__
         return RefusedPlan(
             f"compile=true: '{self.path}' cannot be written down as a program on shares: {told}; use compile=false, or "
-            "no tp and no domain"
+            "a plan that cuts neither weights nor positions"
         )
 
     def _program(self, leaves: list, places: list[int], layouts: list, spec: TreeSpec) -> _Program:
@@ -146,7 +151,7 @@ class _Compiled:
             for place, layout, tensor in zip(places, layouts, given, strict=True):
                 filled[place] = wrapped(tensor, layout)
             watch = _Watch(self.block, [leaf for leaf in filled if isinstance(leaf, torch.Tensor)], state)
-            args, kwargs = tree_unflatten(filled, spec)
+            args, kwargs = _closed(tree_unflatten(filled, spec))
             forget()
             try:
                 with _placed(self.block, state):
@@ -176,6 +181,28 @@ class _Compiled:
 
 
 _TENSOR = object()
+
+
+@dataclass
+class _Opened:
+    """An argument that a program is given as its tensors."""
+
+    bare: Any
+    tensors: list[torch.Tensor]
+
+
+register_pytree_node(_Opened, lambda one: (one.tensors, one.bare), lambda tensors, bare: _Opened(bare, list(tensors)))
+
+
+def _opened(arguments: Any) -> Any:
+    return tree_map(lambda leaf: _Opened(*APART[type(leaf)](leaf)) if type(leaf) in APART else leaf, arguments)
+
+
+def _closed(arguments: Any) -> Any:
+    return tree_map(
+        lambda leaf: leaf.bare.filled(leaf.tensors) if isinstance(leaf, _Opened) else leaf, arguments,
+        is_leaf=lambda leaf: isinstance(leaf, _Opened),
+    )  # fmt: skip
 
 
 def _shapes_of(values: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

@@ -1,0 +1,98 @@
+"""A ring as one operation of a compiled program, `shardwise::ring`, and its backward as another.
+
+A program knows no messages between two ranks, and a compiler may drop and move what it knows. So a ring stands in a
+program as it is, alike on all ranks, and runs with values as it does without a compiler: which blocks a mask leaves is
+looked at then, once for each operation.
+
+What this does not do: remember what a mask leaves from one layer to the next, since each is given tensors of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from shardwise.parallel.sequence.kernels import wide
+from shardwise.parallel.sequence.pair_mask import Bare, PairMask
+from shardwise.parallel.sequence.pairs import kinds_of
+from shardwise.parallel.sequence.rounds import Rounds, backward_around, forward_around
+from shardwise.part.named import by_number, number_of
+
+_LIBRARY = torch.library.Library("shardwise", "FRAGMENT")
+_LIBRARY.define("ring(Tensor q, Tensor k, Tensor v, Tensor[] mask, int named) -> (Tensor, Tensor)")
+_LIBRARY.define("ring_backward(Tensor gradient, Tensor q, Tensor k, Tensor v, Tensor[] mask, Tensor output, "
+                "Tensor lse, int named, bool wants_mask) -> (Tensor, Tensor, Tensor, Tensor)")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Named:
+    """What a program names by number: a ring, and its mask where that is a function, without its tensors."""
+
+    ring: Rounds
+    mask: Bare | None
+
+
+def _taken(ring: Rounds, mask: torch.Tensor | None) -> tuple[list[torch.Tensor], int]:
+    """(tensors of a mask, the number of all else)."""
+    bare, tensors = Bare.of(mask) if isinstance(mask, PairMask) else (None, [] if mask is None else [mask])
+    return tensors, number_of(_Named(ring, bare))
+
+
+def _found(number: int, tensors: Sequence[torch.Tensor]) -> tuple[Rounds, torch.Tensor | None]:
+    named: _Named = by_number(number)
+    mask = named.mask.filled(tensors) if named.mask is not None else tensors[0] if tensors else None
+    ring, call = named.ring, named.ring.call
+    if tensors:
+        kinds = kinds_of(mask, mask, call.queries, call.keys, call.key_count, call.is_causal)
+        ring = replace(ring, call=replace(call, kinds=kinds))
+    return ring, mask
+
+
+def forward_written(
+    ring: Rounds, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """`forward_around`, as an operation of the program that is being written down."""
+    return torch.ops.shardwise.ring(q, k, v, *_taken(ring, mask))
+
+
+def backward_written(
+    ring: Rounds, gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None,
+    output: torch.Tensor, lse: torch.Tensor, wants_mask: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """`backward_around`, as an operation of the program that is being written down."""
+    tensors, number = _taken(ring, mask)
+    *found, of_mask = torch.ops.shardwise.ring_backward(gradient, q, k, v, tensors, output, lse, number, wants_mask)
+    return *found, of_mask if wants_mask else None
+
+
+@torch.library.impl(_LIBRARY, "ring", "CompositeExplicitAutograd")
+def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: list[torch.Tensor], named: int) -> tuple:
+    ring, whole = _found(named, mask)
+    return forward_around(ring, q.contiguous(), k.contiguous(), v.contiguous(), whole)
+
+
+@torch.library.impl(_LIBRARY, "ring_backward", "CompositeExplicitAutograd")
+def _run_backward(
+    gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: list[torch.Tensor],
+    output: torch.Tensor, lse: torch.Tensor, named: int, wants_mask: bool,
+) -> tuple:  # fmt: skip
+    ring, whole = _found(named, mask)
+    gradient, q, k, v = (each.contiguous() for each in (gradient, q, k, v))
+    *found, of_mask = backward_around(ring, gradient, q, k, v, whole, output, lse, wants_mask)
+    return *found, q.new_empty(0) if of_mask is None else of_mask
+
+
+@torch.library.impl(_LIBRARY, "ring", "Meta")
+def _shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: list[torch.Tensor], named: int) -> tuple:
+    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(q.shape[:-1], dtype=wide(q.dtype))
+
+
+@torch.library.impl(_LIBRARY, "ring_backward", "Meta")
+def _shapes_of_gradients(
+    gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: list[torch.Tensor],
+    output: torch.Tensor, lse: torch.Tensor, named: int, wants_mask: bool,
+) -> tuple:  # fmt: skip
+    of_mask = mask[0].new_empty(mask[0].shape) if wants_mask else q.new_empty(0)
+    return *(each.new_empty(each.shape) for each in (q, k, v)), of_mask

@@ -1,0 +1,95 @@
+"""What each rank of a ring computes: its queries with the blocks that pass by, merged; and all gradients.
+
+How blocks are merged, and what is sent, stands in `ring`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from shardwise.host import to_device
+from shardwise.parallel.sequence.kernels import attended, finite, gradients, wide
+from shardwise.parallel.sequence.layers import HEADS
+from shardwise.parallel.sequence.pairs import Call, add_to_mask, bias_of, pairs
+from shardwise.parallel.sequence.passing import blocks_passing, gradients_around
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """One attention around a ring, as it is known beside its tensors."""
+
+    call: Call
+    reads: torch.Tensor | None  # the key head of each query, where it is not a fixed number of queries for each key
+
+
+def _expanded(tensor: torch.Tensor, queries: int, reads: torch.Tensor | None) -> torch.Tensor:
+    """Keys or values with a head for each query head."""
+    if reads is not None:
+        return tensor.index_select(HEADS, to_device(reads, tensor.device))
+    each = queries // tensor.shape[HEADS]
+    return tensor if each == 1 else tensor.repeat_interleave(each, HEADS)
+
+
+def _collapsed(gradient: torch.Tensor, heads: int, reads: torch.Tensor | None) -> torch.Tensor:
+    """The adjoint of `_expanded`."""
+    if reads is not None:
+        shape = [gradient.shape[0], heads, *gradient.shape[2:]]
+        return gradient.new_zeros(shape).index_add_(HEADS, to_device(reads, gradient.device), gradient)
+    each = gradient.shape[HEADS] // heads
+    return gradient if each == 1 else gradient.unflatten(HEADS, (heads, each)).sum(HEADS + 1)
+
+
+def forward_around(
+    ring: Rounds, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(output (B, H, s, D) in q's dtype, log-sum-exp (B, H, s) in the wide one) of this rank's queries."""
+    call, reads, dtype, heads = ring.call, ring.reads, wide(q.dtype), q.shape[HEADS]
+    output = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=dtype, device=q.device)
+    lse = torch.full(q.shape[:-1], -torch.inf, dtype=torch.float64, device=q.device)  # one rounding, not one a block
+    for source, (key, value) in blocks_passing(call, (k, v)):
+        for at, of, here, there, kind in pairs(call, source):
+            rows, columns = slice(*here), slice(*there)
+            bias = bias_of(call, mask, at, of, kind, q.device)
+            keys, values = (_expanded(t[:, :, columns], heads, reads).to(dtype) for t in (key, value))
+            mine, found = attended(q[:, :, rows].to(dtype), keys, values, bias, kind == "diagonal", call.scale)
+            found = found.double()
+            weight = torch.sigmoid(found - finite(lse[:, :, rows])).masked_fill(lse[:, :, rows].isinf(), 1.0)
+            weight = weight.masked_fill(found.isinf(), 0.0).unsqueeze(-1)  # of what this block found
+            output[:, :, rows] += weight.to(dtype) * (mine - output[:, :, rows])
+            lse[:, :, rows] = torch.logaddexp(lse[:, :, rows], found)
+    return output.to(q.dtype), lse.to(dtype)
+
+
+def backward_around(
+    ring: Rounds, gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None,
+    output: torch.Tensor, lse: torch.Tensor, wants_mask: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """Gradients of queries, keys, values and of a mask that is added, whose rows are this rank's."""
+    call, reads, dtype, heads = ring.call, ring.reads, wide(q.dtype), q.shape[HEADS]
+    dq = torch.zeros_like(q, dtype=dtype)
+    dmask = torch.zeros_like(mask, dtype=dtype) if wants_mask and mask is not None else None
+    dout, output = gradient.to(dtype), output.to(dtype)
+
+    def block(source: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        dk, dv = torch.zeros_like(key, dtype=dtype), torch.zeros_like(value, dtype=dtype)
+        for at, of, here, there, kind in pairs(call, source):
+            rows, columns = slice(*here), slice(*there)
+            bias = bias_of(call, mask, at, of, kind, q.device)
+            keys, values = (_expanded(t[:, :, columns], heads, reads).to(dtype) for t in (key, value))
+            of_q, of_k, of_v, of_scores = gradients(
+                dout[:, :, rows], q[:, :, rows].to(dtype), keys, values, output[:, :, rows], lse[:, :, rows], bias,
+                kind == "diagonal", call.scale, dmask is not None,
+            )  # fmt: skip
+            dq[:, :, rows] += of_q
+            dk[:, :, columns] += _collapsed(of_k, dk.shape[HEADS], reads)
+            dv[:, :, columns] += _collapsed(of_v, dv.shape[HEADS], reads)
+            if dmask is not None and of_scores is not None:
+                add_to_mask(dmask, of_scores, at, of)
+            del of_q, of_k, of_v, of_scores  # not kept while the next pair is computed
+        return dk, dv
+
+    dk, dv = gradients_around(call, (k, v), block)
+    dmask = dmask.to(mask.dtype) if dmask is not None and mask is not None else None
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dmask

@@ -1,0 +1,42 @@
+"""Objects that a compiled program names by number, since its constants can be numbers and tensors alone.
+
+The number of an object is good as long as the program is: whoever writes it down keeps the object (`keeping`), and what
+the compiler remembers beyond that holds numbers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+_OBJECTS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_KEEPERS: list[list[Any]] = []
+_NUMBERS = itertools.count()
+
+
+@contextmanager
+def keeping(kept: list[Any]) -> Iterator[None]:
+    """Context: objects that get a number inside are added to the list, and named as long as it holds them."""
+    _KEEPERS.append(kept)
+    try:
+        yield
+    finally:
+        _KEEPERS.pop()
+
+
+def number_of(thing: Any) -> int:
+    """A number by which a program that is being written down names the object. `TypeError` where none is."""
+    if not _KEEPERS:
+        raise TypeError(f"{type(thing).__name__} is named by a program, and none is being written down")
+    number = next(_NUMBERS)
+    _OBJECTS[number] = thing
+    _KEEPERS[-1].append(thing)
+    return number
+
+
+def by_number(number: int) -> Any:
+    """The object."""
+    return _OBJECTS[number]
