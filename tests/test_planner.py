@@ -145,6 +145,12 @@ def test_what_does_not_fit_names_the_nearest() -> None:
         search("llama3-405b", "8 h100-sxm-80gb", 8, 8192)
 
 
+def test_where_nothing_fits_on_all_devices_fewer_that_divide_more_are_named() -> None:
+    """72 leaves a sample of 2**20 positions eight shares at most; 64 leaves it as many beside tp."""
+    with pytest.raises(InputError, match=r"Every plan has all 72 devices; on 64 of them .*cp_ulysses=.* fits"):
+        search("llama3-8b", "1x72 gb200", 1, 2**20)
+
+
 def test_a_batch_that_no_plan_takes_names_the_nearest_that_would() -> None:
     only = Constraints(fixed=(("tp", 1), ("pp", 1), ("cp", 1), ("cp_ulysses", 1)))
     with pytest.raises(InputError, match=r"global batch of 19 samples.*nearest that would: 16"):

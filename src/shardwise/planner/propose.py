@@ -65,21 +65,22 @@ def search(
     if against:
         raise InputError(against)
     capacity = cluster.device.memory_bytes * (1 - constraints.headroom)
-    looked = _look(subject, cluster, constraints, precision, capacity, say)
+    looked = _look(subject, cluster.world_size, constraints, precision, capacity, say)
     if not looked.considered:
         raise InputError(nothing(subject, cluster, constraints))
     offloaded = not looked.fits and subject.offloads and constraints.offload and constraints.value("offload") is None
     if offloaded:
         nearest = looked.tightest
         asked = replace(constraints, fixed=(*constraints.fixed, ("offload", "optimizer")))
-        looked = _look(subject, cluster, asked, precision, capacity, say)
+        looked = _look(subject, cluster.world_size, asked, precision, capacity, say)
         looked.tightest |= nearest
     if not looked.fits:
         needed, layout = min(looked.tightest.values(), key=lambda item: item[0])
+        fewer = _on_fewer(subject, cluster.world_size, constraints, precision, capacity)
         raise InputError(
             f"no plan fits of {looked.considered:,} that were looked at: the nearest, {plan_of(layout, precision)}, "
             f"needs {bytes_text(needed)} of {bytes_text(capacity)} on each device: {_kept_free(cluster, constraints)}. "
-            "Use more devices, or a smaller batch or sequence"
+            + (fewer or "Use more devices, or a smaller batch or sequence")
             + (f". {subject.unsearched}" if subject.unsearched else "")
         )
     result = _ranked(subject, looked, precision, capacity, say)
@@ -98,6 +99,20 @@ def search(
     return result
 
 
+def _on_fewer(subject: Subject, world: int, constraints: Constraints, precision: str, capacity: float) -> str:
+    """A plan that fits on fewer devices, as many as a power of two, by which more divides; "" where none is known.
+
+    Asked of a model by its numbers alone: a task that is traced would be rehearsed again.
+    """
+    count = 1 << (world.bit_length() - 1)
+    if subject.own or count == world:
+        return ""
+    fits = _look(subject, count, constraints, precision, capacity, silent).fits
+    if not fits:
+        return ""
+    return f"Every plan has all {world} devices; on {count} of them {plan_of(fits[0][1], precision)} fits"
+
+
 def _kept_free(cluster: Cluster, constraints: Constraints) -> str:
     """One sentence on how much of a device's memory is kept free, and why."""
     memory = cluster.device.memory_gb
@@ -107,14 +122,12 @@ def _kept_free(cluster: Cluster, constraints: Constraints) -> str:
     )
 
 
-def _look(
-    subject: Subject, cluster: Cluster, constraints: Constraints, precision: str, capacity: float, say: Say
-) -> _Looked:
+def _look(subject: Subject, world: int, constraints: Constraints, precision: str, capacity: float, say: Say) -> _Looked:
     """Estimate every layout and keep those that fit; ends early where it is interrupted and some fit."""
     found, told, best = _Looked(), time.monotonic(), math.inf
     leader = ""
     try:
-        for layout in map(constraints.applied, subject.layouts(cluster.world_size, constraints)):
+        for layout in map(constraints.applied, subject.layouts(world, constraints)):
             if constraints.fixed and not constraints.allows(plan_of(layout, precision)):
                 continue
             if constraints.check is not None and not _passes(constraints.check, plan_of(layout, precision)):
