@@ -799,13 +799,13 @@ FORCES = {
 
 
 def _force(kind: str, grid: tuple[int, int]) -> str | float:
-    """The gradient of an energy with respect to the field, which is differentiated again."""
+    """Gradients of an energy with respect to the field and the weight, which are differentiated again."""
 
     def run(x, w):
         energy = FORCES[kind](x, w).square().sum()
-        (first,) = torch.autograd.grad(energy, x, create_graph=True)
+        first, slope = torch.autograd.grad(energy, (x, w), create_graph=True)
         (again,) = torch.autograd.grad(first[:, :, ::2].tanh().sum(), x, create_graph=True)
-        return first + again
+        return first + again + slope.tanh().sum()
 
     case = Case(f"force {kind}", (2, 2, 7, 9), run, [(2, 2, 3, 3)], 2)
     expected = _whole(case, 2)

@@ -36,7 +36,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shardwise.comm import Axis
-from shardwise.errors import RefusedPlan, ShardwiseError
+from shardwise.errors import RefusedPlan
 from shardwise.parallel.pipeline.cuts import Holder, Skip, Stage, made_up_shapes
 from shardwise.part.crossing import Along, filled, overwrite, settled
 from shardwise.part.tensor import Part
@@ -150,8 +150,8 @@ class StagedModule:
                 left = False
             except StageExit as over:
                 output, left = tuple(over.leaves), True
-            except (IndexError, ValueError, RuntimeError) as error:
-                if self._entered or isinstance(error, torch.OutOfMemoryError | ShardwiseError):
+            except IndexError as error:
+                if self._entered:
                     raise
                 raise self._on_nothing(stage, error) from error
             finally:
