@@ -168,17 +168,34 @@ CHANGES: dict[str, tuple[str, list[tuple[str, str]]]] = {
         ("        (loss / 2).backward()", "        loss = 2 * prepared.backward(loss / 2)"),
         ("    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)", "    prepared.clip_grad_norm_(0.5)"),
     ]),
+    "agent": ("loader", [
+        ("    loss.backward()", "    loss = prepared.backward(loss)"),
+        ("    nn.utils.clip_grad_norm_(model.parameters(), 0.5)", "    prepared.clip_grad_norm_(0.5)"),
+    ]),
+    "swav": ("loader", [("        loss.backward()", "        loss = prepared.backward(loss)")]),
+    "noisy_gradients": ("loader", [
+        ("        loss.backward()", "        loss = prepared.backward(loss, mean_over=len(y))"),
+    ]),
+    "translation": ("loader", [
+        ("        loss.backward()", "        loss = prepared.backward(loss)"),
+        ("        judged.backward()", "        judged = of_judge.backward(judged)"),
+    ]),
 }  # fmt: skip
 # a second model in the loop is prepared too, on one line more
 SECOND = {
     "gan": "of_judge = judge, judges, loader = shardwise.prepare(judge, judges, loader, plan={plan!r})",
     "actor_critic": "of_critic = critic, critics, loader = shardwise.prepare(critic, critics, loader, plan={plan!r})",
     "wasserstein": "of_critic = critic, critics, loader = shardwise.prepare(critic, critics, loader, plan={plan!r})",
+    "translation": (
+        "of_judge = judge, judges, loader = shardwise.prepare(judge, judges, loader, plan={plan!r}, "
+        'loss_scope="global")'
+    ),
     "mean_teacher": "unlabelled = prepared.split(unlabelled)",
     "two_optimizers": "of_head = head, heads, loader = shardwise.prepare(head, heads, loader, plan={plan!r})",
 }
 WHOLE = ', loss_scope="global"'  # losses of whole batches
 OPTIONS = {"transformer_lm": ", batch_dim=1", "unet_dice": WHOLE, "contrastive": WHOLE, "mixup": WHOLE, "dino": WHOLE,
+           "swav": WHOLE, "translation": WHOLE,
            "truncated": ", batch_dim=1"}  # fmt: skip
 FIRST_LINE_OF_LOOP = "losses = []"
 EXTRA = {"endless": ",accumulate=2", "unet": ",accumulate=2", "seq2seq": ",accumulate=2", "stream": ",accumulate=2"}
@@ -258,9 +275,11 @@ SHORT = [("char_gpt", PLANS_2[3]), ("char_gpt", PLANS_2[1]), ("causal_lm", PLANS
          ("actor_critic", PLANS_2[2]), ("stream", PLANS_2[3]), ("swa", PLANS_2[3]),
          ("fine_tuning", PLANS_2[2]), ("dino", PLANS_2[1]), ("truncated", PLANS_2[0]),
          ("wasserstein", PLANS_2[2]), ("mean_teacher", PLANS_2[0]), ("momentum_contrast", PLANS_2[3]),
-         ("stages", PLANS_2[1]), ("lookahead", PLANS_2[2])]  # fmt: skip
+         ("stages", PLANS_2[1]), ("lookahead", PLANS_2[2]), ("agent", PLANS_2[3]), ("swav", PLANS_2[3]),
+         ("noisy_gradients", PLANS_2[1]), ("translation", PLANS_2[3])]  # fmt: skip
 CUT = [("causal_lm", "tp=2,sp=true"), ("image_classifier", "tp=2,dp_shard=2"),
        ("diffusion", "tp=2"), ("seq2seq", "tp=2"), ("dino", "tp=2"), ("endless", "tp=2"),
+       ("noisy_gradients", "tp=2"),
        ("segmentation", "tp=2,dp_shard=2"), ("truncated", "tp=2"),
        ("fine_tuning", "tp=2,sp=true"), ("stream", "tp=2,sp=true")]  # fmt: skip
 SHARES = [("shifted_gpt", "cp=2"), ("weather", "domain=1x2"),
@@ -286,6 +305,8 @@ REST = [
 # what is refused, in one sentence, and why
 # whose weights tp cannot cut
 NO_PRODUCT = ("neural_operator",)
+# whose own lines read weights, of which zero=3 beside tp leaves a rank a piece of a share
+READ_WEIGHTS = ("swav", "noisy_gradients", "dino", "mean_teacher", "momentum_contrast")
 
 
 OWN_COUNTS = {"shifted_gpt": "correct += (logits"}  # lines that count what a rank has in training
@@ -306,6 +327,8 @@ def refusal(name: str, plan: str) -> str | None:
         return "counts no sample of the main batch"
     if name == "wasserstein" and plan_.zero == 3:
         return "create_graph=True"
+    if name in READ_WEIGHTS and plan_.tp > 1 and plan_.zero == 3:
+        return "this rank holds a share"
     if name == "seq2seq" and plan_.cp * plan_.cp_ulysses > 1:  # transformers drop a mask that is all true
         return "a mask of which one share is all true"
     return None

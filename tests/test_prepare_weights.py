@@ -325,7 +325,7 @@ class Coder(nn.Module):
         return self.decode(self.enc(x))
 
 
-def beside(plan: str | None, case: str = "") -> list[float]:
+def beside(plan: str | None) -> list[float]:
     torch.manual_seed(0)
     model: Any = Coder().double()
     optimizer, loader = adamw(model), DataLoader(samples(8), batch_size=4)
@@ -340,8 +340,7 @@ def beside(plan: str | None, case: str = "") -> list[float]:
         else:
             loss.backward()
         optimizer.step()
-        if case == "with gradients":
-            model.decode(torch.ones(2, 8).double())
+        found.append(model.decode(torch.ones(2, 8).double()).sum().item())  # with gradients
         optimizer.zero_grad()
         with torch.no_grad():
             found += [
@@ -357,14 +356,3 @@ def beside(plan: str | None, case: str = "") -> list[float]:
 def test_what_a_script_calls_and_reads_beside_the_forward(plan: str, pool: RankPool) -> None:
     for found in pool.run(beside, 2, plan):
         assert found == pytest.approx(beside(None), rel=BAR)
-
-
-@pytest.mark.parametrize(
-    ("plan", "case", "words"),
-    [
-        ("dp_shard=2,zero=3", "with gradients", r"model.decode\(...\) uses weights .*with gradients.*line \d+"),
-    ],
-)
-def test_what_would_see_pieces_is_refused(plan: str, case: str, words: str, pool: RankPool) -> None:
-    with pytest.raises(RefusedPlan, match=words):
-        pool.run(beside, 2, plan, case)

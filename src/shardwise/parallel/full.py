@@ -283,6 +283,7 @@ class FullShard:
                 elif gradient.numel():
                     all_reduce(gradient, self._holders, "gradients")
                 self._whole_gradients[index] = gradient
+                param.grad = gradient if index in used else None
             if self.order is not None:
                 self.order.finish_step()
         for index, (param, slot) in enumerate(zip(self.params, self.slots, strict=True)):
@@ -290,6 +291,19 @@ class FullShard:
                 slot.master.grad = self._held(self._whole_gradients[index]) if index in used else None
             elif index in used and param.grad is not None:
                 slot.master.grad = param.grad.to_local()
+
+    def set_gradient(self, index: int, value: DTensor | None) -> None:
+        """A parameter has another gradient from here on, or none in this step, as a script sets it."""
+        torch.Tensor.grad.__set__(self.params[index], value)
+        (self._used.discard if value is None else self._used.add)(index)
+        self.slots[index].master.grad = None if value is None else value.to_local()
+
+    def take_uncut(self) -> None:
+        """Masters' gradients of what is not cut, from what its parameters have now."""
+        for index in self._whole_gradients:
+            found, slot = self.params[index].grad, self.slots[index]
+            (self._used.discard if found is None else self._used.add)(index)
+            slot.master.grad = None if found is None else self._held(found.detach())
 
     @torch.no_grad()
     def publish(self) -> None:

@@ -39,6 +39,7 @@ class Phase:
 
     stand_in: bool = False  # this rank runs a sample that counts nothing
     same: bool = False  # every rank runs the same samples, which count once
+    looked_at: bool = False  # a few samples are run to see what it does with them
 
 
 ValueOf = Callable[[str], torch.Tensor]  # name -> full initial tensor on the CPU

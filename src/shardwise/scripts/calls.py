@@ -15,12 +15,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from shardwise.comm import gather_json, gather_rows
 from shardwise.device import seed_generators
 from shardwise.engine.engine import Engine
-from shardwise.engine.recipe import trainable
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.guard.points import reach
 from shardwise.host import put
@@ -28,19 +26,19 @@ from shardwise.layout.dealing import Share
 from shardwise.memory.chunks import whole
 from shardwise.mesh import Mesh
 from shardwise.parallel.batchnorm import sync_module
-from shardwise.parallel.expert import WithExperts
-from shardwise.parallel.full import FullShard
 from shardwise.part import plain
 from shardwise.part.tensor import Gathers
 from shardwise.scripts.additive import LossLook
 from shardwise.scripts.agreement import same_samples
+from shardwise.scripts.arrivals import Heard, weakly
 from shardwise.scripts.dealt import Dealt, deal
 from shardwise.scripts.divisor import Held
 from shardwise.scripts.draws import SampleDraws
-from shardwise.scripts.guard import TAKEN, Gate
+from shardwise.scripts.entries import Entries
+from shardwise.scripts.guard import Gate
 from shardwise.scripts.kept import Kept
 from shardwise.scripts.loader import Events, PartLoader
-from shardwise.scripts.lookout import look_at_model
+from shardwise.scripts.lookout import Rows, look_at_model
 from shardwise.scripts.meeting import Meeting
 from shardwise.scripts.outside import Outside
 from shardwise.scripts.reading import share_generators
@@ -53,29 +51,14 @@ from shardwise.scripts.whole_batch import WholeBatch
 from shardwise.trace.deferred import seed_of
 
 
-def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """The method as a hook that holds a weak reference to its object, and so does not keep it alive.
-
-    A script keeps its last output, and through autograd's hooks, which Python's collector cannot see through, that
-    would keep the engine and its process groups.
-    """
-    known = weakref.WeakMethod(method)
-
-    def hook(*told: Any) -> None:
-        called = known()
-        if called is not None:
-            called(*told)
-
-    return hook
-
-
-class Calls(Events):
+class Calls(Heard, Events):
     """Follows a script's loop (as the loader's `Events`) and the calls of its model."""
 
     def __init__(
         self, model: nn.Module, mesh: Mesh, randomness: str, seed: int, leader: Calls | None = None, *,
         check: bool = True, loss_scope: str = "sample",
     ) -> None:  # fmt: skip
+        super().__init__()
         self.model, self.mesh = model, mesh
         self.whole = WholeBatch(mesh.data, mesh.device) if loss_scope == "global" and mesh.data.size > 1 else None
         self.randomness, self.seed = randomness, seed
@@ -84,7 +67,6 @@ class Calls(Events):
         self.gathers = False  # every call needs all ranks
         self._gate = Gate()
         self.inside = 0  # the model's forward, how deep
-        self.in_method = 0  # another method of the model's, called with gradients
         self._away = False  # the model's own forward runs, as if nobody followed it
         self.told: Notices = leader.told if leader is not None else Notices(mesh.rank)
         self.leader = leader or self  # the first of the models that one loop trains
@@ -103,16 +85,16 @@ class Calls(Events):
         self.dealt: Dealt | None = leader.dealt if leader is not None else None
         self.checksum = 0  # of all samples so far
         self.called = False  # the model, in training
-        self.stray = False  # a gradient came that no backward of this model asked for
-        self.asked = False  # its own backward runs
-        self._taken = 0  # gradients that came for parameters and did not land there
         self._done = False  # its backward of this batch is over
         self._draws_on = False
         self._in_loop = False  # between a batch and the next
-        self._looked = mesh.data.size == 1
+        self._looks = mesh.data.size > 1
+        self._looked = set[nn.Module | None]()  # entries of the model, on their first samples
         self._check = check
         self._dim: int | None = 0  # of a batch's tensors that counts samples
-        self._joined = False  # batch norm, over ranks
+        self._joined = set[nn.Module]()  # batch norms, over ranks
+        self._dims: dict[nn.Module | None, list[Rows | None]] = {}  # by entry, where its outputs have samples
+        self.entries = Entries(model, self._routes)
         self._door: Door | None = None  # where the plan cuts positions
         self._constants: set[tuple[str, float]] = set()  # in losses, which do not count samples
         self._gathered: set[tuple[str, str]] = set()  # operations of the script's that gather, by line
@@ -128,7 +110,14 @@ class Calls(Events):
     @property
     def is_outside(self) -> bool:
         """Returns whether the script's own code runs: not the model's forward or methods, nor a backward."""
-        return not (self._away or self.inside or self.in_method) and torch._C._current_graph_task_id() == -1
+        return not (self._away or self.inside) and torch._C._current_graph_task_id() == -1
+
+    def _routes(self) -> bool:
+        """Whether a module that the script calls by itself is to run within a call of the model."""
+        if self._away or self.inside or self._gate.is_open:
+            return False
+        followed = self.kept is not None and self.kept.on
+        return self.gathers or followed or (torch.is_grad_enabled() and self.model.training)
 
     @property
     def draws(self) -> SampleDraws | None:
@@ -271,6 +260,12 @@ class Calls(Events):
             return args, kwargs
         if self.mesh.world.size > 1:
             refuse_transform()
+        if self._door is not None and self.entries.now is not None:
+            raise RefusedPlan(
+                f"a {type(self.entries.now).__name__} of the model is called by itself where positions are cut, which "
+                "is followed around the model's own call alone: let model(...) call it, or leave cp, cp_ulysses and "
+                "domain out"
+            )
         settle = self._settle()
         if settle is not None:
             settle()
@@ -292,12 +287,13 @@ class Calls(Events):
             self.kept.after = False
         self.called = True
         self.resume()
-        if not self._looked:
-            self._looked = True
+        if self._looks and self.entries.now not in self._looked:
+            self._looked.add(self.entries.now)
             self._look(self.engine, args, kwargs)
         if self.loss_look is not None:
             self.told.say(self.loss_look.enter(self.model, (args, kwargs)))
         if self.whole is not None and self.inside == 1:
+            self.whole.dims = self._dims.get(self.entries.now)
             args, kwargs = self._own_samples(self.whole, args, kwargs)
         if self.draws is not None:
             if self.engine.state.phase.same:
@@ -359,11 +355,11 @@ class Calls(Events):
         if self.engine.state.tensor is not None or self._door is not None:
             output = seen_outside(output)
         if self._door is not None and not self.inside:
-            Gathers.told = _weakly(self._gathers_outside)
+            Gathers.told = weakly(self._gathers_outside)
         if module.training and torch.is_grad_enabled() and self.mesh.world.size > 1:
             for tensor in tensors_of(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(_weakly(self._returns))
+                    tensor.register_hook(weakly(self._returns))
             if self.loss_look is not None:
                 output = self.loss_look.leave(output)
             self._ends += [tensor.grad_fn for tensor in tensors_of(output) if tensor.grad_fn is not None]
@@ -397,33 +393,6 @@ class Calls(Events):
         table = gather_rows(row, self.mesh.data)
         self.engine.state.phase.same = bool((table == table[0]).all())
 
-    def _listen(self, engine: Engine) -> None:
-        """Hear of gradients that arrive at parameters."""
-        for technique in techniques_of(engine):
-            if isinstance(technique, FullShard):
-                technique.heard = self._arrives
-        for _, param in trainable(engine.module):
-            if not isinstance(param, DTensor):
-                param.register_hook(_weakly(self._comes))
-                param.register_post_accumulate_grad_hook(_weakly(self._lands))
-
-    def _comes(self, gradient: torch.Tensor) -> None:
-        """For a parameter, on its way to `.grad` or into the hands of whoever asked for it."""
-        self._taken += not self.asked and not self._gate.is_open
-
-    def _lands(self, param: torch.Tensor) -> None:
-        self._taken -= not self.asked and not self._gate.is_open
-        self._arrives(param)
-
-    def refuse_taken(self) -> None:
-        """Raise `RefusedPlan` where the script has asked for gradients of parameters by `torch.autograd.grad`."""
-        if self._taken:
-            raise RefusedPlan(TAKEN)
-
-    def _arrives(self, param: torch.Tensor) -> None:
-        """Of its own backward, or of another model's behind it (a GAN's)."""
-        self.stray |= not self.asked
-
     @contextmanager
     def _looking_away(self) -> Iterator[None]:
         self._away = True
@@ -432,44 +401,26 @@ class Calls(Events):
         finally:
             self._away = False
 
-    @names_line
-    def _returns(self, gradient: torch.Tensor) -> None:
-        """A gradient comes back into the model, in a backward that is recorded or in a plain one."""
-        if torch.is_grad_enabled() and self._door is not None:
-            raise RefusedPlan(
-                "torch.autograd.grad(..., create_graph=True) through the model (a penalty on gradients) where its "
-                "positions are cut: a gradient that is differentiated again would lack what other ranks send: use "
-                "dp_replicate or dp_shard with zero=1 or zero=2"
-            )
-        if torch.is_grad_enabled() and any(isinstance(one, FullShard) for one in techniques_of(self.engine)):
-            raise RefusedPlan(
-                "torch.autograd.grad(..., create_graph=True) through the model (a penalty on gradients) under zero=3: "
-                "units have freed their weights, and reduced their gradients, before the second backward needs them: "
-                "use zero=2"
-            )
-
     def _look(self, engine: Engine, args: tuple, kwargs: dict) -> None:
         """On the first batch: does each sample's output depend on that sample alone?"""
         self.suspend()
         held = self.dealt.held.count if self.dealt is not None else 0
         if self.whole is not None and self.dealt is not None:
             held = self.dealt.part.total
+        phase = engine.state.phase
         with self._gate.open(), thawed(self.model, engine.state.names):
+            phase.looked_at = True
             look = look_at_model(engine, args, kwargs, held, self._dim, check=self._check, plainly=self._looking_away)
+            phase.looked_at = False
         for module in look.batch_norms:
-            sync_module(module, engine.mesh.data, engine.state.phase)
-        self._joined = bool(look.batch_norms)
-        engine.notices.extend(look.notices)
-        if self.whole is not None:
-            self.whole.dims = look.dims
+            if module not in self._joined:
+                sync_module(module, engine.mesh.data, phase)
+                self._joined.add(module)
+        engine.notices.extend(one for one in look.notices if one not in engine.notices)
+        if self.whole is not None and look.dims is not None:
+            self._dims[self.entries.now] = look.dims
         torch.clear_autocast_cache()  # of casts that were made without gradients
         self.resume()
-
-
-def techniques_of(engine: Engine | None) -> list[Any]:
-    """Returns the data-parallel techniques that hold the engine's weights: one, or the experts' and the rest's."""
-    technique: Any = engine.technique if engine is not None else None
-    return [technique.rest, technique.experts] if isinstance(technique, WithExperts) else [technique]
 
 
 def leader_of(loader: Any, mesh: Mesh, randomness: str, loss_scope: str) -> Calls | None:

@@ -52,6 +52,7 @@ class CutData(torch.Tensor):
 
     weights: CutWeights
     path: str
+    answers_first = True  # beside parts that a model gave
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):

@@ -1,7 +1,7 @@
-"""What a script must not read from its model under a plan: gradients and weights of which this rank holds pieces.
+"""What a script reads from its model where this rank holds pieces: whole gradients and weights, or a refusal.
 
 Under zero=1 and 2 (and with masters of their own) a parameter has no gradient that a script could use, and torch's
-`clip_grad_norm_` would find none and do nothing. Reading `param.grad` therefore says so.
+`clip_grad_norm_` would find none and do nothing. Reading `param.grad` therefore gathers (`gradients`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -36,13 +36,26 @@ OF_A_SHARE = (
 TAKEN = (
     "torch.autograd.grad(..., parameters): what it gives is the gradient of this rank's samples alone, or of its part "
     "of the batch, and no rank has one process's: weigh losses by their values (prepared.sum), or read param.grad "
-    "after prepared.backward under dp_replicate"
+    "after prepared.backward(loss, retain_graph=True) of each"
 )
 _LEFT = (
     "a parameter is used ({}) that was the model's before prepare and is no more: the plan put another in its place. "
     "Take model.parameters() anew in each step"
 )
 Answer = Callable[[Any, tuple, dict], Any]  # (function of torch, args, kwargs) -> its result
+
+
+class WholeGradients(Protocol):
+    """What knows the whole gradients."""
+
+    def get(self, param: nn.Parameter) -> torch.Tensor | None:
+        """Of a parameter."""
+
+    def set(self, param: nn.Parameter, value: torch.Tensor | None) -> None:
+        """To another one."""
+
+
+Known = Callable[[], WholeGradients | None]
 _COPYING = 4  # the protocol of copy.deepcopy; torch.save has a lower one
 
 
@@ -67,23 +80,23 @@ class Gate:
             self._opened -= 1
 
 
-def _in_pieces(gate: Gate) -> type[nn.Parameter]:
-    """Returns the class of parameters whose `.grad` raises while the gate is closed."""
+def _in_pieces(gate: Gate, known: Known) -> type[nn.Parameter]:
+    """Returns the class of parameters whose `.grad` is the whole gradient while the gate is closed."""
     own = torch.Tensor.grad
 
     class InPieces(nn.Parameter):
         @property
         def grad(self) -> torch.Tensor | None:
-            if not gate.is_open:
-                _raise(
-                    "param.grad: under this plan gradients are in pieces, not in the model's parameters: clip with "
-                    "prepared.clip_grad_norm_(max_norm); for anything else on gradients use dp_replicate"
-                )
-            return own.__get__(self)
+            gradients = None if gate.is_open or torch._C._current_graph_task_id() != -1 else known()
+            return own.__get__(self) if gradients is None else gradients.get(self)
 
         @grad.setter
         def grad(self, value: torch.Tensor | None) -> None:
-            own.__set__(self, value)
+            gradients = None if gate.is_open or torch._C._current_graph_task_id() != -1 else known()
+            if gradients is None:
+                own.__set__(self, value)
+            else:
+                gradients.set(self, value)
 
         @grad.deleter
         def grad(self) -> None:
@@ -94,12 +107,14 @@ def _in_pieces(gate: Gate) -> type[nn.Parameter]:
 
 def guard_gradients(
     model: nn.Module, technique: Any, *, all: bool, shares: Collection[str], summed: tuple[Axis, ...],
-    beside: tuple[Axis, ...], inside: Callable[[], bool], whole: Answer | None = None,
+    beside: tuple[Axis, ...], inside: Callable[[], bool], gradients: Known, whole: Answer | None = None,
 ) -> Gate:  # fmt: skip
-    """Make `param.grad` raise where gradients are elsewhere than in the parameters; returns the gate that allows it.
+    """Make `param.grad` the whole one where gradients are elsewhere than in the parameters; returns the gate that is
+    open while the engine reads what a rank holds.
 
     all     under any technique: the parameters are shares, or lower-precision copies of masters
     shares  names of those that are shares
+    gradients   knows the whole gradients; not yet there while the model is spread
     whole   what a function of shares is, read by the script's own code; None: they raise, as a norm would be that of
             this rank's share. Within the model's forward and in backward they always do
     summed  axes whose ranks have the same samples: what the script itself computes of a weight (a penalty) every one
@@ -113,9 +128,11 @@ def guard_gradients(
         return gate
     if shares:
         FUNCTIONS[torch.autograd.grad] = _grad_beside_weights
-    pieces: Any = _in_pieces(gate)
+    pieces: Any = _in_pieces(gate, gradients)
 
     class WeightShare(pieces):
+        answers_first = True  # beside parts that a model gave
+
         @classmethod
         def __torch_function__(cls, func, types, args=(), kwargs=None):
             if not gate.is_open:
@@ -136,7 +153,7 @@ def guard_gradients(
                 return func(*args, **(kwargs or {}))
 
     for name, param in model.named_parameters():
-        if param.requires_grad and type(param) is nn.Parameter:
+        if (param.requires_grad or name in shares) and type(param) is nn.Parameter:
             param.__class__ = WeightShare if name in shares else WholeWeight if shares else pieces
     if summed or beside:
         _count_once(model, gate, summed, beside, inside, WholeWeight if shares else pieces)

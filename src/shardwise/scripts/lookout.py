@@ -25,6 +25,7 @@ from shardwise.engine.samples import SAMPLES
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.host import put
 from shardwise.parallel.batchnorm import batch_norm_modules
+from shardwise.part import plain
 from shardwise.step.batching import samples_in, slice_samples
 from shardwise.step.loss import Loss
 from shardwise.trace.stand_in import standing_in
@@ -71,6 +72,7 @@ def look_at_model(
     alone = [(places.cut(batch, place, place + 1), 1) for place in range(n)]
     outputs: list[int | None] = []  # of each output, the dim that counts samples
     shapes: list[list[tuple[int, ...]]] = []  # of all outputs, for each number of samples
+    made: dict[int, list[Any]] = {}  # and they themselves, of all samples, the first, the others
 
     def evaluate(one: tuple[tuple, int]) -> Loss:
         (given_args, given_kwargs), count = one
@@ -84,6 +86,7 @@ def look_at_model(
                 f"each rank has a part{_hint(dim)}"
             ) from error
         leaves = tree_flatten(dict(output) if isinstance(output, Mapping) else output)[0]
+        made.update({at: leaves for at, asked in enumerate(given) if asked is one})
         shapes.append([tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else () for leaf in leaves])
         if not outputs:
             outputs.extend(Places(count, dim or 0, more=bool(dim)).of(leaf) for leaf in leaves)
@@ -100,7 +103,7 @@ def look_at_model(
         if dim or "add up over samples" not in str(error):
             raise
         raise RefusedPlan(f"{error}{_hint(dim)}") from None
-    return ModelLook(findings.batch_norms, findings.notices, _following(shapes, sizes))
+    return ModelLook(findings.batch_norms, findings.notices, _following(shapes, sizes, made))
 
 
 def _refuse_longest(shapes: list[list[tuple[int, ...]]], places: list[int | None], samples: int) -> None:
@@ -119,16 +122,36 @@ def _refuse_longest(shapes: list[list[tuple[int, ...]]], places: list[int | None
                 )
 
 
-def _following(shapes: list[list[tuple[int, ...]]], sizes: tuple[int, ...]) -> list[int | None] | None:
-    """Of each output, the dim that is as large as the samples are many, whatever their number."""
+def _following(
+    shapes: list[list[tuple[int, ...]]], sizes: tuple[int, ...], made: dict[int, list[Any]]
+) -> list[Rows | None] | None:  # fmt: skip
+    """Of each output, where its samples lie: the dim that is as large as they are many, whatever their number, or one
+    of so many views of each, whose values are those of samples by themselves.
+    """
     if len(shapes) < len(sizes) or len({len(each) for each in shapes}) > 1:
         return None
-    found: list[int | None] = []
-    for of_one in zip(*shapes[: len(sizes)], strict=True):
+    found: list[Rows | None] = []
+    for at, of_one in enumerate(zip(*shapes[: len(sizes)], strict=True)):
         ndim = min(len(shape) for shape in of_one)
         fits = [d for d in range(ndim) if tuple(shape[d] for shape in of_one) == sizes]
-        found.append(fits[0] if fits else None)
+        found.append(Rows(fits[0]) if fits else _of_views([made[n][at] for n in range(len(sizes))], sizes))
     return found
+
+
+def _of_views(outputs: list[Any], sizes: tuple[int, ...]) -> Rows | None:
+    """Where an output has several rows of each sample along its first dim: view after view, or side by side."""
+    if not all(isinstance(one, torch.Tensor) and one.dim() and len(one) for one in outputs):
+        return None
+    whole, *parts = (plain(one.detach()) for one in outputs)
+    views = len(whole) // sizes[0]
+    if views < 2 or [len(whole), *map(len, parts)] != [views * size for size in sizes]:
+        return None
+    bar = 1e-9 if whole.dtype in (torch.float64, torch.complex128) else 1e-3
+    for rows in (Rows(0, views, True), Rows(0, views, False)):
+        together = rows.back(torch.cat([rows.first(part) for part in parts]))
+        if torch.allclose(together, whole, rtol=bar, atol=bar * float(whole.abs().max())):
+            return rows
+    return None
 
 
 def _differs(
@@ -161,7 +184,31 @@ class ModelLook:
 
     batch_norms: list[nn.Module]
     notices: list[str]
-    dims: list[int | None] | None = None
+    dims: list[Rows | None] | None = None
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Where a tensor has its samples: along `dim`; `views` rows of each, `after` one another (x1 x2 .. x1' x2' ..)."""
+
+    dim: int
+    views: int = 1
+    after: bool = True
+
+    def first(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the tensor with one row for each sample, first."""
+        tensor = tensor.movedim(self.dim, 0)
+        if self.views == 1:
+            return tensor
+        if self.after:
+            return tensor.unflatten(0, (self.views, -1)).transpose(0, 1)
+        return tensor.unflatten(0, (-1, self.views))
+
+    def back(self, rows: torch.Tensor) -> torch.Tensor:
+        """Returns what `first` was given."""
+        if self.views > 1:
+            rows = (rows.transpose(0, 1) if self.after else rows).flatten(0, 1)
+        return rows.movedim(0, self.dim)
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,10 @@
 """Methods of a model other than `forward` (decode, encode, generate), called by a script where ranks hold pieces.
 
-Weights are gathered, or seen as parts of the whole, around the model's forward. A method that calls its parts by itself
-runs with all weights gathered, and gives whole tensors; without gradients, since what a loss needs happens around
-`model(...)`.
+    z = model.encode(x)     with gradients: as the script's own code; the modules that it calls are gathered for
+                            (`entries`)
+                            under torch.no_grad(): on every rank, with all weights gathered once
 
-    z = model.encode(x)     under torch.no_grad(): on every rank, the whole of it
-                            with gradients: refused, by name
+What a method gives is whole.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from shardwise.errors import RefusedPlan
 from shardwise.part import plain
 from shardwise.part.tensor import Gathers
 from shardwise.scripts.calls import Calls
@@ -78,20 +76,27 @@ def _wrapped(prepared: Piecewise, name: str, method: Callable[..., Any]) -> Call
         if module is not prepared.model or prepared.calls.inside:  # within the forward, or another such method
             return method(module, *args, **kwargs)
         if torch.is_grad_enabled() and not _switches_gradients_off(method):
-            return _with_gradients(prepared, name, method, module, args, kwargs)
+            found = method(module, *args, **kwargs)
+            return tree_map_only(DTensor, lambda one: one.full_tensor(), found)
         prepared.meet(f"model.{name}()")
+        kept = prepared.calls.kept
+        of = kept.enter((args, kwargs), module) if kept is not None else frozenset()
         root = module if isinstance(module, FSDPModule) else None
         if root is not None:
+            root._get_fsdp_state()._lazy_init()  # no unit is to take itself for the root
             root.unshard()
         prepared.calls.inside += 1
         Gathers.all = True  # what a method draws from a cut row of scores, or sorts, it does to the whole
         try:
-            return tree_map_only(torch.Tensor, plain, method(module, *args, **kwargs))
+            found = tree_map_only(torch.Tensor, plain, method(module, *args, **kwargs))
         finally:
             Gathers.all = False
             prepared.calls.inside -= 1
             if root is not None:
                 root.reshard()
+        if kept is not None:
+            kept.leave(found, of, module)
+        return found
 
     return call
 
@@ -100,23 +105,3 @@ def _switches_gradients_off(method: Callable[..., Any]) -> bool:
     """Whether a method was decorated by `torch.no_grad()` or `torch.inference_mode()`."""
     found = inspect.getclosurevars(method).nonlocals.get("ctx_factory") if inspect.isfunction(method) else None
     return callable(found) and isinstance(found(), torch.no_grad | torch.inference_mode)
-
-
-def _with_gradients(
-    prepared: Piecewise, name: str, method: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict
-) -> Any:  # fmt: skip
-    """A method that goes through the model's own call is right as it is; one that uses its weights beside it is not."""
-    prepared.calls.in_method += 1
-    try:
-        return tree_map_only(DTensor, lambda one: one.full_tensor(), method(module, *args, **kwargs))
-    except RefusedPlan:
-        raise
-    except RuntimeError as error:
-        if "DTensor" not in str(error):
-            raise
-        raise RefusedPlan(
-            f"model.{name}(...) uses weights of which this rank holds pieces, with gradients and beside the model's "
-            "own call: let forward call it (model(...)), or call it under torch.no_grad()"
-        ) from error
-    finally:
-        prepared.calls.in_method -= 1

@@ -27,6 +27,7 @@ from shardwise.comm import Axis, all_reduce, broadcast
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.parallel.full import FullShard
 from shardwise.part import with_summed_gradient
+from shardwise.scripts.gradients import Gradients
 from shardwise.scripts.guard import OF_A_SHARE, TAKEN, Gate, reads_values
 from shardwise.scripts.saying import names_line
 from shardwise.trace.leaves import replaced, tensors_in
@@ -46,9 +47,10 @@ class Pieces:
 
     def __init__(
         self, technique: FullShard, gate: Gate, *, inside: Callable[[], bool], meet: Callable[[str], None],
-        summed: tuple[Axis, ...], holders: Axis, shares: Collection[str], draws_apart: bool,
+        summed: tuple[Axis, ...], holders: Axis, shares: Collection[str], draws_apart: bool, gradients: Gradients,
     ) -> None:  # fmt: skip
         """
+        gradients   the whole ones
         inside   whether the model's forward runs, in which FSDP2 itself swaps parameters
         summed   axes whose ranks compute the same of a weight, so that its gradient counts once
         holders  ranks over which gradients are summed
@@ -56,13 +58,14 @@ class Pieces:
         draws_apart  ranks' generators differ
         """
         self.technique, self.gate, self.inside, self.meet = technique, gate, inside, meet
-        self.summed, self.holders, self.draws_apart = summed, holders, draws_apart
+        self.summed, self.holders, self.draws_apart, self.gradients = summed, holders, draws_apart, gradients
         self._index = {id(param): at for at, param in enumerate(technique.params)}
         self._shares = {id(p) for p, slot in zip(technique.params, technique.slots, strict=True) if slot.name in shares}
         self._kind = _kind_of(weakref.ref(self))
-        for param in technique.params:
-            if type(param) is DTensor:
-                param.__class__ = self._kind
+        held = [param for param in technique.module.parameters() if type(param) is DTensor]  # what is frozen too
+        self._held = {id(param) for param in held}
+        for param in held:
+            param.__class__ = self._kind
 
     def answer(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """Returns `func` of the whole weights, as the script means it. Subclasses' own answers are off."""
@@ -154,6 +157,23 @@ class Pieces:
     def _whole(self, piece: DTensor) -> torch.Tensor:
         return with_summed_gradient(_Whole.apply(piece, self), self.summed)
 
+    def gradient(self, param: DTensor) -> torch.Tensor | None:
+        """`param.grad`, answered as the weight itself is; of a weight that tp or ep cut too, the whole one."""
+        if id(param) in self._shares:
+            return self.gradients.get(param)
+        reached = self._index.get(id(param)) in self.technique._used
+        return self._seen(torch.Tensor.grad.__get__(param)) if reached else None
+
+    def set_gradient(self, param: DTensor, value: torch.Tensor | None) -> None:
+        """`param.grad = value`, which every rank has alike, whole or in pieces; None: it is left out of this step."""
+        if id(param) in self._shares:
+            self.gradients.set(param, value)
+            return
+        if value is not None and not isinstance(value, DTensor):
+            value = distribute_tensor(self._same(value), param.device_mesh, param.placements, src_data_rank=None)
+        if id(param) in self._index:
+            self.technique.set_gradient(self._index[id(param)], value)
+
     def reached(self, piece: DTensor) -> None:
         """A gradient comes to a parameter beside its unit's forward."""
         if id(piece) in self._index:
@@ -174,24 +194,52 @@ class Pieces:
             pieces = distribute_tensor(self._same(value), param.device_mesh, param.placements, src_data_rank=None)
             local = pieces.to_local().clone()
         param._local_tensor = local
-        at = self._index.get(id(param))
-        if at is None:
+        if id(param) not in self._held:
             return  # a tensor that the script has made of one
         for unit in self.technique.module.modules():
             for group in unit._get_fsdp_state()._fsdp_param_groups if isinstance(unit, FSDPModule) else ():
                 for held in group.fsdp_params:
                     if held.sharded_param is param:
                         held.reset_sharded_param()
-        self.technique.slots[at].master.data = param._local_tensor.detach()
+        at = self._index.get(id(param))
+        if at is not None:
+            self.technique.slots[at].master.data = param._local_tensor.detach()
+
+
+def _asked(known: weakref.ref[Pieces]) -> Pieces | None:
+    """What answers the script's own code; None where the engine, the model's forward or a backward asks."""
+    pieces = known()
+    if pieces is None or pieces.gate.is_open or pieces.inside() or torch._C._current_graph_task_id() != -1:
+        return None
+    return pieces
 
 
 def _kind_of(known: weakref.ref[Pieces]) -> type[DTensor]:
+    own = torch.Tensor.grad
+
     class ShardedWeight(DTensor):
+        @property
+        def grad(self) -> torch.Tensor | None:
+            pieces = _asked(known)
+            return own.__get__(self) if pieces is None else pieces.gradient(self)
+
+        @grad.setter
+        def grad(self, value: torch.Tensor | None) -> None:
+            pieces = _asked(known)
+            if pieces is None:
+                own.__set__(self, value)
+            else:
+                pieces.set_gradient(self, value)
+
+        @grad.deleter
+        def grad(self) -> None:
+            own.__delete__(self)
+
         @classmethod
         def __torch_function__(cls, func, types, args=(), kwargs=None):
-            pieces = known()
+            pieces = _asked(known)
             with torch._C.DisableTorchFunctionSubclass():
-                if pieces is None or pieces.gate.is_open or pieces.inside() or torch._C._current_graph_task_id() != -1:
+                if pieces is None:
                     return func(*args, **(kwargs or {}))
                 return names_line(pieces.answer)(func, args, kwargs or {})
 

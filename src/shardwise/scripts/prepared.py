@@ -13,7 +13,7 @@ again (`additive`); what left torch on the way is not followed.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 from weakref import WeakSet
@@ -41,8 +41,11 @@ from shardwise.ranks import here, join
 from shardwise.ranks.launchers import own_device
 from shardwise.scripts import optimizer as optimizers
 from shardwise.scripts.agreement import same_given
+from shardwise.scripts.arrivals import techniques_of
 from shardwise.scripts.calls import Calls, leader_of
 from shardwise.scripts.cut_weights import CutWeights, answer_of
+from shardwise.scripts.entries import Several
+from shardwise.scripts.gradients import Gradients
 from shardwise.scripts.guard import Gate, guard_conversion, guard_copies, guard_gradients, retire
 from shardwise.scripts.held import hold
 from shardwise.scripts.loader import Events, PartLoader, Reads
@@ -64,7 +67,7 @@ _PREPARED: WeakSet[nn.Module] = WeakSet()  # what a plan has changed in place
 
 @names_line
 def prepare(
-    model: nn.Module,
+    model: nn.Module | Sequence[nn.Module],
     optimizer: Optimizer,
     loader: Any,
     *,
@@ -81,7 +84,8 @@ def prepare(
 ) -> Prepared:
     """Spread a script's model, optimizer and loader over the ranks of this run, as the plan says. Collective.
 
-    model       built, with its weights; rank 0's are handed out where ranks differ. Changed in place
+    model       built, with its weights; rank 0's are handed out where ranks differ. Changed in place. Or several that
+                one optimizer trains, as a tuple: (encoder, head)
     optimizer   made from the model's parameters, before its first step. Changed in place
     loader      the one that one process would use; a batch of it is a global micro-batch
     plan        any but pipelines; accumulate is the calls of `backward` in one step. What tp, ep, cp, cp_ulysses and
@@ -108,6 +112,8 @@ def prepare(
     script's own loop cannot follow.
     """
     plan = Plan.parse(plan)
+    if isinstance(model, tuple | list):
+        model = Several(model)
     _refuse_twice(model)
     check_given(model, optimizer, plan, randomness, loss_scope)
     _join_ranks(plan)
@@ -163,8 +169,9 @@ class Prepared(Stepping):
         self.loader = self._cut(loader, self.calls, reads) if leader is None else loader
         self._begin()
         self._engine: Engine | None = None
+        self.gradients = None
         self._gate, self._state_gate = Gate(), Gate()
-        self._unguarded = self._shares and plan.zero == 3 and self.mesh.shard.size > 1  # FSDP's own parameters
+        self._unguarded = False
         self._told = self.calls.told
         world = self.mesh.world
         self._pieces = holds_pieces(plan) and world.size > 1
@@ -259,7 +266,7 @@ class Prepared(Stepping):
         before = states_of(self.optimizer, self.all_names)
         if mesh.world.size > 1:
             same_given("prepare: the optimizer's state", before, mesh.world, mesh.device)
-        with generators_kept(), thawed(model, self._shapes):
+        with generators_kept(), thawed(model, self._shapes), self.calls.entries.paused():
             self._engine = engine = make_engine(
                 model, plan, mesh, self.branches, self.seed, self._spatial, call, samples
             )
@@ -273,15 +280,18 @@ class Prepared(Stepping):
                 'the model is compiled, which has no effect where draws are followed: give randomness="fast" to use it'
             )
         in_pieces = self._shares or isinstance(engine.technique, FullShard)
+        fsdp = [isinstance(one, FullShard) for one in techniques_of(engine)]
+        self._unguarded = len(fsdp) > 1 and any(fsdp)
         mixed = engine.state.precision.mixed
         cuts = set(engine.state.tensor.cuts) if engine.state.tensor is not None else set()
-        calls = self.calls
+        calls, me = self.calls, weakref.ref(self)
         self._gate = guard_gradients(
             model, engine.technique, all=self._shares or mixed, shares=cuts, summed=mesh.inner,
             beside=(calls.whole is not None and (mesh.data,)) or (),
-            inside=lambda: calls.inside > 0,
+            inside=lambda: calls.inside > 0, gradients=lambda: known.gradients if (known := me()) is not None else None,
             whole=answer_of(weakref.ref(self)) if cuts and not isinstance(engine.technique, FullShard) else None,
         )  # fmt: skip
+        self.gradients = Gradients(engine.state, self._gate, self.meet, self._are_whole)
         if cuts:
             self.cut_weights = CutWeights(
                 engine.state, self._gate, self.meet, (*((mesh.data,) if calls.whole is not None else ()), *mesh.inner),
@@ -324,9 +334,9 @@ class Prepared(Stepping):
 
         beside = (mesh.data,) if calls.whole is not None else ()
         self._held_pieces = Pieces(
-            technique, self._gate, inside=lambda: calls.inside + calls.in_method > 0, meet=meet,
+            technique, self._gate, inside=lambda: calls.inside > 0, meet=meet,
             summed=(*beside, *mesh.inner), holders=mesh.gradients, shares=cuts,
-            draws_apart=calls.randomness == "fast",
+            draws_apart=calls.randomness == "fast", gradients=self._whole_gradients,
         )  # fmt: skip
         draw_whole(weakref.ref(self._held_pieces))
 
@@ -361,7 +371,8 @@ class Prepared(Stepping):
         return self._engine
 
     def __iter__(self) -> Iterator[Any]:
-        return iter((self.model, self.optimizer, self.loader))
+        model = tuple(self.model) if isinstance(self.model, Several) else self.model
+        return iter((model, self.optimizer, self.loader))
 
     def split(self, loader: Any, *, trains: bool = False) -> PartLoader:
         """Another loader, cut like the main one. A rank without a sample gets a stand-in: its `part.count` is 0, and

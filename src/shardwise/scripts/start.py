@@ -20,6 +20,7 @@ from shardwise.engine.engine import Engine
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan, check
 from shardwise.mesh import Mesh
+from shardwise.scripts.entries import Way
 from shardwise.scripts.guard import refuse_hooks
 from shardwise.scripts.shares import Named
 from shardwise.scripts.spread import total_of
@@ -96,7 +97,10 @@ def waits_for_call(plan: Plan) -> bool:
 
 def is_compiled(model: nn.Module) -> bool:
     """Whether the model, or a module in it, went through torch.compile."""
-    return any(hasattr(child, "_orig_mod") or child._compiled_call_impl is not None for child in model.modules())
+    return any(
+        hasattr(child, "_orig_mod") or not isinstance(child._compiled_call_impl, Way | None)
+        for child in model.modules()
+    )
 
 
 def with_dtype(plan: Plan, model: nn.Module) -> Plan:

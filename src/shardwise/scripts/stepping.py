@@ -8,7 +8,6 @@ optimizer.zero_grad()               the step is over
 
 from __future__ import annotations
 
-import math
 import types
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -16,17 +15,22 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from shardwise.comm import gather_rows
 from shardwise.comm.buckets import GradientBuckets
 from shardwise.engine.engine import Engine
 from shardwise.errors import InputError, RefusedPlan
+from shardwise.host import row_of
 from shardwise.layout import Plan
 from shardwise.parallel.full import FullShard
 from shardwise.part import forget, plain, whole
 from shardwise.scripts.agreement import compare, same_change
-from shardwise.scripts.calls import techniques_of
+from shardwise.scripts.arrivals import techniques_of
 from shardwise.scripts.divisor import Divisor, divisor_of, refuse_division
+from shardwise.scripts.given import check_loss, check_number
+from shardwise.scripts.gradients import Gradients
 from shardwise.scripts.guard import RefusedScaler
 from shardwise.scripts.moved import FirstSteps
 from shardwise.scripts.outside import Outside
@@ -46,8 +50,9 @@ class Stepping(OverRanks):
     all_names: list[list[str]]  # of the optimizer's groups, frozen parameters among them
     _told: Notices
     _first: FirstSteps
+    gradients: Gradients | None  # as the script sees them, once the model is spread
     _shares: bool  # tp or ep cut weights
-    _unguarded: bool  # whose gradients are FSDP's own parameters'
+    _unguarded: bool  # experts beside the rest, whose gradients are FSDP's own parameters'
 
     @property
     @abstractmethod
@@ -77,7 +82,7 @@ class Stepping(OverRanks):
     @names_line
     def backward(
         self, loss: torch.Tensor, weight: torch.Tensor | float | None = None, *,
-        mean_over: torch.Tensor | float | None = None, also: Sequence[Stepping] = (),
+        mean_over: torch.Tensor | float | None = None, also: Sequence[Stepping] = (), retain_graph: bool = False,
     ) -> torch.Tensor:  # fmt: skip
         """Stands for `loss.backward()`. Collective.
 
@@ -87,14 +92,15 @@ class Stepping(OverRanks):
         mean_over  what this rank's mean is over, where that differs between ranks: the loss becomes the mean over
                    all ranks, of this micro-batch alone; whatever else it was divided by stays
         also       what `prepare` returned for other models that this loss trains too, each with its own optimizer
+        retain_graph    as `loss.backward` has it: another backward goes through the same graph
 
         With the plan's last micro-batch, gradients are summed over ranks and divided. Returns this micro-batch's loss
         over all ranks. Without weight or mean_over, a mean is one over samples that are alike; raises `InputError` for
         one that ranks took over numbers out of proportion to their samples.
         """
-        _check_loss(loss)
+        check_loss(loss)
         for given, name in ((weight, "weight"), (mean_over, "mean_over")):
-            _check_number(given, name)
+            check_number(given, name)
         together = self._together(also)
         for each in together:
             each._ready()
@@ -130,7 +136,7 @@ class Stepping(OverRanks):
                 inside.enter_context(each._asking())
             scaled = engine.state.scale
             scale = scaled.factor(weights[0], engine.mesh.data, engine.device) if scaled is not None else 1.0
-            (total * scale if scale != 1.0 else total).backward()
+            (total * scale if scale != 1.0 else total).backward(retain_graph=retain_graph)
         for each, counted in zip(together, weights, strict=True):
             each._count(Loss(total.detach(), counted), stands_in)
         if engine.plan.accumulate == 1:
@@ -217,12 +223,24 @@ class Stepping(OverRanks):
             gradients = held_gradients(self.engine.state)
         if gradients and factor < 1.0:
             torch._foreach_mul_(gradients, factor)
+            self._whole_gradients.scaled(factor)
         return torch.tensor(self.grad_norm)
+
+    def _are_whole(self) -> bool | None:
+        """Returns whether this step's gradients are those of all ranks; None where none came yet."""
+        return None if self._tally is None else self._finished
+
+    @property
+    def _whole_gradients(self) -> Gradients:
+        assert self.gradients is not None
+        return self.gradients
 
     # --- a step
 
     def _open_step(self) -> None:
         self._refuse_stray("prepared.backward")
+        if self._finished and self._cleared():
+            self._discard()
         if self._finished and not self._stepped:
             k = self.engine.plan.accumulate
             raise InputError(
@@ -240,6 +258,13 @@ class Stepping(OverRanks):
                 self.engine.technique.start_step()
             counts = self.mesh.counts and not (self._of_whole_batches and self.mesh.data.index)
             self._tally = Tally(self.engine.device, counts)
+
+    def _cleared(self) -> bool:
+        """Whether the script has taken all gradients away by hand (`p.grad = None`, `p.grad.zero_()`). Collective."""
+        with self._gate.open():
+            self._whole_gradients.put_back()
+            mine = not any(bool(_local(gradient).any()) for gradient in held_gradients(self.engine.state))
+        return bool(gather_rows(row_of([float(mine)], self.mesh.device), self.mesh.world).all())
 
     def _refuse_stray(self, call: str) -> None:
         self.calls.refuse_taken()
@@ -338,6 +363,8 @@ class Stepping(OverRanks):
             engine.technique.publish()
         else:
             self._flush()
+            with self._gate.open():
+                self._whole_gradients.put_back()
             if self._square is not None:
                 with self._gate.open():
                     same_change(engine, self._square, sum_of_squares(engine.state, engine.technique.slots))
@@ -377,6 +404,7 @@ class Stepping(OverRanks):
             self._flush()  # what was launched is waited for
         with self._gate.open():
             self.engine.technique.start_step()
+            self._whole_gradients.forget()
         self._tally, self._micro, self._finished, self._stepped = None, 0, False, False
         self._forms, self._given, self._over, self._entered = [], None, None, []
 
@@ -404,24 +432,11 @@ class Stepping(OverRanks):
         )
 
 
+def _local(tensor: Any) -> torch.Tensor:
+    """This rank's elements."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def buckets_of(engine: Engine) -> list[GradientBuckets]:
     """Where gradients are gathered as backward makes them; FSDP2 has its own."""
     return [one.buckets for one in techniques_of(engine) if hasattr(one, "buckets")]
-
-
-def _check_loss(loss: Any) -> None:
-    what = "prepared.backward: the loss must be one number that depends on the model's parameters"
-    if not isinstance(loss, torch.Tensor):
-        raise InputError(f"{what}, got {type(loss).__name__}: give the tensor, before .item()")
-    if loss.numel() != 1:
-        raise InputError(f"{what}, got shape {tuple(loss.shape)}: give its .mean(), or its .sum() and how many count")
-    if not loss.requires_grad:
-        raise InputError(f"{what}, and this one does not: compute it outside no_grad, without .detach()")
-
-
-def _check_number(given: Any, name: str) -> None:
-    shape = tuple(given.shape) if isinstance(given, torch.Tensor) else ()
-    if math.prod(shape) != 1:
-        raise InputError(f"prepared.backward: {name} must be one number, got shape {shape}: give its .sum()")
-    if isinstance(given, int | float) and given < 0:
-        raise InputError(f"prepared.backward: {name} is {given:g}, which turns the loss around: give how many count")

@@ -31,7 +31,7 @@ from shardwise.part import Part, plain, whole, with_summed_gradient
 from shardwise.part.crossing import apart, axes_of, cuts_of, joined
 from shardwise.part.levels import Distributed
 from shardwise.scripts.dealt import deal
-from shardwise.scripts.lookout import Places
+from shardwise.scripts.lookout import Places, Rows
 from shardwise.step.batching import samples_in
 
 _TAG = "loss inputs"
@@ -55,13 +55,13 @@ class _OfAllSamples(torch.autograd.Function):
 class WholeBatch:
     """Around the training forwards of one model: its samples are dealt at the door, and its outputs put together.
 
-    dims    of each output, the dim that counts samples, None where none does; learnt by the look, else by size
+    dims    of each output, where its samples lie, None where it has none; learnt by the look, else by size
     rows    the samples of the call under way
     """
 
     def __init__(self, data: Axis, device: torch.device):
         self._data, self._device = data, device
-        self.dims: list[int | None] | None = None
+        self.dims: list[Rows | None] | None = None
         self.rows = Share(None, 0, 0, 0)
         self.held = self.rows
         self.gathered_bytes = 0
@@ -101,17 +101,18 @@ class WholeBatch:
         leaves, spec = tree_flatten(dict(output) if as_mapping else output)
         if self.dims is None or len(self.dims) != len(leaves):
             places = Places(self.held.count, 0, more=False)
-            self.dims = [places.of(leaf) for leaf in leaves]
+            found = [places.of(leaf) for leaf in leaves]
+            self.dims = [None if dim is None else Rows(dim) for dim in found]
         self._compare([leaf for leaf, dim in zip(leaves, self.dims, strict=True) if dim is None])
-        found = tree_unflatten([self._whole(*pair) for pair in zip(leaves, self.dims, strict=True)], spec)
+        together = tree_unflatten([self._whole(*pair) for pair in zip(leaves, self.dims, strict=True)], spec)
         if not as_mapping:
-            return found
+            return together
         kept: Any = copy.copy(output)  # a mapping of a library's own class
-        for name, value in found.items():
+        for name, value in together.items():
             kept[name] = value
         return kept
 
-    def _whole(self, leaf: Any, dim: int | None) -> Any:
+    def _whole(self, leaf: Any, rows: Rows | None) -> Any:
         if not isinstance(leaf, torch.Tensor):
             if leaf is None or isinstance(leaf, bool | int | float | str):
                 return leaf
@@ -119,14 +120,14 @@ class WholeBatch:
                 f'loss_scope="global" gathers the outputs of the model, and cannot look into a {type(leaf).__name__}: '
                 "return tensors, tuples or dicts, or register the class as a pytree"
             )
-        if dim is None:  # every rank computes the loss, and one of them counts what it asks of this
+        if rows is None:  # every rank computes the loss, and one of them counts what it asks of this
             return with_summed_gradient(leaf, (self._data,))
         cuts, axes = (cuts_of(leaf), axes_of(leaf)) if isinstance(leaf, Part) else ((), ())
         payload = apart(leaf, cuts, axes) if cuts else whole(leaf)
-        mine = payload.movedim(dim, 0)[: self.rows.count]
+        mine = rows.first(payload)[: self.rows.count]
         full = gather_samples(mine.contiguous(), self._counts, self._data, _TAG)
         self.gathered_bytes += (full.numel() - mine.numel()) * full.element_size()
-        return joined(full.movedim(0, dim), cuts, axes) if cuts else full.movedim(0, dim)
+        return joined(rows.back(full), cuts, axes) if cuts else rows.back(full)
 
     def _compare(self, leaves: list[Any]) -> None:
         """What belongs to no sample must be alike on every rank. Looked at once; collective."""

@@ -1,0 +1,103 @@
+"""Gradients that come to a prepared model's parameters and outputs, heard of one by one.
+
+prepared.backward(loss)             its own: counted
+another model's backward            a GAN's: they belong to no step of this model
+torch.autograd.grad(..., params)    taken away before they land: of this rank's samples alone, refused
+backward that is recorded           where pieces were given back, or positions are cut: refused
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from shardwise.engine.engine import Engine
+from shardwise.engine.recipe import trainable
+from shardwise.errors import RefusedPlan
+from shardwise.parallel.expert import WithExperts
+from shardwise.parallel.full import FullShard
+from shardwise.scripts.guard import TAKEN, Gate
+from shardwise.scripts.saying import names_line
+from shardwise.scripts.shares import Door
+
+
+def weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """The method as a hook that holds a weak reference to its object, and so does not keep it alive.
+
+    A script keeps its last output, and through autograd's hooks, which Python's collector cannot see through, that
+    would keep the engine and its process groups.
+    """
+    known = weakref.WeakMethod(method)
+
+    def hook(*told: Any) -> None:
+        called = known()
+        if called is not None:
+            called(*told)
+
+    return hook
+
+
+class Heard:
+    """What is heard of gradients: `stray` came in another backward than this model's own, while not `asked`."""
+
+    engine: Engine | None
+    _gate: Gate
+    _door: Door | None
+
+    def __init__(self) -> None:
+        self.stray = False  # a gradient came that no backward of this model asked for
+        self.asked = False  # its own backward runs
+        self._taken = 0  # gradients that came for parameters and did not land there
+
+    def _listen(self, engine: Engine) -> None:
+        """Hear of gradients that arrive at parameters."""
+        for technique in techniques_of(engine):
+            if isinstance(technique, FullShard):
+                technique.heard = self._arrives
+        for _, param in trainable(engine.module):
+            if not isinstance(param, DTensor):
+                param.register_hook(weakly(self._comes))
+                param.register_post_accumulate_grad_hook(weakly(self._lands))
+
+    def _comes(self, gradient: torch.Tensor) -> None:
+        """For a parameter, on its way to `.grad` or into the hands of whoever asked for it."""
+        self._taken += not self.asked and not self._gate.is_open
+
+    def _lands(self, param: torch.Tensor) -> None:
+        self._taken -= not self.asked and not self._gate.is_open
+        self._arrives(param)
+
+    def refuse_taken(self) -> None:
+        """Raise `RefusedPlan` where the script has asked for gradients of parameters by `torch.autograd.grad`."""
+        if self._taken:
+            raise RefusedPlan(TAKEN)
+
+    def _arrives(self, param: torch.Tensor) -> None:
+        """Of its own backward, or of another model's behind it (a GAN's)."""
+        self.stray |= not self.asked
+
+    @names_line
+    def _returns(self, gradient: torch.Tensor) -> None:
+        """A gradient comes back into the model, in a backward that is recorded or in a plain one."""
+        if torch.is_grad_enabled() and self._door is not None:
+            raise RefusedPlan(
+                "torch.autograd.grad(..., create_graph=True) through the model (a penalty on gradients) where its "
+                "positions are cut: a gradient that is differentiated again would lack what other ranks send: use "
+                "dp_replicate or dp_shard with zero=1 or zero=2"
+            )
+        if torch.is_grad_enabled() and any(isinstance(one, FullShard) for one in techniques_of(self.engine)):
+            raise RefusedPlan(
+                "torch.autograd.grad(..., create_graph=True) through the model (a penalty on gradients) under zero=3: "
+                "units have freed their weights, and reduced their gradients, before the second backward needs them: "
+                "use zero=2"
+            )
+
+
+def techniques_of(engine: Engine | None) -> list[Any]:
+    """Returns the data-parallel techniques that hold the engine's weights: one, or the experts' and the rest's."""
+    technique: Any = engine.technique if engine is not None else None
+    return [technique.rest, technique.experts] if isinstance(technique, WithExperts) else [technique]

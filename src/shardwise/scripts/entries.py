@@ -1,0 +1,106 @@
+"""Modules of a model that its script calls by themselves: each such call is one of the model, which runs that module.
+
+    h = model.encoder(x)           model(x), in which the encoder alone runs: units gather, draws are followed,
+    model.log_prob(x)              positions are cut; likewise the modules that a method of the model's calls
+    G_AB(real), G_BA(real)         and those of several models that one optimizer trains
+    model.forward(x)               model(x)
+
+Between such calls the script's own code runs, in a method as elsewhere: what it reads of weights is whole.
+
+What this does not do: follow a module that went through torch.compile; it runs as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.part.parameters import unannounced
+
+
+class Several(nn.ModuleList):
+    """Modules that one optimizer trains, as one model. Each is called by itself."""
+
+
+class Entries:
+    """Where calls of a model's modules come in. `now` is the module that the model's call under way stands for."""
+
+    def __init__(self, model: nn.Module, routes: Callable[[], bool]) -> None:
+        """`routes`: whether a call by itself is to be one of the model, where the script's own code runs."""
+        self._model, self._routes = model, routes
+        self.now: nn.Module | None = None
+        self._depth, self._paused, self._running = 0, False, False
+        if type(model).forward is nn.Module.forward:  # FSDP2 takes no list of modules without one
+            model.__class__ = unannounced(type(model), {"forward": _nothing})
+        for module in model.modules():
+            if module._compiled_call_impl is None:
+                module.__dict__["_compiled_call_impl"] = Way(self, module)
+        own = model.forward
+
+        @functools.wraps(own)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self._model(*args, **kwargs) if self._is_outermost() else own(*args, **kwargs)
+
+        model.__dict__["forward"] = forward
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside it modules run by themselves: the engine tries them."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def _is_outermost(self) -> bool:
+        backward = torch._C._current_graph_task_id() != -1
+        return not (self._depth or self._paused or backward) and self._routes()
+
+    def call(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        """A module is called."""
+        if module is self._model or not self._is_outermost():
+            self._depth += 1
+            try:
+                return module._call_impl(*args, **kwargs)
+            finally:
+                self._depth -= 1
+        held = self._model.__dict__["forward"]
+        self.now, self._model.__dict__["forward"] = module, self._standing_for(module, held)
+        try:
+            return self._model(*args, **kwargs)
+        finally:
+            self.now, self._model.__dict__["forward"] = None, held
+
+    def _standing_for(self, module: nn.Module, own: Callable[..., Any]) -> Callable[..., Any]:
+        """The model's forward, which runs one module of it."""
+
+        @functools.wraps(module.forward)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if self._running:
+                return own(*args, **kwargs)
+            self._running = True
+            try:
+                return module._call_impl(*args, **kwargs)
+            finally:
+                self._running = False
+
+        return forward
+
+
+class Way:
+    """Stands before one module's own call, where torch puts a compiled one."""
+
+    def __init__(self, entries: Entries, module: nn.Module) -> None:
+        self._entries, self._module = entries, module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._entries.call(self._module, args, kwargs)
+
+
+def _nothing(self: nn.Module, *args: Any) -> None:
+    raise NotImplementedError(f"{type(self).__name__} is a list of modules: call one of them")

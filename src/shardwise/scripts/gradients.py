@@ -1,0 +1,124 @@
+"""Gradients of a step as a script's own code reads, changes and sets them, where ranks hold pieces: whole ones.
+
+    p.grad               gathered, once in a step, on every rank; None before the first backward
+    p.grad.mul_(0.5)     into the whole, of which each rank takes its piece back before the optimizer steps
+    p.grad = other       likewise; None: the parameter is left out of this step
+
+What this does not do: hand out the sum so far of a step whose micro-batches are not all there.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.engine.whole import put_together
+from shardwise.errors import InputError
+from shardwise.parallel.full import FullShard
+from shardwise.parallel.slots import Slot
+from shardwise.scripts.guard import Gate
+from shardwise.scripts.saying import names_line
+from shardwise.scripts.state import share_of
+from shardwise.step.state import RankState
+
+_EARLY = (
+    "param.grad before the plan's last micro-batch (accumulate), when ranks have not added up their gradients: read it "
+    "after the last prepared.backward of a step"
+)
+
+
+class Gradients:
+    """The gradients of one model's parameters. `gathered_bytes` tells what reading them has cost in this step."""
+
+    def __init__(
+        self, state: RankState, gate: Gate, meet: Callable[[str], None], whole: Callable[[], bool | None]
+    ) -> None:  # fmt: skip
+        """
+        gate    open while the engine reads
+        meet    waits until every rank has come to a call
+        whole   whether the step's gradients are those of all ranks; None: there are none
+        """
+        self._state, self._gate = state, gate
+        self._meet, self._are_whole = weakref.WeakMethod(meet), weakref.WeakMethod(whole)
+        held = dict(state.module.named_parameters())
+        self._names = {id(held[name]): name for name in state.names}
+        self._seen: dict[str, torch.Tensor | None] = {}
+        self.gathered_bytes = 0
+
+    @names_line
+    def get(self, param: nn.Parameter) -> torch.Tensor | None:
+        """Returns the whole gradient. Collective, the first time in a step."""
+        are_whole, name = self._are_whole(), self._names.get(id(param))
+        asked = are_whole() if are_whole is not None else None
+        if asked is None or name is None:
+            return None
+        if not asked:
+            raise InputError(_EARLY)
+        if name not in self._seen:
+            meet = self._meet()
+            if meet is not None:
+                meet(f"the gradient of '{name}'")
+            self._seen[name] = found = self._gathered(name)
+            self.gathered_bytes += 0 if found is None else found.numel() * found.element_size()
+        return self._seen[name]
+
+    @names_line
+    def set(self, param: nn.Parameter, value: torch.Tensor | None) -> None:
+        """`param.grad = value`, which every rank gives alike."""
+        name = self._names.get(id(param))
+        if name is None or (value is None and self._is_none(name)):
+            return
+        if self.get(param) is None and value is not None and name not in self._seen:
+            raise InputError(
+                f"param.grad of '{name}' is set before prepared.backward: gradients begin with a backward of the plan's"
+            )
+        self._seen[name] = value
+
+    def _is_none(self, name: str) -> bool:
+        are_whole = self._are_whole()
+        return (are_whole() if are_whole is not None else None) is None or self._seen.get(name, name) is None
+
+    @torch.no_grad()
+    def _gathered(self, name: str) -> torch.Tensor | None:
+        state = self._state
+        with self._gate.open():
+            found = state.technique.full_gradient(state.names.index(name))
+            return None if found is None else put_together(state, name, found.detach()).clone()
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Give this rank's pieces what the script made of the whole gradients. Nothing is sent."""
+        state = self._state
+        if isinstance(state.technique, FullShard):
+            state.technique.take_uncut()
+        for name, value in self._seen.items():
+            index = state.names.index(name)
+            (state.used.discard if value is None else state.used.add)(index)
+            share = None if value is None else share_of(state, name, value.detach().as_subclass(torch.Tensor))
+            for slot in state.technique.slots:
+                if slot.name == name:
+                    slot.master.grad = None if share is None else self._piece(slot, index, share)
+
+    def _piece(self, slot: Slot, index: int, share: torch.Tensor) -> torch.Tensor:
+        """What a slot has of a gradient, in the memory of what it has now."""
+        technique: Any = self._state.technique
+        if not slot.whole:
+            share = technique.select(index, share.contiguous(), self._state.mesh.shard.index)
+        held, share = slot.master.grad, share.reshape(slot.master.shape)
+        return share.to(slot.master.dtype, copy=True) if held is None else held.copy_(share)
+
+    @torch.no_grad()
+    def scaled(self, factor: float) -> None:
+        """The engine has multiplied all gradients by a number."""
+        for value in self._seen.values():
+            if value is not None:
+                value.mul_(factor)
+
+    def forget(self) -> None:
+        """A new step begins."""
+        self._seen.clear()
+        self.gathered_bytes = 0
