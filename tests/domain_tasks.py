@@ -845,3 +845,31 @@ class OfPairs(nn.Module):
 
 def of_pairs() -> Task:
     return _task(OfPairs, _fields(2, 8, 9), _mean_square)
+
+
+class Forces(nn.Module):
+    """Minus the gradient of an energy of the field, which the forward takes itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        convolutions = [nn.Conv2d(before, after, 3, padding=1) for before, after in ((2, 4), (4, 4), (4, 1))]
+        self.energy = nn.Sequential(convolutions[0], nn.Tanh(), convolutions[1], nn.Tanh(), convolutions[2])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.requires_grad_()
+        energy = self.energy(x).square().sum()
+        return -torch.autograd.grad(energy, x, create_graph=True)[0]
+
+
+class Apart(Forces):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            return super().forward(x)
+
+
+def forces() -> Task:
+    return _task(Forces, _fields(2, 7, 9), _mean_square)
+
+
+def forces_apart() -> Task:
+    return _task(Apart, _fields(2, 7, 9), _mean_square)

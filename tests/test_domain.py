@@ -44,7 +44,7 @@ CASES = (
     ("plain_stack", "domain=2x2,domain_depth=4"), ("plain_stack", "domain=1x3,domain_depth=2,zero=3,remat=full"),
     ("on_land", "domain=2x2,dp_shard=2,zero=3"), ("interpolated", "domain=2x2"), ("axial", "domain=2x2"),
     ("mesh_edges", "domain=2x2"), ("pyramid", "domain=2x2"), ("bounded", "domain=2x2"), ("frames", "domain=2x2"),
-    ("patchwise", "domain=2x2"),
+    ("patchwise", "domain=2x2"), ("forces", "domain=2x2"),
 )  # fmt: skip
 # in `long` alone: batch norm on a grid is resnet's above, stages of tiles likewise
 REST = (("unet_batch", "domain=2x2"), ("vit", "domain=2,pp=2"))
@@ -72,6 +72,7 @@ def test_every_task_on_every_grid_equals_one_process(pool, task: str, plan: str)
         ("domain_tasks:sorted_rows", "domain=1x2", "fields of 11 x 13 cannot be cut: aten.sort"),
         ("domain_tasks:flattened", "domain=2x2", "no tensor has 2 of them behind batch and channel"),
         ("domain_tasks:channels_last", "domain=1x2x2", "Task.spatial names 2: lat"),
+        ("domain_tasks:forces_apart", "domain=2,pp=2", "gradients itself (torch.autograd.grad) of what other pipeline"),
         ("domain_tasks:point_wise", "domain=12", "11 positions of a field over domain0=12 leave some rank with 0"),
     ],
 )

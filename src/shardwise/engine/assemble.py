@@ -168,6 +168,7 @@ def look_at_task(state: RankState, *, masks: bool) -> Findings:
             findings = look(
                 state.module, state.forward.local, whole, parts, (n, 1, n - 1), joined=joined,
                 dtype=state.precision.compute, strict=state.data_ranks > 1, masks=masks, share=share, again=again,
+                staged=state.staged is not None,
             )  # fmt: skip
     except ShardwiseError:
         raise

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardwise.engine.alone import Untried, needs_gradients
 from shardwise.engine.choices import Again
-from shardwise.engine.evaluated import WEIGHTS_FREED, Evaluate, Runner, Seen
+from shardwise.engine.evaluated import STAGES_APART, WEIGHTS_FREED, Evaluate, Runner, Seen
 from shardwise.errors import RefusedPlan
 from shardwise.parallel.batchnorm import batch_norm_modules
 from shardwise.parallel.full import USED_OUTSIDE
@@ -44,7 +44,7 @@ class Findings:
 
 def look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, Any] | None,
          sizes: tuple[int, int, int], *, joined: Callable[[Any], Loss] | None, dtype: torch.dtype, strict: bool,
-         masks: bool, share: Callable[[list[str]], list[str]] = list, again: Again
+         masks: bool, share: Callable[[list[str]], list[str]] = list, again: Again, staged: bool = False
 ) -> Findings:  # fmt: skip
     """Evaluate `whole` and its two `parts` (sizes gives their samples) and compare.
 
@@ -57,6 +57,7 @@ def look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, An
     share    what any rank that runs a part of the forward found, so that all go the same way from there
     again    the same in float64 in one process: what differs, as text; asked for where values were read in Python,
              whose choices may differ by less than this look tells from rounding. Collective, asked or not
+    staged   the module runs in pipeline stages: this rank's may fail where others do not
     """
 
     settings = {"joined": joined, "dtype": dtype, "strict": strict, "masks": masks, "share": share, "again": again}
@@ -66,6 +67,8 @@ def look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, An
     except RuntimeError as error:
         if not needs_gradients(error):
             raise
+    if staged:
+        raise RefusedPlan(STAGES_APART)
     if any(isinstance(child, FSDPModule) for child in module.modules()):
         raise RefusedPlan(WEIGHTS_FREED)
     with torch.enable_grad():

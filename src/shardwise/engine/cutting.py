@@ -84,7 +84,10 @@ def _traced(
     except Exception as error:
         what = f"pp={plan.pp}: the forward cannot be followed on {samples_in(sample)} samples to find stages"
         if needs_gradients(error):
-            what += " (it takes gradients itself, by torch.autograd.grad, and is followed without)"
+            what += (
+                " (it takes gradients itself, by torch.autograd.grad, and is followed without: in one submodule, under "
+                "torch.enable_grad(), they are its own)"
+            )
         raise blame(error, what, task, precision, built.module, sample) from error
 
 

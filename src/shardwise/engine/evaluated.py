@@ -31,6 +31,10 @@ WEIGHTS_FREED = (
     "the forward takes gradients itself (torch.autograd.grad), whose own backward needs weights that zero=3 has freed "
     "by then: use zero=2"
 )
+STAGES_APART = (
+    "the forward takes gradients itself (torch.autograd.grad) of what other pipeline stages compute: put the part that "
+    "does so into one submodule, under torch.enable_grad(), which a stage runs whole; or leave pp out"
+)
 
 
 class Runner:

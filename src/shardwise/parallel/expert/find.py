@@ -153,7 +153,7 @@ def _forward(
     try:
         with standing_in(module, make) as named, _watched(module, calls), torch.random.fork_rng(devices=[]):
             touched = _Touched({id(param): name for name, param in named.items()})
-            with torch.no_grad(), fake or nullcontext(), touched:
+            with torch.enable_grad(), fake or nullcontext(), touched:
                 run(module, batch)
     finally:
         state.restore()
