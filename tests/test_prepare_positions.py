@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import shardwise
-from shardwise.errors import RefusedPlan, RunError
+from shardwise.errors import InputError, RefusedPlan, RunError
 from shardwise.ranks import RankPool
 from shardwise.scripts.start import check_given
 
@@ -313,3 +313,42 @@ def test_losses_of_whole_batches_equal_one_process(plan: str, pool: RankPool) ->
         assert theirs == pytest.approx(losses, rel=BAR)
         for name, weight in weights.items():
             assert float((held[name] - weight).abs().max()) < BAR, name
+
+
+def pair_of_models(plan: str | None, other: str | None = None) -> tuple[list[float], list[torch.Tensor]]:
+    """Losses and weights of a script of two models: what the first gives is given to the second, by its cut."""
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        made: list[nn.Module] = [nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.Tanh()), nn.Conv2d(4, 1, 3, padding=1)]
+        made = [model.double() for model in made]
+    steps: list[Any] = [torch.optim.SGD(model.parameters(), lr=0.1) for model in made]
+    loader: Any = DataLoader(fields(6), batch_size=3)
+    backward: list[Any] = [torch.Tensor.backward] * 2
+    if plan is not None:
+        for place, each in enumerate((plan, other or plan)):
+            prepared = shardwise.prepare(made[place], steps[place], loader, plan=each)
+            made[place], steps[place], loader = prepared
+            backward[place] = prepared.backward
+    losses = []
+    for x, _ in loader:
+        for place in (0, 1):
+            steps[place].zero_grad()
+            first = made[0](x)
+            loss = made[1](first if place == 0 else first.detach()).square().mean()
+            backward[place](loss)
+            steps[place].step()
+            losses.append(float(loss))
+    return losses, [param.detach().clone() for model in made for param in model.parameters()]
+
+
+@pytest.mark.parametrize("plan", ["domain=2", "domain=2x2"])
+def test_what_one_model_gives_another_one_is_cut_over_the_same_axes(plan: str, pool: RankPool) -> None:
+    losses, weights = pool.run(pair_of_models, 1, None)[0]
+    for found, held in pool.run(pair_of_models, 4 if "x" in plan else 2, plan):
+        assert found == pytest.approx(losses, rel=BAR)
+        assert all(float((a - b).abs().max()) < BAR for a, b in zip(held, weights, strict=True))
+
+
+def test_a_model_under_another_plan_is_not_given_what_is_cut(pool: RankPool) -> None:
+    with pytest.raises(InputError, match="was cut over domain0 by another prepared model"):
+        pool.run(pair_of_models, 2, "domain=2", "domain=1x2")

@@ -56,6 +56,7 @@ from shardwise.scripts.own_pieces import OwnPieces
 from shardwise.scripts.pieces import Pieces, draw_whole
 from shardwise.scripts.saved import put as put_saved
 from shardwise.scripts.saying import names_line
+from shardwise.scripts.shares import on_common_axes
 from shardwise.scripts.spread import check_cuts, shared_call, thawed, wait_for_call
 from shardwise.scripts.start import check_given, generators_kept, is_compiled, make_engine, waits_for_call, with_dtype
 from shardwise.scripts.state import States, holds_pieces, put, states_of
@@ -155,7 +156,8 @@ class Prepared(Stepping):
     ) -> None:  # fmt: skip
         self.plan = plan = with_dtype(plan, model)
         self.model = model
-        self.mesh, self.seed, self.branches, self._spatial = build_mesh(plan, device), seed, branches, spatial
+        self.mesh = on_common_axes(build_mesh(plan, device))
+        self.seed, self.branches, self._spatial = seed, branches, spatial
         self._shapes = {name: param.shape for name, param in trainable(model)}
         self._shares = plan.tp > 1 or plan.ep > 1
         self._take(optimizer)

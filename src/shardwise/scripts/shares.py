@@ -15,12 +15,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_flatten_with_path, tree_map_only, tree_unflatten
 
+from shardwise.comm import Axis
+from shardwise.errors import InputError
+from shardwise.mesh import Mesh
 from shardwise.part import Part
 from shardwise.part.crossing import Entering, axes_of, cuts_of, put_together, share_under
 from shardwise.part.levels import Distributed
@@ -49,6 +55,26 @@ class Named:
         return tuple(value for _, value in items[:positional]), dict(items[positional:])
 
 
+_AXES: WeakValueDictionary[Axis, Axis] = WeakValueDictionary()  # without their groups -> those of a living model
+
+
+def on_common_axes(mesh: Mesh) -> Mesh:
+    """Returns the mesh with the axes of positions of a model that the script prepared before, where they are the same.
+
+    What one model gives is a part over its axes. Over others of the same ranks, the weights of a model that is given it
+    would take sums over ranks for this rank's, and count them once for each rank.
+    """
+    return replace(mesh, inner=tuple(map(_common, mesh.inner)))
+
+
+def _common(axis: Axis) -> Axis:
+    key = replace(axis, group=None)
+    before = _AXES.get(key)
+    if before is None or before.group not in dist.distributed_c10d._world.pg_map:  # ended, with its engine or its world
+        _AXES[key] = before = axis
+    return before
+
+
 class Door:
     """Cuts a call's arguments as `positions` says, by their names, and lets parts out to the script."""
 
@@ -71,6 +97,11 @@ class Door:
 
     def _share(self, name: str, leaf: Any) -> Any:
         cuts = self._cuts.get(name)
+        if isinstance(leaf, Distributed) and leaf.axis.positions and leaf.axis not in self._positions.axes:
+            raise InputError(
+                f"the model's {name or 'argument'} was cut over {leaf.axis.name} by another prepared model, whose plan "
+                "is another one: prepare both under one plan"
+            )
         if not cuts or not isinstance(leaf, torch.Tensor) or isinstance(leaf, Distributed):
             return leaf
         if any(leaf.dim() <= dim or leaf.shape[dim] < self._positions.fewest(axes) for dim, axes in cuts):
