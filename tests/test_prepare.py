@@ -586,8 +586,6 @@ def once(plan: str, case: str) -> None:
             prepared.backward(loss / 2 * len(x), len(x))
         if case == "twice":
             prepared.backward((model(x) - y).square().mean())
-        if case == "torch's clip":
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if case != "no zero_grad":
             optimizer.zero_grad()
@@ -613,8 +611,6 @@ class LateDraws(TensorDataset):
         ("weights", "dp_replicate=2", InputError, r"weight must be one number, got shape \(2,\): give its .sum"),
         ("twice", "dp_replicate=2", InputError, r"2 times before optimizer.step\(\).*accumulate=2"),
         ("no zero_grad", "dp_replicate=2", InputError, "without optimizer.zero_grad"),
-        ("torch's clip", "dp_shard=2,zero=1", RefusedPlan, r"prepared.clip_grad_norm_"),
-        ("torch's clip", "dp_shard=2,zero=2", RefusedPlan, r"prepared.clip_grad_norm_"),
         ("distributed sampler", "dp_replicate=2", InputError, "DistributedSampler"),
         ("own order", "dp_replicate=2", RunError, "drew other samples in step 0"),
         ("late draws", "dp_replicate=2", RunError, 'batch 1: random numbers were drawn where samples.*reads="whole"'),

@@ -234,7 +234,7 @@ def test_tensors_of_a_batch_that_lie_in_one_another_count_once() -> None:
 
 
 def test_a_forward_that_takes_gradients_is_refused_where_it_is_followed_without() -> None:
-    """A residual of a differential equation: replicas and ZeRO are searched, tp and pp left out with the reason."""
+    """A residual of a differential equation: replicas, ZeRO and tp are searched, pp left out with the reason."""
     from shardwise.cluster import Cluster
     from shardwise.costs.software import software
     from shardwise.planner.candidates import Constraints
@@ -243,9 +243,8 @@ def test_a_forward_that_takes_gradients_is_refused_where_it_is_followed_without(
     made = Traced(pinn(), Cluster.parse("4 h100-sxm-80gb"), software("shardwise"), "fp32", (1, 2), True)
     found = list(made.subject(16, ("none",)).layouts(4, Constraints()))
     assert {layout.zero for layout in found if layout.tp * layout.pp == 1} == {0, 1, 2}
-    assert all(layout.tp * layout.pp == 1 for layout in found)
+    assert {(layout.tp, layout.pp) for layout in found} == {(1, 1), (2, 1), (4, 1)}
     assert any("zero=3 is left out" in remark and "use zero=2" in remark for remark in made.remarks)
-    assert any("torch.autograd.grad" in remark and "tp=2" in remark for remark in made.remarks)
     assert any("torch.autograd.grad" in remark and "pp=2" in remark for remark in made.remarks)
 
 

@@ -144,11 +144,15 @@ class GradientBuckets:
         self.used: set[int] = set()  # parameters that got a gradient in this step
         self.used_now: set[int] = set()  # and in this micro-batch
         self.in_pieces: set[int] = set()  # buckets with a parameter whose gradient came more than once in a backward
-        self._learning = True  # which those are: in the first backward nothing is launched before its end
+        self._learning = False  # which those are: until the end of this backward nothing is launched
         self._next = 0
         for number, bucket in enumerate(self.buckets):
             for place, param in enumerate(bucket.params):
                 param.register_post_accumulate_grad_hook(self._hook(number, place))
+
+    def expect_pieces(self) -> None:
+        """The next backward shows which gradients come in several pieces: nothing is launched before its end."""
+        self._learning = True
 
     def start_step(self) -> None:
         """Forget the last step's gradients."""
@@ -198,7 +202,8 @@ class GradientBuckets:
         if bucket.launched:
             raise RunError(
                 f"the gradient of '{self.names[index]}' came in several pieces, as it did not in the first backward: a "
-                "reentrant checkpoint or a second backward; use torch.utils.checkpoint(use_reentrant=False)"
+                "reentrant checkpoint that the look at a few samples did not meet, or a second backward; use "
+                "torch.utils.checkpoint(use_reentrant=False)"
             )
         view, gradient = bucket.view(place), param.grad
         if gradient is None:  # a compiled block hands on all its parameters, those that it does not use too

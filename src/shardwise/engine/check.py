@@ -35,6 +35,7 @@ class Findings:
     notices: list[str] = field(default_factory=list)
     written: list[str] = field(default_factory=list)  # parameters that the forward writes into
     assigned: list[str] = field(default_factory=list)  # those whose .data it replaces
+    reentrant: bool = False  # checkpoints run their backward by themselves
     changed: list[str] = field(default_factory=list)  # buffers that it changes
     draws: list[str] | None = field(default_factory=list)  # its random ops, each with its module; None: not looked at
     scores: bool = False  # attention has dropout
@@ -123,6 +124,7 @@ def _look(module: nn.Module, evaluate: Evaluate, whole: Any, parts: tuple[Any, A
         problems += share(refused)
         findings.notices += share(told)
     findings.into_arguments = sorted(seen.into_arguments.paths)
+    findings.reentrant = seen.reentrant
     findings.written, findings.assigned = sorted(seen.ever_written), sorted(seen.ever_assigned)
     if problems and strict:
         raise RefusedPlan("; ".join(problems))

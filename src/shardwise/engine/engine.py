@@ -87,6 +87,8 @@ def parallelize(
         findings = Findings(batch_norm_modules(state.module), BatchDims(), draws=None)
     if plan.deterministic:
         refuse_shared(findings)
+    if findings.reentrant:
+        state.technique.expect_pieces()
     for module in findings.batch_norms if joins_batch_norms(state.data_ranks, plan) else ():
         sync_module(module, state.mesh.data, state.phase)
     if randomness == "global":

@@ -109,6 +109,10 @@ class Flat:
         """zero=2 reduces every micro-batch; zero=1 the last."""
         self.buckets.start_micro_batch(sync=last or self.stage == 2)
 
+    def expect_pieces(self) -> None:
+        """Reentrant checkpoints: the next backward shows which gradients come in several pieces."""
+        self.buckets.expect_pieces()
+
     def finish_micro_batch(self) -> set[int]:
         """Launch what backward did not complete (zero=2 adds reduced shards up); returns the parameters it reached."""
         self.buckets.finish_micro_batch()

@@ -254,6 +254,9 @@ class FullShard:
         if self._replicas > 1:
             self.module.set_requires_all_reduce(last)
 
+    def expect_pieces(self) -> None:
+        """Nothing to do: a unit that would run more than once so is refused by the look at a few samples."""
+
     def finish_micro_batch(self) -> set[int]:
         """Returns which parameters (by index) this rank's backward reached."""
         for index in self._uncut() if self.order is not None else ():

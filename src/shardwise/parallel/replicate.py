@@ -70,6 +70,10 @@ class Replicate:
         """Gradients are summed over ranks once, with the last micro-batch."""
         self.buckets.start_micro_batch(sync=last)
 
+    def expect_pieces(self) -> None:
+        """Reentrant checkpoints: the next backward shows which gradients come in several pieces."""
+        self.buckets.expect_pieces()
+
     def finish_micro_batch(self) -> set[int]:
         """Launch the buckets that backward did not complete; returns the parameters it reached."""
         self.buckets.finish_micro_batch()

@@ -57,6 +57,9 @@ class DataParallel(Protocol):
     def start_micro_batch(self, *, last: bool) -> None:
         """Before each forward."""
 
+    def expect_pieces(self) -> None:
+        """A gradient may come more than once in a backward (reentrant checkpoints): reduce it when it is whole."""
+
     def finish_micro_batch(self) -> set[int]:
         """Called after each backward; returns which parameters (by index) this rank's backward reached."""
         ...

@@ -103,6 +103,8 @@ def look_at_model(
         if dim or "add up over samples" not in str(error):
             raise
         raise RefusedPlan(f"{error}{_hint(dim)}") from None
+    if findings.reentrant:
+        engine.state.technique.expect_pieces()
     return ModelLook(findings.batch_norms, findings.notices, _following(shapes, sizes, made))
 
 

@@ -59,6 +59,11 @@ class WithExperts:
         self.rest.start_micro_batch(last=last)
         self.experts.start_micro_batch(last=last)
 
+    def expect_pieces(self) -> None:
+        """Reentrant checkpoints: both techniques learn which gradients come in several pieces."""
+        self.rest.expect_pieces()
+        self.experts.expect_pieces()
+
     def finish_micro_batch(self) -> set[int]:
         """Returns which parameters (by index) this rank's backward reached."""
         used = set()
