@@ -58,7 +58,7 @@ class DataParallel(Protocol):
         """Before each forward."""
 
     def expect_pieces(self) -> None:
-        """A gradient may come more than once in a backward (reentrant checkpoints): reduce it when it is whole."""
+        """Reduce the sum of a gradient that comes in several parts in one backward, as by reentrant checkpoints."""
 
     def finish_micro_batch(self) -> set[int]:
         """Called after each backward; returns which parameters (by index) this rank's backward reached."""

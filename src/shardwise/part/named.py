@@ -28,7 +28,7 @@ def keeping(kept: list[Any]) -> Iterator[None]:
 
 
 def number_of(thing: Any) -> int:
-    """A number by which a program that is being written down names the object. `TypeError` where none is."""
+    """Returns the number by which the program being written down names the object; `TypeError` where none is."""
     if not _KEEPERS:
         raise TypeError(f"{type(thing).__name__} is named by a program, and none is being written down")
     number = next(_NUMBERS)
@@ -38,5 +38,5 @@ def number_of(thing: Any) -> int:
 
 
 def by_number(number: int) -> Any:
-    """The object."""
+    """Returns the object that a program names by this number. `KeyError` once its program is gone."""
     return _OBJECTS[number]

@@ -64,7 +64,7 @@ class Heard:
                 param.register_post_accumulate_grad_hook(weakly(self._lands))
 
     def _comes(self, gradient: torch.Tensor) -> None:
-        """For a parameter, on its way to `.grad` or into the hands of whoever asked for it."""
+        """Note that a parameter's gradient was computed, for its `.grad` or for a caller of `torch.autograd.grad`."""
         self._taken += not self.asked and not self._gate.is_open
 
     def _lands(self, param: torch.Tensor) -> None:

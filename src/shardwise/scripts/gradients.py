@@ -91,7 +91,7 @@ class Gradients:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Give this rank's pieces what the script made of the whole gradients. Nothing is sent."""
+        """Write the whole gradients, as the script has changed them, into this rank's pieces. Nothing is sent."""
         state = self._state
         if isinstance(state.technique, FullShard):
             state.technique.take_uncut()

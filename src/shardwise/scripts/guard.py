@@ -49,10 +49,10 @@ class WholeGradients(Protocol):
     """What knows the whole gradients."""
 
     def get(self, param: nn.Parameter) -> torch.Tensor | None:
-        """Of a parameter."""
+        """Returns the whole gradient of a parameter, None where it has none. Collective."""
 
     def set(self, param: nn.Parameter, value: torch.Tensor | None) -> None:
-        """To another one."""
+        """Replace the whole gradient of a parameter; None: it has none in this step."""
 
 
 Known = Callable[[], WholeGradients | None]

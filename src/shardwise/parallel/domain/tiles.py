@@ -154,7 +154,7 @@ class _Used(torch.autograd.Function):
 
 
 class _Summed(torch.autograd.Function):
-    """What each rank has for a weight, as one sum over the axes."""
+    """Each rank's gradient of a whole weight as a summand over the axes; its adjoint is `_Used`."""
 
     @staticmethod
     def forward(ctx: Any, gradient: torch.Tensor, axes: tuple[Axis, ...]) -> torch.Tensor:

@@ -53,7 +53,7 @@ def _found(number: int, tensors: Sequence[torch.Tensor]) -> tuple[Rounds, torch.
 def forward_written(
     ring: Rounds, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """`forward_around`, as an operation of the program that is being written down."""
+    """Returns what `forward_around` does, (output, log-sum-exp), by one operation of the program being compiled."""
     return torch.ops.shardwise.ring(q, k, v, *_taken(ring, mask))
 
 

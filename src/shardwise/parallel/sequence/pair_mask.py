@@ -211,7 +211,7 @@ class Bare:
         return cls(told, tuple(mask.shape), mask.device, mask.looks_back, bare), _tensors_of(mask.function)
 
     def filled(self, tensors: Sequence[torch.Tensor]) -> PairMask:
-        """The mask whose function closes over these."""
+        """Returns the same mask with these tensors in the places of those that its function closes over."""
         return _with_tensors(self.mask, tensors) if tensors else self.mask
 
 
