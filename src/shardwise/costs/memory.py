@@ -221,8 +221,9 @@ def rank_memory(
 def transient(shape: Shape, layout: Layout, software: Software) -> float:
     """What one layer's backward adds while it runs: recomputed activations, and the float32 gradient of its largest
     matrix before it is added to the buffer, beside the gradient of that product's output."""
-    none = layout.with_(recompute="none")
-    again = sum(layer_activations(shape, none, software).values()) if layout.recompute != "none" else 0.0
+    again = 0.0
+    if layout.recompute != "none":
+        again = sum(layer_activations(shape, layout.with_(recompute="none"), software).values())
     matrix = (2 if shape.gated else 1) * shape.hidden * shape.ffn / layout.tp * 4
     stream = layout.tokens * shape.hidden * ACT_BYTES * max(1, shape.top_k)  # a token has a row for each expert
     block = ring_block(shape, layout) if layout.cp > 1 and software.ring == "written" else 0.0

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from shardwise.errors import InputError
 
@@ -191,7 +192,7 @@ class Shape:
         forwards = self.expert_parameters * max(1, self.experts + self.shared_experts)
         return self.attention_parameters + forwards + self.router_parameters + 2 * self.norm_parameters
 
-    @property
+    @cached_property
     def in_front(self) -> Shape:
         """The model whose layers are all like the dense ones in front of this one's experts."""
         return self.with_(

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.errors import RefusedPlan
 from shardwise.layout.schedule_kinds import KINDS, Op
-from shardwise.layout.timing import play
+from shardwise.layout.timing import in_order, play
 
 if TYPE_CHECKING:
     from shardwise.layout.plan import Plan
@@ -69,6 +69,11 @@ class Schedule:
     @cached_property
     def _all(self) -> frozenset[Op]:
         return frozenset(op for row in self.rows for op in row)
+
+    @cached_property
+    def in_order(self) -> list[tuple[int, Op, int, int]]:
+        """All ops, each after what it waits for (`timing.in_order`); found once for all times that are played."""
+        return in_order(self)
 
     def timeline(self, times: Times | None = None) -> dict[Op, tuple[float, float]]:
         """(start, end) of each op when every rank runs its row as early as it can.
@@ -121,6 +126,10 @@ class Schedule:
 
     def live(self) -> tuple[int, ...]:
         """For each rank, the most forwards (of one stage and micro-batch each) that it holds for their backward."""
+        return self._live
+
+    @cached_property
+    def _live(self) -> tuple[int, ...]:
         most = []
         for row in self.rows:
             held = peak = 0

@@ -23,14 +23,22 @@ class Played:
 
     seconds    from the first op to the last
     busy       seconds of work of each rank
-    ops        (rank, op, start, end)
     in_flight  the most stage activations kept at once by each rank
+    table      what was played; its ops in order started and ended at `starts` and `ends`
     """
 
     seconds: float
     busy: list[float]
-    ops: list[tuple[int, Op, float, float]]
     in_flight: list[int]
+    table: Schedule
+    starts: list[float]
+    ends: list[float]
+
+    @property
+    def ops(self) -> list[tuple[int, Op, float, float]]:
+        """(rank, op, start, end) of every op, those of a rank in its order."""
+        spans = zip(self.table.in_order, self.starts, self.ends, strict=True)
+        return [(rank, op, start, end) for (rank, op, _, _), start, end in spans]
 
     @property
     def bubble(self) -> float:
@@ -56,60 +64,72 @@ def play(
 
     blocking   the sender's compute waits for each message too (send and receive in one call)
 
+    In which order ops find what they wait for is the table's (`Schedule.in_order`), whatever the seconds. Raises
+    `RefusedPlan` where the rows wait for each other in a circle.
+    """
+    both = [b + w for b, w in zip(backward, weight, strict=True)]
+    cost = [*forward, *both, *backward, *weight]  # by kind, then by stage, as all that follows
+    into_backward, never = [*send, 0.0], [0.0] * table.stages
+    received = [0.0, *send, *into_backward, *into_backward, *never]
+    sent = [*send, 0.0, 0.0, *send, 0.0, *send, *never] if blocking else [0.0] * len(cost)
+    order = table.in_order
+    ends = [0.0] * (len(order) + 1)  # the last: of what waits for nothing
+    free, busy = [0.0] * table.ranks, [0.0] * table.ranks
+    starts = ends[:-1]
+    for at, (rank, _, kind, need) in enumerate(order):
+        start = ends[need] + received[kind]
+        if start < free[rank]:
+            start = free[rank]
+        seconds = cost[kind]
+        ends[at] = end = start + seconds
+        busy[rank] += seconds
+        free[rank] = end + sent[kind]
+        starts[at] = start
+    return Played(max(free), busy, [*table.live()], table, starts, ends[:-1])
+
+
+def in_order(table: Schedule) -> list[tuple[int, Op, int, int]]:
+    """(rank, op, its kind and stage as a number, place of the op that it waits for or -1), each after what it needs.
+
     Raises `RefusedPlan` where the rows wait for each other in a circle.
     """
-    seconds = {"F": [*forward], "I": [*backward], "W": [*weight]}
-    seconds["B"] = [b + w for b, w in zip(backward, weight, strict=True)]
-    sent = {"F": [*send, 0.0], "I": [0.0, *send], "B": [0.0, *send], "W": [0.0] * table.stages}
-    needs = _needs(table.stages, send)
-    ended: dict[str, list[list[float | None]]] = {
-        kind: [[None] * table.microbatches for _ in range(table.stages)] for kind in "FBW"
-    }
-    free, busy = [0.0] * table.ranks, [0.0] * table.ranks
-    place, kept, most = [0] * table.ranks, [0] * table.ranks, [0] * table.ranks
-    ops: list[tuple[int, Op, float, float]] = []
+    needs = dict(zip(_KINDS, _needs(table.stages), strict=True))
+    done: dict[tuple[str, int, int], int] = {}
+    place, todo = [0] * table.ranks, list(range(table.ranks))
+    order: list[tuple[int, Op, int, int]] = []
     waiting: dict[tuple[str, int, int], list[int]] = {}
-    todo = list(range(table.ranks))
     while todo:
         rank = todo.pop()
-        row = table.rows[rank]
-        now, at = free[rank], place[rank]
-        while at < len(row):
-            op = row[at]
-            kind, stage, batch = op.kind, op.stage, op.microbatch
-            if (need := needs[kind][stage]) is not None:
-                there = ended[need[0]][need[1]][batch]
-                if there is None:
-                    waiting.setdefault((need[0], need[1], batch), []).append(rank)
+        row, at = table.rows[rank], place[rank]
+        for op in row[at:]:
+            need = -1
+            if (before := needs[op.kind][op.stage]) is not None:
+                key = *before, op.microbatch
+                if (there := done.get(key)) is None:
+                    waiting.setdefault(key, []).append(rank)
                     break
-                now = max(now, there + need[2])
-            end = now + seconds[kind][stage]
-            busy[rank] += seconds[kind][stage]
-            made = "B" if kind == "I" else kind
-            ended[made][stage][batch] = end
-            ops.append((rank, op, now, end))
-            now = end + sent[kind][stage] if blocking else end
-            if kind == "F":
-                kept[rank] += 1
-                most[rank] = max(most[rank], kept[rank])
-            elif kind != "I":
-                kept[rank] -= 1
+                need = there
+            made = "B" if op.kind == "I" else op.kind, op.stage, op.microbatch
+            done[made] = len(order)
+            order.append((rank, op, _KINDS.index(op.kind) * table.stages + op.stage, need))
             at += 1
-            if waiting and (woken := waiting.pop((made, stage, batch), None)) is not None:
+            if waiting and (woken := waiting.pop(made, None)) is not None:
                 todo += woken
-        free[rank], place[rank] = now, at
+        place[rank] = at
     if stuck := [str(row[at]) for row, at in zip(table.rows, place, strict=True) if at < len(row)]:
         raise RefusedPlan(f"schedule {table.name}: ops wait for each other in a circle: {', '.join(stuck)}")
-    return Played(max(free), busy, ops, most)
+    return order
 
 
-def _needs(stages: int, send: Sequence[float]) -> dict[str, list[tuple[str, int, float] | None]]:
-    """By kind and stage: (kind, stage, seconds of the message) of what an op waits for, of its own micro-batch.
+_KINDS = "FBIW"
+
+
+def _needs(stages: int) -> tuple[list[tuple[str, int] | None], ...]:
+    """By kind and stage: (kind, stage) of what an op waits for, of its own micro-batch.
 
     I counts as the backward B, and the last stage's backward waits for its own forward.
     """
     last = stages - 1
-    after: list[tuple[str, int, float] | None] = [("B", stage + 1, send[stage]) for stage in range(last)]
-    after.append(("F", last, 0.0))
-    before: list[tuple[str, int, float] | None] = [("F", stage - 1, send[stage - 1]) for stage in range(1, stages)]
-    return {"F": [None, *before], "B": after, "I": after, "W": [("B", stage, 0.0) for stage in range(stages)]}
+    after: list[tuple[str, int] | None] = [("B", stage + 1) for stage in range(last)]
+    after.append(("F", last))
+    return [None, *(("F", stage) for stage in range(last))], after, after, [("B", stage) for stage in range(stages)]

@@ -89,8 +89,7 @@ def build(task: Task, fake: FakeTensorMode, precision: Precision) -> nn.Module:
 
     def ours(tensor: torch.Tensor, trained: bool = False) -> torch.Tensor:
         if id(tensor) not in made:
-            whole = tensor.data if isinstance(tensor, FakeTensor) else _without_values(tensor.data, fake)
-            whole = whole.to(precision.held(tensor))
+            whole = _without_values(tensor, fake, precision.held(tensor))
             made[id(tensor)] = _as_parameter(tensor, whole) if trained else whole
         return made[id(tensor)]
 
@@ -127,11 +126,13 @@ def _built(task: Task, fake: FakeTensorMode) -> nn.Module:
         return build_deferred(task.model, 0).module
 
 
-def _without_values(tensor: torch.Tensor, fake: FakeTensorMode) -> torch.Tensor:
-    """The same as a fake tensor on the CPU; a deferred one has no place yet."""
-    if tensor.device.type == "meta":
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-    return fake.from_tensor(tensor)
+def _without_values(tensor: torch.Tensor, fake: FakeTensorMode, dtype: torch.dtype) -> torch.Tensor:
+    """The same as a fake tensor on the CPU in this dtype; a deferred one has no place yet."""
+    if isinstance(tensor, FakeTensor):
+        return tensor.data.to(dtype)
+    if tensor.device.type == "meta":  # asking it for `.data` would cost more than all that it tells
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype)
+    return fake.from_tensor(tensor.data).to(dtype)
 
 
 def _as_parameter(was: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:

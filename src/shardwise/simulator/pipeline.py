@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 from shardwise.layout.schedule_kinds import KINDS
@@ -21,12 +22,13 @@ def schedule(name: str, ranks: int, micro_batches: int, chunks: int) -> Schedule
 def live_layers(played: Played, layers: Sequence[float], ranks: int) -> list[float]:
     """The most layers of micro-batches whose activations each rank keeps at once: stages may have unlike numbers."""
     kept, most = [0.0] * ranks, [0.0] * ranks
-    for rank, op, _, _ in played.ops:  # of each rank in its order
-        if op.kind == "F":
-            kept[rank] += layers[op.stage]
-            most[rank] = max(most[rank], kept[rank])
-        elif op.kind != "I":
-            kept[rank] -= layers[op.stage]
+    for rank, row in enumerate(played.table.rows):
+        for op in row:
+            if op.kind == "F":
+                kept[rank] += layers[op.stage]
+                most[rank] = max(most[rank], kept[rank])
+            elif op.kind != "I":
+                kept[rank] -= layers[op.stage]
     return most
 
 
@@ -65,4 +67,4 @@ def play_all(
     busy = [grown(a, b) for a, b in zip(two.busy, three.busy, strict=True)]
     kept = [round(grown(a, b)) for a, b in zip(two.in_flight, three.in_flight, strict=True)]
     # no rank ends before its own work: a slower path may come to the fore later than it was played
-    return Played(max(grown(two.seconds, three.seconds), *busy), busy, one.ops, kept)
+    return replace(one, seconds=max(grown(two.seconds, three.seconds), *busy), busy=busy, in_flight=kept)

@@ -63,16 +63,16 @@ def pipelined(step: StepContext, times: LayerTimes) -> Forecast:
     send = [step.wire.send(message, home[s], home[s + 1]) + blocked for s in range(stages - 1)]
     played = play_all(name, lay.pp, lay.n_micro, lay.chunks, forward, backward, weight, send, blocking=blocking)
     memory, tails = [], []
-    live = live_layers(played, layers, lay.pp)
+    unlike = [len({layers[stage] for stage in mine}) > 1 for mine in mine_of]
+    live = live_layers(played, layers, lay.pp) if any(unlike) else []
     for rank in range(lay.pp):
         mine = mine_of[rank]
-        unlike = len({layers[stage] for stage in mine}) > 1
         held, front = (sum(of[stage] for stage in mine) for of in (layers, dense))
         first, last = 0 in mine, stages - 1 in mine
         memory.append(
             rank_memory(
                 shape, lay, step.software, layers=held, dense=front, first=first, last=last,
-                in_flight=live[rank] / held if unlike else played.in_flight[rank] / lay.chunks,
+                in_flight=live[rank] / held if unlike[rank] else played.in_flight[rank] / lay.chunks,
             )
         )  # fmt: skip
         parameters = stage_parameters(shape, lay, held, first=first, last=last, dense=front)

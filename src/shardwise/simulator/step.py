@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from shardwise.cluster import Cluster
 from shardwise.costs.block import BlockCosts
 from shardwise.costs.layout import Layout
@@ -116,6 +118,13 @@ def _zero3_ops(step: StepContext, times: LayerTimes, n_micro: int) -> list[Strea
     return played.ops
 
 
+class _Unit(NamedTuple):
+    """Seconds to gather a unit's weights, and to sum its gradients: of a micro-batch, of the last one."""
+
+    gather: float
+    scatter: tuple[float, float]
+
+
 class _UnitLinks:
     """Seconds to gather the weights of a unit, and to sum its gradients; weights are counted by kind."""
 
@@ -140,6 +149,10 @@ class _UnitLinks:
             seconds += wire.collective("all_reduce", replicas, grads / group.size) if last_micro else 0.0
         return seconds
 
+    def of(self, counts: dict[str, float]) -> _Unit:
+        """A unit of so many weights."""
+        return _Unit(self.gather(counts), (self.scatter(counts, False), self.scatter(counts, True)))
+
     def _by_group(self, counts: dict[str, float]) -> dict[RankGroup, float]:
         found: dict[RankGroup, float] = {}
         for kind, count in counts.items():
@@ -152,13 +165,15 @@ class _Zero3:
 
     def __init__(self, step: StepContext, times: LayerTimes):
         self.ops: list[StreamOp] = []
-        self._step, self._times, self._links = step, times, _UnitLinks(step)
+        self._step, self._times = step, times
         shape, self._prefetch = step.shape, step.software.prefetch
+        links = _UnitLinks(step)
         self._usual, self._front = (
-            stage_parameters(shape, step.layout, 1.0, first=False, last=False, dense=dense) for dense in (0.0, 1.0)
+            links.of(stage_parameters(shape, step.layout, 1.0, first=False, last=False, dense=dense))
+            for dense in (0.0, 1.0)
         )
         parameters = shape.embedding_parameters + shape.head_parameters + shape.norm_parameters
-        self._root = {"dense": parameters / step.layout.tp}
+        self._root = links.of({"dense": parameters / step.layout.tp})
         self._computed: list[int] = []  # of this micro-batch, one for each unit
         self._last = -1  # what was computed last
 
@@ -166,13 +181,13 @@ class _Zero3:
         """Add the forward of a micro-batch, its head and loss included."""
         before = len(self.ops) - 1 if self.ops and self._prefetch == "none" else None
         self._computed = []
-        root = self._add(f"gather root {micro}", "data", self._links.gather(self._root), before)
+        root = self._add(f"gather root {micro}", "data", self._root.gather, before)
         last = self._add(f"embedding {micro}", "compute", self._times.first.forward, root)
         for index in range(self._step.shape.layers):
             # at most two units are whole at a time: a gather waits until the one before last has computed
             ahead = self._computed[-2] if len(self._computed) >= 2 else None
             wait = ahead if self._prefetch != "none" else last
-            got = self._add(f"gather {index}", "data", self._links.gather(self._unit(index)), wait)
+            got = self._add(f"gather {index}", "data", self._unit(index).gather, wait)
             last = self._add(f"forward {index}.{micro}", "compute", self._time(index).forward, got, last)
             self._computed.append(last)
         self._last = self._add(f"head {micro}", "compute", self._times.last.seconds, last)
@@ -188,21 +203,21 @@ class _Zero3:
             last = self._add(f"backward {index}.{micro}", "compute", own.backward + own.weight, here, last)
             wait = self._computed[-1] if self._prefetch != "none" else last
             self._computed.append(last)
-            scattered = f"scatter {index}", "data", self._links.scatter(self._unit(index), last_micro)
+            scattered = f"scatter {index}", "data", self._unit(index).scatter[last_micro]
             if self._prefetch != "before":  # one stream: the next gather stands behind these gradients
                 self._add(*scattered, last)
             for _ in range(gathers if index else 0):
-                here = self._add(f"gather {index - 1}", "data", self._links.gather(self._unit(index - 1)), wait)
+                here = self._add(f"gather {index - 1}", "data", self._unit(index - 1).gather, wait)
             if self._prefetch == "before":
                 self._add(*scattered, last)
         last = self._add(f"embedding backward {micro}", "compute", self._times.first.weight, last)
-        self._add(f"scatter root {micro}", "data", self._links.scatter(self._root, last_micro), last)
+        self._add(f"scatter root {micro}", "data", self._root.scatter[last_micro], last)
 
     def _add(self, name: str, stream: str, seconds: float, *after: int | None) -> int:
         self.ops.append(StreamOp(name, stream, seconds, [place for place in after if place is not None]))
         return len(self.ops) - 1
 
-    def _unit(self, index: int) -> dict[str, float]:
+    def _unit(self, index: int) -> _Unit:
         return self._front if index < self._step.shape.dense_layers else self._usual
 
     def _time(self, index: int) -> StageTimes:
