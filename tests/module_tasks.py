@@ -549,3 +549,36 @@ class Penalised(nn.Module):
 
 def penalised() -> Task:
     return task(Penalised)
+
+
+class WritesIntoProducts(nn.Module):
+    """Blocks that write into what their products gave: an activation, a view, some rows."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(WIDTH, 8, bias=False), nn.Linear(8, WIDTH, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.first(x)
+            h.clamp_(min=0.1)
+            h[:, :1].mul_(2.0)
+            y = self.second(h)
+            seen = y.view(-1, WIDTH)
+            y.transpose(0, 1).add_(0.25)
+            return y + x + seen.view(y.shape)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, OUT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.stack((x, x.flip(1)), 1)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean(1))
+
+
+def writes_into_products() -> Task:
+    return task(WritesIntoProducts)

@@ -301,6 +301,18 @@ def _sums() -> dict[str, float]:
                 "writes another argument": (F.rrelu(new(), 0.2, 0.4), F.rrelu(whole, 0.2, 0.4)),
                 "beside plain": (whole + new(), 2 * whole),
             }
+            if not sequence:  # where views are dealt by themselves, it is refused below
+                written, seen, other = (new() for _ in range(3))
+                written.transpose(1, 2)[0].add_(1)
+                view, beside = seen.view(10, 4), other.view(-1)
+                seen[:, 0] = 5
+                other.unsqueeze(0).transpose(1, 2).mul_(2)
+                expected = (whole.clone(), whole.clone())
+                expected[0][0] += 1
+                expected[1][:, 0] = 5
+                checks["written into a view"] = (written * 1, expected[0])
+                checks["a view of what was written into"] = (view * 1, expected[1].view(10, 4))
+                checks["views beside a view that was written into"] = (beside * 1, 2 * whole.view(-1))
             twice = new()
             checks["read twice"] = (twice.exp() + twice.view(2, 5, 4), whole.exp() + whole)
             for name, (value, expected, *kind) in checks.items():
@@ -320,6 +332,16 @@ def _rehearsed(shape: tuple[int, ...], dim: int, soft: bool) -> Part:
     axis = Axis("tp", 2, 0, None, (0, 1), rehearsal=Ledger())
     owners = Owners.blocks(shape[dim], 2)
     return Part(owners.take(torch.ones(shape), dim, 0), dim, owners, axis, soft=soft)
+
+
+def test_reading_a_sum_after_a_view_dealt_apart_was_written_into_is_refused() -> None:
+    axis = Axis("tp", 2, 0, None, (0, 1), rehearsal=Ledger(), sequence=True)
+    made = Sum.of(torch.ones(2, 4, 3), axis)
+    view = made.view(8, 3)
+    view.add_(1).mul_(2)
+    for read in (lambda: made + 1, lambda: made.view(4, 6)):
+        with pytest.raises(Uncut, match="after a view of it was written into"):
+            read()
 
 
 def test_an_operation_without_a_rule_is_refused_by_name() -> None:

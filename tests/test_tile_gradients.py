@@ -20,7 +20,7 @@ from shardwise.part import Owners, Part, Uncut, plain
 from shardwise.part.gathering import all_sum, gathered, scatter_sum
 from shardwise.part.halos import Halo, HaloBack, has_halos
 from shardwise.part.moves import fetch
-from shardwise.part.sums import with_summed_gradient
+from shardwise.part.summands import with_summed_gradient
 
 STEPS = (1e-6, 1e-8)  # the second where a kink, or a place that is rounded, may lie within the first
 BAR = 1e-5

@@ -21,7 +21,7 @@ from shardwise.layout import Plan
 from shardwise.layout.grid import SPACE
 from shardwise.mesh import build_mesh
 from shardwise.part import Owners, Uncut, plain, to_part
-from shardwise.part.sums import with_summed_gradient
+from shardwise.part.summands import with_summed_gradient
 
 DOUBLE = torch.float64
 BARS = {torch.float64: 1e-12, torch.float32: 1e-5}

@@ -97,6 +97,8 @@ BATCH_NORM = [
     bug("recompute advances running statistics twice", "memory.recompute:_again",
         "with before.standing_in(), given.standing_in():", "with given.standing_in():",
         "module_tasks:norm_cumulative", "dp_replicate=2,remat=selective"),
+    bug("what recompute keeps is written into", "memory.recompute:_Keeping._copy",
+        "same_memory(value, written)", "False", "module_tasks:writes_into_products", "dp_replicate=2,remat=selective"),
 ]  # fmt: skip
 
 STEP = [
@@ -202,6 +204,8 @@ TENSOR = [
     bug("a bias is added once on each rank of tp", "part.sums:Sum.value",
         "self.total = self.total + self.added", "self.total = self.total + self.added * self.axis.size", M + "gpt2",
         "tp=2"),
+    bug("what is written into a view of a sum is lost", "part.sums:_note_view",
+        "view.base = ViewOf(first, again=again)", "pass", "module_tasks:writes_into_products", "tp=2"),
     bug("sections of a fused weight lie rank by rank", "part.gathering:gathered",
         "if owners.order is not None:", "if False:", M + "gpt2", "tp=2"),
     bug("a sum over tp is left out", "part.gathering:all_sum",
@@ -309,7 +313,7 @@ MORE = [
 S = "sequence_tasks:"
 
 SEQUENCE = [
-    bug("every rank of a sequence counts a gradient that all have", "part.sums:summand",
+    bug("every rank of a sequence counts a gradient that all have", "part.summands:summand",
         "elif axis.index:", "elif False:", S + "pooled", "cp=2"),
     bug("every rank of a sequence counts the loss and its weight", "step.control:Tally.row",
         "value * self.counts for value in values", "value for value in values", S + "decoder", "cp=2"),
@@ -381,7 +385,7 @@ DOMAIN = [
         D + "resnet", "domain=2x2"),
     bug("every tile counts the loss and its weight", "step.control:Tally.row",
         "value * self.counts for value in values", "value for value in values", D + "weighted", "domain=2"),
-    bug("gradients that all tiles have count for each of a column", "part.sums:summand",
+    bug("gradients that all tiles have count for each of a column", "part.summands:summand",
         "elif axis.index:", "elif axis.index and axis.name != 'domain1':", D + "resnet", "domain=1x2"),
     bug("tiles begin one row late", "part.positions:Positions._cut",
         "owners.take(share, dim, axis.index)", "owners.take(share.roll(-1, dim), dim, axis.index)", D + "resnet",
@@ -452,7 +456,7 @@ DOMAIN = [
         "source.share(index, 0)", "index[: source.local.shape[dim]]", D + "sphere", "domain=2"),
     bug("gradients of entries of a cut dim are those of one rank", "part.along:_share_of_index",
         "lead.share(index, here)", "index.narrow(here, 0, lead.local.shape[place])", D + "sphere", "domain=2"),
-    bug("a weight of a field that one of two axes cuts counts on every rank of the other", "part.sums:summand",
+    bug("a weight of a field that one of two axes cuts counts on every rank of the other", "part.summands:summand",
         "gradient = _nothing_of(gradient)", "pass", D + "interpolated", "domain=2x2"),
     bug("gated units on tiles give the other half its gradient", "part.reductions:glu_backward",
         "func(gradient, x, dim)", "func(gradient, x.roll(x.shape[dim] // 2, dim), dim)", D + "interpolated",

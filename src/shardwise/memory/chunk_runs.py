@@ -82,16 +82,11 @@ def cut_into(tensor: torch.Tensor, dim: int, axis: Axis) -> torch.Tensor:
 
 def _within(tensor: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """The tensor with what this rank holds of it, over all ranks' axes, changed."""
-    if isinstance(tensor, Sum) and tensor.axis.name != CHUNKS and _waits(tensor):
+    if isinstance(tensor, Sum) and tensor.axis.name != CHUNKS and tensor.waits:  # taken once for all chunks
         return Sum(_within(tensor.local, change), tensor.axis, tensor.origin, tensor.added, tensor.spread)
     if isinstance(tensor, Distributed) and tensor.axis.name != CHUNKS:
         return tensor.like(_within(tensor.settled_local(), change))
     return change(tensor)
-
-
-def _waits(summed: Sum) -> bool:
-    """Whether a sum over ranks has not begun: it is taken once for all chunks."""
-    return summed.total is None and summed.pending is None and summed.coming is None
 
 
 @dataclass(frozen=True)
@@ -273,7 +268,7 @@ def _beside(gradient: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
     assert isinstance(output, Sum)
     if output.axis.name == CHUNKS:
         return gradient
-    if _waits(output):
+    if output.waits:
         return _beside(whole_over_axis(gradient, output.axis), output.local)
     return _beside(gradient, output.settled())
 

@@ -8,6 +8,10 @@ forward; selective, that of norms, activations and elementwise ops.
 Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016); selective: Korthikanti et al. (2022),
 section 5. The mechanism is `torch.utils.checkpoint`, non-reentrant.
 
+A product that the block writes into afterwards (an activation in place) is kept as it was: a copy of it, made before
+it is written into. torch looks at versions of tensors alone, which a view by `_unsafe_view` (that of every `linear` of
+rows of positions) does not share, and would go on from the changed one.
+
 Counters, running statistics and what lies in objects that a block is given (a cache of keys and values) advance once:
 the second forward meets them as the first did.
 
@@ -17,12 +21,21 @@ What this does not do: recompute what lies outside the blocks.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
+    CheckpointPolicy,
+    _CachingTorchDispatchMode,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
+from shardwise.part.tensor import same_memory
+from shardwise.trace.leaves import written_tensors
 from shardwise.trace.state import ModuleState, PassedState
 
 _KEPT = {
@@ -46,13 +59,36 @@ def _policy(context, op, *args, **kwargs) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if op in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+class _Keeping(_CachingTorchDispatchMode):
+    """Keeps what the policy says, as it was before anything was written into it."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable:
+            for written in written_tensors(func, args, kwargs or {}):
+                self._copy(written)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _copy(self, written: torch.Tensor) -> None:
+        for kept in tree_leaves(self.storage):
+            value = getattr(kept, "val", None)  # of what is recomputed there is none
+            if isinstance(value, torch.Tensor) and same_memory(value, written):
+                kept.val = value.clone()
+                kept.version = kept.val._version
+
+
+def _contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
+    """Around a block's first forward, and around its second."""
+    keeping, kept = create_selective_checkpoint_contexts(_policy)
+    return _Keeping(_policy, keeping.storage), kept
+
+
 def recompute_block(block: nn.Module, policy: str, by_value: bool = False) -> None:
     """Make the block's forward run again in backward instead of keeping its intermediate results.
 
     The block object and its names stay as they are. `policy` is "full" or "selective".
     by_value  look for buffers that change by their values, once: of a plain module with torch's own batch norm
     """
-    options = {} if policy == "full" else {"context_fn": partial(create_selective_checkpoint_contexts, _policy)}
+    options = {} if policy == "full" else {"context_fn": _contexts}
     forward = block.forward
     changing: list[tuple[dict, str]] | None = None  # counters and statistics that the forward advances, once known
 

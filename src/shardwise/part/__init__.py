@@ -3,7 +3,8 @@
 from shardwise.part import aligned, along, attention, channels, creation, loss, pointwise, products, reductions, views  # noqa: F401 - the rules
 from shardwise.part.cuts import Owners, Uncut
 from shardwise.part.gathering import gather, to_part
-from shardwise.part.sums import Sum, plain, summand, whole, whole_gradient, with_summed_gradient
+from shardwise.part.summands import summand, with_summed_gradient
+from shardwise.part.sums import Sum, plain, whole, whole_gradient
 from shardwise.part.tensor import Part, forget
 
 __all__ = [

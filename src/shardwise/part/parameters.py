@@ -23,7 +23,8 @@ from shardwise.comm import Axis
 from shardwise.part.crossing import dealt_beside
 from shardwise.part.cuts import Owners
 from shardwise.part.gathering import to_part
-from shardwise.part.sums import whole_gradient, with_summed_gradient
+from shardwise.part.summands import with_summed_gradient
+from shardwise.part.sums import whole_gradient
 from shardwise.part.tables import cut_ranges
 
 

@@ -12,19 +12,18 @@ product gives (B * S, H), so a reduce-scatter begins early where the product's i
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from shardwise.comm import Axis, Pending, all_reduce
-from shardwise.host import to_device
 from shardwise.part.cuts import Owners, Uncut
 from shardwise.part.gathering import Scatter, all_sum, gathered, scatter_sum
 from shardwise.part.levels import Distributed, ViewOf, here, written_back
 from shardwise.part.tensor import Part, answer, facts, forget, reshaped_in_place, same_memory, strides_of
-from shardwise.trace.leaves import replaced
+from shardwise.trace.leaves import replaced, tensors_in
 
 _REARRANGE = frozenset({
     "view", "_unsafe_view", "reshape", "_reshape_alias", "transpose", "t", "permute", "unsqueeze", "squeeze", "detach",
@@ -47,6 +46,9 @@ class Sum(Distributed):
     total: torch.Tensor | None
     pending: Pending | None  # the reduction of `local`, in place, that is under way
     coming: Scatter | None  # the reduction of `local`, seen as (B, S, H), to shares of S that is under way
+    base: ViewOf | None  # of a view: it is taken with what it is a view of, whose memory it shares then as before
+    views: list[weakref.ref[Sum]] | None  # of one summand, this among them, where each is dealt to ranks by itself
+    stale: bool  # another one of them was written into
 
     @staticmethod
     def __new__(
@@ -57,6 +59,7 @@ class Sum(Distributed):
         )
         made.local, made.axis, made.origin, made.added, made.total = local, axis, origin, added, None
         made.spread, made.read_only_copy, made.pending, made.coming = spread, False, None, None
+        made.base, made.views, made.stale = None, None, False
         return made
 
     @classmethod
@@ -126,7 +129,18 @@ class Sum(Distributed):
 
     def settled_local(self) -> torch.Tensor:
         """This rank's summand; the total where the sum was taken, or has begun, or has something added. Collective."""
-        return self.local if _waits(self) and self.added is None else self.value()
+        return self.local if self.waits and self.added is None else self.value()
+
+    @property
+    def untaken(self) -> bool:
+        """Whether neither the sum nor what it is a view of was taken."""
+        base = self.base.of if self.base is not None else None
+        return self.total is None and not (isinstance(base, Sum) and not base.untaken)
+
+    @property
+    def waits(self) -> bool:
+        """Whether nothing of the sum has begun."""
+        return self.untaken and self.pending is None and self.coming is None
 
     def like(self, local: torch.Tensor) -> Sum:
         """Another sum over the same axis; of one that was taken, `local` is the total."""
@@ -139,7 +153,16 @@ class Sum(Distributed):
         """The sum: plain, or a share of it along the sequence. Collective, the first time."""
         if self.total is None and self.axis.turns:
             raise Uncut("chunks of positions are computed one after the other, and this needs the sum over all of them")
+        if self.stale:
+            raise Uncut(
+                "a sum is read after a view of it was written into, and each is dealt along the sequence by itself"
+            )
         if self.total is None:
+            if self.base is not None:
+                assert isinstance(self.base.of, Sum) and self.base.again is not None
+                self.total = self.base.again(self.base.of.value())
+                del self.local, self.added
+                return self.total
             if self.pending is not None:
                 self.pending.wait()
                 self.total = self.local
@@ -173,6 +196,9 @@ def is_sum(tensor: Any) -> bool:
 def with_sums(func: Any, args: tuple, kwargs: dict) -> Any:
     """Returns what an operation gives of which some inputs are sums: a sum where it is linear, else of their totals."""
     known = facts(func)
+    for each in tensors_in((args, kwargs), Sum):
+        if is_sum(each) and (each.stale or not each.untaken):
+            each.value()  # what was written into what it is a view of is in it
     first = args[0] if args else None
     first = first if is_sum(first) else None
     if first is not None and first.source is not None and known.name in _ROWS and known.name not in ("detach", "alias"):
@@ -181,8 +207,10 @@ def with_sums(func: Any, args: tuple, kwargs: dict) -> Any:
         kept = _kept(known.name, func, first, args, kwargs)
         if kept is not None:
             kept.read_only_copy = known.is_view and first.read_only_copy
-            if known.is_view and first.source is not None:
-                kept.source = ViewOf(first, again=lambda total: func(total, *args[1:], **kwargs))
+            if known.is_view:
+                if known.name == "_reshape_alias":  # by strides of the summand, where its total is contiguous
+                    func, args = torch.ops.aten.view.default, args[:2]
+                _note_view(first, kept, func, args[1:], kwargs)
             return kept
     if first is not None and known.reshapes:
         if first.source is not None:
@@ -204,8 +232,31 @@ def with_sums(func: Any, args: tuple, kwargs: dict) -> Any:
         return replaced(torch.Tensor, lambda view: Sum.taken(view, first.axis, ViewOf(first)), output)
     if changed is not None:
         written_back(changed)
+        for view in changed.views or ():
+            if (beside := view()) is not None:
+                beside.stale = beside is not changed
         forget()
     return output if changed is None else changed
+
+
+def _note_view(first: Sum, view: Sum, func: Callable[..., torch.Tensor], args: tuple, kwargs: dict) -> None:
+    """Let a view of a sum share with it what either is when it is taken, and what is written then."""
+    shape = first.shape
+
+    def again(total: torch.Tensor) -> torch.Tensor:
+        if total.shape != shape:
+            raise Uncut("the shape of a sum was changed in place, of which there is a view")
+        return func(total, *args, **kwargs)
+
+    if first.source is not None:
+        view.source = ViewOf(first, again=again)
+    elif not first.axis.sequence:
+        view.base = ViewOf(first, again=again)
+    else:  # a (B, S, H) sum is left in shares, others whole: no memory is shared
+        if first.views is None:
+            first.views = [weakref.ref(first)]
+        view.views = first.views
+        view.views.append(weakref.ref(view))
 
 
 def _reshaped(first: Sum, shape: list[int]) -> Sum:
@@ -241,7 +292,7 @@ def _kept(name: str, func: Any, first: Sum, args: tuple, kwargs: dict) -> Sum | 
     if name not in _ADD or kwargs or len(args) != 2:
         return None
     second = args[1]
-    if is_sum(second) and _waits(first) and _waits(second) and first.shape == second.shape:
+    if is_sum(second) and first.waits and second.waits and first.shape == second.shape:
         added = first.added if second.added is None else second.added
         if first.added is None or second.added is None:
             if name == "sub" and second.added is not None:
@@ -264,11 +315,6 @@ def _like(first: Sum, local: torch.Tensor, added: torch.Tensor | None) -> Sum:
     made = Sum(local, first.axis, first.origin, added, first.spread)
     made.pending, made.coming = first.pending, first.coming
     return made
-
-
-def _waits(summed: Sum) -> bool:
-    """Whether nothing of a sum has begun."""
-    return summed.total is None and summed.pending is None and summed.coming is None
 
 
 def plain(tensor: Any) -> Any:
@@ -362,67 +408,12 @@ def whole_gradient(tensor: torch.Tensor, axis: Axis | None = None) -> torch.Tens
     return _WholeGradient.apply(tensor, axis) if tensor.requires_grad and torch.is_grad_enabled() else tensor
 
 
-class _Summand(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, tensor: torch.Tensor, axes: tuple[Axis, ...]) -> torch.Tensor:
-        ctx.axes = axes
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, gradient: torch.Tensor):
-        return summand(gradient, ctx.axes), None
-
-
-def with_summed_gradient(tensor: torch.Tensor, axes: tuple[Axis, ...]) -> torch.Tensor:
-    """The tensor itself, whose gradient arrives as this rank's summand of a sum over `axes` that is still to be taken.
-
-    Gradients of weights are summed over these ranks once for a step, with those of the other samples.
-    """
-    if not axes or not tensor.requires_grad or not torch.is_grad_enabled():
-        return tensor
-    return _Summand.apply(tensor, axes)
-
-
-def summand(gradient: torch.Tensor, axes: tuple[Axis, ...]) -> torch.Tensor:
-    """This rank's summand over `axes` (outermost first) of a gradient that is a sum, cut, or whole on all of them."""
-    for axis in axes:
-        over = isinstance(gradient, Distributed) and gradient.axis is axis
-        if over and isinstance(gradient, Sum) and gradient.total is None and gradient.added is None:
-            gradient = gradient.local
-            continue
-        if over:
-            gradient = gradient.settled()  # of a sum that was taken, what is left may be cut over axes further in
-        if isinstance(gradient, Part) and gradient.axis is axis:
-            gradient = _in_place(gradient)
-        elif axis.index:
-            gradient = _nothing_of(gradient)
-    return gradient
-
-
-def _nothing_of(gradient: torch.Tensor) -> torch.Tensor:
-    """Zeros, distributed alike: ranks that add nothing come to the collectives that the others come to."""
-    if isinstance(gradient, Sum) and _waits(gradient) and gradient.added is None:
-        return gradient.like(_nothing_of(gradient.local))
-    return torch.zeros_like(gradient)
-
-
-def _in_place(part: Part) -> torch.Tensor:
-    """A tensor of the whole shape that has this rank's share in its place, and zeros elsewhere."""
-    places = to_device(part.owners.indices(part.axis.index), part.device)
-    shape = list(part.local.shape)
-    shape[part.dim_cut] = part.owners.size
-    return part.local.new_zeros(shape).index_copy(part.dim_cut, places, plain(part.local))
-
-
 __all__ = [
     "Sum",
     "plain",
-    "summand",
     "whole",
     "whole_gradient",
     "whole_over",
     "whole_over_axis",
-    "with_summed_gradient",
     "with_sums",
 ]
