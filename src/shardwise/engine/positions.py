@@ -30,6 +30,7 @@ from shardwise.parallel.tensor import Derived, TrialModule
 from shardwise.part import Uncut
 from shardwise.part.crossing import Along, cuts_of
 from shardwise.part.positions import Candidate, Cuts, Positions, name_of
+from shardwise.part.tensor import by_rules
 from shardwise.precision import Precision
 from shardwise.step.batching import samples_in
 from shardwise.step.forward import run_alone
@@ -115,7 +116,22 @@ def _search(
     stopped  why what was proposed before, on which the module runs, cannot be cut
     mask     the largest that attention is given for all pairs: shape, bytes
     results  path of a submodule, number of its call, and how each leaf of its result is cut, where some is
+    One under which every operation has a rule comes before all that gather a sequence for those without.
     """
+    stopped: list[str] = []
+    for rules in (True,) if plan.tiles > 1 else (True, False):
+        with by_rules(rules):
+            found, stopped = _first_through(task, plan, inner, precision, built, batch, samples, trial)
+        if found is not None:
+            return found
+    raise _nothing(plan, inner, batch, stopped)
+
+
+def _first_through(
+    task: Task, plan: Plan, inner: tuple[Axis, ...], precision: Precision, built: Built, batch: Any, samples: int,
+    trial: _Trial,
+) -> tuple[dict[str, Any] | None, list[str]]:  # fmt: skip
+    """What `_search` finds, or None, and what stopped each candidate before it."""
     stopped: list[str] = []
     cannot = ""
     for place, candidate in enumerate(_candidates(task, plan, inner, built, batch, samples)):
@@ -142,8 +158,8 @@ def _search(
             "routes": [*sequence.explained(noted.attention), *domain.explained(noted.gathers)],
             "mask": (largest.mask, largest.mask_bytes) if largest is not None else ((), 0),
             "results": [(path, call, along) for (path, call), along in noted.results.items()],
-        }  # fmt: skip
-    raise _nothing(plan, inner, batch, stopped)
+        }, stopped  # fmt: skip
+    return None, stopped
 
 
 def _place_of(error: RefusedPlan, module: nn.Module, plan: Plan) -> str:

@@ -3,8 +3,12 @@
     ctc_loss               (T, B, C) gathered, the loss of each sequence on every rank; backward gathers again, and each
                            rank keeps its positions of the gradient
     pack_padded_sequence   (B, S, H) gathered; rows, and the recurrence over them, on every rank
+    any other without a    what it reads gathered, the operation on every rank, in backward too; a result of the shape
+    rule (`sort`, `topk`)  of what it reads is cut as that is
 
 Bytes received by a rank: (p-1)/p of the tensor, in forward; of `ctc_loss` as many in backward.
+
+What this does not do: operations that write or draw, and tiles of a field, which are gathered where a model asks.
 """
 
 from __future__ import annotations
@@ -13,9 +17,12 @@ from typing import Any
 
 import torch
 
+from shardwise.layout.grid import SPACE
 from shardwise.part.cuts import Uncut
 from shardwise.part.gathering import gathered
-from shardwise.part.tensor import GATHERS, Part, is_part, no_rule, parts_in, rule
+from shardwise.part.levels import Distributed
+from shardwise.part.sums import Sum
+from shardwise.part.tensor import GATHERS, Part, facts, in_backward, is_part, no_rule, parts_in, rule
 from shardwise.trace.leaves import replaced
 
 
@@ -33,13 +40,43 @@ def ctc_loss_backward(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     return scores.with_local(scores.share(gradient, scores.dim_cut)) if is_part(scores) else gradient
 
 
-def _whole(func: Any, args: tuple) -> tuple:
+def may_be_done_whole(func: Any, parts: list[Part]) -> bool:
+    """Whether an operation without a rule is right on whole tensors on every rank: it neither writes nor draws."""
+    same = not func._schema.is_mutable and torch.Tag.nondeterministic_seeded not in func.tags
+    return same and bool(parts) and all(_of_a_sequence(part) for part in parts)
+
+
+def _of_a_sequence(part: Part) -> bool:
+    return part.axis.positions and not part.axis.turns and part.axis.name not in SPACE
+
+
+def done_whole(func: Any, args: tuple, kwargs: dict) -> Any:
+    """What an operation without a rule gives of whole tensors; cut as the first part where it has its shape."""
+    lead = parts_in((args, kwargs))[0]
+    output = func(*_whole(func, args), **_whole(func, kwargs))
+    if facts(func).is_view:  # of a copy: reading it is right, writing into it would be lost
+        return replaced(torch.Tensor, lambda copy: Sum.read_only(copy, lead.axis), output)
+    return replaced(torch.Tensor, lambda each: _cut_as(lead, each) if each.shape == lead.shape else each, output)
+
+
+def _cut_as(lead: Part, whole: torch.Tensor) -> Part:
+    """A tensor that every rank has, cut as a part of its shape is: over an axis further in along the same dim too."""
+    share, inner = lead.share(whole, lead.dim_cut).clone(), lead.local
+    if isinstance(inner, Part) and inner.dim_cut == lead.dim_cut and not isinstance(share, Distributed):
+        share = inner.with_local(inner.share(share, inner.dim_cut).clone())
+    return lead.with_local(share)
+
+
+def _whole(func: Any, args: Any) -> Any:
     """Arguments, of which those that are cut along positions are gathered; in forward that is noted. Collective."""
     parts: list[Part] = parts_in(args)
     if any(not part.axis.positions for part in parts):
         raise Uncut(no_rule(func, parts))
     name = func._schema.name.partition("::")[2].strip("_")
-    for part in parts if not name.endswith("_backward") else []:
-        for tell in GATHERS:
-            tell(f"what {name} reads", part if part.dim_cut else part.transpose(0, 1))
+    for part in parts if not in_backward() else []:
+        each: Any = part
+        while isinstance(each, Part) and each.axis.positions and each.dim_cut == part.dim_cut:
+            for tell in GATHERS:
+                tell(f"what {name} reads", each)
+            each = each.local
     return replaced(Part, lambda part: gathered(part) if is_part(part) else part, args)

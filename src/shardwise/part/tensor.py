@@ -23,7 +23,8 @@ tensors is again an operation, which is answered for the next axis, until tensor
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from types import FunctionType
@@ -264,10 +265,22 @@ class Gathers:
 
     all   whatever has no rule gathers: a method beside the model's forward, without gradients
     told  is called with (operation, bytes of what is gathered); None where the modules themselves run
+    none  of a sequence neither: a rehearsal looks first for a cut under which every operation has a rule
     """
 
     told: Callable[[str, int], None] | None = None
     all: bool = False
+    none: bool = False
+
+
+@contextmanager
+def by_rules(alone: bool = True) -> Iterator[None]:
+    """Context: operations without a rule are refused (`alone`), or done whole where what they read is a sequence."""
+    before, Gathers.none = Gathers.none, alone
+    try:
+        yield
+    finally:
+        Gathers.none = before
 
 
 def _may_be_gathered(part: Part) -> bool:
@@ -288,6 +301,11 @@ def _on_gathered(func: Any, args: tuple, kwargs: dict) -> Any:
             return replaced(torch.Tensor, lambda copy: Sum.read_only(copy, parts[0].axis), output)
         return output
     soft = [part for part in parts if _may_be_gathered(part)]
+    if not soft and not Gathers.none:
+        from shardwise.part.aligned import done_whole, may_be_done_whole
+
+        if may_be_done_whole(func, parts):
+            return done_whole(func, args, kwargs)
     if writes or not soft:
         raise  # what is being handled
     if Gathers.told is not None:

@@ -40,15 +40,19 @@ def watching() -> Iterator[list[Gather]]:
         _SEEN.pop()
 
 
-def noted(what: str, tensor: torch.Tensor, cut: CutDim) -> None:
-    """Note that a tensor (samples first) is gathered over the axis of a cut."""
-    elements = tensor.numel() // max(tensor.shape[0], 1) * (cut.axis.size - 1) // cut.axis.size
+def noted(what: str, tensor: torch.Tensor, cut: CutDim, samples: int | None = None) -> None:
+    """Note that a tensor (samples first, or of so many) is gathered over the axis of a cut."""
+    samples = tensor.shape[0] if samples is None else samples
+    elements = tensor.numel() // max(samples, 1) * (cut.axis.size - 1) // cut.axis.size
     for seen in _SEEN:
         seen.append(Gather(what, cut.axis.name, cut.axis.size, elements))
 
 
 def _noted(what: str, part: Part) -> None:
-    noted(what, part, CutDim(part.axis, part.dim_cut, part.owners))
+    samples = part.shape[0]
+    if part.dim_cut == 0:  # positions first, or joined with the samples before them
+        samples = part.factors[0] if part.factors is not None else part.shape[1] if part.dim() > 1 else 1
+    noted(what, part, CutDim(part.axis, part.dim_cut, part.owners), samples)
 
 
 GATHERS.append(_noted)

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from shardwise.comm import Axis
+from shardwise.layout.grid import SPACE
 from shardwise.parallel.domain.kept import CutDim, kept_apart
 from shardwise.parallel.domain.maps import Map, reads
 from shardwise.part import Part, Sum, Uncut
@@ -246,6 +247,18 @@ def answers(*functions: Callable, cut_once: bool = True) -> Callable:
     return register
 
 
+def _cut_once(part: torch.Tensor) -> tuple[torch.Tensor, list[Axis]]:
+    """The tensor without the inner ones of axes that cut one dim, and those. Collective; differentiable."""
+    taken: set[int] = set()
+    gone = []
+    for cut in cuts(part, range(part.dim())):
+        if cut.dim in taken:
+            part = whole_over_axis(part, cut.axis)
+            gone.append(cut.axis)
+        taken.add(cut.dim)
+    return part, gone
+
+
 def once(answer: Callable, args: tuple, kwargs: dict) -> Any:
     """`answer(...)` of tensors with no dim cut over two axes (cp and cp_ulysses): whole over those further in.
 
@@ -254,21 +267,20 @@ def once(answer: Callable, args: tuple, kwargs: dict) -> Any:
     """
     given: dict[str, Axis] = {}
 
-    def cut_once(part: Part) -> torch.Tensor:
-        taken: set[int] = set()
-        for cut in cuts(part, range(part.dim())):
-            if cut.dim in taken:
-                part = whole_over_axis(part, cut.axis)
-                given[cut.axis.name] = cut.axis
-            taken.add(cut.dim)
+    def whole_inside(part: Part) -> torch.Tensor:
+        part, axes = _cut_once(part)
+        given.update({axis.name: axis for axis in axes})
         return part
 
-    args, kwargs = replaced(Part, cut_once, (args, kwargs))
+    args, kwargs = replaced(Part, whole_inside, (args, kwargs))
     output = answer(*args, **kwargs)
-    for axis in sorted(given.values(), key=lambda axis: axis.depth):
-        for tensor in tensors_in(output):
-            if tensor.requires_grad:  # no function of its own: what it gives could not be written into
-                tensor.register_hook(partial(whole_over, axis=axis))
+    for tensor in tensors_in(output):
+        if not tensor.requires_grad:  # no function of its own: what it gives could not be written into
+            continue
+        for axis in sorted(given.values(), key=lambda axis: axis.depth):
+            tensor.register_hook(partial(whole_over, axis=axis))
+        if not given and isinstance(tensor, Part) and tensor.axis.name not in SPACE:  # may be whole inside already
+            tensor.register_hook(lambda gradient: _cut_once(gradient)[0])
     return output
 
 

@@ -1,0 +1,103 @@
+"""Operations along cut positions that have no rule: done whole on every rank, which is told, as one process does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardwise import Task, verify
+
+LENGTH, WIDTH = 11, 8
+
+
+class Chosen(nn.Module):
+    """Layers that sort positions, and choose among them."""
+
+    def __init__(self):
+        super().__init__()
+        self.into, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+        self.router, self.deep = nn.Linear(WIDTH, 1), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.into(x)
+        weight, places = self.router(x).squeeze(-1).topk(4, dim=1)  # the four that go deeper
+        places, order = places.sort(1)
+        index = places[..., None].expand(-1, -1, WIDTH)
+        deep = self.deep(x.gather(1, index)).tanh() * weight.gather(1, order)[..., None]
+        x = x.scatter_add(1, index, deep)
+        bucket = x.detach()[..., 0].argsort(dim=1, stable=True)  # neighbours by value, mixed, and put back
+        near = x.gather(1, bucket[..., None].expand_as(x))
+        near = (near + near.roll(1, 1)).gather(1, bucket.argsort(dim=1)[..., None].expand_as(x))
+        middle = x.median(1, keepdim=True).values - x.kthvalue(2, 1, keepdim=True).values
+        return self.out(near * middle.sigmoid() + x.sort(1, descending=True).values)
+
+
+class Solved(nn.Module):
+    """A delta rule as a triangular system, windows that overlap in memory, and spectra of spectra."""
+
+    def __init__(self):
+        super().__init__()
+        self.into, self.keys, self.out = (nn.Linear(WIDTH, n) for n in (WIDTH, WIDTH, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, keys = self.into(x), self.keys(x).tanh()
+        told = torch.eye(x.shape[1], device=x.device) + (keys @ keys.mT / WIDTH).tril(-1)
+        x = torch.linalg.solve_triangular(told, x, upper=False, unitriangular=True)
+        held = x.contiguous()
+        windows = held.as_strided((x.shape[0], x.shape[1] - 2, 3, WIDTH), (held.stride(0), WIDTH, WIDTH, 1))
+        x = x[:, 2:] + windows.tanh().mean(2)
+        turned = torch.fft.rfft(x, n=2 * LENGTH, dim=1) * torch.fft.rfft(x.tanh(), n=2 * LENGTH, dim=1)
+        return self.out(x + torch.fft.irfft(turned, n=2 * LENGTH, dim=1)[:, : x.shape[1]])
+
+
+class Drawn(nn.Module):
+    """Draws positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        drawn = torch.multinomial(x.detach()[..., 0].exp(), 2)
+        return self.out(x.gather(1, drawn[..., None].expand(-1, -1, WIDTH)))
+
+
+def _numbers(step: int) -> dict[str, Tensor]:
+    return {"x": torch.randn(4, LENGTH, WIDTH, generator=torch.Generator().manual_seed(step))}
+
+
+def _squares(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+    weights = torch.linspace(0.5, 1.5, output.shape[1], device=output.device)
+    return (output.square() * weights[:, None]).sum(), len(output)
+
+
+def chosen() -> Task:
+    return Task(model=Chosen, batch=_numbers, inputs=lambda batch: ((batch["x"],), {}), loss=_squares)
+
+
+def solved() -> Task:
+    return replace(chosen(), model=Solved)
+
+
+def drawn() -> Task:
+    return replace(chosen(), model=Drawn)
+
+
+@pytest.mark.parametrize("plan", ["cp=3", "cp=2,cp_ulysses=2", "cp=2,tp=2,sp=true"])
+@pytest.mark.parametrize("task", ["chosen", "solved"])
+def test_operations_without_a_rule_equal_one_process(pool, task: str, plan: str) -> None:
+    found = verify(f"test_without_rule:{task}", plan, pool=pool)
+    assert found.parity, found.text()
+
+
+def test_what_is_gathered_for_want_of_a_rule_is_told(pool) -> None:
+    told = verify("test_without_rule:chosen", "cp=2", pool=pool).text()
+    assert f"what topk reads is gathered over cp=2: in a forward a rank receives {LENGTH // 2} elements" in told, told
+
+
+def test_draws_among_cut_positions_are_refused(pool) -> None:
+    found = verify("test_without_rule:drawn", "cp=2", pool=pool)
+    assert not found.parity and "multinomial" in found.refused, found.text()
