@@ -211,6 +211,41 @@ def one_for_all() -> Task:
     return convolution().with_(model=OneForAll)
 
 
+class Single(Decoder):
+    """Has a kernel without float64."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits = super().forward(tokens)
+        if logits.dtype == torch.float64:
+            raise NotImplementedError('"single" not implemented for Double')
+        return logits
+
+
+def single() -> Task:
+    return _task().with_(model=Single, optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+
+
+class DeltaRule(nn.Module):
+    """A memory that a loop over positions corrects, read by contractions of one position's heads."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix, self.out = nn.Linear(5, 24), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (each.view(*x.shape[:2], 2, 4).transpose(1, 2) for each in self.mix(x).chunk(3, -1))
+        k, memory, read = F.normalize(k, dim=-1), x.new_zeros(len(x), 2, 4, 4), []
+        for n in range(x.shape[1]):
+            wrong = v[:, :, n] - torch.einsum("bhd,bhde->bhe", k[:, :, n], memory)
+            memory = memory + torch.einsum("bhd,bhe->bhde", k[:, :, n], wrong)
+            read.append(torch.einsum("bhd,bhde->bhe", q[:, :, n], memory))
+        return self.out(torch.stack(read, 2).transpose(1, 2).flatten(2))
+
+
+def delta_rule() -> Task:
+    return convolution().with_(model=DeltaRule)
+
+
 class RunningSums(Convolution):
     """Each position reads all before it: running sums, and a gated recurrence written with them."""
 

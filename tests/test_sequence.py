@@ -490,6 +490,16 @@ def test_one_position_that_all_read_equals_one_process(pool, plan: str) -> None:
     assert found.parity, found.text()
 
 
+def test_a_memory_that_a_loop_corrects_equals_one_process(pool) -> None:
+    found = verify("sequence_tasks:delta_rule", "cp=2,cp_ulysses=2", pool=pool, steps=1)
+    assert found.parity, found.text()
+
+
+def test_a_ring_is_proven_in_float32_where_a_kernel_has_no_float64(pool) -> None:
+    found = verify("sequence_tasks:single", "cp=2", pool=pool)
+    assert found.parity and "compared in float32" in found.text(), found.text()
+
+
 def test_what_mixes_positions_in_a_way_unknown_is_done_whole_and_told(pool) -> None:
     found = verify("sequence_tasks:sorted_positions", "cp=2", pool=pool)
     assert found.parity and "what sort reads is gathered over cp=2" in found.text(), found.text()

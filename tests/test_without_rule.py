@@ -6,9 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise import Task, verify
+from shardwise.comm import Axis
+from shardwise.part import Sum, plain
 
 LENGTH, WIDTH = 11, 8
 
@@ -53,6 +56,21 @@ class Solved(nn.Module):
         return self.out(x + torch.fft.irfft(turned, n=2 * LENGTH, dim=1)[:, : x.shape[1]])
 
 
+class LearnedKeys(nn.Module):
+    """Attention whose keys every rank has, or whose values."""
+
+    def __init__(self, keys: bool):
+        super().__init__()
+        self.keys = keys
+        self.into, self.out, self.own = nn.Linear(WIDTH, 12), nn.Linear(4, 3), nn.Parameter(torch.randn(1, 4, 32, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (each.view(*x.shape[:2], 4, 1).transpose(1, 2) for each in self.into(x).chunk(3, -1))
+        own = self.own[:, :, : x.shape[1]].expand_as(q)
+        k, v = (own, v) if self.keys else (k, own)
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
 class Drawn(nn.Module):
     """Draws positions."""
 
@@ -82,6 +100,14 @@ def solved() -> Task:
     return replace(chosen(), model=Solved)
 
 
+def learned_keys() -> Task:
+    return replace(chosen(), model=lambda: LearnedKeys(True))
+
+
+def learned_values() -> Task:
+    return replace(chosen(), model=lambda: LearnedKeys(False))
+
+
 def drawn() -> Task:
     return replace(chosen(), model=Drawn)
 
@@ -93,9 +119,22 @@ def test_operations_without_a_rule_equal_one_process(pool, task: str, plan: str)
     assert found.parity, found.text()
 
 
+@pytest.mark.parametrize("plan", ["cp=3", "cp_ulysses=2", "cp=2,cp_ulysses=2"])
+@pytest.mark.parametrize("task", ["learned_keys", "learned_values"])
+def test_attention_of_cut_keys_and_whole_values(pool, task: str, plan: str) -> None:
+    found = verify(f"test_without_rule:{task}", plan, pool=pool, steps=1)
+    assert found.parity and "gathered" not in found.text(), found.text()
+
+
 def test_what_is_gathered_for_want_of_a_rule_is_told(pool) -> None:
     told = verify("test_without_rule:chosen", "cp=2", pool=pool).text()
     assert f"what topk reads is gathered over cp=2: in a forward a rank receives {LENGTH // 2} elements" in told, told
+
+
+def test_a_copy_that_overlaps_in_memory_is_seen_in_other_shapes() -> None:
+    windows = torch.arange(24.0).as_strided((2, 3, 4), (4, 2, 1))
+    read = Sum.read_only(windows, Axis("cp", 2, 0, None, (0, 1)))
+    assert torch.equal(plain(read.view(6, 4)), windows.reshape(6, 4))
 
 
 def test_draws_among_cut_positions_are_refused(pool) -> None:

@@ -8,7 +8,8 @@
 
 Bytes received by a rank: (p-1)/p of the tensor, in forward; of `ctc_loss` as many in backward.
 
-What this does not do: operations that write or draw, and tiles of a field, which are gathered where a model asks.
+What this does not do: operations that draw, or write into what is cut, and tiles of a field, which are gathered where a
+model asks.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from shardwise.part.gathering import gathered
 from shardwise.part.levels import Distributed
 from shardwise.part.sums import Sum
 from shardwise.part.tensor import GATHERS, Part, facts, in_backward, is_part, no_rule, parts_in, rule
-from shardwise.trace.leaves import replaced
+from shardwise.trace.leaves import replaced, tensors_in
 
 
 @rule("_ctc_loss", "_pack_padded_sequence")
@@ -40,10 +41,16 @@ def ctc_loss_backward(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     return scores.with_local(scores.share(gradient, scores.dim_cut)) if is_part(scores) else gradient
 
 
-def may_be_done_whole(func: Any, parts: list[Part]) -> bool:
-    """Whether an operation without a rule is right on whole tensors on every rank: it neither writes nor draws."""
-    same = not func._schema.is_mutable and torch.Tag.nondeterministic_seeded not in func.tags
-    return same and bool(parts) and all(_of_a_sequence(part) for part in parts)
+def may_be_done_whole(func: Any, args: tuple, kwargs: dict, parts: list[Part]) -> bool:
+    """Whether an operation without a rule is right on whole tensors on every rank.
+
+    It draws nothing, and writes into nothing but what every rank has.
+    """
+    if torch.Tag.nondeterministic_seeded in func.tags or not parts or not all(map(_of_a_sequence, parts)):
+        return False
+    given = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | kwargs
+    written = [given.get(each.name) for each in func._schema.arguments if each.alias_info and each.alias_info.is_write]
+    return not tensors_in(written, Distributed)
 
 
 def _of_a_sequence(part: Part) -> bool:
@@ -54,6 +61,8 @@ def done_whole(func: Any, args: tuple, kwargs: dict) -> Any:
     """What an operation without a rule gives of whole tensors; cut as the first part where it has its shape."""
     lead = parts_in((args, kwargs))[0]
     output = func(*_whole(func, args), **_whole(func, kwargs))
+    if func._schema.is_mutable:
+        return output
     if facts(func).is_view:  # of a copy: reading it is right, writing into it would be lost
         return replaced(torch.Tensor, lambda copy: Sum.read_only(copy, lead.axis), output)
     return replaced(torch.Tensor, lambda each: _cut_as(lead, each) if each.shape == lead.shape else each, output)

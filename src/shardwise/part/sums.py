@@ -201,7 +201,8 @@ def with_sums(func: Any, args: tuple, kwargs: dict) -> Any:
             each.value()  # what was written into what it is a view of is in it
     first = args[0] if args else None
     first = first if is_sum(first) else None
-    if first is not None and first.source is not None and known.name in _ROWS and known.name not in ("detach", "alias"):
+    resized = first is not None and known.name in _ROWS and len(args) > 1 and isinstance(args[1], list | tuple)
+    if first is not None and resized and (first.source is not None or first.read_only_copy):
         return _reshaped(first, args[1])
     if first is not None and first.total is None:
         kept = _kept(known.name, func, first, args, kwargs)
@@ -260,7 +261,8 @@ def _note_view(first: Sum, view: Sum, func: Callable[..., torch.Tensor], args: t
 
 
 def _reshaped(first: Sum, shape: list[int]) -> Sum:
-    """`first.view(shape)` of one index of a cut dim, to read: whether one process would have copied it is not known."""
+    """`first.view(shape)` of one index of a cut dim, or of a copy, to read: neither lies in memory as it does in one
+    process, and whether that would have copied it is not known."""
     if first.total is not None:
         return Sum.read_only(first.total.reshape(shape), first.axis)
     made = Sum(first.local.reshape(shape), first.axis, first.origin, spread=first.spread)
@@ -281,7 +283,9 @@ def _kept(name: str, func: Any, first: Sum, args: tuple, kwargs: dict) -> Sum | 
     """The result where it is a sum again."""
     keeps_rows = (first.added is None and first.coming is None) or name in _ROWS
     if name in _REARRANGE and keeps_rows and (first.pending is None or name != "neg"):
-        local = func(first.local, *args[1:], **kwargs)
+        resized = name in _ROWS and len(args) > 1 and isinstance(args[1], list | tuple)
+        # a summand may lie in memory otherwise than the sum does: one index of what a rank has, or of nothing
+        local = first.local.reshape(args[1]) if resized else func(first.local, *args[1:], **kwargs)
         begun = first.pending is not None or first.coming is not None
         if (not begun or same_memory(local, first.local)) and (
             first.added is None or local.shape[-1:] == first.local.shape[-1:]

@@ -304,7 +304,7 @@ def _on_gathered(func: Any, args: tuple, kwargs: dict) -> Any:
     if not soft and not Gathers.none:
         from shardwise.part.aligned import done_whole, may_be_done_whole
 
-        if may_be_done_whole(func, parts):
+        if may_be_done_whole(func, args, kwargs, parts):
             return done_whole(func, args, kwargs)
     if writes or not soft:
         raise  # what is being handled

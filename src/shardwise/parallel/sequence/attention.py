@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,7 @@ from shardwise.part.cuts import repeated
 from shardwise.part.gathering import share_of
 from shardwise.part.levels import Distributed
 from shardwise.part.moves import from_axis, moved, replaced_from_axis
-from shardwise.part.sums import plain, whole_over_axis
+from shardwise.part.sums import plain, redealt, whole_over_axis
 from shardwise.part.tensor import FUNCTIONS
 
 HEADS, POSITIONS = 1, 2  # of queries, keys and values (B, H, S, D)
@@ -133,6 +134,7 @@ def attend(
     if _cut_over(query, axis) is None:  # a few whole queries of cut keys: all ranks would compute the same
         key, value = whole_over_axis(key, axis), whole_over_axis(value, axis)
         return attend(query, key, value, attn_mask, **options)
+    key, value = _cut_as(key, value), _cut_as(value, key)
     beyond = _levels(query)[0].axis is not axis  # the outermost alone goes around a ring
     heads = axis.name == "cp_ulysses" or bool(dropout_p) or beyond
     if _SEEN:
@@ -143,6 +145,25 @@ def attend(
     if _owners(key, axis) != _owners(value, axis):  # keys and values travel together
         key, value = whole_over_axis(key, axis), whole_over_axis(value, axis)
     return ring_attention(query, key, value, attn_mask, axis, is_causal=is_causal, scale=scale)
+
+
+def _cut_as(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Differentiable: keys (values) cut over the axes that cut positions of the values (keys) alone. Nothing is sent.
+
+    They are whole where they are learned, or were gathered.
+    """
+    for part in _levels(other):
+        if part.dim_cut != POSITIONS or not part.axis.positions or part.axis in axes_of(tensor):
+            continue
+        if from_axis(tensor, part.axis).shape[POSITIONS] != part.owners.size:
+            break
+        tensor = redealt(tensor, partial(_own_share, part.owners, part.axis))
+    return tensor
+
+
+def _own_share(owners: Owners, axis: Axis, tensor: torch.Tensor) -> torch.Tensor:
+    share = owners.take(from_axis(tensor, axis), POSITIONS, axis.index).contiguous()
+    return replaced_from_axis(tensor, axis, Part(share, POSITIONS, owners, axis))
 
 
 def _refuse_few_heads(query: torch.Tensor, axis: Axis) -> None:
