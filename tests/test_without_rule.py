@@ -49,9 +49,10 @@ class Solved(nn.Module):
         x, keys = self.into(x), self.keys(x).tanh()
         told = torch.eye(x.shape[1], device=x.device) + (keys @ keys.mT / WIDTH).tril(-1)
         x = torch.linalg.solve_triangular(told, x, upper=False, unitriangular=True)
-        held = x.contiguous()
-        windows = held.as_strided((x.shape[0], x.shape[1] - 2, 3, WIDTH), (held.stride(0), WIDTH, WIDTH, 1))
-        x = x[:, 2:] + windows.tanh().mean(2)
+        heads = x.view(*x.shape[:2], 2, WIDTH // 2).transpose(1, 2)
+        size, (batch, head, step, one) = (len(x), 2, x.shape[1] - 2, 3, WIDTH // 2), heads.stride()
+        windows = heads.as_strided(size, (batch, head, step, step, one))
+        x = x[:, 2:] + windows.tanh().mean(3).transpose(1, 2).flatten(2)
         turned = torch.fft.rfft(x, n=2 * LENGTH, dim=1) * torch.fft.rfft(x.tanh(), n=2 * LENGTH, dim=1)
         return self.out(x + torch.fft.irfft(turned, n=2 * LENGTH, dim=1)[:, : x.shape[1]])
 

@@ -5,6 +5,7 @@ python tests/mutations/run.py [WORD ...] [--from=NUMBER] [--write]
 
 from __future__ import annotations
 
+import importlib
 import sys
 import tempfile
 import time
@@ -28,6 +29,7 @@ from shardwise.proof.run import verify_run  # noqa: E402
 from shardwise.ranks import RankPool  # noqa: E402
 
 FAILS = "the run fails: "
+PROGRAM_BAR = 1e-8  # of float64, relative
 TABLE = ROOT / "docs" / "tables" / "mutations.md"
 COLUMNS = 6  # of the table, that a run fills
 
@@ -54,6 +56,8 @@ def try_bug(bug: Bug, pool: Any) -> Found:
     try:
         if bug.task.endswith(".py"):
             return Found(bug, *_script_differs(bug, buggy), buggy.ran)
+        if Plan.parse(bug.plan).compile:
+            return Found(bug, *_program_differs(bug, buggy), buggy.ran)
         parity = _proof(bug, buggy)
     except ShardwiseError as error:
         first = str(error).splitlines()[0]
@@ -65,6 +69,25 @@ def try_bug(bug: Bug, pool: Any) -> Found:
 
 
 _ALONE: dict[str, dict[str, Any]] = {}  # scripts as they are, in one process
+
+
+def _program_differs(bug: Bug, pool: BuggyPool) -> tuple[str, float | None]:
+    """What of a compiled run, which a proof leaves out, differs from one process, and the largest difference."""
+    import test_compile as programs
+
+    module, _, name = bug.task.partition(":")
+    make = getattr(importlib.import_module(module), name)
+    wanted = programs.curve(make, "accumulate=1", "eager")[0]
+    errors: dict[str, float] = {}
+    for found, _, _ in pool.run(programs.curve, Plan.parse(bug.plan).world_size, make, bug.plan, "aot_eager",
+                                timeout_s=300):  # fmt: skip
+        pairs = [("loss", *map(torch.tensor, (found[0], wanted[0])))]
+        for kind, mine, alone in zip(("gradient", "parameter"), found[2:], wanted[2:], strict=True):
+            pairs += [(kind, mine[key], one) for key, one in alone.items()]
+        for kind, a, b in pairs:
+            errors[kind] = max(errors.get(kind, 0.0), float((a - b).abs().max() / b.abs().max().clamp_min(1e-3)))
+    exceeded = {kind: error for kind, error in errors.items() if error > PROGRAM_BAR}
+    return ", ".join(exceeded), max(exceeded.values(), default=None)
 
 
 def _script_differs(bug: Bug, pool: BuggyPool) -> tuple[str, float | None]:
@@ -165,7 +188,8 @@ def table(found: list[Found], before: str) -> str:
         "# Planted bugs",
         "",
         f"*Written by `make test-mutations`.* Each of these {len(kept)} bugs is one changed place in the package,",
-        "planted in the ranks while `verify` runs, of a task or of a configuration, or a script under `prepare`.",
+        "planted in the ranks while `verify` runs, of a task or of a configuration, or a script under `prepare`, or a",
+        "compiled run, which a proof leaves out, is compared with one process.",
         f"{others} are mistakes that others had: the last column links a public thread that describes the same one.",
         "",
         "| room | bug | plan | caught by | largest error | told to differ first | as others had it |",
