@@ -12,32 +12,39 @@ What the script makes of the batch for the model is computed again likewise befo
 at the samples that stayed. The loss is looked at on the first batch, and again when it is made of other operations.
 The script is handed views of the model's outputs, at which derivatives stop: nothing of the model is run again. A loss
 that the model returns is followed from the last module inside whose result counts the samples.
+
+Which dim has the samples is known of outputs from the look at the model, and of what the script gives the model from
+where it changes with other samples; by size it is told only elsewhere: time may be as long as samples are many.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from shardwise.engine.samples import COSTLY_BYTES
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.part import whole
 from shardwise.scripts.divisor import Divisor, Held, divisor_of
+from shardwise.scripts.lookout import Rows
 from shardwise.scripts.tape import LossTape, tensors_in
 
 _NODES = 4000  # of a graph that are followed
 _FEW = 4  # samples, below which either half is kept in turn: one alone may hide what the others change
-_OTHERS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (  # which samples of the kept half are in the other
+_Choice = Callable[[torch.Tensor], torch.Tensor]
+_OTHERS: tuple[_Choice, ...] = (  # which samples of the kept half are in the other
     lambda first: first,
     lambda first: first[:1],
     lambda first: first[-1:],
 )
+_NOT_AGAIN = (RuntimeError, IndexError, ValueError)  # of operations on other samples
 _GIVEN = "what the model is given for some samples"
 _UNCHECKED = "that the loss adds up over samples was not checked: "
 
@@ -65,6 +72,7 @@ class LossLook:
         self._outputs: list[torch.Tensor] = []
         self._places: list[int] = []  # of those with a dim of samples
         self._inner: list[torch.Tensor] = []  # the last inside a model
+        self._dims: dict[int, tuple[torch.Tensor, int]] = {}  # by id, where it has its samples, as far as that is known
         self._handles: list[Any] = []
         self.samples, self.dim = 0, 0  # that this rank holds
         self._blind = False  # which dim counts them is not known
@@ -91,46 +99,82 @@ class LossLook:
     def _forget(self) -> None:
         self.end()
         self._tape.clear()
-        for kept in (self._batch, self._outputs, self._inner):
+        for kept in (self._batch, self._outputs, self._inner, self._dims):
             kept.clear()
 
-    def enter(self, module: nn.Module, call: Any = ()) -> list[str]:
-        """The model's forward begins, on these arguments. Raises where other samples change them; returns notices."""
+    def places(self, call: Any) -> dict[int, int]:
+        """By id, the dim along which a tensor that the model is given has the samples: where it changes with them."""
+        given = [one for one in tensors_in(call) if type(one) is torch.Tensor and one.dim() > 1]
+        given = [one for one in given if self._dims.get(id(one), (None,))[0] is not one]
+        if not (self._on and given):
+            return {}
+        paused, self._tape.paused = self._tape.paused, True
+        try:
+            again, _ = self._given_again(given, _OTHERS[0], second=False)
+        except _NOT_AGAIN:
+            return {}
+        finally:
+            self._tape.paused = paused
+        for one, other in zip(given, again, strict=True):
+            changed = ~_alike(one.detach(), other) if other.shape == one.shape else torch.zeros(())
+            for at in dict.fromkeys((self.dim, *range(one.dim()))) if changed.any() else ():
+                halves = self._halves_along(one, at)
+                if halves is not None and not changed.index_select(at, halves[1]).any():
+                    self._dims[id(one)] = (one, at)
+                    break
+        return {key: at for key, (_, at) in self._dims.items()}
+
+    def enter(self, module: nn.Module, call: Any, inside: Mapping[nn.Module, list[Rows | None]]) -> list[str]:
+        """The model's forward begins, on these arguments. Raises where other samples change them; returns notices.
+
+        inside  where the outputs of modules inside have their samples, as far as that is known
+        """
         if not self._on:
             return []
         self._tape.paused = True
         try:
+            self.places(call)
             notices = self._look_at_given([one for one in tensors_in(call) if type(one) is torch.Tensor])
         finally:
             self._tape.paused = False
         self._tape.inside = True
         for child in module.modules():
             if child is not module and self._first:
-                self._handles.append(child.register_forward_hook(lambda m, a, output: self._inside(output)))
+                hook = partial(self._inside, inside.get(child))
+                self._handles.append(child.register_forward_hook(hook))
         return notices
 
-    def leave(self, output: Any) -> Any:
-        """It has ended; returns the output as the script is given it."""
+    def leave(self, output: Any, dims: list[Rows | None] | None = None) -> Any:
+        """It has ended; returns the output as the script is given it.
+
+        dims    of each of its tensors, where its samples lie, as far as that is known
+        """
         self._tape.inside = False
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        return self._seen(output, self._outputs)
+        return self._seen(output, self._outputs, dims)
 
-    def _inside(self, output: Any) -> Any:
+    def _inside(self, dims: list[Rows | None] | None, module: nn.Module, given: Any, output: Any) -> Any:
         found: list[torch.Tensor] = []
-        output = self._seen(output, found)
+        output = self._seen(output, found, dims)
         found = [one for one in found if self._halves(one) is not None]
         if found:
             self._inner[:] = found
             self._tape.module_returned()
         return output
 
-    def _seen(self, output: Any, kept: list[torch.Tensor]) -> Any:
+    def _seen(self, output: Any, kept: list[torch.Tensor], dims: list[Rows | None] | None = None) -> Any:
+        leaves = tree_flatten(output)[0]
+        told = dict(zip(map(id, leaves), dims, strict=True)) if dims is not None and len(dims) == len(leaves) else {}
+
         def view(tensor: torch.Tensor) -> torch.Tensor:
             if not tensor.requires_grad or not tensor.dim() or tensor.is_leaf or hasattr(tensor, "is_weight"):
                 return tensor
             kept.append(tensor.view_as(tensor))
+            rows = told.get(id(tensor))
+            if rows is not None and rows.dim < tensor.dim():
+                self._dims[id(kept[-1])] = (kept[-1], rows.dim)
             return kept[-1]
 
         return tree_map_only(torch.Tensor, view, output) if torch.is_grad_enabled() else output
@@ -173,31 +217,33 @@ class LossLook:
 
     def _look_at_given(self, given: list[torch.Tensor]) -> list[str]:
         """Raise `RefusedPlan` where the script made what a model is given for some samples of other samples too."""
-        sources = [*self._batch, *self._with_samples()]
-        written = {id(one.args[0]): one.before for one in reversed(self._tape.operations) if one.before is not None}
-        as_read = {id(one): whole(written.get(id(one), one)).detach() for one in sources}
         for second in (False, True) if self.samples < _FEW else (False,):
             for by in _OTHERS:
                 try:
-                    values = {key: self._doubled(value, by, second) for key, value in as_read.items()}
-                    with torch.no_grad():
-                        again = self._tape.again(given, values)
-                except (RuntimeError, IndexError, ValueError) as error:
+                    again, sources = self._given_again(given, by, second)
+                except _NOT_AGAIN as error:
                     return [f"{_GIVEN} was not checked: it could not be computed again ({str(error).splitlines()[0]})"]
                 for one, other in zip(given, again, strict=True):
-                    if other is not one and id(one) not in values.keys() - written.keys():
-                        self._compare_given(one.detach(), other, second)
+                    if other is not one and id(one) not in sources:
+                        self._compare_given(one, other, second)
         return []
 
-    def _compare_given(self, given: torch.Tensor, other: torch.Tensor, second: bool) -> None:
-        halves = self._halves(given)
+    def _given_again(self, given: list[torch.Tensor], by: _Choice, second: bool) -> tuple[list[torch.Tensor], set[int]]:
+        """What a model is given, computed again on some samples in place of the others; the ids of what they are."""
+        sources = [*self._batch, *self._with_samples()]
+        written = {id(one.args[0]): one.before for one in reversed(self._tape.operations) if one.before is not None}
+        with torch.no_grad():
+            values = {id(one): self._doubled(one, whole(written.get(id(one), one)).detach(), by, second)
+                      for one in sources}  # fmt: skip
+            return self._tape.again(given, values), values.keys() - written.keys()
+
+    def _compare_given(self, one: torch.Tensor, other: torch.Tensor, second: bool) -> None:
+        halves, given = self._halves(one), one.detach()
         if halves is not None:
-            given, other = (one.index_select(halves[0], halves[1 + second]) for one in (given, other))
-        if given.numel() and (given.dtype.is_floating_point or given.dtype.is_complex):
-            bar = {torch.float64: 1e-9, torch.float32: 1e-4}.get(given.dtype, 5e-2)
-            same = torch.allclose(given, other, rtol=bar, atol=bar * float(given.abs().max()), equal_nan=True)
-        else:
-            same = halves is None or torch.equal(given, other)  # a length or a count may follow the batch
+            given, other = (value.index_select(halves[0], halves[1 + second]) for value in (given, other))
+        if halves is None and not (given.dtype.is_floating_point or given.dtype.is_complex):
+            return  # a length or a count may follow the batch
+        same = given.shape == other.shape and bool(_alike(given, other).all())
         if not same:
             raise RefusedPlan(
                 f"{_GIVEN} changes with the other samples of the batch, of which each rank has a part (inputs "
@@ -213,7 +259,7 @@ class LossLook:
                 with torch.enable_grad():
                     before = self._again(loss, weight, sources, reached, None, kept)
                     others = [self._again(loss, weight, sources, reached, by, kept) for by in _OTHERS]
-            except (RuntimeError, IndexError, ValueError) as error:
+            except _NOT_AGAIN as error:
                 return [f"{_UNCHECKED}its operations could not be computed again ({str(error).splitlines()[0]})"]
             if not (kept or bool(before.gradients.any())) or abs(before.value - value) > bar * max(abs(value), 1.0):
                 return [f"{_UNCHECKED}it is made by operations that could not be followed"]
@@ -254,14 +300,14 @@ class LossLook:
 
     def _again(
         self, loss: torch.Tensor, weight: Any, sources: list[torch.Tensor], reached: list[torch.Tensor],
-        by: Callable[[torch.Tensor], torch.Tensor] | None, second: bool,
+        by: _Choice | None, second: bool,
     ) -> _Again:  # fmt: skip
         """The loss computed again, the other half's samples chosen by `by`; with gradients at one half's samples."""
         values = {}
         for one in sources:
             with torch.no_grad():
                 value = whole(one).detach().clone()
-                value = value if by is None else self._doubled(value, by, second)
+                value = value if by is None else self._doubled(one, value, by, second)
             values[id(one)] = value.requires_grad_(one.requires_grad)
         number = next((tensor for found, tensor in self._tape.numbers if found == weight), None)
         asked = weight if isinstance(weight, torch.Tensor) else number
@@ -269,18 +315,16 @@ class LossLook:
         inputs = [values[id(one)] for one in reached]
         found = torch.autograd.grad(again, inputs, allow_unused=True, retain_graph=True)
         rows = []
-        for value, gradient in zip(inputs, found, strict=True):
-            halves = self._halves(value)
+        for one, gradient in zip(reached, found, strict=True):
+            halves = self._halves(one)
             if gradient is not None and halves is not None:
                 rows.append(whole(gradient).index_select(halves[0], halves[1 + second]).reshape(-1).double())
         gradients = torch.cat(rows) if rows else loss.new_zeros(1)
         return _Again(again.detach().item(), gradients, over, divisor_of(again, Held(self.samples, self.dim)))
 
-    def _doubled(
-        self, value: torch.Tensor, by: Callable[[torch.Tensor], torch.Tensor], second: bool
-    ) -> torch.Tensor:  # fmt: skip
-        """The samples of one half (the second, if so), or some of them, in the other half too."""
-        halves = self._halves(value)
+    def _doubled(self, one: torch.Tensor, value: torch.Tensor, by: _Choice, second: bool) -> torch.Tensor:
+        """`value`, which is or was `one`'s: the samples of one half (the second, if so), or some, in the other too."""
+        halves = self._halves(one)
         assert halves is not None
         kept, other = (halves[2], halves[1]) if second else (halves[1], halves[2])
         index = torch.arange(value.shape[halves[0]], device=value.device)
@@ -289,18 +333,35 @@ class LossLook:
         return value.index_select(halves[0], index)
 
     def _halves(self, tensor: torch.Tensor) -> tuple[int, torch.Tensor, torch.Tensor] | None:
-        """(dim, rows of the first half of the samples, rows of the second); None without such rows.
-
-        A dim of k times the samples may have them side by side or one after the other: what is sure in both counts.
-        """
+        """(dim, rows of the first half of the samples, rows of the second); None without such rows."""
+        one, known = self._dims.get(id(tensor), (None, 0))
+        if one is tensor:
+            return self._halves_along(tensor, known)
         for at in (self.dim, 0):
-            size = tensor.shape[at] if tensor.dim() > at else 0
-            if size == self.samples or (size > self.samples and size % self.samples == 0 and not at):
-                rows = torch.arange(size, device=tensor.device)
-                half = self.samples // 2
-                one, other = rows % self.samples < half, rows // (size // self.samples) < half
-                return at, rows[one & other], rows[~one & ~other]
+            if tensor.dim() > at and (not at or tensor.shape[at] == self.samples):
+                found = self._halves_along(tensor, at)
+                if found is not None:
+                    return found
         return None
+
+    def _halves_along(self, tensor: torch.Tensor, at: int) -> tuple[int, torch.Tensor, torch.Tensor] | None:
+        """The same along one dim. One of k times the samples may have them side by side or one after the other: what
+        is sure in both counts."""
+        size = tensor.shape[at] if tensor.dim() > at else 0
+        if size < max(self.samples, 1) or size % self.samples:
+            return None
+        rows = torch.arange(size, device=tensor.device)
+        half = self.samples // 2
+        one, other = rows % self.samples < half, rows // (size // self.samples) < half
+        return at, rows[one & other], rows[~one & ~other]
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Which elements are the same, but for rounding."""
+    if not (one.numel() and (one.dtype.is_floating_point or one.dtype.is_complex)):
+        return one == other
+    bar = {torch.float64: 1e-9, torch.float32: 1e-4}.get(one.dtype, 5e-2)
+    return torch.isclose(other, one, rtol=bar, atol=bar * float(one.abs().max()), equal_nan=True)
 
 
 def _followed(loss: torch.Tensor, outputs: list[torch.Tensor]) -> tuple[int, list[torch.Tensor]]:
@@ -323,7 +384,8 @@ def _walk(nodes: list[Any], is_end: Callable[[Any], bool]) -> tuple[list[str], l
         if is_end(node):
             found.append(node)
             continue
-        names.append(node.name())
+        if not node.name().startswith(("ViewBackward", "AliasBackward")):  # as a look itself puts between modules
+            names.append(node.name())
         for child, _ in node.next_functions:
             if child is not None and child not in seen:
                 seen.add(child)

@@ -38,7 +38,7 @@ from shardwise.scripts.entries import Entries
 from shardwise.scripts.guard import Gate
 from shardwise.scripts.kept import Kept
 from shardwise.scripts.loader import Events, PartLoader
-from shardwise.scripts.lookout import Rows, look_at_model
+from shardwise.scripts.lookout import ModelLook, look_at_model
 from shardwise.scripts.meeting import Meeting
 from shardwise.scripts.outside import Outside
 from shardwise.scripts.reading import share_generators
@@ -89,11 +89,10 @@ class Calls(Heard, Events):
         self._draws_on = False
         self._in_loop = False  # between a batch and the next
         self._looks = mesh.data.size > 1
-        self._looked = set[nn.Module | None]()  # entries of the model, on their first samples
+        self._looked: dict[nn.Module | None, ModelLook] = {}  # entries of the model, on their first samples
         self._check = check
         self._dim: int | None = 0  # of a batch's tensors that counts samples
         self._joined = set[nn.Module]()  # batch norms, over ranks
-        self._dims: dict[nn.Module | None, list[Rows | None]] = {}  # by entry, where its outputs have samples
         self.entries = Entries(model, self._routes)
         self._door: Door | None = None  # where the plan cuts positions
         self._constants: set[tuple[str, float]] = set()  # in losses, which do not count samples
@@ -118,6 +117,11 @@ class Calls(Heard, Events):
             return False
         followed = self.kept is not None and self.kept.on
         return self.gathers or followed or (torch.is_grad_enabled() and self.model.training)
+
+    @property
+    def _look_now(self) -> ModelLook:
+        """What is known of the entry that runs."""
+        return self._looked.get(self.entries.now) or ModelLook([], [])
 
     @property
     def draws(self) -> SampleDraws | None:
@@ -288,18 +292,18 @@ class Calls(Heard, Events):
         self.called = True
         self.resume()
         if self._looks and self.entries.now not in self._looked:
-            self._looked.add(self.entries.now)
+            self._looked[self.entries.now] = ModelLook([], [])
             self._look(self.engine, args, kwargs)
         if self.loss_look is not None:
-            self.told.say(self.loss_look.enter(self.model, (args, kwargs)))
+            self.told.say(self.loss_look.enter(self.model, (args, kwargs), self._look_now.inside))
         if self.whole is not None and self.inside == 1:
-            self.whole.dims = self._dims.get(self.entries.now)
+            self.whole.dims = self._look_now.dims
             args, kwargs = self._own_samples(self.whole, args, kwargs)
         if self.draws is not None:
             if self.engine.state.phase.same:
                 self.suspend()  # what is drawn is drawn alike on every rank
             else:
-                self.draws.enter()
+                self.draws.enter(first=not self._dim and not self._look_now.turned)
         elif self.randomness == "fast" and self.engine.data_ranks > 1:
             self.forwards += 1
             seed_generators(seed_of("fast", self.seed, self.forwards, self.engine.data_rank))
@@ -361,7 +365,7 @@ class Calls(Heard, Events):
                 if tensor.requires_grad:
                     tensor.register_hook(weakly(self._returns))
             if self.loss_look is not None:
-                output = self.loss_look.leave(output)
+                output = self.loss_look.leave(output, self._look_now.dims)
             self._ends += [tensor.grad_fn for tensor in tensors_of(output) if tensor.grad_fn is not None]
         if self.kept is not None and not self.inside:
             self.kept.leave(output, self._entering, self.model)
@@ -371,7 +375,9 @@ class Calls(Heard, Events):
         """The samples that a loss is computed from, and the outputs of the loop's models that it may be made of."""
         ends = {end for each in self.together for end in each._ends} - {loss.grad_fn}
         samples = max(1, self.dealt.held.count if self.dealt is not None else 1)
-        return Held(samples, self._dim or 0, frozenset(ends), self.leader._constants)
+        looks = [look for each in self.together for look in each._looked.values()]
+        others = frozenset(rows.dim for look in looks for rows in look.dims or [] if rows is not None)
+        return Held(samples, self._dim or 0, frozenset(ends), self.leader._constants, others)
 
     def _see_whether_same(self, args: tuple, kwargs: dict) -> None:
         """Samples that every rank has (a GAN's fixed noise) are counted once by batch norm. Collective.
@@ -407,18 +413,20 @@ class Calls(Heard, Events):
         held = self.dealt.held.count if self.dealt is not None else 0
         if self.whole is not None and self.dealt is not None:
             held = self.dealt.part.total
+        known = self.loss_look.places((args, kwargs)) if self.loss_look is not None else {}
         phase = engine.state.phase
         with self._gate.open(), thawed(self.model, engine.state.names):
             phase.looked_at = True
-            look = look_at_model(engine, args, kwargs, held, self._dim, check=self._check, plainly=self._looking_away)
+            look = look_at_model(
+                engine, args, kwargs, held, self._dim, known, check=self._check, plainly=self._looking_away
+            )
             phase.looked_at = False
         for module in look.batch_norms:
             if module not in self._joined:
                 sync_module(module, engine.mesh.data, phase)
                 self._joined.add(module)
         engine.notices.extend(one for one in look.notices if one not in engine.notices)
-        if self.whole is not None and look.dims is not None:
-            self._dims[self.entries.now] = look.dims
+        self._looked[self.entries.now] = look
         torch.clear_autocast_cache()  # of casts that were made without gradients
         self.resume()
 

@@ -52,12 +52,19 @@ UNKNOWN = Divisor("unknown")
 @dataclass(frozen=True)
 class Held:
     """How many samples a loss is computed from, which dim counts them, and the nodes of the model's outputs, behind
-    which nothing is asked. `constants` grows: numbers that losses of other numbers of samples had too, by operation."""
+    which nothing is asked. `constants` grows: numbers that losses of other numbers of samples had too, by operation.
+    `others`: dims that count them in what the model gives."""
 
     samples: int
     dim: int = 0
     ends: frozenset[Any] = frozenset()
     constants: set[tuple[str, float]] = field(default_factory=set, compare=False)
+    others: frozenset[int] = frozenset()
+
+    @property
+    def dims(self) -> frozenset[int]:
+        """Returns the dims that may count samples."""
+        return self.others | {0, self.dim}
 
 
 def divisor_of(loss: torch.Tensor, held: Held | None = None) -> Divisor:
@@ -127,10 +134,16 @@ def _of_sum(node: Any, held: Held | None) -> Divisor:
     if held is None:
         return Divisor("sum")
     sizes = _sizes(node)
-    if held.dim >= len(sizes) or (sizes[0] % held.samples and sizes[held.dim] != held.samples):
+    fits = [dim for dim in held.dims if dim < len(sizes) and sizes[dim] % held.samples == 0]
+    if not fits or _beneath(node, held, _divides):
         return UNKNOWN
-    leading = frozenset(float(math.prod(sizes[: at + 1])) for at in range(len(sizes)))
-    return UNKNOWN if _beneath(node, held, _divides) else Divisor("sum", sizes=leading)
+    return Divisor("sum", sizes=frozenset.intersection(*(_counts_of(sizes, dim) for dim in fits)))
+
+
+def _counts_of(sizes: tuple[int, ...], dim: int) -> frozenset[float]:
+    """How many samples there are along `dim`, or positions or elements of them."""
+    beside = [math.prod(sizes[dim + 1 : at + 1]) for at in range(dim, len(sizes))]
+    return frozenset(float(sizes[dim] * more * before) for more in beside for before in (1, math.prod(sizes[:dim])))
 
 
 def _sizes(node: Any) -> tuple[int, ...]:
@@ -158,7 +171,7 @@ def _reduces_samples(node: Any, held: Held) -> bool:
     """Whether a sum or mean is over the dim of samples, or over all."""
     dims = {_signed(dim) for dim in getattr(node, "_saved_dim", None) or ()}
     ndim = len(_sizes(node))
-    return not dims or bool(dims & {0, -ndim, held.dim, held.dim - ndim})
+    return not dims or bool(dims & {place for dim in held.dims for place in (dim, dim - ndim)})
 
 
 def _adds(node: Any, held: Held) -> bool:

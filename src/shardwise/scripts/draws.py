@@ -66,6 +66,7 @@ class SampleDraws(TorchDispatchMode):
         self.part: Share | None = None
         self.dim = 0  # of a batch's tensors that counts samples
         self.inside = False
+        self._first = True
         self.whole = False  # the script has whole batches, and the model's forward alone some samples
         self.followed = ""  # the first op of the model whose draws were dealt to samples
         self.even = False  # every rank holds as many samples
@@ -86,9 +87,9 @@ class SampleDraws(TorchDispatchMode):
         self._stands = generators(current_device())
         return output
 
-    def enter(self) -> None:
-        """The model's forward begins."""
-        self.inside, self._stands = True, generators(current_device())
+    def enter(self, *, first: bool) -> None:
+        """The model's forward begins; `first`: what it is given and gives has samples in the first dim."""
+        self.inside, self._first, self._stands = True, first, generators(current_device())
 
     def leave(self) -> None:
         """It has ended. Raises `RefusedPlan` where something drew that was not seen."""
@@ -163,7 +164,7 @@ class SampleDraws(TorchDispatchMode):
     def _place(self, shape: Any, rows: int) -> int | None:
         """The dim that counts this rank's samples."""
         fits = [at for at, size in enumerate(shape) if size == rows]
-        known = [] if self.inside and self.dim else [at for at in (self.dim, 0) if at in fits]
+        known = [] if self.inside and not self._first else [at for at in (self.dim, 0) if at in fits]
         return known[0] if known else fits[0] if self.inside and len(fits) == 1 else None
 
     def _whose(self, part: Share, shape: tuple[int, ...]) -> Share:

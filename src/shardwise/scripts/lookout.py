@@ -6,9 +6,9 @@ that a module that mixes samples shows as it would in a task's loss.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,13 +30,19 @@ from shardwise.step.batching import samples_in, slice_samples
 from shardwise.step.loss import Loss
 from shardwise.trace.stand_in import standing_in
 
+NO_PLACES: Mapping[int, int] = {}
+
 Plainly = Callable[[], AbstractContextManager[None]]
 
 _UNCHECKED = "that the model treats samples one by one was not checked: "
 
 
-def _samples_of(arguments: Any, samples: int, dim: int | None) -> tuple[int, Places]:
+def _samples_of(arguments: Any, samples: int, dim: int | None, known: Mapping[int, int]) -> tuple[int, Places]:
     """Returns (how many samples the model's arguments hold, along which dims); 0 where they have no common dim."""
+    leaves = [leaf for leaf in tree_flatten(arguments)[0] if id(leaf) in known]
+    sizes = {leaf.shape[known[id(leaf)]] for leaf in leaves}
+    if len(sizes) == 1 and any(known[id(leaf)] for leaf in leaves):
+        return sizes.pop(), Places(leaves[0].shape[known[id(leaves[0])]], dim or 0, known=known)
     try:
         rows = samples_in(arguments, name="the model's arguments")
         if not dim or rows == samples:
@@ -48,20 +54,21 @@ def _samples_of(arguments: Any, samples: int, dim: int | None) -> tuple[int, Pla
 
 
 def look_at_model(
-    engine: Engine, args: tuple, kwargs: dict, samples: int, dim: int | None, *, check: bool = True,
-    plainly: Plainly = nullcontext,
+    engine: Engine, args: tuple, kwargs: dict, samples: int, dim: int | None, known: Mapping[int, int] = NO_PLACES, *,
+    check: bool = True, plainly: Plainly = nullcontext,
 ) -> ModelLook:  # fmt: skip
     """Returns what a few samples show: batch norms, notices, dims. Collective; raises for modules that mix samples.
 
     samples  that this rank holds, for arguments whose first dims differ (a hidden state beside time-first tokens)
     dim      of the batch's tensors that counts them, where known
+    known    by id, the same of tensors that the model is given
     check    False: only batch norm is looked for, by its modules
     plainly  inside it the model runs as if it were not prepared
     """
     batch = (args, kwargs)
     if not check:
         return ModelLook(batch_norm_modules(engine.module), [_UNCHECKED + "check_loss=False was given"])
-    rows, places = _samples_of(batch, samples, dim)
+    rows, places = _samples_of(batch, samples, dim, known)
     told = put([float(rows)], engine.device)
     n = min(int(gather_rows(told, engine.mesh.data).min()), SAMPLES)  # every rank must run as many forwards
     if n < 2:
@@ -70,14 +77,14 @@ def look_at_model(
     sizes = (n, 1, n - 1)
     given = [(places.cut(batch, low, high), high - low) for low, high in ((0, n), (0, 1), (1, n))]
     alone = [(places.cut(batch, place, place + 1), 1) for place in range(n)]
-    outputs: list[int | None] = []  # of each output, the dim that counts samples
-    shapes: list[list[tuple[int, ...]]] = []  # of all outputs, for each number of samples
-    made: dict[int, list[Any]] = {}  # and they themselves, of all samples, the first, the others
+    made = _Made(sizes, dim or 0)
 
     def evaluate(one: tuple[tuple, int]) -> Loss:
         (given_args, given_kwargs), count = one
+        at = next((at for at, asked in enumerate(given) if asked is one), None)
         try:
-            output = engine.module(*given_args, **given_kwargs)
+            with made.listening(engine.module, at):
+                output = engine.module(*given_args, **given_kwargs)
         except (RuntimeError, ValueError, IndexError) as error:
             if count == n or needs_gradients(error):
                 raise
@@ -86,11 +93,9 @@ def look_at_model(
                 f"each rank has a part{_hint(dim)}"
             ) from error
         leaves = tree_flatten(dict(output) if isinstance(output, Mapping) else output)[0]
-        made.update({at: leaves for at, asked in enumerate(given) if asked is one})
-        shapes.append([tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else () for leaf in leaves])
-        if not outputs:
-            outputs.extend(Places(count, dim or 0, more=bool(dim)).of(leaf) for leaf in leaves)
-        return Loss(_weighted_sum(leaves, outputs, count, engine.device), float(count))
+        if at is not None:
+            made.outputs[at] = leaves
+        return _OfOutputs(leaves, count, made, engine.device)
 
     try:
         findings = look(
@@ -99,45 +104,13 @@ def look_at_model(
             again=lambda asked: _differs(engine, evaluate, given[0], alone, plainly) if asked else None,
         )  # fmt: skip
     except RefusedPlan as error:
-        _refuse_longest(shapes, outputs, n)
+        made.refuse_longest()
         if dim or "add up over samples" not in str(error):
             raise
         raise RefusedPlan(f"{error}{_hint(dim)}") from None
     if findings.reentrant:
         engine.state.technique.expect_pieces()
-    return ModelLook(findings.batch_norms, findings.notices, _following(shapes, sizes, made))
-
-
-def _refuse_longest(shapes: list[list[tuple[int, ...]]], places: list[int | None], samples: int) -> None:
-    """Raise `RefusedPlan` where an output of some samples has another size than of all in a dim that counts none."""
-    for part in shapes[1:]:
-        for whole, fewer, at in zip(shapes[0], part, places, strict=False):
-            if (
-                at is not None
-                and len(whole) == len(fewer)
-                and whole[:at] + whole[at + 1 :] != fewer[:at] + fewer[at + 1 :]
-            ):
-                raise RefusedPlan(
-                    f"the model gives {whole} for {samples} samples and {fewer} for {fewer[at]} of them: its output is "
-                    "as long as the longest sample that it is given, of which each rank has a part. Give it the length "
-                    "of the batch (pad_packed_sequence(..., total_length=x.shape[1]))"
-                )
-
-
-def _following(
-    shapes: list[list[tuple[int, ...]]], sizes: tuple[int, ...], made: dict[int, list[Any]]
-) -> list[Rows | None] | None:  # fmt: skip
-    """Of each output, where its samples lie: the dim that is as large as they are many, whatever their number, or one
-    of so many views of each, whose values are those of samples by themselves.
-    """
-    if len(shapes) < len(sizes) or len({len(each) for each in shapes}) > 1:
-        return None
-    found: list[Rows | None] = []
-    for at, of_one in enumerate(zip(*shapes[: len(sizes)], strict=True)):
-        ndim = min(len(shape) for shape in of_one)
-        fits = [d for d in range(ndim) if tuple(shape[d] for shape in of_one) == sizes]
-        found.append(Rows(fits[0]) if fits else _of_views([made[n][at] for n in range(len(sizes))], sizes))
-    return found
+    return ModelLook(findings.batch_norms, findings.notices, made.dims, any(known.values()), made.inside())
 
 
 def _of_views(outputs: list[Any], sizes: tuple[int, ...]) -> Rows | None:
@@ -182,11 +155,19 @@ def _hint(dim: int | None) -> str:
 
 @dataclass(frozen=True)
 class ModelLook:
-    """Modules whose batch norm is to be joined; notices; of each output, the dim that counts samples, where learnt."""
+    """Modules whose batch norm is to be joined; notices; of each output, the dim that counts samples, where learnt;
+    whether some argument has them in another dim than the first; and of each module's outputs, that dim."""
 
     batch_norms: list[nn.Module]
     notices: list[str]
     dims: list[Rows | None] | None = None
+    arguments_turned: bool = False
+    inside: Mapping[nn.Module, list[Rows | None]] = field(default_factory=dict)
+
+    @property
+    def turned(self) -> bool:
+        """Returns whether an argument or an output has samples in another dim than the first."""
+        return self.arguments_turned or any(rows is not None and rows.dim for rows in self.dims or [])
 
 
 @dataclass(frozen=True)
@@ -215,11 +196,13 @@ class Rows:
 
 @dataclass(frozen=True)
 class Places:
-    """Which dim of a tensor counts its samples; `samples` None: the first, of every tensor. `more`: any that fits."""
+    """Which dim of a tensor counts its samples; `samples` None: the first, of every tensor. `more`: any that fits.
+    `known`: those of some tensors, by id."""
 
     samples: int | None
     dim: int
     more: bool = True
+    known: Mapping[int, int] = field(default_factory=dict)
 
     def of(self, leaf: Any) -> int | None:
         """Returns the dim that counts samples; None where none does."""
@@ -227,6 +210,8 @@ class Places:
             return None
         if self.samples is None:
             return 0
+        if id(leaf) in self.known:
+            return self.known[id(leaf)]
         fits = [at for at, size in enumerate(leaf.shape) if size == self.samples]
         known = [at for at in (self.dim, 0) if at in fits]
         return known[0] if known else fits[0] if self.more and len(fits) == 1 else None
@@ -241,14 +226,112 @@ class Places:
         return slice_samples(batch, low, high) if self.samples is None else tree_map_only(torch.Tensor, part, batch)
 
 
-def _weighted_sum(leaves: list[Any], places: list[int | None], count: int, device: torch.device) -> torch.Tensor:
-    """Sum over samples of a fixed functional of each sample's outputs."""
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for leaf, at in zip(leaves, places, strict=False):
-        if at is None or not leaf.is_floating_point() or leaf.shape[at : at + 1] != (count,):
-            continue
-        rows = leaf.movedim(at, 0).reshape(count, -1).double()
-        signs = torch.cos(torch.arange(rows.shape[1], dtype=torch.float64, device=rows.device))
-        each = (rows * signs).sum(dim=1)  # (count,)
-        total = total + (each + each.square()).sum()  # not linear: a mean that is taken off would cancel in a sum
-    return total
+class _Made:
+    """What the model gave for each number of samples, `sizes`, by place; and where its outputs have their samples."""
+
+    def __init__(self, sizes: tuple[int, ...], dim: int) -> None:
+        self.sizes, self.dim = sizes, dim
+        self.outputs: dict[int, list[Any]] = {}
+        self._inside: dict[int, list[tuple[nn.Module, list[tuple[int, ...]]]]] = {}  # shapes of what modules gave
+        self._dims: list[Rows | None] | None = None
+
+    @property
+    def dims(self) -> list[Rows | None] | None:
+        """Of each output, where its samples lie: the dim that is as large as they are many, whatever their number, or
+        one of so many views of each, whose values are those of samples by themselves. None: outputs do not match."""
+        if self._dims is None and len(self.outputs) == len(self.sizes):
+            outputs = [self.outputs[at] for at in range(len(self.sizes))]
+            if len({len(leaves) for leaves in outputs}) == 1:
+                self._dims = [_rows_of(list(each), self.sizes) for each in zip(*outputs, strict=True)]
+        return self._dims
+
+    @contextmanager
+    def listening(self, module: nn.Module, at: int | None) -> Iterator[None]:
+        """Context: what modules inside give is noted by its shapes, for the run at this place."""
+        noted = self._inside[-1 if at is None else at] = []
+
+        def note(child: nn.Module, given: Any, output: Any) -> None:
+            noted.append((child, list(map(_shape, tree_flatten(output)[0]))))
+
+        handles = [child.register_forward_hook(note) for child in module.modules() if child is not module]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def inside(self) -> dict[nn.Module, list[Rows | None]]:
+        """Returns where outputs of modules inside have their samples; of those that all calls of a module agree in."""
+        found: dict[nn.Module, list[Rows | None]] = {}
+        unlike = set[nn.Module]()
+        for calls in zip(*(self._inside.get(at, []) for at in range(len(self.sizes))), strict=False):
+            child, leaves = calls[0][0], [shapes for _, shapes in calls]
+            rows = [_along(list(each), self.sizes) for each in zip(*leaves, strict=False)]
+            if any(other is not child for other, _ in calls) or found.setdefault(child, rows) != rows:
+                unlike.add(child)
+        return {child: rows for child, rows in found.items() if child not in unlike}
+
+    def rows(self, leaves: list[Any], count: int) -> list[Rows | None]:
+        """Returns where each of these outputs has its `count` samples, by size alone where `dims` does not tell."""
+        dims = self.dims
+        if dims is not None and len(dims) == len(leaves):
+            return dims
+        places = Places(count, self.dim, more=bool(self.dim))
+        return [None if at is None else Rows(at) for at in map(places.of, leaves)]
+
+    def refuse_longest(self) -> None:
+        """Raise `RefusedPlan` where an output of fewer samples has another size in a dim that counts none."""
+        for at, rows in enumerate(self.dims or []):
+            full, *others = (_shape(self.outputs[n][at]) for n in range(len(self.sizes)))
+            for fewer in others:
+                if rows is not None and rows.views == 1 and _without(full, rows.dim) != _without(fewer, rows.dim):
+                    raise RefusedPlan(
+                        f"the model gives {full} for {self.sizes[0]} samples and {fewer} for {fewer[rows.dim]} of "
+                        "them: its output is as long as the longest sample that it is given, of which each rank has a "
+                        "part. Give it the length of the batch (pad_packed_sequence(..., total_length=x.shape[1]))"
+                    )
+
+
+def _shape(leaf: Any) -> tuple[int, ...]:
+    return tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else ()
+
+
+def _without(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
+    return shape[:dim] + shape[dim + 1 :]
+
+
+def _rows_of(outputs: list[Any], sizes: tuple[int, ...]) -> Rows | None:
+    """Where one output, given for each number of samples, has them."""
+    return _along(list(map(_shape, outputs)), sizes) or _of_views(outputs, sizes)
+
+
+def _along(shapes: list[tuple[int, ...]], sizes: tuple[int, ...]) -> Rows | None:
+    """The dim that is as large as samples are many, whatever their number."""
+    fits = [dim for dim in range(min(map(len, shapes))) if tuple(shape[dim] for shape in shapes) == sizes]
+    return Rows(fits[0]) if fits else None
+
+
+class _OfOutputs(Loss):
+    """Stands for a loss: the sum over samples of a fixed functional of each sample's outputs.
+
+    It is added up when it is asked for: where outputs have their samples shows by other numbers of them.
+    """
+
+    def __init__(self, leaves: list[Any], count: int, made: _Made, device: torch.device) -> None:
+        self.weight, self.extras = float(count), {}
+        self._leaves, self._count, self._made, self._device = leaves, count, made, device
+
+    @property
+    def total(self) -> torch.Tensor:
+        """The sum, with its graph."""
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        for leaf, at in zip(self._leaves, self._made.rows(self._leaves, self._count), strict=True):
+            if not isinstance(leaf, torch.Tensor) or at is None or not leaf.is_floating_point():
+                continue
+            samples = at.first(leaf)
+            if len(samples) == self._count:
+                rows = samples.reshape(self._count, -1).double()
+                signs = torch.cos(torch.arange(rows.shape[1], dtype=torch.float64, device=rows.device))
+                each = (rows * signs).sum(dim=1)  # (count,)
+                total = total + (each + each.square()).sum()  # not linear: a mean taken off would cancel in a sum
+        return total
