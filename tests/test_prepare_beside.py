@@ -141,6 +141,18 @@ def slow_weights(prepared: Any, model: Any, optimizer: Any, loader: Any) -> Foun
     return losses, {}, made
 
 
+def kept_state(prepared: Any, model: Any, optimizer: Any, loader: Any) -> Found:
+    """Weights beside what the optimizer keeps of them, as a schedule-free one swaps them between its calls."""
+    losses = []
+    for x, y in loader:
+        losses.append(stepped(prepared, optimizer, (model(x) - y).square().mean(), len(x)))
+        with torch.no_grad():
+            for param in optimizer.param_groups[0]["params"]:
+                param.lerp_(optimizer.state[param]["exp_avg"], 0.1)
+                optimizer.state[param]["exp_avg"].sub_(param, alpha=0.01)
+    return losses, {}, []
+
+
 def another_optimizer(prepared: Any, model: Any, optimizer: Any, loader: Any) -> Found:
     """The head alone, then all with a new optimizer; then a group is added to a third one."""
     losses, still = [], list(model.into.parameters())
@@ -249,6 +261,8 @@ def run(plan: str | None, case: Callable[..., Found], count: int = 11) -> Found:
         (slow_weights, "dp_shard=2,zero=1"),
         (slow_weights, "dp_shard=2,zero=3"),
         (slow_weights, "tp=2"),
+        (kept_state, "dp_shard=2,zero=2"),
+        (kept_state, "tp=2"),
         (another_optimizer, "dp_replicate=2"),
         (another_optimizer, "dp_shard=2,zero=2"),
         (another_optimizer, "dp_shard=2,zero=3"),

@@ -4,6 +4,7 @@
     p.clamp_(-c, c)      element by element: on this rank's share; nothing is sent
     p.data.copy_(t)      written into the whole weight, of which each rank takes its share
     p.data = x           this rank's share of x becomes the parameter's memory
+    p.lerp_(state[p]["z"], c)   what the optimizer keeps of a cut weight is a share too
 
 What this does not do: write into a view of a weight (`p.data[0].zero_()`; refused: `p.data[0] = 0`), hand out gradients
 (`param.grad`), or see the whole of a weight that zero=3 shards too.
@@ -99,6 +100,7 @@ class CutWeights:
             return self._assign(*args)
         if not reads_values(func):
             return func(*args, **kwargs)
+        args, kwargs = self._with_state((args, kwargs))
         if name == "detach" or attribute == "data":
             return self._as_data(func(*args, **kwargs), self._path(args[0]))
         target = kwargs["out"] if "out" in kwargs else (*args, *kwargs.values())[0] if writes_into(name) else ()
@@ -130,6 +132,23 @@ class CutWeights:
         seen = local.as_subclass(CutData)
         seen.weights, seen.path = self, path
         return seen
+
+    def _with_state(self, given: tuple[tuple, dict]) -> tuple[tuple, dict]:
+        """An operation's arguments; what the optimizer keeps of a cut weight among them is a share of the same cut."""
+        of_shares: dict[int, str] = {}
+        for one in tensors_in(given):
+            path = self._path(one) if self._is_cut(one) else ""
+            kept = self._state.optimizer.state.get(self._state.module.get_parameter(path)) if path else None
+            tensors = [value for value in (kept or {}).values() if isinstance(value, torch.Tensor)]
+            of_shares.update({id(value): path for value in tensors if value.dim() and value.shape == one.shape})
+        if not of_shares:
+            return given
+
+        def share(tensor: torch.Tensor) -> torch.Tensor:
+            path = of_shares.get(id(tensor))
+            return tensor if path is None else self._as_data(tensor, path)
+
+        return replaced(torch.Tensor, share, given)
 
     def whole(self, tensor: torch.Tensor) -> torch.Tensor:
         """The whole of a cut weight, newly made; another tensor as it is. Collective."""
