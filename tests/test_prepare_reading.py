@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
 
 import shardwise
-from shardwise.errors import InputError
+from shardwise.errors import InputError, RefusedPlan
 from shardwise.ranks import RankPool
 
 WORDS = 9
@@ -131,3 +131,38 @@ def test_batches_that_cannot_be_cut_are_joined_in_parts(pool: RankPool) -> None:
         assert not notices
     with pytest.raises(InputError, match=r"the loader's batches cannot be cut over ranks: .*batch has \d+ samples"):
         pool.run(on_ranks, 2, "dp_replicate=2", {"collate": columns, "reads": "whole"})
+
+
+def read_ahead(plan: str | None, loss_of: str) -> tuple[list[float], dict]:
+    """The next batch is asked for between a loss and its backward; the last one has one sample."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.2), nn.Linear(4, 2)).double()
+    optimizer: Any = adamw(model)
+    loader: Any = DataLoader(torch.randn(9, 3).double(), batch_size=4)
+    prepared: Any = shardwise.prepare(model, optimizer, loader, plan=plan) if plan else None
+    model, optimizer, loader = prepared or (model, optimizer, loader)
+    losses, batches = [], iter(loader)
+    x = next(batches)
+    while x is not None:
+        out, n = model(x), len(x)
+        loss = out.logsumexp(0).mean() if loss_of == "all" else (out - x[:, :2]).square().mean()
+        x = next(batches, None)
+        if prepared:
+            loss = prepared.backward(loss * n, n) if loss_of == "sum" else prepared.backward(loss, mean_over=n)
+        else:
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert not any("not checked" in one for one in (prepared._told._said if prepared else []))
+    return losses, model.state_dict()
+
+
+@pytest.mark.parametrize(("plan", "loss_of"), [("dp_replicate=2", "sum"), ("dp_shard=2,zero=3", "each")])
+def test_a_loss_is_of_the_batch_of_its_forward(plan: str, loss_of: str, pool: RankPool) -> None:
+    ((losses, weights),) = pool.run(read_ahead, 1, None, loss_of)
+    for theirs, held in pool.run(read_ahead, 2, plan, loss_of):
+        assert theirs == pytest.approx(losses, rel=BAR)
+        assert all(float((held[name] - weight).abs().max()) < BAR for name, weight in weights.items())
+    with pytest.raises(RefusedPlan, match="no sum or mean over samples"):
+        pool.run(read_ahead, 2, plan, "all")

@@ -64,7 +64,9 @@ class LossLook:
 
     def __init__(self, device: torch.device) -> None:
         self._tape = LossTape(device)
-        self._on = False
+        self._on = self._recording = False  # a batch is followed; now
+        self._awaited = False  # a loss of what the model gave
+        self._next: Callable[[], None] | None = None  # follows the one at hand, while a loss of the last is to come
         self.wanted = True  # the next batch is to be recorded; the same on every rank
         self._began = self._first = False  # modules inside are heard of in the first batch alone
         self._known: set[int] = set()  # kinds of losses that were looked at
@@ -82,23 +84,41 @@ class LossLook:
 
         every   each rank holds two samples or more: ranks must do alike, since a graph's nodes order its collectives
         """
+        begin = partial(self._begin, batch, samples, dim, every=every)
+        if not (self._awaited and self._on):
+            self._tape.clear()
+        if not self._awaited:
+            begin()
+            return
+        self._next = begin  # the loss of the batch before is still to come
+        if self._on or self.wanted:
+            self._record()
+
+    def _begin(self, batch: Any, samples: int, dim: int | None, *, every: bool) -> None:
         self._forget()
         self.samples, self.dim, self._blind = samples, dim or 0, dim is None
         if self.wanted and every and dim is not None:
             self._first, self._began = not self._began, True
             self._batch = [one for one in tensors_in(batch) if self._halves(one) is not None]
-            self._tape.__enter__()
             self._on = True
+            self._record()
+        else:
+            self._tape.clear()
+
+    def _record(self) -> None:
+        if not self._recording:
+            self._recording = True
+            self._tape.__enter__()
 
     def end(self) -> None:
         """The loop asks for the next."""
-        if self._on:
-            self._on = False
+        if self._recording:
+            self._recording = False
             self._tape.__exit__(None, None, None)
 
     def _forget(self) -> None:
         self.end()
-        self._tape.clear()
+        self._on, self._awaited, self._next = False, False, None
         for kept in (self._batch, self._outputs, self._inner, self._dims):
             kept.clear()
 
@@ -129,6 +149,8 @@ class LossLook:
 
         inside  where the outputs of modules inside have their samples, as far as that is known
         """
+        if self._next is not None:
+            self._next()
         if not self._on:
             return []
         self._tape.paused = True
@@ -153,6 +175,7 @@ class LossLook:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._awaited = True
         return self._seen(output, self._outputs, dims)
 
     def _inside(self, dims: list[Rows | None] | None, module: nn.Module, given: Any, output: Any) -> Any:
@@ -184,6 +207,7 @@ class LossLook:
 
         weight  what the script says it is a mean over: a number, a tensor, or None
         """
+        self._awaited = False
         if loss.grad_fn is None:
             return []
         outputs = self._with_samples()

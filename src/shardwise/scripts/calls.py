@@ -37,7 +37,7 @@ from shardwise.scripts.draws import SampleDraws
 from shardwise.scripts.entries import Entries
 from shardwise.scripts.guard import Gate
 from shardwise.scripts.kept import Kept
-from shardwise.scripts.loader import Events, PartLoader
+from shardwise.scripts.loader import Events
 from shardwise.scripts.lookout import ModelLook, look_at_model
 from shardwise.scripts.meeting import Meeting
 from shardwise.scripts.outside import Outside
@@ -83,6 +83,8 @@ class Calls(Heard, Events):
         followed = randomness == "global" and mesh.gradients.size > 1
         self._watched = SampleDraws(self._held_beside) if followed else None
         self.dealt: Dealt | None = leader.dealt if leader is not None else None
+        self.used: Dealt | None = None  # by the model's last forward in training
+        self._spent = False  # its backward is over
         self.checksum = 0  # of all samples so far
         self.called = False  # the model, in training
         self._done = False  # its backward of this batch is over
@@ -105,6 +107,11 @@ class Calls(Heard, Events):
     def part(self) -> Share | None:
         """Returns which samples of the current batch count on this rank; None before the first."""
         return self.dealt.part if self.dealt is not None else None
+
+    @property
+    def of_loss(self) -> Dealt | None:
+        """Returns what a loss is of: a script may ask for its next batch between a forward and its backward."""
+        return self.used or self.dealt
 
     @property
     def is_outside(self) -> bool:
@@ -171,6 +178,7 @@ class Calls(Heard, Events):
         if self.whole is not None:
             dealt = deal(dealt.part.total, self.mesh.data.size, self.mesh.data.index)
         for each in self.together:
+            each.used = None if each._spent else each.used
             each.dealt, each._done, each._dim = dealt, False, dim
             each._ends.clear()
             each.checksum = zlib.crc32(str(checksum).encode(), each.checksum)
@@ -226,7 +234,7 @@ class Calls(Heard, Events):
 
     def after_backward(self) -> None:
         """Draws after the backward of every model in the loop are the script's own business."""
-        self._done = True
+        self._done = self._spent = True
         self._ends.clear()
         if all(each._done for each in self.together):
             self.suspend()
@@ -289,7 +297,7 @@ class Calls(Heard, Events):
         if self.kept is not None:
             self.kept.refuse_held_out()
             self.kept.after = False
-        self.called = True
+        self.called, self.used, self._spent = True, self.dealt, False
         self.resume()
         if self._looks and self.entries.now not in self._looked:
             self._looked[self.entries.now] = ModelLook([], [])
@@ -374,7 +382,7 @@ class Calls(Heard, Events):
     def held_by(self, loss: torch.Tensor) -> Held:
         """The samples that a loss is computed from, and the outputs of the loop's models that it may be made of."""
         ends = {end for each in self.together for end in each._ends} - {loss.grad_fn}
-        samples = max(1, self.dealt.held.count if self.dealt is not None else 1)
+        samples = max(1, self.of_loss.held.count if self.of_loss is not None else 1)
         looks = [look for each in self.together for look in each._looked.values()]
         others = frozenset(rows.dim for look in looks for rows in look.dims or [] if rows is not None)
         return Held(samples, self._dim or 0, frozenset(ends), self.leader._constants, others)
@@ -429,19 +437,3 @@ class Calls(Heard, Events):
         self._looked[self.entries.now] = look
         torch.clear_autocast_cache()  # of casts that were made without gradients
         self.resume()
-
-
-def leader_of(loader: Any, mesh: Mesh, randomness: str, loss_scope: str) -> Calls | None:
-    """The model that was prepared with this loader before, where `loader` is what `prepare` returned."""
-    if not isinstance(loader, PartLoader):
-        return None
-    leader = loader.events
-    if not isinstance(leader, Calls):
-        raise InputError("prepare: the loader comes from prepared.split(), which is for held-out data")
-    same = (leader.mesh.data.size, leader.mesh.data.index, leader.randomness, leader.whole is not None)
-    if same != (mesh.data.size, mesh.data.index, randomness, loss_scope == "global" and mesh.data.size > 1):
-        raise InputError(
-            "prepare: two models of one loop need plans that deal samples alike: the same dp_replicate times dp_shard, "
-            "the same randomness and the same loss_scope"
-        )
-    return leader

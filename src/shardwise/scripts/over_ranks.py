@@ -62,12 +62,12 @@ class OverRanks(WeightAccess):
         loader  what `prepared.split` returned, whose batch it is; None: the main one's
         """
         self._passes("prepared.gather(...)")
-        given, kept, dealt = whole(tensor).detach(), self.calls.kept, self.calls.dealt
+        given, kept, dealt = whole(tensor).detach(), self.calls.kept, self.calls.of_loss
         if self._apart == 1:
             return given
         if loader is None and kept is not None and kept.is_of_other(tensor):
             raise InputError("prepared.gather: a tensor of another loader's batch: prepared.gather(tensor, loader)")
-        part = loader.part if loader is not None else self.calls.part
+        part = loader.part if loader is not None else dealt.part if dealt is not None else None
         held = dealt.held.count if loader is None and dealt is not None else max(1, part.count if part else 0)
         if part is None or not given.dim() or len(given) != held:
             raise InputError(
@@ -80,12 +80,12 @@ class OverRanks(WeightAccess):
 
     def _counted(self, values: tuple[Any, ...]) -> list[Any]:
         """The values; nothing of those of samples that this rank holds and another one counts."""
-        part, kept = self.calls.part, self.calls.kept
-        if kept is None or part is None:
+        dealt, kept = self.calls.of_loss, self.calls.kept
+        if kept is None or dealt is None:
             return list(values)
         for value in values:
             kept.numbers.summed_over_ranks(value)
-        if part.count or not any(kept.of_this_batch(value) for value in values):
+        if dealt.part.count or not any(kept.of_this_batch(value) for value in values):
             return list(values)
         return [value * 0 if not isinstance(value, torch.Tensor) or kept.of_this_batch(value) else value
                 for value in values]  # fmt: skip

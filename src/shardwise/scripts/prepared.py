@@ -32,7 +32,7 @@ from shardwise.engine.recipe import trainable
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.host import row_of
 from shardwise.layout import Plan
-from shardwise.mesh import build_mesh
+from shardwise.mesh import Mesh, build_mesh
 from shardwise.parallel.full import FullShard
 from shardwise.part.parameters import read_outside
 from shardwise.part.tensor import Gathers
@@ -42,7 +42,7 @@ from shardwise.ranks.launchers import own_device
 from shardwise.scripts import optimizer as optimizers
 from shardwise.scripts.agreement import same_given
 from shardwise.scripts.arrivals import techniques_of
-from shardwise.scripts.calls import Calls, leader_of
+from shardwise.scripts.calls import Calls
 from shardwise.scripts.cut_weights import CutWeights, answer_of
 from shardwise.scripts.entries import Several
 from shardwise.scripts.gradients import Gradients
@@ -146,6 +146,22 @@ def _join_ranks(plan: Plan) -> None:
         )
 
 
+def _leader_of(loader: Any, mesh: Mesh, randomness: str, loss_scope: str) -> Calls | None:
+    """The model that was prepared with this loader before, where `loader` is what `prepare` returned."""
+    if not isinstance(loader, PartLoader):
+        return None
+    leader = loader.events
+    if not isinstance(leader, Calls):
+        raise InputError("prepare: the loader comes from prepared.split(), which is for held-out data")
+    same = (leader.mesh.data.size, leader.mesh.data.index, leader.randomness, leader.whole is not None)
+    if same != (mesh.data.size, mesh.data.index, randomness, loss_scope == "global" and mesh.data.size > 1):
+        raise InputError(
+            "prepare: two models of one loop need plans that deal samples alike: the same dp_replicate times dp_shard, "
+            "the same randomness and the same loss_scope"
+        )
+    return leader
+
+
 class Prepared(Stepping):
     """A script's model, optimizer and loader on this rank. Made by `prepare`; unpacks into the three."""
 
@@ -164,7 +180,7 @@ class Prepared(Stepping):
         ranks = self.mesh.gradients.size
         if plan.remat != "none" and not on_host(device) and randomness == "global" and ranks > 1:
             raise RefusedPlan('prepare: recompute on a GPU cannot repeat one process\'s draws: use randomness="fast"')
-        leader = leader_of(loader, self.mesh, randomness, loss_scope)
+        leader = _leader_of(loader, self.mesh, randomness, loss_scope)
         self.calls = Calls(model, self.mesh, randomness, seed, leader, check=check_loss, loss_scope=loss_scope)
         reads = "part" if reads == "auto" and randomness == "fast" else reads
         self._batch_dim, self._reads = batch_dim, reads

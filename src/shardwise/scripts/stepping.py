@@ -106,7 +106,7 @@ class Stepping(OverRanks):
             each._ready()
         if self.calls.gathers:
             self._passes("prepared.backward(...)")
-        engine, part = self.engine, self.calls.part
+        engine, dealt = self.engine, self.calls.of_loss
         if self.calls.kept is not None:
             self._entered += self.calls.kept.entered(loss)
             self.calls.kept.numbers.summed_over_ranks(weight if mean_over is None else mean_over)
@@ -115,7 +115,7 @@ class Stepping(OverRanks):
         loss, weight, mean_over = whole(loss).reshape(()), plain(weight), plain(mean_over)
         if self._of_whole_batches:
             mean_over = None  # as it is
-        stands_in = part is not None and part.count == 0 and not self._of_whole_batches
+        stands_in = dealt is not None and dealt.part.count == 0 and not self._of_whole_batches
         if stands_in and self.calls.kept is not None:
             self.calls.kept.refuse_uncounted(given_loss)
         total = loss * 0 if stands_in else loss
@@ -123,8 +123,8 @@ class Stepping(OverRanks):
             (over,) = self._sum(0.0 if stands_in else mean_over)
             total = total * (float(mean_over) / over if over else 0.0)
         weights = [each._weight(loss, weight, mean_over is not None, stands_in) for each in together]
-        if self._given == "mean" and self.calls.dealt is not None:
-            total = total * self.calls.dealt.proportion(self._apart) if self._apart > 1 else total
+        if self._given == "mean" and dealt is not None:
+            total = total * dealt.proportion(self._apart) if self._apart > 1 else total
         stated = weight if mean_over is None else mean_over
         with ExitStack() as inside:
             for each in together:
@@ -174,7 +174,8 @@ class Stepping(OverRanks):
 
     def _count(self, loss: Loss, stands_in: bool) -> None:
         """After a backward: add it up, and complete the step with the plan's last one."""
-        tally, part = self._tally, self.calls.part
+        tally, dealt = self._tally, self.calls.of_loss
+        part = dealt.part if dealt is not None else None
         assert tally is not None
         with self._gate.open():
             tally.used.append(self.engine.technique.finish_micro_batch())
@@ -298,7 +299,7 @@ class Stepping(OverRanks):
                     "a mean is over: give the sum without it, or its weight, prepared.backward(loss, n), for the mean"
                 )
         else:
-            dealt = self.calls.dealt
+            dealt = self.calls.of_loss
             held = self.calls.held_by(loss)
             divisor = divisor_of(loss, held) if self._apart > 1 else Divisor("mean")
             if not self._of_whole_batches:
