@@ -151,3 +151,69 @@ def test_arguments_made_of_several_samples_are_refused(how: str, pool: RankPool)
 def test_arguments_made_sample_by_sample_are_right(how: str, pool: RankPool) -> None:
     for losses in pool.run(given, 2, "dp_replicate=2", how):
         assert losses == pytest.approx(given(None, how), rel=BAR)
+
+
+class Potential(nn.Module):
+    """Energies, and forces as their gradient, which a loss differentiates again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_pairs = nn.Sequential(nn.Linear(1, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+
+    def forward(self, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        places.requires_grad_()
+        apart = (places[:, :, None] - places[:, None]).square()
+        energies = self.of_pairs(apart[..., None]).sum((1, 2, 3))
+        return energies, -torch.autograd.grad(energies.sum(), places, create_graph=True)[0]
+
+
+def forces(plan: str | None) -> tuple[list[float], dict]:
+    torch.manual_seed(0)
+    model: Any = Potential()
+    optimizer, loader = torch.optim.SGD(model.parameters(), lr=1e-2), DataLoader(samples(14, 3), batch_size=4)
+    prepared: Any = shardwise.prepare(model, optimizer, loader, plan=plan) if plan else None
+    model, optimizer, loader = prepared or (model, optimizer, loader)
+    losses = []
+    for places, y in loader:
+        energies, pulled = model(places)
+        optimizer.zero_grad()
+        loss = (energies - y[:, 0]).square().mean() + pulled.square().mean()
+        losses.append(stepped(loss, optimizer, prepared))
+    return losses, model.state_dict()
+
+
+@pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2,zero=2"])
+def test_a_model_that_takes_gradients_itself(plan: str, pool: RankPool) -> None:
+    losses, weights = forces(None)
+    for theirs, held in pool.run(forces, 2, plan):
+        assert theirs == pytest.approx(losses, rel=BAR)
+        assert all(float((held[name] - weight).abs().max()) < BAR for name, weight in weights.items())
+
+
+class Graph(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.drop = nn.Linear(3, 4).double(), nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+        return self.drop(torch.sparse.mm(edges, self.net(x)))
+
+
+def graph(plan: str) -> None:
+    """One graph for good, beside which nothing is loaded."""
+    model, x, edges = Graph(), torch.randn(4, 3).double(), torch.eye(4).double().to_sparse()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, _, _ = shardwise.prepare(model, optimizer, [(x, x)], plan=plan)  # type: ignore[assignment]
+    model(x, edges)
+
+
+@pytest.mark.parametrize(
+    ("plan", "told"),
+    [
+        ("tp=2", r"layout torch.sparse_coo.*to_dense.*line \d+: model\(x, edges\)"),
+        ("dp_replicate=2", r"has handed out no batch.*line \d+: model\(x, edges\)"),
+    ],
+)
+def test_a_graph_that_is_no_batch_is_refused(plan: str, told: str, pool: RankPool) -> None:
+    with pytest.raises(RefusedPlan, match=told):
+        pool.run(graph, 2, plan)

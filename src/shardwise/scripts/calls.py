@@ -284,7 +284,7 @@ class Calls(Heard, Events):
         self.inside += 1
         if self.kept is not None and self.inside == 1:
             self._entering = self.kept.enter((args, kwargs), self.model)
-        trains = module.training and torch.is_grad_enabled()
+        trains = self._trains(module)
         if self._meeting is not None and (self.gathers or trains):
             self._meeting.passes(f"a forward {'in training' if trains else 'without gradients'}")
         precision = self.engine.state.precision
@@ -316,6 +316,11 @@ class Calls(Heard, Events):
             self.forwards += 1
             seed_generators(seed_of("fast", self.seed, self.forwards, self.engine.data_rank))
         return self._cut(args, kwargs)
+
+    def _trains(self, module: nn.Module) -> bool:
+        """Whether a forward is one of the script's in training; a look has gradients where a forward needs some."""
+        assert self.engine is not None
+        return module.training and torch.is_grad_enabled() and not self.engine.state.phase.looked_at
 
     def _own_samples(self, whole: WholeBatch, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """The call on this rank's samples, for which the model draws, alone or as a stand-in."""
@@ -362,13 +367,14 @@ class Calls(Heard, Events):
         output = whole(output)  # which a script's own code is given
         if self.engine.state.precision.mixed:
             output = self.engine.state.precision.cast_outputs(output)
-        if self.whole is not None and not self.inside and module.training and torch.is_grad_enabled():
+        trains = self._trains(module)
+        if self.whole is not None and not self.inside and trains:
             output = self.whole.leave(output)
         if self.engine.state.tensor is not None or self._door is not None:
             output = seen_outside(output)
         if self._door is not None and not self.inside:
             Gathers.told = weakly(self._gathers_outside)
-        if module.training and torch.is_grad_enabled() and self.mesh.world.size > 1:
+        if trains and self.mesh.world.size > 1:
             for tensor in tensors_of(output):
                 if tensor.requires_grad:
                     tensor.register_hook(weakly(self._returns))

@@ -100,6 +100,12 @@ class SampleDraws(TorchDispatchMode):
     def _check(self) -> None:
         if self._stands != generators(current_device()):
             self.inside = False
+            if self.part is None:
+                raise RefusedPlan(
+                    "the model draws random numbers, and the loader that was given to prepare has handed out no batch, "
+                    "so which samples they are for is not known: go through that loader, or spread a model that has "
+                    "one batch for good (a graph) by tp"
+                )
             raise RefusedPlan(
                 "the model draws random numbers where their samples cannot be followed (a kernel of its own): each "
                 "rank would draw the same numbers for other samples. Draw them by torch's operations, switch the "

@@ -85,6 +85,13 @@ def shared_call(args: tuple, kwargs: dict, world: Axis, device: torch.device) ->
     """Rank 0's arguments, on the CPU of every rank. Collective."""
     leaves, spec = tree_flatten(tree_map_only(torch.Tensor, plain, (args, kwargs)))
     mine = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    sparse = next((leaf for leaf in mine if leaf.layout is not torch.strided), None)
+    if sparse is not None:
+        raise RefusedPlan(
+            f"the model is given a tensor of layout {sparse.layout} and shape {tuple(sparse.shape)}, and cuts are "
+            "followed through dense tensors alone: give it dense (.to_dense()), or as indices and values that the "
+            "forward multiplies and adds up by index_add; or leave tp, cp, cp_ulysses, domain and ep out"
+        )
     told = gather_json([[list(leaf.shape), str(leaf.dtype)] for leaf in mine], world, device)
     if len(told[0]) != len(mine):
         raise RunError(
