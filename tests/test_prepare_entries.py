@@ -50,6 +50,17 @@ def several(models: Any, x: torch.Tensor, y: torch.Tensor, played: list[float]) 
     return (head(h) - y).square().mean() + 0.1 * (h - goal).square().mean()
 
 
+def weighed(models: Any, x: torch.Tensor, y: torch.Tensor, played: list[float]) -> torch.Tensor:
+    """Two terms by learned weights, parameters of the script's own beside the model."""
+    model, weights = models
+    out, logs = model(x), weights[0]
+    each = torch.stack([(out - y).square().mean(), out.abs().mean()])
+    return ((-logs).exp() * each + logs).sum()
+
+
+CASES = {"agent": agent, "several": several, "weighed": weighed}
+
+
 def body() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh())
 
@@ -59,7 +70,9 @@ def apart(plan: str | None, case: str, **options: Any) -> tuple[list[float], lis
     model: Any = Agent().double()
     if case == "several":
         model = tuple(module.double() for module in (body(), nn.Linear(8, 2), body().requires_grad_(False)))
-    whole = nn.ModuleList(model) if case == "several" else model
+    if case == "weighed":
+        model = (nn.Linear(6, 2).double(), nn.ParameterList([torch.zeros(2, dtype=torch.float64)]))
+    whole = nn.ModuleList(model) if isinstance(model, tuple) else model
     optimizer: Any = adamw(whole)
     loader: Any = DataLoader(samples(12), batch_size=4, shuffle=True)
     prepared: Any = None
@@ -69,10 +82,10 @@ def apart(plan: str | None, case: str, **options: Any) -> tuple[list[float], lis
     losses, played = [], []
     for _ in range(2):
         for x, y in loader:
-            loss = {"agent": agent, "several": several}[case](model, x, y, played)
+            loss = CASES[case](model, x, y, played)
             optimizer.zero_grad()
             if prepared:
-                loss = prepared.backward(loss)
+                loss = prepared.backward(loss, mean_over=len(x)) if case == "weighed" else prepared.backward(loss)
             else:
                 loss.backward()
             optimizer.step()
@@ -85,10 +98,12 @@ SHORT = [
     ("several", "dp_shard=2,zero=3"),
     ("agent", "tp=2"),
     ("several", "dp_replicate=2"),
+    ("weighed", "dp_shard=2,zero=2"),
+    ("weighed", "tp=2"),
 ]
 LONG = [
     (case, plan)
-    for case in ("agent", "several")
+    for case in CASES
     for plan in ("dp_replicate=2", "dp_shard=2,zero=1", "dp_shard=2,zero=2", "tp=2", "tp=2,dp_shard=2,zero=2")
     if (case, plan) not in SHORT
 ]

@@ -41,8 +41,8 @@ def names_in_groups(optimizer: Optimizer, module: nn.Module) -> list[list[str]]:
         if unknown:
             raise InputError(
                 f"prepare: group {place} of the optimizer holds a tensor of shape {tuple(unknown[0].shape)} that is no "
-                "parameter of the model: make the optimizer from this model's parameters, or prepare the module that "
-                "holds them all"
+                "parameter of the model: make the optimizer from this model's parameters, or prepare what holds them "
+                "all (learned weights of a loss: prepare((model, nn.ParameterList([weights])), ...))"
             )
         groups.append([names[id(param)] for param in group["params"]])
     return groups
