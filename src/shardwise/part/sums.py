@@ -120,8 +120,8 @@ class Sum(Distributed):
 
     @property
     def held(self) -> torch.Tensor:
-        """The total, once taken."""
-        return self.local if self.total is None else self.total
+        """The total, once this or what it is a view of was taken."""
+        return self.local if self.untaken else self.value()
 
     def settled(self) -> torch.Tensor:
         """The sum, taken. Collective."""
