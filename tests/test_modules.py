@@ -128,6 +128,15 @@ def test_state_names_what_changed_and_restores_it() -> None:
     assert (module.number, module.history, float(module.calls), hasattr(module, "made_late")) == (0, [], 0.0, False)
 
 
+def test_a_buffer_that_was_written_past_autograd_is_restored() -> None:
+    """By `.data` torch counts no version, as moving averages are often written."""
+    module = torch.nn.BatchNorm1d(2)
+    state = ModuleState(module)
+    module.running_mean.data.mul_(0.9).add_(1.0)
+    state.restore()
+    assert module.running_mean.tolist() == [0.0, 0.0]
+
+
 class Frozen(OrderedDict):
     """A configuration that refuses to be changed once it is made, as libraries have them."""
 

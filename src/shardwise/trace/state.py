@@ -118,7 +118,7 @@ class ModuleState:
         for table, key, value, copied in self._kept:
             table[key] = value
             if isinstance(value, torch.Tensor) and copied is not None:
-                if value._version != copied[1]:
+                if value._version != copied[1] or _written(value, copied):  # by `.data` nothing is noted
                     value.copy_(copied[0])
             elif isinstance(value, _CONTAINERS):
                 _refill(value, copied)
