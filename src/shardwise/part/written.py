@@ -13,6 +13,7 @@ from shardwise.trace.leaves import replaced
 class Written(torch.Tensor):
     """A plain tensor whose class was changed; `now` is what it became, which every function of torch is given."""
 
+    answers_first = True  # also where a part stands in front of it
     now: torch.Tensor
     assign: Callable[..., None]  # what `written[index] = value` does
 
