@@ -366,7 +366,7 @@ def running_extremes() -> Task:
 
 
 class Sorted(Convolution):
-    """Each position reads all others, in a way that no rule knows."""
+    """Each feature of all positions in the order of its values."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.out(self.mix(x.transpose(1, 2)).transpose(1, 2).sort(1).values)
@@ -374,6 +374,18 @@ class Sorted(Convolution):
 
 def sorted_positions() -> Task:
     return replace(convolution(), model=Sorted)
+
+
+class Singular(Convolution):
+    """Each position reads all others, in a way that no rule knows."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.mix(x.transpose(1, 2)).transpose(1, 2)
+        return self.out(h / torch.linalg.svdvals(h).sum())
+
+
+def singular() -> Task:
+    return replace(convolution(), model=Singular)
 
 
 class Spectrum(nn.Module):

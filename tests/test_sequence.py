@@ -501,8 +501,14 @@ def test_a_ring_is_proven_in_float32_where_a_kernel_has_no_float64(pool) -> None
 
 
 def test_what_mixes_positions_in_a_way_unknown_is_done_whole_and_told(pool) -> None:
-    found = verify("sequence_tasks:sorted_positions", "cp=2", pool=pool)
-    assert found.parity and "what sort reads is gathered over cp=2" in found.text(), found.text()
+    found = verify("sequence_tasks:singular", "cp=2", pool=pool)
+    assert found.parity and "svd reads is gathered over cp=2" in found.text(), found.text()
+
+
+@pytest.mark.parametrize("plan", ["cp=2", "cp=2,cp_ulysses=2"])
+def test_sorted_positions_equal_one_process(pool, plan: str) -> None:
+    found = verify("sequence_tasks:sorted_positions", plan, pool=pool)
+    assert found.parity, found.text()
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,20 @@
 """Tensors of which each rank holds a share, and what every operation does on them."""
 
-from shardwise.part import aligned, along, attention, channels, creation, loss, pointwise, products, reductions, views  # noqa: F401 - the rules
+from shardwise.part import (  # noqa: F401 - the rules
+    aligned,
+    along,
+    attention,
+    bins,
+    channels,
+    creation,
+    distances,
+    loss,
+    pointwise,
+    products,
+    reductions,
+    replacing,
+    views,
+)
 from shardwise.part.cuts import Owners, Uncut
 from shardwise.part.gathering import gather, to_part
 from shardwise.part.summands import summand, with_summed_gradient

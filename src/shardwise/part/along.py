@@ -10,15 +10,15 @@ from shardwise.host import to_device
 from shardwise.part.cuts import Uncut
 from shardwise.part.gathering import gathered, reduced
 from shardwise.part.levels import Distributed
-from shardwise.part.loss import added_here, entries_here
+from shardwise.part.loss import added_here, entries_here, with_one_more
 from shardwise.part.masks import MASKS, is_mask, put, selected
 from shardwise.part.moves import dealt_as, fetch, shown, whole_inside
 from shardwise.part.scans import scanned, scanned_along
 from shardwise.part.sums import Sum
-from shardwise.part.tensor import Part, is_part, no_rule, parts_in, rule
+from shardwise.part.tensor import GATHERS, Part, is_part, no_rule, parts_in, rule
 
 
-@rule("flip", "roll", "cumsum", "cumprod", "tril", "triu", "constant_pad_nd", "index_select", "topk", "sort", "argsort",
+@rule("flip", "roll", "cumsum", "cumprod", "constant_pad_nd", "index_select", "topk", "sort", "argsort",
       "gather", "unfold", "diagonal", "cummax", "cummin", "logcumsumexp", "_weight_norm_interface")  # fmt: skip
 def along(func: Any, args: tuple, kwargs: dict) -> Any:
     """Operations along dims that are not cut, whose result has the same dims."""
@@ -81,8 +81,6 @@ def _reordered(func: Any, part: Part, args: tuple, kwargs: dict) -> Part:
 def _touched(func: Any, part: Any, args: tuple, kwargs: dict) -> set[int]:
     n = part.dim() if isinstance(part, torch.Tensor) else 0
     name = func._schema.name.partition("::")[2]
-    if name in ("tril", "triu"):
-        return {n - 1, n - 2}
     if name == "constant_pad_nd":
         return {n - 1 - place // 2 for place, width in enumerate(args[1]) if width}
     if name in ("topk", "sort", "argsort"):
@@ -96,6 +94,18 @@ def _touched(func: Any, part: Any, args: tuple, kwargs: dict) -> set[int]:
         dims = args[1]
         return {d % n for d in ([dims] if isinstance(dims, int) else dims)}
     return set(range(n))
+
+
+@rule("tril", "triu")
+def triangle(func: Any, args: tuple, kwargs: dict) -> Part:
+    """Returns the matrices of the last two dims with zeros above a diagonal, or below it."""
+    part, diagonal = args[0], args[1] if len(args) > 1 else kwargs.get("diagonal", 0)
+    if part.dim_cut < part.dim() - 2:
+        return part.with_local(func(part.local, diagonal))
+    rows, columns = (torch.arange(n, device=part.device) for n in part.shape[-2:])
+    beyond = columns - rows[:, None] > diagonal if func._schema.name == "aten::tril" else (
+        columns - rows[:, None] < diagonal)  # fmt: skip
+    return part.with_local(part.local.masked_fill(part.share(beyond, part.dim_cut - part.dim() + 2), 0))
 
 
 @rule("index")
@@ -150,7 +160,7 @@ def _picked(func: Any, part: Part, indices: list) -> torch.Tensor:
     if isinstance(inner, Distributed) and not tokens:
         place = torch.where(held, place, inner.shape[part.dim_cut])
         own = [place if d == part.dim_cut else i for d, i in enumerate(indices)]
-        return Sum.of(func(_with_one_more(inner, part.dim_cut), own), part.axis, part.origin)
+        return Sum.of(func(with_one_more(inner, part.dim_cut), own), part.axis, part.origin)
     if not part.owners.counts[part.axis.index]:
         shape = func(torch.empty(part.shape, device="meta"), [i if i is None else i.to("meta") for i in indices]).shape
         return Sum.of(part.local.new_zeros(shape), part.axis, part.origin)
@@ -162,7 +172,7 @@ def _picked(func: Any, part: Part, indices: list) -> torch.Tensor:
     return Sum.of(found * held.view(*held.shape, *([1] * after)), part.axis, part.origin)
 
 
-@rule("scatter_add", "scatter_add_", "scatter", "scatter_")
+@rule("scatter_add", "scatter_add_", "scatter", "scatter_", "scatter_reduce")
 def scatter(func: Any, args: tuple, kwargs: dict) -> Part:
     """`scatter(x, dim, index, values)` along a dim that is not cut, where index and values are cut as x is.
 
@@ -242,11 +252,13 @@ def _put_by_whole_indices(func: Any, x: Part, indices: list, values: torch.Tenso
     put, cut = torch.ops.aten.index_put.default, x.dim_cut
     if cut in used:
         if is_part(values):
-            raise Uncut(no_rule(func, [x, values]))
+            for tell in GATHERS:
+                tell("what is written at indices of a cut dim", values)
+            values = gathered(values)
         held, place = _places_of(x, indices[cut])
         place = torch.where(held, place, x.local.shape[cut])
         own = [place if d == cut else i for d, i in enumerate(indices)]
-        found = put(_with_one_more(x.local, cut), own, values, *rest).narrow(cut, 0, x.local.shape[cut])
+        found = put(with_one_more(x.local, cut), own, values, *rest).narrow(cut, 0, x.local.shape[cut])
     else:
         added = len(torch.broadcast_shapes(*(indices[d].shape for d in used)))
         dim = cut if cut < used[0] else cut - len(used) + added
@@ -270,11 +282,6 @@ def _places_of(part: Part, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Te
         return torch.zeros_like(wanted, dtype=torch.bool), torch.zeros_like(wanted)
     place = torch.searchsorted(mine, wanted.contiguous()).clamp_(max=len(mine) - 1)
     return mine[place] == wanted, place
-
-
-def _with_one_more(local: torch.Tensor, dim: int) -> torch.Tensor:
-    """A share with one more index behind its own, of zeros: for what other ranks have."""
-    return torch.ops.aten.constant_pad_nd.default(local, [0, 0] * (local.dim() - 1 - dim) + [0, 1])
 
 
 def _put_of_each(func: Any, x: Any, indices: list, values: Any, rest: list) -> torch.Tensor | None:
@@ -318,16 +325,3 @@ def index_add(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
         raise Uncut(no_rule(func, parts_in(args)))
     held = x.local if is_part(x) else source.share(x, cut)
     return source.with_local(func(held, dim, index, source.local, **kwargs))
-
-
-@rule("index_copy")
-def index_copy(func: Any, args: tuple, kwargs: dict) -> Part:
-    """`x.index_copy(dim, indices, values)` by plain indices along a dim that is not cut."""
-    x, dim, indices, values = args
-    lead = parts_in([x, values])[0]
-    cut = lead.dim_cut
-    if parts_in([indices]) or dim % x.dim() == cut:
-        raise Uncut(no_rule(func, parts_in(args)))
-    mine, theirs = (dealt_as(each, lead, cut, str(func)).local if is_part(each) else lead.share(each, cut)
-                    for each in (x, values))  # fmt: skip
-    return lead.with_local(func(mine, dim, indices, theirs))

@@ -68,7 +68,7 @@ class _Heads:
 
         def one(each: Any) -> Any:
             empty = isinstance(each, torch.Tensor) and each.dim() > 2 and not each.shape[self.dim]
-            return each.new_zeros([1 if d == self.dim else n for d, n in enumerate(each.shape)]) if empty else each
+            return each.sum(self.dim, keepdim=True) if empty else each
 
         def none(each: Any) -> Any:
             return each.narrow(self.dim, 0, 0) if isinstance(each, torch.Tensor) and each.dim() > 2 else each

@@ -27,6 +27,11 @@ def _place_of(part: Part, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     return held, torch.where(held, place, torch.zeros_like(place))
 
 
+def with_one_more(local: torch.Tensor, dim: int) -> torch.Tensor:
+    """A share with one more index behind its own, of zeros: for what other ranks have."""
+    return torch.ops.aten.constant_pad_nd.default(local, [0, 0] * (local.dim() - 1 - dim) + [0, 1])
+
+
 def _check_range(index: torch.Tensor, size: int, what: str, ignored: int | None = None) -> None:
     """Raise as one process would, where an index lies on no rank. Values on a GPU are asserted without waiting."""
     if isinstance(index, Distributed) or not has_values(index) or not index.numel():
@@ -124,11 +129,8 @@ def embedding(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
         return weight.with_local(func(weight.local, index), index.dim())
     _check_range(index, weight.shape[0], "index")
     held, place = _place_of(weight, index)
-    if not weight.local.shape[0]:
-        rows = weight.local.new_zeros((*index.shape, weight.shape[1]))
-    else:
-        rows = weight.local[place] * held.unsqueeze(-1)
-    return Sum.of(rows, weight.axis, weight.origin)
+    rows = weight.local if weight.local.shape[0] else with_one_more(weight.local, 0)
+    return Sum.of(rows[place] * held.unsqueeze(-1), weight.axis, weight.origin)
 
 
 class _Rows(torch.autograd.Function):
@@ -179,9 +181,8 @@ FUNCTIONS[F.embedding] = rows_of
 def entries_here(x: Part, dim: int, index: torch.Tensor) -> torch.Tensor:
     """`x.gather(dim, index)` along the cut dim. Collective."""
     held, place = _place_of(x, index)
-    if not x.local.shape[dim]:
-        return reduced(x.local.new_zeros(index.shape), x)
-    return reduced(x.local.gather(dim, place) * held, x)
+    local = x.local if x.local.shape[dim] else with_one_more(x.local, dim)
+    return reduced(local.gather(dim, place) * held, x)
 
 
 def added_here(func: Any, x: Part, dim: int, index: torch.Tensor, values: torch.Tensor) -> Part:

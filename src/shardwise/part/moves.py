@@ -229,6 +229,7 @@ class _Moved(torch.autograd.Function):
         part = from_axis(gradient, axis)
         if not isinstance(part, Part) or part.axis is not axis:
             part = Part(share_of(part, dim, owners, axis), dim, owners, axis)
+        part = whole_inside(part) if inside is None else part  # as the tensor was
         return replaced_from_axis(gradient, axis, recut(part, dim, owners, inside))
 
 

@@ -9,7 +9,7 @@ import torch
 
 from shardwise.host import to_device
 from shardwise.part.cuts import Owners, Uncut
-from shardwise.part.gathering import reduced
+from shardwise.part.gathering import gathered, reduced
 from shardwise.part.levels import Distributed
 from shardwise.part.moves import dealt_as
 from shardwise.part.sums import Sum
@@ -23,7 +23,8 @@ def _dims(part: Part, dim: Any) -> set[int]:
     return {d % part.dim() for d in (dim if isinstance(dim, list | tuple) else [dim])}
 
 
-def _bound(func: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
+def arguments_of(func: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
+    """What an operation is given, and what it takes where it is not, by name."""
     names = [argument.name for argument in func._schema.arguments]
     found = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
     return found | dict(zip(names, args, strict=False)) | kwargs
@@ -35,13 +36,13 @@ def _after(part: Part, local: Any, dims: set[int], keepdim: bool) -> Part:
 
 
 @rule("sum", "mean", "amax", "amin", "max", "min", "any", "all", "prod", "linalg_vector_norm", "norm", "logsumexp",
-      "argmax", "argmin", "var", "std", "var_mean", "std_mean", "count_nonzero", "median", "nansum", "_is_all_true",
-      "_is_any_true")  # fmt: skip
+      "argmax", "argmin", "var", "std", "var_mean", "std_mean", "count_nonzero", "median", "nanmedian", "kthvalue",
+      "mode", "aminmax", "nansum", "_is_all_true", "_is_any_true")  # fmt: skip
 def reduce(func: Any, args: tuple, kwargs: dict) -> Any:
     """Returns `op(x, dim, keepdim)`: a part where the cut dim stays, else combined over ranks by `_COMBINE`."""
     part = args[0]
     name = func._schema.name.partition("::")[2]
-    bound = _bound(func, args, kwargs)
+    bound = arguments_of(func, args, kwargs)
     if not is_part(part):
         raise Uncut(no_rule(func, parts_in((args, kwargs))))
     if isinstance(bound.get("dim"), torch.Tensor) or "other" in bound:
@@ -60,7 +61,7 @@ def reduce(func: Any, args: tuple, kwargs: dict) -> Any:
 
 def added_up(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     """A loss of elements (`mse_loss`, `huber_loss`), or its backward: each element's, then their sum or mean."""
-    bound = _bound(func, args, kwargs)
+    bound = arguments_of(func, args, kwargs)
     how, backward = bound.get("reduction"), func._schema.name.endswith("_backward")
     pair = [tensor for name in ("self", "target") if isinstance(tensor := bound.get(name), torch.Tensor)]
     if how not in (1, 2) or len(pair) < 2 or not fit(pair) or (backward and isinstance(bound["grad_output"], Part)):
@@ -105,8 +106,8 @@ def _extreme(op: str):
 
 def _place_of_extreme(op: str):
     def run(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> Any:
-        if bound.get("dim") is None:
-            raise Uncut(no_rule(func, [part]))
+        if bound.get("dim") is None:  # among all elements
+            return getattr(part.reshape(-1), f"arg{op}")(0)
         return _extreme_and_place(op, part, keepdim)[1]
 
     return run
@@ -117,9 +118,12 @@ def _local_extreme(op: str, part: Part, dims: set[int], keepdim: bool) -> torch.
     local = part.local
     if local.shape[part.dim_cut]:
         return getattr(local, f"a{op}")(sorted(dims), keepdim)
-    shape = [1 if d in dims else n for d, n in enumerate(local.shape)]
-    beaten = local.new_full(shape, _beaten(local.dtype, op))
-    return beaten if keepdim else beaten.squeeze(sorted(dims))
+    return _of_nothing(local, sorted(dims), keepdim, _beaten(local.dtype, op))
+
+
+def _of_nothing(x: torch.Tensor, dims: list[int], keepdim: bool, value: float) -> torch.Tensor:
+    """What a rank without indices gives to a reduction over `dims`, cut over axes further in as others' results are."""
+    return torch.full_like(x.sum(dims, keepdim), value, dtype=x.dtype)
 
 
 def _beaten(dtype: torch.dtype, op: str) -> float | int | bool:
@@ -175,19 +179,46 @@ def _count(part: Part, found: torch.Tensor, dims: set[int], keepdim: bool) -> to
     return reduced(found.sum(sorted(dims), keepdim), part)
 
 
+def _prod(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> torch.Tensor:
+    """The product of each rank's own product, one after the other."""
+    own, one_dim = part.local.to(bound.get("dtype") or part.dtype), bound.get("dim") is not None
+    own = own.prod(part.dim_cut, keepdim) if one_dim else own.prod()
+    ranks = part.axis.size
+    return gathered(Part(own.unsqueeze(0), 0, Owners.blocks(ranks, ranks), part.axis)).prod(0)
+
+
+def _least_and_most(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> tuple[torch.Tensor, ...]:
+    return tuple(reduced(_local_extreme(op, part, dims, keepdim), part, op) for op in ("min", "max"))
+
+
 def _norm(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> torch.Tensor:
-    order = bound.get("ord", bound.get("p", 2))
-    if float(order) != 2.0:
-        raise Uncut(no_rule(func, [part]))
-    return reduced(part.local.square().sum(sorted(dims), keepdim, dtype=bound.get("dtype")), part).sqrt()
+    """(sum |x|^p)^(1/p) over all ranks; of an infinite p the extreme |x|, of 0 how many are not 0."""
+    given = bound.get("ord", bound.get("p"))
+    order, along = 2.0 if given is None else float(given), sorted(dims)
+    dtype = bound.get("dtype") or (part.abs().dtype if part.is_complex() else part.dtype)
+    if math.isinf(order):
+        op = "max" if order > 0 else "min"
+        sizes = part.with_local(part.local.abs().to(dtype))
+        return reduced(_local_extreme(op, sizes, dims, keepdim), part, op)
+    if order == 0:
+        return _count(part, part.local != 0, dims, keepdim).to(dtype)
+    if order == 2 and not part.is_complex():
+        return reduced(part.local.square().sum(along, keepdim, dtype=bound.get("dtype")), part).sqrt()
+    return reduced(part.local.abs().pow(order).sum(along, keepdim, dtype=dtype), part).pow(1 / order)
+
+
+@rule("renorm")
+def renorm(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
+    """Returns x with the p-norm of what lies at each index of a dim brought down to `most`, where it is larger."""
+    x, order, dim, most = args
+    others = [d for d in range(x.dim()) if d != dim % x.dim()]
+    norm = torch.linalg.vector_norm(x, order, others, keepdim=True)
+    return x * torch.where(norm > most, most / (norm + 1e-7), torch.ones_like(norm))
 
 
 def _logsumexp(func: Any, part: Part, dims: set[int], keepdim: bool, bound: dict) -> torch.Tensor:
-    along, kept = sorted(dims), list(part.local.shape)
-    for d in along:
-        kept[d] = 1
-    empty = not part.local.numel()
-    top = part.local.new_full(kept, -torch.inf) if empty else part.local.amax(along, True)
+    along, empty = sorted(dims), not part.local.shape[part.dim_cut]
+    top = _of_nothing(part.local, along, True, -torch.inf) if empty else part.local.amax(along, True)
     top = reduced(top, part, "max")
     top = torch.where(top.isinf(), torch.zeros_like(top), top)
     total = reduced((part.local - top).exp().sum(along, True), part).log() + top
@@ -200,6 +231,7 @@ _COMBINE = {
     "min": _extreme("min"), "all": _all, "any": _any, "linalg_vector_norm": _norm, "norm": _norm,
     "logsumexp": _logsumexp, "argmax": _place_of_extreme("max"), "argmin": _place_of_extreme("min"),
     "var": _moments, "std": _moments, "var_mean": _moments, "std_mean": _moments, "count_nonzero": _nonzero,
+    "prod": _prod, "aminmax": _least_and_most,
 }  # fmt: skip
 
 
@@ -211,7 +243,7 @@ def softmax(func: Any, args: tuple, kwargs: dict) -> Part:
         return part.with_local(func(part.local, *args[1:], **kwargs))
     x = part.local.float() if len(args) > 2 and args[2] is True else part.local
     logarithm = func._schema.name == "aten::_log_softmax"
-    top = x.amax(dim, True) if x.shape[dim] else x.new_full(_ones(x, dim), -torch.inf)
+    top = x.amax(dim, True) if x.shape[dim] else _of_nothing(x, [dim], True, -torch.inf)
     top = reduced(top, part, "max")
     shifted = x - torch.where(top.isinf(), torch.zeros_like(top), top)
     if logarithm:  # over a vocabulary each of these is among the largest tensors of a step: one more than comes out
@@ -228,10 +260,6 @@ def softmax(func: Any, args: tuple, kwargs: dict) -> Part:
 def _reusing(own: torch.Tensor, name: str, *args: torch.Tensor) -> torch.Tensor:
     """What the operation gives, in the memory of `own`, which nobody else has; anew where that is cut once more."""
     return getattr(own, name if isinstance(own, Distributed) else f"{name}_")(*args)
-
-
-def _ones(x: torch.Tensor, dim: int) -> list[int]:
-    return [1 if d == dim else n for d, n in enumerate(x.shape)]
 
 
 @rule("_softmax_backward_data", "_log_softmax_backward_data")

@@ -2,6 +2,7 @@
 
 from shardwise.parallel.domain import (  # noqa: F401 - functions on tiles
     convolve,
+    entire,
     fourier,
     linear,
     norms,

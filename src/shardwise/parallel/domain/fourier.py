@@ -15,50 +15,11 @@ from typing import Any
 
 import torch
 
-from shardwise.parallel.domain.tiles import CutDim, answers, cuts, opened, placed
-from shardwise.part import Owners, Uncut
+from shardwise.parallel.domain.entire import with_whole
+from shardwise.parallel.domain.tiles import answers, cuts
+from shardwise.part import Uncut
 from shardwise.part.gathering import gathered
-from shardwise.part.moves import from_axis, moved
 from shardwise.part.tensor import no_rule, rule
-
-
-def _local(run: Callable, input: torch.Tensor, dims: list[int]) -> torch.Tensor:
-    """`run(tensor)` with every cut moved off the transformed dims meanwhile, and back afterwards."""
-    found = cuts(input, dims)
-    room = {dim: float(input.shape[dim]) for dim in range(input.dim()) if dim not in dims}
-    held = {cut.dim: cut.axis.depth for cut in cuts(input, room)}
-    for cut in cuts(input, room):
-        room[cut.dim] /= cut.axis.size
-    for cut in found:  # not to a dim that an axis further in cuts: its ranks would exchange unequal shares
-        free = [dim for dim in room if held.get(dim, -1) < cut.axis.depth]
-        if not free:
-            raise Uncut(f"a transform of all dims of {tuple(input.shape)} that are not cut: give it a dim of samples")
-        home = max(free, key=lambda dim: (room[dim], -dim))
-        room[home] /= cut.axis.size
-        input = moved(input, home, Owners.blocks(_extent(input, home, cut), cut.axis.size), cut.axis)
-    now = cuts(input, range(input.dim()))
-    output = placed(_run(run, opened(input, now), dims), now)
-    for cut in reversed(found):
-        n = _extent(output, cut.dim, cut)
-        owners = cut.owners if n == cut.owners.size else Owners.blocks(n, cut.axis.size)
-        output = moved(output, cut.dim, owners, cut.axis)
-    return output
-
-
-def _run(run: Callable, tile: torch.Tensor, dims: list[int]) -> torch.Tensor:
-    """`run(tile)`, also where the tile has no elements, which kernels do not take."""
-    empty = [dim for dim, n in enumerate(tile.shape) if n == 0 and dim not in dims]
-    if not empty:
-        return run(tile)
-    output = run(tile.sum(empty, keepdim=True))
-    for dim in empty:
-        output = output.narrow(dim, 0, 0)
-    return output
-
-
-def _extent(tensor: torch.Tensor, dim: int, cut: CutDim) -> int:
-    """The size of a dim as the ranks of the cut's axis see it: axes further out may have cut it."""
-    return from_axis(tensor.detach(), cut.axis).shape[dim]
 
 
 def _fits(input: torch.Tensor, dims: list[int]) -> bool:
@@ -84,7 +45,7 @@ def _transform(plain: Callable, default: tuple[int, ...] | None) -> Callable:
             dim = range(input.dim()) if sizes is None else range(-len(sizes), 0)
         dims = [d % input.dim() for d in ([dim] if isinstance(dim, int) else dim)]
         if one or len(dims) == 1 or _fits(input, dims):
-            return _local(lambda x: plain(x, s, dims[0] if one else dims, norm), input, dims)
+            return with_whole(lambda x: plain(x, s, dims[0] if one else dims, norm), [input], dims)
         pairs = list(zip(dims, sizes or [None] * len(dims), strict=True))
         steps = [(ANSWERS["ifft" if inverse else "fft"], *pair) for pair in pairs]
         if real:  # the last dim alone has real values on one side

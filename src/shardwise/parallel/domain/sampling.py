@@ -1,6 +1,7 @@
 """Reading a field of tiles at places that are computed (`grid_sample`, indices): every tile gathers the field.
 
 x (B, C, H, W) over d0, d1     grid (B, H', W', 2)     each rank: all of x, its own places, its own outputs
+tokens as samples (B H W, C, h, w), a grid for each    each rank: its own samples, nothing is sent
 """
 
 from __future__ import annotations
@@ -11,23 +12,35 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from shardwise.parallel.domain.entire import dealt_alike
 from shardwise.parallel.domain.gathers import noted
-from shardwise.parallel.domain.tiles import CutDim, answers, cuts, fetched, opened, placed, used
+from shardwise.parallel.domain.tiles import CutDim, answers, cuts, fetched, once, opened, placed, used
 from shardwise.part import Owners, Part, Uncut
 from shardwise.part.loss import entries_of
 from shardwise.part.masks import MASKS, getitem
+from shardwise.part.moves import from_axis
 from shardwise.part.sums import whole_over_axis
 
 
-@answers(F.grid_sample)
+@answers(F.grid_sample, cut_once=False)
 def grid_sample(
     input: torch.Tensor, grid: torch.Tensor, mode: str = "bilinear", padding_mode: str = "zeros",
     align_corners: bool | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """`F.grid_sample` of a field, a grid of places, or both, of which any spatial dim may be cut."""
+    """`F.grid_sample` of fields, grids of places, or both, of which any dim may be cut."""
+    told, found = (mode, padding_mode, align_corners), cuts(input, range(input.dim()))
+    if found and found == cuts(grid, range(grid.dim())) and all(cut.dim == 0 for cut in found):  # each its own samples
+        return placed(F.grid_sample(opened(input, found), opened(grid, found), *told), found)
+    return once(_grid_sample, (input, grid, *told), {})
+
+
+def _grid_sample(input: torch.Tensor, grid: torch.Tensor, *told: Any) -> torch.Tensor:
+    """The same where no dim is cut over two axes."""
+    apart = {cut.axis.name: cut for cut in (*cuts(grid, [0]), *cuts(input, [0, 1]))}
+    for cut in apart.values():  # each rank its own samples, or its own channels at the places of all
+        input = _own(input, cut)
+        grid = _own(grid, cut) if cut.dim == 0 else used(grid, [cut])
     of_field, of_grid = cuts(input, range(2, input.dim())), cuts(grid, range(1, grid.dim() - 1))
-    if not of_field and not of_grid:
-        return F.grid_sample(input, grid, mode, padding_mode, align_corners)
     for cut in of_field:
         noted("a field that grid_sample reads", input, cut)
         input = fetched(input, cut, ((((0, cut.owners.size),),) * cut.axis.size))
@@ -35,7 +48,7 @@ def grid_sample(
     by_grid = {cut.axis.name for cut in of_grid}
     input_of = [cut for cut in of_grid if cut.axis.name not in {each.axis.name for each in of_field}]
     input = used(input, input_of) if input_of else input
-    after = [CutDim(cut.axis, cut.dim + 1, cut.owners) for cut in of_grid]
+    after = [*apart.values(), *(CutDim(cut.axis, cut.dim + 1, cut.owners) for cut in of_grid)]
     for cut in of_field:
         if cut.axis.name not in by_grid:  # places that all ranks have: each takes its own
             dim = _free(grid, {each.dim - 1 for each in after}, cut.dim - 1)
@@ -45,8 +58,17 @@ def grid_sample(
             assert whole is not None
             grid = whole.narrow(dim, start, count)
             after.append(CutDim(cut.axis, dim + 1, owners))
-    output = F.grid_sample(input, grid, mode, padding_mode, align_corners)
+    output = F.grid_sample(input, grid, *told)
     return placed(output, sorted(after, key=lambda cut: cut.axis.depth))
+
+
+def _own(tensor: torch.Tensor, cut: CutDim) -> torch.Tensor:
+    """This rank's indices along the dim of a cut, of a tensor that is cut over its axis or that every rank has."""
+    if isinstance(from_axis(tensor, cut.axis), Part):
+        return opened(dealt_alike(tensor, [cut]), [cut])
+    whole = used(tensor, [cut])
+    assert whole is not None
+    return cut.owners.take(whole, cut.dim, cut.axis.index)
 
 
 @answers(torch.Tensor.__getitem__, cut_once=False)

@@ -1,0 +1,192 @@
+"""Operations that need dims whole: the cuts move to other dims, the plain operation runs, and they move back.
+
+    x (B, C, H, W) cut along H over d0, along W over d1; sorted along W
+    moved       d1 cuts channels (or samples)               whole rows, which the operation of one process sorts
+    moved back  d1 cuts W
+
+`TABLE` is which operations these are. What takes the dims away (a median) leaves its result on every rank. Received by
+a rank: (p-1)/p of its share each way. Where an operation needs all dims, the tensor is gathered, and the run says what
+that costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from shardwise.parallel.domain.gathers import noted
+from shardwise.parallel.domain.tiles import CutDim, answers, cuts, opened, placed
+from shardwise.parallel.domain.writes import write
+from shardwise.part import Owners, Uncut
+from shardwise.part.gathering import share_of
+from shardwise.part.levels import Distributed
+from shardwise.part.moves import from_axis, moved
+from shardwise.part.sums import whole_over_axis
+from shardwise.part.tensor import FUNCTIONS, Part
+from shardwise.trace.leaves import replaced
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Which dims an operation needs whole: what its arguments say, or these (None: all)."""
+
+    names: str  # of the arguments behind the first tensor
+    dims: int | tuple[int, ...] | None = -1
+    gone: bool = False  # its result has none of them, unless it is asked to keep them
+    beside: tuple[str, ...] = ()  # arguments that are dealt as the first tensor is
+
+
+PUT = Needs("dim index src", beside=("index", "src"))
+LEVEL = Needs("q dim keepdim", None, gone=True)
+TABLE = {
+    "sort": Needs("dim descending"), "argsort": Needs("dim descending"), "msort": Needs("", 0),
+    "topk": Needs("k dim"), "kthvalue": Needs("k dim keepdim", gone=True), "mode": Needs("dim keepdim", gone=True),
+    "median": Needs("dim keepdim", None, gone=True), "nanmedian": Needs("dim keepdim", None, gone=True),
+    "quantile": LEVEL, "nanquantile": LEVEL, "glu": Needs("dim"), "rot90": Needs("k dims", (0, 1)),
+    "take_along_dim": Needs("indices dim", None, beside=("indices",)),
+    "scatter": PUT, "scatter_add": PUT, "scatter_reduce": PUT,
+}  # fmt: skip
+
+
+def with_whole(
+    run: Callable, tensors: Sequence[torch.Tensor], dims: Sequence[int], *, reduces: bool = False, lost: int = 0
+) -> Any:  # fmt: skip
+    """`run(*tensors)`, of each rank's share, with every cut moved off these dims meanwhile and back afterwards.
+
+    tensors  those behind the first are dealt as it is
+    reduces  the results have one index along the dims, or, of the first `lost` of them, no dim any more
+    """
+    first, *others = tensors
+    afar = []
+    for cut in cuts(first, dims):
+        home = _home([first, *others], dims, cut)
+        if home is None:
+            noted("a field of which an operation reads all dims", first, cut)
+            first, *others = (whole_over_axis(each, cut.axis) for each in (first, *others))
+        else:
+            first = moved(first, home, Owners.blocks(_extent(first, home, cut), cut.axis.size), cut.axis)
+            afar.append(cut)
+    now = cuts(first, range(first.dim()))
+    shares = [opened(each, now) for each in (first, *(dealt_alike(each, now) for each in others))]
+    empty = [cut.dim for cut in now if not shares[0].shape[cut.dim]]
+    results = run(*(_with_elements(share, empty) for share in shares))
+    gone = sorted(dims)[:lost]
+
+    def back(result: torch.Tensor) -> torch.Tensor:
+        added = result.dim() - (first.dim() - lost)  # in front: a result for each of several levels
+        places = [cut.dim - sum(dim < cut.dim for dim in gone) + added for cut in now]
+        for cut, place in zip(now, places, strict=True):
+            result = result.narrow(place, 0, 0) if cut.dim in empty else result
+        result = placed(result, [CutDim(cut.axis, d, cut.owners) for cut, d in zip(now, places, strict=True)])
+        for cut in reversed(afar):
+            result = whole_over_axis(result, cut.axis) if reduces else _home_again(result, cut)
+        return result
+
+    made = replaced(torch.Tensor, back, results)
+    return made if type(results) in (list, tuple) or not isinstance(results, tuple) else type(results)(made)
+
+
+def _home(tensors: list[torch.Tensor], dims: Sequence[int], cut: CutDim) -> int | None:
+    """The dim with most indices for each rank to which a cut can be moved; None where there is none."""
+    first = tensors[0]
+    room = {dim: float(n) for dim, n in enumerate(first.shape)
+            if dim not in dims and all(each.shape[dim] == n for each in tensors)}  # fmt: skip
+    held = {other.dim: other.axis.depth for other in cuts(first, room)}
+    for other in cuts(first, room):
+        room[other.dim] /= other.axis.size
+    # not to a dim that an axis further in cuts: its ranks would exchange unequal shares
+    free = [dim for dim in room if held.get(dim, -1) < cut.axis.depth]
+    return max(free, key=lambda dim: (room[dim], -dim)) if free else None
+
+
+def _home_again(result: torch.Tensor, cut: CutDim) -> torch.Tensor:
+    n = _extent(result, cut.dim, cut)
+    owners = cut.owners if n == cut.owners.size else Owners.blocks(n, cut.axis.size)
+    return moved(result, cut.dim, owners, cut.axis)
+
+
+def dealt_alike(tensor: torch.Tensor, now: list[CutDim]) -> torch.Tensor:
+    """A tensor cut in these ways too, however it is dealt. Collective where it is cut otherwise."""
+    for cut in now:
+        here = from_axis(tensor, cut.axis)
+        if _extent(tensor, cut.dim, cut) != cut.owners.size:
+            raise Uncut(f"indices of {tuple(tensor.shape)} beside a tensor with {cut.owners.size} along dim {cut.dim}")
+        if not isinstance(here, Part) or here.axis is not cut.axis:
+            if tensor.requires_grad:
+                raise Uncut(f"values {tuple(tensor.shape)} that every rank has, beside a tensor that is cut")
+            tensor = placed(share_of(tensor, cut.dim, cut.owners, cut.axis), [cut])
+        elif (here.dim_cut, here.owners) != (cut.dim, cut.owners):
+            tensor = moved(tensor, cut.dim, cut.owners, cut.axis)
+    return tensor
+
+
+def _with_elements(share: torch.Tensor, empty: list[int]) -> torch.Tensor:
+    """A share with one index along its empty dims, since kernels do not take tensors without elements."""
+    return share.sum(empty, keepdim=True).to(share.dtype) if empty else share
+
+
+def _extent(tensor: torch.Tensor, dim: int, cut: CutDim) -> int:
+    """The size of a dim as the ranks of the cut's axis see it: axes further out may have cut it."""
+    return from_axis(tensor.detach(), cut.axis).shape[dim]
+
+
+def _like(whole: torch.Tensor, index: torch.Tensor) -> list[CutDim]:
+    """How a whole tensor is dealt beside an index that is cut."""
+    return [
+        cut if whole.shape[cut.dim] == index.shape[cut.dim]
+        else replace(cut, owners=Owners.blocks(whole.shape[cut.dim], cut.axis.size))
+        for cut in cuts(index, range(index.dim()))
+    ]  # fmt: skip
+
+
+def _answer(plain: Callable, needs: Needs) -> Callable:
+    """The function that answers `plain` on cut tensors."""
+    names = needs.names.split()
+
+    def answer(input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """What `plain` gives of a tensor of which any dim may be cut."""
+        given = dict(zip(names, args, strict=False)) | kwargs
+        asked = given.get("dim", given.get("dims", needs.dims))
+        dims = range(input.dim()) if asked is None else [asked] if isinstance(asked, int) else asked
+        dims = sorted({d % input.dim() for d in dims}) if isinstance(input, torch.Tensor) and input.dim() else []
+        beside = {name: given[name] for name in needs.beside if isinstance(given.get(name), torch.Tensor)}
+        if not all(cuts(each, dims) for each in beside.values() or [input]) or "out" in kwargs:
+            return plain(input, *args, **kwargs)
+        if not cuts(input, dims):  # whole, beside indices that are cut
+            input = dealt_alike(input, _like(input, next(iter(beside.values()))))
+
+        def run(first: torch.Tensor, *others: torch.Tensor) -> Any:
+            own = dict(zip(beside, others, strict=True))
+            placed_args = [own.get(name, each) for name, each in zip(names, args, strict=False)]
+            rest = {name: own.get(name, each) for name, each in kwargs.items()}
+            return plain(first, *placed_args, *args[len(names) :], **rest)
+
+        lost = len(dims) if needs.gone and not given.get("keepdim", False) else 0
+        return with_whole(run, [input, *beside.values()], dims, reduces=needs.gone, lost=lost)
+
+    return answer
+
+
+def _into(plain: Callable) -> Callable:
+    """The function that answers a method in place by the one that gives a new tensor."""
+
+    def answer(target: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The target, which holds what `plain` gives of it."""
+        result = plain(target, *args, **kwargs)
+        if isinstance(target, Distributed) or not isinstance(result, Distributed):
+            return target.copy_(result)
+        write(target, slice(None), result)
+        return target
+
+    return answer
+
+
+for _name, _needs in TABLE.items():
+    for _plain in {getattr(place, _name) for place in (torch, torch.Tensor, F) if hasattr(place, _name)}:
+        answers(_plain)(_answer(_plain, _needs))
+    if _needs.beside and hasattr(torch.Tensor, f"{_name}_"):
+        answers(getattr(torch.Tensor, f"{_name}_"), cut_once=False)(_into(FUNCTIONS[getattr(torch, _name)]))
