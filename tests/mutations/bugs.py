@@ -426,7 +426,7 @@ DOMAIN = [
         "domain=1x3"),
     bug("places of the largest count in the tile", "parallel.domain.pooling:_in_field", "left // behind + origin[d]",
         "left // behind + min(origin[d], 0)", D + "warped", "domain=2"),
-    bug("places that all tiles have are read by the first alone", "parallel.domain.sampling:grid_sample",
+    bug("places that all tiles have are read by the first alone", "parallel.domain.sampling:_grid_sample",
         "start, count = owners.span(cut.axis.index) or (0, 0)", "start, count = 0, owners.counts[cut.axis.index]",
         D + "aligned", "domain=2"),
     bug("beyond a pole lies the row on the same side of it", "boundary:Edges._turned",
