@@ -16,7 +16,6 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from shardwise.comm import Axis, Ledger
 from shardwise.host import to_device
@@ -25,6 +24,9 @@ from shardwise.part import Owners, Part, Sum, Uncut, summand
 from shardwise.part.gathering import share_of
 from shardwise.part.levels import Distributed
 from shardwise.part.sums import whole_over_axis
+from shardwise.trace.twice import differentiable_once
+
+NO_SECOND = "the gradient of what is computed in chunks is differentiated again: leave chunks out of the plan"
 
 
 class InputAt(NamedTuple):
@@ -289,7 +291,7 @@ class _Chunked(torch.autograd.Function):
         return found
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once(NO_SECOND)
     def backward(ctx: Any, *gradients: torch.Tensor):
         program = ctx.program
         inputs = program.gathered(ctx.saved_tensors)

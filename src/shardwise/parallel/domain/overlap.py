@@ -22,7 +22,6 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from shardwise.parallel.domain.kept import CutDim, kept_apart
 from shardwise.parallel.domain.maps import Sliding, reads
@@ -32,9 +31,14 @@ from shardwise.part.cuts import REMEMBERED, Owners
 from shardwise.part.halos import Halo, HaloBack, has_halos
 from shardwise.part.levels import Distributed
 from shardwise.part.moves import Wanted
+from shardwise.trace.twice import differentiable_once
 
 BORDER = 1 / 4  # of a tile's outputs that may be computed twice, unless it is asked for
 
+NO_SECOND = (
+    "the gradient of a convolution that is computed while its halo is on its way is differentiated again: plan "
+    "domain_overlap=never, under which it waits for its halo"
+)
 _ATEN = torch.ops.aten
 
 
@@ -187,7 +191,7 @@ class _Overlapped(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once(NO_SECOND)
     def backward(ctx: Any, gradient: torch.Tensor):
         call, dim, (local, weight, *strips) = ctx.call, ctx.call.dim, ctx.saved_tensors
         how, side, (wants_tile, wants_weight, wants_bias) = call.how, call.here, _goals(ctx)

@@ -29,7 +29,6 @@ import math
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from shardwise.comm import Axis, is_written_down
 from shardwise.parallel.sequence.layers import (
@@ -44,6 +43,12 @@ from shardwise.parallel.sequence.pair_mask import PairMask
 from shardwise.parallel.sequence.pairs import Call, kinds_of, tile_of
 from shardwise.parallel.sequence.rounds import Rounds, backward_around, forward_around
 from shardwise.part import Owners
+from shardwise.trace.twice import differentiable_once
+
+NO_SECOND = (
+    "the gradient of attention whose keys go around ranks is differentiated again: write the attention out "
+    "(softmax(q @ k.mT / sqrt(d)) @ v), or leave its positions whole"
+)
 
 
 def ring_attention(
@@ -85,7 +90,7 @@ class _Ring(torch.autograd.Function):
         return q.like(output)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once(NO_SECOND)
     def backward(ctx: Any, gradient: Any):
         q, k, v = ctx.kinds
         payload = q.share(gradient)
