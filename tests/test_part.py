@@ -248,6 +248,21 @@ def _all_twice_cut(seed: int, most: int) -> list[tuple[str, str]]:
     return found
 
 
+def _slices_of_a_dim_cut_twice() -> list[str]:
+    mesh = build_mesh(Plan(cp=2, tp=2), torch.device("cpu"))
+    (outer,), inner = mesh.inner, mesh.tp
+    dealt = Owners.of(np.array([1, 0, 1, 1, 0, 0]), 2)  # of every second index one rank has neighbours, the other not
+    return [
+        _try_twice_cut("slices", [(1, dealt, outer, False), (1, Owners.blocks(3, 2), inner, soft)])
+        for soft in (False, True)
+    ]
+
+
+def test_ranks_take_indices_out_of_a_dim_that_is_cut_twice_in_the_same_way(pool) -> None:
+    for outcomes in pool.run(_slices_of_a_dim_cut_twice, 4, timeout_s=60):
+        assert set(outcomes) <= {"", "uncut"}
+
+
 def test_operations_on_tensors_cut_over_two_axes(pool) -> None:
     seed = random.randrange(2**31)
     sys.stderr.write(f"seed {seed}\n")  # a rank that aborts leaves no other trace

@@ -288,12 +288,25 @@ def _slice_arguments(part: Part, dim: int = 0, start: int | None = None, end: in
 
 
 def _kept(part: Part, dim: int, start: int, end: int, step: int) -> torch.Tensor:
+    _same_way(part.local, dim, part.owners, part.axis.size, start, end, step)
     places = part.owners.local_slice(part.axis.index, start, end, step)
     if not len(places):
         return part.local.narrow(dim, 0, 0)
-    if places[-1] - places[0] + 1 == len(places):
+    if _in_a_row(places):
         return part.local.narrow(dim, int(places[0]), len(places))
     return part.local.index_select(dim, to_device(places, part.device))
+
+
+def _in_a_row(places: np.ndarray) -> bool:
+    return not len(places) or bool(places[-1] - places[0] + 1 == len(places))
+
+
+def _same_way(local: torch.Tensor, dim: int, owners: Owners, ranks: int, start: int, end: int, step: int) -> None:
+    """Raises `Uncut` on all ranks where, on some, a share that is cut again along `dim` would be read index by index."""
+    if isinstance(local, Part) and local.dim_cut == dim and not all(
+        _in_a_row(owners.local_slice(rank, start, end, step)) for rank in range(ranks)
+    ):  # fmt: skip
+        raise Uncut(f"indices are taken out of a dim that is cut over two axes, {local!r} among them")
 
 
 @rule("slice_backward")
@@ -313,8 +326,9 @@ def slice_backward(func: Any, args: tuple, kwargs: dict) -> Part:
         raise Uncut(no_rule(func, [part]))
     rank = part.axis.index
     local_sizes[dim] = owners.counts[rank]
+    _same_way(part.local, dim, owners, part.axis.size, start, end, step)
     places = owners.local_slice(rank, start, end, step)
-    if not len(places) or places[-1] - places[0] + 1 == len(places):
+    if _in_a_row(places):
         first = int(places[0]) if len(places) else 0
         whole = torch.ops.aten.slice_backward(part.local, local_sizes, dim, first, first + len(places), 1)
         return part.with_local(whole, dim, owners)
