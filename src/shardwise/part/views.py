@@ -302,7 +302,7 @@ def _in_a_row(places: np.ndarray) -> bool:
 
 
 def _same_way(local: torch.Tensor, dim: int, owners: Owners, ranks: int, start: int, end: int, step: int) -> None:
-    """Raises `Uncut` on all ranks where, on some, a share that is cut again along `dim` would be read index by index."""
+    """Raises `Uncut` on all ranks where, on some, a share that is cut again along `dim` is read index by index."""
     if isinstance(local, Part) and local.dim_cut == dim and not all(
         _in_a_row(owners.local_slice(rank, start, end, step)) for rank in range(ranks)
     ):  # fmt: skip
