@@ -582,3 +582,28 @@ class WritesIntoProducts(nn.Module):
 
 def writes_into_products() -> Task:
     return task(WritesIntoProducts)
+
+
+class AssignsData(nn.Module):
+    """A weight, and what products gave, replaced by way of `.data`: by values cut alike, a sum's, and whole ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
+        self.head = nn.Linear(WIDTH, OUT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.first.weight.data = self.first.weight.data.clamp(-0.3, 0.3)
+        h = self.first(x)
+        h.data = h.data.clamp(-0.5, 0.5)
+        y = self.second(h)
+        y.data = y.data * 2
+        seen = torch.zeros_like(x)
+        seen.data = self.second(h).detach()
+        h = self.first(y * seen)
+        h.data = x.new_full(h.shape, 0.5)
+        return self.head(y + self.second(h * h))
+
+
+def assigns_data() -> Task:
+    return task(AssignsData)

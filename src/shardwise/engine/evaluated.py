@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwise.device import attention_as_ops
 from shardwise.errors import RefusedPlan
 from shardwise.parallel.batchnorm import FindBatchNorm
+from shardwise.part.levels import Distributed
 from shardwise.random import ConstantRandom, GlobalRandom, Samples
 from shardwise.step.loss import Loss
 from shardwise.trace.argument_writes import ArgumentWrites
@@ -156,6 +157,8 @@ class Seen(TorchDispatchMode):
 
     def _keep(self, tensor: torch.Tensor) -> None:
         tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        while isinstance(tensor, Distributed):  # a share of a weight is this rank's parameter
+            tensor = tensor.held
         storage = tensor.untyped_storage()
         for name, param in self.module.named_parameters():
             local = param._local_tensor if isinstance(param, DTensor) else param
@@ -249,12 +252,11 @@ class _Functions(TorchFunctionMode):
         self.seen = seen
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func == _SET_DATA:
+        if func == torch.Tensor.data.__set__:
             self.seen.keep_data(args[0])
         elif func is _ATTENTION:
             self.seen.attends |= bool(args[4] if len(args) > 4 else (kwargs or {}).get("dropout_p"))
         return func(*args, **(kwargs or {}))
 
 
-_SET_DATA = torch.Tensor.data.__set__
 _ATTENTION = torch.nn.functional.scaled_dot_product_attention

@@ -3,6 +3,7 @@
 from shardwise.part import (  # noqa: F401 - the rules
     aligned,
     along,
+    assigned,
     attention,
     bins,
     channels,

@@ -157,10 +157,14 @@ def _reader(leaf: str):
             return held  # sharded by zero=3 and not gathered now: for its dtype or device
         cut = cuts[leaf]
         with torch._C.DisableTorchFunctionSubclass():  # a script's parameter, which beside this counts otherwise
-            held = with_summed_gradient(held, tuple(each for each in summed if each not in _OWN.axes))
+            given = with_summed_gradient(held, tuple(each for each in summed if each not in _OWN.axes))
         if cut is None:
-            return whole_gradient(held, axis)
-        with torch._C.DisableTorchFunctionSubclass():  # a script's parameter, whose share nobody else may read
-            return to_part(held, cut.dim, cut.owners, axis, cut.name)
+            given = whole_gradient(given, axis)
+        else:
+            with torch._C.DisableTorchFunctionSubclass():  # a script's parameter, whose share nobody else may read
+                given = to_part(given, cut.dim, cut.owners, axis, cut.name)
+        if given is not held:
+            given.reads_weight = True  # for `self.weight.data = ...`: see `part.assigned`
+        return given
 
     return read

@@ -1,0 +1,79 @@
+"""`tensor.data = value` where either is distributed: the tensor stands for the value from then on.
+
+    part.data = whole * 0.5       the part becomes what the value is: a part dealt in another way, a sum, or whole
+    self.weight.data = value      the weight, of which the module reads a view, gets the values
+    buffer.data = field           a tensor that every rank has whole gets the value whole (over positions; told)
+
+No operation of torch tells of the assignment: it copies the value's memory into the tensor, and a part has none. The
+attribute of `torch.Tensor` is replaced, since that of the tensor's own class is not asked where the tensor is plain.
+What is assigned to plain tensors is given on as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardwise.part.cuts import Uncut
+from shardwise.part.gathering import gathered
+from shardwise.part.levels import Distributed
+from shardwise.part.sums import Sum
+from shardwise.part.tensor import GATHERS, Part, forget
+from shardwise.part.written import Written, now_of, stand_for
+
+_DATA = torch.Tensor.data
+
+
+class _Data(property):
+    __name__ = "data"  # as torch's own, by which function modes know what is assigned
+
+
+def _assign(tensor: torch.Tensor, value: Any) -> None:
+    if getattr(tensor, "reads_weight", False):
+        tensor.data.copy_(now_of(value))  # what the module reads is a view of its weight
+    elif isinstance(tensor, Written):
+        stand_for(tensor, now_of(value).detach())
+    elif isinstance(tensor, Distributed):
+        value = now_of(value).detach()
+        _become(tensor, value if isinstance(value, Distributed) else _whole(value, tensor))
+    else:
+        value = now_of(value)
+        _DATA.__set__(tensor, _of_every_rank(value) if isinstance(value, Distributed) else value)
+
+
+def _become(tensor: Distributed, value: Distributed) -> None:
+    """Let the object, which views and autograd hold, be another distributed tensor."""
+    with torch._C.DisableTorchFunctionSubclass():
+        _DATA.__set__(tensor, value)  # shape, strides and dtype
+    tensor.__class__ = type(value)
+    for name in ("source", "recipe", "deals", "known", "margin"):
+        tensor.__dict__.pop(name, None)
+    tensor.__dict__.update(value.__dict__)
+    forget()
+
+
+def _whole(value: torch.Tensor, beside: Distributed) -> Sum:
+    """A tensor that every rank has, as one distributed over an axis."""
+    made = Sum(value, beside.axis)
+    made.total = value
+    return made
+
+
+def _of_every_rank(value: torch.Tensor) -> torch.Tensor:
+    """What all ranks have whole, of what is dealt over positions or not told apart yet. Collective."""
+    value = value.detach()
+    while isinstance(value, Distributed):
+        value = value.settled()
+        if isinstance(value, Part):
+            if not value.axis.positions and not value.soft:
+                error = Uncut("a cut tensor is assigned to the `.data` of a whole one")
+                error.origins |= {value.origin} if value.origin else set()
+                raise error
+            for tell in GATHERS:
+                tell("what is assigned to the `.data` of a whole tensor", value)
+            value = gathered(value)
+    return value
+
+
+torch.Tensor.data = _Data(_DATA.__get__, _assign)
