@@ -493,6 +493,55 @@ def kept_to_itself() -> Task:
     return task(KeptToItself)
 
 
+class Messages(nn.Module):
+    """A graph network in one forward: places between its layers, of which each needs what the caller made of nodes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(WIDTH, WIDTH)
+        self.edges = nn.ModuleList([nn.Linear(2 * WIDTH + 1, WIDTH) for _ in range(2)])
+        self.nodes = nn.ModuleList([nn.Linear(2 * WIDTH, WIDTH) for _ in range(2)])
+        self.head = nn.Linear(WIDTH, OUT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        nodes = self.enter(x)[:, None] * torch.linspace(0.5, 1.5, 3, dtype=x.dtype)[:, None]
+        for edge, node in zip(self.edges, self.nodes, strict=True):
+            to, of = nodes[:, :, None].expand(-1, 3, 3, -1), nodes[:, None].expand(-1, 3, 3, -1)
+            apart = (to - of).square().sum(-1, keepdim=True)
+            sent = torch.sigmoid(edge(torch.cat([to, of, apart], -1))) * of
+            seen = sent.sum(2)
+            seen += to.mean(2)
+            nodes = nodes + node(torch.cat([nodes, seen], -1))
+        return self.head(nodes.mean(1))
+
+
+def messages() -> Task:
+    return task(Messages)
+
+
+class KeptByAModule(nn.Module):
+    """A module keeps a value to itself, which the outermost forward reads later."""
+
+    class Block(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.kept = torch.tanh(super().forward(x))
+            return self.kept * 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([self.Block(WIDTH, WIDTH) for _ in range(3)])
+        self.head = nn.Linear(WIDTH, OUT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x + self.blocks[0].kept)
+
+
+def kept_by_a_module() -> Task:
+    return task(KeptByAModule)
+
+
 class ReadsItsWeights(nn.Module):
     """Its constructor looks at random values, so it is built whole and rank 0's weights are handed out."""
 

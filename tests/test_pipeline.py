@@ -120,7 +120,8 @@ MODULES = [
     ("reused_block", "pp=2"), ("conditioned", "pp=4"),
     ("draws_at_root", "pp=2"), ("viewed", "pp=2,schedule=zbh1,stages=blocks.0"),
     ("viewed_with_base", "pp=2,stages=blocks.0"), ("skips", "pp=4,schedule=zbh1"), ("skips_given_twice", "pp=3"),
-    ("unet_group", "pp=2,schedule=zbh1"),
+    ("unet_group", "pp=2,schedule=zbh1"), ("kept_to_itself", "pp=2,stages=blocks.1"), ("messages", "pp=3"),
+    ("messages", "pp=2,dp_shard=2,zero=3,stages=nodes.0"), ("messages", "pp=2,tp=2,stages=edges.1"),
     ("hf_t5", "pp=2,schedule=zbv"),
 ]  # fmt: skip
 ARCHITECTURES = [name for name in vars(pipeline_tasks) if name.startswith("hf_")]
@@ -145,8 +146,8 @@ REFUSED = [
     ("no_parameters_late", "pp=2", "leave one without a trainable parameter"),
     ("decides", "pp=2", "decides by a value that depends on parameters"),
     ("writes_parameter", "pp=2", "the forward writes into parameter 'head.weight'"),
-    ("kept_to_itself", "pp=3,schedule=gpipe", "at 'blocks.3', a tensor made in the outermost forward is used again"),
-    ("kept_to_itself", "pp=2,stages=blocks.1", "begin at 'blocks.1': a tensor made in the outermost forward"),
+    ("kept_by_a_module", "pp=3,schedule=gpipe", "at 'blocks.2', a tensor made in 'blocks.0' is used again"),
+    ("kept_by_a_module", "pp=2,stages=blocks.1", "begin at 'blocks.1': a tensor made in 'blocks.0'"),
     ("through_numpy", "pp=2", "the loss on a few samples is NaN"),
     ("residual", "pp=2,stages=blocks.9", "stages names 'blocks.9', which is no module; did you mean 'blocks.3'?"),
     ("reads_at_places", "pp=2,stages=last", "the forward fails before 'last', where a pipeline stage begins"),

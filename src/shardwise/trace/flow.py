@@ -31,6 +31,7 @@ from shardwise.trace.deferred import Built
 from shardwise.trace.fake import Fake, unlogged
 from shardwise.trace.functional import innermost, transforming
 from shardwise.trace.leaves import tensors_in, written_tensors
+from shardwise.trace.own_calls import OwnCalls
 from shardwise.trace.stand_in import standing_in
 from shardwise.trace.state import ModuleState
 
@@ -85,6 +86,16 @@ class FlowOp:
     reads_value: bool
 
 
+@dataclass(frozen=True)
+class OwnCall:
+    """Where a forward's own code made a tensor: the n-th function of torch that it called, and a leaf of the result."""
+
+    whose: ModuleCall
+    place: int
+    leaf: int
+    name: str
+
+
 @dataclass
 class Flow:
     """One forward, written down. Tensors are numbered."""
@@ -101,6 +112,7 @@ class Flow:
     returned: list[int]  # the tensors of the output
     end: int
     without_gradient: frozenset[tuple[str, int]]  # calls (path, place) that run where gradients are switched off
+    own: dict[int, OwnCall]  # number -> where a forward's own code made it
 
     def calls(self) -> Iterator[ModuleCall]:
         """Every call below the root, in the order they were entered."""
@@ -266,7 +278,7 @@ def _is_view(func) -> bool:
 
 
 @contextmanager
-def _calls(module: nn.Module, recorder: _Recorder, root: ModuleCall) -> Iterator[None]:
+def _calls(module: nn.Module, recorder: _Recorder, root: ModuleCall, own: OwnCalls) -> Iterator[None]:
     """Write down every call of a submodule, but for those inside a `torch.func` transform: their caller is one op."""
     stack = [root]
     counts: dict[int, int] = {}
@@ -284,10 +296,12 @@ def _calls(module: nn.Module, recorder: _Recorder, root: ModuleCall) -> Iterator
         call = ModuleCall(path, place, recorder.time, numbers, shapes)
         stack[-1].inside.append(call)
         stack.append(call)
+        own.enter(call)
 
     def leave(child: nn.Module, args: tuple, output: Any) -> None:
         if transforming():
             return
+        own.leave()
         recorder.time += 1
         call = stack.pop()
         call.exit = recorder.time
@@ -323,7 +337,16 @@ def _flow(module: nn.Module, run: Callable[[], Any], known: dict[str, int]) -> F
         {id(buffer): known[name] for name, buffer in module.named_buffers()},
     )
     root = ModuleCall("", 0, 0, [], [])
-    with torch.no_grad(), recorder, _calls(module, recorder, root):
+    made: dict[int, OwnCall] = {}
+
+    def note(whose: ModuleCall, place: int, name: str, output: Any) -> None:
+        for leaf, tensor in enumerate(tree_flatten(output)[0]):
+            number = recorder.number_of.get(id(tensor)) if isinstance(tensor, torch.Tensor) else None
+            if number is not None:
+                made.setdefault(number, OwnCall(whose, place, leaf, name))
+
+    own = OwnCalls(note, root)
+    with torch.no_grad(), recorder, own, _calls(module, recorder, root, own):
         output = run()
     recorder.time += 1
     root.exit = end = recorder.time
@@ -334,7 +357,7 @@ def _flow(module: nn.Module, run: Callable[[], Any], known: dict[str, int]) -> F
         run()  # the ops are written down without gradients, which hides where the forward itself does without
     return Flow(
         root, recorder.ops, recorder.made, recorder.depends, recorder.drawn, recorder.last_use,
-        recorder.overwritten, recorder.parameters, recorder.buffers, returned, end, frozenset(off),
+        recorder.overwritten, recorder.parameters, recorder.buffers, returned, end, frozenset(off), made,
     )  # fmt: skip
 
 

@@ -10,7 +10,8 @@ parameters (masks, positions, rotary tables) every stage computes for itself, by
 
 An encoder's output that every decoder block is given is an argument, and travels along; a skip connection of a U-Net
 is the result of a call before, and travels along. Places that need only arguments are preferred, unless the others
-make the slowest stage faster by a fifth. A value that the caller computes and keeps to itself cannot be sent.
+make the slowest stage faster by a fifth. A value that a caller computes and keeps to itself is found by the function
+of torch that made it; places that need none are taken where there are enough of them.
 
 Of the places, those are taken that make the slowest stage fastest (floating-point operations and elements moved, from
 a forward on fake tensors; embedding and head count) and, within 5% of that, the largest stage smallest.
@@ -61,13 +62,19 @@ class CutPoint:
 
 @dataclass(frozen=True)
 class Holder:
-    """Where a tensor can be taken hold of while a stage runs: a leaf of what a call is given or gives."""
+    """Where a tensor can be taken hold of while a stage runs: a leaf of what a call is given or gives.
+
+    own      of what the call's own code made: the how-manieth function of torch that it called, and the function's name
+    callees  modules that the call's code calls, whose functions are not counted
+    """
 
     path: str
     place: int
     given: bool  # else it is in the result
     leaf: int
     written: bool = False  # somebody writes into it later
+    own: tuple[int, str] | None = None
+    callees: tuple[str, ...] = ()
 
 
 @dataclass
@@ -87,11 +94,14 @@ class Stage:
     sent: list[Holder] = field(default_factory=list)
 
 
-def find_places(flow: Flow) -> tuple[list[CutPoint], list[tuple[ModuleCall, int]]]:
-    """The places to cut, in order, and for every other call a tensor that crosses without being an argument."""
+def find_places(flow: Flow, *, own: bool = False) -> tuple[list[CutPoint], list[tuple[ModuleCall, int]]]:
+    """The places to cut, in order, and for every other call a tensor that crosses and that nobody can take hold of.
+
+    own  what a caller's code keeps to itself can be taken hold of too
+    """
     places, others = [], []
     for call, crossing in flow.crossings():
-        missing = [number for number in crossing if _holder(flow, call, number, []) is None]
+        missing = [number for number in crossing if _holder(flow, call, number, [], own=own) is None]
         if (call.path, call.place) in flow.without_gradient:
             continue  # a stage that began here would switch gradients on in the middle of what does without
         if missing:
@@ -101,7 +111,9 @@ def find_places(flow: Flow) -> tuple[list[CutPoint], list[tuple[ModuleCall, int]
     return _usable(flow, places), others
 
 
-def _holder(flow: Flow, boundary: ModuleCall, number: int, skips: Sequence[Skip]) -> Holder | None:
+def _holder(
+    flow: Flow, boundary: ModuleCall, number: int, skips: Sequence[Skip], *, own: bool = True
+) -> Holder | None:  # fmt: skip
     """Who holds a tensor when `boundary` is entered, on a stage that leaves out `skips`."""
     if number in boundary.arguments:
         return Holder(boundary.path, boundary.place, True, boundary.arguments.index(number))
@@ -114,7 +126,16 @@ def _holder(flow: Flow, boundary: ModuleCall, number: int, skips: Sequence[Skip]
         if not given:
             return Holder(call.path, call.place, False, leaf)
         held = held or Holder(call.path, call.place, True, leaf)
-    return held
+    return held if held is not None or not own else _kept_by_a_caller(flow, boundary, number)
+
+
+def _kept_by_a_caller(flow: Flow, boundary: ModuleCall, number: int) -> Holder | None:
+    """A tensor that the code around `boundary` made, which every stage that comes to it runs."""
+    made = flow.own.get(number)
+    if made is None or not made.whose.enter <= boundary.enter < made.whose.exit:
+        return None
+    callees = tuple(sorted({call.path for call in made.whose.inside}))
+    return Holder(made.whose.path, made.whose.place, False, made.leaf, False, (made.place, made.name), callees)
 
 
 def _usable(flow: Flow, places: list[CutPoint]) -> list[CutPoint]:
@@ -171,18 +192,20 @@ def choose(flow: Flow, module: nn.Module, count: int, named: Sequence[str], unit
     units   modules that must not be cut inside (sharded, recomputed or compiled as one)
     Raises `RefusedPlan` where there are too few places, `InputError` for a name that is none.
     """
-    places, others = find_places(flow)
-    places = [place for place in places if not any(place.call.path.startswith(f"{unit}.") for unit in units)]
-    if named:
-        return _named(flow, module, places, others, named)
+    tiers: list[list[CutPoint]] = []
+    for own in (False, True):
+        places, others = find_places(flow, own=own)
+        places = [place for place in places if not any(place.call.path.startswith(f"{unit}.") for unit in units)]
+        if named and (own or {place.call.path for place in places} >= set(named)):
+            return _named(flow, module, places, others, named)
+        tiers += [places] if own else [[place for place in places if place.clean], places]
     if len(places) < count - 1:
         raise RefusedPlan(_too_few(flow, places, others, count))
-    most, best = _balanced(flow, module, places, count)
-    clean = [place for place in places if place.clean]
-    if len(clean) >= count - 1 and len(clean) < len(places):
-        most_clean, best_clean = _balanced(flow, module, clean, count)
-        if most_clean * WORTH <= most or not best:
-            most, best = most_clean, best_clean
+    most, best = float("inf"), list[CutPoint]()
+    for tier in tiers:  # each takes in those before it
+        reached = _balanced(flow, module, tier, count) if len(tier) >= count - 1 else (most, best)
+        if reached[1] and (not best or reached[0] < most * WORTH):
+            most, best = reached
     if not best and count > 1:
         raise RefusedPlan(
             f"{count} stages leave one without a trainable parameter, wherever the forward is cut: use fewer stages"
@@ -197,8 +220,8 @@ def _too_few(flow: Flow, places: list[CutPoint], others: list[tuple[ModuleCall, 
     if blocked:
         call, number = blocked[-1]
         why = (
-            ". Elsewhere more is alive than any module is given or gives (the caller keeps a value to itself, or "
-            f"returns it besides): at '{call.path}', {_made_in(flow, number)} is used again later"
+            f". Elsewhere a module keeps to itself what is read later: at '{call.path}', {_made_in(flow, number)} is "
+            "used again, and no module is given it or gives it"
         )
     if any(owner is flow.root for _, owner in _decisions(flow)):
         why = (

@@ -28,6 +28,7 @@ What this does not do: help a forward whose caller looks at values of what a sta
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -41,6 +42,7 @@ from shardwise.parallel.pipeline.cuts import Holder, Skip, Stage, made_up_shapes
 from shardwise.part.crossing import Along, filled, overwrite, settled
 from shardwise.part.tensor import Part
 from shardwise.trace.functional import transforming
+from shardwise.trace.own_calls import OwnCalls
 
 
 class StageExit(Exception):
@@ -53,6 +55,13 @@ class StageExit(Exception):
 
 Action = Callable[[tuple, dict], Any]
 Results = Mapping[tuple[str, int], Sequence[Along]]  # of a call (path, place): how each leaf of its result is cut
+
+
+_Key = tuple[str, int, bool, int | None]  # of a call: path, place, what it is given or gives, the function it called
+
+
+def _key(holder: Holder) -> _Key:
+    return holder.path, holder.place, holder.given, holder.own[0] if holder.own is not None else None
 
 
 class StagedModule:
@@ -77,8 +86,10 @@ class StagedModule:
         self._grad = True
         self._counts: dict[int, int] = {}
         self._inbox: list[tuple[torch.Tensor, bool]] = []
-        self._noted: dict[tuple[str, int, bool], list[Any]] = {}  # leaves of what calls were given and gave
-        self._notes: dict[int, dict[tuple[int, int], set[tuple[str, int, bool]]]] = {}
+        self._noted: dict[_Key, list[Any]] = {}  # leaves of what calls were given and gave
+        self._notes: dict[int, dict[tuple[int, int], set[_Key]]] = {}
+        self._own: dict[int, dict[tuple[int, int], dict[int, Holder]]] = {}  # (module, its call) -> functions it calls
+        self._calls: OwnCalls | None = None  # where something that a forward's own code makes is to be noted
         self.taken: list[torch.Tensor] = []  # by the last run: the leaves whose gradients go back, in order
         self.on_enter: Callable[[], None] | None = None  # called where the stage's own part begins
         touched: dict[int, nn.Module] = {}
@@ -104,12 +115,18 @@ class StagedModule:
             add(stage.entry.call.path, stage.entry.call.place, self._enter)
         if stage.exit is not None:
             add(stage.exit.call.path, stage.exit.call.place, self._exit)
-        notes: dict[tuple[int, int], set[tuple[str, int, bool]]] = {}
+        notes: dict[tuple[int, int], set[_Key]] = {}
+        own: dict[tuple[int, int], dict[int, Holder]] = {}
         for holder in (*stage.received, *stage.sent):
             child = self.module.get_submodule(holder.path)
-            touched[id(child)] = child
-            notes.setdefault((id(child), holder.place), set()).add((holder.path, holder.place, holder.given))
-        self._notes[stage.index] = notes
+            if holder.own is not None:
+                own.setdefault((id(child), holder.place), {})[holder.own[0]] = holder
+            else:
+                notes.setdefault((id(child), holder.place), set()).add(_key(holder))
+            for each in (child, *map(self.module.get_submodule, holder.callees)):
+                if each is not self.module:
+                    touched[id(each)] = each
+        self._notes[stage.index], self._own[stage.index] = notes, own
         return actions
 
     def _wrap(self, child: nn.Module) -> None:
@@ -125,8 +142,10 @@ class StagedModule:
             for note in notes:
                 if note[2]:
                     self._noted[note] = tree_flatten((args, kwargs))[0]
-            made = action(args, kwargs) if action is not None else None
-            output = inner(*args, **kwargs) if made is None else made[0]
+            with self._inside(None):
+                made = action(args, kwargs) if action is not None else None
+            with self._inside((id(child), place)):
+                output = inner(*args, **kwargs) if made is None else made[0]
             for note in notes:
                 if not note[2]:
                     self._noted[note] = tree_flatten(output)[0]
@@ -144,9 +163,11 @@ class StagedModule:
             self._grad = torch.is_grad_enabled()
             self._counts.clear()
             self._entered, self._running = stage.entry is None, True
+            self._calls = OwnCalls(self._note_own, (id(self.module), 0)) if self._own[stage.index] else None
             try:
                 torch.set_grad_enabled(self._grad and self._entered)
-                output = inner(*args, **kwargs)
+                with self._calls or nullcontext():
+                    output = inner(*args, **kwargs)
                 left = False
             except StageExit as over:
                 output, left = tuple(over.leaves), True
@@ -156,11 +177,30 @@ class StagedModule:
                 raise self._on_nothing(stage, error) from error
             finally:
                 torch.set_grad_enabled(self._grad)
-                self._running = False
+                self._running, self._calls = False, None
             self._check(stage, left)
             return output
 
         self.module.forward = forward
+
+    def _inside(self, call: tuple[int, int] | None) -> AbstractContextManager[None]:
+        """Context: functions of torch are called by this call's code; None: by nobody's."""
+        return self._calls.inside(call) if self._calls is not None else nullcontext()
+
+    def _note_own(self, call: tuple[int, int], number: int, name: str, output: Any) -> None:
+        """Keep what a forward's own code made, where it crosses."""
+        assert self._stage is not None
+        holder = self._own[self._stage.index].get(call, {}).get(number)
+        if holder is None:
+            return
+        assert holder.own is not None
+        if holder.own[1] != name:
+            raise RefusedPlan(
+                f"call {number} of torch's functions in {holder.path or 'the outermost forward'} is '{name}', and was "
+                f"'{holder.own[1]}' when the forward was looked at: one that takes different ways cannot be cut into "
+                "stages"
+            )
+        self._noted[_key(holder)] = tree_flatten(output)[0]
 
     def _on_nothing(self, stage: Stage, error: Exception) -> RefusedPlan:
         """What is said where the forward's own code fails on results that were left out."""
@@ -203,7 +243,7 @@ class StagedModule:
         raise StageExit([settled(self._held(holder)) for holder in self._stage.sent])
 
     def _held(self, holder: Holder) -> torch.Tensor:
-        return self._noted[holder.path, holder.place, holder.given][holder.leaf]
+        return self._noted[_key(holder)][holder.leaf]
 
     def _enter(self, args: tuple, kwargs: dict) -> None:
         """What was received takes the place of what the caller holds."""

@@ -1,0 +1,78 @@
+"""Functions of torch that a module's own code calls, counted apart from those of the modules that it calls.
+
+    def forward(self, x):
+        h = self.first(x)            what `first` calls is its own
+        kept = torch.relu(h) * 2     calls 0 (relu) and 1 (mul) of this forward
+        return self.second(h) + kept
+
+So a tensor that a forward keeps to itself can be named, and found again in another run of the same code: whatever
+else hooks, shards and readers of weights do on the way is not counted, since other files call it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional
+from torch.overrides import TorchFunctionMode
+
+from shardwise.trace.functional import transforming
+from shardwise.trace.leaves import tensors_in
+
+_TORCH = Path(torch.__file__).parent
+_ANSWERS = frozenset(str(_TORCH / name) for name in (
+    "nn/functional.py", "functional.py", "_tensor.py", "overrides.py", "_jit_internal.py", "autograd/function.py",
+    "_ops.py",
+))  # fmt: skip
+_OTHERS = (str(Path(__file__).parent.parent), *(str(_TORCH / name) for name in ("distributed", "utils", "_dynamo")))
+
+Note = Callable[[Any, int, str, Any], None]  # (whose forward, the how-manieth call of it, function, output)
+
+
+class OwnCalls(TorchFunctionMode):
+    """Tells `note` of every call whose result has a tensor, while it is entered. `first`: whose forward runs."""
+
+    def __init__(self, note: Note, first: Any):
+        super().__init__()
+        self.note = note
+        self._forwards: list[list[Any]] = [[first, 0]]  # whose, and calls until now
+
+    @contextmanager
+    def inside(self, whose: Any) -> Iterator[None]:
+        """Context: another module's forward runs. None: nobody's."""
+        self.enter(whose)
+        try:
+            yield
+        finally:
+            self.leave()
+
+    def enter(self, whose: Any) -> None:
+        """Another module's forward begins."""
+        self._forwards.append([whose, 0])
+
+    def leave(self) -> None:
+        """The forward that began last ends."""
+        self._forwards.pop()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        current = self._forwards[-1]
+        if current[0] is not None and not transforming() and _by_a_module(sys._getframe(1)) and tensors_in(output):
+            self.note(current[0], current[1], getattr(func, "__name__", str(func)), output)
+            current[1] += 1
+        return output
+
+
+def _by_a_module(frame: Any) -> bool:
+    """Whether the code that called a function of torch is neither ours nor torch's own machinery."""
+    while frame is not None and frame.f_code.co_filename in _ANSWERS:
+        frame = frame.f_back
+    return frame is not None and not frame.f_code.co_filename.startswith(_OTHERS)
+
+
+__all__ = ["OwnCalls"]
