@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from shardwise.comm import Axis
-from shardwise.errors import InputError
+from shardwise.errors import InputError, RefusedPlan
 from shardwise.part import Owners, Part, plain, whole
 from shardwise.part.crossing import Cuts, Entering, put_together, share_under
 
@@ -71,7 +71,7 @@ class CutBlocks:
         leaves, spec = tree_flatten((args, kwargs))
         place = next((i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)), None)
         if place is None or leaves[place].dim() != 3 or not leaves[place].is_floating_point():
-            raise InputError(f"'{self.first}' is not given (B, S, E) first, so its positions cannot be cut")
+            raise RefusedPlan(f"'{self.first}' is not given (B, S, E) first, so its positions cannot be cut")
         if not (isinstance(leaves[place], Part) and leaves[place].axis.positions):  # a block that runs again has shares
             leaves[place] = Entering.apply(whole(leaves[place]), self._cuts(leaves[place].shape[DIM]), self.axes)
         return tree_unflatten(leaves, spec)
