@@ -9,6 +9,8 @@ NPROC ?= 2
 # processes that run tests side by side, each with ranks of its own
 JOBS ?= 2
 PLAN ?= dp_shard=$(NPROC),zero=3
+# tests start some hundred processes: each would compile every module again that it imports
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: train test test-long test-mutations lint types tests docs coverage-table scripts-table clean
 

@@ -1,4 +1,10 @@
-"""Data: from positions to samples to this rank's parts, sources of the usual kinds, and two small data sets."""
+"""Data: from positions to samples to this rank's parts, sources of the usual kinds, and two small data sets.
+
+What reads and writes tiles is imported when it is asked for: it needs the engine, a second of import for workers that
+read and for the command that only starts ranks.
+"""
+
+from typing import TYPE_CHECKING, Any
 
 from shardwise.data.arrays import ArraySource
 from shardwise.data.blend import Blend
@@ -9,11 +15,13 @@ from shardwise.data.fields import FieldSource
 from shardwise.data.jsonl import JsonlSource
 from shardwise.data.loader import Loader
 from shardwise.data.order import Order
-from shardwise.data.tiles import TileSource, own_tile, predict_to
 from shardwise.data.tokenized import tokenized
 from shardwise.data.tokens import TokenSource
 from shardwise.dataset import as_source
 from shardwise.step.batching import parts_of, samples_in
+
+if TYPE_CHECKING:
+    from shardwise.data.tiles import TileSource, own_tile, predict_to
 
 __all__ = [
     "ArraySource",
@@ -39,3 +47,11 @@ __all__ = [
     "tokenized",
     "write_corpus",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in ("TileSource", "own_tile", "predict_to"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from shardwise.data import tiles
+
+    return getattr(tiles, name)

@@ -43,6 +43,7 @@ def launch(
     on_stop: Callable[[str], None] | None = None,
     deadlines: Deadlines | None = None,
     name: str | None = None,
+    imports: str = "",
 ) -> list[Any]:
     """Call `function(*args)` on `world_size` new processes of this machine and return the results in rank order.
 
@@ -55,6 +56,7 @@ def launch(
               Ctrl-C before any rank began a step ends them at once
     deadlines seconds in which a rank must do something, by phase; ranks that can never go on are named without them
     name      what a failure calls the function
+    imports   the module of shardwise that the function imports first, where that is another than its own
     """
     if world_size < 1:
         raise InputError(f"world_size is {world_size}; a run needs at least one rank")
@@ -67,7 +69,7 @@ def launch(
     try:
         with _sigterm_as_exception(), _asking_first(on_stop) as asked:
             try:
-                _start_all(ranks, world_size, logs, on_event)
+                _start_all(ranks, world_size, logs, on_event, imports or getattr(function, "__module__", ""))
                 outcome = _supervise(ranks, call, timeout_s, on_event, asked, deadlines)
             finally:
                 _end_all(ranks, stop_wait_s if on_stop is None else 0.0)  # those leave SIGTERM to this process
@@ -98,10 +100,11 @@ def _start_all(
     world_size: int,
     logs: dict[int, int],
     on_event: Callable[[RankEvent], None] | None,
+    imports: str,
 ) -> None:
     """Fill `ranks`, in place: whatever goes wrong on the way, the caller can end those already started."""
     for rank in range(world_size):
-        ranks[rank] = RankProcess(f"shardwise-rank-{rank}", logs.get(rank, 1), logs.get(rank, 2))
+        ranks[rank] = RankProcess(f"shardwise-rank-{rank}", logs.get(rank, 1), logs.get(rank, 2), imports=imports)
     until = time.monotonic() + START_LIMIT_S
     for rank, process in ranks.items():
         if not process.wait_ready(until):

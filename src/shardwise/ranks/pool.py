@@ -56,7 +56,7 @@ class RankPool:
         allow_files(world_size)
         call = pack_call(function, args)
         name = getattr(function, "__qualname__", repr(function))
-        self._grow(world_size)
+        self._grow(world_size, getattr(function, "__module__", ""))
         ranks, self._idle = dict(enumerate(self._idle[:world_size])), self._idle[world_size:]
         try:
             outcome = self._supervise(ranks, call, timeout_s)
@@ -97,12 +97,12 @@ class RankPool:
                 process.kill()
         self._idle = kept + self._idle
 
-    def _grow(self, world_size: int) -> None:
+    def _grow(self, world_size: int, imports: str) -> None:
         """Replace what has died since the last run and start what is missing."""
         for process in [process for process in self._idle if not process.is_usable()]:
             process.kill()
             self._idle.remove(process)
-        fresh = [self._start() for _ in range(world_size - len(self._idle))]
+        fresh = [self._start(imports) for _ in range(world_size - len(self._idle))]
         until = time.monotonic() + START_LIMIT_S
         for rank, process in enumerate(fresh, start=len(self._idle)):
             if not process.wait_ready(until):
@@ -112,14 +112,14 @@ class RankPool:
                 raise error
         self._idle += fresh
 
-    def _start(self) -> RankProcess:
+    def _start(self, imports: str) -> RankProcess:
         self._started += 1
         name = f"shardwise-rank-{self._started}"
         if not self.quiet:
-            return RankProcess(name)
+            return RankProcess(name, imports=imports)
         nowhere = os.open(os.devnull, os.O_WRONLY)
         try:
-            return RankProcess(name, nowhere, nowhere)
+            return RankProcess(name, nowhere, nowhere, imports=imports)
         finally:
             os.close(nowhere)
 

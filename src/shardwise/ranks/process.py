@@ -37,12 +37,15 @@ _WORKER_FILE = str(Path(serve.__code__.co_filename))
 
 
 class RankProcess:
-    """One process that runs jobs. `output` and `errors` are file descriptors for its stdout and stderr."""
+    """One process that runs jobs. `output` and `errors` are file descriptors for its stdout and stderr.
 
-    def __init__(self, name: str, output: int = 1, errors: int = 2):
+    `imports` names what it will run: if it is one of shardwise's modules, the first ranks share its import.
+    """
+
+    def __init__(self, name: str, output: int = 1, errors: int = 2, *, imports: str = ""):
         refuse_where_impossible()
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
+        context.set_forkserver_preload([*PRELOAD, imports] if imports.startswith("shardwise.") else PRELOAD)
         self.channel, theirs = context.Pipe()
         self._stacks = tempfile.TemporaryFile(prefix="shardwise-stacks-")  # noqa: SIM115
         handed = [HandedFd(fd) for fd in (self._stacks.fileno(), output, errors)]

@@ -243,7 +243,13 @@ def _launched(job: Job) -> dict[str, Any]:
     if sys.stderr.isatty():
         line(f"train: starting {world} ranks")
     results: Sequence[Any] = launch(
-        train_rank, world, (job,), log_dir=job.folder / LOGS, on_stop=asked, deadlines=deadlines
+        train_rank,
+        world,
+        (job,),
+        log_dir=job.folder / LOGS,
+        on_stop=asked,
+        deadlines=deadlines,
+        imports="shardwise.training.loop",
     )
     return results[0]
 
