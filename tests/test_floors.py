@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,12 @@ def imported(tree: ast.AST, module: str) -> Iterator[tuple[str, int]]:
                 yield name.removeprefix("shardwise").removeprefix("."), node.lineno
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    """A module's syntax, parsed once for all tests here."""
+    return ast.parse(path.read_text())
+
+
 def all_imports() -> Iterator[tuple[str, str, str]]:
     """(importing room, imported room, where) for each import between rooms of the package."""
     known = {path.stem if path.is_file() else path.name for path in SOURCE.iterdir()}
@@ -108,7 +115,7 @@ def all_imports() -> Iterator[tuple[str, str, str]]:
         module = ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__")
         if module in DOORSTEP:
             continue
-        for target, line in imported(ast.parse(path.read_text()), module):
+        for target, line in imported(tree_of(path), module):
             if target.split(".")[0] not in known:  # a public name such as shardwise.__version__
                 target = ""
             source, goal = room_of(module), room_of(target)
@@ -167,7 +174,7 @@ def test_allowances_within_a_floor_are_all_in_use_or_in_order() -> None:
 def test_floor_zero_knows_no_process_group(room: str) -> None:
     paths = [SOURCE / f"{room}.py"] if (SOURCE / f"{room}.py").exists() else sorted((SOURCE / room).rglob("*.py"))
     for path in paths:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             assert not any(name.startswith("torch.distributed") for name in names), path.name
@@ -180,7 +187,7 @@ NAMING = {"device.py", "cli/doctor.py"}
 
 def kinds_named(path: Path) -> Iterator[str]:
     """Where a module asks for a kind of accelerator: `torch.cuda`, "cuda", or a device's type compared with a text."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         where = f"{path.relative_to(SOURCE)}:{getattr(node, 'lineno', 0)}"
         if isinstance(node, ast.Attribute) and node.attr in ACCELERATORS:
             yield where
@@ -207,7 +214,7 @@ def test_only_the_device_room_knows_kinds_of_accelerators() -> None:
 def test_no_two_public_classes_share_a_name() -> None:
     where: dict[str, list[str]] = {}
     for path in sorted(SOURCE.rglob("*.py")):
-        for node in ast.parse(path.read_text()).body:
+        for node in tree_of(path).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 where.setdefault(node.name, []).append(str(path.relative_to(SOURCE)))
     assert {name: files for name, files in where.items() if len(files) > 1} == {}

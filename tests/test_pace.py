@@ -139,7 +139,7 @@ def _left_behind(plans: list[str]) -> tuple[int, int]:
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="threads are counted in /proc, which Linux has")
 def test_an_engine_that_is_closed_leaves_no_groups_behind(pool) -> None:
-    found = pool.run(_left_behind, 2, [each[0] for each in plans(2).values()])
+    found = pool.run(_left_behind, 2, list({each[0]: None for each in plans(2, quick=True).values()}))
     assert found == [(0, 0)] * 2
 
 

@@ -130,12 +130,13 @@ def try_out(make: OptimizerFn, shapes: Sequence[torch.Size]) -> Nature:
     narrow = _NarrowDtypes()
     try:
         with narrow:
-            _whole(make, values, gradients)
+            whole = _whole(make, values, gradients)
     except RuntimeError as error:
         raise RefusedPlan(f"the optimizer fails on dense gradients, which every plan makes: {error}") from error
     dtype = min(narrow.seen, key=lambda d: torch.finfo(d).bits, default=None)
     with KeepDouble():
-        whole = _whole(make, values, gradients)
+        if dtype is not None:  # else there was nothing to keep in float64
+            whole = _whole(make, values, gradients)
         bar = _TRIAL_TOLERANCE * max(
             float((a - b).abs().max()) for a, b in zip(whole, values, strict=True) if a.numel()
         )
