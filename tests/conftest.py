@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+import tomllib
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -32,8 +34,10 @@ def pool() -> Iterator[RankPool]:
         yield ranks
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU, in sight, where there is none."""
+@pytest.hookimpl(tryfirst=True)  # before cases are chosen by marks and names
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what `long_cases.toml` leaves to the long tests; skip what needs a GPU, in sight, where there is none."""
+    leave_long_cases(config, items)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
@@ -42,6 +46,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and this machine has none"))
+
+
+def leave_long_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Raises `UsageError` for a name in the file that no case of a file which was collected whole has."""
+    groups = tomllib.loads(Path(__file__).with_name("long_cases.toml").read_text(encoding="utf-8"))["left"]
+    wanted = {case for group in groups for case in group["cases"]}
+    found = {item.nodeid.split("tests/", 1)[-1]: item for item in items}
+    for name in wanted & found.keys():
+        found[name].add_marker(pytest.mark.long)
+    files = {name.split("::")[0] for name in found} if not any("::" in arg for arg in config.args) else set()
+    if lost := [name for name in sorted(wanted - found.keys()) if name.split("::")[0] in files]:
+        raise pytest.UsageError(f"tests/long_cases.toml names {lost[0]} (and {len(lost) - 1} more), which is no case")
 
 
 def pytest_runtest_setup() -> None:
