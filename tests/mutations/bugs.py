@@ -75,6 +75,9 @@ PARALLEL = [
     bug("a gathered whole puts pieces in the wrong order", "parallel.slots:joined",
         "goal.copy_(table[rank, :size].view(goal.shape))",
         "goal.copy_(table[rank, :size].flip(0).view(goal.shape))", HERE + "momentum", "dp_shard=2,zero=2"),
+    bug("tensors that travel together are handed to each other", "comm.together:_finished",
+        "zip(some, _tables(rows, axis), strict=True)", "zip(some, _tables(rows, axis)[::-1], strict=True)",
+        HERE + "momentum", "dp_shard=2,zero=2"),
 ]  # fmt: skip
 
 BATCH_NORM = [
@@ -212,7 +215,7 @@ TENSOR = [
         "tp=2"),
     bug("what is written into a view of a sum is lost", "part.sums:_note_view",
         "view.base = ViewOf(first, again=again)", "pass", "module_tasks:writes_into_products", "tp=2"),
-    bug("sections of a fused weight lie rank by rank", "part.gathering:gathered",
+    bug("sections of a fused weight lie rank by rank", "part.gathering:whole_of",
         "if owners.order is not None:", "if False:", M + "gpt2", "tp=2"),
     bug("a sum over tp is left out", "part.gathering:all_sum",
         'all_reduce(total, axis, "activations", op=op)', "pass", M + "decoder", "tp=2"),

@@ -20,10 +20,12 @@ from shardwise.comm.collectives import (
 from shardwise.comm.ledger import Ledger
 from shardwise.comm.observe import Observer, tagged
 from shardwise.comm.text import everybody, gather_json, of_first
+from shardwise.comm.together import Gathering, gathered_alone, gathered_together, ready
 from shardwise.comm.trail import Trail
 
 __all__ = [
     "Axis",
+    "Gathering",
     "Ledger",
     "Observer",
     "Pending",
@@ -38,8 +40,11 @@ __all__ = [
     "gather_json",
     "gather_rows",
     "gather_samples",
+    "gathered_alone",
+    "gathered_together",
     "is_written_down",
     "of_first",
+    "ready",
     "receive",
     "reduce_scatter",
     "send",

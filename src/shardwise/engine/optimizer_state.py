@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from shardwise.comm import broadcast, gather_json
-from shardwise.engine.whole import put_together, to_all_stages
+from shardwise.comm import Gathering, broadcast, gather_json, gathered_together, ready
+from shardwise.engine.whole import to_all_stages, together
 from shardwise.errors import RefusedPlan, ShardwiseError
 from shardwise.step.state import RankState
 
@@ -142,21 +142,22 @@ def _leaves(
     state: RankState, forms: dict[str, _Form], held: dict[str, list[torch.Tensor]], rows: dict[str, _Row]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, whole tensor) of what is sent of the state of this rank's stages, in order. Collective over them."""
-    for index, name in enumerate(state.names):
+
+    def leaf(index: int, name: str, place: int) -> Gathering:
         form, mine = forms[name], held.get(name, [])
-        for place in form.sent:
-            dtype, shape, _ = form.tensors[place]
-            nothing = rows[name].piece if name in rows else [0]  # of a share without indices; no state is kept of it
-            empty = nothing if place in form.pieces else shape
-            tensor = mine[place].detach() if mine else torch.empty(empty, dtype=getattr(torch, dtype))
-            if place in form.pieces:
-                piece = state.technique.whole(index, tensor.to(state.device))
-                yield name, put_together(state, name, piece)
-                continue
-            if state.owners is not None:
-                tensor = tensor.to(state.device).contiguous()
-                broadcast(tensor, state.owners.axis, state.owners.owner_of[index], "control")
-            yield name, tensor
+        dtype, shape, _ = form.tensors[place]
+        nothing = rows[name].piece if name in rows else [0]  # of a share without indices; no state is kept of it
+        empty = nothing if place in form.pieces else shape
+        tensor = mine[place].detach() if mine else torch.empty(empty, dtype=getattr(torch, dtype))
+        if place in form.pieces:
+            return together(state, name, state.technique.whole(index, tensor.to(state.device)))
+        if state.owners is not None:
+            tensor = tensor.to(state.device).contiguous()
+            broadcast(tensor, state.owners.axis, state.owners.owner_of[index], "control")
+        return ready(tensor)
+
+    sent = [(index, name, place) for index, name in enumerate(state.names) for place in forms[name].sent]
+    return zip((name for _, name, _ in sent), gathered_together(leaf(*one) for one in sent), strict=True)
 
 
 def _encoded(value: Any, tensors: list[torch.Tensor], name: str) -> Any:

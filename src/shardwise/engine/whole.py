@@ -1,4 +1,4 @@
-"""Whole tensors from ranks that hold shares: parameters, gradients, buffers. Collective, one tensor at a time."""
+"""Whole tensors from ranks that hold shares: parameters, gradients, buffers. Collective; small ones travel together."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardwise.comm import broadcast
+from shardwise.comm import Gathering, broadcast, gathered_alone, gathered_together, ready
 from shardwise.comm.text import gather_json
 from shardwise.host import read
 from shardwise.parallel.pipeline.messages import DTYPES, MOST_DIMS
@@ -26,13 +26,14 @@ def full_parameters(state: RankState) -> Iterator[tuple[str, torch.Tensor]]:
 def full_parameter(state: RankState, name: str) -> torch.Tensor:
     """One whole parameter, its master first. Collective; not under a pipeline."""
     if name in state.names:
-        return put_together(state, name, state.technique.full_parameter(state.names.index(name)))
-    return put_together(state, name, _gathered(dict(state.module.named_parameters())[name]))
+        return gathered_alone(together(state, name, state.technique.full_parameter(state.names.index(name))))
+    return gathered_alone(together(state, name, _used(state, {}, name, dict(state.module.named_parameters())[name])))
 
 
 def full_gradients(state: RankState) -> Iterator[tuple[str, torch.Tensor | None]]:
     """(name, whole gradient, None where unused) of the step just done. Collective."""
-    held = ((name, put_together(state, name, state.technique.full_gradient(i))) for i, name in enumerate(state.names))
+    gatherings = (together(state, name, state.technique.full_gradient(i)) for i, name in enumerate(state.names))
+    held = zip(state.names, gathered_together(gatherings), strict=True)
     return held if state.staged is None else to_all_stages(state.staged, held, state.all_names)
 
 
@@ -60,9 +61,10 @@ def used_parameters(state: RankState) -> Iterator[tuple[str, torch.Tensor]]:
     Beside `full_parameters`, which tells the masters: under zero=1 and 2 and in mixed precision they are others.
     """
     held = {*state.names, *state.held_frozen}
-    for name, param in state.module.named_parameters():
-        if name in held:
-            yield name, put_together(state, name, _gathered(param))
+    used = [(name, param) for name, param in state.module.named_parameters() if name in held]
+    index_of = {name: index for index, name in enumerate(state.names)}
+    wholes = gathered_together(together(state, name, _used(state, index_of, name, param)) for name, param in used)
+    return zip((name for name, _ in used), wholes, strict=True)
 
 
 def used_buffers(state: RankState) -> Iterator[tuple[str, torch.Tensor]]:
@@ -74,22 +76,33 @@ def used_buffers(state: RankState) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _held_parameters(state: RankState) -> Iterator[tuple[str, torch.Tensor]]:
-    for index, name in enumerate(state.names):
-        yield name, put_together(state, name, state.technique.full_parameter(index))
+    held = {name: state.technique.full_parameter(index) for index, name in enumerate(state.names)}
     for name, param in state.module.named_parameters():
         if not param.requires_grad and name in state.held_frozen:
-            yield name, put_together(state, name, _gathered(param))
+            held[name] = _used(state, {}, name, param)
+    wholes = gathered_together(together(state, name, piece) for name, piece in held.items())
+    return zip(held, wholes, strict=True)
 
 
-def _gathered(param: Any) -> torch.Tensor:
+def _used(state: RankState, index_of: dict[str, int], name: str, param: Any) -> Gathering:
     """FSDP's parameters in full, others as they are."""
-    return (param.full_tensor() if hasattr(param, "full_tensor") else param).detach()
+    if not hasattr(param, "full_tensor"):
+        return ready(param.detach())
+    if name in index_of:
+        return state.technique.whole(index_of[name], param.detach().to_local())
+    return ready(param.full_tensor().detach())
+
+
+def together(state: RankState, name: str, piece: Gathering) -> Gathering:
+    """The whole tensor of what this rank holds of a parameter, or of a tensor like it (None stays)."""
+    share = yield from piece
+    share = share if state.experts is None else (yield from state.experts.whole(name, share))
+    return share if state.tensor is None else (yield from state.tensor.whole(name, share))
 
 
 def put_together(state: RankState, name: str, share: Any) -> Any:
-    """The whole tensor of what this rank holds of a parameter, or of a tensor like it (None stays). Collective."""
-    share = share if state.experts is None else state.experts.whole(name, share)
-    return share if state.tensor is None else state.tensor.whole(name, share)
+    """The same of what is a share, and no piece of one. Collective."""
+    return gathered_alone(together(state, name, ready(share)))
 
 
 # --- from the stage that holds a tensor to all

@@ -22,7 +22,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from shardwise.comm import Axis, Pending, all_gather, all_reduce, reduce_scatter
+from shardwise.comm import Axis, Gathering, Pending, all_gather, all_reduce, ready, reduce_scatter
 from shardwise.comm.buckets import Bucket, GradientBuckets, shaped
 from shardwise.comm.tree import FixedOrder
 from shardwise.parallel.slots import Slot, joined
@@ -179,24 +179,24 @@ class Flat:
         """Buckets (zero=1, whose slices the shards are) or this rank's shards (zero=2)."""
         return [bucket.buffer for bucket in self.buckets.buckets] + [part.gradient for part in self.shards]
 
-    def full_parameter(self, index: int) -> torch.Tensor:
+    def full_parameter(self, index: int) -> Gathering:
         """The whole master weight, gathered."""
         part, entry = self._find(index)
-        return self._whole(part, part.master, entry, index)
+        return self.whole(index, self._piece(part, part.master, entry))
 
-    def full_gradient(self, index: int) -> torch.Tensor | None:
+    def full_gradient(self, index: int) -> Gathering:
         """The whole gradient, gathered."""
         part, entry = self._find(index)
         if part.gradient is None or index not in self._used:
-            return None
-        return self._whole(part, part.gradient, entry, index)
+            return ready(None)
+        return self.whole(index, self._piece(part, part.gradient, entry))
 
-    def whole(self, index: int, piece: torch.Tensor) -> torch.Tensor:
+    def whole(self, index: int, piece: torch.Tensor) -> Gathering:
         """The whole tensor from every rank's piece."""
         if self.complex[index]:
-            pairs = joined(self, index, torch.Size((*self.shapes[index], 2)), piece, self.axis)
+            pairs = yield from joined(self, index, torch.Size((*self.shapes[index], 2)), piece, self.axis)
             return torch.view_as_complex(pairs)
-        return joined(self, index, self.shapes[index], piece, self.axis)
+        return (yield from joined(self, index, self.shapes[index], piece, self.axis))
 
     def select(self, index: int, whole: torch.Tensor, shard_rank: int) -> torch.Tensor:
         """The view of a whole parameter (of a complex one its real numbers) that is the piece of a rank of dp_shard."""
@@ -212,7 +212,6 @@ class Flat:
                     return part, entry
         raise KeyError(index)
 
-    def _whole(self, part: _Shard, shard: torch.Tensor, entry, index: int) -> torch.Tensor:
-        full = shard.new_empty(part.bucket.layout.size)
-        all_gather(full, shard.detach().contiguous(), self.axis, "control")
-        return shaped(full[entry.start : entry.stop], self.shapes[index], as_complex=self.complex[index])
+    def _piece(self, part: _Shard, shard: torch.Tensor, entry) -> torch.Tensor:
+        first, last = max(entry.start, part.low), min(entry.stop, part.high)
+        return shard.detach()[first - part.low : max(first, last) - part.low]

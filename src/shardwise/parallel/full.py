@@ -31,7 +31,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from shardwise.comm import Trail, all_reduce, all_to_all, broadcast
+from shardwise.comm import Gathering, Trail, all_reduce, all_to_all, broadcast, ready
 from shardwise.comm.tree import FixedOrder
 from shardwise.errors import RefusedPlan
 from shardwise.mesh import Mesh
@@ -332,24 +332,25 @@ class FullShard:
         low = min(shard_rank * each, whole.shape[dim])
         return whole.narrow(dim, low, min(each, whole.shape[dim] - low))
 
-    def whole(self, index: int, piece: torch.Tensor) -> torch.Tensor:
+    def whole(self, index: int, piece: torch.Tensor) -> Gathering:
         """The whole tensor from every rank's piece."""
         return joined(self, index, self.slots[index].shape, piece, self._shards)
 
-    def full_parameter(self, index: int) -> torch.Tensor:
+    def full_parameter(self, index: int) -> Gathering:
         """The whole weight, gathered."""
-        param = self.params[index]
-        return (param.full_tensor() if isinstance(param, DTensor) else param).detach()
+        param = self.params[index].detach()
+        return self.whole(index, param.to_local()) if isinstance(param, DTensor) else ready(param)
 
-    def full_gradient(self, index: int) -> torch.Tensor | None:
+    def full_gradient(self, index: int) -> Gathering:
         """The whole gradient, gathered."""
         if index in self._whole_gradients:
             gradient = self._whole_gradients[index].clone()
             if gradient.numel():
                 broadcast(gradient, self._shards, 0, "control")
-            return gradient if index in self._used else None
+            return ready(gradient if index in self._used else None)
         gradient = self.params[index].grad
-        return None if gradient is None or index not in self._used else gradient.full_tensor()
+        unused = gradient is None or index not in self._used
+        return ready(None) if unused else self.whole(index, gradient.detach().to_local())
 
 
 def _without_margin(output: Part) -> torch.Tensor:

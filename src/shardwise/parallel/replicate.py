@@ -21,7 +21,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from shardwise.comm import Axis, Pending, all_reduce
+from shardwise.comm import Axis, Gathering, Pending, all_reduce, ready
 from shardwise.comm.buckets import Bucket, GradientBuckets
 from shardwise.comm.tree import FixedOrder
 from shardwise.parallel.slots import Slot
@@ -111,14 +111,14 @@ class Replicate:
         """The buckets."""
         return [bucket.buffer for bucket in self.buckets.buckets]
 
-    def full_parameter(self, index: int) -> torch.Tensor:
+    def full_parameter(self, index: int) -> Gathering:
         """The master weight; every rank has it."""
-        return self.slots[index].master.detach()
+        return ready(self.slots[index].master.detach())
 
-    def full_gradient(self, index: int) -> torch.Tensor | None:
+    def full_gradient(self, index: int) -> Gathering:
         """The gradient; every rank has it."""
-        return self.slots[index].master.grad
+        return ready(self.slots[index].master.grad)
 
-    def whole(self, index: int, piece: torch.Tensor) -> torch.Tensor:
+    def whole(self, index: int, piece: torch.Tensor) -> Gathering:
         """The piece itself: every rank holds all of it."""
-        return piece
+        return ready(piece)

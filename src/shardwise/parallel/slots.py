@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from shardwise.comm import Axis, gather_rows
+from shardwise.comm import Axis, Gathering
 
 
 @dataclass
@@ -77,16 +77,16 @@ class DataParallel(Protocol):
     def load_masters(self, index: int, value: torch.Tensor) -> None:
         """Where masters are wider than the module's weights: set one (or this rank's piece) from its full value."""
 
-    def full_parameter(self, index: int) -> torch.Tensor:
-        """The whole master weight, on every rank. Collective."""
+    def full_parameter(self, index: int) -> Gathering:
+        """The whole master weight, on every rank."""
         ...
 
-    def full_gradient(self, index: int) -> torch.Tensor | None:
-        """The whole gradient, on every rank, None where unused. Collective."""
+    def full_gradient(self, index: int) -> Gathering:
+        """The whole gradient, on every rank, None where unused."""
         ...
 
-    def whole(self, index: int, piece: torch.Tensor) -> torch.Tensor:
-        """The whole of what lies over ranks as the master does, from every rank's piece (may be empty). Collective."""
+    def whole(self, index: int, piece: torch.Tensor) -> Gathering:
+        """The whole of what lies over ranks as the master does, from every rank's piece (may be empty)."""
         ...
 
 
@@ -99,18 +99,18 @@ class PieceSlots(Protocol):
         """The view of `whole` (the index-th parameter) that is the piece of a rank of dp_shard; may be empty."""
         ...
 
-    def full_parameter(self, index: int) -> torch.Tensor:
+    def full_parameter(self, index: int) -> Gathering:
         """The whole weight, gathered."""
         ...
 
 
-def joined(technique: PieceSlots, index: int, shape: torch.Size, piece: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Returns the whole tensor of this shape, gathered from every rank's piece of it. Collective."""
+def joined(technique: PieceSlots, index: int, shape: torch.Size, piece: torch.Tensor, axis: Axis) -> Gathering:
+    """The whole tensor of this shape, from every rank's piece of it."""
     like = torch.empty(shape, device="meta")
     sizes = [technique.select(index, like, rank).numel() for rank in range(axis.size)]
     row = piece.new_zeros(max(sizes))
     row[: piece.numel()] = piece.reshape(-1)
-    table = gather_rows(row, axis)
+    table = yield row, axis
     whole = piece.new_empty(shape)
     for rank, size in enumerate(sizes):
         if size:

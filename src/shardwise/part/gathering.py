@@ -53,19 +53,32 @@ def gathered(part: Part) -> torch.Tensor:
             return inner.with_local(gathered(Part(inner.local, dim, owners, axis)))
         whole_inside = gathered(inner) if isinstance(inner, Part) else inner
         return gathered(Part(whole_inside, dim, owners, axis))
-    most = max(owners.counts)
-    front = part.local.movedim(dim, 0)
-    padded = front
-    if front.shape[0] != most:
-        padded = front.new_zeros((most, *front.shape[1:]))
-        padded[: front.shape[0]] = front
-        if axis.rehearsal is not None and len(front):  # whose values stand for those of other ranks
-            padded[front.shape[0] :] = front[-1:]
-    kind = padded.dtype
-    flat = padded.contiguous().view(torch.uint8) if kind is torch.bool else padded.contiguous()
-    table = flat.new_empty((axis.size * most, *front.shape[1:]))
+    front = rows_of(part.local, dim, owners, repeat=axis.rehearsal is not None)
+    kind = front.dtype
+    flat = front.view(torch.uint8) if kind is torch.bool else front
+    table = flat.new_empty((axis.size * len(front), *front.shape[1:]))
     all_gather(table.view(-1), flat.view(-1), axis, "activations")
-    table = table.view(kind) if kind is torch.bool else table
+    return whole_of(table.view(kind) if kind is torch.bool else table, dim, owners)
+
+
+def rows_of(share: torch.Tensor, dim: int, owners: Owners, *, repeat: bool = False) -> torch.Tensor:
+    """A share with `dim` in front, in memory order, as long as the longest one.
+
+    repeat  what is added is the last index again, whose values stand for those of other ranks
+    """
+    most, front = max(owners.counts), share.movedim(dim, 0)
+    if front.shape[0] == most:
+        return front.contiguous()
+    padded = front.new_zeros((most, *front.shape[1:]))
+    padded[: front.shape[0]] = front
+    if repeat and len(front):
+        padded[front.shape[0] :] = front[-1:]
+    return padded
+
+
+def whole_of(table: torch.Tensor, dim: int, owners: Owners) -> torch.Tensor:
+    """The tensor whole along `dim` from every rank's rows (`rows_of`), end to end."""
+    most = max(owners.counts)
     if any(count != most for count in owners.counts):
         table = torch.cat([table[r * most : r * most + n] for r, n in enumerate(owners.counts)])
     if owners.order is not None:

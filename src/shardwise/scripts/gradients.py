@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.engine.whole import put_together
+from shardwise.comm import gathered_alone
+from shardwise.engine.whole import together
 from shardwise.errors import InputError
 from shardwise.parallel.full import FullShard
 from shardwise.parallel.slots import Slot
@@ -86,8 +87,8 @@ class Gradients:
     def _gathered(self, name: str) -> torch.Tensor | None:
         state = self._state
         with self._gate.open():
-            found = state.technique.full_gradient(state.names.index(name))
-            return None if found is None else put_together(state, name, found.detach()).clone()
+            found = gathered_alone(together(state, name, state.technique.full_gradient(state.names.index(name))))
+            return None if found is None else found.detach().clone()
 
     @torch.no_grad()
     def put_back(self) -> None:

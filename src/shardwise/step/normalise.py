@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from shardwise.comm import all_reduce, gather_rows
+from shardwise.comm import all_reduce, gather_rows, gathered_together
 from shardwise.errors import RunError
 from shardwise.host import put, read
 from shardwise.parallel.slots import Slot
@@ -60,8 +60,7 @@ def square_norm(state: RankState) -> torch.Tensor:
 def _whole_square_norm(state: RankState) -> torch.Tensor:
     """The same bits on any number of ranks: of each whole gradient, gathered for it, one after the other."""
     squares = torch.zeros((), dtype=torch.float64, device=state.device)
-    for index in range(len(state.names)):
-        gradient = state.technique.full_gradient(index)
+    for gradient in gathered_together(state.technique.full_gradient(index) for index in range(len(state.names))):
         if gradient is not None and gradient.numel():
             squares += torch.linalg.vector_norm(gradient.contiguous()).double().square()
     return squares

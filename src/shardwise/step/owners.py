@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from shardwise.comm import Axis, all_to_all
+from shardwise.comm import Axis, all_to_all, gathered_together
 from shardwise.parallel.slots import PieceSlots
 
 
@@ -41,8 +41,8 @@ class OwnedMasters:
         index_of = {name: index for index, name in enumerate(names)}
         self._slot = {index_of[slot.name]: slot for slot in technique.slots}
         self.masters: dict[int, nn.Parameter] = {}
-        for index, owner in enumerate(self.owner_of):
-            whole = technique.full_parameter(index)  # collective: asked for by every rank
+        wholes = gathered_together(technique.full_parameter(index) for index in range(len(shapes)))
+        for index, (owner, whole) in enumerate(zip(self.owner_of, wholes, strict=True)):
             if owner == axis.index:
                 self.masters[index] = nn.Parameter(whole.detach().clone())
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.utils.checkpoint import CheckpointError
 
-from shardwise.comm import Axis, gather_json, gather_rows, receive, send
+from shardwise.comm import Axis, gather_json, gather_rows, gathered_alone, receive, send
 from shardwise.device import seed_generators
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.host import put, read
@@ -230,7 +230,7 @@ def _sum_tied(state: RankState, used: set[int]) -> None:
         index = index_of.get(name)
         if index is None or index not in used:
             continue
-        gradient = technique.full_gradient(index)
+        gradient = gathered_alone(technique.full_gradient(index))
         if gradient is None:
             gradient = torch.zeros(shapes[name], dtype=state.precision.master, device=state.device)
         total = _summed(gradient.contiguous(), staged.axis, staged.cut.holders[name], number)

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.comm import Axis, Trail, all_gather
+from shardwise.comm import Axis, Gathering, Trail
 from shardwise.parallel.expert.exchange import of_own_rows, through_owners
 from shardwise.parallel.slots import ValueOf
 
@@ -117,14 +117,12 @@ class ExpertParallel:
 
         return value
 
-    def whole(self, name: str, share: torch.Tensor | None) -> torch.Tensor | None:
-        """All experts of a parameter or gradient. Collective."""
+    def whole(self, name: str, share: torch.Tensor | None) -> Gathering:
+        """All experts of a parameter or gradient."""
         if share is None or name not in self.experts:
             return share
-        mine = share.detach().contiguous()
-        full = mine.new_empty((mine.shape[0] * self.axis.size, *mine.shape[1:]))
-        all_gather(full.view(-1), mine.view(-1), self.axis, "control")
-        return full
+        table = yield share.detach().reshape(-1), self.axis
+        return table.view(share.shape[0] * self.axis.size, *share.shape[1:])
 
     def full_shape(self, name: str, share: torch.Size) -> torch.Size:
         """The shape of all experts together."""

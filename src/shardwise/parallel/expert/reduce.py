@@ -14,6 +14,7 @@ from collections.abc import Collection
 
 import torch
 
+from shardwise.comm import Gathering
 from shardwise.parallel.slots import DataParallel, Slot
 
 
@@ -97,17 +98,17 @@ class WithExperts:
         select = getattr(technique, "select", None)
         return whole if select is None else select(place, whole, self.ranks[technique is self.experts])
 
-    def full_parameter(self, index: int) -> torch.Tensor:
-        """The master weight; of an expert parameter, this rank's experts. Collective."""
+    def full_parameter(self, index: int) -> Gathering:
+        """The master weight; of an expert parameter, this rank's experts."""
         technique, place = self._home[index]
         return technique.full_parameter(place)
 
-    def full_gradient(self, index: int) -> torch.Tensor | None:
-        """The gradient likewise, None where unused. Collective."""
+    def full_gradient(self, index: int) -> Gathering:
+        """The gradient likewise, None where unused."""
         technique, place = self._home[index]
         return technique.full_gradient(place)
 
-    def whole(self, index: int, piece: torch.Tensor) -> torch.Tensor:
-        """The whole of a tensor (of an expert one: of this rank's experts), from pieces. Collective."""
+    def whole(self, index: int, piece: torch.Tensor) -> Gathering:
+        """The whole of a tensor (of an expert one: of this rank's experts), from pieces."""
         technique, place = self._home[index]
         return technique.whole(place, piece)

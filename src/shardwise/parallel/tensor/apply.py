@@ -24,10 +24,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from shardwise.comm import Axis
+from shardwise.comm import Axis, Gathering
 from shardwise.parallel.slots import ValueOf
 from shardwise.parallel.tensor.derive import Derived, WeightCut
-from shardwise.part import Part, plain
+from shardwise.part.gathering import rows_of, whole_of
 from shardwise.part.parameters import see_parts
 
 
@@ -59,12 +59,14 @@ class TensorParallel:
         """Initial values of the shares."""
         return lambda name: self.share(name, value_of(name))
 
-    def whole(self, name: str, share: torch.Tensor | None) -> torch.Tensor | None:
-        """The whole tensor from every rank's share. Collective."""
+    def whole(self, name: str, share: torch.Tensor | None) -> Gathering:
+        """The whole tensor from every rank's share."""
         cut = self.cuts.get(name)
         if cut is None or share is None:
             return share
-        return plain(Part(share.detach(), cut.dim, cut.owners, self.axis))
+        front = rows_of(share.detach(), cut.dim, cut.owners)
+        table = yield front.reshape(-1), self.axis
+        return whole_of(table.view(-1, *front.shape[1:]), cut.dim, cut.owners)
 
     def full_shape(self, name: str, share: torch.Size) -> torch.Size:
         """The whole parameter's shape."""

@@ -1,0 +1,102 @@
+"""Many small gathers as few: whole tensors, each of which asks for a row of every rank, are put together side by side.
+
+A gathering is a generator: it yields (its row, the axis), is sent the table of all ranks' rows, may ask again, and
+returns the whole. Of those that wait at the same time, rows over one axis travel as one.
+
+    weight 1   row -- table --> whole              weights 1, 2, 3   rows of bytes, end to end -- table --> wholes
+    weight 2   row -- table --> whole
+
+Bytes on the wire: those of the rows, and up to 15 for each. At most `MOST_BYTES` of tables are held beside what comes
+out of them, or the table of one tensor that is larger.
+
+What this does not do: look whether ranks ask for the same, which they must, in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from shardwise.comm.collectives import Axis, gather_rows
+
+Gathering = Generator[tuple[torch.Tensor, Axis], torch.Tensor, Any]
+MOST_BYTES = 16 * 2**20
+_UNIT = 16  # bytes of the widest dtype, at whose multiples rows begin
+
+
+def ready(value: Any) -> Gathering:
+    """A gathering of what is whole already."""
+    return value
+    yield
+
+
+def gathered_alone(gathering: Gathering) -> Any:
+    """What one gathering comes to. Collective."""
+    return next(gathered_together([gathering]))
+
+
+def gathered_together(gatherings: Iterable[Gathering]) -> Iterator[Any]:
+    """What each comes to, in order. Collective."""
+    begun: list[_Begun] = []
+    held = 0
+    for gathering in gatherings:
+        one = _Begun(gathering)
+        if begun and held + one.table_bytes > MOST_BYTES:
+            yield from _finished(begun)
+            begun, held = [], 0
+        begun.append(one)
+        held += one.table_bytes
+    yield from _finished(begun)
+
+
+class _Begun:
+    """A gathering as far as it has come: it asks for a table, or has come to a value."""
+
+    def __init__(self, gathering: Gathering):
+        self.gathering = gathering
+        self.asks: tuple[torch.Tensor, Axis] | None = None
+        self.value: Any = None
+        self.go_on(None)
+        self.table_bytes = 0 if self.asks is None else self.asks[0].nbytes * self.asks[1].size
+
+    def go_on(self, table: Any) -> None:
+        """With the table that was asked for."""
+        try:
+            self.asks = self.gathering.send(table)
+        except StopIteration as end:
+            self.asks, self.value = None, end.value
+
+
+def _finished(begun: list[_Begun]) -> Iterator[Any]:
+    while waiting := [one for one in begun if one.asks is not None]:
+        over: dict[tuple[str, tuple[int, ...]], tuple[Axis, list[_Begun]]] = {}
+        for one in waiting:
+            assert one.asks is not None
+            axis = one.asks[1]
+            over.setdefault((axis.name, axis.ranks), (axis, []))[1].append(one)
+        for axis, some in over.values():
+            rows = [one.asks[0] for one in some if one.asks is not None]
+            for one, table in zip(some, _tables(rows, axis), strict=True):
+                one.go_on(table)
+    for one in begun:
+        yield one.value
+
+
+def _tables(rows: list[torch.Tensor], axis: Axis) -> list[torch.Tensor]:
+    """(ranks, k) of each row (k,)."""
+    if axis.size == 1 or (len(rows) == 1 and rows[0].is_floating_point()):  # no backend sends every dtype
+        return [gather_rows(row, axis) for row in rows]
+    starts, end = [], 0
+    for row in rows:
+        starts.append(end)
+        end += -(-row.nbytes // _UNIT) * _UNIT
+    sent = torch.zeros(end, dtype=torch.uint8, device=rows[0].device)
+    for start, row in zip(starts, rows, strict=True):
+        sent[start : start + row.nbytes] = row.contiguous().view(torch.uint8)
+    table = gather_rows(sent, axis)
+    return [
+        table[:, start : start + row.nbytes].contiguous().view(row.dtype)
+        for start, row in zip(starts, rows, strict=True)
+    ]
