@@ -316,7 +316,7 @@ def test_plans_for_which_the_optimizer_would_have_too_little_are_left_out(monkey
         assert {layout.zero for layout in found if layout.tp * layout.pp == 1} == zeros
         assert {"tp" for layout in found if layout.tp > 1} <= cut
         assert all("optimizer's update" in remark for remark in made.remarks if "left out" in remark)
-        assert any("tp=2" in remark for remark in made.remarks) is not bool(cut)
+        assert any("left out" in remark and "tp=2" in remark for remark in made.remarks) is not bool(cut)
 
 
 def test_a_forecast_says_where_the_host_is_the_limit() -> None:
@@ -325,3 +325,62 @@ def test_a_forecast_says_where_the_host_is_the_limit() -> None:
     few = subject(deep(), 8)
     for text in ("dp_replicate=1", "tp=2", "pp=2,microbatches=4"):
         assert "10 us each (assumed)" in few.simulate(layout_of(Plan.parse(text), few)).basis["host"]
+
+
+class Steps(nn.Module):
+    """Products whose sums of activations weigh more than their work, once tp cuts them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def test_more_ranks_of_an_axis_that_is_behind_are_not_rehearsed(monkeypatch) -> None:
+    """The fastest is the one that a look at all of them finds; what was left out is told, and looked at when asked."""
+    from shardwise.planner.bound import Slower
+
+    task = Task(model=Steps, loss=lambda o, b: (o.sum(), len(o)), batch=lambda step: torch.ones(64, 32, 64))
+    made = Traced(task, Cluster.parse("4 h100-sxm-80gb"), software("shardwise"), "fp32", (2, 4), True)
+
+    def found(**fixed: object) -> tuple[set[tuple[int, int]], float]:
+        seen = made.subject(2**11, ("none",))
+        layouts = list(seen.layouts(4, Constraints(fixed=tuple(fixed.items()))))
+        return {(one.tp, one.pp) for one in layouts}, min(seen.simulate(one).step_s for one in layouts)
+
+    few, fastest = found()
+    assert few == {(1, 1), (2, 1), (1, 2)}
+    assert sum("beyond 2 is not looked at" in text for text in made.remarks) == 2
+    assert (4, 1) in found(tp=4)[0]
+    monkeypatch.setattr(Slower, "beyond", lambda self, layout: False)
+    every, really = found()
+    assert {(4, 1), (2, 2), (1, 4)} <= every
+    assert fastest == really
+
+
+def test_an_axis_that_memory_holds_back_is_looked_at_further() -> None:
+    """Degree 2 is slower, but only since its largest micro-batch does not fit; where all fit, 4 is left out."""
+    from shardwise.costs.layout import Layout
+    from shardwise.planner.bound import Slower
+    from shardwise.simulator.forecast import Forecast
+
+    def forecast(seconds: float, compute: float) -> Forecast:
+        return Forecast(seconds, {"compute": compute}, [], 1.0, 8, 8, 1.0, 1.0)
+
+    def beyond(last: Forecast | None, layout: Layout, hopes: float = 1.0) -> bool:
+        slower = Slower(fastest=1.0, least=0.5)
+        slower.note(Layout(tp=2, shard=4, micro_batch=1), forecast(2.0, 0.4 + hopes))
+        slower.note(Layout(tp=2, shard=4, micro_batch=2), last)
+        return slower.beyond(layout)
+
+    four, both, sequence = Layout(tp=4, shard=2), Layout(tp=2, pp=2, shard=2), Layout(tp=2, sp=True, shard=4)
+    assert beyond(forecast(1.5, 0.6), four) and beyond(forecast(1.5, 0.6), both)
+    assert not beyond(None, four), "with more room its micro-batch would be larger"
+    assert not beyond(forecast(1.04, 0.6), four), "as fast, nearly"
+    assert beyond(forecast(1.5, 0.6), sequence), "without a part of its computing it is behind still"
+    assert not beyond(forecast(1.5, 1.2), sequence), "sp may deal what was computed by all"
+    assert not beyond(forecast(1.5, 0.6), Layout(pp=2, shard=4)), "another axis alone"

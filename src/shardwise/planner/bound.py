@@ -1,11 +1,20 @@
-"""The least that a step of a traced module takes under plans that cut it: what computing it costs, dealt evenly."""
+"""What no cut of a traced module beats: the least that computing takes, and degrees beyond one that is slower already.
+
+Over t ranks of one axis a step takes about C + K (t - 1) + D / t: the work, what the axis adds (sums of activations,
+turns in which stages wait), and what data ranks, t times fewer, send each other. That is convex in t: where two ranks
+take longer than one, four take longer than two, and so does a second axis beside them.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass, field
 
 from shardwise.cluster import Cluster
 from shardwise.costs.layout import Layout
 from shardwise.costs.software import Software
+from shardwise.planner.units import seconds_text
 from shardwise.simulator.counted import Model
+from shardwise.simulator.forecast import Forecast
 from shardwise.simulator.parts import GAPS
 from shardwise.simulator.traced import between, kernels_of, same_ops
 
@@ -26,3 +35,86 @@ def least_seconds(
     each = [between(model.one, model.two, n, kernels, software) / n for n in sizes if n >= model.one.samples]
     correction = cluster.device.correction.value if cluster.device.correction is not None else 1.0
     return min(each) * batch / world * correction * (1.0 if cluster.device.kind == "cpu" else GAPS)
+
+
+SLOWER = 1.05  # times as long as the fastest without it, from which an axis is behind
+EVEN = 1.02  # micro-batches of half the size take as long within this: a larger one would not be faster
+
+
+@dataclass
+class _Alone:
+    """One degree of tp or pp beside data ranks, as far as it was looked at without recompute, zero=2 and 3.
+
+    fits   the fastest step by samples of a micro-batch
+    whole  whether all sizes of micro-batch fit
+    hopes  the fastest step if its computing took no longer than the least
+    """
+
+    fits: dict[int, float] = field(default_factory=dict)
+    whole: bool = True
+    hopes: float = float("inf")
+
+    @property
+    def seconds(self) -> float:
+        return min(self.fits.values(), default=0.0)
+
+    @property
+    def free(self) -> bool:
+        """Whether more memory would not make it faster."""
+        if self.whole or not self.fits:
+            return self.whole
+        largest = max(self.fits)
+        smaller = [seconds for size, seconds in self.fits.items() if size < largest]
+        return self.fits[largest] > self.seconds or min(smaller, default=float("inf")) <= EVEN * self.seconds
+
+
+class Slower:
+    """Degrees of tp and pp that are behind, from those that were looked at alone; of which larger ones need no look.
+
+    fastest  seconds of the fastest step without either
+    least    seconds that computing takes at least
+    """
+
+    def __init__(self, fastest: float, least: float):
+        self.fastest, self.least = fastest, least
+        self.alone: dict[tuple[str, int], _Alone] = {}
+        self.told: dict[str, str] = {}  # by axis, a remark on what was not looked at
+
+    def note(self, layout: Layout, forecast: Forecast | None) -> None:
+        """Remember what a layout takes; None where it does not fit."""
+        key = _axis(layout)
+        if key is None or layout.recompute != "none" or layout.zero > 1:
+            return
+        seen = self.alone.setdefault(key, _Alone())
+        if forecast is None:
+            seen.whole = False
+            return
+        size, seconds = layout.micro_batch, forecast.step_s
+        seen.fits[size] = min(seconds, seen.fits.get(size, seconds))
+        seen.hopes = min(seen.hopes, seconds - max(0.0, forecast.parts["compute"] - self.least))
+
+    def beyond(self, layout: Layout) -> bool:
+        """Whether a smaller degree of one of its axes, where memory limits nothing, is behind already."""
+        for (axis, degree), seen in self.alone.items():
+            same = _axis(layout) == (axis, degree)
+            if getattr(layout, axis) < degree or not seen.fits or not seen.free:
+                continue
+            behind = seen.hopes > self.fastest if same else seen.seconds > SLOWER * self.fastest
+            if behind and (not same or layout.sp):  # sp deals what tp repeats, and sends as much
+                self.told.setdefault(axis, self._why(axis, degree, seen))
+                return True
+        return False
+
+    def _why(self, axis: str, degree: int, seen: _Alone) -> str:
+        return (
+            f"{axis} beyond {degree} is not looked at: {axis}={degree} takes {seconds_text(seen.seconds)}, the fastest "
+            f"step without {seconds_text(self.fastest)}, and more ranks of it, or another axis beside it, only add to "
+            f"that (--fix {axis}={2 * degree} looks all the same)"
+        )
+
+
+def _axis(layout: Layout) -> tuple[str, int] | None:
+    """The one of tp and pp that cuts a layout, and its degree."""
+    if layout.ep * layout.cut_positions > 1 or (layout.tp > 1) == (layout.pp > 1):
+        return None
+    return ("tp", layout.tp) if layout.tp > 1 else ("pp", layout.pp)

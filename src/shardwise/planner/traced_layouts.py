@@ -13,7 +13,7 @@ from shardwise.costs.memory import CONTEXT_BYTES
 from shardwise.engine.positions import tiled_sizes
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
-from shardwise.planner.bound import least_seconds
+from shardwise.planner.bound import Slower, least_seconds
 from shardwise.planner.candidates import (
     Constraints,
     cut_layouts,
@@ -77,7 +77,7 @@ class TracedLayouts:
         if cuts and self._are_worth_cutting(fastest, world, constraints):
             cut = [*filter(traced.can_run, cut_layouts(world, batch, traced.node, self.recomputes, constraints))]
             few, many = (expert_layouts(each if traced.routed else (), traced.node, constraints) for each in (own, cut))
-            yield from self._cut_within(chain(few, cut, many), constraints)
+            yield from self._while_faster(chain(few, cut, many), Slower(fastest, self._least(world)), constraints)
 
     def _lean(
         self, layouts: Iterable[Layout], constraints: Constraints, can: Callable[[Layout, set[Layout]], bool]
@@ -135,14 +135,23 @@ class TracedLayouts:
             named = "; ".join(left)
             self.traced.remark(f"not looked at, since rehearsing all takes minutes: {named} (ask for one with --fix)")
 
+    def _while_faster(
+        self, layouts: Iterable[Layout], slower: Slower, constraints: Constraints
+    ) -> Iterator[Layout]:  # fmt: skip
+        """Those of the layouts that can be cut, and of an axis no degrees beyond one that is slower already."""
+        traced, asked = self.traced, any(constraints.value(name) is not None for name in CUTS)
+        for layout in self._cut_within((each for each in layouts if asked or not slower.beyond(each)), constraints):
+            yield layout
+            fits = traced.fits(layout, self.batch, constraints)
+            slower.note(layout, traced.simulate(layout, self.batch) if fits else None)
+        for text in slower.told.values():
+            traced.remark(text)
+
     def _are_worth_cutting(self, fastest: float, world: int, constraints: Constraints) -> bool:
         """Whether tp, pp or ep could shorten the fastest step without them, or were asked for; a remark where not."""
         if fastest == inf or self.traced.routed or any(constraints.value(name) is not None for name in CUTS):
             return True
-        traced = self.traced
-        least = least_seconds(
-            traced.model("none"), self.batch, world, traced.cluster, traced.software, traced.precision
-        )  # fmt: skip
+        least = self._least(world)
         if (gain := 1 - least / fastest) >= WORTH:
             return True
         if world > 1:
@@ -151,6 +160,11 @@ class TracedLayouts:
                 f"least, so they could make it shorter by {max(0.0, gain):.1%} at most (--fix tp=2 looks all the same)"
             )
         return False
+
+    def _least(self, world: int) -> float:
+        """Seconds that computing a step takes at least."""
+        one = self.traced
+        return least_seconds(one.model("none"), self.batch, world, one.cluster, one.software, one.precision)
 
     def _chunked(self, own: Sequence[Layout], world: int, constraints: Constraints) -> list[Layout]:
         """Of data ranks that hold the least, with wide tensors in chunks, where one sample does not fit; a remark."""
