@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from shardwise.cluster import Cluster, Device, model
+from shardwise.cluster.catalogue import device, device_names
 from shardwise.costs.block import HOST_US, LAYER_OPS, BlockCosts
 from shardwise.costs.kernels import Kernels
 from shardwise.costs.layout import Layout
@@ -481,3 +482,21 @@ def test_at_the_logits_nothing_is_gathered_and_no_gradient_is_there_yet() -> Non
     assert two.allocated - one.allocated == pytest.approx(two.terms["gradients"], rel=1e-6)
     few = simulate(LLAMA, Layout(shard=2, zero=3, seq=512), NODE, soft).worst
     assert min(few.terms.values()) > 0, "more gradients than a peak takes"
+
+
+@pytest.mark.parametrize("name", device_names())
+def test_no_attention_is_faster_than_products_and_like_chips_are_alike(name: str) -> None:
+    """A kernel's rates are those of the device, else of its generation; none promises more than large products do."""
+    kernels = Kernels(device(name)[0])
+    for kernel in ("flash1", "flash2", "cudnn"):
+        for backward in (False, True):
+            rate = kernels.attention_tflops(kernel, 32768, 128, backward)
+            assert rate < kernels.peak_tflops, (kernel, backward)
+            if name in ("h200-sxm-141gb", "h800-sxm-80gb"):
+                assert rate == Kernels(device("h100-sxm-80gb")[0]).attention_tflops(kernel, 32768, 128, backward)
+
+
+def test_an_older_kernel_does_not_grow_with_a_newer_device() -> None:
+    hopper, blackwell = (Kernels(device(name)[0]) for name in ("h100-sxm-80gb", "b200-sxm"))
+    old, new = (each.attention_tflops("flash2", 8192, 128, False) for each in (hopper, blackwell))
+    assert old == new < blackwell.attention_tflops("cudnn", 8192, 128, False)

@@ -34,6 +34,7 @@ DEVICE_FIELDS = [
     "nic_gbps",
     "power_w",
     "table",
+    "products_of",
     "source",
     "notes",
 ]
@@ -43,8 +44,38 @@ TABLES = {
     "H200-SXM-141GB": "h200_sxm", "B200-SXM": "b200_sxm", "B300-SXM": "b300_sxm", "GB200": "gb200",
     "L40S": "l40s", "RTX-PRO-6000": "rtx_pro_6000_server",
 }  # fmt: skip
+# the table of a device of the same generation, for what was not measured on this one
+OF_GENERATION = {
+    "A100-PCIE-80GB": "a100_sxm", "H100-PCIE-80GB": "h100_sxm", "H100-NVL-94GB": "h100_sxm",
+    "H200-SXM-141GB": "h100_sxm", "B300-SXM": "b200_sxm", "GB200": "b200_sxm", "GB300": "b200_sxm",
+    "A800-SXM-80GB": "a100_sxm", "H800-SXM-80GB": "h100_sxm", "H20-SXM-96GB": "h100_sxm", "A40": "a100_sxm",
+    "A10": "a100_sxm", "RTX-3090": "a100_sxm", "RTX-A6000": "a100_sxm",
+}  # fmt: skip
+
+
+def by_sheet(name: str, rates: str, memory: str, link: str, watts: str, note: str) -> dict[str, str]:
+    """A device in the columns of gpus.csv, by its data sheet: "bf16 fp8" TFLOP/s, "GB TB/s", "GB/s domain PCIe NIC"."""
+    bf16, _, fp8 = rates.partition(" ")
+    (size, rate), (own, domain, pcie, nic) = memory.split(), link.split()
+    return {
+        "gpu": name, "bf16_dense_tflops": bf16, "fp8_dense_tflops": fp8, "hbm_gb": size, "hbm_bw_tbs": rate,
+        "mamf_bf16_tflops": "", "mamf_note": "", "nvlink_gbps_per_dir": own, "nvlink_domain": domain,
+        "pcie_gbps_per_dir": pcie, "typical_nic_gbps_per_gpu": nic, "tdp_w": watts,
+        "source": "NVIDIA data sheet (recalled)", "notes": f"uncertain: recalled; {note}",
+    }  # fmt: skip
+
+
 # devices that gpus.csv lacks, in its columns; they share a table with nobody
 MORE = [
+    by_sheet("A800-SXM-80GB", "312", "80 2.039", "200 8 32 25", "400", "an A100 with NVLink of 400 GB/s in all"),
+    by_sheet("H800-SXM-80GB", "989 1979", "80 3.35", "200 8 64 50", "700", "an H100 with NVLink of 400 GB/s in all"),
+    by_sheet("H20-SXM-96GB", "148 296", "96 4.0", "450 8 64 50", "400", "Hopper with few multiprocessors"),
+    by_sheet("A40", "149.7", "48 0.696", "32 none 32 12.5", "300", "NVLink bridges of pairs are not counted"),
+    by_sheet("A10", "125", "24 0.6", "32 none 32 12.5", "150", "no NVLink"),
+    by_sheet("L4", "121 242", "24 0.3", "16 none 16 12.5", "72", "no NVLink; PCIe of 8 lanes"),
+    by_sheet("RTX-3090", "71", "24 0.936", "32 none 32 1.25", "350", "sums in float32; NVLink bridges are not counted"),
+    by_sheet("RTX-A6000", "154.8", "48 0.768", "32 none 32 12.5", "300", "NVLink bridges of pairs are not counted"),
+    by_sheet("RTX-5090", "209.5 419", "32 1.792", "64 none 64 1.25", "575", "sums in float32; no P2P in stock driver"),
     {
         "gpu": "GB300", "bf16_dense_tflops": "2500", "fp8_dense_tflops": "5000", "hbm_gb": "288", "hbm_bw_tbs": "8.0",
         "mamf_bf16_tflops": "", "mamf_note": "", "nvlink_gbps_per_dir": "900", "nvlink_domain": "72",
@@ -76,6 +107,19 @@ MODEL_FIELDS = [
     "norm",
     "source",
 ]
+
+
+def by_paper(name: str, sizes: str, ffn: str, position: str, norm: str, source: str, **more: str) -> dict[str, str]:
+    """A model in the columns of models.csv; `sizes`: layers, hidden, heads, kv_heads, head_dim, ffn, vocab, max_seq."""
+    names = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "max_seq")
+    nothing = ("tie_embeddings", "qkv_bias", "qk_norm")
+    return {
+        "model": name, **dict(zip(names, sizes.split(), strict=True)), **dict.fromkeys(nothing, "0"), "ffn_type": ffn,
+        "rope_theta": position, "n_experts": "", "top_k": "", "moe_ffn": "", "shared_experts": "", "norm": norm,
+        "source": f"{source} (recalled)", **more,
+    }  # fmt: skip
+
+
 # models that models.csv lacks, in its columns
 MORE_MODELS = [
     {
@@ -93,6 +137,22 @@ MORE_MODELS = [
         "shared_experts": "0", "window": "128", "windowed": "18", "norm": "RMSNorm",
         "source": "defaults of transformers' GptOssConfig",
     },
+    by_paper("BLOOM-176B", "70 14336 112 112 128 57344 250880 2048", "GELU", "", "LayerNorm", "arXiv:2211.05100",
+             tie_embeddings="1"),
+    by_paper("OPT-175B", "96 12288 96 96 128 49152 50272 2048", "ReLU", "learned", "LayerNorm", "arXiv:2205.01068",
+             tie_embeddings="1"),
+    by_paper("GPT-NeoX-20B", "44 6144 64 64 96 24576 50432 2048", "GELU", "10000", "LayerNorm", "arXiv:2204.06745"),
+    by_paper("Falcon-40B", "60 8192 128 8 64 32768 65024 2048", "GELU", "10000", "LayerNorm", "arXiv:2311.16867",
+             tie_embeddings="1"),
+    by_paper("Falcon-180B", "80 14848 232 8 64 59392 65024 2048", "GELU", "10000", "LayerNorm", "arXiv:2311.16867",
+             tie_embeddings="1"),
+    by_paper("Nemotron-4-340B", "96 18432 96 8 192 73728 256000 4096", "squared ReLU", "10000", "LayerNorm no bias",
+             "arXiv:2406.11704"),
+    by_paper("OLMo-7B", "32 4096 32 32 128 11008 50304 2048", "SwiGLU", "10000", "LayerNorm no bias",
+             "arXiv:2402.00838"),
+    by_paper("LLaMA-65B", "80 8192 64 64 128 22016 32000 2048", "SwiGLU", "10000", "RMSNorm", "arXiv:2302.13971"),
+    by_paper("Mixtral-8x22B", "56 6144 48 8 128 16384 32768 65536", "SwiGLU", "1000000", "RMSNorm",
+             "configuration of mistralai/Mixtral-8x22B", n_experts="8", top_k="2", moe_ffn="16384"),
 ]  # fmt: skip
 
 
@@ -127,7 +187,7 @@ def devices(folder: Path) -> None:
             name.lower(), row["bf16_dense_tflops"], row["fp8_dense_tflops"], row["hbm_gb"],
             f"{float(row['hbm_bw_tbs']) * 1000:g}", row["mamf_bf16_tflops"], row["nvlink_gbps_per_dir"], domain,
             row["pcie_gbps_per_dir"], number(row["typical_nic_gbps_per_gpu"]), row["tdp_w"], TABLES.get(name, ""),
-            row["source"], "; ".join(filter(None, [row["mamf_note"], row["notes"]])),
+            OF_GENERATION.get(name.upper(), ""), row["source"], "; ".join(filter(None, [row["mamf_note"], row["notes"]])),
         ])  # fmt: skip
     write(HERE / "devices.csv", DEVICE_FIELDS, lines)
 

@@ -27,6 +27,8 @@ WIDE_SHARE = 1 / 15  # of the bf16 rate: float32 off tensor cores (data sheets: 
 ATTENTION_SHARE = {"flash1": 0.30, "flash2": 0.55, "cudnn": 0.50}  # of the data sheet's rate, without a table (assumed)
 BACKWARD_SHARE = 0.85  # attention's backward rate over its forward rate, without a table (assumed)
 
+# devices of attention.csv: bf16 TFLOP/s by the data sheet, and of their large products (devices.csv)
+MEASURED = {"a100_sxm": (312.0, 271.2), "h100_sxm": (989.0, 794.5), "b200_sxm": (2250.0, 1745.0)}
 
 # kinds of ops with a factor of their own on a device that was probed: inside a step an op takes longer than alone
 KINDS = ("products", "convolutions", "rest")
@@ -243,19 +245,27 @@ class Kernels:
         return scale * _log_read(points, seq)
 
     def _borrowed(self, kernel: str, direction: str, head_dim: float) -> tuple[dict, float]:
-        """Rates on another device, scaled by what FlashAttention-2 reaches on both, else by the data sheets.
+        """Rates on another device, one of its generation first, scaled by what products reach on both.
 
-        An older kernel does not use a newer device's instructions, so its own peak would promise too much.
+        Across generations by no more than what FlashAttention-2 reaches on both, where that is known: an older kernel
+        does not use a newer device's instructions.
         """
-        for other, peak in (("a100_sxm", 312.0), ("h100_sxm", 989.0), ("b200_sxm", 2250.0)):
+        near = self.device.products_of
+        for other in dict.fromkeys((near, *MEASURED)):
             rates = _attention_rates(other, kernel, direction)
-            if rates:
-                here = _attention_rates(self.device.table, "flash2", direction)
-                there = _attention_rates(other, "flash2", direction)
-                if here and there:
-                    d = min(here, key=lambda width: abs(width - head_dim))
-                    return rates, here[d][-1][1] / there[d][-1][1]
-                return rates, self.device.bf16_tflops.value / peak
+            if not rates:
+                continue
+            peak, sustained_there = MEASURED[other]
+            own, sheet = self.device.sustained_bf16_tflops, self.device.bf16_tflops.value
+            scale = own.value / sustained_there if own is not None else sheet / peak
+            here = _attention_rates(self.device.table, "flash2", direction) or _attention_rates(
+                near, "flash2", direction
+            )
+            there = _attention_rates(other, "flash2", direction)
+            if other != near and here and there:
+                d = min(here, key=lambda width: abs(width - head_dim))
+                scale = min(scale, here[d][-1][1] / there[d][-1][1])
+            return rates, scale
         return {}, 1.0
 
 
