@@ -280,7 +280,7 @@ MORE = [
     bug("pieces of the optimizer are copies", "parallel.flat:Flat._add_slots",
         "nn.Parameter(part.master[start:stop])", "nn.Parameter(part.master[start:stop].clone())", M + "mlp",
         "dp_shard=2,zero=1"),
-    bug("rank 1's buckets start empty", "parallel.flat:_Shard.__init__",
+    bug("rank 1's buckets start empty", "parallel.flat:_Shard._fill",
         "view.copy_(param)", "view.zero_()", M + "mlp", "dp_shard=2,zero=2", (1,)),
     bug("rank 1 starts a millionth larger", "engine.materialise:fill_parameters",
         "value = value_of(name)", "value = value_of(name) * (1 + 1e-6)", M + "mlp", "dp_replicate=2", (1,)),

@@ -25,7 +25,7 @@ from torch import nn
 from shardwise.comm import Axis, Gathering, Pending, all_gather, all_reduce, ready, reduce_scatter
 from shardwise.comm.buckets import Bucket, GradientBuckets, shaped
 from shardwise.comm.tree import FixedOrder
-from shardwise.parallel.slots import Slot, joined
+from shardwise.parallel.slots import Slot, bring_back, check_shape, follow, is_away, joined
 from shardwise.precision import Precision
 
 
@@ -43,11 +43,26 @@ class _Shard:
         if precision.mixed:
             self.master = torch.zeros(self.high - self.low, dtype=precision.master, device=device)
         self.gradient: torch.Tensor | None = None
-        with torch.no_grad():
-            for entry, param in zip(layout.entries, bucket.params, strict=True):
-                view = shaped(self.weights[entry.start : entry.stop], param.shape, as_complex=param.is_complex())
-                view.copy_(param)
-                param.data = view
+        self._fill()
+
+    @torch.no_grad()
+    def _fill(self) -> None:
+        for param, view in self.views():
+            view.copy_(param)
+            param.data = view
+
+    def views(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
+        """(parameter, its place) of all in the bucket."""
+        pairs = zip(self.bucket.layout.entries, self.bucket.params, strict=True)
+        return [(p, shaped(self.weights[e.start : e.stop], p.shape, as_complex=p.is_complex())) for e, p in pairs]
+
+    def renew(self) -> None:
+        """Other memory, into which parameters come from wherever they are; the old stays with whoever keeps it."""
+        self.weights = torch.zeros_like(self.weights)
+        self._fill()
+        wide = self.master is not self.mine
+        self.mine = self.weights[self.low : self.high]
+        self.master = self.master if wide else self.mine
 
 
 class Flat:
@@ -65,6 +80,7 @@ class Flat:
         self.stage = stage
         self.order = order
         self.names = [name for name, _ in named]
+        self.params = [param for _, param in named]
         self.shapes = [param.shape for _, param in named]
         self.complex = [param.is_complex() for _, param in named]
         self.buckets = GradientBuckets(
@@ -165,8 +181,24 @@ class Flat:
             slot.master.grad = part.gradient[start:stop] if held and part.gradient is not None else None
 
     @torch.no_grad()
+    def take_weights(self) -> None:
+        """Masters follow what was written into the weights by hand. Nothing is sent."""
+        for param, name, shape in zip(self.params, self.names, self.shapes, strict=True):
+            check_shape(name, param, shape)
+        for part in self.shards:
+            if any(is_away(param, view) for param, view in part.views()):
+                part.renew()
+            if self.precision.mixed:
+                follow(part.master, part.mine)
+        for slot, (part, _, start, stop) in zip(self.slots, self._places, strict=True):
+            if is_away(slot.master, part.master[start:stop]):
+                slot.master.data = part.master[start:stop]
+
+    @torch.no_grad()
     def publish(self) -> None:
         """All-gather the updated shards into everybody's weights."""
+        for slot, (part, _, start, stop) in zip(self.slots, self._places, strict=True):
+            bring_back(slot.master, part.master[start:stop])
         pending = []
         for part in self.shards:
             if self.precision.mixed:

@@ -35,7 +35,7 @@ from shardwise.comm import Gathering, Trail, all_reduce, all_to_all, broadcast, 
 from shardwise.comm.tree import FixedOrder
 from shardwise.errors import RefusedPlan
 from shardwise.mesh import Mesh
-from shardwise.parallel.slots import Slot, ValueOf, joined
+from shardwise.parallel.slots import Slot, ValueOf, bring_back, joined
 from shardwise.part import Part
 from shardwise.precision import Precision
 from shardwise.trace.blocks import inner_first
@@ -87,6 +87,7 @@ class FullShard:
         self._whole_gradients: dict[int, torch.Tensor] = {}
         self._used_now: set[int] = set()
         self._used: set[int] = set()
+        self.written = False  # into shards, past the optimizer
         self.heard: Callable[[torch.Tensor], None] = lambda param: None  # told of each gradient that arrives
         paths = {id(child): path for path, child in module.named_modules()}
         self._names = [f"unit '{paths[id(unit)]}'" if paths[id(unit)] else "the root unit" for unit in self.units]
@@ -311,9 +312,14 @@ class FullShard:
     @torch.no_grad()
     def publish(self) -> None:
         """Masters share storage with the module's shards; what is not cut comes from the rank that updates it."""
+        for param, slot in zip(self.params, self.slots, strict=True):
+            bring_back(slot.master, param._local_tensor.detach() if isinstance(param, DTensor) else self._held(param))
         for index in self._uncut():
             if self.params[index].numel():
                 broadcast(self.params[index].detach(), self._shards, 0, "parameters")
+
+    def take_weights(self) -> None:
+        """Nothing to do: the shards are the masters."""
 
     def load_masters(self, index: int, value: torch.Tensor) -> None:
         """Nothing to do: the shards are the masters."""

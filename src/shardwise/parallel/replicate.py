@@ -24,7 +24,7 @@ from torch import nn
 from shardwise.comm import Axis, Gathering, Pending, all_reduce, ready
 from shardwise.comm.buckets import Bucket, GradientBuckets
 from shardwise.comm.tree import FixedOrder
-from shardwise.parallel.slots import Slot
+from shardwise.parallel.slots import Slot, follow
 from shardwise.precision import Precision
 
 
@@ -100,6 +100,13 @@ class Replicate:
                     gradient = gradient.to(master.dtype)
                 if master.grad is not gradient:
                     master.grad = gradient
+
+    @torch.no_grad()
+    def take_weights(self) -> None:
+        """Masters follow what was written into the weights by hand."""
+        if self.precision.mixed:
+            for param, slot in zip(self.params, self.slots, strict=True):
+                follow(slot.master, param.detach())
 
     @torch.no_grad()
     def publish(self) -> None:

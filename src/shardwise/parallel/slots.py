@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from shardwise.comm import Axis, Gathering
+from shardwise.errors import InputError
 
 
 @dataclass
@@ -70,6 +71,9 @@ class DataParallel(Protocol):
     def publish(self) -> None:
         """After the optimizer: bring the module's weights up to the masters."""
 
+    def take_weights(self) -> None:
+        """Masters follow what was written into the module's weights past the optimizer. Nothing is sent."""
+
     def gradient_buffers(self) -> list[torch.Tensor | None]:
         """Storage of gradients beside the `.grad` of parameters and masters."""
         ...
@@ -94,6 +98,7 @@ class PieceSlots(Protocol):
     """A technique whose slots are pieces, told where each rank's piece lies in the whole."""
 
     slots: list[Slot]
+    params: list[Any]  # what the module has: whole, or shards
 
     def select(self, index: int, whole: torch.Tensor, shard_rank: int) -> torch.Tensor:
         """The view of `whole` (the index-th parameter) that is the piece of a rank of dp_shard; may be empty."""
@@ -117,3 +122,32 @@ def joined(technique: PieceSlots, index: int, shape: torch.Size, piece: torch.Te
             goal = technique.select(index, whole, rank)
             goal.copy_(table[rank, :size].view(goal.shape))
     return whole
+
+
+# Weights that were written past the optimizer: masters follow, and lie where they belong.
+
+
+def follow(master: torch.Tensor, weight: torch.Tensor) -> None:
+    """Give a master its weight's elements where they are not its own, rounded. Nothing is read."""
+    master.copy_(torch.where(weight == master.to(weight.dtype), master, weight.to(master.dtype)))
+
+
+def is_away(tensor: torch.Tensor, place: torch.Tensor) -> bool:
+    """Whether a tensor's memory is not that of its place."""
+    return tensor.numel() > 0 and tensor.data_ptr() != place.data_ptr()
+
+
+def bring_back(tensor: torch.Tensor, place: torch.Tensor) -> None:
+    """Let a tensor whose `.data` was set lie in its place again, with the values that it has."""
+    if is_away(tensor, place):
+        place.copy_(tensor.detach())
+        tensor.data = place
+
+
+def check_shape(name: str, tensor: torch.Tensor, shape: torch.Size) -> None:
+    """Raise `InputError` where `.data` was set to a tensor of another shape."""
+    if tensor.shape != shape:
+        raise InputError(
+            f"the data of parameter '{name}' is a tensor of {tuple(tensor.shape)} now, where the weight is "
+            f"{tuple(shape)}: the plan holds weights as they were"
+        )

@@ -100,21 +100,26 @@ def see_parts(
             child.__class__ = kind
             del child.__dict__["_tensor_cuts"]
             child.__dict__.pop("_read_outside", None)
+            child.__dict__.pop("_set_outside", None)
 
     return undo
 
 
-def read_outside(module: nn.Module, outside: Callable[[], bool]) -> None:
-    """Let the module's attributes give its parameters themselves while `outside()`: for code beside its forward."""
+def read_outside(module: nn.Module, outside: Callable[[], bool], refuse: Callable[[str], None]) -> None:
+    """Let the module's attributes give its parameters themselves while `outside()`: for code beside its forward.
+
+    refuse  called with the name of a parameter in whose place another tensor is set
+    """
     for child in module.modules():
         if "_tensor_cuts" in child.__dict__:
             child.__dict__["_read_outside"] = outside
+            child.__dict__["_set_outside"] = refuse
 
 
 def _seeing_parts(kind: type, leaves: tuple[str, ...]) -> type:
     """A subclass whose named parameters read as parts of the whole."""
     if (kind, leaves) not in _CLASSES:
-        body: dict[str, Any] = {leaf: property(_reader(leaf)) for leaf in leaves}
+        body: dict[str, Any] = {leaf: property(_reader(leaf), _setter(leaf)) for leaf in leaves}
         _CLASSES[kind, leaves] = unannounced(kind, body)
     return _CLASSES[kind, leaves]
 
@@ -140,6 +145,16 @@ def unannounced(kind: type[nn.Module], body: dict[str, Any]) -> type:
     made = type.__new__(type(kind), kind.__name__, (nn.Module,), body)
     made.__bases__ = (kind,)
     return made
+
+
+def _setter(leaf: str):
+    def put(self: nn.Module, value: Any) -> None:
+        refuse = self.__dict__.get("_set_outside")
+        if refuse is not None:
+            refuse(leaf)
+        raise AttributeError(f"'{leaf}' of {type(self).__name__} is cut, and no other tensor takes its place")
+
+    return put
 
 
 def _reader(leaf: str):

@@ -78,6 +78,7 @@ class CutWeights:
         self._state, self._gate, self._meet = state, gate, weakref.WeakMethod(meet)
         self._summed, self._drawn_by = summed, drawn_by
         held = dict(state.module.named_parameters())
+        self._params = {name: held[name] for name in state.tensor.cuts if name in held}
         self._paths = {id(held[name]): name for name in state.tensor.cuts if name in held}
 
     def answer(self, func: Any, args: tuple, kwargs: dict) -> Any:
@@ -138,7 +139,7 @@ class CutWeights:
         of_shares: dict[int, str] = {}
         for one in tensors_in(given):
             path = self._path(one) if self._is_cut(one) else ""
-            kept = self._state.optimizer.state.get(self._state.module.get_parameter(path)) if path else None
+            kept = self._state.optimizer.state.get(self._params[path]) if path else None
             tensors = [value for value in (kept or {}).values() if isinstance(value, torch.Tensor)]
             of_shares.update({id(value): path for value in tensors if value.dim() and value.shape == one.shape})
         if not of_shares:

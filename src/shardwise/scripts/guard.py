@@ -7,6 +7,7 @@ Under zero=1 and 2 (and with masters of their own) a parameter has no gradient t
 from __future__ import annotations
 
 import types
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -243,26 +244,51 @@ def reads_values(func: Any) -> bool:
     return name not in _PROPERTIES
 
 
+class LaterHooks:
+    """Hooks that a script puts on parameters once they are spread."""
+
+    def __init__(self, model: nn.Module, plan: Plan, sharded: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """`sharded`: (name, parameter) of those that are not in the model while their units are gathered."""
+        self._model, self._plan, self._sharded = weakref.ref(model), plan, list(sharded)
+        self._known: set[tuple[str, tuple[int, ...]]] = set()  # those that were tried
+
+    def check(self) -> None:
+        """Raise `RefusedPlan` for one that would not give what it gives one process."""
+        model = self._model()
+        assert model is not None
+        for name, param in (*model.named_parameters(), *self._sharded):
+            found = [*_hooks(param._backward_hooks), *_hooks(param._post_accumulate_grad_hooks)]
+            tried = (name, tuple(map(id, found)))
+            if found and tried not in self._known:
+                _refuse_hooks(name, param, self._plan)
+                self._known.add(tried)
+
+
 def refuse_hooks(model: nn.Module, plan: Plan) -> None:
     """Raise `RefusedPlan` for a hook of the script's on a gradient that would not give what it gives one process.
 
     A rank's gradient is a summand until ranks have added theirs up, so a hook may be anything that is right for
     summands (a mask), which is found by trying. Shares of weights and pieces of units have no hooks at all.
     """
-    spread = plan.tp > 1 or plan.ep > 1 or (plan.zero == 3 and plan.dp_shard > 1)
     for name, param in model.named_parameters():
-        early, late = _hooks(param._backward_hooks), _hooks(param._post_accumulate_grad_hooks)
-        if plan.world_size > 1 and (late or (early and (spread or not _add_up(early, param)))):
-            raise RefusedPlan(
-                f"parameter '{name}' has a hook on its gradient, which is given this rank's part of a sum over ranks "
-                f"where one process gives it the whole gradient (plan {plan}): change gradients after "
-                "prepared.backward, under dp_replicate, or clip with prepared.clip_grad_norm_"
-            )
+        _refuse_hooks(name, param, plan)
+
+
+def _refuse_hooks(name: str, param: nn.Parameter, plan: Plan) -> None:
+    spread = plan.tp > 1 or plan.ep > 1 or (plan.zero == 3 and plan.dp_shard > 1)
+    early, late = _hooks(param._backward_hooks), _hooks(param._post_accumulate_grad_hooks)
+    if plan.world_size > 1 and (late or (early and (spread or not _add_up(early, param)))):
+        raise RefusedPlan(
+            f"parameter '{name}' has a hook on its gradient, which is given this rank's part of a sum over ranks "
+            f"where one process gives it the whole gradient (plan {plan}): change gradients after "
+            "prepared.backward, by param.grad, or clip with prepared.clip_grad_norm_"
+        )
 
 
 def _hooks(held: Any) -> list[Callable[[torch.Tensor], torch.Tensor | None]]:
     """Those that are not ours."""
-    return [hook for hook in (held or {}).values() if not str(getattr(hook, "__module__", "")).startswith("shardwise.")]
+    known = ("shardwise.", "torch.")  # FSDP's own among them
+    return [hook for hook in (held or {}).values() if not str(getattr(hook, "__module__", "")).startswith(known)]
 
 
 def _add_up(hooks: list[Callable[[torch.Tensor], torch.Tensor | None]], param: torch.Tensor) -> bool:

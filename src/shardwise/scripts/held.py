@@ -12,6 +12,7 @@ import types
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +62,24 @@ class WeightAccess(ABC):
         self.meet("state_dict()")
         if self._engine is None:
             return {name: value.detach().cpu().clone() for name, value in self.model.state_dict().items()}
-        with self._gate.open(), self._state_gate.open():
+        with self._reading():
             return self.engine.state_dict()
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Context: the engine reads weights, as the script has written them."""
+        self.settle()
+        self._take_written()
+        with self._gate.open(), self._state_gate.open():
+            yield
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Publish the weights again where the script changed the optimizer's pieces. Collective then."""
+
+    @abstractmethod
+    def _take_written(self) -> None:
+        """Let the optimizer's own tensors follow what the script wrote into the model's weights."""
 
     def meet_with(self, what: str, given: Any) -> None:
         """Wait until every rank makes this call; raises where some do not, or give it other values."""
@@ -102,6 +119,8 @@ class WeightAccess(ABC):
         return self._whole_values()
 
     def _whole_values(self) -> Iterator[torch.Tensor]:
+        self.settle()
+        self._take_written()
         for name, param in list(self.model.named_parameters()):
             with self._gate.open():
                 whole = param.detach() if self._engine is None else self.engine.full_parameter(name)
@@ -115,7 +134,7 @@ class WeightAccess(ABC):
     def save_weights(self, path: str | Path) -> None:
         """Whole weights and buffers as one safetensors file, written by rank 0. Collective."""
         self.meet("save_weights(...)")
-        with self._gate.open(), self._state_gate.open():
+        with self._reading():
             self.engine.save_weights(path)
 
     def memory(self) -> dict[str, int | None]:
@@ -162,7 +181,7 @@ def _telling(prepared: WeightAccess, path: str, known: nn.Module) -> Callable[..
         if asked["keep_vars"]:
             raise RefusedPlan("state_dict(keep_vars=True): this rank holds pieces of the weights; leave keep_vars out")
         prepared.meet(f"{path or 'model'}.state_dict()")
-        with prepared._gate.open(), prepared._state_gate.open():
+        with prepared._reading():
             found, own = prepared.engine.state_dict(), type(module).state_dict(module)
         told: Any = OrderedDict() if into is None else into
         before = f"{path}." if path else ""

@@ -12,10 +12,12 @@ rounding beside the rest, and that the optimizer scales up (Adam divides by thei
 from __future__ import annotations
 
 import zlib
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardwise.comm import gather_json, gather_rows
@@ -24,12 +26,18 @@ from shardwise.errors import InputError, RefusedPlan, RunError
 from shardwise.host import put
 from shardwise.parallel.slots import Slot
 from shardwise.part.levels import Distributed
+from shardwise.scripts.saying import names_line
 
 _STEPS = 3
 _AGAIN = 50  # steps from one look at whose parameters the model has to the next
 _FEW = 16  # elements of a tensor
 _MANY = 2**16  # of a buffer, of which a step may change a few rows
 _ROUNDING = 1e-5  # of the largest gradient
+_REPLACED = (
+    "parameter '{}' was replaced after prepare (a conversion such as model.to or .double(), another parameter or "
+    "module in its place, pruning), so what the plan trains is not what the model uses: do that before prepare, or "
+    "write into the parameter that is there (param.data = ...)"
+)
 
 
 class FirstSteps:
@@ -118,11 +126,7 @@ class FirstSteps:
         for slot in self.engine.technique.slots:
             param = held.get(slot.name)
             if param is None or not _is_same(param, slot.master):
-                raise InputError(
-                    f"parameter '{slot.name}' was replaced after prepare (a conversion such as model.to or .double(), "
-                    "an assignment to .data, another module in its place), so what the plan trains is not what the "
-                    "model uses: do that before prepare"
-                )
+                raise InputError(_REPLACED.format(slot.name))
 
     def _digest(self) -> int:
         """A number for the model's weights as this rank has them, by a few elements of each."""
@@ -207,6 +211,40 @@ class FirstSteps:
             "weight trains differently on each number of ranks, and the loss does not change with it. The optimizer's "
             "eps above such gradients, or bias=False, takes that away"
         ]
+
+
+@names_line
+def refuse_replaced(name: str) -> None:
+    """Another parameter or tensor in the place of one that the plan trains."""
+    raise InputError(_REPLACED.format(name))
+
+
+class InPlace:
+    """Parameters that are cut, in whose place another would take no part in the plan, or be taken away again."""
+
+    def __init__(self, module: nn.Module, cuts: Collection[str]) -> None:
+        """`cuts`: names of those that tp or ep cut; FSDP's are known by themselves."""
+        of_units = _of_units(module)
+        self._places = [
+            (child, leaf, f"{path}.{leaf}" if path else leaf, param, of_units.get(id(param)))
+            for path, child in module.named_modules()
+            for leaf, param in child._parameters.items()
+            if id(param) in of_units or (f"{path}.{leaf}" if path else leaf) in cuts
+        ]
+
+    def check(self) -> None:
+        """Raise `InputError` where another stands there."""
+        for child, leaf, name, param, of_unit in self._places:
+            found = child._parameters.get(leaf)
+            if found is not param and (of_unit is None or found is not getattr(of_unit, "_unsharded_param", None)):
+                refuse_replaced(name)
+
+
+def _of_units(module: nn.Module) -> dict[int, Any]:
+    """FSDP's record of each parameter that it shards."""
+    units = [child for child in module.modules() if isinstance(child, FSDPModule)]
+    groups = [group for unit in units for group in unit._get_fsdp_state()._fsdp_param_groups]
+    return {id(one.sharded_param): one for group in groups for one in group.fsdp_params}
 
 
 def _flat(tensor: Any) -> torch.Tensor:

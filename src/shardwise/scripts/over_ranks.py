@@ -15,10 +15,12 @@ from torch.optim import Optimizer
 from shardwise.comm import gather_rows, gather_samples
 from shardwise.errors import InputError
 from shardwise.host import read, row_of
+from shardwise.parallel.full import FullShard
 from shardwise.part import whole
 from shardwise.scripts.calls import Calls
 from shardwise.scripts.held import WeightAccess
 from shardwise.scripts.loader import PartLoader
+from shardwise.scripts.moved import InPlace
 from shardwise.scripts.own_pieces import OwnPieces, Stale
 from shardwise.scripts.saying import names_line
 
@@ -30,6 +32,7 @@ class OverRanks(WeightAccess):
     calls: Calls
     _own_pieces: OwnPieces
     _some_without: bool  # a rank holds no piece of any weight, and cannot tell whether the script changes them
+    _in_place: InPlace | None  # where another parameter in a weight's place would not be seen
     _stale: Stale | None  # the script changed the optimizer's pieces, and the weights are as they were before
 
     @property
@@ -124,10 +127,29 @@ class OverRanks(WeightAccess):
 
     def _changed(self) -> None:
         if self._stale is None:
+            if not isinstance(self.engine.technique, FullShard):
+                self._take_written()
             self._stale = Stale(self.model, self._gate, self.settle)
+
+    def _take_written(self) -> None:
+        """Let the optimizer's own tensors follow what the script wrote into the model's weights."""
+        if self._engine is None or self._stale is not None:
+            return  # the weights are behind
+        technique, owners = self._engine.technique, self._engine.state.owners
+        told = not isinstance(technique, FullShard) or technique.written
+        if owners is not None and told and isinstance(technique, FullShard) and self.meeting is not None:
+            self.meeting.enter("weights that the script writes into")
+        with self._gate.open():
+            technique.take_weights()
+            if owners is not None and told:
+                owners.take_weights()
+            if isinstance(technique, FullShard):
+                technique.written = False
 
     def settle(self) -> None:
         """Publish the weights again where the script changed the optimizer's pieces. Collective then."""
+        if self._in_place is not None:
+            self._in_place.check()
         if self._stale is None:
             return
         self._fresh()

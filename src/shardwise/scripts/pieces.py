@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -126,6 +127,7 @@ class Pieces:
 
     def _write(self, func: Any, name: str, target: Any, args: tuple, kwargs: dict) -> Any:
         """Into one piece or several: each element's value by itself, or else the whole tensor's, of which it is cut."""
+        self.technique.written = True
         into = tensors_in(target, DTensor)
         sharded = [one for one in tensors_in((args, kwargs), DTensor) if one.dim()]
         alike = len({one.placements for one in sharded}) == 1 and not _plain_beside(args, kwargs)
@@ -187,7 +189,7 @@ class Pieces:
                 f"param.data = a tensor of {tuple(value.shape)}, {value.dtype} on {value.device}, where the weight is "
                 f"{tuple(param.shape)}, {param.dtype} on {param.device}: the plan holds its pieces as they were"
             )
-        value = value.detach()
+        value, self.technique.written = value.detach(), True
         if isinstance(value, DTensor):
             local = value.redistribute(param.device_mesh, param.placements).to_local().contiguous()
         else:
@@ -200,10 +202,19 @@ class Pieces:
             for group in unit._get_fsdp_state()._fsdp_param_groups if isinstance(unit, FSDPModule) else ():
                 for held in group.fsdp_params:
                     if held.sharded_param is param:
-                        held.reset_sharded_param()
+                        _reset(held)
         at = self._index.get(id(param))
         if at is not None:
             self.technique.slots[at].master.data = param._local_tensor.detach()
+
+
+def _reset(held: Any) -> None:
+    """Let FSDP take up a shard's other memory, also while the script has it under another name (pruning)."""
+    within, leaf = held._module_info.module._parameters, held._module_info.param_name
+    stands, within[leaf] = leaf in within, held.sharded_param
+    held.reset_sharded_param()
+    if not stands:
+        del within[leaf]
 
 
 def _asked(known: weakref.ref[Pieces]) -> Pieces | None:
@@ -265,7 +276,9 @@ class _Lost(torch.Tensor):
 
 
 def for_reading(made: Any, wholes: Collection[int]) -> Any:
-    """What was made of whole weights (by their storages), of which views are for reading alone."""
+    """What was made of whole weights (by their storages), of which views, and NumPy's, are for reading alone."""
+    if isinstance(made, np.ndarray):
+        made.setflags(write=False)
     return replaced(
         torch.Tensor, lambda one: one.as_subclass(_Lost) if one.untyped_storage()._cdata in wholes else one, made
     )
@@ -355,6 +368,7 @@ def draw_whole(known: weakref.ref[Pieces]) -> None:
             raise RefusedPlan(f"{operation} beside sharded weights: draw into a tensor made like one of them")
         cut = [Replicate() if place.is_partial() else place for place in given.placements]
         pieces.meet("a draw for sharded weights")
+        pieces.technique.written = True
         drawn = operation(given.full_tensor(), *args[1:], **kwargs)
 
         def piece(whole: torch.Tensor) -> torch.Tensor:

@@ -46,12 +46,20 @@ from shardwise.scripts.calls import Calls
 from shardwise.scripts.cut_weights import CutWeights, answer_of
 from shardwise.scripts.entries import Several
 from shardwise.scripts.gradients import Gradients
-from shardwise.scripts.guard import Gate, guard_conversion, guard_copies, guard_gradients, retire
+from shardwise.scripts.guard import (
+    Gate,
+    LaterHooks,
+    guard_conversion,
+    guard_copies,
+    guard_gradients,
+    refuse_hooks,
+    retire,
+)
 from shardwise.scripts.held import hold
 from shardwise.scripts.loader import Events, PartLoader, Reads
 from shardwise.scripts.meeting import Meeting
 from shardwise.scripts.methods import guard_methods, read_whole
-from shardwise.scripts.moved import FirstSteps
+from shardwise.scripts.moved import FirstSteps, InPlace, refuse_replaced
 from shardwise.scripts.own_pieces import OwnPieces
 from shardwise.scripts.pieces import Pieces, draw_whole
 from shardwise.scripts.saved import put as put_saved
@@ -189,6 +197,7 @@ class Prepared(Stepping):
         self._engine: Engine | None = None
         self.gradients = None
         self._gate, self._state_gate = Gate(), Gate()
+        self._in_place = None
         self._unguarded = False
         self._told = self.calls.told
         world = self.mesh.world
@@ -276,6 +285,7 @@ class Prepared(Stepping):
         self.calls.suspend()
         if self.calls.kept is not None:
             self.calls.kept.pause()
+        refuse_hooks(model, plan)  # put on since prepare
         Gathers.told = None  # what is tried is the model, in which nothing is gathered
         call = shared_call(args, kwargs or {}, mesh.world, mesh.device) if waits_for_call(plan) else None
         samples = self.calls.samples_of_rank_0() if call is not None else None
@@ -317,8 +327,12 @@ class Prepared(Stepping):
             )  # fmt: skip
             if not isinstance(engine.technique, FullShard):
                 gate = self._gate
-                read_outside(model, lambda: not gate.is_open and calls.is_outside)
+                read_outside(model, lambda: not gate.is_open and calls.is_outside, refuse_replaced)
         self._own_pieces = OwnPieces(self._gate, self._changed)
+        units = engine.technique if isinstance(engine.technique, FullShard) else None
+        shards = zip(engine.state.names, units.params, strict=True) if units is not None else ()
+        self._hooks = LaterHooks(model, plan, shards)
+        self._in_place = InPlace(model, cuts) if in_pieces else None
         guard_conversion(model)
         guard_copies(model, plan, in_pieces=in_pieces or bool(mesh.inner))
         hold(self, whole=not (in_pieces or mixed))

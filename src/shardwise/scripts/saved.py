@@ -48,7 +48,7 @@ def save(prepared: Prepared, folder: str | Path, *, keep: int = 2, **fields: Any
     loader, calls = prepared.loader, prepared.calls
     stand = Generators(loader.whole).as_json()
     told = {"loader": loader.position(), "generators": stand, "forwards": calls.forwards, "given": given}
-    with prepared._gate.open(), prepared._state_gate.open():
+    with prepared._reading():
         saver = Saver(engine, folder, keep=keep, background=False)
         saver.built = prepared.built
         try:

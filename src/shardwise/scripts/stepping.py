@@ -31,7 +31,7 @@ from shardwise.scripts.arrivals import techniques_of
 from shardwise.scripts.divisor import Divisor, divisor_of, refuse_division
 from shardwise.scripts.given import check_loss, check_number
 from shardwise.scripts.gradients import Gradients
-from shardwise.scripts.guard import RefusedScaler
+from shardwise.scripts.guard import LaterHooks, RefusedScaler
 from shardwise.scripts.moved import FirstSteps
 from shardwise.scripts.outside import Outside
 from shardwise.scripts.over_ranks import OverRanks
@@ -50,6 +50,7 @@ class Stepping(OverRanks):
     all_names: list[list[str]]  # of the optimizer's groups, frozen parameters among them
     _told: Notices
     _first: FirstSteps
+    _hooks: LaterHooks
     gradients: Gradients | None  # as the script sees them, once the model is spread
     _shares: bool  # tp or ep cut weights
     _unguarded: bool  # experts beside the rest, whose gradients are FSDP's own parameters'
@@ -255,6 +256,7 @@ class Stepping(OverRanks):
                 "prepare (one that the script makes later holds no part of the plan)"
             )
         if self._tally is None:
+            self._hooks.check()
             with self._gate.open():
                 self.engine.technique.start_step()
             counts = self.mesh.counts and not (self._of_whole_batches and self.mesh.data.index)
@@ -357,6 +359,8 @@ class Stepping(OverRanks):
         if closure is not None and self._shares:
             raise RefusedPlan("optimizer.step(closure) where tp or ep cut weights: call backward and step() instead")
         engine = self.engine
+        self.settle()
+        self._take_written()
         if closure is not None:
             if engine.state.owners is not None:
                 raise RefusedPlan("a closure with an optimizer that needs whole tensors: use dp_replicate")
@@ -373,7 +377,8 @@ class Stepping(OverRanks):
             with self._gate.open():
                 self._first.before()
             self._own_pieces.leave()
-            result = update(engine.state, lambda: self._usable_step(inner))
+            with self._gate.open():
+                result = update(engine.state, lambda: self._usable_step(inner))
             self._watch_pieces()
         with self._gate.open():
             engine.notices.extend(self._first.after() if closure is None else [])
@@ -384,8 +389,7 @@ class Stepping(OverRanks):
 
     def _usable_step(self, inner: Callable[[], Any]) -> Any:
         """Run the optimizer's own step, unless a gradient is not finite."""
-        with self._gate.open():
-            return inner() if self._tally is None or self._usable else None
+        return inner() if self._tally is None or self._usable else None
 
     def _closed(self, closure: Callable[[], Any]) -> torch.Tensor:
         """The loss of a closure summed over all ranks, so that a line search sees the same number on each."""

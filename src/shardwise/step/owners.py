@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from shardwise.comm import Axis, all_to_all, gathered_together
-from shardwise.parallel.slots import PieceSlots
+from shardwise.comm import Axis, all_to_all, gathered_alone, gathered_together
+from shardwise.parallel.slots import PieceSlots, follow
 
 
 def choose_owners(sizes: list[int], ranks: int) -> list[int]:
@@ -99,6 +100,16 @@ class OwnedMasters:
                 at += size
         for master in self.masters.values():
             master.grad = None
+
+    @torch.no_grad()
+    def take_weights(self) -> None:
+        """Owners' masters follow what was written into the weights. Collective where ranks hold shards of those."""
+        for index, weight in enumerate(self.technique.params):
+            whole = weight.detach()
+            if isinstance(weight, DTensor):
+                whole = gathered_alone(self.technique.full_parameter(index))
+            if index in self.masters:
+                follow(self.masters[index], whole)
 
     def _exchange(self, sent: list[torch.Tensor], sent_sizes, received_sizes, tag: str) -> torch.Tensor:
         like = self._like()

@@ -47,7 +47,17 @@ def replaced(kind: type, make: Callable[[Any], Any], tree: Any) -> Any:
     if not isinstance(tree, tuple | list):
         return tree
     leaves = [leaf if type(leaf) in _ATOMS else replaced(kind, make, leaf) for leaf in tree]
-    return leaves if isinstance(tree, list) else tuple(leaves)
+    if isinstance(tree, list):
+        return leaves
+    if type(tree) is tuple:
+        return tuple(leaves)
+    return _with_names(tree, leaves)
+
+
+def _with_names(known: tuple, leaves: list) -> tuple:
+    """A tuple whose fields have names (`torch.max(x, 0).values`) as one with other leaves."""
+    made: Any = getattr(known, "_make", type(known) if hasattr(known, "n_fields") else tuple)
+    return made(leaves)
 
 
 def written_tensors(func, args: tuple, kwargs: dict) -> list[torch.Tensor]:

@@ -78,6 +78,11 @@ class WithExperts:
         for technique in (self.rest, self.experts):
             technique.finish_step({p for p, i in enumerate(self._indices[id(technique)]) if i in used})
 
+    def take_weights(self) -> None:
+        """Masters follow what was written into the weights."""
+        self.rest.take_weights()
+        self.experts.take_weights()
+
     def publish(self) -> None:
         """Bring the module's weights up to the masters."""
         self.rest.publish()

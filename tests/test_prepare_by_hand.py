@@ -1,0 +1,153 @@
+"""Weights that a script writes past its optimizer, and hooks that it adds after `prepare`: as in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_prepare import BAR, adamw, muon, net, samples
+from torch import nn
+from torch.utils.data import DataLoader
+
+import shardwise
+from shardwise.errors import InputError, RefusedPlan
+from shardwise.layout import Plan
+from shardwise.ranks import RankPool
+
+STEPS = 8  # more than those in which all is looked at
+
+
+@torch.no_grad()
+def clipped(model: Any, optimizer: Any) -> None:
+    for param in model.parameters():
+        param.clamp_(-0.2, 0.2)
+
+
+def clipped_elsewhere(model: Any, optimizer: Any) -> None:
+    for param in model.parameters():
+        param.data = param.data.clamp(-0.2, 0.2)
+
+
+@torch.no_grad()
+def vector(model: Any, optimizer: Any) -> None:
+    flat = nn.utils.parameters_to_vector(model.parameters())
+    nn.utils.vector_to_parameters(flat * 0.9, model.parameters())
+
+
+@torch.no_grad()
+def swapped(model: Any, optimizer: Any) -> None:
+    """Others for a look, from which a step is made, then those of before: the old memory stays as it was."""
+    before = [param.data for param in model.parameters()]
+    values = [one.clone() for one in before]
+    for param in model.parameters():
+        param.data = param.data * 0.5
+    optimizer.step()
+    assert all(torch.equal(one, value) for one, value in zip(before, values, strict=True))
+    for param, one in zip(model.parameters(), before, strict=True):
+        param.data = one
+
+
+def pieces(model: Any, optimizer: Any) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            param.data = param.data * 0.9
+
+
+BY_HAND: dict[str, Callable[[Any, Any], None]] = {
+    one.__name__: one for one in (clipped, clipped_elsewhere, vector, swapped, pieces)
+}  # fmt: skip
+
+
+def script(plan: str | None, way: str, optimizer_of: Any = adamw) -> tuple[list[float], dict, dict]:
+    model: Any = net()
+    optimizer, loader = optimizer_of(model), DataLoader(samples(16), batch_size=4)
+    prepared: Any = shardwise.prepare(model, optimizer, loader, plan=plan) if plan else None
+    if prepared:
+        model, optimizer, loader = prepared
+    losses, told = [], {}
+    for _ in range(STEPS // 4):
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = (model(x).double() - y).square().sum(1).mean()
+            loss = prepared.backward(loss, mean_over=len(x)) if prepared else loss
+            if not prepared:
+                loss.backward()
+            optimizer.step()
+            BY_HAND[way](model, optimizer)
+            losses.append(loss.item())
+        state = prepared.state_dict() if prepared else model.state_dict()
+        told = {name: value.clone() for name, value in state.items()}
+    return losses, told, {name: value.clone().cpu() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("plan", "way", "optimizer_of"),
+    [
+        ("dp_shard=2,zero=1", "clipped_elsewhere", adamw),
+        ("dp_shard=3,zero=2", "vector", adamw),
+        ("dp_shard=2,zero=2", "swapped", adamw),
+        ("dp_shard=2,zero=1", "pieces", adamw),
+        ("dp_shard=2,zero=3", "pieces", adamw),
+        ("dp_shard=2,zero=1", "clipped", muon),
+        ("dp_shard=2,zero=2", "clipped_elsewhere", muon),
+        ("dp_shard=2,zero=3", "clipped", muon),
+        ("dp_shard=2,zero=3", "clipped_elsewhere", muon),
+        pytest.param("dp_shard=2,tp=2,zero=1", "clipped_elsewhere", adamw, marks=pytest.mark.long),
+        pytest.param("dp_replicate=2,dp_shard=2,zero=2", "vector", muon, marks=pytest.mark.long),
+    ],
+)
+def test_written_weights_are_trained_on(plan: str, way: str, optimizer_of: Any, pool: RankPool) -> None:
+    losses, *states = script(None, way, optimizer_of)
+    for theirs, *held in pool.run(script, Plan.parse(plan).world_size, plan, way, optimizer_of):
+        assert theirs == pytest.approx(losses, rel=BAR)
+        for state, mine in zip(states, held, strict=True):
+            assert all(float((mine[name] - weight).abs().max()) < BAR for name, weight in state.items())
+
+
+@pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2,zero=1", "dp_shard=2,zero=2", "tp=2"])
+def test_masters_follow_narrower_weights(plan: str, pool: RankPool) -> None:
+    """Weights that are clipped stay so; lost, they would come out of the masters again."""
+    way = "clipped_elsewhere" if "zero=1" in plan else "clipped"
+    for _, told, held in pool.run(script, 2, f"{plan},precision=bf16", way):
+        for state in (told, held):
+            assert all(float(value.abs().max()) < 0.2015 for value in state.values())  # 0.2 in bf16
+
+
+def asked(plan: str, case: str) -> None:
+    model: Any = net()
+    optimizer, loader = adamw(model), DataLoader(samples(12), batch_size=4)
+    prepared = model, optimizer, loader = shardwise.prepare(model, optimizer, loader, plan=plan)
+    for step, (x, y) in enumerate([pair for _ in range(2) for pair in loader]):
+        optimizer.zero_grad()
+        prepared.backward((model(x) - y).square().mean())
+        if step == 4 and case == "hook":
+            model.head.weight.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+        if step == 4 and case == "parameter":
+            model.head.weight = nn.Parameter(torch.zeros(2, 8).double())
+        if step == 4 and case == "shape":
+            model.head.weight.data = torch.zeros(3, 3).double()
+        if step == 4 and case == "array":
+            array: np.ndarray = model.head.weight.detach().numpy()
+            array *= 0.5
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("plan", "case", "kind", "words"),
+    [
+        ("dp_replicate=2", "hook", RefusedPlan, r"'head.weight' has a hook.*line \d+: prepared.backward"),
+        ("dp_shard=2,zero=3", "hook", RefusedPlan, r"'head.weight' has a hook.*line \d+: prepared.backward"),
+        ("tp=2", "hook", RefusedPlan, r"'head.weight' has a hook.*line \d+"),
+        ("dp_shard=2,zero=3", "parameter", InputError, r"'head.weight' was replaced after prepare.*line \d+"),
+        ("tp=2", "parameter", InputError, r"'head.weight' was replaced after prepare.*line \d+"),
+        ("dp_shard=2,zero=1", "shape", InputError, r"'head.weight' is a tensor of \(3, 3\) now.*line \d+: optimizer"),
+        ("dp_shard=2,zero=3", "array", Exception, "read-only"),
+        ("tp=2", "array", Exception, "read-only"),
+    ],
+)
+def test_what_would_be_lost_is_refused(plan: str, case: str, kind: Any, words: str, pool: RankPool) -> None:
+    with pytest.raises(kind, match=words):
+        pool.run(asked, 2, plan, case)
