@@ -580,6 +580,15 @@ SCRIPTS = [
     bug("gathered outputs lie in another order than the batch", "scripts.whole_batch:WholeBatch._whole",
         "gather_samples(mine.contiguous(),", "gather_samples(mine.flip(0).contiguous(),", S + "mixup.py",
         "dp_shard=2,zero=2"),
+    bug("pieces that a script wrote into are not published", "scripts.over_ranks:OverRanks.settle",
+        "state.technique.publish()", "pass", S + "lookahead.py", "dp_shard=2,zero=2"),
+    bug("gradients that a script changed stay as they were", "scripts.gradients:Gradients.put_back",
+        "for name, value in self._seen.items():", "for name, value in ():", S + "noisy_gradients.py",
+        "dp_shard=2,zero=1"),
+    bug("a queue holds the keys of samples in another order", "scripts.over_ranks:OverRanks.gather",
+        "given[: part.count]", "given[: part.count].flip(0)", S + "momentum_contrast.py", "dp_replicate=2"),
+    bug("a normalised weight is written into the share as it lies", "scripts.cut_weights:CutWeights._put",
+        "into.detach().copy_(self.share(self._path(into), whole))", "pass", S + "swav.py", "tp=2"),
 ]  # fmt: skip
 
 CHUNKS = [
