@@ -50,6 +50,10 @@ def swapped(model: Any, optimizer: Any) -> None:
         param.data = one
 
 
+def nothing(model: Any, optimizer: Any) -> None:
+    """Masters keep what narrower weights have not."""
+
+
 def pieces(model: Any, optimizer: Any) -> None:
     for group in optimizer.param_groups:
         for param in group["params"]:
@@ -57,7 +61,7 @@ def pieces(model: Any, optimizer: Any) -> None:
 
 
 BY_HAND: dict[str, Callable[[Any, Any], None]] = {
-    one.__name__: one for one in (clipped, clipped_elsewhere, vector, swapped, pieces)
+    one.__name__: one for one in (clipped, clipped_elsewhere, vector, swapped, pieces, nothing)
 }  # fmt: skip
 
 
@@ -114,6 +118,13 @@ def test_masters_follow_narrower_weights(plan: str, pool: RankPool) -> None:
     for _, told, held in pool.run(script, 2, f"{plan},precision=bf16", way):
         for state in (told, held):
             assert all(float(value.abs().max()) < 0.2015 for value in state.values())  # 0.2 in bf16
+
+
+@pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2,zero=1"])
+def test_masters_keep_their_bits(plan: str, pool: RankPool) -> None:
+    for _, told, _ in pool.run(script, 2, f"{plan},precision=bf16", "nothing"):
+        apart = [(value.float() != value.bfloat16().float()).double().mean() for value in told.values()]
+        assert min(apart) > 0.5  # one in 65,536 would be by chance
 
 
 def asked(plan: str, case: str) -> None:
