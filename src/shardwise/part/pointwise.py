@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+import threading
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,16 +27,46 @@ ELEMENTWISE = (
 )  # fmt: skip
 
 
+Shapes = Sequence[Sequence[int]]
+
+
+class _Whole(threading.local):
+    """The operation that is being answered, and the shapes of its tensors as one process has them.
+
+    For an axis further in, tiles of those further out may be one index or none: ranks would find others repeated.
+    """
+
+    held: tuple[Any, Shapes] | None = None
+
+    def shapes(self, func: Any, tensors: list[torch.Tensor]) -> Shapes:
+        held = self.held
+        same = held is not None and held[0] is func and len(held[1]) == len(tensors)
+        return held[1] if held is not None and same else [tensor.shape for tensor in tensors]
+
+    @contextmanager
+    def inside(self, func: Any, shapes: Shapes) -> Iterator[None]:
+        """Context: the operation is answered for axes further in."""
+        before, self.held = self.held, (func, shapes)
+        try:
+            yield
+        finally:
+            self.held = before
+
+
+WHOLE = _Whole()
+
+
 class PointwiseCuts:
     """Where and how all parts of an elementwise operation are cut, in the dims of its result."""
 
-    def __init__(self, func: Any, tensors: list[torch.Tensor]):
+    def __init__(self, func: Any, tensors: list[torch.Tensor], shapes: Shapes):
+        self.whole = {id(tensor): shape for tensor, shape in zip(tensors, shapes, strict=True)}
         self.ndim = max(tensor.dim() for tensor in tensors)
         parts = [tensor for tensor in tensors if is_part(tensor)]
         firm = [part for part in parts if not part.soft] or parts
         self._follow(max(firm, key=lambda part: part.dim()))
         if any(self.crossing(part) for part in firm):  # positions by positions: cut as the largest is, or by its rows
-            self._follow(max(firm, key=lambda part: (part.numel(), -self.place(part))))
+            self._follow(max(firm, key=lambda part: (math.prod(self.whole[id(part)]), -self.place(part))))
         lead = self.lead
         for part in firm:
             if self.place(part) != self.dim or not part.beside(lead):
@@ -49,8 +81,9 @@ class PointwiseCuts:
     def crossing(self, tensor: Part) -> bool:
         """Whether a part of positions is cut along another dim than the result, along whose cut dim it is repeated."""
         dim = self.dim - (self.ndim - tensor.dim())
-        apart = self.place(tensor) != self.dim and self.lead.axis.positions and self.owners.size > 1
-        return apart and (dim < 0 or tensor.shape[dim] == 1)
+        lead, shape = self.lead, self.whole[id(tensor)]
+        apart = self.place(tensor) != self.dim and lead.axis.positions and self.whole[id(lead)][lead.dim_cut] > 1
+        return apart and (dim < 0 or shape[dim] == 1)
 
     def movable(self, tensor: Part) -> bool:
         """Whether a part has the dim along which the result is cut, so that its cut can be moved there."""
@@ -80,22 +113,25 @@ class PointwiseCuts:
 def pointwise(func: Any, args: tuple, kwargs: dict) -> Any:
     """Returns `func` of the ranks' shares, brought beside each other."""
     tensors = tensors_in((args, kwargs))
-    if any(_repeats(tensor, tensors) for tensor in tensors):
-        args, kwargs = replaced(Part, lambda part: gather(part) if _repeats(part, tensors) else part, (args, kwargs))
+    shapes = WHOLE.shapes(func, tensors)
+    repeated = {id(tensor) for tensor, shape in zip(tensors, shapes, strict=True) if _repeats(tensor, shape, shapes)}
+    if repeated:
+        args, kwargs = replaced(Part, lambda part: gather(part) if id(part) in repeated else part, (args, kwargs))
         axis, tensors = parts_in(tensors)[0].axis, tensors_in((args, kwargs))
         if not parts_in(tensors):
             return replaced(torch.Tensor, lambda whole: Sum.read_only(whole, axis), func(*args, **kwargs))
     if not facts(func).writes and _pairs_of_tables(parts_in(tensors)):
         args, kwargs = replaced(Part, lambda part: gathered(part) if is_part(part) else part, (args, kwargs))
         return func(*args, **kwargs)
-    agreement = PointwiseCuts(func, tensors)
+    agreement = PointwiseCuts(func, tensors, shapes)
     changed = args[0] if facts(func).writes else None
     if changed is not None and not is_part(changed) and agreement.lead.axis.positions:
         return _into_a_whole(func, args, kwargs)
     if changed is not None:
         _refuse_changing(func, changed, agreement)
     args, kwargs = replaced(torch.Tensor, agreement.local, (args, kwargs))
-    output = func(*args, **kwargs)
+    with WHOLE.inside(func, shapes):
+        output = func(*args, **kwargs)
     if changed is not None:
         return changed
     return replaced(torch.Tensor, lambda t: agreement.lead.with_local(t, agreement.dim, agreement.owners), output)
@@ -110,12 +146,12 @@ def _into_a_whole(func: Any, args: tuple, kwargs: dict) -> Any:
     return func(*args, **kwargs)
 
 
-def _repeats(tensor: torch.Tensor, tensors: list[torch.Tensor]) -> bool:
+def _repeats(tensor: torch.Tensor, shape: Sequence[int], shapes: Shapes) -> bool:
     """Whether a part of one index along its cut dim, which one rank has, is read by every index of another tensor."""
-    if not is_part(tensor) or tensor.shape[tensor.dim_cut] != 1:
+    if not is_part(tensor) or shape[tensor.dim_cut] != 1:
         return False
     place = tensor.dim_cut - tensor.dim()  # from behind, where shapes meet
-    return any(other.dim() >= -place and other.shape[place] > 1 for other in tensors)
+    return any(len(other) >= -place and other[place] > 1 for other in shapes)
 
 
 def _pairs_of_tables(parts: list[Part]) -> bool:

@@ -88,8 +88,11 @@ class Sum(Distributed):
         return made
 
     @classmethod
-    def read_only(cls, copy: torch.Tensor, axis: Axis) -> Sum:
-        """A view of something gathered over an axis, into which nothing may be written."""
+    def read_only(cls, copy: torch.Tensor, axis: Axis) -> torch.Tensor:
+        """A view of something gathered over an axis, into which nothing may be written; of tiles, a part of it."""
+        if axis.positions and isinstance(copy, Part) and copy.axis.positions:  # of which functions on tiles are asked
+            copy.copied = True
+            return copy
         made = cls(copy, axis)
         made.total, made.read_only_copy = copy, True
         return made
@@ -260,7 +263,7 @@ def _note_view(first: Sum, view: Sum, func: Callable[..., torch.Tensor], args: t
         view.views.append(weakref.ref(view))
 
 
-def _reshaped(first: Sum, shape: list[int]) -> Sum:
+def _reshaped(first: Sum, shape: list[int]) -> torch.Tensor:
     """`first.view(shape)` of one index of a cut dim, or of a copy, to read: neither lies in memory as it does in one
     process, and whether that would have copied it is not known."""
     if first.total is not None:

@@ -49,6 +49,11 @@ def interpolate(
             scales = list(factors)
     if min(sizes) < 1:
         raise RuntimeError(f"interpolate of {tuple(input.shape)} to {sizes}: sizes must be positive")
+    if smooth and sizes[1] == 1 and sizes[0] != input.shape[2] and on_host(input.device):
+        raise Uncut(
+            f"interpolate(mode={mode!r}, antialias=True) to {sizes}: torch's kernel gives every row of a single column "
+            "the first row there, and tiles have the rows; resize to one column by a mean, or without antialias"
+        )
     wide = torch.promote_types(input.dtype, torch.float32) if input.is_floating_point() else input.dtype
     tables = [
         Table(
