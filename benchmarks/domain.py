@@ -11,10 +11,12 @@ median of the ratios of neighbours, each the slower rank's time.
     waiting     domain_overlap=never
     deep        domain_depth=LAYERS: one exchange for all convolutions, which compute borders twice
     whole       one process with one thread computes all; half of its time is what two ranks could reach at best
+    apart       both ranks convolve their tiles at once, as if these were all, and send nothing: what two ranks reach
+                on this machine, whose memory and clock they share
 
 The slow link lies between two network namespaces, each of which may send so many Mbit/s (`tc`, a token bucket); it
 needs root and Linux. Bars: overlap / waiting below 1 on the slow link and at most 1.03 on loopback; overlap / (whole /
-2) at most 1.15 on loopback.
+2) at most 1.15 on loopback, where `apart` shows what of it is the machine's.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ from shardwise.ranks.join import join
 
 TABLE = Path(__file__).resolve().parent.parent / "docs" / "tables" / "domain.md"
 LAYERS, CHANNELS, KERNEL, RANKS = 4, 32, 5, 2
-WAYS = ("overlap", "waiting", "deep", "whole")
+WAYS = ("overlap", "waiting", "deep", "whole", "apart")
 Times = list[dict[str, float]]
 
 
@@ -76,6 +78,7 @@ def measure(size: int, pairs: int, alone: bool) -> Times:
         "waiting": lambda: stack(waiting, weights),
         "deep": lambda: stack(deep, weights),
         "whole": lambda: stack(whole, weights) if axis.index == 0 else None,
+        "apart": lambda: stack(share, weights),
     }
     names = [name for name in WAYS if alone or name != "whole"]
     with counted() as ran:
@@ -158,6 +161,7 @@ def row(link: str, size: int, found: Times) -> str:
         cells.append(f"{statistics.median(ratios):.3f} ({low:.2f} to {high:.2f})")
     scaled = [2 * t["overlap"] / t["whole"] for t in found if "whole" in t]
     cells.append(f"{statistics.median(scaled):.3f}" if scaled else "–")
+    cells.append(f"{statistics.median(t['overlap'] / t['apart'] for t in found):.3f}")
     return f"| {' | '.join([*cells, str(len(found))])} |"
 
 
@@ -176,7 +180,7 @@ def main() -> None:
         dist.destroy_process_group()
         return
     names = ["link", "field", *(f"{way}, ms" for way in WAYS), "overlap / waiting", "deep / waiting",
-             "overlap / (whole / 2)", "rounds"]  # fmt: skip
+             "overlap / (whole / 2)", "overlap / apart", "rounds"]  # fmt: skip
     head = [f"| {' | '.join(names)} |", "|---|---|" + "---:|" * (len(names) - 2)]
     print("\n".join(head), flush=True)
     lines = []

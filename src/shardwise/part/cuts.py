@@ -75,7 +75,7 @@ class Owners:
     def __repr__(self) -> str:
         return f"Owners(size={self.size}, counts={self.counts}, runs={len(self.who)})"
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Indices in all: the dim's global length."""
         return int(self.stops[-1]) if len(self.stops) else 0

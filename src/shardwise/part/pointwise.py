@@ -114,6 +114,13 @@ def pointwise(func: Any, args: tuple, kwargs: dict) -> Any:
     """Returns `func` of the ranks' shares, brought beside each other."""
     tensors = tensors_in((args, kwargs))
     shapes = WHOLE.shapes(func, tensors)
+    if _dealt_alike(tensors):
+        lead = next((part for part in tensors if not part.soft), tensors[0])
+        first = args[0]
+        args, kwargs = replaced(Part, lambda part: part.local, (args, kwargs))
+        with WHOLE.inside(func, shapes):
+            output = func(*args, **kwargs)
+        return first if facts(func).writes else replaced(torch.Tensor, lead.with_local, output)
     repeated = {id(tensor) for tensor, shape in zip(tensors, shapes, strict=True) if _repeats(tensor, shape, shapes)}
     if repeated:
         args, kwargs = replaced(Part, lambda part: gather(part) if id(part) in repeated else part, (args, kwargs))
@@ -135,6 +142,20 @@ def pointwise(func: Any, args: tuple, kwargs: dict) -> Any:
     if changed is not None:
         return changed
     return replaced(torch.Tensor, lambda t: agreement.lead.with_local(t, agreement.dim, agreement.owners), output)
+
+
+def _dealt_alike(tensors: list[Any]) -> bool:
+    """Whether all are parts, of one shape and dealt in one way: most operations by far."""
+    first = tensors[0]
+    if not is_part(first):
+        return False
+    shape, dim, axis, owners = first.shape, first.dim_cut, first.axis, first.owners
+    return all(
+        part is first
+        or (isinstance(part, Part) and part.axis is axis and part.dim_cut == dim and part.shape == shape
+            and part.owners == owners)
+        for part in tensors
+    )  # fmt: skip
 
 
 def _into_a_whole(func: Any, args: tuple, kwargs: dict) -> Any:
