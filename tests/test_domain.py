@@ -38,7 +38,7 @@ CASES = (
     ("rollout", "domain=2,zero=3,remat=full,domain_overlap=always"), ("convnext", "domain=1x2"),
     ("unet_group", "domain=1x3,domain_overlap=always"),
     ("unet_group", "domain=2x2,remat=selective,domain_overlap=always"), ("unet_3d", "domain=2x1x2"),
-    ("swin", "domain=2"), ("fno", "domain=2x2"), ("pyramid", "domain=2"), ("warped", "domain=2x2"),
+    ("swin", "domain=2"), ("fno", "domain=2x2"), ("fno", "domain=1x2,tp=2"), ("warped", "domain=2x2"),
     ("aligned", "domain=1x3"), ("segformer", "domain=2x2"), ("scaled_row", "domain=2"), ("of_pairs", "domain=2"),
     ("sphere", "domain=2x2"), ("on_land", "domain=1x3"), ("singular_whole", "domain=2x2"),
     ("sorted_rows", "domain=1x3"), ("instances", "domain=2"),
@@ -48,7 +48,7 @@ CASES = (
     ("patchwise", "domain=2x2"), ("forces", "domain=2x2"),
 )  # fmt: skip
 # in `long` alone: batch norm on a grid is resnet's above, stages of tiles likewise
-REST = (("unet_batch", "domain=2x2"), ("vit", "domain=2,pp=2"))
+REST = (("unet_batch", "domain=2x2"), ("vit", "domain=2,pp=2"), ("pyramid", "domain=2"), ("fno", "domain=2x2,tp=2"))
 FLAT = [name for name in dict.fromkeys(name for name, _ in CASES + REST) if name != "unet_3d"]
 
 

@@ -73,8 +73,8 @@ def _recut_inside(part: Part, dim: int, owners: Owners, inside: Owners | None) -
     elif inner.dim_cut == part.dim_cut:
         if inside is None:
             raise Uncut(f"a dim that is cut over {inner.axis.name} too cannot be exchanged over {part.axis.name}")
-        before, held = _among(before, inside.indices(inner.axis.index)), inside
-    exchanged = recut(Part(inner.local, part.dim_cut, before, part.axis), dim, after)
+        before, held, inside = _among(before, inside.indices(inner.axis.index)), inside, None
+    exchanged = recut(Part(inner.local, part.dim_cut, before, part.axis), dim, after, inside)
     return part.with_local(inner.with_local(exchanged.local, owners=held), dim, owners)
 
 
@@ -114,6 +114,22 @@ def whole_inside(part: Part) -> Part:
     if isinstance(inner, Part) and inner.dim_cut == part.dim_cut and inner.axis.positions:
         return whole_inside(part.with_local(gathered(inner)))
     return part
+
+
+def _as_it_was(part: Part, dims: set[int], within: list[str]) -> Part:
+    """A gradient, gathered over axes further in that cut one of these dims of it (tp: channels), and not the tensor."""
+    inner = part.local.settled() if isinstance(part.local, Distributed) else None
+    if not isinstance(inner, Part):
+        return part
+    if inner.dim_cut in dims and inner.axis.name not in within:
+        return _as_it_was(part.with_local(gathered(inner)), dims, within)
+    return part.with_local(_as_it_was(inner, dims, within))
+
+
+def _axes_inside(part: Part) -> list[str]:
+    """The names of the axes further in over which a part is cut."""
+    inner = part.local.settled() if isinstance(part.local, Distributed) else None
+    return [inner.axis.name, *_axes_inside(inner)] if isinstance(inner, Part) else []
 
 
 def _reowned_inside(part: Part, inner: Part, owners: Owners) -> Part:
@@ -207,8 +223,7 @@ class _Moved(torch.autograd.Function):
         ctx: Any, tensor: Part, dim: int, owners: Owners, axis: Axis, inside: Owners | None
     ) -> torch.Tensor:  # fmt: skip
         part = from_axis(tensor, axis)
-        inner = part.local.settled() if isinstance(part.local, Distributed) else None
-        ctx.before = part.dim_cut, part.owners, axis, inner.owners if isinstance(inner, Part) else None
+        ctx.before, ctx.within = (part.dim_cut, part.owners, axis, owners_inside(part, dim)), _axes_inside(part)
         ctx.outside, ctx.dims = _outside(tensor, axis), {part.dim_cut, dim}
         return replaced_from_axis(tensor.detach(), axis, recut(part, dim, owners, inside))
 
@@ -229,8 +244,16 @@ class _Moved(torch.autograd.Function):
         part = from_axis(gradient, axis)
         if not isinstance(part, Part) or part.axis is not axis:
             part = Part(share_of(part, dim, owners, axis), dim, owners, axis)
-        part = whole_inside(part) if inside is None else part  # as the tensor was
+        part = _as_it_was(part, {part.dim_cut, *ctx.dims}, ctx.within)
         return replaced_from_axis(gradient, axis, recut(part, dim, owners, inside))
+
+
+def owners_inside(part: Part, dim: int) -> Owners | None:
+    """The owners of a dim over an axis further in that cuts it."""
+    inner = part.local.settled() if isinstance(part.local, Distributed) else None
+    if not isinstance(inner, Part):
+        return None
+    return inner.owners if inner.dim_cut == dim else owners_inside(inner, dim)
 
 
 Layers = tuple[tuple[int, Owners, Axis], ...]  # (dim, owners, axis), outermost first

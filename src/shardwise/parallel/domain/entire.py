@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -24,7 +25,7 @@ from shardwise.parallel.domain.writes import write
 from shardwise.part import Owners, Uncut
 from shardwise.part.gathering import share_of
 from shardwise.part.levels import Distributed
-from shardwise.part.moves import from_axis, moved
+from shardwise.part.moves import from_axis, moved, owners_inside
 from shardwise.part.sums import whole_over_axis
 from shardwise.part.tensor import FUNCTIONS, Part
 from shardwise.trace.leaves import replaced
@@ -68,8 +69,9 @@ def with_whole(
             noted("a field of which an operation reads all dims", first, cut)
             first, *others = (whole_over_axis(each, cut.axis) for each in (first, *others))
         else:
-            first = moved(first, home, Owners.blocks(_extent(first, home, cut), cut.axis.size), cut.axis)
-            afar.append(cut)
+            inside = owners_inside(from_axis(first.detach(), cut.axis), home)
+            first = moved(first, home, _among(inside, _extent(first, home, cut), cut.axis.size), cut.axis)
+            afar.append((cut, inside))
     now = cuts(first, range(first.dim()))
     shares = [opened(each, now) for each in (first, *(dealt_alike(each, now) for each in others))]
     empty = [cut.dim for cut in now if not shares[0].shape[cut.dim]]
@@ -82,8 +84,8 @@ def with_whole(
         for cut, place in zip(now, places, strict=True):
             result = result.narrow(place, 0, 0) if cut.dim in empty else result
         result = placed(result, [CutDim(cut.axis, d, cut.owners) for cut, d in zip(now, places, strict=True)])
-        for cut in reversed(afar):
-            result = whole_over_axis(result, cut.axis) if reduces else _home_again(result, cut)
+        for cut, inside in reversed(afar):
+            result = whole_over_axis(result, cut.axis) if reduces else _home_again(result, cut, inside)
         return result
 
     made = replaced(torch.Tensor, back, results)
@@ -98,15 +100,30 @@ def _home(tensors: list[torch.Tensor], dims: Sequence[int], cut: CutDim) -> int 
     held = {other.dim: other.axis.depth for other in cuts(first, room)}
     for other in cuts(first, room):
         room[other.dim] /= other.axis.size
-    # not to a dim that an axis further in cuts: its ranks would exchange unequal shares
-    free = [dim for dim in room if held.get(dim, -1) < cut.axis.depth]
+    here = from_axis(first.detach(), cut.axis)
+    within = {dim: min(found.counts) for dim in room if (found := owners_inside(here, dim)) is not None}
+    # not to a dim that an axis of positions further in cuts: its ranks would exchange unequal shares; nor to channels
+    # of which a rank of tp has too few
+    free = [dim for dim in room
+            if held.get(dim, -1) < cut.axis.depth and within.get(dim, cut.axis.size) >= cut.axis.size]  # fmt: skip
     return max(free, key=lambda dim: (room[dim], -dim)) if free else None
 
 
-def _home_again(result: torch.Tensor, cut: CutDim) -> torch.Tensor:
+def _among(inside: Owners | None, n: int, ranks: int) -> Owners:
+    """Owners of a dim for a cut that is moved there; of one that an axis further in cuts, each has some of each."""
+    if inside is None:
+        return Owners.blocks(n, ranks)
+    who = np.empty(n, dtype=np.int16)
+    for rank in range(inside.ranks):
+        mine = inside.indices(rank)
+        who[mine] = Owners.blocks(len(mine), ranks).array
+    return Owners.of(who, ranks)
+
+
+def _home_again(result: torch.Tensor, cut: CutDim, inside: Owners | None) -> torch.Tensor:
     n = _extent(result, cut.dim, cut)
     owners = cut.owners if n == cut.owners.size else Owners.blocks(n, cut.axis.size)
-    return moved(result, cut.dim, owners, cut.axis)
+    return moved(result, cut.dim, owners, cut.axis, inside)
 
 
 def dealt_alike(tensor: torch.Tensor, now: list[CutDim]) -> torch.Tensor:
