@@ -206,16 +206,16 @@ def unet_group() -> Task:
 
 def unet_degree_batch() -> Task:
     """One degree: 181 latitudes, the poles among them."""
-    return _task(lambda: UNet("batch", 2), _fields(3, 181, 360, samples=1), _area_weighted)
+    return _task(lambda: UNet("batch", 2), _fields(3, 181, 360, samples=2), _area_weighted)
 
 
 def unet_degree_group() -> Task:
-    return _task(lambda: UNet("group", 2), _fields(3, 181, 360, samples=1), _area_weighted)
+    return _task(lambda: UNet("group", 2), _fields(3, 181, 360, samples=2), _area_weighted)
 
 
 def unet_quarter_group() -> Task:
     """A quarter of a degree, one variable."""
-    return _task(lambda: UNet("group", 2, 1, 1), _fields(1, 721, 1440, samples=1, out=1))
+    return _task(lambda: UNet("group", 2, 1, 1), _fields(1, 721, 1440, samples=2, out=1))
 
 
 class States:

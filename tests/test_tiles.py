@@ -517,6 +517,7 @@ def _edges(rng: random.Random) -> Case:
         "both",
         "line",
         "kept",
+        "every other",
     )
     kind, dims, space = rng.choice(kinds), rng.choice((1, 2, 2, 3)), None
     space = tuple(n + 2 for n in _space(rng, dims))
@@ -565,6 +566,12 @@ def _edges(rng: random.Random) -> Case:
         elif kind == "both":
             y[:, :, :1] = 1.5
             y[..., b] = y[..., :1].squeeze(-1)
+        elif kind == "every other":
+            even, odd = (*row, slice(0, None, 2)), (*row, slice(1, None, 3))
+            y[even] = y[even].flip(2 + d).tanh()
+            y[odd] += w
+            y[..., b % 2 :: 2].mul_(0.5)
+            y[:, :, 1::2][..., ::2] -= x[:, :, 1::2][..., ::2] * 2
         elif kind == "line":
             y = F.conv1d(y.flatten(2), w.flatten(2)[:, :, :1].expand(2, 2, 3), padding=1)
             y[:, :, a] = w.flatten()

@@ -292,19 +292,23 @@ def _kept(part: Part, dim: int, start: int, end: int, step: int) -> torch.Tensor
     places = part.owners.local_slice(part.axis.index, start, end, step)
     if not len(places):
         return part.local.narrow(dim, 0, 0)
-    if _in_a_row(places):
-        return part.local.narrow(dim, int(places[0]), len(places))
+    if apart := _evenly_apart(places):  # a view, which may be written into
+        return torch.ops.aten.slice.Tensor(part.local, dim, int(places[0]), int(places[-1]) + 1, apart)
     return part.local.index_select(dim, to_device(places, part.device))
 
 
-def _in_a_row(places: np.ndarray) -> bool:
-    return not len(places) or bool(places[-1] - places[0] + 1 == len(places))
+def _evenly_apart(places: np.ndarray) -> int:
+    """How far each of a rank's indices lies behind the one before; 0 where that differs."""
+    gaps = np.diff(places)
+    if not len(gaps):
+        return 1
+    return int(gaps[0]) if (gaps == gaps[0]).all() else 0
 
 
 def _same_way(local: torch.Tensor, dim: int, owners: Owners, ranks: int, start: int, end: int, step: int) -> None:
     """Raises `Uncut` on all ranks where, on some, a share that is cut again along `dim` is read index by index."""
     if isinstance(local, Part) and local.dim_cut == dim and not all(
-        _in_a_row(owners.local_slice(rank, start, end, step)) for rank in range(ranks)
+        _evenly_apart(owners.local_slice(rank, start, end, step)) for rank in range(ranks)
     ):  # fmt: skip
         raise Uncut(f"indices are taken out of a dim that is cut over two axes, {local!r} among them")
 
@@ -328,9 +332,9 @@ def slice_backward(func: Any, args: tuple, kwargs: dict) -> Part:
     local_sizes[dim] = owners.counts[rank]
     _same_way(part.local, dim, owners, part.axis.size, start, end, step)
     places = owners.local_slice(rank, start, end, step)
-    if _in_a_row(places):
-        first = int(places[0]) if len(places) else 0
-        whole = torch.ops.aten.slice_backward(part.local, local_sizes, dim, first, first + len(places), 1)
+    if apart := _evenly_apart(places):
+        first, last = (int(places[0]), int(places[-1]) + 1) if len(places) else (0, 0)
+        whole = torch.ops.aten.slice_backward(part.local, local_sizes, dim, first, last, apart)
         return part.with_local(whole, dim, owners)
     placed = to_device(places, part.device)
     whole = part.local.new_zeros(local_sizes).index_copy(dim, placed, part.local)
