@@ -41,6 +41,13 @@ def _scaled(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return (x - least) / (most - least)
 
 
+def _short(x: torch.Tensor) -> torch.Tensor:
+    """The energy of each signal, by transforms of 4 cells and back."""
+    window = torch.hann_window(4, dtype=x.dtype)
+    spectrum = torch.stft(x, 4, 2, window=window, return_complex=True)
+    return (torch.istft(spectrum * 2, 4, 2, window=window) ** 2).sum() + spectrum.abs().sum()
+
+
 def _as_samples(x: torch.Tensor, channels: int) -> torch.Tensor:
     """Every cell as a sample of its own, with one row of places."""
     return x.permute(0, 2, 3, 1).reshape(-1, 2 // channels, 1, channels)
@@ -70,6 +77,8 @@ ORDERED: dict[str, Operation] = {
     "quantile": lambda x, y: torch.quantile(y, 0.3, dim=-1) + y.nanquantile(0.4, 3),
     "quantiles": lambda x, y: torch.quantile(y, _levels(0.1, 0.7), dim=2, keepdim=True) * x,
     "quantiles joined": lambda x, y: torch.quantile(y.flatten(1), _levels(0.1, 0.7), dim=1) * y.quantile(0.3),
+    "diagonals": lambda x, y: y.diagonal(0, 2, 3).tanh() * y.diagonal(1, -1, -2).sum() + y.diagonal(0, 0, 2)[:, 0, :1],
+    "short transforms": lambda x, y: _short(y.flatten(0, 1).flatten(1)) + _short(y.flatten(0, 2)[:, :]).mean() * x,
     "glu": lambda x, y: F.glu(y[..., :8], -1).sum(-1) + F.glu(y[:, :, 1:], 2).sum((2, 3), keepdim=True)[..., 0],
     "turned": lambda x, y: torch.rot90(y, 1, (2, 3)).tanh(),
     "turned square": lambda x, y: torch.rot90(y[..., :7], 3, [-2, -1]) * x[..., 1:8] + x.rot90(2, (2, 3))[..., :7],

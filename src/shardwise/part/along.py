@@ -19,7 +19,7 @@ from shardwise.part.tensor import GATHERS, Part, is_part, no_rule, parts_in, rul
 
 
 @rule("flip", "roll", "cumsum", "cumprod", "constant_pad_nd", "index_select", "topk", "sort", "argsort",
-      "gather", "unfold", "diagonal", "cummax", "cummin", "logcumsumexp", "_weight_norm_interface")  # fmt: skip
+      "gather", "unfold", "cummax", "cummin", "logcumsumexp", "_weight_norm_interface")  # fmt: skip
 def along(func: Any, args: tuple, kwargs: dict) -> Any:
     """Operations along dims that are not cut, whose result has the same dims."""
     part = args[0]
@@ -94,6 +94,21 @@ def _touched(func: Any, part: Any, args: tuple, kwargs: dict) -> set[int]:
         dims = args[1]
         return {d % n for d in ([dims] if isinstance(dims, int) else dims)}
     return set(range(n))
+
+
+@rule("diagonal")
+def diagonal(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
+    """Returns `x.diagonal(offset, dim1, dim2)`; of dims that are cut the field is gathered: a copy, to read."""
+    part, given = args[0], dict(zip(("offset", "dim1", "dim2"), args[1:], strict=False)) | kwargs
+    dims = {given.get("dim1", 0) % part.dim(), given.get("dim2", 1) % part.dim()}
+    if part.dim_cut not in dims:
+        place = part.dim_cut - sum(d < part.dim_cut for d in dims)
+        return part.with_local(func(part.local, *args[1:], **kwargs), place)
+    if not part.axis.positions:
+        raise Uncut(no_rule(func, [part]))
+    for tell in GATHERS:
+        tell("a field of which a diagonal is read", part)
+    return Sum.read_only(func(gathered(part), *args[1:], **kwargs), part.axis)
 
 
 @rule("tril", "triu")

@@ -39,6 +39,7 @@ class Needs:
     dims: int | tuple[int, ...] | None = -1
     gone: bool = False  # its result has none of them, unless it is asked to keep them
     beside: tuple[str, ...] = ()  # arguments that are dealt as the first tensor is
+    behind: bool = False  # dims that its result has more lie behind those that stay, not in front
 
 
 PUT = Needs("dim index src", beside=("index", "src"))
@@ -49,12 +50,14 @@ TABLE = {
     "median": Needs("dim keepdim", None, gone=True), "nanmedian": Needs("dim keepdim", None, gone=True),
     "quantile": LEVEL, "nanquantile": LEVEL, "glu": Needs("dim"), "rot90": Needs("k dims", (0, 1)),
     "take_along_dim": Needs("indices dim", None, beside=("indices",)),
+    "stft": Needs("n_fft", gone=True, behind=True), "istft": Needs("n_fft", (-2, -1), gone=True, behind=True),
     "scatter": PUT, "scatter_add": PUT, "scatter_reduce": PUT,
 }  # fmt: skip
 
 
 def with_whole(
-    run: Callable, tensors: Sequence[torch.Tensor], dims: Sequence[int], *, reduces: bool = False, lost: int = 0
+    run: Callable, tensors: Sequence[torch.Tensor], dims: Sequence[int], *, reduces: bool = False, lost: int = 0,
+    behind: bool = False,
 ) -> Any:  # fmt: skip
     """`run(*tensors)`, of each rank's share, with every cut moved off these dims meanwhile and back afterwards.
 
@@ -79,7 +82,8 @@ def with_whole(
     gone = sorted(dims)[:lost]
 
     def back(result: torch.Tensor) -> torch.Tensor:
-        added = result.dim() - (first.dim() - lost)  # in front: a result for each of several levels
+        # in front: a result for each of several levels
+        added = 0 if behind else result.dim() - (first.dim() - lost)
         places = [cut.dim - sum(dim < cut.dim for dim in gone) + added for cut in now]
         for cut, place in zip(now, places, strict=True):
             result = result.narrow(place, 0, 0) if cut.dim in empty else result
@@ -171,9 +175,11 @@ def _answer(plain: Callable, needs: Needs) -> Callable:
         dims = range(input.dim()) if asked is None else [asked] if isinstance(asked, int) else asked
         dims = sorted({d % input.dim() for d in dims}) if isinstance(input, torch.Tensor) and input.dim() else []
         beside = {name: given[name] for name in needs.beside if isinstance(given.get(name), torch.Tensor)}
-        if not all(cuts(each, dims) for each in beside.values() or [input]) or "out" in kwargs:
+        # what torch writes in Python (stft) is given tiles, whichever dim is cut
+        read = range(input.dim()) if needs.behind and isinstance(input, torch.Tensor) else dims
+        if not all(cuts(each, read) for each in beside.values() or [input]) or "out" in kwargs:
             return plain(input, *args, **kwargs)
-        if not cuts(input, dims):  # whole, beside indices that are cut
+        if not cuts(input, read):  # whole, beside indices that are cut
             input = dealt_alike(input, _like(input, next(iter(beside.values()))))
 
         def run(first: torch.Tensor, *others: torch.Tensor) -> Any:
@@ -183,7 +189,8 @@ def _answer(plain: Callable, needs: Needs) -> Callable:
             return plain(first, *placed_args, *args[len(names) :], **rest)
 
         lost = len(dims) if needs.gone and not given.get("keepdim", False) else 0
-        return with_whole(run, [input, *beside.values()], dims, reduces=needs.gone, lost=lost)
+        tensors = [input, *beside.values()]
+        return with_whole(run, tensors, dims, reduces=needs.gone, lost=lost, behind=needs.behind)
 
     return answer
 
