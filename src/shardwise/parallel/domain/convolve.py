@@ -12,6 +12,7 @@ from shardwise.parallel.domain.deep import deepened
 from shardwise.parallel.domain.maps import Sliding, Spreading
 from shardwise.parallel.domain.overlap import Convolution, overlapped
 from shardwise.parallel.domain.tiles import answers, cuts, used, windowed
+from shardwise.part import Uncut
 
 
 def _convolution(plain: Callable, dims: int) -> Callable:
@@ -77,7 +78,10 @@ def _transposed(plain: Callable, dims: int) -> Callable:
         for cut in found:
             d = cut.dim - first
             size = (cut.owners.size - 1) * strides[d] - 2 * pads[d] + dilations[d] * (kernel[d] - 1) + more[d] + 1
-            size = _positive(size, input, kernel)
+            if size < 1:
+                raise Uncut(
+                    f"a transposed convolution of {tuple(input.shape)} of whose outputs its padding leaves none"
+                )
             along[cut.dim] = Spreading(size, kernel[d], strides[d], pads[d], dilations[d])
             pads[d], more[d] = 0, 0
 
