@@ -187,7 +187,8 @@ def devices(folder: Path) -> None:
             name.lower(), row["bf16_dense_tflops"], row["fp8_dense_tflops"], row["hbm_gb"],
             f"{float(row['hbm_bw_tbs']) * 1000:g}", row["mamf_bf16_tflops"], row["nvlink_gbps_per_dir"], domain,
             row["pcie_gbps_per_dir"], number(row["typical_nic_gbps_per_gpu"]), row["tdp_w"], TABLES.get(name, ""),
-            OF_GENERATION.get(name.upper(), ""), row["source"], "; ".join(filter(None, [row["mamf_note"], row["notes"]])),
+            OF_GENERATION.get(name.upper(), ""), row["source"],
+            "; ".join(filter(None, [row["mamf_note"], row["notes"]])),
         ])  # fmt: skip
     write(HERE / "devices.csv", DEVICE_FIELDS, lines)
 
