@@ -20,7 +20,7 @@ from shardwise.errors import InputError
 from shardwise.layout import Plan
 from shardwise.layout.grid import SPACE
 from shardwise.mesh import build_mesh
-from shardwise.part import Owners, Uncut, plain, to_part
+from shardwise.part import Owners, Part, Uncut, plain, to_part
 from shardwise.part.summands import with_summed_gradient
 
 DOUBLE = torch.float64
@@ -683,6 +683,15 @@ def _off(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).abs().max() / max(1.0, float(a.abs().max()))) if a.numel() else 0.0
 
 
+def _as_dealt(tensor: Any) -> bool:
+    """Whether this rank has as many indices of a part as its owners say; where there are more, a sum counts them."""
+    while isinstance(tensor, Part):
+        if tensor.local.shape[tensor.dim_cut] != tensor.owners.counts[tensor.axis.index]:
+            return False
+        tensor = tensor.local
+    return True
+
+
 def _try(case: Case, axes: tuple[Axis, ...], expected: tuple) -> str | float:
     """The largest relative difference of output and gradients; what refuses the case."""
     x, params, y, weight, gradients = expected
@@ -693,7 +702,7 @@ def _try(case: Case, axes: tuple[Axis, ...], expected: tuple) -> str | float:
         (out * weight).real.sum().backward()
     except Uncut as refused:
         return str(refused)
-    if out.shape != y.shape:
+    if out.shape != y.shape or not _as_dealt(out):
         return math.inf
     found = [_off(y, plain(out.detach())), _off(_tile(gradients[0], axes, case.dims)[0].detach(), leaf.grad)]
     for gradient, held in zip(gradients[1:], mine, strict=True):
@@ -913,6 +922,23 @@ def _penalty(least: float, linear: bool) -> str:
 @pytest.mark.parametrize("linear", [False, True])
 def test_second_derivatives_of_what_waits_for_its_halo_beside_raise(pool, linear: bool) -> None:
     assert all("domain_overlap=never" in said for said in pool.run(_penalty, 2, 0.0, linear))
+
+
+def _few_outputs() -> str | float:
+    """A convolution of which one row of tiles has no output, while its halo along the other dim is on its way."""
+
+    def run(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        y = F.conv2d(x, w, b, stride=(2, 1), padding=(0, 1), dilation=(2, 1))
+        return y * y.sum((2, 3), keepdim=True)
+
+    case = Case("few outputs", (1, 2, 3, 8), run, [(2, 2, 2, 3), (2,)], 2)
+    expected = _whole(case, 1)
+    assert expected is not None
+    return _try(case, tuple(replace(axis, overlap_from=0.0) for axis in Meshes()[2, 2]), expected)
+
+
+def test_a_tile_without_outputs_adds_nothing_to_a_sum(pool) -> None:
+    assert max(pool.run(_few_outputs, 4)) <= 1e-12
 
 
 # --- what goes over the wire

@@ -258,7 +258,10 @@ def overlapped(
     cut, first = found[-1], input.dim() - len(how.stride)
     some = first == 2 and input.is_floating_point() and cut.dim in along
     every = sides(cut.owners, along[cut.dim]) if some else None
-    if every is None or not _possible(input, weight, bias, found) or not _worth(input, weight, how, every, found):
+    filled = all(all(reads(each.owners, along[each.dim]).owners.counts) for each in found if each.dim in along)
+    if every is None or not filled:  # a rank without outputs computes what its kernel reads for nobody
+        return None
+    if not _possible(input, weight, bias, found) or not _worth(input, weight, how, every, found):
         return None
     plan, tensor, outer, after = reads(cut.owners, along[cut.dim]), input, [], []
     for each in found[:-1]:
