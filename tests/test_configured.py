@@ -229,3 +229,10 @@ def test_a_layer_that_is_left_out_at_random_goes_the_likelier_way(chance: float,
     )
     found = trace(task, 1)
     assert found.drawn and (found.flops > 0) is runs and (found.idle == 0) is runs
+
+
+def test_pictures_beside_labels_for_tokens_are_refused_by_name(tmp_path: Path) -> None:
+    """pp_formulanet reads pixels and is told the next token; it ended in an `UnboundLocalError`."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "pp_formulanet"}))
+    with pytest.raises(InputError, match="pixel_values and labels for tokens"):
+        configured(str(tmp_path / "config.json"), 128)

@@ -20,7 +20,8 @@ from shardwise.errors import InputError, RefusedPlan
 from shardwise.layout import Plan
 from shardwise.planner import Constraints
 from shardwise.planner import search as search_plans
-from shardwise.planner.candidates import family, plan_of
+from shardwise.planner.candidates import decoder_layouts, family, plan_of
+from shardwise.planner.decoders import decoder_by_name
 from shardwise.planner.door import layout_of
 from shardwise.planner.proposal import Proposal, senseless
 from shardwise.planner.propose import _sorted as sorted_by_worth
@@ -531,3 +532,17 @@ def test_what_is_written_to_a_file_runs(tmp_path: Path) -> None:
     assert code == 0
     assert found["proposals"][0]["runnable"] is True
     check(Plan.parse(str(out)))
+
+
+def test_many_experts_are_dealt_beyond_a_node() -> None:
+    """As DeepSeek's were: over up to eight nodes, and more where it is asked for."""
+
+    def degrees(**fixed: object) -> set[int]:
+        one, asked = (
+            decoder_by_name("deepseek-v3"),
+            Constraints(fixed=(("pp", 16), ("tp", 1), ("cp", 1), *fixed.items())),
+        )
+        return {layout.ep for layout in decoder_layouts(one, 2048, 15360, 4096, 8, asked)}
+
+    assert {1, 8, 16, 32, 64} <= degrees() and 128 not in degrees()
+    assert 128 in degrees(ep=128)

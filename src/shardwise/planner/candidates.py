@@ -24,8 +24,8 @@ FEW = 128  # samples of a rank: up to here every divisor is looked at, beyond th
 UNSEARCHED = (
     "not looked at: tp above two nodes, pp above 64 and cp above 16 (--max-tp, --max-pp, --max-cp ask for more), tp "
     "that splits a node unevenly; cp_ulysses beside cp, and beyond a node where a rank keeps under "
-    f"{FAR_FROM} positions; ep beyond a node, and beside tp or cp; data ranks that the batch does not divide over; "
-    "zero=2 and 3 beside a pipeline, and gpipe, zbh2, zbv, interleavedzb and dualpipev, or stages_per_rank other than "
+    f"{FAR_FROM} positions; ep beyond eight nodes, and beside tp or cp; data ranks that the batch does not divide "
+    "over; zero=2 and 3 beside a pipeline, and gpipe, zbh2, zbv, interleavedzb and dualpipev, or stages_per_rank other than "
     "2, 4 and 8, unless they are asked for (--fix zero=3, --fix schedule=zbv); compile; the optimizer on the host, "
     "where something fits without (--fix offload=optimizer)"
 )
@@ -36,6 +36,7 @@ MOST_SHARES, MOST_STAGES = 8, 4  # of tp or ep, and of pp, for a traced task, un
 MOST_TILES, GRIDS = 16, 2  # tiles of a field, and grids of as many that are looked at, unless one is asked for
 HEADROOM = 0.08
 MOST_CP = 16
+NODES_OF_EXPERTS = 8  # over which experts are dealt, unless more are asked for
 CHUNKS = (2, 4, 8)  # stages on each rank of an interleaved pipeline
 CONTEXT_FROM = 4096  # a rank keeps at least half of these positions under context parallelism
 
@@ -150,11 +151,14 @@ def _data(shape: Shape, base: Layout, dp: int, per_rank: int, node: int, constra
 
 
 def _experts(shape: Shape, base: Layout, shard: int, node: int, constraints: Constraints) -> list[int]:
-    """Degrees of ep: ranks inside dp_shard, and inside a node unless asked for, that divide the experts; not beside tp
-    or cp."""
+    """Degrees of ep: of ranks in dp_shard, inside a node or over whole ones, that divide the experts; not with tp, cp."""
     if not shape.experts or base.tp * base.split_sequence > 1:
         return [1]
-    return [d for d in divisors(shard) if shape.experts % d == 0 and (d <= node or d == constraints.value("ep"))]
+    asked = constraints.value("ep")
+    return [
+        d for d in divisors(shard)
+        if shape.experts % d == 0 and (d <= node or d == asked or (d <= NODES_OF_EXPERTS * node and d % node == 0))
+    ]  # fmt: skip
 
 
 def _sharding(base: Layout, dp: int, node: int, asked: object) -> Iterator[tuple[int, int]]:

@@ -162,6 +162,11 @@ def samples(config: Any, head: str, seq: int | None, path: str, notes: list[str]
         found = [{main: torch.zeros(1, *shape)} for shape in _sounds(config, free)]
     else:
         raise InputError(f"task: {path}: {kind.__name__} is given {main}, of which no sample is made up here; {OWN}")
+    if not reads_text and labels not in ("classes", "decoder"):
+        raise InputError(
+            f"task: {path}: {kind.__name__} is given {main} and labels for tokens, of which no sample is made up here; "
+            f"{OWN}"
+        )
     if not found:
         raise InputError(f"{path} ({kind.__name__}) reads a waveform: give --seq, its values (16000 for a second)")
     if seq is not None and main == "pixel_values" and labels != "decoder":
