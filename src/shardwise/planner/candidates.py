@@ -25,9 +25,9 @@ UNSEARCHED = (
     "not looked at: tp above two nodes, pp above 64 and cp above 16 (--max-tp, --max-pp, --max-cp ask for more), tp "
     "that splits a node unevenly; cp_ulysses beside cp, and beyond a node where a rank keeps under "
     f"{FAR_FROM} positions; ep beyond eight nodes, and beside tp or cp; data ranks that the batch does not divide "
-    "over; zero=2 and 3 beside a pipeline, and gpipe, zbh2, zbv, interleavedzb and dualpipev, or stages_per_rank other than "
-    "2, 4 and 8, unless they are asked for (--fix zero=3, --fix schedule=zbv); compile; the optimizer on the host, "
-    "where something fits without (--fix offload=optimizer)"
+    "over; zero=2 and 3 beside a pipeline, and gpipe, zbh2, zbv, interleavedzb and dualpipev, or stages_per_rank other "
+    "than 2, 4 and 8, unless they are asked for (--fix zero=3, --fix schedule=zbv); compile; the optimizer on the "
+    "host, where something fits without (--fix offload=optimizer)"
 )
 # of a plan: as asked for, never searched
 SWITCHES = ("compile", "domain_overlap", "domain_depth", "tp_overlap", "reduce_dtype", "offload", "position_chunks",
@@ -151,7 +151,7 @@ def _data(shape: Shape, base: Layout, dp: int, per_rank: int, node: int, constra
 
 
 def _experts(shape: Shape, base: Layout, shard: int, node: int, constraints: Constraints) -> list[int]:
-    """Degrees of ep: of ranks in dp_shard, inside a node or over whole ones, that divide the experts; not with tp, cp."""
+    """Degrees of ep that divide the experts, inside dp_shard, and a node or over whole ones; not with tp or cp."""
     if not shape.experts or base.tp * base.split_sequence > 1:
         return [1]
     asked = constraints.value("ep")
