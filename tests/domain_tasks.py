@@ -204,6 +204,16 @@ def unet_group() -> Task:
     return _task(lambda: UNet("group"), _fields(3, 23, 37, samples=2))
 
 
+def cut_batch_norm() -> Task:
+    """A batch norm whose channels tp cuts: its running statistics are of all of them."""
+
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(2, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(),
+                             nn.Conv2d(8, 2, 3, padding=1))  # fmt: skip
+
+    return _task(model, _fields(2, 9, 10, samples=2))
+
+
 def unet_degree_batch() -> Task:
     """One degree: 181 latitudes, the poles among them."""
     return _task(lambda: UNet("batch", 2), _fields(3, 181, 360, samples=2), _area_weighted)

@@ -34,7 +34,7 @@ CASES = (
     ("weighted", "domain=2,dp_replicate=2,accumulate=2"), ("weighted", "domain=1x2,tp=2,dp_shard=2,zero=2"),
     ("normed", "domain=1x2,dp_shard=2,zero=1"), ("normed", "domain=2,zero=2"),
     ("resnet", "domain=2x2,zero=3,domain_overlap=always"), ("resnet", "domain=2,pp=2"), ("vit", "domain=2x2"),
-    ("vit", "domain=2,tp=2"),
+    ("vit", "domain=2,tp=2"), ("cut_batch_norm", "domain=2,tp=2"),
     ("rollout", "domain=2,zero=3,remat=full,domain_overlap=always"), ("convnext", "domain=1x2"),
     ("unet_group", "domain=1x3,domain_overlap=always"),
     ("unet_group", "domain=2x2,remat=selective,domain_overlap=always"), ("unet_3d", "domain=2x1x2"),

@@ -23,6 +23,7 @@ from shardwise.part.cuts import Uncut
 from shardwise.part.gathering import all_sum
 from shardwise.part.levels import Distributed
 from shardwise.part.moves import TAG
+from shardwise.part.sums import plain
 
 
 def _total(tensor: torch.Tensor, axes: tuple[Axis, ...]) -> torch.Tensor:
@@ -192,8 +193,8 @@ def _keep(
         return
     with torch.no_grad():
         # past autograd, as the kernels of torch write them: what the same norm of a whole tensor kept stays valid
-        running_mean.data.lerp_(mean.to(running_mean.dtype), momentum)
-        running_var.data.lerp_((var * count / (count - 1)).to(running_var.dtype), momentum)
+        running_mean.data.lerp_(plain(mean).to(running_mean.dtype), momentum)  # of channels that tp cuts: all
+        running_var.data.lerp_(plain(var * count / (count - 1)).to(running_var.dtype), momentum)
 
 
 @answers(F.layer_norm, torch.layer_norm, cut_once=False)
