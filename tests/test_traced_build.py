@@ -243,7 +243,8 @@ def test_a_forward_that_takes_gradients_is_refused_where_it_is_followed_without(
     made = Traced(pinn(), Cluster.parse("4 h100-sxm-80gb"), software("shardwise"), "fp32", (1, 2), True)
     found = list(made.subject(16, ("none",)).layouts(4, Constraints()))
     assert {layout.zero for layout in found if layout.tp * layout.pp == 1} == {0, 1, 2}
-    assert {(layout.tp, layout.pp) for layout in found} == {(1, 1), (2, 1), (4, 1)}
+    assert {(layout.tp, layout.pp) for layout in found} == {(1, 1), (2, 1)}
+    assert any("tp beyond 2 is not looked at" in remark for remark in made.remarks)
     assert any("zero=3 is left out" in remark and "use zero=2" in remark for remark in made.remarks)
     assert any("torch.autograd.grad" in remark and "pp=2" in remark for remark in made.remarks)
 
