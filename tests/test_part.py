@@ -474,3 +474,9 @@ def test_integers_that_may_tell_places_are_tried_as_zeros_first() -> None:
         library.impl("placed", lambda x, places: torch.empty_like(x), "Meta")
         assert not is_elementwise(torch.ops.test_part.placed.default, (ONES, ONES.long()), {})
     assert seen and not any(seen)
+
+
+def test_a_share_that_is_not_what_its_owner_has_raises() -> None:
+    """Sums would count it, or miss some of it, without a word."""
+    with pytest.raises(RuntimeError, match="a defect of shardwise"):
+        Part(torch.zeros(3), 0, Owners.blocks(4, 2), Axis("tp", 2, 0, None, (0, 1)))

@@ -184,21 +184,19 @@ def fetch(part: Part, wanted: Wanted, fill: float = 0.0) -> torch.Tensor:
     return whole.index_copy(dim, to_device(way.inside, found.device), found)
 
 
-def give_back(gradient: torch.Tensor, like: Part, wanted: Wanted) -> Part:
+def give_back(gradient: torch.Tensor, dim: int, owners: Owners, axis: Axis, wanted: Wanted) -> Part:
     """The sum, at its owner, of what ranks have for each index they wanted: the adjoint of `fetch`. Collective.
 
-    gradient   on each rank, of the shape that `fetch` gave it;  like   how the result is cut
+    gradient   on each rank, of the shape that `fetch` gave it;  dim, owners, axis   how the result is cut
     """
     if isinstance(gradient, Distributed):
         inner = gradient.settled()
-        if isinstance(inner, Part) and inner.dim_cut == like.dim_cut:  # of what was whole over that axis
-            return give_back(gathered(inner), like, wanted)
+        if isinstance(inner, Part) and inner.dim_cut == dim:  # of what was whole over that axis
+            return give_back(gathered(inner), dim, owners, axis, wanted)
         if isinstance(inner, Part):
-            plain_like = Part(_payload(like), like.dim_cut, like.owners, like.axis)
-            back = give_back(inner.local, plain_like, wanted)
-            return like.with_local(inner.with_local(back.local))
-        return give_back(inner, like, wanted)
-    axis, dim, owners = like.axis, like.dim_cut, like.owners
+            back = give_back(inner.local, dim, owners, axis, wanted)
+            return Part(inner.with_local(back.local), dim, owners, axis)
+        return give_back(inner, dim, owners, axis, wanted)
     way = way_of(owners, wanted, axis.index)
     shape = list(gradient.shape)
     found = gradient.narrow(dim, way.around[0], shape[dim] - sum(way.around))
@@ -214,7 +212,7 @@ def give_back(gradient: torch.Tensor, like: Part, wanted: Wanted) -> Part:
             local.narrow(dim, int(places[0]), len(places)).add_(piece)
         elif len(places):
             local.index_add_(dim, to_device(places, local.device), piece)
-    return like.with_local(local)
+    return Part(local, dim, owners, axis)
 
 
 class _Moved(torch.autograd.Function):
@@ -299,11 +297,6 @@ def replaced_from_axis(tensor: Any, axis: Axis, inner: torch.Tensor) -> Any:
     if isinstance(tensor, Distributed) and tensor.axis.depth < axis.depth:
         return tensor.like(replaced_from_axis(tensor.settled_local(), axis, inner))
     return inner
-
-
-def _payload(part: Part) -> torch.Tensor:
-    local = part.local
-    return local.local if isinstance(local, Distributed) else local
 
 
 @dataclass(frozen=True)

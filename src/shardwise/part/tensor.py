@@ -90,6 +90,11 @@ class Part(Distributed):
         cls, local: torch.Tensor, dim: int, owners: Owners, axis: Axis, soft: bool = False, origin: str = ""
     ) -> Part:
         shape = list(local.shape)
+        if shape[dim] != owners.counts[axis.index]:  # sums would count what nobody owns, or miss what somebody does
+            raise RuntimeError(
+                f"a share of {shape} is not what rank {axis.index} of {axis.name} has of dim {dim}, {owners.counts}: "
+                "a defect of shardwise"
+            )
         shape[dim] = owners.size
         part = torch.Tensor._make_wrapper_subclass(
             cls, shape, strides=strides_of(local, shape), dtype=local.dtype, device=local.device, requires_grad=False

@@ -66,7 +66,7 @@ class _GivenBack(torch.autograd.Function):
     def forward(ctx: Any, gradient: torch.Tensor, cut: CutDim, wanted: Wanted) -> torch.Tensor:
         ctx.cut, ctx.wanted = cut, wanted
         here = from_axis(gradient.detach(), cut.axis)
-        back = give_back(here, Part(here, cut.dim, cut.owners, cut.axis), wanted)
+        back = give_back(here, cut.dim, cut.owners, cut.axis, wanted)
         return replaced_from_axis(gradient, cut.axis, back)
 
     @staticmethod
