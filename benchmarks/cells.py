@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
+
 from shardwise.errors import RunError
 from shardwise.proof.parity import verify
 from shardwise.ranks import RankPool
 
 BRANCHES = "a branch differs between ranks"  # seen in the first step, before anything is updated
 Found = dict[tuple[str, str], tuple[str, str]]  # (module, plan) -> what stands in the cell, and why
+
+
+_PLACE = re.compile(r"\(/[^()]*/([^/()]+\.py:\d+)\)")  # a line of code, whose folder is another one elsewhere
 
 
 def cell(target: str, plan: str, pool: RankPool, timeout_s: float = 300, steps: int = 2) -> tuple[str, str]:
@@ -20,7 +25,7 @@ def cell(target: str, plan: str, pool: RankPool, timeout_s: float = 300, steps: 
     except Exception as error:
         return "FAILS", f"{type(error).__name__}: {str(error).splitlines()[0]}"
     if parity.refused:
-        return "refused", " ".join(parity.refused.split())
+        return "refused", _PLACE.sub(r"(\1)", " ".join(parity.refused.split()))
     return ("equal", "") if parity.parity else ("WRONG", " ".join(parity.text().split()))
 
 
