@@ -27,7 +27,7 @@ _UNIT = 16  # bytes of the widest dtype, at whose multiples rows begin
 
 
 def ready(value: Any) -> Gathering:
-    """A gathering of what is whole already."""
+    """Returns a gathering that asks for nothing and comes to `value`."""
     return value
     yield
 
@@ -85,7 +85,7 @@ def _finished(begun: list[_Begun]) -> Iterator[Any]:
 
 
 def _tables(rows: list[torch.Tensor], axis: Axis) -> list[torch.Tensor]:
-    """(ranks, k) of each row (k,)."""
+    """Returns for each row (k,) the table (ranks, k) of that row on all ranks. Collective."""
     if axis.size == 1 or (len(rows) == 1 and rows[0].is_floating_point()):  # no backend sends every dtype
         return [gather_rows(row, axis) for row in rows]
     starts, end = [], 0

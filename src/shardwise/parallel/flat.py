@@ -52,7 +52,7 @@ class _Shard:
             param.data = view
 
     def views(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
-        """(parameter, its place) of all in the bucket."""
+        """Returns for each parameter of the bucket (parameter, the view of the bucket where its values lie)."""
         pairs = zip(self.bucket.layout.entries, self.bucket.params, strict=True)
         return [(p, shaped(self.weights[e.start : e.stop], p.shape, as_complex=p.is_complex())) for e, p in pairs]
 

@@ -31,7 +31,10 @@ class _Data(property):
 
 def _assign(tensor: torch.Tensor, value: Any) -> None:
     if getattr(tensor, "reads_weight", False):
-        tensor.data.copy_(now_of(value))  # what the module reads is a view of its weight
+        value = now_of(value)
+        if value.shape != tensor.shape:  # which `copy_` would repeat
+            raise Uncut(f"the `.data` of a weight of {tuple(tensor.shape)} is set to a tensor of {tuple(value.shape)}")
+        tensor.data.copy_(value)  # what the module reads is a view of its weight
     elif isinstance(tensor, Written):
         stand_for(tensor, now_of(value).detach())
     elif isinstance(tensor, Distributed):

@@ -114,7 +114,7 @@ class Slower:
 
 
 def _axis(layout: Layout) -> tuple[str, int] | None:
-    """The one of tp and pp that cuts a layout, and its degree."""
+    """Returns ("tp" or "pp", degree) of a layout that one of the two cuts and nothing else; None for others."""
     if layout.ep * layout.cut_positions > 1 or (layout.tp > 1) == (layout.pp > 1):
         return None
     return ("tp", layout.tp) if layout.tp > 1 else ("pp", layout.pp)
