@@ -158,7 +158,8 @@ def test_recompute_is_traced_only_where_memory_is_short() -> None:
     def remats(cluster: Cluster, **fixed: object) -> set[str]:
         said.clear()
         seen = traced_subject(deep(), cluster, software("shardwise"), 32, "fp32", say=said.append)
-        found = search(seen, cluster, Constraints(fixed=tuple(fixed.items()), headroom=0.0), precision="fp32")
+        constraints = Constraints(max_tp=1, max_pp=1, fixed=tuple(fixed.items()), headroom=0.0)
+        found = search(seen, cluster, constraints, precision="fp32")
         return {proposal.plan.remat for proposal in found.proposals}
 
     def traced() -> bool:
