@@ -27,14 +27,14 @@ from shardwise.costs.software import software
 NODE = Cluster.parse("8 h100-sxm-80gb")
 
 
-@pytest.mark.parametrize("seed", [6, 7, 12, 1001, 1002, 1004, 1006])
+@pytest.mark.parametrize("seed", [2, 6, 7, 10, 1001, 1004, 1006])
 def test_random_tasks(seed: int) -> None:
     case = believable.drawn(seed)
     assert not case["wrong"], case
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", [*range(40), 1000, 1003, 1005])
+@pytest.mark.parametrize("seed", [*range(40), 1000, 1002, 1003, 1005])
 def test_random_tasks_cut_too(seed: int) -> None:
     case = believable.drawn(seed)
     assert not case["wrong"], case
