@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise import verify
 from shardwise.errors import RefusedPlan
-from shardwise.memory.chunks import Chunks, Waiting, chunked_forwards
+from shardwise.memory.chunk_waiting import Waiting
+from shardwise.memory.chunks import Chunks, chunked_forwards
 from shardwise.ranks import RankPool
 
 WORDS, WIDTH = 29, 6

@@ -23,7 +23,7 @@ from shardwise.errors import InputError, RefusedPlan
 from shardwise.guard.points import reach
 from shardwise.host import put
 from shardwise.layout.dealing import Share
-from shardwise.memory.chunks import whole
+from shardwise.memory.chunk_waiting import whole
 from shardwise.mesh import Mesh
 from shardwise.parallel.batchnorm import sync_module
 from shardwise.part import plain

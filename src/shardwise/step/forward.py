@@ -14,7 +14,7 @@ from shardwise.device import CPU
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.host import put, read
 from shardwise.layout.dealing import Share
-from shardwise.memory.chunks import whole
+from shardwise.memory.chunk_waiting import whole
 from shardwise.part.positions import Positions
 from shardwise.precision import Precision
 from shardwise.step.batching import samples_in

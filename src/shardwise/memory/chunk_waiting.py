@@ -1,0 +1,287 @@
+"""Tensors that are not computed yet: calls wait for one whose results are narrow, and run as one program.
+
+    x @ A -> act -> @ B        two calls wait, and the third runs all of them, chunk by chunk of positions
+
+A `Waiting` tensor has a shape and no values. What is done to it waits, runs all before it in chunks, or has it made
+whole first (`memory/chunk_trial.py` says which); `memory/chunks.py` says which products begin it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardwise.errors import RefusedPlan
+from shardwise.memory.chunk_runs import InputAt, Program, ResultOf, Step, chunked
+from shardwise.memory.chunk_trial import Tried, Unmade, look
+from shardwise.part import Uncut
+from shardwise.trace.leaves import replaced, tensors_in
+
+if TYPE_CHECKING:
+    from shardwise.memory.chunks import Chunks
+
+_calls = itertools.count(1)
+
+
+class _Here(threading.local):
+    """What waits in this thread; backward, which may compute a block again, runs in threads of its own.
+
+    pending  calls whose results wait
+    """
+
+    def __init__(self) -> None:
+        self.chunks: Chunks | None = None
+        self.making = False
+        self.pending: weakref.WeakSet[WaitingCall] = weakref.WeakSet()
+
+
+HERE = _Here()
+
+
+@contextmanager
+def nothing_waits() -> Iterator[None]:
+    """Context: products that widen are computed at once."""
+    before, HERE.making = HERE.making, True
+    try:
+        yield
+    finally:
+        HERE.making = before
+
+
+class WaitingCall:
+    """A call whose results wait.
+
+    args, kwargs  as given, tensors that wait as themselves
+    like          its results on tensors without values, as parts over turns
+    least         elements of the rows that came in, of the fewest
+    number        of calls whose results look like these, since the start
+    dim           of rows that came in, which are no call's results: along which chunks are cut
+    values        the results, once they were made whole
+    """
+
+    def __init__(self, func: Callable, args: tuple, kwargs: dict, tried: Tried, least: int, chunks: Chunks):
+        self.func, self.args, self.kwargs, self.chunks = func, args, kwargs, chunks
+        self.like, self.least, self.number = tried.like, least, tried.number
+        self.grad = torch.is_grad_enabled()
+        self.given = [t for t in tensors_in((args, kwargs)) if not isinstance(t, Waiting)]
+        self.versions = [t._version for t in self.given]
+        self.order = next(_calls)
+        self.values: tuple[Any] | None = None
+        self.dim: int | None = None
+        HERE.pending.add(self)
+
+    def check(self) -> None:
+        """Raises `RefusedPlan` where an input was written into since the call."""
+        for tensor, version in zip(self.given, self.versions, strict=True):
+            if tensor._version != version:
+                raise RefusedPlan(
+                    f"position_chunks: a tensor of shape {tuple(tensor.shape)} was written into after it had been "
+                    f"given to a product that is computed later, in chunks: write into a copy, or leave "
+                    "position_chunks out"
+                )
+
+    def made(self) -> Any:
+        """Returns the call's results, computed whole and once."""
+        if self.values is None:
+            self.check()
+            args, kwargs = replaced(Waiting, Waiting.made, (self.args, self.kwargs))
+            with torch.set_grad_enabled(self.grad), nothing_waits():
+                self.values = (self.func(*args, **kwargs),)
+            HERE.pending.discard(self)
+            self.args, self.kwargs, self.given = (), {}, []  # no longer needed, and perhaps large
+        return self.values[0]
+
+
+class Waiting(Unmade):
+    """A tensor whose call has not run yet: result `place` of it, or the only one."""
+
+    call: WaitingCall
+
+    answers_first = True  # beside other tensors with rules of their own
+
+    @staticmethod
+    def __new__(
+        cls, like: torch.Tensor, device: torch.device, wants: bool, call: WaitingCall, place: int | None
+    ) -> Waiting:
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device, requires_grad=wants
+        )
+        made.call, made.place = call, place
+        if wants:  # where a function of autograd's own was given it
+            with torch._C.DisableTorchFunctionSubclass():
+                made.register_hook(_refuse_gradient)
+        return made
+
+    @property
+    def like(self) -> torch.Tensor:
+        return self.call.like if self.place is None else self.call.like[self.place]
+
+    @property
+    def number(self) -> int:
+        return self.call.number
+
+    def made(self) -> torch.Tensor:
+        """Returns the tensor, computed whole."""
+        found = self.call.made()
+        return found if self.place is None else found[self.place]
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return answered(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise RefusedPlan(f"position_chunks: {func} was given a tensor that is not computed yet: leave it out")
+
+
+def _refuse_gradient(*gradients: torch.Tensor) -> None:
+    raise RefusedPlan(
+        "position_chunks: a function of autograd's own (torch.autograd.Function) was given a wide tensor that is "
+        "computed later, and its gradient would be lost: leave position_chunks out"
+    )
+
+
+def whole(tree: Any) -> Any:
+    """Returns the same tree, list or tensor with every `Waiting` tensor computed whole."""
+    return torch.utils._pytree.tree_map_only(Waiting, Waiting.made, tree)
+
+
+def rows_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the input tensor of rows, unchanged."""
+    return tensor
+
+
+def waits(call: WaitingCall) -> Any:
+    """Returns the call's results, as tensors that wait."""
+    tensors = tensors_in((call.args, call.kwargs))
+    with torch._C.DisableTorchFunctionSubclass():
+        wants = call.grad and any(tensor.requires_grad for tensor in tensors)
+        device = tensors[0].device
+
+    def wrapped(like: torch.Tensor, place: int | None) -> Waiting:
+        return Waiting(like, device, wants and like.dtype.is_floating_point, call, place)
+
+    if isinstance(call.like, torch.Tensor):
+        return wrapped(call.like, None)
+    return _as(call.like, [wrapped(like, place) for place, like in enumerate(call.like)])
+
+
+def _as(like: Any, leaves: list) -> Any:
+    """Leaves in a tuple, list or named tuple of torch's."""
+    return leaves if isinstance(like, list) else type(like)(leaves)
+
+
+def answered(func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Returns the results of a call that was given tensors that wait: as such tensors, or computed."""
+    args, kwargs = replaced(Waiting, lambda each: each.made() if each.call.values else each, (args, kwargs))
+    waiting = tensors_in((args, kwargs), Waiting)
+    if not waiting:
+        return func(*args, **kwargs)
+    with torch._C.DisableTorchFunctionSubclass():
+        if any(each.grad_fn is not None for each in waiting):  # what a function of autograd's own returned
+            _refuse_gradient()
+    least, chunks = min(each.call.least for each in waiting), waiting[0].call.chunks
+    tried = look(func, args, kwargs, least)
+    if tried.what == "tells":
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    if tried.what == "waits":
+        return waits(WaitingCall(func, args, kwargs, tried, least, chunks))
+    if tried.what == "ends":
+        try:
+            return _computed(WaitingCall(func, args, kwargs, tried, least, chunks))
+        except Uncut:  # what a rule does with tensors that are cut over ranks as well
+            pass
+    if tried.what == "writes":  # what waits may read what is written into
+        for call in sorted(HERE.pending, key=lambda call: call.order):
+            call.made()
+    chunks.whole[_name(func)] += 1
+    if tried.what == "writes" and _name(func) not in chunks.written:
+        chunks.written[_name(func)] = _running(chunks.paths)
+    args, kwargs = replaced(Waiting, Waiting.made, (args, kwargs))
+    with nothing_waits():
+        return func(*args, **kwargs)
+
+
+def _running(paths: dict[int, str]) -> str:
+    """The path of the innermost module whose code is running."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        path = paths.get(id(frame.f_locals.get("self")), "")
+        if path:
+            return path
+        frame = frame.f_back
+    return ""
+
+
+class _Written:
+    """A program of a call and of all before it that it needs; no cycles, which would keep its inputs."""
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+        self.inputs: list[torch.Tensor] = []
+        self.sources: dict[int, int] = {}
+        self.widest = torch.Size()
+        self._places: dict[tuple[int, bool], int] = {}  # of inputs, by object and whether they are cut into chunks
+        self._numbers: dict[int, int] = {}  # of steps, by call
+
+    def add(self, call: WaitingCall) -> int:
+        """Append this call to the program; returns its step's number."""
+        if id(call) not in self._numbers:
+            call.check()
+            args, kwargs = replaced(torch.Tensor, self._argument, (call.args, call.kwargs))
+            self.steps.append(Step(call.func, args, kwargs, call.grad))
+            self._numbers[id(call)] = len(self.steps) - 1
+            shapes = [self.widest, *(like.shape for like in tensors_in((call.like,)))]
+            self.widest = max(shapes, key=lambda shape: (shape.numel() if shape else 0, shape[-1:]))
+        return self._numbers[id(call)]
+
+    def _argument(self, tensor: torch.Tensor) -> Any:
+        if not isinstance(tensor, Waiting):
+            return self._given(tensor)
+        call = tensor.call
+        if call.values is not None:
+            return self._given(tensor.made())
+        if call.dim is not None:
+            call.check()
+            return self._given(call.args[0], call.dim)
+        return ResultOf(self.add(call), tensor.place)
+
+    def _given(self, tensor: torch.Tensor, dim: int | None = None) -> InputAt:
+        key = id(tensor), dim is not None
+        if key not in self._places:
+            self._places[key] = len(self.inputs)
+            self.inputs.append(tensor)
+        place = self._places[key]
+        if dim is not None:
+            self.sources[place] = dim
+        return InputAt(place)
+
+
+def _computed(last: WaitingCall) -> Any:
+    """The results of a call, and of all before it that it needs, chunk by chunk."""
+    written, like = _Written(), last.like
+    number = written.add(last)
+    if not written.sources:  # all that it reads was made whole since
+        return last.made()
+    alone = isinstance(like, torch.Tensor)
+    wanted = [ResultOf(number, None)] if alone else [ResultOf(number, place) for place in range(len(like))]
+    program = Program(tuple(written.steps), tuple(wanted), written.sources, last.chunks.count)
+    with torch.set_grad_enabled(last.grad), nothing_waits():
+        found = chunked(program, written.inputs)
+    HERE.pending.discard(last)
+    shapes = written.inputs[next(iter(written.sources))].shape, written.widest, found[0].shape
+    last.chunks.computed[" -> ".join(str(tuple(shape[1:])) for shape in shapes)] += 1
+    return found[0] if alone else _as(like, found)
+
+
+def _name(func: Callable) -> str:
+    return getattr(func, "__name__", str(func))
