@@ -33,7 +33,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from shardwise.memory.chunk_trial import look, look_of_rows, without_values
-from shardwise.memory.chunk_waiting import HERE, WaitingCall, Waiting, answered, rows_of, waits, whole
+from shardwise.memory.chunk_waiting import HERE, Waiting, WaitingCall, answered, rows_of, waits, whole
 from shardwise.part import Part
 from shardwise.part.levels import Distributed
 
