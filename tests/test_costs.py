@@ -141,6 +141,15 @@ def test_a_group_that_nodes_split_unevenly_is_as_slow_as_its_fewest_ports() -> N
     assert wire.tier(RankGroup(4, 2)) == 0 and wire.inside(RankGroup(6, 4)) == 2
 
 
+def test_what_a_rank_sends_to_each_other_rank_goes_by_its_own_port() -> None:
+    """Half of what a rank has is for the other node; 8 ports carry that of 8 ranks, as one carries that of one."""
+    wire = Wire(Cluster.parse("2x8 h100-sxm-80gb, ib-400"))
+    port = wire.cluster.tiers[1].gbps.value * 1e9
+    many, few = (wire.collective("all_to_all", RankGroup(size, stride), 1e9) for size, stride in ((16, 1), (2, 8)))
+    assert many == pytest.approx(5e8 / port, rel=0.02)
+    assert few == pytest.approx(many, rel=0.02)
+
+
 def test_devices_that_share_ports_share_their_rate() -> None:
     own, shared = (Cluster.parse(f"4x8 h100-sxm-80gb, {link}").tiers[1] for link in ("ib-400", "ib-400x2"))
     assert shared.gbps.value == pytest.approx(own.gbps.value / 4)

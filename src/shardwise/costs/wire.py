@@ -5,8 +5,11 @@
                       a ring whose slowest hop is the outer link: each of the g ranks that a domain contributes
                       drives its own port, so the bus bandwidth is min(inside, g x port), and every domain adds a hop
 
-Bytes of a collective are those of the whole tensor. *What this does not do*: congestion between groups, trees that
-beat rings on latency beyond the logarithm taken for all-reduce.
+    all-to-all        each rank sends the others their part by its own port, and its neighbours theirs by the domain's
+                      link: no port carries anything for another rank
+
+Bytes of a collective are those of the whole tensor, of an all-to-all those that one rank has. *What this does not do*:
+congestion between groups, trees that beat rings on latency beyond the logarithm taken for all-reduce.
 """
 
 from __future__ import annotations
@@ -112,18 +115,25 @@ class Wire:
         measured = self.between(op, tier)
         if measured is not None:
             return measured.seconds(op, nodes, local, size_bytes)
+        hop = self.cluster.tiers[tier].latency_us.value * 1e-6
+        base = self._inside(op, local, 1.0) if local > 1 else 10e-6
+        if op == "all_to_all":
+            return base + (nodes - 1) * hop + self._to_each(group.size, local, size_bytes, tier)
         on_link = bus_factor(op, group.size) * size_bytes
         rate = local * self.cluster.tiers[tier].gbps.value * 1e9
         if local > 1:
             # a measured domain limits what its ranks pass on to each other
-            within = bus_factor(op, local) * size_bytes / self._inside(op, local, size_bytes)
-            rate = min(rate, within * (1.0 if op != "all_to_all" else local))
-        hop = self.cluster.tiers[tier].latency_us.value * 1e-6
-        base = self._inside(op, local, 1.0) if local > 1 else 10e-6
+            rate = min(rate, bus_factor(op, local) * size_bytes / self._inside(op, local, size_bytes))
         if op == "all_reduce":  # trees
             return base + 2 * math.ceil(math.log2(nodes)) * hop + on_link / rate
         near = self.cluster.tiers[0].latency_us.value * 1e-6  # a ring meets every rank in turn
         return base + (nodes - 1) * hop + (group.size - nodes) * near + on_link / rate
+
+    def _to_each(self, ranks: int, local: int, size_bytes: float, tier: int) -> float:
+        """Seconds in which a rank sends each of the others its part, `local` of them in its domain; both links work."""
+        far = size_bytes * (ranks - local) / ranks / self._rate(tier)
+        near = self._inside("all_to_all", local, size_bytes * local / ranks) if local > 1 else 0.0
+        return max(far, near)
 
     def _one_domain(self, group: RankGroup) -> bool:
         """Rack-scale tiers have the rate of the innermost one: one domain."""
