@@ -11,7 +11,7 @@ import torch
 
 from shardwise.cluster import Cluster, Device, model
 from shardwise.cluster.catalogue import device, device_names
-from shardwise.costs.block import HOST_US, LAYER_OPS, BlockCosts
+from shardwise.costs.block import HOST_US, LAYER_OPS, BlockCosts, handled_bytes
 from shardwise.costs.kernels import Kernels
 from shardwise.costs.layout import Layout
 from shardwise.costs.memory import (
@@ -386,14 +386,15 @@ def test_a_host_starts_as_many_ops_of_a_layer_as_transformers_llama_has() -> Non
 
 def test_small_micro_batches_of_a_decoder_wait_for_the_host() -> None:
     soft, small = software("shardwise"), Layout(replicas=8, seq=64)
-    few, more = (simulate(LLAMA, small.with_(micro_batch=n), NODE, soft) for n in (1, 2))
-    least = LLAMA.layers * sum(LAYER_OPS) * HOST_US * 1e-6
+    shape = Shape.from_row(model("llama-3.2-1b"))
+    few, more = (simulate(shape, small.with_(micro_batch=n), NODE, soft) for n in (1, 2))
+    least = shape.layers * sum(LAYER_OPS) * HOST_US * 1e-6
     assert least < few.parts["compute"] < 1.3 * least, "the two ends come on top"
-    assert f"{LLAMA.layers * sum(LAYER_OPS)} ops" in few.basis["host"]
+    assert f"{shape.layers * sum(LAYER_OPS)} ops" in few.basis["host"]
     assert more.parts["compute"] < 1.2 * few.parts["compute"], "more samples cost little more"
-    compiled = simulate(LLAMA, small, NODE, replace(soft, fused=True))
+    compiled = simulate(shape, small, NODE, replace(soft, fused=True))
     assert compiled.parts["compute"] < 0.9 * few.parts["compute"], "fewer ops, until the device is the limit"
-    assert "host" not in simulate(LLAMA, small.with_(seq=8192), NODE, soft).basis
+    assert "host" not in simulate(shape, small.with_(seq=8192), NODE, soft).basis
 
 
 def test_a_measured_rate_is_not_taken_at_a_discount() -> None:
@@ -468,6 +469,52 @@ def test_what_a_layer_moves_by_numbers_is_what_a_trace_of_transformers_has(famil
     scaled = 8 * 128 if family == "opt" else 0  # OPT multiplies its queries, forward and backward
     moved = of_transformers(family, 2, length).moved - of_transformers(family, 1, length).moved
     assert told + scaled == pytest.approx(moved / length, rel=0.02)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_computed_again_by_numbers_is_what_a_trace_moves_again(family: str) -> None:
+    """Selective recompute of this package keeps products and attention: no attention is computed again."""
+    length = 32
+    kernels = Kernels(Cluster.parse("2 h100-sxm-80gb").device, launch_us=0.0)
+    layout = Layout(micro_batch=1, seq=length, recompute="selective")
+    costs = BlockCosts(by_numbers(family), layout, software("shardwise"), kernels)
+    told = costs.layer().recompute * kernels.bandwidth / length
+    moved = [of_transformers(family, n, length, how).moved for how in ("none", "selective") for n in (2, 3)]
+    again = (moved[3] - moved[2]) - (moved[1] - moved[0])
+    assert told == pytest.approx(again / length, rel=0.1)
+
+
+def test_what_selective_recompute_is_follows_from_the_software() -> None:
+    """Megatron computes attention again and keeps the rest; torchtitan every second product and what is elementwise."""
+    kernels = Kernels(NODE.device)
+    layout = Layout(micro_batch=2, seq=8192, recompute="selective")
+    all_of, more = {}, {}
+    for name in ("nemo", "torchtitan", "torchtitan-eager", "shardwise"):
+        costs = BlockCosts(LLAMA, layout, software(name), kernels)
+        more[name] = costs.layer().recompute / costs._products()[0]
+        plain = sum(layer_activations(LLAMA, layout.with_(recompute="none"), software(name)).values())
+        all_of[name] = sum(layer_activations(LLAMA, layout, software(name)).values()) / plain
+    assert more["nemo"] == pytest.approx(costs_of_attention("nemo", layout, kernels), rel=1e-6)
+    assert 0.36 < more["torchtitan"] < 0.5 < more["torchtitan-eager"], "k, o and up are 0.37 of the products"
+    assert all_of["torchtitan"] < 0.6 < 0.99 < all_of["nemo"] < 1, "only statistics of the softmax are not kept"
+
+
+def costs_of_attention(name: str, layout: Layout, kernels: Kernels) -> float:
+    """Seconds of attention's forward kernel for one second of the products."""
+    costs = BlockCosts(LLAMA, layout, software(name), kernels)
+    return costs._attention()[2] / costs._products()[0]
+
+
+def test_weights_cost_a_micro_batch_what_is_moved_of_them() -> None:
+    """Sums of gradients that no product makes; what fully_shard copies; nothing where a product adds into the sum."""
+    once, twice, whole = Layout(shard=8, zero=1), Layout(shard=8, zero=1, n_micro=2), Layout(shard=8, zero=3)
+    ours, titan, megatron = (software(name) for name in ("shardwise", "torchtitan", "nemo"))
+    assert [handled_bytes(ours, layout) for layout in (once, twice, whole)] == [2 + 4, 2 + 4 + 4, 4 + 4 + 6]
+    assert [handled_bytes(titan, layout) for layout in (once, twice, whole)] == [0, 10, 14]
+    assert [handled_bytes(megatron, layout) for layout in (once, twice, whole)] == [0, 0, 0]
+    more = simulate(LLAMA, whole, NODE, ours).parts["compute"]
+    more -= simulate(LLAMA, whole, NODE, replace(ours, unit_bytes=0.0)).parts["compute"]
+    assert more == pytest.approx(14 * LLAMA.parameters / Kernels(NODE.device).bandwidth, rel=0.01)
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])

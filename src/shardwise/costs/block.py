@@ -16,6 +16,7 @@ composes decides what hides behind what. Sources: Korthikanti et al. 2022 (tenso
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -23,7 +24,7 @@ from shardwise.cluster import Device
 from shardwise.costs.kernels import Kernels
 from shardwise.costs.layout import Layout
 from shardwise.costs.shapes import Shape
-from shardwise.costs.software import FP8, Software
+from shardwise.costs.software import FP8, STATES, Software
 
 EAGER = 1.6  # an unfused chain of elementwise ops moves about this many times a fused one's bytes (assumed)
 # Bytes that move for an element in bf16: (forward, backward) of fused kernels, and of modules as transformers writes
@@ -51,6 +52,16 @@ def host_seconds(device: Device, software: Software) -> float:
         return 0.0
     each = device.op_us.value if device.op_us is not None else HOST_US
     return 1e-6 * each / (EAGER if software.fused else 1.0)
+
+
+def handled_bytes(software: Software, layout: Layout) -> float:
+    """Bytes that move for each weight in a micro-batch beside its products: sums of gradients, ZeRO-3's own copies."""
+    gradient = STATES[software.states].gradient
+    if layout.zero >= 3 and layout.shard_ranks > 1:
+        return software.unit_bytes
+    if layout.zero < 2 and layout.n_micro * layout.rounds > 1:
+        return 0.0 if software.accumulates else 2 + 2 * gradient  # read, and the sum read and written
+    return 2 + gradient if software.buckets else 0.0
 
 
 @dataclass(frozen=True)
@@ -105,8 +116,24 @@ class BlockCosts:
             times.recompute = forward
             times.recompute_messages = list(times.forward_messages)
         elif self.layout.recompute == "selective":
-            times.recompute = attention[2]
+            times.recompute = self._selected(attention, streams[0])
         return times
+
+    def _selected(self, attention: tuple[float, float, float], streams: float) -> float:
+        """Seconds of what the selective policy computes again in a layer, as its software has it."""
+        if self.software.selective == "attention":
+            return attention[2]
+        again = streams + attention[0] - attention[2]  # the rotary part of attention is elementwise
+        if self.is_written_ring:  # written out of operations of which not all are kept
+            again += attention[2]
+        if self.software.selective == "products":  # in the order of a layer: of q, k, v, o, gate, up, down
+            s, t, rows = self.shape, self.layout.tp, self.layout.tokens
+            third = (s.ffn / t, s.hidden) if s.gated else (s.hidden, s.ffn / t)
+            keys, out = (math.ceil(s.kv_heads / t) * s.head_dim, s.hidden), (s.hidden, s.heads_of(t) * s.value_width)
+            times = max(1, s.top_k) + s.shared_experts if s.experts else 1
+            each = ((keys, 1), (out, 1), (third, times))
+            again += sum(self.kernels.layer_product(rows * n, wide, deep) for (wide, deep), n in each)
+        return again
 
     @property
     def started(self) -> tuple[int, int]:
@@ -125,6 +152,7 @@ class BlockCosts:
             out[0] += times * product(rows, wide, deep)
             out[1] += times * product(rows, deep, wide)
             out[2] += times * product(wide, deep, rows, accumulate=self.software.accumulates)
+            out[2] += self._handled(times * wide * deep)
 
         product = self.kernels.layer_product
         s, t = self.shape, self.layout.tp
@@ -146,6 +174,10 @@ class BlockCosts:
                 add(tokens, s.shared_experts * up / t, s.hidden)
                 add(tokens, s.hidden, s.shared_experts * s.ffn / t)
         return out[0], out[1], out[2]
+
+    def _handled(self, weights: float) -> float:
+        """Seconds that a micro-batch spends on so many weights beside their products."""
+        return weights * handled_bytes(self.software, self.layout) / self.kernels.bandwidth
 
     # --- attention
 
@@ -326,7 +358,8 @@ class BlockCosts:
         """The lookup: a gather of rows, and a scatter into float32 in backward."""
         lay = self.layout
         moved = lay.tokens * self.shape.hidden * ACT_BYTES
-        times = BlockTimes(self._stream(2 * moved, 2), 0.0, self._stream(3 * moved, 3))
+        table = self._handled(self.shape.vocab * self.shape.hidden / lay.tp)
+        times = BlockTimes(self._stream(2 * moved, 2), 0.0, self._stream(3 * moved, 3) + table)
         if lay.tp > 1:
             times.forward_messages = [Message("reduce_scatter" if lay.sp else "all_reduce", "tp", moved)]
         return times
@@ -341,7 +374,7 @@ class BlockCosts:
         times = BlockTimes(
             k.product(tokens, vocab, s.hidden) + k.stream(loss_bytes, 4),
             k.product(tokens, s.hidden, vocab) + k.stream(back_bytes, 3),
-            k.product(vocab, s.hidden, tokens, accumulate=self.software.accumulates),
+            k.product(vocab, s.hidden, tokens, accumulate=self.software.accumulates) + self._handled(vocab * s.hidden),
         )
         if lay.tp > 1:
             whole = tokens * s.hidden * ACT_BYTES

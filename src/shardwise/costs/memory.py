@@ -133,12 +133,26 @@ def layer_activations(shape: Shape, layout: Layout, software: Software) -> dict[
         out["activation"] /= 2
         out["attention output"] *= 1.5
     if lay.recompute == "selective" and software.attention != "unfused":
-        # the selective policy keeps products and attention, and computes norms and activations again
-        out["norm outputs"] = out["activation"] = 0.0
-        out.pop("norms of heads", None)
-        if not software.fused:  # this package's: the layer's input, and what two products add to the stream
-            out["norm inputs"] = 3 * stream
+        _drop_what_is_computed_again(out, s, lay, software, stream)
     return out
+
+
+def _drop_what_is_computed_again(
+    out: dict[str, float], s: Shape, lay: Layout, software: Software, stream: float
+) -> None:
+    """Takes from what a layer keeps what the selective policy of this software does not keep."""
+    if software.selective == "attention":
+        out.pop("softmax statistics", None)
+        return
+    out["norm outputs"] = out["activation"] = 0.0
+    out.pop("norms of heads", None)
+    if software.selective == "products":  # of q, k, v, o, gate, up, down the first, third, fifth and last
+        keys = lay.tokens * max(s.kv_heads / lay.tp, 1) * s.head_dim * ACT_BYTES
+        out["q k v"] -= keys
+        out["up and gate"] /= 2 if s.gated else 1
+        out["norm inputs"] = (1 + s.gated) * stream
+    elif not software.fused:  # this package's: the layer's input, and what two products add to the stream
+        out["norm inputs"] = 3 * stream
 
 
 def _feed_forward(shape: Shape, layout: Layout, software: Software) -> dict[str, float]:

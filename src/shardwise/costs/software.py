@@ -68,6 +68,11 @@ class Software:
     gathers_again    a recomputed layer's weights are freed after its second forward and gathered again for backward
     copies_us        time of one copy, where a collective hands out one tensor for each rank and copies them one by one
     accumulates      a weight's gradient is added into a float32 buffer by the product that makes it
+    buckets          gradients are copied into buckets that are sent, or added to what lies there
+    unit_bytes       bytes that ZeRO-3 moves for each weight in a micro-batch beside what is sent: out of the buffer of
+                     gathered weights, twice, and of gradients into the buffer that is scattered
+    selective        what remat=selective computes again: "attention" (scores, or the kernel: Korthikanti et al. 2022),
+                     "elementwise" (all but products and attention), or "products" (every second of them too)
     ring             attention around the ring of cp: "even" (a fused kernel, causal work dealt evenly) or "written"
                      (each block's scores in float32, causal work dealt evenly: parallel/sequence)
     reorders         what sp gathers of several samples is put in their order by a copy, and so is what it scatters
@@ -96,6 +101,9 @@ class Software:
     gathers_again: bool = False
     copies_us: float = 0.0
     accumulates: bool = True
+    buckets: bool = False
+    unit_bytes: float = 0.0
+    selective: str = "attention"
     reorders: bool = False
     windows: bool = False
     split_sends: bool = False
@@ -113,6 +121,10 @@ class Software:
 # of megatron_ci_golden.csv; scored on the rows between (benchmarks/forecast.py)
 TE_WORKSPACE = 0.11 * 2**30
 
+# fully_shard copies gathered weights out of its buffer (read and written in bf16, for forward and for backward) and
+# casts gradients to float32 on their way into the buffer that is scattered (torch/distributed/fsdp/_fully_shard)
+FSDP2_BYTES = 2 * (2 + 2) + (2 + 4)
+
 SOFTWARE: dict[str, Software] = {
     s.name: s
     for s in (
@@ -123,6 +135,9 @@ SOFTWARE: dict[str, Software] = {
             fused_adam=False,
             overlap_dp=True,
             accumulates=False,
+            buckets=True,
+            unit_bytes=FSDP2_BYTES,
+            selective="elementwise",
             reorders=True,
             ring="written",
             states="bf16",
@@ -201,6 +216,7 @@ SOFTWARE: dict[str, Software] = {
             fused_adam=False,
             overlap_dp=True,
             accumulates=False,
+            selective="elementwise",
             states="fsdp-mixed",
             grad_reduce_bytes=2.0,
             source="PyTorch FSDP with FlashAttention-2 or SDPA",
@@ -210,10 +226,24 @@ SOFTWARE: dict[str, Software] = {
             attention="flash2",
             fused=True,
             accumulates=False,
+            unit_bytes=FSDP2_BYTES,
+            selective="products",
             states="fsdp-mixed",
             grad_reduce_bytes=4.0,
             logit_peak_bytes=10.0,
-            source="torchtitan: FSDP2 and torch.compile, SDPA",
+            source="torchtitan: FSDP2 and torch.compile, SDPA; selective recompute by operation, every second product",
+        ),
+        Software(
+            "torchtitan-eager",
+            attention="flash2",
+            fused=False,
+            accumulates=False,
+            unit_bytes=FSDP2_BYTES,
+            selective="products",
+            states="fsdp-mixed",
+            grad_reduce_bytes=4.0,
+            logit_peak_bytes=12.0,
+            source="torchtitan without torch.compile",
         ),
         Software(
             "deepspeed-2021",

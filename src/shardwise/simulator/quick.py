@@ -55,9 +55,11 @@ class Estimator:
     def estimate(self, layout: Layout) -> Quick:
         """Returns the estimated seconds of a step and bytes of a rank under a layout."""
         step = StepContext(self.shape, layout, self.cluster, self.software)
+        many = 2 if layout.n_micro * layout.rounds > 1 else 1
         key = layout.with_(
-            pp=1, chunks=1, shard=1, replicas=1, zero=0, n_micro=1, rounds=1, schedule="1f1b", stage_layers=()
-        )
+            pp=1, chunks=1, shard=1 if layout.zero < 3 else 2, replicas=1, zero=max(1, layout.zero), n_micro=many,
+            rounds=1, schedule="1f1b", stage_layers=(),
+        )  # fmt: skip
         parts = self._parts(key)
         layers = stage_layers(self.shape, layout)
         dense = dense_of(self.shape, layers)
