@@ -74,6 +74,8 @@ def software_of(file: str, row: Mapping[str, str], layout: Layout) -> Software:
         found = replace(found, overlap_p2p=True)  # their runtime posts messages ahead; Megatron's schedules wait
     if found.name.startswith("llm-foundry") and "PURE" in row["notes"]:
         found = replace(found, states="bf16-full")
+    if "tokendrop" in row["model"]:  # Megatron gives experts a capacity only where each copy of a row travels by itself
+        found = replace(found, rows_per_node=False)
     return found
 
 

@@ -38,6 +38,7 @@ from shardwise.rehearsal.op_counts import StepTrace
 from shardwise.rehearsal.step_trace import one_sample, trace
 from shardwise.simulator import simulate
 from shardwise.simulator.events import StreamOp, run
+from shardwise.simulator.parts import StepContext
 from shardwise.simulator.pipeline import play_all, schedule
 from shardwise.simulator.quick import Estimator
 
@@ -148,6 +149,33 @@ def test_what_a_rank_sends_to_each_other_rank_goes_by_its_own_port() -> None:
     many, few = (wire.collective("all_to_all", RankGroup(size, stride), 1e9) for size, stride in ((16, 1), (2, 8)))
     assert many == pytest.approx(5e8 / port, rel=0.02)
     assert few == pytest.approx(many, rel=0.02)
+
+
+def test_a_row_goes_once_to_a_node_that_has_several_of_its_experts() -> None:
+    """Eight copies over two nodes: nearly each row has experts in both; one of its copies crosses, not four."""
+    wire, size = Wire(Cluster.parse("2x8 h100-sxm-80gb, ib-400")), 1e9
+    each, once = wire.collective("all_to_all", RankGroup(16), size), wire.rows(RankGroup(16), size, 8)
+    inside = wire.collective("all_to_all", RankGroup(8), size)
+    assert once < 0.4 * each and once == pytest.approx(inside, rel=0.01), "what is passed on inside takes longer"
+    assert wire.rows(RankGroup(16), size, 1) == pytest.approx(each, rel=0.01), "of one copy there is nothing to save"
+    assert wire.rows(RankGroup(8), size, 8) == inside
+
+
+def test_rows_of_experts_that_travel_beside_computing_slow_it() -> None:
+    """They are waited for where they take longer than all computing alone; processors that send do not compute."""
+    shape = Shape.from_row(model("deepseek-v3"))
+    layout = Layout(ep=64, shard=64, zero=1, seq=4096)
+    soft, near, far = software("deepseek"), Cluster.parse("8x8 h800-sxm-80gb, ib-400"), "8x8 h800-sxm-80gb, ib-100"
+    hidden, open_ = (
+        StepContext(shape, layout, near, replace(soft, overlap_ep=part)) for part in (soft.overlap_ep, 0.0)
+    )
+    plain = BlockCosts(shape, layout, soft, hidden.kernels).layer()
+    beside, waited = hidden.timed(plain), open_.timed(plain)
+    assert beside.exposed == 0 < waited.exposed
+    assert plain.forward + plain.backward < beside.seconds < 132 / 112 * (plain.forward + plain.backward) + 1e-12
+    assert beside.seconds < waited.seconds
+    slow = StepContext(shape, layout, Cluster.parse(far), soft).timed(plain)
+    assert 0 < slow.exposed < StepContext(shape, layout, Cluster.parse(far), open_.software).timed(plain).exposed
 
 
 def test_devices_that_share_ports_share_their_rate() -> None:

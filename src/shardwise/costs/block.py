@@ -56,7 +56,7 @@ def host_seconds(device: Device, software: Software) -> float:
 
 def handled_bytes(software: Software, layout: Layout) -> float:
     """Bytes that move for each weight in a micro-batch beside its products: sums of gradients, ZeRO-3's own copies."""
-    gradient = STATES[software.states].gradient
+    gradient = STATES[software.states].on_wire
     if layout.zero >= 3 and layout.shard_ranks > 1:
         return software.unit_bytes
     if layout.zero < 2 and layout.n_micro * layout.rounds > 1:

@@ -49,6 +49,8 @@ STATES: dict[str, States] = {
         States("bf16-full", 2, 2, 0, 4),  # everything in bf16
         States("fp16-apex", 2, 2, 4, 8),  # ZeRO paper, DeepSpeed: 16
         States("fp16-apex-fp32-grad", 2, 2, 4, 8, 4),  # a float32 copy of gradients at the step: 20
+        States("bf16-deepseek", 2, 4, 4, 4),  # moments in bf16 (DeepSeek-AI 2024, section 3.3.2)
+        States("bf16-deepspeed", 2, 6, 4, 8, sent=4),  # float32 sums beside gradients in bf16: 20
         States("fsdp-mixed", 4, 4, 0, 8),  # FSDP with MixedPrecision: float32 shards, bf16 only while gathered
     )
 }
@@ -79,6 +81,8 @@ class Software:
     windows          attention leaves out what lies outside of a window; else that is masked, and computed all the same
     split_sends      a stage's message is cut over the tensor ranks and gathered by the next stage
     overlap_p2p      stages send while they compute
+    overlap_ep       share of a device's processors that send rows of experts beside computing; 0: computing waits
+    rows_per_node    a row is sent once to each node that has some of its experts, and passed on inside it
     prefetch         when ZeRO-3 asks for the next unit in backward: "before" this one's gradients leave (FSDP2),
                      "after" them (FSDP1's BACKWARD_POST), or "none": when it is needed
     states           the dtype policy, a key of STATES
@@ -96,6 +100,8 @@ class Software:
     overlap_gathers: bool = False
     overlap_tp: bool = False
     overlap_p2p: bool = False
+    overlap_ep: float = 0.0
+    rows_per_node: bool = False
     prefetch: str = "before"
     gathers_per_unit: int = 1
     gathers_again: bool = False
@@ -155,6 +161,17 @@ SOFTWARE: dict[str, Software] = {
             source="Narayanan et al. 2021, section 4.2; Korthikanti et al. 2022: fused kernels, no overlap",
         ),
         Software(
+            "megatron-deepspeed",
+            attention="unfused",
+            overlap_dp=False,
+            overlap_p2p=False,
+            split_sends=True,
+            accumulates=False,
+            states="bf16-deepspeed",
+            source="Megatron-DeepSpeed of 2022, as BLOOM was trained: its pipeline, and a BF16 optimizer that adds "
+            "each gradient to its float32 sum by an op of its own",
+        ),
+        Software(
             "megatron-core",
             attention="cudnn",
             windows=True,
@@ -185,8 +202,22 @@ SOFTWARE: dict[str, Software] = {
             overlap_gathers=True,
             overlap_tp=True,
             overlap_p2p=True,
+            rows_per_node=True,
             states="bf16",
             source="NeMo and Megatron-Bridge recipes: gradients, gathers and tensor-parallel messages overlap",
+        ),
+        Software(
+            "deepseek",
+            attention="cudnn",
+            selective="elementwise",
+            overlap_gathers=True,
+            overlap_p2p=True,
+            overlap_ep=20 / 132,
+            rows_per_node=True,
+            states="bf16-deepseek",
+            logit_peak_bytes=6.0,
+            source="DeepSeek-V3 (DeepSeek-AI 2024, sections 3.2 and 3.3): rows of experts go once to a node and travel "
+            "beside another micro-batch, for which 20 of 132 processors do not compute; moments in bf16",
         ),
         Software(
             "zero-bubble",

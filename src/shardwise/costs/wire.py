@@ -129,6 +129,17 @@ class Wire:
         near = self.cluster.tiers[0].latency_us.value * 1e-6  # a ring meets every rank in turn
         return base + (nodes - 1) * hop + (group.size - nodes) * near + on_link / rate
 
+    def rows(self, group: RankGroup, size_bytes: float, copies: int) -> float:
+        """An all-to-all of rows of which a rank has `copies` each, for experts dealt at random over the group: one copy
+        goes to each node that has some of them, and is passed on inside it."""
+        local = self.inside(group)
+        nodes = math.ceil(group.size / local)
+        if nodes == 1 or local == 1 or self._one_domain(group):
+            return self.collective("all_to_all", group, size_bytes)
+        met = nodes * (1 - (1 - 1 / nodes) ** copies)
+        far = size_bytes / copies * met * (nodes - 1) / nodes / self._rate(self.tier(group))
+        return max(far, self._inside("all_to_all", local, size_bytes)) + self.collective("all_to_all", group, 1.0)
+
     def _to_each(self, ranks: int, local: int, size_bytes: float, tier: int) -> float:
         """Seconds in which a rank sends each of the others its part, `local` of them in its domain; both links work."""
         far = size_bytes * (ranks - local) / ranks / self._rate(tier)

@@ -117,6 +117,8 @@ class StepContext:
             share = (group.size - 1) / group.size * message.size_bytes
             far = (group.size - 1) * group.stride  # the slowest link of the ring is the one that closes it
             return self.wire.send(share, 0, far) + (group.size - 2) * self.wire.send(0, 0, far)
+        if message.axis == "ep" and self.software.rows_per_node:
+            return self.wire.rows(group, message.size_bytes, self.shape.top_k) + self.wire.skew(group.size)
         return self.wire.collective(message.op, group, message.size_bytes) + self.wire.skew(group.size)
 
     def exposed(self, messages: Sequence[Message], beside: float) -> tuple[float, float]:
@@ -127,6 +129,8 @@ class StepContext:
 
     def timed(self, times: BlockTimes) -> StageTimes:
         """A part with its communication."""
+        if self.software.overlap_ep:
+            times = self._beside_experts(times)
         waits, slowed = self.exposed(times.forward_messages, times.attention_forward or times.forward)
         hide = times.backward_weight if self.layout.cp == 1 else times.backward_weight + times.attention_backward
         back_waits, back_slowed = self.exposed(times.backward_messages, hide)
@@ -138,6 +142,30 @@ class StepContext:
             waits + back_waits + again,
             times.recompute + again,
         )
+
+    def _beside_experts(self, times: BlockTimes) -> BlockTimes:
+        """The same where rows of experts travel beside another micro-batch's computing (DeepSeek-AI 2024, section 3.2).
+
+        The part of the device that sends them does not compute meanwhile; what does not fit beside is waited for.
+        """
+        share = self.software.overlap_ep
+        sent = [m for m in times.forward_messages + times.backward_messages if m.axis == "ep"]
+        seconds, computes = sum(self.seconds(m) for m in sent), times.forward + times.backward
+        if not sent:
+            return times
+        slower = 1 + min(1.0, seconds / computes) * share / (1 - share)
+        open_part = max(0.0, 1 - slower * computes / seconds)
+
+        def left(messages: list[Message]) -> list[Message]:
+            rest = [replace(m, size_bytes=m.size_bytes * open_part) if m.axis == "ep" else m for m in messages]
+            return [m for m in rest if m.size_bytes]
+
+        return replace(
+            times, forward=slower * times.forward, backward_input=slower * times.backward_input,
+            backward_weight=slower * times.backward_weight, recompute=slower * times.recompute,
+            forward_messages=left(times.forward_messages), backward_messages=left(times.backward_messages),
+            recompute_messages=left(times.recompute_messages),
+        )  # fmt: skip
 
 
 def finished(
