@@ -1,4 +1,10 @@
-"""Gradients of operations on tiles against differences of their own values, and what tiles send against its adjoint."""
+"""Gradients of operations on tiles against differences of their own values, and what tiles send against its adjoint.
+
+A slope is that along a random direction of all inputs and parameters at once, in float64, by central differences: what
+`torch.autograd.gradcheck(fast_mode=True)` compares too. It can not be called here, since each rank holds a tile, ranks
+are to come to the same collectives, and a loss's slope is a sum over them. A gradient that is wrong in any element, on
+any rank, has the slope of another function in all but a set of directions of measure zero; each case draws its own.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +25,7 @@ from shardwise.parallel.domain.maps import Sliding, reads
 from shardwise.part import Owners, Part, Uncut, plain
 from shardwise.part.gathering import all_sum, gathered, scatter_sum
 from shardwise.part.halos import Halo, HaloBack, has_halos
-from shardwise.part.moves import fetch
+from shardwise.part.moves import fetch, owners_inside, recut
 from shardwise.part.summands import with_summed_gradient
 
 STEPS = (1e-6, 1e-8)  # the second where a kink, or a place that is rounded, may lie within the first
@@ -34,7 +40,8 @@ def _slopes(case: tiles.Case, axes: tuple[Axis, ...], seed: int) -> float | str:
     expected = tiles._whole(case, seed)
     if expected is None:
         return "torch refuses it"
-    x, params, _, weight, gradients = expected
+    x, params, output, weight, gradients = expected
+    weight[..., output.shape[-1] - case.buffers :] = 0
     draws = torch.Generator().manual_seed(seed + 1)
     along, *beside = [torch.randn(t.shape, dtype=DOUBLE, generator=draws) for t in (x, *params)]
     over = tuple(axis for axis in axes if axis.size > 1)
@@ -105,7 +112,7 @@ def test_gradients_of_every_kind_are_slopes(pool, kind: str, ranks: int) -> None
 
 
 def _adjoints(seed: int) -> list[str]:
-    """What is wrong of <Fx, y> = <x, F*y> for halos, gathers and sums of random shapes. Runs on every rank."""
+    """What is wrong of <Fx, y> = <x, F*y> for halos, gathers, sums and recuts of random shapes. Runs on every rank."""
     rng, ranks = random.Random(seed), dist.get_world_size()
     axis = build_mesh(Plan(domain=(ranks,)), torch.device("cpu")).inner[0]
     own, wrong, halos = torch.Generator().manual_seed(seed + axis.index), [], 0
@@ -146,7 +153,53 @@ def _adjoints(seed: int) -> list[str]:
         check(f"case {case}: gather", _inner(whole, y), _inner(dealt.local, scatter_sum(y, 1, some, axis)))
         x, y = drawn(shape), drawn(shape)
         check(f"case {case}: sum", _inner(all_sum(x, axis), y), _inner(x, all_sum(y, axis)))
+        other = rng.choice((0, 1, 2))  # 1: other owners of the same dim
+        there = recut(dealt, other, _dealt(shape[other], ranks, rng))
+        y = drawn(there.local.shape)
+        back = recut(there.with_local(y), 1, some)
+        check(f"case {case}: recut to dim {other}", _inner(there.local, y), _inner(dealt.local, back.local))
     return wrong if halos else ["no case has halos"]
+
+
+def _recuts_of_grids(seed: int) -> list[str]:
+    """What is wrong of <Fx, y> = <x, F*y> for exchanges over one of two axes that cut a tensor. Runs on every rank."""
+    rng, wrong = random.Random(seed), []
+    axes = build_mesh(Plan(domain=(2, dist.get_world_size() // 2)), torch.device("cpu")).inner
+    outer, inner = axes
+    own = torch.Generator().manual_seed(seed + dist.get_rank())
+    for case in range(40):
+        shape = [rng.randint(1, 5) for _ in range(4)]
+        one, two, to = rng.sample(range(4), 3)
+        to = rng.choice((to, two, one))  # a dim that neither axis cuts; that of the other; its own, dealt anew
+        over = rng.choice(axes) if to not in (one, two) else outer
+        dealt = {axis: _dealt(shape[d], axis.size, rng) for axis, d in ((outer, one), (inner, two))}
+        tile = list(shape)
+        tile[one], tile[two] = dealt[outer].counts[outer.index], dealt[inner].counts[inner.index]
+        part = Part(
+            Part(torch.randn(tile, dtype=DOUBLE, generator=own), two, dealt[inner], inner), one, dealt[outer], outer
+        )
+        after = _dealt(shape[to], over.size, rng)
+        if over is inner:
+            there = part.with_local(recut(part.local, to, after))
+        else:
+            there = recut(part, to, after)
+        y = torch.randn(there.local.local.shape, dtype=DOUBLE, generator=own)
+        arrived = there.with_local(there.local.with_local(y))
+        if over is inner:
+            back = arrived.with_local(recut(arrived.local, two, dealt[inner]))
+        else:
+            back = recut(arrived, one, dealt[outer], owners_inside(part, to))
+        forward, adjoint = _inner(there.local.local, y), _inner(part.local.local, back.local.local)
+        if not abs(forward - adjoint) <= 1e-12 * max(1.0, abs(forward)):
+            wrong.append(f"case {case}, {shape} {one, two} to {to}: <Fx, y> = {forward}, <x, F*y> = {adjoint}")
+    return wrong
+
+
+@pytest.mark.parametrize("ranks", [4, pytest.param(6, marks=pytest.mark.long)])
+def test_exchanges_over_an_axis_of_a_grid_have_their_adjoint(pool, ranks: int) -> None:
+    seed = random.randrange(2**31)
+    wrong = [each for found in pool.run(_recuts_of_grids, ranks, seed) for each in found]
+    assert not wrong, f"seed {seed}: {wrong[:5]}"
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

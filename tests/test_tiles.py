@@ -60,6 +60,7 @@ class Case:
     params: list[tuple[int, ...]] = field(default_factory=list)
     dims: int = 0  # spatial dims, the last ones
     told: dict[str, Any] = field(default_factory=dict)
+    buffers: int = 0  # what lies behind the output along its last dim and has no gradient
 
 
 def _space(rng: random.Random, dims: int) -> tuple[int, ...]:
@@ -162,7 +163,7 @@ def _norm(rng: random.Random) -> Case:
     if kind == "instance":
         return Case("instance_norm", shape, lambda x, w, b: F.instance_norm(x, None, None, w, b), [(4,), (4,)], dims)
     if kind == "batch":
-        return Case("batch_norm", shape, _batch_norm, [(4,), (4,)], dims)
+        return Case("batch_norm", shape, _batch_norm, [(4,), (4,)], dims, buffers=2)
     run = F.rms_norm if kind == "rms" else F.layer_norm
     params = [space] if kind == "rms" else [space, space]
     return Case(f"{kind}_norm", shape, lambda x, *p: run(x, space, *p), params, dims)
