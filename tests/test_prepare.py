@@ -585,7 +585,7 @@ def once(plan: str, case: str) -> None:
         if case == "divided twice":
             prepared.backward(loss / 2 * len(x), len(x))
         if case == "twice":
-            prepared.backward((model(x) - y).square().mean())
+            prepared.backward((model(x) - y).square().sum(), len(x))
         optimizer.step()
         if case != "no zero_grad":
             optimizer.zero_grad()
@@ -609,7 +609,7 @@ class LateDraws(TensorDataset):
         ("detached", "dp_replicate=2", InputError, "outside no_grad, without .detach"),
         ("negative", "dp_replicate=2", InputError, "weight is -2, which turns the loss around"),
         ("weights", "dp_replicate=2", InputError, r"weight must be one number, got shape \(2,\): give its .sum"),
-        ("twice", "dp_replicate=2", InputError, r"2 times before optimizer.step\(\).*accumulate=2"),
+        ("twice", "dp_replicate=2", InputError, r"2 times before optimizer.step\(\).*accumulate=2.*means, which add"),
         ("no zero_grad", "dp_replicate=2", InputError, "without optimizer.zero_grad"),
         ("distributed sampler", "dp_replicate=2", InputError, "DistributedSampler"),
         ("own order", "dp_replicate=2", RunError, "drew other samples in step 0"),

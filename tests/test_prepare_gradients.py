@@ -11,7 +11,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import shardwise
-from shardwise.errors import InputError
 from shardwise.ranks import RankPool
 
 
@@ -105,19 +104,6 @@ def test_gradients_by_hand_under_every_plan(what: str, plan: str, pool: RankPool
 @pytest.mark.parametrize("plan", ["dp_shard=2,zero=2"])
 def test_gradients_by_hand_of_an_optimizer_that_needs_whole_tensors(plan: str, pool: RankPool) -> None:
     check("left out", plan, pool, "muon")
-
-
-def early(plan: str) -> None:
-    model, loader = net(), DataLoader(samples(8), batch_size=4)
-    prepared = model, _, loader = shardwise.prepare(model, adamw(model), loader, plan=plan)
-    for x, y in loader:
-        prepared.backward((model(x) - y).square().mean())
-        model.head.bias.grad.norm()
-
-
-def test_a_gradient_before_the_last_micro_batch(pool: RankPool) -> None:
-    with pytest.raises(InputError, match=r"param.grad before the plan's last micro-batch.*line \d+"):
-        pool.run(early, 2, "dp_shard=2,zero=1,accumulate=2")
 
 
 def twice(plan: str | None) -> tuple[list[float], dict]:

@@ -28,7 +28,8 @@ from shardwise.step.state import RankState
 
 _EARLY = (
     "param.grad before the plan's last micro-batch (accumulate), when ranks have not added up their gradients: read it "
-    "after the last prepared.backward of a step"
+    "after the last prepared.backward of a step, or leave accumulate out of the plan, by which gradients are whole after "
+    "each backward and add up"
 )
 
 
@@ -57,8 +58,7 @@ class Gradients:
         asked = are_whole() if are_whole is not None else None
         if asked is None or name is None:
             return None
-        if not asked:
-            raise InputError(_EARLY)
+        self.refuse_early()
         if name not in self._seen:
             meet = self._meet()
             if meet is not None:
@@ -66,6 +66,13 @@ class Gradients:
             self._seen[name] = found = self._gathered(name)
             self.gathered_bytes += 0 if found is None else found.numel() * found.element_size()
         return self._seen[name]
+
+    @names_line
+    def refuse_early(self) -> None:
+        """Raise `InputError` where ranks have not added up their gradients yet."""
+        are_whole = self._are_whole()
+        if are_whole is not None and are_whole() is False:
+            raise InputError(_EARLY)
 
     @names_line
     def set(self, param: nn.Parameter, value: torch.Tensor | None) -> None:

@@ -55,6 +55,9 @@ class WholeGradients(Protocol):
     def set(self, param: nn.Parameter, value: torch.Tensor | None) -> None:
         """Replace the whole gradient of a parameter; None: it has none in this step."""
 
+    def refuse_early(self) -> None:
+        """Raise `InputError` where ranks have not added up their gradients yet."""
+
 
 Known = Callable[[], WholeGradients | None]
 _COPYING = 4  # the protocol of copy.deepcopy; torch.save has a lower one
@@ -106,9 +109,33 @@ def _in_pieces(gate: Gate, known: Known) -> type[nn.Parameter]:
     return InPieces
 
 
+def _added_up_later(gate: Gate, known: Known) -> type[nn.Parameter]:
+    """Returns the class of parameters that refuse to show a gradient which ranks have not added up yet."""
+    own = torch.Tensor.grad
+
+    class Later(nn.Parameter):
+        @property
+        def grad(self) -> torch.Tensor | None:
+            gradients = None if gate.is_open or torch._C._current_graph_task_id() != -1 else known()
+            if gradients is not None:
+                gradients.refuse_early()
+            return own.__get__(self)
+
+        @grad.setter
+        def grad(self, value: torch.Tensor | None) -> None:
+            own.__set__(self, value)
+
+        @grad.deleter
+        def grad(self) -> None:
+            own.__delete__(self)
+
+    return Later
+
+
 def guard_gradients(
     model: nn.Module, technique: Any, *, all: bool, shares: Collection[str], summed: tuple[Axis, ...],
     beside: tuple[Axis, ...], inside: Callable[[], bool], gradients: Known, whole: Answer | None = None,
+    later: bool = False,
 ) -> Gate:  # fmt: skip
     """Make `param.grad` the whole one where gradients are elsewhere than in the parameters; returns the gate that is
     open while the engine reads what a rank holds.
@@ -121,11 +148,16 @@ def guard_gradients(
     summed  axes whose ranks have the same samples: what the script itself computes of a weight (a penalty) every one
             of them computes, and its gradient counts once
     beside  more of them, whose ranks have other samples while `inside`, in the model's forward
+    later   a step has several micro-batches, after the last of which ranks add up their gradients
     """
     gate = Gate()
     if not isinstance(technique, Flat) and not all:
+        base: Any = _added_up_later(gate, gradients) if later else nn.Parameter
+        for param in model.parameters() if later else ():
+            if param.requires_grad and type(param) is nn.Parameter:
+                param.__class__ = base
         if summed or beside:
-            _count_once(model, gate, summed, beside, inside, nn.Parameter)
+            _count_once(model, gate, summed, beside, inside, base)
         return gate
     if shares:
         FUNCTIONS[torch.autograd.grad] = _grad_beside_weights

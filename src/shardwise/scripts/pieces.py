@@ -163,6 +163,7 @@ class Pieces:
         """`param.grad`, answered as the weight itself is; of a weight that tp or ep cut too, the whole one."""
         if id(param) in self._shares:
             return self.gradients.get(param)
+        self.gradients.refuse_early()
         reached = self._index.get(id(param)) in self.technique._used
         return self._seen(torch.Tensor.grad.__get__(param)) if reached else None
 

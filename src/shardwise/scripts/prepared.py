@@ -318,6 +318,7 @@ class Prepared(Stepping):
             beside=(calls.whole is not None and (mesh.data,)) or (),
             inside=lambda: calls.inside > 0, gradients=lambda: known.gradients if (known := me()) is not None else None,
             whole=answer_of(weakref.ref(self)) if cuts and not isinstance(engine.technique, FullShard) else None,
+            later=plan.accumulate > 1 and mesh.world.size > 1,
         )  # fmt: skip
         self.gradients = Gradients(engine.state, self._gate, self.meet, self._are_whole)
         if cuts:

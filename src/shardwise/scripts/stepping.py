@@ -28,22 +28,23 @@ from shardwise.parallel.full import FullShard
 from shardwise.part import forget, plain, whole
 from shardwise.scripts.agreement import compare, same_change
 from shardwise.scripts.arrivals import techniques_of
-from shardwise.scripts.divisor import Divisor, divisor_of, refuse_division
+from shardwise.scripts.divisor import Divisor, divisor_of
+from shardwise.scripts.earlier import Earlier
 from shardwise.scripts.given import check_loss, check_number
 from shardwise.scripts.gradients import Gradients
 from shardwise.scripts.guard import LaterHooks, RefusedScaler
 from shardwise.scripts.moved import FirstSteps
 from shardwise.scripts.outside import Outside
-from shardwise.scripts.over_ranks import OverRanks
 from shardwise.scripts.saying import Notices, names_line
 from shardwise.scripts.state import open_doors
+from shardwise.scripts.weighing import Weighing
 from shardwise.step.control import Tally
 from shardwise.step.loss import Loss
 from shardwise.step.normalise import held_gradients, sum_of_squares
 from shardwise.step.train_step import complete, update
 
 
-class Stepping(OverRanks):
+class Stepping(Weighing):
     """The methods of `Prepared` that make up a step. All that the script's loop calls is collective."""
 
     plan: Plan
@@ -63,6 +64,7 @@ class Stepping(OverRanks):
     def _begin(self) -> None:
         """Start a step: sums of losses, weights and counts are zero."""
         self._tally: Tally | None = None  # of the step under way
+        self._earlier: Earlier | None = None  # whole gradients of its backwards before
         self._micro = 0  # calls of backward in it
         self._finished = False  # its gradients are whole
         self._stepped = False  # and were used, without zero_grad since
@@ -208,11 +210,6 @@ class Stepping(OverRanks):
             for each in buckets:
                 each.asleep = True
 
-    def _loss_of(self, total: torch.Tensor, weight: torch.Tensor | float | None) -> torch.Tensor:
-        """One micro-batch's loss over all ranks."""
-        whole, divisor = self._sum(total.detach(), self._once() if self._given != "given" else float(weight or 0.0))
-        return torch.tensor(whole / divisor if divisor else float("nan"), dtype=torch.float64)
-
     @names_line
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Stands for `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)`: the norm over all ranks."""
@@ -226,7 +223,7 @@ class Stepping(OverRanks):
         if gradients and factor < 1.0:
             torch._foreach_mul_(gradients, factor)
             self._whole_gradients.scaled(factor)
-        return torch.tensor(self.grad_norm)
+        return torch.tensor(self.grad_norm, dtype=torch.float64)
 
     def _are_whole(self) -> bool | None:
         """Returns whether this step's gradients are those of all ranks; None where none came yet."""
@@ -244,11 +241,7 @@ class Stepping(OverRanks):
         if self._finished and self._cleared():
             self._discard()
         if self._finished and not self._stepped:
-            k = self.engine.plan.accumulate
-            raise InputError(
-                f"prepared.backward was called {k + 1} times before optimizer.step(): say in the plan how many there "
-                f"are in a step (accumulate={k + 1}); an earlier step() is fine, a later one is not"
-            )
+            self._set_aside()
         if self._stepped:
             raise InputError(
                 "prepared.backward after optimizer.step() without optimizer.zero_grad(): one process would add the "
@@ -261,6 +254,16 @@ class Stepping(OverRanks):
                 self.engine.technique.start_step()
             counts = self.mesh.counts and not (self._of_whole_batches and self.mesh.data.index)
             self._tally = Tally(self.engine.device, counts)
+            if self._earlier is not None:
+                self._tally.used.append(self._earlier.used)  # what they reached has a gradient in this step
+
+    def _set_aside(self) -> None:
+        """Another backward comes before `step()`: its gradients are added to those of this one. Collective."""
+        if self._given == "given":
+            self._refuse_weights()
+        with self._gate.open():
+            self._earlier = Earlier(self.engine, self._usable)
+        self._forget()
 
     def _cleared(self) -> bool:
         """Whether the script has taken all gradients away by hand (`p.grad = None`, `p.grad.zero_()`). Collective."""
@@ -278,43 +281,6 @@ class Stepping(OverRanks):
                 "zero_grad() of its optimizer before that, and step() before the other's backward; of models that "
                 "one loss trains together: prepared.backward(loss, also=[of_other])"
             )
-
-    def _once(self) -> float:
-        """This rank's part of a total weight of 1: an equal part for a mean, all on one rank for a sum."""
-        return 1.0 if self._given == "mean" or self._of_whole_batches else float(self.engine.mesh.data.index == 0)
-
-    def _weight(
-        self, loss: torch.Tensor, weight: torch.Tensor | float | None, mean: bool, stands_in: bool
-    ) -> torch.Tensor | float:
-        """The weight that is counted; without one, the losses of a step share one of 1."""
-        if weight is not None and mean:
-            raise InputError("prepared.backward: give weight (of a sum) or mean_over (of a mean), not both")
-        if weight is not None:
-            form = "given"
-            if self.engine.plan.accumulate > 1:
-                refuse_division(loss, float(weight), self.engine.plan.accumulate)
-        elif mean:
-            form = "mean over"
-            if self._apart > 1 and divisor_of(loss, self.calls.held_by(loss)).kind == "sum":
-                raise InputError(
-                    "prepared.backward: the loss is a sum over samples, which nothing divides, and mean_over says what "
-                    "a mean is over: give the sum without it, or its weight, prepared.backward(loss, n), for the mean"
-                )
-        else:
-            dealt = self.calls.of_loss
-            held = self.calls.held_by(loss)
-            divisor = divisor_of(loss, held) if self._apart > 1 else Divisor("mean")
-            if not self._of_whole_batches:
-                self._forms.append((divisor, dealt.held.count if dealt is not None else 1))
-            form = divisor.kind
-        if self._given not in (None, form):
-            raise InputError("prepared.backward: give the weight with every micro-batch of a step, or with none")
-        self._given = form
-        if weight is None:
-            return self._once() if self._micro == 0 else 0.0
-        if stands_in:
-            return 0.0
-        return weight.detach().reshape(()) if isinstance(weight, torch.Tensor) else float(weight)
 
     def _flush(self) -> None:
         """Reduce gradients held back for a last micro-batch, in a step with fewer of them than the plan has."""
@@ -341,11 +307,13 @@ class Stepping(OverRanks):
             )  # fmt: skip
         with self._gate.open():
             result, self._usable = complete(engine.state, tally)
+            self.grad_norm = result.grad_norm
+            if self._earlier is not None:
+                self.grad_norm, self._usable = self._earlier.add(), self._usable and self._earlier.usable
             self._square = sum_of_squares(engine.state, engine.technique.slots) if self._unguarded else None
         forget()
         self._finished = True
         self._told.say(self.notices)
-        self.grad_norm = result.grad_norm
         self.loss = torch.tensor(result.loss, dtype=torch.float64)
 
     # --- the optimizer's calls
@@ -407,6 +375,11 @@ class Stepping(OverRanks):
             return
         if self._tally is not None and not self._finished:
             self._flush()  # what was launched is waited for
+        self._earlier = None
+        self._forget()
+
+    def _forget(self) -> None:
+        """Start over, with no gradients."""
         with self._gate.open():
             self.engine.technique.start_step()
             self._whole_gradients.forget()

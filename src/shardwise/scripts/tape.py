@@ -97,6 +97,8 @@ class LossTape(TorchFunctionMode):
             with torch.set_grad_enabled(one.gradients), torch.autocast(self.kind, dtype=dtype, enabled=enabled):
                 output = one.function(*now(one.args), **now(one.kwargs))
             for old, new in zip(_leaves(one.output), _leaves(output), strict=True):
+                if isinstance(old, torch.Tensor) and not isinstance(new, torch.Tensor):
+                    raise RuntimeError("a gradient that a backward has left is not there again")
                 if isinstance(old, torch.Tensor) and id(old) not in values:
                     known[id(old)] = new
         return [now(each) for each in wanted]

@@ -82,6 +82,14 @@ def sum_of_squares(state: RankState, slots: list[Slot]) -> torch.Tensor:
     return torch.stack(torch._foreach_norm(gradients)).double().square().sum()
 
 
+def norm_of_gradients(state: RankState) -> float:
+    """The L2 norm of the gradients as all ranks have them now, clipped or changed. Collective."""
+    table = gather_rows(square_norm(state).reshape(1), state.mesh.gradients)
+    rows = read(table.view(-1), "the norm of gradients")
+    summed = state.technique.in_pieces and state.order is None
+    return math.sqrt(sum(rows[: state.mesh.shard.size] if summed else rows[:1]))
+
+
 def normalise(state: RankState, agreed: Agreement) -> tuple[StepResult, bool]:
     """Divide by the global weight and clip; decide, alike on all ranks, whether the update is finite."""
     weight = not_negative(agreed.weight, f"weight of step {state.steps_done}")
