@@ -28,8 +28,8 @@ from shardwise.step.state import RankState
 
 _EARLY = (
     "param.grad before the plan's last micro-batch (accumulate), when ranks have not added up their gradients: read it "
-    "after the last prepared.backward of a step, or leave accumulate out of the plan, by which gradients are whole after "
-    "each backward and add up"
+    "after the last prepared.backward of a step, or leave accumulate out of the plan, by which gradients are whole "
+    "after each backward and add up"
 )
 
 
