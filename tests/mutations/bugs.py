@@ -387,7 +387,7 @@ SEQUENCE = [
     bug("what is before the blocks gets the gradient of one share", "part.crossing:Entering.backward",
         "return plain(gradient)", "return plain(gradient.with_local(gradient.local * gradient.axis.index))",
         "architectures:vit", "cp=2"),
-    bug("one position of a sequence comes from every rank", "part.views:_one_of_many",
+    bug("one position of a sequence comes from every rank", "part.slices:one_of_many",
         "local.narrow(dim, 0, 0).sum(dim).to(part.dtype)", "local.select(dim, 0)", S + "pooled", "cp=2"),
     bug("experts are not summed over the ranks of a sequence", "mesh:_experts",
         "every = (*samples, *INNER)", "every = samples", S + "routed", "dp_shard=2,ep=2,cp=2"),

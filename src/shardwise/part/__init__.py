@@ -14,6 +14,7 @@ from shardwise.part import (  # noqa: F401 - the rules
     products,
     reductions,
     replacing,
+    slices,
     views,
 )
 from shardwise.part.cuts import Owners, Uncut
