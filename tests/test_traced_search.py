@@ -14,11 +14,12 @@ from shardwise.costs.memory import CONTEXT_BYTES
 from shardwise.costs.software import software
 from shardwise.layout import Plan
 from shardwise.models import tasks
-from shardwise.planner import traced_layouts
+from shardwise.planner import propose, traced_layouts
 from shardwise.planner.candidates import Constraints, cut_layouts, data_layouts, expert_layouts
 from shardwise.planner.door import layout_of
 from shardwise.planner.propose import search
 from shardwise.planner.subject import Subject
+from shardwise.planner.text import first_text
 from shardwise.planner.traced_task import Traced, traced_subject
 
 NODE = Cluster.parse("8 h100-sxm-80gb")
@@ -385,3 +386,29 @@ def test_an_axis_that_memory_holds_back_is_looked_at_further() -> None:
     assert beyond(forecast(1.5, 0.6), sequence), "without a part of its computing it is behind still"
     assert not beyond(forecast(1.5, 1.2), sequence), "sp may deal what was computed by all"
     assert not beyond(forecast(1.5, 0.6), Layout(pp=2, shard=4)), "another axis alone"
+
+
+def test_a_first_table_is_there_before_anything_is_rehearsed(monkeypatch) -> None:
+    """Data ranks as the two traces tell them, then what takes long; where even the second takes long, of the first."""
+    events: list[str] = []
+    first = []
+
+    def show(proposals, looked_at: int) -> None:
+        events.append("shown")
+        first.append((proposals, looked_at))
+
+    for soon, traces in ((float("inf"), 2), (0.0, 1)):
+        monkeypatch.setattr(propose, "SOON_S", soon)
+        events.clear()
+        subject = traced_subject(tied(), NODE, software("shardwise"), 256, "fp32", say=events.append)
+        found = search(subject, NODE, Constraints(max_tp=2, max_pp=1), precision="fp32", say=events.append, show=show)
+        before = events[: events.index("shown")]
+        assert events.count("shown") == 1 and not any("rehearsing" in each for each in before)
+        assert sum("tracing" in each for each in before) == traces and any("rehearsing" in each for each in events)
+        told = {str(each.plan): each.forecast.step_s for each in found.proposals}
+        for each in first[-1][0]:
+            assert each.layout.zero < 3 and each.layout.tp == 1
+            assert told.get(str(each.plan), each.forecast.step_s) == pytest.approx(each.forecast.step_s, rel=1e-6)
+    assert first[0][1] > first[1][1] == 3, "replicas, ZeRO-1 and 2 of one micro-batch are told by its trace"
+    text = first_text(*first[0])
+    assert text.startswith("so far, of ") and str(first[0][0][0].plan) in text

@@ -36,6 +36,14 @@ def plain(text: str) -> None:
         sys.stderr.flush()
 
 
+def block(text: str) -> None:
+    """Print lines that stay, whatever line a terminal shows."""
+    if sys.stderr.isatty():
+        line("")
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
+
+
 def sayer(wanted: bool) -> Say:
     """The function that shows progress: `line` on a terminal, `plain` elsewhere, `silent` where it is not wanted."""
     return (line if sys.stderr.isatty() else plain) if wanted else silent

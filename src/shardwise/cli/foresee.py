@@ -12,7 +12,7 @@ from shardwise.cli.forecasting import TASK, TASK_HELP, failures, subject_and_bat
 from shardwise.cli.options import WholeNumber, common, given_plan, output_file
 from shardwise.cli.waiting import begin
 from shardwise.errors import InputError
-from shardwise.progress import timing
+from shardwise.progress import block, timing
 
 if TYPE_CHECKING:
     from shardwise.cluster import Cluster
@@ -92,7 +92,7 @@ def plan(answer: Answer, task: str, **words: Any) -> None:
     begin(answer, "plan: loading PyTorch and the figures of the catalogue")
     from shardwise.planner import Constraints
     from shardwise.planner import search as search_plans
-    from shardwise.planner.text import proposal_dict, search_text
+    from shardwise.planner.text import first_text, proposal_dict, search_text
     from shardwise.planner.worth import AskedJob, job_lines, jobs
 
     asked = AskedJob.of(words["job"], words["tokens"], words["price"])
@@ -102,7 +102,10 @@ def plan(answer: Answer, task: str, **words: Any) -> None:
     )  # fmt: skip
     with timing(not answer.as_json) as say:
         subject, batch = subject_and_batch(task, cluster, words, words["precision"], say=say)
-        found = search_plans(subject, cluster, constraints, precision=words["precision"], say=say)
+        found = search_plans(
+            subject, cluster, constraints, precision=words["precision"], say=say,
+            show=None if answer.as_json else lambda first, looked_at: block(first_text(first, looked_at)),
+        )  # fmt: skip
         job = jobs(subject, cluster, found, constraints, words["precision"], asked)
     best = found.best
     named = task if subject.own and not subject.head else "MODULE:TASK"  # a shape or a configuration has no data

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from shardwise.cluster import Cluster
@@ -34,6 +34,8 @@ OFFLOADED = (
     "forecast and does not run in this version; what runs is more devices, or a smaller batch or sequence"
 )
 EVERY_S = 0.3  # between two lines of progress
+# The best so far are shown once: after FIRST_S of looking, and before what takes long, as a process is SOON_S old
+FIRST_S, SOON_S, FIRST_ROWS = 2.0, 5.5, 3
 ROOMY, CLASSES = 0.5, 10  # plans that fill less than half of a device need as little as any; above, in tenths of it
 
 
@@ -54,10 +56,13 @@ def search(
     *,
     precision: str = "bf16",
     say: Say = silent,
+    show: Callable[[Sequence[Proposal], int], None] | None = None,
 ) -> Search:
     """Search the plans of a subject on a cluster; raises `InputError` where none fits, with the nearest.
 
     An interrupt (ctrl-C) ends it with the best so far, once there is one. `say` is told that while it goes on.
+
+    show  is given the best few so far, and of how many, once while the search goes on
     """
     began = time.monotonic()
     constraints = constraints or Constraints()
@@ -65,7 +70,7 @@ def search(
     if against:
         raise InputError(against)
     capacity = cluster.device.memory_bytes * (1 - constraints.headroom)
-    looked = _look(subject, cluster.world_size, constraints, precision, capacity, say)
+    looked = _look(subject, cluster.world_size, constraints, precision, capacity, say, show)
     if not looked.considered:
         raise InputError(nothing(subject, cluster, constraints))
     offloaded = not looked.fits and subject.offloads and constraints.offload and constraints.value("offload") is None
@@ -122,10 +127,27 @@ def _kept_free(cluster: Cluster, constraints: Constraints) -> str:
     )
 
 
-def _look(subject: Subject, world: int, constraints: Constraints, precision: str, capacity: float, say: Say) -> _Looked:
+def _look(
+    subject: Subject, world: int, constraints: Constraints, precision: str, capacity: float, say: Say,
+    show: Callable[[Sequence[Proposal], int], None] | None = None,
+) -> _Looked:  # fmt: skip
     """Estimate every layout and keep those that fit; ends early where it is interrupted and some fit."""
     found, told, best = _Looked(), time.monotonic(), math.inf
-    leader = ""
+    began, leader = told, ""
+    shown = show is None
+
+    def show_first(ahead: float = math.inf) -> None:
+        nonlocal shown
+        if shown or time.process_time() + ahead < SOON_S:
+            return
+        run = _chosen(sorted(found.fits, key=_seconds), precision)[0]
+        if run and show is not None:
+            shown = True
+            few = [_proposal(subject.simulate, layout, precision) for layout in run[:FIRST_ROWS]]
+            show(_sorted(few, capacity), found.considered)
+
+    if subject.when_long is not None:
+        subject.when_long(show_first)
     try:
         for layout in map(constraints.applied, subject.layouts(world, constraints)):
             if constraints.fixed and not constraints.allows(plan_of(layout, precision)):
@@ -142,6 +164,8 @@ def _look(subject: Subject, world: int, constraints: Constraints, precision: str
                 found.fits.append((seconds, layout))
                 if seconds < best:
                     best, leader = seconds, f"; best so far {seconds_text(seconds)}, {name}"
+            if not shown and time.monotonic() - began > FIRST_S:
+                show_first()
             if time.monotonic() - told > EVERY_S:
                 told = time.monotonic()
                 say(f"{found.considered:,} plans looked at, {len(found.fits):,} fit{leader} (ctrl-C ends with it)")
@@ -149,8 +173,12 @@ def _look(subject: Subject, world: int, constraints: Constraints, precision: str
         if not found.fits:
             raise
         found.stopped = True
-    found.fits.sort(key=lambda item: item[0])
+    found.fits.sort(key=_seconds)
     return found
+
+
+def _seconds(item: tuple[float, Layout]) -> float:
+    return item[0]
 
 
 def _passes(test: Callable[[Plan], None], candidate: Plan) -> bool:

@@ -41,6 +41,8 @@ class Subject:
     reading: Callable[[], Reading] | None = None  # times the task's input
     # the same as `simulate`, from traces of the very micro-batch, where others are on a line between two
     exact: Callable[[Layout], Forecast] | None = None
+    # takes a function to call before what takes so many seconds: a search shows what it knows by then
+    when_long: Callable[[Callable[[float], None]], None] | None = None
     sample: str = ""  # made up for a model without data, in words
     head: str = ""  # of transformers, for a model that was built of a configuration
     unsearched: str = ""  # which plans a search does not look at, in words

@@ -47,6 +47,13 @@ def search_text(search: Search, cluster: Cluster, subject: str, batch: str, comm
     return "\n".join(lines)
 
 
+def first_text(proposals: Sequence[Proposal], looked_at: int) -> str:
+    """A first table, of the best plans that are known while a search goes on."""
+    rows = _rows(proposals, f"{proposals[0].forecast.rate[1]}/s")
+    plans = "one plan" if looked_at == 1 else f"{looked_at:,} plans"
+    return "\n".join([f"so far, of {plans} looked at (the search goes on; ctrl-C ends with the best):", *rows, ""])
+
+
 def _lost_lines(lost: dict[str, str]) -> list[str]:
     """One line for each reason; families that lost for the same one together, those that need more memory last."""
     names: dict[str, list[str]] = {}

@@ -53,8 +53,10 @@ class TracedLayouts:
         """Data ranks alone; then cuts of positions, and cuts of weights where these could be faster."""
         traced, batch, cuts = self.traced, self.batch, self.traced.cuts
         own = [*filter(traced.can_run, data_layouts(world, batch, traced.node, self.recomputes))]
+        first = traced.samples[0]  # sorting is stable: of the same layout, that without recompute stays first
+        own.sort(key=lambda layout: (self._takes_long(layout), layout.micro_batch != first))
         fastest = inf
-        for layout in self._lean(own, constraints, lambda layout, _: traced.can_hold(layout, batch)):
+        for layout in self._lean(own, constraints, self._can_hold):
             yield layout
             if traced.fits(layout, batch, constraints):
                 fastest = min(fastest, traced.simulate(layout, batch).step_s)
@@ -78,6 +80,17 @@ class TracedLayouts:
             cut = [*filter(traced.can_run, cut_layouts(world, batch, traced.node, self.recomputes, constraints))]
             few, many = (expert_layouts(each if traced.routed else (), traced.node, constraints) for each in (own, cut))
             yield from self._while_faster(chain(few, cut, many), Slower(fastest, self._least(world)), constraints)
+
+    def _takes_long(self, layout: Layout) -> bool:
+        """Whether a layout needs a rehearsal or a trace of its own, beside the two that are made of every task."""
+        return layout.zero >= 3 or layout.recompute != "none" or layout.micro_batch < self.traced.samples[0]
+
+    def _can_hold(self, layout: Layout, _: set[Layout]) -> bool:
+        if self._takes_long(layout):
+            self.traced.before_long(inf)
+        elif layout.micro_batch != self.traced.samples[0]:
+            self.traced.before_long(self.traced.second_trace_s)
+        return self.traced.can_hold(layout, self.batch)
 
     def _lean(
         self, layouts: Iterable[Layout], constraints: Constraints, can: Callable[[Layout, set[Layout]], bool]

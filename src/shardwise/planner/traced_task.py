@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
 from itertools import product
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import cast
 
 from shardwise.cluster import Cluster
@@ -96,6 +97,8 @@ class Traced:
         self.node = cluster.sizes[0] if len(cluster.tiers) > 1 else cluster.world_size
         self.looks = Looks(task, self.sample)
         self.remarks = list(remarks)
+        self.before_long: Callable[[float], None] = lambda seconds: None  # called before what takes so long
+        self._first_trace_s = 0.0
         self.spent = 0  # ops of all rehearsals so far
         self._models: dict[tuple[str, int, tuple[int, int], tuple[str, ...]], Model] = {}
         self._traces: dict[tuple[int, str, int, tuple[str, ...]], Counted] = {}
@@ -108,8 +111,8 @@ class Traced:
 
     def subject(self, batch: int, wanted: tuple[str, ...]) -> Subject:
         """What a search needs to know, for one global batch."""
-        units = len(self.model("none").one.units)
-        self._remark_on(self.model("none").one)
+        units = len(self.first.units)
+        self._remark_on(self.first)
         recomputes = [*dict.fromkeys(("none", *wanted))] if units else ["none"]
 
         layouts = TracedLayouts(self, batch, recomputes)
@@ -123,6 +126,7 @@ class Traced:
             lambda layout: self.simulate(layout, batch), self.remarks, own=True,
             with_batch=lambda count: self.subject(count, wanted), reading=lambda: self.reading,
             exact=lambda layout: self.of_micro_batch(layout.micro_batch).simulate(layout, batch),
+            when_long=lambda call: setattr(self, "before_long", call),
         )  # fmt: skip
 
     def of_micro_batch(self, micro: int) -> Traced:
@@ -137,10 +141,23 @@ class Traced:
         if one.drawn:
             self.remark("a single random number is taken as 0.5: what it decides (layerdrop) goes the likelier way")
 
+    @cached_property
+    def first(self) -> Counted:
+        """The trace of the smaller of the two micro-batches, without recompute."""
+        began = process_time()
+        found = self._trace(self.samples[0], "none", 0)
+        self._first_trace_s = process_time() - began
+        return found
+
+    @property
+    def second_trace_s(self) -> float:
+        """Seconds that the trace of the larger one will take, 0 once it was made."""
+        return 0.0 if (self.samples[1], "none", 0, ()) in self._traces else self._first_trace_s
+
     @property
     def routed(self) -> bool:
         """Whether the module chooses among experts."""
-        one = self.model("none").one
+        one = self.first
         return one.balanced or (one.chose and self.looks.holds_experts)
 
     def model(
@@ -166,8 +183,8 @@ class Traced:
         return self._models[key]
 
     def _sizes(self, micro: int | None) -> tuple[int, int]:
-        """Which numbers of samples tell of a micro-batch: itself alone where it is smaller than those of the line."""
-        return (micro, micro) if micro is not None and micro < self.samples[0] else self.samples
+        """Which numbers of samples tell of a micro-batch: itself alone where it is the smaller of the line, or less."""
+        return (micro, micro) if micro is not None and micro <= self.samples[0] else self.samples
 
     def _trace(self, count: int, recompute: str, joined: int, wrap: tuple[str, ...] = ()) -> Counted:
         def made() -> Counted:
@@ -181,11 +198,11 @@ class Traced:
         """Returns how many ranks share batch statistics: 0 where the module computes its own; 2 stands for more."""
         if not joins_batch_norms(data_ranks, Plan(remat=recompute, precision=self.precision)):
             return 0
-        return min(2, data_ranks) if self._model_of("none", 0).one.batch_norms else 0
+        return min(2, data_ranks) if self.first.batch_norms else 0
 
     def can_run(self, layout: Layout) -> bool:
         """Whether batch norms find more than one value in a micro-batch."""
-        return layout.dp * layout.micro_batch > 1 or not self._model_of("none", 0).one.alone
+        return layout.dp * layout.micro_batch > 1 or not self.first.alone
 
     def _cuts(self, layout: Layout) -> Cuts:
         joined = self.joined(layout.recompute, layout.dp)
@@ -372,6 +389,8 @@ class Traced:
             found = simulate_traced(model, layout, *where, held)
         uneven = 0 < layout.global_batch - batch < layout.dp * layout.n_micro * layout.rounds
         found.samples = batch if uneven else layout.global_batch
-        found.flops = self.model("none").flops(found.samples)  # the model's: not what ranks do twice
+        # the model's, not what ranks do twice; of the smaller micro-batch by its own trace, which may be the only one
+        alone = layout.micro_batch if layout.micro_batch == self.samples[0] else None
+        found.flops = self.model("none", micro=alone).flops(found.samples)
         found.basis |= switches(layout, eager=bool(self.cluster.device.ops))
         return found
