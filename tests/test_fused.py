@@ -185,9 +185,29 @@ def test_the_bits_of_draws_whose_values_nobody_knows_are_not_computed(monkeypatc
         return theirs(self, func, args, kwargs, leaves)
 
     monkeypatch.setattr(Values, "_on_values", on_values)
-    found = trace(task, 2, fused=True, follow=True)
+    found = trace(task, 2, follow=True)
     assert max(computed) == 8
     monkeypatch.setattr("shardwise.rehearsal.dispatch._unread", lambda *given: False)
-    whole = trace(task, 2, fused=True, follow=True)
+    whole = trace(task, 2, follow=True)
     assert (found.order, found.peak, found.by_batch) == (whole.order, whole.peak, whole.by_batch)
     assert max(computed) == 2000
+
+
+def test_a_mask_of_one_process_is_one_kernel_on_a_gpu_and_a_dozen_elsewhere() -> None:
+    """Of a thousand elements for each sample the kernel writes a byte; plain operations move eight, again and again."""
+
+    class Dropped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.dropout(self.weight * x, 0.1).sum()
+
+    task = Task(model=Dropped, loss=lambda out, batch: (out, 1), batch=lambda step: torch.ones(2, 1000))
+    own = trace(task, 2, fused=True)
+    for fused, kernels, moved in ((True, 5, 20), (False, 30, 400)):
+        found = trace(task, 2, fused=fused, follow=True)
+        assert found.kernels - own.kernels <= kernels, found.order
+        assert (found.moved - own.moved) / 2000 <= moved, found.order
+    assert (found.moved - own.moved) / 2000 > 100 and found.kernels - own.kernels > 10

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from shardwise import Task, parallelize, verify
 from shardwise.errors import RefusedPlan
 from shardwise.models import tasks
-from shardwise.random import BatchDims, ConstantRandom, Drawn, GlobalRandom, Samples, hashed
+from shardwise.random import BatchDims, ConstantRandom, Drawn, GlobalRandom, Samples, hashed, hashing, modes
 from shardwise.ranks import RankPool
 
 Draw = Callable[[Tensor], Tensor]
@@ -315,3 +316,38 @@ def test_fast_masks_differ_by_rank_and_step_and_repeat(pool: RankPool) -> None:
     assert flat and all(mask.any() for mask in flat)
     assert all(not torch.equal(a, b) for i, a in enumerate(flat) for b in flat[i + 1 :])
     assert all(torch.equal(a, b) for x, y in zip(first, again, strict=True) for a, b in zip(x, y, strict=True))
+
+
+# --- one kernel, and plain operations
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
+def test_a_kernel_gives_the_bits_of_plain_operations(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device that has Triton; what a compiler makes of the same function for the CPU stands for it here."""
+    cpu = torch.device("cpu")
+    assert hashing.gives_the_bits(cpu, backend)
+
+    def drawn() -> list[Tensor]:
+        x = torch.ones(6, 3, 4)
+        return [pieces(Applies(DRAWS[name]), x, [2]) for name in ("dropout", "rand", "drop_path", "randn")]
+
+    plain = drawn()
+    monkeypatch.setattr(modes, "has_kernel", lambda device: True)
+    monkeypatch.setattr(hashing, "has_kernel", lambda device: True)
+    monkeypatch.setattr(hashing, "_kernels", partial(hashing._kernels, backend))
+    assert all(map(torch.equal, plain, drawn()))
+
+
+def test_a_kernel_that_is_wrong_or_cannot_be_made_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Why is told, and plain operations do it."""
+    monkeypatch.setattr("torch.utils._triton.has_triton", lambda: True)
+    monkeypatch.setattr(hashing, "WITHOUT", told := {})
+    for why, gives in (("other bits", lambda device: False), ("no compiler", None)):
+        if gives is None:
+
+            def gives(device):
+                raise RuntimeError("no compiler\nhere")
+
+        monkeypatch.setattr(hashing, "gives_the_bits", gives)
+        assert not hashing.has_kernel.__wrapped__(torch.device("xpu"))
+        assert why in told.pop("xpu")

@@ -34,7 +34,7 @@ from shardwise.layout.grid import placement
 from shardwise.mesh import Mesh
 from shardwise.parallel.full import USED_OUTSIDE, OutsideReads
 from shardwise.precision import Precision
-from shardwise.random import HIDDEN, GlobalRandom
+from shardwise.random import HIDDEN, WITHOUT, GlobalRandom, has_kernel
 from shardwise.ranks import local_size
 from shardwise.step.batching import samples_in, slice_samples
 from shardwise.step.forward import Forward
@@ -230,7 +230,9 @@ def follow_draws(state: RankState, findings: Findings) -> None:
     what = f"the model draws random numbers ({draws[0]}{f' and {len(draws) - 1} more' if len(draws) > 1 else ''})"
     if state.plan.compile:
         raise RefusedPlan(f"{what}, {HIDDEN}")
-    cost = "a hash for each" + (", and attention with dropout writes its scores" if findings.scores else "")
+    slow = "" if has_kernel(state.device) else WITHOUT.get(state.device.type, "")
+    cost = "a hash for each" + (f", by a dozen operations, since {slow}" if slow else "")
+    cost += ", and attention with dropout writes its scores" if findings.scores else ""
     state.notices.append(
         f"{what}: they are those of one process under any plan of as many micro-batches, at {cost}; with "
         "randomness=fast each rank draws its own, faster"

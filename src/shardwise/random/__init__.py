@@ -1,6 +1,7 @@
 """Randomness inside a module that does not depend on the layout: masks by global index, and how they are drawn."""
 
-from shardwise.random.draws import DRAWS, hashed
+from shardwise.random.draws import DRAWS
+from shardwise.random.hashing import WITHOUT, has_kernel, hashed
 from shardwise.random.modes import (
     EACH_ITS_OWN,
     BatchDims,
@@ -15,6 +16,6 @@ from shardwise.random.modes import (
 from shardwise.random.watch import HIDDEN, Randomness, Watch
 
 __all__ = [
-    "DRAWS", "EACH_ITS_OWN", "HIDDEN", "BatchDims", "ConstantRandom", "Drawn", "GlobalRandom", "Randomness", "Samples",
-    "Watch", "draws", "hashed", "python_restored", "seed_python",
+    "DRAWS", "EACH_ITS_OWN", "HIDDEN", "WITHOUT", "BatchDims", "ConstantRandom", "Drawn", "GlobalRandom", "Randomness",
+    "Samples", "Watch", "draws", "has_kernel", "hashed", "python_restored", "seed_python",
 ]  # fmt: skip

@@ -1,42 +1,32 @@
 """Random draws as functions of a key and an index: element i is hash(key, i), whoever computes it.
 
-The hash is splitmix64's finaliser (Steele, Lea and Flood, OOPSLA 2014). `DRAWS` has, for each random op of ATen that
-can be answered so, a function of (bits, args, kwargs); `bits(shape, device)` gives 53 hashed bits for each element.
+`DRAWS` has, for each random op of ATen that can be answered so, a function of (source, args, kwargs).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
-_MASK = 2**64 - 1
-_GOLDEN = 0x9E3779B97F4A7C15
+from shardwise.random.hashing import hashed
+
+_GOLDEN = 0x9E3779B97F4A7C15  # a key of its own for the second uniform of a normal number
 _aten = torch.ops.aten
 
 
-def mix(value: int) -> int:
-    value = (value + _GOLDEN) & _MASK
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
-    return value ^ (value >> 31)
+@dataclass(frozen=True)
+class BitSource:
+    """Where a draw's randomness comes from.
 
+    bits   of (shape, device): 53 hashed bits for each element, as int64
+    below  of (shape, device, rate): whether each element's bits are below that share of 2**53
+    """
 
-def _signed(value: int) -> int:
-    return value - 2**64 if value >= 2**63 else value
-
-
-def _shift(tensor: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical right shift of int64."""
-    return (tensor >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def hashed(key: int, index: torch.Tensor) -> torch.Tensor:
-    """53 random bits, as int64, for each index (int64)."""
-    value = index * _signed(_GOLDEN) + _signed(key)
-    value = (value ^ _shift(value, 30)) * _signed(0xBF58476D1CE4E5B9)
-    value = (value ^ _shift(value, 27)) * _signed(0x94D049BB133111EB)
-    return _shift(value ^ _shift(value, 31), 11)
+    bits: Callable[[tuple[int, ...], torch.device], torch.Tensor]
+    below: Callable[[tuple[int, ...], torch.device, float], torch.Tensor]
 
 
 def _uniform(bits: torch.Tensor) -> torch.Tensor:
@@ -52,9 +42,9 @@ def _normal(bits: torch.Tensor) -> torch.Tensor:
 def _fill(draw):
     """For `op_(self, ...)`: overwrite self."""
 
-    def run(bits, args, kwargs):
+    def run(source, args, kwargs):
         tensor = args[0]
-        return tensor.copy_(draw(bits(tensor.shape, tensor.device), args[1:], kwargs))
+        return tensor.copy_(draw(source.bits(tensor.shape, tensor.device), args[1:], kwargs))
 
     return run
 
@@ -62,9 +52,9 @@ def _fill(draw):
 def _like(draw):
     """For `op_like(self, ...)`: a new tensor of self's shape."""
 
-    def run(bits, args, kwargs):
+    def run(source, args, kwargs):
         like = torch.empty_like(args[0], **_factory(kwargs))
-        return like.copy_(draw(bits(like.shape, like.device), args[1:], kwargs))
+        return like.copy_(draw(source.bits(like.shape, like.device), args[1:], kwargs))
 
     return run
 
@@ -72,12 +62,12 @@ def _like(draw):
 def _new(draw, size_at: int = 0):
     """For `op(..., size, ...)`: a new tensor."""
 
-    def run(bits, args, kwargs):
+    def run(source, args, kwargs):
         size = args[size_at]
         integral = draw in (_draw_range, _draw_below)
         options = {"dtype": torch.int64} if integral and kwargs.get("dtype") is None else {}
         new = torch.empty(size, **{**_factory(kwargs), **options})
-        return new.copy_(draw(bits(new.shape, new.device), (*args[:size_at], *args[size_at + 1 :]), kwargs))
+        return new.copy_(draw(source.bits(new.shape, new.device), (*args[:size_at], *args[size_at + 1 :]), kwargs))
 
     return run
 
@@ -107,24 +97,35 @@ def _draw_standard_normal(bits, args, kwargs):
     return _normal(bits)
 
 
-def _draw_bernoulli(bits, args, kwargs):
-    return _uniform(bits) < _argument(args, kwargs, 0, "p", 0.5)
+def _bernoulli_fill(source, args, kwargs):
+    tensor = args[0]
+    return tensor.copy_(source.below(tensor.shape, tensor.device, _argument(args, kwargs, 1, "p", 0.5)))
 
 
-def _normal_of_floats(bits, args, kwargs):
+def _bernoulli_like(source, args, kwargs):
+    like = torch.empty_like(args[0], **_factory(kwargs))
+    return like.copy_(source.below(like.shape, like.device, _argument(args, kwargs, 1, "p", 0.5)))
+
+
+def _bernoulli_by(source, args, kwargs):
+    tensor, probabilities = args[:2]
+    return tensor.copy_(_uniform(source.bits(tensor.shape, tensor.device)) < probabilities)
+
+
+def _normal_of_floats(source, args, kwargs):
     mean, std, size = args[:3]
     new = torch.empty(size, **_factory(kwargs))
-    return new.copy_(_normal(bits(new.shape, new.device)) * std + mean)
+    return new.copy_(_normal(source.bits(new.shape, new.device)) * std + mean)
 
 
-def _multinomial(bits, args, kwargs):
+def _multinomial(source, args, kwargs):
     """With replacement by inverting the cumulative sum; without, by a race of exponentials, as torch does it."""
     weights, count = args[0], args[1]
     if _argument(args, kwargs, 2, "replacement", False) and count > 1:
         cumulative = weights.double().cumsum(-1)
-        u = _uniform(bits((*weights.shape[:-1], count), weights.device)) * cumulative[..., -1:]
+        u = _uniform(source.bits((*weights.shape[:-1], count), weights.device)) * cumulative[..., -1:]
         return torch.searchsorted(cumulative, u, right=True).clamp_(max=weights.shape[-1] - 1)
-    waits = -torch.log1p(-_uniform(bits(weights.shape, weights.device)))
+    waits = -torch.log1p(-_uniform(source.bits(weights.shape, weights.device)))
     return (weights.double() / waits.clamp_min(1e-300)).topk(count, dim=-1).indices
 
 
@@ -141,23 +142,23 @@ def _draw_below(bits, args, kwargs):
     return bits % args[0]
 
 
-def _bernoulli_of(bits, args, kwargs):
+def _bernoulli_of(source, args, kwargs):
     probabilities = args[0]
-    return (_uniform(bits(probabilities.shape, probabilities.device)) < probabilities).to(probabilities.dtype)
+    return (_uniform(source.bits(probabilities.shape, probabilities.device)) < probabilities).to(probabilities.dtype)
 
 
-def _native_dropout(bits, args, kwargs):
+def _native_dropout(source, args, kwargs):
     tensor, rate = args[0], args[1]
-    keep = _uniform(bits(tensor.shape, tensor.device)) < 1 - rate  # as a CPU's dropout asks, so that devices agree
+    keep = source.below(tensor.shape, tensor.device, 1 - rate)  # as a CPU's dropout asks, so that devices agree
     scale = 0.0 if rate == 1 else 1 / (1 - rate)
-    return tensor * keep.to(tensor.dtype) * scale, keep
+    return _aten.native_dropout_backward(tensor, keep, scale), keep  # the product of the three, in one kernel
 
 
 DRAWS = {
-    _aten.bernoulli_.float: _fill(_draw_bernoulli),
-    _aten.bernoulli_.Tensor: _fill(_draw_bernoulli),
+    _aten.bernoulli_.float: _bernoulli_fill,
+    _aten.bernoulli_.Tensor: _bernoulli_by,
     _aten.bernoulli.default: _bernoulli_of,
-    _aten.bernoulli.p: _like(_draw_bernoulli),
+    _aten.bernoulli.p: _bernoulli_like,
     _aten.native_dropout.default: _native_dropout,
     _aten.uniform_.default: _fill(_draw_uniform),
     _aten.normal_.default: _fill(_draw_normal),

@@ -27,6 +27,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -35,14 +36,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.errors import RefusedPlan
-from shardwise.random.draws import DRAWS, hashed, mix
+from shardwise.random.draws import DRAWS, BitSource
+from shardwise.random.hashing import below_at, bits_at, has_kernel, hashed, is_below, mix
 from shardwise.random.packed import PackedRows, packed_among
 from shardwise.trace.deferred import seed_of
 
 _aten = torch.ops.aten
 
 
-@dataclass
+@dataclass(frozen=True)
 class Samples:
     """Which samples of the micro-batch this rank holds: [start, start + count) of `total`."""
 
@@ -209,13 +211,15 @@ def draws(func, args, kwargs) -> bool:
 class GlobalRandom(TorchDispatchMode):
     """Answers random ops by global index. `samples` says which part of the micro-batch runs here.
 
-    scores  attention has dropout, which a fused kernel would draw inside
-    met     a random op was answered
+    scores      attention has dropout, which a fused kernel would draw inside
+    met         a random op was answered
+    one_kernel  nobody reads what is drawn: zeros, written once as one kernel on a GPU would (hashing.py)
     """
 
     def __init__(self, dims: BatchDims, scores: bool = False):
         super().__init__()
         self.dims, self.scores, self.met = dims, scores, False
+        self.one_kernel = False
         self.samples = Samples()
         self.paths = _Paths()
 
@@ -244,19 +248,29 @@ class GlobalRandom(TorchDispatchMode):
         self.met = True
         if func in DRAWS:
             like = args[0] if args else None
-            return DRAWS[func](lambda shape, device: self._bits(key, path, func, shape, device, like), args, kwargs)
+
+            def drawn(shape, device, rate: float | None = None) -> torch.Tensor:
+                return self._drawn(key, path, func, tuple(shape), device, like, rate)
+
+            return DRAWS[func](BitSource(drawn, drawn), args, kwargs)
         return self._same_everywhere(key, path, func, args, kwargs)
 
-    def _bits(self, key: int, path: str, func, shape, device, like: Any) -> torch.Tensor:
-        shape = tuple(shape)
-        zeros = _zeros(shape, device, like)
-        if (rows := self._rows(path, func, shape)) is not None:
-            packed, rows_first = rows
-            along = packed.numbers(self.samples.start, self.samples.count, self.samples.total, zeros.device)
-            places = [along, *_places(rows_first[1:], zeros.device)]
-            zeros = zeros.reshape(rows_first) if zeros.dim() else zeros
-            return hashed(key, _linear_index(places, rows_first, zeros)).view(shape)
-        return hashed(key, _global_index(shape, self._batch_dim(path, func, shape), self.samples, zeros))
+    def _drawn(self, key: int, path: str, func, shape, device, like: Any, rate: float | None) -> torch.Tensor:
+        """Bits of this rank's elements, or of each whether they are below `rate`."""
+        found = self._rows(path, func, shape)
+        dim = self._batch_dim(path, func, shape) if found is None else 0
+        samples = self.samples
+        if _is_share(like, shape):  # its rules know which elements it has
+            places, sizes = _places_of(found, shape, dim, samples, device)
+            zeros = torch.zeros_like(like, dtype=torch.int64).reshape([len(each) for each in places])
+            index = _linear_index(places, sizes, zeros)
+            return (hashed(key, index) if rate is None else is_below(key, index, rate)).view(shape)
+        if self.one_kernel:
+            return torch.zeros(shape, dtype=torch.int64 if rate is None else torch.bool, device=device)
+        table = _kept_rows_and_columns if found is None and has_kernel(device) else _rows_and_columns
+        rows, columns = table(found, shape, dim, samples, device)
+        drawn = bits_at(key, rows, columns) if rate is None else below_at(key, rows, columns, rate)
+        return drawn.view(shape)
 
     def _rows(self, path: str, func, shape: tuple[int, ...]) -> tuple[PackedRows, tuple[int, ...]] | None:
         """The packed sequence of which this tensor has the rows, and its shape in these."""
@@ -324,26 +338,48 @@ def _inert_dropout(func, args, kwargs) -> bool:
     return False
 
 
+def _is_share(like: Any, shape: tuple[int, ...]) -> bool:
+    """Whether what is drawn lies beside a tensor that is cut over ranks, of which this rank has a share."""
+    return isinstance(like, torch.Tensor) and type(like) not in _PLAIN and tuple(like.shape) == shape
+
+
 def _zeros(shape: tuple[int, ...], device, like: Any) -> torch.Tensor:
-    """int64 zeros that broadcast to a shape; beside a tensor of it that is cut over ranks, this rank's share."""
-    if isinstance(like, torch.Tensor) and type(like) not in _PLAIN and tuple(like.shape) == shape:
+    """int64 zeros that broadcast to a shape; beside a share, this rank's."""
+    if _is_share(like, shape):
         return torch.zeros_like(like, dtype=torch.int64)
     return torch.zeros((), dtype=torch.int64, device=device)
 
 
-def _global_index(shape: tuple[int, ...], dim: int, samples: Samples, zeros: torch.Tensor) -> torch.Tensor:
-    """Linear index of each local element in the tensor of the whole micro-batch."""
-    places = _places(shape, zeros.device)
-    if dim < 0:
-        return _linear_index(places, shape, zeros)
-    of_each = shape[dim] // max(samples.count, 1)
-    places[dim] += of_each * samples.start
-    sizes = [of_each * samples.total if place == dim else size for place, size in enumerate(shape)]
-    return _linear_index(places, sizes, zeros)
+def _places_of(
+    packed: tuple[PackedRows, tuple[int, ...]] | None, shape: tuple[int, ...], dim: int, samples: Samples,
+    device: torch.device,
+) -> tuple[list[torch.Tensor], list[int]]:  # fmt: skip
+    """Where the local elements lie along each dim in the tensor of the whole micro-batch, and its sizes."""
+    if packed is not None:
+        rows, sizes = packed
+        along = rows.numbers(samples.start, samples.count, samples.total, device)
+        return [along, *(torch.arange(size, device=device) for size in sizes[1:])], list(sizes)
+    places, whole = [torch.arange(size, device=device) for size in shape], list(shape)
+    if dim >= 0:
+        of_each = shape[dim] // max(samples.count, 1)
+        places[dim] += of_each * samples.start
+        whole[dim] = of_each * samples.total
+    return places, whole
 
 
-def _places(shape: tuple[int, ...], device: torch.device) -> list[torch.Tensor]:
-    return [torch.arange(size, device=device) for size in shape]
+def _rows_and_columns(
+    packed: tuple[PackedRows, tuple[int, ...]] | None, shape: tuple[int, ...], dim: int, samples: Samples,
+    device: torch.device,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(R,) and (C,) int64 of which element (i, j) of the local tensor, seen as (R, C), has the sum as its index."""
+    places, sizes = _places_of(packed, shape, dim, samples, device)
+    zeros = torch.zeros((), dtype=torch.int64, device=device)
+    if not places:
+        return zeros.view(1), zeros.view(1)
+    return _linear_index(places[:-1], sizes[:-1], zeros).flatten() * sizes[-1], places[-1]
+
+
+_kept_rows_and_columns = lru_cache(256)(_rows_and_columns)  # where the host is behind, to make them takes it longest
 
 
 def _linear_index(places: list[torch.Tensor], sizes: Sequence[int], zeros: torch.Tensor) -> torch.Tensor:
@@ -391,7 +427,7 @@ class ConstantRandom(TorchDispatchMode):
             return (zeros + self.bits).expand(tuple(shape))
 
         if func in DRAWS:
-            return DRAWS[func](middling, args, kwargs)
+            return DRAWS[func](BitSource(middling, lambda s, d, rate: middling(s, d) < rate * 2.0**53), args, kwargs)
         output = func(*args, **kwargs)
         first = output[0] if isinstance(output, tuple) else output
         self._note(func, tuple(first.shape))

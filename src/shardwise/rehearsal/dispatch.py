@@ -34,15 +34,17 @@ class RehearsalMode(TorchDispatchMode):
     draws    answers random ops as a run does that follows them (randomness=global), and notes that it `met` some
     outside  answers reads of weights that lie in pieces, if there are any
     writes   is told of operations that write
+    fused    as on a GPU: the bits of a draw take one kernel (random/hashing.py)
 
     What FSDP2 does around a unit, by the labels that it has for profiles, takes memory and is not counted.
     """
 
     def __init__(
         self, values: Values, live: LiveBytes, count: Count, draws: GlobalRandom | None = None,
-        outside: OutsideReads | None = None, writes: ArgumentWrites | None = None,
+        outside: OutsideReads | None = None, writes: ArgumentWrites | None = None, fused: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
+        self.fused = fused
         self.values, self.live, self.count, self.draws, self.outside = values, live, count, draws, outside
         self.writes = writes
         self._labels: list[bool] = []  # entered and not left: whether it is FSDP2's
@@ -57,6 +59,7 @@ class RehearsalMode(TorchDispatchMode):
             return args[0].fake_device  # asked twice for each op in backward
         if self.draws is not None and func in DRAWS and _many(func, args) and draws(func, args, kwargs or {}):
             self._hidden = _unread(func, args)
+            self.draws.one_kernel = self.fused and self._hidden
             try:
                 with self:
                     return self.draws.answer(func, args, dict(kwargs or {}))

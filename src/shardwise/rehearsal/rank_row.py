@@ -160,7 +160,7 @@ class Rehearsal:
         norms = batch_norms(model, self.shares.cuts.joined, self.ledger)
         follow = self.shares.cuts.follow
         draws, kernels = followed(follow), like_gpu(self.shares.cuts.fused, scores=follow or self.shares.cuts.tp > 1)
-        seen = RehearsalMode(routed, live, self.count, draws, reads)
+        seen = RehearsalMode(routed, live, self.count, draws, reads, fused=self.shares.cuts.fused)
         with norms, kernels, self.fake, generators_kept(), resizes_told(self.resized), seen, known_values_read():
             try:
                 for at in range(self.shares.cuts.rounds):

@@ -234,7 +234,7 @@ def trace(
             live.count(leaf for leaf in rests if isinstance(leaf, torch.Tensor))
             base = live.now
             draws, kernels = followed(follow), like_gpu(fused, scores=follow)
-            seen_by = RehearsalMode(routed, live, Count(found), draws, writes=writes)
+            seen_by = RehearsalMode(routed, live, Count(found), draws, writes=writes, fused=fused)
             with norms, kernels, fake, generators_kept(), seen_by:
                 batch = on_device(batch, kept)
                 args, kwargs = inputs_of(task, batch, kept)

@@ -1,0 +1,153 @@
+"""Random bits of elements by their global index: splitmix64's finaliser (Steele, Lea and Flood, OOPSLA 2014).
+
+    value = index * golden + key         index of element (i, j): rows[i] + columns[j]
+    value = (value ^ value >> 30) * a
+    value = (value ^ value >> 27) * b
+    value =  value ^ value >> 31         its upper 53 bits are a double in [0, 1)
+
+Over memory these are fifteen operations on eight bytes for each element, of which a mask keeps one bit. Where the
+device has Triton, one kernel computes all of it, and writes what is asked for alone: eight bytes, or the one of a
+mask. It is used once it has given the plain operations' bits on that device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_TOP = -(2**63)
+
+
+def signed(value: int) -> int:
+    """Returns the int64 whose bits are those of a number below 2**64."""
+    return value - 2**64 if value >= 2**63 else value
+
+
+_G, _A, _B = signed(_GOLDEN), signed(0xBF58476D1CE4E5B9), signed(0x94D049BB133111EB)
+
+
+def mix(value: int) -> int:
+    """Returns the hash of one number, 64 bits."""
+    value = (value + _GOLDEN) & (2**64 - 1)
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
+    return value ^ (value >> 31)
+
+
+def _shift(tensor: torch.Tensor, bits: int) -> torch.Tensor:
+    """Logical right shift of int64, in new memory."""
+    return (tensor >> bits).bitwise_and_((1 << (64 - bits)) - 1)
+
+
+def _finished(value: torch.Tensor) -> torch.Tensor:
+    """The hash of index * golden + key, written over it."""
+    value ^= _shift(value, 30)
+    value *= _A
+    value ^= _shift(value, 27)
+    value *= _B
+    value ^= _shift(value, 31)
+    return value
+
+
+def hashed(key: int, index: torch.Tensor) -> torch.Tensor:
+    """Returns 53 random bits, as int64, for each index (int64)."""
+    return _shift(_finished(index * _G + signed(key)), 11)
+
+
+def is_below(key: int, index: torch.Tensor, rate: float) -> torch.Tensor:
+    """Returns, for each index (int64), whether its 53 bits are below that share of 2**53."""
+    return _less(_finished(index * _G + signed(key)), rate)
+
+
+def _less(value: torch.Tensor, rate: float) -> torch.Tensor:
+    limit = _limit(rate)
+    if limit is None:
+        return torch.ones_like(value, dtype=torch.bool)
+    value ^= _TOP  # int64 are compared as if they had no sign
+    return value < limit
+
+
+def _limit(rate: float) -> int | None:
+    """What values with their top bit turned are below where their 53 bits are below `rate`; None: all are."""
+    least = max(0, math.ceil(rate * 2.0**53))
+    return None if least >= 2**53 else (least << 11) + _TOP
+
+
+def bits_at(key: int, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """Returns (R, C) int64 with 53 random bits each, of elements whose index is rows[i] + columns[j]."""
+    if has_kernel(rows.device):
+        return _kernels()[0](rows, columns, _scalar(key, rows))
+    return _shift(_finished((rows * _G + signed(key)).unsqueeze(1) + columns * _G), 11)
+
+
+def below_at(key: int, rows: torch.Tensor, columns: torch.Tensor, rate: float) -> torch.Tensor:
+    """Returns (R, C) booleans: whether the bits of element rows[i] + columns[j] are below that share of 2**53."""
+    limit = _limit(rate)
+    if limit is not None and has_kernel(rows.device):
+        return _kernels()[1](rows, columns, _scalar(key, rows), _scalar(limit, rows))
+    return _less(_finished((rows * _G + signed(key)).unsqueeze(1) + columns * _G), rate)
+
+
+def _scalar(value: int, like: torch.Tensor) -> torch.Tensor:
+    """An int64 where `like` lies: as a number it would be compiled in, and each key would be another kernel."""
+    return torch.full((), signed(value % 2**64), dtype=torch.int64, device=like.device)
+
+
+def _all_bits(rows: torch.Tensor, columns: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    value = (rows.unsqueeze(1) + columns) * _G + key
+    value = (value ^ ((value >> 30) & (2**34 - 1))) * _A
+    value = (value ^ ((value >> 27) & (2**37 - 1))) * _B
+    return value ^ ((value >> 31) & (2**33 - 1))
+
+
+def _bits(rows: torch.Tensor, columns: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    return (_all_bits(rows, columns, key) >> 11) & (2**53 - 1)
+
+
+def _below(rows: torch.Tensor, columns: torch.Tensor, key: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
+    return (_all_bits(rows, columns, key) ^ _TOP) < limit
+
+
+@cache
+def _kernels(backend: str = "inductor") -> tuple[Callable[..., Any], Callable[..., Any]]:
+    return tuple(torch.compile(each, dynamic=True, fullgraph=True, backend=backend) for each in (_bits, _below))
+
+
+WITHOUT: dict[str, str] = {}  # kind of device -> why draws are hashed by plain operations there
+
+
+@cache
+def has_kernel(device: torch.device) -> bool:
+    """Whether one kernel hashes on this device; `WITHOUT` says why not."""
+    if device.type in ("cpu", "meta"):
+        return False
+    from torch.utils._triton import has_triton
+
+    if not has_triton():
+        WITHOUT[device.type] = "Triton is not there"
+        return False
+    try:
+        wrong = not gives_the_bits(device)
+    except Exception as error:  # whatever a compiler lacks here: the plain operations need none
+        WITHOUT[device.type] = f"a kernel cannot be compiled ({str(error).strip().splitlines()[0]})"
+        return False
+    if wrong:
+        WITHOUT[device.type] = "the compiled kernel gives other bits"
+    return not wrong
+
+
+def gives_the_bits(device: torch.device, backend: str = "inductor") -> bool:
+    """Returns whether the kernels give the bits of plain operations on 15 x 300 indices around 2**40."""
+    rows, columns = (torch.arange(size, device=device) for size in (15, 300))
+    rows = rows * 300 + 2**40
+    bits, below = _kernels(backend)
+    key, rate = 0xFEDCBA9876543210, 0.9
+    plain = hashed(key, rows.unsqueeze(1) + columns)
+    limit = _scalar(_limit(rate) or 0, rows)
+    same = torch.equal(bits(rows, columns, _scalar(key, rows)), plain)
+    return same and torch.equal(below(rows, columns, _scalar(key, rows), limit), plain.double() * 2.0**-53 < rate)
