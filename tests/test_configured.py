@@ -130,7 +130,7 @@ def test_numbers_that_are_not_those_of_the_model_give_way_to_a_trace(
             "of 64 rows",
         ),
         ("wav2vec2", {"hidden_size": 32, "num_hidden_layers": 1}, None, "reads a waveform: give --seq"),
-        ("sam", {}, None, "none of the heads|one of the heads known here"),
+        ("blip_text_model", {}, 16, "one of the heads known here .*, nor without"),
     ],
 )
 def test_sizes_that_do_not_apply_are_refused(
@@ -162,6 +162,40 @@ def test_the_command_names_a_task_that_is_the_model(tmp_path: Path, capsys: pyte
     made = way.partition(", data=...")[0] + ", batch=dict)"
     task = eval(made, {"hf": hf, "AutoConfig": transformers.AutoConfig, "dict": dict})
     assert type(task.model()).__name__ == "BertForMaskedLM"
+
+
+CLIP = {"text_config": {**TEXT, "projection_dim": 16}, "vision_config": {**IMAGE, "projection_dim": 16}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "architecture", "sizes", "seq", "sample"),
+    [
+        ("bert", "BertModel", TEXT, 16, "input_ids 16"),
+        ("clip_vision_model", None, IMAGE, None, "pixel_values 3 x 32 x 32"),
+        ("clip", "CLIPModel", CLIP, 16, "input_ids 16, pixel_values 3 x 32 x 32"),
+        ("t5", "T5Model", {"d_model": 32, "d_ff": 48, "num_layers": 2, "num_heads": 2, "d_kv": 16, "vocab_size": 96},
+         16, "input_ids 16, decoder_input_ids 16"),
+    ],
+)  # fmt: skip
+def test_a_model_without_a_head_is_planned_with_a_made_up_loss(
+    tmp_path: Path, kind: str, architecture: str | None, sizes: dict, seq: int | None, sample: str
+) -> None:
+    path = written(tmp_path, kind, architecture, **sizes)
+    found = alone(path, seq)
+    assert (found.head, found.sample) == ("base", sample)
+    assert any("made-up loss" in each for each in found.remarks)
+    assert not any("no gradient reaches" in each for each in found.remarks), "all of its outputs count"
+    forecast = found.simulate(layout_of(Plan(precision="bf16"), found))
+    assert forecast.step_s > 0 and forecast.mfu > 0
+
+
+def test_a_made_up_loss_says_how_to_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path, "clip_vision_model", **IMAGE)
+    where = ("--cluster", "1 h100-sxm-80gb", "--global-batch", "2", "--fix", "remat=none")
+    assert call(["plan", path, *where]) == 0
+    told = capsys.readouterr().out
+    assert "a task of your own with your head, loss and data around AutoModel" in told
+    assert "planned as CLIPVisionModel, with a made-up loss" in told
 
 
 class Reads(nn.Module):

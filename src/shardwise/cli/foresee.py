@@ -230,6 +230,11 @@ def simulate(answer: Answer, task: str, plan_text: str, **words: Any) -> None:
 
 def _how_to_train(path: str, head: str) -> str:
     """How a configuration becomes the task that the command names."""
+    if head == "base":
+        return (
+            f"MODULE:TASK is a task of your own with your head, loss and data around AutoModel.from_config("
+            f"AutoConfig.from_pretrained({path!r})) (docs/own-module.md)"
+        )
     return (
         f"MODULE:TASK is a task with your data: hf.task(AutoConfig.from_pretrained({path!r}), {head!r}, data=...), or "
         "of the folder where it holds weights (docs/huggingface.md)"

@@ -1,6 +1,6 @@
 """A transformers configuration as a task with made-up data: what `config.json` describes, built by transformers.
 
-    head     the one whose model `architectures` names, else the first that transformers offers
+    head     the one whose model `architectures` names, else the first that transformers offers, else none (`headless`)
     sample   by the model's main input, its forward's arguments and sizes of the configuration; labels by the head
     weights  none are ever made: the model is built without values and traced
 
@@ -13,6 +13,7 @@ the first that can be traced counts.
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,7 +27,6 @@ from shardwise.costs.shapes import Shape
 from shardwise.errors import InputError
 from shardwise.heads import (
     HEADS,
-    arguments_of,
     build_model,
     heads_of,
     labels_of,
@@ -35,6 +35,7 @@ from shardwise.heads import (
     read_config,
     settings,
 )
+from shardwise.planner.headless import BASE, MADE_UP, base_class, build_base, main_input, settings_of_base
 from shardwise.task import Task
 
 NEAR = 2e-3  # of the parameters: a norm more or less in a layer is not told apart by numbers
@@ -84,12 +85,16 @@ def configured(path: str, seq: int | None) -> Configured:
     """
     config = copy.deepcopy(read_config(path))
     head, notes = head_of(config, path)
+    kind, labels = _read_by(config, head)
     if getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = 0  # which token it is makes no difference here
-    fields = {**settings(config, head), "model": partial(build_model, config, head)}
-    given = list(samples(config, head, seq, path, notes))
+    if head == BASE:
+        fields = {**settings_of_base(config), "model": partial(build_base, config)}
+    else:
+        fields = {**settings(config, head), "model": partial(build_model, config, head)}
+    given = list(samples(config, kind, labels, seq, path, notes))
     tasks = tuple(Task(data=MadeUp(each), **fields) for each in given)
-    sound = seq is not None and "input_ids" not in given[0] and labels_of(config, head) != "decoder"
+    sound = seq is not None and "input_ids" not in given[0] and labels != "decoder"
     hint = "; without --seq it is given the length that it names itself, if any" if sound else ""
     return Configured(tasks, tuple(map(sizes_of, given)), head, tuple(notes), hint)
 
@@ -97,15 +102,17 @@ def configured(path: str, seq: int | None) -> Configured:
 def head_of(config: Any, path: str) -> tuple[str, list[str]]:
     """The head that a configuration means, and what to know about the choice."""
     able = _usual_first(config, heads_of(config))
-    if not able:
-        raise InputError(
-            f"task: {path}: transformers has no model for a {type(config).__name__} with one of the heads known here "
-            f"({', '.join(HEADS)}); {OWN}"
-        )
-    named = getattr(config, "architectures", None) or ()
+    named, base = getattr(config, "architectures", None) or (), base_class(config)
     for head in able:
         if model_class(config, head).__name__ in named:
             return head, []
+    if base is not None and (not able or base.__name__ in named):
+        return BASE, [f"{path}: planned as {base.__name__}, {MADE_UP}"]
+    if not able:
+        raise InputError(
+            f"task: {path}: transformers has no model for a {type(config).__name__} with one of the heads known here "
+            f"({', '.join(HEADS)}), nor without; {OWN}"
+        )
     head = able[0]
     said = f"its architecture {named[0]} has no head known here" if named else "it names no architecture"
     return head, [f"{path}: {said}; taken as {model_class(config, head).__name__} ({head})"]
@@ -142,10 +149,16 @@ def differs(path: str, shape: Shape) -> tuple[list[str], bool]:
 # --- samples
 
 
-def samples(config: Any, head: str, seq: int | None, path: str, notes: list[str]) -> Iterator[Sample]:
+def _read_by(config: Any, head: str) -> tuple[Any, str]:
+    """The class of the model, and what its labels are; "" where it has none."""
+    return (base_class(config), "") if head == BASE else (model_class(config, head), labels_of(config, head))
+
+
+def samples(
+    config: Any, kind: Any, labels: str, seq: int | None, path: str, notes: list[str]
+) -> Iterator[Sample]:  # fmt: skip
     """Batches of one that the model may take, likeliest first."""
-    kind, takes, labels = model_class(config, head), arguments_of(config, head), labels_of(config, head)
-    main = getattr(kind, "main_input_name", "input_ids")
+    takes, main = tuple(inspect.signature(kind.forward).parameters), main_input(kind)
     reads_text = main == "input_ids"
     if reads_text or labels == "decoder":
         if seq is None:
@@ -155,6 +168,8 @@ def samples(config: Any, head: str, seq: int | None, path: str, notes: list[str]
         found: list[Sample] = [{main: ids}]
         beside = {name: torch.full_like(ids, value) for name, value in COMPANIONS.items() if name in takes}
         found += [{main: ids, **beside}] if beside else []
+        if not labels and "pixel_values" in takes:  # of texts and pictures, both of which its own loss compares
+            found += [{**each, "pixel_values": torch.zeros(1, *_picture(config, path, notes))} for each in found]
     elif main == "pixel_values":
         found = [{main: torch.zeros(1, *_picture(config, path, notes))}]
     elif main in ("input_values", "input_features"):
@@ -162,7 +177,7 @@ def samples(config: Any, head: str, seq: int | None, path: str, notes: list[str]
         found = [{main: torch.zeros(1, *shape)} for shape in _sounds(config, free)]
     else:
         raise InputError(f"task: {path}: {kind.__name__} is given {main}, of which no sample is made up here; {OWN}")
-    if not reads_text and labels not in ("classes", "decoder"):
+    if not reads_text and labels not in ("classes", "decoder", ""):
         raise InputError(
             f"task: {path}: {kind.__name__} is given {main} and labels for tokens, of which no sample is made up here; "
             f"{OWN}"
@@ -171,6 +186,10 @@ def samples(config: Any, head: str, seq: int | None, path: str, notes: list[str]
         raise InputError(f"{path} ({kind.__name__}) reads a waveform: give --seq, its values (16000 for a second)")
     if seq is not None and main == "pixel_values" and labels != "decoder":
         raise InputError(f"--seq: {path} ({kind.__name__}) reads {sizes_of(found[0])}, as it says itself: leave it out")
+    if not labels:
+        later = {"decoder_input_ids": torch.zeros(1, seq or 1, dtype=torch.long)}
+        yield from ({**one, **(later if "decoder_input_ids" in takes else {})} for one in found)
+        return
     target = torch.zeros(1, dtype=torch.long) if labels == "classes" else ids
     yield from ({**one, "labels": target} for one in found)
 
