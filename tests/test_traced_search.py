@@ -412,3 +412,15 @@ def test_a_first_table_is_there_before_anything_is_rehearsed(monkeypatch) -> Non
     assert first[0][1] > first[1][1] == 3, "replicas, ZeRO-1 and 2 of one micro-batch are told by its trace"
     text = first_text(*first[0])
     assert text.startswith("so far, of ") and str(first[0][0][0].plan) in text
+
+
+def test_what_draws_of_one_process_cost_is_told() -> None:
+    """A search says it of a module with dropout, and of none without; with a GPU's own draws there is nothing to say."""
+    task = tasks.decoder_dropout()
+    notes = []
+    for randomness, made in (("global", task), ("fast", task), ("global", tied())):
+        subject = traced_subject(made, NODE, software("shardwise"), 64, "bf16", randomness=randomness, cuts=False)
+        found = search(subject, NODE, Constraints(fixed=(("zero", 0), ("remat", "none"))))
+        notes.append([each for each in found.notes if each.startswith("randomness:")])
+    assert [len(each) for each in notes] == [1, 0, 0]
+    assert "--randomness fast" in notes[0][0]

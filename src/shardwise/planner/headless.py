@@ -29,7 +29,7 @@ def base_class(config: Any) -> Any:
     import transformers
 
     mapping = transformers.AutoModel._model_mapping
-    found = mapping[type(config)] if type(config) in mapping else None
+    found = mapping.get(type(config), None)
     several = found if isinstance(found, tuple | list) else [found]
     named = getattr(config, "architectures", None) or ()
     return next((kind for kind in several if getattr(kind, "__name__", "") in named), several[0])

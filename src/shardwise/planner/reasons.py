@@ -16,6 +16,7 @@ from shardwise.planner.reading import Reading
 from shardwise.planner.subject import Subject
 from shardwise.planner.units import bytes_text, seconds_text
 
+DRAWN = 1.1  # times as long with draws of one process, from which that is told
 WITHIN = 1.03  # plans this close count as equal
 MOST_AWAY = 4096  # samples, of the nearest batch that would do
 LOOKED_AT = 200  # layouts of each other batch
@@ -47,6 +48,12 @@ def notes(subject: Subject, cluster: Cluster, found: Search, capacity: float) ->
         waiting = sum(s for name, s in parts.items() if "communication" in name) / best.forecast.step_s
         if waiting > 0.4:
             out.append(f"links are the limit: {waiting:.0%} of the step is communication that nothing hides")
+    if subject.draws is not None and (pair := subject.draws(best.layout)) and pair[0] > DRAWN * pair[1]:
+        out.append(
+            f"randomness: numbers of one process, the default, take {1 - pair[1] / pair[0]:.0%} of a step of data ranks "
+            f"({seconds_text(pair[0])} against {seconds_text(pair[1])}): each is hashed by its place, and attention with "
+            "dropout writes its scores; --randomness fast draws as a GPU does, other numbers on other plans"
+        )
     if best.layout.recompute == "full":
         smaller = "a smaller micro-batch or longer accumulation" if best.layout.micro_batch > 1 else "shorter samples"
         out.append(f"try first: {smaller}, or more devices; the best plan recomputes everything to fit")

@@ -43,6 +43,9 @@ class Subject:
     exact: Callable[[Layout], Forecast] | None = None
     # takes a function to call before what takes so many seconds: a search shows what it knows by then
     when_long: Callable[[Callable[[float], None]], None] | None = None
+    # seconds of a step of data ranks with the plan's micro-batch, with draws of one process and with a GPU's own; None
+    # where nothing is drawn so
+    draws: Callable[[Layout], tuple[float, float] | None] | None = None
     sample: str = ""  # made up for a model without data, in words
     head: str = ""  # of transformers, for a model that was built of a configuration
     unsearched: str = ""  # which plans a search does not look at, in words

@@ -126,7 +126,7 @@ class Traced:
             lambda layout: self.simulate(layout, batch), self.remarks, own=True,
             with_batch=lambda count: self.subject(count, wanted), reading=lambda: self.reading,
             exact=lambda layout: self.of_micro_batch(layout.micro_batch).simulate(layout, batch),
-            when_long=lambda call: setattr(self, "before_long", call),
+            when_long=lambda call: setattr(self, "before_long", call), draws=lambda layout: self.draws(layout, batch),
         )  # fmt: skip
 
     def of_micro_batch(self, micro: int) -> Traced:
@@ -134,6 +134,21 @@ class Traced:
         other = copy(self)
         other.samples = (micro, micro)
         return other
+
+    def draws(self, layout: Layout, batch: int) -> tuple[float, float] | None:
+        """Seconds of a step of replicas with draws of one process, and with those of a GPU's own generator.
+
+        None on a CPU, and where the module draws nothing.
+        """
+        if self.on_cpu or not self.first.follows:
+            return None
+        own = self.of_micro_batch(layout.micro_batch)
+        fast = copy(own)
+        fast.follow, fast._models, fast._traces, fast._ranks = False, {}, {}, {}
+        rows = layout.micro_batch * layout.n_micro * layout.rounds
+        plain = Layout(replicas=max(1, batch // rows), micro_batch=layout.micro_batch, n_micro=rows // layout.micro_batch,
+                       seq=1, recompute=layout.recompute)  # fmt: skip
+        return own.simulate(plain, batch).step_s, fast.simulate(plain, batch).step_s
 
     def _remark_on(self, one: Counted) -> None:
         if one.idle:
