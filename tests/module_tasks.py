@@ -551,6 +551,23 @@ def penalised() -> Task:
     return task(Penalised)
 
 
+class Distributions(nn.Module):
+    """Gives objects that hold its tensors, and a learned deviation among them, with no tensor beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(WIDTH, 9), nn.Tanh(), nn.Linear(9, OUT))
+        self.deviation = nn.Parameter(torch.ones(OUT))
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        normal = torch.distributions.Normal(self.body(x), self.deviation)
+        return {"next": torch.distributions.Independent(normal, 1)}
+
+
+def distributions() -> Task:
+    return task(Distributions, loss=lambda output, batch: (-output["next"].log_prob(batch["y"]).sum(), len(batch["y"])))
+
+
 class WritesIntoProducts(nn.Module):
     """Blocks that write into what their products gave: an activation, a view, some rows."""
 

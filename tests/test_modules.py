@@ -45,7 +45,7 @@ EQUAL = [
     ("weight_of_a_block_in_the_output", FULL), ("two_names", FULL),
     ("reentrant_twice", REPLICAS), ("reentrant_twice", FLAT), ("tied_reentrant", REPLICAS), ("tied_reentrant", FLAT),
     ("routed_experts", REPLICAS), ("routed_experts", FLAT), ("routed_experts", FULL), ("routed_experts", HYBRID),
-    ("penalised", REPLICAS), ("penalised", "tp=2"),
+    ("penalised", REPLICAS), ("penalised", "tp=2"), ("distributions", FULL), ("distributions", "pp=2,tp=2"),
     ("writes_into_products", "dp_replicate=2,remat=selective"), ("writes_into_products", "tp=2"),
     ("assigns_data", "tp=2"),
     ("pairs", REPLICAS), ("pairs", FULL), ("pairs", HYBRID),

@@ -39,6 +39,7 @@ from shardwise.parallel.slots import Slot, ValueOf, bring_back, joined
 from shardwise.part import Part
 from shardwise.precision import Precision
 from shardwise.trace.blocks import inner_first
+from shardwise.trace.hidden import change_hidden, hidden
 from shardwise.trace.leaves import replaced
 
 _END = "the end of the forward"
@@ -58,6 +59,12 @@ def _noting(owner: Callable[[], FullShard | None], index: int) -> Callable[[torc
             technique.heard(param)
 
     return note
+
+
+def _await_hidden(unit: FSDPModule, output: Any) -> None:
+    """Let a gradient that comes by a tensor in an object of one's own gather the unit's weights, as others do."""
+    if waits := [tensor for tensor in hidden(output) if tensor.requires_grad]:
+        unit._get_fsdp_state()._register_pre_backward_hook(waits)
 
 
 class FullShard:
@@ -133,6 +140,8 @@ class FullShard:
                 unit.register_forward_hook(lambda m, a, output: tree_map_only(Part, _without_margin, output))
         module.register_forward_hook(lambda m, a, o: self._trail.mark(_END))
         module.register_forward_hook(lambda m, a, o: self._outlive(o), prepend=True)
+        for unit in self.units:
+            unit.register_forward_hook(lambda m, a, output: _await_hidden(m, output))
 
     def _outlive(self, output: Any) -> Any:
         """Outputs that are parameters (a learned temperature) as copies: the gathered ones are about to be freed."""
@@ -155,6 +164,7 @@ class FullShard:
             copy.is_weight = True  # which has no samples, whatever its sizes
             return copy
 
+        change_hidden(output, keep)
         return tree_map_only(torch.Tensor, keep, output)
 
     def place(self, device: torch.device) -> list[tuple[str, nn.Parameter]]:

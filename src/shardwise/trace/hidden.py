@@ -1,0 +1,63 @@
+"""Tensors in objects that torch's tree functions do not look into: a distribution, an instance of a class of one's own.
+
+    return Normal(mean, deviation)      a leaf to a tree function; two tensors to this one
+
+Looked at are attributes, and what lists, tuples and dicts among them hold. A module is not looked into, since it has
+parameters and no results; nor is what a closure or a property makes anew.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+_CLOSED = (
+    torch.Tensor, nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType,
+    str, bytes, int, float, complex, torch.dtype, torch.device, torch.Size,
+)  # fmt: skip
+DEEP = 6  # objects within objects
+
+Change = Callable[[torch.Tensor], torch.Tensor]
+
+
+def hidden(output: Any) -> list[torch.Tensor]:
+    """The tensors that objects in `output` hold."""
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    change_hidden(output, note)
+    return found
+
+
+def change_hidden(output: Any, change: Change) -> None:
+    """Put `change(tensor)` in the place of each tensor that an object in `output` holds, in the object itself."""
+    seen: set[int] = set()
+    for leaf in tree_leaves(output):
+        if not isinstance(leaf, _CLOSED):
+            _change_in(leaf, change, seen, DEEP)
+
+
+def _change_in(one: Any, change: Change, seen: set[int], deep: int) -> None:
+    if id(one) in seen or not deep:
+        return
+    seen.add(id(one))
+    held = one if isinstance(one, dict | list) else getattr(one, "__dict__", None)
+    if isinstance(one, tuple):
+        held = dict(enumerate(one))  # which cannot be changed, but for what lies deeper
+    if held is None:
+        return
+    for key, value in list(enumerate(held) if isinstance(held, list) else held.items()):
+        if isinstance(value, torch.Tensor):
+            changed = change(value)
+            if changed is not value:
+                held[key] = changed
+        elif not isinstance(value, _CLOSED):
+            _change_in(value, change, seen, deep - 1)
