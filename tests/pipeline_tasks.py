@@ -493,6 +493,28 @@ def kept_to_itself() -> Task:
     return task(KeptToItself)
 
 
+class ReadsEarly(nn.Module):
+    """Weights of its own that it reads, and multiplies with, around the calls of its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+        self.up = nn.ParameterList([nn.Parameter(torch.randn(8, WIDTH) / 3) for _ in range(3)])
+        self.down = nn.ParameterList([nn.Parameter(torch.randn(WIDTH, 8) / 3) for _ in range(3)])
+        self.gain, self.head = nn.Parameter(torch.ones(WIDTH)), nn.Linear(WIDTH, OUT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gain = self.gain
+        for block, up, down in zip(self.blocks, self.up, self.down, strict=True):  # read before the block is entered
+            x = torch.tanh(block(x))
+            x = x + F.linear(torch.relu(F.linear(x, up)), down)
+        return self.head((x * gain).mean(1))
+
+
+def reads_early() -> Task:
+    return task(ReadsEarly, sequences)
+
+
 class Messages(nn.Module):
     """A graph network in one forward: places between its layers, of which each needs what the caller made of nodes."""
 

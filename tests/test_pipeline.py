@@ -121,6 +121,7 @@ MODULES = [
     ("draws_at_root", "pp=2"), ("viewed", "pp=2,schedule=zbh1,stages=blocks.0"),
     ("viewed_with_base", "pp=2,stages=blocks.0"), ("skips", "pp=4,schedule=zbh1"), ("skips_given_twice", "pp=3"),
     ("unet_group", "pp=2,schedule=zbh1"), ("kept_to_itself", "pp=2,stages=blocks.1"), ("messages", "pp=3"),
+    ("reads_early", "pp=2,tp=2"), ("reads_early", "pp=2,cp=2"),
     ("messages", "pp=2,dp_shard=2,zero=3,stages=nodes.0"), ("messages", "pp=2,tp=2,stages=edges.1"),
     ("hf_t5", "pp=2,schedule=zbv"),
 ]  # fmt: skip

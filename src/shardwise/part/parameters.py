@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -32,9 +32,19 @@ class _Own(threading.local):
     """Backward, which may compute a block again, runs in threads of its own."""
 
     axes: tuple[Axis, ...] = ()
+    ahead: bool = False
 
 
 _OWN = _Own()
+
+
+def read_ahead(on: bool) -> None:
+    """From now on, in this thread, what a module reads of its weights has gradients even where they are switched off.
+
+    For a pipeline stage, which runs its forward without gradients until its own part begins: a weight that was read
+    before may be used in it.
+    """
+    _OWN.ahead = on
 
 
 @contextmanager
@@ -165,7 +175,9 @@ def _reader(leaf: str):
         outside = self.__dict__.get("_read_outside")
         if outside is not None and outside():
             return held
-        return _in_its_way(self, leaf, seen(held, *told))
+        with torch.enable_grad() if _OWN.ahead else nullcontext():
+            given = seen(held, *told)
+        return _in_its_way(self, leaf, given)
 
     def seen(held: torch.Tensor, cuts: Mapping[str, Any], axis: Axis, summed: tuple[Axis, ...]) -> torch.Tensor:
         if isinstance(held, DTensor):

@@ -40,6 +40,7 @@ from shardwise.comm import Axis
 from shardwise.errors import RefusedPlan
 from shardwise.parallel.pipeline.cuts import Holder, Skip, Stage, made_up_shapes
 from shardwise.part.crossing import Along, filled, overwrite, settled
+from shardwise.part.parameters import read_ahead
 from shardwise.part.tensor import Part
 from shardwise.trace.functional import transforming
 from shardwise.trace.own_calls import OwnCalls
@@ -166,6 +167,7 @@ class StagedModule:
             self._calls = OwnCalls(self._note_own, (id(self.module), 0)) if self._own[stage.index] else None
             try:
                 torch.set_grad_enabled(self._grad and self._entered)
+                read_ahead(self._grad and not self._entered)
                 with self._calls or nullcontext():
                     output = inner(*args, **kwargs)
                 left = False
@@ -177,6 +179,7 @@ class StagedModule:
                 raise self._on_nothing(stage, error) from error
             finally:
                 torch.set_grad_enabled(self._grad)
+                read_ahead(False)
                 self._running, self._calls = False, None
             self._check(stage, left)
             return output
@@ -250,6 +253,7 @@ class StagedModule:
         stage = self._stage
         assert stage is not None and stage.entry is not None
         torch.set_grad_enabled(self._grad)
+        read_ahead(False)
         if self.on_enter is not None:
             self.on_enter()
         for holder, (received, needs_gradient) in zip(stage.received, self._inbox, strict=True):
