@@ -195,7 +195,7 @@ def once(plan: str, case: str) -> None:
     optimizer: Any = torch.optim.Adafactor(model.parameters()) if case == "whole tensors" else adamw(model)
     dataset = samples(8) if case in ("nothing to cut", "dropout in experts") else tokens(8)
     if case == "nothing to cut":
-        model = nn.Sequential(nn.Linear(6, 1)).double()
+        model = nn.PReLU().double()
         optimizer = adamw(model)
     loader: Any = DataLoader(dataset, batch_size=4)
     prepared = model, optimizer, loader = shardwise.prepare(model, optimizer, loader, plan=plan)

@@ -5,6 +5,9 @@ to know nothing. What its gradient is, however activations are cut, is settled w
 
     over an axis that cuts weights        the share, or whole
     over an axis that cuts activations    this rank's summand; sums over ranks are taken once, with those of a step
+
+A weight that is only *kept* in shares reads as the whole weight, gathered anew. Inside a transform of `torch.func` a
+weight is read as before it: what is settled about its gradient lies outside of the transform.
 """
 
 from __future__ import annotations
@@ -24,8 +27,9 @@ from shardwise.part.crossing import dealt_beside
 from shardwise.part.cuts import Owners
 from shardwise.part.gathering import to_part
 from shardwise.part.summands import with_summed_gradient
-from shardwise.part.sums import whole_gradient
+from shardwise.part.sums import whole_gradient, whole_over_axis
 from shardwise.part.tables import cut_ranges
+from shardwise.trace.functional import before_transforms, innermost
 
 
 class _Own(threading.local):
@@ -65,6 +69,10 @@ CUT_MODULES: WeakSet[nn.Module] = WeakSet()  # of this process, whose positions 
 ON_CUT: list[Callable[[], None]] = []  # called when a module is added to them
 
 
+FLAT = "_flat_weights"
+KEPT = "kept"  # the role of a parameter that ranks hold in shares, and gather whenever it is read
+
+
 class ParameterCut(Protocol):
     """How a parameter is cut."""
 
@@ -74,6 +82,8 @@ class ParameterCut(Protocol):
     def dim(self) -> int: ...
     @property
     def owners(self) -> Owners: ...
+    @property
+    def role(self) -> str: ...
 
 
 def see_parts(
@@ -130,8 +140,18 @@ def _seeing_parts(kind: type, leaves: tuple[str, ...]) -> type:
     """A subclass whose named parameters read as parts of the whole."""
     if (kind, leaves) not in _CLASSES:
         body: dict[str, Any] = {leaf: property(_reader(leaf), _setter(leaf)) for leaf in leaves}
+        if issubclass(kind, nn.RNNBase):
+            body[FLAT] = property(_flat_weights, lambda self, value: self.__dict__.__setitem__(FLAT, value))
         _CLASSES[kind, leaves] = unannounced(kind, body)
     return _CLASSES[kind, leaves]
+
+
+def _flat_weights(self: nn.Module) -> Any:
+    """What torch's recurrent layers run on: their parameters in a list, past their attributes."""
+    cuts = self.__dict__.get("_tensor_cuts", ({},))[0]
+    if not any(cut is not None and cut.role == KEPT for cut in cuts.values()):
+        return self.__dict__[FLAT]
+    return [getattr(self, name, None) for name in self._flat_weights_names]
 
 
 def _in_its_way(module: nn.Module, leaf: str, seen: torch.Tensor) -> torch.Tensor:
@@ -175,7 +195,8 @@ def _reader(leaf: str):
         outside = self.__dict__.get("_read_outside")
         if outside is not None and outside():
             return held
-        with torch.enable_grad() if _OWN.ahead else nullcontext():
+        outermost = before_transforms() if innermost(held) is held else nullcontext()
+        with outermost, torch.enable_grad() if _OWN.ahead else nullcontext():
             given = seen(held, *told)
         return _in_its_way(self, leaf, given)
 
@@ -183,6 +204,8 @@ def _reader(leaf: str):
         if isinstance(held, DTensor):
             return held  # sharded by zero=3 and not gathered now: for its dtype or device
         cut = cuts[leaf]
+        if cut is not None and cut.role == KEPT and held.shape[cut.dim] == cut.owners.size:
+            return held  # a tensor that stands for the whole weight, by `functional_call`
         with torch._C.DisableTorchFunctionSubclass():  # a script's parameter, which beside this counts otherwise
             given = with_summed_gradient(held, tuple(each for each in summed if each not in _OWN.axes))
         if cut is None:
@@ -190,6 +213,7 @@ def _reader(leaf: str):
         else:
             with torch._C.DisableTorchFunctionSubclass():  # a script's parameter, whose share nobody else may read
                 given = to_part(given, cut.dim, cut.owners, axis, cut.name)
+                given = whole_over_axis(given, axis) if cut.role == KEPT else given
         if given is not held:
             given.reads_weight = True  # for `self.weight.data = ...`: see `part.assigned`
         return given

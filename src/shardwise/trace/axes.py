@@ -28,7 +28,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.trace.elementwise import is_elementwise
-from shardwise.trace.leaves import tensors_in
+from shardwise.trace.leaves import tensors_in, written_tensors
 
 WHOLE = 0
 
@@ -64,6 +64,7 @@ class Found:
     classes: dict[tuple[str, int], np.ndarray]
     uses: list[Use] = field(default_factory=list)
     whole_because: dict[str, str] = field(default_factory=dict)  # parameter -> the operation that keeps it whole
+    written: frozenset[str] = frozenset()  # parameters that the forward writes into, or sets the `.data` of
 
 
 class Axes(TorchDispatchMode):
@@ -79,6 +80,8 @@ class Axes(TorchDispatchMode):
         self.in_loss = False
         self.modules: list[str] = []
         self.frozen = whole
+        self.named = [(name, tensor, _storage(tensor)) for name, tensor in named.items()]
+        self.written: set[str] = set()
         for name, tensor in named.items():
             tensor._axes_of = (name, tuple(range(tensor.dim())))
             for dim, size in enumerate(tensor.shape):
@@ -155,6 +158,9 @@ class Axes(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
+        if func._schema.is_mutable:
+            storages = {_storage(tensor) for tensor in written_tensors(func, args, kwargs)}
+            self.written |= {name for name, _, storage in self.named if storage in storages}
         if func.namespace == "aten":
             tensors = tensors_in((args, kwargs))
             if any(hasattr(t, "_axis_labels") or hasattr(t, "_axes_of") for t in tensors):
@@ -207,7 +213,12 @@ class Axes(TorchDispatchMode):
                 if root[label] == root[WHOLE]:
                     own = self.because.get(int(label))
                     reasons.setdefault(name, own or by_root.get(int(root[label]), ""))
-        return Found(classes, self.uses, reasons)
+        assigned = {name for name, tensor, storage in self.named if _storage(tensor) != storage}
+        return Found(classes, self.uses, reasons, frozenset(self.written | assigned))
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 def param_of(tensor: Any) -> tuple[str, tuple[Any, ...]] | None:

@@ -6,14 +6,22 @@ cannot be left there for another rank, and a wrapper has no storage.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import torch
 from torch._C import _functorch
-from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
+from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters, temporarily_clear_interpreter_stack
 
 
 def transforming() -> bool:
     """Whether a transform is active."""
     return _functorch.peek_interpreter_stack() is not None
+
+
+def before_transforms() -> AbstractContextManager[Any]:
+    """Context: what is computed is no part of the transforms that are active, as if it had come before them."""
+    return temporarily_clear_interpreter_stack() if transforming() else nullcontext()
 
 
 def differentiating() -> bool:

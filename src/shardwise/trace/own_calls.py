@@ -62,17 +62,17 @@ class OwnCalls(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         output = func(*args, **(kwargs or {}))
         current = self._forwards[-1]
-        if current[0] is not None and not transforming() and _by_a_module(sys._getframe(1)) and tensors_in(output):
+        if current[0] is not None and not transforming() and by_a_module(sys._getframe(1)) and tensors_in(output):
             self.note(current[0], current[1], getattr(func, "__name__", str(func)), output)
             current[1] += 1
         return output
 
 
-def _by_a_module(frame: Any) -> bool:
+def by_a_module(frame: Any) -> bool:
     """Whether the code that called a function of torch is neither ours nor torch's own machinery."""
     while frame is not None and frame.f_code.co_filename in _ANSWERS:
         frame = frame.f_back
     return frame is not None and not frame.f_code.co_filename.startswith(_OTHERS)
 
 
-__all__ = ["OwnCalls"]
+__all__ = ["OwnCalls", "by_a_module"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -17,8 +17,10 @@ from shardwise.comm import Axis, Ledger
 from shardwise.errors import InputError, RefusedPlan
 from shardwise.parallel.tensor.apply import TensorParallel
 from shardwise.parallel.tensor.derive import Derived, derive, matching, starved
+from shardwise.parallel.tensor.kept import kept_shares
+from shardwise.parallel.tensor.raw_reads import RawReads
 from shardwise.part import Uncut, forget
-from shardwise.part.parameters import see_parts
+from shardwise.part.parameters import KEPT, see_parts
 from shardwise.random import python_restored, seed_python
 from shardwise.trace.axes import Axes, Found
 from shardwise.trace.deferred import Built
@@ -128,11 +130,17 @@ class TrialModule:
         return self._rehearse(tensor, summed)
 
     def _rehearse(self, tensor: TensorParallel, summed: tuple[Axis, ...]) -> Uncut | None:
-        with self.playing(lambda name, whole: tensor.share(name, self.make(name, whole)).contiguous()) as (_, batch):
+        def share(name: str, whole: torch.Tensor) -> torch.Tensor:
+            return tensor.share(name, self.make(name, whole)).contiguous()
+
+        with self.playing(share) as (named, batch):
             undo = see_parts(self.built.module, tensor.cuts, tensor.axis, summed=summed)
+            kept = {name: cut for name, cut in tensor.cuts.items() if cut.role == KEPT}
             try:
                 for _ in self.ways():
-                    self.run(self.built.module, batch).total.backward()
+                    with RawReads(kept, named) if kept else nullcontext():
+                        loss = self.run(self.built.module, batch)
+                    loss.total.backward()
             except Uncut as error:
                 return error
             except InputError as error:  # ours, in words of its own: too few positions for so many ranks
@@ -182,7 +190,35 @@ def find_cuts(
         tried = derive(found, elements, ranks)
         if sum(elements[n] for n in tried.cuts) > sum(elements[n] for n in best.cuts):
             best, best_found, best.frozen = tried, found, set(frozen)
-    return _rehearsed(stage, best, best_found, elements, ranks, sequence)
+    try:
+        derived = _rehearsed(stage, best, best_found, elements, ranks, sequence)
+    except RefusedPlan as refusal:
+        return _kept(stage, ranks, sequence, best, best_found, asked) or _raised(refusal)
+    return derived if derived.cuts else _kept(stage, ranks, sequence, derived, best_found, asked) or derived
+
+
+def _kept(
+    stage: TrialModule, ranks: int, sequence: bool, derived: Derived, found: Found, asked: set[str]
+) -> Derived | None:
+    """Weights kept in shares, where `derived` cuts none that can be; None where that does not run either."""
+    whole = dict.fromkeys(derived.cuts, "its products are not cut") | derived.whole
+    barred = {*asked, *found.written}
+    while True:
+        kept = kept_shares(stage.built.module, ranks, whole, barred)
+        try:
+            stopped = stage.rehearse(kept, ranks, sequence) if kept.cuts else None
+        except Exception:  # what is told is why nothing could be cut
+            return None
+        if stopped is None:
+            return kept if kept.cuts else None
+        more = stopped.origins & kept.cuts.keys()
+        if not more:
+            return None
+        barred |= more
+
+
+def _raised(refusal: RefusedPlan) -> NoReturn:
+    raise refusal
 
 
 def _followed(stage: TrialModule, whole: set[str], known: Followed) -> Found:

@@ -1,0 +1,53 @@
+"""Where no product of a module can be shared by ranks: weights that are kept in shares, and gathered to be read.
+
+    rank 0   W_0 \\
+                  all-gather -> W -> the module's own code, on every rank -> dW -> this rank's rows
+    rank 1   W_1 /
+
+Each rank computes all that the module does, so that no gradient needs a sum. What is spared is memory: 1/N of each
+weight, of its gradient and of its optimizer state. Bytes on the wire: each weight once for each time that it is read.
+
+What this does not do: keep weights in shares that a module reads past its attributes, or writes into; where any
+product can be cut, `derive` cuts it, and what is left stays whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from shardwise.parallel.tensor.derive import SHARE, Derived, WeightCut
+from shardwise.part import Owners
+from shardwise.part.parameters import FLAT, KEPT
+
+
+def kept_shares(module: nn.Module, ranks: int, whole: dict[str, str], barred: Collection[str]) -> Derived:
+    """Every weight that `ranks` can hold in shares, but for the `barred`; without cuts where they are too little.
+
+    whole  why no parameter's products can be shared
+    """
+    named = dict(module.named_parameters())
+    hidden = set(_beside_attributes(module))
+    derived = Derived(whole=dict(whole))
+    for number, (name, param) in enumerate(named.items()):
+        dim = next((d for d, size in enumerate(param.shape) if size >= ranks), None)
+        if dim is None or name in barred or id(param) in hidden or not param.is_floating_point():
+            continue
+        derived.cuts[name] = WeightCut(name, dim, Owners.blocks(param.shape[dim], ranks), KEPT, number)
+        derived.whole.pop(name, None)
+    spared = sum(named[name].numel() for name in derived.cuts)
+    if spared < SHARE * sum(param.numel() for param in named.values()):
+        return Derived(whole=dict(whole))
+    return derived
+
+
+def _beside_attributes(module: nn.Module) -> Iterator[int]:
+    """Ids of parameters that a module holds in a list or table of its own too, where they are read as they are."""
+    for child in module.modules():
+        own = {"_parameters", "_modules", FLAT if isinstance(child, nn.RNNBase) else ""}
+        for key, value in vars(child).items():
+            if key not in own and isinstance(value, list | tuple | dict):
+                yield from (id(leaf) for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))

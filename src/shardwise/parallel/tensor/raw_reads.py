@@ -1,0 +1,74 @@
+"""Weights kept in shares that a forward computes with without reading them as attributes of their module.
+
+    self.weight.square()                            the whole weight, gathered: exact
+    for p in self.parameters(): p.square()          the parameter itself, which is this rank's share: cannot be kept so
+    for p, q in zip(...): q.data.lerp_(p.data, m)   each element alone, both kept alike: right on shares
+    grad(y, [*self.parameters()])                   a name for what a gradient is taken by: right on shares
+
+Seen where a rehearsal runs the module's own code, by functions of torch that it calls on shares. Of weights whose
+products are cut, `trace/axes` sees the same.
+
+What this does not do: see such code where it is run again in backward alone.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from shardwise.parallel.tensor.derive import WeightCut
+from shardwise.part import Uncut
+from shardwise.trace.leaves import tensors_in
+from shardwise.trace.own_calls import by_a_module
+
+_ALONE = frozenset(
+    name
+    for plain in (
+        "add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "neg", "copy", "lerp", "zero",
+        "fill", "clamp", "sign", "abs", "square", "sqrt", "pow", "tanh", "sigmoid", "exp", "where", "clone", "detach",
+        "to", "double", "float", "half", "bfloat16", "type_as", "requires_grad", "zeros_like", "ones_like",
+    )
+    for name in (plain, f"{plain}_", f"__{plain}__", f"__r{plain}__", f"__i{plain}__")
+) | {"__rtruediv__", "__truediv__", "__itruediv__"}  # fmt: skip
+_NAMES = frozenset(("grad", "backward", "register_hook", "data_ptr"))  # who take a tensor for what it is
+_SIZES = (torch.Tensor.shape.__get__, torch.Tensor.size, torch.Tensor.numel)
+_DATA = torch.Tensor.data.__get__
+
+_How = tuple[str, int, Any]  # of a share: its parameter, and how that is cut
+
+
+class RawReads(TorchFunctionMode):
+    """While entered, raises `Uncut` where the module's code computes with a share as if it were the weight."""
+
+    def __init__(self, cuts: dict[str, WeightCut], named: dict[str, torch.Tensor]):
+        super().__init__()
+        shares = [(tensor, cuts[name]) for name, tensor in named.items() if name in cuts]
+        self.shares: dict[int, _How] = {id(tensor): (cut.name, cut.dim, cut.owners) for tensor, cut in shares}
+        self.alive: list[torch.Tensor] = [tensor for tensor, _ in shares]
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        given = tensors_in((args, kwargs))
+        met = [self.shares[id(tensor)] for tensor in given if id(tensor) in self.shares]
+        if met and by_a_module(sys._getframe(1)):
+            self._met(func, given, met, output)
+        return output
+
+    def _met(self, func: Any, given: list[torch.Tensor], met: list[_How], output: Any) -> None:
+        name, made = getattr(func, "__name__", str(func)), tensors_in(output)
+        if name in _NAMES or (not made and func not in _SIZES):
+            return
+        alike = len({how[1:] for how in met}) == 1 and len(met) == sum(tensor.dim() > 0 for tensor in given)
+        if not alike or not (name in _ALONE or func == _DATA):
+            error = Uncut(
+                f"the forward computes with '{met[0][0]}' past its module's attribute, as by parameters(), where it "
+                f"would meet a share of it ({'its size' if func in _SIZES else name})"
+            )
+            error.origins = frozenset(how[0] for how in met)
+            raise error
+        for tensor in made:
+            self.shares[id(tensor)] = met[0]
+            self.alive.append(tensor)
