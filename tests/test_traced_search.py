@@ -184,16 +184,16 @@ def test_small_ops_on_a_gpu_take_as_long_as_the_host_needs_to_start_them() -> No
     assert seconds(50.0, 2**22) == pytest.approx(seconds(10.0, 2**22)), "of large ones it is not"
 
 
-class Folded(nn.Module):
-    """Over four ranks its groups of channels do not come out, and over two they do."""
+class Scaled(nn.Module):
+    """Whose weights have one element each: tp has nothing to cut."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4))
+        self.layers = nn.ModuleList(nn.PReLU() for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
-            x = torch.fft.fft(layer(x)).real
+            x = layer(x)
         return x
 
 
@@ -209,7 +209,7 @@ def test_what_is_refused_is_refused_once(monkeypatch) -> None:
         return derive(task, plan, *rest)
 
     monkeypatch.setattr(cut_module, "derive_cuts", counted)
-    task = Task(model=Folded, loss=lambda o, b: (o.sum(), len(o)), batch=lambda step: torch.ones(32, 6))
+    task = Task(model=Scaled, loss=lambda o, b: (o.sum(), len(o)), batch=lambda step: torch.ones(32, 6))
     found = traced_subject(task, NODE, software("shardwise"), 32, "fp32")
     assert not [layout for layout in found.layouts(8, Constraints()) if layout.tp > 1]
     assert asked and len(asked) == len(set(asked))
