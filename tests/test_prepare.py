@@ -329,8 +329,6 @@ def refusal(name: str, plan: str) -> str | None:
         return "create_graph=True"
     if name in READ_WEIGHTS and plan_.tp > 1 and plan_.zero == 3:
         return "this rank holds a share"
-    if name == "seq2seq" and plan_.cp * plan_.cp_ulysses > 1:  # transformers drop a mask that is all true
-        return "a mask of which one share is all true"
     return None
 
 
