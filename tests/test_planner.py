@@ -160,6 +160,23 @@ def test_a_batch_that_no_plan_takes_names_the_nearest_that_would() -> None:
         search("llama3-8b", "8 h100-sxm-80gb", 3, 4096, only)
 
 
+def test_devices_that_a_batch_does_not_divide_over_are_left_out_by_name() -> None:
+    """1,024 samples over 125 nodes: no degrees of 1,000 devices leave data ranks that divide them."""
+    found = search("llama3-8b", "125x8 h100-sxm-80gb, ib-400", 1024, 8192)
+    assert found.cluster is not None and found.cluster.world_size < 1000 and found.cluster.world_size % 8 == 0
+    assert found.best.plan.world_size == found.cluster.world_size
+    assert found.notes[0].startswith(f"planned on {found.cluster.world_size} of 1000 devices (")
+    assert "512 take" in found.notes[0] and "nearest that would: 1025" in found.notes[0]
+    assert search("llama3-8b", "2x8 h100-sxm-80gb, ib-400", 64, 8192).cluster is None
+
+
+def test_a_step_of_which_half_is_waited_for_names_half_of_the_devices() -> None:
+    found = search("llama3-8b", "8x8 h100-sxm-80gb, ib-400", 1, 2**20)
+    told = [each for each in found.notes if each.startswith("half of the devices")]
+    assert len(told) == 1 and "on 32 of 64" in told[0]
+    assert not any("half of the devices" in each for each in search("llama3-8b", "8 h100-sxm-80gb", 64, 4096).notes)
+
+
 def test_no_batch_is_named_that_would_not_do_either() -> None:
     """8 devices are not a multiple of 3, whatever the batch."""
     from shardwise.models import tasks

@@ -415,7 +415,7 @@ def test_a_first_table_is_there_before_anything_is_rehearsed(monkeypatch) -> Non
 
 
 def test_what_draws_of_one_process_cost_is_told() -> None:
-    """A search says it of a module with dropout, and of none without; with a GPU's own draws it says nothing."""
+    """A search says it of a module with dropout, and of none without; of a GPU's own draws there is nothing to say."""
     task = tasks.decoder_dropout()
     notes = []
     for randomness, made in (("global", task), ("fast", task), ("global", tied())):

@@ -107,7 +107,7 @@ def plan(answer: Answer, task: str, **words: Any) -> None:
             show=None if answer.as_json else lambda first, looked_at: block(first_text(first, looked_at)),
         )  # fmt: skip
         job = jobs(subject, cluster, found, constraints, words["precision"], asked)
-    best = found.best
+    best, cluster = found.best, found.cluster or cluster
     named = task if subject.own and not subject.head else "MODULE:TASK"  # a shape or a configuration has no data
     written = str(best.plan)
     if words["output"]:

@@ -59,6 +59,11 @@ def subject_of(
     """
     if randomness not in ("global", "fast"):
         raise InputError(f"randomness is 'global' or 'fast', got {randomness!r}")
+    if precision.startswith(("fp8", "mxfp8")):
+        raise InputError(
+            f"precision={precision}: no plan of this version runs FP8; --software {software_name}-fp8 forecasts it for "
+            "a decoder by its numbers, under precision=bf16"
+        )
     soft, precision = software(software_name), Plan(precision=precision).precision
     where = _Where(cluster, soft, precision, plan, say, randomness)
     length = None if seq is None else units.count(str(seq), "--seq")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from shardwise.cluster import Cluster
 from shardwise.costs.layout import Layout
 from shardwise.layout import Plan
 from shardwise.layout.rules import applying
@@ -45,6 +46,7 @@ class Search:
     notes      what to know
     capacity   bytes of a device that a plan could have
     stopped    it was interrupted: the best so far
+    cluster    the part of it that was planned on, where no plan has all devices; else None
     """
 
     proposals: list[Proposal]
@@ -56,6 +58,7 @@ class Search:
     capacity: float = 0.0
     later: list[Proposal] = field(default_factory=list)
     stopped: bool = False
+    cluster: Cluster | None = None
 
     @property
     def best(self) -> Proposal:

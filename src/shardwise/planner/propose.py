@@ -19,6 +19,7 @@ from shardwise.costs.memory import CONTEXT_BYTES
 from shardwise.errors import InputError, RefusedPlan, ShardwiseError
 from shardwise.layout import Plan
 from shardwise.planner.candidates import Constraints, axes, family, plan_of
+from shardwise.planner.fewer import counts_that_do, first_devices
 from shardwise.planner.proposal import Proposal, Search, lacking, senseless
 from shardwise.planner.reasons import WITHIN, contradiction, lost, never, notes, nothing
 from shardwise.planner.subject import Subject
@@ -36,6 +37,7 @@ OFFLOADED = (
 EVERY_S = 0.3  # between two lines of progress
 # The best so far are shown once: after FIRST_S of looking, and before what takes long, as a process is SOON_S old
 FIRST_S, SOON_S, FIRST_ROWS = 2.0, 5.5, 3
+WAITING, HALF = 0.4, 1.15  # share of a step from which half of the devices are asked too; as fast within so much
 ROOMY, CLASSES = 0.5, 10  # plans that fill less than half of a device need as little as any; above, in tenths of it
 
 
@@ -72,7 +74,7 @@ def search(
     capacity = cluster.device.memory_bytes * (1 - constraints.headroom)
     looked = _look(subject, cluster.world_size, constraints, precision, capacity, say, show)
     if not looked.considered:
-        raise InputError(nothing(subject, cluster, constraints))
+        return _on_part(subject, cluster, constraints, precision, say, show)
     offloaded = not looked.fits and subject.offloads and constraints.offload and constraints.value("offload") is None
     if offloaded:
         nearest = looked.tightest
@@ -93,6 +95,7 @@ def search(
     result.lost = lost(result, looked.tightest, capacity, precision)
     result.lost |= never(subject, cluster, looked.tightest, result.best)
     result.notes = notes(subject, cluster, result, capacity)
+    result.notes += _half_as_good(subject, cluster, constraints, result, capacity)
     result.notes.append(f"memory: {bytes_text(capacity)} may be planned for: {_kept_free(cluster, constraints)}")
     if offloaded:
         result.notes.insert(0, OFFLOADED)
@@ -102,6 +105,60 @@ def search(
         result.notes.insert(0, "interrupted: the best so far, of what had been looked at by then")
     result.seconds = time.monotonic() - began
     return result
+
+
+def _on_part(
+    subject: Subject, cluster: Cluster, constraints: Constraints, precision: str, say: Say,
+    show: Callable[[Sequence[Proposal], int], None] | None,
+) -> Search:  # fmt: skip
+    """Returns the best search on the most devices that there are plans for; raises `InputError` where there is none."""
+    why = nothing(subject, cluster, constraints)
+    counts = counts_that_do(subject, cluster, constraints)
+    found: list[tuple[float, Search]] = []
+    for count in counts:
+        part = first_devices(cluster, count)
+        try:
+            result = search(subject, part, constraints, precision=precision, say=say, show=show)
+        except InputError as error:
+            why = f"{why}; on {count} devices: {error}"
+            continue
+        result.cluster = part
+        found.append((result.best.forecast.step_s, result))
+        show = None
+    if not found:
+        raise InputError(why)
+    best = min(found, key=lambda item: item[0])[1]
+    assert best.cluster is not None
+    others = ", ".join(
+        f"{each.cluster.world_size} take {seconds_text(seconds)}"
+        for seconds, each in found
+        if each is not best and each.cluster is not None
+    )
+    beside = f" ({others})" if others else ""
+    best.notes.insert(0, f"planned on {best.cluster.world_size} of {cluster.world_size} devices{beside}: {why}")
+    return best
+
+
+def _half_as_good(
+    subject: Subject, cluster: Cluster, constraints: Constraints, found: Search, capacity: float
+) -> list[str]:
+    """A note where half of the devices are as fast; asked of a model by its numbers that waits for much of its step."""
+    best, half = found.best, cluster.world_size // 2
+    forecast = best.forecast
+    waits = sum(s for name, s in forecast.parts.items() if "communication" in name or "bubble" in name)
+    if subject.own or cluster.world_size % 2 or waits < WAITING * forecast.step_s or constraints.fixed:
+        return []
+    looked = _look(subject, half, constraints, best.plan.precision, capacity, silent)
+    run, _ = _chosen(looked.fits, best.plan.precision)
+    if not run:
+        return []
+    fewer = _proposal(subject.simulate, run[0], best.plan.precision)
+    if fewer.forecast.step_s > HALF * forecast.step_s:
+        return []
+    return [
+        f"half of the devices are nearly as fast: on {half} of {cluster.world_size}, {fewer.plan} takes "
+        f"{seconds_text(fewer.forecast.step_s)}; on all of them ranks wait {waits / forecast.step_s:.0%} of the step"
+    ]
 
 
 def _on_fewer(subject: Subject, world: int, constraints: Constraints, precision: str, capacity: float) -> str:

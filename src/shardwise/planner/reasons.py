@@ -50,10 +50,9 @@ def notes(subject: Subject, cluster: Cluster, found: Search, capacity: float) ->
             out.append(f"links are the limit: {waiting:.0%} of the step is communication that nothing hides")
     if subject.draws is not None and (pair := subject.draws(best.layout)) and pair[0] > DRAWN * pair[1]:
         out.append(
-            f"randomness: numbers of one process, the default, take {1 - pair[1] / pair[0]:.0%} of a step of data "
-            f"ranks ({seconds_text(pair[0])} against {seconds_text(pair[1])}): each is hashed by its place, and "
-            "attention with dropout writes its scores; --randomness fast draws as a GPU does, other numbers on other "
-            "plans"
+            f"randomness: numbers of one process, the default, take {1 - pair[1] / pair[0]:.0%} of a step of replicas "
+            f"({seconds_text(pair[0])} against {seconds_text(pair[1])}): each is hashed by its place, and attention "
+            "with dropout writes its scores; --randomness fast draws as a GPU does, other numbers on other plans"
         )
     if best.layout.recompute == "full":
         smaller = "a smaller micro-batch or longer accumulation" if best.layout.micro_batch > 1 else "shorter samples"

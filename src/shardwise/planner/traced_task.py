@@ -146,9 +146,10 @@ class Traced:
         fast = copy(own)
         fast.follow, fast._models, fast._traces, fast._ranks = False, {}, {}, {}
         rows = layout.micro_batch * layout.n_micro * layout.rounds
-        micro = layout.micro_batch
-        plain = Layout(replicas=max(1, batch // rows), micro_batch=micro, n_micro=rows // micro, seq=1,
-                       recompute=layout.recompute)  # fmt: skip
+        plain = Layout(
+            replicas=max(1, batch // rows), micro_batch=layout.micro_batch, n_micro=layout.n_micro * layout.rounds,
+            seq=1, recompute=layout.recompute,
+        )  # fmt: skip
         return own.simulate(plain, batch).step_s, fast.simulate(plain, batch).step_s
 
     def _remark_on(self, one: Counted) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from shardwise.cluster import Cluster
 from shardwise.errors import InputError
 from shardwise.planner.candidates import Constraints
+from shardwise.planner.fewer import first_devices
 from shardwise.planner.proposal import Proposal, Search
 from shardwise.planner.propose import search
 from shardwise.planner.subject import Subject
@@ -91,7 +92,7 @@ def jobs(
     constraints = replace(constraints, offload=False)
     for count in _fewer(cluster.world_size):
         try:
-            fewer = search(subject, _first(cluster, count), constraints, precision=precision)
+            fewer = search(subject, first_devices(cluster, count), constraints, precision=precision)
         except InputError:  # it does not fit, or the batch does not divide
             continue
         every.append(JobCost(fewer.best, count, steps, price))
@@ -100,16 +101,6 @@ def jobs(
 
 def _fewer(world: int) -> Iterator[int]:
     yield from dict.fromkeys([*(world // share for share in FEWER if world % share == 0 and world > share), 1])
-
-
-def _first(cluster: Cluster, count: int) -> Cluster:
-    """The first so many devices of a cluster."""
-    tiers, left = [], count
-    for tier in cluster.tiers:
-        size = min(tier.count, left)
-        tiers.append(replace(tier, count=size))
-        left = -(-left // size)
-    return replace(cluster, tiers=tuple(tiers), name=f"{count} of {cluster}")
 
 
 def job_lines(every: list[JobCost]) -> list[str]:

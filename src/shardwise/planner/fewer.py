@@ -1,0 +1,42 @@
+"""Fewer devices than there are: the counts that a batch divides over, and the part of a cluster that has so many."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shardwise.cluster import Cluster
+from shardwise.planner.candidates import Constraints
+from shardwise.planner.subject import Subject
+
+MOST_COUNTS = 2  # of the largest that do, beside the largest power of two
+
+
+def first_devices(cluster: Cluster, count: int) -> Cluster:
+    """The first so many devices of a cluster."""
+    tiers, left = [], count
+    for tier in cluster.tiers:
+        size = min(tier.count, left)
+        tiers.append(replace(tier, count=size))
+        left = -(-left // size)
+    return replace(cluster, tiers=tuple(tiers), name=f"{count} of {cluster}")
+
+
+def counts_that_do(subject: Subject, cluster: Cluster, constraints: Constraints) -> list[int]:
+    """Numbers of devices below all of them for which there are plans: the largest of whole nodes, and a power of two.
+
+    For a model by its numbers, of which it is quick to ask, and where no field of the plan was fixed; else none.
+    """
+    world, node = cluster.world_size, cluster.sizes[0] if len(cluster.tiers) > 1 else 1
+    if subject.own or constraints.fixed:
+        return []
+
+    def has_any(count: int) -> bool:
+        return next(iter(subject.layouts(count, constraints)), None) is not None
+
+    power = 1 << (world - 1).bit_length() - 1
+    whole = range((world - 1) // node * node, power, -node)
+    found: list[int] = []
+    for count in whole:
+        if len(found) < MOST_COUNTS and has_any(count):
+            found.append(count)
+    return [*found, *([power] if power < world and has_any(power) else [])]
