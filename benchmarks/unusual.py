@@ -67,7 +67,8 @@ def _wrong(found: Found) -> str:
 KINDS = [
     "| recurrent: `nn.LSTM`, `nn.GRU`, a loop over time of your own | all of these plans. `tp` cuts the layers around "
     "the recurrence and leaves its own weights whole (`shardwise show tp` says why for each): it saves memory in "
-    "embeddings and heads. The `cp` of a recurrence is right, and no faster: each position needs the one before |",
+    "embeddings and heads; where there is nothing else, it keeps them in shares and gathers them to read. The `cp` of "
+    "a recurrence is right, and no faster: each position needs the one before |",
     "| packed sequences | dropout between the layers of a packed LSTM is one process's: drawn by the sequence and "
     "time of each row. On rows that no module was called with (`packed._replace(data=drop(packed.data))`) it is "
     "refused: drop before packing, or in a module that takes the packed sequence. Where batches have unlike lengths, "
@@ -81,7 +82,8 @@ KINDS = [
     "has no dim of samples to deal, and is refused as such; dense adjacencies (B, N, N) need no edges |",
     "| weights made by a net, `functional_call`, `vmap` | a unit of `zero=3` whose weight is used outside its "
     "module's forward is [gathered with what lies around it](techniques/zero3.md#weights-read-outside-their-unit). "
-    "Stacked parameters of the root have no module between which to cut stages |",
+    "Weights of the outermost module are cut into stages between functions of torch that its forward calls; one "
+    "`vmap` over all layers is one function |",
     "| parametrizations, spectral norm | all, the buffers that move in every forward included |",
     "| a choice for each sample | declare `Task(branches=\"per_sample\")`. Where a rank may call other modules than "
     "its neighbours, `zero=3` and pipelines are refused: use replicas or `zero=2` |",
@@ -100,8 +102,9 @@ KINDS = [
     "| collectives in the forward (mixtures and codebooks that are written for data ranks) | run as they are under "
     "data ranks; refused with the line of the call under plans in which ranks run parts of the forward or of the same "
     "samples (`tp`, `pp`, `ep`, `cp`, `domain`) |",
-    "| operations that refuse NaN, such as `cholesky` | not pipelines where they run in the outermost forward: a stage "
-    "runs all of it, on NaN for what it was not sent |",
+    "| operations that refuse NaN, such as `cholesky` | all; a pipeline stage runs the outermost forward on NaN for "
+    "what it was not sent, and makes up the results of those that fail on it. Checks in Python (a distribution's of "
+    "its arguments) are choices by values: no stage begins after one in the same forward |",
     "| fields | `domain` cuts them into tiles; reading at computed places (`grid_sample`) or writing into a part of a "
     "spectrum is refused there |",
 ]  # fmt: skip

@@ -515,6 +515,28 @@ def reads_early() -> Task:
     return task(ReadsEarly, sequences)
 
 
+class OwnWeights(nn.Module):
+    """Nothing but weights of its own: a stage begins where it calls a function of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(3, 8, WIDTH) / 3)
+        self.down = nn.ParameterList([nn.Parameter(torch.randn(WIDTH, 8) / 3) for _ in range(3)])
+        self.read = nn.Parameter(torch.randn(OUT, WIDTH) / 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        start = x * self.read[0].tanh()
+        for up, down in zip(self.up, self.down, strict=True):
+            h = F.linear(x, up)
+            h.relu_()
+            x = x + F.linear(h, down)
+        return (x + start) @ self.read.T
+
+
+def own_weights() -> Task:
+    return task(OwnWeights)
+
+
 class Messages(nn.Module):
     """A graph network in one forward: places between its layers, of which each needs what the caller made of nodes."""
 

@@ -121,7 +121,8 @@ MODULES = [
     ("draws_at_root", "pp=2"), ("viewed", "pp=2,schedule=zbh1,stages=blocks.0"),
     ("viewed_with_base", "pp=2,stages=blocks.0"), ("skips", "pp=4,schedule=zbh1"), ("skips_given_twice", "pp=3"),
     ("unet_group", "pp=2,schedule=zbh1"), ("kept_to_itself", "pp=2,stages=blocks.1"), ("messages", "pp=3"),
-    ("reads_early", "pp=2,tp=2"), ("reads_early", "pp=2,cp=2"),
+    ("kept_by_a_module", "pp=3,schedule=gpipe"), ("own_weights", "pp=3,schedule=zbh1"), ("own_weights", "pp=2,tp=2"),
+    ("reads_at_places", "pp=2,stages=last"), ("reads_early", "pp=2,tp=2"), ("reads_early", "pp=2,cp=2"),
     ("messages", "pp=2,dp_shard=2,zero=3,stages=nodes.0"), ("messages", "pp=2,tp=2,stages=edges.1"),
     ("hf_t5", "pp=2,schedule=zbv"),
 ]  # fmt: skip
@@ -145,13 +146,11 @@ def test_architectures(name: str, plan: str, pool: RankPool) -> None:
 REFUSED = [
     ("two_layers", "pp=4", "4 stages need 3 places to cut the forward, and it has 1: '1'"),
     ("no_parameters_late", "pp=2", "leave one without a trainable parameter"),
-    ("decides", "pp=2", "decides by a value that depends on parameters"),
+    ("decides", "pp=4", "decides by a value that depends on parameters"),
     ("writes_parameter", "pp=2", "the forward writes into parameter 'head.weight'"),
-    ("kept_by_a_module", "pp=3,schedule=gpipe", "at 'blocks.2', a tensor made in 'blocks.0' is used again"),
     ("kept_by_a_module", "pp=2,stages=blocks.1", "begin at 'blocks.1': a tensor made in 'blocks.0'"),
     ("through_numpy", "pp=2", "the loss on a few samples is NaN"),
     ("residual", "pp=2,stages=blocks.9", "stages names 'blocks.9', which is no module; did you mean 'blocks.3'?"),
-    ("reads_at_places", "pp=2,stages=last", "the forward fails before 'last', where a pipeline stage begins"),
     ("conditioned", "pp=3,stages=blocks.2|blocks.1", "in the order in which they run"),
 ]  # fmt: skip
 

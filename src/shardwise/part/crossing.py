@@ -164,6 +164,8 @@ def overwrite(held: torch.Tensor, value: torch.Tensor, axes: Sequence[Axis]) -> 
     elif isinstance(held, Sum):
         held.value()
         held.total = value
+    elif isinstance(held, Part) and not held.axis.positions:  # of cut weights: what arrives is whole over their axis
+        held.local, held.copied, held.rows = share_of(value, held.dim_cut, held.owners, held.axis), False, None
     else:
         assert isinstance(held, Part)
         if not isinstance(value, Part):

@@ -34,6 +34,7 @@ from shardwise.trace.leaves import tensors_in, written_tensors
 from shardwise.trace.own_calls import OwnCalls
 from shardwise.trace.stand_in import standing_in
 from shardwise.trace.state import ModuleState
+from shardwise.trace.without_gradient import Place, switched_off
 
 _aten = torch.ops.aten
 ELEMENT_COST = 50.0  # floating-point operations in the time that one element of an op's result takes in memory
@@ -66,6 +67,12 @@ class ModuleCall:
     leaves: list[Leaf] = field(default_factory=list)
     spec: TreeSpec | None = None
     inside: list[ModuleCall] = field(default_factory=list)
+    own: tuple[int, str] | None = None  # not the call of a module, but of a function of torch by its code: which
+
+    @property
+    def told(self) -> str:
+        """What is said of the place where it is entered."""
+        return f"'{self.path}'" if self.own is None else f"'{self.own[1]}' in '{self.path or 'the outermost forward'}'"
 
     def below(self) -> Iterator[ModuleCall]:
         """Every call inside this one, in the order they were entered."""
@@ -111,15 +118,16 @@ class Flow:
     buffers: dict[int, int]
     returned: list[int]  # the tensors of the output
     end: int
-    without_gradient: frozenset[tuple[str, int]]  # calls (path, place) that run where gradients are switched off
+    without_gradient: frozenset[Place]  # calls that run where gradients are switched off
     own: dict[int, OwnCall]  # number -> where a forward's own code made it
+    functions: list[ModuleCall]  # calls of torch's functions by forwards' own code, in order
 
     def calls(self) -> Iterator[ModuleCall]:
         """Every call below the root, in the order they were entered."""
         return self.root.below()
 
-    def crossings(self) -> Iterator[tuple[ModuleCall, list[int]]]:
-        """For each call: tensors that depend on parameters, were made before it is entered and are used after."""
+    def crossings(self, *, functions: bool = False) -> Iterator[tuple[ModuleCall, list[int]]]:
+        """For each call, of modules or of functions: what depends on parameters, made before it and used after."""
         ahead = [
             (made, number)
             for number, made in enumerate(self.made)
@@ -127,7 +135,7 @@ class Flow:
         ]
         ahead.sort(reverse=True)
         alive: set[int] = set()
-        for call in self.calls():
+        for call in self.functions if functions else self.calls():
             while ahead and ahead[-1][0] < call.enter:
                 alive.add(ahead.pop()[1])
             alive = {number for number in alive if self.last_use[number] > call.enter}
@@ -338,14 +346,22 @@ def _flow(module: nn.Module, run: Callable[[], Any], known: dict[str, int]) -> F
     )
     root = ModuleCall("", 0, 0, [], [])
     made: dict[int, OwnCall] = {}
+    functions: list[ModuleCall] = []
+    begun = 0
+
+    def before(whose: ModuleCall, place: int, name: str) -> None:
+        nonlocal begun
+        recorder.time += 1
+        begun = recorder.time
 
     def note(whose: ModuleCall, place: int, name: str, output: Any) -> None:
         for leaf, tensor in enumerate(tree_flatten(output)[0]):
             number = recorder.number_of.get(id(tensor)) if isinstance(tensor, torch.Tensor) else None
             if number is not None:
                 made.setdefault(number, OwnCall(whose, place, leaf, name))
+        functions.append(ModuleCall(whose.path, whose.place, begun, [], [], recorder.time, own=(place, name)))
 
-    own = OwnCalls(note, root)
+    own = OwnCalls(note, root, before)
     with torch.no_grad(), recorder, own, _calls(module, recorder, root, own):
         output = run()
     recorder.time += 1
@@ -353,39 +369,12 @@ def _flow(module: nn.Module, run: Callable[[], Any], known: dict[str, int]) -> F
     returned = [recorder.number(leaf) for leaf in tree_flatten(output)[0] if isinstance(leaf, torch.Tensor)]
     for number in returned:
         recorder.last_use[number] = end
-    with torch.enable_grad(), _switched_off(module) as off:
+    with torch.enable_grad(), switched_off(module) as off:
         run()  # the ops are written down without gradients, which hides where the forward itself does without
     return Flow(
         root, recorder.ops, recorder.made, recorder.depends, recorder.drawn, recorder.last_use,
-        recorder.overwritten, recorder.parameters, recorder.buffers, returned, end, frozenset(off), made,
+        recorder.overwritten, recorder.parameters, recorder.buffers, returned, end, frozenset(off), made, functions,
     )  # fmt: skip
-
-
-@contextmanager
-def _switched_off(module: nn.Module) -> Iterator[set[tuple[str, int]]]:
-    """The calls that are entered while gradients are off: under no_grad, or in a reentrant checkpoint."""
-    off: set[tuple[str, int]] = set()
-    counts: dict[int, int] = {}
-    seen: set[int] = {id(module)}
-    handles = []
-
-    def enter(child: nn.Module, path: str) -> None:
-        if transforming():
-            return
-        place = counts.get(id(child), 0)
-        counts[id(child)] = place + 1
-        if not torch.is_grad_enabled():
-            off.add((path, place))
-
-    for path, child in module.named_modules():
-        if id(child) not in seen:
-            seen.add(id(child))
-            handles.append(child.register_forward_pre_hook(lambda m, a, path=path: enter(m, path)))
-    try:
-        yield off
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def trace_forward(

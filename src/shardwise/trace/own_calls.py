@@ -32,14 +32,18 @@ _ANSWERS = frozenset(str(_TORCH / name) for name in (
 _OTHERS = (str(Path(__file__).parent.parent), *(str(_TORCH / name) for name in ("distributed", "utils", "_dynamo")))
 
 Note = Callable[[Any, int, str, Any], None]  # (whose forward, the how-manieth call of it, function, output)
+Before = Callable[[Any, int, str], None]
 
 
 class OwnCalls(TorchFunctionMode):
-    """Tells `note` of every call whose result has a tensor, while it is entered. `first`: whose forward runs."""
+    """Tells `note` of every call whose result has a tensor, while it is entered. `first`: whose forward runs.
 
-    def __init__(self, note: Note, first: Any):
+    before  told of every call before it is made, with the number that it has if its result has a tensor
+    """
+
+    def __init__(self, note: Note, first: Any, before: Before | None = None):
         super().__init__()
-        self.note = note
+        self.note, self.before = note, before
         self._forwards: list[list[Any]] = [[first, 0]]  # whose, and calls until now
 
     @contextmanager
@@ -60,10 +64,15 @@ class OwnCalls(TorchFunctionMode):
         self._forwards.pop()
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        output = func(*args, **(kwargs or {}))
         current = self._forwards[-1]
-        if current[0] is not None and not transforming() and by_a_module(sys._getframe(1)) and tensors_in(output):
-            self.note(current[0], current[1], getattr(func, "__name__", str(func)), output)
+        if current[0] is None or transforming() or not by_a_module(sys._getframe(1)):
+            return func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", str(func))
+        if self.before is not None:
+            self.before(current[0], current[1], name)
+        output = func(*args, **(kwargs or {}))
+        if tensors_in(output):
+            self.note(current[0], current[1], name, output)
             current[1] += 1
         return output
 

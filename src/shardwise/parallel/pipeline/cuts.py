@@ -28,23 +28,11 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from shardwise.errors import InputError, RefusedPlan, did_you_mean
+from shardwise.parallel.pipeline.skips import Skip, skips_before
 from shardwise.trace.flow import Flow, ModuleCall
 
 WORTH = 0.8  # of the slowest stage's time, for which tensors travel that the next module is not given
 SLACK = 1.05  # of the best time, within which stages are balanced by their parameters
-LARGE = 0.01  # of the forward's cost, from which a module that a stage does without is not run on zeros
-
-
-@dataclass(frozen=True)
-class Skip:
-    """A call that a stage leaves out: it stands before the stage's part, and its results do not reach it."""
-
-    path: str
-    place: int
-    like: tuple[int | None, ...]  # for each leaf of the result: the argument leaf of the same shape
-    call: ModuleCall
-    other: ModuleCall  # the same call with another number of samples
-    samples: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -53,6 +41,7 @@ class CutPoint:
 
     call: ModuleCall
     numbers: tuple[int, ...]
+    callees: tuple[str, ...] = ()  # of a function's place: modules that the same code calls
 
     @property
     def clean(self) -> bool:
@@ -94,20 +83,25 @@ class Stage:
     sent: list[Holder] = field(default_factory=list)
 
 
-def find_places(flow: Flow, *, own: bool = False) -> tuple[list[CutPoint], list[tuple[ModuleCall, int]]]:
+def find_places(
+    flow: Flow, *, own: bool = False, functions: bool = False
+) -> tuple[list[CutPoint], list[tuple[ModuleCall, int]]]:
     """The places to cut, in order, and for every other call a tensor that crosses and that nobody can take hold of.
 
-    own  what a caller's code keeps to itself can be taken hold of too
+    own        what a caller's code keeps to itself can be taken hold of too
+    functions  of calls of torch's functions by forwards' own code, not of submodules
     """
     places, others = [], []
-    for call, crossing in flow.crossings():
+    callers = {(call.path, call.place): call for call in (flow.root, *flow.calls())}
+    for call, crossing in flow.crossings(functions=functions):
         missing = [number for number in crossing if _holder(flow, call, number, [], own=own) is None]
-        if (call.path, call.place) in flow.without_gradient:
+        if (call.path, call.place, call.own and call.own[0]) in flow.without_gradient:
             continue  # a stage that began here would switch gradients on in the middle of what does without
         if missing:
             others.append((call, missing[0]))
         elif crossing:
-            places.append(CutPoint(call, tuple(crossing)))
+            callees = {inner.path for inner in callers[call.path, call.place].inside} if functions else ()
+            places.append(CutPoint(call, tuple(crossing), tuple(sorted(callees))))
     return _usable(flow, places), others
 
 
@@ -195,21 +189,39 @@ def choose(flow: Flow, module: nn.Module, count: int, named: Sequence[str], unit
     tiers: list[list[CutPoint]] = []
     for own in (False, True):
         places, others = find_places(flow, own=own)
-        places = [place for place in places if not any(place.call.path.startswith(f"{unit}.") for unit in units)]
+        places = _outside(places, units)
         if named and (own or {place.call.path for place in places} >= set(named)):
             return _named(flow, module, places, others, named)
         tiers += [places] if own else [[place for place in places if place.clean], places]
-    if len(places) < count - 1:
+    best = _best(flow, module, tiers, count)
+    if not best and count > 1:
+        between = _outside(find_places(flow, own=True, functions=True)[0], units)
+        best = _best(flow, module, [between], count)
+    if not best and len(places) < count - 1:
         raise RefusedPlan(_too_few(flow, places, others, count))
-    most, best = float("inf"), list[CutPoint]()
-    for tier in tiers:  # each takes in those before it
-        reached = _balanced(flow, module, tier, count) if len(tier) >= count - 1 else (most, best)
-        if reached[1] and (not best or reached[0] < most * WORTH):
-            most, best = reached
     if not best and count > 1:
         raise RefusedPlan(
             f"{count} stages leave one without a trainable parameter, wherever the forward is cut: use fewer stages"
         )
+    return best
+
+
+def _outside(places: list[CutPoint], units: Sequence[str]) -> list[CutPoint]:
+    """Those that lie inside no unit."""
+
+    def inside(call: ModuleCall, unit: str) -> bool:
+        return call.path.startswith(f"{unit}.") or (call.own is not None and call.path == unit)
+
+    return [place for place in places if not any(inside(place.call, unit) for unit in units)]
+
+
+def _best(flow: Flow, module: nn.Module, tiers: list[list[CutPoint]], count: int) -> list[CutPoint]:
+    """The best places of several lists, of which each takes in those before it; none where there are too few."""
+    most, best = float("inf"), list[CutPoint]()
+    for tier in tiers:
+        reached = _balanced(flow, module, tier, count) if len(tier) >= count - 1 else (most, best)
+        if reached[1] and (not best or reached[0] < most * WORTH):
+            most, best = reached
     return best
 
 
@@ -340,7 +352,7 @@ def make_stages(flow: Flow, other: Flow, samples: tuple[int, int], places: list[
         )
         if stage.exit is None:  # parameters that the model returns as they are (a learned temperature)
             stage.parameters |= {flow.parameters[n] for n in flow.returned if n in flow.parameters}
-        stage.skips = _skips(flow, other, samples, stage)
+        stage.skips = skips_before(stage.entry.call, flow, other, samples) if stage.entry is not None else []
         stage.received = _holders(flow, stage, stage.entry)
         stage.sent = _holders(flow, stage, stage.exit)
         stages.append(stage)
@@ -355,93 +367,7 @@ def _holders(flow: Flow, stage: Stage, boundary: CutPoint | None) -> list[Holder
         if holder is None:
             raise RefusedPlan(
                 f"stage {stage.index} cannot take hold of {_made_in(flow, number)}, which is used after "
-                f"'{boundary.call.path}' is entered: name other places with stages="
+                f"{boundary.call.told} is entered: name other places with stages="
             )
         found.append(replace(holder, written=number in flow.overwritten))
     return found
-
-
-def _skips(flow: Flow, other: Flow, samples: tuple[int, int], stage: Stage) -> list[Skip]:
-    """The outermost calls before the stage that can be left out."""
-    if stage.entry is None:
-        return []
-    twin = dict(zip(map(id, flow.calls()), other.calls(), strict=True))
-    total = sum(op.cost for op in flow.ops)
-    entry = stage.entry.call
-    found: list[Skip] = []
-
-    def walk(call: ModuleCall) -> None:
-        for inner in call.inside:
-            if inner.enter >= entry.enter:
-                return
-            if inner.exit > entry.enter:
-                walk(inner)
-                continue
-            skip = _skip(flow, inner, twin[id(inner)], samples, total)
-            if skip is not None:
-                found.append(skip)
-            else:
-                walk(inner)
-
-    walk(flow.root)
-    return found
-
-
-def _skip(flow: Flow, call: ModuleCall, other: ModuleCall, samples: tuple[int, int], total: float) -> Skip | None:
-    """How to leave a call out; None where it must run: something shared comes out of it, or shapes are not known."""
-    returned = {leaf.tensor for leaf in call.leaves}
-    for leaf in call.leaves:
-        if leaf.tensor is None and not isinstance(leaf.value, type(None) | bool | int | float | str):
-            return None
-        if leaf.tensor is not None and not flow.depends[leaf.tensor]:
-            return None
-    first, last = (bisect.bisect_left(flow.in_order, (moment, -1)) for moment in (call.enter, call.exit + 1))
-    for _, number in flow.in_order[first:last]:  # something from inside is used by other ways than its result
-        if flow.last_use[number] > call.exit and number not in returned:
-            return None
-    like = []
-    for leaf, twin in zip(call.leaves, other.leaves, strict=True):
-        same = [
-            place
-            for place, (a, b) in enumerate(zip(call.shapes, other.shapes, strict=True))
-            if a is not None and a == leaf.shape and b == twin.shape
-        ]
-        like.append(same[0] if same and leaf.tensor is not None else None)
-    skip = Skip(call.path, call.place, tuple(like), call, other, samples)
-    if any(None in shape for shape in made_up_shapes(skip, call.shapes)):
-        return None  # it follows the samples in a way that its arguments do not
-    known = all(place is not None or leaf.tensor is None for place, leaf in zip(like, call.leaves, strict=True))
-    if not known and sum(op.cost for op in flow.ops if call.enter <= op.time <= call.exit) < LARGE * total:
-        return None
-    return skip
-
-
-def made_up_shapes(skip: Skip, given: Sequence[Sequence[int] | None]) -> list[list[int | None]]:
-    """The shape of each leaf of a result that is left out, for arguments of the shapes `given`; None: not known.
-
-    It is that of an argument of the same shape. Else each of its dims is an argument's dim of the same place, or the
-    one that it grew with when samples were added (an LSTM's state has them second), or fixed.
-    """
-    arguments = [(a, b, now) for a, b, now in zip(skip.call.shapes, skip.other.shapes, given, strict=True)
-                 if a is not None and b is not None and now is not None]  # fmt: skip
-    found: list[list[int | None]] = []
-    for like, leaf, twin in zip(skip.like, skip.call.leaves, skip.other.leaves, strict=True):
-        if leaf.tensor is None or like is not None:
-            found.append(list(given[like] or ()) if like is not None else [])
-        else:
-            pairs = enumerate(zip(leaf.shape, twin.shape, strict=True))
-            found.append([_made_up_dim(dim, a, b, arguments) for dim, (a, b) in pairs])
-    return found
-
-
-def _made_up_dim(dim: int, a: int, b: int, arguments: Sequence[tuple[Sequence[int], ...]]) -> int | None:
-    for one, other, now in arguments:
-        if len(one) > dim and (one[dim], other[dim]) == (a, b):
-            return now[dim]
-    if a == b:
-        return a
-    for one, other, now in arguments:
-        for x, y, size in zip(one, other, now, strict=True):
-            if x != y and a * y == b * x and a * size % x == 0:
-                return a * size // x
-    return None

@@ -115,7 +115,7 @@ class Mail:
         optimizer leaves it alone, which it would not do for zeros.
         """
         gradients = [
-            torch.zeros_like(taken_apart(leaf)) if leaf.grad is None
+            taken_apart(share_under(torch.zeros_like(leaf), cuts_of(leaf), self.inner)) if leaf.grad is None
             else share_under(leaf.grad, cuts_of(leaf), self.inner) for leaf in inputs
         ]  # fmt: skip
         if len(inputs) > 1:

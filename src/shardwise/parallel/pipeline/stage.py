@@ -38,10 +38,11 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shardwise.comm import Axis
 from shardwise.errors import RefusedPlan
-from shardwise.parallel.pipeline.cuts import Holder, Skip, Stage, made_up_shapes
+from shardwise.parallel.pipeline.cuts import Holder, Stage
+from shardwise.parallel.pipeline.on_nothing import RAISED, OnNothing
+from shardwise.parallel.pipeline.skips import Skip, made_up_shapes
 from shardwise.part.crossing import Along, filled, overwrite, settled
 from shardwise.part.parameters import read_ahead
-from shardwise.part.tensor import Part
 from shardwise.trace.functional import transforming
 from shardwise.trace.own_calls import OwnCalls
 
@@ -81,6 +82,7 @@ class StagedModule:
         self.axes, self.results = axes, results or {}
         self.stages = {stage.index: stage for stage in stages}
         self._actions: dict[int, dict[tuple[int, int], Action]] = {}
+        self._careful: set[int] = set()  # stages before which some function fails on what is made up
         self._stage: Stage | None = None
         self._running = False
         self._entered = False
@@ -90,6 +92,7 @@ class StagedModule:
         self._noted: dict[_Key, list[Any]] = {}  # leaves of what calls were given and gave
         self._notes: dict[int, dict[tuple[int, int], set[_Key]]] = {}
         self._own: dict[int, dict[tuple[int, int], dict[int, Holder]]] = {}  # (module, its call) -> functions it calls
+        self._marks: dict[int, dict[tuple[int, int], dict[tuple[int, str], Action]]] = {}  # functions at which to act
         self._calls: OwnCalls | None = None  # where something that a forward's own code makes is to be noted
         self.taken: list[torch.Tensor] = []  # by the last run: the leaves whose gradients go back, in order
         self.on_enter: Callable[[], None] | None = None  # called where the stage's own part begins
@@ -102,6 +105,7 @@ class StagedModule:
 
     def _actions_of(self, stage: Stage, touched: dict[int, nn.Module]) -> dict[tuple[int, int], Action]:
         actions: dict[tuple[int, int], Action] = {}
+        followed: list[nn.Module] = []  # whose own calls are counted, or not to be counted with a caller's
 
         def add(path: str, place: int, action: Action) -> None:
             child = self.module.get_submodule(path)
@@ -112,10 +116,14 @@ class StagedModule:
             along = self.results.get((skip.path, skip.place), ())
             inside = [self.module.get_submodule(call.path) for call in skip.call.below()]
             add(skip.path, skip.place, partial(self._leave_out, skip, along, [id(child) for child in inside]))
-        if stage.entry is not None:
-            add(stage.entry.call.path, stage.entry.call.place, self._enter)
-        if stage.exit is not None:
-            add(stage.exit.call.path, stage.exit.call.place, self._exit)
+        marks: dict[tuple[int, int], dict[tuple[int, str], Action]] = {}
+        for edge, action in ((stage.entry, self._enter), (stage.exit, self._exit)):
+            if edge is not None and edge.call.own is None:
+                add(edge.call.path, edge.call.place, action)
+            elif edge is not None and edge.call.own is not None:
+                child = self.module.get_submodule(edge.call.path)
+                marks.setdefault((id(child), edge.call.place), {})[edge.call.own] = action
+                followed += [child, *map(self.module.get_submodule, edge.callees)]
         notes: dict[tuple[int, int], set[_Key]] = {}
         own: dict[tuple[int, int], dict[int, Holder]] = {}
         for holder in (*stage.received, *stage.sent):
@@ -124,10 +132,9 @@ class StagedModule:
                 own.setdefault((id(child), holder.place), {})[holder.own[0]] = holder
             else:
                 notes.setdefault((id(child), holder.place), set()).add(_key(holder))
-            for each in (child, *map(self.module.get_submodule, holder.callees)):
-                if each is not self.module:
-                    touched[id(each)] = each
-        self._notes[stage.index], self._own[stage.index] = notes, own
+            followed += [child, *map(self.module.get_submodule, holder.callees)]
+        touched.update((id(each), each) for each in followed if each is not self.module)
+        self._notes[stage.index], self._own[stage.index], self._marks[stage.index] = notes, own, marks
         return actions
 
     def _wrap(self, child: nn.Module) -> None:
@@ -162,33 +169,52 @@ class StagedModule:
             if stage is None:
                 raise RefusedPlan("the module is cut into pipeline stages: run it by Engine.step or Engine.evaluate")
             self._grad = torch.is_grad_enabled()
-            self._counts.clear()
-            self._entered, self._running = stage.entry is None, True
-            self._calls = OwnCalls(self._note_own, (id(self.module), 0)) if self._own[stage.index] else None
             try:
-                torch.set_grad_enabled(self._grad and self._entered)
-                read_ahead(self._grad and not self._entered)
-                with self._calls or nullcontext():
-                    output = inner(*args, **kwargs)
-                left = False
-            except StageExit as over:
-                output, left = tuple(over.leaves), True
-            except IndexError as error:
-                if self._entered:
+                output, left = self._walk(stage, lambda: inner(*args, **kwargs))
+            except RAISED as error:
+                if self._entered or stage.index in self._careful:
                     raise
-                raise self._on_nothing(stage, error) from error
-            finally:
-                torch.set_grad_enabled(self._grad)
-                read_ahead(False)
-                self._running, self._calls = False, None
+                self._careful.add(stage.index)
+                try:
+                    output, left = self._walk(stage, lambda: inner(*args, **kwargs))
+                except RAISED as again:
+                    if self._entered or not isinstance(error, IndexError):
+                        raise again from error
+                    raise self._on_nothing(stage, error) from error
             self._check(stage, left)
             return output
 
         self.module.forward = forward
 
+    def _walk(self, stage: Stage, forward: Callable[[], Any]) -> tuple[Any, bool]:
+        """One run of the outermost forward. Returns its result, or what is sent on, and whether it was left."""
+        self._counts.clear()
+        self._entered, self._running = stage.entry is None, True
+        watched = self._own[stage.index] or self._marks[stage.index]
+        self._calls = OwnCalls(self._note_own, (id(self.module), 0), self._before_own) if watched else None
+        careful = OnNothing(lambda: self._entered) if stage.index in self._careful else nullcontext()
+        try:
+            torch.set_grad_enabled(self._grad and self._entered)
+            read_ahead(self._grad and not self._entered)
+            with careful, self._calls or nullcontext():  # who counts functions sees who calls them
+                return forward(), False
+        except StageExit as over:
+            return tuple(over.leaves), True
+        finally:
+            torch.set_grad_enabled(self._grad)
+            read_ahead(False)
+            self._running, self._calls = False, None
+
     def _inside(self, call: tuple[int, int] | None) -> AbstractContextManager[None]:
         """Context: functions of torch are called by this call's code; None: by nobody's."""
         return self._calls.inside(call) if self._calls is not None else nullcontext()
+
+    def _before_own(self, call: tuple[int, int], number: int, name: str) -> None:
+        """Begin the stage's part, or end it, where a forward's own code calls a function."""
+        assert self._stage is not None
+        action = self._marks[self._stage.index].get(call, {}).get((number, name))
+        if action is not None:
+            action((), {})
 
     def _note_own(self, call: tuple[int, int], number: int, name: str, output: Any) -> None:
         """Keep what a forward's own code made, where it crosses."""
@@ -209,7 +235,7 @@ class StagedModule:
         """What is said where the forward's own code fails on results that were left out."""
         assert stage.entry is not None
         return RefusedPlan(
-            f"the forward fails before '{stage.entry.call.path}', where a pipeline stage begins and what was computed "
+            f"the forward fails before {stage.entry.call.told}, where a pipeline stage begins and what was computed "
             f"before is made up: {type(error).__name__}: {error}. Its own code reads values of hidden states (indices "
             "that it computes of them): put that into a submodule, which a stage leaves out, or name other places with "
             "stages="
@@ -219,7 +245,7 @@ class StagedModule:
         missed = stage.entry if not self._entered else stage.exit if not left else None
         if missed is not None:
             raise RefusedPlan(
-                f"the forward did not come to '{missed.call.path}', where a pipeline stage begins, though it did when "
+                f"the forward did not come to {missed.call.told}, where a pipeline stage begins, though it did when "
                 "it was looked at: a forward that takes different ways cannot be cut into stages"
             )
 
@@ -264,15 +290,9 @@ class StagedModule:
         assert self._stage is not None and self._stage.entry is not None
         if held.shape != received.shape:
             raise RefusedPlan(
-                f"at '{self._stage.entry.call.path}' a tensor of shape {tuple(received.shape)} arrives, where this "
+                f"at {self._stage.entry.call.told} a tensor of shape {tuple(received.shape)} arrives, where this "
                 f"stage's own forward has {tuple(held.shape)}: a module before it gives a shape that cannot be told "
                 "from the shapes of its arguments, so the stages would disagree about masks and positions"
-            )
-        if isinstance(held, Part) and not held.axis.positions:
-            raise RefusedPlan(
-                f"at '{self._stage.entry.call.path}' the caller holds a tensor whose dim {held.dim_cut} is cut over "
-                f"{held.axis.name}, and what arrives from the stage before is whole: its gradient could not be sent "
-                "back. Cut elsewhere with stages=, or use either axis alone"
             )
         overwrite(held, received.detach(), self.axes)
         if not needs_gradient:

@@ -1,0 +1,70 @@
+"""Functions of torch that fail on made-up values: what lies before a pipeline stage is right in shape alone.
+
+    chosen = x.gather(1, (x > 0).sum(1, keepdim=True) - 1)     x is NaN: index -1
+    half = torch.linalg.cholesky(a)                            a is NaN: not positive definite
+
+Where a function raises before the stage's part begins, it is called again on tensors without values, and its result
+is made up too. A forward runs so once it has failed otherwise, since a mode costs time at every function.
+
+What this does not do: help where Python decides by such a value, or a kernel on an accelerator that checks no index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from shardwise.errors import ShardwiseError
+from shardwise.part.levels import Distributed
+from shardwise.trace.leaves import replaced, tensors_in
+
+RAISED = (IndexError, RuntimeError)  # by kernels, `LinAlgError` among them
+
+
+class OnNothing(TorchFunctionMode):
+    """While entered, and until `begun()`, functions that raise give results of the right shape."""
+
+    def __init__(self, begun: Callable[[], bool]):
+        super().__init__()
+        self.begun = begun
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        try:
+            return func(*args, **kwargs)
+        except ShardwiseError:
+            raise
+        except RAISED:
+            if self.begun() or any(isinstance(each, Distributed) for each in tensors_in((args, kwargs))):
+                raise
+            try:
+                return _made_up(func, args, kwargs)
+            except RAISED:
+                pass  # it is wrong for these shapes too: the first error tells more
+            raise
+
+
+def _made_up(func: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+    given: dict[int, torch.Tensor] = {}
+
+    def without_values(tensor: torch.Tensor) -> torch.Tensor:
+        shape = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        given[id(shape)] = tensor
+        return shape
+
+    shapes = replaced(torch.Tensor, without_values, (args, kwargs))
+    device = next((tensor.device for tensor in given.values()), None)
+
+    def filled(shape: torch.Tensor) -> torch.Tensor:
+        if id(shape) in given:  # written in place, and nothing in it counts
+            return given[id(shape)]
+        value = float("nan") if shape.is_floating_point() or shape.is_complex() else 0
+        return torch.full(shape.shape, value, dtype=shape.dtype, device=device)
+
+    return replaced(torch.Tensor, filled, func(*shapes[0], **shapes[1]))
+
+
+__all__ = ["RAISED", "OnNothing"]

@@ -1,0 +1,106 @@
+"""Calls before a pipeline stage that it leaves out, and the shapes of the results that are made up for them."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardwise.trace.flow import Flow, ModuleCall
+
+LARGE = 0.01  # of the forward's cost, from which a module that a stage does without is not run on zeros
+
+
+@dataclass(frozen=True)
+class Skip:
+    """A call that a stage leaves out: it stands before the stage's part, and its results do not reach it."""
+
+    path: str
+    place: int
+    like: tuple[int | None, ...]  # for each leaf of the result: the argument leaf of the same shape
+    call: ModuleCall
+    other: ModuleCall  # the same call with another number of samples
+    samples: tuple[int, int]
+
+
+def skips_before(entry: ModuleCall, flow: Flow, other: Flow, samples: tuple[int, int]) -> list[Skip]:
+    """The outermost calls before a stage's entry that can be left out. `other`: on another number of samples."""
+    twin = dict(zip(map(id, flow.calls()), other.calls(), strict=True))
+    total = sum(op.cost for op in flow.ops)
+    found: list[Skip] = []
+
+    def walk(call: ModuleCall) -> None:
+        for inner in call.inside:
+            if inner.enter >= entry.enter:
+                return
+            if inner.exit > entry.enter:
+                walk(inner)
+                continue
+            skip = _skip(flow, inner, twin[id(inner)], samples, total)
+            if skip is not None:
+                found.append(skip)
+            else:
+                walk(inner)
+
+    walk(flow.root)
+    return found
+
+
+def _skip(flow: Flow, call: ModuleCall, other: ModuleCall, samples: tuple[int, int], total: float) -> Skip | None:
+    """How to leave a call out; None where it must run: something shared comes out of it, or shapes are not known."""
+    returned = {leaf.tensor for leaf in call.leaves}
+    for leaf in call.leaves:
+        if leaf.tensor is None and not isinstance(leaf.value, type(None) | bool | int | float | str):
+            return None
+        if leaf.tensor is not None and not flow.depends[leaf.tensor]:
+            return None
+    first, last = (bisect.bisect_left(flow.in_order, (moment, -1)) for moment in (call.enter, call.exit + 1))
+    for _, number in flow.in_order[first:last]:  # something from inside is used by other ways than its result
+        if flow.last_use[number] > call.exit and number not in returned:
+            return None
+    like = []
+    for leaf, twin in zip(call.leaves, other.leaves, strict=True):
+        same = [
+            place
+            for place, (a, b) in enumerate(zip(call.shapes, other.shapes, strict=True))
+            if a is not None and a == leaf.shape and b == twin.shape
+        ]
+        like.append(same[0] if same and leaf.tensor is not None else None)
+    skip = Skip(call.path, call.place, tuple(like), call, other, samples)
+    if any(None in shape for shape in made_up_shapes(skip, call.shapes)):
+        return None  # it follows the samples in a way that its arguments do not
+    known = all(place is not None or leaf.tensor is None for place, leaf in zip(like, call.leaves, strict=True))
+    if not known and sum(op.cost for op in flow.ops if call.enter <= op.time <= call.exit) < LARGE * total:
+        return None
+    return skip
+
+
+def made_up_shapes(skip: Skip, given: Sequence[Sequence[int] | None]) -> list[list[int | None]]:
+    """The shape of each leaf of a result that is left out, for arguments of the shapes `given`; None: not known.
+
+    It is that of an argument of the same shape. Else each of its dims is an argument's dim of the same place, or the
+    one that it grew with when samples were added (an LSTM's state has them second), or fixed.
+    """
+    arguments = [(a, b, now) for a, b, now in zip(skip.call.shapes, skip.other.shapes, given, strict=True)
+                 if a is not None and b is not None and now is not None]  # fmt: skip
+    found: list[list[int | None]] = []
+    for like, leaf, twin in zip(skip.like, skip.call.leaves, skip.other.leaves, strict=True):
+        if leaf.tensor is None or like is not None:
+            found.append(list(given[like] or ()) if like is not None else [])
+        else:
+            pairs = enumerate(zip(leaf.shape, twin.shape, strict=True))
+            found.append([_made_up_dim(dim, a, b, arguments) for dim, (a, b) in pairs])
+    return found
+
+
+def _made_up_dim(dim: int, a: int, b: int, arguments: Sequence[tuple[Sequence[int], ...]]) -> int | None:
+    for one, other, now in arguments:
+        if len(one) > dim and (one[dim], other[dim]) == (a, b):
+            return now[dim]
+    if a == b:
+        return a
+    for one, other, now in arguments:
+        for x, y, size in zip(one, other, now, strict=True):
+            if x != y and a * y == b * x and a * size % x == 0:
+                return a * size // x
+    return None
