@@ -424,3 +424,28 @@ def test_what_draws_of_one_process_cost_is_told() -> None:
         notes.append([each for each in found.notes if each.startswith("randomness:")])
     assert [len(each) for each in notes] == [1, 0, 0]
     assert "--randomness fast" in notes[0][0]
+
+
+class Adapted(nn.Module):
+    """A frozen product with a narrow one beside it that is trained, as adapters (LoRA) are written."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(width, width).requires_grad_(False)
+        self.into, self.out_of = nn.Linear(width, 4, bias=False), nn.Linear(4, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.base(x) + self.out_of(self.into(x))
+
+
+def test_frozen_weights_are_neither_reduced_nor_published() -> None:
+    """ZeRO-1 sends what is trained; ZeRO-3 gathers the frozen weights too, and scatters no gradients of them."""
+    task = Task(
+        model=lambda: nn.Sequential(*(Adapted(2048) for _ in range(4))), batch=lambda step: torch.zeros(16, 2048),
+        loss=lambda out, batch: (out.square().sum(), len(out)),
+    )  # fmt: skip
+    subject = traced_subject(task, NODE, software("shardwise"), 16, "bf16", ("none",), cuts=False)
+    named = "data-parallel communication"
+    plans = ("dp_shard=8,zero=1,precision=bf16", "dp_shard=8,zero=3,precision=bf16")
+    one, three = (subject.simulate(layout_of(Plan.parse(text), subject)).parts[named] for text in plans)
+    assert one < 1e-3 and three > 2 * one, "64 thousand weights of 17 million"

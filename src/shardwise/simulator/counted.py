@@ -154,6 +154,11 @@ class Model:
         """Parameters of each unit of zero=3, or of each repeated block."""
         return self.one.units if self.gathered is None else self.gathered
 
+    @property
+    def trained(self) -> int:
+        """Elements of the weights that are trained: of those alone there are gradients, and pieces to publish."""
+        return sum(size * count for size, count in self.one.sizes.items())
+
     def linear(self, first: float, second: float, samples: float) -> float:
         """The line through what was seen at one number of samples and at another; flat where both are the same."""
         low, high = self.one.samples, self.two.samples

@@ -143,7 +143,8 @@ def _rounds(
     work, sent, of_tiles = seconds
     busy, talk, tiled = (max(_of_rank(rank, each) for rank in ranks) for each in (work, sent, of_tiles))
     if layout.pp > 1:
-        link = Sharded(wire, states, RankGroup(layout.shard_ranks, layout.tp))
+        share = sum(rank.trained for rank in ranks) / max(1, sum(rank.one.parameters for rank in ranks))
+        link = Sharded(wire, states, RankGroup(layout.shard_ranks, layout.tp), share)
         waits = _gathers(ranks, {key: work[key] + sent[key] for key in work}, link)
         gathered = max(_of_rank(rank, waits) for rank in ranks)
         played = _played(ranks, layout, (work, sent, waits), wire)

@@ -18,7 +18,7 @@ def data_seconds(
     model: Model, layout: Layout, micro: float, wire: Wire, states: States, software: Software
 ) -> tuple[float, list[tuple[str, str, float, float]]]:
     """What data ranks add to a step in which a micro-batch takes `micro` seconds; under ZeRO-3 a timeline too."""
-    count, inside = model.one.parameters - model.one.experts, layout.tp  # ranks of tp lie inside
+    count, inside = model.trained - model.one.experts, layout.tp  # ranks of tp lie inside
     alike = RankGroup(layout.gradient_ranks // layout.ep, inside * layout.ep)  # ranks that hold the same experts
     experts_s = wire.collective("all_reduce", alike, model.one.experts * states.on_wire)
     shard, replicas = (
@@ -61,14 +61,14 @@ def _gathered(
     """
     units = model.units or [model.one.parameters]
     rest = max(0, model.one.parameters - sum(units))
-    link = Sharded(wire, states, shard)
+    link = Sharded(wire, states, shard, model.trained / max(1, model.one.parameters))
     times = min(2, layout.n_micro)
     ops: list[StreamOp] = []
     for _ in range(times):
         link.play(ops, units, FORWARD_SHARE * micro, back=False)
         link.play(ops, units[::-1], (1 - FORWARD_SHARE) * micro, back=True)
     seconds = run(ops)
-    once = wire.collective("all_reduce", replicas, model.one.parameters * states.on_wire / shard.size)
+    once = wire.collective("all_reduce", replicas, model.trained * states.on_wire / shard.size)
     once += layout.n_micro * (2 * link.gather(rest) + link.scatter(rest)) if rest else 0.0
     return once + seconds * layout.n_micro / times, [(op.stream, op.name, op.start, op.end) for op in ops]
 
@@ -95,11 +95,15 @@ def play_units(
 
 @dataclass(frozen=True)
 class Sharded:
-    """Weights gathered over a group one unit ahead, gradients scattered behind."""
+    """Weights gathered over a group one unit ahead, gradients scattered behind.
+
+    trained  share of the weights that have gradients, taken to be the same in each unit
+    """
 
     wire: Wire
     states: States
     shard: RankGroup
+    trained: float = 1.0
 
     def gather(self, count: float) -> float:
         """Seconds to gather so many weights, and from one buffer into the parameters."""
@@ -108,8 +112,8 @@ class Sharded:
 
     def scatter(self, count: float) -> float:
         """Seconds to sum the gradients of so many weights, each rank its shard."""
-        copied = 2 * count * self.states.on_wire / self.wire.bandwidth
-        return self.wire.collective("reduce_scatter", self.shard, count * self.states.on_wire) + copied
+        size = count * self.trained * self.states.on_wire
+        return self.wire.collective("reduce_scatter", self.shard, size) + 2 * size / self.wire.bandwidth
 
     def play(self, ops: list[StreamOp], units: Sequence[float], seconds: float, *, back: bool) -> None:
         """Add one pass through the units, after what was added before it."""
