@@ -19,28 +19,27 @@ alike on all ranks and another than one process's (a count of samples).
 
 from __future__ import annotations
 
-import random
 import weakref
-import zlib
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
 
-from shardwise.errors import InputError, RefusedPlan
+from shardwise.errors import InputError
 from shardwise.layout.dealing import Share
 from shardwise.mesh import Mesh
 from shardwise.part.levels import Distributed
 from shardwise.scripts import tape
+from shardwise.scripts.all_samples import AllSamples, scaled
 from shardwise.scripts.dealt import Dealt
 from shardwise.scripts.guard import reads_values
 from shardwise.scripts.loader import Events
 from shardwise.scripts.outside import Digests, Outside, digest, has_memory, held_of, number_of, with_line
 from shardwise.scripts.own_numbers import OwnNumbers
+from shardwise.scripts.rows import OTHER_ROWS, fails_on_part, is_plain, stand_of_generators, told_of
 from shardwise.scripts.saying import Notices, is_called_by_engine, line_of_script
 from shardwise.scripts.tape import tensors_in, writes
 from shardwise.trace.functional import transforming
@@ -49,16 +48,6 @@ _COUNTS = {"__len__", "numel", "nelement", "ndimension", "__format__", "__repr__
 _STEERS = (
     "a number is read that the script adds up over steps from this rank's samples alone: where it steers the run (a "
     "learning rate by tokens seen, a stop), one process has that of all samples: add up prepared.sum(n)[0] instead"
-)
-_OTHER_ROWS = (
-    "the model is given a tensor of shape {} that it gave in an earlier step (a hidden state) for {}, and this rank's "
-    "part of this batch is {}: its rows go with other samples. Where ranks would have one sample of a batch, those on "
-    "which the loss is looked at are dealt two to a rank: prepare(..., check_loss=False) leaves that out"
-)
-_FAILS = (
-    "an operation fails ({}) on the {} of the first batch's {} samples that this rank is given: a line that needs the "
-    "whole batch (an episode of classes, a shape by the batch's size) is given it by "
-    'prepare(..., loss_scope="global")'
 )
 _FAILURES = (RuntimeError, ValueError, IndexError)
 _NOTHING: Any = lambda: None  # noqa: E731
@@ -109,7 +98,7 @@ class Kept(TorchFunctionMode, Events):
         self._read = False  # a number was read from this rank's samples
         self._held, self._dim, self._generators = Share(None, 0, 0, 0), 0, 0
         self.shapes: list[list[int]] = []  # of the tensors of the batch at hand
-        self.numbers = OwnNumbers(told)
+        self.numbers, self.all_samples = OwnNumbers(told), AllSamples(mesh, told)
         self._call = _Made(_NOTHING, True, frozenset())  # what the model's outputs are to be taken for
 
     # --- the loop
@@ -118,6 +107,7 @@ class Kept(TorchFunctionMode, Events):
         """A batch is handed out, of which this rank holds `dealt.held`."""
         self.end()
         self.numbers.begin(dealt)
+        self.all_samples.begin(dealt)
         self._batches += 1
         self._before |= self._made
         self._before = {key: known for key, known in self._before.items() if known.tensor() is not None}
@@ -131,7 +121,7 @@ class Kept(TorchFunctionMode, Events):
         self._tensors_alone = all(leaf is None or isinstance(leaf, torch.Tensor) for leaf in leaves)
         self._even, self._read, self._held, self._dim = dealt.even, False, dealt.held, dim or 0
         self.shapes = [list(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        self._generators, self._transformed = _generators(), False
+        self._generators, self._transformed = stand_of_generators(), False
         for tensor in tensors_in(batch):
             self._add(tensor, True)
         self.__enter__()
@@ -158,6 +148,7 @@ class Kept(TorchFunctionMode, Events):
         self._others = {key: known for key, known in self._others.items() if known() is not None}
         self._others |= {id(tensor): weakref.ref(tensor) for tensor in tensors_in(batch)}
         self.numbers.counts_others()
+        self.all_samples.begin_beside(dealt)
         self.beside = dealt.held
 
     def after_epoch(self) -> None:
@@ -238,7 +229,9 @@ class Kept(TorchFunctionMode, Events):
             return func(*args, **kwargs)
         if self.inside:
             return self._within(func, args, kwargs)
-        if not reads_values(func) or is_called_by_engine(__file__, tape.__file__):
+        if not reads_values(func):
+            return self._about_gradients(func, args, kwargs)
+        if is_called_by_engine(__file__, tape.__file__):
             return func(*args, **kwargs)
         if self.after:
             return self._afterwards(func, args, kwargs)
@@ -248,21 +241,22 @@ class Kept(TorchFunctionMode, Events):
             given = given[1:]  # what it held is gone
         made = [self._of(tensor) for tensor in given]
         self.draws_for = {one.beside for one in made if one.own}
-        self._refuse_drawn([len(value) for value in (*args, *kwargs.values()) if _is_plain(value, name)])
+        self._refuse_drawn([len(value) for value in (*args, *kwargs.values()) if is_plain(value, name)])
         numbers = [value for value in (*args, *kwargs.values()) if isinstance(value, float)]
         own = any(one.own for one in made)
         of = frozenset[Outside]().union(*(one.of for one in made), self._numbers(numbers))
         stood = None if given else torch.get_rng_state()
+        beside = any(one.beside for one in made)
         try:
-            output = func(*args, **kwargs)
+            output = self.all_samples.call(func, args, kwargs, own=lambda one: self._of(one).own, beside=beside)
         except _FAILURES as error:
             if own and self._batches == 1 and self._held.count < self._held.total:
-                raise _fails_on_part(error, self._held) from error
+                raise fails_on_part(error, self._held) from error
             raise
         results = tensors_in(output)
         if not results and output is not None and name not in _COUNTS and not isinstance(output, bool):
             self._read |= own  # a branch alone (the checks of a distribution's arguments) makes no number
-        since, beside = any(one.since for one in made), any(one.beside for one in made)
+        since = any(one.since for one in made)
         read = frozenset[Outside]().union(*(one.read for one in made), self._numbers_read(numbers))
         self._tell_own(name, output, made)
         if stood is not None:
@@ -273,6 +267,24 @@ class Kept(TorchFunctionMode, Events):
             self._add(tensor, own, of, since=since, beside=beside, read=read)
         return output
 
+    def _about_gradients(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """What reads no values: a backward of the script's own, and the gradient that one has left."""
+        name, of = getattr(func, "__name__", ""), args[0] if args else None
+        if name == "backward" and self.leaves() and not is_called_by_engine(__file__, tape.__file__):
+            with scaled(self.leaves(), self.all_samples.factor([args[0]])):
+                return func(*args, **kwargs)
+        output = func(*args, **kwargs)
+        if name == "__get__" and isinstance(output, torch.Tensor) and isinstance(of, torch.Tensor):
+            known = self._own(of)
+            if known is not None and output is not of:
+                self._add(output, True, known.of, since=known.since, beside=known.beside, read=known.read)
+        return output
+
+    def leaves(self) -> list[torch.Tensor]:
+        """Returns what is made of this rank's samples and has a gradient of its own."""
+        made = [(one.tensor(), one) for one in self._made.values()]
+        return [leaf for leaf, one in made if leaf is not None and one.own and leaf.requires_grad and leaf.is_leaf]
+
     def _within(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """In the model: what it makes without gradients may be handed out by hooks."""
         output = func(*args, **kwargs)
@@ -282,9 +294,11 @@ class Kept(TorchFunctionMode, Events):
 
     def _afterwards(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """After the backward: tell where a number is read that was added up over steps from this rank's samples."""
-        output, name = func(*args, **kwargs), getattr(func, "__name__", "")
+        name = getattr(func, "__name__", "")
         given = [known for one in tensors_in((args, kwargs)) if (known := self._own(one)) is not None]
         since, beside = any(one.since for one in given), any(one.beside for one in given)
+        of_samples = lambda one: self._own(one) is not None  # noqa: E731
+        output = self.all_samples.call(func, args, kwargs, own=of_samples, beside=beside)
         for tensor in tensors_in(output) if given else []:
             self._add(tensor, True, since=since, beside=beside)
         if since and isinstance(output, bool | int | float) and name not in _COUNTS:
@@ -379,7 +393,7 @@ class Kept(TorchFunctionMode, Events):
 
     def _refuse_drawn(self, sizes: list[int]) -> None:
         """Raise `RefusedPlan` for an array of this rank's samples where NumPy or Python drew since the batch."""
-        if self._held.count > 1 and self._held.count in sizes and self._generators != _generators():
+        if self._held.count > 1 and self._held.count in sizes and self._generators != stand_of_generators():
             raise with_line(
                 f"an array of this rank's {self._held.count} samples is made after NumPy's or Python's generator has "
                 "drawn: every rank draws the same numbers there, where one process draws for each sample of the whole "
@@ -402,7 +416,7 @@ class Kept(TorchFunctionMode, Events):
         for known, of, held in self._given:
             if known == storage and of == id(model) and held != self._held and self._counts(tuple(tensor.shape), held):
                 raise with_line(
-                    _OTHER_ROWS.format(tuple(tensor.shape), *map(_told, (held, self._held))), line_of_script()
+                    OTHER_ROWS.format(tuple(tensor.shape), *map(told_of, (held, self._held))), line_of_script()
                 )
 
     def _counts(self, shape: tuple[int, ...], held: Share) -> bool:
@@ -417,28 +431,3 @@ class Kept(TorchFunctionMode, Events):
         scheduled = hasattr(optimizer.step, "_wrapped_by_lr_sched")  # which sets them by its own count of steps
         if read_at and before not in (None, settings) and not scheduled:
             raise with_line(f"the optimizer's settings were changed, and {_STEERS}", read_at)
-
-
-def _fails_on_part(error: Exception, held: Share) -> RefusedPlan:
-    """The refusal of a line that fails on a part of the first batch; it may need all of it."""
-    return with_line(_FAILS.format(str(error).splitlines()[0], held.count, held.total), line_of_script())
-
-
-def _told(held: Share) -> str:
-    return f"samples {held.start} to {held.start + held.count - 1} of {held.total}"
-
-
-def _is_plain(value: Any, function: str) -> bool:
-    """Whether it is an array of NumPy's, or a list of elements or indices: elsewhere a list is a shape."""
-    if isinstance(value, np.ndarray):
-        return value.ndim > 0
-    return isinstance(value, list) and function in ("tensor", "as_tensor", "asarray", "__getitem__")
-
-
-def _generators() -> int:
-    """A number for where NumPy's and Python's generators stand."""
-    state: Any = np.random.get_state(legacy=True)
-    _, keys, *place = state
-    return zlib.crc32(
-        repr((place, random.getstate()[2:])).encode() + keys.tobytes(), hash(random.getstate()[1]) & 0xFFFFFFFF
-    )

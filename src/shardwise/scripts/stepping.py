@@ -139,6 +139,7 @@ class Stepping(Weighing):
                 inside.enter_context(each._asking())
             scaled = engine.state.scale
             scale = scaled.factor(weights[0], engine.mesh.data, engine.device) if scaled is not None else 1.0
+            inside.enter_context(self._given_scaled(scale, weight))
             (total * scale if scale != 1.0 else total).backward(retain_graph=retain_graph)
         for each, counted in zip(together, weights, strict=True):
             each._count(Loss(total.detach(), counted), stands_in)

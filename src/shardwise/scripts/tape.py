@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from shardwise.part.levels import Distributed
 
+_KEEPS_STATISTICS = {"batch_norm", "instance_norm"}
 _NUMBERS = {"item", "__int__", "__float__", "__index__"}
 
 
@@ -89,6 +90,8 @@ class LossTape(TorchFunctionMode):
         for one in self._needed(wanted, set(values)):
             if not any(id(tensor) in known for tensor in tensors_in((one.args, one.kwargs))):
                 continue
+            if getattr(one.function, "__name__", "") in _KEEPS_STATISTICS:
+                raise RuntimeError("a norm outside of the model, which would keep statistics of other samples")
             if one.before is not None:
                 known[id(one.args[0])] = known.get(id(one.args[0]), one.before).clone()
             if any(_is_freed(tensor) for tensor in tensors_in((now(one.args), now(one.kwargs)))):

@@ -7,9 +7,12 @@ backward(loss)              read from its graph: a mean, or a sum that nothing d
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 
 from shardwise.errors import InputError
+from shardwise.scripts.all_samples import scaled
 from shardwise.scripts.divisor import Divisor, divisor_of, refuse_division
 from shardwise.scripts.earlier import Earlier
 from shardwise.scripts.over_ranks import OverRanks
@@ -31,6 +34,17 @@ class Weighing(OverRanks):
     def _once(self) -> float:
         """This rank's part of a total weight of 1: an equal part for a mean, all on one rank for a sum."""
         return 1.0 if self._given == "mean" or self._of_whole_batches else float(self.engine.mesh.data.index == 0)
+
+    def _given_scaled(self, scale: float, weight: torch.Tensor | float | None) -> AbstractContextManager[None]:
+        """Context of a backward: gradients of what the model is given, which nobody divides later, become the mean's.
+        Collective where there are some.
+        """
+        leaves = self.calls.kept.leaves() if self.calls.kept is not None else []
+        if not leaves:
+            return nullcontext()
+        of_all = {"mean": float(self._apart), "given": 0.0}.get(self._given or "", 1.0)
+        (total,) = self._sum(float(weight or 0.0)) if not of_all else (of_all,)
+        return scaled(leaves, 1.0 / (scale * total) if total else 0.0)
 
     def _weight(
         self, loss: torch.Tensor, weight: torch.Tensor | float | None, mean: bool, stands_in: bool

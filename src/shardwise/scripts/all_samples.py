@@ -1,0 +1,114 @@
+"""Operations of a script's own that hang on all samples of a batch, of which this rank has a part: as of all of them.
+
+    teacher(x)                      a batch norm in training of a module that no plan has: statistics of all samples
+    autograd.grad(loss.mean(), x)   one process's mean is over all samples: this rank's gradient times n_r / sum n_r
+    loss.backward(); x.grad         the same, of a backward beside the plan's, and of prepared.backward
+
+What this does not do: scale the gradient of a loss whose divisor cannot be read (`divisor`); a notice tells of it.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from shardwise.comm import gather_rows
+from shardwise.host import row_of
+from shardwise.mesh import Mesh
+from shardwise.parallel.batchnorm import JoinBatchNorm
+from shardwise.parallel.slots import Phase
+from shardwise.part import plain
+from shardwise.scripts.dealt import Dealt
+from shardwise.scripts.divisor import UNKNOWN, Divisor
+from shardwise.scripts.saying import Notices, line_of_script
+
+_NORMS = (functional.batch_norm, torch.batch_norm)
+_KINDS = {"sum": 0.0, "mean": 1.0}
+_UNSEEN = (
+    "a gradient by what the model is given is of this rank's samples alone, and what its loss is a mean over cannot be "
+    "seen, so its size may be another than one process's (its sign and direction are right): take it of a sum over "
+    "samples, or of a mean over them that ends the loss"
+)
+
+
+class AllSamples:
+    """Answers such operations in one loop. `divided` reads what a loss is divided by."""
+
+    def __init__(self, mesh: Mesh, told: Notices) -> None:
+        self._mesh, self._told = mesh, told
+        self._dealt: Dealt | None = None
+        self._beside: Dealt | None = None
+        self.divided: Callable[[torch.Tensor], Divisor] = lambda loss: UNKNOWN
+
+    def begin(self, dealt: Dealt) -> None:
+        """A batch is handed out."""
+        self._dealt, self._beside = dealt, None
+
+    def begin_beside(self, dealt: Dealt) -> None:
+        """Another loader's batch is handed out."""
+        self._beside = dealt
+
+    def call(self, func: Any, args: tuple, kwargs: dict, *, own: Callable[[Any], bool], beside: bool) -> Any:
+        """Returns what `func` gives of these arguments, as of all samples.
+
+        own     whether a tensor is made of this rank's samples
+        beside  whether they are another loader's
+        """
+        if func in _NORMS and own(args[0]):
+            return self._joined(func, args, kwargs, self._beside if beside else self._dealt)
+        if func is torch.autograd.grad:
+            inputs = args[1] if len(args) > 1 else kwargs["inputs"]
+            if any(own(one) for one in ((inputs,) if isinstance(inputs, torch.Tensor) else inputs)):
+                outputs, given = args[0], args[2] if len(args) > 2 else kwargs.get("grad_outputs")
+                scalars = [one for one in _tuple(outputs) if one.numel() == 1] if given is None else []
+                factor = self.factor(scalars) if scalars else 1.0
+                found = func(*args, **kwargs)
+                return found if factor == 1.0 else tuple(None if one is None else one * factor for one in found)
+        return func(*args, **kwargs)
+
+    def _joined(self, func: Any, args: tuple, kwargs: dict, dealt: Dealt | None) -> Any:
+        """A batch norm over all ranks' samples, unless every rank has the same. Collective."""
+        flat = plain(args[0].detach()).cpu().contiguous().reshape(-1)
+        check = zlib.crc32(flat.view(torch.uint8).numpy()) if flat.numel() else 0
+        table = gather_rows(row_of([float(check)], self._mesh.device), self._mesh.data)
+        if bool((table == table[0]).all()):
+            return func(*args, **kwargs)
+        phase = Phase(stand_in=dealt is not None and dealt.part.count == 0)
+        return JoinBatchNorm(self._mesh.data, phase).__torch_function__(func, (), args, kwargs)
+
+    def factor(self, losses: Sequence[torch.Tensor]) -> float:
+        """Returns what the gradient of this rank's loss is to be multiplied by, to be that of all ranks'. Collective."""
+        found = [self.divided(loss) for loss in losses]
+        numbers = {one.numbers[0] for one in found if one.kind == "mean"}
+        known = len({one.kind for one in found}) == 1 and found[0].kind in _KINDS and len(numbers) < 2
+        counts = self._dealt is None or self._dealt.part.count > 0
+        mine = numbers.pop() if known and numbers else 0.0
+        kind = _KINDS[found[0].kind] if known else -1.0
+        table = gather_rows(row_of([kind, mine * counts], self._mesh.device), self._mesh.data).tolist()
+        if any(row[0] != kind for row in table) or kind < 0:
+            self._told.say([f"{_UNSEEN} [{line_of_script()}]"])
+            return 1.0
+        total = sum(row[1] for row in table)
+        return mine / total if kind and total else 1.0
+
+
+@contextmanager
+def scaled(leaves: Sequence[torch.Tensor], factor: float) -> Iterator[None]:
+    """Context: what a backward inside adds to the gradients of these tensors is multiplied by `factor`."""
+    before = [(leaf, None if leaf.grad is None else leaf.grad.detach().clone()) for leaf in leaves]
+    yield
+    with torch.no_grad():
+        for leaf, was in before:
+            if leaf.grad is not None:
+                leaf.grad.mul_(factor)
+                if was is not None:
+                    leaf.grad.add_(was, alpha=1.0 - factor)
+
+
+def _tuple(given: Any) -> tuple:
+    return (given,) if isinstance(given, torch.Tensor) else tuple(given)

@@ -1,0 +1,50 @@
+"""What is said of rows of samples that a script's operations are given, and how such rows are told from shapes."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from typing import Any
+
+import numpy as np
+
+from shardwise.errors import RefusedPlan
+from shardwise.layout.dealing import Share
+from shardwise.scripts.outside import with_line
+from shardwise.scripts.saying import line_of_script
+
+OTHER_ROWS = (
+    "the model is given a tensor of shape {} that it gave in an earlier step (a hidden state) for {}, and this rank's "
+    "part of this batch is {}: its rows go with other samples. Where ranks would have one sample of a batch, those on "
+    "which the loss is looked at are dealt two to a rank: prepare(..., check_loss=False) leaves that out"
+)
+_FAILS = (
+    "an operation fails ({}) on the {} of the first batch's {} samples that this rank is given: a line that needs the "
+    "whole batch (an episode of classes, a shape by the batch's size) is given it by "
+    'prepare(..., loss_scope="global")'
+)
+
+
+def fails_on_part(error: Exception, held: Share) -> RefusedPlan:
+    """The refusal of a line that fails on a part of the first batch; it may need all of it."""
+    return with_line(_FAILS.format(str(error).splitlines()[0], held.count, held.total), line_of_script())
+
+
+def told_of(held: Share) -> str:
+    return f"samples {held.start} to {held.start + held.count - 1} of {held.total}"
+
+
+def is_plain(value: Any, function: str) -> bool:
+    """Whether it is an array of NumPy's, or a list of elements or indices: elsewhere a list is a shape."""
+    if isinstance(value, np.ndarray):
+        return value.ndim > 0
+    return isinstance(value, list) and function in ("tensor", "as_tensor", "asarray", "__getitem__")
+
+
+def stand_of_generators() -> int:
+    """A number for where NumPy's and Python's generators stand."""
+    state: Any = np.random.get_state(legacy=True)
+    _, keys, *place = state
+    return zlib.crc32(
+        repr((place, random.getstate()[2:])).encode() + keys.tobytes(), hash(random.getstate()[1]) & 0xFFFFFFFF
+    )
